@@ -1,0 +1,36 @@
+# One command each: install once into .venv, then demo, test, lint, wheel.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install demo test lint wheel clean
+
+install: $(STAMP)
+
+# torch goes first and alone: with it in place, deepspeed's build finds it, and on a machine whose
+# index offers a CPU build of the constrained version pip does not pull the CUDA packages.
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $(STAMP)
+
+demo: install
+	$(BIN)/python benchmarks/compare.py $(if $(TEXT),--text $(TEXT))
+
+test: install
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# build/ is removed because setuptools would pack modules left there by an earlier build.
+wheel: install
+	rm -rf build
+	$(BIN)/python -m pip wheel . --no-deps --no-build-isolation --wheel-dir dist
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

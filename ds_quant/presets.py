@@ -1,0 +1,45 @@
+"""Presets: the schemes in configs/, one YAML file each, written like a "quantized_comm" block.
+
+May import yaml and resources.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import yaml
+
+from ds_quant.resources import resource_dir
+
+
+@lru_cache
+def preset_names() -> tuple[str, ...]:
+    """The schemes in configs/, sorted."""
+    return tuple(sorted(path.stem for path in resource_dir("configs").glob("*.yaml")))
+
+
+def preset_description(name: str) -> str:
+    """One line on what the scheme is."""
+    return _load(name)["description"]
+
+
+def apply_preset(name: Any, block: dict[str, Any]) -> dict[str, Any]:
+    """The block with the values of scheme ``name`` under it; unchanged without such a scheme."""
+    if name not in preset_names():
+        return block
+    base = _load(name)
+    del base["description"]
+    return _merge(base, block)
+
+
+def _load(name: str) -> dict[str, Any]:
+    return yaml.safe_load((resource_dir("configs") / f"{name}.yaml").read_text("utf-8"))
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = {**base, **over}
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            merged[key] = _merge(base[key], value)
+    return merged

@@ -1,0 +1,87 @@
+"""A scheme says which codec travels on which collective; ``codec_for`` is the one policy function.
+
+Every decision uses only facts that all ranks share (name, shape, dtype of a parameter), so that
+the ranks agree without asking each other. Users get a scheme from ``config.py``; constructing one
+by hand is meant for tests and research. May import codec and rng.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+import torch
+
+from ds_quant.codec import CastCodec, Codec, GroupCodec
+from ds_quant.rng import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """What is quantized, how, and from which step on.
+
+    weights, gradients: the codec of each role; ``None`` is full precision.
+    exclude: fnmatch patterns on parameter names, case-sensitive; matches stay full precision.
+    min_numel: parameters with fewer elements stay full precision.
+    warmup_steps: optimizer steps at the start during which everything is full precision.
+    seed: seed of all addressed random bits, the same on every rank.
+    node_size: ranks per node, or ``None``: as the launcher says.
+    level_steps: optimizer steps after which weight levels are learned anew; empty when uniform.
+    level_rate: share of its distance to a value by which the nearest level moves towards it.
+    """
+
+    name: str
+    weights: GroupCodec | None
+    gradients: GroupCodec | None
+    exclude: tuple[str, ...] = ()
+    min_numel: int = 2048
+    warmup_steps: int = 0
+    seed: int = 0
+    node_size: int | None = None
+    level_steps: tuple[int, ...] = ()
+    level_rate: float = 0.01
+
+    def __post_init__(self) -> None:
+        for field in ("min_numel", "warmup_steps", "seed"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field}={getattr(self, field)}: allowed: 0 or more")
+        if self.node_size is not None and self.node_size < 1:
+            raise ValueError(f"node_size={self.node_size}: allowed: 1 or more, or None")
+        if self.gradients is not None and self.gradients.levels != "uniform":
+            raise ValueError(
+                f'gradients.levels={self.gradients.levels!r}: allowed: "uniform" '
+                "(learned levels are biased; gradients must stay unbiased)"
+            )
+        if any(b <= a for a, b in pairwise((0, *self.level_steps))):
+            raise ValueError(
+                f"level_steps={self.level_steps}: allowed: increasing positive step numbers"
+            )
+        if not 0 < self.level_rate <= 1:
+            raise ValueError(f"level_rate={self.level_rate}: allowed: above 0 and at most 1")
+
+    def skip_reason(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
+        """Why the parameter stays in full precision in every role, or ``None``."""
+        if not dtype.is_floating_point:
+            return "not floating point"
+        if len(shape) <= 1:
+            return "1-D"
+        if math.prod(shape) < self.min_numel:
+            return "small"
+        if any(fnmatchcase(name, pattern) for pattern in self.exclude):
+            return "excluded"
+        return None
+
+    def codec_for(self, role: Role, name: str, shape: Sequence[int], dtype: torch.dtype) -> Codec:
+        """The codec of a parameter in ``role``; ``shape`` is the whole parameter's, not a shard's.
+
+        ``dtype`` is what full precision means here: the dtype that travels when the parameter is
+        skipped or its role is not quantized. Raises ``ValueError`` if that is none of fp32, bf16
+        and fp16.
+        """
+        quantizer = self.weights if role is Role.WEIGHTS else self.gradients
+        if quantizer is None or self.skip_reason(name, shape, dtype) is not None:
+            return CastCodec(dtype)
+        return quantizer

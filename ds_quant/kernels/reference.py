@@ -1,0 +1,396 @@
+"""Reference kernels of GroupCodec, in torch, on any device: the specification of the numbers.
+
+CUDA kernels equal this file bit for bit, so every step is one correctly rounded fp32 operation
+and no product is fused with a sum. May import torch, layout, rng and its sister modules.
+
+[Note: numbers]
+x is converted to fp32 (exact). Per group, with b bits, F = fraction bits of the rounding:
+
+absmax   L = 2^(b-1) - 1, m = max|x|, scale = fl(m / L), codes -L..L stored as q + 2^(b-1)
+minmax   K = 2^b - 1, scale = fl(fl(max - min) / K), offset = min, codes 0..K
+         and x is replaced by fl(x - offset)
+inv      fl(2^F / scale); F is 16 for stochastic rounding below 8 bits, 15 at 8 bits, else 0
+nearest  q = rint(fl(x * inv)), ties to even
+stochastic  T = rint(fl(x * inv)), q = (T + r) >> F, r of F random bits (QSDP sec. 4: coin flip)
+random_shift  offset = fl(offset + fl(u * scale)), then nearest against that offset; the shift u
+         is one scalar per parameter and step, so the receiver needs no random bits
+learned  q = index of the nearest level (ties to the lower one) to fl(fl(x - offset) * inv)
+decode   fl(q * scale), or fl(fl(table[q] * scale) + offset), then one cast to the output dtype
+
+q is clamped to its range. T and q are read off the mantissa: 2^23 + zero + t is rounded to an
+integer by the addition itself. T is clamped before r is added, which gives the same q.
+
+[Note: exceptional groups]
+tiny        m < 2^-99, or max - min < 2^-99: scale 0 and the code of 0; offset = min, or 0 when
+            all |x| < 2^-99. CUDA runs with flush-to-zero: above the threshold a denormal operand
+            is below 2^-4 in units of T, so flushing it changes no code.
+non-finite  Inf or NaN in the group, or a range, scale or offset that leaves fp32: scale NaN,
+            offset 0, the code of 0: every element decodes to NaN. A scale above 2^126 counts,
+            because 1 / scale would be denormal (reachable with at most 3 bits).
+offsets     a denormal or negative-zero offset is written as +0, as flush-to-zero would have it
+            and because min(-0, +0) depends on the order of comparison.
+A value near FLT_MAX may decode to Inf, as (2^b - 1) * scale rounds up: visible, never plausible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ds_quant import rng
+from ds_quant.kernels import packing, philox, scratch
+from ds_quant.layout import FP32_BYTES, VECTOR_NUMEL, WireLayout, ceil_div, planes, round_up
+from ds_quant.layout import wire_layout as _wire_layout
+
+TINY = 2.0**-99
+HUGE_SCALE = 2.0**126
+LARGEST_DENORMAL = 2.0**-126 - 2.0**-149
+FLT_MAX = torch.finfo(torch.float32).max
+_UNIT = 2.0**23  # floats in [2^23, 2^24) are the integers, one per bit pattern
+
+_CHUNK_NUMEL = {"cpu": 1 << 18}  # elements per pass, so that scratch stays in cache
+_DEVICE_CHUNK_NUMEL = 1 << 24  # devices without that concern
+
+
+class Format(Protocol):
+    """What the kernels need to know of a codec; codec.GroupCodec is one."""
+
+    bits: int
+    group_size: int
+    rounding: str  # nearest, stochastic or random_shift
+    levels: str  # uniform or learned
+
+    @property
+    def has_offset(self) -> bool: ...
+
+
+class Block(NamedTuple):
+    """Rows [row, row + num_rows) and elements [start, start + numel), start on a group."""
+
+    row: int
+    num_rows: int
+    start: int
+    numel: int
+    padded_numel: int  # whole groups
+    vector_numel: int  # whole vectors of 8
+
+
+class Ranges(NamedTuple):
+    """Per-group numbers of a block, each (groups, 1)."""
+
+    scale: torch.Tensor  # fp32
+    offset: torch.Tensor | None  # fp32
+    inverse: torch.Tensor  # fp32: 2^F / scale, 0 in exceptional groups
+    code_of_zero: torch.Tensor | None  # bool: groups whose codes are forced; None when no group
+
+
+def fraction_bits(fmt: Format) -> int:
+    """F of [Note: numbers]: fixed-point bits below a code; code and fraction fit 23 bits."""
+    if fmt.rounding != "stochastic":
+        return 0
+    return 15 if fmt.bits == 8 else 16
+
+
+def layout_of(fmt: Format, numel: int) -> WireLayout:
+    """Wire layout of one row of `numel` elements."""
+    return _wire_layout(
+        numel, bits=fmt.bits, group_size=fmt.group_size, has_offset=fmt.has_offset
+    )
+
+
+def _blocks(rows: int, numel: int, *, group_size: int, device: torch.device) -> Iterator[Block]:
+    """Blocks of at most a chunk: several whole rows, or a run of groups of one row."""
+    if rows == 0 or numel == 0:
+        return
+    chunk = _CHUNK_NUMEL.get(device.type, _DEVICE_CHUNK_NUMEL)
+    chunk = max(chunk // group_size, 1) * group_size
+    rows_per_block = max(chunk // round_up(numel, group_size), 1)
+    for row in range(0, rows, rows_per_block):
+        num_rows = min(rows_per_block, rows - row)
+        for start in range(0, numel, chunk):
+            count = min(chunk, numel - start)
+            padded = round_up(count, group_size)
+            yield Block(row, num_rows, start, count, padded, round_up(count, VECTOR_NUMEL))
+
+
+def _plane_sections(
+    wire: torch.Tensor, layout: WireLayout, block: Block, bits: int
+) -> list[torch.Tensor]:
+    """The parts of the planes of `wire` (rows, nbytes) that hold the codes of a block."""
+    rows = wire[block.row : block.row + block.num_rows]
+    sections = []
+    for base, width in zip(layout.plane_offsets, planes(bits), strict=True):
+        first = base + packing.plane_bytes(block.start, width)
+        sections.append(rows[:, first : first + packing.plane_bytes(block.vector_numel, width)])
+    return sections
+
+
+def _fp32_section(
+    wire: torch.Tensor, base: int, block: Block, group_size: int
+) -> torch.Tensor:
+    """Bytes (num_rows, 4 * groups) of the scales or offsets of a block; any alignment."""
+    first = base + block.start // group_size * FP32_BYTES
+    nbytes = block.padded_numel // group_size * FP32_BYTES
+    return wire[block.row : block.row + block.num_rows, first : first + nbytes]
+
+
+# --- encode
+
+
+def encode(
+    x: torch.Tensor,  # (rows, numel) floating point
+    out: torch.Tensor,  # (rows, nbytes) uint8
+    fmt: Format,
+    *,
+    address: rng.Address | None,
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+) -> None:
+    """Write the wire bytes of every row, padding included."""
+    rows, numel = x.shape
+    layout = layout_of(fmt, numel)
+    x = x.detach()
+    _zero_gaps(out, layout, fmt.bits)
+    shift = rng.shift_of(address) if fmt.rounding == "random_shift" else None
+    for block in _blocks(rows, numel, group_size=fmt.group_size, device=x.device):
+        values = _load_groups(x, block, fmt.group_size)
+        ranges = _ranges(values, fmt, shift)
+        codes = _codes(values, ranges, fmt, levels)
+        if fmt.rounding == "stochastic":
+            _round_stochastically(codes, block, fmt, address, ceil_div(numel, VECTOR_NUMEL))
+        if ranges.code_of_zero is not None:
+            code = 0 if fmt.has_offset else 1 << (fmt.bits - 1)
+            codes.masked_fill_(ranges.code_of_zero, code)
+        _store_codes(codes, out, layout, block, fmt.bits)
+        _store_fp32(ranges.scale, _fp32_section(out, layout.scale_offset, block, fmt.group_size))
+        if layout.offset_offset is not None:
+            section = _fp32_section(out, layout.offset_offset, block, fmt.group_size)
+            _store_fp32(ranges.offset, section)
+
+
+def _zero_gaps(out: torch.Tensor, layout: WireLayout, bits: int) -> None:
+    vectors = ceil_div(layout.numel, VECTOR_NUMEL)
+    ends = [
+        base + vectors * width
+        for base, width in zip(layout.plane_offsets, planes(bits), strict=True)
+    ]
+    ends.append(layout.scale_offset + layout.num_groups * FP32_BYTES)
+    starts = [*layout.plane_offsets[1:], layout.scale_offset]
+    if layout.offset_offset is not None:
+        starts.append(layout.offset_offset)
+        ends.append(layout.offset_offset + layout.num_groups * FP32_BYTES)
+    starts.append(layout.nbytes)
+    for end, start in zip(ends, starts, strict=True):
+        if end < start:
+            out[:, end:start].zero_()
+
+
+def _load_groups(x: torch.Tensor, block: Block, group_size: int) -> torch.Tensor:
+    """A block of x as (groups, group_size) fp32 scratch.
+
+    A short last group is filled up with its own first element, which leaves its range alone.
+    """
+    shape = (block.num_rows, block.padded_numel)
+    values = scratch.take("values", shape, dtype=torch.float32, device=x.device)
+    source = x[block.row : block.row + block.num_rows, block.start : block.start + block.numel]
+    values[:, : block.numel].copy_(source)
+    if block.numel < block.padded_numel:
+        first = block.padded_numel - group_size
+        values[:, block.numel :] = values[:, first : first + 1]
+    return values.view(-1, group_size)
+
+
+def _ranges(values: torch.Tensor, fmt: Format, shift: float | None) -> Ranges:
+    """Scale, offset and inverse of each group of `values` (groups, group_size) fp32."""
+    low = torch.amin(values, dim=1, keepdim=True)
+    high = torch.amax(values, dim=1, keepdim=True)
+    if fmt.has_offset:
+        span = high - low
+        scale = span / ((1 << fmt.bits) - 1)
+        offset = torch.nn.functional.hardshrink(low, LARGEST_DENORMAL)
+    else:
+        span = torch.maximum(high, -low)
+        scale = span / ((1 << (fmt.bits - 1)) - 1)
+        offset = None
+    regular = (span >= TINY).logical_and_(scale <= HUGE_SCALE)
+    forced = tiny = None
+    if not bool(regular.all()):
+        tiny = span < TINY
+        forced = (tiny | regular).logical_not_()
+        scale.masked_fill_(tiny, 0.0)
+        if offset is not None:
+            offset.masked_fill_(tiny & (torch.maximum(high, -low) < TINY), 0.0)
+    if shift is not None:
+        # Tiny groups stay where they are: their scale is 0.
+        moved = offset + torch.nn.functional.hardshrink(scale * shift, LARGEST_DENORMAL)
+        offset = torch.nn.functional.hardshrink(moved, LARGEST_DENORMAL)
+        outside = (offset.abs() <= FLT_MAX).logical_not_()
+        if bool(outside.any()):
+            forced = outside if forced is None else forced.logical_or_(outside)
+    # 2^F / scale, rounded once: 1 / scale is a normal number and the power of two is exact.
+    inverse = scale.reciprocal().mul_(2.0 ** fraction_bits(fmt))
+    if forced is not None:
+        scale.masked_fill_(forced, float("nan"))
+        inverse.masked_fill_(forced, 0.0)
+        if offset is not None:
+            offset.masked_fill_(forced, 0.0)
+    if tiny is not None:
+        inverse.masked_fill_(tiny, 0.0)
+        forced = forced | tiny
+    return Ranges(scale, offset, inverse, forced)
+
+
+def _codes(
+    values: torch.Tensor, ranges: Ranges, fmt: Format, levels: torch.Tensor | None
+) -> torch.Tensor:
+    """Codes in the low bits, or T + zero for stochastic rounding, as (groups, size) int32.
+
+    Overwrites `values`, whose memory the result shares for uniform levels.
+    """
+    if ranges.offset is not None:
+        values.sub_(ranges.offset)
+    values.mul_(ranges.inverse)
+    if fmt.levels == "learned":
+        middles = (levels[1:] + levels[:-1]) / 2
+        out = scratch.take("codes", values.shape, dtype=torch.int32, device=values.device)
+        return torch.bucketize(values, middles, out_int32=True, out=out)
+    fraction = fraction_bits(fmt)
+    limit = ((1 << fmt.bits) - 1 if fmt.has_offset else (1 << (fmt.bits - 1)) - 1) << fraction
+    if fmt.rounding != "nearest":
+        # Nearest needs none: |fl(x * inv)| exceeds the limit by far less than 1/2.
+        values.clamp_(0.0 if fmt.has_offset else -float(limit), float(limit))
+    zero = 0 if fmt.has_offset else 1 << (fmt.bits - 1 + fraction)
+    return values.add_(_UNIT + zero).view(torch.int32)
+
+
+def _round_stochastically(
+    codes: torch.Tensor, block: Block, fmt: Format, address: rng.Address, row_vectors: int
+) -> None:
+    """codes = (codes + r) >> F in place; r as in [Note: who gets which bits] of ds_quant/rng.py."""
+    vectors = block.vector_numel // VECTOR_NUMEL
+    shape = (block.num_rows * vectors, VECTOR_NUMEL)
+    bits = scratch.take("random bits", shape, dtype=torch.uint16, device=codes.device)
+    first = address.first_vector + block.row * row_vectors + block.start // VECTOR_NUMEL
+    philox.random_bits(address, first, bits)
+    wide = scratch.take("random", shape, dtype=torch.int32, device=codes.device).copy_(bits)
+    fraction = fraction_bits(fmt)
+    if fraction < 16:
+        wide.bitwise_right_shift_(16 - fraction)
+    codes = codes.view(block.num_rows, block.padded_numel)
+    codes[:, : block.vector_numel].add_(wide.view(block.num_rows, block.vector_numel))
+    codes.bitwise_right_shift_(fraction)
+
+
+def _store_codes(
+    codes: torch.Tensor, out: torch.Tensor, layout: WireLayout, block: Block, bits: int
+) -> None:
+    """Pack the low bits of the codes of a block; codes past the end of a row become 0."""
+    codes = codes.view(block.num_rows, block.padded_numel)[:, : block.vector_numel]
+    codes[:, block.numel :].zero_()
+    sections = _plane_sections(out, layout, block, bits)
+    if bits == 8:
+        sections[0].copy_(codes)  # int32 -> uint8 keeps the lowest byte
+        return
+    narrow = scratch.take("narrow", tuple(codes.shape), dtype=torch.uint8, device=codes.device)
+    packing.pack(narrow.copy_(codes), sections, bits=bits)
+
+
+def _store_fp32(numbers: torch.Tensor, section: torch.Tensor) -> None:
+    section.copy_(numbers.view(torch.uint8).view(section.shape))
+
+
+# --- decode
+
+
+def decode(
+    wire: torch.Tensor,  # (rows, nbytes) uint8
+    out: torch.Tensor,  # (rows, numel) floating point
+    fmt: Format,
+    *,
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+) -> None:
+    """Decode every row and cast once to the dtype of `out`."""
+    rows, numel = out.shape
+    layout = layout_of(fmt, numel)
+    for block in _blocks(rows, numel, group_size=fmt.group_size, device=wire.device):
+        values = _decode_block(wire, layout, block, fmt, levels)
+        target = out[block.row : block.row + block.num_rows]
+        target[:, block.start : block.start + block.numel].copy_(values[:, : block.numel])
+
+
+def decode_sum(
+    wire: torch.Tensor,  # (rows, nbytes) uint8
+    out: torch.Tensor,  # (numel,) fp32
+    fmt: Format,
+    *,
+    scale: float,
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+) -> None:
+    """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end."""
+    numel = out.shape[0]
+    layout = layout_of(fmt, numel)
+    for block in _blocks(wire.shape[0], numel, group_size=fmt.group_size, device=wire.device):
+        values = _decode_block(wire, layout, block, fmt, levels)
+        total = out[block.start : block.start + block.numel]
+        for index, row in enumerate(values[:, : block.numel]):
+            if block.row + index == 0:
+                total.copy_(row)
+            else:
+                total.add_(row)
+    if wire.shape[0] == 0:
+        out.zero_()
+    elif scale != 1.0:
+        out.mul_(scale)
+
+
+def _decode_block(
+    wire: torch.Tensor,
+    layout: WireLayout,
+    block: Block,
+    fmt: Format,
+    levels: torch.Tensor | None,
+) -> torch.Tensor:
+    """Values of a block as (num_rows, padded_numel) fp32 scratch; undefined past its numel."""
+    shape = (block.num_rows, block.padded_numel)
+    values = scratch.take("values", shape, dtype=torch.float32, device=wire.device)
+    codes = _load_codes(wire, layout, block, fmt)
+    if fmt.levels == "learned":
+        index = scratch.take("codes", codes.shape, dtype=torch.int32, device=wire.device)
+        looked_up = scratch.take("looked up", codes.shape, dtype=torch.float32, device=wire.device)
+        torch.index_select(levels, 0, index.copy_(codes).view(-1), out=looked_up.view(-1))
+        values[:, : block.vector_numel].copy_(looked_up)
+    else:
+        values[:, : block.vector_numel].copy_(codes)
+    groups = values.view(-1, fmt.group_size)
+    groups.mul_(_load_fp32(wire, layout.scale_offset, block, fmt.group_size, "scale"))
+    if layout.offset_offset is not None:
+        groups.add_(_load_fp32(wire, layout.offset_offset, block, fmt.group_size, "offset"))
+    return values
+
+
+def _load_codes(
+    wire: torch.Tensor, layout: WireLayout, block: Block, fmt: Format
+) -> torch.Tensor:
+    """(num_rows, vector_numel): codes as uint8, or q as int8 for absmax."""
+    sections = _plane_sections(wire, layout, block, fmt.bits)
+    if fmt.bits == 8 and fmt.has_offset:
+        return sections[0]
+    shape = (block.num_rows, block.vector_numel)
+    codes = scratch.take("narrow", shape, dtype=torch.uint8, device=wire.device)
+    if fmt.bits == 8:
+        codes.copy_(sections[0])
+    else:
+        packing.unpack(sections, codes, bits=fmt.bits)
+    if fmt.has_offset:
+        return codes
+    return codes.sub_(1 << (fmt.bits - 1)).view(torch.int8)
+
+
+def _load_fp32(
+    wire: torch.Tensor, base: int, block: Block, group_size: int, slot: str
+) -> torch.Tensor:
+    """Scales or offsets of a block as (groups, 1) fp32 scratch."""
+    section = _fp32_section(wire, base, block, group_size)
+    numbers = scratch.take(slot, tuple(section.shape), dtype=torch.uint8, device=wire.device)
+    return numbers.copy_(section).view(torch.float32).view(-1, 1)

@@ -1,0 +1,91 @@
+"""Integer arithmetic of messages: padding, groups, bit planes, shard ranges, wire offsets.
+
+Every size in the project comes from here, so that a formula exists once. Standard library only.
+
+[Note: wire layout]
+One row of a message holds, each section on a 16-byte boundary and the gaps filled with zeros:
+
+    plane 0 | plane 1 | ... | scales (num_groups fp32) | offsets (num_groups fp32, min-max only)
+
+Codes of b bits travel as bit planes whose widths are powers of two (5 bits = 4 + 1), the first
+plane holding the lowest bits of every code. Element i of a plane of width p sits in bits
+[i * p, i * p + p) of a little-endian bit string: at 4 bits element 0 is the low nibble of byte 0.
+A plane is ceil(numel / 8) * p bytes long; codes past numel are zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+ALIGNMENT = 16  # bytes; one vector load of the kernels
+FP32_BYTES = 4
+VECTOR_NUMEL = 8  # elements served by one Philox call; planes are padded to whole vectors
+
+_PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Smallest integer that is at least a / b, for b > 0."""
+    return -(-a // b)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is at least n."""
+    return ceil_div(n, multiple) * multiple
+
+
+def planes(bits: int) -> tuple[int, ...]:
+    """Widths of the bit planes of a code, lowest bits first. ValueError unless 2 <= bits <= 8."""
+    if bits not in _PLANES:
+        raise ValueError(f"bits = {bits!r}: allowed are 2 to 8")
+    return _PLANES[bits]
+
+
+@dataclass(frozen=True)
+class WireLayout:
+    """Where the sections of one row lie, in bytes from its start. See [Note: wire layout]."""
+
+    numel: int
+    num_groups: int
+    plane_offsets: tuple[int, ...]
+    scale_offset: int
+    offset_offset: int | None  # None when the codec has no offsets
+    nbytes: int
+
+
+@lru_cache(maxsize=4096)
+def wire_layout(numel: int, *, bits: int, group_size: int, has_offset: bool) -> WireLayout:
+    """Layout of a row of `numel` elements; 0 elements take 0 bytes.
+
+    The last group may be short; it has its own range over the elements that exist.
+    ValueError for a negative numel or bits outside 2..8.
+    """
+    if numel < 0:
+        raise ValueError(f"numel = {numel}: must not be negative")
+    widths = planes(bits)
+    num_groups = ceil_div(numel, group_size)
+    position = 0
+    offsets = []
+    for width in widths:
+        offsets.append(position)
+        position = round_up(position + ceil_div(numel, VECTOR_NUMEL) * width, ALIGNMENT)
+    scale_offset = position
+    position = round_up(position + num_groups * FP32_BYTES, ALIGNMENT)
+    offset_offset = None
+    if has_offset:
+        offset_offset = position
+        position = round_up(position + num_groups * FP32_BYTES, ALIGNMENT)
+    return WireLayout(numel, num_groups, tuple(offsets), scale_offset, offset_offset, position)
+
+
+def shard_range(numel: int, world: int, rank: int) -> tuple[int, int]:
+    """(start, stop) of a rank's ZeRO-3 shard: ceil(numel / world) elements, clamped to numel.
+
+    The last shards are short or empty when world does not divide numel, as in DeepSpeed.
+    """
+    if not 0 <= rank < world:
+        raise ValueError(f"rank = {rank}: must lie in 0..{world - 1}")
+    shard_numel = ceil_div(numel, world)
+    start = min(rank * shard_numel, numel)
+    return start, min(start + shard_numel, numel)

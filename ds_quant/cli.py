@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ds_quant
-from ds_quant.config import KEY, ConfigError, QuantizedCommConfig, json_schema, parse
+from ds_quant.config import KEY, ConfigError, QuantizedCommConfig, json_schema, parse, require_zero
 from ds_quant.layout import wire_layout
 
 _STAGES = {
@@ -56,14 +56,14 @@ def _load(path: Path) -> dict[str, Any]:
     with path.open(encoding="utf-8") as file:
         config = hjson.load(file, object_pairs_hook=_without_duplicates)
     if not isinstance(config, dict):
-        raise ConfigError(["a DeepSpeed config is an object in braces"])
+        raise ConfigError("a DeepSpeed config is an object in braces")
     return config
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        raise ConfigError([f"{', '.join(twice)}: set twice in one object"])
+        raise ConfigError(f"{', '.join(twice)}: set twice in one object")
     return dict(pairs)
 
 
@@ -73,16 +73,13 @@ def _report(path: Path, param_dict: dict[str, Any], world: int | None) -> list[s
     if config is None:
         reason = f"{KEY} is disabled" if KEY in param_dict else f"no {KEY} block"
         return [f"{path}: {reason}: DeepSpeed communicates as without ds_quant"]
+    zero = param_dict.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    require_zero(stage)
     if world is not None:
         config.validate_world(world)
     block = json.dumps({KEY: config.resolved()}, indent=2)
-    return [f"{path}: valid", block, *_meaning(config), _stage(param_dict)]
-
-
-def _stage(param_dict: dict[str, Any]) -> str:
-    zero = param_dict.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    return _STAGES.get(stage, f"ZeRO stage {stage}: nothing to quantize, set stage 1, 2 or 3")
+    return [f"{path}: valid", block, *_meaning(config), _STAGES[stage]]
 
 
 def _meaning(config: QuantizedCommConfig) -> list[str]:

@@ -31,6 +31,7 @@ from ds_quant.config_errors import (
     misplaced_block,
     not_an_object,
     path_of,
+    show,
     without_effect,
 )
 from ds_quant.presets import apply_preset, preset_description, preset_names
@@ -39,7 +40,15 @@ if TYPE_CHECKING:
     from ds_quant.codec import GroupCodec
     from ds_quant.scheme import Scheme
 
-__all__ = ["KEY", "ConfigError", "QuantizedCommConfig", "json_schema", "parse", "parse_block"]
+__all__ = [
+    "KEY",
+    "ConfigError",
+    "QuantizedCommConfig",
+    "json_schema",
+    "parse",
+    "parse_block",
+    "require_zero",
+]
 
 MAX_SEED = 2**63 - 1
 
@@ -196,7 +205,7 @@ class QuantizedCommConfig(_Block):
             return
         divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         path = path_of(("node_size",))
-        raise ConfigError([f"{path}={self.node_size}: allowed with {world} ranks: {divisors}"])
+        raise ConfigError(f"{path}={self.node_size}: allowed with {world} ranks: {divisors}")
 
     def to_scheme(self) -> Scheme:
         """The scheme these settings describe."""
@@ -233,26 +242,35 @@ def parse(param_dict: dict[str, Any]) -> QuantizedCommConfig | None:
     misspelt or that is not at the top level.
     """
     if problems := misplaced_block(param_dict):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     if KEY not in param_dict:
         return None
     config = parse_block(param_dict[KEY])
     return config if config.enabled else None
 
 
+def require_zero(stage: int) -> None:
+    """Raise ``ConfigError`` for a ZeRO stage without sharded communication."""
+    if stage not in (1, 2, 3):
+        raise ConfigError(
+            f"zero_optimization.stage={show(stage)}: allowed with {KEY}: 1, 2 or 3; "
+            f"set one of them or remove {KEY}"
+        )
+
+
 def parse_block(block: Any) -> QuantizedCommConfig:
     """The settings of the block alone, with the values of its scheme merged under the user's."""
     if not isinstance(block, dict):
-        raise ConfigError([not_an_object(block, preset_names())])
+        raise ConfigError(not_an_object(block, preset_names()))
     if problems := auto_values(block):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     name = block.get("scheme", QuantizedCommConfig.model_fields["scheme"].default)
     try:
         config = QuantizedCommConfig.model_validate(apply_preset(name, block))
     except ValidationError as error:
-        raise ConfigError(explain(error, schema=_block_schema(), block=block)) from None
+        raise ConfigError(*explain(error, schema=_block_schema(), block=block)) from None
     if problems := without_effect(config, block):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return config
 
 

@@ -29,8 +29,8 @@ _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 class ConfigError(ValueError):
     """The "quantized_comm" block is wrong; ``problems`` has one line per mistake."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
         if len(problems) == 1:
             super().__init__(problems[0])
         else:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from ds_quant.kernels import reference
+from ds_quant.kernels.blocks import layout_of
 from ds_quant.layout import ALIGNMENT, round_up
 from ds_quant.rng import Address
 
@@ -115,7 +116,7 @@ class GroupCodec:
 
     def wire_bytes(self, numel: int) -> int:
         """Exact bytes of one row of `numel` elements."""
-        return reference.layout_of(self, numel).nbytes
+        return layout_of(self, numel).nbytes
 
     def encode(
         self,
@@ -187,7 +188,7 @@ class CastCodec:
 
     @property
     def name(self) -> str:
-        """"bf16", "fp16" or "fp32"."""
+        """ "bf16", "fp16" or "fp32"."""
         return CAST_NAMES[self.dtype]
 
     def wire_bytes(self, numel: int) -> int:

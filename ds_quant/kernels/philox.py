@@ -84,5 +84,3 @@ def _fill_block(address: rng.Address, first: int, out: torch.Tensor) -> None:
 
     torch.bitwise_or(c0, old_q.bitwise_left_shift_(32), out=out[:, 0])
     torch.bitwise_or(c2, old_p.bitwise_left_shift_(32), out=out[:, 1])
-
-

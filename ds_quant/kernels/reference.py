@@ -34,47 +34,28 @@ A value near FLT_MAX may decode to Inf, as (2^b - 1) * scale rounds up: visible,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from ds_quant import rng
 from ds_quant.kernels import packing, philox, scratch
-from ds_quant.layout import FP32_BYTES, VECTOR_NUMEL, WireLayout, ceil_div, planes, round_up
-from ds_quant.layout import wire_layout as _wire_layout
+from ds_quant.kernels.blocks import (
+    Block,
+    Format,
+    blocks,
+    fp32_section,
+    layout_of,
+    plane_sections,
+    zero_gaps,
+)
+from ds_quant.layout import VECTOR_NUMEL, WireLayout, ceil_div
 
 TINY = 2.0**-99
 HUGE_SCALE = 2.0**126
 LARGEST_DENORMAL = 2.0**-126 - 2.0**-149
 FLT_MAX = torch.finfo(torch.float32).max
 _UNIT = 2.0**23  # floats in [2^23, 2^24) are the integers, one per bit pattern
-
-_CHUNK_NUMEL = {"cpu": 1 << 18}  # elements per pass, so that scratch stays in cache
-_DEVICE_CHUNK_NUMEL = 1 << 24  # devices without that concern
-
-
-class Format(Protocol):
-    """What the kernels need to know of a codec; codec.GroupCodec is one."""
-
-    bits: int
-    group_size: int
-    rounding: str  # nearest, stochastic or random_shift
-    levels: str  # uniform or learned
-
-    @property
-    def has_offset(self) -> bool: ...
-
-
-class Block(NamedTuple):
-    """Rows [row, row + num_rows) and elements [start, start + numel), start on a group."""
-
-    row: int
-    num_rows: int
-    start: int
-    numel: int
-    padded_numel: int  # whole groups
-    vector_numel: int  # whole vectors of 8
 
 
 class Ranges(NamedTuple):
@@ -93,49 +74,6 @@ def fraction_bits(fmt: Format) -> int:
     return 15 if fmt.bits == 8 else 16
 
 
-def layout_of(fmt: Format, numel: int) -> WireLayout:
-    """Wire layout of one row of `numel` elements."""
-    return _wire_layout(
-        numel, bits=fmt.bits, group_size=fmt.group_size, has_offset=fmt.has_offset
-    )
-
-
-def _blocks(rows: int, numel: int, *, group_size: int, device: torch.device) -> Iterator[Block]:
-    """Blocks of at most a chunk: several whole rows, or a run of groups of one row."""
-    if rows == 0 or numel == 0:
-        return
-    chunk = _CHUNK_NUMEL.get(device.type, _DEVICE_CHUNK_NUMEL)
-    chunk = max(chunk // group_size, 1) * group_size
-    rows_per_block = max(chunk // round_up(numel, group_size), 1)
-    for row in range(0, rows, rows_per_block):
-        num_rows = min(rows_per_block, rows - row)
-        for start in range(0, numel, chunk):
-            count = min(chunk, numel - start)
-            padded = round_up(count, group_size)
-            yield Block(row, num_rows, start, count, padded, round_up(count, VECTOR_NUMEL))
-
-
-def _plane_sections(
-    wire: torch.Tensor, layout: WireLayout, block: Block, bits: int
-) -> list[torch.Tensor]:
-    """The parts of the planes of `wire` (rows, nbytes) that hold the codes of a block."""
-    rows = wire[block.row : block.row + block.num_rows]
-    sections = []
-    for base, width in zip(layout.plane_offsets, planes(bits), strict=True):
-        first = base + packing.plane_bytes(block.start, width)
-        sections.append(rows[:, first : first + packing.plane_bytes(block.vector_numel, width)])
-    return sections
-
-
-def _fp32_section(
-    wire: torch.Tensor, base: int, block: Block, group_size: int
-) -> torch.Tensor:
-    """Bytes (num_rows, 4 * groups) of the scales or offsets of a block; any alignment."""
-    first = base + block.start // group_size * FP32_BYTES
-    nbytes = block.padded_numel // group_size * FP32_BYTES
-    return wire[block.row : block.row + block.num_rows, first : first + nbytes]
-
-
 # --- encode
 
 
@@ -151,9 +89,9 @@ def encode(
     rows, numel = x.shape
     layout = layout_of(fmt, numel)
     x = x.detach()
-    _zero_gaps(out, layout, fmt.bits)
+    zero_gaps(out, layout, fmt.bits)
     shift = rng.shift_of(address) if fmt.rounding == "random_shift" else None
-    for block in _blocks(rows, numel, group_size=fmt.group_size, device=x.device):
+    for block in blocks(rows, numel, group_size=fmt.group_size, device=x.device):
         values = _load_groups(x, block, fmt.group_size)
         ranges = _ranges(values, fmt, shift)
         codes = _codes(values, ranges, fmt, levels)
@@ -163,27 +101,10 @@ def encode(
             code = 0 if fmt.has_offset else 1 << (fmt.bits - 1)
             codes.masked_fill_(ranges.code_of_zero, code)
         _store_codes(codes, out, layout, block, fmt.bits)
-        _store_fp32(ranges.scale, _fp32_section(out, layout.scale_offset, block, fmt.group_size))
+        _store_fp32(ranges.scale, fp32_section(out, layout.scale_offset, block, fmt.group_size))
         if layout.offset_offset is not None:
-            section = _fp32_section(out, layout.offset_offset, block, fmt.group_size)
+            section = fp32_section(out, layout.offset_offset, block, fmt.group_size)
             _store_fp32(ranges.offset, section)
-
-
-def _zero_gaps(out: torch.Tensor, layout: WireLayout, bits: int) -> None:
-    vectors = ceil_div(layout.numel, VECTOR_NUMEL)
-    ends = [
-        base + vectors * width
-        for base, width in zip(layout.plane_offsets, planes(bits), strict=True)
-    ]
-    ends.append(layout.scale_offset + layout.num_groups * FP32_BYTES)
-    starts = [*layout.plane_offsets[1:], layout.scale_offset]
-    if layout.offset_offset is not None:
-        starts.append(layout.offset_offset)
-        ends.append(layout.offset_offset + layout.num_groups * FP32_BYTES)
-    starts.append(layout.nbytes)
-    for end, start in zip(ends, starts, strict=True):
-        if end < start:
-            out[:, end:start].zero_()
 
 
 def _load_groups(x: torch.Tensor, block: Block, group_size: int) -> torch.Tensor:
@@ -237,7 +158,8 @@ def _ranges(values: torch.Tensor, fmt: Format, shift: float | None) -> Ranges:
             offset.masked_fill_(forced, 0.0)
     if tiny is not None:
         inverse.masked_fill_(tiny, 0.0)
-        forced = forced | tiny
+        if fmt.levels == "learned":
+            forced = forced | tiny  # with uniform levels x * 0 is the code of 0 already
     return Ranges(scale, offset, inverse, forced)
 
 
@@ -288,7 +210,7 @@ def _store_codes(
     """Pack the low bits of the codes of a block; codes past the end of a row become 0."""
     codes = codes.view(block.num_rows, block.padded_numel)[:, : block.vector_numel]
     codes[:, block.numel :].zero_()
-    sections = _plane_sections(out, layout, block, bits)
+    sections = plane_sections(out, layout, block, bits)
     if bits == 8:
         sections[0].copy_(codes)  # int32 -> uint8 keeps the lowest byte
         return
@@ -313,7 +235,7 @@ def decode(
     """Decode every row and cast once to the dtype of `out`."""
     rows, numel = out.shape
     layout = layout_of(fmt, numel)
-    for block in _blocks(rows, numel, group_size=fmt.group_size, device=wire.device):
+    for block in blocks(rows, numel, group_size=fmt.group_size, device=wire.device):
         values = _decode_block(wire, layout, block, fmt, levels)
         target = out[block.row : block.row + block.num_rows]
         target[:, block.start : block.start + block.numel].copy_(values[:, : block.numel])
@@ -330,7 +252,7 @@ def decode_sum(
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end."""
     numel = out.shape[0]
     layout = layout_of(fmt, numel)
-    for block in _blocks(wire.shape[0], numel, group_size=fmt.group_size, device=wire.device):
+    for block in blocks(wire.shape[0], numel, group_size=fmt.group_size, device=wire.device):
         values = _decode_block(wire, layout, block, fmt, levels)
         total = out[block.start : block.start + block.numel]
         for index, row in enumerate(values[:, : block.numel]):
@@ -369,11 +291,9 @@ def _decode_block(
     return values
 
 
-def _load_codes(
-    wire: torch.Tensor, layout: WireLayout, block: Block, fmt: Format
-) -> torch.Tensor:
+def _load_codes(wire: torch.Tensor, layout: WireLayout, block: Block, fmt: Format) -> torch.Tensor:
     """(num_rows, vector_numel): codes as uint8, or q as int8 for absmax."""
-    sections = _plane_sections(wire, layout, block, fmt.bits)
+    sections = plane_sections(wire, layout, block, fmt.bits)
     if fmt.bits == 8 and fmt.has_offset:
         return sections[0]
     shape = (block.num_rows, block.vector_numel)
@@ -391,6 +311,6 @@ def _load_fp32(
     wire: torch.Tensor, base: int, block: Block, group_size: int, slot: str
 ) -> torch.Tensor:
     """Scales or offsets of a block as (groups, 1) fp32 scratch."""
-    section = _fp32_section(wire, base, block, group_size)
+    section = fp32_section(wire, base, block, group_size)
     numbers = scratch.take(slot, tuple(section.shape), dtype=torch.uint8, device=wire.device)
     return numbers.copy_(section).view(torch.float32).view(-1, 1)

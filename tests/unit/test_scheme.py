@@ -1,0 +1,84 @@
+"""Scheme: the policy is one function of facts that all ranks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ds_quant.codec import CastCodec, GroupCodec
+from ds_quant.rng import Role
+from ds_quant.scheme import Scheme
+
+WEIGHTS = GroupCodec(bits=8, rounding="random_shift")
+GRADIENTS = GroupCodec(bits=4, rounding="stochastic")
+
+
+def scheme(**fields: Any) -> Scheme:
+    return Scheme(**{"name": "test", "weights": WEIGHTS, "gradients": GRADIENTS, **fields})
+
+
+@pytest.mark.parametrize(
+    "name, shape, dtype, reason",
+    [
+        ("block.weight", (64, 64), torch.bfloat16, None),
+        ("block.weight", (64, 64), torch.float32, None),
+        ("conv.weight", (4, 4, 16, 16), torch.float16, None),
+        ("block.weight", (64, 32), torch.bfloat16, None),  # exactly min_numel
+        ("block.weight", (2047, 1), torch.bfloat16, "small"),
+        ("block.weight", (0, 64), torch.bfloat16, "small"),
+        ("block.bias", (100000,), torch.bfloat16, "1-D"),
+        ("scale", (), torch.bfloat16, "1-D"),
+        ("table", (64, 64), torch.int8, "not floating point"),
+        ("mask", (64, 64), torch.bool, "not floating point"),
+        ("lm_head.weight", (64, 64), torch.bfloat16, "excluded"),
+        ("model.embed.weight", (64, 64), torch.bfloat16, "excluded"),
+        ("LM_HEAD.weight", (64, 64), torch.bfloat16, None),  # patterns mind the case
+    ],
+)
+def test_skip_reason(name: str, shape: tuple, dtype: torch.dtype, reason: str | None) -> None:
+    assert scheme(exclude=("lm_head.*", "*.embed.*")).skip_reason(name, shape, dtype) == reason
+
+
+def test_codec_follows_the_role() -> None:
+    for role, codec in ((Role.WEIGHTS, WEIGHTS), (Role.GRADIENTS, GRADIENTS)):
+        assert scheme().codec_for(role, "w", (64, 64), torch.bfloat16) is codec
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("role", list(Role))
+def test_skipped_parameter_travels_in_its_own_dtype(role: Role, dtype: torch.dtype) -> None:
+    assert scheme().codec_for(role, "b", (64,), dtype) == CastCodec(dtype)
+
+
+def test_full_precision_role_travels_in_its_own_dtype() -> None:
+    exact = scheme(weights=None)
+    cast = CastCodec(torch.bfloat16)
+    assert exact.codec_for(Role.WEIGHTS, "w", (64, 64), torch.bfloat16) == cast
+    assert exact.codec_for(Role.GRADIENTS, "w", (64, 64), torch.bfloat16) is GRADIENTS
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"min_numel": -1}, "min_numel=-1: allowed: 0 or more"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"node_size": 0}, "node_size=0"),
+        ({"level_steps": (3, 3)}, "level_steps"),
+        ({"level_steps": (0, 3)}, "level_steps"),
+        ({"level_rate": 0.0}, "level_rate"),
+        ({"level_rate": float("nan")}, "level_rate"),
+        ({"gradients": GroupCodec(levels="learned")}, "gradients must stay unbiased"),
+    ],
+)
+def test_impossible_scheme_is_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scheme(**fields)
+
+
+def test_scheme_is_frozen_and_hashable() -> None:
+    assert hash(scheme()) == hash(scheme())
+    with pytest.raises(AttributeError):
+        scheme().seed = 1

@@ -1,0 +1,37 @@
+"""Quantized ZeRO communication for DeepSpeed, switched on by a ``"quantized_comm"`` block.
+
+Importing this package is cheap: it loads the standard library only and leaves a hook that
+installs the plugin when ``deepspeed.runtime.engine`` is imported. The names below load on first
+use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ds_quant import _autoload
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CastCodec": "ds_quant.codec",
+    "ConfigError": "ds_quant.config",
+    "GroupCodec": "ds_quant.codec",
+    "QuantizedCommConfig": "ds_quant.config",
+    "Scheme": "ds_quant.scheme",
+    "exact_weights": "ds_quant.zero.attach",
+    "json_schema": "ds_quant.config",
+    "report": "ds_quant.zero.attach",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'ds_quant' has no attribute {name!r}")
+
+
+_autoload.activate()

@@ -1,0 +1,76 @@
+"""Installs the plugin when DeepSpeed's engine module is imported, with no line in the script.
+
+torch runs every entry point of the group ``torch.backends`` at the end of ``import torch`` (unless
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0``); ours is ``activate``. It only plants a one-shot import hook,
+because DeepSpeed is not loaded yet. Standard library only, and it never raises: torch turns an
+exception here into a failing ``import torch`` for every program in the environment.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+DISABLE_VARIABLE = "DS_QUANT_DISABLE"
+TARGET = "deepspeed.runtime.engine"
+
+
+def activate() -> None:
+    """Install now if DeepSpeed's engine is loaded, otherwise as soon as it is. Idempotent."""
+    if os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no"):
+        return
+    if hasattr(sys.modules.get(TARGET), "DeepSpeedEngine"):
+        _install()
+    elif not any(isinstance(finder, _EngineFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _EngineFinder())
+
+
+def _install() -> None:
+    try:
+        from ds_quant.zero.seams import install
+
+        install()
+    except Exception as error:  # never break a program that may not use the plugin
+        warnings.warn(
+            f"ds_quant could not hook into DeepSpeed, quantized_comm is NOT active: {error!r}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+class _EngineFinder(importlib.abc.MetaPathFinder):
+    """Finds only ``TARGET``, once, and lets the real loader do the work."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _EngineLoader(spec.loader)
+        return spec
+
+
+class _EngineLoader(importlib.abc.Loader):
+    """Runs the wrapped loader, restores it on the module, then installs the plugin."""
+
+    def __init__(self, wrapped: importlib.abc.Loader) -> None:
+        self._wrapped = wrapped
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._wrapped.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._wrapped
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._wrapped
+        self._wrapped.exec_module(module)
+        _install()

@@ -1,0 +1,302 @@
+"""Quantized all-gather and reduce-scatter of lists of tensors.
+
+[Note: one message per peer] The payload for one peer is a *row*: one slot per tensor, codes and
+scales together, every slot at a 16-byte boundary. A slot's place depends on the tensors' sizes
+alone, so all ranks agree on it, and a short or empty last shard uses the front of its slot:
+padding is never encoded. Rows travel through ``all_gather_into_tensor`` and ``all_to_all_single``
+as flat uint8, the only forms that gloo and NCCL share for any world size.
+
+May import: torch, deepspeed.comm, codec, layout, rng, metrics, topology.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_quant.codec import Codec
+from ds_quant.layout import ceil_div, shard_range
+from ds_quant.metrics import Traffic
+from ds_quant.rng import Address
+from ds_quant.topology import Topology
+
+
+class Work(Protocol):
+    """An asynchronous collective of torch.distributed."""
+
+    def wait(self) -> object: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A posted byte collective. Holds both buffers until ``wait`` has returned."""
+
+    payload: Tensor
+    received: Tensor
+    work: Work | None
+
+    def wait(self) -> Tensor:
+        """The received bytes; on CUDA valid in order of the current stream."""
+        if self.work is not None:
+            self.work.wait()
+        return self.received
+
+
+class Link:
+    """Byte collectives over one process group, counted. Holds no algorithm."""
+
+    def __init__(self, process_group: object, *, topology: Topology, traffic: Traffic) -> None:
+        from deepspeed import comm as dist
+
+        self._dist = dist
+        self._process_group = process_group
+        self._traffic = traffic
+        self.size: int = dist.get_world_size(group=process_group)
+        self.rank: int = dist.get_rank(group=process_group)
+        nodes = [topology.node_of(self._global_rank(r)) for r in range(self.size)]
+        self._near = [node == nodes[self.rank] for node in nodes]
+
+    def _global_rank(self, rank: int) -> int:
+        if self._process_group is None:
+            return rank
+        return self._dist.get_global_rank(self._process_group, rank)
+
+    def all_gather(self, payload: Tensor, *, role: str) -> Exchange:
+        """payload (bytes,) uint8, equal size on all ranks -> received (ranks * bytes,) uint8."""
+        received = torch.empty(
+            self.size * payload.numel(), dtype=torch.uint8, device=payload.device
+        )
+        self._count(role, [payload.numel()] * self.size)
+        work = self._dist.all_gather_into_tensor(
+            received, payload, group=self._process_group, async_op=True
+        )
+        return Exchange(payload=payload, received=received, work=work)
+
+    def all_to_all(
+        self, payload: Tensor, *, sent: Sequence[int], received: Sequence[int], role: str
+    ) -> Exchange:
+        """payload (sum(sent),) uint8, ``sent[d]`` bytes for rank d -> (sum(received),) uint8."""
+        buffer = torch.empty(sum(received), dtype=torch.uint8, device=payload.device)
+        self._count(role, received)
+        work = self._dist.all_to_all_single(
+            buffer,
+            payload,
+            output_split_sizes=list(received),
+            input_split_sizes=list(sent),
+            group=self._process_group,
+            async_op=True,
+        )
+        return Exchange(payload=payload, received=buffer, work=work)
+
+    def _count(self, role: str, received: Sequence[int]) -> None:
+        intra = sum(b for r, b in enumerate(received) if self._near[r] and r != self.rank)
+        inter = sum(b for r, b in enumerate(received) if not self._near[r])
+        self._traffic.count(role, intra=intra, inter=inter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coding:
+    """How one tensor of a collective travels. ``levels`` is the learned table, if any."""
+
+    codec: Codec
+    address: Address | None = None
+    levels: Tensor | None = None
+
+    def at(self, start: int) -> Coding:
+        """The coding of the elements from ``start`` on, with random bits of their own.
+
+        n elements use ceil(n / 8) <= n vectors, so counting vectors from the element index keeps
+        the streams of disjoint runs of elements apart.
+        """
+        if self.address is None:
+            return self
+        first = self.address.first_vector + start
+        return replace(self, address=replace(self.address, first_vector=first))
+
+
+class Slot(NamedTuple):
+    """Place of one tensor's codes and scales in a row: first byte and bytes."""
+
+    start: int
+    nbytes: int
+
+
+def lay_out(sizes: Sequence[tuple[Codec, int]]) -> tuple[list[Slot], int]:
+    """Slots of a row that holds one (codec, numel) after the other, and the bytes of the row."""
+    slots, start = [], 0
+    for codec, numel in sizes:
+        slots.append(Slot(start, codec.wire_bytes(numel)))
+        start += slots[-1].nbytes
+    return slots, start
+
+
+def all_gather(
+    shards: Sequence[Tensor], numels: Sequence[int], codings: Sequence[Coding], link: Link
+) -> GatherHandle:
+    """Gather tensors that are split over the ranks in DeepSpeed's ceil-division shards.
+
+    1. encode this rank's shards into one row  2. all-gather the rows, asynchronously
+    3. ``wait()`` decodes all rows, this rank's own too, so that all ranks hold equal bits.
+
+    Args:
+        shards: per tensor this rank's shard, 1-D and without padding (possibly empty), on the
+            device of the collective.
+        numels: per tensor its full number of elements.
+        codings: per tensor; the addresses are this rank's own.
+    """
+    sizes = [(c.codec, ceil_div(n, link.size)) for c, n in zip(codings, numels, strict=True)]
+    slots, nbytes = lay_out(sizes)
+    row = torch.empty(nbytes, dtype=torch.uint8, device=shards[0].device)
+    for shard, coding, slot in zip(shards, codings, slots, strict=True):
+        used = row[slot.start : slot.start + coding.codec.wire_bytes(shard.numel())]
+        coding.codec.encode(
+            shard.view(1, -1), used.view(1, -1), address=coding.address, levels=coding.levels
+        )
+    exchange = link.all_gather(row, role="weights") if nbytes else None
+    dtypes = [s.dtype for s in shards]
+    return GatherHandle(exchange, slots, list(zip(numels, codings, dtypes, strict=True)), link)
+
+
+class GatherHandle:
+    """Result of ``all_gather``; ``wait`` is idempotent."""
+
+    def __init__(
+        self,
+        exchange: Exchange | None,
+        slots: list[Slot],
+        tensors: list[tuple[int, Coding, torch.dtype]],
+        link: Link,
+    ) -> None:
+        self._exchange, self._slots, self._tensors, self._ranks = (
+            exchange,
+            slots,
+            tensors,
+            link.size,
+        )
+        self._full: list[Tensor] | None = None
+
+    def wait(self) -> list[Tensor]:
+        """Full tensors, each (numel,) in the dtype of its shard."""
+        if self._full is None:
+            if self._exchange is None:
+                rows = torch.empty(self._ranks, 0, dtype=torch.uint8)
+            else:
+                rows = self._exchange.wait().view(self._ranks, -1)
+            self._full = [
+                _decode_shards(rows[:, slot.start :], numel, coding, dtype)
+                for slot, (numel, coding, dtype) in zip(self._slots, self._tensors, strict=True)
+            ]
+            self._exchange = None
+        return self._full
+
+
+def _decode_shards(rows: Tensor, numel: int, coding: Coding, dtype: torch.dtype) -> Tensor:
+    """rows (ranks, >= slot bytes) uint8 -> (numel,) in ``dtype``."""
+    full = torch.empty(numel, dtype=dtype, device=rows.device)
+    for block in _blocks(numel, rows.shape[0]):
+        used = coding.codec.wire_bytes(block.width)
+        coding.codec.decode(
+            rows[block.first : block.first + block.count, :used],
+            full[block.start : block.stop].view(block.count, block.width),
+            levels=coding.levels,
+        )
+    return full
+
+
+class _Block(NamedTuple):
+    """``count`` shards of equal ``width`` from rank ``first`` on: elements [start, stop)."""
+
+    first: int
+    count: int
+    width: int
+    start: int
+    stop: int
+
+
+def _blocks(numel: int, ranks: int) -> list[_Block]:
+    """The full shards in one block, then the short one; empty shards are in none."""
+    width = ceil_div(numel, ranks)
+    full = numel // width if width else 0
+    end = full * width
+    blocks = [_Block(0, full, width, 0, end)] if full else []
+    if end < numel:
+        blocks.append(_Block(full, 1, numel - end, end, numel))
+    return blocks
+
+
+def reduce_scatter(
+    tensors: Sequence[Tensor], codings: Sequence[Coding], link: Link, *, scale: float
+) -> ReduceHandle:
+    """Sum tensors over the ranks, leaving each rank its ceil-division shard, times ``scale``.
+
+    1. encode one row per destination  2. all-to-all the rows, asynchronously  3. ``wait()``
+    decodes and adds the rows in fp32 in source-rank order. Each contribution is quantized once.
+
+    Args:
+        tensors: contiguous, any shape, on the device of the collective.
+        codings: per tensor; the addresses are this rank's own.
+        scale: factor applied once to the fp32 sum (1/ranks for the mean).
+    """
+    numels = [t.numel() for t in tensors]
+    sizes = [(c.codec, ceil_div(n, link.size)) for c, n in zip(codings, numels, strict=True)]
+    slots, nbytes = lay_out(sizes)
+    rows = torch.empty(link.size, nbytes, dtype=torch.uint8, device=tensors[0].device)
+    for tensor, coding, slot in zip(tensors, codings, slots, strict=True):
+        _encode_shards(tensor.reshape(-1), coding, rows[:, slot.start : slot.start + slot.nbytes])
+    exchange = None
+    if nbytes:
+        sent = [nbytes] * link.size
+        exchange = link.all_to_all(rows.view(-1), sent=sent, received=sent, role="gradients")
+    return ReduceHandle(exchange, slots, list(zip(numels, codings, strict=True)), link, scale)
+
+
+def _encode_shards(flat: Tensor, coding: Coding, rows: Tensor) -> None:
+    """flat (numel,) -> rows (ranks, slot bytes) uint8, row r holding shard r."""
+    for block in _blocks(flat.numel(), rows.shape[0]):
+        used = coding.codec.wire_bytes(block.width)
+        coding.codec.encode(
+            flat[block.start : block.stop].view(block.count, block.width),
+            rows[block.first : block.first + block.count, :used],
+            address=coding.at(block.start).address,
+            levels=coding.levels,
+        )
+
+
+class ReduceHandle:
+    """Result of ``reduce_scatter``; ``wait`` is idempotent."""
+
+    def __init__(
+        self,
+        exchange: Exchange | None,
+        slots: list[Slot],
+        tensors: list[tuple[int, Coding]],
+        link: Link,
+        scale: float,
+    ) -> None:
+        self._exchange, self._slots, self._tensors = exchange, slots, tensors
+        self._link, self._scale = link, scale
+        self._shards: list[Tensor] | None = None
+
+    def wait(self) -> list[Tensor]:
+        """This rank's shards, each 1-D fp32 without padding (possibly empty)."""
+        if self._shards is None:
+            rows = torch.empty(self._link.size, 0, dtype=torch.uint8)
+            if self._exchange is not None:
+                rows = self._exchange.wait().view(self._link.size, -1)
+            self._shards = [
+                self._sum(rows[:, slot.start :], numel, coding)
+                for slot, (numel, coding) in zip(self._slots, self._tensors, strict=True)
+            ]
+            self._exchange = None
+        return self._shards
+
+    def _sum(self, rows: Tensor, numel: int, coding: Coding) -> Tensor:
+        start, stop = shard_range(numel, self._link.size, self._link.rank)
+        shard = torch.empty(stop - start, dtype=torch.float32, device=rows.device)
+        used = coding.codec.wire_bytes(shard.numel())
+        coding.codec.decode_sum(rows[:, :used], shard, scale=self._scale, levels=coding.levels)
+        return shard

@@ -1,0 +1,106 @@
+"""Attaches a scheme to a DeepSpeed engine, and what a user may ask of an attached engine."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ds_quant.topology import Topology, default_node_size
+from ds_quant.zero import guard, seams
+from ds_quant.zero.binding import Binding
+from ds_quant.zero.fetch import Fetch
+from ds_quant.zero.reduce import OwnerReduction, ShardReduction
+from ds_quant.zero.replica import Replica
+
+
+def attach(engine: Any, optimizer: Any) -> None:
+    """Called by DeepSpeed's engine once its ZeRO optimizer exists. No block, no effect.
+
+    Raises:
+        ConfigError: a setting or a combination that cannot work, before any collective.
+        RuntimeError: ranks without the plugin or with other settings (see ``guard.handshake``).
+    """
+    config = getattr(engine._config, "quantized_comm", None)
+    if config is None:
+        return
+    guard.refuse_unsupported(seams.facts(engine, optimizer))
+    rank, world = seams.rank_and_world()
+    config.validate_world(world)
+    guard.handshake(
+        digest=config.digest(), rank=rank, world=world, timeout=config.handshake_timeout
+    )
+    scheme = config.to_scheme()
+    topology = Topology(world=world, node_size=scheme.node_size or default_node_size(world))
+    binding = engine.ds_quant_binding = Binding(engine, scheme, topology)
+    if world == 1:
+        binding.notices.append("world of one, nothing to send")
+    elif binding.stage == 3:
+        _attach_shards(binding, engine, optimizer)
+    else:
+        _attach_replica(binding, engine, optimizer)
+    seams.log_rank0(f"quantized_comm: {binding.describe()}")
+
+
+def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
+    """ZeRO-3."""
+    fetch = Fetch(binding)
+    fetch.attach(engine.module.parameters())
+    if not seams.steps(optimizer):  # inference: parameters only
+        return
+    seams.after_step(optimizer, fetch.after_step)
+    if binding.gradients_travel():
+        seams.wrap_shard_reduction(optimizer, ShardReduction(binding))
+
+
+def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
+    """ZeRO-1 and 2."""
+    binding.require_tracked(seams.replica_groups(optimizer))
+    binding.replica = Replica(binding, optimizer)
+    seams.wrap_weight_gather(optimizer, binding.replica.gather_updated)
+    seams.wrap_exports(engine, optimizer, binding.replica.exact)
+    if binding.gradients_travel():
+        reduction = OwnerReduction(binding, optimizer)
+        seams.wrap_owner_reduction(optimizer, reduction.begin, reduction.reduce)
+
+
+def exact_weights(engine: Any) -> AbstractContextManager[None]:
+    """Exact weights in the module of a ZeRO-1/2 engine for the length of a ``with`` block.
+
+    Needed around code of your own that reads the parameters, such as ``module.state_dict()``;
+    DeepSpeed's own save functions do it by themselves. A collective: all ranks must enter and
+    leave. Does nothing under ZeRO-3, where ``GatheredParameters`` is exact anyway, and on engines
+    without the plugin.
+    """
+    binding = getattr(engine, "ds_quant_binding", None)
+    return nullcontext() if binding is None or binding.replica is None else binding.replica.exact()
+
+
+def report(engine: Any) -> dict[str, Any] | None:
+    """What this rank has received so far, or None if the engine has no ``quantized_comm``.
+
+    Returns:
+        scheme, stage, params (elements), steps, micro_steps, received_bytes[role][link] with role
+        weights or gradients and link intra or inter (node), collectives[role],
+        full_precision_share (0 to 1, of wire bytes), expected_bytes (per parameter and optimizer
+        step, volume as in ``cost``), line (the start-up line).
+    """
+    binding = getattr(engine, "ds_quant_binding", None)
+    if binding is None:
+        return None
+    bill = binding.bill()
+    return {
+        "scheme": binding.scheme.name,
+        "stage": binding.stage,
+        "world": binding.topology.world,
+        "node_size": binding.topology.node_size,
+        "params": bill.numel,
+        "steps": engine.global_steps,
+        "micro_steps": engine.micro_steps,
+        "received_bytes": {r: dict(links) for r, links in binding.traffic.received.items()},
+        "collectives": dict(binding.traffic.collectives),
+        "full_precision_share": bill.full_precision_share,
+        "expected_bytes": bill.step_bytes(
+            binding.stage, micro_steps=engine.gradient_accumulation_steps()
+        ),
+        "line": binding.describe(),
+    }

@@ -1,0 +1,170 @@
+"""One engine's quantized communication: what it knows of its parameters, steps and links.
+
+Everything is per engine, so that two engines of one process may run two schemes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_quant.codec import CastCodec, GroupCodec
+from ds_quant.collectives import Coding, Link
+from ds_quant.cost import Bill, Cargo, bill, shipped_bytes
+from ds_quant.metrics import Traffic
+from ds_quant.rng import Address, Role, address
+from ds_quant.scheme import Scheme
+from ds_quant.topology import Topology
+from ds_quant.zero import seams
+from ds_quant.zero.state import SchemeState, learn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracked:
+    """A parameter of the engine's module: its place in ``named_parameters()``, name and shape."""
+
+    index: int
+    name: str
+    shape: torch.Size
+
+
+class Binding:
+    """Scheme, topology, counters and state of one engine; the ``zero`` modules share it."""
+
+    def __init__(self, engine: Any, scheme: Scheme, topology: Topology) -> None:
+        self.engine, self.scheme, self.topology = engine, scheme, topology
+        self.stage: int = engine.zero_optimization_stage()
+        self.traffic = Traffic()
+        self.state = SchemeState()
+        self.notices: list[str] = []  # what the start-up line must add
+        self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
+        self._links: dict[int, Link] = {}
+        self._micro_base = (-1, 0)
+        self._tracked = {
+            id(p): Tracked(index=i, name=name, shape=seams.shape_of(p))
+            for i, (name, p) in enumerate(engine.module.named_parameters())
+        }
+
+    def tracked(self, parameter: torch.Tensor) -> Tracked | None:
+        """The engine's record of a parameter, None for one that appeared later."""
+        return self._tracked.get(id(parameter))
+
+    def require_tracked(self, groups: Iterable[tuple[Any, list[torch.Tensor], Any]]) -> None:
+        """Refuse an optimizer that holds parameters which are not the module's."""
+        strangers = sum(self.tracked(p) is None for _, params, _ in groups for p in params)
+        if strangers:
+            raise RuntimeError(
+                f"quantized_comm: the optimizer holds {strangers} parameter(s) that are not in "
+                "engine.module; pass the module's own parameters to the optimizer"
+            )
+
+    def link(self, process_group: Any) -> Link:
+        """The byte collectives of a process group."""
+        key = id(process_group)
+        if key not in self._links:
+            self._links[key] = Link(process_group, topology=self.topology, traffic=self.traffic)
+        return self._links[key]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken; restored by DeepSpeed from a checkpoint."""
+        return self.engine.global_steps
+
+    @property
+    def gradient_step(self) -> int:
+        """Address of the current micro-step: unique within a run, equal after a resume."""
+        if self._micro_base[0] != self.step:
+            self._micro_base = (self.step, self.engine.micro_steps)
+        return (self.step << 24) + self.engine.micro_steps - self._micro_base[1]
+
+    def coding(
+        self, role: Role, tracked: Tracked, dtype: torch.dtype, *, step: int, rank: int
+    ) -> Coding:
+        """Codec, address and levels of one parameter in ``role``.
+
+        ``step`` is the optimizer step whose forward uses the weights, or ``gradient_step``;
+        ``dtype`` is what travels when the parameter is not quantized.
+        """
+        now = step if role is Role.WEIGHTS else self.step
+        codec = self.scheme.codec_for(role, tracked.name, tracked.shape, dtype)
+        if now < self.scheme.warmup_steps or not isinstance(codec, GroupCodec):
+            return Coding(codec=CastCodec(dtype))
+        return Coding(
+            codec=codec,
+            address=self._address(role, tracked, codec, step, rank),
+            levels=self.state.levels.get(tracked.index) if role is Role.WEIGHTS else None,
+        )
+
+    def _address(
+        self, role: Role, tracked: Tracked, codec: GroupCodec, step: int, rank: int
+    ) -> Address | None:
+        if codec.rounding == "nearest":
+            return None
+        # QSDP: one shift per parameter and step, shared by all shards; all else differs by rank.
+        stream = 0 if codec.rounding == "random_shift" else rank + 1
+        return address(
+            seed=self.scheme.seed, role=role, step=step, parameter=tracked.index, rank=stream
+        )
+
+    def learn_levels(
+        self, step: int, own_values: Iterator[tuple[torch.Tensor, torch.Tensor, Link]]
+    ) -> None:
+        """Learn levels if the schedule says so; ``own_values`` is (parameter, shard, link)."""
+        codec = self.scheme.weights
+        if codec is None or codec.levels != "learned":
+            return
+        if not self.state.due(self.scheme.level_steps, step):
+            return
+        by_link: dict[Link, list[tuple[int, torch.Tensor]]] = {}
+        for parameter, values, link in own_values:
+            tracked = self.tracked(parameter)
+            if tracked is None:
+                continue
+            if self.scheme.skip_reason(tracked.name, tracked.shape, values.dtype) is None:
+                by_link.setdefault(link, []).append((tracked.index, values))
+        for link, shards in by_link.items():
+            learn(self.state, shards, codec=codec, rate=self.scheme.level_rate, link=link)
+
+    def gradients_travel(self) -> bool:
+        """Whether gradients take this plugin's collectives; notes the setting if they do not."""
+        reason = seams.exact_gradient_reason(self.engine)
+        if reason is not None:
+            self.notices.append(f"gradients stay exact: {reason}")
+        return reason is None
+
+    def bill(self) -> Bill:
+        """Bytes per parameter by formula."""
+        cargo = [
+            Cargo(name, seams.shape_of(p), p.dtype, p.requires_grad)
+            for name, p in self.engine.module.named_parameters()
+        ]
+        return bill(
+            self.scheme,
+            self.stage,
+            cargo,
+            ranks=self.topology.world,
+            gradient_dtype=seams.gradient_dtype(self.engine),
+            shipped_gradients=seams.exact_gradient_reason(self.engine) is not None,
+        )
+
+    def describe(self) -> str:
+        """The start-up line: what is on, its bytes against DeepSpeed's, what stays exact."""
+        costs, stage = self.bill(), self.stage
+        micro_steps = 1 if stage == 3 else self.engine.gradient_accumulation_steps()
+        dtype = seams.gradient_dtype(self.engine)
+        label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+        kept = ", ".join(f"{n} {reason}" for reason, n in sorted(costs.kept.items())) or "none"
+        parts = [
+            f"{self.scheme.name} on ZeRO-{stage}, "
+            f"{costs.step_bytes(stage, micro_steps=micro_steps):.2f} "
+            f"B/param/{'micro-step' if stage == 3 else 'step'} "
+            f"({label} {shipped_bytes(stage, dtype, micro_steps=micro_steps):.2f}), "
+            f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision ({kept})",
+            f"{self.topology.world // self.topology.node_size} x {self.topology.node_size} ranks",
+        ]
+        if self.scheme.warmup_steps:
+            parts.append(f"from step {self.scheme.warmup_steps} on")
+        return "; ".join(parts + self.notices)

@@ -1,0 +1,78 @@
+"""Refusals and the handshake: everything that must be settled before the first collective.
+
+A rank that decides alone can hang the others, so every check reads facts that all ranks share and
+every error names the setting, its value and the way out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as torch_dist
+
+from ds_quant.config import ConfigError
+
+WIRE_VERSION = 1  # raised when bytes on the wire change meaning
+
+
+def refuse_unsupported(facts: Mapping[str, Any]) -> None:
+    """Raise ConfigError for combinations that cannot work; ``facts`` as ``seams.facts`` gives."""
+    rules = (
+        (facts["bf16_optimizer"], "data_types.grad_accum_dtype=fp32 with bf16 under ZeRO-1",
+         "DeepSpeed then uses BF16_Optimizer, whose gradient norm needs full gradients on every "
+         "rank; use zero_optimization.stage 2, or leave data_types.grad_accum_dtype out"),
+        (facts["deepcompile"], "compile.deepcompile=true",
+         "DeepCompile removes the hooks this plugin needs; set compile.deepcompile to false "
+         "(plain engine.compile() works)"),
+        (facts["zeropp"], ", ".join(f"zero_optimization.{k}" for k in facts["zeropp"]),
+         "ZeRO++ and quantized_comm would both quantize; remove the ZeRO++ settings"),
+        (facts["mics"], "zero_optimization.mics_shard_size",
+         "MiCS keeps its own shards; remove mics_shard_size"),
+        (facts["nvme_params"], "zero_optimization.offload_param.device=nvme",
+         "parameters on NVMe are not supported; allowed: cpu, none"),
+        (facts["zenflow"], "zero_optimization.zenflow",
+         "ZenFlow has update paths of its own; remove zenflow"),
+        (facts["super_offload"], "zero_optimization.offload_optimizer.super_offload=true",
+         "SuperOffload is not supported; set it to false"),
+    )  # fmt: skip
+    for refused, setting, remedy in rules:
+        if refused:
+            raise ConfigError(f"quantized_comm cannot be used with {setting}: {remedy}")
+
+
+def handshake(*, digest: str, rank: int, world: int, timeout: float) -> None:
+    """Check through the store that all ranks run the same plugin with the same block.
+
+    No collective is involved, so a rank without the plugin cannot hang the others.
+
+    Raises:
+        RuntimeError: naming the ranks that did not answer within ``timeout`` seconds, or those
+            whose version or settings differ.
+    """
+    from ds_quant import __version__
+
+    store = torch_dist.distributed_c10d._get_default_store()
+    engine = store.add(f"ds_quant/engines/{rank}", 1)  # the n-th engine of this rank
+    mine = json.dumps({"ds_quant": __version__, "wire": WIRE_VERSION, "settings": digest})
+    prefix = f"ds_quant/handshake/{engine}"
+    store.set(f"{prefix}/{rank}", mine)
+    try:
+        store.wait([f"{prefix}/{r}" for r in range(world)], timedelta(seconds=timeout))
+    except RuntimeError:  # torch.distributed.DistStoreError and friends
+        absent = [r for r in range(world) if not store.check([f"{prefix}/{r}"])]
+        raise RuntimeError(
+            f"quantized_comm: no answer from rank(s) {absent} within {timeout:g} s. Is ds_quant "
+            "installed on their hosts, DS_QUANT_DISABLE unset and the same config used there? "
+            "A slow start needs a larger quantized_comm.handshake_timeout"
+        ) from None
+    answers = {r: store.get(f"{prefix}/{r}").decode() for r in range(world)}
+    differing = {r: a for r, a in answers.items() if a != answers[0]}
+    if differing:
+        raise RuntimeError(
+            "quantized_comm: ranks disagree; install the same ds_quant everywhere and use one "
+            f"config. rank 0: {answers[0]}; "
+            + "; ".join(f"rank {r}: {a}" for r, a in sorted(differing.items()))
+        )

@@ -1,0 +1,93 @@
+"""ZeRO-1/2 updated weights: every rank encodes the partition it has stepped, all decode.
+
+The replica then holds decoded weights on all ranks, the owner too, bit for bit. The fp32 master
+weights stay untouched, and exact replicas come back on demand (checkpoints, exports).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ds_quant.collectives import Link
+from ds_quant.owners import Part, gather_from_owners
+from ds_quant.rng import Role
+from ds_quant.zero import seams
+from ds_quant.zero.binding import Binding
+
+
+class Replica:
+    """The 16-bit (or fp32) replica of one ZeRO-1/2 engine."""
+
+    def __init__(self, binding: Binding, optimizer: Any) -> None:
+        self._binding, self._optimizer = binding, optimizer
+        self._exact_depth = 0
+
+    def gather_updated(self) -> None:
+        """Inside ``optimizer.step``: the own partition holds new exact weights, gather them."""
+        step = self._binding.step + 1  # DeepSpeed counts the step only after it
+        self._binding.learn_levels(step, self._own_values)
+        self._gather(step)
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Exact weights inside, the decoded ones again outside. All ranks must enter and leave."""
+        if self._exact_depth == 0:
+            seams.gather_exact_replica(self._optimizer)
+        self._exact_depth += 1
+        try:
+            yield
+        finally:
+            self._exact_depth -= 1
+            if self._exact_depth == 0 and self._binding.step > 0:
+                self._gather(self._binding.step)  # equal step, equal bits
+
+    def _gather(self, step: int) -> None:
+        for flat, params, process_group in seams.replica_groups(self._optimizer):
+            link = self._binding.link(process_group)
+            if link.size > 1:
+                gather_from_owners(self._parts(flat, params, link, step), link)
+
+    def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
+        """(parameter, this rank's elements of it, link) of every parameter."""
+        for flat, params, process_group in seams.replica_groups(self._optimizer):
+            link = self._binding.link(process_group)
+            for p in params:
+                start, stop = _own_range(flat, p, link)
+                yield p, flat[start:stop], link
+
+    def _parts(
+        self, flat: torch.Tensor, params: list[torch.Tensor], link: Link, step: int
+    ) -> list[Part]:
+        """Cut the flat replica at parameter and partition borders; alignment gaps stay out."""
+        width = flat.numel() // link.size
+        parts = []
+        for p in params:
+            tracked = self._binding.tracked(p)
+            begin = _offset(flat, p)
+            position, end = begin, begin + p.numel()
+            while position < end:
+                owner = position // width
+                stop = min(end, (owner + 1) * width)
+                coding = self._binding.coding(
+                    Role.WEIGHTS, tracked, flat.dtype, step=step, rank=owner
+                )
+                values = flat[position:stop]
+                parts.append(Part(owner=owner, values=values, coding=coding.at(position - begin)))
+                position = stop
+        return parts
+
+
+def _offset(flat: torch.Tensor, parameter: torch.Tensor) -> int:
+    """First element of a parameter, a view of the flat buffer."""
+    return (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+
+
+def _own_range(flat: torch.Tensor, parameter: torch.Tensor, link: Link) -> tuple[int, int]:
+    width = flat.numel() // link.size
+    begin = _offset(flat, parameter)
+    start = max(begin, link.rank * width)
+    return start, max(start, min(begin + parameter.numel(), (link.rank + 1) * width))

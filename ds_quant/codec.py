@@ -68,8 +68,8 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCodec:
-    """Quantizer of groups of consecutive elements; its numbers are [Note: numbers] of
-    kernels/reference.py (QSDP sec. 4 with the defaults for weights and gradients).
+    """Quantizer of groups of consecutive elements (QSDP's bucketed quantizer, and SDP4Bit's with
+    range "absmax"); its numbers are [Note: numbers] of kernels/reference.py.
 
     bits: 2 to 8 bits per code; fewer bytes, more error.
     group_size: elements that share a range; multiple of 32, 32 to 65536; smaller is more exact
@@ -248,11 +248,15 @@ class CastCodec:
     def _read(self, wire: torch.Tensor, numel: int) -> torch.Tensor:
         section = wire[:, : numel * self.dtype.itemsize]
         values = self._values(section)
-        return section.contiguous().view(self.dtype) if values is None else values
+        if values is None:
+            values = section.clone(memory_format=torch.contiguous_format).view(self.dtype)
+        return values
 
     def _values(self, section: torch.Tensor) -> torch.Tensor | None:
         """A view of bytes as values, or None where their alignment does not allow one."""
         itemsize = self.dtype.itemsize
+        if section.numel() == 0:
+            return section.to(self.dtype)[:, : section.shape[1] // itemsize]
         aligned = section.storage_offset() % itemsize == 0 and section.data_ptr() % itemsize == 0
         if aligned and section.stride(1) == 1 and section.stride(0) % itemsize == 0:
             return section.view(self.dtype)

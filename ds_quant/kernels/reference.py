@@ -11,7 +11,7 @@ minmax   K = 2^b - 1, scale = fl(fl(max - min) / K), offset = min, codes 0..K
          and x is replaced by fl(x - offset)
 inv      fl(2^F / scale); F is 16 for stochastic rounding below 8 bits, 15 at 8 bits, else 0
 nearest  q = rint(fl(x * inv)), ties to even
-stochastic  T = rint(fl(x * inv)), q = (T + r) >> F, r of F random bits (QSDP sec. 4: coin flip)
+stochastic  T = rint(fl(x * inv)), q = (T + r) >> F, r of F random bits: the coin flip of QSDP
 random_shift  offset = fl(offset + fl(u * scale)), then nearest against that offset; the shift u
          is one scalar per parameter and step, so the receiver needs no random bits
 learned  q = index of the nearest level (ties to the lower one) to fl(fl(x - offset) * inv)
@@ -19,22 +19,10 @@ decode   fl(q * scale), or fl(fl(table[q] * scale) + offset), then one cast to t
 
 q is clamped to its range. T and q are read off the mantissa: 2^23 + zero + t is rounded to an
 integer by the addition itself. T is clamped before r is added, which gives the same q.
-
-[Note: exceptional groups]
-tiny        m < 2^-99, or max - min < 2^-99: scale 0 and the code of 0; offset = min, or 0 when
-            all |x| < 2^-99. CUDA runs with flush-to-zero: above the threshold a denormal operand
-            is below 2^-4 in units of T, so flushing it changes no code.
-non-finite  Inf or NaN in the group, or a range, scale or offset that leaves fp32: scale NaN,
-            offset 0, the code of 0: every element decodes to NaN. A scale above 2^126 counts,
-            because 1 / scale would be denormal (reachable with at most 3 bits).
-offsets     a denormal or negative-zero offset is written as +0, as flush-to-zero would have it
-            and because min(-0, +0) depends on the order of comparison.
-A value near FLT_MAX may decode to Inf, as (2^b - 1) * scale rounds up: visible, never plausible.
+Groups without a usable range: [Note: exceptional groups] of ranges.py.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 
@@ -49,29 +37,10 @@ from ds_quant.kernels.blocks import (
     plane_sections,
     zero_gaps,
 )
+from ds_quant.kernels.ranges import Ranges, fraction_bits, ranges_of
 from ds_quant.layout import VECTOR_NUMEL, WireLayout, ceil_div
 
-TINY = 2.0**-99
-HUGE_SCALE = 2.0**126
-LARGEST_DENORMAL = 2.0**-126 - 2.0**-149
-FLT_MAX = torch.finfo(torch.float32).max
 _UNIT = 2.0**23  # floats in [2^23, 2^24) are the integers, one per bit pattern
-
-
-class Ranges(NamedTuple):
-    """Per-group numbers of a block, each (groups, 1)."""
-
-    scale: torch.Tensor  # fp32
-    offset: torch.Tensor | None  # fp32
-    inverse: torch.Tensor  # fp32: 2^F / scale, 0 in exceptional groups
-    code_of_zero: torch.Tensor | None  # bool: groups whose codes are forced; None when no group
-
-
-def fraction_bits(fmt: Format) -> int:
-    """F of [Note: numbers]: fixed-point bits below a code; code and fraction fit 23 bits."""
-    if fmt.rounding != "stochastic":
-        return 0
-    return 15 if fmt.bits == 8 else 16
 
 
 # --- encode
@@ -93,7 +62,7 @@ def encode(
     shift = rng.shift_of(address) if fmt.rounding == "random_shift" else None
     for block in blocks(rows, numel, group_size=fmt.group_size, device=x.device):
         values = _load_groups(x, block, fmt.group_size)
-        ranges = _ranges(values, fmt, shift)
+        ranges = ranges_of(values, fmt, shift)
         codes = _codes(values, ranges, fmt, levels)
         if fmt.rounding == "stochastic":
             _round_stochastically(codes, block, fmt, address, ceil_div(numel, VECTOR_NUMEL))
@@ -120,47 +89,6 @@ def _load_groups(x: torch.Tensor, block: Block, group_size: int) -> torch.Tensor
         first = block.padded_numel - group_size
         values[:, block.numel :] = values[:, first : first + 1]
     return values.view(-1, group_size)
-
-
-def _ranges(values: torch.Tensor, fmt: Format, shift: float | None) -> Ranges:
-    """Scale, offset and inverse of each group of `values` (groups, group_size) fp32."""
-    low = torch.amin(values, dim=1, keepdim=True)
-    high = torch.amax(values, dim=1, keepdim=True)
-    if fmt.has_offset:
-        span = high - low
-        scale = span / ((1 << fmt.bits) - 1)
-        offset = torch.nn.functional.hardshrink(low, LARGEST_DENORMAL)
-    else:
-        span = torch.maximum(high, -low)
-        scale = span / ((1 << (fmt.bits - 1)) - 1)
-        offset = None
-    regular = (span >= TINY).logical_and_(scale <= HUGE_SCALE)
-    forced = tiny = None
-    if not bool(regular.all()):
-        tiny = span < TINY
-        forced = (tiny | regular).logical_not_()
-        scale.masked_fill_(tiny, 0.0)
-        if offset is not None:
-            offset.masked_fill_(tiny & (torch.maximum(high, -low) < TINY), 0.0)
-    if shift is not None:
-        # Tiny groups stay where they are: their scale is 0.
-        moved = offset + torch.nn.functional.hardshrink(scale * shift, LARGEST_DENORMAL)
-        offset = torch.nn.functional.hardshrink(moved, LARGEST_DENORMAL)
-        outside = (offset.abs() <= FLT_MAX).logical_not_()
-        if bool(outside.any()):
-            forced = outside if forced is None else forced.logical_or_(outside)
-    # 2^F / scale, rounded once: 1 / scale is a normal number and the power of two is exact.
-    inverse = scale.reciprocal().mul_(2.0 ** fraction_bits(fmt))
-    if forced is not None:
-        scale.masked_fill_(forced, float("nan"))
-        inverse.masked_fill_(forced, 0.0)
-        if offset is not None:
-            offset.masked_fill_(forced, 0.0)
-    if tiny is not None:
-        inverse.masked_fill_(tiny, 0.0)
-        if fmt.levels == "learned":
-            forced = forced | tiny  # with uniform levels x * 0 is the code of 0 already
-    return Ranges(scale, offset, inverse, forced)
 
 
 def _codes(

@@ -1,0 +1,85 @@
+"""Ranges of groups: scale, offset and inverse of each, and what happens to groups without one.
+
+May import torch and blocks.
+
+[Note: exceptional groups]
+tiny        m < 2^-99, or max - min < 2^-99: scale 0 and the code of 0; offset = min, or 0 when
+            all |x| < 2^-99. CUDA runs with flush-to-zero: above the threshold a denormal operand
+            is below 2^-4 in units of T, so flushing it changes no code.
+non-finite  Inf or NaN in the group, or a range, scale or offset that leaves fp32: scale NaN,
+            offset 0, the code of 0: every element decodes to NaN. A scale above 2^126 counts,
+            because 1 / scale would be denormal (reachable with at most 3 bits).
+offsets     a denormal or negative-zero offset is written as +0, as flush-to-zero would have it
+            and because min(-0, +0) depends on the order of comparison.
+A value near FLT_MAX may decode to Inf, as (2^b - 1) * scale rounds up: visible, never plausible.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ds_quant.kernels.blocks import Format
+
+TINY = 2.0**-99
+HUGE_SCALE = 2.0**126
+LARGEST_DENORMAL = 2.0**-126 - 2.0**-149
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+class Ranges(NamedTuple):
+    """Per-group numbers of a block, each (groups, 1)."""
+
+    scale: torch.Tensor  # fp32
+    offset: torch.Tensor | None  # fp32
+    inverse: torch.Tensor  # fp32: 2^F / scale, 0 in exceptional groups
+    code_of_zero: torch.Tensor | None  # bool: groups whose codes are forced; None when no group
+
+
+def fraction_bits(fmt: Format) -> int:
+    """F of [Note: numbers]: fixed-point bits below a code; code and fraction fit 23 bits."""
+    if fmt.rounding != "stochastic":
+        return 0
+    return 15 if fmt.bits == 8 else 16
+
+
+def ranges_of(values: torch.Tensor, fmt: Format, shift: float | None) -> Ranges:
+    """Scale, offset and inverse of each group of `values` (groups, group_size) fp32."""
+    low = torch.amin(values, dim=1, keepdim=True)
+    high = torch.amax(values, dim=1, keepdim=True)
+    if fmt.has_offset:
+        span = high - low
+        scale = span / ((1 << fmt.bits) - 1)
+        offset = torch.nn.functional.hardshrink(low, LARGEST_DENORMAL)
+    else:
+        span = torch.maximum(high, -low)
+        scale = span / ((1 << (fmt.bits - 1)) - 1)
+        offset = None
+    regular = (span >= TINY).logical_and_(scale <= HUGE_SCALE)
+    forced = tiny = None
+    if not bool(regular.all()):
+        tiny = span < TINY
+        forced = (tiny | regular).logical_not_()
+        scale.masked_fill_(tiny, 0.0)
+        if offset is not None:
+            offset.masked_fill_(tiny & (torch.maximum(high, -low) < TINY), 0.0)
+    if shift is not None:
+        # Tiny groups stay where they are: their scale is 0.
+        moved = offset + torch.nn.functional.hardshrink(scale * shift, LARGEST_DENORMAL)
+        offset = torch.nn.functional.hardshrink(moved, LARGEST_DENORMAL)
+        outside = (offset.abs() <= FLT_MAX).logical_not_()
+        if bool(outside.any()):
+            forced = outside if forced is None else forced.logical_or_(outside)
+    # 2^F / scale, rounded once: 1 / scale is a normal number and the power of two is exact.
+    inverse = scale.reciprocal().mul_(2.0 ** fraction_bits(fmt))
+    if forced is not None:
+        scale.masked_fill_(forced, float("nan"))
+        inverse.masked_fill_(forced, 0.0)
+        if offset is not None:
+            offset.masked_fill_(forced, 0.0)
+    if tiny is not None:
+        inverse.masked_fill_(tiny, 0.0)
+        if fmt.levels == "learned":
+            forced = forced | tiny  # with uniform levels x * 0 is the code of 0 already
+    return Ranges(scale, offset, inverse, forced)

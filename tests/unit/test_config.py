@@ -7,12 +7,15 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ds_quant.codec import GroupCodec
 from ds_quant.config import (
     KEY,
     ConfigError,
     QuantizedCommConfig,
+    WeightsConfig,
     json_schema,
     parse,
     parse_block,
@@ -166,6 +169,35 @@ def test_all_mistakes_are_reported_at_once() -> None:
     assert len(lines) == 5
     for text in ("qspd", "weights.bits=1", "weights.x", "gradients.bits=9"):
         assert text in message
+
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["auto", "qsdp", "minmax", "learned", "random_shift", "8", "1e400", ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+_ROLE_KEYS = st.sampled_from([*WeightsConfig.model_fields, "bit", "intra_node"])
+_ROLE = st.dictionaries(_ROLE_KEYS, _JSON | st.integers(2, 8), max_size=4)
+_BLOCK = st.dictionaries(
+    st.sampled_from([*QuantizedCommConfig.model_fields, "bits", "schema"]),
+    _JSON | _ROLE,
+    max_size=5,
+)
+
+
+@given(block=_JSON | _BLOCK)
+def test_any_json_is_accepted_or_refused_with_a_config_error(block: Any) -> None:
+    try:
+        config = parse({KEY: block})
+    except ConfigError as error:
+        assert error.problems and all(problem.startswith(KEY) for problem in error.problems)
+    else:
+        assert config is None or config.to_scheme()
 
 
 def test_long_values_are_shortened() -> None:

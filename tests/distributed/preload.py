@@ -1,11 +1,14 @@
 """What the fork server imports once for all ranks of all tests. See ``harness``."""
 
+import gc
 import logging
 import os
+import warnings
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import pytest  # noqa: F401
 import torch
 
 import ds_quant  # noqa: F401  (plants the hook before DeepSpeed is imported)
@@ -13,8 +16,14 @@ import ds_quant  # noqa: F401  (plants the hook before DeepSpeed is imported)
 torch.set_num_threads(1)
 
 import deepspeed
-import deepspeed.runtime.zero.stage3  # noqa: F401
+import deepspeed.runtime.zero.stage3
+import functorch.compile  # noqa: F401  (DeepSpeed's engine would import it on every rank)
+import torch._dynamo
+import torch._inductor.config
+import torch._inductor.compile_fx
 from deepspeed.utils import logger
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build that nothing uses
 logger.setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*|.*reduce_scatter_tensor.*")
+gc.freeze()

@@ -164,8 +164,10 @@ class QuantizedCommConfig(_Block):
 
     enabled: bool = Field(True, description="false: checked, then ignored.")
     scheme: str = Field("qsdp", description="Preset whose values the other keys replace.")
-    weights: WeightsConfig = Field(WeightsConfig(), description=WeightsConfig.__doc__)
-    gradients: GradientsConfig = Field(GradientsConfig(), description=GradientsConfig.__doc__)
+    weights: WeightsConfig = Field(WeightsConfig(), description="How weights are quantized.")
+    gradients: GradientsConfig = Field(
+        GradientsConfig(), description="How gradients are quantized."
+    )
     node_size: Positive | None = Field(
         None, description="Ranks per node; must divide the world size. null: as launched."
     )

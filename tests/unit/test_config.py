@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_quant.codec import GroupCodec
@@ -190,6 +190,7 @@ _BLOCK = st.dictionaries(
 )
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(block=_JSON | _BLOCK)
 def test_any_json_is_accepted_or_refused_with_a_config_error(block: Any) -> None:
     try:

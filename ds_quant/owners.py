@@ -12,7 +12,7 @@ May import: torch, codec, collectives, layout, rng.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -81,24 +81,31 @@ def _joined(sums: list[Tensor], values: Tensor) -> Tensor:
     return torch.cat(sums) if sums else values.new_empty(0, dtype=torch.float32)
 
 
-def gather_from_owners(parts: Sequence[Part], link: Link) -> None:
+def gather_from_owners(parts: Sequence[Part], link: Link) -> Callable[[], None]:
     """Overwrite every part, on all ranks and the owner too, by its owner's decoded values.
 
-    ``values`` must exist on all ranks; only the owner's content is read.
+    1. encode this rank's parts into one row  2. all-gather the rows, asynchronously  3. the
+    returned function waits and decodes. Until then ``values`` keep what they hold; they must exist
+    on all ranks, only the owner's content is read.
     """
     by_owner = [[p for p in parts if p.owner == rank] for rank in range(link.size)]
     layouts = [lay_out([(p.coding.codec, p.values.numel()) for p in own]) for own in by_owner]
     nbytes = max(row_bytes for _, row_bytes in layouts)
     if nbytes == 0:
-        return
+        return lambda: None
     row = torch.empty(nbytes, dtype=torch.uint8, device=parts[0].values.device)
     for part, (start, size) in zip(by_owner[link.rank], layouts[link.rank][0], strict=True):
         _encode(part.values, part.coding, row[start : start + size])
-    rows = link.all_gather(row, role="weights").wait().view(link.size, -1)
-    for rank, own in enumerate(by_owner):
-        for part, (start, size) in zip(own, layouts[rank][0], strict=True):
-            wire = rows[rank : rank + 1, start : start + size]
-            part.coding.codec.decode(wire, part.values.view(1, -1), levels=part.coding.levels)
+    exchange = link.all_gather(row, role="weights")
+
+    def decode() -> None:
+        rows = exchange.wait().view(link.size, -1)
+        for rank, own in enumerate(by_owner):
+            for part, (start, size) in zip(own, layouts[rank][0], strict=True):
+                wire = rows[rank : rank + 1, start : start + size]
+                part.coding.codec.decode(wire, part.values.view(1, -1), levels=part.coding.levels)
+
+    return decode
 
 
 @lru_cache(maxsize=4096)

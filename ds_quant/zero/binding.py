@@ -18,7 +18,7 @@ from ds_quant.metrics import Traffic
 from ds_quant.rng import Address, Role, address
 from ds_quant.scheme import Scheme
 from ds_quant.topology import Topology
-from ds_quant.zero import seams
+from ds_quant.zero import parameters, seams
 from ds_quant.zero.state import SchemeState, learn
 
 
@@ -44,7 +44,7 @@ class Binding:
         self._links: dict[int, Link] = {}
         self._micro_base = (-1, 0)
         self._tracked = {
-            id(p): Tracked(index=i, name=name, shape=seams.shape_of(p))
+            id(p): Tracked(index=i, name=name, shape=parameters.shape_of(p))
             for i, (name, p) in enumerate(engine.module.named_parameters())
         }
 
@@ -138,7 +138,7 @@ class Binding:
     def bill(self) -> Bill:
         """Bytes per parameter by formula."""
         cargo = [
-            Cargo(name, seams.shape_of(p), p.dtype, p.requires_grad)
+            Cargo(name, parameters.shape_of(p), p.dtype, p.requires_grad)
             for name, p in self.engine.module.named_parameters()
         ]
         return bill(

@@ -17,7 +17,7 @@ import torch
 from ds_quant.codec import CastCodec
 from ds_quant.collectives import Coding, GatherHandle, Link, all_gather
 from ds_quant.rng import Role
-from ds_quant.zero import seams
+from ds_quant.zero import parameters, seams
 from ds_quant.zero.binding import Binding
 
 _TRAVELS = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,12 +29,12 @@ class Fetch:
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
         self._decoded: set[int] = set()  # ds_id of parameters whose last gather was quantized
-        self._barrier = seams.StepBarrier()
+        self._barrier = parameters.StepBarrier()
         self._parameters: list[torch.Tensor] = []
 
-    def attach(self, parameters: Iterable[torch.Tensor]) -> None:
+    def attach(self, params: Iterable[torch.Tensor]) -> None:
         """Wrap every parameter: which one DeepSpeed calls differs from rank to rank."""
-        self._parameters = list(parameters)
+        self._parameters = list(params)
         for parameter in self._parameters:
             seams.wrap_fetch(parameter, self.fetch, self.gather_exactly)
 
@@ -47,7 +47,7 @@ class Fetch:
         """(parameter, this rank's shard, link) of every parameter."""
         for p in self._parameters:
             link = self._binding.link(p.ds_process_group)
-            yield p, valid_shard(p, link.rank).to(seams.device()), link
+            yield p, parameters.valid_shard(p, link.rank).to(parameters.device()), link
 
     def fetch(
         self, original: Callable[..., Any], params: Iterable[Any], *args: Any, **kwargs: Any
@@ -83,14 +83,14 @@ class Fetch:
         link = self._binding.link(params[0].ds_process_group)
         shards, codings = [], []
         for p in params:
-            if not seams.is_unavailable(p):
+            if not parameters.is_unavailable(p):
                 raise RuntimeError(
                     f"fetch of a parameter that is not partitioned: {p.ds_summary()}"
                 )
-            seams.set_inflight(p)
-            shards.append(valid_shard(p, link.rank))
+            parameters.set_inflight(p)
+            shards.append(parameters.valid_shard(p, link.rank))
             codings.append(self._coding(p, link.rank))
-        device = seams.device()
+        device = parameters.device()
         shards = [s.to(device, non_blocking=True) for s in shards]
         handle = all_gather(shards, [p.ds_numel for p in params], codings, link)
         return _FetchHandle(params, handle, codings, self._decoded)
@@ -114,17 +114,10 @@ class Fetch:
     ) -> Any:
         """Replaces ``all_gather``. See [Note: two gathers]."""
         for p in [parameter] if param_list is None else param_list:
-            if p.ds_id in self._decoded and seams.is_available(p):
-                seams.forget_values(p)
+            if p.ds_id in self._decoded and parameters.is_available(p):
+                parameters.forget_values(p)
                 self._decoded.discard(p.ds_id)
         return original(param_list, *args, **kwargs)
-
-
-def valid_shard(parameter: Any, rank: int) -> torch.Tensor:
-    """This rank's shard without its uninitialised padding, 1-D, possibly empty."""
-    width = parameter.ds_tensor.ds_numel
-    used = min(max(parameter.ds_numel - rank * width, 0), width)
-    return parameter.ds_tensor.data.view(-1)[:used]
 
 
 class _FetchHandle:
@@ -141,7 +134,7 @@ class _FetchHandle:
         if self._complete:
             return
         for p, values, coding in zip(self._params, self._gather.wait(), self._codings, strict=True):
-            seams.fill(p, values)
+            parameters.fill(p, values)
             if isinstance(coding.codec, CastCodec):
                 self._decoded.discard(p.ds_id)
             else:

@@ -6,13 +6,16 @@ weights stay untouched, and exact replicas come back on demand (checkpoints, exp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from ds_quant.collectives import Link
+from ds_quant.codec import CastCodec
+from ds_quant.collectives import Coding, Link
+from ds_quant.layout import ceil_div
 from ds_quant.owners import Part, gather_from_owners
 from ds_quant.rng import Role
 from ds_quant.zero import seams
@@ -29,14 +32,15 @@ class Replica:
     def gather_updated(self) -> None:
         """Inside ``optimizer.step``: the own partition holds new exact weights, gather them."""
         step = self._binding.step + 1  # DeepSpeed counts the step only after it
-        self._binding.learn_levels(step, self._own_values)
+        self._binding.learn_levels(step, self._own_values())
         self._gather(step)
 
     @contextmanager
     def exact(self) -> Iterator[None]:
         """Exact weights inside, the decoded ones again outside. All ranks must enter and leave."""
         if self._exact_depth == 0:
-            seams.gather_exact_replica(self._optimizer)
+            gather = partial(self._gather, self._binding.step, exact=True)
+            seams.refresh_replica(self._optimizer, gather)
         self._exact_depth += 1
         try:
             yield
@@ -45,11 +49,23 @@ class Replica:
             if self._exact_depth == 0 and self._binding.step > 0:
                 self._gather(self._binding.step)  # equal step, equal bits
 
-    def _gather(self, step: int) -> None:
+    def _gather(self, step: int, *, exact: bool = False) -> None:
+        """Gather all partitions, slice by slice so that the message stays within DeepSpeed's
+        ``allgather_bucket_size``; slice i travels while slice i - 1 is decoded.
+        """
+        decode: Callable[[], None] = _nothing
         for flat, params, process_group in seams.replica_groups(self._optimizer):
             link = self._binding.link(process_group)
-            if link.size > 1:
-                gather_from_owners(self._parts(flat, params, link, step), link)
+            if link.size == 1:
+                continue
+            width = flat.numel() // link.size
+            stride = max(1, self._optimizer.allgather_bucket_size // link.size)
+            for first in range(0, width, stride):
+                window = range(first, min(first + stride, width))
+                parts = self._parts(flat, params, link, window, step, exact)
+                previous, decode = decode, gather_from_owners(parts, link)
+                previous()
+        decode()
 
     def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
         """(parameter, this rank's elements of it, link) of every parameter."""
@@ -60,25 +76,41 @@ class Replica:
                 yield p, flat[start:stop], link
 
     def _parts(
-        self, flat: torch.Tensor, params: list[torch.Tensor], link: Link, step: int
+        self,
+        flat: torch.Tensor,
+        params: list[torch.Tensor],
+        link: Link,
+        window: range,
+        step: int,
+        exact: bool,
     ) -> list[Part]:
-        """Cut the flat replica at parameter and partition borders; alignment gaps stay out."""
+        """Cut the flat replica at parameter and partition borders, keeping the elements that lie
+        in ``window`` of their partition; alignment gaps stay out.
+        """
         width = flat.numel() // link.size
         parts = []
         for p in params:
-            tracked = self._binding.tracked(p)
             begin = _offset(flat, p)
-            position, end = begin, begin + p.numel()
-            while position < end:
-                owner = position // width
-                stop = min(end, (owner + 1) * width)
-                coding = self._binding.coding(
-                    Role.WEIGHTS, tracked, flat.dtype, step=step, rank=owner
-                )
-                values = flat[position:stop]
-                parts.append(Part(owner=owner, values=values, coding=coding.at(position - begin)))
-                position = stop
+            for owner in range(begin // width, ceil_div(begin + p.numel(), width)):
+                start = max(begin, owner * width + window.start)
+                stop = min(begin + p.numel(), owner * width + window.stop)
+                if start < stop:
+                    coding = self._coding(p, flat.dtype, owner, step, exact)
+                    values = flat[start:stop]
+                    parts.append(Part(owner=owner, values=values, coding=coding.at(start - begin)))
         return parts
+
+    def _coding(
+        self, parameter: torch.Tensor, dtype: torch.dtype, owner: int, step: int, exact: bool
+    ) -> Coding:
+        if exact:
+            return Coding(codec=CastCodec(dtype))
+        tracked = self._binding.tracked(parameter)
+        return self._binding.coding(Role.WEIGHTS, tracked, dtype, step=step, rank=owner)
+
+
+def _nothing() -> None:
+    """Stands for the decoding that precedes the first slice."""
 
 
 def _offset(flat: torch.Tensor, parameter: torch.Tensor) -> int:

@@ -114,52 +114,14 @@ def facts(engine: Any, optimizer: Any) -> dict[str, Any]:
 def exact_gradient_reason(engine: Any) -> str | None:
     """The setting that keeps gradients on DeepSpeed's own exact path, if there is one."""
     zero = engine._config.zero_config
-    settings = (
-        ("reduce_scatter", zero.reduce_scatter),
-        ("contiguous_gradients", zero.contiguous_gradients or zero.stage == 3),
-        (
-            "use_multi_rank_bucket_allreduce",
-            zero.use_multi_rank_bucket_allreduce or zero.stage == 3,
-        ),
-    )
-    for name, value in settings:
-        if not value:
-            return f"zero_optimization.{name} is false"
-    return None
+    names = ["reduce_scatter"]
+    if zero.stage < 3:
+        names += ["contiguous_gradients", "use_multi_rank_bucket_allreduce"]
+    off = [name for name in names if not getattr(zero, name)]
+    return f"zero_optimization.{off[0]} is false" if off else None
 
 
 # ---- parameters of ZeRO-3 ----
-
-
-def shape_of(parameter: torch.Tensor) -> torch.Size:
-    """The full shape, also while a ZeRO-3 parameter is partitioned."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def is_unavailable(parameter: torch.Tensor) -> bool:
-    return parameter.ds_status == type(parameter.ds_status).NOT_AVAILABLE
-
-
-def is_available(parameter: torch.Tensor) -> bool:
-    return parameter.ds_status == type(parameter.ds_status).AVAILABLE
-
-
-def set_inflight(parameter: torch.Tensor) -> None:
-    parameter.ds_status = type(parameter.ds_status).INFLIGHT
-
-
-def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Give a parameter its gathered values, (numel,), and mark it available."""
-    parameter.data = values.view(parameter.ds_shape)
-    parameter.ds_status = type(parameter.ds_status).AVAILABLE
-
-
-def forget_values(parameter: torch.Tensor) -> None:
-    """Mark a gathered parameter as not gathered, so that the next gather fetches it anew."""
-    accelerator = _accelerator()
-    if not accelerator.is_synchronized_device() and accelerator.on_accelerator(parameter.data):
-        parameter.data.record_stream(accelerator.current_stream())
-    parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
 
 
 def wrap_fetch(
@@ -176,7 +138,7 @@ def wrap_fetch(
 
 
 def wrap_shard_reduction(optimizer: Any, reduce: Callable[..., Any]) -> None:
-    """ZeRO-3: ``reduce(original, params, tensors, group)`` replaces ``reduce_scatter_coalesced``."""
+    """ZeRO-3: ``reduce(original, params, tensors, group)`` replaces the reduce-scatter."""
     from deepspeed.runtime.zero import stage3
 
     _shard_reduction.install(stage3, "reduce_scatter_coalesced")
@@ -267,21 +229,20 @@ def wrap_exports(engine: Any, optimizer: Any, exact: Callable[[], Any]) -> None:
     _wrap(engine, "save_16bit_model", save)
 
 
-def gather_exact_replica(optimizer: Any) -> None:
-    """ZeRO-1/2: refresh the replica from the master weights by DeepSpeed's own exact gather."""
-    with _weight_gather.through(None):
+def refresh_replica(optimizer: Any, gather: Callable[[], None]) -> None:
+    """ZeRO-1/2: copy the master weights into the own partition, then ``gather()``."""
+    with _weight_gather.through(lambda *a, **k: gather()):
         optimizer.update_lp_params()
 
 
 def replica_groups(optimizer: Any) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], Any]]:
     """Per parameter group: the flat 16-bit replica, its parameters, its process group."""
-    for flat, params, process_group in zip(
+    yield from zip(
         optimizer.bit16_groups_flat,
         optimizer.bit16_groups,
         optimizer.real_dp_process_group,
         strict=True,
-    ):
-        yield flat, params, process_group
+    )
 
 
 def _require(owner: Any, name: str) -> None:
@@ -292,36 +253,6 @@ def _require(owner: Any, name: str) -> None:
             f"quantized_comm: DeepSpeed {deepspeed.__version__} has no {name} on "
             f"{type(owner).__name__}; tested versions are 0.17.6, 0.18.9 and 0.19.8"
         )
-
-
-def _accelerator() -> Any:
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator()
-
-
-def device() -> torch.device:
-    """Where collectives run."""
-    return torch.device(_accelerator().current_device_name())
-
-
-class StepBarrier:
-    """Orders the gather stream behind the optimizer step that wrote the shards, on devices whose
-    streams run by themselves; does nothing on the CPU.
-    """
-
-    def __init__(self) -> None:
-        self._event: Any = None
-
-    def record(self) -> None:
-        accelerator = _accelerator()
-        if not accelerator.resolves_data_dependency():
-            self._event = accelerator.Event()
-            self._event.record(accelerator.current_stream())
-
-    def wait(self) -> None:
-        if self._event is not None:
-            _accelerator().current_stream().wait_event(self._event)
 
 
 def log_rank0(message: str) -> None:

@@ -12,7 +12,6 @@ from ds_quant.codec import GroupCodec
 from ds_quant.collectives import Link
 
 
-
 @dataclass
 class SchemeState:
     """Learned levels by parameter index, (2^bits,) fp32, identical on all ranks.
@@ -40,14 +39,16 @@ def learn(
 ) -> None:
     """Learn the levels of all parameters anew (QSDP's learned levels), the same on all ranks.
 
-    Until then a parameter has no table and its levels are uniform. Every rank moves its copy of each table over its own shard, then all take the mean of the
-    tables, weighted by shard size and added in rank order.
+    Until then a parameter has no table and its levels are uniform. Every rank moves its copy of
+    each table over its own shard, then all take the mean of the tables, weighted by shard size and
+    added in rank order.
 
     Args:
         shards: (parameter index, this rank's elements, 1-D, possibly empty), the same indices in
             the same order on all ranks.
     """
     from ds_quant.levels import initial_levels, merge_levels, update_levels
+
     if not shards:
         return
     device = shards[0][1].device

@@ -1,0 +1,108 @@
+"""Tensors for the tests of collectives: on and off the quantization grid, rebuilt on any rank.
+
+On the grid every scale is a power of two and every group holds the ends of its range, so that
+encode and decode are exact in every rounding mode and whole collectives compare with ``==``.
+What a rank returns must cross a pipe, so results travel as NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ds_quant.codec import CastCodec, Codec, GroupCodec
+from ds_quant.collectives import Coding, Link
+from ds_quant.layout import shard_range
+from ds_quant.metrics import Traffic
+from ds_quant.rng import Role, address
+from ds_quant.topology import Topology
+
+Runs = Iterable[tuple[int, int]]  # [start, stop) of the rows that a codec sees one by one
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor of a message; ``seed`` also names its random bits."""
+
+    numel: int
+    codec: Codec
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def on_grid(self, runs: Runs, *, rank: int = 0) -> torch.Tensor:
+        """(numel,) values of ``rank`` that the codec keeps when it encodes each run as a row."""
+        values = np.zeros(self.numel)
+        draw = np.random.default_rng((self.seed, rank))
+        step = self.codec.group_size if isinstance(self.codec, GroupCodec) else 1 << 20
+        for start, stop in runs:
+            middle = start + (stop - start) // step * step
+            for first, last in ((start, middle), (middle, stop)):  # full groups, the short one
+                if first < last:
+                    size = min(step, last - first)
+                    groups = _grid_groups((last - first) // size, size, self.codec, draw)
+                    values[first:last] = groups.reshape(-1)
+        return torch.from_numpy(values).to(self.dtype)
+
+    def off_grid(self, *, rank: int = 0, spread: float = 0.0) -> torch.Tensor:
+        """(numel,) normal values; ``spread`` is the standard deviation of their log10 scale."""
+        draw = np.random.default_rng((self.seed, rank))
+        values = draw.normal(size=self.numel) * 10.0 ** (spread * draw.normal(size=self.numel))
+        return torch.from_numpy(values).to(self.dtype)
+
+    def coding(self, rank: int) -> Coding:
+        """With the address that this item has on ``rank``."""
+        if isinstance(self.codec, CastCodec) or self.codec.rounding == "nearest":
+            return Coding(codec=self.codec)
+        stream = 0 if self.codec.rounding == "random_shift" else rank + 1
+        return Coding(
+            codec=self.codec,
+            address=address(seed=7, role=Role.GRADIENTS, step=3, parameter=self.seed, rank=stream),
+        )
+
+
+Message = tuple[Item, ...]
+
+
+def _grid_groups(count: int, numel: int, codec: Codec, draw: np.random.Generator) -> np.ndarray:
+    """(count, numel) multiples of a power of two, each row with the ends of its range."""
+    step = 2.0 ** draw.integers(-3, 4, (count, 1))
+    if isinstance(codec, CastCodec):
+        return step * draw.integers(-128, 128, (count, numel))
+    ends = draw.permuted(np.tile(np.arange(numel), (count, 1)), axis=1)
+    rows = np.arange(count)
+    if codec.range == "absmax":
+        top = 2 ** (codec.bits - 1) - 1
+        codes = draw.integers(-top, top + 1, (count, numel))
+        codes[rows, ends[:, 0]] = top * draw.choice([-1, 1], count)
+        return step * codes
+    top = 2**codec.bits - 1
+    codes = draw.integers(0, top + 1, (count, numel))
+    if numel > 1:
+        codes[rows, ends[:, 0]], codes[rows, ends[:, 1]] = 0, top
+    return step * (codes - draw.integers(0, top + 1, (count, 1)))
+
+
+def shards(numel: int, world: int) -> list[tuple[int, int]]:
+    """The runs of ``all_gather`` and ``reduce_scatter``."""
+    return [shard_range(numel, world, rank) for rank in range(world)]
+
+
+def make_link(node_size: int | None = None, process_group: object = None) -> tuple[Link, Traffic]:
+    """A link over the default process group and what it counts."""
+    traffic, world = Traffic(), torch.distributed.get_world_size()
+    topology = Topology(world=world, node_size=node_size or world)
+    return Link(process_group, topology=topology, traffic=traffic), traffic
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of a tensor, (numel, itemsize) uint8."""
+    return tensor.detach().reshape(-1, 1).contiguous().view(torch.uint8).numpy().copy()
+
+
+def correlation_limit(numel: int) -> float:
+    """Five standard deviations of the sample correlation of ``numel`` independent pairs."""
+    return 5 / math.sqrt(numel)

@@ -28,6 +28,7 @@ MAX_FUNCTION_LINES = 40
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = "codec collectives config cost kernels layout levels metrics owners rng scheme"
 ANYTHING = "*"
+_PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
 MAY_IMPORT = {
     "layout": "",
     "rng": "",
@@ -48,7 +49,7 @@ MAY_IMPORT = {
     "collectives": "torch deepspeed.comm codec layout rng metrics topology",
     "owners": "torch codec collectives layout rng",
     "cost": "torch scheme layout codec rng",
-    "zero": f"torch deepspeed.comm zero topology resources __init__ {_BELOW_ZERO}",
+    "zero": f"torch {_PUBLIC_DEEPSPEED} zero topology resources __init__ {_BELOW_ZERO}",
     "zero.seams": f"torch deepspeed zero topology resources __init__ {_BELOW_ZERO}",
     "cli": ANYTHING,
 }

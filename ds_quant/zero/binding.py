@@ -121,7 +121,7 @@ class Binding:
         by_link: dict[Link, list[tuple[int, torch.Tensor]]] = {}
         for parameter, values, link in own_values:
             tracked = self.tracked(parameter)
-            if tracked is None:
+            if tracked is None or tracked.shape.numel() == 0:
                 continue
             if self.scheme.skip_reason(tracked.name, tracked.shape, values.dtype) is None:
                 by_link.setdefault(link, []).append((tracked.index, values))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_quant.codec import GroupCodec
 from ds_quant.collectives import Link
+from ds_quant.levels import initial_levels, merge_levels, update_levels
 
 
 @dataclass
@@ -47,8 +48,6 @@ def learn(
         shards: (parameter index, this rank's elements, 1-D, possibly empty), the same indices in
             the same order on all ranks.
     """
-    from ds_quant.levels import initial_levels, merge_levels, update_levels
-
     if not shards:
         return
     device = shards[0][1].device

@@ -47,6 +47,27 @@ class Item:
                     values[first:last] = groups.reshape(-1)
         return torch.from_numpy(values).to(self.dtype)
 
+    def on_both_grids(self, runs: Runs, *, rank: int, world: int) -> torch.Tensor:
+        """(numel,) fp32 values of ``rank`` whose sum over ``world`` ranks also survives a second
+        encode of the runs in 8 bits.
+
+        The ranks take turns to fill a group, the others hold zeros there. Below 8 bits the values
+        are the ends of the range (and 0), multiples of both codecs' largest codes.
+        """
+        values = np.zeros(self.numel)
+        turn = 0
+        for start, stop in runs:
+            draw = np.random.default_rng((self.seed, start))
+            for first in range(start, stop, self.codec.group_size):
+                size = min(self.codec.group_size, stop - first)
+                group = _grid_groups(1, size, self.codec, draw)[0]
+                if self.codec.bits < 8:
+                    group = _ends(group, self.codec)
+                if turn % world == rank:
+                    values[first : first + size] = group
+                turn += 1
+        return torch.from_numpy(values).float()
+
     def off_grid(self, *, rank: int = 0, spread: float = 0.0) -> torch.Tensor:
         """(numel,) normal values; ``spread`` is the standard deviation of their log10 scale."""
         draw = np.random.default_rng((self.seed, rank))
@@ -84,6 +105,17 @@ def _grid_groups(count: int, numel: int, codec: Codec, draw: np.random.Generator
     if numel > 1:
         codes[rows, ends[:, 0]], codes[rows, ends[:, 1]] = 0, top
     return step * (codes - draw.integers(0, top + 1, (count, 1)))
+
+
+def _ends(group: np.ndarray, codec: GroupCodec) -> np.ndarray:
+    """Every value moved to the nearest end of the range or 0 (absmax), and the range stretched by
+    the largest 8-bit code, so that int8 scales are whole too.
+    """
+    if codec.range == "absmax":
+        top = np.abs(group).max()
+        return 127 * top * np.round(group / top)
+    low, high = group.min(), group.max()
+    return 255 * np.where(group - low < (high - low) / 2, low, high)
 
 
 def shards(numel: int, world: int) -> list[tuple[int, int]]:

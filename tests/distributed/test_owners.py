@@ -1,0 +1,336 @@
+"""reduce_to_owners and gather_from_owners of ds_quant.owners on real gloo ranks.
+
+One start of the ranks per world size plays all layouts; the expected sums are computed here. Which
+exchange a layout takes is asserted, so that both are known to be covered.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from ds_quant.codec import CastCodec, Codec, GroupCodec
+from ds_quant.layout import shard_range
+from ds_quant.owners import (
+    Part,
+    Piece,
+    Shape,
+    delivery_codec,
+    gather_from_owners,
+    inbound_bytes,
+    plan,
+    reduce_to_owners,
+)
+from tests.distributed.harness import run
+from tests.distributed.messages import Item, bits, make_link
+
+pytestmark = pytest.mark.distributed
+
+WORLDS = (1, 2, 3, 4)
+INT8 = GroupCodec(bits=8, group_size=32, range="minmax", rounding="stochastic")
+INT8_ABSMAX = GroupCodec(bits=8, group_size=64, range="absmax", rounding="stochastic")
+INT4 = GroupCodec(bits=4, group_size=32, range="absmax", rounding="nearest")
+INT3 = GroupCodec(bits=3, group_size=64, range="minmax", rounding="nearest")
+FP32, BF16 = CastCodec(torch.float32), CastCodec(torch.bfloat16)
+QUANTIZERS = {"int8": INT8, "int8 absmax": INT8_ABSMAX, "int4": INT4, "int3": INT3}
+CODECS = {**QUANTIZERS, "fp32": FP32, "bf16": BF16}
+
+Layout = tuple[Shape, ...]
+
+
+def even(codec: Codec, world: int) -> Layout:
+    """As when a bucket is larger than the model: every rank owns as much."""
+    return tuple(Shape(rank, 1021, codec) for rank in range(world))
+
+
+def split(codec: Codec, world: int) -> Layout:
+    """One parameter over all owners, in DeepSpeed's shards, the last one short."""
+    ranges = [shard_range(2500, world, rank) for rank in range(world)]
+    return tuple(Shape(rank, stop - start, codec) for rank, (start, stop) in enumerate(ranges))
+
+
+def one_owner(codec: Codec, world: int) -> Layout:
+    return (Shape(world - 1, 4099, codec),)
+
+
+def two_owners(codec: Codec, world: int) -> Layout:
+    """A bucket that crosses a partition border, with an empty and tiny parts in between."""
+    first, second = 0, min(1, world - 1)
+    numels = ((first, 1500), (first, 0), (first, 3), (second, 1), (second, 2048))
+    return tuple(Shape(owner, numel, codec) for owner, numel in numels)
+
+
+def nothing(codec: Codec, world: int) -> Layout:
+    return (Shape(0, 0, codec), Shape(world - 1, 0, codec))
+
+
+LAYOUTS: dict[str, Callable[[Codec, int], Layout]] = {
+    "even": even, "split": split, "one owner": one_owner, "two owners": two_owners,
+    "nothing": nothing,
+}  # fmt: skip
+CASES = [(layout, codec) for layout in LAYOUTS for codec in CODECS]
+
+
+def is_balanced(shapes: Layout, world: int) -> bool:
+    return any(p.reducer != shapes[p.part].owner for p in plan(shapes, world))
+
+
+def items(shapes: Layout) -> list[Item]:
+    return [Item(s.numel, s.codec, seed=seed) for seed, s in enumerate(shapes)]
+
+
+def runs_of(pieces: Sequence[Piece], part: int) -> list[tuple[int, int]]:
+    return [(p.start, p.stop) for p in pieces if p.part == part]
+
+
+def contributions(shapes: Layout, world: int, rank: int) -> list[torch.Tensor]:
+    """What ``rank`` contributes to each part: values whose sum every exchange must keep."""
+    pieces, values = plan(shapes, world), []
+    for index, item in enumerate(items(shapes)):
+        runs = runs_of(pieces, index)
+        if isinstance(item.codec, CastCodec):
+            values.append(item.off_grid(rank=rank, spread=2).to(item.codec.dtype).float())
+        elif is_balanced(shapes, world):
+            values.append(item.on_both_grids(runs, rank=rank, world=world))
+        else:
+            values.append(item.on_grid(runs, rank=rank))
+    return values
+
+
+def parts(shapes: Layout, values: Sequence[torch.Tensor], rank: int) -> list[Part]:
+    return [
+        Part(owner=shape.owner, values=value, coding=item.coding(rank))
+        for shape, value, item in zip(shapes, values, items(shapes), strict=True)
+    ]
+
+
+# ---- gradients ----
+
+
+def _reduce_rank() -> dict[tuple[str, str], tuple]:
+    """By case: fp32 sums (None where not owned), bytes received, collectives."""
+    results = {}
+    for layout, codec in CASES:
+        link, traffic = make_link()
+        shapes = LAYOUTS[layout](CODECS[codec], link.size)
+        values = contributions(shapes, link.size, link.rank)
+        before = [bits(v) for v in values]
+        sums = reduce_to_owners(parts(shapes, values, link.rank), link, scale=1.0)
+        untouched = all((bits(v) == b).all() for v, b in zip(values, before, strict=True))
+        owned = [None if s is None else s.numpy() for s in sums]
+        results[layout, codec] = owned, traffic.total(), dict(traffic.collectives), untouched
+    return results
+
+
+@functools.cache
+def reduced(world: int) -> list[dict[tuple[str, str], tuple]]:
+    return run(_reduce_rank, world)
+
+
+def plain_sum(shapes: Layout, world: int, part: int) -> np.ndarray:
+    """fp32, in rank order. Sums delivered in bf16 are rounded to it, as in DeepSpeed's bucket."""
+    rows = [contributions(shapes, world, rank)[part] for rank in range(world)]
+    total = functools.reduce(torch.add, rows)
+    if shapes[part].codec == BF16:
+        for piece in plan(shapes, world):
+            if piece.part == part and piece.reducer != shapes[part].owner:
+                cut = total[piece.start : piece.stop]
+                cut.copy_(cut.bfloat16())
+    return total.numpy()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("layout", "codec"), CASES)
+def test_every_owner_gets_the_plain_sum_of_its_parts(world: int, layout: str, codec: str) -> None:
+    shapes = LAYOUTS[layout](CODECS[codec], world)
+    for rank, result in enumerate(reduced(world)):
+        owned, _, _, untouched = result[layout, codec]
+        assert untouched, "inputs were modified"
+        for part, (shape, values) in enumerate(zip(shapes, owned, strict=True)):
+            if shape.owner != rank:
+                assert values is None
+            else:
+                assert values.dtype == np.float32
+                np.testing.assert_array_equal(values, plain_sum(shapes, world, part))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("layout", ["even", "split"])
+def test_a_bucket_that_all_ranks_own_takes_the_direct_exchange(
+    world: int, layout: str, codec: str
+) -> None:
+    assert not is_balanced(LAYOUTS[layout](CODECS[codec], world), world)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"), [("one owner", 3), ("one owner", 4), ("two owners", 4)]
+)
+@pytest.mark.parametrize("codec", ["int8", "int8 absmax", "bf16", "fp32"])
+def test_a_bucket_of_few_owners_takes_the_balanced_exchange(
+    world: int, layout: str, codec: str
+) -> None:
+    assert is_balanced(LAYOUTS[layout](CODECS[codec], world), world)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_with_two_ranks_there_is_nobody_to_share_the_work_with(codec: str) -> None:
+    assert not is_balanced(one_owner(CODECS[codec], 2), 2)
+
+
+def inbound_by_rank(shapes: Layout, world: int) -> list[int]:
+    """Bytes that each rank receives, from the messages of a plan one by one."""
+    received = [0] * world
+    for piece in plan(shapes, world):
+        shape, numel = shapes[piece.part], piece.stop - piece.start
+        for source in range(world):
+            if source != piece.reducer:
+                received[piece.reducer] += shape.codec.wire_bytes(numel)
+        if shape.owner != piece.reducer:
+            received[shape.owner] += delivery_codec(shape.codec).wire_bytes(numel)
+    return received
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("layout", "codec"), CASES)
+def test_counted_bytes_are_the_planned_ones(world: int, layout: str, codec: str) -> None:
+    shapes = LAYOUTS[layout](CODECS[codec], world)
+    counted = [result[layout, codec][1] for result in reduced(world)]
+    assert counted == inbound_by_rank(shapes, world)
+    assert max(counted) == inbound_bytes(shapes, plan(shapes, world), world)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_direct_is_one_collective_and_balanced_two(world: int, layout: str) -> None:
+    for result in reduced(world):
+        collectives = result[layout, "int8"][2]
+        balanced = is_balanced(LAYOUTS[layout](INT8, world), world)
+        assert collectives == {"weights": 0, "gradients": 2 if balanced else 1}
+
+
+NOISY = GroupCodec(bits=4, group_size=1024, range="minmax", rounding="stochastic")
+NOISY_NUMEL = 2**16
+
+
+def _noise_rank() -> np.ndarray | None:
+    """Error of the mean of identical gradients that all belong to rank 0."""
+    link, _ = make_link()
+    item = Item(NOISY_NUMEL, NOISY, seed=4)
+    gradient = item.off_grid()
+    part = Part(owner=0, values=gradient, coding=item.coding(link.rank))
+    (mean,) = reduce_to_owners([part], link, scale=1 / link.size)
+    return None if mean is None else (mean - gradient).numpy()
+
+
+@functools.cache
+def noise_variance(world: int) -> float:
+    return float(np.mean(np.square(run(_noise_rank, world)[0].astype(np.float64))))
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_errors_of_the_balanced_exchange_average_out_too(world: int) -> None:
+    """Two estimates from n errors differ by 5 * sqrt(2 * 2 / n) at most (kurtosis below 3). The
+    second hop adds steps (15 / 255)^2 as large in square for all pieces but the owner's.
+    """
+    assert is_balanced((Shape(0, NOISY_NUMEL, NOISY),), world)
+    second_hop = (world - 1) / world * (15 / 255) ** 2
+    ratio = noise_variance(world) / noise_variance(1)
+    assert ratio == pytest.approx(1 / world + second_hop, rel=5 * (4 / NOISY_NUMEL) ** 0.5)
+
+
+# ---- weights ----
+
+LOSSY = {
+    "int8 shifted": GroupCodec(bits=8, group_size=64, range="minmax", rounding="random_shift"),
+    "int4 stochastic": GroupCodec(bits=4, group_size=32, rounding="stochastic"),
+    "int3 nearest": INT3,
+}
+
+
+def _gather_rank() -> dict[tuple[str, str], list[np.ndarray]]:
+    """By case: all parts after a gather to which only the owners contributed."""
+    results = {}
+    for layout, codec in [(la, c) for la in LAYOUTS for c in (*CODECS, *LOSSY)]:
+        link, traffic = make_link()
+        shapes = LAYOUTS[layout]((CODECS | LOSSY)[codec], link.size)
+        values = [
+            owned_values(item, codec) if shape.owner == link.rank else unread(item)
+            for shape, item in zip(shapes, items(shapes), strict=True)
+        ]
+        before = [bits(v) for v in values]
+        finish = gather_from_owners(parts(shapes, values, link.rank), link)
+        early = any((bits(v) != b).any() for v, b in zip(values, before, strict=True))
+        finish()
+        results[layout, codec] = [bits(v) for v in values], early, traffic.collectives["weights"]
+    return results
+
+
+def owned_values(item: Item, codec: str) -> torch.Tensor:
+    if codec in LOSSY:
+        return item.off_grid()
+    return item.on_grid([(0, item.numel)])
+
+
+def unread(item: Item) -> torch.Tensor:
+    return torch.full((item.numel,), float("nan"))
+
+
+@functools.cache
+def gathered(world: int) -> list[dict]:
+    return run(_gather_rank, world)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("layout", "codec"), CASES)
+def test_all_ranks_get_the_owners_values_on_the_grid_exactly(
+    world: int, layout: str, codec: str
+) -> None:
+    shapes = LAYOUTS[layout](CODECS[codec], world)
+    for result in gathered(world):
+        values, early, collectives = result[layout, codec]
+        for item, raw in zip(items(shapes), values, strict=True):
+            np.testing.assert_array_equal(raw, bits(owned_values(item, codec)))
+        assert not early, "values changed before the gather was waited for"
+        assert collectives == (0 if layout == "nothing" else 1)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("codec", LOSSY)
+def test_all_ranks_and_the_owner_hold_the_decoded_bits(world: int, layout: str, codec: str) -> None:
+    shapes = LAYOUTS[layout](LOSSY[codec], world)
+    for place, (shape, item) in enumerate(zip(shapes, items(shapes), strict=True)):
+        wire = torch.empty(1, item.codec.wire_bytes(item.numel), dtype=torch.uint8)
+        values = item.off_grid().view(1, -1)
+        item.codec.encode(values, wire, address=item.coding(shape.owner).address)
+        decoded = torch.empty_like(values)
+        item.codec.decode(wire, decoded)
+        assert item.numel < 3 or (decoded != values).any()
+        for result in gathered(world):
+            np.testing.assert_array_equal(result[layout, codec][0][place], bits(decoded))
+
+
+def _outstanding_rank() -> list[np.ndarray]:
+    """Two gathers in flight, the later one waited for first."""
+    link, _ = make_link()
+    two = []
+    for layout in ("split", "two owners"):
+        shapes = LAYOUTS[layout](INT8, link.size)
+        values = [owned_values(item, "int8") for item in items(shapes)]
+        two.append((values, gather_from_owners(parts(shapes, values, link.rank), link)))
+    for _, finish in reversed(two):
+        finish()
+    return [bits(v) for values, _ in two for v in values]
+
+
+def test_two_gathers_may_be_outstanding() -> None:
+    for result in run(_outstanding_rank, 3):
+        shapes = split(INT8, 3), two_owners(INT8, 3)
+        expected = [owned_values(item, "int8") for s in shapes for item in items(s)]
+        for raw, values in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(raw, bits(values))

@@ -6,7 +6,7 @@ so that its scratch stays in cache. May import torch, layout and packing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from ds_quant.layout import (
     wire_layout,
 )
 
-_CHUNK_NUMEL = {"cpu": 1 << 18}  # elements per pass, so that scratch stays in cache
+_CHUNK_NUMEL = {"cpu": 1 << 19}  # elements per pass: scratch in cache, few calls
 _DEVICE_CHUNK_NUMEL = 1 << 24  # devices without that concern
 
 
@@ -54,52 +54,67 @@ def layout_of(fmt: Format, numel: int) -> WireLayout:
     return wire_layout(numel, bits=fmt.bits, group_size=fmt.group_size, has_offset=fmt.has_offset)
 
 
-def blocks(rows: int, numel: int, *, group_size: int, device: torch.device) -> Iterator[Block]:
-    """Blocks of at most a chunk: several whole rows, or a run of groups of one row."""
-    if rows == 0 or numel == 0:
-        return
+def blocks(rows: int, numel: int, *, group_size: int, device: torch.device) -> tuple[Block, ...]:
+    """Blocks of at most a chunk: several whole rows, or a run of groups of one row.
+
+    Rows follow each other fastest, so that a sum over rows stays in cache.
+    """
     chunk = _CHUNK_NUMEL.get(device.type, _DEVICE_CHUNK_NUMEL)
+    return _cut(rows, numel, group_size, chunk)
+
+
+@lru_cache(maxsize=4096)
+def _cut(rows: int, numel: int, group_size: int, chunk: int) -> tuple[Block, ...]:
+    if rows == 0 or numel == 0:
+        return ()
     chunk = max(chunk // group_size, 1) * group_size
     rows_per_block = max(chunk // round_up(numel, group_size), 1)
-    for row in range(0, rows, rows_per_block):
-        num_rows = min(rows_per_block, rows - row)
-        for start in range(0, numel, chunk):
-            count = min(chunk, numel - start)
-            padded = round_up(count, group_size)
-            yield Block(row, num_rows, start, count, padded, round_up(count, VECTOR_NUMEL))
+    found = []
+    for start in range(0, numel, chunk):
+        count = min(chunk, numel - start)
+        lengths = (count, round_up(count, group_size), round_up(count, VECTOR_NUMEL))
+        for row in range(0, rows, rows_per_block):
+            found.append(Block(row, min(rows_per_block, rows - row), start, *lengths))
+    return tuple(found)
+
+
+def section(tensor: torch.Tensor, block: Block, start: int, length: int) -> torch.Tensor:
+    """Columns [start, start + length) of the rows of a block: (num_rows, length)."""
+    if block.num_rows != tensor.shape[0]:
+        tensor = tensor.narrow(0, block.row, block.num_rows)
+    return tensor.narrow(1, start, length)
 
 
 def plane_sections(
     wire: torch.Tensor, layout: WireLayout, block: Block, bits: int
 ) -> list[torch.Tensor]:
     """The parts of the planes of `wire` (rows, nbytes) that hold the codes of a block."""
-    rows = wire[block.row : block.row + block.num_rows]
     sections = []
     for base, width in zip(layout.plane_offsets, planes(bits), strict=True):
         first = base + packing.plane_bytes(block.start, width)
-        sections.append(rows[:, first : first + packing.plane_bytes(block.vector_numel, width)])
+        nbytes = packing.plane_bytes(block.vector_numel, width)
+        sections.append(section(wire, block, first, nbytes))
     return sections
 
 
 def fp32_section(wire: torch.Tensor, base: int, block: Block, group_size: int) -> torch.Tensor:
     """Bytes (num_rows, 4 * groups) of the scales or offsets of a block; any alignment."""
     first = base + block.start // group_size * FP32_BYTES
-    nbytes = block.padded_numel // group_size * FP32_BYTES
-    return wire[block.row : block.row + block.num_rows, first : first + nbytes]
+    return section(wire, block, first, block.padded_numel // group_size * FP32_BYTES)
 
 
-def zero_gaps(out: torch.Tensor, layout: WireLayout, bits: int) -> None:
+@lru_cache(maxsize=4096)
+def gaps(layout: WireLayout, bits: int) -> tuple[tuple[int, int], ...]:
+    """(start, length) of the bytes of a row between and after its sections."""
     vectors = ceil_div(layout.numel, VECTOR_NUMEL)
-    ends = [
-        base + vectors * width
+    group_bytes = layout.num_groups * FP32_BYTES
+    sections = [
+        (base, packing.plane_bytes(vectors * VECTOR_NUMEL, width))
         for base, width in zip(layout.plane_offsets, planes(bits), strict=True)
     ]
-    ends.append(layout.scale_offset + layout.num_groups * FP32_BYTES)
-    starts = [*layout.plane_offsets[1:], layout.scale_offset]
+    sections.append((layout.scale_offset, group_bytes))
     if layout.offset_offset is not None:
-        starts.append(layout.offset_offset)
-        ends.append(layout.offset_offset + layout.num_groups * FP32_BYTES)
-    starts.append(layout.nbytes)
-    for end, start in zip(ends, starts, strict=True):
-        if end < start:
-            out[:, end:start].zero_()
+        sections.append((layout.offset_offset, group_bytes))
+    ends = [start + length for start, length in sections]
+    following = [*(start for start, _ in sections[1:]), layout.nbytes]
+    return tuple((end, stop - end) for end, stop in zip(ends, following, strict=True) if end < stop)

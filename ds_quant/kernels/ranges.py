@@ -34,7 +34,7 @@ class Ranges(NamedTuple):
     scale: torch.Tensor  # fp32
     offset: torch.Tensor | None  # fp32
     inverse: torch.Tensor  # fp32: 2^F / scale, 0 in exceptional groups
-    code_of_zero: torch.Tensor | None  # bool: groups whose codes are forced; None when no group
+    code_of_zero: torch.Tensor | None  # bool: groups whose codes are forced, None for none
 
 
 def fraction_bits(fmt: Format) -> int:
@@ -44,6 +44,11 @@ def fraction_bits(fmt: Format) -> int:
     return 15 if fmt.bits == 8 else 16
 
 
+def code_range(fmt: Format) -> tuple[int, int]:
+    """Smallest and largest code on the wire: 0..K for minmax, 2^(b-1) -+ L for absmax."""
+    return (0 if fmt.has_offset else 1), (1 << fmt.bits) - 1
+
+
 def ranges_of(values: torch.Tensor, fmt: Format, shift: float | None) -> Ranges:
     """Scale, offset and inverse of each group of `values` (groups, group_size) fp32."""
     low = torch.amin(values, dim=1, keepdim=True)
@@ -51,35 +56,56 @@ def ranges_of(values: torch.Tensor, fmt: Format, shift: float | None) -> Ranges:
     if fmt.has_offset:
         span = high - low
         scale = span / ((1 << fmt.bits) - 1)
-        offset = torch.nn.functional.hardshrink(low, LARGEST_DENORMAL)
+        offset = _flush(low)
     else:
         span = torch.maximum(high, -low)
         scale = span / ((1 << (fmt.bits - 1)) - 1)
         offset = None
-    regular = (span >= TINY).logical_and_(scale <= HUGE_SCALE)
-    forced = tiny = None
-    if not bool(regular.all()):
+    smallest, largest = (bound.item() for bound in span.aminmax())
+    tiny = nan = None
+    # False for NaN too. scale <= span, so the common case needs no comparison per group.
+    if not TINY <= smallest <= largest <= HUGE_SCALE:
         tiny = span < TINY
-        forced = (tiny | regular).logical_not_()
+        nan = (tiny | (scale <= HUGE_SCALE)).logical_not_()
         scale.masked_fill_(tiny, 0.0)
         if offset is not None:
             offset.masked_fill_(tiny & (torch.maximum(high, -low) < TINY), 0.0)
     if shift is not None:
         # Tiny groups stay where they are: their scale is 0.
-        moved = offset + torch.nn.functional.hardshrink(scale * shift, LARGEST_DENORMAL)
-        offset = torch.nn.functional.hardshrink(moved, LARGEST_DENORMAL)
-        outside = (offset.abs() <= FLT_MAX).logical_not_()
-        if bool(outside.any()):
-            forced = outside if forced is None else forced.logical_or_(outside)
-    # 2^F / scale, rounded once: 1 / scale is a normal number and the power of two is exact.
-    inverse = scale.reciprocal().mul_(2.0 ** fraction_bits(fmt))
-    if forced is not None:
-        scale.masked_fill_(forced, float("nan"))
-        inverse.masked_fill_(forced, 0.0)
+        offset = _flush(offset + _flush(scale * shift))
+        if not offset.abs().max().item() <= FLT_MAX:
+            outside = (offset.abs() <= FLT_MAX).logical_not_()
+            nan = outside if nan is None else nan.logical_or_(outside)
+    return _with_inverse(scale, offset, fmt, tiny=tiny, nan=nan)
+
+
+def _flush(numbers: torch.Tensor) -> torch.Tensor:
+    """Denormals and negative zeros become +0; NaN stays."""
+    return torch.nn.functional.hardshrink(numbers, LARGEST_DENORMAL)
+
+
+def _with_inverse(
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    fmt: Format,
+    *,
+    tiny: torch.Tensor | None,
+    nan: torch.Tensor | None,
+) -> Ranges:
+    """Adds 2^F / scale and settles the exceptional groups; tiny and nan are bool or None."""
+    inverse = scale.reciprocal()
+    if fraction_bits(fmt):
+        # Rounded once: 1 / scale is a normal number and the power of two is exact.
+        inverse.mul_(2.0 ** fraction_bits(fmt))
+    if nan is not None:
+        scale.masked_fill_(nan, float("nan"))
+        inverse.masked_fill_(nan, 0.0)
         if offset is not None:
-            offset.masked_fill_(forced, 0.0)
+            offset.masked_fill_(nan, 0.0)
     if tiny is not None:
         inverse.masked_fill_(tiny, 0.0)
         if fmt.levels == "learned":
-            forced = forced | tiny  # with uniform levels x * 0 is the code of 0 already
-    return Ranges(scale, offset, inverse, forced)
+            nan = nan | tiny  # with uniform levels x * 0 is the code of 0 already
+    if nan is not None and not bool(nan.any()):
+        nan = None
+    return Ranges(scale, offset, inverse, nan)

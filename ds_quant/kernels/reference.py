@@ -18,7 +18,7 @@ learned  q = index of the nearest level (ties to the lower one) to fl(fl(x - off
 decode   fl(q * scale), or fl(fl(table[q] * scale) + offset), then one cast to the output dtype
 
 q is clamped to its range. T and q are read off the mantissa: 2^23 + zero + t is rounded to an
-integer by the addition itself. T is clamped before r is added, which gives the same q.
+integer by the addition itself. Clamping T before r is added gives the same q.
 Groups without a usable range: [Note: exceptional groups] of ranges.py.
 """
 
@@ -33,11 +33,12 @@ from ds_quant.kernels.blocks import (
     Format,
     blocks,
     fp32_section,
+    gaps,
     layout_of,
     plane_sections,
-    zero_gaps,
+    section,
 )
-from ds_quant.kernels.ranges import Ranges, fraction_bits, ranges_of
+from ds_quant.kernels.ranges import Ranges, code_range, fraction_bits, ranges_of
 from ds_quant.layout import VECTOR_NUMEL, WireLayout, ceil_div
 
 _UNIT = 2.0**23  # floats in [2^23, 2^24) are the integers, one per bit pattern
@@ -58,58 +59,69 @@ def encode(
     rows, numel = x.shape
     layout = layout_of(fmt, numel)
     x = x.detach()
-    zero_gaps(out, layout, fmt.bits)
+    for start, length in gaps(layout, fmt.bits):
+        out.narrow(1, start, length).zero_()
     shift = rng.shift_of(address) if fmt.rounding == "random_shift" else None
     for block in blocks(rows, numel, group_size=fmt.group_size, device=x.device):
-        values = _load_groups(x, block, fmt.group_size)
-        ranges = ranges_of(values, fmt, shift)
-        codes = _codes(values, ranges, fmt, levels)
+        groups = _load_groups(x, block, fmt.group_size)
+        ranges = ranges_of(groups, fmt, shift)
+        codes = _codes(groups, ranges, fmt, levels)
         if fmt.rounding == "stochastic":
             _round_stochastically(codes, block, fmt, address, ceil_div(numel, VECTOR_NUMEL))
         if ranges.code_of_zero is not None:
-            code = 0 if fmt.has_offset else 1 << (fmt.bits - 1)
-            codes.masked_fill_(ranges.code_of_zero, code)
-        _store_codes(codes, out, layout, block, fmt.bits)
-        _store_fp32(ranges.scale, fp32_section(out, layout.scale_offset, block, fmt.group_size))
+            codes.masked_fill_(ranges.code_of_zero, 0 if fmt.has_offset else 1 << (fmt.bits - 1))
+        _store_codes(codes, plane_sections(out, layout, block, fmt.bits), block, fmt)
+        _store_fp32(ranges.scale, out, layout.scale_offset, block, fmt)
         if layout.offset_offset is not None:
-            section = fp32_section(out, layout.offset_offset, block, fmt.group_size)
-            _store_fp32(ranges.offset, section)
+            _store_fp32(ranges.offset, out, layout.offset_offset, block, fmt)
+
+
+def _take_values(block: Block, device: torch.device) -> torch.Tensor:
+    shape = (block.num_rows, block.padded_numel)
+    return scratch.take("values", shape, dtype=torch.float32, device=device)
 
 
 def _load_groups(x: torch.Tensor, block: Block, group_size: int) -> torch.Tensor:
-    """A block of x as (groups, group_size) fp32 scratch.
+    """A block of x as (groups, group_size) fp32: scratch, or x itself where it has that form.
 
     A short last group is filled up with its own first element, which leaves its range alone.
     """
-    shape = (block.num_rows, block.padded_numel)
-    values = scratch.take("values", shape, dtype=torch.float32, device=x.device)
-    source = x[block.row : block.row + block.num_rows, block.start : block.start + block.numel]
-    values[:, : block.numel].copy_(source)
-    if block.numel < block.padded_numel:
+    source = section(x, block, block.start, block.numel)
+    whole = block.numel == block.padded_numel
+    if whole and source.dtype == torch.float32 and source.is_contiguous():
+        return source.view(-1, group_size)
+    values = _take_values(block, x.device)
+    if whole:
+        values.copy_(source)
+    else:
+        values[:, : block.numel].copy_(source)
         first = block.padded_numel - group_size
         values[:, block.numel :] = values[:, first : first + 1]
     return values.view(-1, group_size)
 
 
 def _codes(
-    values: torch.Tensor, ranges: Ranges, fmt: Format, levels: torch.Tensor | None
+    groups: torch.Tensor, ranges: Ranges, fmt: Format, levels: torch.Tensor | None
 ) -> torch.Tensor:
     """Codes in the low bits, or T + zero for stochastic rounding, as (groups, size) int32.
 
-    Overwrites `values`, whose memory the result shares for uniform levels.
+    groups may be the caller's x and is read only; the result is scratch.
     """
+    values = scratch.take("values", tuple(groups.shape), dtype=torch.float32, device=groups.device)
     if ranges.offset is not None:
-        values.sub_(ranges.offset)
-    values.mul_(ranges.inverse)
+        groups = torch.sub(groups, ranges.offset, out=values)
+    torch.mul(groups, ranges.inverse, out=values)
     if fmt.levels == "learned":
         middles = (levels[1:] + levels[:-1]) / 2
-        out = scratch.take("codes", values.shape, dtype=torch.int32, device=values.device)
+        out = scratch.take("codes", tuple(values.shape), dtype=torch.int32, device=values.device)
         return torch.bucketize(values, middles, out_int32=True, out=out)
     fraction = fraction_bits(fmt)
-    limit = ((1 << fmt.bits) - 1 if fmt.has_offset else (1 << (fmt.bits - 1)) - 1) << fraction
-    if fmt.rounding != "nearest":
-        # Nearest needs none: |fl(x * inv)| exceeds the limit by far less than 1/2.
-        values.clamp_(0.0 if fmt.has_offset else -float(limit), float(limit))
+    if fmt.rounding == "random_shift" or (fraction and fmt.bits == 8):
+        # Elsewhere |fl(x * inv)| exceeds the range by far less than 1/2, which nearest rounding
+        # forgives, and _store_codes clamps what stochastic rounding makes of it.
+        low, high = code_range(fmt)
+        zero = 0 if fmt.has_offset else 1 << (fmt.bits - 1)
+        values.clamp_(float((low - zero) << fraction), float((high - zero) << fraction))
     zero = 0 if fmt.has_offset else 1 << (fmt.bits - 1 + fraction)
     return values.add_(_UNIT + zero).view(torch.int32)
 
@@ -133,21 +145,31 @@ def _round_stochastically(
 
 
 def _store_codes(
-    codes: torch.Tensor, out: torch.Tensor, layout: WireLayout, block: Block, bits: int
+    codes: torch.Tensor, sections: list[torch.Tensor], block: Block, fmt: Format
 ) -> None:
     """Pack the low bits of the codes of a block; codes past the end of a row become 0."""
-    codes = codes.view(block.num_rows, block.padded_numel)[:, : block.vector_numel]
-    codes[:, block.numel :].zero_()
-    sections = plane_sections(out, layout, block, bits)
-    if bits == 8:
+    codes = codes.view(block.num_rows, block.padded_numel)
+    if block.vector_numel != block.padded_numel:
+        codes = codes[:, : block.vector_numel]
+    if block.vector_numel != block.numel:
+        codes[:, block.numel :] = 0
+    if fmt.bits == 8:
         sections[0].copy_(codes)  # int32 -> uint8 keeps the lowest byte
         return
     narrow = scratch.take("narrow", tuple(codes.shape), dtype=torch.uint8, device=codes.device)
-    packing.pack(narrow.copy_(codes), sections, bits=bits)
+    narrow.copy_(codes)
+    if fmt.rounding == "stochastic":
+        narrow.clamp_(*code_range(fmt))  # at most one off, and 2^b still fits a byte
+    if block.vector_numel != block.numel:
+        narrow[:, block.numel :] = 0
+    packing.pack(narrow, sections, bits=fmt.bits)
 
 
-def _store_fp32(numbers: torch.Tensor, section: torch.Tensor) -> None:
-    section.copy_(numbers.view(torch.uint8).view(section.shape))
+def _store_fp32(
+    numbers: torch.Tensor, out: torch.Tensor, base: int, block: Block, fmt: Format
+) -> None:
+    target = fp32_section(out, base, block, fmt.group_size)
+    target.copy_(numbers.view(block.num_rows, -1).view(torch.uint8))
 
 
 # --- decode
@@ -164,9 +186,17 @@ def decode(
     rows, numel = out.shape
     layout = layout_of(fmt, numel)
     for block in blocks(rows, numel, group_size=fmt.group_size, device=wire.device):
-        values = _decode_block(wire, layout, block, fmt, levels)
-        target = out[block.row : block.row + block.num_rows]
-        target[:, block.start : block.start + block.numel].copy_(values[:, : block.numel])
+        target = section(out, block, block.start, block.numel)
+        if (
+            block.numel == block.padded_numel
+            and target.dtype == torch.float32
+            and target.is_contiguous()
+        ):
+            _decode_block(wire, target, layout, block, fmt, levels)
+            continue
+        values = _take_values(block, wire.device)
+        _decode_block(wire, values, layout, block, fmt, levels)
+        target.copy_(values[:, : block.numel])
 
 
 def decode_sum(
@@ -181,13 +211,11 @@ def decode_sum(
     numel = out.shape[0]
     layout = layout_of(fmt, numel)
     for block in blocks(wire.shape[0], numel, group_size=fmt.group_size, device=wire.device):
-        values = _decode_block(wire, layout, block, fmt, levels)
+        values = _take_values(block, wire.device)
+        _decode_block(wire, values, layout, block, fmt, levels)
         total = out[block.start : block.start + block.numel]
-        for index, row in enumerate(values[:, : block.numel]):
-            if block.row + index == 0:
-                total.copy_(row)
-            else:
-                total.add_(row)
+        for index, row in enumerate(values[:, : block.numel].unbind(0), start=block.row):
+            total.copy_(row) if index == 0 else total.add_(row)
     if wire.shape[0] == 0:
         out.zero_()
     elif scale != 1.0:
@@ -195,28 +223,29 @@ def decode_sum(
 
 
 def _decode_block(
-    wire: torch.Tensor,
+    wire: torch.Tensor,  # (rows, nbytes) uint8
+    values: torch.Tensor,  # (num_rows, padded_numel) fp32, contiguous
     layout: WireLayout,
     block: Block,
     fmt: Format,
     levels: torch.Tensor | None,
-) -> torch.Tensor:
-    """Values of a block as (num_rows, padded_numel) fp32 scratch; undefined past its numel."""
-    shape = (block.num_rows, block.padded_numel)
-    values = scratch.take("values", shape, dtype=torch.float32, device=wire.device)
+) -> None:
+    """Fill `values` with the block; what lies past the end of a row is undefined."""
     codes = _load_codes(wire, layout, block, fmt)
+    decoded = values
+    if block.vector_numel != block.padded_numel:
+        decoded = values[:, : block.vector_numel]
     if fmt.levels == "learned":
-        index = scratch.take("codes", codes.shape, dtype=torch.int32, device=wire.device)
-        looked_up = scratch.take("looked up", codes.shape, dtype=torch.float32, device=wire.device)
-        torch.index_select(levels, 0, index.copy_(codes).view(-1), out=looked_up.view(-1))
-        values[:, : block.vector_numel].copy_(looked_up)
-    else:
-        values[:, : block.vector_numel].copy_(codes)
+        shape, device = tuple(codes.shape), wire.device
+        index = scratch.take("codes", shape, dtype=torch.int32, device=device).copy_(codes)
+        looked_up = scratch.take("looked up", shape, dtype=torch.float32, device=device)
+        torch.index_select(levels, 0, index.view(-1), out=looked_up.view(-1))
+        codes = looked_up
+    decoded.copy_(codes)
     groups = values.view(-1, fmt.group_size)
     groups.mul_(_load_fp32(wire, layout.scale_offset, block, fmt.group_size, "scale"))
     if layout.offset_offset is not None:
         groups.add_(_load_fp32(wire, layout.offset_offset, block, fmt.group_size, "offset"))
-    return values
 
 
 def _load_codes(wire: torch.Tensor, layout: WireLayout, block: Block, fmt: Format) -> torch.Tensor:
@@ -226,19 +255,19 @@ def _load_codes(wire: torch.Tensor, layout: WireLayout, block: Block, fmt: Forma
         return sections[0]
     shape = (block.num_rows, block.vector_numel)
     codes = scratch.take("narrow", shape, dtype=torch.uint8, device=wire.device)
+    zero = 0 if fmt.has_offset else 1 << (fmt.bits - 1)
     if fmt.bits == 8:
-        codes.copy_(sections[0])
-    else:
-        packing.unpack(sections, codes, bits=fmt.bits)
-    if fmt.has_offset:
-        return codes
-    return codes.sub_(1 << (fmt.bits - 1)).view(torch.int8)
+        return torch.sub(sections[0], zero, out=codes).view(torch.int8)
+    packing.unpack(sections, codes, bits=fmt.bits)
+    return codes.sub_(zero).view(torch.int8) if zero else codes
 
 
 def _load_fp32(
     wire: torch.Tensor, base: int, block: Block, group_size: int, slot: str
 ) -> torch.Tensor:
     """Scales or offsets of a block as (groups, 1) fp32 scratch."""
-    section = fp32_section(wire, base, block, group_size)
-    numbers = scratch.take(slot, tuple(section.shape), dtype=torch.uint8, device=wire.device)
-    return numbers.copy_(section).view(torch.float32).view(-1, 1)
+    source = fp32_section(wire, base, block, group_size)
+    shape = (block.num_rows, block.padded_numel // group_size)
+    numbers = scratch.take(slot, shape, dtype=torch.float32, device=wire.device)
+    numbers.view(torch.uint8).copy_(source)
+    return numbers.view(-1, 1)

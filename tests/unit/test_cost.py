@@ -1,0 +1,125 @@
+"""cost.bill against bytes added up by hand, and the table of what crosses the wire per stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_quant.codec import CastCodec, GroupCodec
+from ds_quant.cost import Bill, Cargo, bill, shipped_bytes
+from ds_quant.layout import ceil_div
+from ds_quant.scheme import Scheme
+
+BF16, FP32 = torch.bfloat16, torch.float32
+W8 = GroupCodec(bits=8, group_size=1024, range="minmax", rounding="random_shift")
+G4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
+SCHEME = Scheme(name="w8g4", weights=W8, gradients=G4, exclude=("*.head",))
+FULL = Scheme(name="full", weights=None, gradients=None)
+MATRIX = Cargo("a.weight", (1024, 96), BF16, True)
+
+
+def bytes_of(result: Bill) -> tuple[float, float]:
+    return result.weights * result.numel, result.gradients * result.numel
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_replicated_weights_travel_in_one_row(stage: int) -> None:
+    result = bill(SCHEME, stage, [MATRIX], ranks=4, gradient_dtype=BF16)
+    # 96 groups: one byte per code, 8 per min-max group; 4 bits per code, 4 bytes per absmax group.
+    assert bytes_of(result) == (98304 + 96 * 8, 98304 / 2 + 768 * 4)
+    assert result.full_precision_share == 0 and result.kept == {}
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 7])
+def test_shards_pay_for_their_own_padding_and_last_group(ranks: int) -> None:
+    result = bill(SCHEME, 3, [MATRIX], ranks=ranks, gradient_dtype=BF16)
+    shard = ceil_div(98304, ranks)
+    assert bytes_of(result) == (ranks * W8.wire_bytes(shard), ranks * G4.wire_bytes(shard))
+
+
+def test_what_stays_in_full_precision_is_counted_with_its_reason() -> None:
+    cargo = [
+        MATRIX,
+        Cargo("a.bias", (1024,), BF16, True),
+        Cargo("b.norm", (96,), FP32, True),
+        Cargo("b.tiny", (4, 4), BF16, True),
+        Cargo("b.head", (64, 64), BF16, True),
+    ]
+    result = bill(SCHEME, 2, cargo, ranks=2, gradient_dtype=BF16)
+    assert result.kept == {"1-D": 2, "small": 1, "excluded": 1}
+    assert result.numel == 98304 + 1024 + 96 + 16 + 4096
+    weights, gradients = 2 * (1024 + 16 + 4096) + 4 * 96, 2 * (1024 + 96 + 16 + 4096)
+    quantized = 98304 + 96 * 8, 98304 / 2 + 768 * 4
+    assert bytes_of(result) == pytest.approx((quantized[0] + weights, quantized[1] + gradients))
+    share = (weights + gradients) / (sum(quantized) + weights + gradients)
+    assert result.full_precision_share == pytest.approx(share)
+
+
+def test_gradients_are_priced_in_the_dtype_that_travels() -> None:
+    """fp32 weights, gradients sent in bf16 (communication_data_type)."""
+    cargo = [Cargo("bias", (4096,), FP32, True)]
+    result = bill(SCHEME, 1, cargo, ranks=2, gradient_dtype=BF16)
+    assert (result.weights, result.gradients) == (4, 2)
+
+
+def test_frozen_parameters_travel_only_under_zero3_and_only_as_weights() -> None:
+    frozen = Cargo("f.weight", (64, 64), BF16, False)
+    replicated = bill(FULL, 2, [MATRIX, frozen], ranks=2, gradient_dtype=BF16)
+    assert (replicated.numel, replicated.weights, replicated.gradients) == (98304, 2, 2)
+    sharded = bill(FULL, 3, [MATRIX, frozen], ranks=2, gradient_dtype=BF16)
+    assert sharded.numel == 98304 + 4096
+    assert bytes_of(sharded) == pytest.approx((2 * (98304 + 4096), 2 * 98304))
+
+
+def test_shipped_gradients_are_priced_as_an_all_reduce_in_full_precision() -> None:
+    result = bill(SCHEME, 1, [MATRIX], ranks=2, gradient_dtype=BF16, shipped_gradients=True)
+    assert bytes_of(result) == (98304 + 96 * 8, 2 * 2 * 98304)
+    assert result.full_precision_share == pytest.approx(4 / (4 + 1 + 8 / 1024))
+
+
+def test_nothing_trainable_costs_nothing() -> None:
+    result = bill(SCHEME, 1, [MATRIX._replace(trainable=False)], ranks=2, gradient_dtype=BF16)
+    assert result == Bill(numel=0, weights=0, gradients=0, full_precision_share=0, kept={})
+
+
+QSDP = Scheme(
+    name="qsdp", weights=W8, gradients=GroupCodec(bits=8, group_size=1024, rounding="stochastic")
+)
+LARGE = Cargo("large.weight", (4096, 4096), BF16, True)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "stage", "micro_steps", "volume"),
+    [
+        # architecture.md: bytes into one node per parameter and step, without beta
+        (FULL, 3, 1, 6), (FULL, 3, 4, 24), (FULL, 2, 1, 4), (FULL, 1, 1, 4),
+        (FULL, 2, 4, 2 + 4 * 2), (FULL, 1, 4, 4),
+        (QSDP, 3, 1, 3.02), (QSDP, 3, 4, 4 * 3.02), (QSDP, 1, 1, 2.02), (QSDP, 1, 4, 2.02),
+        (QSDP, 2, 1, 2.02), (QSDP, 2, 4, 5 * 1.008),
+    ],
+)  # fmt: skip
+def test_step_bytes_are_the_table_of_the_architecture(
+    scheme: Scheme, stage: int, micro_steps: int, volume: float
+) -> None:
+    result = bill(scheme, stage, [LARGE], ranks=4, gradient_dtype=BF16)
+    assert result.step_bytes(stage, micro_steps=micro_steps) == pytest.approx(volume, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    ("stage", "micro_steps", "volume"),
+    [(3, 1, 6), (3, 4, 24), (2, 1, 6), (1, 1, 6), (2, 4, 2 + 4 * 4), (1, 4, 6)],
+)
+def test_shipped_deepspeed_all_reduces_under_stages_1_and_2(
+    stage: int, micro_steps: int, volume: float
+) -> None:
+    assert shipped_bytes(stage, BF16, micro_steps=micro_steps) == volume
+    assert shipped_bytes(stage, FP32, micro_steps=micro_steps) == 2 * volume
+
+
+def test_the_bill_uses_the_codecs_that_do_the_work() -> None:
+    """Any codec: the price of one row is its wire_bytes."""
+    for codec in (W8, G4, GroupCodec(bits=3, group_size=32), GroupCodec(bits=7, group_size=96)):
+        scheme = Scheme(name="s", weights=codec, gradients=None)
+        result = bill(scheme, 1, [MATRIX], ranks=2, gradient_dtype=FP32)
+        expected = codec.wire_bytes(98304), CastCodec(FP32).wire_bytes(98304)
+        assert bytes_of(result) == expected

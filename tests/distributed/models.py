@@ -1,0 +1,233 @@
+"""Tiny models, deterministic data and a training loop for the distributed tests.
+
+Sizes are odd on purpose: shards end in padding, some ranks get short or empty ones. What a rank
+returns must cross a pipe, so weights travel as NumPy arrays and bit-identity as digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+FEATURES, HIDDEN, WIDTH, TARGETS = 63, 257, 251, 61
+BATCH = 16
+QSDP = {"scheme": "qsdp"}
+FULL = {"scheme": "full_precision"}
+
+
+class Regression(nn.Module):
+    """63 -> 257 -> 251 -> 61 with a LayerNorm, 97k parameters; ``forward`` returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, HIDDEN)
+        self.second = nn.Linear(HIDDEN, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.last = nn.Linear(WIDTH, TARGETS)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.last(self.norm(self.body(x))).float() - y).square().mean()
+
+
+def settings(
+    stage: int,
+    block: dict[str, Any] | None = None,
+    *,
+    dtype: str = "fp32",
+    accumulation: int = 1,
+    zero: dict[str, Any] | None = None,
+    **top: Any,
+) -> dict[str, Any]:
+    """A DeepSpeed config; ``block`` is ``quantized_comm``. ZeRO-3 releases and re-fetches every
+    parameter, so that backward has gathers of its own.
+    """
+    sections: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        sections |= {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": 0,
+        }
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": sections | (zero or {}),
+        "zero_allow_untested_optimizer": True,
+        **top,
+    }
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    if block is not None:
+        config["quantized_comm"] = block
+    return config
+
+
+def build(
+    config: dict[str, Any],
+    model: Callable[[], nn.Module] = Regression,
+    *,
+    seed: int = 0,
+    optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
+    groups: Callable[[nn.Module], Iterable[Any]] | None = None,
+) -> Any:
+    """A DeepSpeed engine on seeded weights; ``groups`` picks what the optimizer is given."""
+    import deepspeed
+
+    torch.manual_seed(seed)
+    module = model()
+    chosen = groups(module) if groups else [p for p in module.parameters() if p.requires_grad]
+    make = optimizer or (lambda params: torch.optim.AdamW(params, lr=2e-3))
+    return deepspeed.initialize(model=module, optimizer=make(chosen), config=config)[0]
+
+
+def batch(seed: int, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Inputs (16, 63) and the targets (16, 61) of a fixed linear teacher, both fp32."""
+    generator = torch.Generator().manual_seed(((seed * 1000 + step) * 100 + micro) * 10 + rank)
+    x = torch.randn(BATCH, FEATURES, generator=generator)
+    teacher = torch.randn(FEATURES, TARGETS, generator=torch.Generator().manual_seed(99))
+    return x, x @ teacher / FEATURES**0.5
+
+
+def forward(engine: Any, step: int, micro: int = 0, *, seed: int = 0) -> Tensor:
+    """Loss of this rank's batch; inputs in the model's dtype."""
+    from deepspeed import comm as dist
+
+    x, y = batch(seed, step, micro, dist.get_rank())
+    return engine(x.to(engine.get_data_types()[0]), y)
+
+
+def train_step(engine: Any, step: int, seed: int = 0) -> list[float]:
+    """One optimizer step; the losses of its micro-steps on this rank."""
+    losses = []
+    for micro in range(engine.gradient_accumulation_steps()):
+        loss = forward(engine, step, micro, seed=seed)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def evaluate(engine: Any, seed: int = 0) -> float:
+    """Loss of one forward without gradients, on data that training never sees."""
+    engine.eval()
+    with torch.no_grad():
+        loss = float(forward(engine, 999, seed=seed))
+    engine.train()
+    return loss
+
+
+def masters(engine: Any) -> dict[str, np.ndarray]:
+    """The full fp32 master weight of every trained parameter. A collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    full = {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
+    return {n: t.detach().clone().numpy() for n, t in full.items() if t is not None}
+
+
+def digest(tensor: Tensor) -> str:
+    """Equal for equal bits."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def digests(arrays: dict[str, np.ndarray]) -> dict[str, str]:
+    return {n: hashlib.blake2b(a.tobytes(), digest_size=8).hexdigest() for n, a in arrays.items()}
+
+
+@dataclass
+class Sighting:
+    """Bits of a parameter when a module was about to compute with it."""
+
+    step: int
+    forward: bool
+    name: str
+    bits: str
+
+
+@contextmanager
+def watch(engine: Any) -> Iterator[list[Sighting]]:
+    """Records what forwards, backwards and recomputes see: at every fetch under ZeRO-3, before
+    every module's forward under ZeRO-1 and 2.
+    """
+    names = {id(p): n for n, p in engine.module.named_parameters()}
+    seen: list[Sighting] = []
+
+    def look(module: nn.Module, forward: bool) -> None:
+        for p in module.parameters(recurse=False):
+            name = names.get(id(p))
+            if name is not None:
+                seen.append(Sighting(engine.global_steps, forward, name, digest(p.data)))
+
+    if engine.zero_optimization_stage() < 3:
+        hooks = [m.register_forward_pre_hook(lambda m, _: look(m, True)) for m in engine.modules()]
+        yield seen
+        for hook in hooks:
+            hook.remove()
+        return
+    from deepspeed.runtime.zero.partitioned_param_coordinator import (
+        PartitionedParameterCoordinator as Coordinator,
+    )
+
+    original = Coordinator.fetch_sub_module
+
+    def fetch(self: Any, current_submodule: nn.Module, forward: bool) -> None:
+        original(self, current_submodule, forward)
+        look(current_submodule, forward)
+
+    Coordinator.fetch_sub_module = fetch
+    try:
+        yield seen
+    finally:
+        Coordinator.fetch_sub_module = original
+
+
+@dataclass
+class Run:
+    """What one rank saw of a training run. ``losses`` has one entry per micro-step."""
+
+    losses: list[float]
+    weights: dict[str, np.ndarray]
+    seen: list[Sighting] = field(default_factory=list)
+    report: dict[str, Any] | None = None
+
+
+def train(
+    config: dict[str, Any],
+    steps: int,
+    model: Callable[[], nn.Module] = Regression,
+    *,
+    seed: int = 0,
+    watched: bool = False,
+    **building: Any,
+) -> Run:
+    """Build an engine and train it; ``building`` goes to ``build``."""
+    import ds_quant
+
+    engine = build(config, model, seed=seed, **building)
+    seen: list[Sighting] = []
+    losses: list[float] = []
+    if watched:
+        with watch(engine) as seen:
+            for step in range(steps):
+                losses += train_step(engine, step, seed)
+    else:
+        for step in range(steps):
+            losses += train_step(engine, step, seed)
+    run = Run(losses, masters(engine), seen, ds_quant.report(engine))
+    engine.destroy()
+    return run
+
+
+def mean_losses(runs: list[Run]) -> np.ndarray:
+    """Losses averaged over ranks, (micro-steps,) float64."""
+    return np.mean([run.losses for run in runs], axis=0)

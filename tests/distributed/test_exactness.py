@@ -1,0 +1,225 @@
+"""Saved and user-visible weights are exact, and looking at them does not disturb training.
+
+Runs use 4-bit codes, whose error is far above bf16 rounding. What is exact is defined by the fp32
+master weights, which DeepSpeed gathers by a way of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.harness import run
+from tests.distributed.models import (
+    build,
+    digest,
+    evaluate,
+    masters,
+    settings,
+    train_step,
+    watch,
+)
+
+pytestmark = pytest.mark.distributed
+
+W4G4 = {"scheme": "qsdp_w4g4"}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+STEPS = 3
+
+
+# ZeRO-3 then keeps parameters after an evaluation, gathered and decoded.
+KEEP = {"stage3_max_reuse_distance": 10**9, "stage3_max_live_parameters": 10**9}
+EXPORT = {"stage3_gather_16bit_weights_on_model_save": True, **KEEP}
+
+
+def config(stage: int, dtype: str = "bf16") -> dict[str, Any]:
+    return settings(stage, W4G4, dtype=dtype, zero=EXPORT if stage == 3 else {})
+
+
+def exact(engine: Any, dtype: str) -> dict[str, str]:
+    """Digests of the fp32 masters, cast to the training dtype."""
+    return {n: digest(torch.from_numpy(a).to(DTYPES[dtype])) for n, a in masters(engine).items()}
+
+
+def live(engine: Any) -> dict[str, str]:
+    """Digests of what this rank holds between steps: shards under ZeRO-3, else the replica."""
+    held = {n: getattr(p, "ds_tensor", p) for n, p in engine.module.named_parameters()}
+    return {n: digest(t.data) for n, t in held.items()}
+
+
+# ---- checkpoints and exports, all stages ----
+
+
+def exports(stage: int, dtype: str) -> dict[str, Any]:
+    """Trains, evaluates, saves, trains on; once more undisturbed; once more from the save."""
+    from deepspeed import comm as dist
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    import ds_quant
+
+    folder = Path(os.environ["TEST_SCRATCH"])
+    engine = build(config(stage, dtype))
+    for step in range(STEPS):
+        train_step(engine, step)
+    found: dict[str, Any] = {"exact": exact(engine, dtype), "live": live(engine)}
+    fp32_masters = masters(engine)
+    evaluate(engine)
+    with ds_quant.exact_weights(engine):
+        found["live_inside"] = live(engine)
+    found["live_outside"] = live(engine)
+    engine.save_16bit_model(str(folder), "model.bin")
+    dist.barrier()
+    saved = torch.load(folder / "model.bin", weights_only=True)
+    found["saved"] = {n: digest(t) for n, t in saved.items()}
+    found["saved_dtypes"] = {t.dtype for t in saved.values()}
+    found["live_after_export"] = live(engine)
+    engine.save_checkpoint(str(folder), tag="here")
+    found["live_after_save"] = live(engine)
+    dist.barrier()
+    restored = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="here")
+    found["zero_to_fp32_is_master"] = restored.keys() == fp32_masters.keys() and all(
+        np.array_equal(restored[n].detach().numpy(), a) for n, a in fp32_masters.items()
+    )
+    found["losses"] = [train_step(engine, STEPS + more) for more in range(STEPS)]
+    engine.destroy()
+
+    undisturbed = build(config(stage, dtype))
+    losses = [train_step(undisturbed, step) for step in range(2 * STEPS)]
+    found["undisturbed"] = losses[STEPS:]
+    undisturbed.destroy()
+
+    fresh = build(config(stage, dtype), seed=1)  # other initial weights
+    fresh.load_checkpoint(str(folder), tag="here")
+    found["live_after_load"] = live(fresh)
+    found["resumed"] = [train_step(fresh, STEPS + more) for more in range(STEPS)]
+    return found
+
+
+@pytest.fixture(
+    scope="module", params=list(product((1, 2, 3), DTYPES)), ids=lambda p: f"zero{p[0]}-{p[1]}"
+)
+def exported(request: pytest.FixtureRequest) -> tuple[int, str, list[dict[str, Any]]]:
+    stage, dtype = request.param
+    return stage, dtype, run(exports, 2, stage, dtype)
+
+
+def test_save_16bit_model_writes_the_cast_master_weights(exported: Any) -> None:
+    _, dtype, ranks = exported
+    for found in ranks:
+        assert found["saved_dtypes"] == {DTYPES[dtype]}
+        assert found["saved"] == found["exact"]
+
+
+def test_checkpoint_holds_the_master_weights(exported: Any) -> None:
+    assert all(found["zero_to_fp32_is_master"] for found in exported[2])
+
+
+def test_saving_leaves_live_weights_as_they_were(exported: Any) -> None:
+    stage, _, ranks = exported
+    for found in ranks:
+        if stage < 3:  # else there would be nothing to restore
+            assert found["live"]["first.weight"] != found["exact"]["first.weight"]
+        assert found["live_after_export"] == found["live"]
+        assert found["live_after_save"] == found["live"]
+
+
+def test_exact_weights_shows_them_inside_and_the_decoded_ones_outside(exported: Any) -> None:
+    stage, _, ranks = exported
+    for found in ranks:
+        assert found["live_inside"] == (found["exact"] if stage < 3 else found["live"])
+        assert found["live_outside"] == found["live"]
+
+
+def test_losses_after_a_save_equal_those_without_one(exported: Any) -> None:
+    assert all(found["losses"] == found["undisturbed"] for found in exported[2])
+
+
+def test_losses_after_a_load_equal_those_of_an_uninterrupted_run(exported: Any) -> None:
+    for found in exported[2]:
+        assert found["live_after_load"] == found["live"]
+        assert found["resumed"] == found["undisturbed"]
+
+
+# ---- GatheredParameters under ZeRO-3 ----
+
+
+def gathered() -> dict[str, Any]:
+    """What GatheredParameters shows after a training step and after an evaluation."""
+    import deepspeed
+
+    engine = build(config(3))
+    for step in range(STEPS):
+        train_step(engine, step)
+    named = dict(engine.module.named_parameters())
+
+    def look(modifier: int | None) -> dict[str, str]:
+        with deepspeed.zero.GatheredParameters(list(named.values()), modifier_rank=modifier):
+            return {n: digest(p.data) for n, p in named.items()}
+
+    found: dict[str, Any] = {"exact": exact(engine, "bf16"), "live": live(engine)}
+    found["after_step"] = look(None)
+    for modifier in (None, 0):
+        evaluate(engine)
+        found[f"left_{modifier}"] = {
+            n: digest(p.data) for n, p in named.items() if p.ds_status.name == "AVAILABLE"
+        }
+        found[f"after_eval_{modifier}"] = look(modifier)
+        found[f"live_{modifier}"] = live(engine)
+    losses = [train_step(engine, STEPS + more) for more in range(STEPS)]
+    engine.destroy()
+    undisturbed = build(config(3))
+    expected = [train_step(undisturbed, step) for step in range(2 * STEPS)][STEPS:]
+    found["losses"], found["undisturbed"] = losses, expected
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gathered_parameters_are_exact_and_harmless(world: int) -> None:
+    for found in run(gathered, world):
+        assert found["after_step"] == found["exact"]
+        for modifier in (None, 0):
+            left = found[f"left_{modifier}"]
+            assert left["first.weight"] != found["exact"]["first.weight"]  # decoded, still there
+            assert found[f"after_eval_{modifier}"] == found["exact"]
+            assert found[f"live_{modifier}"] == found["live"]
+        assert found["losses"] == found["undisturbed"]
+
+
+def edited() -> dict[str, Any]:
+    """Rank 0 changes a weight and a bias inside GatheredParameters, after an evaluation."""
+    import deepspeed
+    from deepspeed import comm as dist
+
+    engine = build(config(3))
+    for step in range(STEPS):
+        train_step(engine, step)
+    before = evaluate(engine)
+    edits = [engine.module.last.weight, engine.module.last.bias]
+    with deepspeed.zero.GatheredParameters(edits, modifier_rank=0):
+        wanted = [0.5 * p.data.clone() for p in edits]
+        if dist.get_rank() == 0:
+            for p in edits:
+                p.data.mul_(0.5)
+    with deepspeed.zero.GatheredParameters(edits):
+        arrived = all(torch.equal(p.data, w) for p, w in zip(edits, wanted, strict=True))
+    with watch(engine) as seen:
+        after = evaluate(engine)
+    used = {s.name: s.bits for s in seen}
+    return {
+        "arrived": arrived,
+        "losses": (before, after),
+        "bias_used": used["last.bias"] == digest(wanted[1]),
+    }
+
+
+def test_edits_inside_gathered_parameters_arrive_in_shards_and_forward() -> None:
+    for found in run(edited, 2):
+        assert found["arrived"]
+        assert found["bias_used"]  # biases travel exactly
+        assert found["losses"][0] != found["losses"][1]

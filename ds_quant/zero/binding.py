@@ -70,15 +70,18 @@ class Binding:
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken; restored by DeepSpeed from a checkpoint."""
-        return self.engine.global_steps
+        """Optimizer steps taken, restored by DeepSpeed from a checkpoint. Steps that it skipped
+        (overflow) changed no weight and do not count: equal step, equal weights.
+        """
+        return self.engine.global_steps - self.engine.skipped_steps
 
     @property
     def gradient_step(self) -> int:
         """Address of the current micro-step: unique within a run, equal after a resume."""
-        if self._micro_base[0] != self.step:
-            self._micro_base = (self.step, self.engine.micro_steps)
-        return (self.step << 24) + self.engine.micro_steps - self._micro_base[1]
+        step = self.engine.global_steps  # with skipped ones: their gradients were new
+        if self._micro_base[0] != step:
+            self._micro_base = (step, self.engine.micro_steps)
+        return (step << 24) + self.engine.micro_steps - self._micro_base[1]
 
     def coding(
         self, role: Role, tracked: Tracked, dtype: torch.dtype, *, step: int, rank: int

@@ -20,6 +20,7 @@ from tests.distributed.models import (
     build,
     digest,
     evaluate,
+    forward,
     masters,
     settings,
     train_step,
@@ -144,6 +145,44 @@ def test_losses_after_a_load_equal_those_of_an_uninterrupted_run(exported: Any) 
     for found in exported[2]:
         assert found["live_after_load"] == found["live"]
         assert found["resumed"] == found["undisturbed"]
+
+
+def skipped_step(stage: int) -> dict[str, Any]:
+    """An overflow makes DeepSpeed skip a step, but count it."""
+    from deepspeed import comm as dist
+
+    import ds_quant
+
+    engine = build(config(stage))
+    for step in range(STEPS):
+        train_step(engine, step)
+    found = {"live": live(engine)}
+    loss = forward(engine, STEPS)
+    engine.backward(loss * float("nan") if dist.get_rank() == 0 else loss)
+    engine.step()
+    found["skipped"] = bool(engine.optimizer.overflow)
+    found["live_after_skip"] = live(engine)
+    with ds_quant.exact_weights(engine):
+        pass
+    found["live_outside"] = live(engine)
+    engine.save_checkpoint(os.environ["TEST_SCRATCH"], tag="here")
+    found["losses"] = train_step(engine, STEPS + 1) + train_step(engine, STEPS + 2)
+    engine.destroy()
+    fresh = build(config(stage), seed=1)
+    fresh.load_checkpoint(os.environ["TEST_SCRATCH"], tag="here")
+    found["live_after_load"] = live(fresh)
+    found["resumed"] = train_step(fresh, STEPS + 1) + train_step(fresh, STEPS + 2)
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_skipped_step_changes_no_weight_and_no_resume(stage: int) -> None:
+    for found in run(skipped_step, 2, stage):
+        assert found["skipped"]
+        assert found["live_after_skip"] == found["live"]
+        assert found["live_outside"] == found["live"]
+        assert found["live_after_load"] == found["live"]
+        assert found["resumed"] == found["losses"]
 
 
 # ---- GatheredParameters under ZeRO-3 ----

@@ -127,7 +127,7 @@ class WeightsConfig(_Quantizer):
     level_rate: float = Field(
         0.01,
         gt=0,
-        le=1,
+        lt=1,
         description="Share of its distance to a value by which the nearest learned level moves.",
     )
 

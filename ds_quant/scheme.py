@@ -59,8 +59,8 @@ class Scheme:
             raise ValueError(
                 f"level_steps={self.level_steps}: allowed: increasing positive step numbers"
             )
-        if not 0 < self.level_rate <= 1:
-            raise ValueError(f"level_rate={self.level_rate}: allowed: above 0 and at most 1")
+        if not 0 < self.level_rate < 1:
+            raise ValueError(f"level_rate={self.level_rate}: allowed: above 0 and below 1")
 
     def skip_reason(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
         """Why the parameter stays in full precision in every role, or ``None``."""

@@ -86,7 +86,7 @@ MISTAKES = {
     "timeout as a boolean": ({"handshake_timeout": True}, ["handshake_timeout=true"]),
     "rate NaN": ({"weights": {**LEARNED, "level_rate": math.nan}}, ["level_rate=NaN", "above 0"]),
     "rate as a boolean": ({"weights": {**LEARNED, "level_rate": True}}, ["level_rate=true"]),
-    "rate too large": ({"weights": {**LEARNED, "level_rate": 2}}, ["level_rate=2", "at most 1"]),
+    "rate too large": ({"weights": {**LEARNED, "level_rate": 1}}, ["level_rate=1", "below 1"]),
     # booleans, lists, objects
     "enabled as text": ({"enabled": "true"}, ['enabled="true"', "true or false", "mean true?"]),
     "enabled as a number": ({"enabled": 0}, ["enabled=0", "mean false?"]),

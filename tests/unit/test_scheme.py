@@ -69,6 +69,7 @@ def test_full_precision_role_travels_in_its_own_dtype() -> None:
         ({"level_steps": (3, 3)}, "level_steps"),
         ({"level_steps": (0, 3)}, "level_steps"),
         ({"level_rate": 0.0}, "level_rate"),
+        ({"level_rate": 1.0}, "level_rate"),
         ({"level_rate": float("nan")}, "level_rate"),
         ({"gradients": GroupCodec(levels="learned")}, "gradients must stay unbiased"),
     ],

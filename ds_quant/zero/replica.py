@@ -27,10 +27,11 @@ class Replica:
 
     def __init__(self, binding: Binding, optimizer: Any) -> None:
         self._binding, self._optimizer = binding, optimizer
-        self._exact_depth = 0
+        self._shows_exact = False
 
     def gather_updated(self) -> None:
         """Inside ``optimizer.step``: the own partition holds new exact weights, gather them."""
+        self._shows_exact = False  # also where a save that raised has left ``exact`` open
         step = self._binding.step + 1  # DeepSpeed counts the step only after it
         self._binding.learn_levels(step, self._own_values())
         self._gather(step)
@@ -38,16 +39,18 @@ class Replica:
     @contextmanager
     def exact(self) -> Iterator[None]:
         """Exact weights inside, the decoded ones again outside. All ranks must enter and leave."""
-        if self._exact_depth == 0:
+        nested = self._shows_exact
+        if not nested:
             gather = partial(self._gather, self._binding.step, exact=True)
             seams.refresh_replica(self._optimizer, gather)
-        self._exact_depth += 1
+            self._shows_exact = True
         try:
             yield
         finally:
-            self._exact_depth -= 1
-            if self._exact_depth == 0 and self._binding.step > 0:
-                self._gather(self._binding.step)  # equal step, equal bits
+            if self._shows_exact and not nested:
+                self._shows_exact = False
+                if self._binding.step > 0:
+                    self._gather(self._binding.step)  # equal step, equal bits
 
     def _gather(self, step: int, *, exact: bool = False) -> None:
         """Gather all partitions, slice by slice so that the message stays within DeepSpeed's

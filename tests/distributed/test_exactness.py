@@ -185,6 +185,39 @@ def test_a_skipped_step_changes_no_weight_and_no_resume(stage: int) -> None:
         assert found["resumed"] == found["losses"]
 
 
+def failed_save(stage: int) -> dict[str, Any]:
+    """A save that raises before DeepSpeed's epilogue; the user catches it and trains on."""
+    from deepspeed import comm as dist
+
+    engine = build(config(stage))
+    for step in range(STEPS):
+        train_step(engine, step)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    engine._save_checkpoint, save = full, engine._save_checkpoint
+    with pytest.raises(OSError, match="no space"):
+        engine.save_checkpoint(os.environ["TEST_SCRATCH"], tag="lost")
+    engine._save_checkpoint = save
+    train_step(engine, STEPS)
+    found: dict[str, Any] = {"exact": exact(engine, "bf16"), "live": live(engine)}
+    engine.save_16bit_model(os.environ["TEST_SCRATCH"], "model.bin")
+    dist.barrier()
+    saved = torch.load(Path(os.environ["TEST_SCRATCH"]) / "model.bin", weights_only=True)
+    found["saved"] = {n: digest(t) for n, t in saved.items()}
+    found["live_after_export"] = live(engine)
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_failed_save_does_not_spoil_the_next_one(stage: int) -> None:
+    for found in run(failed_save, 2, stage):
+        assert found["live"]["first.weight"] != found["exact"]["first.weight"]
+        assert found["saved"] == found["exact"]
+        assert found["live_after_export"] == found["live"]
+
+
 # ---- GatheredParameters under ZeRO-3 ----
 
 

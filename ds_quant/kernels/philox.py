@@ -16,6 +16,7 @@ The step is constant over a call, so the first two rounds multiply plain Python 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ def random_bits(address: rng.Address, first_vector: int, out: torch.Tensor) -> N
 
     first_vector is absolute. See [Note: who gets which bits] in ds_quant/rng.py.
     """
-    words = out.view(torch.int64)  # (vectors, 2): words 0 and 1, words 2 and 3
+    words = out.view(torch.int32)  # (vectors, 4)
     start, stop = first_vector, first_vector + out.shape[0]
     while start < stop:
         # The high counter word is a scalar: never cross a multiple of 2^32 inside a block.
@@ -43,45 +44,72 @@ def random_bits(address: rng.Address, first_vector: int, out: torch.Tensor) -> N
 
 
 class _Products(NamedTuple):
-    """Products (M0 c0, M1 c2) of a round, each as it is used by the next one."""
+    """Products (M0 c0, M1 c2) of a round, each as it is used by the next one.
+
+    The (2 * vectors - 1,) int32 views start at the high and at the low half of the first product.
+    """
 
     both: torch.Tensor  # (2, vectors) int64
-    high0: torch.Tensor  # (2 * vectors - 1,) int32, from the high half of the first product on
+    high0: torch.Tensor
     high1: torch.Tensor
-    low0: torch.Tensor  # the same length, from the low half of the first product on: c3
+    low0: torch.Tensor  # c3
     low1: torch.Tensor  # c1
 
 
-def _products(slot: str, count: int, device: torch.device) -> _Products:
-    both = scratch.take(slot, (2, count), dtype=torch.int64, device=device)
-    first, second = both.view(torch.int32).unbind(0)
-    return _Products(both, first[1:], second[1:], first[:-1], second[:-1])
+class _Space(NamedTuple):
+    """Scratch of a block. c0 and c2 are the rows of state, also as int32 from their low halves."""
+
+    state: torch.Tensor  # (2, vectors) int64
+    c2: torch.Tensor  # (vectors,) int64
+    c0_low: torch.Tensor  # (2 * vectors - 1,) int32
+    c2_low: torch.Tensor
+    products: tuple[_Products, _Products]  # used in turns
+
+
+def _space(count: int, device: torch.device) -> _Space:
+    def take(slot: str) -> torch.Tensor:
+        return scratch.take(slot, (2, count), dtype=torch.int64, device=device)
+
+    def products(slot: str) -> _Products:
+        both = take(slot)
+        first, second = both.view(torch.int32).unbind(0)
+        return _Products(both, first[1:], second[1:], first[:-1], second[:-1])
+
+    def build() -> _Space:
+        # Slots of the reference kernels, which are free meanwhile and then still in cache.
+        state, pair = take("values"), (products("random"), products("philox"))
+        c0_low, c2_low = state.view(torch.int32)[:, :-1].unbind(0)
+        return _Space(state, state[1], c0_low, c2_low, pair)
+
+    return scratch.derived(("philox", count, device), build)
 
 
 def _fill_block(address: rng.Address, first: int, out: torch.Tensor) -> None:
-    """Words of vectors first .. first + len(out) - 1, equal in their high 32 bits, packed in out.
+    """Words of vectors first .. first + len(out) - 1, which have equal high counter words.
 
-    out: (vectors, 2) int64. Letters as in rng.philox4x32.
+    out: (vectors, 4) int32. Letters as in rng.philox4x32.
     """
-    count, device = out.shape[0], out.device
-    state = scratch.take("philox state", (2, count), dtype=torch.int64, device=device)
-    c0, c2 = state.unbind(0)
-    new, old = _products("philox new", count, device), _products("philox old", count, device)
-    keys = _constants(address.key_words, device)
-    _first_rounds(address, first, c0, c2, old.both)
+    space = _space(out.shape[0], out.device)
+    state, (old, new) = space.state, space.products
+    keys = _constants(address.key_words, out.device)
+    _first_rounds(address, first, space, old)
 
-    c0_low, c2_low = (word.view(torch.int32)[:-1] for word in (c0, c2))
-    for key in keys.round_keys[2:]:
+    for key in keys.round_keys[2:-1]:
         torch.mul(state, keys.multipliers, out=new.both)
-        torch.bitwise_xor(new.high1, old.low1, out=c0_low)
-        torch.bitwise_xor(new.high0, old.low0, out=c2_low)
+        torch.bitwise_xor(new.high1, old.low1, out=space.c0_low)
+        torch.bitwise_xor(new.high0, old.low0, out=space.c2_low)
         # c0_low ends before the last high half; the mask clears that one as well.
         state.bitwise_xor_(key).bitwise_and_(keys.mask)
         new, old = old, new
 
-    old.both.bitwise_left_shift_(keys.half)
-    torch.bitwise_or(c0, old.both[1], out=out[:, 0])
-    torch.bitwise_or(c2, old.both[0], out=out[:, 1])
+    # Last round, each word straight to its place. Row 1 of the products belongs to w0 and w1.
+    torch.mul(state, keys.multipliers, out=new.both)
+    old.both.bitwise_xor_(keys.round_keys[-1].flip(0))
+    w0, w1, w2, w3 = out.unbind(1)
+    torch.bitwise_xor(new.high1[::2], old.low1[::2], out=w0)
+    torch.bitwise_xor(new.high0[::2], old.low0[::2], out=w2)
+    w1.copy_(new.low1[::2])
+    w3.copy_(new.low0[::2])
 
 
 class _Constants(NamedTuple):
@@ -90,43 +118,50 @@ class _Constants(NamedTuple):
     round_keys: tuple[torch.Tensor, ...]  # one (2, 1) int64 per round
     multipliers: torch.Tensor  # (2, 1) int64
     mask: torch.Tensor  # () int64, 2^32 - 1
-    half: torch.Tensor  # () int64, 32
 
 
 def _constants(key_words: tuple[int, int], device: torch.device) -> _Constants:
-    k0, k1 = key_words
-    columns = [
-        ((k0 + i * rng.PHILOX_W0) & _MASK32, (k1 + i * rng.PHILOX_W1) & _MASK32)
-        for i in range(rng.PHILOX_ROUNDS)
-    ]
-    columns += [(rng.PHILOX_M0, rng.PHILOX_M1), (_MASK32, 32)]
+    columns = [_round_key(key_words, i) for i in range(rng.PHILOX_ROUNDS)]
+    columns += [(rng.PHILOX_M0, rng.PHILOX_M1), (_MASK32, 0)]
     table = torch.tensor(columns, dtype=torch.int64, device=device).unsqueeze(2)
     *round_keys, multipliers, rest = table.unbind(0)
-    mask, half = rest.view(2).unbind(0)
-    return _Constants(tuple(round_keys), multipliers, mask, half)
+    return _Constants(tuple(round_keys), multipliers, rest[0, 0])
 
 
-def _first_rounds(
-    address: rng.Address, first: int, c0: torch.Tensor, c2: torch.Tensor, old: torch.Tensor
-) -> None:
-    """Rounds 1 and 2, whose other words are scalars: fills c0, c2 and the products `old`."""
-    k0, k1 = address.key_words
-    next_k0, next_k1 = (k0 + rng.PHILOX_W0) & _MASK32, (k1 + rng.PHILOX_W1) & _MASK32
+def _round_key(key_words: tuple[int, int], index: int) -> tuple[int, int]:
+    k0, k1 = key_words
+    return (k0 + index * rng.PHILOX_W0) & _MASK32, (k1 + index * rng.PHILOX_W1) & _MASK32
+
+
+def _first_rounds(address: rng.Address, first: int, space: _Space, old: _Products) -> None:
+    """Rounds 1 and 2, whose other words are scalars: fills the state and the products `old`."""
+    key, next_key = (_round_key(address.key_words, i) for i in range(2))
     c2_word, c3_word = address.step_words
     product = rng.PHILOX_M1 * c2_word
-    c0_word = (product >> 32) ^ (first >> 32 & _MASK32) ^ k0
+    c0_word = (product >> 32) ^ (first >> 32 & _MASK32) ^ key[0]
     c1_word = product & _MASK32
     product = rng.PHILOX_M0 * c0_word
-    c2_of_round_3, c3_of_round_3 = (product >> 32) ^ next_k1, product & _MASK32
 
-    low = first & _MASK32
-    torch.arange(low, low + c0.shape[0], out=c0)
-    torch.mul(c0, rng.PHILOX_M0, out=old[0])
-    torch.bitwise_right_shift(old[0], 32, out=c2)
-    c2.bitwise_xor_(c3_word ^ k1).bitwise_and_(_MASK32)
-    torch.mul(c2, rng.PHILOX_M1, out=old[1])
-    torch.bitwise_right_shift(old[1], 32, out=c0)
-    c0.bitwise_xor_(c1_word ^ next_k0).bitwise_and_(_MASK32)
-    torch.bitwise_xor(old[0], c2_of_round_3, out=c2)
-    c2.bitwise_and_(_MASK32)
-    old[0].fill_(c3_of_round_3)
+    # M0 * c0 for consecutive c0; wraps like the product.
+    start = _signed(rng.PHILOX_M0 * (first & _MASK32), 64)
+    torch.add(_ramp(space.c2.device)[: len(space.c2)], start, out=old.both[0])
+    torch.bitwise_xor(old.high0, _signed(c3_word ^ key[1], 32), out=space.c2_low)
+    space.c2.bitwise_and_(_MASK32)
+    torch.mul(space.c2, rng.PHILOX_M1, out=old.both[1])
+    torch.bitwise_xor(old.high1, _signed(c1_word ^ next_key[0], 32), out=space.c0_low)
+    torch.bitwise_xor(old.both[0], (product >> 32) ^ next_key[1], out=space.c2)
+    space.state.bitwise_and_(_MASK32)
+    old.both[0].fill_(product & _MASK32)
+
+
+@lru_cache(maxsize=16)
+def _ramp(device: torch.device) -> torch.Tensor:
+    """M0 * (0, 1, 2, ...) as (_BLOCK_VECTORS,) int64."""
+    with torch.inference_mode(False):
+        return torch.arange(_BLOCK_VECTORS, device=device) * rng.PHILOX_M0
+
+
+def _signed(word: int, bits: int) -> int:
+    """The signed integer of `bits` bits with the same bit pattern."""
+    word &= (1 << bits) - 1
+    return word - (1 << bits) if word >> (bits - 1) else word

@@ -63,11 +63,16 @@ def encode(
         out.narrow(1, start, length).zero_()
     shift = rng.shift_of(address) if fmt.rounding == "random_shift" else None
     for block in blocks(rows, numel, group_size=fmt.group_size, device=x.device):
+        random = None
+        if fmt.rounding == "stochastic":  # first, because it uses the scratch of the values
+            random = _random(block, fmt, address, ceil_div(numel, VECTOR_NUMEL), x.device)
         groups = _load_groups(x, block, fmt.group_size)
         ranges = ranges_of(groups, fmt, shift)
         codes = _codes(groups, ranges, fmt, levels)
-        if fmt.rounding == "stochastic":
-            _round_stochastically(codes, block, fmt, address, ceil_div(numel, VECTOR_NUMEL))
+        if random is not None:
+            fixed = codes.view(block.num_rows, block.padded_numel)
+            fixed[:, : block.vector_numel].add_(random)
+            codes.bitwise_right_shift_(fraction_bits(fmt))
         if ranges.code_of_zero is not None:
             codes.masked_fill_(ranges.code_of_zero, 0 if fmt.has_offset else 1 << (fmt.bits - 1))
         _store_codes(codes, plane_sections(out, layout, block, fmt.bits), block, fmt)
@@ -126,22 +131,24 @@ def _codes(
     return values.add_(_UNIT + zero).view(torch.int32)
 
 
-def _round_stochastically(
-    codes: torch.Tensor, block: Block, fmt: Format, address: rng.Address, row_vectors: int
-) -> None:
-    """codes = (codes + r) >> F in place; r as in [Note: who gets which bits] of ds_quant/rng.py."""
+def _random(
+    block: Block, fmt: Format, address: rng.Address, row_vectors: int, device: torch.device
+) -> torch.Tensor:
+    """r of [Note: numbers] for the elements of a block, (num_rows, vector_numel) int32.
+
+    Which bits: [Note: who gets which bits] of ds_quant/rng.py.
+    """
     vectors = block.vector_numel // VECTOR_NUMEL
     shape = (block.num_rows * vectors, VECTOR_NUMEL)
-    bits = scratch.take("random bits", shape, dtype=torch.uint16, device=codes.device)
+    bits = scratch.take("narrow", shape, dtype=torch.uint16, device=device)
     first = address.first_vector + block.row * row_vectors + block.start // VECTOR_NUMEL
     philox.random_bits(address, first, bits)
-    wide = scratch.take("random", shape, dtype=torch.int32, device=codes.device).copy_(bits)
-    fraction = fraction_bits(fmt)
-    if fraction < 16:
-        wide.bitwise_right_shift_(16 - fraction)
-    codes = codes.view(block.num_rows, block.padded_numel)
-    codes[:, : block.vector_numel].add_(wide.view(block.num_rows, block.vector_numel))
-    codes.bitwise_right_shift_(fraction)
+    shape = (block.num_rows, block.vector_numel)
+    random = scratch.take("random", shape, dtype=torch.int32, device=device)
+    random.copy_(bits.view(shape))
+    if fraction_bits(fmt) < 16:
+        random.bitwise_right_shift_(16 - fraction_bits(fmt))
+    return random
 
 
 def _store_codes(

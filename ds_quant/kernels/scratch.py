@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 _MAX_VIEWS = 512  # kept per thread; a training run repeats a few dozen shapes
 
@@ -19,7 +23,7 @@ _MAX_VIEWS = 512  # kept per thread; a training run repeats a few dozen shapes
 class _Memory(threading.local):
     def __init__(self) -> None:
         self.buffers: dict[tuple[str, torch.device], torch.Tensor] = {}
-        self.views: dict[tuple, torch.Tensor] = {}
+        self.views: dict[tuple, object] = {}
 
 
 _memory = _Memory()
@@ -32,6 +36,15 @@ def take(
     key = (slot, shape, dtype, device)
     view = _memory.views.get(key)
     return _make(key) if view is None else view
+
+
+def derived(key: tuple, build: Callable[[], T]) -> T:
+    """`build()`, kept as long as the views it makes of taken tensors are valid."""
+    kept = _memory.views.get(key)
+    if kept is None:
+        kept = build()
+        _memory.views[key] = kept
+    return kept
 
 
 def _make(key: tuple[str, tuple[int, ...], torch.dtype, torch.device]) -> torch.Tensor:

@@ -3,99 +3,24 @@
 [Note: one message per peer] The payload for one peer is a *row*: one slot per tensor, codes and
 scales together, every slot at a 16-byte boundary. A slot's place depends on the tensors' sizes
 alone, so all ranks agree on it, and a short or empty last shard uses the front of its slot:
-padding is never encoded. Rows travel through ``all_gather_into_tensor`` and ``all_to_all_single``
-as flat uint8, the only forms that gloo and NCCL share for any world size.
+padding is never encoded.
 
-May import: torch, deepspeed.comm, codec, layout, rng, metrics, topology.
+May import: torch, codec, layout, link, rng.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_quant.codec import Codec
 from ds_quant.layout import ceil_div, shard_range
-from ds_quant.metrics import Traffic
+from ds_quant.link import Exchange, Link
 from ds_quant.rng import Address
-from ds_quant.topology import Topology
-
-
-class Work(Protocol):
-    """An asynchronous collective of torch.distributed."""
-
-    def wait(self) -> object: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """A posted byte collective. Holds both buffers until ``wait`` has returned."""
-
-    payload: Tensor
-    received: Tensor
-    work: Work | None
-
-    def wait(self) -> Tensor:
-        """The received bytes; on CUDA valid in order of the current stream."""
-        if self.work is not None:
-            self.work.wait()
-        return self.received
-
-
-class Link:
-    """Byte collectives over one process group, counted. Holds no algorithm."""
-
-    def __init__(self, process_group: object, *, topology: Topology, traffic: Traffic) -> None:
-        from deepspeed import comm as dist
-
-        self._dist = dist
-        self._process_group = process_group
-        self._traffic = traffic
-        self.size: int = dist.get_world_size(group=process_group)
-        self.rank: int = dist.get_rank(group=process_group)
-        nodes = [topology.node_of(self._global_rank(r)) for r in range(self.size)]
-        self._near = [node == nodes[self.rank] for node in nodes]
-
-    def _global_rank(self, rank: int) -> int:
-        if self._process_group is None:
-            return rank
-        return self._dist.get_global_rank(self._process_group, rank)
-
-    def all_gather(self, payload: Tensor, *, role: str) -> Exchange:
-        """payload (bytes,) uint8, equal size on all ranks -> received (ranks * bytes,) uint8."""
-        received = torch.empty(
-            self.size * payload.numel(), dtype=torch.uint8, device=payload.device
-        )
-        self._count(role, [payload.numel()] * self.size)
-        work = self._dist.all_gather_into_tensor(
-            received, payload, group=self._process_group, async_op=True
-        )
-        return Exchange(payload=payload, received=received, work=work)
-
-    def all_to_all(
-        self, payload: Tensor, *, sent: Sequence[int], received: Sequence[int], role: str
-    ) -> Exchange:
-        """payload (sum(sent),) uint8, ``sent[d]`` bytes for rank d -> (sum(received),) uint8."""
-        buffer = torch.empty(sum(received), dtype=torch.uint8, device=payload.device)
-        self._count(role, received)
-        work = self._dist.all_to_all_single(
-            buffer,
-            payload,
-            output_split_sizes=list(received),
-            input_split_sizes=list(sent),
-            group=self._process_group,
-            async_op=True,
-        )
-        return Exchange(payload=payload, received=buffer, work=work)
-
-    def _count(self, role: str, received: Sequence[int]) -> None:
-        intra = sum(b for r, b in enumerate(received) if self._near[r] and r != self.rank)
-        inter = sum(b for r, b in enumerate(received) if not self._near[r])
-        self._traffic.count(role, intra=intra, inter=inter)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Counters of what the collectives really move, by role and by link. May import: torch."""
+"""Counters of what the collectives really move, by role and by link. Standard library only."""
 
 from __future__ import annotations
 

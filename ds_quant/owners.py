@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec import Codec, GroupCodec
-from ds_quant.collectives import Coding, Link, lay_out
+from ds_quant.collectives import Coding, lay_out
 from ds_quant.layout import ceil_div
+from ds_quant.link import Link
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
 """Which ranks share a node. The node size is an argument, never a count of devices, so that a
-few processes on one machine can stand for several nodes. May import: torch, deepspeed.comm.
+few processes on one machine can stand for several nodes. Standard library only.
 """
 
 from __future__ import annotations

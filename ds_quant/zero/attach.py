@@ -23,7 +23,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     config = getattr(engine._config, "quantized_comm", None)
     if config is None:
         return
-    guard.refuse_unsupported(seams.facts(engine, optimizer))
+    guard.refuse_unsupported(seams.facts(engine._config, bf16_optimizer=optimizer is None))
     rank, world = seams.rank_and_world()
     config.validate_world(world)
     guard.handshake(

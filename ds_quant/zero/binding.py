@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.collectives import Coding, Link
+from ds_quant.collectives import Coding
 from ds_quant.cost import Bill, Cargo, bill, shipped_bytes
+from ds_quant.link import Link
 from ds_quant.metrics import Traffic
 from ds_quant.rng import Address, Role, address
 from ds_quant.scheme import Scheme

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from ds_quant.codec import CastCodec
-from ds_quant.collectives import Coding, Link
+from ds_quant.collectives import Coding
 from ds_quant.layout import ceil_div
+from ds_quant.link import Link
 from ds_quant.owners import Part, gather_from_owners
 from ds_quant.rng import Role
 from ds_quant.zero import seams

@@ -28,6 +28,7 @@ def install() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     from ds_quant import config
+    from ds_quant.zero import guard
     from ds_quant.zero.attach import attach
 
     def read_block(original: Callable[..., Any], self: Any, param_dict: dict) -> None:
@@ -35,6 +36,7 @@ def install() -> None:
         original(self, param_dict)
         if self.quantized_comm is not None:
             config.require_zero(self.zero_config.stage)
+            guard.refuse_unsupported(facts(self))  # before DeepSpeed builds what it refuses
 
     def attach_zero(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = original(self, *args, **kwargs)
@@ -90,18 +92,19 @@ _shard_reduction = _Route()
 _weight_gather = _Route()
 
 
-def facts(engine: Any, optimizer: Any) -> dict[str, Any]:
-    """Settings that decide whether the plugin can work; equal on all ranks."""
-    zero = engine._config.zero_config
-    compile_config = getattr(engine._config, "compile_config", None)
+def facts(config: Any, *, bf16_optimizer: bool = False) -> dict[str, Any]:
+    """Settings of a DeepSpeedConfig that decide whether the plugin can work; equal on all ranks."""
+    zero = config.zero_config
+    compile_config = getattr(config, "compile_config", None)
     offload_param, offload_optimizer = zero.offload_param, zero.offload_optimizer
     flags = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
-    zeropp = [flag for flag in (*flags, "zero_quantized_gradients") if getattr(zero, flag, False)]
+    flags = (*flags, "zero_quantized_gradients")
+    zeropp = [f"{flag}=true" for flag in flags if getattr(zero, flag, False)]
     if zero.zero_hpz_partition_size > 1:
-        zeropp.append("zero_hpz_partition_size")
+        zeropp.append(f"zero_hpz_partition_size={zero.zero_hpz_partition_size}")
     return {
         "stage": int(zero.stage),
-        "bf16_optimizer": optimizer is None,
+        "bf16_optimizer": bf16_optimizer,
         "deepcompile": bool(getattr(compile_config, "deepcompile", False)),
         "zeropp": zeropp,
         "mics": getattr(zero, "mics_shard_size", -1) > 0,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec import GroupCodec
-from ds_quant.collectives import Link
 from ds_quant.levels import initial_levels, merge_levels, update_levels
+from ds_quant.link import Link
 
 
 @dataclass

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.collectives import Coding, Link
+from ds_quant.collectives import Coding
 from ds_quant.layout import shard_range
+from ds_quant.link import Link
 from ds_quant.metrics import Traffic
 from ds_quant.rng import Role, address
 from ds_quant.topology import Topology

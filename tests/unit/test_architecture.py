@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 40
 
 # Module -> what it may import besides the standard library; names without a dot that are not
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
-_BELOW_ZERO = "codec collectives config cost kernels layout levels metrics owners rng scheme"
+_BELOW_ZERO = "codec collectives config cost kernels layout levels link metrics owners rng scheme"
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
 MAY_IMPORT = {
@@ -45,9 +45,10 @@ MAY_IMPORT = {
     "config": "pydantic pydantic_core config_errors presets codec scheme",
     "scheme": "torch codec rng",
     "metrics": "torch",
-    "topology": "torch deepspeed.comm",
-    "collectives": "torch deepspeed.comm codec layout rng metrics topology",
-    "owners": "torch codec collectives layout rng",
+    "topology": "",
+    "link": "torch deepspeed.comm metrics topology",
+    "collectives": "torch codec layout link rng",
+    "owners": "torch codec collectives layout link rng",
     "cost": "torch scheme layout codec rng",
     "zero": f"torch {_PUBLIC_DEEPSPEED} zero topology resources __init__ {_BELOW_ZERO}",
     "zero.seams": f"torch deepspeed zero topology resources __init__ {_BELOW_ZERO}",

@@ -5,7 +5,7 @@ widths and reports the squared error relative to the weights' energy, ||Q(w) - w
 summed over matrices, after one and after four updates of the levels (the published schedule has
 four). The wire is the same size for all columns.
 
-    python benchmarks/levels.py --steps 600 --json levels.json
+    python benchmarks/levels.py --json levels.json
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import json
 import platform
 from pathlib import Path
 
-import torch
-
 import text
+import torch
+from gpt import GPT, GPTConfig
+
 from ds_quant.codec import GroupCodec
 from ds_quant.levels import initial_levels, update_levels
-from gpt import GPT, GPTConfig
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 UPDATES = (0, 1, 4)  # 0 is the uniform table
@@ -29,7 +29,7 @@ UPDATES = (0, 1, 4)  # 0 is the uniform table
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=600, help="training steps")
+    parser.add_argument("--steps", type=int, default=400, help="training steps")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--group-size", type=int, default=1024)
@@ -48,7 +48,7 @@ def trained_matrices(args: argparse.Namespace) -> tuple[list[torch.Tensor], floa
     tokens, _ = text.split(text.load(args.text))
     for step in range(args.steps):
         inputs, targets = text.batch(
-            tokens, seed=args.seed, step=step, rank=0, batch_size=16, seq_len=128
+            tokens, seed=args.seed, step=step, rank=0, batch_size=8, seq_len=128
         )
         loss = model(inputs, targets)
         loss.backward()

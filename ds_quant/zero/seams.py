@@ -108,7 +108,7 @@ def facts(config: Any, *, bf16_optimizer: bool = False) -> dict[str, Any]:
         "deepcompile": bool(getattr(compile_config, "deepcompile", False)),
         "zeropp": zeropp,
         "mics": getattr(zero, "mics_shard_size", -1) > 0,
-        "nvme_params": offload_param is not None and str(offload_param.device.value) == "nvme",
+        "nvme_params": offload_param is not None and offload_param.device == "nvme",
         "zenflow": getattr(zero, "zenflow", None) is not None,
         "super_offload": bool(getattr(offload_optimizer, "super_offload", False)),
     }

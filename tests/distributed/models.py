@@ -49,14 +49,14 @@ def settings(
     **top: Any,
 ) -> dict[str, Any]:
     """A DeepSpeed config; ``block`` is ``quantized_comm``. ZeRO-3 releases and re-fetches every
-    parameter, so that backward has gathers of its own.
+    parameter, so that backward has gathers of its own, and prefetches about a layer.
     """
-    sections: dict[str, Any] = {"stage": stage}
+    sections: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 10**6}
     if stage == 3:
         sections |= {
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
-            "stage3_max_live_parameters": 0,
+            "stage3_prefetch_bucket_size": 70_000,
         }
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
@@ -130,6 +130,8 @@ def masters(engine: Any) -> dict[str, np.ndarray]:
     """The full fp32 master weight of every trained parameter. A collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
+    if engine.zero_optimization_stage() == 0:
+        return {n: p.detach().float().numpy().copy() for n, p in engine.module.named_parameters()}
     full = {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
     return {n: t.detach().clone().numpy() for n, t in full.items() if t is not None}
 

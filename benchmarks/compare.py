@@ -1,0 +1,312 @@
+"""Compare schemes by training: one small GPT per scheme, same start, same data, one after another.
+
+    python benchmarks/compare.py                     # the demo: three schemes, under five minutes
+    python benchmarks/compare.py --schemes full_precision,qsdp:weights.bits=6 --stage 2 --steps 500
+
+Prints a table, and writes a JSON file with everything and a PNG of the loss curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import launch
+import report
+import text
+
+DEMO = "full_precision,qsdp,qsdp_w4g4"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemeEntry:
+    """A scheme to run: `name` of a preset (or deepspeed_plain) and keys that replace its values."""
+
+    label: str
+    name: str
+    overrides: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
+
+
+def parse_schemes(listing: str) -> list[SchemeEntry]:
+    """Entries of `a,b:key=value,key=value,c`; values are JSON or else strings.
+
+    Raises:
+        ValueError: an empty or repeated entry, or overrides of deepspeed_plain.
+    """
+    grouped: list[list[str]] = []
+    for piece in split_outside_brackets(listing):
+        head = piece.partition("=")[0]
+        if "=" in piece and ":" not in head and grouped:
+            grouped[-1].append(piece)
+        else:
+            grouped.append([piece])
+    entries = [_entry(",".join(pieces)) for pieces in grouped]
+    labels = [entry.label for entry in entries]
+    if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+        raise ValueError(f"schemes: given twice: {', '.join(repeated)}")
+    return entries
+
+
+def _entry(label: str) -> SchemeEntry:
+    name, _, rest = label.partition(":")
+    if not name or "=" in name:
+        raise ValueError(f"schemes: {label!r}: allowed: name or name:key=value,key=value")
+    overrides = dict(parse_override(piece) for piece in split_outside_brackets(rest) if rest)
+    if name == launch.PLAIN and overrides:
+        raise ValueError(f"schemes: {label!r}: {launch.PLAIN} has no block to override")
+    return SchemeEntry(label=label, name=name, overrides=overrides)
+
+
+def split_outside_brackets(listing: str) -> list[str]:
+    """Split at commas, but not inside [] or {}."""
+    pieces, depth = [""], 0
+    for character in listing:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return [piece.strip() for piece in pieces]
+
+
+def parse_override(setting: str) -> tuple[str, Any]:
+    """`weights.bits=6` as ("weights.bits", 6); the value is JSON, or else a string.
+
+    Raises:
+        ValueError: there is no key or no "=".
+    """
+    key, equals, value = setting.partition("=")
+    if not key or not equals:
+        raise ValueError(f"override {setting!r}: allowed: key=value, such as weights.bits=6")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def block_of(entry: SchemeEntry, args: argparse.Namespace) -> dict[str, Any] | None:
+    """The "quantized_comm" block of an entry, None for DeepSpeed as shipped."""
+    if entry.name == launch.PLAIN:
+        return None
+    block: dict[str, Any] = {"scheme": entry.name, "seed": args.seed}
+    if args.node_size is not None:
+        block["node_size"] = args.node_size
+    for key, value in {**dict(args.override), **entry.overrides}.items():
+        *parents, last = key.split(".")
+        place = block
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return block
+
+
+def deepspeed_config(entry: SchemeEntry, args: argparse.Namespace) -> dict[str, Any]:
+    """The whole ds_config.json of a run; only the block differs between schemes."""
+    zero: dict[str, Any] = {"stage": args.stage}
+    if args.stage == 3:
+        # Gather for forward and again for backward, as for a model that does not fit. By default
+        # DeepSpeed would keep all parameters of a model this small gathered.
+        zero |= {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": 0,
+        }
+    schedule = {"total_num_steps": args.steps, "warmup_num_steps": max(1, args.steps // 10)}
+    adam = {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}
+    config = {
+        "train_micro_batch_size_per_gpu": args.batch,
+        "gradient_accumulation_steps": args.accumulation,
+        "gradient_clipping": 1.0,
+        "steps_per_print": args.steps,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {**schedule, "warmup_type": "linear", "cos_min_ratio": 0.1},
+        },
+        "bf16": {"enabled": args.dtype == "bf16"},
+        "zero_optimization": zero,
+    }
+    block = block_of(entry, args)
+    return config if block is None else {**config, "quantized_comm": block}
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line; without arguments it is the demo."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--schemes", type=_or_error(parse_schemes), default=DEMO, metavar="A,B:KEY=VALUE,...")
+    add(
+        "--override",
+        type=_or_error(parse_override),
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="into the block of every scheme; may be repeated",
+    )
+    add("--stage", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage")
+    add("--world", type=int, default=4, help="ranks")
+    add("--node-size", type=int, help="ranks per (pretended) node; must divide --world")
+    add("--steps", type=int, default=300, help="optimizer steps per scheme")
+    add("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16")
+    add("--seed", type=int, default=0, help="of initial weights, data order and rounding")
+    add("--lr", type=float, default=2e-3, help="peak learning rate")
+    add("--batch", type=int, default=4, help="sequences per rank and micro-step")
+    add("--seq-len", type=int, default=64, help="bytes per sequence")
+    add("--layers", type=int, default=2)
+    add("--width", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--tied", action="store_true", help="share embedding and output head")
+    add("--text", type=Path, help="file to train on; default: the documentation of CPython")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: cuda if it has a GPU for every rank",
+    )
+    add("--launcher", choices=("deepspeed", "torchrun"), default="deepspeed")
+    add("--timeout", type=float, default=3600, help="seconds after which a run is ended")
+    add("--out", type=Path, default=Path("demo_out"), help="folder for logs and results")
+    add("--json", type=Path, help="default: OUT/compare.json")
+    add("--plot", type=Path, help="default: OUT/compare.png")
+    args = parser.parse_args(argv)
+    args.json = args.json or args.out / "compare.json"
+    args.plot = args.plot or args.out / "compare.png"
+    return args
+
+
+def _or_error(parse: Any) -> Any:
+    def checked(value: str) -> Any:
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse a wrong block now, not when its turn comes minutes later.
+
+    Raises:
+        ValueError: (ConfigError) names the key and what is allowed.
+    """
+    sys.path.append(str(launch.HERE.parent))  # last: an installed ds_quant comes first
+    from ds_quant.config import parse
+
+    for entry in args.schemes:
+        config = parse(deepspeed_config(entry, args))
+        if config is not None:
+            config.validate_world(args.world)
+
+
+def choose_device(args: argparse.Namespace) -> str:
+    """The accelerator of all runs: `--device`, with auto resolved."""
+    if args.device != "auto":
+        return args.device
+    import torch
+
+    return "cuda" if torch.cuda.device_count() >= args.world else "cpu"
+
+
+def run_all(args: argparse.Namespace, device: str, corpus: Path) -> list[dict[str, Any]]:
+    """Train every scheme in turn; label, block, result of train.py and seconds of each."""
+    model = [f"--{name}={getattr(args, name)}" for name in ("layers", "width", "heads", "seed")]
+    arguments = [*model, f"--seq-len={args.seq_len}", f"--text={corpus}"]
+    arguments += ["--tied"] if args.tied else []
+    runs = []
+    for entry in args.schemes:
+        job = launch.Job(
+            label=entry.label,
+            config=deepspeed_config(entry, args),
+            arguments=arguments,
+            folder=args.out.resolve() / launch.folder_name(entry.label),
+            world=args.world,
+            steps=args.steps,
+            device=device,
+            launcher=args.launcher,
+            timeout=args.timeout,
+        )
+        print(
+            f"{entry.label}: {args.steps} steps on {args.world} ranks, "
+            f"log in {args.out / job.folder.name / 'log.txt'}",
+            flush=True,
+        )
+        start = time.monotonic()
+        result = launch.run(job)
+        seconds = time.monotonic() - start
+        runs.append(
+            {
+                "label": entry.label,
+                "block": block_of(entry, args),
+                "run_seconds": seconds,
+                "result": result,
+            }
+        )
+    return runs
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the comparison; 0 when every scheme finished."""
+    args = parse_args(argv)
+    try:
+        check(args)
+        device = choose_device(args)
+        args.out.mkdir(parents=True, exist_ok=True)
+        tokens = text.load(args.text)
+        corpus = args.out.resolve() / "text.bin"  # built once, not once per rank
+        corpus.write_bytes(tokens.numpy().tobytes())
+        about = {
+            **report.provenance(),
+            "device": device,
+            "arguments": _arguments(args),
+            "text": {"bytes": len(tokens), "sha256": text.fingerprint(tokens)},
+        }
+        runs = run_all(args, device, corpus)
+    except (ValueError, OSError, launch.RunFailed) as error:
+        print(error, file=sys.stderr)
+        return 1
+    show(args, about, runs)
+    return 0
+
+
+def _arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The command line as JSON types, without the paths of this machine."""
+    values = {name: value for name, value in vars(args).items() if name not in _PATHS}
+    values["schemes"] = [entry.label for entry in args.schemes]
+    values["text"] = None if args.text is None else args.text.name
+    return values
+
+
+_PATHS = ("out", "json", "plot")
+
+
+def show(args: argparse.Namespace, about: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+    """Print the table, write the JSON file and the picture."""
+    from rich.console import Console
+
+    rows = report.rows(runs)
+    summary = [asdict(row) for row in rows]
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps({**about, "summary": summary, "runs": runs}) + "\n", "utf-8")
+    millions = runs[0]["result"]["parameters"] / 1e6
+    title = (
+        f"ZeRO-{args.stage}, {args.world} ranks, GPT with {millions:.2f} M parameters, "
+        f"{args.dtype}, seed {args.seed}"
+    )
+    report.plot(runs, title, args.plot)
+    console = Console()
+    console.print(report.table(rows))
+    console.print(f"{title}. Loss in nats per byte; bytes as counted, received per rank.")
+    print(f"curves: {args.plot}\nresults: {args.json}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

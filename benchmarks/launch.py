@@ -1,0 +1,173 @@
+"""One training run in its own processes: configuration, launcher, progress bar, log, result.
+
+The training script is started the way a user starts it, by the `deepspeed` launcher (or torchrun),
+so the comparison goes through activation, start-up checks and all. May import the standard library
+and, for the bar, tqdm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PLAIN = "deepspeed_plain"  # pseudo-scheme: DeepSpeed as shipped, no block at all
+POLL_SECONDS = 0.3
+LOG_TAIL = 40  # lines shown when a run fails
+
+
+class RunFailed(Exception):
+    """A run that ended with an error or did not end; the message holds the tail of its log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run: `config` is the whole DeepSpeed configuration, `arguments` go to train.py."""
+
+    label: str
+    config: dict[str, Any]
+    arguments: list[str]
+    folder: Path
+    world: int
+    steps: int
+    device: str  # "cpu" or "cuda"
+    launcher: str  # "deepspeed" or "torchrun"
+    timeout: float  # seconds
+
+
+def folder_name(label: str) -> str:
+    """A scheme label as a folder name."""
+    return re.sub(r"[^\w.=+-]+", "_", label)
+
+
+def has_entry_point() -> bool:
+    """Whether `import torch` loads ds_quant by itself: installed, and autoloading not disabled."""
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return False
+    found = metadata.entry_points(group="torch.backends")
+    return any(entry.value.startswith("ds_quant.") for entry in found)
+
+
+def environment(device: str, *, installed: bool) -> dict[str, str]:
+    """Environment of the launcher; `installed` false puts this checkout on PYTHONPATH."""
+    env = dict(os.environ)
+    env["DS_ACCELERATOR"] = device
+    # DeepSpeed imports a torch.compile'd optimizer that is not used here: saves 2 s per process.
+    env["TORCHDYNAMO_DISABLE"] = "1"
+    if device == "cpu":
+        env.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
+    if not installed:
+        paths = (str(HERE.parent), env.get("PYTHONPATH"))
+        env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return env
+
+
+def command(job: Job, *, port: int, installed: bool) -> list[str]:
+    """Command line of the launcher with the training script and its arguments."""
+    if job.launcher == "torchrun":
+        start = ["-m", "torch.distributed.run", f"--nproc_per_node={job.world}"]
+        start += [f"--master_port={port}"]
+    else:  # no hostfile: this machine only, also on a cluster that has one
+        start = ["-m", "deepspeed.launcher.runner", f"--hostfile={os.devnull}"]
+        start += [f"--num_accelerators={job.world}", f"--master_port={port}"]
+    return [
+        sys.executable,
+        *start,
+        str(HERE / "train.py"),
+        f"--deepspeed_config={job.folder / 'ds_config.json'}",
+        f"--progress={job.folder / 'progress.jsonl'}",
+        f"--result={job.folder / 'result.json'}",
+        f"--steps={job.steps}",
+        *([] if installed or job.label == PLAIN else ["--plugin-import"]),
+        *job.arguments,
+    ]
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train, showing a progress bar on a terminal; the content of train.py's result file.
+
+    Raises:
+        RunFailed: the run failed, hung beyond `job.timeout` or left no result.
+    """
+    job.folder.mkdir(parents=True, exist_ok=True)
+    for stale in ("progress.jsonl", "result.json"):
+        (job.folder / stale).unlink(missing_ok=True)
+    (job.folder / "ds_config.json").write_text(json.dumps(job.config, indent=2) + "\n", "utf-8")
+    installed = has_entry_point()
+    with (job.folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            command(job, port=_free_port(), installed=installed),
+            env=environment(job.device, installed=installed),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that a hang can be ended as a whole
+        )
+        try:
+            _follow(job, process)
+        finally:
+            _end(process)
+    return _result(job, process.returncode)
+
+
+def _follow(job: Job, process: subprocess.Popen[bytes]) -> None:
+    from tqdm import tqdm
+
+    deadline = time.monotonic() + job.timeout
+    with tqdm(total=job.steps, desc=job.label, unit="step", disable=None, leave=False) as bar:
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                raise RunFailed(f"{job.label}: no end within {job.timeout:g} s\n{_tail(job)}")
+            steps = read_progress(job.folder / "progress.jsonl")
+            if len(steps) > bar.n:
+                bar.set_postfix(loss=f"{steps[-1]['loss']:.3f}", refresh=False)
+                bar.update(len(steps) - bar.n)
+            time.sleep(POLL_SECONDS)
+
+
+def read_progress(path: Path) -> list[dict[str, float]]:
+    """The complete lines of a progress file that is still being written."""
+    if not path.exists():
+        return []
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Leave no process of the run behind, whatever happened."""
+    for signum, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, signum)
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _result(job: Job, returncode: int) -> dict[str, Any]:
+    path = job.folder / "result.json"
+    if returncode != 0 or not path.exists():
+        raise RunFailed(f"{job.label}: failed with exit code {returncode}\n{_tail(job)}")
+    return json.loads(path.read_text("utf-8"))
+
+
+def _tail(job: Job) -> str:
+    path = job.folder / "log.txt"
+    lines = path.read_text("utf-8", errors="replace").splitlines()
+    return "\n".join([f"--- last lines of {path} ---", *lines[-LOG_TAIL:]])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

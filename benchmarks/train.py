@@ -1,0 +1,178 @@
+"""Training script of the demo: what a DeepSpeed user writes, plus a log of losses and counters.
+
+ds_quant is switched on by the "quantized_comm" block of the DeepSpeed configuration, not by this
+file. Only a checkout that is not installed has no entry point to load the plugin; there the
+launching side passes --plugin-import (and PYTHONPATH). Run it with a launcher:
+
+    deepspeed --num_accelerators 4 benchmarks/train.py --deepspeed_config ds_config.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import deepspeed
+import text
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from gpt import GPT, Block, GPTConfig
+
+LOG_INTERVAL = 10  # steps between two log writes; each costs one all-reduce of 10 losses
+VALIDATION_BATCHES = 8  # per rank
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line of one training run; sizes are per rank and per micro-step."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--deepspeed_config", required=True, help="ds_config.json")
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
+    parser.add_argument("--text", type=Path, help="default: the documentation of CPython")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--tied", action="store_true", help="share embedding and output head")
+    parser.add_argument("--progress", type=Path, help="JSON lines, one per step, as they happen")
+    parser.add_argument("--result", type=Path, help="JSON written at the end")
+    parser.add_argument("--plugin-import", action="store_true", help="import ds_quant by name")
+    return parser.parse_args(argv)
+
+
+def build_model(args: argparse.Namespace) -> GPT:
+    """The model, equal on all ranks and in all schemes: initialised from `args.seed` alone."""
+    torch.manual_seed(args.seed)
+    on_cpu = get_accelerator().device_name() == "cpu"
+    return GPT(
+        GPTConfig(
+            layers=args.layers,
+            width=args.width,
+            heads=args.heads,
+            seq_len=args.seq_len,
+            tied=args.tied,
+            compute_dtype=torch.float32 if on_cpu else None,
+        )
+    )
+
+
+def train_step(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, step: int, seed: int):
+    """One optimizer step; the loss averaged over this rank's micro-steps, a scalar fp32."""
+    total = torch.zeros((), device=engine.device)
+    accumulation = engine.gradient_accumulation_steps()
+    for micro_step in range(step * accumulation, (step + 1) * accumulation):
+        inputs, targets = next_batch(engine, tokens, micro_step, seed)
+        loss = engine(inputs, targets)
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach()
+    return total / accumulation
+
+
+def next_batch(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, step: int, seed: int):
+    """This rank's inputs and targets of micro-step `step`, both (batch, seq_len) int64."""
+    inputs, targets = text.batch(
+        tokens,
+        seed=seed,
+        step=step,
+        rank=dist.get_rank(),
+        batch_size=engine.train_micro_batch_size_per_gpu(),
+        seq_len=engine.module.config.seq_len,
+    )
+    return inputs.to(engine.device), targets.to(engine.device)
+
+
+def mean_over_ranks(values: list[torch.Tensor]) -> list[float]:
+    """Mean over ranks of scalar tensors, with one collective."""
+    stacked = torch.stack(values).float()  # (len(values),)
+    dist.all_reduce(stacked)
+    return (stacked / dist.get_world_size()).tolist()
+
+
+def train(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, args: argparse.Namespace):
+    """Run all steps; the per-step losses (mean over ranks) and this rank's seconds."""
+    losses: list[float] = []
+    seconds: list[float] = []
+    pending: list[torch.Tensor] = []
+    for step in range(args.steps):
+        start = time.perf_counter()
+        pending.append(train_step(engine, tokens, step, args.seed))
+        get_accelerator().synchronize()
+        seconds.append(time.perf_counter() - start)
+        if len(pending) == LOG_INTERVAL or step == args.steps - 1:
+            losses += mean_over_ranks(pending)
+            pending.clear()
+            write_progress(args.progress, losses, seconds)
+    return losses, seconds
+
+
+def write_progress(path: Path | None, losses: list[float], seconds: list[float]) -> None:
+    """Append the steps that are not in the file yet; rank 0 only."""
+    if path is None or dist.get_rank() != 0:
+        return
+    first = (len(losses) - 1) // LOG_INTERVAL * LOG_INTERVAL
+    with path.open("a", encoding="utf-8") as file:
+        for step in range(first, len(losses)):
+            line = {"step": step, "loss": losses[step], "seconds": seconds[step]}
+            file.write(json.dumps(line) + "\n")
+
+
+def validate(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, seed: int) -> float:
+    """Loss on held-out text, mean over ranks; the weights travel as they do in training."""
+    engine.eval()
+    losses = []
+    with torch.no_grad():
+        for step in range(VALIDATION_BATCHES):
+            losses.append(engine(*next_batch(engine, tokens, step, seed)).detach())
+    return sum(mean_over_ranks(losses)) / len(losses)
+
+
+def plugin_reports(engine: deepspeed.DeepSpeedEngine) -> list[dict] | None:
+    """The plugin's counters of every rank, or None when it does not act on this engine."""
+    plugin = sys.modules.get("ds_quant")
+    report = plugin.report(engine) if hasattr(plugin, "report") else None
+    reports: list[dict | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    return None if None in reports else reports
+
+
+def main() -> None:
+    """Train, then write losses, times and counters to `--result`."""
+    args = parse_args()
+    if args.plugin_import:
+        importlib.import_module("ds_quant")
+    # DeepSpeed compiles this op at start-up (30 s, needs a C++ compiler); training never calls it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    model = build_model(args)
+    # ZeRO-3 gathers a block at once: a layer of this size is not worth a collective of its own.
+    deepspeed.utils.set_z3_leaf_modules(model, [Block])
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=args.deepspeed_config
+    )
+    training, validation = text.split(text.load(args.text))
+    losses, seconds = train(engine, training, args)
+    result = {
+        "parameters": num_parameters,
+        "losses": losses,
+        "seconds": seconds,
+        "reports": plugin_reports(engine),  # before validation, which gathers weights too
+        "validation_loss": validate(engine, validation, args.seed),
+        "device": get_accelerator().device_name(),
+    }
+    if args.result is not None and dist.get_rank() == 0:
+        args.result.write_text(json.dumps(result), encoding="utf-8")
+    engine.destroy()
+    # Without these two a CPU process may abort at exit, after its work is done.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Equal seeds give equal bits, whatever the order, the buckets and uninitialised memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.harness import run
+from tests.distributed.models import (
+    FULL,
+    QSDP,
+    Run,
+    build,
+    digests,
+    settings,
+    train,
+    train_step,
+)
+
+pytestmark = pytest.mark.distributed
+
+STAGES = (1, 2, 3)
+DTYPES = ("fp32", "bf16")
+STEPS = 4
+
+
+def both_dtypes(stage: int, block: dict[str, Any]) -> dict[str, Run]:
+    return {
+        dtype: train(settings(stage, block, dtype=dtype, accumulation=2), STEPS, watched=True)
+        for dtype in DTYPES
+    }
+
+
+def same(one: Run, other: Run) -> bool:
+    return (
+        one.losses == other.losses
+        and digests(one.weights) == digests(other.weights)
+        and one.seen == other.seen
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_equal_seeds_give_equal_bits_and_another_seed_does_not(stage: int) -> None:
+    first, again, other = (run(both_dtypes, 3, stage, {**QSDP, "seed": seed}) for seed in (7, 7, 8))
+    for rank in range(3):
+        for dtype in DTYPES:
+            assert same(first[rank][dtype], again[rank][dtype])
+            assert first[rank][dtype].losses != other[rank][dtype].losses
+
+
+def filled(stage: int, block: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Losses of a run as usual, then of one whose torch.empty is full of NaN."""
+    config = settings(stage, block, dtype="bf16", accumulation=2)
+    usual = train(config, STEPS).losses
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    return usual, train(config, STEPS).losses
+
+
+@pytest.mark.parametrize("block", [QSDP, FULL], ids=lambda b: b["scheme"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_uninitialised_memory_is_never_read(stage: int, block: dict[str, Any]) -> None:
+    for usual, with_nan in run(filled, 3, stage, block):
+        assert usual == with_nan
+
+
+ARRANGEMENTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no prefetch": {"stage3_prefetch_bucket_size": 0},
+    "prefetch everything": {"stage3_prefetch_bucket_size": 200_000},
+    "small gradient buckets": {"reduce_bucket_size": 20_000},
+    "overlap": {"overlap_comm": True},
+    "no overlap": {"overlap_comm": False},
+    "one gather per tensor": {"stage3_allgather_sequential": True},
+    "weights kept for backward": {"stage3_max_reuse_distance": 10**9},
+}
+
+
+def arranged() -> dict[str, Run]:
+    return {
+        name: train(settings(3, QSDP, dtype="bf16", zero=zero), STEPS)
+        for name, zero in ARRANGEMENTS.items()
+    }
+
+
+def test_zero3_bits_do_not_depend_on_what_travels_together() -> None:
+    for found in run(arranged, 3):
+        gathers = {n: r.report["collectives"]["weights"] for n, r in found.items()}
+        reductions = {n: r.report["collectives"]["gradients"] for n, r in found.items()}
+        assert gathers["prefetch everything"] < gathers["default"] < gathers["no prefetch"]
+        assert gathers["weights kept for backward"] < gathers["default"]
+        assert reductions["small gradient buckets"] > reductions["default"]
+        for name, arrangement in found.items():
+            assert arrangement.losses == found["default"].losses, name
+            assert digests(arrangement.weights) == digests(found["default"].weights), name
+
+
+def generator_state(stage: int) -> bool:
+    engine = build(settings(stage, QSDP))
+    before = torch.get_rng_state()
+    for step in range(STEPS):
+        train_step(engine, step)
+    return torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_users_generator_is_never_advanced(stage: int) -> None:
+    assert all(run(generator_state, 2, stage))

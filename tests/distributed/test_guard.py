@@ -1,0 +1,343 @@
+"""What is refused, and when: through real ``deepspeed.initialize``, before any collective that a
+refusal could leave half done. The handshake goes through the store alone.
+
+Collectives are counted by the sequence numbers that torch keeps for every process group.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.harness import run, run_each
+from tests.distributed.models import QSDP, build, evaluate, settings, train_step
+
+pytestmark = pytest.mark.distributed
+
+
+def collectives_issued() -> int:
+    """Collectives of all process groups of this rank so far, DeepSpeed's included."""
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def _refused_rank(config: dict[str, Any]) -> tuple[str, str, int, int]:
+    """Name and text of the error, collectives issued in all and since the plugin's last check."""
+    from ds_quant.zero import guard
+
+    started = checked = collectives_issued()
+    check = guard.refuse_unsupported
+
+    def noted(facts: Any) -> None:
+        nonlocal checked
+        checked = collectives_issued()
+        check(facts)
+
+    guard.refuse_unsupported = noted
+    try:
+        build(config)
+    except Exception as error:
+        now = collectives_issued()
+        return type(error).__name__, str(error), now - started, now - checked
+    return "nothing", "", 0, 0
+
+
+def zero(stage: int, **extra: Any) -> dict[str, Any]:
+    return settings(stage, QSDP, zero=extra)
+
+
+def block(**fields: Any) -> dict[str, Any]:
+    return settings(2, fields)
+
+
+# What is asked for -> parts of the message: the key, the value, the way out.
+AT_PARSING = {
+    "stage 0": (settings(0, QSDP), ["zero_optimization.stage=0", "1, 2 or 3", "remove"]),
+    "deepcompile": (
+        settings(2, QSDP, compile={"deepcompile": True}),
+        ["compile.deepcompile=true", "set compile.deepcompile to false"],
+    ),
+    **{
+        f"{key}, ZeRO-{stage}": (
+            zero(stage, **{key: True}), [f"zero_optimization.{key}=true", "remove"]
+        )
+        for key in ("zero_quantized_weights", "zero_quantized_gradients")
+        for stage in (2, 3)
+    },
+    "hpZ": (
+        zero(3, zero_hpz_partition_size=2),
+        ["zero_optimization.zero_hpz_partition_size=2", "remove"],
+    ),
+    "NVMe parameters": (
+        zero(3, offload_param={"device": "nvme", "nvme_path": "/nowhere"}),
+        ["zero_optimization.offload_param.device=nvme", "allowed: cpu, none"],
+    ),
+    "ZenFlow": (
+        zero(2, zenflow={"topk_ratio": 0.1}, offload_optimizer={"device": "cpu"}),
+        ["zero_optimization.zenflow", "remove zenflow"],
+    ),
+    "SuperOffload": (
+        zero(3, offload_optimizer={"device": "cpu", "super_offload": True}),
+        ["zero_optimization.offload_optimizer.super_offload=true", "set it to false"],
+    ),
+    "bits 1": (
+        block(gradients={"bits": 1}),
+        ["quantized_comm.gradients.bits=1", "from 2 to 8", "did you mean 2?"],
+    ),
+    "bits 9": (
+        block(weights={"bits": 9}),
+        ["quantized_comm.weights.bits=9", "from 2 to 8", "did you mean 8?"],
+    ),
+    "group_size 33": (
+        block(weights={"group_size": 33}),
+        ["quantized_comm.weights.group_size=33", "multiple of 32", "did you mean 32?"],
+    ),
+    "unknown scheme": (
+        block(scheme="qspd"),
+        ['quantized_comm.scheme="qspd"', "full_precision", "qsdp_w4g4", 'did you mean "qsdp"?'],
+    ),
+    "auto": (
+        block(gradients={"bits": "auto"}),
+        ['quantized_comm.gradients.bits="auto"', "accelerate", "leave the key out"],
+    ),
+    "misspelt key": (
+        settings(2) | {"quantised_comm": {"scheme": "qsdp"}},
+        ["quantised_comm", "did you mean quantized_comm?"],
+    ),
+    "misspelt field": (
+        block(weights={"bit": 4}),
+        ["quantized_comm.weights.bit", "unknown key", "did you mean quantized_comm.weights.bits?"],
+    ),
+    "block inside zero_optimization": (
+        zero(2, quantized_comm=QSDP),
+        ["zero_optimization.quantized_comm", "top level"],
+    ),
+    "not an object": (
+        settings(2) | {"quantized_comm": True},
+        ["quantized_comm=true", 'an object such as {"scheme": "qsdp"}', "did you mean"],
+    ),
+    "list": (settings(2) | {"quantized_comm": [4]}, ["quantized_comm=[4]", "an object such as"]),
+}  # fmt: skip
+BF16_OPTIMIZER = settings(1, QSDP, dtype="bf16", data_types={"grad_accum_dtype": "fp32"})
+AT_THE_ENGINE = {
+    "BF16_Optimizer": (
+        2,
+        BF16_OPTIMIZER,
+        ["data_types.grad_accum_dtype=fp32", "BF16_Optimizer", "stage 2", "leave"],
+    ),
+    "node_size 2 of 3": (
+        3,
+        settings(2, {"node_size": 2}),
+        ["quantized_comm.node_size=2", "with 3 ranks: 1, 3"],
+    ),
+    "node_size 4 of 2": (
+        2,
+        settings(3, {"node_size": 4}),
+        ["quantized_comm.node_size=4", "with 2 ranks: 1, 2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AT_PARSING)
+def test_a_wrong_setting_is_refused_before_any_collective(case: str) -> None:
+    config, parts = AT_PARSING[case]
+    for kind, message, collectives, _ in run(_refused_rank, 2, config, timeout=20):
+        assert kind == "ConfigError", (kind, message)
+        assert [part for part in parts if part not in message] == [], message
+        assert collectives == 0
+
+
+@pytest.mark.parametrize("case", AT_THE_ENGINE)
+def test_what_only_the_engine_knows_is_refused_before_the_first_own_collective(case: str) -> None:
+    world, config, parts = AT_THE_ENGINE[case]
+    for kind, message, _, collectives in run(_refused_rank, world, config):
+        assert kind == "ConfigError", (kind, message)
+        assert [part for part in parts if part not in message] == [], message
+        assert collectives == 0
+
+
+# ---- settings that are no mistake ----
+
+
+def _accepted_rank(config: dict[str, Any]) -> tuple[bool, Any, list[float]]:
+    """Whether the engine is bound, its report, and the losses of two steps."""
+    import ds_quant
+
+    engine = build(config)
+    losses = train_step(engine, 0) + train_step(engine, 1)
+    return hasattr(engine, "ds_quant_binding"), ds_quant.report(engine), losses
+
+
+@pytest.mark.parametrize(
+    "config",
+    [settings(2), settings(2, {"enabled": False}), settings(0), settings(0, {"enabled": False})],
+    ids=["no block", "disabled", "stage 0", "stage 0, disabled"],
+)
+def test_no_block_and_a_disabled_block_leave_the_engine_alone(config: dict[str, Any]) -> None:
+    for bound, report, _ in run(_accepted_rank, 2, config):
+        assert not bound and report is None
+
+
+def test_settings_that_keep_gradients_exact_are_named_in_the_line() -> None:
+    config = settings(2, QSDP, zero={"reduce_scatter": False})
+    for _, report, _ in run(_accepted_rank, 2, config):
+        assert "gradients stay exact: zero_optimization.reduce_scatter is false" in report["line"]
+        assert report["collectives"]["gradients"] == 0 < report["collectives"]["weights"]
+
+
+# ---- a world of one ----
+
+WRAPPED = (
+    "step", "average_tensor", "allreduce_and_copy_with_multiple_ranks",
+    "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
+)  # fmt: skip
+
+
+def _alone_rank(stage: int) -> tuple[list[str], Any, list[float], list[float], float]:
+    """Wrapped methods, the report, the losses with and without the block, the evaluation."""
+    import ds_quant
+
+    engine = build(settings(stage, QSDP))
+    optimizer = engine.optimizer
+    wrapped = [n for n in WRAPPED if hasattr(getattr(optimizer, n, None), "ds_quant_wraps")]
+    wrapped += [
+        name
+        for name, p in engine.module.named_parameters()
+        if isinstance(getattr(p, "all_gather_coalesced", None), functools.partial)
+    ]
+    with ds_quant.exact_weights(engine):
+        losses = train_step(engine, 0) + train_step(engine, 1)
+    plain = build(settings(stage))
+    expected = train_step(plain, 0) + train_step(plain, 1)
+    return wrapped, ds_quant.report(engine), losses, expected, evaluate(engine) - evaluate(plain)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_world_of_one_trains_unwrapped_and_says_so(stage: int) -> None:
+    ((wrapped, report, losses, expected, difference),) = run(_alone_rank, 1, stage)
+    assert wrapped == []
+    assert "world of one, nothing to send" in report["line"]
+    assert report["collectives"] == {"weights": 0, "gradients": 0}
+    assert losses == expected and difference == 0
+
+
+# ---- handshake ----
+
+TIMEOUT = 2.0
+CAREFUL = {"scheme": "qsdp", "handshake_timeout": TIMEOUT}
+
+
+def _handshake_rank(configs: list[dict[str, Any]]) -> tuple[str, str, float, int]:
+    """``configs[rank]`` is this rank's; error or "built", its text, seconds, own collectives."""
+    from ds_quant.zero import guard
+
+    begun = 0
+    handshake = guard.handshake
+
+    def noted(**facts: Any) -> None:
+        nonlocal begun
+        begun = collectives_issued()
+        handshake(**facts)
+
+    guard.handshake = noted
+    started = time.monotonic()
+    try:
+        build(configs[torch.distributed.get_rank()])
+    except Exception as error:
+        since = collectives_issued() - begun
+        return type(error).__name__, str(error), time.monotonic() - started, since
+    return "built", "", time.monotonic() - started, 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("absent", [[0], [1], [0, 2]])
+def test_ranks_without_the_plugin_are_named_within_the_timeout(
+    stage: int, absent: list[int]
+) -> None:
+    """Their config lacks the block, which is what DeepSpeed sees where the plugin is missing."""
+    configs = [settings(stage, None if rank in absent else CAREFUL) for rank in range(3)]
+    outcomes = run_each(_handshake_rank, 3, configs, timeout=15)
+    for rank in set(range(3)) - set(absent):
+        assert outcomes[rank][0] is not None, outcomes[rank][1]
+        kind, message, seconds, collectives = outcomes[rank][0]
+        assert kind == "RuntimeError"
+        assert f"no answer from rank(s) {absent} within {TIMEOUT:g} s" in message
+        assert "DS_QUANT_DISABLE" in message and "handshake_timeout" in message
+        assert TIMEOUT <= seconds < TIMEOUT + 8  # building the engine is part of it
+        assert collectives == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"gradients": {"bits": 4}}, {"seed": 1}, {"scheme": "qsdp_w4g4"}, {"min_numel": 64},
+        {"exclude": ["last*"]}, {"node_size": 1}, {"warmup_steps": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ranks_with_other_settings_are_named(other: dict[str, Any]) -> None:
+    configs = [settings(2, CAREFUL), settings(2, CAREFUL), settings(2, CAREFUL | other)]
+    for kind, message, _, collectives in run(_handshake_rank, 3, configs):
+        assert kind == "RuntimeError" and "ranks disagree" in message
+        assert "rank 0:" in message and "rank 2:" in message and "rank 1:" not in message
+        assert collectives == 0
+
+
+def test_the_same_settings_written_differently_agree() -> None:
+    spelt_out = {"scheme": "qsdp", "weights": {"bits": 8}, "seed": 0, "enabled": True}
+    configs = [settings(2, {}), settings(2, QSDP), settings(2, spelt_out)]
+    assert [kind for kind, *_ in run(_handshake_rank, 3, configs)] == ["built"] * 3
+
+
+def _version_rank() -> str:
+    import ds_quant
+
+    if torch.distributed.get_rank() == 1:
+        ds_quant.__version__ = "0.0.0"
+    try:
+        build(settings(2, CAREFUL))
+    except RuntimeError as error:
+        return str(error)
+    return "built"
+
+
+def test_ranks_with_another_version_are_named() -> None:
+    for message in run(_version_rank, 2):
+        assert "install the same ds_quant everywhere" in message
+        assert 'rank 1: {"ds_quant": "0.0.0"' in message
+
+
+def _several_engines_rank(blocks: list[dict[str, Any]]) -> list[tuple[str, list[float]]]:
+    import ds_quant
+
+    engines = [build(settings(2, fields)) for fields in blocks]
+    losses = [train_step(engine, 0) for engine in engines]
+    return [
+        (ds_quant.report(engine)["scheme"], loss)
+        for engine, loss in zip(engines, losses, strict=True)
+    ]
+
+
+def test_every_engine_of_a_process_shakes_hands_for_itself() -> None:
+    blocks = [{"scheme": s} for s in ("qsdp", "qsdp_w4g4", "qsdp")]
+    for results in run(_several_engines_rank, 2, blocks):
+        assert [scheme for scheme, _ in results] == ["qsdp", "qsdp_w4g4", "qsdp"]
+
+
+def _second_engine_rank() -> str:
+    build(settings(2, CAREFUL))
+    seed = torch.distributed.get_rank()
+    try:
+        build(settings(2, CAREFUL | {"seed": seed}))
+    except RuntimeError as error:
+        return str(error)
+    return "built"
+
+
+def test_the_second_engine_is_compared_with_second_engines() -> None:
+    for message in run(_second_engine_rank, 2):
+        assert "ranks disagree" in message and "rank 1:" in message

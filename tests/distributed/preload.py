@@ -1,5 +1,7 @@
 """What the fork server imports once for all ranks of all tests. See ``harness``."""
 
+# ruff: noqa: E402  (the environment must be set before torch and DeepSpeed are imported)
+
 import gc
 import logging
 import os
@@ -19,8 +21,8 @@ import deepspeed
 import deepspeed.runtime.zero.stage3
 import functorch.compile  # noqa: F401  (DeepSpeed's engine would import it on every rank)
 import torch._dynamo
-import torch._inductor.config
 import torch._inductor.compile_fx
+import torch._inductor.config
 from deepspeed.utils import logger
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build that nothing uses

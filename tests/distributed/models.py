@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 FEATURES, HIDDEN, WIDTH, TARGETS = 63, 257, 251, 61
 BATCH = 16
+# ZeRO-3: parameters are fetched about a layer ahead, several in one message.
+PREFETCH = {"stage3_prefetch_bucket_size": 70_000, "stage3_max_live_parameters": 70_000}
 QSDP = {"scheme": "qsdp"}
 FULL = {"scheme": "full_precision"}
 
@@ -49,14 +51,14 @@ def settings(
     **top: Any,
 ) -> dict[str, Any]:
     """A DeepSpeed config; ``block`` is ``quantized_comm``. ZeRO-3 releases and re-fetches every
-    parameter, so that backward has gathers of its own, and prefetches about a layer.
+    parameter, so that backward has gathers of its own.
     """
     sections: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 10**6}
     if stage == 3:
         sections |= {
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
-            "stage3_prefetch_bucket_size": 70_000,
+            "stage3_max_live_parameters": 0,
         }
     config = {
         "train_micro_batch_size_per_gpu": BATCH,

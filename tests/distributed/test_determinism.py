@@ -10,6 +10,7 @@ import torch
 from tests.distributed.harness import run
 from tests.distributed.models import (
     FULL,
+    PREFETCH,
     QSDP,
     Run,
     build,
@@ -67,18 +68,16 @@ def test_uninitialised_memory_is_never_read(stage: int, block: dict[str, Any]) -
         assert usual == with_nan
 
 
+ALIVE = {"stage3_max_live_parameters": 10**9}
 ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "default": {},
-    "no prefetch": {"stage3_prefetch_bucket_size": 0},
-    "prefetch everything": {"stage3_prefetch_bucket_size": 200_000},
+    "prefetch one layer": PREFETCH,
+    "prefetch everything": {"stage3_prefetch_bucket_size": 200_000, **ALIVE},
+    "weights kept for backward": {"stage3_max_reuse_distance": 10**9, **ALIVE},
     "small gradient buckets": {"reduce_bucket_size": 20_000},
     "overlap": {"overlap_comm": True},
     "no overlap": {"overlap_comm": False},
     "one gather per tensor": {"stage3_allgather_sequential": True},
-    "weights kept for backward": {
-        "stage3_max_reuse_distance": 10**9,
-        "stage3_prefetch_bucket_size": 0,
-    },
 }
 
 
@@ -93,8 +92,8 @@ def test_zero3_bits_do_not_depend_on_what_travels_together() -> None:
     for found in run(arranged, 3):
         gathers = {n: r.report["collectives"]["weights"] for n, r in found.items()}
         reductions = {n: r.report["collectives"]["gradients"] for n, r in found.items()}
-        assert gathers["prefetch everything"] < gathers["default"] < gathers["no prefetch"]
-        assert gathers["weights kept for backward"] < gathers["no prefetch"]
+        assert gathers["prefetch everything"] < gathers["prefetch one layer"] < gathers["default"]
+        assert gathers["weights kept for backward"] < gathers["default"]
         assert reductions["small gradient buckets"] > reductions["default"]
         for name, arrangement in found.items():
             assert arrangement.losses == found["default"].losses, name

@@ -35,7 +35,7 @@ STEPS = 3
 
 
 # ZeRO-3 then keeps parameters after an evaluation, gathered and decoded.
-KEEP = {"stage3_max_reuse_distance": 10**9}
+KEEP = {"stage3_max_reuse_distance": 10**9, "stage3_max_live_parameters": 10**9}
 EXPORT = {"stage3_gather_16bit_weights_on_model_save": True, **KEEP}
 
 

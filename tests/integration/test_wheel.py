@@ -1,68 +1,17 @@
-"""The built wheel: its contents, and that it works where there is no checkout.
-
-The wheel is installed into a new virtual environment that sees torch and deepspeed through a
-.pth file, so that nothing is downloaded.
-"""
+"""The built wheel: its contents, and that it works where there is no checkout."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.integration.processes import run
+
 ROOT = Path(__file__).resolve().parents[2]
-NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "results")
 
 pytestmark = pytest.mark.slow
-
-
-def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Output of a command that sees none of the checkout; fails with what it printed."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    inherited.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
-    inherited.pop("DS_QUANT_DISABLE", None)
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env={**inherited, **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, because setuptools leaves build/ and *.egg-info behind."""
-    pytest.importorskip("setuptools", minversion="77")
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    shutil.copytree(ROOT, source, ignore=NOT_SOURCES)
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
-    run(*pip, "wheel", source, *options, cwd=folder)
-    (built,) = folder.glob("*.whl")
-    return built
-
-
-@pytest.fixture(scope="module")
-def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Interpreter of an environment with the wheel and, through a .pth file, our packages."""
-    folder = tmp_path_factory.mktemp("environment")
-    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
-    python = folder / "venv" / "bin" / "python"
-    site = Path(run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=folder)[:-1])
-    (site / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    install = ("install", "--no-deps", "--no-index", wheel)
-    run(sys.executable, "-m", "pip", "--python", python, *install, cwd=folder)
-    return python
 
 
 def test_wheel_carries_sources_resources_and_entry_points(wheel: Path) -> None:

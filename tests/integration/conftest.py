@@ -1,0 +1,44 @@
+"""The wheel, built once, and a new virtual environment with it. The environment sees torch and
+deepspeed through a .pth file, so that nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import run
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "results")
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, because setuptools leaves build/ and *.egg-info behind."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(ROOT, source, ignore=NOT_SOURCES)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
+    run(*pip, "wheel", source, *options, cwd=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Interpreter of an environment with the wheel and, through a .pth file, our packages."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    python = folder / "venv" / "bin" / "python"
+    site = Path(run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=folder)[:-1])
+    (site / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install = ("install", "--no-deps", "--no-index", wheel)
+    run(sys.executable, "-m", "pip", "--python", python, *install, cwd=folder)
+    return python

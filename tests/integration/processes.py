@@ -1,0 +1,34 @@
+"""Starts processes that see none of the checkout, as on a user's machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+_HIDDEN = (
+    "PYTHONPATH", "PYTHONHOME", "PYTHONWARNINGS", "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "DS_QUANT_DISABLE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE",
+)  # fmt: skip
+
+
+def run(*command: str | Path, cwd: Path, timeout: float = 240, **environment: str) -> str:
+    """Standard output of a command; fails with all that it printed."""
+    return run_both(*command, cwd=cwd, timeout=timeout, **environment)[0]
+
+
+def run_both(
+    *command: str | Path, cwd: Path, timeout: float = 240, **environment: str
+) -> tuple[str, str]:
+    """Standard output and standard error."""
+    inherited = {k: v for k, v in os.environ.items() if k not in _HIDDEN}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout, done.stderr

@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402  (the environment must be set before torch and DeepSpeed are imported)
 
+import functools
 import gc
 import logging
 import os
@@ -29,3 +30,19 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build t
 logger.setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*|.*reduce_scatter_tensor.*")
 gc.freeze()
+
+if deepspeed.__version__.startswith("0.18."):
+    # Its ZeRO-1/2 gathers into a view that torch 2.13 refuses to modify, also without this plugin;
+    # the runs that serve as baselines get detached views.
+    import deepspeed.runtime.zero.stage_1_and_2 as stage_1_and_2
+
+    def gather_detached(groups_flat, partitioned_param_groups, original, **kwargs):
+        original(
+            groups_flat=[flat.detach() for flat in groups_flat],
+            partitioned_param_groups=[[p.detach() for p in ps] for ps in partitioned_param_groups],
+            **kwargs,
+        )
+
+    stage_1_and_2.all_gather_dp_groups = functools.partial(
+        gather_detached, original=stage_1_and_2.all_gather_dp_groups
+    )

@@ -58,6 +58,8 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
     binding.replica = Replica(binding, optimizer)
     seams.wrap_weight_gather(optimizer, binding.replica.gather_updated)
     seams.wrap_exports(engine, optimizer, binding.replica.exact)
+    if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
+        binding.notices.append("buckets with Muon matrices split over ranks stay exact")
     if binding.gradients_travel():
         reduction = OwnerReduction(binding, optimizer)
         seams.wrap_owner_reduction(optimizer, reduction.begin, reduction.reduce)

@@ -17,6 +17,7 @@ sys.path.append(str(BENCHMARKS))  # scripts that import each other, not a packag
 import compare  # noqa: E402
 import launch  # noqa: E402
 import report  # noqa: E402
+import schemes  # noqa: E402
 import text  # noqa: E402
 from gpt import GPT, VOCABULARY, GPTConfig  # noqa: E402
 
@@ -143,7 +144,7 @@ def test_longer_sequence_than_the_model_is_refused() -> None:
 
 def test_scheme_listing_keeps_overrides_with_their_scheme() -> None:
     listing = 'full_precision,qsdp:weights.bits=6,exclude=["a","b"],qsdp,qsdp_w4g4'
-    entries = compare.parse_schemes(listing)
+    entries = schemes.parse_schemes(listing)
     assert [entry.name for entry in entries] == ["full_precision", "qsdp", "qsdp", "qsdp_w4g4"]
     assert entries[1].overrides == {"weights.bits": 6, "exclude": ["a", "b"]}
     assert not any(entry.overrides for entry in (entries[0], *entries[2:]))
@@ -159,13 +160,13 @@ def test_scheme_listing_keeps_overrides_with_their_scheme() -> None:
     ],
 )
 def test_override_values_are_json_or_strings(setting: str, parsed: tuple) -> None:
-    assert compare.parse_override(setting) == parsed
+    assert schemes.parse_override(setting) == parsed
 
 
 @pytest.mark.parametrize("listing", ["", "a,,b", "a,a", "bits=3", "a:bits", "deepspeed_plain:a=1"])
 def test_wrong_scheme_listing_is_refused(listing: str) -> None:
     with pytest.raises(ValueError, match="schemes|override"):
-        compare.parse_schemes(listing)
+        schemes.parse_schemes(listing)
 
 
 def test_block_merges_arguments_overrides_and_entry() -> None:
@@ -173,7 +174,7 @@ def test_block_merges_arguments_overrides_and_entry() -> None:
         ["--schemes", "qsdp_w4g4:weights.rounding=nearest,weights.bits=3", "--seed", "7",
          "--node-size", "2", "--override", "weights.bits=6", "--override", "min_numel=0"]
     )  # fmt: skip
-    assert compare.block_of(args.schemes[0], args) == {
+    assert schemes.block_of(args.schemes[0], args) == {
         "scheme": "qsdp_w4g4",
         "seed": 7,
         "node_size": 2,
@@ -184,7 +185,7 @@ def test_block_merges_arguments_overrides_and_entry() -> None:
 
 def test_configs_of_all_schemes_differ_in_the_block_only() -> None:
     args = compare.parse_args(["--schemes", "deepspeed_plain,full_precision,qsdp"])
-    configs = [compare.deepspeed_config(entry, args) for entry in args.schemes]
+    configs = [schemes.deepspeed_config(entry, args) for entry in args.schemes]
     blocks = [config.pop("quantized_comm", None) for config in configs]
     assert blocks[0] is None
     assert blocks[1] != blocks[2]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -261,7 +262,8 @@ def _require(owner: Any, name: str) -> None:
 def log_rank0(message: str) -> None:
     from deepspeed.utils import log_dist
 
-    log_dist(message, ranks=[0])
+    # DeepSpeed's logger shows nothing below a warning unless the user lowers its level.
+    log_dist(message, ranks=[0], level=logging.WARNING)
 
 
 def rank_and_world() -> tuple[int, int]:

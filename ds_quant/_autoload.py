@@ -45,25 +45,32 @@ def _install() -> None:
 
 
 class _EngineFinder(importlib.abc.MetaPathFinder):
-    """Finds only ``TARGET``, once, and lets the real loader do the work."""
+    """Finds only ``TARGET`` and lets the real loader do the work; stays until that has succeeded,
+    so that a mere look for the module or a failed import does not lose the plugin.
+    """
+
+    _searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != TARGET:
+        if fullname != TARGET or self._searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _EngineLoader(spec.loader)
+            spec.loader = _EngineLoader(spec.loader, self)
         return spec
 
 
 class _EngineLoader(importlib.abc.Loader):
     """Runs the wrapped loader, restores it on the module, then installs the plugin."""
 
-    def __init__(self, wrapped: importlib.abc.Loader) -> None:
-        self._wrapped = wrapped
+    def __init__(self, wrapped: importlib.abc.Loader, finder: _EngineFinder) -> None:
+        self._wrapped, self._finder = wrapped, finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._wrapped.create_module(spec)
@@ -73,4 +80,6 @@ class _EngineLoader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._wrapped
         self._wrapped.exec_module(module)
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
         _install()

@@ -1,0 +1,299 @@
+"""``pip install`` and a block in the config are all it takes: scripts without a line of ours.
+
+The end-to-end runs start real launchers in an environment that has the wheel; the switches are
+tried in single processes, where a wrapped config parser shows that the plugin is installed. The
+import hook itself is tested in this process, on a module that stands in for DeepSpeed's engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_quant import _autoload
+from tests.integration.processes import run, run_both
+
+IMPORTS = {
+    "torch first": "import torch\nimport deepspeed",
+    "deepspeed first": "import deepspeed\nimport torch",
+}
+LAUNCHERS = {
+    "deepspeed": ("deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port"),
+    "torchrun": ("torch.distributed.run", "--nproc_per_node", "2", "--master_port"),
+}
+TRAINING = """
+import json, os, sys
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build that nothing uses
+torch.manual_seed(0)
+model = torch.nn.Linear(128, 128)
+optimizer = torch.optim.AdamW(model.parameters())
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config="ds_config.json")
+for _ in range(3):
+    loss = engine(torch.ones(2, 128)).square().mean()
+    engine.backward(loss)
+    engine.step()
+plugin = sys.modules.get("ds_quant")
+report = plugin.report(engine) if plugin else None
+with open(f"rank{os.environ['RANK']}.json", "w") as file:
+    json.dump({"loss": float(loss), "report": report}, file)
+deepspeed.comm.barrier()
+os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
+"""
+
+
+def ds_config(stage: int) -> dict:
+    zero: dict = {"stage": stage}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": zero,
+        "quantized_comm": {"scheme": "qsdp"},
+    }
+
+
+# ---- launchers ----
+
+
+def free_port() -> str:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def launch(
+    python: Path, folder: Path, launcher: str, imports: str, stage: int, **environment: str
+) -> tuple[str, list[dict]]:
+    """All that a run of two ranks prints, and what each rank wrote."""
+    (folder / "ds_config.json").write_text(json.dumps(ds_config(stage)))
+    (folder / "train.py").write_text(imports + TRAINING)
+    command = (python, "-m", *LAUNCHERS[launcher], free_port(), "train.py")
+    printed = run_both(*command, cwd=folder, DS_ACCELERATOR="cpu", **environment)
+    written = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return "".join(printed), written
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("launcher", "order", "stage"),
+    [
+        ("deepspeed", "torch first", 3), ("deepspeed", "deepspeed first", 1),
+        ("torchrun", "torch first", 2), ("torchrun", "deepspeed first", 3),
+    ],
+)  # fmt: skip
+def test_a_script_without_a_line_of_ours_is_quantized(
+    python: Path, tmp_path: Path, launcher: str, order: str, stage: int
+) -> None:
+    printed, ranks = launch(python, tmp_path, launcher, IMPORTS[order], stage)
+    assert "ds_quant" not in (tmp_path / "train.py").read_text().replace('get("ds_quant")', "")
+    assert printed.count("quantized_comm: ") == 1, printed
+    assert f"quantized_comm: qsdp on ZeRO-{stage}" in printed
+    for rank in ranks:
+        assert rank["report"]["steps"] == 3 and rank["report"]["world"] == 2
+        for role in ("weights", "gradients"):
+            assert rank["report"]["received_bytes"][role]["intra"] > 0
+            assert rank["report"]["received_bytes"][role]["inter"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_disabled_by_the_environment_the_same_script_trains_unquantized(
+    python: Path, tmp_path: Path
+) -> None:
+    imports = IMPORTS["torch first"]
+    printed, ranks = launch(python, tmp_path, "torchrun", imports, 2, DS_QUANT_DISABLE="1")
+    assert "quantized_comm" not in printed
+    assert all(rank["report"] is None for rank in ranks)
+
+
+# ---- switches, in single processes ----
+
+SHOW = """
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+wrapped = [hasattr(f, "ds_quant_wraps") for f in (
+    DeepSpeedConfig._initialize_params,
+    DeepSpeedEngine._configure_zero_optimizer,
+    DeepSpeedEngine._configure_bf16_optimizer,
+)]
+assert len(set(wrapped)) == 1, wrapped
+print("active" if all(wrapped) else "inactive")
+"""
+OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "environment", "expected"),
+    [
+        (IMPORTS["torch first"], OFF, "inactive"),
+        ("import ds_quant\nimport deepspeed", OFF, "active"),
+        ("import deepspeed\nimport ds_quant", OFF, "active"),
+        (IMPORTS["deepspeed first"], {"DS_QUANT_DISABLE": "true"}, "inactive"),
+    ],
+    ids=["no autoload", "no autoload, import before", "no autoload, import after", "disabled"],
+)  # fmt: skip
+def test_what_switches_the_plugin_on_and_off(
+    python: Path, tmp_path: Path, code: str, environment: dict[str, str], expected: str
+) -> None:
+    printed = run(
+        python, "-c", code + SHOW, cwd=tmp_path, **{"DS_ACCELERATOR": "cpu", **environment}
+    )
+    assert printed.splitlines()[-1] == expected
+
+
+BREAK = "import sys\nsys.modules['ds_quant.zero.seams'] = None  # importing it now fails\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "environment"),
+    [(IMPORTS["torch first"], {}), ("import torch\nimport deepspeed\nimport ds_quant", OFF)],
+    ids=["while deepspeed is imported", "when deepspeed is there already"],
+)
+def test_a_broken_install_only_warns(
+    python: Path, tmp_path: Path, code: str, environment: dict[str, str]
+) -> None:
+    printed, warned = run_both(
+        python, "-c", BREAK + code + SHOW, cwd=tmp_path, DS_ACCELERATOR="cpu", **environment
+    )
+    assert printed.splitlines()[-1] == "inactive"
+    assert warned.count("quantized_comm is NOT active") == 1
+    assert "RuntimeWarning" in warned and "ds_quant.zero.seams" in warned
+
+
+# ---- the import hook ----
+
+ENGINE = """
+class DeepSpeedEngine:
+    pass
+
+seen_while_running = __loader__, __spec__.loader
+"""
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """A package ``hooked.engine`` as the target; lists the installs. Leaves no hook behind."""
+    package = tmp_path / "hooked"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "other.py").write_text("")
+    (package / "engine.py").write_text(textwrap.dedent(ENGINE))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_autoload, "TARGET", "hooked.engine")
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not is_hook(f)])
+    monkeypatch.delenv(_autoload.DISABLE_VARIABLE, raising=False)
+    installs: list[str] = []
+    monkeypatch.setattr(_autoload, "_install", lambda: installs.append("installed"))
+    yield installs
+    for name in [n for n in sys.modules if n.split(".")[0] == "hooked"]:
+        del sys.modules[name]
+
+
+def is_hook(finder: object) -> bool:
+    return isinstance(finder, _autoload._EngineFinder)
+
+
+def hooks() -> int:
+    return sum(is_hook(finder) for finder in sys.meta_path)
+
+
+def test_the_hook_installs_once_when_the_engine_is_imported_and_is_gone(
+    installed: list[str],
+) -> None:
+    _autoload.activate()
+    assert hooks() == 1 and is_hook(sys.meta_path[0]) and installed == []
+    importlib.import_module("hooked.engine")
+    assert installed == ["installed"] and hooks() == 0
+    del sys.modules["hooked.engine"]
+    importlib.import_module("hooked.engine")
+    assert installed == ["installed"]
+
+
+def test_activating_twice_plants_one_hook(installed: list[str]) -> None:
+    _autoload.activate()
+    _autoload.activate()
+    assert hooks() == 1
+
+
+def test_activating_after_the_engine_was_imported_installs_at_once(installed: list[str]) -> None:
+    importlib.import_module("hooked.engine")
+    _autoload.activate()
+    assert installed == ["installed"] and hooks() == 0
+
+
+def test_the_engine_module_keeps_its_own_loader(installed: list[str]) -> None:
+    _autoload.activate()
+    module = importlib.import_module("hooked.engine")
+    plain = importlib.util.spec_from_file_location("hooked.engine", module.__file__).loader
+    for loader in (module.__loader__, module.__spec__.loader, *module.seen_while_running):
+        assert type(loader) is type(plain) and loader.path == plain.path
+
+
+@pytest.mark.parametrize("name", ["hooked", "hooked.other", "hooked.engine.part", "json"])
+def test_the_hook_ignores_every_other_module(installed: list[str], name: str) -> None:
+    _autoload.activate()
+    assert sys.meta_path[0].find_spec(name, None) is None
+    assert hooks() == 1 and installed == []
+
+
+def test_looking_for_the_engine_without_importing_it_keeps_the_hook(installed: list[str]) -> None:
+    _autoload.activate()
+    assert importlib.util.find_spec("hooked.engine") is not None
+    assert hooks() == 1 and installed == []
+    importlib.import_module("hooked.engine")
+    assert installed == ["installed"] and hooks() == 0
+
+
+def test_an_engine_that_fails_to_import_is_hooked_when_it_succeeds(
+    installed: list[str], tmp_path: Path
+) -> None:
+    source = tmp_path / "hooked" / "engine.py"
+    source.write_text("raise ImportError('not yet')")
+    _autoload.activate()
+    with pytest.raises(ImportError, match="not yet"):
+        importlib.import_module("hooked.engine")
+    assert installed == []
+    source.write_text(ENGINE + "\n# of another size, so that no stale byte code is used\n")
+    importlib.invalidate_caches()
+    importlib.import_module("hooked.engine")
+    assert installed == ["installed"] and hooks() == 0
+
+
+def test_no_engine_no_error(installed: list[str], tmp_path: Path) -> None:
+    (tmp_path / "hooked" / "engine.py").unlink()
+    importlib.invalidate_caches()
+    _autoload.activate()
+    with pytest.raises(ModuleNotFoundError, match="hooked.engine"):
+        importlib.import_module("hooked.engine")
+    assert installed == []
+
+
+@pytest.mark.parametrize(
+    ("value", "active"),
+    [("1", False), ("true", False), ("YES", False), ("", True), ("0", True), ("no", True)],
+)
+def test_the_variable_disables_the_hook(
+    installed: list[str], monkeypatch: pytest.MonkeyPatch, value: str, active: bool
+) -> None:
+    monkeypatch.setenv(_autoload.DISABLE_VARIABLE, value)
+    _autoload.activate()
+    assert hooks() == int(active)
+
+
+def test_a_failing_install_warns_and_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ds_quant.zero.seams", None)
+    with pytest.warns(RuntimeWarning, match="quantized_comm is NOT active.*seams"):
+        _autoload._install()

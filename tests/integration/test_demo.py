@@ -1,0 +1,52 @@
+"""The demo end to end: real launcher, real ranks, a table, a picture and a result file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMPARE = Path(__file__).resolve().parents[2] / "benchmarks" / "compare.py"
+TINY = ["--world=2", "--steps=6", "--layers=1", "--width=64", "--heads=2", "--batch=2",
+        "--seq-len=16", "--stage=3", "--timeout=200"]  # fmt: skip
+
+
+def compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    corpus = folder / "corpus.txt"
+    corpus.write_text("All happy families are alike. " * 200, "utf-8")
+    line = [sys.executable, str(COMPARE), f"--out={folder / 'out'}", f"--text={corpus}", *TINY]
+    return subprocess.run([*line, *arguments], capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_schemes_train_on_the_same_data_and_count_their_bytes(tmp_path: Path) -> None:
+    finished = compare(tmp_path, "--schemes=full_precision,qsdp:min_numel=0")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "qsdp:min_numel=0" in finished.stdout
+    out = tmp_path / "out"
+    assert (out / "compare.png").stat().st_size > 10_000
+    results = json.loads((out / "compare.json").read_text("utf-8"))
+    exact, quantized = (run["result"] for run in results["runs"])
+    # Same weights and bytes at the start: only the rounding of 8-bit weights separates the losses.
+    assert exact["losses"][0] == pytest.approx(quantized["losses"][0], rel=2e-3)
+    assert exact["losses"] != quantized["losses"]
+    assert len(exact["losses"]) == len(exact["seconds"]) == 6
+    full, reduced = (row["wire_bytes"] for row in results["summary"])
+    # Two gathers and one reduction of bf16, half of them from the other rank of two, and the
+    # padding of a few parameters that two ranks cannot divide evenly.
+    assert full == pytest.approx(3.0, rel=0.01)
+    assert reduced < full / 1.8
+    assert [report["steps"] for report in quantized["reports"]] == [6, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_failing_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    finished = compare(tmp_path, "--schemes=qsdp", "--lr=-1")
+    assert finished.returncode == 1
+    assert "failed with exit code" in finished.stderr
+    assert "Invalid learning rate" in finished.stderr

@@ -22,7 +22,10 @@ from ds_quant.layout import (
     wire_layout,
 )
 
-_CHUNK_NUMEL = {"cpu": 1 << 19}  # elements per pass: scratch in cache, few calls
+# Elements per pass, so that scratch (about 14 bytes each) fits the third-level cache. Measured on
+# one core with AVX2, at 2^18 / 2^19 / 2^20 / 2^21: int8 encode 1.11 / 0.89 / 0.80 / 0.82 ns per
+# element, int4 stochastic 4.8 / 3.9 / 3.9 / 4.3; below 2^19 the cost of a call dominates.
+_CHUNK_NUMEL = {"cpu": 1 << 20}
 _DEVICE_CHUNK_NUMEL = 1 << 24  # devices without that concern
 
 

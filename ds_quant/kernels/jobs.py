@@ -1,0 +1,73 @@
+"""Arguments of the CUDA kernels as bytes: the structs of cuda/include/job.cuh, field by field.
+
+All fields are unsigned 64-bit integers: addresses, strides and offsets in bytes, counts, bit
+patterns. May import layout.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ds_quant.layout import WireLayout
+
+_WIRE = ("bytes", "stride", "plane1", "plane2", "scales", "offsets", "end", "numel")
+_PLACE = ("first_block", "row_blocks")  # used by tables only
+
+FIELDS = {
+    "encode": (
+        *_PLACE,
+        *(f"wire.{field}" for field in _WIRE),
+        *("values", "values_stride", "numel", "base", "base_stride"),
+        *("key", "step", "first_vector", "levels", "flips_low", "flips_high"),
+    ),
+    "decode_sum": (
+        *_PLACE,
+        *(f"wire.{field}" for field in _WIRE),
+        *("sources", "source_stride", "values", "values_stride", "numel"),
+        *("own", "own_values", "factor", "levels", "flips_low", "flips_high"),
+    ),
+    "recode": (
+        *_PLACE,
+        *(f"wire.{field}" for field in _WIRE),
+        *(f"source.{field}" for field in _WIRE),
+        *("sources", "source_stride", "own", "own_values"),
+        *("key", "step", "first_vector", "levels", "source_levels"),
+    ),
+}
+
+NO_SOURCE = (1 << 64) - 1  # `own` when no source is given as values
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel, whoever carries it out."""
+
+    kernel: str
+    macros: tuple[tuple[str, int], ...]  # sorted by name; the defaults of the sources left out
+    grid: tuple[int, int]
+    threads: int
+    job: bytes
+
+
+def pack(kernel: str, fields: Mapping[str, int]) -> bytes:
+    """The struct of a kernel; fields that are not named are 0."""
+    names = FIELDS[kernel]
+    unknown = fields.keys() - set(names)
+    assert not unknown, f"{kernel} has no field {sorted(unknown)}"
+    return struct.pack(f"<{len(names)}Q", *(fields.get(name, 0) for name in names))
+
+
+def wire_fields(name: str, layout: WireLayout, *, address: int, stride: int) -> dict[str, int]:
+    """Fields of a WireJob: rows of a layout at an address, `stride` bytes apart."""
+    planes = (*layout.plane_offsets, 0, 0)
+    return {
+        f"{name}.bytes": address,
+        f"{name}.stride": stride,
+        f"{name}.plane1": planes[1],
+        f"{name}.plane2": planes[2],
+        f"{name}.scales": layout.scale_offset,
+        f"{name}.offsets": layout.offset_offset or 0,
+        f"{name}.end": layout.nbytes,
+        f"{name}.numel": layout.numel,
+    }

@@ -278,7 +278,7 @@ DSQ_DEVICE void store_plane(const Codes (&codes)[DSQ_RUN], const WireRow& row, u
     const int width = Planes<DSQ_BITS>::width(PLANE), shift = Planes<DSQ_BITS>::shift(PLANE);
     const Codes zero = {in_every_byte(DSQ_ZERO), in_every_byte(DSQ_ZERO)};
     const u64 forced = plane_of<width>(zero, shift);
-    PlaneBytes<DSQ_RUN * width> bytes;
+    PlaneBytes<DSQ_RUN * width> bytes = {};
     DSQ_UNROLL
     for (int v = 0; v < DSQ_RUN; ++v) {
         const u64 plane = plane_of<width>(codes[v], shift);

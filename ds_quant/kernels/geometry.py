@@ -6,7 +6,7 @@ inside the kernel come from one place. Standard library only, besides layout.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from ds_quant.layout import VECTOR_NUMEL, ceil_div
@@ -33,7 +33,7 @@ class Tiling(NamedTuple):
         return THREADS // (self.lanes * self.warps) * self.slots
 
 
-@lru_cache(maxsize=None)
+@cache
 def tiling(group_size: int, run: int) -> Tiling:
     """Tiling of groups of `group_size` (a multiple of 32, at most MAX_GROUP) in runs of 1 or 4.
 

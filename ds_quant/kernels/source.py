@@ -7,7 +7,7 @@ silently run the old binary. May import resources.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from ds_quant.resources import resource_dir
@@ -17,7 +17,7 @@ KERNELS = ("encode", "decode_sum", "recode")
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 
 
-@lru_cache(maxsize=None)
+@cache
 def source(kernel: str) -> str:
     """Source text of a kernel without includes; ValueError for a name not in KERNELS."""
     if kernel not in KERNELS:

@@ -7,13 +7,13 @@ patterns. May import layout.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ds_quant.layout import WireLayout
 
 _WIRE = ("bytes", "stride", "plane1", "plane2", "scales", "offsets", "end", "numel")
-_PLACE = ("first_block", "row_blocks")  # used by tables only
+_PLACE = ("first_block", "row_blocks")  # first, and used by tables only
 
 FIELDS = {
     "encode": (
@@ -48,6 +48,38 @@ class Launch(NamedTuple):
     grid: tuple[int, int]
     threads: int
     job: bytes
+
+
+class Table(NamedTuple):
+    """Several launches of one kernel as one: their jobs in a device buffer, one grid for all."""
+
+    kernel: str
+    macros: tuple[tuple[str, int], ...]
+    blocks: int
+    threads: int
+    jobs: bytes
+    num_jobs: int
+
+
+def merge(launches: Iterable[Launch]) -> list[Table]:
+    """One table per kernel and set of macros; launches must not depend on each other."""
+    alike: dict[tuple, list[Launch]] = {}
+    for launch in launches:
+        alike.setdefault((launch.kernel, launch.macros, launch.threads), []).append(launch)
+    tables = []
+    for (kernel, macros, threads), members in alike.items():
+        blocks, jobs = 0, []
+        for member in members:
+            jobs.append(struct.pack("<2Q", blocks, member.grid[0]) + member.job[16:])
+            blocks += member.grid[0] * member.grid[1]
+        macros = tuple(sorted((*macros, ("DSQ_TABLE", 1))))
+        tables.append(Table(kernel, macros, blocks, threads, b"".join(jobs), len(jobs)))
+    return tables
+
+
+def place_of(kernel: str, field: str) -> int:
+    """Index of a field among the 64-bit integers of a job, to change it in a device buffer."""
+    return FIELDS[kernel].index(field)
 
 
 def pack(kernel: str, fields: Mapping[str, int]) -> bytes:

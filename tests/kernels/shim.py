@@ -8,8 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-from ds_quant.kernels.jobs import FIELDS, Launch
+from ds_quant.kernels.jobs import FIELDS, Launch, Table
 from ds_quant.kernels.source import source
 
 HEADER = Path(__file__).with_name("shim.h")
@@ -32,11 +33,21 @@ class Shim:
 
     def __call__(self, launch: Launch) -> None:
         """Run every block of a launch, on this thread."""
-        library = self.library(launch.kernel, launch.macros)
         job = ctypes.create_string_buffer(launch.job, len(launch.job))
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(job))
-        grid = (ctypes.c_uint * 2)(*launch.grid)
-        library.shim_launch(grid, launch.threads, arguments, int(self.reversed_warps))
+        self._run(launch, launch.grid, ctypes.addressof(job))
+
+    def run_table(self, table: Table, buffer: torch.Tensor) -> None:
+        """Run a table whose jobs lie in `buffer` (bytes,) uint8."""
+        first = ctypes.c_uint64(buffer.data_ptr())
+        count = ctypes.c_uint64(table.num_jobs)
+        grid = (table.blocks, 1)
+        self._run(table, grid, ctypes.addressof(first), ctypes.addressof(count))
+
+    def _run(self, launch: Launch | Table, grid: tuple[int, int], *addresses: int) -> None:
+        library = self.library(launch.kernel, launch.macros)
+        arguments = (ctypes.c_void_p * len(addresses))(*addresses)
+        sizes = (ctypes.c_uint * 2)(*grid)
+        library.shim_launch(sizes, launch.threads, arguments, int(self.reversed_warps))
 
     def library(self, kernel: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
         """The kernel with these macros as a shared library."""

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ds_quant.topology import Topology, default_node_size
-from ds_quant.zero import guard, seams
+from ds_quant.zero import guard, parameters, replica_seams, seams
 from ds_quant.zero.binding import Binding
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.reduce import OwnerReduction, ShardReduction
@@ -31,6 +31,8 @@ def attach(engine: Any, optimizer: Any) -> None:
     )
     scheme = config.to_scheme()
     topology = Topology(world=world, node_size=scheme.node_size or default_node_size(world))
+    if engine.zero_optimization_stage() == 3:
+        guard.refuse_full_replica(scheme, topology, parameters.total_bytes(engine.module))
     binding = engine.ds_quant_binding = Binding(engine, scheme, topology)
     if world == 1:
         binding.notices.append("world of one, nothing to send")
@@ -45,24 +47,30 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
     """ZeRO-3."""
     fetch = Fetch(binding)
     fetch.attach(engine.module.parameters())
+    if binding.scheme.node_shard and binding.topology.nodes > 1:
+        binding.node = fetch.keep_in_node()
     if not seams.steps(optimizer):  # inference: parameters only
         return
     seams.after_step(optimizer, fetch.after_step)
+    if binding.node is not None:
+        seams.after_checkpoint_event(optimizer, binding.node.mark_stale)
     if binding.gradients_travel():
         seams.wrap_shard_reduction(optimizer, ShardReduction(binding))
 
 
 def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
     """ZeRO-1 and 2."""
-    binding.require_tracked(seams.replica_groups(optimizer))
+    binding.require_tracked(replica_seams.replica_groups(optimizer))
     binding.replica = Replica(binding, optimizer)
-    seams.wrap_weight_gather(optimizer, binding.replica.gather_updated)
-    seams.wrap_exports(engine, optimizer, binding.replica.exact)
+    replica_seams.wrap_weight_gather(
+        optimizer, binding.replica.gather_updated, keep_replica=binding.scheme.difference
+    )
+    replica_seams.wrap_exports(engine, optimizer, binding.replica.exact)
     if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
         binding.notices.append("buckets with Muon matrices split over ranks stay exact")
     if binding.gradients_travel():
         reduction = OwnerReduction(binding, optimizer)
-        seams.wrap_owner_reduction(optimizer, reduction.begin, reduction.reduce)
+        replica_seams.wrap_owner_reduction(optimizer, reduction.begin, reduction.reduce)
 
 
 def exact_weights(engine: Any) -> AbstractContextManager[None]:

@@ -19,7 +19,6 @@ from ds_quant.config import (
     json_schema,
     parse,
     parse_block,
-    require_zero,
 )
 from ds_quant.presets import apply_preset, preset_description, preset_names
 from ds_quant.resources import resource_dir
@@ -260,9 +259,9 @@ def test_nothing_to_do_is_none(param_dict: dict) -> None:
 @pytest.mark.parametrize("stage", [0, 4, None, "auto", []])
 def test_stage_without_sharded_communication_is_refused(stage: Any) -> None:
     with pytest.raises(ConfigError, match="zero_optimization.stage=.*1, 2 or 3"):
-        require_zero(stage)
+        parse_block({}).validate_stage(stage)
     for good in (1, 2, 3):
-        require_zero(good)
+        parse_block({}).validate_stage(good)
 
 
 VALID = {

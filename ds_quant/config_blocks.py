@@ -32,7 +32,8 @@ Rounding = Literal["nearest", "stochastic", "random_shift"]
 
 
 def conflict(block: BaseModel, *keys: str, fix: str) -> PydanticCustomError:
-    settings = {key: getattr(block, key) for key in keys}
+    dump = block.model_dump(mode="json", include=set(keys))
+    settings = {key: dump[key] for key in keys}
     return PydanticCustomError("conflict", "{fix}", {"settings": settings, "fix": fix})
 
 

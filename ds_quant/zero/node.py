@@ -71,6 +71,16 @@ class NodeShard:
         else:
             self._stale.update(self._binding.tracked(p).index for p in params if self.serves(p))
 
+    def copies(self) -> Iterable[tuple[int, list[torch.Tensor]]]:
+        """See Holder. Ranks of equal place in their nodes hold equal rows."""
+        # Stale rows are about to be refilled; the set is the same on all ranks.
+        rows = [item.rows for index, item in self._kept.items() if index not in self._stale]
+        yield self._rank % self._binding.topology.node_size, rows
+
+    def resync(self) -> None:
+        """See Holder: the next fetches fill all parameters exactly."""
+        self.mark_stale()
+
     def after_step(self) -> None:
         """Exchange what the optimizer has changed, slice by slice."""
         step = self._binding.step + 1  # DeepSpeed counts the step only after it

@@ -64,6 +64,11 @@ class Replica:
         gather = partial(self._gather, self._binding.step, exact=True)
         replica_seams.refresh_replica(self._optimizer, gather)
 
+    def copies(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """See Holder. The ranks of a process group hold equal replicas."""
+        for group in replica_seams.replica_groups(self._optimizer):
+            yield self._binding.link(group.process_group).ranks[0], list(group.params)
+
     def _gather(self, step: int, *, exact: bool = False) -> None:
         """Gather all partitions, slice by slice so that the message stays within DeepSpeed's
         ``allgather_bucket_size``; slice i travels while slice i - 1 is decoded.

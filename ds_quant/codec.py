@@ -1,7 +1,7 @@
 """Codecs: frozen, hashable, stateless maps between floats and wire bytes.
 
 GroupCodec is the one quantizer, CastCodec the do-nothing codec that is the baseline of every test
-and the path of tensors that are not quantized. May import torch, layout, kernels.
+and the path of tensors that are not quantized. May import torch, layout, kernels, codec_checks.
 
 Shapes of all methods: a message is (rows, wire_bytes(numel)) uint8, one row per peer; rows may be
 strided, so a message can be a column slice of a bigger one. Values are (rows, numel) of any
@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from ds_quant.codec_checks import check_choice, check_int, check_rows, check_sum
 from ds_quant.kernels import reference
 from ds_quant.kernels.blocks import layout_of
 from ds_quant.layout import ALIGNMENT, round_up
@@ -61,9 +62,13 @@ class Codec(Protocol):
         out: torch.Tensor,  # (numel,) fp32
         *,
         scale: float = 1.0,
+        own: tuple[int, torch.Tensor] | None = None,  # row, (numel,) floating point
         levels: torch.Tensor | None = None,  # (2^bits,) fp32
     ) -> None:
-        """out = scale * sum of the decoded rows: fp32, in row order, scaled once at the end."""
+        """out = scale * sum of the decoded rows: fp32, in row order, scaled once at the end.
+
+        Row ``own[0]`` counts as the values ``own[1]``; its bytes may be anything.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +93,11 @@ class GroupCodec:
     levels: str = "uniform"
 
     def __post_init__(self) -> None:
-        _check_int("bits", self.bits, low=2, high=8, multiple=1)
-        _check_int("group_size", self.group_size, low=32, high=65536, multiple=32)
-        _check_choice("range", self.range, RANGES)
-        _check_choice("rounding", self.rounding, ROUNDINGS)
-        _check_choice("levels", self.levels, LEVELS)
+        check_int("bits", self.bits, low=2, high=8, multiple=1)
+        check_int("group_size", self.group_size, low=32, high=65536, multiple=32)
+        check_choice("range", self.range, RANGES)
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("levels", self.levels, LEVELS)
         if self.rounding == "random_shift" and self.range != "minmax":
             raise ValueError(
                 f"rounding = 'random_shift' with range = {self.range!r}: it needs range 'minmax'"
@@ -127,7 +132,7 @@ class GroupCodec:
         levels: torch.Tensor | None = None,  # (2^bits,) fp32
     ) -> None:
         """See Codec. ValueError without an address when the rounding is random."""
-        _check_rows("x", x, "out", out, self)
+        check_rows("x", x, "out", out, self)
         if self.rounding != "nearest" and address is None:
             raise ValueError(f"address = None: rounding {self.rounding!r} needs an Address")
         levels = self._table(levels, x.device)
@@ -141,7 +146,7 @@ class GroupCodec:
         levels: torch.Tensor | None = None,  # (2^bits,) fp32
     ) -> None:
         """See Codec."""
-        _check_rows("out", out, "wire", wire, self)
+        check_rows("out", out, "wire", wire, self)
         reference.decode(wire, out.detach(), self, levels=self._table(levels, wire.device))
 
     def decode_sum(
@@ -150,12 +155,13 @@ class GroupCodec:
         out: torch.Tensor,  # (numel,) fp32
         *,
         scale: float = 1.0,
+        own: tuple[int, torch.Tensor] | None = None,  # row, (numel,) floating point
         levels: torch.Tensor | None = None,  # (2^bits,) fp32
     ) -> None:
         """See Codec."""
-        _check_sum(wire, out, self)
+        check_sum(wire, out, self)
         levels = self._table(levels, wire.device)
-        reference.decode_sum(wire, out.detach(), self, scale=scale, levels=levels)
+        reference.decode_sum(wire, out.detach(), self, scale=scale, own=own, levels=levels)
 
     def _table(self, levels: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         if self.levels != "learned":
@@ -206,7 +212,7 @@ class CastCodec:
         levels: torch.Tensor | None = None,  # unused, as is the address
     ) -> None:
         """See Codec."""
-        _check_rows("x", x, "out", out, self)
+        check_rows("x", x, "out", out, self)
         nbytes = x.shape[1] * self.dtype.itemsize
         out[:, nbytes:].zero_()
         values = self._values(out[:, :nbytes])
@@ -223,7 +229,7 @@ class CastCodec:
         levels: torch.Tensor | None = None,  # unused
     ) -> None:
         """See Codec."""
-        _check_rows("out", out, "wire", wire, self)
+        check_rows("out", out, "wire", wire, self)
         out.detach().copy_(self._read(wire, out.shape[1]))
 
     def decode_sum(
@@ -232,15 +238,18 @@ class CastCodec:
         out: torch.Tensor,  # (numel,) fp32
         *,
         scale: float = 1.0,
+        own: tuple[int, torch.Tensor] | None = None,  # row, (numel,) floating point
         levels: torch.Tensor | None = None,  # unused
     ) -> None:
         """See Codec."""
-        _check_sum(wire, out, self)
+        check_sum(wire, out, self)
         out = out.detach()
         rows = self._read(wire, out.shape[0])
         if rows.shape[0] == 0:
             out.zero_()
         for index, row in enumerate(rows):
+            if own is not None and index == own[0]:
+                row = own[1]
             out.copy_(row) if index == 0 else out.add_(row)
         if scale != 1.0:
             out.mul_(scale)
@@ -261,40 +270,3 @@ class CastCodec:
         if aligned and section.stride(1) == 1 and section.stride(0) % itemsize == 0:
             return section.view(self.dtype)
         return None
-
-
-def _check_int(field: str, value: int, *, low: int, high: int, multiple: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or not low <= value <= high or value % multiple:
-        step = f" in multiples of {multiple}" if multiple > 1 else ""
-        raise ValueError(f"{field} = {value!r}: allowed are {low} to {high}{step}")
-
-
-def _check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{field} = {value!r}: allowed are {', '.join(map(repr, allowed))}")
-
-
-def _check_rows(
-    values_name: str, values: torch.Tensor, bytes_name: str, wire: torch.Tensor, codec: Codec
-) -> None:
-    if values.dim() != 2 or not values.is_floating_point():
-        raise ValueError(
-            f"{values_name}: shape {tuple(values.shape)} {values.dtype}, must be (rows, numel) "
-            "floating point"
-        )
-    expected = (values.shape[0], codec.wire_bytes(values.shape[1]))
-    if wire.shape != expected or wire.dtype != torch.uint8:
-        raise ValueError(
-            f"{bytes_name}: shape {tuple(wire.shape)} {wire.dtype}, must be {expected} uint8"
-        )
-
-
-def _check_sum(wire: torch.Tensor, out: torch.Tensor, codec: Codec) -> None:
-    if out.dim() != 1 or out.dtype != torch.float32:
-        raise ValueError(f"out: shape {tuple(out.shape)} {out.dtype}, must be (numel,) fp32")
-    nbytes = codec.wire_bytes(out.shape[0])
-    if wire.dim() != 2 or wire.shape[1] != nbytes or wire.dtype != torch.uint8:
-        raise ValueError(
-            f"wire: shape {tuple(wire.shape)} {wire.dtype}, must be (rows, {nbytes}) uint8"
-        )

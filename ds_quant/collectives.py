@@ -25,22 +25,55 @@ from ds_quant.rng import Address
 
 @dataclass(frozen=True, kw_only=True)
 class Coding:
-    """How one tensor of a collective travels. ``levels`` is the learned table, if any."""
+    """How one tensor of a collective travels.
+
+    ``levels`` is the learned table, if any. ``difference``: the bytes are what the receiver adds
+    to the values it holds, instead of the values themselves.
+    """
 
     codec: Codec
     address: Address | None = None
     levels: Tensor | None = None
+    difference: bool = False
 
     def at(self, start: int) -> Coding:
         """The coding of the elements from ``start`` on, with random bits of their own.
 
-        n elements use ceil(n / 8) <= n vectors, so counting vectors from the element index keeps
-        the streams of disjoint runs of elements apart.
+        n elements, filled up to whole rotation blocks of at most 128, use at most 16 n vectors: so
+        16 vectors per element keep the streams of disjoint runs apart.
         """
         if self.address is None:
             return self
-        first = self.address.first_vector + start
+        first = self.address.first_vector + 16 * start
         return replace(self, address=replace(self.address, first_vector=first))
+
+    def encode(self, values: Tensor, wire: Tensor) -> None:
+        """values (numel,) -> wire (bytes,), or (rows, numel) -> (rows, bytes)."""
+        if wire.dim() == 1:
+            wire, values = wire.view(1, -1), values.view(1, -1)
+        self.codec.encode(values, wire, address=self.address, levels=self.levels)
+
+    def decode(self, wire: Tensor, values: Tensor) -> None:
+        """wire (bytes,) -> values (numel,), or (rows, bytes) -> (rows, numel): overwritten, or the
+        decoded difference added in fp32.
+        """
+        if wire.dim() == 1:
+            wire, values = wire.view(1, -1), values.view(1, -1)
+        if not self.difference:
+            self.codec.decode(wire, values, levels=self.levels)
+            return
+        total = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+        self.codec.decode(wire, total, levels=self.levels)
+        values.copy_(total.add_(values))
+
+
+def difference(target: Tensor, reference: Tensor) -> Tensor:
+    """fp32 difference of what ``target`` is in the dtype of ``reference``, both (numel,).
+
+    Rounded first, as the code of SDP4Bit does: a weight that stays the same in 16 bits then gives
+    exactly zero, which costs the others of its group no precision.
+    """
+    return target.to(reference.dtype).float() - reference.float()
 
 
 class Slot(NamedTuple):
@@ -78,9 +111,7 @@ def all_gather(
     row = torch.empty(nbytes, dtype=torch.uint8, device=shards[0].device)
     for shard, coding, slot in zip(shards, codings, slots, strict=True):
         used = row[slot.start : slot.start + coding.codec.wire_bytes(shard.numel())]
-        coding.codec.encode(
-            shard.view(1, -1), used.view(1, -1), address=coding.address, levels=coding.levels
-        )
+        coding.encode(shard, used)
     exchange = link.all_gather(row, role="weights") if nbytes else None
     dtypes = [s.dtype for s in shards]
     return GatherHandle(exchange, slots, list(zip(numels, codings, dtypes, strict=True)), link)

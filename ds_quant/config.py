@@ -2,27 +2,27 @@
 
 DeepSpeed ignores top-level keys that it does not know, so this module is the only one that can
 tell a user about a mistake: nothing unknown, misspelt, contradictory or without effect passes.
-May import pydantic, config_errors, presets and (when a scheme is built) codec and scheme.
+May import pydantic, config_blocks, config_errors, presets; codec and scheme when one is built.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
+from ds_quant.config_blocks import (
+    Block,
+    GradientsConfig,
+    IntraConfig,
+    Positive,
+    WeightsConfig,
+    Whole,
+    as_tuple,
+)
 from ds_quant.config_errors import (
     KEY,
     ConfigError,
@@ -47,119 +47,12 @@ __all__ = [
     "json_schema",
     "parse",
     "parse_block",
-    "require_zero",
 ]
 
 MAX_SEED = 2**63 - 1
 
 
-def _whole(value: Any) -> Any:
-    """1e6 is a float in JSON, and how DeepSpeed users write a million."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]
-Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-Range = Literal["minmax", "absmax"]
-Rounding = Literal["nearest", "stochastic", "random_shift"]
-
-
-def _conflict(block: BaseModel, *keys: str, fix: str) -> PydanticCustomError:
-    settings = {key: getattr(block, key) for key in keys}
-    return PydanticCustomError("conflict", "{fix}", {"settings": settings, "fix": fix})
-
-
-def _rule(allowed: str) -> PydanticCustomError:
-    return PydanticCustomError("rule", "{allowed}", {"allowed": allowed})
-
-
-class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class _Quantizer(_Block):
-    """How one role is quantized."""
-
-    enabled: bool = Field(True, description="false: this role travels in full precision.")
-    bits: Whole = Field(8, ge=2, le=8, description="Bits per code.")
-    group_size: Whole = Field(
-        1024,
-        ge=32,
-        le=65536,
-        multiple_of=32,
-        description="Elements that share a scale. Smaller groups: less error, more bytes.",
-    )
-    range: Range = Field(
-        "minmax",
-        description="minmax: codes span smallest to largest value (scale and offset per group); "
-        "absmax: symmetric around zero (scale only).",
-    )
-
-    @model_validator(mode="after")
-    def _shift_needs_minmax(self) -> _Quantizer:
-        if self.rounding == "random_shift" and self.range != "minmax":
-            fix = 'a shift moves the min-max grid: set range to "minmax" or rounding to "nearest"'
-            raise _conflict(self, "range", "rounding", fix=fix)
-        return self
-
-
-class WeightsConfig(_Quantizer):
-    """Weights that are gathered: ZeRO-3 parameters, updated parameters of ZeRO-1 and 2."""
-
-    rounding: Rounding = Field(
-        "random_shift",
-        description="nearest: ties to even; stochastic: up with the probability of the fraction; "
-        "random_shift: nearest on a grid shifted once per parameter and step (QSDP).",
-    )
-    levels: Literal["uniform", "learned"] = Field(
-        "uniform",
-        description="learned: a table of 2^bits levels per parameter, fitted at level_steps. "
-        "Worth it at 5 bits and below.",
-    )
-    level_steps: Annotated[tuple[Positive, ...], BeforeValidator(_tuple)] = Field(
-        (400, 1900, 3800, 5600),
-        description="Optimizer steps after which learned levels are fitted, increasing.",
-    )
-    level_rate: float = Field(
-        0.01,
-        gt=0,
-        lt=1,
-        description="Share of its distance to a value by which the nearest learned level moves.",
-    )
-
-    @field_validator("level_steps")
-    @classmethod
-    def _increasing(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
-        if not steps or any(b <= a for a, b in pairwise(steps)):
-            raise _rule("one or more step numbers in increasing order, such as [400, 1900]")
-        return steps
-
-    @model_validator(mode="after")
-    def _learned_is_nearest(self) -> WeightsConfig:
-        if self.levels == "learned" and self.range != "minmax":
-            fix = 'learned levels divide the min-max range: set range to "minmax"'
-            raise _conflict(self, "levels", "range", fix=fix)
-        if self.levels == "learned" and self.rounding != "nearest":
-            fix = 'a value goes to its nearest learned level: set rounding to "nearest"'
-            raise _conflict(self, "levels", "rounding", fix=fix)
-        return self
-
-
-class GradientsConfig(_Quantizer):
-    """Gradients that are reduced."""
-
-    rounding: Rounding = Field(
-        "stochastic",
-        description="As for weights. Only stochastic keeps every gradient element unbiased "
-        "independently of the others.",
-    )
-
-
-class QuantizedCommConfig(_Block):
+class QuantizedCommConfig(Block):
     """Quantized ZeRO communication. Every key is optional; the scheme sets what is left out."""
 
     enabled: bool = Field(True, description="false: checked, then ignored.")
@@ -171,11 +64,28 @@ class QuantizedCommConfig(_Block):
     node_size: Positive | None = Field(
         None, description="Ranks per node; must divide the world size. null: as launched."
     )
-    exclude: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_tuple)] = (
-        Field((), description='Parameter names left in full precision; patterns: ["*.embed*"].')
-    )
+    exclude: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple)
+    ] = Field((), description='Parameter names left in full precision; patterns: ["*.embed*"].')
     min_numel: Whole = Field(
         2048, ge=0, description="Parameters with fewer elements stay in full precision."
+    )
+    node_shard: bool | None = Field(
+        None,
+        description="ZeRO-3: keep the weights in every node, sharded over its ranks, and cross "
+        "between nodes once per optimizer step; gathers stay inside the node. Costs "
+        "2 / node_size bytes per parameter. null: only where weights.difference needs it.",
+    )
+    allow_full_replica: bool = Field(
+        False,
+        description="With one rank per node the node shard is a full copy of the weights: "
+        "true accepts that.",
+    )
+    checksum_steps: Whole = Field(
+        100,
+        ge=0,
+        description="Every so many optimizer steps all holders of weights that are kept between "
+        "steps compare a checksum, and bring them back exactly if it differs. 0: never.",
     )
     warmup_steps: Whole = Field(
         0, ge=0, description="Optimizer steps in full precision before quantization starts."
@@ -209,16 +119,42 @@ class QuantizedCommConfig(_Block):
         path = path_of(("node_size",))
         raise ConfigError(f"{path}={self.node_size}: allowed with {world} ranks: {divisors}")
 
+    def validate_stage(self, stage: int) -> None:
+        """Raise ``ConfigError`` for a ZeRO stage that has nothing to quantize or cannot work."""
+        if stage not in (1, 2, 3):
+            raise ConfigError(
+                f"zero_optimization.stage={show(stage)}: allowed with {KEY}: 1, 2 or 3; "
+                f"set one of them or remove {KEY}"
+            )
+        differs = self.weights.enabled and self.weights.difference
+        if stage == 3 and differs and self.node_shard is False:
+            raise ConfigError(
+                f"{path_of(('weights', 'difference'))}=true conflicts with "
+                f"{path_of(('node_shard',))}=false under zero_optimization.stage=3: a difference "
+                "is added to weights that every node keeps; set node_shard to true, or difference "
+                "to false"
+            )
+
     def to_scheme(self) -> Scheme:
         """The scheme these settings describe."""
         # Here, so that the schema and the checks work without loading torch.
         from ds_quant.scheme import Scheme
 
-        learned = self.weights.enabled and self.weights.levels == "learned"
+        weights, gradients = self.weights, self.gradients
+        learned = weights.enabled and weights.levels == "learned"
+        difference = weights.enabled and weights.difference
         return Scheme(
             name=self.scheme,
-            weights=_codec(self.weights),
-            gradients=_codec(self.gradients),
+            weights=_codec(weights),
+            weights_intra=_codec(weights, weights.intra),
+            gradients=_codec(gradients),
+            gradients_intra=_codec(gradients, gradients.intra),
+            difference=difference,
+            node_shard=difference if self.node_shard is None else self.node_shard,
+            allow_full_replica=self.allow_full_replica,
+            checksum_steps=self.checksum_steps,
+            rotation=gradients.rotation if gradients.enabled else 0,
+            rotation_signs=gradients.rotation_signs,
             exclude=self.exclude,
             min_numel=self.min_numel,
             warmup_steps=self.warmup_steps,
@@ -229,12 +165,19 @@ class QuantizedCommConfig(_Block):
         )
 
 
-def _codec(settings: WeightsConfig | GradientsConfig) -> GroupCodec | None:
+def _codec(
+    role: WeightsConfig | GradientsConfig, intra: IntraConfig | None | Literal[False] = False
+) -> GroupCodec | None:
+    """The codec of a role, or with ``intra`` that of its exchanges inside a node."""
     from ds_quant.codec import GroupCodec
 
+    if not role.enabled or intra is None:
+        return None
     fields = ("bits", "group_size", "range", "rounding", "levels")
-    given = {name: getattr(settings, name) for name in fields if hasattr(settings, name)}
-    return GroupCodec(**given) if settings.enabled else None
+    given = {name: getattr(role, name) for name in fields if hasattr(role, name)}
+    if intra:
+        given |= {"bits": intra.bits, "group_size": intra.group_size, "levels": "uniform"}
+    return GroupCodec(**given)
 
 
 def parse(param_dict: dict[str, Any]) -> QuantizedCommConfig | None:
@@ -249,15 +192,6 @@ def parse(param_dict: dict[str, Any]) -> QuantizedCommConfig | None:
         return None
     config = parse_block(param_dict[KEY])
     return config if config.enabled else None
-
-
-def require_zero(stage: int) -> None:
-    """Raise ``ConfigError`` for a ZeRO stage without sharded communication."""
-    if stage not in (1, 2, 3):
-        raise ConfigError(
-            f"zero_optimization.stage={show(stage)}: allowed with {KEY}: 1, 2 or 3; "
-            f"set one of them or remove {KEY}"
-        )
 
 
 def parse_block(block: Any) -> QuantizedCommConfig:

@@ -149,8 +149,9 @@ def _unknown_key(location: Location, schema: dict[str, Any]) -> str:
     path, key = path_of(location), str(location[-1])
     if location in _ABSENT:
         return f"{path}: not supported: {_ABSENT[location]}"
-    here = list((_node(schema, location[:-1]) or {}).get("properties", {}))
+    here = list(_properties(_node(schema, location[:-1]) or {}))
     elsewhere = [c for c in _all_locations(schema) if c[-1] == key]
+    elsewhere = [c for c in elsewhere if len(c) == min(map(len, elsewhere))]
     near = did_you_mean(key, here)
     if elsewhere:
         hint = "; did you mean " + " or ".join(path_of(c) for c in elsewhere) + "?"
@@ -161,7 +162,7 @@ def _unknown_key(location: Location, schema: dict[str, Any]) -> str:
 
 def _all_locations(schema: dict[str, Any], above: Location = ()) -> list[Location]:
     found: list[Location] = []
-    for key in (_node(schema, above) or {}).get("properties", {}):
+    for key in _properties(_node(schema, above) or {}):
         found += [(*above, key), *_all_locations(schema, (*above, key))]
     return found
 
@@ -170,15 +171,26 @@ def _node(schema: dict[str, Any], location: Location) -> dict[str, Any] | None:
     """The schema of one place in the block, with $ref followed; ``None`` outside the schema."""
     node: dict[str, Any] | None = schema
     for part in location:
-        if isinstance(part, int):
-            node = node.get("items")
-        else:
-            node = node.get("properties", {}).get(part)
+        node = node.get("items") if isinstance(part, int) else _properties(node).get(part)
         if node is None:
             return None
-        if "$ref" in node:
-            node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
+        node = _followed(schema, node)
     return node
+
+
+def _followed(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
+    """The node with $ref followed, also in its alternatives."""
+    if "$ref" in node:
+        return schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
+    if "anyOf" in node:
+        return {**node, "anyOf": [_followed(schema, option) for option in node["anyOf"]]}
+    return node
+
+
+def _properties(node: dict[str, Any]) -> dict[str, Any]:
+    """Keys of an object, also of one that may be null."""
+    objects = [option for option in node.get("anyOf", [node]) if "properties" in option]
+    return objects[0]["properties"] if objects else {}
 
 
 def _allowed(node: dict[str, Any]) -> str:
@@ -224,6 +236,9 @@ def _value_hint(value: Any, node: dict[str, Any]) -> str:
         near = did_you_mean(value, node["enum"])
     elif kind == "boolean":
         near = _WORDS.get(str(value).strip().lower(), {"0": False, "1": True}.get(str(value)))
+    elif "enum" in node and isinstance(value, int) and not isinstance(value, bool):
+        numbers = [choice for choice in node["enum"] if isinstance(choice, int)]
+        near = min(numbers, key=lambda choice: abs(choice - value), default=None)
     elif kind in ("integer", "number"):
         near = _nearest_number(value, node)
     elif kind == "object" and isinstance(value, bool) and "enabled" in node["properties"]:

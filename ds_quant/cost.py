@@ -8,14 +8,15 @@ nodes (N - 1) / N, if each byte enters once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.layout import ceil_div
+from ds_quant.codec import Codec, GroupCodec
+from ds_quant.layout import ceil_div, round_up
 from ds_quant.rng import Role
 from ds_quant.scheme import Scheme
 
@@ -33,26 +34,43 @@ class Cargo(NamedTuple):
 class Bill:
     """Volumes in bytes per parameter. See [Note: bytes per parameter].
 
-    weights: one gather of all weights. gradients: one reduction of all gradients (direct).
-    full_precision_share: part of weights + gradients bytes that no quantizer touches.
+    weights: one exchange of all weights between nodes, or of a gather over all ranks.
+    gradients: one reduction of all gradients between nodes, or over all ranks (direct).
+    weights_intra: one gather from the node shard. gradients_intra: the hop inside the nodes.
+    once_per_step: ZeRO-3 exchanges weights once per optimizer step (node shard), not per gather.
     kept: why parameters are not quantized, reason -> number of tensors.
+    full_precision_share: part of weights + gradients bytes that no quantizer touches.
+    memory: what the scheme keeps on every rank between steps.
     """
 
     numel: int
     weights: float
     gradients: float
+    weights_intra: float = 0.0
+    gradients_intra: float = 0.0
+    once_per_step: bool = False
     full_precision_share: float
     kept: dict[str, int]
+    memory: float = 0.0
 
     def step_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
-        """Bytes per parameter and optimizer step: architecture's table of what crosses the wire.
+        """Bytes per parameter and optimizer step between nodes, or over all ranks with one level.
 
         ZeRO-3 gathers twice and reduces once per micro-step; ZeRO-2 reduces per micro-step and
         ZeRO-1 once per step, both gather the updated weights once.
         """
-        if stage == 3:
-            return micro_steps * (2 * self.weights + self.gradients)
-        return self.weights + self.gradients * (micro_steps if stage == 2 else 1)
+        gathers = 2 * micro_steps if stage == 3 and not self.once_per_step else 1
+        return gathers * self.weights + self._reductions(stage, micro_steps) * self.gradients
+
+    def intra_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
+        """The same for what stays inside a node: gathers from the node shard, the first hop."""
+        gathers = 2 * micro_steps if stage == 3 else 1
+        reductions = self._reductions(stage, micro_steps)
+        return gathers * self.weights_intra + reductions * self.gradients_intra
+
+    @staticmethod
+    def _reductions(stage: int, micro_steps: int) -> int:
+        return 1 if stage == 1 else micro_steps
 
 
 def bill(
@@ -62,41 +80,98 @@ def bill(
     *,
     ranks: int,
     gradient_dtype: torch.dtype,
+    node_size: int | None = None,
     shipped_gradients: bool = False,
 ) -> Bill:
     """Add up the wire bytes of every parameter under ``scheme``, scales and padding included.
 
-    ``shipped_gradients``: gradients take DeepSpeed's own exact path, an all-reduce.
+    ``node_size``: ranks per node, None for one node. ``shipped_gradients``: gradients take
+    DeepSpeed's own exact path, an all-reduce.
     """
-    numel, weights, gradients, plain = 0, 0, 0, 0
-    kept: dict[str, int] = {}
+    route = _Route.of(scheme, stage, ranks=ranks, node_size=node_size or ranks)
+    total: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
     for item in cargo:
-        count = torch.Size(item.shape).numel()
         if stage < 3 and not item.trainable:
             continue
-        numel += count
+        total["numel"] += torch.Size(item.shape).numel()
         reason = scheme.skip_reason(item.name, item.shape, item.dtype)
         if reason is not None:
-            kept[reason] = kept.get(reason, 0) + 1
-        for role, dtype in ((Role.WEIGHTS, item.dtype), (Role.GRADIENTS, gradient_dtype)):
-            if role is Role.GRADIENTS and not item.trainable:
-                continue
-            shards = ranks if stage == 3 else 1
-            codec = scheme.codec_for(role, item.name, item.shape, dtype)
-            size = shards * codec.wire_bytes(ceil_div(count, shards))
-            if role is Role.GRADIENTS and shipped_gradients:
-                codec, size = CastCodec(dtype), 2 * count * dtype.itemsize
-            weights += size if role is Role.WEIGHTS else 0
-            gradients += size if role is Role.GRADIENTS else 0
-            plain += 0 if isinstance(codec, GroupCodec) else size
-    total = max(1, numel)
+            kept[reason] += 1
+        total.update(route.weight_bytes(item))
+        if item.trainable and shipped_gradients:
+            nbytes = 2 * torch.Size(item.shape).numel() * gradient_dtype.itemsize
+            total.update({"gradients": nbytes, "plain": nbytes})
+        elif item.trainable:
+            total.update(route.gradient_bytes(item, gradient_dtype))
+    numel = max(1, total["numel"])
+    sent = ("weights", "gradients", "weights_intra", "gradients_intra")
     return Bill(
-        numel=numel,
-        weights=weights / total,
-        gradients=gradients / total,
-        full_precision_share=plain / max(1, weights + gradients),
-        kept=kept,
+        numel=total["numel"],
+        **{field: total[field] / numel for field in (*sent, "memory")},
+        once_per_step=route.node_shard,
+        full_precision_share=total["plain"] / max(1, total["weights"] + total["gradients"]),
+        kept=dict(kept),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Route:
+    """Which codec carries what in one stage and topology."""
+
+    scheme: Scheme
+    stage: int
+    shards: int  # a parameter travels in so many rows
+    two_levels: bool  # several nodes of several ranks
+    one_node: bool
+    node_shard: bool
+    node_size: int
+
+    @classmethod
+    def of(cls, scheme: Scheme, stage: int, *, ranks: int, node_size: int) -> _Route:
+        one_node = node_size == ranks
+        return cls(
+            scheme=scheme,
+            stage=stage,
+            shards=ranks if stage == 3 else 1,
+            two_levels=not one_node and node_size > 1,
+            one_node=one_node,
+            node_shard=stage == 3 and scheme.node_shard and not one_node,
+            node_size=node_size,
+        )
+
+    def weight_bytes(self, item: Cargo) -> dict[str, int]:
+        facts = (Role.WEIGHTS, item.name, item.shape, item.dtype)
+        outer, inner = self.scheme.codec_for(*facts), self.scheme.intra_codec_for(*facts)
+        if self.stage == 3 and self.scheme.node_shard and self.one_node:
+            outer = inner  # nothing to exchange: gathers as from a node shard
+        between = self._rows(outer, item) if item.trainable or not self.node_shard else 0
+        found = {"weights": between, "plain": 0 if isinstance(outer, GroupCodec) else between}
+        if self.node_shard:
+            rows = self.shards * ceil_div(torch.Size(item.shape).numel(), self.shards)
+            found["memory"] = rows // self.node_size * item.dtype.itemsize
+            found["weights_intra"] = self._rows(inner, item) if self.two_levels else 0
+        elif self.stage < 3 and self.two_levels:
+            found["weights_intra"] = between  # forwarded as they came
+        return found
+
+    def gradient_bytes(self, item: Cargo, dtype: torch.dtype) -> dict[str, int]:
+        facts = (Role.GRADIENTS, item.name, item.shape, dtype)
+        outer, inner = self.scheme.codec_for(*facts), self.scheme.intra_codec_for(*facts)
+        two_hops = self.scheme.gradients_intra is not None
+        if two_hops and self.one_node:
+            outer = inner
+        nbytes = self._rows(outer, item, rotated=True)
+        found = {"gradients": nbytes, "plain": 0 if isinstance(outer, GroupCodec) else nbytes}
+        if two_hops and self.two_levels:
+            found["gradients_intra"] = self._rows(inner, item, rotated=True)
+        return found
+
+    def _rows(self, codec: Codec, item: Cargo, *, rotated: bool = False) -> int:
+        width = ceil_div(torch.Size(item.shape).numel(), self.shards)
+        if rotated and self.scheme.rotation and isinstance(codec, GroupCodec):
+            width = round_up(width, self.scheme.rotation)
+        return self.shards * codec.wire_bytes(width)
 
 
 def shipped_bytes(stage: int, dtype: torch.dtype, *, micro_steps: int = 1) -> float:

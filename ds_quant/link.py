@@ -1,4 +1,4 @@
-"""Byte transport of the collectives: one process group, asynchronous, counted.
+"""Byte transport of the collectives: process groups and their nodes, asynchronous, counted.
 
 Flat uint8 through ``all_gather_into_tensor`` and ``all_to_all_single``: the only forms that gloo
 and NCCL share for any world size. May import: torch, deepspeed.comm, metrics, topology.
@@ -6,7 +6,7 @@ and NCCL share for any world size. May import: torch, deepspeed.comm, metrics, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,7 +49,8 @@ class Link:
         self._traffic = traffic
         self.size: int = dist.get_world_size(group=process_group)
         self.rank: int = dist.get_rank(group=process_group)
-        nodes = [topology.node_of(self._global_rank(r)) for r in range(self.size)]
+        self.ranks: list[int] = [self._global_rank(r) for r in range(self.size)]
+        nodes = [topology.node_of(r) for r in self.ranks]
         self._near = [node == nodes[self.rank] for node in nodes]
 
     def _global_rank(self, rank: int) -> int:
@@ -88,3 +89,33 @@ class Link:
         intra = sum(b for r, b in enumerate(received) if self._near[r] and r != self.rank)
         inter = sum(b for r, b in enumerate(received) if not self._near[r])
         self._traffic.count(role, intra=intra, inter=inter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """The links of one process group and, where its ranks fill several nodes, of its two levels.
+
+    intra: this rank's node. inter: the ranks of all nodes with this rank's place in the node.
+    Both are None for a group that lies in one node, has one rank per node, or is not the world.
+    """
+
+    whole: Link
+    intra: Link | None = None
+    inter: Link | None = None
+
+    def all_gather(self, payload: Tensor, *, role: str) -> Callable[[], Tensor]:
+        """As ``Link.all_gather`` over the whole group; returns the function that waits.
+
+        With two levels the rows cross between nodes once and are then spread inside the node.
+        The second level is posted by the wait, so waits must come in the same order on all ranks.
+        """
+        if self.intra is None or self.inter is None:
+            return self.whole.all_gather(payload, role=role).wait
+        between = self.inter.all_gather(payload, role=role)
+
+        def wait() -> Tensor:
+            rows = self.intra.all_gather(between.wait(), role=role).wait()
+            places = rows.view(self.intra.size, self.inter.size, -1)  # local rank, node, bytes
+            return places.transpose(0, 1).reshape(-1)
+
+        return wait

@@ -23,7 +23,16 @@ from ds_quant.rng import Role
 class Scheme:
     """What is quantized, how, and from which step on.
 
-    weights, gradients: the codec of each role; ``None`` is full precision.
+    weights, gradients: the codec of each role; ``None`` is full precision. With two levels it is
+        the codec between nodes.
+    weights_intra: codec of gathers from the node shard, ``None`` for the weights' own dtype.
+    gradients_intra: codec of the hop inside a node; ``None``: one hop over all ranks.
+    difference: weights travel as their difference to what everybody holds (SDP4Bit's qWD).
+    node_shard: ZeRO-3 keeps the weights in every node, sharded over its ranks.
+    allow_full_replica: a node shard of one rank, which is a full copy, is accepted.
+    checksum_steps: optimizer steps between comparisons of kept weights; 0 for never.
+    rotation: block of the Hadamard transform around the gradients' reduction, 0 for none.
+    rotation_signs: random sign flips before it.
     exclude: fnmatch patterns on parameter names, case-sensitive; matches stay full precision.
     min_numel: parameters with fewer elements stay full precision.
     warmup_steps: optimizer steps at the start during which everything is full precision.
@@ -36,6 +45,14 @@ class Scheme:
     name: str
     weights: GroupCodec | None
     gradients: GroupCodec | None
+    weights_intra: GroupCodec | None = None
+    gradients_intra: GroupCodec | None = None
+    difference: bool = False
+    node_shard: bool = False
+    allow_full_replica: bool = False
+    checksum_steps: int = 0
+    rotation: int = 0
+    rotation_signs: bool = False
     exclude: tuple[str, ...] = ()
     min_numel: int = 2048
     warmup_steps: int = 0
@@ -82,6 +99,18 @@ class Scheme:
         and fp16.
         """
         quantizer = self.weights if role is Role.WEIGHTS else self.gradients
+        return self._unless_skipped(quantizer, name, shape, dtype)
+
+    def intra_codec_for(
+        self, role: Role, name: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> Codec:
+        """As ``codec_for``, for what stays inside a node."""
+        quantizer = self.weights_intra if role is Role.WEIGHTS else self.gradients_intra
+        return self._unless_skipped(quantizer, name, shape, dtype)
+
+    def _unless_skipped(
+        self, quantizer: GroupCodec | None, name: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> Codec:
         if quantizer is None or self.skip_reason(name, shape, dtype) is not None:
             return CastCodec(dtype)
         return quantizer

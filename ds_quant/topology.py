@@ -23,6 +23,17 @@ class Topology:
                 f"{self.world}; allowed {divisors}"
             )
 
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.world // self.node_size
+
+    def levels(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Global ranks of every node, and of every local place over the nodes."""
+        intra = [list(range(n, n + self.node_size)) for n in range(0, self.world, self.node_size)]
+        inter = [list(range(g, self.world, self.node_size)) for g in range(self.node_size)]
+        return intra, inter
+
     def node_of(self, rank: int) -> int:
         """Node index of a global rank."""
         return rank // self.node_size

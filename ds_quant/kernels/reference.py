@@ -212,9 +212,13 @@ def decode_sum(
     fmt: Format,
     *,
     scale: float,
+    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel,) floating point
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
 ) -> None:
-    """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end."""
+    """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
+
+    Row ``own[0]`` counts as ``own[1]``, whatever its bytes are.
+    """
     numel = out.shape[0]
     layout = layout_of(fmt, numel)
     for block in blocks(wire.shape[0], numel, group_size=fmt.group_size, device=wire.device):
@@ -222,6 +226,8 @@ def decode_sum(
         _decode_block(wire, values, layout, block, fmt, levels)
         total = out[block.start : block.start + block.numel]
         for index, row in enumerate(values[:, : block.numel].unbind(0), start=block.row):
+            if own is not None and index == own[0]:
+                row.copy_(own[1][block.start : block.start + block.numel])
             total.copy_(row) if index == 0 else total.add_(row)
     if wire.shape[0] == 0:
         out.zero_()

@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ds_quant.topology import Topology, default_node_size
-from ds_quant.zero import guard, seams
+from ds_quant.zero import guard, parameters, replica_seams, seams
+from ds_quant.zero.agreement import Agreement
 from ds_quant.zero.binding import Binding
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.reduce import OwnerReduction, ShardReduction
@@ -31,6 +32,8 @@ def attach(engine: Any, optimizer: Any) -> None:
     )
     scheme = config.to_scheme()
     topology = Topology(world=world, node_size=scheme.node_size or default_node_size(world))
+    if engine.zero_optimization_stage() == 3:
+        guard.refuse_full_replica(scheme, topology, parameters.total_bytes(engine.module))
     binding = engine.ds_quant_binding = Binding(engine, scheme, topology)
     if world == 1:
         binding.notices.append("world of one, nothing to send")
@@ -45,24 +48,33 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
     """ZeRO-3."""
     fetch = Fetch(binding)
     fetch.attach(engine.module.parameters())
+    if binding.scheme.node_shard and binding.topology.nodes > 1:
+        binding.node = fetch.keep_in_node()
     if not seams.steps(optimizer):  # inference: parameters only
         return
     seams.after_step(optimizer, fetch.after_step)
+    if binding.node is not None:
+        seams.after_step(optimizer, Agreement(binding, binding.node).after_step)
+        seams.after_checkpoint_event(optimizer, binding.node.resync)
     if binding.gradients_travel():
         seams.wrap_shard_reduction(optimizer, ShardReduction(binding))
 
 
 def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
     """ZeRO-1 and 2."""
-    binding.require_tracked(seams.replica_groups(optimizer))
+    binding.require_tracked(replica_seams.replica_groups(optimizer))
     binding.replica = Replica(binding, optimizer)
-    seams.wrap_weight_gather(optimizer, binding.replica.gather_updated)
-    seams.wrap_exports(engine, optimizer, binding.replica.exact)
+    replica_seams.wrap_weight_gather(
+        optimizer, binding.replica.gather_updated, keep_replica=binding.scheme.difference
+    )
+    if binding.scheme.difference:
+        seams.after_step(optimizer, Agreement(binding, binding.replica).after_step)
+    replica_seams.wrap_exports(engine, optimizer, binding.replica.exact)
     if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
         binding.notices.append("buckets with Muon matrices split over ranks stay exact")
     if binding.gradients_travel():
         reduction = OwnerReduction(binding, optimizer)
-        seams.wrap_owner_reduction(optimizer, reduction.begin, reduction.reduce)
+        replica_seams.wrap_owner_reduction(optimizer, reduction.begin, reduction.reduce)
 
 
 def exact_weights(engine: Any) -> AbstractContextManager[None]:
@@ -77,19 +89,35 @@ def exact_weights(engine: Any) -> AbstractContextManager[None]:
     return nullcontext() if binding is None or binding.replica is None else binding.replica.exact()
 
 
+def resync(engine: Any) -> None:
+    """Bring back exact weights on all ranks after code of your own has changed them.
+
+    Needed only by schemes that keep weights between steps (weight differences, node shard) and
+    only for changes that DeepSpeed does not see, such as writing ``parameter.data`` under ZeRO-1/2.
+    A collective: all ranks must call it.
+    """
+    binding = getattr(engine, "ds_quant_binding", None)
+    for holder in (None,) if binding is None else (binding.replica, binding.node):
+        if holder is not None:
+            holder.resync()
+
+
 def report(engine: Any) -> dict[str, Any] | None:
     """What this rank has received so far, or None if the engine has no ``quantized_comm``.
 
     Returns:
         scheme, stage, params (elements), steps, micro_steps, received_bytes[role][link] with role
         weights or gradients and link intra or inter (node), collectives[role],
-        full_precision_share (0 to 1, of wire bytes), expected_bytes (per parameter and optimizer
-        step, volume as in ``cost``), line (the start-up line).
+        full_precision_share (0 to 1, of wire bytes), expected_bytes and expected_intra_bytes (per
+        parameter and optimizer step, volumes as in ``cost``), kept_bytes and expected_kept_bytes
+        (memory on this rank that the scheme keeps between steps), resyncs (exact refills after a
+        checksum that differed), line (the start-up line).
     """
     binding = getattr(engine, "ds_quant_binding", None)
     if binding is None:
         return None
     bill = binding.bill()
+    micro_steps = engine.gradient_accumulation_steps()
     return {
         "scheme": binding.scheme.name,
         "stage": binding.stage,
@@ -101,8 +129,10 @@ def report(engine: Any) -> dict[str, Any] | None:
         "received_bytes": {r: dict(links) for r, links in binding.traffic.received.items()},
         "collectives": dict(binding.traffic.collectives),
         "full_precision_share": bill.full_precision_share,
-        "expected_bytes": bill.step_bytes(
-            binding.stage, micro_steps=engine.gradient_accumulation_steps()
-        ),
+        "expected_bytes": bill.step_bytes(binding.stage, micro_steps=micro_steps),
+        "expected_intra_bytes": bill.intra_bytes(binding.stage, micro_steps=micro_steps),
+        "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),
+        "expected_kept_bytes": bill.memory * bill.numel,
+        "resyncs": binding.state.resyncs,
         "line": binding.describe(),
     }

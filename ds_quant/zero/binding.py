@@ -5,22 +5,26 @@ Everything is per engine, so that two engines of one process may run two schemes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ds_quant.codec import CastCodec, GroupCodec
+from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.collectives import Coding
 from ds_quant.cost import Bill, Cargo, bill, shipped_bytes
-from ds_quant.link import Link
+from ds_quant.hops import Hop
+from ds_quant.link import Fabric, Link
 from ds_quant.metrics import Traffic
 from ds_quant.rng import Address, Role, address
+from ds_quant.rotation import Rotation
 from ds_quant.scheme import Scheme
 from ds_quant.topology import Topology
-from ds_quant.zero import parameters, seams
+from ds_quant.zero import parameters, replica_seams, seams
 from ds_quant.zero.state import SchemeState, learn
+
+_SIGNS = 99  # the "hop" of the sign flips of a rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,9 @@ class Binding:
         self.state = SchemeState()
         self.notices: list[str] = []  # what the start-up line must add
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
+        self.node: Any = None  # zero.node.NodeShard under ZeRO-3, if the scheme keeps one
         self._links: dict[int, Link] = {}
+        self._levels = self._make_levels()
         self._micro_base = (-1, 0)
         self._tracked = {
             id(p): Tracked(index=i, name=name, shape=parameters.shape_of(p))
@@ -53,9 +59,9 @@ class Binding:
         """The engine's record of a parameter, None for one that appeared later."""
         return self._tracked.get(id(parameter))
 
-    def require_tracked(self, groups: Iterable[tuple[Any, list[torch.Tensor], Any]]) -> None:
+    def require_tracked(self, groups: Iterable[replica_seams.ReplicaGroup]) -> None:
         """Refuse an optimizer that holds parameters which are not the module's."""
-        strangers = sum(self.tracked(p) is None for _, params, _ in groups for p in params)
+        strangers = sum(self.tracked(p) is None for group in groups for p in group.params)
         if strangers:
             raise RuntimeError(
                 f"quantized_comm: the optimizer holds {strangers} parameter(s) that are not in "
@@ -68,6 +74,34 @@ class Binding:
         if key not in self._links:
             self._links[key] = Link(process_group, topology=self.topology, traffic=self.traffic)
         return self._links[key]
+
+    def _make_levels(self) -> tuple[Link, Link] | None:
+        """Links inside this rank's node and between nodes, where the world has both levels."""
+        topology = self.topology
+        if topology.nodes == 1 or topology.node_size == 1:
+            return None
+        own, mine = [], seams.rank_and_world()[0]
+        for ranks_of_level in topology.levels():
+            groups = [(ranks, seams.new_group(ranks)) for ranks in ranks_of_level]
+            own += [group for ranks, group in groups if mine in ranks]
+        return self.link(own[0]), self.link(own[1])
+
+    def fabric(self, process_group: Any) -> Fabric:
+        """The links of a process group, on two levels if it is the world and that has them."""
+        whole = self.link(process_group)
+        if self._levels is None or whole.ranks != list(range(self.topology.world)):
+            return Fabric(whole=whole)
+        return Fabric(whole=whole, intra=self._levels[0], inter=self._levels[1])
+
+    def route(self, process_group: Any) -> tuple[Hop, ...]:
+        """The hops of a gradient reduction over a process group."""
+        fabric, two_level = self.fabric(process_group), self.scheme.gradients_intra is not None
+        if not two_level or fabric.intra is None or fabric.inter is None:
+            return (Hop(link=fabric.whole, exact_own=two_level),)
+        return (
+            Hop(link=fabric.intra, exact_own=True),
+            Hop(link=fabric.inter, divisor=self.topology.node_size, exact_own=True),
+        )
 
     @property
     def step(self) -> int:
@@ -84,33 +118,74 @@ class Binding:
             self._micro_base = (step, self.engine.micro_steps)
         return (step << 24) + self.engine.micro_steps - self._micro_base[1]
 
-    def coding(
-        self, role: Role, tracked: Tracked, dtype: torch.dtype, *, step: int, rank: int
+    def weight_coding(
+        self, tracked: Tracked, dtype: torch.dtype, *, step: int, rank: int, intra: bool = False
     ) -> Coding:
-        """Codec, address and levels of one parameter in ``role``.
+        """How the weights of one parameter travel; ``dtype`` is that of exact ones.
 
-        ``step`` is the optimizer step whose forward uses the weights, or ``gradient_step``;
-        ``dtype`` is what travels when the parameter is not quantized.
+        ``step`` is the optimizer step whose forward uses them. ``intra``: from the node shard.
         """
-        now = step if role is Role.WEIGHTS else self.step
-        codec = self.scheme.codec_for(role, tracked.name, tracked.shape, dtype)
-        if now < self.scheme.warmup_steps or not isinstance(codec, GroupCodec):
+        choose = self.scheme.intra_codec_for if intra else self.scheme.codec_for
+        codec = choose(Role.WEIGHTS, tracked.name, tracked.shape, dtype)
+        if step < self.scheme.warmup_steps or not isinstance(codec, GroupCodec):
             return Coding(codec=CastCodec(dtype))
         return Coding(
             codec=codec,
-            address=self._address(role, tracked, codec, step, rank),
-            levels=self.state.levels.get(tracked.index) if role is Role.WEIGHTS else None,
+            address=self._address(Role.WEIGHTS, tracked, codec, step, rank, hop=int(intra)),
+            levels=None if intra else self.state.levels.get(tracked.index),
+            difference=self.scheme.difference and not intra,
         )
 
+    def gradient_codings(
+        self, tracked: Tracked, dtype: torch.dtype, *, rank: int, route: Sequence[Hop]
+    ) -> tuple[tuple[Coding, ...], Rotation | None]:
+        """How a gradient travels on each hop of ``route``, and what wraps the whole reduction."""
+        scheme, step = self.scheme, self.gradient_step
+        facts = (Role.GRADIENTS, tracked.name, tracked.shape, dtype)
+        inner, outer = scheme.intra_codec_for(*facts), scheme.codec_for(*facts)
+        exact = self.step < scheme.warmup_steps or not isinstance(outer, GroupCodec)
+        if exact:
+            return (Coding(codec=CastCodec(dtype)),) * len(route), None
+        codecs = [inner, outer] if len(route) > 1 else [outer]
+        if scheme.gradients_intra is not None and self.topology.nodes == 1:
+            codecs = [inner]
+        codings = tuple(
+            Coding(
+                codec=codec,
+                address=self._address(Role.GRADIENTS, tracked, codec, step, rank, hop=hop),
+            )
+            for hop, codec in enumerate(codecs)
+        )
+        return codings, self._rotation(tracked, step)
+
+    def _rotation(self, tracked: Tracked, step: int) -> Rotation | None:
+        if not self.scheme.rotation:
+            return None
+        signs = None
+        if self.scheme.rotation_signs:  # the same on all ranks: sums are taken of rotated values
+            signs = address(
+                seed=self.scheme.seed,
+                role=Role.GRADIENTS,
+                step=step,
+                parameter=tracked.index,
+                hop=_SIGNS,
+            )
+        return Rotation(block=self.scheme.rotation, signs=signs)
+
     def _address(
-        self, role: Role, tracked: Tracked, codec: GroupCodec, step: int, rank: int
+        self, role: Role, tracked: Tracked, codec: Codec, step: int, rank: int, *, hop: int
     ) -> Address | None:
-        if codec.rounding == "nearest":
+        if not isinstance(codec, GroupCodec) or codec.rounding == "nearest":
             return None
         # QSDP: one shift per parameter and step, shared by all shards; all else differs by rank.
         stream = 0 if codec.rounding == "random_shift" else rank + 1
         return address(
-            seed=self.scheme.seed, role=role, step=step, parameter=tracked.index, rank=stream
+            seed=self.scheme.seed,
+            role=role,
+            step=step,
+            parameter=tracked.index,
+            rank=stream,
+            hop=hop,
         )
 
     def learn_levels(
@@ -150,6 +225,7 @@ class Binding:
             self.stage,
             cargo,
             ranks=self.topology.world,
+            node_size=self.topology.node_size,
             gradient_dtype=seams.gradient_dtype(self.engine),
             shipped_gradients=seams.exact_gradient_reason(self.engine) is not None,
         )
@@ -157,18 +233,28 @@ class Binding:
     def describe(self) -> str:
         """The start-up line: what is on, its bytes against DeepSpeed's, what stays exact."""
         costs, stage = self.bill(), self.stage
-        micro_steps = 1 if stage == 3 else self.engine.gradient_accumulation_steps()
+        per_micro_step = stage == 3 and not costs.once_per_step
+        micro_steps = 1 if per_micro_step else self.engine.gradient_accumulation_steps()
         dtype = seams.gradient_dtype(self.engine)
         label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
         kept = ", ".join(f"{n} {reason}" for reason, n in sorted(costs.kept.items())) or "none"
+        inside = costs.intra_bytes(stage, micro_steps=micro_steps)
         parts = [
             f"{self.scheme.name} on ZeRO-{stage}, "
             f"{costs.step_bytes(stage, micro_steps=micro_steps):.2f} "
-            f"B/param/{'micro-step' if stage == 3 else 'step'} "
+            f"B/param/{'micro-step' if per_micro_step else 'step'}"
+            f"{' between nodes' if inside else ''} "
             f"({label} {shipped_bytes(stage, dtype, micro_steps=micro_steps):.2f}), "
             f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision ({kept})",
-            f"{self.topology.world // self.topology.node_size} x {self.topology.node_size} ranks",
+            f"{self.topology.nodes} x {self.topology.node_size} ranks",
         ]
+        if inside:
+            parts.append(f"{inside:.2f} B/param inside a node")
+        if costs.memory:
+            gigabytes = costs.memory * costs.numel / 1e9
+            parts.append(
+                f"keeps {costs.memory:.2f} B/param ({gigabytes:.3g} GB) more on every rank"
+            )
         if self.scheme.warmup_steps:
             parts.append(f"from step {self.scheme.warmup_steps} on")
         return "; ".join(parts + self.notices)

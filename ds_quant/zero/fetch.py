@@ -15,13 +15,11 @@ from typing import Any
 import torch
 
 from ds_quant.codec import CastCodec
-from ds_quant.collectives import Coding, GatherHandle, all_gather
+from ds_quant.collectives import Coding, all_gather
 from ds_quant.link import Link
-from ds_quant.rng import Role
 from ds_quant.zero import parameters, seams
 from ds_quant.zero.binding import Binding
-
-_TRAVELS = (torch.float32, torch.bfloat16, torch.float16)
+from ds_quant.zero.node import NodeShard
 
 
 class Fetch:
@@ -32,6 +30,7 @@ class Fetch:
         self._decoded: set[int] = set()  # ds_id of parameters whose last gather was quantized
         self._barrier = parameters.StepBarrier()
         self._parameters: list[torch.Tensor] = []
+        self.node: NodeShard | None = None
 
     def attach(self, params: Iterable[torch.Tensor]) -> None:
         """Wrap every parameter: which one DeepSpeed calls differs from rank to rank."""
@@ -39,9 +38,18 @@ class Fetch:
         for parameter in self._parameters:
             seams.wrap_fetch(parameter, self.fetch, self.gather_exactly)
 
+    def keep_in_node(self) -> NodeShard:
+        """From now on gathers come from a node shard."""
+        self.node = NodeShard(self._binding, self._parameters)
+        for parameter in self._parameters:
+            seams.wrap_partition(parameter, self.node.mark_stale)
+        return self.node
+
     def after_step(self) -> None:
         """The optimizer has written new shards (DeepSpeed counts the step only after it)."""
         self._binding.learn_levels(self._binding.step + 1, self._own_values())
+        if self.node is not None:
+            self.node.after_step()
         self._barrier.record()
 
     def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
@@ -60,14 +68,18 @@ class Fetch:
         """
         params = sorted(params, key=lambda p: p.ds_id)  # the caller's order comes from a set
         groups: dict[int, list[Any]] = {}
-        others = []
+        kept, others = [], []
         for p in params:
-            if self._is_ours(p):
+            if self.node is not None and self.node.serves(p):
+                kept.append(p)
+            elif self._is_ours(p):
                 groups.setdefault(id(p.ds_process_group), []).append(p)
             else:
                 others.append(p)
         self._barrier.wait()
         handles: list[Any] = [self._gather(group) for group in groups.values()]
+        if kept:
+            handles.append(self._gather_in_node(kept))
         if others:
             self._decoded.difference_update(p.ds_id for p in others)
             handles.append(original(others, *args, **kwargs))
@@ -76,7 +88,7 @@ class Fetch:
     def _is_ours(self, parameter: Any) -> bool:
         return (
             self._binding.tracked(parameter) is not None
-            and parameter.ds_tensor.dtype in _TRAVELS
+            and parameters.travels(parameter)
             and self._binding.link(parameter.ds_process_group).size > 1
         )
 
@@ -84,25 +96,33 @@ class Fetch:
         link = self._binding.link(params[0].ds_process_group)
         shards, codings = [], []
         for p in params:
-            if not parameters.is_unavailable(p):
-                raise RuntimeError(
-                    f"fetch of a parameter that is not partitioned: {p.ds_summary()}"
-                )
-            parameters.set_inflight(p)
+            _begin(p)
             shards.append(parameters.valid_shard(p, link.rank))
             codings.append(self._coding(p, link.rank))
         device = parameters.device()
         shards = [s.to(device, non_blocking=True) for s in shards]
         handle = all_gather(shards, [p.ds_numel for p in params], codings, link)
-        return _FetchHandle(params, handle, codings, self._decoded)
+        lossy = [not isinstance(c.codec, CastCodec) for c in codings]
+        return _FetchHandle(params, handle.wait, lossy, self._decoded)
+
+    def _gather_in_node(self, params: list[Any]) -> _FetchHandle:
+        for p in params:
+            _begin(p)
+        wait, lossy = self.node.gather(params)
+        return _FetchHandle(params, wait, lossy, self._decoded)
 
     def _coding(self, parameter: Any, rank: int) -> Coding:
         dtype = parameter.ds_tensor.dtype
         if parameter.ds_persist:  # stays gathered between steps and is refreshed exactly
             return Coding(codec=CastCodec(dtype))
         tracked = self._binding.tracked(parameter)
-        return self._binding.coding(
-            Role.WEIGHTS, tracked, dtype, step=self._binding.step, rank=rank
+        # What a node shard does not serve is gathered as it would be inside a node.
+        return self._binding.weight_coding(
+            tracked,
+            dtype,
+            step=self._binding.step,
+            rank=rank,
+            intra=self._binding.scheme.node_shard,
         )
 
     def gather_exactly(
@@ -121,25 +141,38 @@ class Fetch:
         return original(param_list, *args, **kwargs)
 
 
+def _begin(parameter: Any) -> None:
+    """Checks DeepSpeed's contract and marks the parameter as on its way."""
+    if not parameters.is_unavailable(parameter):
+        raise RuntimeError(
+            f"fetch of a parameter that is not partitioned: {parameter.ds_summary()}"
+        )
+    parameters.set_inflight(parameter)
+
+
 class _FetchHandle:
     """DeepSpeed's gather handle: ``wait`` is called once per parameter and must be idempotent."""
 
     def __init__(
-        self, params: list[Any], gather: GatherHandle, codings: list[Coding], decoded: set[int]
+        self,
+        params: list[Any],
+        gathered: Callable[[], list[torch.Tensor]],
+        lossy: list[bool],
+        decoded: set[int],
     ) -> None:
-        self._params, self._gather, self._codings = params, gather, codings
+        self._params, self._gathered, self._lossy = params, gathered, lossy
         self._decoded = decoded
         self._complete = False
 
     def wait(self, **_: Any) -> None:
         if self._complete:
             return
-        for p, values, coding in zip(self._params, self._gather.wait(), self._codings, strict=True):
+        for p, values, lossy in zip(self._params, self._gathered(), self._lossy, strict=True):
             parameters.fill(p, values)
-            if isinstance(coding.codec, CastCodec):
-                self._decoded.discard(p.ds_id)
-            else:
+            if lossy:
                 self._decoded.add(p.ds_id)
+            else:
+                self._decoded.discard(p.ds_id)
         self._complete = True
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch.distributed as torch_dist
 
 from ds_quant.config import ConfigError
+from ds_quant.scheme import Scheme
+from ds_quant.topology import Topology
 
 WIRE_VERSION = 1  # raised when bytes on the wire change meaning
 
@@ -41,6 +43,20 @@ def refuse_unsupported(facts: Mapping[str, Any]) -> None:
     for refused, setting, remedy in rules:
         if refused:
             raise ConfigError(f"quantized_comm cannot be used with {setting}: {remedy}")
+
+
+def refuse_full_replica(scheme: Scheme, topology: Topology, model_bytes: int) -> None:
+    """Raise ConfigError for a node shard that is a full copy of the model on every rank."""
+    if not scheme.node_shard or topology.node_size > 1 or topology.nodes == 1:
+        return
+    if not scheme.allow_full_replica:
+        what = "weights.difference" if scheme.difference else "node_shard"
+        raise ConfigError(
+            f"quantized_comm.{what}=true with one rank per node: under ZeRO-3 the node shard is a "
+            f"full copy of the weights, {model_bytes / 1e9:.3g} GB more on every rank; set "
+            "quantized_comm.allow_full_replica to true to accept that, use zero_optimization.stage "
+            '2 (which keeps that copy anyway), or a scheme without a node shard such as "qsdp"'
+        )
 
 
 def handshake(*, digest: str, rank: int, world: int, timeout: float) -> None:

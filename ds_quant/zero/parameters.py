@@ -12,6 +12,16 @@ def shape_of(parameter: torch.Tensor) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def total_bytes(module: torch.nn.Module) -> int:
+    """Bytes of all parameters of a model, whole ones also where they are partitioned."""
+    return sum(shape_of(p).numel() * p.element_size() for p in module.parameters())
+
+
+def travels(parameter: Any) -> bool:
+    """Whether a codec can carry the dtype of a ZeRO-3 parameter's shard."""
+    return parameter.ds_tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
 def is_unavailable(parameter: torch.Tensor) -> bool:
     return parameter.ds_status == type(parameter.ds_status).NOT_AVAILABLE
 

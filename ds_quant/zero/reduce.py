@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
-from ds_quant.collectives import reduce_scatter
-from ds_quant.owners import Part, reduce_to_owners
-from ds_quant.rng import Role
-from ds_quant.zero import seams
+from ds_quant.collectives import Coding, reduce_scatter
+from ds_quant.hops import Hop, Piece, reduce
+from ds_quant.layout import shard_range
+from ds_quant.link import Link
+from ds_quant.owners import Share, reduce_to_owners
+from ds_quant.rotation import Rotation
+from ds_quant.zero import replica_seams
 from ds_quant.zero.binding import Binding
 
 
@@ -29,17 +32,46 @@ class ShardReduction:
         group: Any = None,
     ) -> list[torch.Tensor]:
         """Mean over ``group`` of each tensor; returns this rank's unpadded shard, input dtype."""
-        link = self._binding.link(group)
-        tracked = [self._binding.tracked(p) for p in params]
+        binding = self._binding
+        link = binding.link(group)
+        tracked = [binding.tracked(p) for p in params]
         if link.size == 1 or not tensors or None in tracked:
             return original(tensors, group)
-        step = self._binding.gradient_step
-        codings = [
-            self._binding.coding(Role.GRADIENTS, t, g.dtype, step=step, rank=link.rank)
-            for t, g in zip(tracked, tensors, strict=True)
-        ]
-        shards = reduce_scatter(tensors, codings, link, scale=1.0 / link.size).wait()
+        route, scale = binding.route(group), 1.0 / link.size
+        codings, rotations = zip(
+            *(
+                binding.gradient_codings(t, g.dtype, rank=link.rank, route=route)
+                for t, g in zip(tracked, tensors, strict=True)
+            ),
+            strict=True,
+        )
+        if len(route) == 1 and not route[0].exact_own and not any(rotations):
+            shards = reduce_scatter(tensors, [c for (c,) in codings], link, scale=scale).wait()
+        else:
+            shards = _reduce_shards(tensors, codings, rotations, route, link, scale)
         return [s.to(g.dtype) for s, g in zip(shards, tensors, strict=True)]
+
+
+def _reduce_shards(
+    tensors: Sequence[torch.Tensor],
+    codings: Sequence[tuple[Coding, ...]],
+    rotations: Sequence[Rotation | None],
+    route: Sequence[Hop],
+    link: Link,
+    scale: float,
+) -> list[torch.Tensor]:
+    """Every rank's ceil-division shard of every tensor, reduced over the hops of ``route``."""
+    pieces, kept = [], []
+    for tensor, coding, rotation in zip(tensors, codings, rotations, strict=True):
+        flat = tensor.reshape(-1)
+        kept.append(len(pieces) + link.rank)
+        for rank in range(link.size):
+            start, stop = shard_range(flat.numel(), link.size, rank)
+            moved = tuple(c.at(start) for c in coding)
+            values = flat[start:stop]
+            pieces.append(Piece(reducer=rank, values=values, codings=moved, rotation=rotation))
+    sums = reduce(pieces, route, scale=scale)
+    return [sums[place] for place in kept]
 
 
 class OwnerReduction:
@@ -73,51 +105,57 @@ class OwnerReduction:
             original()
             return
         dtype = call["communication_data_type"]
-        cut = [self._parts(s, o, dtype, link.rank) for s, o in zip(slices, owners, strict=True)]
-        sums = iter(
-            reduce_to_owners(
-                [p for parts in cut for p in parts], link, scale=self._scale(call, link.size)
-            )
-        )
+        route = self._binding.route(group)
+        cut = [
+            self._shares(s, o, dtype, route, link.rank) for s, o in zip(slices, owners, strict=True)
+        ]
+        scale = self._scale(call, link.size)
+        every = [share for shares in cut for share in shares]
+        sums = iter(reduce_to_owners(every, route, link, scale=scale))
         outputs = call.get("output_bucket") or [None] * len(slices)
-        for parts, values, output in zip(cut, slices, outputs, strict=True):
-            reduced = [next(sums) for _ in parts]
-            if parts and parts[0].owner == link.rank:
-                for part, total in zip(parts, reduced, strict=True):
-                    part.values.copy_(total)
-                seams.add_to_partition(self._optimizer, output, values)
+        for shares, values, output in zip(cut, slices, outputs, strict=True):
+            reduced = [next(sums) for _ in shares]
+            if shares and shares[0].owner == link.rank:
+                for share, total in zip(shares, reduced, strict=True):
+                    share.values.copy_(total)
+                replica_seams.add_to_partition(self._optimizer, output, values)
 
     def _scale(self, call: dict[str, Any], ranks: int) -> float:
         if call["divide"] and self._optimizer.gradient_average:
             return self._optimizer.sequence_parallel_size / ranks
         return 1.0
 
-    def _parts(self, values: torch.Tensor, owner: int, dtype: torch.dtype, rank: int) -> list[Part]:
+    def _shares(
+        self,
+        values: torch.Tensor,
+        owner: int,
+        dtype: torch.dtype,
+        route: Sequence[Hop],
+        rank: int,
+    ) -> list[Share]:
         """Cut a slice of the bucket at parameter borders."""
         first = (values.data_ptr() - self._bucket.data_ptr()) // values.element_size()
         if not 0 <= first <= self._bucket.numel() - values.numel():
             raise RuntimeError("quantized_comm: a gradient slice lies outside its bucket")
-        parts, position, end = [], first, first + values.numel()
+        shares, position, end = [], first, first + values.numel()
         while position < end:
             place = bisect_right(self._starts, position) - 1
             start = self._starts[place]
             parameter = self._params[place]
             stop = min(end, start + parameter.numel())
-            parts.append(
-                Part(
+            codings, rotation = self._binding.gradient_codings(
+                self._binding.tracked(parameter), dtype, rank=rank, route=route
+            )
+            shares.append(
+                Share(
                     owner=owner,
                     values=values.view(-1)[position - first : stop - first],
-                    coding=self._coding(parameter, position - start, dtype, rank),
+                    codings=tuple(c.at(position - start) for c in codings),
+                    rotation=rotation,
                 )
             )
             position = stop
-        return parts
-
-    def _coding(self, parameter: torch.Tensor, start: int, dtype: torch.dtype, rank: int) -> Any:
-        tracked = self._binding.tracked(parameter)
-        step = self._binding.gradient_step
-        coding = self._binding.coding(Role.GRADIENTS, tracked, dtype, step=step, rank=rank)
-        return coding.at(start)
+        return shares
 
 
 def _single(owner: Any) -> int | None:

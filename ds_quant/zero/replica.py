@@ -2,6 +2,11 @@
 
 The replica then holds decoded weights on all ranks, the owner too, bit for bit. The fp32 master
 weights stay untouched, and exact replicas come back on demand (checkpoints, exports).
+
+[Note: differences] With difference coding the replica itself is the reference: the owner encodes
+what its master weights differ from it, everybody adds the decoded difference, in place and without
+a copy. What one step loses is in the next difference. A replica that was made exact stays so, on
+all ranks: a run that saves continues like a run that loads what was saved.
 """
 
 from __future__ import annotations
@@ -18,8 +23,7 @@ from ds_quant.collectives import Coding
 from ds_quant.layout import ceil_div
 from ds_quant.link import Link
 from ds_quant.owners import Part, gather_from_owners
-from ds_quant.rng import Role
-from ds_quant.zero import seams
+from ds_quant.zero import replica_seams
 from ds_quant.zero.binding import Binding
 
 
@@ -39,69 +43,86 @@ class Replica:
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Exact weights inside, the decoded ones again outside. All ranks must enter and leave."""
+        """Exact weights inside, the decoded ones again outside. All ranks must enter and leave.
+
+        With difference coding the exact ones stay: see [Note: differences].
+        """
         nested = self._shows_exact
         if not nested:
-            gather = partial(self._gather, self._binding.step, exact=True)
-            seams.refresh_replica(self._optimizer, gather)
+            self.resync()
             self._shows_exact = True
         try:
             yield
         finally:
             if self._shows_exact and not nested:
                 self._shows_exact = False
-                if self._binding.step > 0:
+                if self._binding.step > 0 and not self._binding.scheme.difference:
                     self._gather(self._binding.step)  # equal step, equal bits
+
+    def resync(self) -> None:
+        """Exact weights on all ranks, from the master weights. A collective."""
+        gather = partial(self._gather, self._binding.step, exact=True)
+        replica_seams.refresh_replica(self._optimizer, gather)
+
+    def copies(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """See Holder. The ranks of a process group hold equal replicas."""
+        for group in replica_seams.replica_groups(self._optimizer):
+            yield self._binding.link(group.process_group).ranks[0], list(group.params)
 
     def _gather(self, step: int, *, exact: bool = False) -> None:
         """Gather all partitions, slice by slice so that the message stays within DeepSpeed's
         ``allgather_bucket_size``; slice i travels while slice i - 1 is decoded.
         """
         decode: Callable[[], None] = _nothing
-        for flat, params, process_group in seams.replica_groups(self._optimizer):
-            link = self._binding.link(process_group)
+        for group in replica_seams.replica_groups(self._optimizer):
+            fabric = self._binding.fabric(group.process_group)
+            link = fabric.whole
             if link.size == 1:
                 continue
-            width = flat.numel() // link.size
+            width = group.flat.numel() // link.size
             stride = max(1, self._optimizer.allgather_bucket_size // link.size)
             for first in range(0, width, stride):
                 window = range(first, min(first + stride, width))
-                parts = self._parts(flat, params, link, window, step, exact)
-                previous, decode = decode, gather_from_owners(parts, link)
+                parts = self._parts(group, link, window, step, exact)
+                previous, decode = decode, gather_from_owners(parts, fabric)
                 previous()
         decode()
 
     def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
         """(parameter, this rank's elements of it, link) of every parameter."""
-        for flat, params, process_group in seams.replica_groups(self._optimizer):
-            link = self._binding.link(process_group)
-            for p in params:
-                start, stop = _own_range(flat, p, link)
-                yield p, flat[start:stop], link
+        for group in replica_seams.replica_groups(self._optimizer):
+            link = self._binding.link(group.process_group)
+            for p in group.params:
+                start, stop = _own_range(group.flat, p, link)
+                yield p, group.flat[start:stop], link
 
     def _parts(
-        self,
-        flat: torch.Tensor,
-        params: list[torch.Tensor],
-        link: Link,
-        window: range,
-        step: int,
-        exact: bool,
+        self, group: replica_seams.ReplicaGroup, link: Link, window: range, step: int, exact: bool
     ) -> list[Part]:
         """Cut the flat replica at parameter and partition borders, keeping the elements that lie
         in ``window`` of their partition; alignment gaps stay out.
         """
-        width = flat.numel() // link.size
+        flat, width = group.flat, group.flat.numel() // link.size
+        # Else the new weights are in the replica already: exact ones, or absolute codes.
+        from_master = self._binding.scheme.difference and not exact
         parts = []
-        for p in params:
+        for p in group.params:
             begin = _offset(flat, p)
             for owner in range(begin // width, ceil_div(begin + p.numel(), width)):
-                start = max(begin, owner * width + window.start)
-                stop = min(begin + p.numel(), owner * width + window.stop)
+                base = owner * width
+                start = max(begin, base + window.start)
+                stop = min(begin + p.numel(), base + window.stop)
                 if start < stop:
+                    mine = from_master and owner == link.rank
                     coding = self._coding(p, flat.dtype, owner, step, exact)
-                    values = flat[start:stop]
-                    parts.append(Part(owner=owner, values=values, coding=coding.at(start - begin)))
+                    parts.append(
+                        Part(
+                            owner=owner,
+                            values=flat[start:stop],
+                            coding=coding.at(start - begin),
+                            target=group.master[start - base : stop - base] if mine else None,
+                        )
+                    )
         return parts
 
     def _coding(
@@ -110,7 +131,7 @@ class Replica:
         if exact:
             return Coding(codec=CastCodec(dtype))
         tracked = self._binding.tracked(parameter)
-        return self._binding.coding(Role.WEIGHTS, tracked, dtype, step=step, rank=owner)
+        return self._binding.weight_coding(tracked, dtype, step=step, rank=owner)
 
 
 def _nothing() -> None:

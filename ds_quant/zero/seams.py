@@ -1,4 +1,5 @@
-"""Every contact with DeepSpeed's private names, so that an upstream change breaks one module.
+"""Every contact with DeepSpeed's private names, here and, for ZeRO-1/2, in replica_seams.py, so
+that an upstream change breaks two modules at most.
 
 [Note: where the plugin enters] Three methods are wrapped once, when the engine module is imported:
 the config parser reads the block, and the two places that build a ZeRO optimizer attach to it.
@@ -10,17 +11,15 @@ the calling optimizer opened them, on this thread, for the length of one call.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ds_quant.zero.wrapping import Route, require, wrap
+
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
-_REDUCE_TO_OWNERS = "allreduce_and_copy_with_multiple_ranks"
 
 
 def install() -> None:
@@ -36,7 +35,7 @@ def install() -> None:
         self.quantized_comm = config.parse(param_dict)
         original(self, param_dict)
         if self.quantized_comm is not None:
-            config.require_zero(self.zero_config.stage)
+            self.quantized_comm.validate_stage(self.zero_config.stage)
             guard.refuse_unsupported(facts(self))  # before DeepSpeed builds what it refuses
 
     def attach_zero(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,47 +49,12 @@ def install() -> None:
         attach(self, None)
         return original(self, *args, **kwargs)
 
-    _wrap(DeepSpeedConfig, "_initialize_params", read_block)
-    _wrap(DeepSpeedEngine, "_configure_zero_optimizer", attach_zero)
-    _wrap(DeepSpeedEngine, "_configure_bf16_optimizer", refuse_bf16_optimizer)
+    wrap(DeepSpeedConfig, "_initialize_params", read_block)
+    wrap(DeepSpeedEngine, "_configure_zero_optimizer", attach_zero)
+    wrap(DeepSpeedEngine, "_configure_bf16_optimizer", refuse_bf16_optimizer)
 
 
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``around(original, ...)``, once; a class or an instance."""
-    original = getattr(owner, name)
-    if getattr(original, "ds_quant_wraps", None) is not None:
-        return
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    wrapper.ds_quant_wraps = original  # type: ignore[attr-defined]
-    setattr(owner, name, wrapper)
-
-
-class _Route(threading.local):
-    """A module-level function of DeepSpeed that goes elsewhere while ``through`` is open."""
-
-    target: Callable[..., Any] | None = None
-
-    def install(self, module: Any, name: str) -> None:
-        def dispatch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return (self.target or original)(*args, **kwargs)
-
-        _wrap(module, name, dispatch)
-
-    @contextmanager
-    def through(self, target: Callable[..., Any] | None) -> Iterator[None]:
-        previous, self.target = self.target, target
-        try:
-            yield
-        finally:
-            self.target = previous
-
-
-_shard_reduction = _Route()
-_weight_gather = _Route()
+_shard_reduction = Route()
 
 
 def facts(config: Any, *, bf16_optimizer: bool = False) -> dict[str, Any]:
@@ -138,6 +102,20 @@ def wrap_fetch(
     parameter.all_gather = functools.partial(gather_exactly, parameter.all_gather, parameter)
 
 
+def wrap_partition(parameter: torch.Tensor, updated: Callable[[list[Any]], None]) -> None:
+    """``updated(params)`` learns which parameters are partitioned again with new values."""
+    partition = parameter.partition
+
+    def around(
+        param_list: Any = None, *args: Any, has_been_updated: bool = False, **kw: Any
+    ) -> Any:
+        if has_been_updated:
+            updated([parameter] if param_list is None else param_list)
+        return partition(param_list, *args, has_been_updated=has_been_updated, **kw)
+
+    parameter.partition = around
+
+
 # ---- gradients ----
 
 
@@ -152,111 +130,23 @@ def wrap_shard_reduction(optimizer: Any, reduce: Callable[..., Any]) -> None:
         with _shard_reduction.through(functools.partial(reduce, original, params)):
             return avg_scatter(params, *args, **kwargs)
 
-    _require(optimizer, _AVG_SCATTER)
-    _wrap(optimizer, _AVG_SCATTER, around)
+    require(optimizer, _AVG_SCATTER)
+    wrap(optimizer, _AVG_SCATTER, around)
 
 
-def wrap_owner_reduction(
-    optimizer: Any, begin: Callable[..., None], reduce: Callable[..., Any]
-) -> None:
-    """ZeRO-1/2: ``begin(tensor, params)`` sees each bucket before it is cut into slices by owner,
-    ``reduce(original, call)`` replaces the reduction of slices, with the call's bound arguments.
-    """
-    _require(optimizer, "average_tensor")
-    _require(optimizer, _REDUCE_TO_OWNERS)
-    signature = inspect.signature(getattr(optimizer, _REDUCE_TO_OWNERS))
-
-    def bucket(original: Callable[..., Any], tensor: torch.Tensor, dtype: Any, **kw: Any) -> Any:
-        groups = optimizer.bit16_groups
-        begin(tensor, [groups[i][k] for i, k, _ in optimizer.ipg_buckets[dtype].params])
-        return original(tensor, dtype, **kw)
-
-    def slices(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        return reduce(functools.partial(original, *args, **kwargs), call.arguments)
-
-    _wrap(optimizer, "average_tensor", bucket)
-    _wrap(optimizer, _REDUCE_TO_OWNERS, slices)
-
-
-def add_to_partition(optimizer: Any, output: torch.Tensor | None, values: torch.Tensor) -> None:
-    """Accumulate into DeepSpeed's fp32 gradient partition, where this version has one."""
-    if output is not None:
-        optimizer._add_to_grad_partition_buffer(output, values)
-
-
-# ---- updated weights of ZeRO-1/2 and the optimizer step ----
-
-
-def wrap_weight_gather(optimizer: Any, gather: Callable[[], None]) -> None:
-    """ZeRO-1/2: ``gather()`` replaces the gather of updated weights inside ``optimizer.step``."""
-    from deepspeed.runtime.zero import stage_1_and_2
-
-    _weight_gather.install(stage_1_and_2, "all_gather_dp_groups")
-
-    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _weight_gather.through(lambda *a, **k: gather()):
-            return original(*args, **kwargs)
-
-    _wrap(optimizer, "step", step)
+# ---- the optimizer step ----
 
 
 def after_step(optimizer: Any, then: Callable[[], None]) -> None:
-    """Run ``then()`` after every ``optimizer.step``."""
+    """Run ``then()`` after every ``optimizer.step`` that was not skipped (overflow)."""
 
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        then()
+        if not optimizer.overflow:
+            then()
         return result
 
-    _wrap(optimizer, "step", step)
-
-
-def wrap_exports(engine: Any, optimizer: Any, exact: Callable[[], Any]) -> None:
-    """ZeRO-1/2: hold ``exact()`` open around checkpoint save and load and ``save_16bit_model``."""
-    held: list[Any] = []
-
-    def prologue() -> None:
-        held.append(exact())
-        held[-1].__enter__()
-
-    def epilogue() -> None:
-        held.pop().__exit__(None, None, None)
-
-    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with exact():
-            return original(*args, **kwargs)
-
-    optimizer.checkpoint_event_prologue = prologue
-    optimizer.checkpoint_event_epilogue = epilogue
-    _wrap(engine, "save_16bit_model", save)
-
-
-def refresh_replica(optimizer: Any, gather: Callable[[], None]) -> None:
-    """ZeRO-1/2: copy the master weights into the own partition, then ``gather()``."""
-    with _weight_gather.through(lambda *a, **k: gather()):
-        optimizer.update_lp_params()
-
-
-def replica_groups(optimizer: Any) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], Any]]:
-    """Per parameter group: the flat 16-bit replica, its parameters, its process group."""
-    yield from zip(
-        optimizer.bit16_groups_flat,
-        optimizer.bit16_groups,
-        optimizer.real_dp_process_group,
-        strict=True,
-    )
-
-
-def _require(owner: Any, name: str) -> None:
-    if not hasattr(owner, name):
-        import deepspeed
-
-        raise RuntimeError(
-            f"quantized_comm: DeepSpeed {deepspeed.__version__} has no {name} on "
-            f"{type(owner).__name__}; tested versions are 0.17.6, 0.18.9 and 0.19.8"
-        )
+    wrap(optimizer, "step", step, stacked=True)
 
 
 def log_rank0(message: str) -> None:
@@ -266,10 +156,34 @@ def log_rank0(message: str) -> None:
     log_dist(message, ranks=[0], level=logging.WARNING)
 
 
+def comm_rank(process_group: Any) -> int:
+    from deepspeed import comm as dist
+
+    return dist.get_rank(group=process_group)
+
+
 def rank_and_world() -> tuple[int, int]:
     from deepspeed import comm as dist
 
     return dist.get_rank(), dist.get_world_size()
+
+
+def after_checkpoint_event(optimizer: Any, then: Callable[[], None]) -> None:
+    """ZeRO-3: run ``then()`` after a checkpoint was saved or loaded."""
+
+    def epilogue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then()
+        return result
+
+    wrap(optimizer, "checkpoint_event_epilogue", epilogue, stacked=True)
+
+
+def new_group(ranks: list[int]) -> Any:
+    """A process group of global ranks. A collective of the whole world."""
+    from deepspeed import comm as dist
+
+    return dist.new_group(ranks)
 
 
 def gradient_dtype(engine: Any) -> torch.dtype:

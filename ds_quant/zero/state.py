@@ -17,11 +17,13 @@ from ds_quant.link import Link
 class SchemeState:
     """Learned levels by parameter index, (2^bits,) fp32, identical on all ranks.
 
-    ``learned_at`` is the last optimizer step at which the schedule was consulted.
+    ``learned_at`` is the last optimizer step at which the schedule was consulted, ``resyncs``
+    counts refills after checksums that differed.
     """
 
     levels: dict[int, Tensor] = field(default_factory=dict)
     learned_at: int = 0
+    resyncs: int = 0
 
     def due(self, schedule: Sequence[int], step: int) -> bool:
         """True once per entry of ``schedule`` that lies behind ``step``; remembers ``step``."""

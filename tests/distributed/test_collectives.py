@@ -375,8 +375,8 @@ def test_shards_of_one_tensor_never_share_random_bits(call: str, pair: tuple[int
     assert abs(np.corrcoef(first, second)[0, 1]) < correlation_limit(numel)
 
 
-def test_a_coding_counts_vectors_from_the_first_element() -> None:
+def test_a_coding_leaves_vectors_for_padded_runs() -> None:
     coding = Item(100, NOISY, seed=1).coding(2)
-    assert coding.at(40).address.first_vector == coding.address.first_vector + 40
+    assert coding.at(40).address.first_vector == coding.address.first_vector + 16 * 40
     assert coding.at(40).at(8) == coding.at(48)
     assert Coding(codec=CASTS[0]).at(40) == Coding(codec=CASTS[0])

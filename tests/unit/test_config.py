@@ -19,7 +19,6 @@ from ds_quant.config import (
     json_schema,
     parse,
     parse_block,
-    require_zero,
 )
 from ds_quant.presets import apply_preset, preset_description, preset_names
 from ds_quant.resources import resource_dir
@@ -260,9 +259,9 @@ def test_nothing_to_do_is_none(param_dict: dict) -> None:
 @pytest.mark.parametrize("stage", [0, 4, None, "auto", []])
 def test_stage_without_sharded_communication_is_refused(stage: Any) -> None:
     with pytest.raises(ConfigError, match="zero_optimization.stage=.*1, 2 or 3"):
-        require_zero(stage)
+        parse_block({}).validate_stage(stage)
     for good in (1, 2, 3):
-        require_zero(good)
+        parse_block({}).validate_stage(good)
 
 
 VALID = {
@@ -322,8 +321,8 @@ def test_preset_loads_and_is_complete(name: str) -> None:
 
 
 def test_presets_are_the_published_settings() -> None:
-    assert preset_names() == ("full_precision", "qsdp", "qsdp_w4g4")
-    exact, qsdp, low = (parse_block({"scheme": name}).to_scheme() for name in preset_names())
+    names = ("full_precision", "qsdp", "qsdp_w4g4")
+    exact, qsdp, low = (parse_block({"scheme": name}).to_scheme() for name in names)
     assert (exact.weights, exact.gradients) == (None, None)
     for scheme, bits in ((qsdp, 8), (low, 4)):
         assert scheme.weights == GroupCodec(bits=bits, group_size=1024, rounding="random_shift")

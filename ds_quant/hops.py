@@ -1,0 +1,197 @@
+"""Reduction of pieces over one or two hops, each with a codec of its own.
+
+[Note: two hops] Ranks are numbered node by node, r = node * node_size + local. The first hop sums
+over the ranks of a node: rank (n, g) collects from its node what is bound for any (n', g). The
+second hop sums those partial sums over the nodes: each byte enters a node once. Between the two a
+piece is decoded, added in fp32 and encoded anew (`recode`); a rotation spans both hops.
+Own contributions are exact where a hop says so: nobody else sees them, so they need no bits, and
+with two nodes that halves the variance of the inter-node hop.
+
+[Note: slices] Large reductions over two hops are cut into slices. While slice i crosses between
+the nodes, slice i + 1 is inside them.
+
+May import: torch, codec, collectives, layout, link, rotation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_quant.codec import GroupCodec
+from ds_quant.collectives import Coding, Slot, lay_out
+from ds_quant.layout import VECTOR_NUMEL
+from ds_quant.link import Exchange, Link
+from ds_quant.rotation import Rotation
+
+SLICE_NUMEL = 1 << 22  # elements of this rank's input per slice
+MAX_SLICES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """One exchange of a reduction over a larger group of ranks.
+
+    divisor: rank r of the larger group has the place r // divisor % link.size in ``link``.
+    exact_own: whether a rank adds its own contribution as it is.
+    """
+
+    link: Link
+    divisor: int = 1
+    exact_own: bool = False
+
+    def place(self, rank: int) -> int:
+        """Where in ``link`` the data bound for ``rank`` goes."""
+        return rank // self.divisor % self.link.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Consecutive elements of one parameter, to be summed by rank ``reducer``.
+
+    ``values`` is 1-D contiguous; ``codings`` has one entry per hop, their addresses this rank's.
+    """
+
+    reducer: int
+    values: Tensor
+    codings: tuple[Coding, ...]
+    rotation: Rotation | None = None
+
+
+class _Cut(NamedTuple):
+    """Part of piece ``index`` from element ``start`` on, a piece itself."""
+
+    index: int
+    start: int
+    piece: Piece
+
+
+def reduce(pieces: Sequence[Piece], hops: Sequence[Hop], *, scale: float) -> list[Tensor | None]:
+    """Sum every piece over all ranks, times ``scale``: see [Note: two hops].
+
+    Sums are fp32 in rank order within a hop, nodes in order across hops; ``scale`` is applied once
+    at the end.
+
+    Returns:
+        Per piece its sum (numel,) fp32 on its reducer and None elsewhere.
+    """
+    sums: list[Tensor | None] = [
+        torch.empty(p.values.numel(), dtype=torch.float32, device=p.values.device)
+        if all(hop.place(p.reducer) == hop.link.rank for hop in hops)
+        else None
+        for p in pieces
+    ]
+    running: list[Iterator[None]] = []
+    for cuts in _slices(pieces, hops):
+        started = _reduce_slice(cuts, hops, scale, sums)
+        next(started)
+        running = [*_advanced(running), started]
+    while running:
+        running = _advanced(running)
+    return sums
+
+
+def _advanced(running: list[Iterator[None]]) -> list[Iterator[None]]:
+    """Move every slice to its next hop, the oldest first; finished ones drop out."""
+    finished = object()
+    return [s for s in running if next(s, finished) is not finished]
+
+
+def _slices(pieces: Sequence[Piece], hops: Sequence[Hop]) -> list[list[_Cut]]:
+    """The cuts of each slice. Sizes alone decide, so that all ranks cut alike."""
+    total = sum(p.values.numel() for p in pieces)
+    count = max(1, min(MAX_SLICES, total // SLICE_NUMEL)) if len(hops) > 1 else 1
+    slices: list[list[_Cut]] = [[] for _ in range(count)]
+    for index, piece in enumerate(pieces):
+        numel, unit = piece.values.numel(), _unit(piece)
+        borders = [numel * i // count // unit * unit for i in range(count)] + [numel]
+        for cuts, (start, stop) in zip(slices, pairwise(borders), strict=True):
+            if start < stop:
+                codings = tuple(c.at(start) for c in piece.codings)
+                part = replace(piece, values=piece.values[start:stop], codings=codings)
+                cuts.append(_Cut(index, start, part))
+    return [cuts for cuts in slices if cuts]
+
+
+def _unit(piece: Piece) -> int:
+    """Elements after which a piece can be cut without changing a group."""
+    sizes = [c.codec.group_size for c in piece.codings if isinstance(c.codec, GroupCodec)]
+    return math.lcm(VECTOR_NUMEL, *sizes, piece.rotation.block if piece.rotation else 1)
+
+
+def _reduce_slice(
+    cuts: Sequence[_Cut], hops: Sequence[Hop], scale: float, sums: list[Tensor | None]
+) -> Iterator[None]:
+    """Yields after every exchange it has posted; writes its part of the sums at the end."""
+    pieces = [cut.piece for cut in cuts]
+    partial = {
+        i: p.values if p.rotation is None else p.rotation.forward(p.values)
+        for i, p in enumerate(pieces)
+    }
+    for depth, hop in enumerate(hops):
+        rows = [
+            [i for i in partial if hop.place(pieces[i].reducer) == place]
+            for place in range(hop.link.size)
+        ]
+        layouts = [
+            lay_out([(pieces[i].codings[depth].codec, partial[i].numel()) for i in row])
+            for row in rows
+        ]
+        exchange = _post(pieces, partial, depth, hop, rows, layouts)
+        yield
+        mine = hop.link.rank
+        received = exchange.wait().view(hop.link.size, -1)
+        sent, partial = partial, {}
+        for i, slot in zip(rows[mine], layouts[mine][0], strict=True):
+            wire = received[:, slot.start : slot.start + slot.nbytes]
+            own = (mine, sent[i]) if hop.exact_own else None
+            partial[i] = _add_up(pieces[i], depth, wire, own, sent[i].numel(), scale)
+    for i, total in partial.items():
+        start, numel = cuts[i].start, pieces[i].values.numel()
+        sums[cuts[i].index][start : start + numel] = total[:numel]
+
+
+def _post(
+    pieces: Sequence[Piece],
+    partial: dict[int, Tensor],
+    depth: int,
+    hop: Hop,
+    rows: Sequence[Sequence[int]],
+    layouts: Sequence[tuple[Sequence[Slot], int]],
+) -> Exchange:
+    """Encode every piece for its place and post the exchange."""
+    sent = [nbytes for _, nbytes in layouts]
+    payload = torch.empty(sum(sent), dtype=torch.uint8, device=pieces[0].values.device)
+    base = 0
+    for place, (row, (slots, nbytes)) in enumerate(zip(rows, layouts, strict=True)):
+        if place != hop.link.rank or not hop.exact_own:
+            for i, slot in zip(row, slots, strict=True):
+                wire = payload[base + slot.start : base + slot.start + slot.nbytes]
+                pieces[i].codings[depth].encode(partial[i], wire)
+        base += nbytes
+    received = [sent[hop.link.rank]] * hop.link.size
+    return hop.link.all_to_all(payload, sent=sent, received=received, role="gradients")
+
+
+def _add_up(
+    piece: Piece,
+    depth: int,
+    wire: Tensor,  # (ranks, bytes) uint8
+    own: tuple[int, Tensor] | None,
+    numel: int,
+    scale: float,
+) -> Tensor:
+    """The fp32 sum of a hop, (numel,); scaled and rotated back after the last one."""
+    total = torch.empty(numel, dtype=torch.float32, device=wire.device)
+    coding, last = piece.codings[depth], depth == len(piece.codings) - 1
+    here = scale if last and piece.rotation is None else 1.0  # else the rotation scales
+    coding.codec.decode_sum(wire, total, scale=here, own=own, levels=coding.levels)
+    if last and piece.rotation is not None:
+        piece.rotation.inverse_(total, scale=scale)
+    return total

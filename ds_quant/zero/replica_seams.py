@@ -1,0 +1,146 @@
+"""Contacts with DeepSpeed's private names that only ZeRO-1 and 2 need; see seams.py."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_quant.zero.seams import comm_rank
+from ds_quant.zero.wrapping import Route, require, wrap
+
+_REDUCE_TO_OWNERS = "allreduce_and_copy_with_multiple_ranks"
+
+_weight_gather = Route()
+
+
+# ---- gradients ----
+
+
+def wrap_owner_reduction(
+    optimizer: Any, begin: Callable[..., None], reduce: Callable[..., Any]
+) -> None:
+    """ZeRO-1/2: ``begin(tensor, params)`` sees each bucket before it is cut into slices by owner,
+    ``reduce(original, call)`` replaces the reduction of slices, with the call's bound arguments.
+    """
+    require(optimizer, "average_tensor")
+    require(optimizer, _REDUCE_TO_OWNERS)
+    signature = inspect.signature(getattr(optimizer, _REDUCE_TO_OWNERS))
+
+    def bucket(original: Callable[..., Any], tensor: torch.Tensor, dtype: Any, **kw: Any) -> Any:
+        groups = optimizer.bit16_groups
+        begin(tensor, [groups[i][k] for i, k, _ in optimizer.ipg_buckets[dtype].params])
+        return original(tensor, dtype, **kw)
+
+    def slices(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        return reduce(functools.partial(original, *args, **kwargs), call.arguments)
+
+    wrap(optimizer, "average_tensor", bucket)
+    wrap(optimizer, _REDUCE_TO_OWNERS, slices)
+
+
+def add_to_partition(optimizer: Any, output: torch.Tensor | None, values: torch.Tensor) -> None:
+    """Accumulate into DeepSpeed's fp32 gradient partition, where this version has one."""
+    if output is not None:
+        optimizer._add_to_grad_partition_buffer(output, values)
+
+
+# ---- updated weights ----
+
+
+class _Untouched:
+    """Stands for this rank's partition of the replica during ``optimizer.step``: what DeepSpeed
+    copies into it is dropped, because the next difference is taken from what the replica holds.
+    """
+
+    @property
+    def data(self) -> _Untouched:
+        return self
+
+    def copy_(self, *_: Any, **__: Any) -> _Untouched:
+        return self
+
+
+@contextmanager
+def _replica_untouched(optimizer: Any) -> Iterator[None]:
+    rows = optimizer.parallel_partitioned_bit16_groups
+    ranks = [comm_rank(group) for group in optimizer.real_dp_process_group]
+    kept = [row[rank] for row, rank in zip(rows, ranks, strict=True)]
+    for row, rank in zip(rows, ranks, strict=True):
+        row[rank] = _Untouched()
+    try:
+        yield
+    finally:
+        for row, rank, partition in zip(rows, ranks, kept, strict=True):
+            row[rank] = partition
+
+
+def wrap_weight_gather(optimizer: Any, gather: Callable[[], None], *, keep_replica: bool) -> None:
+    """ZeRO-1/2: ``gather()`` replaces the gather of updated weights inside ``optimizer.step``.
+
+    ``keep_replica``: this rank's partition of the replica still holds the old weights then.
+    """
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    _weight_gather.install(stage_1_and_2, "all_gather_dp_groups")
+    require(optimizer, "parallel_partitioned_bit16_groups")
+
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        untouched = _replica_untouched(optimizer) if keep_replica else nullcontext()
+        with untouched, _weight_gather.through(lambda *a, **k: gather()):
+            return original(*args, **kwargs)
+
+    wrap(optimizer, "step", step)
+
+
+def wrap_exports(engine: Any, optimizer: Any, exact: Callable[[], Any]) -> None:
+    """ZeRO-1/2: hold ``exact()`` open around checkpoint save and load and ``save_16bit_model``."""
+    held: list[Any] = []
+
+    def prologue() -> None:
+        held.append(exact())
+        held[-1].__enter__()
+
+    def epilogue() -> None:
+        held.pop().__exit__(None, None, None)
+
+    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with exact():
+            return original(*args, **kwargs)
+
+    optimizer.checkpoint_event_prologue = prologue
+    optimizer.checkpoint_event_epilogue = epilogue
+    wrap(engine, "save_16bit_model", save)
+
+
+def refresh_replica(optimizer: Any, gather: Callable[[], None]) -> None:
+    """ZeRO-1/2: copy the master weights into the own partition, then ``gather()``."""
+    with _weight_gather.through(lambda *a, **k: gather()):
+        optimizer.update_lp_params()
+
+
+class ReplicaGroup(NamedTuple):
+    """One parameter group of ZeRO-1/2."""
+
+    flat: torch.Tensor  # the replica, (ranks * partition,)
+    params: list[torch.Tensor]  # views of it
+    process_group: Any
+    master: torch.Tensor  # fp32 weights of this rank's partition, (partition,), on any device
+
+
+def replica_groups(optimizer: Any) -> Iterator[ReplicaGroup]:
+    """The parameter groups of a ZeRO-1/2 optimizer."""
+    fields = zip(
+        optimizer.bit16_groups_flat,
+        optimizer.bit16_groups,
+        optimizer.real_dp_process_group,
+        optimizer.single_partition_of_fp32_groups,
+        strict=True,
+    )
+    yield from (ReplicaGroup(*values) for values in fields)

@@ -11,12 +11,16 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from ds_quant.kernels import launch
+from ds_quant.kernels.blocks import layout_of
 from ds_quant.kernels.jobs import Launch, Table, merge
 from ds_quant.kernels.source import source
 
@@ -33,11 +37,12 @@ class Runner:
         self.device = torch.device("cuda", self.index)
         self._functions: dict[tuple, Callable] = {}
         self._stream = _Stream()
+        self._threads = threading.local()
 
-    def __call__(self, launch: Launch) -> None:
+    def __call__(self, work: Launch) -> None:
         """Launch on torch's current stream of the device."""
-        job = np.frombuffer(launch.job, dtype=f"V{len(launch.job)}")  # size 1: passed by value
-        self._launch(launch, launch.grid, (job,))
+        job = np.frombuffer(work.job, dtype=f"V{len(work.job)}")  # size 1: passed by value
+        self._launch(work, work.grid, (job,))
 
     def run_table(self, table: Table, buffer: torch.Tensor) -> None:
         """Launch a table whose jobs lie in `buffer` (bytes,) uint8 on the device.
@@ -52,17 +57,21 @@ class Runner:
             buffer = torch.frombuffer(bytearray(table.jobs), dtype=torch.uint8)
             self.run_table(table, buffer.to(self.device))
 
-    def _launch(self, launch: Launch | Table, grid: tuple[int, ...], arguments: tuple) -> None:
+    def _launch(self, work: Launch | Table, grid: tuple[int, ...], arguments: tuple) -> None:
         if torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
-                return self._launch(launch, grid, arguments)
-        key = (launch.kernel, launch.macros)
+                return self._launch(work, grid, arguments)
+        if not hasattr(self._threads, "ready"):
+            # CuPy keeps a current device of its own per thread, and autograd has threads.
+            _import_cupy().cuda.Device(self.index).use()
+            self._threads.ready = True
+        key = (work.kernel, work.macros)
         function = self._functions.get(key)
         if function is None:
             function = self._functions[key] = compiled(*key)
         # Asked for at every launch: a cached stream would leave a graph capture empty.
         self._stream.ptr = torch.cuda.current_stream(self.index).cuda_stream
-        function(grid, (launch.threads,), arguments, 0, self._stream)
+        function(grid, (work.threads,), arguments, 0, self._stream)
         return None
 
 
@@ -73,11 +82,14 @@ class _Stream:
 
 
 def compiled(kernel: str, macros: tuple[tuple[str, int], ...]) -> Callable:
-    """The kernel for the current device, from CuPy's disk cache or NVRTC."""
+    """The kernel for the current device, from CuPy's disk cache or NVRTC.
+
+    Ranks may compile at once: cache files are written aside and renamed.
+    """
     cupy = _import_cupy()
     options = ("--std=c++17", "-fmad=false", *(f"-D{name}={value}" for name, value in macros))
-    module = cupy.RawModule(code=source(kernel), options=options)
-    return module.get_function(kernel).kernel
+    # .kernel, because a call of the RawKernel itself asks for device and cache every time.
+    return cupy.RawKernel(source(kernel), kernel, options=options).kernel
 
 
 def _import_cupy():
@@ -129,15 +141,24 @@ def _check_versions() -> None:
         raise RuntimeError(f"CuPy is built for CUDA {mine}, torch for CUDA {theirs}")
 
 
+class _ProbeFormat(NamedTuple):
+    """A codec whose codes are the integers -127 to 127 when the largest value is 127."""
+
+    bits: int = 8
+    group_size: int = 32
+    rounding: str = "nearest"
+    levels: str = "uniform"
+    has_offset: bool = False
+
+
 def _probe(runner: Runner) -> None:
     """Encode and decode a few numbers that lie on the grid."""
-    from ds_quant.kernels import launch
-    from ds_quant.kernels.probe import GRID, PROBE, WIRE_BYTES
-
-    x = torch.tensor([GRID], dtype=torch.float32, device=runner.device)
-    wire = torch.empty(1, WIRE_BYTES, dtype=torch.uint8, device=runner.device)
+    fmt = _ProbeFormat()
+    x = torch.tensor([[127.0, -127.0, 0.0, 1.0, -64.0]], device=runner.device)
+    nbytes = layout_of(fmt, x.shape[1]).nbytes
+    wire = torch.empty(1, nbytes, dtype=torch.uint8, device=runner.device)
     out = torch.zeros_like(x)
-    launch.encode(x, wire, PROBE, address=None, levels=None, run=runner)
-    launch.decode(wire, out, PROBE, levels=None, run=runner)
+    launch.encode(x, wire, fmt, address=None, levels=None, run=runner)
+    launch.decode(wire, out, fmt, levels=None, run=runner)
     if not torch.equal(x, out):
         raise RuntimeError("a kernel returned wrong numbers")

@@ -18,12 +18,13 @@ from ds_quant.kernels.arguments import (
     Own,
     Rotation,
     aligned,
+    dense,
     encode_macros,
     flip_fields,
     float_bits,
     launch_of,
-    own_fields,
     own_as_fp32,
+    own_fields,
     pointer,
     row_address,
     row_chunks,
@@ -31,7 +32,6 @@ from ds_quant.kernels.arguments import (
     source_macros,
     stream_fields,
     stride,
-    dense,
 )
 from ds_quant.kernels.blocks import Format, layout_of
 from ds_quant.kernels.geometry import MAX_GROUP, THREADS, sum_run, tiling

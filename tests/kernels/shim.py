@@ -8,9 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from ds_quant.kernels.jobs import FIELDS, Launch, Table
+from ds_quant.kernels.jobs import FIELDS, Launch
 from ds_quant.kernels.source import source
 
 HEADER = Path(__file__).with_name("shim.h")
@@ -34,20 +33,22 @@ class Shim:
     def __call__(self, launch: Launch) -> None:
         """Run every block of a launch, on this thread."""
         job = ctypes.create_string_buffer(launch.job, len(launch.job))
-        self._run(launch, launch.grid, ctypes.addressof(job))
+        where = ctypes.addressof(job)
+        self.run(launch.kernel, launch.macros, launch.grid, launch.threads, where)
 
-    def run_table(self, table: Table, buffer: torch.Tensor) -> None:
-        """Run a table whose jobs lie in `buffer` (bytes,) uint8."""
-        first = ctypes.c_uint64(buffer.data_ptr())
-        count = ctypes.c_uint64(table.num_jobs)
-        grid = (table.blocks, 1)
-        self._run(table, grid, ctypes.addressof(first), ctypes.addressof(count))
-
-    def _run(self, launch: Launch | Table, grid: tuple[int, int], *addresses: int) -> None:
-        library = self.library(launch.kernel, launch.macros)
+    def run(
+        self,
+        kernel: str,
+        macros: tuple[tuple[str, int], ...],
+        grid: tuple[int, int],
+        threads: int,
+        *addresses: int,  # of the arguments
+    ) -> None:
+        """Run a kernel as cuLaunchKernel would."""
         arguments = (ctypes.c_void_p * len(addresses))(*addresses)
         sizes = (ctypes.c_uint * 2)(*grid)
-        library.shim_launch(sizes, launch.threads, arguments, int(self.reversed_warps))
+        library = self.library(kernel, macros)
+        library.shim_launch(sizes, threads, arguments, int(self.reversed_warps))
 
     def library(self, kernel: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
         """The kernel with these macros as a shared library."""

@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS) decode_sum(DSQ_JOB_PAR
     load_levels((const float*)job.levels, DSQ_THREADS);
 #endif
     u64 j = (block * DSQ_THREADS + threadIdx.x) * DSQ_RUN;
-    const bool present = j < source.vectors;
+    const bool present = DSQ_WHOLE || j < source.vectors;
     if (DSQ_ROTATION == 0 && !present) return;
     if (!present) j = 0;  // takes part in the shuffles of its warp
 
@@ -90,10 +90,10 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS) decode_sum(DSQ_JOB_PAR
     sum_run(source, j, sum);
     finish(sum, job);
 
-    if (!present || j * 8 >= job.numel) return;
+    if (!DSQ_WHOLE && (!present || j * 8 >= job.numel)) return;
     const u64 count = job.numel - j * 8;
     u8* p = (u8*)(job.values + row * job.values_stride) + j * 8 * Raw<DSQ_VALUES>::ITEM;
-    if (count >= DSQ_RUN * 8 && (u64)p % 16 == 0) {
+    if (DSQ_WHOLE || (count >= DSQ_RUN * 8 && (u64)p % 16 == 0)) {
         DSQ_UNROLL
         for (int v = 0; v < DSQ_RUN; ++v) store_vector(sum[v], p + v * 8 * Raw<DSQ_VALUES>::ITEM);
     } else {

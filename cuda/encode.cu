@@ -21,6 +21,14 @@
 #define DSQ_FLIPS 0
 #endif
 
+// Two blocks per multiprocessor are enough for the search among levels: aiming at more, ptxas
+// spills on sm_80. Without a number it keeps to 32 registers where it can, with one it does not.
+#if DSQ_ROUNDING == DSQ_LEARNED
+#define DSQ_BOUNDS __launch_bounds__(DSQ_THREADS, 2)
+#else
+#define DSQ_BOUNDS __launch_bounds__(DSQ_THREADS)
+#endif
+
 // Values that are computed before they are encoded are held as fp32, others as they came.
 #define DSQ_COMPUTED (DSQ_BASE >= 0 || DSQ_ROTATION > 0)
 #define DSQ_HELD_TYPE (DSQ_COMPUTED ? DSQ_FP32 : DSQ_VALUES)
@@ -89,7 +97,7 @@ DSQ_DEVICE void rotate(Held<DSQ_FP32>& held, const EncodeJob& job, Tile tile) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(DSQ_THREADS) encode(DSQ_JOB_PARAMETERS(EncodeJob)) {
+extern "C" __global__ void DSQ_BOUNDS encode(DSQ_JOB_PARAMETERS(EncodeJob)) {
     DSQ_FIND_JOB(EncodeJob)
     const Tile tile = tile_of(block);
     const WireRow wire = row_of(job.wire, row);
@@ -101,17 +109,17 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS) encode(DSQ_JOB_PARAMET
 
     const u8* values = (const u8*)(job.values + row * job.values_stride);
     const u64 end = (tile.group + slot_group(DSQ_SLOTS - 1) + 1) * DSQ_GROUP;
-    const bool inside = end <= job.numel;
+    const bool inside = DSQ_WHOLE || end <= job.numel;
     Held<DSQ_HELD_TYPE> held;
 #if !DSQ_COMPUTED
-    load_tile(held, values, job, tile, inside && (u64)values % 16 == 0);
+    load_tile(held, values, job, tile, inside && (DSQ_WHOLE || (u64)values % 16 == 0));
 #else
     Held<DSQ_VALUES> minuend;
-    load_tile(minuend, values, job, tile, inside && (u64)values % 16 == 0);
+    load_tile(minuend, values, job, tile, inside && (DSQ_WHOLE || (u64)values % 16 == 0));
 #if DSQ_BASE >= 0
     const u8* base = (const u8*)(job.base + row * job.base_stride);
     Held<DSQ_BASE> subtrahend;
-    load_tile(subtrahend, base, job, tile, inside && (u64)base % 16 == 0);
+    load_tile(subtrahend, base, job, tile, inside && (DSQ_WHOLE || (u64)base % 16 == 0));
 #endif
     DSQ_UNROLL
     for (int i = 0; i < DSQ_HELD * 8; ++i) {

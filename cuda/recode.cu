@@ -22,7 +22,8 @@ DSQ_DEVICE void repeat_present(Held<DSQ_FP32>& held, Tile tile, u64 numel) {
     held = staged;
 }
 
-extern "C" __global__ void __launch_bounds__(DSQ_THREADS) recode(DSQ_JOB_PARAMETERS(RecodeJob)) {
+// Two blocks per multiprocessor: aiming at more, ptxas spills on sm_100.
+extern "C" __global__ void __launch_bounds__(DSQ_THREADS, 2) recode(DSQ_JOB_PARAMETERS(RecodeJob)) {
     DSQ_FIND_JOB(RecodeJob)
     const Tile tile = tile_of(block);
     const WireRow wire = row_of(job.wire, row);
@@ -43,14 +44,14 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS) recode(DSQ_JOB_PARAMET
         const int v = i % DSQ_VECTORS;
         const u64 first = (tile.group + slot_group(i / DSQ_VECTORS)) * DSQ_GROUP_VECTORS;
         u64 j = first + tile.thread * DSQ_RUN + vector_step(v);
-        if (is_absent(tile.thread, v) || j >= wire.vectors) j = first;  // a run of the same group
-        if (j >= wire.vectors) j = 0;
+        if (is_absent(tile.thread, v) || (!DSQ_WHOLE && j >= wire.vectors)) j = first;  // a run of the same group
+        if (!DSQ_WHOLE && j >= wire.vectors) j = 0;
         float sum[DSQ_RUN][8];
         sum_run(source, j, sum);
         DSQ_UNROLL
         for (int k = 0; k < DSQ_RUN; ++k) held.vector[i + k].set(sum[k]);
     }
     const u64 end = (tile.group + slot_group(DSQ_SLOTS - 1) + 1) * DSQ_GROUP;
-    if (end > wire.numel) repeat_present(held, tile, wire.numel);
+    if (!DSQ_WHOLE && end > wire.numel) repeat_present(held, tile, wire.numel);
     encode_tile(held, tile, wire, stream);
 }

@@ -103,8 +103,8 @@ struct SourceRun {
     }
 
     DSQ_MEMBER void decode(int v, float (&x)[8]) const {
-        if constexpr (DSQ_SOURCE_BITS == 4 && !DSQ_SOURCE_LEARNED) {
-            decode_nibbles((u32)plane0.bytes.get(v, 4), x);
+        if constexpr (Planes<DSQ_SOURCE_BITS>::COUNT == 1 && !DSQ_SOURCE_LEARNED) {
+            decode_in_place(plane0.bytes.get(v, DSQ_SOURCE_BITS), x);
         } else {
             Codes codes = {0, 0};
             plane0.add_to(codes, v);
@@ -131,26 +131,38 @@ struct SourceRun {
 #endif
     }
 
-    // Nibble k of a half word, left where it is, is q * 16^k above 2^23 + zero * 16^k. The powers
-    // of two cancel exactly in (q * 16^k) * (scale * 16^-k): scales are 0 or above 2^-107.
-    DSQ_MEMBER void decode_nibbles(u32 word, float (&x)[8]) const {
+    // Codes of one plane need not be moved to the bottom of a word: code k of a half word, left
+    // where it is, makes q * 2^(k * bits) above 2^23 + zero * 2^(k * bits). The powers of two
+    // cancel exactly in the product with scale * 2^-(k * bits): scales are 0 or above 2^-107.
+    DSQ_MEMBER void decode_in_place(u64 plane, float (&x)[8]) const {
         DSQ_UNROLL
         for (int e = 0; e < 8; ++e) {
-            const u32 half = e < 4 ? word : word >> 16;
-            const int shift = 4 * (e % 4);
-            const float shifted = float_of(and_or(half, 0xFu << shift, 0x4B000000u));
-            const float q = sub_rn(shifted, 8388608.0f + (float)(DSQ_SOURCE_ZERO << shift));
-            x[e] = mul_rn(q, mul_rn(scale, 1.0f / (float)(1 << shift)));
+            const int half = e * DSQ_SOURCE_BITS / 16, shift = e * DSQ_SOURCE_BITS % 16;
+            const u32 mask = ((1u << DSQ_SOURCE_BITS) - 1) << shift;
+            const float code = float_of(and_or((u32)(plane >> (16 * half)), mask, 0x4B000000u));
+            const float q = sub_rn(code, 8388608.0f + (float)(DSQ_SOURCE_ZERO << shift));
+            x[e] = mul_rn(q, shift ? mul_rn(scale, 1.0f / (float)(1 << shift)) : scale);
         }
     }
 };
 
-// The values of source `own`; those past the end of the row are 0.
+// The values of source `own`. What lies past the end of the row is a present value, unused.
 DSQ_DEVICE void load_own(const SourceRow& row, u64 j, float (&x)[DSQ_RUN][8]) {
+    const float* p = row.own_values + j * 8;
+    const u64 left = row.numel - j * 8;
+    if (left >= DSQ_RUN * 8 && (u64)p % 16 == 0) {
+        DSQ_UNROLL
+        for (int i = 0; i < DSQ_RUN * 8; i += 4) {
+            const Words4 words = load16_once(p + i);
+            DSQ_UNROLL
+            for (int k = 0; k < 4; ++k) x[i / 8][i % 8 + k] = float_of(words.w[k]);
+        }
+        return;
+    }
+    const u32 last = left < DSQ_RUN * 8 ? (u32)left - 1 : DSQ_RUN * 8 - 1;
     DSQ_UNROLL
-    for (int i = 0; i < DSQ_RUN * 8; ++i) {
-        const u64 element = j * 8 + i;
-        x[i / 8][i % 8] = element < row.numel ? row.own_values[element] : 0.0f;
+    for (u32 i = 0; i < DSQ_RUN * 8; ++i) {
+        x[i / 8][i % 8] = float_of(load4(p + (i < last ? i : last)));
     }
 }
 

@@ -121,12 +121,12 @@ DSQ_DEVICE Extremes extremes_of_slot(const Held<DTYPE>& held, int slot) {
     return r;
 #else
     if (DTYPE == DSQ_FP32) {
-        Extremes all = {0u};
+        float largest = absolute(first[0].at(0));
         DSQ_UNROLL
-        for (int i = 0; i < DSQ_VECTORS * 8; ++i) {
-            const Extremes one = {bits_of(first[i / 8].at(i % 8)) & 0x7FFFFFFFu};
-            all = joined(all, one);
+        for (int i = 1; i < DSQ_VECTORS * 8; ++i) {
+            largest = max_nan(largest, absolute(first[i / 8].at(i % 8)));
         }
+        const Extremes all = {bits_of(largest) & 0x7FFFFFFFu};
         return all;
     }
     u32 high = first[0].w[0] & 0x7FFF7FFFu;  // two values per word
@@ -259,6 +259,8 @@ DSQ_DEVICE Codes codes_of_vector(const Raw<DTYPE>& vector, Range range, Stream s
         random[2] = words.w2;
         random[3] = words.w3;
     }
+    // The compiler would search for all elements of a lane at once, and spill.
+    if (DSQ_ROUNDING == DSQ_LEARNED) __syncwarp();
     u32 even[4], odd[4];
     DSQ_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -277,11 +279,11 @@ DSQ_DEVICE void store_plane(const Codes (&codes)[DSQ_RUN], const WireRow& row, u
     u8* p = row.bytes + row.plane[PLANE];
     const int width = Planes<DSQ_BITS>::width(PLANE), shift = Planes<DSQ_BITS>::shift(PLANE);
     const Codes zero = {in_every_byte(DSQ_ZERO), in_every_byte(DSQ_ZERO)};
-    const u64 forced = plane_of<width>(zero, shift);
+    const u64 forced = plane_of<DSQ_BITS, width>(zero, shift);
     PlaneBytes<DSQ_RUN * width> bytes = {};
     DSQ_UNROLL
     for (int v = 0; v < DSQ_RUN; ++v) {
-        const u64 plane = plane_of<width>(codes[v], shift);
+        const u64 plane = plane_of<DSQ_BITS, width>(codes[v], shift);
         bytes.put(v, width, unusable ? forced : plane);
     }
     bytes.store(p + j * width, (row.vectors - j) * width);
@@ -324,7 +326,7 @@ DSQ_DEVICE void encode_tile(const Held<DTYPE>& held, Tile tile, const WireRow& r
     DSQ_UNROLL
     for (int s = 0; s < DSQ_SLOTS; ++s) all[s] = extremes_of_group(extremes_of_slot(held, s));
     const Ranges ranges = ranges_of_tile(all, tile, stream);
-    if (tile.thread < DSQ_SLOTS && ranges.group < num_groups) {
+    if (tile.thread < DSQ_SLOTS && (DSQ_WHOLE || ranges.group < num_groups)) {
         store4(row.bytes + row.scales + ranges.group * 4, bits_of(ranges.mine.scale));
         if (DSQ_MINMAX) store4(row.bytes + row.offsets + ranges.group * 4, bits_of(ranges.mine.offset));
     }
@@ -341,7 +343,7 @@ DSQ_DEVICE void encode_tile(const Held<DTYPE>& held, Tile tile, const WireRow& r
                 const Raw<DTYPE>& vector = held.vector[s * DSQ_VECTORS + v + i];
                 codes[i] = codes_of_vector(vector, range, stream, j + i);
             }
-            if (is_absent(tile.thread, v) || j >= row.vectors) continue;
+            if (is_absent(tile.thread, v) || (!DSQ_WHOLE && j >= row.vectors)) continue;
             const bool unusable = range.inverse == 0.0f;
             store_plane<0>(codes, row, j, unusable);
             if (Planes<DSQ_BITS>::COUNT > 1) store_plane<1>(codes, row, j, unusable);
@@ -349,7 +351,7 @@ DSQ_DEVICE void encode_tile(const Held<DTYPE>& held, Tile tile, const WireRow& r
         }
     }
     const u64 last = row.numel / (8 * DSQ_RUN) * DSQ_RUN;  // of the run that may be partial
-    if (last * 8 == row.numel) return;
+    if (DSQ_WHOLE || last * 8 == row.numel) return;
     DSQ_NO_UNROLL
     for (int i = 0; i < DSQ_HELD; i += DSQ_RUN) {
         const u64 first = (tile.group + slot_group(i / DSQ_VECTORS)) * DSQ_GROUP_VECTORS;

@@ -15,6 +15,9 @@
 #ifndef DSQ_TABLE
 #define DSQ_TABLE 0
 #endif
+#ifndef DSQ_WHOLE  // 1: every block is full and every row of values 16-byte aligned
+#define DSQ_WHOLE 0
+#endif
 
 // Rows of one tensor on the wire.
 struct WireJob {

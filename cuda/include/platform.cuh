@@ -58,12 +58,14 @@ DSQ_DEVICE float float_of(u32 b) {
 DSQ_DEVICE float add_rn(float a, float b) { return a + b; }
 DSQ_DEVICE float sub_rn(float a, float b) { return a - b; }
 DSQ_DEVICE float mul_rn(float a, float b) { return a * b; }
-DSQ_DEVICE float div_rn(float a, float b) { return a / b; }
-DSQ_DEVICE float rcp_rn(float a) { return 1.0f / a; }
+// 1 / a for normal a up to 2^126 with a normal result.
+DSQ_DEVICE float reciprocal(float a) { return 1.0f / a; }
 DSQ_DEVICE float fma_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 // NaN if either operand is; the sign of a zero result is not specified.
 DSQ_DEVICE float max_nan(float a, float b) { return a != a || b != b ? a + b : a > b ? a : b; }
 DSQ_DEVICE float min_nan(float a, float b) { return a != a || b != b ? a + b : a < b ? a : b; }
+
+DSQ_DEVICE float absolute(float a) { return float_of(bits_of(a) & 0x7FFFFFFFu); }
 
 // Byte i of the result is byte (selector >> 4i) & 7 of the eight bytes a (0-3), b (4-7).
 DSQ_DEVICE u32 permute(u32 a, u32 b, u32 selector) {
@@ -109,20 +111,27 @@ DSQ_DEVICE float float_of(u32 b) { return __uint_as_float(b); }
 DSQ_BINARY(add_rn, "add.rn.f32")
 DSQ_BINARY(sub_rn, "sub.rn.f32")
 DSQ_BINARY(mul_rn, "mul.rn.f32")
-DSQ_BINARY(div_rn, "div.rn.f32")
 DSQ_BINARY(max_nan, "max.NaN.f32")
 DSQ_BINARY(min_nan, "min.NaN.f32")
 #undef DSQ_BINARY
-
-DSQ_DEVICE float rcp_rn(float a) {
+// An operand modifier, unlike a mask.
+DSQ_DEVICE float absolute(float a) {
     float r;
-    asm("rcp.rn.f32 %0, %1;" : "=f"(r) : "f"(a));
+    asm("abs.f32 %0, %1;" : "=f"(r) : "f"(a));
     return r;
 }
+
 DSQ_DEVICE float fma_rn(float a, float b, float c) {
     float r;
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
     return r;
+}
+// 1 / a, rounded to nearest, for normal a up to 2^126 with a normal result: the three operations
+// that rcp.rn.f32 itself takes for such numbers, without the check and the call for others.
+DSQ_DEVICE float reciprocal(float a) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+    return fma_rn(r, -fma_rn(a, r, -1.0f), r);
 }
 DSQ_DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
@@ -178,4 +187,14 @@ DSQ_DEVICE void store16(void* p, Words4 x) {
 }
 
 #endif  // DSQ_HOST
+
+// x / N, rounded to nearest, for x of at least 2^-99 (Inf and NaN give NaN): the quotient by
+// 1 / N, corrected by its exact remainder. A test compares all mantissas and all N = 2^k - 1.
+template <int N>
+DSQ_DEVICE float divided_by(float x) {
+    const float inverse = 1.0f / (float)N;
+    const float quotient = mul_rn(x, inverse);
+    return fma_rn(fma_rn(-(float)N, quotient, x), inverse, quotient);
+}
+
 #endif  // DSQ_PLATFORM_CUH

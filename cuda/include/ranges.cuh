@@ -18,8 +18,6 @@ struct Range {
     float scale, offset, inverse;
 };
 
-DSQ_DEVICE float magnitude(float x) { return float_of(bits_of(x) & 0x7FFFFFFFu); }
-
 // Denormals and negative zeros become +0; NaN stays.
 DSQ_DEVICE float flush(float x) { return (bits_of(x) & 0x7F800000u) == 0 ? 0.0f : x; }
 
@@ -28,10 +26,10 @@ template <int BITS, int FRACTION>
 DSQ_DEVICE Range absmax_range(float largest) {
     const float tiny = 0x1p-99f, huge_scale = 0x1p126f;
     Range range;
-    range.scale = div_rn(largest, (float)((1 << (BITS - 1)) - 1));
+    range.scale = divided_by<(1 << (BITS - 1)) - 1>(largest);
     range.offset = 0.0f;
     // Rounded once: the power of two is exact.
-    range.inverse = mul_rn(rcp_rn(range.scale), (float)(1 << FRACTION));
+    range.inverse = mul_rn(reciprocal(range.scale), (float)(1 << FRACTION));
     if (largest < tiny) {
         range.scale = 0.0f;
         range.inverse = 0.0f;
@@ -48,18 +46,18 @@ DSQ_DEVICE Range minmax_range(float low, float high, float shift) {
     const float tiny = 0x1p-99f, huge_scale = 0x1p126f, largest_float = 0x1.fffffep127f;
     const float span = sub_rn(high, low);
     Range range;
-    range.scale = div_rn(span, (float)((1 << BITS) - 1));
+    range.scale = divided_by<(1 << BITS) - 1>(span);
     range.offset = flush(low);
     const bool is_tiny = span < tiny;
     bool usable = is_tiny || range.scale <= huge_scale;
-    range.inverse = is_tiny ? 0.0f : mul_rn(rcp_rn(range.scale), (float)(1 << FRACTION));
+    range.inverse = is_tiny ? 0.0f : mul_rn(reciprocal(range.scale), (float)(1 << FRACTION));
     if (is_tiny) {
         range.scale = 0.0f;
-        if (magnitude(low) < tiny && magnitude(high) < tiny) range.offset = 0.0f;
+        if (absolute(low) < tiny && absolute(high) < tiny) range.offset = 0.0f;
     }
     if (SHIFTED) {
         range.offset = flush(add_rn(range.offset, flush(mul_rn(range.scale, shift))));
-        usable = usable && magnitude(range.offset) <= largest_float;
+        usable = usable && absolute(range.offset) <= largest_float;
     }
     if (!usable) {
         range.scale = float_of(DSQ_NAN_BITS);

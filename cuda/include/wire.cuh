@@ -32,8 +32,8 @@ struct Codes {
 // A code in every byte.
 DSQ_DEVICE constexpr u32 in_every_byte(u32 code) { return code * 0x01010101u; }
 
-// Bits [shift, shift + WIDTH) of the codes of a vector as WIDTH bytes.
-template <int WIDTH>
+// Bits [shift, shift + WIDTH) of the codes of a vector, which have BITS bits, as WIDTH bytes.
+template <int BITS, int WIDTH>
 DSQ_DEVICE u64 plane_of(Codes codes, int shift) {
     if (WIDTH == 8) {
         const u32 low = permute(codes.even, codes.odd, 0x5140);
@@ -41,8 +41,11 @@ DSQ_DEVICE u64 plane_of(Codes codes, int shift) {
         return (u64)high << 32 | low;
     }
     const u32 mask = in_every_byte((1u << WIDTH) - 1);
-    const u32 even = codes.even >> shift & mask, odd = codes.odd >> shift & mask;
-    u32 pairs = even | odd << WIDTH;  // byte k: codes 2k and 2k + 1
+    // Byte k: codes 2k and 2k + 1.
+    u32 pairs = codes.even + (codes.odd << WIDTH);
+    if (BITS != WIDTH) {
+        pairs = (codes.even >> shift & mask) | (codes.odd >> shift & mask) << WIDTH;
+    }
     if (WIDTH == 2) {
         pairs = (pairs | pairs >> 4) & 0x00FF00FF;
         pairs = (pairs | pairs >> 8) & 0xFFFF;

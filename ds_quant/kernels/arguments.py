@@ -134,11 +134,17 @@ def dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes and has no holes."""
+    *outer, last = zip(tensor.stride(), tensor.shape, strict=True)
+    steps = [step * tensor.element_size() for step, size in outer if size > 1]
+    dense = last[0] == 1 or last[1] == 1
+    return dense and not any(number % ALIGNMENT for number in (tensor.data_ptr(), *steps))
+
+
 def aligned(wire: torch.Tensor, *, copy: bool) -> torch.Tensor:
-    """`wire`, or a buffer of its shape whose rows lie at multiples of 16 bytes."""
-    strides = [s for s, size in zip(wire.stride()[:-1], wire.shape[:-1], strict=True) if size > 1]
-    dense = wire.stride(-1) == 1 or wire.shape[-1] == 1
-    if dense and not any(number % ALIGNMENT for number in (wire.data_ptr(), *strides)):
+    """`wire`, or a buffer of its shape that is aligned; `copy`: with the same content."""
+    if is_aligned(wire):
         return wire
     buffer = torch.empty(wire.shape, dtype=wire.dtype, device=wire.device)
     return buffer.copy_(wire) if copy else buffer

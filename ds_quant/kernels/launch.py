@@ -22,6 +22,7 @@ from ds_quant.kernels.arguments import (
     encode_macros,
     flip_fields,
     float_bits,
+    is_aligned,
     launch_of,
     own_as_fp32,
     own_fields,
@@ -76,6 +77,11 @@ def encode(
         "DSQ_BASE": -1 if base is None else DTYPES[base.dtype],
         "DSQ_ROTATION": rotation.block if rotation else 0,
         "DSQ_FLIPS": int(rotation is not None and rotation.flips is not None),
+        "DSQ_WHOLE": int(
+            numel % (tiles.block_groups * fmt.group_size) == 0
+            and is_aligned(x)
+            and (base is None or is_aligned(base))
+        ),
     }
     fields = flip_fields(rotation) | {"numel": numel, "levels": pointer(levels)}
     blocks = ceil_div(layout.num_groups, tiles.block_groups)
@@ -159,6 +165,7 @@ def _sum(
         "DSQ_FACTOR": int(scale != 1.0 or rotation is not None),
         "DSQ_ROTATION": rotation.block if rotation else 0,
         "DSQ_FLIPS": int(rotation is not None and rotation.flips is not None),
+        "DSQ_WHOLE": int(numel % (vectors * VECTOR_NUMEL * THREADS) == 0 and is_aligned(out)),
     }
     own_values = own_as_fp32(own)
     fields = flip_fields(rotation) | own_fields(own, own_values)
@@ -195,6 +202,7 @@ def recode(
     source_levels = None if source_levels is None else dense(source_levels)
     tiles = tiling(fmt.group_size, ROTATION_RUN)
     macros = encode_macros(fmt, tiles) | source_macros(source_fmt, sources, own)
+    macros["DSQ_WHOLE"] = int(numel % (tiles.block_groups * fmt.group_size) == 0)
     own_values = own_as_fp32(own)
     fields = own_fields(own, own_values)
     fields |= {"sources": sources, "source_stride": stride(wire, 1)}

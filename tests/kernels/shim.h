@@ -19,7 +19,7 @@
 #include <utility>
 
 #define __global__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static  // one block at a time, and a kernel runs on one OS thread
 
 namespace shim {
@@ -178,6 +178,7 @@ static inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
         return largest;
     });
 }
+static inline void __syncwarp() { shim::pause(shim::AT_COLLECTIVE); }
 static inline void __syncthreads() { shim::pause(shim::AT_BARRIER); }
 
 #define SHIM_EXPORT(kernel)                                                                 \

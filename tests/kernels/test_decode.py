@@ -115,7 +115,7 @@ def test_sums_of_rows_equal_the_reference(shim, codec, sources: int, has_own: bo
             wire[row] = 0xFF  # may be anything
         else:
             check_sum = torch.empty(case.numel)
-            reference.decode_sum(wire, check_sum, codec, scale=scale, levels=table(codec))
+            reference.decode_sum(wire, check_sum, codec, scale=scale, own=None, levels=table(codec))
             assert_same(codec, check_sum, wanted)
         out = output(1, case.numel, dtype, case.skew)[0]
         options = {"scale": scale, "levels": table(codec), "own": own}
@@ -191,3 +191,39 @@ def test_recoded_bytes_equal_decode_sum_encode(
         assert not places, f"{codec.name}: (row, byte) {places[:8]} of {tuple(wanted.shape)}"
 
     check()
+
+
+def on_whole_blocks(launches: list) -> bool:
+    return all(dict(work.macros)["DSQ_WHOLE"] == 1 for work in launches)
+
+
+@pytest.mark.parametrize("codec", DECODERS[::4], ids=id_of)
+def test_whole_blocks_take_their_own_variant(shim, codec) -> None:
+    """Aligned rows of whole blocks: the kernel has no checks of addresses and ends."""
+    numel, sources, launches = 1 << 15, 8, []
+
+    def run(work) -> None:
+        launches.append(work)
+        shim(work)
+
+    wire = message(codec, torch.randn(sources, numel))
+    rows = torch.empty(sources, numel)
+    reference.decode(wire, rows, codec, levels=table(codec))
+    out = output(2, numel, torch.bfloat16, 0)
+    launch.decode(wire[:2], out, codec, levels=table(codec), run=run)
+    assert_same(codec, out, rows[:2])
+    total = output(1, numel, torch.float32, 0)[0]
+    launch.decode_sum(wire, total, codec, scale=0.125, levels=table(codec), run=run)
+    wanted = torch.empty(numel)
+    reference.decode_sum(wire, wanted, codec, scale=0.125, own=None, levels=table(codec))
+    assert_same(codec, total, wanted)
+
+    coarse = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
+    expected = torch.empty(1, coarse.wire_bytes(numel), dtype=torch.uint8)
+    exact = sum_of(codec, wire, numel, None, 1.0)[None]
+    reference.encode(exact, expected, coarse, address=ADDRESS, levels=None)
+    found = torch.empty_like(expected)
+    options = {"numel": numel, "address": ADDRESS, "source_levels": table(codec)}
+    launch.recode(wire[None], found, codec, coarse, run=run, **options)
+    assert torch.equal(found, expected)
+    assert on_whole_blocks(launches)

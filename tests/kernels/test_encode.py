@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+import subprocess
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +13,10 @@ from hypothesis import strategies as st
 
 from ds_quant.codec import GroupCodec
 from ds_quant.kernels import launch, reference
+from ds_quant.kernels.geometry import tiling
 from ds_quant.kernels.launch import Rotation
 from ds_quant.layout import round_up
+from ds_quant.resources import resource_dir
 from ds_quant.rng import Address
 from tests.kernels.inputs import (
     CODECS,
@@ -146,6 +152,29 @@ def test_difference_is_taken_once_in_fp32(shim, codec, dtype, base_dtype, block:
     check()
 
 
+@pytest.mark.parametrize("index", range(0, len(CODECS), 5), ids=lambda i: id_of(CODECS[i]))
+def test_whole_blocks_take_their_own_variant(shim, index: int) -> None:
+    """Aligned rows of whole blocks: the kernel has no checks of addresses and ends."""
+    codec, dtype = CODECS[index], DTYPES[index % 3]
+    blocks = math.lcm(*(tiling(codec.group_size, run).block_groups for run in (1, 4)))
+    numel = codec.group_size * blocks
+    wholes = []
+
+    def run(work) -> None:
+        wholes.append(dict(work.macros)["DSQ_WHOLE"])
+        shim(work)
+
+    x = awkward(2 * numel, codec.group_size, sorted(KINDS), seed=index).view(2, numel).to(dtype)
+    assert_same(codec, encoded(run, codec, x, ADDRESS), expected(codec, x, ADDRESS))
+    base = torch.randn(2, numel).bfloat16()
+    wanted = expected(codec, x.float() - base.float(), ADDRESS)
+    assert_same(codec, encoded(run, codec, x, ADDRESS, base=base), wanted)
+    wanted = expected(codec, rotated(x.float(), 32, 5), ADDRESS)
+    found = encoded(run, codec, x, ADDRESS, rotation=Rotation(32, 5))
+    assert_same(codec, found, wanted)
+    assert wholes == [1, 1, 1]
+
+
 def test_strided_columns_and_odd_messages_are_encoded_in_place(shim) -> None:
     """Columns of a wider tensor, a transposed one, and rows of a message at odd addresses."""
     codec = GroupCodec(bits=4, group_size=32, range="absmax", rounding="stochastic")
@@ -176,3 +205,32 @@ def test_codecs_beyond_the_kernels_are_named() -> None:
     assert launch.supports(GroupCodec(group_size=8192))
     assert not launch.supports(GroupCodec(group_size=8224))
     assert not launch.supports(GroupCodec(group_size=96), Rotation(64))
+
+
+DIVISION = """
+#include "platform.cuh"
+template <int N> static long wrong_quotients(u32 exponent) {
+    long wrong = 0;
+    for (u32 mantissa = 0; mantissa < 1u << 23; ++mantissa) {
+        const float x = float_of(exponent << 23 | mantissa);
+        wrong += divided_by<N>(x) != x / N;
+    }
+    return wrong;
+}
+extern "C" long wrong() {
+    const u32 low = 28, one = 127, high = 254;  // 2^-99, 1, the largest exponent
+    return wrong_quotients<1>(one) + wrong_quotients<3>(low) + wrong_quotients<7>(high) +
+           wrong_quotients<15>(one) + wrong_quotients<31>(low) + wrong_quotients<63>(high) +
+           wrong_quotients<127>(one) + wrong_quotients<255>(low);
+}
+"""
+
+
+def test_division_by_the_number_of_steps_is_exact(shim, tmp_path) -> None:
+    """All mantissas; the two multiply-adds behave alike at every exponent in between."""
+    (tmp_path / "division.cpp").write_text(DIVISION)
+    include = resource_dir("cuda") / "include"
+    flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-DDSQ_HOST", "-shared", "-fPIC"]
+    command = [shim.compiler, *flags, f"-I{include}", "division.cpp", "-o", "division.so"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    assert ctypes.CDLL(str(tmp_path / "division.so")).wrong() == 0

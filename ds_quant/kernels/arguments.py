@@ -76,6 +76,13 @@ def source_macros(fmt: Format, sources: int, own: Own | None) -> dict[str, int]:
     }
 
 
+def rotation_macros(rotation: Rotation | None) -> dict[str, int]:
+    """Block of the rotation and whether signs flip; 0 and 0 without one."""
+    if rotation is None:
+        return {"DSQ_ROTATION": 0, "DSQ_FLIPS": 0}
+    return {"DSQ_ROTATION": rotation.block, "DSQ_FLIPS": int(rotation.flips is not None)}
+
+
 def flip_fields(rotation: Rotation | None) -> dict[str, int]:
     flips = (rotation.flips or 0) if rotation else 0
     return {"flips_low": flips & _WORD, "flips_high": flips >> 64 & _WORD}
@@ -118,6 +125,13 @@ def row_address(tensor: torch.Tensor, row: int) -> int:
 
 def rows_at(wire: torch.Tensor, row: int) -> dict[str, int]:
     return {"address": row_address(wire, row), "stride": stride(wire)}
+
+
+def value_fields(name: str, values: torch.Tensor | None, row: int) -> dict[str, int]:
+    """Address of a row of values and the way to the next one."""
+    if values is None:
+        return {}
+    return {name: row_address(values, row), f"{name}_stride": stride(values)}
 
 
 def row_chunks(rows: int) -> Iterator[tuple[int, int]]:

@@ -52,7 +52,11 @@ class Runner:
         self._launch(table, (table.blocks,), (buffer.data_ptr(), table.num_jobs))
 
     def run_many(self, launches: list[Launch]) -> None:
-        """Independent launches as few as possible: one per kernel and set of macros."""
+        """Independent launches as few as possible: one per kernel and set of macros.
+
+        A collected launch holds addresses, not tensors. So tensors must live until here, and be
+        such that nothing is copied on the way: a dtype of the kernels, aligned wire rows.
+        """
         for table in merge(launches):
             buffer = torch.frombuffer(bytearray(table.jobs), dtype=torch.uint8)
             self.run_table(table, buffer.to(self.device))

@@ -27,12 +27,14 @@ from ds_quant.kernels.arguments import (
     own_as_fp32,
     own_fields,
     pointer,
+    rotation_macros,
     row_address,
     row_chunks,
     rows_at,
     source_macros,
     stream_fields,
     stride,
+    value_fields,
 )
 from ds_quant.kernels.blocks import Format, layout_of
 from ds_quant.kernels.geometry import MAX_GROUP, THREADS, sum_run, tiling
@@ -72,24 +74,19 @@ def encode(
     levels = None if levels is None else dense(levels)
     target = aligned(out, copy=False)
     tiles = tiling(fmt.group_size, ROTATION_RUN if rotation else 1)
-    macros = encode_macros(fmt, tiles) | {
+    macros = encode_macros(fmt, tiles) | rotation_macros(rotation)
+    macros |= {
         "DSQ_VALUES": DTYPES[x.dtype],
         "DSQ_BASE": -1 if base is None else DTYPES[base.dtype],
-        "DSQ_ROTATION": rotation.block if rotation else 0,
-        "DSQ_FLIPS": int(rotation is not None and rotation.flips is not None),
-        "DSQ_WHOLE": int(
-            numel % (tiles.block_groups * fmt.group_size) == 0
-            and is_aligned(x)
-            and (base is None or is_aligned(base))
-        ),
+        "DSQ_WHOLE": int(numel % (tiles.block_groups * fmt.group_size) == 0 and is_aligned(x)),
     }
+    if base is not None:
+        macros["DSQ_WHOLE"] &= int(is_aligned(base))
     fields = flip_fields(rotation) | {"numel": numel, "levels": pointer(levels)}
     blocks = ceil_div(layout.num_groups, tiles.block_groups)
     for row, count in row_chunks(rows):
         fields |= wire_fields("wire", layout, **rows_at(target, row))
-        fields |= {"values": row_address(x, row), "values_stride": stride(x)}
-        if base is not None:
-            fields |= {"base": row_address(base, row), "base_stride": stride(base)}
+        fields |= value_fields("values", x, row) | value_fields("base", base, row)
         fields |= stream_fields(address, row * ceil_div(on_wire, VECTOR_NUMEL))
         run(launch_of("encode", macros, (blocks, count), fields))
     if target is not out:
@@ -157,14 +154,13 @@ def _sum(
     levels = None if levels is None else dense(levels)
     sources = wire.shape[1]
     vectors = ROTATION_RUN if rotation else sum_run(fmt.bits, sources)
-    macros = source_macros(fmt, sources, own) | {
+    macros = source_macros(fmt, sources, own) | rotation_macros(rotation)
+    macros |= {
         "DSQ_RUN": vectors,
         "DSQ_THREADS": THREADS,
         "DSQ_VALUES": DTYPES[out.dtype],
         "DSQ_ADD": int(add),
         "DSQ_FACTOR": int(scale != 1.0 or rotation is not None),
-        "DSQ_ROTATION": rotation.block if rotation else 0,
-        "DSQ_FLIPS": int(rotation is not None and rotation.flips is not None),
         "DSQ_WHOLE": int(numel % (vectors * VECTOR_NUMEL * THREADS) == 0 and is_aligned(out)),
     }
     own_values = own_as_fp32(own)

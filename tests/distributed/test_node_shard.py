@@ -1,4 +1,4 @@
-"""node_shard.exchange and gather on gloo ranks, also for odd sizes and shards shorter than a row."""
+"""node_shard.exchange and gather on gloo ranks, for odd sizes and shards shorter than a row."""
 
 from __future__ import annotations
 

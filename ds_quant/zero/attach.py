@@ -27,11 +27,10 @@ def attach(engine: Any, optimizer: Any) -> None:
     guard.refuse_unsupported(seams.facts(engine._config, bf16_optimizer=optimizer is None))
     rank, world = seams.rank_and_world()
     config.validate_world(world)
-    guard.handshake(
-        digest=config.digest(), rank=rank, world=world, timeout=config.handshake_timeout
-    )
     scheme = config.to_scheme()
     topology = Topology(world=world, node_size=scheme.node_size or default_node_size(world))
+    settings = f"{config.digest()}, {topology.node_size} ranks per node"
+    guard.handshake(settings=settings, rank=rank, world=world, timeout=config.handshake_timeout)
     if engine.zero_optimization_stage() == 3:
         guard.refuse_full_replica(scheme, topology, parameters.total_bytes(engine.module))
     binding = engine.ds_quant_binding = Binding(engine, scheme, topology)

@@ -331,3 +331,15 @@ def _mixed_rank() -> list[float]:
 def test_qsdp_may_use_the_node_shard_too() -> None:
     losses = np.mean(run(_mixed_rank, 4), axis=0)
     assert losses[-1] < 0.7 * losses[0]
+
+
+def _eight_bits_inside(node_size: int) -> list[float]:
+    block = block_of("sdp4bit", node_size, weights={"intra": {"bits": 8, "group_size": 256}})
+    engine = build(settings(3, block, dtype="bf16"))
+    return [loss for step in range(STEPS) for loss in train_step(engine, step)]
+
+
+@pytest.mark.parametrize("node_size", [2, 4])
+def test_gathers_inside_a_node_may_take_eight_bits(node_size: int) -> None:
+    losses = np.mean(run(_eight_bits_inside, 4, node_size), axis=0)
+    assert losses[-1] < 0.6 * losses[0]

@@ -12,7 +12,7 @@ May import: torch, deepspeed.comm, metrics, topology.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -130,31 +130,56 @@ class Link:
         self._traffic.count(role, intra=intra, inter=inter)
 
 
-@dataclass(frozen=True, kw_only=True)
+class Waiting(Protocol):
+    """A posted gather."""
+
+    def wait(self) -> Tensor: ...
+
+
 class Fabric:
     """The links of one process group and, where its ranks fill several nodes, of its two levels.
 
     intra: this rank's node. inter: the ranks of all nodes with this rank's place in the node.
     Both are None for a group that lies in one node, has one rank per node, or is not the world.
+
+    [Note: order of the second level] A gather over two levels posts its second one when it is
+    waited for, and DeepSpeed's waits come from sets, in another order on every rank. So a wait
+    first posts the second level of all gathers that were posted before.
     """
 
-    whole: Link
-    intra: Link | None = None
-    inter: Link | None = None
+    def __init__(self, whole: Link, intra: Link | None = None, inter: Link | None = None) -> None:
+        self.whole, self.intra, self.inter = whole, intra, inter
+        self.size, self.rank = whole.size, whole.rank
+        self._pending: list[_TwoLevelGather] = []
 
-    def all_gather(self, payload: Tensor, *, role: str) -> Callable[[], Tensor]:
-        """As ``Link.all_gather`` over the whole group; returns the function that waits.
+    def all_gather(self, payload: Tensor, *, role: str) -> Waiting:
+        """As ``Link.all_gather`` over the whole group.
 
         With two levels the rows cross between nodes once and are then spread inside the node.
-        The second level is posted by the wait, so waits must come in the same order on all ranks.
         """
         if self.intra is None or self.inter is None:
-            return self.whole.all_gather(payload, role=role).wait
-        between = self.inter.all_gather(payload, role=role)
+            return self.whole.all_gather(payload, role=role)
+        gather = _TwoLevelGather(self, self.inter.all_gather(payload, role=role), role)
+        self._pending.append(gather)
+        return gather
 
-        def wait() -> Tensor:
-            rows = self.intra.all_gather(between.wait(), role=role).wait()
-            places = rows.view(self.intra.size, self.inter.size, -1)  # local rank, node, bytes
-            return places.transpose(0, 1).reshape(-1)
+    def post_until(self, gather: _TwoLevelGather) -> None:
+        """Post the second level of all gathers up to this one."""
+        while gather.inside is None:
+            first = self._pending.pop(0)
+            first.inside = self.intra.all_gather(first.between.wait(), role=first.role)
 
-        return wait
+
+class _TwoLevelGather:
+    """Rows that are on their way between nodes, later inside the node."""
+
+    def __init__(self, fabric: Fabric, between: Exchange, role: str) -> None:
+        self._fabric, self.between, self.role = fabric, between, role
+        self.inside: Exchange | None = None
+
+    def wait(self) -> Tensor:
+        """The rows of all ranks, (ranks * bytes,), in rank order."""
+        self._fabric.post_until(self)
+        fabric = self._fabric
+        places = self.inside.wait().view(fabric.intra.size, fabric.inter.size, -1)
+        return places.transpose(0, 1).reshape(-1)  # (local rank, node, bytes) -> rank order

@@ -44,12 +44,12 @@ def fabric_of(node_size: int) -> tuple[Fabric, Traffic]:
         return Link(group, topology=topology, traffic=traffic)
 
     if node_size in (1, world):
-        return Fabric(whole=link(None)), traffic
+        return Fabric(link(None)), traffic
     own = []
     for ranks_of_level in topology.levels():
         groups = [(ranks, dist.new_group(ranks)) for ranks in ranks_of_level]
         own += [link(group) for ranks, group in groups if dist.get_rank() in ranks]
-    return Fabric(whole=link(None), intra=own[0], inter=own[1]), traffic
+    return Fabric(link(None), own[0], own[1]), traffic
 
 
 def route_of(fabric: Fabric, node_size: int, *, exact_own: bool) -> tuple[Hop, ...]:
@@ -204,7 +204,7 @@ def test_slices_post_more_messages_and_overlap() -> None:
 def _gather_rank(node_size: int) -> tuple[np.ndarray, dict[str, int]]:
     fabric, traffic = fabric_of(node_size)
     payload = torch.full((48,), 10 + fabric.whole.rank, dtype=torch.uint8)
-    rows = fabric.all_gather(payload, role="weights")()
+    rows = fabric.all_gather(payload, role="weights").wait()
     return rows.numpy(), traffic.received["weights"]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from ds_quant.topology import Topology, default_node_size
-from ds_quant.zero import guard, parameters, replica_seams, seams
+from ds_quant.zero import checkpoint, guard, parameters, replica_seams, seams
 from ds_quant.zero.agreement import Agreement
 from ds_quant.zero.binding import Binding
 from ds_quant.zero.fetch import Fetch
@@ -40,6 +41,12 @@ def attach(engine: Any, optimizer: Any) -> None:
         _attach_shards(binding, engine, optimizer)
     else:
         _attach_replica(binding, engine, optimizer)
+    seams.wrap_checkpoints(
+        engine,
+        checkpoint.KEY,
+        partial(checkpoint.dump, binding),
+        partial(checkpoint.restore, binding),
+    )
     seams.log_rank0(f"quantized_comm: {binding.describe()}")
 
 

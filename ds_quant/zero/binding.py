@@ -60,6 +60,10 @@ class Binding:
         """The engine's record of a parameter, None for one that appeared later."""
         return self._tracked.get(id(parameter))
 
+    def all_tracked(self) -> Iterable[Tracked]:
+        """Every parameter of the module when the engine was built."""
+        return self._tracked.values()
+
     def require_tracked(self, groups: Iterable[replica_seams.ReplicaGroup]) -> None:
         """Refuse an optimizer that holds parameters which are not the module's."""
         strangers = sum(self.tracked(p) is None for group in groups for p in group.params)

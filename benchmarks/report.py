@@ -116,7 +116,7 @@ def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 
     curves = {run["label"]: smoothed(run["result"]["losses"]) for run in runs}
     baseline = next((curves[name] for name in BASELINES if name in curves), None)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.6), layout="constrained")
     for row in rows(runs):
         curve = curves[row.label]
         label = f"{row.label}: {row.final_loss:.3f}, {_number(row.wire_bytes, '.2f')} B/param/step"
@@ -124,7 +124,7 @@ def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
         if baseline is not None:
             right.plot([a - b for a, b in zip(curve, baseline, strict=True)], linewidth=1.4)
     left.set(xlabel="optimizer step", ylabel="loss, nats per byte (mean of 20 steps)")
-    left.legend(title="scheme: final loss, bytes received per rank")
+    figure.legend(loc="outside lower left", title="scheme: final loss, bytes received per rank")
     right.set(xlabel="optimizer step", ylabel="difference to full precision, nats per byte")
     for axes in (left, right):
         axes.grid(alpha=0.3)

@@ -96,15 +96,28 @@ def _meaning(config: QuantizedCommConfig) -> list[str]:
 def _role_line(role: str, settings: Any) -> str:
     if not settings.enabled:
         return f"{role}: full precision"
+    extras = [f"{settings.rounding} rounding"]
+    if getattr(settings, "levels", "") == "learned":
+        extras.append("learned levels")
+    if getattr(settings, "difference", False):
+        extras.append("of differences")
+    if getattr(settings, "rotation", 0):
+        extras.append(f"Hadamard blocks of {settings.rotation}")
+    line = f"{role}: {_codes(settings, settings.range)}, {', '.join(extras)}"
+    if settings.intra is not None:
+        line += f"; inside a node {_codes(settings.intra, settings.range)}"
+    return line
+
+
+def _codes(settings: Any, value_range: str) -> str:
     numel = 2**20
     nbytes = wire_layout(
         numel,
         bits=settings.bits,
         group_size=settings.group_size,
-        has_offset=settings.range == "minmax",
+        has_offset=value_range == "minmax",
     ).nbytes
-    levels = ", learned levels" if getattr(settings, "levels", "") == "learned" else ""
     return (
-        f"{role}: {settings.bits}-bit {settings.range} codes, groups of {settings.group_size}, "
-        f"{settings.rounding} rounding{levels}: {nbytes / numel:.3f} bytes per element (bf16: 2)"
+        f"{settings.bits}-bit {value_range} codes, groups of {settings.group_size}, "
+        f"{nbytes / numel:.3f} bytes per element (bf16: 2)"
     )

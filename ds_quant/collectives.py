@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_quant.codec import Codec
 from ds_quant.layout import ceil_div, shard_range
-from ds_quant.link import Exchange, Link
+from ds_quant.link import Exchange, Fabric, Link, Waiting
 from ds_quant.rng import Address
 
 
@@ -93,7 +93,7 @@ def lay_out(sizes: Sequence[tuple[Codec, int]]) -> tuple[list[Slot], int]:
 
 
 def all_gather(
-    shards: Sequence[Tensor], numels: Sequence[int], codings: Sequence[Coding], link: Link
+    shards: Sequence[Tensor], numels: Sequence[int], codings: Sequence[Coding], link: Link | Fabric
 ) -> GatherHandle:
     """Gather tensors that are split over the ranks in DeepSpeed's ceil-division shards.
 
@@ -122,10 +122,10 @@ class GatherHandle:
 
     def __init__(
         self,
-        exchange: Exchange | None,
+        exchange: Waiting | None,
         slots: list[Slot],
         tensors: list[tuple[int, Coding, torch.dtype]],
-        link: Link,
+        link: Link | Fabric,
     ) -> None:
         self._exchange, self._slots, self._tensors, self._ranks = (
             exchange,

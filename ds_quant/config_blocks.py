@@ -145,8 +145,9 @@ class GradientsConfig(_Quantizer):
     )
     intra: IntraConfig | None = Field(
         None,
-        description="First of two hops: gradients are summed inside each node with this codec, "
-        "the partial sums between nodes with the outer one. null: one hop over all ranks.",
+        description="With several nodes of several ranks gradients are summed inside each node "
+        "with this codec and the partial sums between nodes with the outer one. null: the outer "
+        "one on both hops.",
     )
     rotation: Literal[0, 32, 64, 128] = Field(
         0,

@@ -147,23 +147,24 @@ class _Route:
             outer = inner  # nothing to exchange: gathers as from a node shard
         between = self._rows(outer, item) if item.trainable or not self.node_shard else 0
         found = {"weights": between, "plain": 0 if isinstance(outer, GroupCodec) else between}
+        if self.two_levels:
+            found["weights_intra"] = between  # forwarded as they came
         if self.node_shard:
             rows = self.shards * ceil_div(torch.Size(item.shape).numel(), self.shards)
             found["memory"] = rows // self.node_size * item.dtype.itemsize
             found["weights_intra"] = self._rows(inner, item) if self.two_levels else 0
-        elif self.stage < 3 and self.two_levels:
-            found["weights_intra"] = between  # forwarded as they came
         return found
 
     def gradient_bytes(self, item: Cargo, dtype: torch.dtype) -> dict[str, int]:
         facts = (Role.GRADIENTS, item.name, item.shape, dtype)
         outer, inner = self.scheme.codec_for(*facts), self.scheme.intra_codec_for(*facts)
-        two_hops = self.scheme.gradients_intra is not None
-        if two_hops and self.one_node:
+        if self.scheme.gradients_intra is None:
+            inner = outer
+        if self.one_node:
             outer = inner
         nbytes = self._rows(outer, item, rotated=True)
         found = {"gradients": nbytes, "plain": 0 if isinstance(outer, GroupCodec) else nbytes}
-        if two_hops and self.two_levels:
+        if self.two_levels:
             found["gradients_intra"] = self._rows(inner, item, rotated=True)
         return found
 

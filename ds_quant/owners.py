@@ -113,10 +113,10 @@ def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], No
     row = torch.empty(nbytes, dtype=torch.uint8, device=parts[0].values.device)
     for part, (start, size) in zip(by_owner[link.rank], layouts[link.rank][0], strict=True):
         part.coding.encode(_own_values(part), row[start : start + size])
-    arrived = fabric.all_gather(row, role="weights")
+    arriving = fabric.all_gather(row, role="weights")
 
     def decode() -> None:
-        rows = arrived().view(link.size, -1)
+        rows = arriving.wait().view(link.size, -1)
         for rank, own in enumerate(by_owner):
             for part, (start, size) in zip(own, layouts[rank][0], strict=True):
                 part.coding.decode(rows[rank, start : start + size], part.values)

@@ -26,7 +26,7 @@ class Scheme:
     weights, gradients: the codec of each role; ``None`` is full precision. With two levels it is
         the codec between nodes.
     weights_intra: codec of gathers from the node shard, ``None`` for the weights' own dtype.
-    gradients_intra: codec of the hop inside a node; ``None``: one hop over all ranks.
+    gradients_intra: codec of the hop inside a node; ``None``: that of ``gradients``.
     difference: weights travel as their difference to what everybody holds (SDP4Bit's qWD).
     node_shard: ZeRO-3 keeps the weights in every node, sharded over its ranks.
     allow_full_replica: a node shard of one rank, which is a full copy, is accepted.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from ds_quant.topology import Topology, default_node_size
-from ds_quant.zero import guard, parameters, replica_seams, seams
+from ds_quant.zero import checkpoint, guard, parameters, replica_seams, seams
 from ds_quant.zero.agreement import Agreement
 from ds_quant.zero.binding import Binding
 from ds_quant.zero.fetch import Fetch
@@ -27,11 +28,10 @@ def attach(engine: Any, optimizer: Any) -> None:
     guard.refuse_unsupported(seams.facts(engine._config, bf16_optimizer=optimizer is None))
     rank, world = seams.rank_and_world()
     config.validate_world(world)
-    guard.handshake(
-        digest=config.digest(), rank=rank, world=world, timeout=config.handshake_timeout
-    )
     scheme = config.to_scheme()
     topology = Topology(world=world, node_size=scheme.node_size or default_node_size(world))
+    settings = f"{config.digest()}, {topology.node_size} ranks per node"
+    guard.handshake(settings=settings, rank=rank, world=world, timeout=config.handshake_timeout)
     if engine.zero_optimization_stage() == 3:
         guard.refuse_full_replica(scheme, topology, parameters.total_bytes(engine.module))
     binding = engine.ds_quant_binding = Binding(engine, scheme, topology)
@@ -41,6 +41,12 @@ def attach(engine: Any, optimizer: Any) -> None:
         _attach_shards(binding, engine, optimizer)
     else:
         _attach_replica(binding, engine, optimizer)
+    seams.wrap_checkpoints(
+        engine,
+        checkpoint.KEY,
+        partial(checkpoint.dump, binding),
+        partial(checkpoint.restore, binding),
+    )
     seams.log_rank0(f"quantized_comm: {binding.describe()}")
 
 

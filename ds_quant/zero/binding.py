@@ -48,6 +48,7 @@ class Binding:
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
         self.node: Any = None  # zero.node.NodeShard under ZeRO-3, if the scheme keeps one
         self._links: dict[int, Link] = {}
+        self._fabrics: dict[int, Fabric] = {}
         self._levels = self._make_levels()
         self._micro_base = (-1, 0)
         self._tracked = {
@@ -58,6 +59,10 @@ class Binding:
     def tracked(self, parameter: torch.Tensor) -> Tracked | None:
         """The engine's record of a parameter, None for one that appeared later."""
         return self._tracked.get(id(parameter))
+
+    def all_tracked(self) -> Iterable[Tracked]:
+        """Every parameter of the module when the engine was built."""
+        return self._tracked.values()
 
     def require_tracked(self, groups: Iterable[replica_seams.ReplicaGroup]) -> None:
         """Refuse an optimizer that holds parameters which are not the module's."""
@@ -88,16 +93,21 @@ class Binding:
 
     def fabric(self, process_group: Any) -> Fabric:
         """The links of a process group, on two levels if it is the world and that has them."""
-        whole = self.link(process_group)
-        if self._levels is None or whole.ranks != list(range(self.topology.world)):
-            return Fabric(whole=whole)
-        return Fabric(whole=whole, intra=self._levels[0], inter=self._levels[1])
+        key = id(process_group)
+        if key not in self._fabrics:
+            whole, levels = self.link(process_group), ()
+            if self._levels is not None and whole.ranks == list(range(self.topology.world)):
+                levels = self._levels
+            self._fabrics[key] = Fabric(whole, *levels)
+        return self._fabrics[key]
 
     def route(self, process_group: Any) -> tuple[Hop, ...]:
         """The hops of a gradient reduction over a process group."""
-        fabric, two_level = self.fabric(process_group), self.scheme.gradients_intra is not None
-        if not two_level or fabric.intra is None or fabric.inter is None:
-            return (Hop(link=fabric.whole, exact_own=two_level),)
+        fabric = self.fabric(process_group)
+        if fabric.intra is None or fabric.inter is None:
+            # As published: SDP4Bit's variants gain from exact own contributions, QSDP has none.
+            exact_own = self.scheme.gradients_intra is not None
+            return (Hop(link=fabric.whole, exact_own=exact_own),)
         return (
             Hop(link=fabric.intra, exact_own=True),
             Hop(link=fabric.inter, divisor=self.topology.node_size, exact_own=True),
@@ -143,11 +153,13 @@ class Binding:
         scheme, step = self.scheme, self.gradient_step
         facts = (Role.GRADIENTS, tracked.name, tracked.shape, dtype)
         inner, outer = scheme.intra_codec_for(*facts), scheme.codec_for(*facts)
+        if scheme.gradients_intra is None:
+            inner = outer
         exact = self.step < scheme.warmup_steps or not isinstance(outer, GroupCodec)
         if exact:
             return (Coding(codec=CastCodec(dtype)),) * len(route), None
         codecs = [inner, outer] if len(route) > 1 else [outer]
-        if scheme.gradients_intra is not None and self.topology.nodes == 1:
+        if self.topology.nodes == 1:
             codecs = [inner]
         codings = tuple(
             Coding(

@@ -93,15 +93,15 @@ class Fetch:
         )
 
     def _gather(self, params: list[Any]) -> _FetchHandle:
-        link = self._binding.link(params[0].ds_process_group)
+        fabric = self._binding.fabric(params[0].ds_process_group)
         shards, codings = [], []
         for p in params:
             _begin(p)
-            shards.append(parameters.valid_shard(p, link.rank))
-            codings.append(self._coding(p, link.rank))
+            shards.append(parameters.valid_shard(p, fabric.rank))
+            codings.append(self._coding(p, fabric.rank))
         device = parameters.device()
         shards = [s.to(device, non_blocking=True) for s in shards]
-        handle = all_gather(shards, [p.ds_numel for p in params], codings, link)
+        handle = all_gather(shards, [p.ds_numel for p in params], codings, fabric)
         lossy = [not isinstance(c.codec, CastCodec) for c in codings]
         return _FetchHandle(params, handle.wait, lossy, self._decoded)
 

@@ -59,8 +59,8 @@ def refuse_full_replica(scheme: Scheme, topology: Topology, model_bytes: int) ->
         )
 
 
-def handshake(*, digest: str, rank: int, world: int, timeout: float) -> None:
-    """Check through the store that all ranks run the same plugin with the same block.
+def handshake(*, settings: str, rank: int, world: int, timeout: float) -> None:
+    """Check through the store that all ranks run the same plugin with one block and one node size.
 
     No collective is involved, so a rank without the plugin cannot hang the others.
 
@@ -72,7 +72,7 @@ def handshake(*, digest: str, rank: int, world: int, timeout: float) -> None:
 
     store = torch_dist.distributed_c10d._get_default_store()
     engine = store.add(f"ds_quant/engines/{rank}", 1)  # the n-th engine of this rank
-    mine = json.dumps({"ds_quant": __version__, "wire": WIRE_VERSION, "settings": digest})
+    mine = json.dumps({"ds_quant": __version__, "wire": WIRE_VERSION, "settings": settings})
     prefix = f"ds_quant/handshake/{engine}"
     store.set(f"{prefix}/{rank}", mine)
     try:

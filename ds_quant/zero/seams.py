@@ -179,6 +179,29 @@ def after_checkpoint_event(optimizer: Any, then: Callable[[], None]) -> None:
     wrap(optimizer, "checkpoint_event_epilogue", epilogue, stacked=True)
 
 
+def wrap_checkpoints(
+    engine: Any, key: str, dump: Callable[[], Any], restore: Callable[[Any], None]
+) -> None:
+    """Save ``dump()`` as ``key`` of the client state, hand it to ``restore`` on load (None if the
+    checkpoint has none). The caller's client state does not show it.
+    """
+
+    def save(
+        original: Callable[..., Any], save_dir: Any, tag: Any = None, client_state: Any = None,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        return original(save_dir, tag, {**(client_state or {}), key: dump()}, *args, **kwargs)
+
+    def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        path, client_state = original(*args, **kwargs)
+        if path is not None:
+            restore(client_state.pop(key, None))
+        return path, client_state
+
+    wrap(engine, "save_checkpoint", save)
+    wrap(engine, "load_checkpoint", load)
+
+
 def new_group(ranks: list[int]) -> Any:
     """A process group of global ranks. A collective of the whole world."""
     from deepspeed import comm as dist

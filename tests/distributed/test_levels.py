@@ -106,35 +106,48 @@ def test_memory_is_what_the_report_says(stage: int, topology: tuple[int, int]) -
 # ---- bytes ----
 
 
-def _bytes_rank(stage: int, node_size: int, scheme: str, accumulation: int) -> tuple[dict, dict]:
-    """Bytes received per step by role and link, and the report."""
+def _bytes_rank(stage: int, node_size: int) -> dict[tuple[str, int], tuple[dict, dict]]:
+    """By scheme and accumulation: bytes received per step by link, and the report."""
     import ds_quant
 
-    config = settings(
-        stage,
-        block_of(scheme, node_size),
-        dtype="bf16",
-        accumulation=accumulation,
-        zero={"reduce_bucket_size": 4 * NUMEL},
-    )
-    engine = build(config, Matrices)
-    for _ in range(WARM):
-        _step(engine)
-    before = ds_quant.report(engine)["received_bytes"]
-    for _ in range(MEASURED):
-        _step(engine)
-    report = ds_quant.report(engine)
-    after = report["received_bytes"]
-    received = {
-        link: sum(after[role][link] - before[role][link] for role in after) / MEASURED
-        for link in ("intra", "inter")
-    }
-    return received, report
+    results = {}
+    for scheme, accumulation in product(BETWEEN, (1, 4)):
+        config = settings(
+            stage,
+            block_of(scheme, node_size),
+            dtype="bf16",
+            accumulation=accumulation,
+            zero={"reduce_bucket_size": 4 * NUMEL},
+        )
+        engine = build(config, Matrices)
+        for _ in range(WARM):
+            _step(engine)
+        before = ds_quant.report(engine)["received_bytes"]
+        for _ in range(MEASURED):
+            _step(engine)
+        report = ds_quant.report(engine)
+        after = report["received_bytes"]
+        received = {
+            link: sum(after[role][link] - before[role][link] for role in after) / MEASURED
+            for link in ("intra", "inter")
+        }
+        results[scheme, accumulation] = received, report
+        engine.destroy()
+    return results
+
+
+@functools.cache
+def bytes_of(stage: int, nodes: int, node_size: int) -> list[dict]:
+    return run(_bytes_rank, nodes * node_size, stage, node_size, timeout=280)
 
 
 # Between nodes, per parameter: sdp4bit.md 5.4. 4 bits in groups of 2048 and one fp32 scale each
 # are 0.502, in groups of 128 0.531; ZeRO++'s 8 and 4 bits 1.0005 and 0.501.
-BETWEEN = {"sdp4bit": (0.502, 0.531), "zeropp": (1.0005, 0.501)}
+BETWEEN = {
+    "sdp4bit": (0.502, 0.531), "zeropp": (1.0005, 0.501), "qsdp": (1.008, 1.008),
+    "full_precision": (2, 2),
+}  # fmt: skip
+ONCE_PER_STEP = ("sdp4bit", "zeropp")  # under ZeRO-3, thanks to the node shard
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -143,10 +156,14 @@ BETWEEN = {"sdp4bit": (0.502, 0.531), "zeropp": (1.0005, 0.501)}
 def test_bytes_between_nodes(
     stage: int, scheme: str, topology: tuple[int, int], accumulation: int
 ) -> None:
-    """beta (w + g k) into every node; ZeRO-1 reduces once per step, whatever k."""
+    """beta (w + g k) into every node, or beta (2 w + g) k under ZeRO-3 without a node shard; ZeRO-1
+    reduces once per step, whatever k. Each byte enters a node once.
+    """
     nodes, node_size = topology
-    ranks = run(_bytes_rank, nodes * node_size, stage, node_size, scheme, accumulation)
+    ranks = [result[scheme, accumulation] for result in bytes_of(stage, nodes, node_size)]
     weights, gradients = BETWEEN[scheme]
+    if stage == 3 and scheme not in ONCE_PER_STEP:
+        weights *= 2 * accumulation
     volume = weights + gradients * (1 if stage == 1 else accumulation)
     for node in range(nodes):
         into = [r for r, _ in ranks[node * node_size : (node + 1) * node_size]]
@@ -331,3 +348,15 @@ def _mixed_rank() -> list[float]:
 def test_qsdp_may_use_the_node_shard_too() -> None:
     losses = np.mean(run(_mixed_rank, 4), axis=0)
     assert losses[-1] < 0.7 * losses[0]
+
+
+def _eight_bits_inside(node_size: int) -> list[float]:
+    block = block_of("sdp4bit", node_size, weights={"intra": {"bits": 8, "group_size": 256}})
+    engine = build(settings(3, block, dtype="bf16"))
+    return [loss for step in range(STEPS) for loss in train_step(engine, step)]
+
+
+@pytest.mark.parametrize("node_size", [2, 4])
+def test_gathers_inside_a_node_may_take_eight_bits(node_size: int) -> None:
+    losses = np.mean(run(_eight_bits_inside, 4, node_size), axis=0)
+    assert losses[-1] < 0.6 * losses[0]

@@ -269,7 +269,7 @@ def _gather_rank() -> dict[tuple[str, str], list[np.ndarray]]:
             for shape, item in zip(shapes, items(shapes), strict=True)
         ]
         before = [bits(v) for v in values]
-        finish = gather_from_owners(parts(shapes, values, link.rank), Fabric(whole=link))
+        finish = gather_from_owners(parts(shapes, values, link.rank), Fabric(link))
         early = any((bits(v) != b).any() for v, b in zip(values, before, strict=True))
         finish()
         results[layout, codec] = [bits(v) for v in values], early, traffic.collectives["weights"]
@@ -328,9 +328,7 @@ def _outstanding_rank() -> list[np.ndarray]:
     for layout in ("split", "two owners"):
         shapes = LAYOUTS[layout](INT8, link.size)
         values = [owned_values(item, "int8") for item in items(shapes)]
-        two.append(
-            (values, gather_from_owners(parts(shapes, values, link.rank), Fabric(whole=link)))
-        )
+        two.append((values, gather_from_owners(parts(shapes, values, link.rank), Fabric(link))))
     for _, finish in reversed(two):
         finish()
     return [bits(v) for values, _ in two for v in values]

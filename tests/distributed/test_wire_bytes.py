@@ -170,21 +170,18 @@ QSDP_ONCE = ("qsdp", 1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("node_size", [1, 2, 4])
 def test_bytes_are_split_by_node_size(stage: int, node_size: int) -> None:
-    """Every rank hears equally much from the node_size - 1 others of its node and from the rest;
-    the sum is that of a run whose node size the launcher gave. Updated weights of ZeRO-1/2 cross
-    between nodes once and are forwarded inside.
+    """Bytes cross between nodes once and are forwarded or summed inside, so of the 3 shards that a
+    rank gets, one per other node comes from there; the sum is that of a run in one node.
     """
     results = measured(stage, 4, cases=(QSDP_ONCE,), node_size=node_size)
     for role in ("weights", "gradients"):
         for result in results:
             links = result[QSDP_ONCE]["received"][role]
             share = links["intra"] / (links["intra"] + links["inter"])
-            once = role == "weights" and stage < 3
-            near = 1 - (4 // node_size - 1) / 3 if once else (node_size - 1) / 3
-            assert share == pytest.approx(near, rel=0.01)
+            assert share == pytest.approx(1 - (4 // node_size - 1) / 3, rel=0.01)
             assert result[QSDP_ONCE]["report"]["node_size"] == node_size
         total = per_parameter(results, QSDP_ONCE, role)
-        assert total == per_parameter(measured(stage, 4), QSDP_ONCE, role)
+        assert total == pytest.approx(per_parameter(measured(stage, 4), QSDP_ONCE, role), rel=0.01)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -221,6 +218,8 @@ class Tap(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "c10d":
             name, output = func._opname, args[0]
+            if name == "send":
+                return func(*args, **(kwargs or {}))
             tensors = output if isinstance(output, list | tuple) else [output]
             received = sum(t.nbytes for t in tensors)
             if name == "_allgather_base_":
@@ -261,8 +260,8 @@ def _tapped_rank(stage: int) -> tuple[list[tuple[str, str, int]], int, int]:
 def test_the_counters_see_all_that_moves_but_scalars(stage: int, world: int) -> None:
     """Nothing of the exact path is left: DeepSpeed's own collectives carry the norm and flags."""
     for seen, counted, calls in run(_tapped_rank, world, stage):
-        ours = [n for name, dtype, n in seen if dtype == "torch.uint8" and n > 16]
-        theirs = [n for name, dtype, n in seen if dtype != "torch.uint8" or n <= 16]
+        ours = [n for name, dtype, n in seen if name == "recv_" and dtype == "torch.uint8"]
+        theirs = [n for name, _, n in seen if name != "recv_"]
         assert sum(ours) == counted > NUMEL
-        assert len(ours) == calls
+        assert len(ours) == (world - 1) * calls  # one message per peer and collective
         assert all(n <= 8 for n in theirs), seen

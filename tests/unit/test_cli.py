@@ -29,7 +29,8 @@ def test_validate_prints_the_resolved_block_and_its_meaning(tmp_path, capsys) ->
     out = capsys.readouterr().out
     assert '"group_size": 1024' in out
     # 8 bits, and 8 bytes of scale and offset per 1024 elements
-    assert "8-bit minmax codes, groups of 1024, random_shift rounding: 1.008 bytes" in out
+    assert "weights: 8-bit minmax codes, groups of 1024, 1.008 bytes per element" in out
+    assert "random_shift rounding" in out
     assert "parameters under 2048 elements, names matching a.*" in out
     assert "the first 10 steps are in full precision" in out
     assert "ZeRO-2" in out

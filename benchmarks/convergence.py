@@ -1,0 +1,203 @@
+"""Loss gaps of schemes over seeds: same start, same data, paired with full precision seed by seed.
+
+    python benchmarks/convergence.py --grid sdp4bit --seeds 0 1 2
+    python benchmarks/convergence.py --from runs/seed0 runs/seed1     # of compare.py, as they are
+
+Runs benchmarks/compare.py once per seed; a seed whose results are there with equal arguments is not
+repeated, so an interrupted study continues. Prints the paired gap of the mean over the last 50
+steps with its 95 % confidence interval, and writes JSON and a plot of mean curves and gaps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import compare
+import report
+
+GRIDS = {
+    "sdp4bit": "full_precision,sdp4bit,qwd,qw4,tlq,tlq_hs",
+    # SDP4Bit, Tables 1 and 3
+    "sdp4bit_tables": "full_precision,qw4:weights.group_size=32,qw4:weights.group_size=128,qw4,qwd,"
+    "ulq,tlq,tlq_hs,sdp4bit,sdp4bit_paper",
+    # QSDP, widths with uniform and learned levels
+    "qsdp": "full_precision,qsdp,qsdp:weights.bits=6,gradients.bits=4,"
+    "qsdp:weights.bits=5,gradients.bits=4,qsdp_w4g4,"
+    "qsdp_w4g4:weights.levels=learned,weights.rounding=nearest,"
+    "weights.level_steps=[30,80,150,220]",
+    # not published: how the weights are rounded
+    "rounding": "full_precision,qsdp_w4g4,qsdp_w4g4:weights.rounding=nearest,"
+    "qsdp_w4g4:weights.rounding=stochastic",
+}
+
+# Student's t for a two-sided 95 % interval, by degrees of freedom; 1.96 beyond.
+_T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """Gaps to full precision in per cent of its final loss, one per seed, and their interval."""
+
+    label: str
+    gaps: list[float]
+    mean: float
+    spread: float  # sample standard deviation, 0 for one seed
+    half_width: float | None  # of the 95 % interval of the mean; None for one seed
+
+
+def gap(label: str, ours: Sequence[float], exact: Sequence[float]) -> Gap:
+    """Paired gap of final losses, seed by seed."""
+    gaps = [100 * (a / b - 1) for a, b in zip(ours, exact, strict=True)]
+    count = len(gaps)
+    spread = stdev(gaps) if count > 1 else 0.0
+    t = _T95[count - 2] if 2 <= count < len(_T95) + 2 else 1.96
+    half_width = t * spread / count**0.5 if count > 1 else None
+    return Gap(label=label, gaps=gaps, mean=fmean(gaps), spread=spread, half_width=half_width)
+
+
+def gaps(studies: Sequence[dict[str, Any]]) -> list[Gap]:
+    """Of every scheme that all seeds have, in the order of the first.
+
+    Raises:
+        ValueError: no full_precision, or studies that differ in more than the seed.
+    """
+    arguments = [{k: v for k, v in s["arguments"].items() if k != "seed"} for s in studies]
+    differing = sorted({k for a in arguments for k in a if a[k] != arguments[0].get(k)})
+    if differing:
+        raise ValueError(f"the studies differ in {', '.join(differing)}: only the seed may differ")
+    final = [
+        {run["label"]: report.final_loss(run["result"]["losses"]) for run in study["runs"]}
+        for study in studies
+    ]
+    baseline = next((b for b in report.BASELINES if all(b in losses for losses in final)), None)
+    if baseline is None:
+        raise ValueError(f"no baseline: run one of {', '.join(report.BASELINES)} in every study")
+    labels = [label for label in final[0] if all(label in losses for losses in final)]
+    exact = [losses[baseline] for losses in final]
+    return [gap(label, [losses[label] for losses in final], exact) for label in labels]
+
+
+def table(entries: Sequence[Gap], seeds: Sequence[int]) -> Any:
+    from rich.table import Table
+
+    grid = Table()
+    grid.add_column("scheme")
+    for header in (*(f"seed {seed}" for seed in seeds), "mean gap %", "95 %", "spread"):
+        grid.add_column(header, justify="right")
+    for entry in entries:
+        half = "n/a" if entry.half_width is None else f"+-{entry.half_width:.2f}"
+        cells = [f"{value:+.2f}" for value in entry.gaps]
+        grid.add_row(entry.label, *cells, f"{entry.mean:+.3f}", half, f"{entry.spread:.2f}")
+    return grid
+
+
+def plot(studies: Sequence[dict[str, Any]], entries: Sequence[Gap], path: Path) -> None:
+    """Difference of the mean curves to full precision, and the final gaps with their intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.6), layout="constrained")
+    curves = {
+        e.label: [_losses(study, e.label) for study in studies]
+        for e in entries
+    }  # fmt: skip
+    exact = curves[next(b for b in report.BASELINES if b in curves)]
+    for place, entry in enumerate(entries):
+        pairs = zip(curves[entry.label], exact, strict=True)
+        paired = [[a - b for a, b in zip(ours, base, strict=True)] for ours, base in pairs]
+        mean = [fmean(values) for values in zip(*paired, strict=True)]
+        left.plot(report.smoothed(mean), linewidth=1.3, label=entry.label)
+        right.errorbar(place, entry.mean, yerr=entry.half_width or 0, marker="o", capsize=4)
+        right.scatter([place] * len(entry.gaps), entry.gaps, s=8, color="grey", zorder=3)
+    left.set(xlabel="optimizer step", ylabel="difference to full precision, nats per byte")
+    right.set(ylabel="gap of the last 50 steps, % (bars: 95 %)", xticks=range(len(entries)))
+    right.set_xticklabels([e.label for e in entries], rotation=30, ha="right", fontsize=7)
+    figure.legend(loc="outside lower left", ncols=3, fontsize=7)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _losses(study: dict[str, Any], label: str) -> list[float]:
+    return next(run["result"]["losses"] for run in study["runs"] if run["label"] == label)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Our own flags, and the rest for compare.py."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="All other flags are those of compare.py (--stage, --world, --steps, --lr, ...).",
+    )  # fmt: skip
+    parser.add_argument("--grid", choices=sorted(GRIDS), help="schemes to compare")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--from", dest="folders", type=Path, nargs="+", metavar="FOLDER",
+                        help="finished results of compare.py, one folder per seed")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("convergence_out"))
+    parser.add_argument("--json", type=Path, help="default: OUT/convergence.json")
+    parser.add_argument("--plot", type=Path, help="default: OUT/convergence.png")
+    args, rest = parser.parse_known_args(argv)
+    args.json = args.json or args.out / "convergence.json"
+    args.plot = args.plot or args.out / "convergence.png"
+    return args, rest
+
+
+def run_seed(args: argparse.Namespace, rest: Sequence[str], seed: int) -> Path:
+    """Folder with the finished comparison of one seed.
+
+    Raises:
+        RuntimeError: compare.py failed; it has said why.
+    """
+    folder = args.out / f"seed{seed}"
+    schemes = [f"--schemes={GRIDS[args.grid]}"] if args.grid else []
+    argv = [*schemes, *rest, f"--seed={seed}", f"--out={folder}"]
+    wanted = compare._arguments(compare.parse_args(argv))
+    done = folder / "compare.json"
+    if done.exists() and json.loads(done.read_text("utf-8"))["arguments"] == wanted:
+        print(f"seed {seed}: taken from {done}")
+        return folder
+    if compare.main(argv) != 0:
+        raise RuntimeError(f"seed {seed}: the comparison failed")
+    return folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, rest = parse_args(argv)
+    try:
+        folders = args.folders or [run_seed(args, rest, seed) for seed in args.seeds]
+        studies = [json.loads((f / "compare.json").read_text("utf-8")) for f in folders]
+        entries = gaps(studies)
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"convergence.py: {error}", file=sys.stderr)
+        return 1
+    from rich.console import Console
+
+    seeds = [study["arguments"]["seed"] for study in studies]
+    Console().print(table(entries, seeds))
+    plot(studies, entries, args.plot)
+    first = {k: studies[0][k] for k in ("versions", "hardware", "device", "text")}
+    result = {
+        "kind": "convergence", "version": 1, "command": "python benchmarks/convergence.py",
+        "created": studies[-1]["created"], **first,
+        "arguments": {**studies[0]["arguments"], "seed": seeds},
+        "gaps": [asdict(entry) for entry in entries],
+        "summaries": [study["summary"] for study in studies],
+    }  # fmt: skip
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    print(f"results: {args.json}\nplot: {args.plot}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

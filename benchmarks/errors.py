@@ -1,0 +1,222 @@
+"""What SDP4Bit's codecs lose on real weights and gradients, during one training of the demo's GPT.
+
+Weights: master weights in fp32, a bf16 replica that receives 4-bit differences, gradients taken at
+the replica. Reported is rms(replica - master) over that of a plain bf16 copy: 1.00 means that four
+bits lose nothing beyond bf16. Gradients: normalised error of the sum over nodes x ranks when it
+goes through each scheme's hops. Everything in one process, with the codecs that also train.
+
+    python benchmarks/errors.py --json errors.json --plot errors.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import report
+import text
+import torch
+from gpt import GPT, GPTConfig
+from rich.progress import track
+from torch import Tensor
+
+from ds_quant.codec import GroupCodec
+from ds_quant.collectives import Coding, difference
+from ds_quant.config import parse_block
+from ds_quant.rng import Role, address
+from ds_quant.rotation import Rotation
+from ds_quant.scheme import Scheme
+
+WEIGHT_SCHEMES = ("sdp4bit", "sdp4bit_paper")  # nearest and stochastic differences
+GRADIENT_SCHEMES = ("ulq", "tlq", "tlq_hs", "zeropp")
+NODES, NODE_SIZE = 2, 2
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--lr", type=float, nargs="+", default=[6e-4, 2e-3])
+    parser.add_argument("--every", type=int, default=50, help="steps between two measurements")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--text", type=Path, help="default: the documentation of CPython")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    return parser.parse_args()
+
+
+def coding(codec: GroupCodec, role: Role, *, step: int, parameter: int, rank: int = 0) -> Coding:
+    """With random bits of its own."""
+    where = address(seed=0, role=role, step=step, parameter=parameter, rank=rank + 1)
+    return Coding(codec=codec, address=where)
+
+
+class Replica:
+    """bf16 weights that follow fp32 master weights by differences."""
+
+    def __init__(self, masters: Sequence[Tensor], scheme: Scheme) -> None:
+        self._scheme = scheme
+        self.weights = [m.bfloat16() for m in masters]
+
+    def follow(self, masters: Sequence[Tensor], step: int) -> None:
+        """One difference per matrix; everything else exactly."""
+        for index, (weight, master) in enumerate(zip(self.weights, masters, strict=True)):
+            if self._scheme.skip_reason("", master.shape, master.dtype) is not None:
+                weight.copy_(master)
+                continue
+            codec = self._scheme.weights
+            how = replace(coding(codec, Role.WEIGHTS, step=step, parameter=index), difference=True)
+            flat = weight.view(-1)
+            wire = torch.empty(codec.wire_bytes(flat.numel()), dtype=torch.uint8)
+            how.encode(difference(master.view(-1), flat), wire)
+            how.decode(wire, flat)
+
+    def error_ratio(self, masters: Sequence[Tensor]) -> float:
+        """rms(replica - master) / rms(bf16(master) - master), over all matrices."""
+        kept = plain = 0.0
+        for weight, master in zip(self.weights, masters, strict=True):
+            if self._scheme.skip_reason("", master.shape, master.dtype) is None:
+                kept += float((weight.float() - master).square().sum())
+                plain += float((master.bfloat16().float() - master).square().sum())
+        return (kept / plain) ** 0.5
+
+
+def reduced(gradients: Sequence[Tensor], scheme: Scheme, *, step: int, parameter: int) -> Tensor:
+    """Sum of NODES x NODE_SIZE gradients, each (numel,), through the hops of a scheme.
+
+    Own contributions are exact: the rank that sums is the first of its node, the node the first.
+    """
+    rotation = Rotation(block=scheme.rotation) if scheme.rotation else None
+    numel = gradients[0].numel()
+    values = [g.float() if rotation is None else rotation.forward(g) for g in gradients]
+    partial = [
+        _summed(
+            values[node * NODE_SIZE : (node + 1) * NODE_SIZE],
+            scheme.gradients_intra, step=step, parameter=parameter, hop=node,
+        )
+        for node in range(NODES)
+    ]  # fmt: skip
+    total = _summed(partial, scheme.gradients, step=step, parameter=parameter, hop=NODES)
+    if rotation is not None:
+        rotation.inverse_(total)
+    return total[:numel]
+
+
+def _summed(
+    values: Sequence[Tensor], codec: GroupCodec, *, step: int, parameter: int, hop: int
+) -> Tensor:
+    wires = torch.empty(len(values), codec.wire_bytes(values[0].numel()), dtype=torch.uint8)
+    for rank, (value, wire) in enumerate(zip(values, wires, strict=True)):
+        place = hop * NODE_SIZE + rank
+        coding(codec, Role.GRADIENTS, step=step, parameter=parameter, rank=place).encode(
+            value, wire
+        )
+    total = torch.empty_like(values[0])
+    codec.decode_sum(wires, total, own=(0, values[0]))
+    return total
+
+
+def gradient_errors(per_rank: Sequence[Sequence[Tensor]], step: int) -> dict[str, float]:
+    """By scheme ||Q(g) - g||^2 / ||g||^2 of the sums over ranks, matrices only."""
+    errors = {}
+    for name in GRADIENT_SCHEMES:
+        scheme = parse_block({"scheme": name}).to_scheme()
+        error = energy = 0.0
+        for index, gradients in enumerate(zip(*per_rank, strict=True)):
+            if scheme.skip_reason("", gradients[0].shape, gradients[0].dtype) is not None:
+                continue
+            flat = [g.reshape(-1) for g in gradients]
+            exact = torch.stack([g.double() for g in flat]).sum(0)
+            got = reduced(flat, scheme, step=step, parameter=index)
+            error += float((got - exact).square().sum())
+            energy += float(exact.square().sum())
+        errors[name] = error / energy
+    return errors
+
+
+def train(args: argparse.Namespace, lr: float, name: str, tokens: Tensor) -> dict[str, Any]:
+    """One training; the error of the weights, and now and then that of the gradients."""
+    torch.manual_seed(args.seed)
+    model = GPT(GPTConfig(layers=args.layers, width=args.width))
+    masters = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    replica = Replica(masters, parse_block({"scheme": name}).to_scheme())
+    outcome: dict[str, Any] = {"lr": lr, "scheme": name, "steps": [], "ratio": [], "gradients": []}
+    for step in track(range(args.steps), description=f"{name}, lr {lr:g}"):
+        for p, weight in zip(model.parameters(), replica.weights, strict=True):
+            p.data.copy_(weight)
+        per_rank, loss = [], 0.0
+        look = (step + 1) % args.every == 0
+        for rank in range(NODES * NODE_SIZE if look else 1):
+            x, y = text.batch(
+                tokens, seed=args.seed, step=step, rank=rank, batch_size=8, seq_len=64
+            )
+            value = model(x, y)
+            per_rank.append(torch.autograd.grad(value, list(model.parameters())))
+            loss = loss or value.item()
+        for master, gradient in zip(masters, per_rank[0], strict=True):
+            master.grad = gradient
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        replica.follow(masters, step)
+        if look:
+            outcome["steps"].append(step + 1)
+            outcome["ratio"].append(replica.error_ratio(masters))
+            if name == WEIGHT_SCHEMES[0]:
+                outcome["gradients"].append(gradient_errors(per_rank, step))
+            outcome["loss"] = loss
+    return outcome
+
+
+def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Error ratio of the weights, and normalised error of the gradients, against steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    for run in runs:
+        left.plot(run["steps"], run["ratio"], label=f"{run['scheme']}, lr {run['lr']:g}")
+    left.axhline(1.15, color="grey", linestyle=":", linewidth=1)
+    left.set(xlabel="optimizer step", ylabel="rms(replica - master) / that of bf16")
+    measured = next(run for run in runs if run["gradients"])
+    for name in GRADIENT_SCHEMES:
+        right.plot(measured["steps"], [g[name] for g in measured["gradients"]], label=name)
+    right.set(xlabel="optimizer step", ylabel="normalised error of summed gradients", yscale="log")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    args = parse_args()
+    tokens, _ = text.split(text.load(args.text))
+    runs = [train(args, lr, name, tokens) for lr in args.lr for name in WEIGHT_SCHEMES]
+    for run in runs:
+        late = run["ratio"][len(run["ratio"]) // 2 :]
+        print(
+            f"{run['scheme']:14} lr {run['lr']:g}: ratio at most {max(run['ratio']):.3f}, "
+            f"mean of the second half {sum(late) / len(late):.3f}, last loss {run['loss']:.3f}"
+        )
+        for name in GRADIENT_SCHEMES if run["gradients"] else ():
+            mean = sum(g[name] for g in run["gradients"]) / len(run["gradients"])
+            print(f"    gradients, {name:8} {mean:.4f}")
+    if args.plot is not None:
+        plot(runs, args.plot)
+    if args.json is not None:
+        arguments = {k: str(v) for k, v in vars(args).items() if k not in ("json", "plot", "text")}
+        result = {"arguments": arguments, **report.provenance(), "runs": runs}
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The lab by hand, from the benchmarks folder:
+
+python -m netlab up 2 --rate 100     # two hosts at 100 Mbit/s
+python -m netlab exec 0 ping -c 1 10.77.0.2
+python -m netlab rate 2 400
+python -m netlab down                # also what a crashed run left behind
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+from netlab.lab import Lab, LabError, leftovers, remove, set_rate
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    up = commands.add_parser("up")
+    up.add_argument("hosts", type=int)
+    up.add_argument("--rate", type=float, help="Mbit/s; default: not shaped")
+    rate = commands.add_parser("rate")
+    rate.add_argument("hosts", type=int)
+    rate.add_argument("mbits", type=float, help="Mbit/s; 0: not shaped")
+    execute = commands.add_parser("exec")
+    execute.add_argument("host", type=int)
+    execute.add_argument("argv", nargs=argparse.REMAINDER)
+    commands.add_parser("show")
+    commands.add_parser("down")
+    args = parser.parse_args()
+    try:
+        if args.command == "up":
+            lab = Lab(args.hosts)
+            lab.up()
+            lab.set_rate(args.rate)
+        elif args.command == "rate":
+            set_rate(args.hosts, args.mbits or None)
+        elif args.command == "exec":
+            return subprocess.call(Lab(args.host + 1).command(args.host, args.argv))
+        elif args.command == "show":
+            print("\n".join(leftovers()) or "no lab")
+        else:
+            remove()
+    except LabError as error:
+        print(f"netlab: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

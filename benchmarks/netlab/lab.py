@@ -1,0 +1,184 @@
+"""N hosts on one switch, each a network namespace, with a rate that can change under a running job.
+
+Everything lives in namespaces whose names share a prefix: nothing is created in the root
+namespace, and what a crashed run left behind is found by name and removed. Rates are decimal
+(1 Mbit/s = 10^6 bit/s) and shaped by `tc tbf` in both directions of every host's link.
+
+Needs root, Linux, `ip` and `tc` (iproute2). May import the standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "dsqlab"
+SUBNET = "10.77.0"
+INTERFACE = "eth0"
+_LATENCY = "50ms"  # longest stay in the shaper's queue
+# (up to Mbit/s, burst): smaller bursts cap the rate or cut large packets into frames
+_BURSTS = ((1000, "128k"), (2000, "256k"), (3200, "512k"), (5000, "1m"), (float("inf"), "2m"))
+
+
+class LabError(RuntimeError):
+    """The lab cannot be built or used; the message says what to do."""
+
+
+def obstacle() -> str | None:
+    """Why this machine cannot run a lab, or None."""
+    if os.geteuid() != 0:
+        return "needs root to create network namespaces: run it with sudo"
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"needs the command {tool}: install iproute2"
+    probe = f"{PREFIX}-probe"
+    try:
+        _ip("netns", "add", probe)
+    except LabError as error:
+        return f"cannot create network namespaces: {error}"
+    try:
+        _run("ip", "netns", "exec", probe, "tc", "qdisc", "add", "dev", "lo", "root", "tbf",
+             "rate", "10mbit", "burst", "128k", "latency", _LATENCY)  # fmt: skip
+    except LabError as error:
+        return f"the kernel cannot shape rates (tc tbf): {error}"
+    finally:
+        _ip("netns", "del", probe)
+    return None
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Bytes that a host's link has carried since it exists."""
+
+    received: int
+    sent: int
+
+
+class Lab:
+    """`hosts` namespaces NAME-0, NAME-1, ... with addresses 10.77.0.1, 10.77.0.2, ...
+
+    Use it as a context manager: leaving removes everything, also after an exception.
+    """
+
+    def __init__(self, hosts: int, *, name: str = PREFIX) -> None:
+        if not 1 <= hosts <= 64:
+            raise LabError(f"hosts = {hosts}: allowed are 1 to 64")
+        if not name.startswith(PREFIX):
+            raise LabError(
+                f"name = {name!r}: must start with {PREFIX!r}, which tear-down looks for"
+            )
+        self.hosts, self.name = hosts, name
+        self._switch = f"{name}-sw"
+
+    def __enter__(self) -> Lab:
+        self.up()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        remove(self.name)
+
+    def up(self) -> None:
+        """Create hosts and switch; what an earlier run of this name left is removed first."""
+        if (reason := obstacle()) is not None:
+            raise LabError(reason)
+        remove(self.name)
+        try:
+            _ip("netns", "add", self._switch)
+            _ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", "br0", "up")
+            for index in range(self.hosts):
+                self._add_host(index)
+        except LabError:
+            remove(self.name)
+            raise
+
+    def _add_host(self, index: int) -> None:
+        host, port = self.namespace(index), f"p{index}"
+        _ip("netns", "add", host)
+        _ip("-n", host, "link", "set", "lo", "up")
+        _ip("-n", host, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns",
+            self._switch)  # fmt: skip
+        _ip("-n", host, "addr", "add", f"{self.address(index)}/24", "dev", INTERFACE)
+        _ip("-n", host, "link", "set", INTERFACE, "up")
+        _ip("-n", self._switch, "link", "set", port, "master", "br0", "up")
+        # Another congestion control than the usual one would be measured instead of the codecs.
+        _ip("-n", host, "route", "change", f"{SUBNET}.0/24", "dev", INTERFACE, "proto", "kernel",
+            "scope", "link", "src", self.address(index), "congctl", "cubic")  # fmt: skip
+
+    def namespace(self, index: int) -> str:
+        """Name of a host's network namespace."""
+        return f"{self.name}-{index}"
+
+    def address(self, index: int) -> str:
+        """IPv4 address of a host."""
+        return f"{SUBNET}.{index + 1}"
+
+    def set_rate(self, mbits: float | None) -> None:
+        """Shape every host's link, both ways, to `mbits` Mbit/s; None: as fast as the machine."""
+        set_rate(self.hosts, mbits, name=self.name)
+
+    def counters(self, index: int) -> Counters:
+        """What the interface of a host has carried."""
+        path = f"/sys/class/net/{INTERFACE}/statistics"
+        text = _run("ip", "netns", "exec", self.namespace(index), "cat", f"{path}/rx_bytes",
+                    f"{path}/tx_bytes")  # fmt: skip
+        received, sent = text.split()
+        return Counters(int(received), int(sent))
+
+    def command(self, index: int, argv: Sequence[str]) -> list[str]:
+        """`argv` as a command line that runs on a host."""
+        return ["ip", "netns", "exec", self.namespace(index), *argv]
+
+
+def set_rate(hosts: int, mbits: float | None, *, name: str = PREFIX) -> None:
+    """See Lab.set_rate; works from inside a host too.
+
+    Raises:
+        LabError: a rate that is not positive, or that the kernel does not take.
+    """
+    if mbits is not None and not mbits > 0:
+        raise LabError(f"rate = {mbits} Mbit/s: must be positive, or None for no limit")
+    for index in range(hosts):
+        for namespace, device in ((f"{name}-{index}", INTERFACE), (f"{name}-sw", f"p{index}")):
+            shaper = ["tc", "-n", namespace, "qdisc"]
+            if mbits is None:
+                subprocess.run([*shaper, "del", "dev", device, "root"], capture_output=True)
+                continue
+            burst = next(size for limit, size in _BURSTS if mbits <= limit)
+            _run(*shaper, "replace", "dev", device, "root", "tbf", "rate", f"{int(mbits * 1e6)}bit",
+                 "burst", burst, "latency", _LATENCY)  # fmt: skip
+
+
+def own_counters() -> Counters:
+    """Of the host that the calling process runs on."""
+    statistics = Path(f"/sys/class/net/{INTERFACE}/statistics")
+    read = [int((statistics / f"{way}_bytes").read_text()) for way in ("rx", "tx")]
+    return Counters(*read)
+
+
+def leftovers(name: str = PREFIX) -> list[str]:
+    """Namespaces of a lab that exist now."""
+    listed = _ip("netns", "list").splitlines()
+    names = [line.split()[0] for line in listed if line.strip()]
+    return [n for n in names if n.startswith(f"{name}-")]
+
+
+def remove(name: str = PREFIX) -> None:
+    """Remove all namespaces of a lab, with their links; nothing else."""
+    for namespace in leftovers(name):
+        _ip("netns", "del", namespace)
+
+
+def _ip(*args: str) -> str:
+    return _run("ip", *args)
+
+
+def _run(*argv: str) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode:
+        raise LabError(f"{' '.join(argv)}: {done.stderr.strip() or f'exit {done.returncode}'}")
+    return done.stdout

@@ -1,0 +1,275 @@
+"""Step time of schemes against link rate, on hosts of the network lab (needs root).
+
+    sudo python benchmarks/speed.py --quick          # about five minutes
+    sudo python benchmarks/speed.py                  # the whole grid, resumable
+
+Every point of the grid (stage, nodes x ranks) is one set of processes that holds an engine per
+scheme; rates change under them and schemes take turns in short blocks, so that ratios compare
+neighbours in time. Reported are medians over blocks and their range; blocks during which other
+programs used the cores are left out. Baselines: `full_precision` goes through the same collectives
+as the quantized schemes; `deepspeed_plain` is DeepSpeed as shipped over gloo, whose reduce-scatter
+moves twice the bytes it needs, so that difference is not ours to claim; `deepspeed_hpz` adds hpZ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import launch
+import report
+from netlab.lab import INTERFACE, Lab, LabError, obstacle, remove
+from rich.console import Console
+from rich.table import Table
+
+BASELINE = "full_precision"
+SHIPPED = ("deepspeed_plain", "deepspeed_hpz")
+QUICK = {"stages": [3], "topologies": ["2x2"], "rates": [50.0, 400.0], "blocks": 3}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="one stage, one topology, two rates")
+    add("--stages", type=int, nargs="+", default=[3, 2])
+    add("--topologies", nargs="+", default=["2x2", "2x1", "4x1"], help="nodes x ranks per node")
+    add("--rates", type=float, nargs="+", default=[50, 100, 200, 400, 800, 1600, 0],
+        help="Mbit/s of every host's link; 0: not shaped")  # fmt: skip
+    add("--schemes", nargs="+",
+        default=["full_precision", "qsdp", "zeropp", "sdp4bit", "deepspeed_plain"])  # fmt: skip
+    add("--blocks", type=int, default=5, help="turns of every scheme at every rate")
+    add("--steps-per-block", type=int, default=2)
+    add("--warmup", type=int, default=3, help="steps before the first block, per scheme")
+    add("--layers", type=int, default=6)
+    add("--width", type=int, default=384)
+    add("--heads", type=int, default=6)
+    add("--seq-len", type=int, default=64)
+    add("--batch", type=int, default=4, help="sequences per rank")
+    add("--max-foreign", type=float, default=0.25, help="cores in other use, above: block left out")
+    add("--timeout", type=float, default=1800, help="seconds per point")
+    add("--out", type=Path, default=Path("speed_out"))
+    add("--json", type=Path, help="default: OUT/speed.json")
+    add("--plot", type=Path, help="default: OUT/speed.png")
+    args = parser.parse_args(argv)
+    if args.quick:
+        vars(args).update(QUICK)
+    args.json, args.plot = args.json or args.out / "speed.json", args.plot or args.out / "speed.png"
+    return args
+
+
+def nodes_and_ranks(topology: str) -> tuple[int, int]:
+    """`2x4` as (2, 4)."""
+    nodes, x, ranks = topology.partition("x")
+    if not (x and nodes.isdigit() and ranks.isdigit() and int(nodes) and int(ranks)):
+        raise ValueError(f"topology {topology!r}: allowed: NODESxRANKS such as 2x2")
+    return int(nodes), int(ranks)
+
+
+def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
+    """ds_config.json of one engine; only block and hpZ differ."""
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True}
+    if stage == 3:  # gather for forward and again for backward, as a large model would
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
+                 "stage3_max_live_parameters": 0}  # fmt: skip
+    config = {
+        "train_micro_batch_size_per_gpu": args.batch,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+    }
+    if scheme == "deepspeed_hpz":
+        zero["zero_hpz_partition_size"] = ranks
+    elif scheme not in SHIPPED:
+        config["quantized_comm"] = {
+            "scheme": scheme, "node_size": ranks, "allow_full_replica": True, "checksum_steps": 0,
+        }  # fmt: skip
+    return config
+
+
+def run_point(stage: int, topology: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All rates and schemes of one stage and topology; taken from its file if that is there."""
+    nodes, ranks = nodes_and_ranks(topology)
+    folder = args.out / f"zero{stage}_{topology}"
+    folder.mkdir(parents=True, exist_ok=True)
+    schemes = [s for s in args.schemes if s != "deepspeed_hpz" or (stage == 3 and ranks > 1)]
+    plan = {
+        "stage": stage, "topology": topology, "nodes": nodes, "rates": args.rates,
+        "schemes": [{"label": s, "config": config_of(s, stage, ranks, args)} for s in schemes],
+        **{k: getattr(args, k) for k in ("blocks", "steps_per_block", "warmup", "layers", "width",
+                                         "heads", "seq_len", "batch")},
+    }  # fmt: skip
+    done = folder / "result.json"
+    if done.exists() and (result := json.loads(done.read_text("utf-8")))["plan"] == plan:
+        return result
+    with Lab(nodes) as network:
+        outcome = _run_ranks({**plan, "lab": network.name}, network, ranks, folder, args.timeout)
+    result = {"plan": plan, **outcome}
+    done.write_text(json.dumps(result), "utf-8")
+    return result
+
+
+def _run_ranks(
+    plan: dict[str, Any], network: Lab, ranks: int, folder: Path, timeout: float
+) -> dict[str, Any]:
+    """Start a process per rank on its host and wait; the worker's result."""
+    (folder / "plan.json").write_text(json.dumps(plan), "utf-8")
+    outcome, processes = folder / "outcome.json", []
+    outcome.unlink(missing_ok=True)
+    env = launch.environment("cpu", installed=launch.has_entry_point())
+    argv = [sys.executable, str(Path(__file__).with_name("speed_worker.py")),
+            str(folder / "plan.json"), str(outcome)]  # fmt: skip
+    world = network.hosts * ranks
+    with (folder / "log.txt").open("wb") as log:
+        for rank in range(world):
+            node, local = divmod(rank, ranks)
+            env |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(local),
+                "LOCAL_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": network.address(0),
+                "MASTER_PORT": "29600",
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+            }
+            processes.append(subprocess.Popen(
+                network.command(node, argv), env=env, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True))  # fmt: skip
+        try:
+            _wait(processes, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    if not outcome.exists():
+        tail = (folder / "log.txt").read_text("utf-8", "replace")[-2000:]
+        raise LabError(f"{folder}: the ranks left no result; the end of their log:\n{tail}")
+    return json.loads(outcome.read_text("utf-8"))
+
+
+def _wait(processes: Sequence[subprocess.Popen], timeout: float) -> None:
+    """Until all have ended, or one has failed, or time is up."""
+    end = time.monotonic() + timeout
+    while any(p.poll() is None for p in processes) and time.monotonic() < end:
+        if any(p.poll() not in (None, 0) for p in processes):
+            return
+        time.sleep(0.5)
+
+
+def summary(result: dict[str, Any], *, max_foreign: float) -> list[dict[str, Any]]:
+    """Per rate and scheme: median step, paired speed-up over the baseline with range, bytes."""
+    plan, rows = result["plan"], []
+    for rate in plan["rates"]:
+        blocks = [b for b in result["blocks"] if b["rate"] == rate]
+        by_scheme: dict[str, dict[int, dict]] = {}
+        for block in blocks:
+            by_scheme.setdefault(block["scheme"], {})[block["block"]] = block
+        for scheme, own in by_scheme.items():
+            clean = {i: b for i, b in own.items() if b["foreign_cores"] <= max_foreign} or own
+            base = by_scheme[BASELINE]
+            ratios = [base[i]["seconds"] / b["seconds"] for i, b in clean.items()]
+            received = median(b["interface_bytes"] for b in own.values())
+            rows.append({
+                "rate": rate, "scheme": scheme,
+                "seconds": median(b["seconds"] for b in clean.values()),
+                "speedup": median(ratios), "speedup_min": min(ratios), "speedup_max": max(ratios),
+                "interface_bytes": received / result["parameters"],
+                "counted_bytes": median(b["counted_bytes"] for b in own.values())
+                / result["parameters"],
+                "bytes_bound": median(b["interface_bytes"] for b in base.values()) / received,
+                "clean_blocks": sum(b["foreign_cores"] <= max_foreign for b in own.values()),
+            })  # fmt: skip
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    grid = Table(title=title)
+    for header in ("Mbit/s", "scheme", "step s", "speed-up (range)", "bytes allow", "B/param in",
+                   "counted", "clean"):  # fmt: skip
+        grid.add_column(header, justify="right")
+    for row in rows:
+        grid.add_row(
+            f"{row['rate']:g}" if row["rate"] else "none", row["scheme"], f"{row['seconds']:.3f}",
+            f"{row['speedup']:.2f} ({row['speedup_min']:.2f}-{row['speedup_max']:.2f})",
+            f"{row['bytes_bound']:.2f}", f"{row['interface_bytes']:.3f}",
+            f"{row['counted_bytes']:.3f}", str(row["clean_blocks"]),
+        )  # fmt: skip
+    return grid
+
+
+def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
+    """Per point: step time and speed-up against link rate, with what the bytes allow."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        2, len(points), figsize=(5 * len(points), 8), layout="constrained", squeeze=False
+    )
+    for column, point in enumerate(points):
+        shaped = [row for row in point["rows"] if row["rate"]]
+        times, ratios = axes[0][column], axes[1][column]
+        for scheme in dict.fromkeys(row["scheme"] for row in shaped):
+            own = [row for row in shaped if row["scheme"] == scheme]
+            rates = [row["rate"] for row in own]
+            times.plot(rates, [row["seconds"] for row in own], marker="o", label=scheme)
+            (line,) = ratios.plot(rates, [row["speedup"] for row in own], marker="o")
+            if scheme not in (BASELINE, *SHIPPED):
+                ratios.axhline(own[0]["bytes_bound"], color=line.get_color(), linestyle=":")
+        times.set(title=point["title"], xscale="log", yscale="log", ylabel="seconds per step")
+        ratios.set(xscale="log", xlabel="link, Mbit/s", ylabel="speed-up (dotted: bytes allow)")
+        times.legend()
+    for row in axes:
+        for each in row:
+            each.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    args, console = parse_args(), Console()
+    if (reason := obstacle()) is not None:
+        console.print(f"speed.py: no network lab: {reason}")
+        return 1
+    points = []
+    try:
+        for stage in args.stages:
+            for topology in args.topologies:
+                console.print(
+                    f"ZeRO-{stage}, {topology}: {args.out}/zero{stage}_{topology}/log.txt"
+                )
+                result = run_point(stage, topology, args)
+                rows = summary(result, max_foreign=args.max_foreign)
+                title = f"ZeRO-{stage}, {topology} ranks, {result['parameters'] / 1e6:.1f} M"
+                console.print(table(rows, title))
+                points.append({"title": title, "stage": stage, "topology": topology,
+                               "parameters": result["parameters"], "lines": result["lines"],
+                               "rows": rows})  # fmt: skip
+    except LabError as error:
+        console.print(f"speed.py: {error}")
+        return 1
+    finally:
+        remove()
+    plot(points, args.plot)
+    arguments = {k: v for k, v in vars(args).items() if k not in ("json", "plot", "out")}
+    written = {"kind": "speed", "version": 1, "command": "python benchmarks/speed.py",
+               "arguments": arguments, **report.provenance(), "points": points}  # fmt: skip
+    args.json.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+    console.print(f"results: {args.json}, plot: {args.plot}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""One rank of a speed measurement: all schemes in one process, timed in interleaved blocks.
+
+Started by speed.py on a host of the network lab, with RANK, WORLD_SIZE and so on in the
+environment and the plan as JSON in a file. Rank 0 switches the link rates and writes the result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from gpt import GPT, VOCABULARY, Block, GPTConfig
+from netlab import lab
+
+import ds_quant
+
+
+def build(scheme: dict[str, Any], plan: dict[str, Any]) -> Any:
+    """An engine of one scheme on the model of the plan; the same weights for all."""
+    torch.manual_seed(0)
+    sizes = {key: plan[key] for key in ("layers", "width", "heads", "seq_len")}
+    model = GPT(GPTConfig(**sizes, compute_dtype=torch.float32))
+    deepspeed.utils.set_z3_leaf_modules(model, [Block])
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=scheme["config"]
+    )
+    return engine
+
+
+def steps(engine: Any, count: int, plan: dict[str, Any]) -> float:
+    """Seconds of `count` optimizer steps, from one barrier to the next."""
+    shape = (plan["batch"], plan["seq_len"])
+    generator = torch.Generator().manual_seed(engine.global_steps * 1000 + dist.get_rank())
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(count):
+        inputs, targets = (torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
+        engine.backward(engine(inputs, targets))
+        engine.step()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def busy_seconds() -> float:
+    """CPU seconds that this machine has spent on anything, all cores."""
+    user, nice, system, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
+def total(value: float) -> float:
+    """Sum over the ranks."""
+    tensor = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return float(tensor)
+
+
+def measure_block(engine: Any, plan: dict[str, Any]) -> dict[str, float]:
+    """Seconds per step, bytes into a host per step (interface and plugin), foreign CPU cores."""
+    count, first = plan["steps_per_block"], int(os.environ["LOCAL_RANK"]) == 0
+    before, counted = lab.own_counters(), _counted(engine)
+    own, busy = time.process_time(), busy_seconds()
+    seconds = steps(engine, count, plan)
+    used, busy = total(time.process_time() - own), busy_seconds() - busy
+    received = lab.own_counters().received - before.received if first else 0
+    per_host = count * plan["nodes"]
+    return {
+        "seconds": seconds / count,
+        "interface_bytes": total(received) / per_host,
+        "counted_bytes": total(_counted(engine) - counted) / per_host,
+        "foreign_cores": max(0.0, busy - used) / seconds,
+    }
+
+
+def _counted(engine: Any) -> int:
+    """Bytes that this rank has received from other hosts, as the plugin counts."""
+    report = ds_quant.report(engine)
+    if report is None:
+        return 0
+    return sum(links["inter"] for links in report["received_bytes"].values())
+
+
+def main() -> None:
+    plan = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would bypass the network
+    deepspeed.init_distributed("gloo", verbose=False)
+    first = dist.get_rank() == 0
+    engines = {scheme["label"]: build(scheme, plan) for scheme in plan["schemes"]}
+    for engine in engines.values():
+        steps(engine, plan["warmup"], plan)
+    results = []
+    for rate in plan["rates"]:
+        if first:
+            lab.set_rate(plan["nodes"], rate or None, name=plan["lab"])
+        labels = list(engines)
+        for block in range(plan["blocks"]):
+            turn = block % len(labels)
+            for label in labels[turn:] + labels[:turn]:
+                row = measure_block(engines[label], plan)
+                results.append({"rate": rate, "block": block, "scheme": label, **row})
+            if first:
+                print(f"rate {rate} block {block + 1}/{plan['blocks']} done", flush=True)
+    numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+    if first:
+        lines = {label: _line(engine) for label, engine in engines.items()}
+        outcome = {"parameters": numel, "lines": lines, "blocks": results}
+        Path(sys.argv[2]).write_text(json.dumps(outcome), "utf-8")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
+
+
+def _line(engine: Any) -> str:
+    report = ds_quant.report(engine)
+    return "DeepSpeed as shipped" if report is None else report["line"]
+
+
+if __name__ == "__main__":
+    main()

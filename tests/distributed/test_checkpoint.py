@@ -1,0 +1,101 @@
+"""Scheme state in DeepSpeed's checkpoint: resumed runs, other versions, runs without the plugin."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from tests.distributed.harness import run, run_each
+from tests.distributed.models import build, digests, masters, settings, train_step
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+LEARNED = {
+    "scheme": "qsdp",
+    "weights": {"bits": 4, "rounding": "nearest", "levels": "learned", "level_steps": [2, 5]},
+}
+QSDP = {"scheme": "qsdp"}
+
+
+def _went_on_and_resumed(stage: int, block: dict, dtype: str, accumulation: int) -> list[tuple]:
+    """(losses, bits, client state) after step 3 of a run that saves there and of one that loads."""
+    from deepspeed import comm as dist
+
+    folder = os.environ["TEST_SCRATCH"]
+    config = settings(stage, block, dtype=dtype, accumulation=accumulation)
+    outcomes = []
+    for resumed in (False, True):
+        engine = build(config, seed=7 if resumed else 0)
+        losses, state = [], {}
+        if resumed:
+            _, state = engine.load_checkpoint(folder, tag="middle")
+        for step in range(3 if resumed else 0, 7):
+            losses += train_step(engine, step)
+            if step == 2:
+                engine.save_checkpoint(folder, "middle", {"epoch": 4})
+                dist.barrier()
+                losses = []
+        outcomes.append((losses, digests(masters(engine)), state))
+        engine.destroy()
+    return outcomes
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["learned", "qsdp"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_resumed_run_equals_the_one_that_saved(stage: int, name: str, dtype: str) -> None:
+    """Learned levels, the steps that address random bits, and the user's own client state."""
+    block = LEARNED if name == "learned" else QSDP
+    for went_on, resumed in run(_went_on_and_resumed, 3, stage, block, dtype, 2):
+        assert went_on[:2] == resumed[:2]
+        assert resumed[2]["epoch"] == 4 and "ds_quant" not in resumed[2]
+
+
+def _across(stage: int, saving: dict | None, loading: dict | None) -> list[float]:
+    """Losses of a run that loads what a run with another block, or none, has saved."""
+    from deepspeed import comm as dist
+
+    folder = os.environ["TEST_SCRATCH"]
+    engine = build(settings(stage, saving, dtype="bf16"))
+    for step in range(3):
+        train_step(engine, step)
+    engine.save_checkpoint(folder, "middle")
+    dist.barrier()
+    engine.destroy()
+    engine = build(settings(stage, loading, dtype="bf16"), seed=7)
+    engine.load_checkpoint(folder, tag="middle")
+    return [loss for step in range(3, 6) for loss in train_step(engine, step)]
+
+
+SDP4BIT = {"scheme": "sdp4bit", "allow_full_replica": True}
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [(None, LEARNED), (LEARNED, None), (QSDP, SDP4BIT), (SDP4BIT, QSDP), (LEARNED, SDP4BIT)],
+    ids=["plain to learned", "learned to plain", "to sdp4bit", "from sdp4bit", "learned away"],
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoints_cross_between_schemes(stage: int, saving: Any, loading: Any) -> None:
+    for losses in run(_across, 2, stage, saving, loading):
+        assert losses[-1] < 0.9
+
+
+def _foreign(version: Any) -> None:
+    from ds_quant.zero import checkpoint
+
+    folder = os.environ["TEST_SCRATCH"]
+    checkpoint.dump = lambda binding: {"version": version} if version != "text" else "text"
+    engine = build(settings(2, QSDP))
+    engine.save_checkpoint(folder, "middle")
+    engine = build(settings(2, QSDP))
+    engine.load_checkpoint(folder, tag="middle")
+
+
+@pytest.mark.parametrize(("version", "found"), [(2, "2"), (None, "None"), ("text", "'str'")])
+def test_state_of_another_version_is_refused_by_name(version: Any, found: str) -> None:
+    for _, error in run_each(_foreign, 2, version):
+        assert f"the state in the checkpoint has version {found}, this ds_quant reads 1" in error
+        assert "remove the key 'ds_quant'" in error

@@ -1,0 +1,128 @@
+"""benchmarks/speed.py and the network lab: what needs no root, and one lab where there is root."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import speed  # noqa: E402
+from netlab import lab  # noqa: E402
+
+
+def block(scheme: str, index: int, seconds: float, nbytes: float, foreign: float = 0.0) -> dict:
+    return {
+        "rate": 100.0, "block": index, "scheme": scheme, "seconds": seconds,
+        "interface_bytes": nbytes, "counted_bytes": nbytes, "foreign_cores": foreign,
+    }  # fmt: skip
+
+
+def test_speed_ups_pair_neighbouring_blocks_and_leave_out_disturbed_ones() -> None:
+    result = {
+        "plan": {"rates": [100.0]},
+        "parameters": 100,
+        "blocks": [
+            block("full_precision", 0, 4.0, 600), block("sdp4bit", 0, 1.0, 100),
+            block("full_precision", 1, 6.0, 600), block("sdp4bit", 1, 2.0, 100),
+            block("full_precision", 2, 6.0, 600), block("sdp4bit", 2, 6.0, 100, foreign=0.9),
+        ],
+    }  # fmt: skip
+    exact, ours = speed.summary(result, max_foreign=0.25)
+    assert (exact["speedup"], exact["bytes_bound"], exact["interface_bytes"]) == (1, 1, 6)
+    assert (ours["speedup_min"], ours["speedup"], ours["speedup_max"]) == (3, 3.5, 4)
+    assert (ours["seconds"], ours["bytes_bound"], ours["clean_blocks"]) == (1.5, 6, 2)
+
+
+@pytest.mark.parametrize("topology", ["2", "x2", "2x", "0x2", "axb"])
+def test_a_malformed_topology_is_named(topology: str) -> None:
+    with pytest.raises(ValueError, match=f"topology '{topology}': allowed: NODESxRANKS"):
+        speed.nodes_and_ranks(topology)
+
+
+def test_engines_differ_in_their_block_only() -> None:
+    args = speed.parse_args([])
+    plain = speed.config_of("deepspeed_plain", 3, 2, args)
+    ours = speed.config_of("sdp4bit", 3, 2, args)
+    assert ours.pop("quantized_comm")["node_size"] == 2
+    assert ours == plain
+    hpz = speed.config_of("deepspeed_hpz", 3, 2, args)
+    assert hpz["zero_optimization"].pop("zero_hpz_partition_size") == 2
+    assert hpz == plain
+
+
+def test_a_lab_refuses_names_that_tear_down_would_not_find_and_bad_rates() -> None:
+    with pytest.raises(lab.LabError, match="must start with 'dsqlab'"):
+        lab.Lab(2, name="mine")
+    with pytest.raises(lab.LabError, match="hosts = 0: allowed are 1 to 64"):
+        lab.Lab(0)
+    with pytest.raises(lab.LabError, match="rate = -1 Mbit/s: must be positive"):
+        lab.set_rate(2, -1)
+
+
+def test_without_root_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab.os, "geteuid", lambda: 1000)
+    assert "needs root" in lab.obstacle()
+    with pytest.raises(lab.LabError, match="needs root"):
+        lab.Lab(2).up()
+
+
+@pytest.fixture
+def network():
+    reason = lab.obstacle()
+    if reason is not None:
+        pytest.skip(f"no network lab: {reason}")
+    with lab.Lab(2, name="dsqlabtest") as built:
+        yield built
+    assert lab.leftovers("dsqlabtest") == []
+
+
+SEND = """
+import socket, sys, time
+if sys.argv[1] == "serve":
+    server = socket.create_server(("10.77.0.1", 5001))
+    print("ready", flush=True)
+    peer, _ = server.accept()
+    while peer.recv(1 << 16):
+        pass
+else:
+    start = time.perf_counter()
+    with socket.create_connection(("10.77.0.1", 5001)) as peer:
+        peer.sendall(bytes(2_000_000))
+        peer.shutdown(socket.SHUT_WR)
+        peer.recv(1)
+    print(time.perf_counter() - start)
+"""
+
+
+def test_a_lab_carries_bytes_at_its_rate_counts_them_and_goes_away(network: lab.Lab) -> None:
+    network.set_rate(20)
+    server = subprocess.Popen(
+        network.command(0, [sys.executable, "-c", SEND, "serve"]), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout.readline() == "ready\n"
+        before = network.counters(0).received
+        sent = subprocess.run(
+            network.command(1, [sys.executable, "-c", SEND, "send"]),
+            capture_output=True, text=True, check=True, timeout=60,
+        )  # fmt: skip
+        received = network.counters(0).received - before
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+    assert 2_000_000 <= received <= 1.1 * 2_000_000
+    # 2 MB at 20 Mbit/s are 0.8 s; the shaper starts with a burst of 128 kB.
+    assert 0.7 <= float(sent.stdout) <= 3
+    with pytest.raises(lab.LabError, match="rate"):
+        network.set_rate(0)
+
+
+def test_what_a_crashed_run_left_behind_is_removed(network: lab.Lab) -> None:
+    lab.Lab(2, name="dsqlabtest").up()
+    assert len(lab.leftovers("dsqlabtest")) == 3

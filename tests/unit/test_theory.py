@@ -1,0 +1,217 @@
+"""SDP4Bit's theory as tests: contraction of nearest rounding, error feedback, smoothing.
+
+Unbiasedness, the bound kappa of stochastic rounding, min(d / (4 L^2), sqrt(d) / L), and the
+independence of streams are in test_codec_properties.py. Here d is a group's size, L its largest
+code, m its largest magnitude and s = m / L its step.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ds_quant.codec import GroupCodec
+from ds_quant.collectives import Coding, difference
+from ds_quant.rng import Role, address
+from ds_quant.rotation import Rotation
+
+INT4_2048 = GroupCodec(bits=4, group_size=2048, range="absmax")
+
+
+def coded(values: torch.Tensor, codec: GroupCodec, *, step: int = 0, rank: int = 0) -> torch.Tensor:
+    """Decoded values, (numel,) fp32."""
+    where = address(seed=1, role=Role.GRADIENTS, step=step, parameter=0, rank=rank + 1)
+    wire = torch.empty(1, codec.wire_bytes(values.numel()), dtype=torch.uint8)
+    out = torch.empty(1, values.numel())
+    codec.encode(values.view(1, -1), wire, address=where)
+    codec.decode(wire, out)
+    return out[0]
+
+
+def adversarial(numel: int) -> dict[str, torch.Tensor]:
+    draw = np.random.default_rng(numel)
+    spike, edge = torch.zeros(numel), torch.full((numel,), 1 / 14)
+    spike[numel // 3] = 50.0
+    edge[0] = 1.0  # all others half a step of 4 bits away from zero
+    alternating = torch.ones(numel)
+    alternating[::2] = -1
+    return {
+        "spike": spike,
+        "equal": torch.full((numel,), 0.3),
+        "alternating": alternating,
+        "half a step": edge,
+        "zero": torch.zeros(numel),
+        "huge": torch.from_numpy(draw.normal(size=numel) * 1e30).float(),
+        "tiny": torch.from_numpy(draw.normal(size=numel) * 1e-25).float(),
+        "heavy": torch.from_numpy(draw.standard_t(2, numel)).float(),
+        "gaussian": torch.from_numpy(draw.normal(size=numel)).float(),
+    }
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 128, 2048])
+def test_nearest_rounding_contracts_on_every_group(bits: int, group_size: int) -> None:
+    """||x - C(x)||^2 <= (1 - delta) ||x||^2 with delta = max(1/d, 1 - d / (4 L^2)): the largest
+    element is exact, leaving at most ||x||^2 - m^2 <= (1 - 1/d) ||x||^2 since an error never
+    exceeds its value; and each error is at most s / 2, so their sum d m^2 / (4 L^2).
+    """
+    codec = GroupCodec(bits=bits, group_size=group_size, range="absmax")
+    largest = 2 ** (bits - 1) - 1
+    delta = max(1 / group_size, 1 - group_size / (4 * largest**2))
+    for name, values in adversarial(group_size).items():
+        exact = values.double()
+        error = (coded(values, codec).double() - exact).square().sum()
+        energy = exact.square().sum()
+        # fp32: scale, product and sum round by 2^-24 of m each, here 4 at most per element.
+        assert error <= (1 - delta) * energy + group_size * (4 * 2.0**-24) ** 2 * energy, name
+
+
+@pytest.mark.parametrize("group_size", [32, 2048])
+def test_ends_are_kept_zero_is_exact_and_signs_do_not_matter(group_size: int) -> None:
+    codec = GroupCodec(bits=4, group_size=group_size, range="absmax")
+    for values in adversarial(group_size).values():
+        got, top = coded(values, codec), values.abs().max()
+        assert torch.equal(coded(-values, codec), -got)
+        assert (got[values.abs() == top].abs() - top).abs().max() <= 2 * 2.0**-24 * top
+        assert got.abs().max() <= top * (1 + 2 * 2.0**-24)
+        assert not got[values == 0].any()
+
+
+# ---- weight differences ----
+
+
+def follow(replica: torch.Tensor, master: torch.Tensor, codec: GroupCodec, *, step: int) -> None:
+    """One exchange of a difference, as all holders apply it."""
+    where = address(seed=1, role=Role.WEIGHTS, step=step, parameter=0, rank=1)
+    how = Coding(codec=codec, address=where, difference=True)
+    wire = torch.empty(codec.wire_bytes(replica.numel()), dtype=torch.uint8)
+    how.encode(difference(master, replica), wire)
+    how.decode(wire, replica)
+
+
+def test_a_replica_contracts_to_a_fixed_target() -> None:
+    """||e'|| <= sqrt(1 - delta) ||e|| and a bf16 rounding, 2^-9 of each weight."""
+    target = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    replica = torch.zeros(4096, dtype=torch.bfloat16)
+    delta = max(1 / 2048, 1 - 2048 / (4 * 49))
+    for step in range(12):
+        before = float((replica.float() - target).norm())
+        follow(replica, target, INT4_2048, step=step)
+        after = float((replica.float() - target).norm())
+        rounding = 2.0**-9 * float(target.norm() + before)
+        assert after <= math.sqrt(1 - delta) * before + rounding
+        assert after <= before / 4 + rounding  # Gaussian differences do far better than the bound
+    assert after <= 2.0**-8 * float(target.norm())
+
+
+@pytest.mark.parametrize(("lr", "limit"), [(6e-4, 1.15), (1.2e-4, 1.08), (1e-5, 1.03)])
+def test_a_replica_of_a_random_walk_loses_hardly_more_than_bf16(lr: float, limit: float) -> None:
+    """Weights of 0.02 and Adam's steps where gradients are noise, lr times their running mean:
+    rms(replica - master) against that of a bf16 copy.
+    """
+    draw = torch.Generator().manual_seed(1)
+    master = 0.02 * torch.randn(1 << 15, generator=draw)
+    replica, moment = master.bfloat16(), torch.zeros_like(master)
+    worst = 0.0
+    for step in range(120):
+        moment = 0.9 * moment + 0.1 * torch.randn(master.shape, generator=draw)
+        master -= lr * moment
+        follow(replica, master, INT4_2048, step=step)
+        plain = (master.bfloat16().float() - master).norm()
+        worst = max(worst, float((replica.float() - master).norm() / plain))
+    assert 1.0 <= worst <= limit
+
+
+def test_the_error_stays_bounded_over_ten_thousand_updates() -> None:
+    """e' <= half a step of the largest difference, which is an update and the error before: with
+    |update| <= u, |e| <= (u + |e|) / 14 and a bf16 rounding of weights below 1, so |e| <= u / 13
+    and 14 / 13 * 2^-8. The walk is pulled back to stay below 1.
+    """
+    draw = torch.Generator().manual_seed(2)
+    master = torch.zeros(64)
+    replica, codec = master.bfloat16(), GroupCodec(bits=4, group_size=64, range="absmax")
+    u = 0.01
+    for step in range(10_000):
+        master = (0.99 * master).clamp(-0.9, 0.9)
+        master += u * (2 * torch.rand(64, generator=draw) - 1)
+        change = u + 0.01 * 0.9 + 2.0**-8  # the step, the pull and the rounding of the target
+        follow(replica, master, codec, step=step)
+        error = float((replica.float() - master).abs().max())
+        assert error <= change / 13 + 14 / 13 * 2.0**-8 + 2.0**-9
+
+
+def test_counterexample_replaced_weights_stick_and_differences_converge() -> None:
+    """SDP4Bit, counterexample 4.1: f(w) = |w|^2 with one coordinate's gradient at a time, nearest
+    rounding to {-m, 0, m}. Weights that are replaced by their codes never leave (1, -1); with
+    differences they go to 0, as without quantization. The same codec (2 bits) everywhere.
+    """
+    ternary = GroupCodec(bits=2, group_size=32, range="absmax")
+    coins = np.random.default_rng(0).integers(0, 2, 400)
+
+    def gradient(w: torch.Tensor, coin: int) -> torch.Tensor:
+        at = torch.zeros(2)
+        at[coin] = 4 * w[coin]
+        return at
+
+    plain, replaced = torch.tensor([1.0, -1.0]), torch.tensor([1.0, -1.0])
+    master, replica = plain.clone(), plain.clone()
+    for step, coin in enumerate(coins):
+        plain = plain - 0.1 * gradient(plain, coin)
+        replaced = coded(replaced - 0.1 * gradient(replaced, coin), ternary)
+        master = master - 0.1 * gradient(replica, coin)
+        follow(replica, master, ternary, step=step)
+    assert plain.abs().max() < 1e-3
+    assert torch.equal(replaced, torch.tensor([1.0, -1.0]))
+    assert replica.abs().max() < 1e-3
+
+
+# ---- two-level gradients ----
+
+
+def two_level_error(draw_source, *, rotation: Rotation | None, nodes: int = 4) -> float:
+    """Normalised squared error of the sum of ``nodes`` x 2 sources, 8 bits inside, 4 between."""
+    int8 = GroupCodec(bits=8, group_size=128, range="absmax", rounding="stochastic")
+    int4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
+    sources = [draw_source(seed) for seed in range(2 * nodes)]
+    exact = torch.stack([s.double() for s in sources]).sum(0)
+    values = [s if rotation is None else rotation.forward(s) for s in sources]
+    inside = [coded(v, int8, rank=r) for r, v in enumerate(values)]
+    partial = [inside[2 * n] + inside[2 * n + 1] for n in range(nodes)]
+    total = sum(coded(p, int4, step=1, rank=n) for n, p in enumerate(partial))
+    if rotation is not None:
+        rotation.inverse_(total)
+    return float((total.double() - exact).square().sum() / exact.square().sum())
+
+
+def student(seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_t(3, 1 << 15)).float()
+
+
+def outliers(seed: int) -> torch.Tensor:
+    """Half a per cent of the elements are a hundred times larger."""
+    draw = np.random.default_rng(seed)
+    values = draw.normal(size=1 << 15)
+    values[draw.random(1 << 15) < 0.005] *= 100
+    return torch.from_numpy(values).float()
+
+
+def gaussian(seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=1 << 15)).float()
+
+
+@pytest.mark.parametrize("source", [student, outliers])
+def test_smoothing_helps_where_there_are_outliers(source) -> None:
+    """sdp4bit's table of normalised errors: t3 .109 against .027, outliers .087 against .014."""
+    smooth = two_level_error(source, rotation=Rotation(block=32))
+    assert smooth < 0.5 * two_level_error(source, rotation=None)
+
+
+def test_smoothing_changes_nothing_for_gaussian_gradients() -> None:
+    """.028 with and without, for 4 bits in groups of 128."""
+    smooth = two_level_error(gaussian, rotation=Rotation(block=32))
+    plain = two_level_error(gaussian, rotation=None)
+    assert smooth == pytest.approx(plain, rel=0.05)
+    assert plain == pytest.approx(0.028, rel=0.05)

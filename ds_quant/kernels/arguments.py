@@ -6,7 +6,7 @@ May import torch, layout, rng and its sister modules.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from ds_quant import rng
 from ds_quant.kernels.blocks import Format
 from ds_quant.kernels.geometry import THREADS, Tiling
-from ds_quant.kernels.jobs import NO_SOURCE, Launch, pack
+from ds_quant.kernels.jobs import NO_SOURCE
 from ds_quant.layout import ALIGNMENT
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -43,12 +43,6 @@ class Own(NamedTuple):
     values: torch.Tensor  # (elements on the wire,) floating point
 
 
-def launch_of(
-    kernel: str, macros: dict[str, int], grid: tuple[int, int], fields: dict[str, int]
-) -> Launch:
-    return Launch(kernel, tuple(sorted(macros.items())), grid, THREADS, pack(kernel, fields))
-
-
 def encode_macros(fmt: Format, tiles: Tiling) -> dict[str, int]:
     learned = fmt.levels == "learned"
     return {
@@ -65,14 +59,14 @@ def encode_macros(fmt: Format, tiles: Tiling) -> dict[str, int]:
     }
 
 
-def source_macros(fmt: Format, sources: int, own: Own | None) -> dict[str, int]:
+def source_macros(fmt: Format, sources: int, has_own: bool) -> dict[str, int]:
     return {
         "DSQ_SOURCE_BITS": fmt.bits,
         "DSQ_SOURCE_GROUP": fmt.group_size,
         "DSQ_SOURCE_MINMAX": int(fmt.has_offset),
         "DSQ_SOURCE_LEARNED": int(fmt.levels == "learned"),
         "DSQ_SOURCES": sources if sources <= _MAX_UNROLLED_SOURCES else 0,
-        "DSQ_OWN": int(own is not None),
+        "DSQ_OWN": int(has_own),
     }
 
 
@@ -119,25 +113,18 @@ def stride(tensor: torch.Tensor, dim: int = 0) -> int:
     return tensor.stride(dim) * tensor.element_size()
 
 
-def row_address(tensor: torch.Tensor, row: int) -> int:
-    return tensor.data_ptr() + row * stride(tensor)
+def rows_at(address: str, step: str, rows: torch.Tensor, first: int) -> dict[str, int]:
+    """The fields named `address` and `step`: of row `first`, and to the next one, in bytes."""
+    nbytes = stride(rows)
+    return {address: rows.data_ptr() + first * nbytes, step: nbytes}
 
 
-def rows_at(wire: torch.Tensor, row: int) -> dict[str, int]:
-    return {"address": row_address(wire, row), "stride": stride(wire)}
-
-
-def value_fields(name: str, values: torch.Tensor | None, row: int) -> dict[str, int]:
-    """Address of a row of values and the way to the next one."""
-    if values is None:
-        return {}
-    return {name: row_address(values, row), f"{name}_stride": stride(values)}
-
-
-def row_chunks(rows: int) -> Iterator[tuple[int, int]]:
+def row_chunks(rows: int) -> Sequence[tuple[int, int]]:
     """(first row, rows) of each launch: the second grid dimension is limited."""
-    for row in range(0, rows, _MAX_GRID_ROWS):
-        yield row, min(_MAX_GRID_ROWS, rows - row)
+    if rows <= _MAX_GRID_ROWS:
+        return ((0, rows),)
+    starts = range(0, rows, _MAX_GRID_ROWS)
+    return [(row, min(_MAX_GRID_ROWS, rows - row)) for row in starts]
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
@@ -150,10 +137,13 @@ def dense(x: torch.Tensor) -> torch.Tensor:
 
 def is_aligned(tensor: torch.Tensor) -> bool:
     """Whether every row starts at a multiple of 16 bytes and has no holes."""
+    if tensor.data_ptr() % ALIGNMENT:
+        return False
+    if tensor.is_contiguous() and tensor.shape[-1] * tensor.element_size() % ALIGNMENT == 0:
+        return True
     *outer, last = zip(tensor.stride(), tensor.shape, strict=True)
-    steps = [step * tensor.element_size() for step, size in outer if size > 1]
-    dense = last[0] == 1 or last[1] == 1
-    return dense and not any(number % ALIGNMENT for number in (tensor.data_ptr(), *steps))
+    steps = (step * tensor.element_size() for step, size in outer if size > 1)
+    return (last[0] == 1 or last[1] == 1) and not any(step % ALIGNMENT for step in steps)
 
 
 def aligned(wire: torch.Tensor, *, copy: bool) -> torch.Tensor:

@@ -74,9 +74,15 @@ class Runner:
         if function is None:
             function = self._functions[key] = compiled(*key)
         # Asked for at every launch: a cached stream would leave a graph capture empty.
-        self._stream.ptr = torch.cuda.current_stream(self.index).cuda_stream
+        self._stream.ptr = _current_stream(self.index)
         function(grid, (work.threads,), arguments, 0, self._stream)
         return None
+
+
+def _current_stream(index: int) -> int:
+    """Address of torch's current stream; the private call, as in Triton, saves a microsecond."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return torch.cuda.current_stream(index).cuda_stream if raw is None else raw(index)
 
 
 class _Stream:

@@ -82,20 +82,42 @@ def place_of(kernel: str, field: str) -> int:
     return FIELDS[kernel].index(field)
 
 
-def pack(kernel: str, fields: Mapping[str, int]) -> bytes:
-    """The struct of a kernel; fields that are not named are 0."""
-    names = FIELDS[kernel]
-    unknown = fields.keys() - set(names)
-    assert not unknown, f"{kernel} has no field {sorted(unknown)}"
-    return struct.pack(f"<{len(names)}Q", *(fields.get(name, 0) for name in names))
+class Plan:
+    """What all launches on tensors of one shape have in common; made once, used at every call."""
+
+    def __init__(
+        self,
+        kernel: str,
+        macros: Mapping[str, int],
+        *,
+        blocks: int,
+        threads: int,
+        fields: Mapping[str, int],
+    ) -> None:
+        """blocks: of a row; fields: those of the job that are the same at every launch."""
+        self.kernel, self.macros = kernel, tuple(sorted(macros.items()))
+        self.blocks, self.threads = blocks, threads
+        self._places = {name: place for place, name in enumerate(FIELDS[kernel])}
+        self._struct = struct.Struct(f"<{len(self._places)}Q")
+        self._numbers = [0] * len(self._places)
+        self._set(self._numbers, fields)
+
+    def launch(self, rows: int, fields: Mapping[str, int]) -> Launch:
+        """A launch on `rows` rows with the remaining fields."""
+        numbers = self._numbers.copy()
+        self._set(numbers, fields)
+        job = self._struct.pack(*numbers)
+        return Launch(self.kernel, self.macros, (self.blocks, rows), self.threads, job)
+
+    def _set(self, numbers: list[int], fields: Mapping[str, int]) -> None:
+        for name, number in fields.items():
+            numbers[self._places[name]] = number
 
 
-def wire_fields(name: str, layout: WireLayout, *, address: int, stride: int) -> dict[str, int]:
-    """Fields of a WireJob: rows of a layout at an address, `stride` bytes apart."""
+def wire_fields(name: str, layout: WireLayout) -> dict[str, int]:
+    """Fields of a WireJob that follow from the layout of a row."""
     planes = (*layout.plane_offsets, 0, 0)
     return {
-        f"{name}.bytes": address,
-        f"{name}.stride": stride,
         f"{name}.plane1": planes[1],
         f"{name}.plane2": planes[2],
         f"{name}.scales": layout.scale_offset,

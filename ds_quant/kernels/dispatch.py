@@ -7,12 +7,18 @@ May import torch, rng and its sister modules.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 
 from ds_quant import rng
 from ds_quant.kernels import cuda, launch, reference
 from ds_quant.kernels.arguments import Own
 from ds_quant.kernels.blocks import Format
+from ds_quant.kernels.geometry import MAX_GROUP
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "torch")
 
@@ -29,9 +35,21 @@ def use(backend: str) -> None:
 
 def runner_for(fmt: Format, device: torch.device) -> launch.Runner | None:
     """What launches kernels for a codec on a device; None where the reference works."""
-    if device.type != "cuda" or _backend == "torch" or not launch.supports(fmt):
+    if device.type != "cuda" or _backend == "torch":
+        return None
+    if not launch.supports(fmt):
+        _report_large_groups(fmt.group_size)
         return None
     return cuda.runner_of(device)
+
+
+@cache
+def _report_large_groups(group_size: int) -> None:
+    logger.warning(
+        "ds_quant: group_size = %d takes the slower torch path, CUDA kernels go up to %d",
+        group_size,
+        MAX_GROUP,
+    )
 
 
 def encode(

@@ -155,7 +155,6 @@ def test_torch_backend_is_never_asked_about_cupy(monkeypatch) -> None:
         assert dispatch.runner_for(CODEC, device) is None
     finally:
         dispatch.use("auto")
-    assert dispatch.runner_for(GroupCodec(group_size=65536), device) is None
     with pytest.raises(ValueError, match="backend = 'cupy'"):
         dispatch.use("cupy")
 
@@ -174,3 +173,13 @@ def test_sources_are_flat_ascii_and_named() -> None:
         assert text.count("typedef unsigned int u32;") >= 1
     with pytest.raises(ValueError, match="kernel = 'quant'"):
         source("quant")
+
+
+def test_groups_beyond_the_kernels_are_reported_once(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(cuda, "runner_of", broken)
+    dispatch._report_large_groups.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert dispatch.runner_for(GroupCodec(group_size=65536), torch.device("cuda")) is None
+    (record,) = caplog.records
+    assert "group_size = 65536" in record.getMessage()

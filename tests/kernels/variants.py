@@ -8,7 +8,7 @@ import torch
 
 from ds_quant.codec import GroupCodec
 from ds_quant.kernels import launch
-from ds_quant.kernels.jobs import Launch
+from ds_quant.kernels.jobs import Launch, merge
 from ds_quant.kernels.launch import Own, Rotation
 from ds_quant.rng import Address
 from tests.kernels.inputs import CODECS, DTYPES, table
@@ -140,4 +140,11 @@ def others() -> dict[str, Launch]:
         numel=_RAGGED,
         own=True,
     )
+    for name in ("encode int4 stochastic g128 bf16", "decode_sum 8 x int4 g128 fp32"):
+        found[f"{name}, from a table"] = _tabled(headline()[name])
     return found
+
+
+def _tabled(one: Launch) -> Launch:
+    (table_of_one,) = merge([one])
+    return one._replace(macros=table_of_one.macros)

@@ -197,7 +197,7 @@ def on_whole_blocks(launches: list) -> bool:
     return all(dict(work.macros)["DSQ_WHOLE"] == 1 for work in launches)
 
 
-@pytest.mark.parametrize("codec", DECODERS[::4], ids=id_of)
+@pytest.mark.parametrize("codec", DECODERS[::7], ids=id_of)
 def test_whole_blocks_take_their_own_variant(shim, codec) -> None:
     """Aligned rows of whole blocks: the kernel has no checks of addresses and ends."""
     numel, sources, launches = 1 << 15, 8, []

@@ -152,7 +152,7 @@ def test_difference_is_taken_once_in_fp32(shim, codec, dtype, base_dtype, block:
     check()
 
 
-@pytest.mark.parametrize("index", range(0, len(CODECS), 5), ids=lambda i: id_of(CODECS[i]))
+@pytest.mark.parametrize("index", range(0, len(CODECS), 7), ids=lambda i: id_of(CODECS[i]))
 def test_whole_blocks_take_their_own_variant(shim, index: int) -> None:
     """Aligned rows of whole blocks: the kernel has no checks of addresses and ends."""
     codec, dtype = CODECS[index], DTYPES[index % 3]

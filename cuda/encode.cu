@@ -48,7 +48,8 @@ DSQ_DEVICE long long present(u32 position, u64 values, u64 on_wire) {
 
 // All vectors of a lane. Fast: 16-byte loads. Else element by element through local memory.
 template <int DTYPE>
-DSQ_DEVICE void load_tile(Held<DTYPE>& held, const u8* row, const EncodeJob& job, Tile tile, bool fast) {
+DSQ_DEVICE void load_tile(Held<DTYPE>& held, const u8* row, const EncodeJob& job, Tile tile,
+                          bool fast) {
     const int bytes = Raw<DTYPE>::ITEM * 8;
     const bool once = DSQ_RUN == 1 && Raw<DTYPE>::ITEM == 2;
     if (fast) {
@@ -73,25 +74,24 @@ DSQ_DEVICE void load_tile(Held<DTYPE>& held, const u8* row, const EncodeJob& job
         const long long element = present(position, values, on_wire);
         const u8* p = row + (first + element) * Raw<DTYPE>::ITEM;
         const u32 bits = element < 0 ? 0 : load_element<DTYPE>(p);
-        if (DTYPE == DSQ_FP32) {
-            ((u32*)&staged)[i] = bits;
-        } else {
-            ((u16*)&staged)[i] = (u16)bits;
-        }
+        // No u16 pointer into the words: the compiler may assume that types do not alias.
+        u32& word = staged.vector[i / 8].w[i % 8 * Raw<DTYPE>::WORDS / 8];
+        word = DTYPE != DSQ_FP32 && i % 2 ? word | bits << 16 : bits;
     }
     held = staged;
 }
 
 DSQ_DEVICE void rotate(Held<DSQ_FP32>& held, const EncodeJob& job, Tile tile) {
+    const int block = DSQ_ROTATION ? DSQ_ROTATION : 32;
     DSQ_UNROLL
     for (int run = 0; run < DSQ_HELD; run += DSQ_BLOCK_RUN) {
         float x[DSQ_BLOCK_RUN][8];
         DSQ_UNROLL
         for (int i = 0; i < 32; ++i) x[i / 8][i % 8] = held.vector[run + i / 8].at(i % 8);
         if (DSQ_FLIPS) {
-            flip_signs(x, flips_of_lane<DSQ_ROTATION ? DSQ_ROTATION : 32>(job.flips_low, job.flips_high, tile.thread));
+            flip_signs(x, flips_of_lane<block>(job.flips_low, job.flips_high, tile.thread));
         }
-        butterflies<DSQ_ROTATION ? DSQ_ROTATION : 32>(x, tile.lane);
+        butterflies<block>(x, tile.lane);
         DSQ_UNROLL
         for (int v = 0; v < DSQ_BLOCK_RUN; ++v) held.vector[run + v].set(x[v]);
     }

@@ -16,8 +16,8 @@ DSQ_DEVICE void repeat_present(Held<DSQ_FP32>& held, Tile tile, u64 numel) {
         const u32 v = i / 8 % DSQ_VECTORS;
         const u64 group = tile.group + slot_group(i / 8 / DSQ_VECTORS);
         const u64 j = group * DSQ_GROUP_VECTORS + tile.thread * DSQ_RUN + vector_step(v);
-        u32* x = (u32*)&staged;
-        if (j * 8 + i % 8 >= numel) x[i] = x[i / (8 * DSQ_RUN) * (8 * DSQ_RUN)];
+        if (j * 8 + i % 8 < numel) continue;
+        staged.vector[i / 8].w[i % 8] = staged.vector[i / 8 / DSQ_RUN * DSQ_RUN].w[0];
     }
     held = staged;
 }
@@ -44,7 +44,8 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS, 2) recode(DSQ_JOB_PARA
         const int v = i % DSQ_VECTORS;
         const u64 first = (tile.group + slot_group(i / DSQ_VECTORS)) * DSQ_GROUP_VECTORS;
         u64 j = first + tile.thread * DSQ_RUN + vector_step(v);
-        if (is_absent(tile.thread, v) || (!DSQ_WHOLE && j >= wire.vectors)) j = first;  // a run of the same group
+        // Instead of what is absent, a run of the same group.
+        if (is_absent(tile.thread, v) || (!DSQ_WHOLE && j >= wire.vectors)) j = first;
         if (!DSQ_WHOLE && j >= wire.vectors) j = 0;
         float sum[DSQ_RUN][8];
         sum_run(source, j, sum);

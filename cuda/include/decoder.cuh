@@ -57,7 +57,8 @@ struct SourceRow {
     const float* own_values;
 };
 
-DSQ_DEVICE SourceRow source_row(const WireJob& wire, u64 row, u64 sources, u64 stride, u64 own, u64 own_values) {
+DSQ_DEVICE SourceRow source_row(const WireJob& wire, u64 row, u64 sources, u64 stride, u64 own,
+                                u64 own_values) {
     const SourceRow r = {(const u8*)(wire.bytes + row * wire.stride),
                          stride,
                          {0, wire.plane1, wire.plane2},

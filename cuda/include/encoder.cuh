@@ -253,7 +253,8 @@ template <int DTYPE>
 DSQ_DEVICE Codes codes_of_vector(const Raw<DTYPE>& vector, Range range, Stream stream, u64 j) {
     u32 random[4] = {0, 0, 0, 0};
     if (DSQ_ROUNDING == DSQ_STOCHASTIC) {
-        const PhiloxWords words = philox_of_vector(stream.first_vector + j, stream.step, stream.key);
+        const u64 index = stream.first_vector + j;
+        const PhiloxWords words = philox_of_vector(index, stream.step, stream.key);
         random[0] = words.w0;
         random[1] = words.w1;
         random[2] = words.w2;
@@ -275,7 +276,8 @@ DSQ_DEVICE Codes codes_of_vector(const Raw<DTYPE>& vector, Range range, Stream s
 }
 
 template <int PLANE>
-DSQ_DEVICE void store_plane(const Codes (&codes)[DSQ_RUN], const WireRow& row, u64 j, bool unusable) {
+DSQ_DEVICE void store_plane(const Codes (&codes)[DSQ_RUN], const WireRow& row, u64 j,
+                            bool unusable) {
     u8* p = row.bytes + row.plane[PLANE];
     const int width = Planes<DSQ_BITS>::width(PLANE), shift = Planes<DSQ_BITS>::shift(PLANE);
     const Codes zero = {in_every_byte(DSQ_ZERO), in_every_byte(DSQ_ZERO)};
@@ -327,8 +329,9 @@ DSQ_DEVICE void encode_tile(const Held<DTYPE>& held, Tile tile, const WireRow& r
     for (int s = 0; s < DSQ_SLOTS; ++s) all[s] = extremes_of_group(extremes_of_slot(held, s));
     const Ranges ranges = ranges_of_tile(all, tile, stream);
     if (tile.thread < DSQ_SLOTS && (DSQ_WHOLE || ranges.group < num_groups)) {
-        store4(row.bytes + row.scales + ranges.group * 4, bits_of(ranges.mine.scale));
-        if (DSQ_MINMAX) store4(row.bytes + row.offsets + ranges.group * 4, bits_of(ranges.mine.offset));
+        u8* p = row.bytes + ranges.group * 4;
+        store4(p + row.scales, bits_of(ranges.mine.scale));
+        if (DSQ_MINMAX) store4(p + row.offsets, bits_of(ranges.mine.offset));
     }
     DSQ_UNROLL
     for (int s = 0; s < DSQ_SLOTS; ++s) {

@@ -61,7 +61,8 @@ DSQ_DEVICE Tile tile_of(u64 block) {
     tile.lane = lane;
     if (DSQ_WARPS == 1) {
         tile.thread = lane % DSQ_LANES;
-        tile.group = block * DSQ_BLOCK_GROUPS + warp * (DSQ_WARP_GROUPS * DSQ_SLOTS) + lane / DSQ_LANES;
+        const u32 in_block = warp * (DSQ_WARP_GROUPS * DSQ_SLOTS) + lane / DSQ_LANES;
+        tile.group = block * DSQ_BLOCK_GROUPS + in_block;
     } else {
         tile.thread = warp % DSQ_WARPS * DSQ_WARP + lane;
         tile.group = block * DSQ_BLOCK_GROUPS + warp / DSQ_WARPS;

@@ -128,7 +128,8 @@ struct Raw {
     DSQ_MEMBER void set(const float (&x)[DSQ_VECTOR]) {
         DSQ_UNROLL
         for (int i = 0; i < WORDS; ++i) {
-            w[i] = DTYPE == DSQ_FP32 ? bits_of(x[i]) : pack_pair<DTYPE>(x[2 * i & 7], x[(2 * i + 1) & 7]);
+            const int pair = 2 * i % 8;
+            w[i] = DTYPE == DSQ_FP32 ? bits_of(x[i]) : pack_pair<DTYPE>(x[pair], x[pair + 1]);
         }
     }
 };

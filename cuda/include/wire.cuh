@@ -19,7 +19,9 @@ struct Planes {
     static const int COUNT = BITS == 7 ? 3 : BITS == 6 || BITS == 5 || BITS == 3 ? 2 : 1;
     static const int FIRST = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2;
     static const int SECOND = BITS == 7 || BITS == 6 ? 2 : 1;
-    DSQ_MEMBER static constexpr int width(int plane) { return plane == 0 ? FIRST : plane == 1 ? SECOND : 1; }
+    DSQ_MEMBER static constexpr int width(int plane) {
+        return plane == 0 ? FIRST : plane == 1 ? SECOND : 1;
+    }
     DSQ_MEMBER static constexpr int shift(int plane) {
         return plane == 0 ? 0 : plane == 1 ? FIRST : FIRST + SECOND;
     }

@@ -21,17 +21,17 @@
 #define DSQ_FLIPS 0
 #endif
 
-// Two blocks per multiprocessor are enough for the search among levels: aiming at more, ptxas
-// spills on sm_80. Without a number it keeps to 32 registers where it can, with one it does not.
-#if DSQ_ROUNDING == DSQ_LEARNED
+// Values that are computed before they are encoded are held as fp32, others as they came.
+#define DSQ_COMPUTED (DSQ_BASE >= 0 || DSQ_ROTATION > 0)
+#define DSQ_HELD_TYPE (DSQ_COMPUTED ? DSQ_FP32 : DSQ_VALUES)
+
+// Without a number of blocks ptxas aims at many, keeps to 32 registers where it can, and spills a
+// word or two on sm_80 where many values are alive: there two blocks per multiprocessor will do.
+#if DSQ_ROUNDING == DSQ_LEARNED || (DSQ_MINMAX && DSQ_HELD_TYPE == DSQ_FP32 && !DSQ_WHOLE)
 #define DSQ_BOUNDS __launch_bounds__(DSQ_THREADS, 2)
 #else
 #define DSQ_BOUNDS __launch_bounds__(DSQ_THREADS)
 #endif
-
-// Values that are computed before they are encoded are held as fp32, others as they came.
-#define DSQ_COMPUTED (DSQ_BASE >= 0 || DSQ_ROTATION > 0)
-#define DSQ_HELD_TYPE (DSQ_COMPUTED ? DSQ_FP32 : DSQ_VALUES)
 
 static_assert(DSQ_ROTATION == 0 || DSQ_GROUP % (DSQ_ROTATION ? DSQ_ROTATION : 1) == 0,
               "a group is whole rotation blocks");

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from ds_quant.codec_checks import check_choice, check_int, check_rows, check_sum
-from ds_quant.kernels import reference
+from ds_quant.kernels import dispatch
 from ds_quant.kernels.blocks import layout_of
 from ds_quant.layout import ALIGNMENT, round_up
 from ds_quant.rng import Address
@@ -136,7 +136,7 @@ class GroupCodec:
         if self.rounding != "nearest" and address is None:
             raise ValueError(f"address = None: rounding {self.rounding!r} needs an Address")
         levels = self._table(levels, x.device)
-        reference.encode(x, out, self, address=address, levels=levels)
+        dispatch.encode(x, out, self, address=address, levels=levels)
 
     def decode(
         self,
@@ -147,7 +147,7 @@ class GroupCodec:
     ) -> None:
         """See Codec."""
         check_rows("out", out, "wire", wire, self)
-        reference.decode(wire, out.detach(), self, levels=self._table(levels, wire.device))
+        dispatch.decode(wire, out.detach(), self, levels=self._table(levels, wire.device))
 
     def decode_sum(
         self,
@@ -161,7 +161,7 @@ class GroupCodec:
         """See Codec."""
         check_sum(wire, out, self)
         levels = self._table(levels, wire.device)
-        reference.decode_sum(wire, out.detach(), self, scale=scale, own=own, levels=levels)
+        dispatch.decode_sum(wire, out.detach(), self, scale=scale, own=own, levels=levels)
 
     def _table(self, levels: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         if self.levels != "learned":

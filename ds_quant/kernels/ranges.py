@@ -55,11 +55,11 @@ def ranges_of(values: torch.Tensor, fmt: Format, shift: float | None) -> Ranges:
     high = torch.amax(values, dim=1, keepdim=True)
     if fmt.has_offset:
         span = high - low
-        scale = span / ((1 << fmt.bits) - 1)
+        scale = _divided(span, (1 << fmt.bits) - 1)
         offset = _flush(low)
     else:
         span = torch.maximum(high, -low)
-        scale = span / ((1 << (fmt.bits - 1)) - 1)
+        scale = _divided(span, (1 << (fmt.bits - 1)) - 1)
         offset = None
     smallest, largest = (bound.item() for bound in span.aminmax())
     tiny = nan = None
@@ -77,6 +77,11 @@ def ranges_of(values: torch.Tensor, fmt: Format, shift: float | None) -> Ranges:
             outside = (offset.abs() <= FLT_MAX).logical_not_()
             nan = outside if nan is None else nan.logical_or_(outside)
     return _with_inverse(scale, offset, fmt, tiny=tiny, nan=nan)
+
+
+def _divided(span: torch.Tensor, steps: int) -> torch.Tensor:
+    """Rounded once. By a tensor, because torch on CUDA multiplies by the reciprocal of a number."""
+    return span / torch.full((), float(steps), device=span.device)
 
 
 def _flush(numbers: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "__init__": "_autoload",
     "kernels": "torch layout rng kernels",
     "kernels.source": "resources",
-    "kernels.cuda": "torch layout rng kernels cupy",
+    "kernels.cuda": "torch numpy layout rng kernels cupy",
     "levels": "torch kernels layout",
     "codec_checks": "torch",
     "codec": "torch layout kernels rng codec_checks",

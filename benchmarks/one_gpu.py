@@ -1,0 +1,172 @@
+"""Several ranks on one GPU: ZeRO-2 and ZeRO-3 over gloo with CUDA tensors, or a simulation.
+
+    python benchmarks/one_gpu.py --world 4 --stage 3 --json out.json      # real processes
+    python benchmarks/one_gpu.py --simulate 8 --json out.json             # one process
+    python benchmarks/one_gpu.py --world 2 --stage 2 --device cpu         # dry run
+
+NCCL refuses two ranks on one GPU, gloo carries CUDA tensors through the host: the losses count,
+the times do not. Every scheme trains the same small model on the same data; the simulation runs
+the kernels of a reduction over all ranks in turn and compares the sums with the torch reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed ds_quant first
+
+SCHEMES = ("full_precision", "qsdp")
+
+
+def worker(rank: int, args: argparse.Namespace, scheme: str, port: int, folder: str) -> None:
+    """One rank: train, and leave the losses of rank 0 in the folder."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(args.world), LOCAL_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR=args.device)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import deepspeed
+
+    import ds_quant  # noqa: F401  # activates it where the entry point is not installed
+
+    # DeepSpeed compiles this op at start-up; training never calls it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda":
+        torch.cuda.set_device(0)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=args.world)
+    torch.manual_seed(0)
+    width = args.width
+    model = torch.nn.Sequential(
+        torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": args.stage, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": True},
+        "quantized_comm": {"enabled": True, "scheme": scheme},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    generator = torch.Generator().manual_seed(rank)
+    target = torch.randn(width, width, generator=torch.Generator().manual_seed(7)) / width**0.5
+    losses = []
+    x = torch.randn(4, width, generator=generator)  # one batch: its loss must fall
+    for _ in range(args.steps):
+        y = (x @ target).to(device, torch.bfloat16)
+        loss = (engine(x.to(device, torch.bfloat16)) - y).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    if rank == 0:
+        (Path(folder) / "losses.json").write_text(json.dumps(losses))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def train(args: argparse.Namespace, scheme: str) -> list[float]:
+    """Losses of rank 0."""
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        arguments = (args, scheme, port, folder)
+        torch.multiprocessing.start_processes(
+            worker, arguments, nprocs=args.world, start_method="spawn"
+        )
+        return json.loads((Path(folder) / "losses.json").read_text())
+
+
+def simulate(args: argparse.Namespace) -> dict:
+    """Reduction of `args.simulate` ranks by the codecs: equal to the reference, and how fast."""
+    from ds_quant.codec import GroupCodec
+    from ds_quant.kernels import dispatch, reference
+    from ds_quant.rng import Role, address
+
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    ranks, numel = args.simulate, args.numel
+    codec = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
+    generator = torch.Generator(device).manual_seed(0)
+    gradients = torch.randn(ranks, numel, generator=generator, device=device).bfloat16()
+    shard = numel // ranks
+    nbytes = codec.wire_bytes(shard)
+    messages = torch.empty(ranks, ranks, nbytes, dtype=torch.uint8, device=device)
+    expected = torch.empty_like(messages)
+    sums = torch.empty(2, ranks, shard, device=device)
+
+    def reduce(kernels, wire: torch.Tensor, out: torch.Tensor) -> None:
+        """All ranks encode a row per destination; the exchange is a slice; all ranks sum."""
+        for rank in range(ranks):
+            where = address(seed=0, role=Role.GRADIENTS, step=1, parameter=0, rank=rank)
+            rows = gradients[rank, : ranks * shard].view(ranks, shard)
+            kernels.encode(rows, wire[rank], codec, address=where, levels=None)
+        for rank in range(ranks):
+            options = {"scale": 1 / ranks, "own": None, "levels": None}
+            kernels.decode_sum(wire[:, rank], out[rank], codec, **options)
+
+    timings = {}
+    for name, kernels, wire, out in (
+        ("kernels", dispatch, messages, sums[0]),
+        ("torch", reference, expected, sums[1]),
+    ):
+        for _ in range(2):  # the first one compiles
+            start = time.perf_counter()
+            reduce(kernels, wire, out)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            timings[name] = time.perf_counter() - start
+    exact = gradients[:, : ranks * shard].float().mean(0).view(ranks, shard)
+    return {
+        "ranks": ranks,
+        "numel": numel,
+        "seconds": timings,
+        "bytes_equal": torch.equal(messages, expected),
+        "sums_equal": torch.equal(sums[0], sums[1]),
+        "relative_error": float((sums[0] - exact).norm() / exact.norm()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--stage", type=int, choices=(2, 3), default=3)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--simulate", type=int, default=0, metavar="RANKS")
+    parser.add_argument("--numel", type=int, default=1 << 26, help="elements of the simulation")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.simulate:
+        document = simulate(args)
+        good = document["bytes_equal"] and document["sums_equal"]
+        print(document)
+    else:
+        losses = {scheme: train(args, scheme) for scheme in args.schemes}
+        document = {"world": args.world, "stage": args.stage, "losses": losses}
+        good = len({tuple(values) for values in losses.values()}) == len(losses)  # all active
+        for scheme, values in losses.items():
+            head = f"world {args.world} stage {args.stage} {scheme}"
+            print(f"{head}: {values[0]:.4f} -> {values[-1]:.4f}")
+            good = good and values[-1] < values[0]
+    if args.json:
+        args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    if not good:
+        raise SystemExit("one_gpu.py: sums differ, a scheme was not active or a loss did not fall")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+// encode: values -> wire bytes, with an optional difference and an optional rotation before.
+//
+// Inputs:  rows of bf16, fp16 or fp32 values at any address, rows of base values likewise.
+// Outputs: rows on the wire, 16-byte aligned, every byte of them, [Note: wire layout].
+// Grid:    one block per DSQ_BLOCK_GROUPS groups of a row, see include/tile.cuh and job.cuh.
+// Exactness: equal to ds_quant/kernels/reference.py and rotation.py byte for byte.
+#include "include/encoder.cuh"
+#include "include/hadamard.cuh"
+#include "include/job.cuh"
+
+#ifndef DSQ_VALUES
+#define DSQ_VALUES DSQ_BF16
+#endif
+#ifndef DSQ_BASE  // dtype of the base of a difference, -1 for no difference
+#define DSQ_BASE -1
+#endif
+#ifndef DSQ_ROTATION  // block of the rotation, 0 for none
+#define DSQ_ROTATION 0
+#endif
+#ifndef DSQ_FLIPS  // signs before the rotation
+#define DSQ_FLIPS 0
+#endif
+
+// Two blocks per multiprocessor are enough for the search among levels: aiming at more, ptxas
+// spills on sm_80. Without a number it keeps to 32 registers where it can, with one it does not.
+#if DSQ_ROUNDING == DSQ_LEARNED
+#define DSQ_BOUNDS __launch_bounds__(DSQ_THREADS, 2)
+#else
+#define DSQ_BOUNDS __launch_bounds__(DSQ_THREADS)
+#endif
+
+// Values that are computed before they are encoded are held as fp32, others as they came.
+#define DSQ_COMPUTED (DSQ_BASE >= 0 || DSQ_ROTATION > 0)
+#define DSQ_HELD_TYPE (DSQ_COMPUTED ? DSQ_FP32 : DSQ_VALUES)
+
+static_assert(DSQ_ROTATION == 0 || DSQ_GROUP % (DSQ_ROTATION ? DSQ_ROTATION : 1) == 0,
+              "a group is whole rotation blocks");
+static_assert(DSQ_ROTATION == 0 || DSQ_RUN == 4, "a lane rotates runs of 32 elements");
+
+// Which element of its group stands at a position: itself, another one for positions that are
+// absent, -1 for the zeros that fill up the last rotation block.
+DSQ_DEVICE long long present(u32 position, u64 values, u64 on_wire) {
+    if (position < values) return position;
+    if (position < on_wire) return -1;
+    const u32 other = DSQ_ROTATION ? position % (DSQ_ROTATION ? DSQ_ROTATION : 1) : 0;
+    return other < values ? (long long)other : -1;
+}
+
+// All vectors of a lane. Fast: 16-byte loads. Else element by element through local memory.
+template <int DTYPE>
+DSQ_DEVICE void load_tile(Held<DTYPE>& held, const u8* row, const EncodeJob& job, Tile tile,
+                          bool fast) {
+    const int bytes = Raw<DTYPE>::ITEM * 8;
+    const bool once = DSQ_RUN == 1 && Raw<DTYPE>::ITEM == 2;
+    if (fast) {
+        const u8* p = row + (tile.group * DSQ_GROUP_VECTORS + tile.thread * DSQ_RUN) * bytes;
+        DSQ_UNROLL
+        for (int i = 0; i < DSQ_HELD; ++i) {
+            const int s = i / DSQ_VECTORS, v = i % DSQ_VECTORS;
+            const u32 step = is_absent(tile.thread, v) ? v % DSQ_RUN : vector_step(v);
+            held.vector[i].load(p + (slot_group(s) * DSQ_GROUP_VECTORS + step) * bytes, once);
+        }
+        return;
+    }
+    Held<DTYPE> staged;
+    DSQ_NO_UNROLL
+    for (u32 i = 0; i < DSQ_HELD * 8; ++i) {
+        const u32 v = i / 8 % DSQ_VECTORS;
+        const u64 first = (tile.group + slot_group(i / 8 / DSQ_VECTORS)) * DSQ_GROUP;
+        const u64 values = job.numel > first ? job.numel - first : 0;
+        const u64 on_wire = job.wire.numel > first ? job.wire.numel - first : 0;
+        const u32 step = is_absent(tile.thread, v) ? v % DSQ_RUN : vector_step(v);
+        const u32 position = (tile.thread * DSQ_RUN + step) * 8 + i % 8;
+        const long long element = present(position, values, on_wire);
+        const u8* p = row + (first + element) * Raw<DTYPE>::ITEM;
+        const u32 bits = element < 0 ? 0 : load_element<DTYPE>(p);
+        // No u16 pointer into the words: the compiler may assume that types do not alias.
+        u32& word = staged.vector[i / 8].w[i % 8 * Raw<DTYPE>::WORDS / 8];
+        word = DTYPE != DSQ_FP32 && i % 2 ? word | bits << 16 : bits;
+    }
+    held = staged;
+}
+
+DSQ_DEVICE void rotate(Held<DSQ_FP32>& held, const EncodeJob& job, Tile tile) {
+    const int block = DSQ_ROTATION ? DSQ_ROTATION : 32;
+    DSQ_UNROLL
+    for (int run = 0; run < DSQ_HELD; run += DSQ_BLOCK_RUN) {
+        float x[DSQ_BLOCK_RUN][8];
+        DSQ_UNROLL
+        for (int i = 0; i < 32; ++i) x[i / 8][i % 8] = held.vector[run + i / 8].at(i % 8);
+        if (DSQ_FLIPS) {
+            flip_signs(x, flips_of_lane<block>(job.flips_low, job.flips_high, tile.thread));
+        }
+        butterflies<block>(x, tile.lane);
+        DSQ_UNROLL
+        for (int v = 0; v < DSQ_BLOCK_RUN; ++v) held.vector[run + v].set(x[v]);
+    }
+}
+
+extern "C" __global__ void DSQ_BOUNDS encode(DSQ_JOB_PARAMETERS(EncodeJob)) {
+    DSQ_FIND_JOB(EncodeJob)
+    const Tile tile = tile_of(block);
+    const WireRow wire = row_of(job.wire, row);
+    const Stream stream = {job.key, job.step, job.first_vector + row * wire.vectors};
+#if DSQ_ROUNDING == DSQ_LEARNED
+    load_middles((const float*)job.levels);
+#endif
+    if (block == 0) zero_gaps(wire, (wire.numel + DSQ_GROUP - 1) / DSQ_GROUP);
+
+    const u8* values = (const u8*)(job.values + row * job.values_stride);
+    const u64 end = (tile.group + slot_group(DSQ_SLOTS - 1) + 1) * DSQ_GROUP;
+    const bool inside = DSQ_WHOLE || end <= job.numel;
+    Held<DSQ_HELD_TYPE> held;
+#if !DSQ_COMPUTED
+    load_tile(held, values, job, tile, inside && (DSQ_WHOLE || (u64)values % 16 == 0));
+#else
+    Held<DSQ_VALUES> minuend;
+    load_tile(minuend, values, job, tile, inside && (DSQ_WHOLE || (u64)values % 16 == 0));
+#if DSQ_BASE >= 0
+    const u8* base = (const u8*)(job.base + row * job.base_stride);
+    Held<DSQ_BASE> subtrahend;
+    load_tile(subtrahend, base, job, tile, inside && (DSQ_WHOLE || (u64)base % 16 == 0));
+#endif
+    DSQ_UNROLL
+    for (int i = 0; i < DSQ_HELD * 8; ++i) {
+        float x = minuend.vector[i / 8].at(i % 8);
+#if DSQ_BASE >= 0
+        x = sub_rn(x, subtrahend.vector[i / 8].at(i % 8));
+#endif
+        held.vector[i / 8].w[i % 8] = bits_of(x);
+    }
+    if (DSQ_ROTATION) rotate(held, job, tile);
+#endif
+    encode_tile(held, tile, wire, stream);
+}

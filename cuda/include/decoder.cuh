@@ -1,0 +1,195 @@
+// From wire rows to sums of decoded values, a run of vectors at a time.
+//
+// Inputs:  `sources` rows on the wire, one behind the other at a fixed stride.
+// Outputs: sum[v][e], fp32, of vector j + v of the row.
+// Exactness: fl(q * scale), or fl(fl(code * scale) + offset); sums in fp32 in the order of the
+// sources, the first one copied. [Note: numbers] of ds_quant/kernels/reference.py.
+#ifndef DSQ_DECODER_CUH
+#define DSQ_DECODER_CUH
+
+#include "job.cuh"
+#include "platform.cuh"
+#include "wire.cuh"
+
+#ifndef DSQ_SOURCE_BITS
+#define DSQ_SOURCE_BITS 4
+#endif
+#ifndef DSQ_SOURCE_GROUP
+#define DSQ_SOURCE_GROUP 128
+#endif
+#ifndef DSQ_SOURCE_MINMAX
+#define DSQ_SOURCE_MINMAX 0
+#endif
+#ifndef DSQ_SOURCE_LEARNED
+#define DSQ_SOURCE_LEARNED 0
+#endif
+#ifndef DSQ_SOURCES  // number of sources, 0 if only the launch knows it
+#define DSQ_SOURCES 8
+#endif
+#ifndef DSQ_OWN  // one source may be given as values
+#define DSQ_OWN 0
+#endif
+#ifndef DSQ_RUN
+#define DSQ_RUN 4
+#endif
+
+#define DSQ_SOURCE_ZERO (DSQ_SOURCE_MINMAX ? 0 : 1 << (DSQ_SOURCE_BITS - 1))
+
+static_assert(DSQ_SOURCE_GROUP % 32 == 0 && DSQ_RUN <= 4, "a run lies in one group");
+
+#if DSQ_SOURCE_LEARNED
+__shared__ float source_level[1 << DSQ_SOURCE_BITS];
+
+DSQ_DEVICE void load_levels(const float* levels, u32 threads) {
+    for (u32 i = threadIdx.x; i < 1u << DSQ_SOURCE_BITS; i += threads) source_level[i] = levels[i];
+    __syncthreads();
+}
+#endif
+
+struct SourceRow {
+    const u8* bytes;  // of source 0
+    u64 stride;       // to the next source
+    u64 plane[DSQ_MAX_PLANES];
+    u64 scales, offsets;
+    u64 numel, vectors;
+    u64 sources;
+    u64 own;
+    const float* own_values;
+};
+
+DSQ_DEVICE SourceRow source_row(const WireJob& wire, u64 row, u64 sources, u64 stride, u64 own,
+                                u64 own_values) {
+    const SourceRow r = {(const u8*)(wire.bytes + row * wire.stride),
+                         stride,
+                         {0, wire.plane1, wire.plane2},
+                         wire.scales,
+                         wire.offsets,
+                         wire.numel,
+                         (wire.numel + 7) / 8,
+                         DSQ_SOURCES ? DSQ_SOURCES : sources,
+                         own,
+                         (const float*)own_values};
+    return r;
+}
+
+template <int PLANE>
+struct PlaneRun {
+    static const int WIDTH = Planes<DSQ_SOURCE_BITS>::width(PLANE);
+    PlaneBytes<DSQ_RUN * WIDTH> bytes;
+
+    DSQ_MEMBER void load(const SourceRow& row, const u8* source, u64 j) {
+        bytes.load(source + row.plane[PLANE] + j * WIDTH, (row.vectors - j) * WIDTH);
+    }
+    DSQ_MEMBER void add_to(Codes& codes, int v) const {
+        const Codes part = codes_of<WIDTH>(bytes.get(v, WIDTH));
+        codes.even |= part.even << Planes<DSQ_SOURCE_BITS>::shift(PLANE);
+        codes.odd |= part.odd << Planes<DSQ_SOURCE_BITS>::shift(PLANE);
+    }
+};
+
+// What one source contributes to a run, as it lies in memory.
+struct SourceRun {
+    PlaneRun<0> plane0;
+    PlaneRun<1> plane1;
+    PlaneRun<2> plane2;
+    float scale, offset;
+
+    DSQ_MEMBER void load(const SourceRow& row, const u8* source, u64 j) {
+        plane0.load(row, source, j);
+        if (Planes<DSQ_SOURCE_BITS>::COUNT > 1) plane1.load(row, source, j);
+        if (Planes<DSQ_SOURCE_BITS>::COUNT > 2) plane2.load(row, source, j);
+        const u64 group = j / (DSQ_SOURCE_GROUP / 8);
+        scale = float_of(load4(source + row.scales + group * 4));
+        if (DSQ_SOURCE_MINMAX) offset = float_of(load4(source + row.offsets + group * 4));
+    }
+
+    DSQ_MEMBER void decode(int v, float (&x)[8]) const {
+        if constexpr (Planes<DSQ_SOURCE_BITS>::COUNT == 1 && !DSQ_SOURCE_LEARNED) {
+            decode_in_place(plane0.bytes.get(v, DSQ_SOURCE_BITS), x);
+        } else {
+            Codes codes = {0, 0};
+            plane0.add_to(codes, v);
+            if (Planes<DSQ_SOURCE_BITS>::COUNT > 1) plane1.add_to(codes, v);
+            if (Planes<DSQ_SOURCE_BITS>::COUNT > 2) plane2.add_to(codes, v);
+            DSQ_UNROLL
+            for (int e = 0; e < 8; ++e) x[e] = mul_rn(number_of(codes, e), scale);
+        }
+        if (DSQ_SOURCE_MINMAX) {
+            DSQ_UNROLL
+            for (int e = 0; e < 8; ++e) x[e] = add_rn(x[e], offset);
+        }
+    }
+
+    // The code of an element as a number: q, or its level.
+    DSQ_MEMBER float number_of(Codes codes, int e) const {
+        const u32 bytes = e & 1 ? codes.odd : codes.even;
+#if DSQ_SOURCE_LEARNED
+        return source_level[bytes >> (e / 2 * 8) & 0xFF];
+#else
+        // The code becomes the lowest byte of the mantissa of 2^23.
+        const float shifted = float_of(permute(bytes, 0x4B000000u, 0x7440 + e / 2));
+        return sub_rn(shifted, 8388608.0f + (float)DSQ_SOURCE_ZERO);
+#endif
+    }
+
+    // Codes of one plane need not be moved to the bottom of a word: code k of a half word, left
+    // where it is, makes q * 2^(k * bits) above 2^23 + zero * 2^(k * bits). The powers of two
+    // cancel exactly in the product with scale * 2^-(k * bits): scales are 0 or above 2^-107.
+    DSQ_MEMBER void decode_in_place(u64 plane, float (&x)[8]) const {
+        DSQ_UNROLL
+        for (int e = 0; e < 8; ++e) {
+            const int half = e * DSQ_SOURCE_BITS / 16, shift = e * DSQ_SOURCE_BITS % 16;
+            const u32 mask = ((1u << DSQ_SOURCE_BITS) - 1) << shift;
+            const float code = float_of(and_or((u32)(plane >> (16 * half)), mask, 0x4B000000u));
+            const float q = sub_rn(code, 8388608.0f + (float)(DSQ_SOURCE_ZERO << shift));
+            x[e] = mul_rn(q, shift ? mul_rn(scale, 1.0f / (float)(1 << shift)) : scale);
+        }
+    }
+};
+
+// The values of source `own`. What lies past the end of the row is a present value, unused.
+DSQ_DEVICE void load_own(const SourceRow& row, u64 j, float (&x)[DSQ_RUN][8]) {
+    const float* p = row.own_values + j * 8;
+    const u64 left = row.numel - j * 8;
+    if (left >= DSQ_RUN * 8 && (u64)p % 16 == 0) {
+        DSQ_UNROLL
+        for (int i = 0; i < DSQ_RUN * 8; i += 4) {
+            const Words4 words = load16_once(p + i);
+            DSQ_UNROLL
+            for (int k = 0; k < 4; ++k) x[i / 8][i % 8 + k] = float_of(words.w[k]);
+        }
+        return;
+    }
+    const u32 last = left < DSQ_RUN * 8 ? (u32)left - 1 : DSQ_RUN * 8 - 1;
+    DSQ_UNROLL
+    for (u32 i = 0; i < DSQ_RUN * 8; ++i) {
+        x[i / 8][i % 8] = float_of(load4(p + (i < last ? i : last)));
+    }
+}
+
+DSQ_DEVICE void sum_run(const SourceRow& row, u64 j, float (&sum)[DSQ_RUN][8]) {
+    const u8* source = row.bytes;
+#if DSQ_SOURCES
+    DSQ_UNROLL
+#else
+    DSQ_NO_UNROLL
+#endif
+    for (u64 k = 0; k < row.sources; ++k, source += row.stride) {
+        float x[DSQ_RUN][8];
+        if (DSQ_OWN && k == row.own) {
+            load_own(row, j, x);
+        } else {
+            SourceRun run;
+            run.load(row, source, j);
+            DSQ_UNROLL
+            for (int v = 0; v < DSQ_RUN; ++v) run.decode(v, x[v]);
+        }
+        DSQ_UNROLL
+        for (int i = 0; i < DSQ_RUN * 8; ++i) {
+            float& total = sum[i / 8][i % 8];
+            total = k == 0 ? x[i / 8][i % 8] : add_rn(total, x[i / 8][i % 8]);
+        }
+    }
+}
+
+#endif  // DSQ_DECODER_CUH

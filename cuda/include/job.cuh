@@ -1,0 +1,88 @@
+// Arguments of a launch: one struct of 64-bit integers, by value or, for many tensors, in a table.
+//
+// DSQ_TABLE 0: the kernel takes one job by value; grid (blocks of a row, rows).
+// DSQ_TABLE 1: the kernel takes a device array of jobs, sorted by first_block, and their number;
+// grid (blocks of all jobs). Key and step then live in device memory, where they can change
+// between replays of a CUDA graph.
+//
+// All fields are u64; strides and offsets count bytes; ds_quant/kernels/jobs.py writes the same
+// fields in the same order, and a test compares the two.
+#ifndef DSQ_JOB_CUH
+#define DSQ_JOB_CUH
+
+#include "platform.cuh"
+
+#ifndef DSQ_TABLE
+#define DSQ_TABLE 0
+#endif
+#ifndef DSQ_WHOLE  // 1: every block is full and every row of values 16-byte aligned
+#define DSQ_WHOLE 0
+#endif
+
+// Rows of one tensor on the wire.
+struct WireJob {
+    u64 bytes, stride;  // address of row 0, from row to row
+    u64 plane1, plane2, scales, offsets, end;  // from the start of a row
+    u64 numel;  // elements of a row on the wire
+};
+
+// Where the random bits, tables and signs of an encode come from.
+struct EncodeJob {
+    u64 first_block, row_blocks;  // table only: first block of the job, blocks of a row
+    WireJob wire;
+    u64 values, values_stride, numel;  // numel <= wire.numel, which holds whole rotation blocks
+    u64 base, base_stride;  // subtracted
+    u64 key, step, first_vector;
+    u64 levels;  // fp32 table
+    u64 flips_low, flips_high;  // signs of a rotation block, bit set = negative
+};
+
+struct SumJob {
+    u64 first_block, row_blocks;
+    WireJob wire;  // stride: from one output row to the next
+    u64 sources, source_stride;  // wire rows that are added up, and the way from one to the next
+    u64 values, values_stride, numel;  // written
+    u64 own, own_values;  // source that counts as these fp32 values; own >= sources for none
+    u64 factor;  // bits of an fp32: multiplies the sum
+    u64 levels;
+    u64 flips_low, flips_high;
+};
+
+struct RecodeJob {
+    u64 first_block, row_blocks;
+    WireJob wire;  // written
+    WireJob source;  // read; stride: from one output row to the next
+    u64 sources, source_stride;
+    u64 own, own_values;
+    u64 key, step, first_vector;
+    u64 levels, source_levels;
+};
+
+#if DSQ_TABLE
+#define DSQ_JOB_PARAMETERS(Job) const Job *jobs, const u64 num_jobs
+#define DSQ_FIND_JOB(Job)                                                            \
+    const Job& job = jobs[job_of_block(jobs, num_jobs, blockIdx.x)];                 \
+    const u64 place = blockIdx.x - job.first_block;                                  \
+    const u64 row = place / job.row_blocks, block = place % job.row_blocks;
+#else
+#define DSQ_JOB_PARAMETERS(Job) const Job job
+#define DSQ_FIND_JOB(Job) const u64 block = blockIdx.x, row = blockIdx.y;
+#endif
+
+// The last job that starts at or before a block.
+template <class Job>
+DSQ_DEVICE u64 job_of_block(const Job* jobs, u64 num_jobs, u64 block) {
+    u64 low = 0, high = num_jobs;
+    DSQ_NO_UNROLL
+    while (high - low > 1) {
+        const u64 middle = (low + high) / 2;
+        if (jobs[middle].first_block <= block) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+#endif  // DSQ_JOB_CUH

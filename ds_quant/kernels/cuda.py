@@ -1,0 +1,174 @@
+"""CUDA kernels through CuPy: compile once per (kernel, macros, device), launch on torch's stream.
+
+torch allocates everything; CuPy compiles, loads and launches. Arguments are one struct of 64-bit
+integers, see jobs.py. Kernels are compiled at their first launch, which must not happen inside a
+CUDA graph capture: run every variant once before. May import torch, cupy (inside functions),
+layout, rng and its sister modules.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ds_quant.kernels import launch
+from ds_quant.kernels.blocks import layout_of
+from ds_quant.kernels.jobs import Launch, Table, merge
+from ds_quant.kernels.source import source
+
+logger = logging.getLogger(__name__)
+
+HINT = "pip install ds_quant[cuda12] or ds_quant[cuda13], whichever CUDA torch was built for"
+
+
+class Runner:
+    """Carries out launches on one device; a runner for ds_quant.kernels.launch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", self.index)
+        self._functions: dict[tuple, Callable] = {}
+        self._stream = _Stream()
+        self._threads = threading.local()
+
+    def __call__(self, work: Launch) -> None:
+        """Launch on torch's current stream of the device."""
+        job = np.frombuffer(work.job, dtype=f"V{len(work.job)}")  # size 1: passed by value
+        self._launch(work, work.grid, (job,))
+
+    def run_table(self, table: Table, buffer: torch.Tensor) -> None:
+        """Launch a table whose jobs lie in `buffer` (bytes,) uint8 on the device.
+
+        The buffer may change between launches, or between replays of a CUDA graph.
+        """
+        self._launch(table, (table.blocks,), (buffer.data_ptr(), table.num_jobs))
+
+    def run_many(self, launches: list[Launch]) -> None:
+        """Independent launches as few as possible: one per kernel and set of macros.
+
+        A collected launch holds addresses, not tensors. So tensors must live until here, and be
+        such that nothing is copied on the way: a dtype of the kernels, aligned wire rows.
+        """
+        for table in merge(launches):
+            buffer = torch.frombuffer(bytearray(table.jobs), dtype=torch.uint8)
+            self.run_table(table, buffer.to(self.device))
+
+    def _launch(self, work: Launch | Table, grid: tuple[int, ...], arguments: tuple) -> None:
+        if torch.cuda.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                return self._launch(work, grid, arguments)
+        if not hasattr(self._threads, "ready"):
+            # CuPy keeps a current device of its own per thread, and autograd has threads.
+            _import_cupy().cuda.Device(self.index).use()
+            self._threads.ready = True
+        key = (work.kernel, work.macros)
+        function = self._functions.get(key)
+        if function is None:
+            function = self._functions[key] = compiled(*key)
+        # Asked for at every launch: a cached stream would leave a graph capture empty.
+        self._stream.ptr = _current_stream(self.index)
+        function(grid, (work.threads,), arguments, 0, self._stream)
+        return None
+
+
+def _current_stream(index: int) -> int:
+    """Address of torch's current stream; the private call, as in Triton, saves a microsecond."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return torch.cuda.current_stream(index).cuda_stream if raw is None else raw(index)
+
+
+class _Stream:
+    """What CuPy needs to know of a stream."""
+
+    __slots__ = ("ptr",)
+
+
+def compiled(kernel: str, macros: tuple[tuple[str, int], ...]) -> Callable:
+    """The kernel for the current device, from CuPy's disk cache or NVRTC.
+
+    Ranks may compile at once: cache files are written aside and renamed.
+    """
+    cupy = _import_cupy()
+    options = ("--std=c++17", "-fmad=false", *(f"-D{name}={value}" for name, value in macros))
+    # .kernel, because a call of the RawKernel itself asks for device and cache every time.
+    return cupy.RawKernel(source(kernel), kernel, options=options).kernel
+
+
+def _import_cupy():
+    """CuPy, with a cache directory that can be written: its import fails without one."""
+    if "CUPY_CACHE_DIR" not in os.environ:
+        home = os.path.expanduser("~/.cupy/kernel_cache")
+        parent = home
+        while not os.path.exists(parent):
+            parent = os.path.dirname(parent)
+        if not os.access(parent, os.W_OK):
+            os.environ["CUPY_CACHE_DIR"] = os.path.join(
+                tempfile.gettempdir(), f"ds_quant_cupy_{os.getuid()}"
+            )
+    import cupy
+
+    return cupy
+
+
+@cache
+def runner_of(device: torch.device) -> Runner | None:
+    """The runner of a device, or None, with one warning, if CuPy does not work there.
+
+    The check compiles and runs one kernel, so that a CuPy for another CUDA major version, a
+    missing NVRTC or missing headers show here and not in the middle of a step.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        _check_versions()
+        runner = Runner(device)
+        _probe(runner)
+    except Exception as error:  # whatever a broken installation raises
+        reason = str(error).strip().splitlines()
+        logger.warning(
+            "ds_quant: CUDA kernels are off on %s, the slower torch path is used: %s: %s (%s)",
+            device,
+            type(error).__name__,
+            reason[0] if reason else "no message",
+            HINT,
+        )
+        return None
+    return runner
+
+
+def _check_versions() -> None:
+    cupy = _import_cupy()
+    mine, theirs = cupy.cuda.runtime.runtimeGetVersion() // 1000, torch.version.cuda
+    if theirs is None or int(theirs.split(".")[0]) != mine:
+        raise RuntimeError(f"CuPy is built for CUDA {mine}, torch for CUDA {theirs}")
+
+
+class _ProbeFormat(NamedTuple):
+    """A codec whose codes are the integers -127 to 127 when the largest value is 127."""
+
+    bits: int = 8
+    group_size: int = 32
+    rounding: str = "nearest"
+    levels: str = "uniform"
+    has_offset: bool = False
+
+
+def _probe(runner: Runner) -> None:
+    """Encode and decode a few numbers that lie on the grid."""
+    fmt = _ProbeFormat()
+    x = torch.tensor([[127.0, -127.0, 0.0, 1.0, -64.0]], device=runner.device)
+    nbytes = layout_of(fmt, x.shape[1]).nbytes
+    wire = torch.empty(1, nbytes, dtype=torch.uint8, device=runner.device)
+    out = torch.zeros_like(x)
+    launch.encode(x, wire, fmt, address=None, levels=None, run=runner)
+    launch.decode(wire, out, fmt, levels=None, run=runner)
+    if not torch.equal(x, out):
+        raise RuntimeError("a kernel returned wrong numbers")

@@ -1,0 +1,66 @@
+"""Which threads of a CUDA block hold which elements; the numbers behind cuda/include/tile.cuh.
+
+Python decides and hands the result over as macros, so that the grid of a launch and the indices
+inside the kernel come from one place. Standard library only, besides layout.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from ds_quant.layout import VECTOR_NUMEL, ceil_div
+
+THREADS = 256  # of a block
+MAX_GROUP = 8192  # elements; larger groups would need more registers or a second pass
+_WARP = 32
+_MAX_VECTORS = 8  # a lane holds 64 elements at most
+_RUN_BYTES = 16  # one load
+
+
+class Tiling(NamedTuple):
+    """Place of the groups of encode and recode. The fields are the macros of tile.cuh."""
+
+    run: int  # consecutive vectors of a lane
+    lanes: int  # of a warp that share a group
+    warps: int  # that share a group
+    vectors: int  # of a group per lane
+    slots: int  # groups per lane
+
+    @property
+    def block_groups(self) -> int:
+        """Groups of a thread block."""
+        return THREADS // (self.lanes * self.warps) * self.slots
+
+
+@cache
+def tiling(group_size: int, run: int) -> Tiling:
+    """Tiling of groups of `group_size` (a multiple of 32, at most MAX_GROUP) in runs of 1 or 4.
+
+    run 1: neighbouring lanes read neighbouring 16 bytes, and two vectors per lane and group keep
+    the packed codes of a warp in whole 32-byte sectors. run 4: a lane holds 32 elements, a whole
+    rotation block or 16 bytes of 4-bit codes.
+    """
+    vectors = group_size // VECTOR_NUMEL
+    runs = vectors // run
+    wanted = ceil_div(vectors, 2) if run == 1 else runs
+    lanes = 1
+    while 2 * lanes <= min(wanted, _WARP, runs) or (run == 1 and lanes < min(wanted, _WARP)):
+        lanes *= 2
+    warps = 1
+    while lanes * warps * _MAX_VECTORS < vectors:
+        warps *= 2
+    held = ceil_div(runs, lanes * warps) * run
+    slots = 2 if held <= 2 and lanes >= 2 and warps == 1 else 1
+    return Tiling(run=run, lanes=lanes, warps=warps, vectors=held, slots=slots)
+
+
+def sum_run(bits: int, num_sources: int) -> int:
+    """Vectors of a thread of decode_sum.
+
+    16 bytes of codes per load where several rows are read; with one row, fewer, so that the
+    stores of neighbouring threads lie closer together.
+    """
+    if num_sources == 1:
+        return 2
+    return 4 if bits < 8 else _RUN_BYTES // VECTOR_NUMEL

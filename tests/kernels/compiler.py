@@ -1,0 +1,143 @@
+"""Compiles and disassembles the kernels without a GPU: NVRTC through ctypes, nvdisasm.
+
+Both come from wheels (the extra ``nvrtc``); nothing here needs a driver or the CUDA toolkit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from ds_quant.kernels.jobs import Launch
+from ds_quant.kernels.source import source
+
+ARCHITECTURES = ("80", "90", "100")
+
+# As CuPy compiles (it appends -ftz=true after our options), and the report of ptxas in the log.
+OPTIONS = ("--std=c++17", "-fmad=false", "-ftz=true", "--ptxas-options=-v")
+
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SPILLS = re.compile(r"(\d+) bytes spill (?:stores|loads)")
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+
+
+class Report(NamedTuple):
+    """What ptxas and the disassembler say of a kernel."""
+
+    registers: int
+    spill_bytes: int
+    instructions: int | None  # static, the padding after the end left out; None: no nvdisasm
+    wide_loads: int | None  # 16 bytes from global memory
+    narrow_loads: int | None
+
+    def per_element(self, elements: int) -> float | None:
+        """Static instructions per element of a thread."""
+        return None if self.instructions is None else round(self.instructions / elements, 2)
+
+
+def elements_of(launch: Launch) -> int:
+    """Elements that a thread of a launch works on."""
+    macros = dict(launch.macros)
+    vectors = macros["DSQ_RUN"]
+    if launch.kernel != "decode_sum":
+        vectors = macros["DSQ_VECTORS"] * macros["DSQ_SLOTS"]
+    return 8 * vectors
+
+
+def report(launch: Launch, architecture: str, *, count: bool = True) -> Report:
+    """Compile the kernel of a launch for an architecture, e.g. "90". RuntimeError with the log.
+
+    count: disassemble, which takes as long as compiling.
+    """
+    defines = [f"-D{name}={value}" for name, value in launch.macros]
+    options = [*OPTIONS, f"-arch=sm_{architecture}", *defines]
+    cubin, log = _compile(source(launch.kernel), options)
+    spills = sum(int(number) for number in _SPILLS.findall(log))
+    registers = int(_REGISTERS.search(log)[1])
+    opcodes = _disassemble(cubin) if count else None
+    if opcodes is None:
+        return Report(registers, spills, None, None, None)
+    loads = [opcode for opcode in opcodes if opcode.startswith("LDG")]
+    wide = sum(".128" in opcode for opcode in loads)
+    instructions = sum(opcode != "NOP" for opcode in opcodes)
+    return Report(registers, spills, instructions, wide, len(loads) - wide)
+
+
+def nvrtc_version() -> str | None:
+    """ "13.5" for the library that is found; None without one."""
+    library = _nvrtc()
+    if library is None:
+        return None
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def _find(pattern: str) -> Path | None:
+    """A file of a wheel, below the folders Python imports from."""
+    for folder in sys.path:
+        found = sorted(Path(folder or ".").glob(pattern))
+        if found:
+            return found[0]
+    return None
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL | None:
+    path = _find("nvidia/*/lib/libnvrtc.so.*")
+    if path is None:
+        return None
+    # First, because NVRTC would look for it where the loader looks, not beside itself.
+    for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(path))
+
+
+def _compile(text: str, options: list[str]) -> tuple[bytes, str]:
+    library = _nvrtc()
+    program = ctypes.c_void_p()
+    name = b"kernel.cu"
+    library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name, 0, None, None)
+    values = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    try:
+        failed = library.nvrtcCompileProgram(program, len(options), values)
+        log = _read(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
+        if failed:
+            raise RuntimeError(f"NVRTC, {' '.join(options)}:\n{log.decode()}")
+        cubin = _read(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+    return cubin, log.decode()
+
+
+def _read(size_of, read, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    size_of(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    read(program, buffer)
+    return buffer.raw
+
+
+@cache
+def nvdisasm() -> Path | None:
+    """The disassembler, if its wheel is installed."""
+    return _find("nvidia/*/bin/nvdisasm")
+
+
+def _disassemble(cubin: bytes) -> list[str] | None:
+    """Opcodes with their modifiers, in order."""
+    if nvdisasm() is None:
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(nvdisasm()), "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = (_INSTRUCTION.match(line) for line in text.splitlines())
+    return [match[1] for match in found if match]

@@ -1,0 +1,74 @@
+"""Runs the CUDA sources on the CPU: builds them with g++ behind shim.h, once per set of macros."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ds_quant.kernels.jobs import FIELDS, Launch
+from ds_quant.kernels.source import source
+
+HEADER = Path(__file__).with_name("shim.h")
+# -O1: the whole run is a few thousand blocks, compiling dominates. No contraction into fused
+# operations, which g++ does by default.
+FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
+WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+
+
+class Shim:
+    """A runner for ds_quant.kernels.launch; libraries are kept in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.compiler = shutil.which("g++")
+        if self.compiler is None:
+            pytest.skip("needs g++ to run the CUDA sources on the CPU")
+        self.folder = folder
+        self.reversed_warps = False
+        self.built: dict[tuple, ctypes.CDLL] = {}
+
+    def __call__(self, launch: Launch) -> None:
+        """Run every block of a launch, on this thread."""
+        job = ctypes.create_string_buffer(launch.job, len(launch.job))
+        where = ctypes.addressof(job)
+        self.run(launch.kernel, launch.macros, launch.grid, launch.threads, where)
+
+    def run(
+        self,
+        kernel: str,
+        macros: tuple[tuple[str, int], ...],
+        grid: tuple[int, int],
+        threads: int,
+        *addresses: int,  # of the arguments
+    ) -> None:
+        """Run a kernel as cuLaunchKernel would."""
+        arguments = (ctypes.c_void_p * len(addresses))(*addresses)
+        sizes = (ctypes.c_uint * 2)(*grid)
+        library = self.library(kernel, macros)
+        library.shim_launch(sizes, threads, arguments, int(self.reversed_warps))
+
+    def library(self, kernel: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+        """The kernel with these macros as a shared library."""
+        key = (kernel, macros)
+        if key not in self.built:
+            self.built[key] = self._build(kernel, macros)
+        return self.built[key]
+
+    def _build(self, kernel: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+        stem = self.folder / f"{kernel}{len(self.built)}"
+        text = f'#include "{HEADER}"\n{source(kernel)}\nSHIM_EXPORT({kernel})\n'
+        text += f'static_assert(sizeof({JOBS[kernel]}) == {8 * len(FIELDS[kernel])}, "fields");\n'
+        stem.with_suffix(".cpp").write_text(text)
+        defines = [f"-D{name}={value}" for name, value in macros]
+        command = [self.compiler, *FLAGS, *WARNINGS, "-DDSQ_HOST", *defines]
+        command += [str(stem.with_suffix(".cpp")), "-o", str(stem.with_suffix(".so"))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if done.returncode:  # no AssertionError, which hypothesis would try to shrink
+            pytest.exit(f"{' '.join(defines)}\n{done.stderr[:4000]}", returncode=1)
+        return ctypes.CDLL(str(stem.with_suffix(".so")))
+
+
+JOBS = {"encode": "EncodeJob", "decode_sum": "SumJob", "recode": "RecodeJob"}

@@ -1,0 +1,63 @@
+"""The GPU benchmarks without a GPU: command lines, a dry run on the CPU, the summary's parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "benchmarks"
+
+
+def run(*command: str, timeout: float = 120) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=SCRIPTS
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", ("kernels.py", "one_gpu.py"))
+def test_help_names_the_dry_run(script: str) -> None:
+    assert "dry run" in run(sys.executable, script, "--help")
+
+
+@pytest.mark.slow
+def test_dry_run_writes_rows_and_a_plot(tmp_path: Path) -> None:
+    sizes = ["--min-bytes", "1e5", "--max-bytes", "1e5", "--repeats", "1", "--dtypes", "fp32"]
+    files = ["--json", str(tmp_path / "k.json"), "--plot", str(tmp_path / "k.png")]
+    command = ["--device", "cpu", "--codecs", "int8", "--rivals", "torch", *sizes, *files]
+    text = run(sys.executable, "kernels.py", *command)
+    document = json.loads((tmp_path / "k.json").read_text())
+    rows = document["rows"]
+    operations = {row["operation"] for row in rows}
+    assert operations == {"encode", "decode", "decode_sum of 8", "recode of 8"}
+    for row in rows:
+        assert row["way"] == "torch"
+        assert 0 < row["copy_seconds"] and 0 < row["share_of_copy"]
+        assert row["codec"] in text
+    assert document["launch_overhead_s"]
+    assert (tmp_path / "k.png").stat().st_size > 1000
+
+
+def test_simulated_ranks_agree_with_the_reference(tmp_path: Path) -> None:
+    path = tmp_path / "simulation.json"
+    command = ["--simulate", "4", "--device", "cpu", "--numel", "10003", "--json", str(path)]
+    run(sys.executable, "one_gpu.py", *command)
+    found = json.loads(path.read_text())
+    assert found["bytes_equal"] and found["sums_equal"]
+    assert found["relative_error"] < 0.3  # one step of 4 bits is a seventh of the largest value
+
+
+def test_suite_is_valid_shell() -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("needs bash")
+    run(bash, "-n", "gpu_suite.sh")

@@ -1,0 +1,185 @@
+"""The CuPy launcher without a GPU: CuPy and torch.cuda are stand-ins, the shim runs the kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import types
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from ds_quant.codec import GroupCodec
+from ds_quant.kernels import cuda, dispatch, launch, reference
+from ds_quant.kernels.jobs import Launch, place_of
+from ds_quant.kernels.source import source
+from ds_quant.rng import Address
+
+CODEC = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
+ADDRESS = Address(key=5, step=6)
+CPU = torch.device("cpu")
+
+
+class FakeCupy(types.ModuleType):
+    """What ds_quant uses of CuPy; launches go to the shim, as bytes found behind the pointers."""
+
+    def __init__(self, shim, version: int = 13020) -> None:
+        super().__init__("cupy")
+        self.shim, self.streams, self.compiled, self.devices = shim, [], 0, []
+        runtime = types.SimpleNamespace(runtimeGetVersion=lambda: version)
+        device = lambda index: types.SimpleNamespace(use=lambda: self.devices.append(index))  # noqa: E731
+        self.cuda = types.SimpleNamespace(runtime=runtime, Device=device)
+
+    def RawKernel(self, code: str, name: str, options: tuple[str, ...]):  # noqa: N802
+        assert code == source(name) and "-fmad=false" in options
+        self.compiled += 1
+        pairs = (o[2:].split("=") for o in options if o.startswith("-D"))
+        macros = tuple((key, int(value)) for key, value in pairs)
+
+        def function(grid, block, arguments, shared_mem, stream) -> None:
+            self.streams.append(stream.ptr)
+            if len(arguments) == 2:  # a table: address and number of jobs
+                values = [ctypes.c_uint64(a) for a in arguments]
+                self.shim.run(name, macros, (*grid, 1), block[0], *map(ctypes.addressof, values))
+                return
+            (job,) = arguments
+            assert job.size == 1  # CuPy's condition for an array passed by value
+            pointer = job.__array_interface__["data"][0]
+            data = ctypes.string_at(pointer, job.dtype.itemsize)
+            self.shim(Launch(name, macros, grid, block[0], data))
+
+        return types.SimpleNamespace(kernel=function)
+
+
+@pytest.fixture
+def cupy(shim, monkeypatch) -> FakeCupy:
+    fake = FakeCupy(shim)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    stream = types.SimpleNamespace(cuda_stream=77)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    return fake
+
+
+@pytest.fixture
+def runner(cupy) -> cuda.Runner:
+    found = cuda.Runner(torch.device("cuda", 0))
+    found.device = CPU  # where the tensors of these tests are
+    return found
+
+
+def wire_of(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(x.shape[0], CODEC.wire_bytes(x.shape[1]), dtype=torch.uint8)
+    reference.encode(x, out, CODEC, address=ADDRESS, levels=None)
+    return out
+
+
+def test_launches_compile_once_and_go_to_the_current_stream(cupy, runner) -> None:
+    for numel in (1000, 130):
+        x = torch.randn(2, numel)
+        out = torch.empty(2, CODEC.wire_bytes(numel), dtype=torch.uint8)
+        launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=runner)
+        assert torch.equal(out, wire_of(x))
+    assert cupy.compiled == 1
+    assert cupy.streams == [77, 77]
+    assert cupy.devices == [0]
+
+
+def test_probe_passes_on_working_kernels(cupy, runner) -> None:
+    cuda._check_versions()
+    cuda._probe(runner)
+
+
+def test_many_tensors_of_a_bucket_take_one_launch(cupy, runner) -> None:
+    tensors = [torch.randn(rows, numel) for rows, numel in ((1, 5000), (3, 129), (2, 1), (1, 2048))]
+    outs = [
+        torch.empty(x.shape[0], CODEC.wire_bytes(x.shape[1]), dtype=torch.uint8) for x in tensors
+    ]
+    launches: list[Launch] = []
+    for x, out in zip(tensors, outs, strict=True):
+        launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=launches.append)
+    runner.run_many(launches)
+    assert len(cupy.streams) == 1
+    for x, out in zip(tensors, outs, strict=True):
+        assert torch.equal(out, wire_of(x))
+
+
+def test_step_of_a_table_can_change_between_launches(cupy, runner) -> None:
+    """As a replayed CUDA graph needs: the step lies in a buffer on the device."""
+    x, launches = torch.randn(1, 1000), []
+    out = torch.empty(1, CODEC.wire_bytes(1000), dtype=torch.uint8)
+    launch.encode(x, out, CODEC, address=Address(key=5, step=0), levels=None, run=launches.append)
+    (table,) = cuda.merge(launches)
+    buffer = torch.frombuffer(bytearray(table.jobs), dtype=torch.uint8)
+    for step in (1, 6):
+        buffer.view(torch.int64)[place_of("encode", "step")] = step
+        runner.run_table(table, buffer)
+    assert torch.equal(out, wire_of(x))
+
+
+def broken(*_args) -> None:
+    raise RuntimeError("no NVRTC\nsecond line")
+
+
+@pytest.mark.parametrize("fault", ("missing", "other version", "compiler"))
+def test_broken_cupy_gives_one_line_and_the_torch_path(
+    fault, cupy, shim, monkeypatch, caplog
+) -> None:
+    if fault == "missing":
+        monkeypatch.setitem(sys.modules, "cupy", None)
+    elif fault == "other version":
+        monkeypatch.setitem(sys.modules, "cupy", FakeCupy(shim, version=12090))
+    monkeypatch.setattr(cuda, "_probe", broken)
+    cuda.runner_of.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert dispatch.runner_for(CODEC, torch.device("cuda", 0)) is None
+    cuda.runner_of.cache_clear()
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "\n" not in message and "torch path" in message and "ds_quant[cuda13]" in message
+    wanted = {"missing": "cupy", "other version": "CUDA 12", "compiler": "no NVRTC"}[fault]
+    assert wanted in message
+
+
+def test_torch_backend_is_never_asked_about_cupy(monkeypatch) -> None:
+    monkeypatch.setattr(cuda, "runner_of", broken)
+    device = torch.device("cuda", 0)
+    dispatch.use("torch")
+    try:
+        assert dispatch.runner_for(CODEC, device) is None
+    finally:
+        dispatch.use("auto")
+    with pytest.raises(ValueError, match="backend = 'cupy'"):
+        dispatch.use("cupy")
+
+
+def test_unwritable_home_moves_the_cache(cupy, monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    monkeypatch.setattr(cuda.os, "access", lambda path, mode: False)
+    cuda._import_cupy()
+    assert "ds_quant_cupy" in os.environ.pop("CUPY_CACHE_DIR")
+
+
+def test_sources_are_flat_ascii_and_named() -> None:
+    for kernel in ("encode", "decode_sum", "recode"):
+        text = source(kernel)
+        assert "#include" not in text and text.isascii()
+        assert text.count("typedef unsigned int u32;") >= 1
+    with pytest.raises(ValueError, match="kernel = 'quant'"):
+        source("quant")
+
+
+def test_groups_beyond_the_kernels_are_reported_once(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(cuda, "runner_of", broken)
+    dispatch._report_large_groups.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert dispatch.runner_for(GroupCodec(group_size=65536), torch.device("cuda")) is None
+    (record,) = caplog.records
+    assert "group_size = 65536" in record.getMessage()

@@ -1,0 +1,224 @@
+"""The kernels on a GPU: the bytes of the reference, streams, CUDA graphs, threads.
+
+The reference is computed on the CPU. Needs CuPy: without it every test fails, none is skipped.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from ds_quant.codec import GroupCodec
+from ds_quant.kernels import cuda, launch, reference
+from ds_quant.kernels.jobs import merge, place_of
+from ds_quant.kernels.launch import Own, Rotation
+from ds_quant.kernels.source import source
+from ds_quant.rng import Address
+from tests.kernels.inputs import (
+    CODECS,
+    DTYPES,
+    KINDS,
+    awkward,
+    id_of,
+    rotated,
+    rotated_back,
+    table,
+)
+
+pytestmark = pytest.mark.gpu
+
+ADDRESS = Address(key=0x0123456789ABCDEF, step=(1 << 33) + 1, first_vector=(1 << 32) - 5)
+INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def runner() -> cuda.Runner:
+    found = cuda.runner_of(DEVICE)
+    assert found is not None, "CuPy does not work here; the warning above says why"
+    return found
+
+
+def on_gpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(DEVICE)
+
+
+def skewed(x: torch.Tensor, skew: int) -> torch.Tensor:
+    """A copy of x (rows, numel) on the GPU whose rows start `skew` elements off an allocation."""
+    buffer = torch.empty(x.shape[0], x.shape[1] + skew, dtype=x.dtype, device=DEVICE)
+    return buffer[:, skew:].copy_(x)
+
+
+def wire_of(codec, x: torch.Tensor) -> torch.Tensor:
+    """By the reference, on the CPU."""
+    out = torch.empty(x.shape[0], codec.wire_bytes(x.shape[1]), dtype=torch.uint8)
+    reference.encode(x, out, codec, address=ADDRESS, levels=table(codec))
+    return out
+
+
+def encoded(runner, codec, x: torch.Tensor, on_wire: int = 0, **options) -> torch.Tensor:
+    nbytes = codec.wire_bytes(on_wire or x.shape[1])
+    out = torch.full((x.shape[0], nbytes), 0x55, dtype=torch.uint8, device=DEVICE)
+    levels = on_gpu(table(codec))
+    launch.encode(x, out, codec, address=ADDRESS, levels=levels, run=runner, **options)
+    return out.cpu()
+
+
+def assert_values(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal bits; a NaN may have any sign and payload."""
+    found, wanted = found.cpu(), wanted.to(found.dtype)
+    kind = {2: torch.int16, 4: torch.int32}[found.element_size()]
+    same = found.contiguous().view(kind) == wanted.contiguous().view(kind)
+    assert torch.all(same | (found.isnan() & wanted.isnan()))
+
+
+@pytest.mark.parametrize("numel_of", ("whole", "ragged"))
+@pytest.mark.parametrize("index", range(len(CODECS)), ids=lambda i: id_of(CODECS[i]))
+def test_bytes_and_values_equal_the_reference(runner, index: int, numel_of: str) -> None:
+    codec, dtype = CODECS[index], DTYPES[index % 3]
+    numel = 1 << 18 if codec.group_size & (codec.group_size - 1) == 0 else 256 * codec.group_size
+    skew = 0
+    if numel_of == "ragged":
+        numel, skew = numel - 77, 3
+    x = awkward(2 * numel, codec.group_size, sorted(KINDS), seed=index).view(2, numel).to(dtype)
+    wanted = wire_of(codec, x)
+    assert torch.equal(encoded(runner, codec, skewed(x, skew)), wanted)
+    values = torch.empty(2, numel)
+    reference.decode(wanted, values, codec, levels=table(codec))
+    out = skewed(torch.zeros(2, numel, dtype=dtype), skew)
+    launch.decode(on_gpu(wanted), out, codec, levels=on_gpu(table(codec)), run=runner)
+    assert_values(out, values)
+
+
+@pytest.mark.parametrize("block, flips", [(32, None), (64, 0xF00D), (128, (5 << 96) | 77)], ids=str)
+def test_rotation_difference_and_own_rows(runner, block: int, flips: int | None) -> None:
+    rotation, numel = Rotation(block, flips), 50_001
+    x, base = torch.randn(8, numel).bfloat16(), torch.randn(8, numel)
+    turned = rotated(x.float() - base, block, flips)
+    wanted = wire_of(INT4, turned)
+    options = {"base": on_gpu(base), "rotation": rotation, "on_wire": turned.shape[1]}
+    assert torch.equal(encoded(runner, INT4, on_gpu(x), **options), wanted)
+
+    rows = torch.empty(8, turned.shape[1])
+    reference.decode(wanted, rows, INT4, levels=None)
+    rows[3] = turned[3]
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    out = torch.empty(numel, device=DEVICE)
+    own = Own(3, on_gpu(turned[3]))
+    options = {"scale": 0.125, "levels": None, "own": own, "rotation": rotation}
+    launch.decode_sum(on_gpu(wanted), out, INT4, run=runner, **options)
+    assert_values(out, rotated_back(total, block, flips, 0.125)[:numel])
+
+
+def test_recode_equals_decode_sum_encode(runner) -> None:
+    source_codec = GroupCodec(bits=8, group_size=128, range="absmax")
+    numel = 100_003
+    wire = wire_of(source_codec, torch.randn(8, numel))
+    total = torch.empty(numel)
+    reference.decode_sum(wire, total, source_codec, scale=1.0, own=None, levels=None)
+    out = torch.empty(1, INT4.wire_bytes(numel), dtype=torch.uint8, device=DEVICE)
+    options = {"numel": numel, "address": ADDRESS, "run": runner}
+    launch.recode(on_gpu(wire)[None], out, source_codec, INT4, **options)
+    assert torch.equal(out.cpu(), wire_of(INT4, total[None]))
+
+
+def test_torch_path_on_the_gpu_gives_the_same_bytes() -> None:
+    for codec in CODECS:
+        x = torch.randn(2, 10_001).bfloat16()
+        out = torch.empty(2, codec.wire_bytes(10_001), dtype=torch.uint8, device=DEVICE)
+        levels = on_gpu(table(codec))
+        reference.encode(on_gpu(x), out, codec, address=ADDRESS, levels=levels)
+        assert torch.equal(out.cpu(), wire_of(codec, x)), codec.name
+
+
+RECIPROCALS = """
+extern "C" __global__ void reciprocals(u64 out, u32 exponent) {
+    const u32 mantissa = blockIdx.x * 256 + threadIdx.x;
+    ((float*)out)[mantissa] = reciprocal(float_of(exponent << 23 | mantissa));
+}
+"""
+
+
+def test_reciprocal_is_correctly_rounded_for_every_mantissa(runner) -> None:
+    import cupy
+
+    text = source("encode").split('extern "C"')[0] + RECIPROCALS
+    kernel = cupy.RawKernel(text, "reciprocals", options=("--std=c++17", "-fmad=false"))
+    out = torch.empty(1 << 23, device=DEVICE)
+    for exponent in (20, 28, 127, 252):  # 2^-107 to below 2^126
+        kernel(((1 << 23) // 256,), (256,), (out.data_ptr(), cupy.uint32(exponent)))
+        torch.cuda.synchronize()
+        bits = (exponent << 23) + torch.arange(1 << 23, dtype=torch.int32)
+        assert torch.equal(out.cpu(), 1.0 / bits.view(torch.float32)), exponent
+
+
+def test_side_streams_and_threads(runner) -> None:
+    x = torch.randn(1, 1 << 20)
+    wanted, found = wire_of(INT4, x), []
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found.append(encoded(runner, INT4, on_gpu(x)))
+    threads = [
+        threading.Thread(target=lambda: found.append(encoded(runner, INT4, on_gpu(x))))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and all(torch.equal(one, wanted) for one in found)
+
+
+def test_replayed_graph_takes_the_step_from_its_buffer(runner) -> None:
+    x, launches = on_gpu(torch.randn(1, 100_000)), []
+    out = torch.empty(1, INT4.wire_bytes(100_000), dtype=torch.uint8, device=DEVICE)
+    zero = Address(key=ADDRESS.key, step=0, first_vector=ADDRESS.first_vector)
+    launch.encode(x, out, INT4, address=zero, levels=None, run=launches.append)
+    (work,) = merge(launches)
+    buffer = torch.frombuffer(bytearray(work.jobs), dtype=torch.uint8).to(DEVICE)
+    step = buffer.view(torch.int64)[place_of("encode", "step")]
+    runner.run_table(work, buffer)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        runner.run_table(work, buffer)
+    for number in (1, ADDRESS.step):
+        step.fill_(number)
+        graph.replay()
+    assert torch.equal(out.cpu(), wire_of(INT4, x.cpu()))
+
+
+def test_many_tensors_take_one_launch(runner) -> None:
+    tensors = [torch.randn(1 + i % 3, 1 + 997 * i) for i in range(40)]
+    launches, outs = [], []
+    for x in tensors:
+        outs.append(torch.empty(x.shape[0], INT4.wire_bytes(x.shape[1]), dtype=torch.uint8))
+        outs[-1] = on_gpu(outs[-1])
+    gpu = [on_gpu(x) for x in tensors]
+    for x, out in zip(gpu, outs, strict=True):
+        launch.encode(x, out, INT4, address=ADDRESS, levels=None, run=launches.append)
+    runner.run_many(launches)
+    for x, out in zip(tensors, outs, strict=True):
+        assert torch.equal(out.cpu(), wire_of(INT4, x))
+
+
+def test_more_than_2_to_the_31_elements(runner) -> None:
+    numel = (1 << 31) + 4099
+    if torch.cuda.get_device_properties(DEVICE).total_memory < 12 * numel:
+        pytest.skip("needs 26 GB of GPU memory")
+    x = torch.zeros(1, numel, dtype=torch.bfloat16, device=DEVICE)
+    x[0, -4099:] = on_gpu(torch.randn(4099).bfloat16())
+    codec = GroupCodec(bits=8, group_size=4096, range="absmax")
+    wire = torch.empty(1, codec.wire_bytes(numel), dtype=torch.uint8, device=DEVICE)
+    launch.encode(x, wire, codec, address=None, levels=None, run=runner)
+    out = torch.empty_like(x)
+    launch.decode(wire, out, codec, levels=None, run=runner)
+    start = numel // 4096 * 4096 - 4096
+    small = torch.empty(1, numel - start)
+    reference.decode(wire_of(codec, x[:, start:].cpu()), small, codec, levels=None)
+    assert_values(out[:, start:], small)
+    assert not out[0, : numel - 4099].any()

@@ -1,0 +1,150 @@
+"""Every variant of the kernels as a launch: the codecs of the tests and the ones with a bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ds_quant.codec import GroupCodec
+from ds_quant.kernels import launch
+from ds_quant.kernels.jobs import Launch, merge
+from ds_quant.kernels.launch import Own, Rotation
+from ds_quant.rng import Address
+from tests.kernels.inputs import CODECS, DTYPES, table
+
+_WHOLE, _RAGGED = 1 << 16, (1 << 16) + 5
+_HADAMARD = Rotation(32)
+_FLIPPED = Rotation(128, flips=(1 << 100) + 5)
+
+
+def _one(call: Callable[[Callable], None]) -> Launch:
+    found: list[Launch] = []
+    call(found.append)
+    return found[0]
+
+
+def _aligned(rows: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows at multiples of 16 bytes, never read or written."""
+    return torch.empty(rows, -(-numel // 16) * 16, dtype=dtype)[:, :numel]
+
+
+def encode(codec, dtype, *, numel=_RAGGED, rotation=None, base=None) -> Launch:
+    """The launch of an encode."""
+    padded = -(-numel // rotation.block) * rotation.block if rotation else numel
+    x = _aligned(1, numel, dtype)
+    out = _aligned(1, codec.wire_bytes(padded), torch.uint8)
+    options = {"levels": table(codec), "rotation": rotation}
+    options |= {"address": Address(key=1, step=1)}
+    options["base"] = None if base is None else _aligned(1, numel, base)
+    return _one(lambda run: launch.encode(x, out, codec, run=run, **options))
+
+
+def decode(codec, dtype, *, numel=_RAGGED, add=False) -> Launch:
+    """The launch of a decode of single rows."""
+    wire = _aligned(1, codec.wire_bytes(numel), torch.uint8)
+    out = _aligned(1, numel, dtype)
+    options = {"levels": table(codec), "add": add}
+    return _one(lambda run: launch.decode(wire, out, codec, run=run, **options))
+
+
+def decode_sum(
+    codec, sources, dtype=torch.float32, *, numel=_WHOLE, scale=1.0, own=False, rotation=None
+):
+    """The launch of a sum."""
+    padded = -(-numel // rotation.block) * rotation.block if rotation else numel
+    wire = _aligned(sources, codec.wire_bytes(padded), torch.uint8)
+    out = _aligned(1, numel, dtype)[0]
+    replaced = Own(0, _aligned(1, padded, torch.float32)[0]) if own else None
+    options = {"scale": scale, "levels": table(codec), "own": replaced, "rotation": rotation}
+    return _one(lambda run: launch.decode_sum(wire, out, codec, run=run, **options))
+
+
+def recode(source, codec, sources, *, numel=_WHOLE, own=False) -> Launch:
+    """The launch of a recode."""
+    wire = _aligned(sources, source.wire_bytes(numel), torch.uint8)[None]
+    out = _aligned(1, codec.wire_bytes(numel), torch.uint8)
+    options = {"numel": numel, "address": Address(key=1, step=1)}
+    options |= {"levels": table(codec), "source_levels": table(source)}
+    options["own"] = Own(0, _aligned(1, numel, torch.float32)[0]) if own else None
+    return _one(lambda run: launch.recode(wire, out, source, codec, run=run, **options))
+
+
+def _absmax(bits: int, group_size: int, rounding: str = "nearest") -> GroupCodec:
+    return GroupCodec(bits=bits, group_size=group_size, range="absmax", rounding=rounding)
+
+
+def headline() -> dict[str, Launch]:
+    """The variants whose instructions per element have a bar or are measured on a GPU."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    int4, int4_2048 = _absmax(4, 128, "stochastic"), _absmax(4, 2048, "stochastic")
+    int8 = _absmax(8, 128)
+    qsdp = GroupCodec(bits=8, group_size=1024, rounding="random_shift")
+    coin = GroupCodec(bits=4, group_size=1024, rounding="stochastic")
+    whole = {"numel": _WHOLE}
+    return {
+        "encode int4 stochastic g128 bf16": encode(int4, bf16, **whole),
+        "encode int4 stochastic g128 bf16, ragged": encode(int4, bf16),
+        "encode int4 stochastic g128 fp32": encode(int4, fp32, **whole),
+        "encode int4 stochastic g2048 bf16": encode(int4_2048, bf16, **whole),
+        "encode int4 stochastic g2048 bf16, ragged": encode(int4_2048, bf16),
+        "encode int4 nearest g128 bf16": encode(_absmax(4, 128), bf16, **whole),
+        "encode Hadamard-32 int4 stochastic g128 bf16": encode(
+            int4, bf16, rotation=_HADAMARD, **whole
+        ),
+        "encode Hadamard-32 int4 stochastic g128 fp32": encode(
+            int4, fp32, rotation=_HADAMARD, **whole
+        ),
+        "encode difference int4 nearest g2048 fp32 - bf16": encode(
+            _absmax(4, 2048), fp32, base=bf16, **whole
+        ),
+        "encode int8 random shift g1024 fp32": encode(qsdp, fp32, **whole),
+        "encode int4 minmax stochastic g1024 bf16": encode(coin, bf16, **whole),
+        "decode int4 g128 bf16": decode(int4, bf16, **whole),
+        "decode int8 random shift g1024 bf16": decode(qsdp, bf16, **whole),
+        "decode int4 g2048, added to bf16": decode(int4_2048, bf16, add=True, **whole),
+        "decode_sum 8 x int4 g128 fp32": decode_sum(int4, 8),
+        "decode_sum 8 x int4 g128 fp32, ragged": decode_sum(int4, 8, numel=_RAGGED),
+        "decode_sum 8 x int4 g128 bf16": decode_sum(int4, 8, bf16),
+        "decode_sum 8 x int4 g128 Hadamard-32 fp32": decode_sum(int4, 8, rotation=_HADAMARD),
+        "decode_sum 8 x int8 g128 fp32": decode_sum(int8, 8),
+        "recode 8 x int8 -> int4 nearest g128": recode(int8, _absmax(4, 128), 8),
+        "recode 8 x int8 -> int4 stochastic g128": recode(int8, int4, 8),
+        "recode 8 x int4 -> int4 stochastic g128": recode(int4, int4, 8),
+    }
+
+
+def others() -> dict[str, Launch]:
+    """One variant per formula and bits, and the options of the kernels."""
+    found = {}
+    for index, codec in enumerate(CODECS):
+        found[f"encode {codec.name} {DTYPES[index % 3]}"] = encode(codec, DTYPES[index % 3])
+        if codec.rounding == "nearest":
+            found[f"decode {codec.name}"] = decode(codec, DTYPES[codec.bits % 3])
+    bf16 = torch.bfloat16
+    wide = GroupCodec(bits=7, group_size=8192, rounding="stochastic")
+    found["encode Hadamard-128 with signs int8 g2048"] = encode(
+        _absmax(8, 2048), bf16, rotation=_FLIPPED
+    )
+    found["encode difference Hadamard-64 int5 minmax g64"] = encode(
+        GroupCodec(bits=5, group_size=64), bf16, rotation=Rotation(64), base=torch.float32
+    )
+    found["decode_sum 17 x int7 minmax, own row"] = decode_sum(wide, 17, own=True, scale=0.5)
+    found["decode_sum 3 x int8 Hadamard-128 with signs"] = decode_sum(
+        _absmax(8, 2048), 3, numel=_RAGGED, rotation=_FLIPPED
+    )
+    found["recode 9 x int5 -> int3 minmax, own row, ragged"] = recode(
+        GroupCodec(bits=5, group_size=1024),
+        GroupCodec(bits=3, group_size=288, rounding="stochastic"),
+        9,
+        numel=_RAGGED,
+        own=True,
+    )
+    for name in ("encode int4 stochastic g128 bf16", "decode_sum 8 x int4 g128 fp32"):
+        found[f"{name}, from a table"] = _tabled(headline()[name])
+    return found
+
+
+def _tabled(one: Launch) -> Launch:
+    (table_of_one,) = merge([one])
+    return one._replace(macros=table_of_one.macros)

@@ -112,16 +112,19 @@ class Link:
     def _peer_to_peer(
         self, sends: Sequence[Tensor], receives: Sequence[Tensor], payload: Tensor, received: Tensor
     ) -> Exchange:
-        """``sends[r]`` goes to rank r, ``receives[r]`` comes from it. See [Note: gloo]."""
+        """``sends[r]`` goes to rank r, ``receives[r]`` comes from it. See [Note: gloo].
+
+        Through torch: ``irecv`` of DeepSpeed before 0.18 waits for the message, which deadlocks.
+        """
         receives[self.rank].copy_(sends[self.rank])
         group, works = self._process_group, []
         turns = [(self.rank + i) % self.size for i in range(1, self.size)]  # spread the load
         for r in turns:
             if receives[r].numel():
-                works.append(self._dist.irecv(receives[r], src=self.ranks[r], group=group))
+                works.append(torch.distributed.irecv(receives[r], src=self.ranks[r], group=group))
         for r in turns:
             if sends[r].numel():
-                works.append(self._dist.isend(sends[r], dst=self.ranks[r], group=group))
+                works.append(torch.distributed.isend(sends[r], dst=self.ranks[r], group=group))
         return Exchange(payload=payload, received=received, work=_Together(works))
 
     def _count(self, role: str, received: Sequence[int]) -> None:

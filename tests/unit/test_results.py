@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 sys.path.append(str(ROOT / "benchmarks"))
 
+import make_report  # noqa: E402
 import results_schema  # noqa: E402
 
 
@@ -63,3 +64,16 @@ def test_command_line_repeats_lists_and_drops_what_is_unset() -> None:
         "python s.py --schemes 'a,b:x=[1]' --seeds 0 1 --override k=3 --lr 0.002 --quick "
         "--node-size 2"
     )
+
+
+def test_page_of_results_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert make_report.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_page_says_where_every_file_comes_from_and_stale_ones_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "results.md"
+    assert make_report.main(["--out", str(page)]) == 0
+    text = page.read_text("utf-8")
+    assert text.count("- Command: ") == text.count("- Hardware: ") == len(RESULTS)
+    page.write_text(text + "x", "utf-8")
+    assert make_report.main(["--out", str(page), "--check"]) == 1

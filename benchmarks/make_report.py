@@ -141,7 +141,8 @@ def _(result: schema.Speed) -> tuple[str, str]:
             [f"{row.rate:g} `{row.scheme}`" if row.rate else f"unshaped `{row.scheme}`",
              f"{row.seconds:.3f}",
              f"{row.speedup:.2f} ({row.speedup_min:.2f}-{row.speedup_max:.2f})",
-             f"{row.bytes_bound:.2f}", f"{row.interface_bytes:.3f}", f"{row.counted_bytes:.3f}",
+             f"{row.bytes_bound:.2f}", f"{row.interface_bytes:.3f}",
+             number(row.counted_bytes or None, ".3f"),
              f"{row.clean_blocks} of {result.arguments['blocks']}"]
             for row in point.rows
         ]  # fmt: skip

@@ -387,7 +387,9 @@ def command_line(script: str, arguments: Arguments, *, commas: Sequence[str] = (
         if value is True:
             words.append(flag)
         elif isinstance(value, list) and name == "override":
-            words += [word for key, setting in value for word in (flag, f"{key}={setting}")]
+            for key, setting in value:
+                text = setting if isinstance(setting, str) else json.dumps(setting)
+                words += [flag, f"{key}={text}"]
         elif isinstance(value, list) and value:
             plain = [_plain(item) for item in value]
             words += [flag, *([",".join(plain)] if name in commas else plain)]

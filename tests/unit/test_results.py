@@ -58,10 +58,18 @@ def test_file_that_is_no_result_is_refused(content: str, tmp_path: Path) -> None
 
 
 def test_command_line_repeats_lists_and_drops_what_is_unset() -> None:
-    arguments = {"schemes": ["a", "b:x=[1]"], "seeds": [0, 1], "override": [["k", 3]], "lr": 2e-3,
-                 "text": None, "tied": False, "quick": True, "node_size": 2}  # fmt: skip
+    arguments = {
+        "schemes": ["a", "b:x=[1]"],
+        "seeds": [0, 1],
+        "override": [["k", True]],
+        "lr": 2e-3,
+        "text": None,
+        "tied": False,
+        "quick": True,
+        "node_size": 2,
+    }
     assert results_schema.command_line("s.py", arguments, commas=("schemes",)) == (
-        "python s.py --schemes 'a,b:x=[1]' --seeds 0 1 --override k=3 --lr 0.002 --quick "
+        "python s.py --schemes 'a,b:x=[1]' --seeds 0 1 --override k=true --lr 0.002 --quick "
         "--node-size 2"
     )
 

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint wheel clean
+.PHONY: install demo report test lint wheel clean
 
 install: $(STAMP)
 
@@ -18,6 +18,10 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/python benchmarks/compare.py $(if $(TEXT),--text $(TEXT))
+
+# docs/results.md from the committed result files
+report: install
+	$(BIN)/python benchmarks/make_report.py
 
 test: install
 	$(BIN)/python -m pytest -m "not gpu"

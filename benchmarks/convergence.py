@@ -22,16 +22,25 @@ from typing import Any
 import compare
 import report
 
+_LEARNED = "weights.levels=learned,weights.rounding=nearest,weights.level_steps=[30,80,150,220]"
+
 GRIDS = {
     "sdp4bit": "full_precision,sdp4bit,qwd,qw4,tlq,tlq_hs",
     # SDP4Bit, Tables 1 and 3
     "sdp4bit_tables": "full_precision,qw4:weights.group_size=32,qw4:weights.group_size=128,qw4,qwd,"
     "ulq,tlq,tlq_hs,sdp4bit,sdp4bit_paper",
-    # QSDP, widths with uniform and learned levels
-    "qsdp": "full_precision,qsdp,qsdp:weights.bits=6,gradients.bits=4,"
-    "qsdp:weights.bits=5,gradients.bits=4,qsdp_w4g4,"
-    "qsdp_w4g4:weights.levels=learned,weights.rounding=nearest,"
-    "weights.level_steps=[30,80,150,220]",
+    "sdp4bit_table1": "full_precision,qw4:weights.group_size=32,qw4:weights.group_size=128,qw4,"
+    "qwd,tlq,tlq_hs,ulq,sdp4bit",
+    # QSDP, widths with uniform and learned levels, and how W4G4 rounds the weights (unpublished)
+    "qsdp": ",".join(
+        ["full_precision"]
+        + [
+            f"qsdp:weights.bits={w},gradients.bits={g}{levels}"
+            for w, g in ((8, 8), (6, 4), (5, 4), (4, 4))
+            for levels in ("", f",{_LEARNED}")
+        ]
+        + [f"qsdp_w4g4:weights.rounding={rounding}" for rounding in ("nearest", "stochastic")]
+    ),
     # not published: how the weights are rounded
     "rounding": "full_precision,qsdp_w4g4,qsdp_w4g4:weights.rounding=nearest,"
     "qsdp_w4g4:weights.rounding=stochastic",

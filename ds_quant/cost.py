@@ -180,3 +180,74 @@ def shipped_bytes(stage: int, dtype: torch.dtype, *, micro_steps: int = 1) -> fl
     if stage == 3:
         return 3.0 * dtype.itemsize * micro_steps
     return dtype.itemsize * (1.0 + 2.0 * (micro_steps if stage == 2 else 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Where a step runs. Rates in bytes per second: ``link`` into one node, ``intra_link`` into
+    one rank from its node; ``flops``: reached per rank; ``encode``: parameters that a rank encodes
+    or decodes per second; ``latency``: seconds of one collective.
+    """
+
+    nodes: int
+    node_size: int
+    link: float
+    intra_link: float
+    flops: float
+    encode: float = float("inf")
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("nodes", "node_size", "link", "intra_link", "flops", "encode"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field}={getattr(self, field)}: allowed: above 0")
+        if self.latency < 0:
+            raise ValueError(f"latency={self.latency}: allowed: 0 or more, in seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume:
+    """Bytes per parameter and step, as from ``Bill.step_bytes`` and ``Bill.intra_bytes``.
+
+    encoded: parameters encoded or decoded per rank and step, over all parameters.
+    collectives: number of them per step.
+    """
+
+    inter: float
+    intra: float = 0.0
+    encoded: float = 0.0
+    collectives: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one optimizer step; communication and compute one after the other, or at once."""
+
+    communication: float
+    compute: float
+
+    @property
+    def no_overlap(self) -> float:
+        return self.communication + self.compute
+
+    @property
+    def full_overlap(self) -> float:
+        return max(self.communication, self.compute)
+
+
+def predict(volume: Volume, cluster: Cluster, *, numel: int, tokens: int) -> StepTime:
+    """Step time of a model of ``numel`` parameters, ``tokens`` per rank and step.
+
+    Compute is 6 flops per parameter and token. A link carries its volume less the share that is
+    already there, see [Note: bytes per parameter]; hops do not overlap each other.
+    """
+    away, near = 1 - 1 / cluster.nodes, 1 - 1 / cluster.node_size
+    if cluster.nodes == 1:  # then the volume over all ranks stays inside
+        wire = volume.inter * near / cluster.intra_link
+    else:
+        wire = volume.inter * away / cluster.link + volume.intra * near / cluster.intra_link
+    seconds = numel * (wire + volume.encoded / cluster.encode)
+    return StepTime(
+        communication=seconds + volume.collectives * cluster.latency,
+        compute=6.0 * numel * tokens / cluster.flops,
+    )

@@ -93,3 +93,10 @@ def test_grids_are_valid_schemes(grid: str) -> None:
     args = compare.parse_args([f"--schemes={convergence.GRIDS[grid]}"])
     compare.check(args)
     assert args.schemes[0].label == "full_precision"
+
+
+@pytest.mark.parametrize("grid", sorted(convergence.GRIDS))
+def test_every_scheme_of_a_grid_is_a_valid_configuration(grid: str) -> None:
+    args = compare.parse_args(["--schemes", convergence.GRIDS[grid], "--node-size", "2"])
+    assert args.schemes[0].name == "full_precision"
+    compare.check(args)

@@ -1,0 +1,402 @@
+"""Pydantic models of the committed result files, so that old files stay readable.
+
+New files carry `kind` and `version`; the first four benchmarks wrote none and are recognised by
+their keys. Every model has `about()`: what a number needs to be quoted. May import the standard
+library and pydantic.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Arguments = dict[str, Any]
+
+
+class ResultError(ValueError):
+    """A result file that cannot be read; names the file, the key and what is expected."""
+
+
+class About(NamedTuple):
+    """Where a file's numbers come from."""
+
+    date: str
+    hardware: str
+    versions: str
+    command: str
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Hardware(_Model):
+    """One machine; load_average is that of the last minute when the file was written."""
+
+    cpu: str
+    cores: int = Field(ge=1)
+    gpus: list[str]
+    load_average: float = Field(ge=0)
+
+
+class _Result(_Model):
+    """Common part of files with report.provenance()."""
+
+    created: str
+    versions: dict[str, str]
+    hardware: Hardware
+    arguments: Arguments
+
+    def about(self) -> About:
+        machine = self.hardware
+        devices = [f"{machine.cores} cores of {machine.cpu}", *machine.gpus]
+        hardware = f"{', '.join(devices)}; load {machine.load_average:g}"
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return About(self.created, hardware, versions, self._command())
+
+    def _command(self) -> str:
+        raise NotImplementedError
+
+
+class Summary(_Model):
+    """Figures of one training run, see report.Row; bytes per rank, parameter and step."""
+
+    label: str
+    final_loss: float
+    gap_percent: float | None
+    validation_loss: float
+    wire_bytes: float | None
+    inter_bytes: float | None
+    step_seconds: float = Field(gt=0)
+    run_seconds: float = Field(gt=0)
+
+
+class Text(_Model):
+    """The training text."""
+
+    bytes: int
+    sha256: str
+
+
+class Training(_Model):
+    """What train.py wrote."""
+
+    parameters: int
+    losses: list[float]
+    seconds: list[float]
+    reports: list[dict[str, Any]] | None
+    validation_loss: float
+    device: str
+
+
+class Run(_Model):
+    """One scheme of a comparison."""
+
+    label: str
+    block: dict[str, Any] | None
+    run_seconds: float
+    result: Training
+
+
+class Comparison(_Result):
+    """Of compare.py."""
+
+    device: str
+    text: Text
+    summary: list[Summary]
+    runs: list[Run]
+
+    def _command(self) -> str:
+        return command_line("benchmarks/compare.py", self.arguments, commas=("schemes",))
+
+
+class CodecEnvironment(_Model):
+    """Machine of a codec table."""
+
+    cpu: str
+    vectors: str
+    torch: str
+    python: str
+    threads: int
+    date: str
+
+
+class CodecRow(_Model):
+    """One codec and input dtype; seconds, 1e9 elements per second, share of a copy's speed."""
+
+    input: str
+    codec: str
+    encode_s: float
+    encode_median_s: float
+    encode_gelem_s: float
+    encode_copy_ratio: float
+    decode_s: float
+    decode_median_s: float
+    decode_gelem_s: float
+    decode_copy_ratio: float
+    squared_error: float
+    wire_bytes: int
+    bits_per_element: float
+
+
+class CodecTable(_Model):
+    """Of codec.py."""
+
+    environment: CodecEnvironment
+    settings: Arguments
+    rows: list[CodecRow]
+
+    def about(self) -> About:
+        facts = self.environment
+        settings = {k: v for k, v in self.settings.items() if k != "data"}
+        return About(
+            facts.date,
+            f"{facts.cpu}, {facts.vectors}, {facts.threads} thread",
+            f"python {facts.python}, torch {facts.torch}",
+            command_line("benchmarks/codec.py", {**settings, "threads": facts.threads}),
+        )
+
+
+class LevelRow(_Model):
+    """Relative squared error after 0, 1 and 4 updates of the levels."""
+
+    bits: int
+    error_after_0: float
+    error_after_1: float
+    error_after_4: float
+
+
+class LevelTable(_Model):
+    """Of levels.py."""
+
+    date: str
+    torch: str
+    machine: str
+    arguments: Arguments
+    loss: float
+    weights: int
+    rows: list[LevelRow]
+
+    def about(self) -> About:
+        given = {k: v for k, v in self.arguments.items() if k != "json" and v != "None"}
+        command = command_line("benchmarks/levels.py", given)
+        return About(self.date, self.machine, f"torch {self.torch}", command)
+
+
+class ErrorRun(_Model):
+    """One training: per measurement the weights' error ratio, and the gradients' by scheme."""
+
+    lr: float
+    scheme: str
+    steps: list[int]
+    ratio: list[float]
+    gradients: list[dict[str, float]]
+    loss: float
+
+
+class ErrorStudy(_Result):
+    """Of errors.py."""
+
+    runs: list[ErrorRun]
+
+    def _command(self) -> str:
+        rates = str(self.arguments["lr"]).strip("[]").split(", ")
+        return command_line("benchmarks/errors.py", {**self.arguments, "lr": rates})
+
+
+class Gap(_Model):
+    """Paired gaps to full precision in per cent, one per seed; half_width of the 95 % interval."""
+
+    label: str
+    gaps: list[float]
+    mean: float
+    spread: float
+    half_width: float | None
+
+
+class Convergence(_Result):
+    """Of convergence.py; summaries by seed and scheme."""
+
+    kind: Literal["convergence"]
+    version: Literal[1]
+    command: str
+    device: str
+    text: Text
+    gaps: list[Gap]
+    summaries: list[list[Summary]]
+
+    def _command(self) -> str:
+        given = {k: v for k, v in self.arguments.items() if k != "seed"}
+        return command_line(
+            "benchmarks/convergence.py",
+            {"seeds": self.arguments["seed"], **given},
+            commas=("schemes",),
+        )
+
+
+class SpeedRow(_Model):
+    """One link rate (Mbit/s, 0: unshaped) and scheme; bytes per parameter and step."""
+
+    rate: float
+    scheme: str
+    seconds: float
+    speedup: float
+    speedup_min: float
+    speedup_max: float
+    interface_bytes: float
+    counted_bytes: float
+    bytes_bound: float
+    clean_blocks: int
+
+
+class SpeedPoint(_Model):
+    """One stage and topology."""
+
+    title: str
+    stage: int
+    topology: str
+    parameters: int
+    lines: dict[str, str]
+    rows: list[SpeedRow]
+
+
+class Speed(_Result):
+    """Of speed.py."""
+
+    kind: Literal["speed"]
+    version: Literal[1]
+    command: str
+    points: list[SpeedPoint]
+
+    def _command(self) -> str:
+        return command_line("benchmarks/speed.py", self.arguments)
+
+
+class ScalingRow(_Model):
+    """One predicted point; see scaling.py."""
+
+    model: str
+    scheme: str
+    stage: int
+    ranks: int
+    node_size: int
+    rate: float  # Gb/s per node
+    inter_bytes: float
+    intra_bytes: float
+    communication_seconds: float
+    compute_seconds: float
+    no_overlap_seconds: float
+    full_overlap_seconds: float
+    speedup_no_overlap: float
+    speedup_full_overlap: float
+
+
+class PublishedRow(_Model):
+    """One row of SDP4Bit's Table 2 against the model; speedups over the paper's baseline."""
+
+    cluster: str
+    model: str
+    published: float
+    stated_rate: float  # Gb/s per node
+    at_stated_rate: float | None
+    fitted_rate: float
+    at_fitted_rate: float
+    verdict: str
+
+
+class Scaling(_Result):
+    """Of scaling.py."""
+
+    kind: Literal["scaling"]
+    version: Literal[1]
+    command: str
+    rows: list[ScalingRow]
+    published: list[PublishedRow]
+
+    def _command(self) -> str:
+        return command_line("benchmarks/scaling.py", self.arguments)
+
+
+Result = Comparison | CodecTable | LevelTable | ErrorStudy | Convergence | Speed | Scaling
+
+_KINDS: dict[str, type[Any]] = {"convergence": Convergence, "speed": Speed, "scaling": Scaling}
+_OLD: tuple[tuple[frozenset[str], type[Any]], ...] = (
+    (frozenset({"environment", "settings", "rows"}), CodecTable),
+    (frozenset({"loss", "weights", "rows"}), LevelTable),
+    (frozenset({"summary", "runs"}), Comparison),
+    (frozenset({"arguments", "runs"}), ErrorStudy),
+)
+
+
+def load(path: Path) -> Result:
+    """The content of a result file.
+
+    Raises:
+        ResultError: not JSON, of unknown kind or version, or a key is wrong.
+    """
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ResultError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ResultError(f"{path}: expected an object at the top, found {type(data).__name__}")
+    try:
+        return _model_of(path, data).model_validate(data)
+    except ValidationError as error:
+        raise ResultError(f"{path}: {_explained(error)}") from None
+
+
+def _model_of(path: Path, data: Mapping[str, Any]) -> type[Any]:
+    kinds = ", ".join(sorted(_KINDS))
+    if "kind" in data:
+        if (model := _KINDS.get(data["kind"])) is None:
+            raise ResultError(f"{path}: kind={data['kind']!r}: expected one of {kinds}")
+        if data.get("version") != 1:
+            raise ResultError(
+                f"{path}: version={data.get('version')!r}: expected 1; "
+                "run the benchmark again, or read the file with the release that wrote it"
+            )
+        return model
+    for keys, model in _OLD:
+        if keys <= data.keys():
+            return model
+    raise ResultError(
+        f"{path}: no key 'kind': expected one of {kinds}, or the keys of an older "
+        f"file: {'; '.join(', '.join(sorted(keys)) for keys, _ in _OLD)}"
+    )
+
+
+def _explained(error: ValidationError) -> str:
+    first, *others = error.errors()
+    place = ".".join(str(part) for part in first["loc"])
+    expected = "no such key" if first["type"] == "extra_forbidden" else first["msg"].lower()
+    more = f" (and {len(others)} more)" if others else ""
+    return f"key {place!r}: {expected}{more}"
+
+
+def command_line(script: str, arguments: Arguments, *, commas: Sequence[str] = ()) -> str:
+    """The command with those arguments; lists of the names in `commas` are joined by commas."""
+    words = ["python", script]
+    for name, value in arguments.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list) and name == "override":
+            for key, setting in value:
+                text = setting if isinstance(setting, str) else json.dumps(setting)
+                words += [flag, f"{key}={text}"]
+        elif isinstance(value, list) and value:
+            plain = [_plain(item) for item in value]
+            words += [flag, *([",".join(plain)] if name in commas else plain)]
+        elif value is not None and value is not False and value != []:
+            words += [flag, _plain(value)]
+    return shlex.join(words)
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

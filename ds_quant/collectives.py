@@ -5,7 +5,7 @@ scales together, every slot at a 16-byte boundary. A slot's place depends on the
 alone, so all ranks agree on it, and a short or empty last shard uses the front of its slot:
 padding is never encoded.
 
-May import: torch, codec, layout, link, rng.
+May import: torch, codec, kernels, layout, link, rng.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_quant.codec import Codec
+from ds_quant.codec import Codec, GroupCodec
+from ds_quant.kernels import dispatch
 from ds_quant.layout import ceil_div, shard_range
 from ds_quant.link import Exchange, Fabric, Link, Waiting
 from ds_quant.rng import Address
+
+Own = tuple[int, Tensor]  # a row and the values that it counts as
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,23 @@ class Coding:
         if wire.dim() == 1:
             wire, values = wire.view(1, -1), values.view(1, -1)
         self.codec.encode(values, wire, address=self.address, levels=self.levels)
+
+    def recode(
+        self, source: Coding, wire: Tensor, out: Tensor, *, numel: int, own: Own | None
+    ) -> None:
+        """Encode the sum of rows of another coding: wire (rows, bytes) -> out (bytes,).
+
+        Row ``own[0]``, if given, counts as the values ``own[1]``, (numel,).
+        """
+        if isinstance(source.codec, GroupCodec) and isinstance(self.codec, GroupCodec):
+            dispatch.recode(
+                wire, out, source.codec, self.codec, numel=numel, own=own, address=self.address,
+                source_levels=source.levels, levels=self.levels,
+            )  # fmt: skip
+            return
+        total = torch.empty(numel, dtype=torch.float32, device=wire.device)
+        source.codec.decode_sum(wire, total, own=own, levels=source.levels)
+        self.encode(total, out)
 
     def decode(self, wire: Tensor, values: Tensor) -> None:
         """wire (bytes,) -> values (numel,), or (rows, bytes) -> (rows, numel): overwritten, or the

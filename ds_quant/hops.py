@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec import GroupCodec
-from ds_quant.collectives import Coding, Slot, lay_out
+from ds_quant.collectives import Coding, Own, Slot, lay_out
 from ds_quant.layout import VECTOR_NUMEL
 from ds_quant.link import Exchange, Link
 from ds_quant.rotation import Rotation
@@ -125,12 +125,29 @@ def _unit(piece: Piece) -> int:
     return math.lcm(VECTOR_NUMEL, *sizes, piece.rotation.block if piece.rotation else 1)
 
 
+class _Arrived(NamedTuple):
+    """The rows of one piece after a hop, not yet added up."""
+
+    coding: Coding
+    wire: Tensor  # (ranks, bytes) uint8
+    own: Own | None
+    numel: int
+
+    def total(self, scale: float = 1.0) -> Tensor:
+        """scale * their sum, (numel,) fp32."""
+        total = torch.empty(self.numel, dtype=torch.float32, device=self.wire.device)
+        self.coding.codec.decode_sum(
+            self.wire, total, scale=scale, own=self.own, levels=self.coding.levels
+        )
+        return total
+
+
 def _reduce_slice(
     cuts: Sequence[_Cut], hops: Sequence[Hop], scale: float, sums: list[Tensor | None]
 ) -> Iterator[None]:
     """Yields after every exchange it has posted; writes its part of the sums at the end."""
     pieces = [cut.piece for cut in cuts]
-    partial = {
+    partial: dict[int, Tensor | _Arrived] = {
         i: p.values if p.rotation is None else p.rotation.forward(p.values)
         for i, p in enumerate(pieces)
     }
@@ -140,32 +157,56 @@ def _reduce_slice(
             for place in range(hop.link.size)
         ]
         layouts = [
-            lay_out([(pieces[i].codings[depth].codec, partial[i].numel()) for i in row])
+            lay_out([(pieces[i].codings[depth].codec, _numel(partial[i])) for i in row])
             for row in rows
         ]
         exchange = _post(pieces, partial, depth, hop, rows, layouts)
-        yield
         mine = hop.link.rank
+        kept = {i: _added_up(partial[i]) for i in rows[mine]} if hop.exact_own else {}
+        numels = {i: _numel(partial[i]) for i in rows[mine]}
+        yield
         received = exchange.wait().view(hop.link.size, -1)
-        sent, partial = partial, {}
-        for i, slot in zip(rows[mine], layouts[mine][0], strict=True):
-            wire = received[:, slot.start : slot.start + slot.nbytes]
-            own = (mine, sent[i]) if hop.exact_own else None
-            partial[i] = _add_up(pieces[i], depth, wire, own, sent[i].numel(), scale)
-    for i, total in partial.items():
-        start, numel = cuts[i].start, pieces[i].values.numel()
-        sums[cuts[i].index][start : start + numel] = total[:numel]
+        partial = {
+            i: _Arrived(
+                coding=pieces[i].codings[depth],
+                wire=received[:, slot.start : slot.start + slot.nbytes],
+                own=(mine, kept[i]) if hop.exact_own else None,
+                numel=numels[i],
+            )
+            for i, slot in zip(rows[mine], layouts[mine][0], strict=True)
+        }
+    for i, arrived in partial.items():
+        _finish(arrived, pieces[i], scale, sums[cuts[i].index][cuts[i].start :])
+
+
+def _numel(values: Tensor | _Arrived) -> int:
+    return values.numel if isinstance(values, _Arrived) else values.numel()
+
+
+def _added_up(values: Tensor | _Arrived) -> Tensor:
+    return values.total() if isinstance(values, _Arrived) else values
+
+
+def _finish(arrived: _Arrived, piece: Piece, scale: float, out: Tensor) -> None:
+    """Write the scaled sum of a piece to the front of ``out``."""
+    numel = piece.values.numel()
+    if piece.rotation is None:
+        out[:numel] = arrived.total(scale)
+        return
+    total = arrived.total()
+    piece.rotation.inverse_(total, scale=scale)
+    out[:numel] = total[:numel]
 
 
 def _post(
     pieces: Sequence[Piece],
-    partial: dict[int, Tensor],
+    partial: dict[int, Tensor | _Arrived],
     depth: int,
     hop: Hop,
     rows: Sequence[Sequence[int]],
     layouts: Sequence[tuple[Sequence[Slot], int]],
 ) -> Exchange:
-    """Encode every piece for its place and post the exchange."""
+    """Encode every piece for its place, or recode what has arrived, and post the exchange."""
     sent = [nbytes for _, nbytes in layouts]
     payload = torch.empty(sum(sent), dtype=torch.uint8, device=pieces[0].values.device)
     base = 0
@@ -173,25 +214,13 @@ def _post(
         if place != hop.link.rank or not hop.exact_own:
             for i, slot in zip(row, slots, strict=True):
                 wire = payload[base + slot.start : base + slot.start + slot.nbytes]
-                pieces[i].codings[depth].encode(partial[i], wire)
+                coding, values = pieces[i].codings[depth], partial[i]
+                if isinstance(values, _Arrived):
+                    coding.recode(
+                        values.coding, values.wire, wire, numel=values.numel, own=values.own
+                    )
+                else:
+                    coding.encode(values, wire)
         base += nbytes
     received = [sent[hop.link.rank]] * hop.link.size
     return hop.link.all_to_all(payload, sent=sent, received=received, role="gradients")
-
-
-def _add_up(
-    piece: Piece,
-    depth: int,
-    wire: Tensor,  # (ranks, bytes) uint8
-    own: tuple[int, Tensor] | None,
-    numel: int,
-    scale: float,
-) -> Tensor:
-    """The fp32 sum of a hop, (numel,); scaled and rotated back after the last one."""
-    total = torch.empty(numel, dtype=torch.float32, device=wire.device)
-    coding, last = piece.codings[depth], depth == len(piece.codings) - 1
-    here = scale if last and piece.rotation is None else 1.0  # else the rotation scales
-    coding.codec.decode_sum(wire, total, scale=here, own=own, levels=coding.levels)
-    if last and piece.rotation is not None:
-        piece.rotation.inverse_(total, scale=scale)
-    return total

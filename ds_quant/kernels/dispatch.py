@@ -99,3 +99,32 @@ def decode_sum(
         return
     replaced = None if own is None else Own(*own)
     launch.decode_sum(wire, out, fmt, scale=scale, own=replaced, levels=levels, run=run)
+
+
+def recode(
+    wire: torch.Tensor,  # (sources, nbytes of source) uint8
+    out: torch.Tensor,  # (nbytes of fmt,) uint8
+    source: Format,
+    fmt: Format,
+    *,
+    numel: int,
+    own: tuple[int, torch.Tensor] | None,  # a source and its values, (numel,) floating point
+    address: rng.Address | None,
+    source_levels: torch.Tensor | None,  # learned levels only
+    levels: torch.Tensor | None,
+) -> None:
+    """Decode, add up in fp32 in order and encode the sum, as one operation.
+
+    On CUDA one kernel, whose sums never leave the registers.
+    """
+    runs = runner_for(source, wire.device), runner_for(fmt, wire.device)
+    if None in runs:
+        total = torch.empty(numel, dtype=torch.float32, device=wire.device)
+        decode_sum(wire, total, source, scale=1.0, own=own, levels=source_levels)
+        encode(total.view(1, -1), out.view(1, -1), fmt, address=address, levels=levels)
+        return
+    replaced = None if own is None else Own(*own)
+    launch.recode(
+        wire.unsqueeze(0), out.view(1, -1), source, fmt, numel=numel, address=address,
+        run=runs[1], source_levels=source_levels, levels=levels, own=replaced,
+    )  # fmt: skip

@@ -42,7 +42,8 @@ def derived(key: tuple, build: Callable[[], T]) -> T:
     """`build()`, kept as long as the views it makes of taken tensors are valid."""
     kept = _memory.views.get(key)
     if kept is None:
-        kept = build()
+        with torch.inference_mode(False):  # later calls may run outside inference mode
+            kept = build()
         _memory.views[key] = kept
     return kept
 

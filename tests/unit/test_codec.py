@@ -206,6 +206,15 @@ def test_decode_casts_once_from_fp32(dtype):
 
 
 @pytest.mark.parametrize("codec", [*codecs(bits=6), CastCodec()], ids=lambda codec: codec.name)
+def test_scratch_made_in_inference_mode_serves_training_too(codec):
+    """A shape first seen by an evaluation; 4711 is in no other test."""
+    x = torch.randn(1, 4711)
+    with torch.inference_mode():
+        first = encoded(codec, x.clone())
+    assert torch.equal(encoded(codec, x), first)
+
+
+@pytest.mark.parametrize("codec", [*codecs(bits=6), CastCodec()], ids=lambda codec: codec.name)
 def test_inputs_stay_as_they_are_and_gradients_do_not_matter(codec):
     x = torch.randn(2, 70, requires_grad=True)
     before = x.detach().clone()

@@ -207,7 +207,7 @@ def test_decode_casts_once_from_fp32(dtype):
 
 @pytest.mark.parametrize("codec", [*codecs(bits=6), CastCodec()], ids=lambda codec: codec.name)
 def test_scratch_made_in_inference_mode_serves_training_too(codec):
-    """A shape first seen by an evaluation; 4711 is in no other test, and scratch is large enough."""
+    """A shape first seen by an evaluation, 4711 elements, while scratch is large enough."""
     encoded(codec, torch.randn(1, 1 << 17))
     x = torch.randn(1, 4711)
     with torch.inference_mode():

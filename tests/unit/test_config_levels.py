@@ -1,0 +1,70 @@
+"""Presets of two levels as the papers give them, and what their settings refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_quant.codec import GroupCodec
+from ds_quant.config import ConfigError, parse_block
+
+
+def absmax(bits: int, group_size: int, rounding: str) -> GroupCodec:
+    return GroupCodec(bits=bits, group_size=group_size, range="absmax", rounding=rounding)
+
+
+W4, W4_PAPER = absmax(4, 2048, "nearest"), absmax(4, 2048, "stochastic")
+G4, G8 = absmax(4, 128, "stochastic"), absmax(8, 128, "stochastic")
+ZEROPP = absmax(4, 4096, "nearest")
+# scheme: weights, gradients, gradients inside a node, difference, node shard, rotation
+PRESETS = {
+    "sdp4bit": (W4, G4, G8, True, True, 32),
+    "sdp4bit_paper": (W4_PAPER, G4, G8, True, True, 32),
+    "tlq": (None, G4, G8, False, False, 0),
+    "tlq_hs": (None, G4, G8, False, False, 32),
+    "ulq": (None, G4, G4, False, False, 0),
+    "qwd": (W4, None, None, True, True, 0),
+    "qw4": (W4, None, None, False, False, 0),
+    "zeropp": (absmax(8, 8192, "nearest"), ZEROPP, ZEROPP, False, True, 0),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_is_what_its_comment_says(name: str) -> None:
+    s = parse_block({"scheme": name}).to_scheme()
+    found = (s.weights, s.gradients, s.gradients_intra, s.difference, s.node_shard, s.rotation)
+    assert found == PRESETS[name]
+
+
+def test_null_takes_the_outer_codec_on_both_hops() -> None:
+    block = {"scheme": "sdp4bit", "gradients": {"intra": None}}
+    assert parse_block(block).to_scheme().gradients_intra is None
+
+
+@pytest.mark.parametrize(
+    ("block", "texts"),
+    [
+        ({"gradients": {"rotation": 48}}, ["gradients.rotation=48", "0 or 32 or 64 or 128"]),
+        ({"gradients": {"rotation": 64, "group_size": 96}},
+         ["gradients.group_size=96 conflicts with", "gradients.rotation=64", "use a multiple"]),
+        ({"gradients": {"rotation": 64, "intra": {"group_size": 96}}},
+         ['gradients.intra={"bits": 8, "group_size": 96} conflicts with', "use a multiple"]),
+        ({"gradients": {"intra": {"bits": 9}}}, ["gradients.intra.bits=9", "from 2 to 8"]),
+        ({"gradients": {"intra": {"group_size": 33}}},
+         ["gradients.intra.group_size=33", "a multiple of 32"]),
+        ({"weights": {"levels": "learned", "range": "minmax"}},
+         ['weights.levels="learned" conflicts with', "weights.difference=true", "switch one"]),
+    ],
+)  # fmt: skip
+def test_impossible_settings_name_key_value_and_fix(block: dict[str, Any], texts: list) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_block({"scheme": "sdp4bit", **block})
+    assert [text for text in texts if text not in str(caught.value)] == [], str(caught.value)
+
+
+def test_differences_without_a_node_shard_are_refused_under_zero3_only() -> None:
+    config = parse_block({"scheme": "sdp4bit", "node_shard": False})
+    config.validate_stage(2)
+    with pytest.raises(ConfigError, match="weights.difference=true conflicts with .*node_shard"):
+        config.validate_stage(3)

@@ -130,13 +130,17 @@ class GroupCodec:
         *,
         address: Address | None = None,
         levels: torch.Tensor | None = None,  # (2^bits,) fp32
+        base: torch.Tensor | None = None,  # (rows, numel) floating point
     ) -> None:
-        """See Codec. ValueError without an address when the rounding is random."""
+        """See Codec. With a base, x - base is encoded: rounded to fp32 once.
+
+        ValueError without an address when the rounding is random.
+        """
         check_rows("x", x, "out", out, self)
         if self.rounding != "nearest" and address is None:
             raise ValueError(f"address = None: rounding {self.rounding!r} needs an Address")
         levels = self._table(levels, x.device)
-        dispatch.encode(x, out, self, address=address, levels=levels)
+        dispatch.encode(x, out, self, address=address, levels=levels, base=base)
 
     def decode(
         self,
@@ -144,10 +148,12 @@ class GroupCodec:
         out: torch.Tensor,  # (rows, numel) floating point
         *,
         levels: torch.Tensor | None = None,  # (2^bits,) fp32
+        add: bool = False,
     ) -> None:
-        """See Codec."""
+        """See Codec. ``add``: to what `out` holds, in fp32, before the cast."""
         check_rows("out", out, "wire", wire, self)
-        dispatch.decode(wire, out.detach(), self, levels=self._table(levels, wire.device))
+        levels = self._table(levels, wire.device)
+        dispatch.decode(wire, out.detach(), self, levels=levels, add=add)
 
     def decode_sum(
         self,

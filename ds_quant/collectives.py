@@ -31,7 +31,7 @@ class Coding:
     """How one tensor of a collective travels.
 
     ``levels`` is the learned table, if any. ``difference``: the bytes are what the receiver adds
-    to the values it holds, instead of the values themselves.
+    to the values it holds, instead of the values themselves; needs a GroupCodec.
     """
 
     codec: Codec
@@ -50,11 +50,20 @@ class Coding:
         first = self.address.first_vector + 16 * start
         return replace(self, address=replace(self.address, first_vector=first))
 
-    def encode(self, values: Tensor, wire: Tensor) -> None:
-        """values (numel,) -> wire (bytes,), or (rows, numel) -> (rows, bytes)."""
+    def encode(self, values: Tensor, wire: Tensor, *, held: Tensor | None = None) -> None:
+        """values (numel,) -> wire (bytes,), or (rows, numel) -> (rows, bytes).
+
+        held: (numel,), what all ranks hold; needed to send differences. The values are rounded to
+        its dtype first, as the code of SDP4Bit does: a weight that stays the same in 16 bits then
+        gives exactly zero, which costs the others of its group no precision.
+        """
         if wire.dim() == 1:
             wire, values = wire.view(1, -1), values.view(1, -1)
-        self.codec.encode(values, wire, address=self.address, levels=self.levels)
+        if not self.difference:
+            self.codec.encode(values, wire, address=self.address, levels=self.levels)
+            return
+        rounded, base = values.to(held.dtype), held.view(1, -1)
+        self.codec.encode(rounded, wire, address=self.address, levels=self.levels, base=base)
 
     def recode(
         self, source: Coding, wire: Tensor, out: Tensor, *, numel: int, own: Own | None
@@ -79,21 +88,10 @@ class Coding:
         """
         if wire.dim() == 1:
             wire, values = wire.view(1, -1), values.view(1, -1)
-        if not self.difference:
+        if self.difference:
+            self.codec.decode(wire, values, levels=self.levels, add=True)
+        else:
             self.codec.decode(wire, values, levels=self.levels)
-            return
-        total = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-        self.codec.decode(wire, total, levels=self.levels)
-        values.copy_(total.add_(values))
-
-
-def difference(target: Tensor, reference: Tensor) -> Tensor:
-    """fp32 difference of what ``target`` is in the dtype of ``reference``, both (numel,).
-
-    Rounded first, as the code of SDP4Bit does: a weight that stays the same in 16 bits then gives
-    exactly zero, which costs the others of its group no precision.
-    """
-    return target.to(reference.dtype).float() - reference.float()
 
 
 class Slot(NamedTuple):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_quant.kernels import rotation as kernel
+from ds_quant.kernels import dispatch
 from ds_quant.layout import round_up
 from ds_quant.rng import Address, philox4x32
 
@@ -42,12 +42,12 @@ class Rotation:
     def forward(self, x: Tensor) -> Tensor:
         """(numel,) floating point -> (padded(numel),) fp32; x is not modified."""
         out = torch.empty(self.padded(x.numel()), dtype=torch.float32, device=x.device)
-        kernel.rotate(x.detach(), out, self.block, signs=self._signs(x.device))
+        dispatch.rotate(x.detach(), out, self.block, signs=self._signs(x.device))
         return out
 
     def inverse_(self, x: Tensor, *, scale: float = 1.0) -> None:
         """x = scale * (what ``forward`` made it from), in place; (padded,) fp32 contiguous."""
-        kernel.unrotate_(x, self.block, scale=scale, signs=self._signs(x.device))
+        dispatch.unrotate_(x, self.block, scale=scale, signs=self._signs(x.device))
 
     def _signs(self, device: torch.device) -> Tensor | None:
         if self.signs is None:

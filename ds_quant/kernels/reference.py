@@ -54,6 +54,7 @@ def encode(
     *,
     address: rng.Address | None,
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
 ) -> None:
     """Write the wire bytes of every row, padding included."""
     rows, numel = x.shape
@@ -66,7 +67,7 @@ def encode(
         random = None
         if fmt.rounding == "stochastic":  # first, because it uses the scratch of the values
             random = _random(block, fmt, address, ceil_div(numel, VECTOR_NUMEL), x.device)
-        groups = _load_groups(x, block, fmt.group_size)
+        groups = _load_groups(x, base, block, fmt.group_size)
         ranges = ranges_of(groups, fmt, shift)
         codes = _codes(groups, ranges, fmt, levels)
         if random is not None:
@@ -86,20 +87,23 @@ def _take_values(block: Block, device: torch.device) -> torch.Tensor:
     return scratch.take("values", shape, dtype=torch.float32, device=device)
 
 
-def _load_groups(x: torch.Tensor, block: Block, group_size: int) -> torch.Tensor:
-    """A block of x as (groups, group_size) fp32: scratch, or x itself where it has that form.
+def _load_groups(
+    x: torch.Tensor, base: torch.Tensor | None, block: Block, group_size: int
+) -> torch.Tensor:
+    """A block of x - base as (groups, group_size) fp32: scratch, or x where it has that form.
 
     A short last group is filled up with its own first element, which leaves its range alone.
     """
     source = section(x, block, block.start, block.numel)
     whole = block.numel == block.padded_numel
-    if whole and source.dtype == torch.float32 and source.is_contiguous():
+    if whole and base is None and source.dtype == torch.float32 and source.is_contiguous():
         return source.view(-1, group_size)
     values = _take_values(block, x.device)
-    if whole:
-        values.copy_(source)
-    else:
-        values[:, : block.numel].copy_(source)
+    filled = values if whole else values[:, : block.numel]
+    filled.copy_(source)
+    if base is not None:
+        filled.sub_(section(base.detach(), block, block.start, block.numel))
+    if not whole:
         first = block.padded_numel - group_size
         values[:, block.numel :] = values[:, first : first + 1]
     return values.view(-1, group_size)
@@ -188,6 +192,7 @@ def decode(
     fmt: Format,
     *,
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    add: bool = False,  # in fp32 to what `out` holds
 ) -> None:
     """Decode every row and cast once to the dtype of `out`."""
     rows, numel = out.shape
@@ -195,7 +200,8 @@ def decode(
     for block in blocks(rows, numel, group_size=fmt.group_size, device=wire.device):
         target = section(out, block, block.start, block.numel)
         if (
-            block.numel == block.padded_numel
+            not add
+            and block.numel == block.padded_numel
             and target.dtype == torch.float32
             and target.is_contiguous()
         ):
@@ -203,7 +209,8 @@ def decode(
             continue
         values = _take_values(block, wire.device)
         _decode_block(wire, values, layout, block, fmt, levels)
-        target.copy_(values[:, : block.numel])
+        decoded = values[:, : block.numel]
+        target.copy_(decoded.add_(target) if add else decoded)
 
 
 def decode_sum(

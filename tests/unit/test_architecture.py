@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "__init__": "_autoload",
     "kernels": "torch layout rng kernels",
     "kernels.source": "resources",
+    "kernels.building": "setuptools",
     "kernels.cuda": "torch numpy layout rng kernels cupy",
     "levels": "torch kernels layout",
     "codec_checks": "torch",

@@ -1,0 +1,218 @@
+"""The C++ kernels for CPU tensors: native.cpp, built with the wheel where a compiler exists.
+
+Signatures are those of reference.py and rotation.py, and so are the bytes. Without the library, or
+with one of another version, the torch reference does the work; ``problem()`` says why.
+May import torch, layout, rng and its sister modules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from importlib.util import find_spec
+
+import torch
+
+from ds_quant import rng
+from ds_quant.kernels.blocks import Format, layout_of
+
+VERSION = 1  # of Job, as dsq_version() of native.cpp
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_ROUNDINGS = {"nearest": 0, "stochastic": 1, "random_shift": 2}
+_LEARNED = 3
+_NUMEL_PER_THREAD = 1 << 18  # starting a thread costs as much as a tenth of this work
+_WORD = (1 << 64) - 1
+
+
+class _Job(ctypes.Structure):
+    """Arguments of a kernel; the fields of Job in native.cpp."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("values", "wire", "base")]
+        + [(name, ctypes.c_int64) for name in ("values_stride", "wire_stride", "base_stride")]
+        + [(name, ctypes.c_int64) for name in ("rows", "numel", "dtype", "base_dtype", "add")]
+        + [(name, ctypes.c_int64) for name in ("bits", "group", "has_offset", "rounding")]
+        + [("planes", ctypes.c_int64 * 3)]
+        + [(name, ctypes.c_int64) for name in ("scales", "offsets", "nbytes")]
+        + [(name, ctypes.c_uint64) for name in ("key", "step", "first_vector")]
+        + [(name, ctypes.c_void_p) for name in ("levels", "signs", "own_values")]
+        + [(name, ctypes.c_int64) for name in ("own", "threads")]
+        + [(name, ctypes.c_float) for name in ("shift", "factor")]
+    )
+
+
+@cache
+def problem() -> str | None:
+    """Why the library cannot be used; None if it can."""
+    spec = find_spec("ds_quant.kernels._native")
+    if spec is None or spec.origin is None:
+        return "not built: installing ds_quant with a C++ compiler at hand builds it"
+    try:
+        version = ctypes.CDLL(spec.origin).dsq_version()
+    except (OSError, AttributeError) as error:
+        return f"{spec.origin} cannot be loaded: {error}"
+    if version != VERSION:
+        return f"{spec.origin} has version {version}, needed is {VERSION}: install ds_quant again"
+    return None
+
+
+@cache
+def _function(name: str) -> ctypes._CFuncPtr:
+    library = ctypes.CDLL(find_spec("ds_quant.kernels._native").origin)
+    function = getattr(library, name)
+    function.argtypes, function.restype = [ctypes.POINTER(_Job)], None
+    return function
+
+
+def encode(
+    x: torch.Tensor,  # (rows, numel) floating point
+    out: torch.Tensor,  # (rows, nbytes) uint8
+    fmt: Format,
+    *,
+    address: rng.Address | None,
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
+) -> None:
+    """Write the wire bytes of every row, padding included."""
+    rows, numel = x.shape
+    if rows == 0 or numel == 0:
+        return
+    x, target = _dense(x), out if out.stride(1) == 1 else torch.empty_like(out)
+    job = _job(fmt, rows, numel, x.dtype)
+    job.values, job.values_stride = x.data_ptr(), x.stride(0) * x.element_size()
+    job.wire, job.wire_stride = target.data_ptr(), target.stride(0)
+    if base is not None:
+        base = _dense(base)
+        job.base, job.base_stride = base.data_ptr(), base.stride(0) * base.element_size()
+        job.base_dtype = _DTYPES[base.dtype]
+    if address is not None:
+        job.key, job.step = address.key, address.step
+        job.first_vector = address.first_vector & _WORD
+        if fmt.rounding == "random_shift":
+            job.shift = rng.shift_of(address)
+    if levels is not None:
+        middles = (levels[1:] + levels[:-1]) / 2
+        job.levels = middles.data_ptr()
+    _function("dsq_encode")(job)
+    if target is not out:
+        out.copy_(target)
+
+
+def decode(
+    wire: torch.Tensor,  # (rows, nbytes) uint8
+    out: torch.Tensor,  # (rows, numel) floating point
+    fmt: Format,
+    *,
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    add: bool = False,  # in fp32 to what `out` holds
+) -> None:
+    """Decode every row and cast once to the dtype of `out`."""
+    rows, numel = out.shape
+    if rows == 0 or numel == 0:
+        return
+    target = _dense(out)
+    job = _source_job(wire, fmt, numel, target.dtype, levels)
+    job.add = add
+    job.values, job.values_stride = target.data_ptr(), target.stride(0) * target.element_size()
+    _function("dsq_decode")(job)
+    if target.data_ptr() != out.data_ptr():
+        out.copy_(target)
+
+
+def decode_sum(
+    wire: torch.Tensor,  # (rows, nbytes) uint8
+    out: torch.Tensor,  # (numel,) fp32
+    fmt: Format,
+    *,
+    scale: float,
+    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel,) floating point
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+) -> None:
+    """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
+
+    Row ``own[0]`` counts as ``own[1]``, whatever its bytes are.
+    """
+    if wire.shape[0] == 0 or out.shape[0] == 0:
+        out.zero_()
+        return
+    target = out if out.is_contiguous() else torch.empty_like(out)
+    job = _source_job(wire, fmt, out.shape[0], torch.float32, levels)
+    job.values, job.factor = target.data_ptr(), scale
+    if own is not None:
+        own_values = own[1].detach().to(torch.float32).contiguous()
+        job.own, job.own_values = own[0], own_values.data_ptr()
+    _function("dsq_decode_sum")(job)
+    if target is not out:
+        out.copy_(target)
+
+
+def rotate(
+    x: torch.Tensor,  # (numel,) floating point
+    out: torch.Tensor,  # (blocks * block,) fp32 contiguous
+    block: int,
+    *,
+    signs: torch.Tensor | None = None,  # (block,) fp32 of +-1
+) -> None:
+    """out = H (signs * x) block by block, x filled up with zeros to whole blocks."""
+    x = _dense(x)
+    job = _Job(numel=x.numel(), group=block, dtype=_DTYPES[x.dtype], threads=_threads(x.numel()))
+    job.values, job.wire = x.data_ptr(), out.data_ptr()
+    job.signs = None if signs is None else signs.data_ptr()
+    _function("dsq_rotate")(job)
+
+
+def unrotate_(
+    x: torch.Tensor,  # (blocks * block,) fp32 contiguous
+    block: int,
+    *,
+    scale: float = 1.0,
+    signs: torch.Tensor | None = None,  # (block,) fp32 of +-1
+) -> None:
+    """x = signs * (H x * (scale / block)), in place: the inverse of ``rotate``, times scale."""
+    job = _Job(numel=x.numel(), group=block, threads=_threads(x.numel()), factor=scale / block)
+    job.values = x.data_ptr()
+    job.signs = None if signs is None else signs.data_ptr()
+    _function("dsq_rotate")(job)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """x with a dtype that the kernels know and rows without holes, copied if need be."""
+    x = x.detach()
+    if x.dtype not in _DTYPES:
+        x = x.to(torch.float32)
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _source_job(
+    wire: torch.Tensor, fmt: Format, numel: int, dtype: torch.dtype, levels: torch.Tensor | None
+) -> _Job:
+    """Job that reads `wire`, which the caller keeps alive. Rows with holes cannot be passed."""
+    if wire.stride(1) != 1:
+        raise ValueError("wire: the bytes of a row must follow each other")
+    job = _job(fmt, wire.shape[0], numel, dtype)
+    job.wire, job.wire_stride = wire.data_ptr(), wire.stride(0)
+    if levels is not None:
+        job.levels = levels.data_ptr()
+    return job
+
+
+def _job(fmt: Format, rows: int, numel: int, dtype: torch.dtype) -> _Job:
+    return _Job.from_buffer_copy(_template(fmt, rows, numel, dtype, _threads(rows * numel)))
+
+
+@lru_cache(maxsize=4096)
+def _template(fmt: Format, rows: int, numel: int, dtype: torch.dtype, threads: int) -> bytes:
+    """What follows from codec and shape: a training run repeats a few dozen."""
+    layout = layout_of(fmt, numel)
+    job = _Job(rows=rows, numel=numel, dtype=_DTYPES[dtype], threads=threads)
+    job.bits, job.group, job.has_offset = fmt.bits, fmt.group_size, fmt.has_offset
+    job.rounding = _LEARNED if fmt.levels == "learned" else _ROUNDINGS[fmt.rounding]
+    job.planes[: len(layout.plane_offsets)] = layout.plane_offsets
+    job.scales, job.offsets = layout.scale_offset, layout.offset_offset or 0
+    job.nbytes, job.own, job.factor = layout.nbytes, -1, 1.0
+    return bytes(job)
+
+
+def _threads(numel: int) -> int:
+    return max(1, min(torch.get_num_threads(), numel // _NUMEL_PER_THREAD))

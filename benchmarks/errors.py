@@ -25,7 +25,7 @@ from rich.progress import track
 from torch import Tensor
 
 from ds_quant.codec import GroupCodec
-from ds_quant.collectives import Coding
+from ds_quant.coding import Coding
 from ds_quant.config import parse_block
 from ds_quant.rng import Role, address
 from ds_quant.rotation import Rotation

@@ -6,7 +6,7 @@
 new weights cross between nodes by one all-gather among the ranks of equal g: each byte enters a
 node once. A gather inside the node brings [G][nodes][width]; shard order is [nodes][G][width].
 
-May import: torch, collectives, layout, link.
+May import: torch, coding, collectives, layout, link.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_quant.collectives import Coding, lay_out
+from ds_quant.coding import Coding
+from ds_quant.collectives import lay_out
 from ds_quant.layout import ceil_div, shard_range
 from ds_quant.link import Link
 

@@ -2,7 +2,7 @@
 
 Which rank sums what is decided in owner_plan.py.
 
-May import: torch, collectives, hops, link, owner_plan, rotation.
+May import: torch, codec, coding, collectives, hops, link, owner_plan, rotation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ds_quant import hops
 from ds_quant.codec import Codec
-from ds_quant.collectives import Coding, lay_out
+from ds_quant.coding import Coding
+from ds_quant.collectives import lay_out
 from ds_quant.link import Fabric, Link
 from ds_quant.owner_plan import Piece, Shape, delivery_codec, plan
 from ds_quant.rotation import Rotation

@@ -14,10 +14,11 @@ from types import ModuleType
 import torch
 
 from ds_quant import rng
-from ds_quant.kernels import cuda, launch, native, reference, rotation
+from ds_quant.kernels import cuda, launch, native, reference
 from ds_quant.kernels.arguments import Own
 from ds_quant.kernels.blocks import Format
 from ds_quant.kernels.geometry import MAX_GROUP
+from ds_quant.kernels.rotation import Rotation
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +78,10 @@ def encode(
     address: rng.Address | None,
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
     base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
+    rotation: Rotation | None = None,  # of x, or x - base; the wire holds whole blocks
 ) -> None:
     """Write the wire bytes of every row, padding included."""
-    options = {"address": address, "levels": levels, "base": base}
+    options = {"address": address, "levels": levels, "base": base, "rotation": rotation}
     run = runner_for(fmt, x.device)
     if run is None:
         _on_host(x.device).encode(x, out, fmt, **options)
@@ -109,11 +111,12 @@ def decode_sum(
     fmt: Format,
     *,
     scale: float,
-    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel,) floating point
+    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel on the wire,) floating
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
 ) -> None:
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end."""
-    options = {"scale": scale, "levels": levels}
+    options = {"scale": scale, "levels": levels, "rotation": rotation}
     run = runner_for(fmt, wire.device)
     if run is None:
         _on_host(wire.device).decode_sum(wire, out, fmt, own=own, **options)
@@ -154,22 +157,17 @@ def recode(
 def rotate(
     x: torch.Tensor,  # (numel,) floating point
     out: torch.Tensor,  # (blocks * block,) fp32 contiguous
-    block: int,
-    *,
-    signs: torch.Tensor | None = None,  # (block,) fp32 of +-1
+    rotation: Rotation,
 ) -> None:
     """out = H (signs * x) block by block, x filled up with zeros to whole blocks."""
-    on_host = _on_host(x.device)
-    (rotation if on_host is reference else on_host).rotate(x, out, block, signs=signs)
+    _on_host(x.device).rotate(x, out, rotation)
 
 
 def unrotate_(
     x: torch.Tensor,  # (blocks * block,) fp32 contiguous
-    block: int,
+    rotation: Rotation,
     *,
     scale: float = 1.0,
-    signs: torch.Tensor | None = None,  # (block,) fp32 of +-1
 ) -> None:
     """x = signs * (H x * (scale / block)), in place: the inverse of ``rotate``, times scale."""
-    on_host = _on_host(x.device)
-    (rotation if on_host is reference else on_host).unrotate_(x, block, scale=scale, signs=signs)
+    _on_host(x.device).unrotate_(x, rotation, scale=scale)

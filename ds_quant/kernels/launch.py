@@ -18,7 +18,6 @@ from ds_quant import rng
 from ds_quant.kernels.arguments import (
     DTYPES,
     Own,
-    Rotation,
     aligned,
     dense,
     encode_macros,
@@ -38,6 +37,7 @@ from ds_quant.kernels.arguments import (
 from ds_quant.kernels.blocks import Format, layout_of
 from ds_quant.kernels.geometry import MAX_GROUP, THREADS, sum_run, tiling
 from ds_quant.kernels.jobs import Launch, Plan, wire_fields
+from ds_quant.kernels.rotation import Rotation
 from ds_quant.layout import VECTOR_NUMEL, ceil_div, round_up
 
 Runner = Callable[[Launch], None]

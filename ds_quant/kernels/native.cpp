@@ -37,9 +37,9 @@ enum Rounding { NEAREST, STOCHASTIC, RANDOM_SHIFT, LEARNED };
 struct Job {
     u8 *values, *wire, *base;  // rows of floats, of bytes, of floats to be subtracted (or null)
     i64 values_stride, wire_stride, base_stride;  // bytes from row to row
-    i64 rows, numel, dtype, base_dtype;
-    i64 add;  // decode: add to the values that are there
-    i64 bits, group, has_offset, rounding;
+    i64 rows, numel, valid;    // elements of a row on the wire, and of values: fewer if rotated
+    i64 dtype, base_dtype, add;  // of values and base; decode adds to the values that are there
+    i64 bits, group, has_offset, rounding, rotation;
     i64 planes[3], scales, offsets, nbytes;  // where the sections of a row lie
     u64 key, step, first_vector;             // of the random bits
     const float *levels;  // learned: 2^bits levels to decode, their 2^bits - 1 middles to encode
@@ -259,6 +259,62 @@ static void random_words(const Job &job, u64 first, i64 count, u32 *words) {
     philox(job, first + done, count - done, words + 4 * done);
 }
 
+// --- rotation, [Note: rotation numbers] of rotation.py
+
+typedef float Lanes __attribute__((vector_size(32)));
+
+template <int BLOCK>
+INLINE void butterflies(float *values) {
+    const int count = BLOCK / 8;
+    Lanes v[count];
+    memcpy(v, values, sizeof v);
+    const Lanes one = {1, -1, 1, -1, 1, -1, 1, -1};
+    const Lanes two = {1, 1, -1, -1, 1, 1, -1, -1};
+    const Lanes four = {1, 1, 1, 1, -1, -1, -1, -1};
+    for (int i = 0; i < count; ++i) {
+        Lanes x = v[i];  // (a, b) -> (b + a, a - b)
+        x = __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6) + x * one;
+        x = __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5) + x * two;
+        x = __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3) + x * four;
+        v[i] = x;
+    }
+    for (int distance = 1; distance < count; distance *= 2) {
+        for (int i = 0; i < count; ++i) {
+            if (i & distance) continue;
+            const Lanes a = v[i], b = v[i + distance];
+            v[i] = a + b;
+            v[i + distance] = a - b;
+        }
+    }
+    memcpy(values, v, sizeof v);
+}
+
+INLINE void rotate(float *values, i64 count, i64 block) {
+    for (i64 start = 0; start < count; start += block) {
+        if (block == 32) {
+            butterflies<32>(values + start);
+        } else if (block == 64) {
+            butterflies<64>(values + start);
+        } else {
+            butterflies<128>(values + start);
+        }
+    }
+}
+
+// values = H (signs * values), `count` of them filled up with zeros to whole blocks.
+INLINE void rotate_forward(float *values, i64 count, i64 padded, i64 block, const float *signs) {
+    for (i64 i = count; i < padded; ++i) values[i] = 0.0f;
+    for (i64 i = 0; signs && i < padded; ++i) values[i] *= signs[i % block];
+    rotate(values, padded, block);
+}
+
+// values = signs * (factor * (H values)), whole blocks.
+INLINE void rotate_back(float *values, i64 padded, i64 block, const float *signs, float factor) {
+    rotate(values, padded, block);
+    for (i64 i = 0; i < padded; ++i) values[i] *= factor;
+    for (i64 i = 0; signs && i < padded; ++i) values[i] *= signs[i % block];
+}
+
 // --- encode
 
 struct Range {
@@ -371,15 +427,17 @@ static EVERY_CPU void encode_groups(const Job *pointer, i64 first, i64 last) {
         const i64 row = i / groups, index = i % groups, start = index * job.group;
         const i64 count = job.numel - start < job.group ? job.numel - start : job.group;
         const i64 padded = (count + 7) / 8 * 8;
+        const i64 valid = job.valid - start < job.group ? job.valid - start : job.group;
         u8 *wire = job.wire + row * job.wire_stride;
         const u8 *x = job.values + row * job.values_stride + start * width_of(job.dtype);
-        load(values.data(), x, job.dtype, count);
+        load(values.data(), x, job.dtype, valid);
         if (job.base) {
             const i64 width = width_of(job.base_dtype);
             load(base.data(), job.base + row * job.base_stride + start * width, job.base_dtype,
-                 count);
-            for (i64 j = 0; j < count; ++j) values[j] -= base[j];
+                 valid);
+            for (i64 j = 0; j < valid; ++j) values[j] -= base[j];
         }
+        if (job.rotation) rotate_forward(values.data(), valid, count, job.rotation, job.signs);
         const Range range = range_of(job, values.data(), count);
         if (range.forced) {
             memset(codes.data(), job.has_offset ? 0 : 1 << (job.bits - 1), count);
@@ -474,45 +532,18 @@ static EVERY_CPU void sum_groups(const Job *pointer, i64 first, i64 last) {
                 for (i64 j = 0; j < count; ++j) total[j] += values[j];
             }
         }
-        if (job.factor != 1.0f) {
+        if (job.rotation) {
+            rotate_back(total.data(), count, job.rotation, job.signs, job.factor);
+        } else if (job.factor != 1.0f) {
             for (i64 j = 0; j < count; ++j) total[j] *= job.factor;
         }
-        memcpy(job.values + 4 * start, total.data(), 4 * count);
+        const i64 valid = job.valid - start < job.group ? job.valid - start : job.group;
+        memcpy(job.values + 4 * start, total.data(), 4 * valid);
     }
 }
 
-// --- rotation
-
-typedef float Lanes __attribute__((vector_size(32)));
-
-template <int BLOCK>
-INLINE void butterflies(float *values) {
-    const int count = BLOCK / 8;
-    Lanes v[count];
-    memcpy(v, values, sizeof v);
-    const Lanes one = {1, -1, 1, -1, 1, -1, 1, -1};
-    const Lanes two = {1, 1, -1, -1, 1, 1, -1, -1};
-    const Lanes four = {1, 1, 1, 1, -1, -1, -1, -1};
-    for (int i = 0; i < count; ++i) {
-        Lanes x = v[i];  // (a, b) -> (b + a, a - b)
-        x = __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6) + x * one;
-        x = __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5) + x * two;
-        x = __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3) + x * four;
-        v[i] = x;
-    }
-    for (int distance = 1; distance < count; distance *= 2) {
-        for (int i = 0; i < count; ++i) {
-            if (i & distance) continue;
-            const Lanes a = v[i], b = v[i + distance];
-            v[i] = a + b;
-            v[i + distance] = a - b;
-        }
-    }
-    memcpy(values, v, sizeof v);
-}
-
-// `group` is the block. With a wire: fp32 blocks at wire = H (signs * values), the end filled up
-// with zeros. Without: values = signs * factor * (H values), whole blocks of fp32 in place.
+// A rotation alone; `group` is its block. With a wire, fp32 blocks there are the rotated values;
+// without, whole blocks of values are rotated back in place.
 static EVERY_CPU void rotate_blocks(const Job *pointer, i64 first, i64 last) {
     const Job &job = *pointer;
     const i64 block = job.group;
@@ -520,23 +551,12 @@ static EVERY_CPU void rotate_blocks(const Job *pointer, i64 first, i64 last) {
         const i64 start = index * block;
         float values[128];
         if (job.wire) {
-            const i64 count = job.numel - start < block ? job.numel - start : block;
+            const i64 count = job.valid - start < block ? job.valid - start : block;
             load(values, job.values + start * width_of(job.dtype), job.dtype, count);
-            for (i64 i = count; i < block; ++i) values[i] = 0.0f;
-            for (i64 i = 0; job.signs && i < block; ++i) values[i] *= job.signs[i];
+            rotate_forward(values, count, block, block, job.signs);
         } else {
             memcpy(values, job.values + 4 * start, 4 * block);
-        }
-        if (block == 32) {
-            butterflies<32>(values);
-        } else if (block == 64) {
-            butterflies<64>(values);
-        } else {
-            butterflies<128>(values);
-        }
-        if (!job.wire) {
-            for (i64 i = 0; i < block; ++i) values[i] *= job.factor;
-            for (i64 i = 0; job.signs && i < block; ++i) values[i] *= job.signs[i];
+            rotate_back(values, block, block, job.signs, job.factor);
         }
         memcpy((job.wire ? job.wire : job.values) + 4 * start, values, 4 * block);
     }
@@ -565,4 +585,6 @@ extern "C" void dsq_decode(const Job *job) {
     spread(decode_groups, job, job->rows * groups_of(job));
 }
 extern "C" void dsq_decode_sum(const Job *job) { spread(sum_groups, job, groups_of(job)); }
-extern "C" void dsq_rotate(const Job *job) { spread(rotate_blocks, job, groups_of(job)); }
+extern "C" void dsq_rotate(const Job *job) {
+    spread(rotate_blocks, job, (job->valid + job->group - 1) / job->group);
+}

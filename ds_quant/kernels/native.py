@@ -15,6 +15,8 @@ import torch
 
 from ds_quant import rng
 from ds_quant.kernels.blocks import Format, layout_of
+from ds_quant.kernels.rotation import Rotation
+from ds_quant.layout import round_up
 
 VERSION = 1  # of Job, as dsq_version() of native.cpp
 
@@ -25,20 +27,23 @@ _NUMEL_PER_THREAD = 1 << 18  # starting a thread costs as much as a tenth of thi
 _WORD = (1 << 64) - 1
 
 
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
 class _Job(ctypes.Structure):
     """Arguments of a kernel; the fields of Job in native.cpp."""
 
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("values", "wire", "base")]
-        + [(name, ctypes.c_int64) for name in ("values_stride", "wire_stride", "base_stride")]
-        + [(name, ctypes.c_int64) for name in ("rows", "numel", "dtype", "base_dtype", "add")]
-        + [(name, ctypes.c_int64) for name in ("bits", "group", "has_offset", "rounding")]
-        + [("planes", ctypes.c_int64 * 3)]
-        + [(name, ctypes.c_int64) for name in ("scales", "offsets", "nbytes")]
-        + [(name, ctypes.c_uint64) for name in ("key", "step", "first_vector")]
-        + [(name, ctypes.c_void_p) for name in ("levels", "signs", "own_values")]
-        + [(name, ctypes.c_int64) for name in ("own", "threads")]
-        + [(name, ctypes.c_float) for name in ("shift", "factor")]
+        _fields(ctypes.c_void_p, "values wire base")
+        + _fields(ctypes.c_int64, "values_stride wire_stride base_stride rows numel valid")
+        + _fields(ctypes.c_int64, "dtype base_dtype add bits group has_offset rounding rotation")
+        + _fields(ctypes.c_int64 * 3, "planes")
+        + _fields(ctypes.c_int64, "scales offsets nbytes")
+        + _fields(ctypes.c_uint64, "key step first_vector")
+        + _fields(ctypes.c_void_p, "levels signs own_values")
+        + _fields(ctypes.c_int64, "own threads")
+        + _fields(ctypes.c_float, "shift factor")
     )
 
 
@@ -73,13 +78,16 @@ def encode(
     address: rng.Address | None,
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
     base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
+    rotation: Rotation | None = None,  # of x, or x - base; the wire holds whole blocks
 ) -> None:
     """Write the wire bytes of every row, padding included."""
     rows, numel = x.shape
     if rows == 0 or numel == 0:
         return
     x, target = _dense(x), out if out.stride(1) == 1 else torch.empty_like(out)
-    job = _job(fmt, rows, numel, x.dtype)
+    signs = None if rotation is None else rotation.signs(x.device)
+    job = _job(fmt, rows, numel, x.dtype, rotation)
+    job.signs = _pointer(signs)
     job.values, job.values_stride = x.data_ptr(), x.stride(0) * x.element_size()
     job.wire, job.wire_stride = target.data_ptr(), target.stride(0)
     if base is not None:
@@ -91,9 +99,8 @@ def encode(
         job.first_vector = address.first_vector & _WORD
         if fmt.rounding == "random_shift":
             job.shift = rng.shift_of(address)
-    if levels is not None:
-        middles = (levels[1:] + levels[:-1]) / 2
-        job.levels = middles.data_ptr()
+    middles = None if levels is None else (levels[1:] + levels[:-1]) / 2
+    job.levels = _pointer(middles)
     _function("dsq_encode")(job)
     if target is not out:
         out.copy_(target)
@@ -126,19 +133,23 @@ def decode_sum(
     fmt: Format,
     *,
     scale: float,
-    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel,) floating point
+    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel on the wire,) floating
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
 ) -> None:
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
 
-    Row ``own[0]`` counts as ``own[1]``, whatever its bytes are.
+    Row ``own[0]`` counts as ``own[1]``, whatever its bytes are. With a rotation the sum is rotated
+    back before it is multiplied.
     """
     if wire.shape[0] == 0 or out.shape[0] == 0:
         out.zero_()
         return
     target = out if out.is_contiguous() else torch.empty_like(out)
-    job = _source_job(wire, fmt, out.shape[0], torch.float32, levels)
-    job.values, job.factor = target.data_ptr(), scale
+    signs = None if rotation is None else rotation.signs(out.device)
+    job = _source_job(wire, fmt, out.shape[0], torch.float32, levels, rotation)
+    job.signs = _pointer(signs)
+    job.values, job.factor = target.data_ptr(), scale / rotation.block if rotation else scale
     if own is not None:
         own_values = own[1].detach().to(torch.float32).contiguous()
         job.own, job.own_values = own[0], own_values.data_ptr()
@@ -150,29 +161,26 @@ def decode_sum(
 def rotate(
     x: torch.Tensor,  # (numel,) floating point
     out: torch.Tensor,  # (blocks * block,) fp32 contiguous
-    block: int,
-    *,
-    signs: torch.Tensor | None = None,  # (block,) fp32 of +-1
+    rotation: Rotation,
 ) -> None:
     """out = H (signs * x) block by block, x filled up with zeros to whole blocks."""
-    x = _dense(x)
-    job = _Job(numel=x.numel(), group=block, dtype=_DTYPES[x.dtype], threads=_threads(x.numel()))
-    job.values, job.wire = x.data_ptr(), out.data_ptr()
-    job.signs = None if signs is None else signs.data_ptr()
+    x, signs = _dense(x), rotation.signs(x.device)
+    job = _Job(values=x.data_ptr(), wire=out.data_ptr(), signs=_pointer(signs))
+    job.group, job.dtype = rotation.block, _DTYPES[x.dtype]
+    job.valid, job.threads = x.numel(), _threads(x.numel())
     _function("dsq_rotate")(job)
 
 
 def unrotate_(
     x: torch.Tensor,  # (blocks * block,) fp32 contiguous
-    block: int,
+    rotation: Rotation,
     *,
     scale: float = 1.0,
-    signs: torch.Tensor | None = None,  # (block,) fp32 of +-1
 ) -> None:
     """x = signs * (H x * (scale / block)), in place: the inverse of ``rotate``, times scale."""
-    job = _Job(numel=x.numel(), group=block, threads=_threads(x.numel()), factor=scale / block)
-    job.values = x.data_ptr()
-    job.signs = None if signs is None else signs.data_ptr()
+    signs = rotation.signs(x.device)
+    job = _Job(values=x.data_ptr(), signs=_pointer(signs), factor=scale / rotation.block)
+    job.group, job.valid, job.threads = rotation.block, x.numel(), _threads(x.numel())
     _function("dsq_rotate")(job)
 
 
@@ -184,28 +192,40 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _source_job(
-    wire: torch.Tensor, fmt: Format, numel: int, dtype: torch.dtype, levels: torch.Tensor | None
+    wire: torch.Tensor,
+    fmt: Format,
+    numel: int,
+    dtype: torch.dtype,
+    levels: torch.Tensor | None,
+    rotation: Rotation | None = None,
 ) -> _Job:
     """Job that reads `wire`, which the caller keeps alive. Rows with holes cannot be passed."""
     if wire.stride(1) != 1:
         raise ValueError("wire: the bytes of a row must follow each other")
-    job = _job(fmt, wire.shape[0], numel, dtype)
+    job = _job(fmt, wire.shape[0], numel, dtype, rotation)
     job.wire, job.wire_stride = wire.data_ptr(), wire.stride(0)
-    if levels is not None:
-        job.levels = levels.data_ptr()
+    job.levels = _pointer(levels)
     return job
 
 
-def _job(fmt: Format, rows: int, numel: int, dtype: torch.dtype) -> _Job:
-    return _Job.from_buffer_copy(_template(fmt, rows, numel, dtype, _threads(rows * numel)))
+def _job(fmt: Format, rows: int, numel: int, dtype: torch.dtype, rotation: Rotation | None) -> _Job:
+    block = 0 if rotation is None else rotation.block
+    return _Job.from_buffer_copy(_template(fmt, rows, numel, dtype, block, _threads(rows * numel)))
 
 
 @lru_cache(maxsize=4096)
-def _template(fmt: Format, rows: int, numel: int, dtype: torch.dtype, threads: int) -> bytes:
+def _template(
+    fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int, threads: int
+) -> bytes:
     """What follows from codec and shape: a training run repeats a few dozen."""
-    layout = layout_of(fmt, numel)
-    job = _Job(rows=rows, numel=numel, dtype=_DTYPES[dtype], threads=threads)
+    layout = layout_of(fmt, round_up(numel, block) if block else numel)
+    job = _Job(rows=rows, numel=layout.numel, valid=numel, dtype=_DTYPES[dtype], threads=threads)
+    job.rotation = block
     job.bits, job.group, job.has_offset = fmt.bits, fmt.group_size, fmt.has_offset
     job.rounding = _LEARNED if fmt.levels == "learned" else _ROUNDINGS[fmt.rounding]
     job.planes[: len(layout.plane_offsets)] = layout.plane_offsets

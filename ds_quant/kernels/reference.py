@@ -39,7 +39,8 @@ from ds_quant.kernels.blocks import (
     section,
 )
 from ds_quant.kernels.ranges import Ranges, code_range, fraction_bits, ranges_of
-from ds_quant.layout import VECTOR_NUMEL, WireLayout, ceil_div
+from ds_quant.kernels.rotation import Rotation, rotated_rows, unrotate_
+from ds_quant.layout import VECTOR_NUMEL, WireLayout, ceil_div, round_up
 
 _UNIT = 2.0**23  # floats in [2^23, 2^24) are the integers, one per bit pattern
 
@@ -55,8 +56,11 @@ def encode(
     address: rng.Address | None,
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
     base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
+    rotation: Rotation | None = None,  # of x, or x - base; the wire holds whole blocks
 ) -> None:
     """Write the wire bytes of every row, padding included."""
+    if rotation is not None:
+        x, base = rotated_rows(x, base, rotation), None
     rows, numel = x.shape
     layout = layout_of(fmt, numel)
     x = x.detach()
@@ -199,18 +203,12 @@ def decode(
     layout = layout_of(fmt, numel)
     for block in blocks(rows, numel, group_size=fmt.group_size, device=wire.device):
         target = section(out, block, block.start, block.numel)
-        if (
-            not add
-            and block.numel == block.padded_numel
-            and target.dtype == torch.float32
-            and target.is_contiguous()
-        ):
-            _decode_block(wire, target, layout, block, fmt, levels)
-            continue
-        values = _take_values(block, wire.device)
+        direct = not add and block.numel == block.padded_numel and target.dtype == torch.float32
+        values = target if direct and target.is_contiguous() else _take_values(block, wire.device)
         _decode_block(wire, values, layout, block, fmt, levels)
-        decoded = values[:, : block.numel]
-        target.copy_(decoded.add_(target) if add else decoded)
+        if values is not target:
+            decoded = values[:, : block.numel]
+            target.copy_(decoded.add_(target) if add else decoded)
 
 
 def decode_sum(
@@ -219,13 +217,22 @@ def decode_sum(
     fmt: Format,
     *,
     scale: float,
-    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel,) floating point
+    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel on the wire,) floating
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
 ) -> None:
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
 
-    Row ``own[0]`` counts as ``own[1]``, whatever its bytes are.
+    Row ``own[0]`` counts as ``own[1]``, whatever its bytes are. With a rotation the sum is rotated
+    back before it is multiplied.
     """
+    if rotation is not None:
+        padded = round_up(out.shape[0], rotation.block)
+        total = torch.empty(padded, dtype=torch.float32, device=out.device)
+        decode_sum(wire, total, fmt, scale=1.0, own=own, levels=levels)
+        unrotate_(total, rotation, scale=scale)
+        out.copy_(total[: out.shape[0]])
+        return
     numel = out.shape[0]
     layout = layout_of(fmt, numel)
     for block in blocks(wire.shape[0], numel, group_size=fmt.group_size, device=wire.device):

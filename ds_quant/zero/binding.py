@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.collectives import Coding
+from ds_quant.coding import Coding
 from ds_quant.cost import Bill, Cargo, bill, shipped_bytes
 from ds_quant.hops import Hop
 from ds_quant.link import Fabric, Link

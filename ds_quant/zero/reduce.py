@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ds_quant.collectives import Coding, reduce_scatter
+from ds_quant.coding import Coding
+from ds_quant.collectives import reduce_scatter
 from ds_quant.hops import Hop, Piece, reduce
 from ds_quant.layout import shard_range
 from ds_quant.link import Link

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ds_quant.codec import GroupCodec
 from ds_quant.kernels import launch, reference
-from ds_quant.kernels.launch import Own, Rotation
+from ds_quant.kernels.arguments import Own
+from ds_quant.kernels.rotation import Rotation
 from ds_quant.rng import Address
 from tests.kernels.inputs import (
     CODECS,

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_quant.codec import GroupCodec
-from ds_quant.kernels import dispatch, native, reference, rotation
+from ds_quant.kernels import dispatch, native, reference
+from ds_quant.kernels.rotation import Rotation, rotate, unrotate_
 from tests.kernels.inputs import (
     CODECS,
     DTYPES,
@@ -110,20 +111,50 @@ def test_decoded_rows_and_sums_equal_the_reference(index: int) -> None:
     check()
 
 
+ROTATIONS = (Rotation(32), Rotation(64, 0xF00D), Rotation(128, (5 << 96) | 77))
+
+
 @needs_library
-@pytest.mark.parametrize("with_signs", (False, True))
-@pytest.mark.parametrize("block", (32, 64, 128))
-def test_rotations_equal_the_reference(block: int, with_signs: bool) -> None:
-    signs = 1.0 - 2.0 * (torch.arange(block) % 3 == 0) if with_signs else None
+@pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
+def test_rotations_equal_the_reference(rotation: Rotation) -> None:
+    block = rotation.block
     for numel, dtype in ((1, torch.float32), (5 * block, torch.bfloat16), (999, torch.float16)):
         x = torch.randn(numel).to(dtype)
         found, wanted = (torch.empty(-(-numel // block) * block) for _ in range(2))
-        native.rotate(x, found, block, signs=signs)
-        rotation.rotate(x, wanted, block, signs=signs)
+        native.rotate(x, found, rotation)
+        rotate(x, wanted, rotation)
         assert torch.equal(found, wanted)
-        native.unrotate_(found, block, scale=0.3, signs=signs)
-        rotation.unrotate_(wanted, block, scale=0.3, signs=signs)
+        native.unrotate_(found, rotation, scale=0.3)
+        unrotate_(wanted, rotation, scale=0.3)
         assert torch.equal(found, wanted)
+
+
+@needs_library
+@pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
+def test_rotated_messages_and_sums_equal_the_reference(rotation: Rotation) -> None:
+    codec = GroupCodec(bits=4, group_size=256, range="absmax", rounding="stochastic")
+
+    @EXAMPLES
+    @given(case=cases(codec.group_size), own=st.integers(-1, 1))
+    def check(case, own: int) -> None:
+        x = source_rows(codec, case, 2).bfloat16()
+        on_wire = -(-case.numel // rotation.block) * rotation.block
+        base = x.roll(1, 1).float()
+        nbytes = codec.wire_bytes(on_wire)
+        wires = [guarded(2 * nbytes, torch.uint8).view(2, nbytes).fill_(i) for i in range(2)]
+        options = {"address": case.address, "levels": None, "base": base, "rotation": rotation}
+        for kernels, wire in zip((native, reference), wires, strict=True):
+            kernels.encode(x, wire, codec, **options)
+        assert_same(codec, *wires)
+
+        replaced = None if own < 0 else (own, torch.randn(on_wire))
+        sums = [output(1, case.numel, torch.float32, case.skew)[0] for _ in range(2)]
+        for kernels, out in zip((native, reference), sums, strict=True):
+            options = {"scale": 0.3, "own": replaced, "levels": None, "rotation": rotation}
+            kernels.decode_sum(wires[1], out, codec, **options)
+        assert_same_values(codec, *sums)
+
+    check()
 
 
 @needs_library
@@ -137,7 +168,7 @@ def test_number_of_threads_changes_nothing(threads) -> None:
         total = torch.empty(x.shape[1])
         native.decode_sum(wire, total, INT4, scale=1.0, own=None, levels=None)
         flat = torch.empty(-(-x.numel() // 64) * 64)
-        native.rotate(x.view(-1), flat, 64)
+        native.rotate(x.view(-1), flat, Rotation(64))
         wires.append(wire), sums.append(total), rotated.append(flat)
     for first, second in (wires, sums, rotated):
         assert torch.equal(first, second)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ds_quant.codec import GroupCodec
-from ds_quant.collectives import Coding
+from ds_quant.coding import Coding
 from ds_quant.rng import Role, address
 from ds_quant.rotation import Rotation
 

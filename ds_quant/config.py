@@ -90,6 +90,11 @@ class QuantizedCommConfig(Block):
     warmup_steps: Whole = Field(
         0, ge=0, description="Optimizer steps in full precision before quantization starts."
     )
+    backend: Literal["auto", "torch"] = Field(
+        "auto",
+        description="Kernels, for the whole process: CuPy ones on CUDA and C++ ones on the CPU "
+        "where they work, or always plain torch, the slower reference. Same bytes either way.",
+    )
     seed: Whole = Field(0, ge=0, le=MAX_SEED, description="Seed of all random rounding.")
     handshake_timeout: float = Field(
         60.0, gt=0, description="Seconds to wait at start-up for ranks without this block."

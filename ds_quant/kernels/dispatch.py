@@ -36,12 +36,13 @@ def use(backend: str) -> None:
 
 
 def describe(device: torch.device) -> str:
-    """What works on tensors of a device, for people: "CuPy kernels", "C++ kernels" or "torch"."""
-    if _backend == "torch":
-        return "torch"
-    if device.type == "cuda":
-        return "torch" if cuda.runner_of(device) is None else "CuPy kernels"
-    return "torch" if _on_host(device) is not native else "C++ kernels"
+    """What works on tensors of a device, for people: CuPy, C++ or torch kernels."""
+    if device.type == "cuda" and _backend == "auto":
+        return "torch kernels" if cuda.runner_of(device) is None else "CuPy kernels"
+    if device.type == "cpu" and _backend == "auto":
+        why = native.problem()
+        return "C++ kernels" if why is None else f"torch kernels (C++ ones {why})"
+    return "torch kernels"
 
 
 def _on_host(device: torch.device) -> ModuleType:

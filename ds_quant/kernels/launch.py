@@ -9,7 +9,8 @@ May import torch, layout, rng and its sister modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import torch
@@ -51,6 +52,15 @@ def supports(fmt: Format, rotation: Rotation | None = None) -> bool:
     if fmt.group_size > MAX_GROUP:
         return False
     return rotation is None or fmt.group_size % rotation.block == 0
+
+
+def whole_numel(fmts: Iterable[Format]) -> int:
+    """A number of elements that fills whole thread blocks of every kernel, for all codecs."""
+    units = [8 * VECTOR_NUMEL * THREADS]  # of decode_sum, whose runs are 2, 4 or 8 vectors
+    for fmt in fmts:
+        tiles = (tiling(fmt.group_size, run) for run in (1, ROTATION_RUN))
+        units += [each.block_groups * fmt.group_size for each in tiles]
+    return math.lcm(*units)
 
 
 def encode(

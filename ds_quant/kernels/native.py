@@ -49,16 +49,16 @@ class _Job(ctypes.Structure):
 
 @cache
 def problem() -> str | None:
-    """Why the library cannot be used; None if it can."""
+    """What is wrong with the kernels, as the rest of a sentence; None if they can be used."""
     spec = find_spec("ds_quant.kernels._native")
     if spec is None or spec.origin is None:
-        return "not built: installing ds_quant with a C++ compiler at hand builds it"
+        return "are not built: install ds_quant where there is a C++ compiler"
     try:
         version = ctypes.CDLL(spec.origin).dsq_version()
     except (OSError, AttributeError) as error:
-        return f"{spec.origin} cannot be loaded: {error}"
+        return f"cannot be loaded: {error}"
     if version != VERSION:
-        return f"{spec.origin} has version {version}, needed is {VERSION}: install ds_quant again"
+        return f"have version {version}, needed is {VERSION}: install ds_quant again"
     return None
 
 

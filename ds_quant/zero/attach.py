@@ -6,12 +6,14 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+from ds_quant.kernels import dispatch
 from ds_quant.topology import Topology, default_node_size
 from ds_quant.zero import checkpoint, guard, parameters, replica_seams, seams
 from ds_quant.zero.agreement import Agreement
 from ds_quant.zero.binding import Binding
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.reduce import OwnerReduction, ShardReduction
+from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
 
 
@@ -28,6 +30,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     guard.refuse_unsupported(seams.facts(engine._config, bf16_optimizer=optimizer is None))
     rank, world = seams.rank_and_world()
     config.validate_world(world)
+    dispatch.use(config.backend)
     scheme = config.to_scheme()
     topology = Topology(world=world, node_size=scheme.node_size or default_node_size(world))
     settings = f"{config.digest()}, {topology.node_size} ranks per node"
@@ -47,6 +50,9 @@ def attach(engine: Any, optimizer: Any) -> None:
         partial(checkpoint.dump, binding),
         partial(checkpoint.restore, binding),
     )
+    device = parameters.device()
+    if device.type == "cuda" and world > 1:
+        rehearse(binding, device)
     seams.log_rank0(f"quantized_comm: {binding.describe()}")
 
 

@@ -15,6 +15,7 @@ from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.coding import Coding
 from ds_quant.cost import Bill, Cargo, bill, shipped_bytes
 from ds_quant.hops import Hop
+from ds_quant.kernels import dispatch
 from ds_quant.link import Fabric, Link
 from ds_quant.metrics import Traffic
 from ds_quant.rng import Address, Role, address
@@ -158,17 +159,20 @@ class Binding:
         exact = self.step < scheme.warmup_steps or not isinstance(outer, GroupCodec)
         if exact:
             return (Coding(codec=CastCodec(dtype)),) * len(route), None
-        codecs = [inner, outer] if len(route) > 1 else [outer]
-        if self.topology.nodes == 1:
-            codecs = [inner]
         codings = tuple(
             Coding(
                 codec=codec,
                 address=self._address(Role.GRADIENTS, tracked, codec, step, rank, hop=hop),
             )
-            for hop, codec in enumerate(codecs)
+            for hop, codec in enumerate(self.by_hop(inner, outer, route))
         )
         return codings, self._rotation(tracked, step)
+
+    def by_hop(self, inner: Codec, outer: Codec, route: Sequence[Hop]) -> list[Codec]:
+        """What travels on each hop: ``inner`` inside nodes, ``outer`` between them."""
+        if len(route) > 1:
+            return [inner, outer]
+        return [inner if self.topology.nodes == 1 else outer]
 
     def _rotation(self, tracked: Tracked, step: int) -> Rotation | None:
         if not self.scheme.rotation:
@@ -259,6 +263,7 @@ class Binding:
             f"({label} {shipped_bytes(stage, dtype, micro_steps=micro_steps):.2f}), "
             f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision ({kept})",
             f"{self.topology.nodes} x {self.topology.node_size} ranks",
+            dispatch.describe(parameters.device()),
         ]
         if inside:
             parts.append(f"{inside:.2f} B/param inside a node")

@@ -28,7 +28,7 @@ MAX_FUNCTION_LINES = 40
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
     "codec coding collectives config cost hops kernels layout levels link metrics node_shard "
-    "owners rng rotation scheme"
+    "owners owner_plan rng rotation scheme"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"

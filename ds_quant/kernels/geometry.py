@@ -60,8 +60,9 @@ def sum_run(bits: int, group_size: int, num_sources: int) -> int:
     """Vectors of a thread of decode_sum; a run lies in one group.
 
     With one row few, so that the stores of neighbouring threads lie close together. Where several
-    are read, many: addresses and scales are paid for once per row and run. 64 sums of 4-bit codes
-    are as many as stay in registers.
+    are read, many: addresses and scales are paid for once per row and run. Runs of 8 take 32.6
+    instructions per element of 8 x int4 instead of the 33.7 of runs of 4, but 96 registers instead
+    of 64; which is faster has not been measured.
     """
     if num_sources == 1:
         return 2

@@ -60,7 +60,7 @@ struct SourceRow {
 DSQ_DEVICE SourceRow source_row(const WireJob& wire, u64 row, u64 sources, u64 stride, u64 own,
                                 u64 own_values) {
     const SourceRow r = {(const u8*)(wire.bytes + row * wire.stride),
-                         stride / 16 * 16,  // said, so that addresses end in immediate offsets
+                         stride / 16 * 16,  // as it is; told, the compiler folds offsets of 16
                          {0, wire.plane1, wire.plane2},
                          wire.scales,
                          wire.offsets,
@@ -133,18 +133,19 @@ struct SourceRun {
 #endif
     }
 
-    // Codes of one plane, taken apart byte by byte. A byte, moved below the 2^23 of a number, holds
-    // codes 0 to count - 1. The codes from k up, with zero codes below them, make a number as well,
-    // above 2^(23 - k * bits); less 2^bits times the next one, q of code k is left, exactly.
+    // Codes of one plane, taken apart byte by byte. Number k of a byte is 2^(23 - k * bits) plus its
+    // codes from k up, code k counting ones, and behind the point the code of zero in place of every
+    // code below k. Less 2^bits times number k + 1, q of code k is left. Two codes of 4 bits:
+    // (2^23 + 16 b + a) - 16 (2^19 + b + 8 / 16) = a - 8, (2^19 + b + 8 / 16) - (2^19 + 8.5) = b - 8.
     DSQ_MEMBER void decode_in_place(int v, float (&x)[8]) const {
         const int bits = DSQ_SOURCE_BITS, count = 8 / bits;
         DSQ_UNROLL
         for (int e = 0; e < 8; e += count) {
             const int byte = (v * 8 + e) / count;
-            // In this order the magic number takes the register and the selector is immediate.
+            // Operands in this order: the other way round ptxas moves every selector to a register.
             const u32 word = permute(0x4B000000u, plane0.bytes.w[byte / 4], 0x3004 + byte % 4);
             float number = float_of(word);
-            u32 zeros = DSQ_SOURCE_ZERO;  // codes 0 to k
+            u32 zeros = DSQ_SOURCE_ZERO;  // in place of codes 0 to k
             DSQ_UNROLL
             for (int k = 0; k < count - 1; ++k, zeros |= zeros << bits) {
                 const int below = (k + 1) * bits;

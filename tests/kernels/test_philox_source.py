@@ -41,7 +41,8 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("philox")
     (folder / "philox.cpp").write_text(SOURCE)
     command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-    command += ["-Wno-unknown-pragmas", "-DDSQ_HOST", f"-I{INCLUDE}", "philox.cpp", "-o", "philox.so"]
+    command += ["-Wno-unknown-pragmas", "-DDSQ_HOST", f"-I{INCLUDE}"]
+    command += ["philox.cpp", "-o", "philox.so"]
     subprocess.run(command, cwd=folder, check=True, timeout=120)
     return ctypes.CDLL(str(folder / "philox.so"))
 

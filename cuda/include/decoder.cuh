@@ -133,16 +133,17 @@ struct SourceRun {
 #endif
     }
 
-    // Codes of one plane, taken apart byte by byte. Number k of a byte is 2^(23 - k * bits) plus its
-    // codes from k up, code k counting ones, and behind the point the code of zero in place of every
-    // code below k. Less 2^bits times number k + 1, q of code k is left. Two codes of 4 bits:
-    // (2^23 + 16 b + a) - 16 (2^19 + b + 8 / 16) = a - 8, (2^19 + b + 8 / 16) - (2^19 + 8.5) = b - 8.
+    // Codes of one plane, taken apart byte by byte. Number k of a byte is 2^(23 - k * bits) plus
+    // its codes from k up, code k counting ones, and behind the point the code of zero in place of
+    // every code below k. Less 2^bits times number k + 1, q of code k is left. With 4 bits:
+    // (2^23 + 16 b + a) - 16 (2^19 + b + 8 / 16) = a - 8,
+    // (2^19 + b + 8 / 16) - (2^19 + 8 + 8 / 16) = b - 8.
     DSQ_MEMBER void decode_in_place(int v, float (&x)[8]) const {
         const int bits = DSQ_SOURCE_BITS, count = 8 / bits;
         DSQ_UNROLL
         for (int e = 0; e < 8; e += count) {
             const int byte = (v * 8 + e) / count;
-            // Operands in this order: the other way round ptxas moves every selector to a register.
+            // Operands in this order: else ptxas moves every selector to a register.
             const u32 word = permute(0x4B000000u, plane0.bytes.w[byte / 4], 0x3004 + byte % 4);
             float number = float_of(word);
             u32 zeros = DSQ_SOURCE_ZERO;  // in place of codes 0 to k

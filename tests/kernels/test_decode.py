@@ -97,6 +97,7 @@ SUMS = (
     (GroupCodec(bits=8, group_size=32, range="absmax"), 2, False),
     (GroupCodec(bits=7, group_size=64), 17, False),
     (GroupCodec(bits=3, group_size=288, levels="learned"), 4, True),
+    (GroupCodec(bits=3, group_size=64), 3, False),
 )
 
 

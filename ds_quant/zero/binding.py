@@ -47,6 +47,7 @@ class Binding:
         self.notices: list[str] = []  # what the start-up line must add
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
         self.node: Any = None  # zero.node.NodeShard under ZeRO-3, if the scheme keeps one
+        self.watch: Any = None  # zero.fallback.Watch, if non-finite gradients are looked for
         self._links: dict[int, Link] = {}
         self._fabrics: dict[int, Fabric] = {}
         self._levels = self._make_levels()
@@ -120,6 +121,11 @@ class Binding:
         """
         return self.engine.global_steps - self.engine.skipped_steps
 
+    def is_exact(self, step: int) -> bool:
+        """Whether everything travels in full precision in an optimizer step."""
+        until = max(self.scheme.warmup_steps, self.state.exact_until)
+        return self.state.killed or step < until
+
     @property
     def gradient_step(self) -> int:
         """Address of the current micro-step: unique within a run, equal after a resume."""
@@ -137,7 +143,7 @@ class Binding:
         """
         choose = self.scheme.intra_codec_for if intra else self.scheme.codec_for
         codec = choose(Role.WEIGHTS, tracked.name, tracked.shape, dtype)
-        if step < self.scheme.warmup_steps or not isinstance(codec, GroupCodec):
+        if self.is_exact(step) or not isinstance(codec, GroupCodec):
             return Coding(codec=CastCodec(dtype))
         return Coding(
             codec=codec,
@@ -155,8 +161,7 @@ class Binding:
         inner, outer = scheme.intra_codec_for(*facts), scheme.codec_for(*facts)
         if scheme.gradients_intra is None:
             inner = outer
-        exact = self.step < scheme.warmup_steps or not isinstance(outer, GroupCodec)
-        if exact:
+        if self.is_exact(self.step) or not isinstance(outer, GroupCodec):
             return (Coding(codec=CastCodec(dtype)),) * len(route), None
         codecs = [inner, outer] if len(route) > 1 else [outer]
         if self.topology.nodes == 1:

@@ -27,8 +27,8 @@ MAX_FUNCTION_LINES = 40
 # Module -> what it may import besides the standard library; names without a dot that are not
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
-    "codec collectives config cost hops kernels layout levels link metrics node_shard owners rng "
-    "rotation scheme"
+    "codec collectives config config_blocks cost hops kernels layout levels link metrics "
+    "node_shard owners rng rotation scheme"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"

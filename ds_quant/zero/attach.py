@@ -58,7 +58,9 @@ def attach(engine: Any, optimizer: Any) -> None:
 def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
     """ZeRO-3."""
     fetch = Fetch(binding)
-    fetch.attach(engine.module.parameters())
+    params = list(engine.module.parameters())
+    fetch.attach(params)
+    binding.note_groups([p.ds_process_group for p in params])
     if binding.scheme.node_shard and binding.topology.nodes > 1:
         binding.node = fetch.keep_in_node()
     if not seams.steps(optimizer):  # inference: parameters only
@@ -73,7 +75,9 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
 
 def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
     """ZeRO-1 and 2."""
-    binding.require_tracked(replica_seams.replica_groups(optimizer))
+    groups = list(replica_seams.replica_groups(optimizer))
+    binding.require_tracked(groups)
+    binding.note_groups([group.process_group for group in groups for _ in group.params])
     binding.replica = Replica(binding, optimizer)
     replica_seams.wrap_weight_gather(
         optimizer, binding.replica.gather_updated, keep_replica=binding.scheme.difference

@@ -74,6 +74,18 @@ class Binding:
                 "engine.module; pass the module's own parameters to the optimizer"
             )
 
+    def note_groups(self, process_groups: Sequence[Any]) -> None:
+        """Tell of parameters whose ranks are not the world (experts, pipeline, tensor parallel);
+        ``process_groups`` has one entry per parameter.
+        """
+        world = list(range(self.topology.world))
+        few = sum(self.link(group).ranks != world for group in process_groups)
+        if few:
+            self.notices.append(
+                f"{few} of {len(process_groups)} parameters belong to part of the ranks and take "
+                "one level, without a node shard"
+            )
+
     def link(self, process_group: Any) -> Link:
         """The byte collectives of a process group."""
         key = id(process_group)

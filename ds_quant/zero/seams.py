@@ -74,6 +74,13 @@ def facts(config: Any, *, bf16_optimizer: bool = False) -> dict[str, Any]:
         "zeropp": zeropp,
         "mics": getattr(zero, "mics_shard_size", -1) > 0,
         "nvme_params": offload_param is not None and offload_param.device == "nvme",
+        "nvme_optimizer": int(zero.stage) == 3
+        and offload_optimizer is not None
+        and offload_optimizer.device == "nvme",
+        "hybrid_engine": bool(getattr(config.hybrid_engine, "enabled", False)),
+        "auto_experts": bool(
+            getattr(getattr(config, "expert_parallel_config", None), "enabled", False)
+        ),
         "zenflow": getattr(zero, "zenflow", None) is not None,
         "super_offload": bool(getattr(offload_optimizer, "super_offload", False)),
     }

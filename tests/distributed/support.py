@@ -148,7 +148,8 @@ REFUSED = (
         parts=("zero_quantized_weights=true", "remove"),
     ),
     Refused(
-        feature="ZeRO++ quantized frozen weights", zero={"zero_quantized_nontrainable_weights": True},
+        feature="ZeRO++ quantized frozen weights",
+        zero={"zero_quantized_nontrainable_weights": True},
         reason="both would quantize; use scheme `zeropp`",
         parts=("zero_quantized_nontrainable_weights=true", "remove"),
     ),
@@ -215,10 +216,10 @@ ELSEWHERE = (
 INTRODUCTION = """\
 # What works together
 
-Made by `make report` from `tests/distributed/support.py`; do not edit. Everything was tried on CPU with gloo,
-4 ranks for rows of `test_support.py`: one level with `qsdp` and two nodes of two ranks with
-`sdp4bit`, against the same training without the plugin. "Refused" is an error at start-up that
-names the setting and the way out. What is in neither table has not been tried.
+Made by `make report` from `tests/distributed/support.py`; do not edit. Everything was
+tried on CPU with gloo, 4 ranks for rows of `test_support.py`: one level with `qsdp` and two nodes
+of two ranks with `sdp4bit`, against the same training without the plugin. "Refused" is an error at
+start-up that names the setting and the way out. What is in neither table has not been tried.
 """
 
 

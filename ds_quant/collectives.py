@@ -5,7 +5,7 @@ scales together, every slot at a 16-byte boundary. A slot's place depends on the
 alone, so all ranks agree on it, and a short or empty last shard uses the front of its slot:
 padding is never encoded.
 
-May import: torch, codec, kernels, layout, link, rng.
+May import: torch, codec, codec_checks, kernels, layout, link, rng.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec import Codec, GroupCodec
+from ds_quant.codec_checks import check_bytes
 from ds_quant.kernels import dispatch
 from ds_quant.layout import ceil_div, shard_range
 from ds_quant.link import Exchange, Fabric, Link, Waiting
@@ -63,6 +64,8 @@ class Coding:
 
         Row ``own[0]``, if given, counts as the values ``own[1]``, (numel,).
         """
+        check_bytes("wire", wire, source.codec.wire_bytes(numel))
+        check_bytes("out", out, self.codec.wire_bytes(numel))
         if isinstance(source.codec, GroupCodec) and isinstance(self.codec, GroupCodec):
             dispatch.recode(
                 wire, out, source.codec, self.codec, numel=numel, own=own, address=self.address,

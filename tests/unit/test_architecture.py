@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "metrics": "torch",
     "topology": "",
     "link": "torch deepspeed.comm metrics topology",
-    "collectives": "torch codec kernels layout link rng",
+    "collectives": "torch codec codec_checks kernels layout link rng",
     "node_shard": "torch collectives layout link",
     "hops": "torch codec collectives layout link rotation",
     "owner_plan": "codec layout",

@@ -48,6 +48,14 @@ def check_rows(
         )
 
 
+def check_bytes(name: str, wire: torch.Tensor, nbytes: int) -> None:
+    """One row of ``nbytes``, or several."""
+    if wire.shape[-1] != nbytes or wire.dtype != torch.uint8:
+        raise ValueError(
+            f"{name}: shape {tuple(wire.shape)} {wire.dtype}, must be (..., {nbytes}) uint8"
+        )
+
+
 def check_sum(wire: torch.Tensor, out: torch.Tensor, codec: Sized, *, block: int = 1) -> None:
     if out.dim() != 1 or out.dtype != torch.float32:
         raise ValueError(f"out: shape {tuple(out.shape)} {out.dtype}, must be (numel,) fp32")

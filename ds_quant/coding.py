@@ -1,6 +1,6 @@
 """How one tensor of a collective travels: a codec with everything that one use of it needs.
 
-May import: torch, codec, kernels, rng, rotation.
+May import: torch, codec, codec_checks, kernels, rng, rotation.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec import Codec, GroupCodec
+from ds_quant.codec_checks import check_bytes
 from ds_quant.kernels import dispatch
 from ds_quant.rng import Address
 from ds_quant.rotation import Rotation
@@ -75,6 +76,8 @@ class Coding:
 
         Row ``own[0]``, if given, counts as the values ``own[1]``, (numel,).
         """
+        check_bytes("wire", wire, source.codec.wire_bytes(numel))
+        check_bytes("out", out, self.codec.wire_bytes(numel))
         if isinstance(source.codec, GroupCodec) and isinstance(self.codec, GroupCodec):
             dispatch.recode(
                 wire, out, source.codec, self.codec, numel=numel, own=own, address=self.address,

@@ -48,6 +48,7 @@ class Binding:
         self.notices: list[str] = []  # what the start-up line must add
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
         self.node: Any = None  # zero.node.NodeShard under ZeRO-3, if the scheme keeps one
+        self.watch: Any = None  # zero.fallback.Watch, if non-finite gradients are looked for
         self._links: dict[int, Link] = {}
         self._fabrics: dict[int, Fabric] = {}
         self._levels = self._make_levels()
@@ -72,6 +73,18 @@ class Binding:
             raise RuntimeError(
                 f"quantized_comm: the optimizer holds {strangers} parameter(s) that are not in "
                 "engine.module; pass the module's own parameters to the optimizer"
+            )
+
+    def note_groups(self, process_groups: Sequence[Any]) -> None:
+        """Tell of parameters whose ranks are not the world (experts, pipeline, tensor parallel);
+        ``process_groups`` has one entry per parameter.
+        """
+        world = list(range(self.topology.world))
+        few = sum(self.link(group).ranks != world for group in process_groups)
+        if few:
+            self.notices.append(
+                f"{few} of {len(process_groups)} parameters belong to part of the ranks and take "
+                "one level, without a node shard"
             )
 
     def link(self, process_group: Any) -> Link:
@@ -121,6 +134,11 @@ class Binding:
         """
         return self.engine.global_steps - self.engine.skipped_steps
 
+    def is_exact(self, step: int) -> bool:
+        """Whether everything travels in full precision in an optimizer step."""
+        until = max(self.scheme.warmup_steps, self.state.exact_until)
+        return self.state.killed or step < until
+
     @property
     def gradient_step(self) -> int:
         """Address of the current micro-step: unique within a run, equal after a resume."""
@@ -138,7 +156,7 @@ class Binding:
         """
         choose = self.scheme.intra_codec_for if intra else self.scheme.codec_for
         codec = choose(Role.WEIGHTS, tracked.name, tracked.shape, dtype)
-        if step < self.scheme.warmup_steps or not isinstance(codec, GroupCodec):
+        if self.is_exact(step) or not isinstance(codec, GroupCodec):
             return Coding(codec=CastCodec(dtype))
         return Coding(
             codec=codec,
@@ -156,8 +174,7 @@ class Binding:
         inner, outer = scheme.intra_codec_for(*facts), scheme.codec_for(*facts)
         if scheme.gradients_intra is None:
             inner = outer
-        exact = self.step < scheme.warmup_steps or not isinstance(outer, GroupCodec)
-        if exact:
+        if self.is_exact(self.step) or not isinstance(outer, GroupCodec):
             return (Coding(codec=CastCodec(dtype)),) * len(route), None
         codings = tuple(
             Coding(

@@ -27,8 +27,8 @@ MAX_FUNCTION_LINES = 40
 # Module -> what it may import besides the standard library; names without a dot that are not
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
-    "codec coding collectives config cost hops kernels layout levels link metrics node_shard "
-    "owners owner_plan rng rotation scheme"
+    "codec coding collectives config config_blocks cost hops kernels layout levels link metrics "
+    "node_shard owners owner_plan rng rotation scheme"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "metrics": "torch",
     "topology": "",
     "link": "torch deepspeed.comm metrics topology",
-    "coding": "torch codec kernels rng rotation",
+    "coding": "torch codec codec_checks kernels rng rotation",
     "collectives": "torch codec coding layout link",
     "node_shard": "torch coding collectives layout link",
     "hops": "torch codec coding collectives layout link rotation",

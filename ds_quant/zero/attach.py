@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ds_quant.topology import Topology, default_node_size
-from ds_quant.zero import checkpoint, guard, parameters, replica_seams, seams
+from ds_quant.zero import accelerate_seam, checkpoint, guard, parameters, replica_seams, seams
 from ds_quant.zero.agreement import Agreement
 from ds_quant.zero.binding import Binding
 from ds_quant.zero.fetch import Fetch
@@ -64,6 +64,7 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
         seams.after_checkpoint_event(optimizer, binding.node.resync)
     if binding.gradients_travel():
         seams.wrap_shard_reduction(optimizer, ShardReduction(binding))
+        seams.after_backward(optimizer, binding.after_backward)
 
 
 def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
@@ -76,11 +77,13 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
     if binding.scheme.difference:
         seams.after_step(optimizer, Agreement(binding, binding.replica).after_step)
     replica_seams.wrap_exports(engine, optimizer, binding.replica.exact)
+    accelerate_seam.wrap_state_dict()
     if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
         binding.notices.append("buckets with Muon matrices split over ranks stay exact")
     if binding.gradients_travel():
         reduction = OwnerReduction(binding, optimizer)
         replica_seams.wrap_owner_reduction(optimizer, reduction.begin, reduction.reduce)
+        seams.after_backward(optimizer, binding.after_backward)
 
 
 def exact_weights(engine: Any) -> AbstractContextManager[None]:

@@ -50,7 +50,7 @@ class Binding:
         self._links: dict[int, Link] = {}
         self._fabrics: dict[int, Fabric] = {}
         self._levels = self._make_levels()
-        self._micro_base = (-1, 0)
+        self._backwards = (-1, 0)  # optimizer step, backwards done in it
         self._tracked = {
             id(p): Tracked(index=i, name=name, shape=parameters.shape_of(p))
             for i, (name, p) in enumerate(engine.module.named_parameters())
@@ -122,11 +122,20 @@ class Binding:
 
     @property
     def gradient_step(self) -> int:
-        """Address of the current micro-step: unique within a run, equal after a resume."""
+        """Address of the current backward: unique within a run, equal after a resume.
+
+        Not by ``engine.micro_steps``, which accelerate advances once per optimizer step only.
+        """
         step = self.engine.global_steps  # with skipped ones: their gradients were new
-        if self._micro_base[0] != step:
-            self._micro_base = (step, self.engine.micro_steps)
-        return (step << 24) + self.engine.micro_steps - self._micro_base[1]
+        if self._backwards[0] != step:
+            self._backwards = (step, 0)
+        return (step << 24) + self._backwards[1]
+
+    def after_backward(self) -> None:
+        """DeepSpeed has reduced the last gradient of a backward."""
+        step = self.engine.global_steps
+        done = self._backwards[1] if self._backwards[0] == step else 0
+        self._backwards = (step, done + 1)
 
     def weight_coding(
         self, tracked: Tracked, dtype: torch.dtype, *, step: int, rank: int, intra: bool = False

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     failures = 0
     for path in arguments.paths:
         try:
-            print("\n".join(_report(path, _load(path), arguments.world)))
+            print("\n".join(_report(path, load(path), arguments.world)))
         except (OSError, ValueError) as error:
             failures += 1
             print(f"{path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> dict[str, Any]:
     """Reads the file as DeepSpeed does: JSON with comments, duplicate keys refused."""
     import hjson
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 VOCABULARY, LENGTH, SAMPLES = 96, 16, 64
+# A model this small would stay gathered from forward to backward.
+REFETCH = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
 
 
 def ds_config(stage: int, block: dict[str, Any] | None, **zero: Any) -> dict[str, Any]:
@@ -23,9 +25,7 @@ def ds_config(stage: int, block: dict[str, Any] | None, **zero: Any) -> dict[str
             "stage3_prefetch_bucket_size": "auto",
             "stage3_param_persistence_threshold": "auto",
             "stage3_gather_16bit_weights_on_model_save": True,
-            # A model this small would stay gathered from forward to backward.
-            "stage3_max_reuse_distance": 0,
-            "stage3_max_live_parameters": 0,
+            **REFETCH,
         }
     config = {
         "train_batch_size": "auto",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ds_quant.resources import resource_dir
 from tests.distributed import harness
 from tests.integration import hf
 from tests.integration.processes import LAUNCHERS, free_port, run_both
@@ -146,6 +147,34 @@ def test_lora_trains_and_saves_exact_adapters(tmp_path: Path, stage: int) -> Non
         # ZeRO-3 gathers the frozen weights too, ZeRO-2 moves nothing but adapters.
         assert rank["report"]["params"] == (102208 if stage == 3 else 3584)
         assert received["weights"]["intra"] > 0 and received["gradients"]["intra"] > 0
+
+
+def _train_shipped_lora(folder: str) -> dict:
+    from peft import LoraConfig, get_peft_model
+
+    config = json.loads((resource_dir("configs") / "ds_lora_zero3.json").read_text("utf-8"))
+    config["optimizer"]["params"]["torch_adam"] = True  # no compiler run in a test
+    config["quantized_comm"]["min_numel"] = 512
+    config["zero_optimization"] |= hf.REFETCH
+    args = hf.arguments(folder, config, learning_rate=2e-2)
+    adapters = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trained = hf.trainer(get_peft_model(hf.new_model("llama"), adapters), args)
+    trained.train()
+    report = report_of(trained)
+    return {"losses": hf.losses(trained), "report": report}
+
+
+def test_shipped_lora_config_keeps_frozen_weights_inside_the_node(tmp_path: Path) -> None:
+    """2 x 2 ranks: between nodes go adapters and what is filled once, not six steps of weights."""
+    local = {"LOCAL_SIZE": "2"}
+    for rank in harness.run(_train_shipped_lora, 4, str(tmp_path), environment=local):
+        assert rank["losses"][-1] < rank["losses"][0]
+        report = rank["report"]
+        assert report["kept_bytes"] > 0 and report["line"].startswith("qsdp on ZeRO-3")
+        received = report["received_bytes"]["weights"]
+        # Each of 6 steps gathers twice: a few times the model inside, under twice it between.
+        assert received["intra"] > 6 * report["params"]
+        assert received["inter"] < 2 * report["params"]
 
 
 # ---- save, resume, best model ----

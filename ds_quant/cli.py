@@ -16,7 +16,7 @@ from typing import Any
 import ds_quant
 from ds_quant.config import KEY, ConfigError, QuantizedCommConfig, json_schema, parse
 from ds_quant.layout import wire_layout
-from ds_quant.tools import options
+from ds_quant.tools import keys, options
 
 _STAGES = {
     1: "ZeRO-1: gradients reduced once per step, updated weights gathered after it",
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script; the exit code is 1 if anything is wrong."""
     arguments = _parser().parse_args(argv)
     if arguments.command == "schema":
-        print(json.dumps(json_schema(), indent=2))
+        print(keys.markdown() if arguments.markdown else json.dumps(json_schema(), indent=2))
         return 0
     if arguments.command != "validate":
         return importlib.import_module(f"ds_quant.tools.{arguments.command}").main(arguments)
@@ -50,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     validate = commands.add_parser("validate", help="check the quantized_comm block of a config")
     validate.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="ds_config.json")
     validate.add_argument("--world", type=int, help="number of ranks, to check node_size")
-    commands.add_parser("schema", help="print the JSON schema of the block, for editors")
+    schema = commands.add_parser("schema", help="print the JSON schema of the block, for editors")
+    schema.add_argument("--markdown", action="store_true", help="as docs/keys.md")
     options.add_commands(commands)
     return parser
 

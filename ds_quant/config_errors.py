@@ -126,6 +126,14 @@ def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
     return problems
 
 
+def allowed_in(schema: dict[str, Any], location: Location) -> str:
+    """What may stand in one place of ``schema``, in words; ValueError outside of it."""
+    node = _node(schema, location)
+    if node is None:
+        raise ValueError(f"{'.'.join(map(str, location))}: no such key")
+    return _allowed(node)
+
+
 def _sentence(error: Mapping[str, Any], schema: dict[str, Any], block: dict) -> str:
     location: Location = error["loc"]
     context = error.get("ctx", {})

@@ -66,6 +66,7 @@ MAY_IMPORT = {
     "tools": ANYTHING,
     "tools.options": "",
     "tools.checks": "",
+    "tools.keys": "config config_errors presets",
     "cli": ANYTHING,
 }
 STDLIB_AT_TOP = {"__init__", "_autoload"}

@@ -27,9 +27,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ds_quant import cost
 from ds_quant.config import parse_block
-from ds_quant.cost import Bill, Cargo, Cluster, Volume, bill, predict
+from ds_quant.cost import Bill, Cluster, Volume, bill, predict
 from ds_quant.presets import preset_names
+from ds_quant.tools.models import block_cargo
 
 BASELINE = "full_precision"
 
@@ -95,9 +97,7 @@ def _positive_float(value: str) -> float:
 @cache
 def block_bill(scheme: str, stage: int, hidden: int, ranks: int, node_size: int) -> Bill:
     """Bytes per parameter of one transformer block in bf16."""
-    shapes = {"qkv": (3 * hidden, hidden), "out": (hidden, hidden), "up": (4 * hidden, hidden),
-              "down": (hidden, 4 * hidden), "norm1": (hidden,), "norm2": (hidden,)}  # fmt: skip
-    cargo = [Cargo(f"block.{name}.weight", s, torch.bfloat16, True) for name, s in shapes.items()]
+    cargo = block_cargo(hidden, dtype=torch.bfloat16)
     return bill(
         parse_block({"scheme": scheme}).to_scheme(), stage, cargo,
         ranks=ranks, gradient_dtype=torch.bfloat16, node_size=node_size,
@@ -107,13 +107,7 @@ def block_bill(scheme: str, stage: int, hidden: int, ranks: int, node_size: int)
 def volume(scheme: str, stage: int, model: Model, ranks: int, node_size: int, k: int) -> Volume:
     """What one step moves and encodes, `k` micro-steps."""
     costs = block_bill(scheme, stage, model.hidden, ranks, node_size)
-    exchanges = (3 * k if stage == 3 else 1 + k) if stage > 1 else 2
-    return Volume(
-        inter=costs.step_bytes(stage, micro_steps=k),
-        intra=costs.intra_bytes(stage, micro_steps=k),
-        encoded=0.0 if costs.full_precision_share == 1 else exchanges,
-        collectives=exchanges * model.layers,
-    )
+    return cost.volume(costs, stage, micro_steps=k, layers=model.layers)
 
 
 def points(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:

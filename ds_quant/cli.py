@@ -1,11 +1,13 @@
-"""The ``ds_quant`` command: check a DeepSpeed config before a job starts, print the JSON schema.
+"""The ``ds_quant`` command: check a config, a machine or a plan before a job starts.
 
-Loads neither torch nor deepspeed, so that it answers at once and on a machine without a GPU.
+``validate`` and ``schema`` load neither torch nor deepspeed, so that they answer at once; the
+other commands are in tools/.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import ds_quant
 from ds_quant.config import KEY, ConfigError, QuantizedCommConfig, json_schema, parse
 from ds_quant.layout import wire_layout
+from ds_quant.tools import keys, options
 
 _STAGES = {
     1: "ZeRO-1: gradients reduced once per step, updated weights gathered after it",
@@ -23,15 +26,17 @@ _STAGES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the console script; the exit code is 1 if any file is wrong."""
+    """Entry point of the console script; the exit code is 1 if anything is wrong."""
     arguments = _parser().parse_args(argv)
     if arguments.command == "schema":
-        print(json.dumps(json_schema(), indent=2))
+        print(keys.markdown() if arguments.markdown else json.dumps(json_schema(), indent=2))
         return 0
+    if arguments.command != "validate":
+        return importlib.import_module(f"ds_quant.tools.{arguments.command}").main(arguments)
     failures = 0
     for path in arguments.paths:
         try:
-            print("\n".join(_report(path, _load(path), arguments.world)))
+            print("\n".join(_report(path, load(path), arguments.world)))
         except (OSError, ValueError) as error:
             failures += 1
             print(f"{path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
@@ -45,11 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     validate = commands.add_parser("validate", help="check the quantized_comm block of a config")
     validate.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="ds_config.json")
     validate.add_argument("--world", type=int, help="number of ranks, to check node_size")
-    commands.add_parser("schema", help="print the JSON schema of the block, for editors")
+    schema = commands.add_parser("schema", help="print the JSON schema of the block, for editors")
+    schema.add_argument("--markdown", action="store_true", help="as docs/keys.md")
+    options.add_commands(commands)
     return parser
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> dict[str, Any]:
     """Reads the file as DeepSpeed does: JSON with comments, duplicate keys refused."""
     import hjson
 

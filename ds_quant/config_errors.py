@@ -64,9 +64,14 @@ def misplaced_block(param_dict: Mapping[Any, Any]) -> list[str]:
     for key, value in param_dict.items():
         # 0.75 also catches "quantized_communication"; DeepSpeed's own keys reach 0.6 at most.
         if key != KEY and isinstance(key, str) and did_you_mean(key, [KEY], cutoff=0.75):
-            problems.append(f"{key}: unknown key in the DeepSpeed config; did you mean {KEY}?")
+            problems.append(
+                f"{key}={show(value)}: unknown key in the DeepSpeed config; did you mean {KEY}?"
+            )
         if isinstance(value, dict) and key != KEY and KEY in value:
-            problems.append(f"{key}.{KEY}: move {KEY} to the top level of the DeepSpeed config")
+            problems.append(
+                f"{key}.{KEY}={show(value[KEY])}: move {KEY} to the top level of the DeepSpeed "
+                "config"
+            )
     return problems
 
 
@@ -121,11 +126,19 @@ def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
     return problems
 
 
+def allowed_in(schema: dict[str, Any], location: Location) -> str:
+    """What may stand in one place of ``schema``, in words; ValueError outside of it."""
+    node = _node(schema, location)
+    if node is None:
+        raise ValueError(f"{'.'.join(map(str, location))}: no such key")
+    return _allowed(node)
+
+
 def _sentence(error: Mapping[str, Any], schema: dict[str, Any], block: dict) -> str:
     location: Location = error["loc"]
     context = error.get("ctx", {})
     if error["type"] == "extra_forbidden":
-        return _unknown_key(location, schema)
+        return _unknown_key(location, error["input"], schema)
     if error["type"] == "conflict":
         settings = context["settings"].items()
         both = (_setting((*location, key), value, block) for key, value in settings)
@@ -145,8 +158,8 @@ def _setting(location: Location, value: Any, block: Any) -> str:
     return f"{path_of(location)}={show(value)}{'' if block is not None else ' (set by the scheme)'}"
 
 
-def _unknown_key(location: Location, schema: dict[str, Any]) -> str:
-    path, key = path_of(location), str(location[-1])
+def _unknown_key(location: Location, value: Any, schema: dict[str, Any]) -> str:
+    path, key = f"{path_of(location)}={show(value)}", str(location[-1])
     if location in _ABSENT:
         return f"{path}: not supported: {_ABSENT[location]}"
     here = list(_properties(_node(schema, location[:-1]) or {}))

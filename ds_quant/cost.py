@@ -222,6 +222,17 @@ class Volume:
     collectives: int = 0
 
 
+def volume(costs: Bill, stage: int, *, micro_steps: int, layers: int) -> Volume:
+    """What a step of ``micro_steps`` moves and encodes; one collective per layer and exchange."""
+    exchanges = (3 * micro_steps if stage == 3 else 1 + micro_steps) if stage > 1 else 2
+    return Volume(
+        inter=costs.step_bytes(stage, micro_steps=micro_steps),
+        intra=costs.intra_bytes(stage, micro_steps=micro_steps),
+        encoded=0.0 if costs.full_precision_share == 1 else exchanges,
+        collectives=exchanges * layers,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
     """Seconds of one optimizer step; communication and compute one after the other, or at once."""

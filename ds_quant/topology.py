@@ -40,12 +40,13 @@ class Topology:
 
 
 def default_node_size(world: int) -> int:
-    """Ranks per host as the launcher set them (torchrun: LOCAL_WORLD_SIZE, deepspeed: LOCAL_SIZE).
+    """Ranks per host as the launcher set them (deepspeed: LOCAL_SIZE, torchrun: LOCAL_WORLD_SIZE).
 
+    In this order: under the deepspeed launcher on CPU, accelerate sets LOCAL_WORLD_SIZE to 1.
     A launcher that does not say, or a value that does not divide the world (uneven hosts), gives
     ``world``: every rank counts as local, and the log line says so through its node count.
     """
-    for variable in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+    for variable in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
         value = os.environ.get(variable, "")
         if value.isdigit() and int(value) > 0 and world % int(value) == 0:
             return int(value)

@@ -9,7 +9,7 @@ from typing import Any
 from ds_quant.config_blocks import FallbackConfig
 from ds_quant.kernels import dispatch
 from ds_quant.topology import Topology, default_node_size
-from ds_quant.zero import checkpoint, guard, parameters, replica_seams, seams
+from ds_quant.zero import accelerate_seam, checkpoint, guard, parameters, replica_seams, seams
 from ds_quant.zero.agreement import Agreement
 from ds_quant.zero.binding import Binding
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
@@ -17,6 +17,7 @@ from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.reduce import OwnerReduction, ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
+from ds_quant.zero.start_line import start_line
 
 
 def attach(engine: Any, optimizer: Any) -> None:
@@ -58,7 +59,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     device = parameters.device()
     if device.type == "cuda" and world > 1:
         rehearse(binding, device)
-    seams.log_rank0(f"quantized_comm: {binding.describe()}")
+    seams.log_rank0(f"quantized_comm: {start_line(binding)}")
 
 
 def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
@@ -77,6 +78,7 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
         seams.after_checkpoint_event(optimizer, binding.node.resync)
     if binding.gradients_travel():
         seams.wrap_shard_reduction(optimizer, ShardReduction(binding))
+        seams.after_backward(optimizer, binding.after_backward)
 
 
 def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
@@ -91,11 +93,13 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
     if binding.scheme.difference:
         seams.after_step(optimizer, Agreement(binding, binding.replica).after_step)
     replica_seams.wrap_exports(engine, optimizer, binding.replica.exact)
+    accelerate_seam.wrap_state_dict()
     if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
         binding.notices.append("buckets with Muon matrices split over ranks stay exact")
     if binding.gradients_travel():
         reduction = OwnerReduction(binding, optimizer)
         replica_seams.wrap_owner_reduction(optimizer, reduction.begin, reduction.reduce)
+        seams.after_backward(optimizer, binding.after_backward)
 
 
 def _attach_fallback(binding: Binding, optimizer: Any, settings: FallbackConfig) -> None:
@@ -175,5 +179,5 @@ def report(engine: Any) -> dict[str, Any] | None:
         "nonfinite_steps": binding.state.nonfinite_steps,
         "exact_steps": binding.state.exact_steps,
         "killed": binding.state.killed,
-        "line": binding.describe(),
+        "line": start_line(binding),
     }

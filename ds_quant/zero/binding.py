@@ -13,9 +13,8 @@ import torch
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.coding import Coding
-from ds_quant.cost import Bill, Cargo, bill, shipped_bytes
+from ds_quant.cost import Bill, Cargo, bill
 from ds_quant.hops import Hop
-from ds_quant.kernels import dispatch
 from ds_quant.link import Fabric, Link
 from ds_quant.metrics import Traffic
 from ds_quant.rng import Address, Role, address
@@ -52,7 +51,7 @@ class Binding:
         self._links: dict[int, Link] = {}
         self._fabrics: dict[int, Fabric] = {}
         self._levels = self._make_levels()
-        self._micro_base = (-1, 0)
+        self._backwards = (-1, 0)  # optimizer step, backwards done in it
         self._tracked = {
             id(p): Tracked(index=i, name=name, shape=parameters.shape_of(p))
             for i, (name, p) in enumerate(engine.module.named_parameters())
@@ -141,11 +140,20 @@ class Binding:
 
     @property
     def gradient_step(self) -> int:
-        """Address of the current micro-step: unique within a run, equal after a resume."""
+        """Address of the current backward: unique within a run, equal after a resume.
+
+        Not by ``engine.micro_steps``, which accelerate advances once per optimizer step only.
+        """
         step = self.engine.global_steps  # with skipped ones: their gradients were new
-        if self._micro_base[0] != step:
-            self._micro_base = (step, self.engine.micro_steps)
-        return (step << 24) + self.engine.micro_steps - self._micro_base[1]
+        if self._backwards[0] != step:
+            self._backwards = (step, 0)
+        return (step << 24) + self._backwards[1]
+
+    def after_backward(self) -> None:
+        """DeepSpeed has reduced the last gradient of a backward."""
+        step = self.engine.global_steps
+        done = self._backwards[1] if self._backwards[0] == step else 0
+        self._backwards = (step, done + 1)
 
     def weight_coding(
         self, tracked: Tracked, dtype: torch.dtype, *, step: int, rank: int, intra: bool = False
@@ -262,33 +270,3 @@ class Binding:
             gradient_dtype=seams.gradient_dtype(self.engine),
             shipped_gradients=seams.exact_gradient_reason(self.engine) is not None,
         )
-
-    def describe(self) -> str:
-        """The start-up line: what is on, its bytes against DeepSpeed's, what stays exact."""
-        costs, stage = self.bill(), self.stage
-        per_micro_step = stage == 3 and not costs.once_per_step
-        micro_steps = 1 if per_micro_step else self.engine.gradient_accumulation_steps()
-        dtype = seams.gradient_dtype(self.engine)
-        label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
-        kept = ", ".join(f"{n} {reason}" for reason, n in sorted(costs.kept.items())) or "none"
-        inside = costs.intra_bytes(stage, micro_steps=micro_steps)
-        parts = [
-            f"{self.scheme.name} on ZeRO-{stage}, "
-            f"{costs.step_bytes(stage, micro_steps=micro_steps):.2f} "
-            f"B/param/{'micro-step' if per_micro_step else 'step'}"
-            f"{' between nodes' if inside else ''} "
-            f"({label} {shipped_bytes(stage, dtype, micro_steps=micro_steps):.2f}), "
-            f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision ({kept})",
-            f"{self.topology.nodes} x {self.topology.node_size} ranks",
-            dispatch.describe(parameters.device()),
-        ]
-        if inside:
-            parts.append(f"{inside:.2f} B/param inside a node")
-        if costs.memory:
-            gigabytes = costs.memory * costs.numel / 1e9
-            parts.append(
-                f"keeps {costs.memory:.2f} B/param ({gigabytes:.3g} GB) more on every rank"
-            )
-        if self.scheme.warmup_steps:
-            parts.append(f"from step {self.scheme.warmup_steps} on")
-        return "; ".join(parts + self.notices)

@@ -16,6 +16,7 @@ import torch.distributed as torch_dist
 from ds_quant.config import ConfigError
 from ds_quant.scheme import Scheme
 from ds_quant.topology import Topology
+from ds_quant.zero.seams import log_rank0
 
 WIRE_VERSION = 1  # raised when bytes on the wire change meaning
 
@@ -83,15 +84,12 @@ def handshake(*, settings: str, rank: int, world: int, timeout: float) -> None:
     mine = json.dumps({"ds_quant": __version__, "wire": WIRE_VERSION, "settings": settings})
     prefix = f"ds_quant/handshake/{engine}"
     store.set(f"{prefix}/{rank}", mine)
-    try:
-        store.wait([f"{prefix}/{r}" for r in range(world)], timedelta(seconds=timeout))
-    except RuntimeError:  # torch.distributed.DistStoreError and friends
-        absent = [r for r in range(world) if not store.check([f"{prefix}/{r}"])]
+    if absent := _absent(store, prefix, world, timeout):
         raise RuntimeError(
             f"quantized_comm: no answer from rank(s) {absent} within {timeout:g} s. Is ds_quant "
             "installed on their hosts, DS_QUANT_DISABLE unset and the same config used there? "
             "A slow start needs a larger quantized_comm.handshake_timeout"
-        ) from None
+        )
     answers = {r: store.get(f"{prefix}/{r}").decode() for r in range(world)}
     differing = {r: a for r, a in answers.items() if a != answers[0]}
     if differing:
@@ -100,3 +98,35 @@ def handshake(*, settings: str, rank: int, world: int, timeout: float) -> None:
             f"config. rank 0: {answers[0]}; "
             + "; ".join(f"rank {r}: {a}" for r, a in sorted(differing.items()))
         )
+
+
+def roll_call(what: str, *, rank: int, world: int, patience: float, timeout: float) -> None:
+    """Wait through the store until every rank has called ``what``, which is a collective.
+
+    Rank 0 warns after ``patience`` seconds, because it may be alone by mistake; others may also be
+    late because they write a large file.
+
+    Raises:
+        RuntimeError: naming the ranks that have not called it within ``timeout`` seconds.
+    """
+    store = torch_dist.distributed_c10d._get_default_store()
+    call = store.add(f"ds_quant/calls/{what}/{rank}", 1)
+    prefix = f"ds_quant/roll_call/{what}/{call}"
+    store.set(f"{prefix}/{rank}", "here")
+    message = "quantized_comm: {} needs all ranks under ZeRO-1 and 2: not called on rank(s) {}"
+    if absent := _absent(store, prefix, world, patience):
+        log_rank0(message.format(what, absent) + f" after {patience:g} s, still waiting")
+    if absent and (absent := _absent(store, prefix, world, timeout)):
+        raise RuntimeError(
+            message.format(what, absent) + f" within {timeout:g} s. Call it on all ranks and let "
+            "one of them write the files, as ZeRO-3 needs it too"
+        )
+
+
+def _absent(store: Any, prefix: str, world: int, timeout: float) -> list[int]:
+    """Ranks without a key under ``prefix`` after ``timeout`` seconds."""
+    try:
+        store.wait([f"{prefix}/{r}" for r in range(world)], timedelta(seconds=timeout))
+    except RuntimeError:  # torch.distributed.DistStoreError and friends
+        return [r for r in range(world) if not store.check([f"{prefix}/{r}"])]
+    return []

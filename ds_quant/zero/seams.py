@@ -141,6 +141,18 @@ def wrap_shard_reduction(optimizer: Any, reduce: Callable[..., Any]) -> None:
     wrap(optimizer, _AVG_SCATTER, around)
 
 
+def after_backward(optimizer: Any, then: Callable[[], None]) -> None:
+    """Run ``then()`` whenever the gradients of a backward have been reduced."""
+
+    def epilogue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then()
+        return result
+
+    require(optimizer, "independent_gradient_partition_epilogue")
+    wrap(optimizer, "independent_gradient_partition_epilogue", epilogue)
+
+
 # ---- the optimizer step ----
 
 

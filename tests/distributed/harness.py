@@ -17,7 +17,14 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.distributed.preload"])
+_PRELOADED = ["tests.distributed.preload"]
+_CONTEXT.set_forkserver_preload(_PRELOADED)
+
+
+def preload(module: str) -> None:
+    """Let the server import ``module`` too. Effective until the first run starts the server."""
+    _PRELOADED.append(module)
+    _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 def run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,11 @@ _HIDDEN = (
     "PYTHONPATH", "PYTHONHOME", "PYTHONWARNINGS", "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "DS_QUANT_DISABLE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE",
 )  # fmt: skip
+
+LAUNCHERS = {
+    "deepspeed": ("deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port"),
+    "torchrun": ("torch.distributed.run", "--nproc_per_node", "2", "--master_port"),
+}
 
 
 def run(*command: str | Path, cwd: Path, timeout: float = 240, **environment: str) -> str:
@@ -32,3 +38,10 @@ def run_both(
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout, done.stderr
+
+
+def free_port() -> str:
+    """A port on which a launcher may listen."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])

@@ -18,15 +18,11 @@ from pathlib import Path
 import pytest
 
 from ds_quant import _autoload
-from tests.integration.processes import run, run_both
+from tests.integration.processes import LAUNCHERS, free_port, run, run_both
 
 IMPORTS = {
     "torch first": "import torch\nimport deepspeed",
     "deepspeed first": "import deepspeed\nimport torch",
-}
-LAUNCHERS = {
-    "deepspeed": ("deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port"),
-    "torchrun": ("torch.distributed.run", "--nproc_per_node", "2", "--master_port"),
 }
 TRAINING = """
 import json, os, sys
@@ -61,14 +57,6 @@ def ds_config(stage: int) -> dict:
 
 
 # ---- launchers ----
-
-
-def free_port() -> str:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def launch(

@@ -65,6 +65,10 @@ MAY_IMPORT = {
     "zero.replica_seams": "torch deepspeed zero",
     "zero.wrapping": "deepspeed",
     "zero.seams": f"torch deepspeed zero topology resources __init__ {_BELOW_ZERO}",
+    "tools": ANYTHING,
+    "tools.options": "",
+    "tools.checks": "",
+    "tools.keys": "config config_errors presets",
     "cli": ANYTHING,
 }
 STDLIB_AT_TOP = {"__init__", "_autoload"}

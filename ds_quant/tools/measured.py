@@ -1,0 +1,105 @@
+"""Prediction against measurement: the cost model on the points of a result file of speed.py.
+
+[Note: calibration] Bytes come from ``ds_quant.cost`` through the start-up lines' schemes, the link
+from the rate that the lab set. What a step does without any link (compute, encoding, links inside
+a host) is not predicted but taken from the point that was measured without a rate limit, once per
+stage and scheme; those points test nothing and are left out. May import torch, cost, config.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from ds_quant import cost
+from ds_quant.config import parse_block
+from ds_quant.cost import Cluster, Volume, predict
+from ds_quant.presets import preset_names
+from ds_quant.tools.models import block_cargo
+
+CLOSE = 0.15  # the error that a prediction may have
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One measured step time and its prediction, in seconds; rate in Mbit/s."""
+
+    stage: int
+    scheme: str
+    rate: float
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative; positive if the prediction is too long."""
+        return self.predicted / self.measured - 1
+
+
+def compare(path: Path) -> tuple[list[Point], list[str]]:
+    """Every point that can be predicted, and a sentence for every scheme that cannot.
+
+    Raises:
+        ValueError: the file holds no step times by link rate.
+    """
+    result = json.loads(path.read_text("utf-8"))
+    if not isinstance(result, dict) or result.get("kind") != "speed":
+        raise ValueError(f"--validate-against {path}: allowed: a result file of speed.py")
+    width = result["arguments"]["width"]
+    points, left_out = [], []
+    for place in result["points"]:
+        local = {row["scheme"]: row["seconds"] for row in place["rows"] if row["rate"] == 0}
+        for scheme in dict.fromkeys(row["scheme"] for row in place["rows"]):
+            own = [row for row in place["rows"] if row["scheme"] == scheme]
+            where = f"ZeRO-{place['stage']} {scheme}"
+            if scheme not in preset_names():
+                left_out.append(f"{where}: another program's collectives, not in the cost model")
+            elif scheme not in local:
+                left_out.append(f"{where}: no point without a rate limit to take compute from")
+            else:
+                points += _points(place, own, local[scheme], width)
+    return points, left_out
+
+
+def _points(place: dict[str, Any], rows: list[dict], local: float, width: int) -> list[Point]:
+    nodes, node_size = map(int, place["topology"].split("x"))
+    scheme, stage = rows[0]["scheme"], place["stage"]
+    costs = cost.bill(
+        parse_block({"scheme": scheme}).to_scheme(), stage,
+        block_cargo(width, dtype=torch.bfloat16), ranks=nodes * node_size, node_size=node_size,
+        gradient_dtype=torch.bfloat16,
+    )  # fmt: skip
+    volume = Volume(inter=costs.step_bytes(stage))
+    found = []
+    for row in rows:
+        if row["rate"]:
+            cluster = Cluster(
+                nodes=nodes, node_size=node_size, link=row["rate"] * 1e6 / 8,
+                intra_link=float("inf"), flops=6.0 * place["parameters"] / local,
+            )  # fmt: skip
+            time = predict(volume, cluster, numel=place["parameters"], tokens=1)
+            found.append(
+                Point(
+                    stage=stage,
+                    scheme=scheme,
+                    rate=row["rate"],
+                    measured=row["seconds"],
+                    predicted=time.no_overlap,
+                )  # fmt: skip
+            )
+    return found
+
+
+def summary(points: list[Point]) -> str:
+    """One line on all errors."""
+    errors = [abs(point.error) for point in points]
+    close = sum(error <= CLOSE for error in errors)
+    return (
+        f"{close} of {len(points)} points within {CLOSE:.0%}; mean error {mean(errors):.1%}, "
+        f"largest {max(errors):.1%}"
+    )

@@ -1,0 +1,175 @@
+"""``ds_quant probe``: bandwidth and latency of the process groups that training will use.
+
+Run it as a training script is run, one process per GPU: the groups, the backend and the calls are
+those of the plugin. All nodes send at once, as they do in a step. Writes JSON for
+``ds_quant estimate --probe``. May import torch, link, topology.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ds_quant.topology import Topology, default_node_size
+
+SIZES = (1 << 10, 1 << 20, 1 << 23, 1 << 25)  # bytes from each rank; the first gives the latency
+KIND, VERSION = "probe", 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """bytes_per_second: into one rank inside a node, or into one node. latency: seconds."""
+
+    bytes_per_second: float
+    latency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a probe measured; None for a level that the ranks do not have."""
+
+    nodes: int
+    node_size: int
+    backend: str
+    intra: Rate | None
+    inter: Rate | None
+
+
+def load(path: Path) -> Found:
+    """Read a file written by ``main``.
+
+    Raises:
+        ValueError: it is none, or of another version.
+    """
+    facts = json.loads(path.read_text("utf-8"))
+    if not isinstance(facts, dict) or (facts.get("kind"), facts.get("version")) != (KIND, VERSION):
+        raise ValueError(f"--probe {path}: allowed: a file of this version's 'ds_quant probe'")
+    rates = {key: facts[key] and Rate(**facts[key]) for key in ("intra", "inter")}
+    return Found(**{key: facts[key] for key in ("nodes", "node_size", "backend")}, **rates)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measure and, on rank 0, write and print; 1 outside a launcher."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        print(
+            "ds_quant probe: RANK and WORLD_SIZE are not set: start it with a launcher, such as\n"
+            "  torchrun --nproc-per-node 8 --nnodes 2 ... --no-python ds_quant probe",
+            file=sys.stderr,
+        )
+        return 1
+    measure_and_write(arguments)
+    sys.stdout.flush()
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
+    return 0
+
+
+def measure_and_write(arguments: argparse.Namespace) -> Found:
+    """On all ranks; rank 0 writes ``arguments.out`` and prints."""
+    import torch
+
+    found = _measure(arguments)
+    if int(os.environ["RANK"]) == 0:
+        facts = {"kind": KIND, "version": VERSION, **asdict(found)}
+        arguments.out.write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
+        print("\n".join(describe(found)))
+        print(f"written: {arguments.out}; next: ds_quant estimate --probe {arguments.out} ...")
+    torch.distributed.barrier()
+    return found
+
+
+def describe(found: Found) -> list[str]:
+    """A line per level."""
+    shown = [f"{found.nodes} x {found.node_size} ranks over {found.backend}"]
+    for rate, what in ((found.intra, "inside a node, into a rank"), (found.inter, "into a node")):
+        if rate is not None:
+            shown.append(
+                f"{what}: {rate.bytes_per_second * 8 / 1e9:.3g} Gb/s, "
+                f"{rate.latency * 1e6:.0f} us per collective"
+            )
+    return shown
+
+
+def _measure(arguments: argparse.Namespace) -> Found:
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    else:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build
+    backend = "nccl" if cuda else "gloo"
+    deepspeed.init_distributed(backend, verbose=False)
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    if world < 2:
+        raise SystemExit("ds_quant probe: WORLD_SIZE=1: allowed: 2 ranks or more")
+    topology = Topology(world=world, node_size=arguments.node_size or default_node_size(world))
+    device = torch.device("cuda" if cuda else "cpu")
+    levels = []
+    for name, groups in zip(("inside nodes", "between nodes"), topology.levels(), strict=True):
+        rate = None
+        made = [(ranks, torch.distributed.new_group(ranks)) for ranks in groups]
+        if len(groups[0]) > 1:
+            (own,) = (group for ranks, group in made if rank in ranks)
+            rate = _rate_of(name, own, topology, device, rank)
+        levels.append(rate)
+    intra, inter = levels
+    if inter is not None:  # every rank of a node receives its own share at the same time
+        whole = inter.bytes_per_second * topology.node_size
+        inter = Rate(bytes_per_second=whole, latency=inter.latency)
+    return Found(nodes=topology.nodes, node_size=topology.node_size, backend=backend,
+                 intra=intra, inter=inter)  # fmt: skip
+
+
+def _rate_of(name: str, group: Any, topology: Topology, device: Any, rank: int) -> Rate:
+    """Of the slowest rank, so that the estimate waits as the step would."""
+    import torch
+
+    from ds_quant.link import Link
+    from ds_quant.metrics import Traffic
+
+    link = Link(group, topology=topology, traffic=Traffic())
+    seconds = []
+    for nbytes in SIZES:
+        if rank == 0 and sys.stderr.isatty():
+            print(f"  {name}: {nbytes} bytes per rank", file=sys.stderr)
+        seconds.append(_time(link, nbytes, device))
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX)
+    received = [nbytes * (link.size - 1) for nbytes in SIZES]
+    return rate_from(received, slowest.tolist())
+
+
+def rate_from(received: Sequence[int], seconds: Sequence[float]) -> Rate:
+    """Latency is the time of the smallest message; the rate that of the largest, without it."""
+    latency = seconds[0]
+    moving = max(seconds[-1] - latency, 1e-9)
+    return Rate(bytes_per_second=(received[-1] - received[0]) / moving, latency=latency)
+
+
+def _time(link: Any, nbytes: int, device: Any) -> float:
+    """Median seconds of a gather of ``nbytes`` from every rank of the link."""
+    import torch
+
+    payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    found, repeats = [], 20 if nbytes < SIZES[1] else 5
+    for _ in range(repeats + 2):
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        link.all_gather(payload, role="weights").wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return median(found[2:])

@@ -1,0 +1,331 @@
+"""Hugging Face Trainer and Accelerate with the block in the DeepSpeed config and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_quant.resources import resource_dir
+from tests.distributed import harness
+from tests.integration import hf
+from tests.integration.processes import LAUNCHERS, free_port, run_both
+
+for library in ("transformers", "accelerate", "peft"):
+    pytest.importorskip(library, reason=f"needs {library}: pip install 'ds_quant[hf]'")
+harness.preload("tests.integration.hf_preload")
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+WORLD = 2
+QSDP = {"scheme": "qsdp", "min_numel": 512}  # else half of so small a model is exempt
+W4 = {"scheme": "qsdp_w4g4", "min_numel": 512}
+
+
+def report_of(trained: Any) -> dict[str, Any]:
+    import ds_quant
+
+    return ds_quant.report(trained.model_wrapped)
+
+
+# ---- training ----
+
+
+def _train(kind: str, stage: int, block: dict | None, folder: str, options: dict) -> dict:
+    args = hf.arguments(folder, hf.ds_config(stage, block), **options)
+    model = hf.new_model(kind)
+    partitioned = any(hasattr(p, "ds_id") for p in model.parameters())
+    trained = hf.trainer(model, args)
+    addresses = _watch_addresses()
+    trained.train()
+    return {
+        "losses": hf.losses(trained),
+        "addresses": addresses,
+        "partitioned": partitioned,
+        "report": report_of(trained),
+        "dtype": str(next(trained.model.parameters()).dtype),
+    }
+
+
+def _watch_addresses() -> set[int]:
+    """Fills with the addresses that gradients of the following backwards are rounded with."""
+    from ds_quant.zero.binding import Binding
+
+    seen: set[int] = set()
+    original = Binding.gradient_codings
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.add(self.gradient_step)
+        return original(self, *args, **kwargs)
+
+    Binding.gradient_codings = noted  # in a process that ends with the test
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "options"),
+    [
+        ("llama", 1, {}),
+        ("gpt2", 2, {"gradient_accumulation_steps": 2}),
+        ("llama", 3, {}),
+        ("gpt2", 3, {"gradient_checkpointing": True}),
+    ],
+)
+def test_trainer_learns_with_quantized_communication(
+    tmp_path: Path, kind: str, stage: int, options: dict
+) -> None:
+    facts = kind, stage
+    ranks = harness.run(_train, WORLD, *facts, QSDP, str(tmp_path / "quantized"), options)
+    plain = harness.run(_train, WORLD, *facts, None, str(tmp_path / "plain"), options)
+    assert ranks[0]["losses"] == ranks[1]["losses"], "Trainer logs the mean over ranks"
+    found, expected = ranks[0]["losses"], plain[0]["losses"]
+    assert plain[0]["report"] is None and ranks[0]["dtype"] == "torch.bfloat16"
+    # Equal weights at the start; then 8-bit noise, small against what six steps learn.
+    assert found[0] == pytest.approx(expected[0], rel=5e-3)
+    assert expected[-1] < expected[0] - 0.4
+    assert found[-1] == pytest.approx(expected[-1], abs=0.1 * (expected[0] - expected[-1]))
+    assert found != expected
+    for rank in ranks:
+        # zero.Init: from_config builds partitioned parameters under ZeRO-3
+        assert rank["partitioned"] == (stage == 3)
+        report = rank["report"]
+        assert report["line"].startswith(f"qsdp on ZeRO-{stage}, ")
+        assert report["steps"] == 6
+        # accelerate advances engine.micro_steps once per step, yet every backward rounds afresh
+        backwards = 6 * options.get("gradient_accumulation_steps", 1)
+        assert len(rank["addresses"]) == backwards
+        for role in ("weights", "gradients"):
+            assert report["received_bytes"][role]["intra"] > 0
+        assert report["full_precision_share"] < 0.05
+
+
+# ---- LoRA ----
+
+
+def _train_lora(stage: int, folder: str) -> dict:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    args = hf.arguments(folder, hf.ds_config(stage, QSDP), max_steps=8, learning_rate=2e-2)
+    adapters = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trained = hf.trainer(get_peft_model(hf.new_model("llama"), adapters), args)
+    trained.train()
+    trained.save_model()
+    torch.distributed.barrier()
+    masters = hf.master_weights(trained.model_wrapped)
+    dtypes = {name: p.dtype for name, p in trained.model.named_parameters()}
+    again = PeftModel.from_pretrained(_on_cpu("llama"), folder).state_dict()
+    return {
+        "losses": hf.losses(trained),
+        "report": report_of(trained),
+        "masters": {
+            name: (hf.as_array(again[name]), hf.rounded(value, dtypes[name]))
+            for name, value in masters.items()
+        },
+    }
+
+
+def _on_cpu(kind: str) -> Any:
+    """The whole model on every rank: without the config that makes from_pretrained partition."""
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    return hf.new_model(kind)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_lora_trains_and_saves_exact_adapters(tmp_path: Path, stage: int) -> None:
+    for rank in harness.run(_train_lora, WORLD, stage, str(tmp_path)):
+        assert rank["losses"][-1] < rank["losses"][0] - 0.02
+        assert "lora" in " ".join(rank["masters"]) and len(rank["masters"]) == 8
+        for name, (saved, expected) in rank["masters"].items():
+            assert np.array_equal(saved, expected), name
+        received = rank["report"]["received_bytes"]
+        # ZeRO-3 gathers the frozen weights too, ZeRO-2 moves nothing but adapters.
+        assert rank["report"]["params"] == (102208 if stage == 3 else 3584)
+        assert received["weights"]["intra"] > 0 and received["gradients"]["intra"] > 0
+
+
+def _train_shipped_lora(folder: str) -> dict:
+    from peft import LoraConfig, get_peft_model
+
+    config = json.loads((resource_dir("configs") / "ds_lora_zero3.json").read_text("utf-8"))
+    config["optimizer"]["params"]["torch_adam"] = True  # no compiler run in a test
+    config["quantized_comm"]["min_numel"] = 512
+    config["zero_optimization"] |= hf.REFETCH
+    args = hf.arguments(folder, config, learning_rate=2e-2)
+    adapters = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trained = hf.trainer(get_peft_model(hf.new_model("llama"), adapters), args)
+    trained.train()
+    report = report_of(trained)
+    return {"losses": hf.losses(trained), "report": report}
+
+
+def test_shipped_lora_config_keeps_frozen_weights_inside_the_node(tmp_path: Path) -> None:
+    """2 x 2 ranks: between nodes go adapters and what is filled once, not six steps of weights."""
+    local = {"LOCAL_SIZE": "2"}
+    for rank in harness.run(_train_shipped_lora, 4, str(tmp_path), environment=local):
+        assert rank["losses"][-1] < rank["losses"][0]
+        report = rank["report"]
+        assert report["kept_bytes"] > 0 and report["line"].startswith("qsdp on ZeRO-3")
+        received = report["received_bytes"]["weights"]
+        # Each of 6 steps gathers twice: a few times the model inside, under twice it between.
+        assert received["intra"] > 6 * report["params"]
+        assert received["inter"] < 2 * report["params"]
+
+
+# ---- save, resume, best model ----
+
+
+def _train_and_save(stage: int, block: dict, folder: str) -> dict:
+    """Six steps with a checkpoint at three, then the same again from that checkpoint."""
+    saving = {
+        "save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3,
+        "load_best_model_at_end": True,
+    }  # fmt: skip
+    first = hf.trainer(
+        hf.new_model("llama"), hf.arguments(folder, hf.ds_config(stage, block), **saving)
+    )
+    first.train()
+    exact = hf.master_weights(first.model_wrapped)
+    first.save_model(f"{folder}/final")
+    torch.distributed.barrier()
+    again = hf.arguments(f"{folder}/again", hf.ds_config(stage, block), **saving)
+    second = hf.trainer(hf.new_model("llama"), again)
+    second.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    return {
+        "losses": (hf.losses(first), hf.losses(second)),
+        "eval": [row["eval_loss"] for row in first.state.log_history if "eval_loss" in row],
+        "best": first.state.best_model_checkpoint,
+        "evaluated": first.evaluate()["eval_loss"],
+        "exact": exact,
+        "steps": report_of(second)["steps"],
+    }
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resume_continues_bit_for_bit_and_saves_are_exact(tmp_path: Path, stage: int) -> None:
+    from safetensors.torch import load_file
+
+    rank, _ = harness.run(_train_and_save, WORLD, stage, W4, str(tmp_path))
+    through, resumed = rank["losses"]
+    assert len(through) == 6 and resumed[-3:] == through[3:] and rank["steps"] == 6
+    # Best model: the checkpoint with the lower loss is loaded, and evaluates as it did then.
+    assert Path(rank["best"]).name == "checkpoint-6" and rank["eval"][1] < rank["eval"][0]
+    assert rank["evaluated"] == pytest.approx(rank["eval"][1], rel=1e-6)
+    saved = load_file(tmp_path / "final" / "model.safetensors")
+    assert set(saved) | {"lm_head.weight"} == set(rank["exact"]) | {"lm_head.weight"}
+    for name, tensor in saved.items():
+        assert tensor.dtype == torch.bfloat16
+        assert np.array_equal(hf.as_array(tensor), hf.rounded(rank["exact"][name], tensor.dtype))
+
+
+# ---- Accelerate without Trainer ----
+
+
+def _accelerate(folder: str) -> dict:
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    import ds_quant
+
+    config = hf.ds_config(2, W4) | {"gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
+    config |= {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 4 * WORLD}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 5e-3, "torch_adam": True}}
+    config["zero_optimization"]["reduce_bucket_size"] = 100_000
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16")
+    from accelerate.utils import DummyOptim
+
+    model = hf.new_model("gpt2")
+    model, _ = accelerator.prepare(model, DummyOptim(model.parameters()))
+    rank = torch.distributed.get_rank()
+    data = hf.dataset()[rank * 8 : rank * 8 + 8]
+    rows = {key: torch.stack([row[key] for row in data]) for key in data[0]}
+    losses = []
+    for _ in range(4):
+        loss = model(**rows).loss
+        accelerator.backward(loss)
+        losses.append(float(loss.detach()))
+    accelerator.save_state(folder)
+    exact = hf.master_weights(model)
+    state = {name: hf.as_array(t) for name, t in accelerator.get_state_dict(model).items()}
+    shown = {name: hf.as_array(p) for name, p in accelerator.unwrap_model(model).named_parameters()}
+    accelerator.load_state(folder)
+    alone = _state_dict_on_one_rank(accelerator, model)
+    line = ds_quant.report(model)["line"]
+    return {"losses": losses, "exact": exact, "state": state, "shown": shown, "alone": alone,
+            "line": line}  # fmt: skip
+
+
+def _state_dict_on_one_rank(accelerator: Any, model: Any) -> str:
+    from ds_quant.zero import accelerate_seam
+
+    accelerate_seam._PATIENCE, accelerate_seam._TIMEOUT = 0.2, 0.5
+    try:
+        if torch.distributed.get_rank() == 0:
+            accelerator.get_state_dict(model)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch.distributed.barrier()
+    return ""
+
+
+def test_accelerate_reads_exact_weights_and_names_the_rank_that_is_missing(tmp_path: Path) -> None:
+    first, second = harness.run(_accelerate, WORLD, str(tmp_path))
+    assert first["line"].startswith("qsdp_w4g4 on ZeRO-2")
+    assert first["losses"][-1] < first["losses"][0]
+    lossy = 0
+    for name, master in first["exact"].items():
+        expected = hf.rounded(master, torch.bfloat16)
+        assert np.array_equal(first["state"][name], expected), name
+        lossy += not np.array_equal(first["shown"][name], expected)
+    assert lossy > 5, "the replica itself is decoded from 4 bits, or this test shows nothing"
+    assert "Accelerator.get_state_dict" in first["alone"] and second["alone"] == ""
+    assert "not called on rank(s) [1]" in first["alone"]
+
+
+# ---- as a user starts it ----
+
+SCRIPT = """
+import os, sys
+import deepspeed  # for two oddities of CPU runs, which GPUs do not need:
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build that nothing uses
+deepspeed.init_distributed("gloo")  # accelerate does not tell DeepSpeed, so zero.Init sees 1 rank
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+import torch
+
+args = TrainingArguments(
+    output_dir="out", deepspeed="ds_config.json", per_device_train_batch_size=2, max_steps=3,
+    bf16=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+)
+config = LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=4,
+)
+model = AutoModelForCausalLM.from_config(config)
+rows = [torch.arange(16) + i for i in range(24)]
+data = [{"input_ids": row, "labels": row} for row in rows]
+trainer = Trainer(model=model, args=args, train_dataset=data)
+trainer.train()
+trainer.save_model("out")
+deepspeed.comm.barrier()
+os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_a_trainer_script_with_the_block_in_its_json_is_quantized(
+    python: Path, tmp_path: Path, launcher: str
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "ds_config.json").write_text(json.dumps(hf.ds_config(3, QSDP)))
+    command = (python, "-m", *LAUNCHERS[launcher], free_port(), "train.py")
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    printed = "".join(run_both(*command, cwd=tmp_path, **quiet))
+    assert printed.count("quantized_comm: ") == 1, printed
+    assert "quantized_comm: qsdp on ZeRO-3" in printed and "; 1 x 2 ranks" in printed
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 100_000

@@ -1,0 +1,88 @@
+"""The pages in docs/ and README agree with the sources, and their commands run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ds_quant.cli import main
+from ds_quant.tools import keys
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+LINK = re.compile(r"\]\(([^)#]+)\)")
+MESSAGE = re.compile(r"Message: `([^`]+)`")
+COMMAND = re.compile(r"^ds_quant .*$", re.MULTILINE)
+
+
+def test_keys_page_is_what_the_models_say(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "keys.md").read_text("utf-8")
+    assert main(["schema", "--markdown"]) == 0
+    assert capsys.readouterr().out == page, "run: ds_quant schema --markdown > docs/keys.md"
+
+
+def test_every_key_has_allowed_values_a_default_and_an_effect() -> None:
+    rows = [line.split(" | ") for line in keys.markdown().splitlines() if line.startswith("| `")]
+    table = [row for row in rows if len(row) == 4]
+    assert len(table) > 30
+    for key, allowed, default, effect in table:
+        assert allowed and default and len(effect) > 10, key
+
+
+def strings_of_the_package() -> list[str]:
+    """Every string constant, with the constant parts of an f-string one by one."""
+    found = []
+    for path in ROOT.glob("ds_quant/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+@pytest.mark.parametrize(
+    "message", MESSAGE.findall((ROOT / "docs" / "troubleshooting.md").read_text("utf-8"))
+)
+def test_messages_of_the_troubleshooting_page_exist(message: str) -> None:
+    strings = strings_of_the_package()
+    # What stands for a value in an f-string or a format ends a fragment, as does the call named.
+    fragments = re.split(r"\.\.\.|Accelerator\.get_state_dict", message)
+    for fragment in filter(None, (fragment.strip() for fragment in fragments)):
+        assert any(fragment in string for string in strings), fragment
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in LINK.findall(page.read_text("utf-8")):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_in_backticks_exist(page: Path) -> None:
+    pattern = r"`((?:configs|docs|benchmarks|ds_quant|tests)/[\w./]+\.\w+)`"
+    named = re.findall(pattern, page.read_text("utf-8"))
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert missing == []
+
+
+def commands() -> list[str]:
+    """Commands of code blocks that need no launcher and no file of the user."""
+    found = []
+    for page in PAGES:
+        for line in COMMAND.findall(page.read_text("utf-8")):
+            if not re.search(r"\.\.\.|probe\.json|ds_config\.json", line):
+                found.append(line.partition("#")[0].strip())
+    return sorted(set(found))
+
+
+def test_there_are_commands_to_run() -> None:
+    assert any(command.startswith("ds_quant estimate") for command in commands())
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command_of_the_documentation_runs(command: str, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err

@@ -1,0 +1,181 @@
+"""ds_quant doctor: verdicts on what it may find, the self-test, exit codes."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from ds_quant.cli import main
+from ds_quant.tools import checks, environment, selftest
+from ds_quant.tools.checks import OK, PROBLEM, WARNING, Check
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = {
+    "active": True, "imported": False, "backend": "gloo", "line": "qsdp on ZeRO-2", "received": 9,
+    "digest": "a",
+}  # fmt: skip
+
+
+def test_supported_versions_are_those_of_setup_cfg() -> None:
+    setup = configparser.ConfigParser(interpolation=None)
+    setup.read(ROOT / "setup.cfg")
+    required = setup["options"]["install_requires"].split()
+    for name in ("torch", "deepspeed", "pydantic"):
+        assert f"{name}{environment.SUPPORTED[name]}" in required
+    assert environment.SUPPORTED["python"] == setup["options"]["python_requires"]
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("0.19.8", OK), ("0.17.6", OK), ("0.19.8+cpu", OK), ("0.20.0", PROBLEM), ("0.17.5", PROBLEM),
+     (None, PROBLEM)],
+)  # fmt: skip
+def test_version_verdict_names_range_and_fix(version: str | None, status: str) -> None:
+    check = environment.version_check("deepspeed", version, ">=0.17.6,<0.20")
+    assert check.status == status and bool(check.fix) == (status == PROBLEM)
+    assert ">=0.17.6,<0.20" in check.found + check.fix
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "wrong"),
+    [
+        ("NCCL_SOCKET_IFNAME", "eth", None),  # NCCL takes prefixes
+        ("GLOO_SOCKET_IFNAME", "eth", "no interface eth"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "no interface eth"),
+        ("NCCL_SOCKET_IFNAME", "^docker", None),
+        ("NCCL_SOCKET_IFNAME", "eth0,ib0", "no interface ib0"),
+        ("GLOO_SOCKET_IFNAME", "eth0", None),
+    ],
+)
+def test_interfaces_that_do_not_exist_are_named(monkeypatch, variable, value, wrong) -> None:
+    for name in environment.SOCKET_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    problems = environment.socket_problems({"lo", "eth0"})
+    assert [p.split(": ")[1] for p in problems] == ([wrong] if wrong else [])
+    if wrong:
+        assert problems[0].startswith(f"{variable}={value}")
+
+
+def test_every_interface_of_the_machine_is_listed_with_its_rate() -> None:
+    details = environment.interfaces().details
+    expected = {name: stats.speed for name, stats in psutil.net_if_stats().items()}
+    assert {n: facts["mbit_s"] for n, facts in details["interfaces"].items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "status", "words"),
+    [
+        ({"DS_QUANT_DISABLE": "1"}, PROBLEM, "off: DS_QUANT_DISABLE=1"),
+        ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, WARNING, "by import only: TORCH_DEVICE"),
+    ],
+)
+def test_activation_says_why_it_is_off(monkeypatch, variables, status, words) -> None:
+    for name in ("DS_QUANT_DISABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    check = environment.entry_point()
+    assert check.status == status and check.found.startswith(words) and check.fix
+
+
+def test_not_installed_is_told_apart_from_installed(monkeypatch) -> None:
+    for name in ("DS_QUANT_DISABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(environment.metadata, "entry_points", lambda group: [])
+    assert environment.entry_point().status == WARNING
+    point = environment.metadata.EntryPoint("ds_quant", "ds_quant._autoload:activate", "torch")
+    monkeypatch.setattr(environment.metadata, "entry_points", lambda group: [point])
+    assert environment.entry_point().status == OK
+
+
+def test_two_cupy_flavours_are_a_problem(monkeypatch) -> None:
+    monkeypatch.setattr(environment, "_installed", lambda name: "14.0")
+    check = environment.cupy()
+    assert check.status == PROBLEM and "pip uninstall cupy-cuda12x cupy-cuda13x" in check.fix
+
+
+def test_codecs_are_exact_to_half_a_step_and_a_broken_one_is_found(monkeypatch) -> None:
+    assert selftest.codecs().status == OK
+    from ds_quant.codec import GroupCodec
+
+    decode = GroupCodec.decode
+
+    def one_wrong(self, wire, out, **options) -> None:
+        decode(self, wire, out, **options)
+        out[0, 77_777] += 0.1
+
+    monkeypatch.setattr(GroupCodec, "decode", one_wrong)
+    assert selftest.codecs().status == PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("second", "status", "words"),
+    [
+        ({}, OK, "9 bytes over gloo"),
+        ({"active": False}, PROBLEM, "the block had no effect"),
+        ({"digest": "b"}, PROBLEM, "weights differ"),
+        ({"imported": True}, WARNING, "needed import ds_quant"),
+    ],
+)
+def test_verdict_on_what_two_ranks_wrote(second: dict, status: str, words: str) -> None:
+    check = selftest.verdict([GOOD, GOOD | second])
+    assert check.status == status and words in check.found
+
+
+def test_nothing_moved_is_a_problem() -> None:
+    assert selftest.verdict([GOOD | {"received": 0}] * 2).status == PROBLEM
+
+
+def test_a_problem_without_a_fix_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="without a fix"):
+        Check(name="x", status=PROBLEM, found="y")
+    assert checks.healthy([Check(name="x", status=WARNING, found="y")])
+
+
+def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys) -> None:
+    monkeypatch.delenv("DS_QUANT_DISABLE", raising=False)
+    assert main(["doctor", "--no-processes", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["healthy"] is True
+    assert {"torch", "device", "backend", "network", "activation", "encode, decode"} <= {
+        check["name"] for check in facts["checks"]
+    }
+    monkeypatch.setenv("DS_QUANT_DISABLE", "1")
+    assert main(["doctor", "--no-processes"]) == 1
+    assert "fix: unset DS_QUANT_DISABLE" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("disabled", "code"), [("", 0), ("1", 1)])
+def test_doctor_trains_two_processes_and_sees_a_disabled_plugin(disabled: str, code: int) -> None:
+    command = "import sys; from ds_quant.cli import main; sys.exit(main(['doctor', '--json']))"
+    done = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "DS_QUANT_DISABLE": disabled, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    last = json.loads(done.stdout)["checks"][-1]
+    assert last["name"] == "two processes"
+    if disabled:
+        assert "the block had no effect" in last["found"]
+    else:
+        ranks = last["details"]["ranks"]
+        assert last["status"] != PROBLEM and len({rank["digest"] for rank in ranks}) == 1
+        # 2-D weight of 128 x 128 in 8 bits, once as gradient and once as weight, and the bias
+        assert ranks[0]["received"] > torch.Size((128, 128)).numel()
+
+
+def test_a_rank_that_dies_is_reported_with_its_last_words(monkeypatch) -> None:
+    monkeypatch.setattr(selftest.sys, "executable", "/bin/false")
+    check = selftest.exchange(30.0)
+    assert check.status == PROBLEM and check.found.startswith("rank 0 failed")

@@ -1,0 +1,193 @@
+"""ds_quant estimate: rows against the cost model by hand, inputs, refusals, measured points."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_quant.cli import main
+from ds_quant.presets import preset_names
+from ds_quant.tools import measured, probe
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = ROOT / "benchmarks" / "results" / "speed_2x2_cpu.json"
+PLAN = ["--params", "7e9", "--nodes", "2", "--gpus", "8", "--link", "10", "--intra", "1e5"]
+
+
+def rows(capsys, *arguments: str) -> dict[str, dict]:
+    assert main(["estimate", *arguments, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    return {"": facts, **{row["scheme"]: row for row in facts["rows"]}}
+
+
+def test_rows_are_the_published_floor_of_wire_time(capsys) -> None:
+    """field of 7 B, 2 nodes, 10 Gb/s: bytes x 7e9 / 2 at full line rate."""
+    found = rows(capsys, *PLAN, "--step", "1", "--latency", "1e-9", "--encode", "1e18")
+    assert set(found) == {"", "deepspeed as shipped", *preset_names()}
+    for scheme, nbytes in {"full_precision": 6.0, "qsdp": 3.02, "sdp4bit": 1.033}.items():
+        row = found[scheme]
+        assert row["inter_bytes"] == pytest.approx(nbytes, rel=0.003)
+        assert row["communication"] == pytest.approx(nbytes * 7e9 / 2 / 1.25e9, rel=0.02)
+        assert row["step_serial"] == pytest.approx(row["communication"] + 1)
+        assert row["step_overlapped"] == pytest.approx(max(row["communication"], 1))
+        assert row["limit"] == "link between nodes"
+    assert found["sdp4bit"]["memory"] == pytest.approx(2 / 8 * 7e9, rel=0.001)
+    assert found["full_precision"]["speedup_serial"] == pytest.approx(1)
+    assert found["sdp4bit"]["speedup_overlapped"] == pytest.approx(6 / 1.033, rel=0.01)
+    assert found[""]["best"] == "sdp4bit"
+
+
+def test_what_limits_next_is_named(capsys) -> None:
+    slow_encode = rows(capsys, *PLAN, "--step", "1", "--encode", "1e9")
+    assert slow_encode["sdp4bit"]["limit"] == "encoding"
+    assert slow_encode["full_precision"]["limit"] == "link between nodes"
+    long = rows(capsys, *PLAN, "--step", "1000")
+    assert {row["limit"] for row in long[""]["rows"]} == {"compute"}
+    late = rows(capsys, *PLAN, "--step", "1", "--latency", "10")
+    assert late["sdp4bit"]["limit"] == "latency"
+    inside = rows(capsys, *PLAN[:-1], "0.1", "--step", "1")
+    assert inside["sdp4bit"]["limit"] == "links inside a node"
+
+
+def test_a_link_that_is_no_bottleneck_gains_nothing_and_the_table_says_so(capsys) -> None:
+    assert main(["estimate", *PLAN[:6], "--link", "1e5", "--intra", "1e5", "--step", "9"]) == 0
+    assert "nothing gains 2 %" in capsys.readouterr().out
+
+
+def test_shipped_deepspeed_all_reduces_under_zero2(capsys) -> None:
+    found = rows(capsys, *PLAN, "--step", "1", "--stage", "2", "--accumulation", "4")
+    assert found["deepspeed as shipped"]["inter_bytes"] == 2 + 4 * 4
+    assert found["full_precision"]["inter_bytes"] == pytest.approx(2 + 4 * 2)
+
+
+def test_a_deepspeed_config_gives_stage_accumulation_dtype_and_its_own_block(
+    capsys, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds_config.json"
+    config = {
+        "zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 3,
+        "bf16": {"enabled": True}, "quantized_comm": {"scheme": "qsdp", "gradients": {"bits": 5}},
+    }  # fmt: skip
+    path.write_text(json.dumps(config))
+    found = rows(capsys, *PLAN, "--step", "1", "--ds-config", str(path))
+    assert (found[""]["stage"], found[""]["micro_steps"]) == (2, 3)
+    own = found["your block (qsdp)"]["inter_bytes"]
+    assert own == pytest.approx(1.008 + 3 * (5 / 8 + 0.008), rel=0.002)
+
+
+def test_a_hugging_face_config_gives_the_real_shapes(capsys, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    path = tmp_path / "config.json"
+    llama = {
+        "model_type": "llama", "vocab_size": 1000, "hidden_size": 128, "num_hidden_layers": 3,
+        "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    path.write_text(json.dumps(llama))
+    found = rows(capsys, "--model-config", str(path), *PLAN[2:], "--step", "1")
+    block = 128 * 128 * 2 + 64 * 128 * 2 + 3 * 256 * 128 + 2 * 128
+    assert found[""]["parameters"] == 2 * 1000 * 128 + 3 * block + 128
+
+
+def test_full_replica_is_marked(capsys) -> None:
+    assert main(["estimate", "--params", "7e9", "--nodes", "2", "--link", "10", "--step", "1"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in shown if line.startswith("sdp4bit "))
+    assert "14" in line and "needs allow_full_replica" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (PLAN[2:] + ["--step", "1"], "no model: give --params"),
+        (PLAN, "--step: seconds"),
+        (["--params", "7e9", "--nodes", "2", "--step", "1"], "--link: Gb/s into one node"),
+        (["--params", "7e9", "--gpus", "8", "--step", "1"], "--intra: Gb/s into one GPU"),
+        (["--params", "7e9", "--step", "1"], "allowed: 2 ranks or more"),
+        (PLAN + ["--step", "1", "--ds-config", "{bad}"], "zero_optimization.stage=0"),
+        (PLAN + ["--step", "1", "--probe", "{bad}"], "allowed: a file of this version's"),
+        (PLAN[2:] + ["--step", "1", "--model-config", "{bad}"], "no model_type"),
+        (["--validate-against", "{bad}"], "allowed: a result file of speed.py"),
+    ],
+)
+def test_what_cannot_work_is_said_with_its_option(
+    capsys, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    filled = [argument.replace("{bad}", str(bad)) for argument in arguments]
+    assert main(["estimate", *filled]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x", "inf", "1.5"])
+def test_wrong_numbers_are_refused(capsys, value: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["estimate", "--params", value])
+    assert "allowed: " in capsys.readouterr().err
+
+
+def test_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    path = tmp_path / "estimate.png"
+    assert main(["estimate", *PLAN, "--step", "1", "--plot", str(path)]) == 0
+    assert path.stat().st_size > 10_000
+
+
+# ---- against measurement ----
+
+
+def test_predictions_of_the_network_lab_are_as_close_as_we_say(capsys) -> None:
+    """README states these figures; a change of the cost model must not make them worse."""
+    points, left_out = measured.compare(MEASURED)
+    assert len(points) == 2 * 4 * 4 and len(left_out) == 2
+    errors = sorted(abs(point.error) for point in points)
+    assert sum(errors) / len(errors) < 0.09
+    assert sum(error <= measured.CLOSE for error in errors) >= 27 and errors[-1] < 0.285
+    assert main(["estimate", "--validate-against", str(MEASURED)]) == 0
+    shown = capsys.readouterr().out
+    assert "27 of 32 points within 15%" in shown and "not predicted: ZeRO-2 deepspeed" in shown
+
+
+def test_a_prediction_is_wire_time_plus_the_unshaped_step(tmp_path: Path) -> None:
+    rows = [{"scheme": "full_precision", "rate": rate, "seconds": s} for rate, s in
+            ((0, 2.0), (80.0, 10.0))]  # fmt: skip
+    point = {"stage": 3, "topology": "4x1", "parameters": 10**6, "rows": rows}
+    path = tmp_path / "speed.json"
+    path.write_text(json.dumps({"kind": "speed", "arguments": {"width": 256}, "points": [point]}))
+    ((found,), _) = measured.compare(path)
+    assert found.predicted == pytest.approx(2.0 + 6 * 10**6 * 3 / 4 / 1e7, rel=1e-6)
+    assert found.error == pytest.approx(found.predicted / 10 - 1)
+
+
+# ---- with a probe ----
+
+
+def test_probed_links_are_used_unless_an_option_replaces_them(capsys, tmp_path: Path) -> None:
+    path = tmp_path / "probe.json"
+    rate = {"bytes_per_second": 1e9, "latency": 1e-3}
+    facts = {"kind": "probe", "version": 1, "nodes": 4, "node_size": 2, "backend": "nccl",
+             "intra": {**rate, "bytes_per_second": 5e9}, "inter": rate}  # fmt: skip
+    path.write_text(json.dumps(facts))
+    options = ("--params", "1e9", "--step", "1", "--probe", str(path))
+    cluster = rows(capsys, *options)[""]["cluster"]
+    assert (cluster["nodes"], cluster["node_size"], cluster["link"]) == (4, 2, 1e9)
+    assert (cluster["intra_link"], cluster["latency"]) == (5e9, 1e-3)
+    assert rows(capsys, *options, "--link", "80")[""]["cluster"]["link"] == 1e10
+    path.write_text(json.dumps({**facts, "nodes": 1, "inter": None}))
+    assert main(["estimate", *options, "--nodes", "2"]) == 1
+    assert "was measured on one node" in capsys.readouterr().err
+
+
+def test_rate_leaves_out_the_latency() -> None:
+    rate = probe.rate_from([1000, 10**6, 2 * 10**6 + 1000], [0.5, 0.9, 1.5])
+    assert rate == probe.Rate(bytes_per_second=2e6, latency=0.5)
+
+
+def test_probe_outside_a_launcher_says_how_to_start_it(monkeypatch, capsys) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["probe"]) == 1
+    assert "torchrun --nproc-per-node" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""What 20 and more wrong configs are told, word by word, in golden/wrong_configs.yaml.
+
+After a deliberate change of words: python -m tests.unit.test_golden_messages, and read the
+difference.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ds_quant.config import ConfigError, parse
+
+GOLDEN = Path(__file__).with_name("golden") / "wrong_configs.yaml"
+WORLD = 8
+CASES: dict[str, dict[str, Any]] = yaml.safe_load(GOLDEN.read_text("utf-8"))
+
+
+def problems_of(config: dict[str, Any]) -> list[str]:
+    """What start-up refuses, one sentence each."""
+    with pytest.raises(ConfigError) as error:
+        parsed = parse(config)
+        parsed.validate_stage(config["zero_optimization"]["stage"])
+        parsed.validate_world(WORLD)
+    return list(error.value.problems)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_message_is_the_golden_one(case: dict[str, Any]) -> None:
+    assert problems_of(case["config"]) == case["messages"]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_message_names_key_value_what_is_allowed_and_the_way_out(case: dict[str, Any]) -> None:
+    for message in case["messages"]:
+        key, equals, rest = message.partition("=")
+        assert equals, "setting=value comes first"
+        shown = _shown(case["config"], key)
+        assert shown is None or rest.startswith(shown), message
+        assert message.isascii() and "\n" not in message
+        words = ("allowed", "set ", "move ", "leave ", "use ", "did you mean", "only ")
+        assert any(word in rest for word in words), message
+
+
+def _shown(config: Any, key: str) -> str | None:
+    """What stands under the key in the file, as the message must show it; None if the scheme
+    has set it.
+    """
+    for part in key.split("."):
+        if part not in config:
+            return None
+        config = config[part]
+    text = json.dumps(config)
+    return text if len(text) <= 60 else text[:57]
+
+
+def test_there_are_twenty_different_mistakes() -> None:
+    messages = {tuple(case["messages"]) for case in CASES.values()}
+    assert len(messages) == len(CASES) >= 20
+
+
+def _dump(cases: dict[str, dict[str, Any]]) -> str:
+    """Configs as they stand in a JSON file, messages one per line."""
+    text = "# Wrong configs and what they are told; see test_golden_messages.py. 8 ranks.\n"
+    for name, case in cases.items():
+        text += f"{name}:\n  config: {json.dumps(case['config'])}\n  messages:\n"
+        text += "".join(f"    - {json.dumps(message)}\n" for message in case["messages"])
+    return text
+
+
+if __name__ == "__main__":
+    for changed in CASES.values():
+        changed["messages"] = problems_of(changed["config"])
+    GOLDEN.write_text(_dump(CASES), "utf-8")

@@ -1,0 +1,159 @@
+"""docs/wire_format.md is precise: wire_oracle.py, written from it alone, equals our bytes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ds_quant import rng
+from ds_quant.codec import CastCodec, GroupCodec
+from ds_quant.collectives import Coding, all_gather, lay_out, reduce_scatter
+from ds_quant.kernels import rotation
+from tests.unit import wire_oracle as oracle
+
+SIZES = (0, 1, 7, 8, 33, 64, 200, 321)
+FORMATS = [(bits, minmax) for bits in range(2, 9) for minmax in (True, False)]
+
+
+def values(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed + n))
+
+
+def codec_of(bits: int, minmax: bool, rounding: str = "nearest") -> GroupCodec:
+    name = "minmax" if minmax else "absmax"
+    return GroupCodec(bits=bits, group_size=64, range=name, rounding=rounding)
+
+
+def encoded(codec: GroupCodec, x: torch.Tensor, address: rng.Address | None = None) -> bytes:
+    wire = torch.full((1, codec.wire_bytes(len(x))), 255, dtype=torch.uint8)
+    codec.encode(x.view(1, -1), wire, address=address)
+    return wire.numpy().tobytes()
+
+
+def decoded(codec: GroupCodec, row: bytes, n: int) -> np.ndarray:
+    out = torch.empty(1, n)
+    wire = torch.frombuffer(bytearray(row), dtype=torch.uint8) if row else torch.empty(0)
+    codec.decode(wire.to(torch.uint8).view(1, -1), out)
+    return out.numpy()[0]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(("bits", "minmax"), FORMATS)
+def test_rows_are_read_and_written_alike(bits: int, minmax: bool, n: int) -> None:
+    codec = codec_of(bits, minmax)
+    fmt = oracle.Format(bits=bits, group=64, minmax=minmax)
+    x = values(n)
+    row = encoded(codec, x)
+    assert len(row) == oracle.sections(fmt, n)[3]
+    assert np.array_equal(oracle.decode(row, fmt, n), decoded(codec, row, n))
+    assert oracle.encode(x.numpy(), fmt) == row
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "random_shift"])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_random_bits_are_those_of_section_4(bits: int, rounding: str) -> None:
+    names = {"seed": 5, "parameter": 3, "hop": 1}
+    address = rng.address(role=rng.Role.GRADIENTS, step=2**33 + 7, rank=4, **names)
+    key = oracle.key_of(role=1, stream=4, **names)
+    x = values(321)
+    row = encoded(codec_of(bits, True, rounding), x, address)
+    fmt = oracle.Format(bits=bits, group=64, minmax=True)
+    assert oracle.encode(x.numpy(), fmt, rounding=rounding, stream=(key, 2**33 + 7)) == row
+
+
+def test_absmax_stochastic_too() -> None:
+    address = rng.address(seed=0, role=rng.Role.WEIGHTS, step=1, parameter=0)
+    key = oracle.key_of(seed=0, role=0, parameter=0, stream=0, hop=0)
+    row = encoded(codec_of(4, False, "stochastic"), values(200), address)
+    fmt = oracle.Format(bits=4, group=64, minmax=False)
+    assert oracle.encode(values(200).numpy(), fmt, rounding="stochastic", stream=(key, 1)) == row
+
+
+def test_learned_levels_are_looked_up() -> None:
+    codec = GroupCodec(bits=3, group_size=64, levels="learned")
+    table = torch.tensor([0.0, 0.5, 1.5, 3.0, 4.0, 5.25, 6.5, 7.0])
+    x, out = values(100), torch.empty(1, 100)
+    wire = torch.empty(1, codec.wire_bytes(100), dtype=torch.uint8)
+    codec.encode(x.view(1, -1), wire, levels=table)
+    codec.decode(wire, out, levels=table)
+    fmt = oracle.Format(bits=3, group=64, minmax=True)
+    found = oracle.decode(wire.numpy().tobytes(), fmt, 100, table.numpy())
+    assert np.array_equal(found, out.numpy()[0])
+
+
+def test_a_group_that_is_not_finite_decodes_to_nan() -> None:
+    x = values(200)
+    x[70] = math.inf
+    fmt = oracle.Format(bits=4, group=64, minmax=True)
+    found = oracle.decode(encoded(codec_of(4, True), x), fmt, 200)
+    assert np.isnan(found[64:128]).all() and np.isfinite(np.delete(found, range(64, 128))).all()
+
+
+def test_sums_are_taken_in_source_order() -> None:
+    codec, fmt = codec_of(4, False), oracle.Format(bits=4, group=64, minmax=False)
+    rows = [encoded(codec, values(200, seed) * 10.0**seed) for seed in range(3)]
+    out = torch.empty(200)
+    wire = torch.tensor([list(row) for row in rows], dtype=torch.uint8)
+    codec.decode_sum(wire, out, scale=1 / 3)
+    assert np.array_equal(oracle.decode_sum(rows, fmt, 200, 1 / 3), out.numpy())
+
+
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_rotation_is_undone_by_the_page(block: int) -> None:
+    x = values(256)
+    rotated = torch.empty(256)
+    rotation.rotate(x, rotated, rotation.Rotation(block))
+    back = rotated.clone()
+    rotation.unrotate_(back, rotation.Rotation(block), scale=0.25)
+    assert np.array_equal(oracle.unrotate(rotated.numpy(), block, 0.25), back.numpy())
+
+
+# ---- section 5: whole messages ----
+
+
+class Recorder:
+    """A link of three ranks that keeps what this rank, the second, would send."""
+
+    size, rank = 3, 1
+
+    def __init__(self) -> None:
+        self.payload = b""
+
+    def _keep(self, payload: torch.Tensor, **_: object) -> Recorder:
+        self.payload = payload.numpy().tobytes()
+        return self
+
+    all_gather = all_to_all = _keep
+
+
+def test_message_of_a_gather_has_one_slot_per_tensor() -> None:
+    """Two tensors of 400 and 5 elements: shards of 134 and 2, this rank's own."""
+    link, codec = Recorder(), codec_of(5, True)
+    shards = [values(134), values(2)]
+    all_gather(
+        shards, [400, 5], [Coding(codec=codec), Coding(codec=CastCodec(torch.float32))], link
+    )
+    fmt = oracle.Format(bits=5, group=64, minmax=True)
+    first = oracle.sections(fmt, 134)[3]
+    assert len(link.payload) == first + 16
+    expected = oracle.decode(link.payload[:first], fmt, 134)
+    assert np.array_equal(expected, decoded(codec, encoded(codec, shards[0]), 134))
+    assert np.frombuffer(link.payload, "<f4", 2, first).tolist() == shards[1].tolist()
+
+
+def test_message_of_a_reduction_has_one_row_per_peer_and_short_last_shards() -> None:
+    link, codec = Recorder(), codec_of(8, False)
+    tensor = values(100)
+    reduce_scatter([tensor], [Coding(codec=codec)], link, scale=1.0)
+    fmt = oracle.Format(bits=8, group=64, minmax=False)
+    nbytes = oracle.sections(fmt, 34)[3]  # shards of 34, 34 and 32 elements, equal slots
+    assert len(link.payload) == 3 * nbytes == 3 * lay_out([(codec, 34)])[1]
+    for peer, n in enumerate((34, 34, 32)):
+        part = tensor[34 * peer : 34 * peer + n].numpy()
+        row = link.payload[peer * nbytes : (peer + 1) * nbytes]
+        assert row[: oracle.sections(fmt, n)[3]] == oracle.encode(part, fmt)
+        step = np.abs(part).max() / 127
+        assert np.abs(oracle.decode(row, fmt, n) - part).max() <= 0.51 * step

@@ -1,0 +1,163 @@
+"""A second implementation of docs/wire_format.md, from that page alone: NumPy, none of our code.
+
+Section numbers are those of the page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+WIDTHS = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+F32 = np.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """What both sides know: bits, elements per group, minmax or absmax."""
+
+    bits: int
+    group: int
+    minmax: bool
+
+
+def sections(fmt: Format, n: int) -> tuple[list[int], int, int, int]:
+    """Section 1: starts of the planes, of scales and of offsets, and the bytes of a row."""
+    position, planes = 0, []
+    for width in WIDTHS[fmt.bits]:
+        planes.append(position)
+        position = pad16(position + -(-n // 8) * width)
+    groups = 4 * -(-n // fmt.group)
+    scales, offsets = position, pad16(position + groups)
+    return planes, scales, offsets, pad16(offsets + groups) if fmt.minmax else offsets
+
+
+def pad16(n: int) -> int:
+    return 16 * -(-n // 16)
+
+
+def codes_of(row: bytes, fmt: Format, n: int) -> np.ndarray:
+    """Section 1: the code of every element, bit by bit."""
+    codes, shift = np.zeros(n, dtype=np.int64), 0
+    for width, start in zip(WIDTHS[fmt.bits], sections(fmt, n)[0], strict=True):
+        for i in range(n):
+            bit = i * width
+            value = row[start + bit // 8] >> bit % 8 & (1 << width) - 1
+            codes[i] |= value << shift
+        shift += width
+    return codes
+
+
+def decode(row: bytes, fmt: Format, n: int, table: np.ndarray | None = None) -> np.ndarray:
+    """Section 2: (n,) fp32."""
+    _, scales, offsets, _ = sections(fmt, n)
+    group = np.arange(n) // fmt.group
+    count = -(-n // fmt.group)
+    scale = np.frombuffer(row, "<f4", count, scales)[group] if n else np.zeros(0, F32)
+    codes = codes_of(row, fmt, n)
+    if not fmt.minmax:
+        return (codes - 2 ** (fmt.bits - 1)).astype(F32) * scale
+    offset = np.frombuffer(row, "<f4", count, offsets)[group] if n else np.zeros(0, F32)
+    values = codes.astype(F32) if table is None else table[codes]
+    return values * scale + offset
+
+
+def decode_sum(rows: list[bytes], fmt: Format, n: int, scale: float) -> np.ndarray:
+    """Section 2, sums: fp32, in order, scaled once."""
+    total = decode(rows[0], fmt, n)
+    for row in rows[1:]:
+        total = total + decode(row, fmt, n)
+    return total * F32(scale)
+
+
+def encode(
+    x: np.ndarray, fmt: Format, *, rounding: str = "nearest", stream: tuple[int, int] = (0, 0)
+) -> bytes:
+    """Section 3 for finite values. ``stream``: key and step of section 4."""
+    n = len(x)
+    planes, scales, offsets, nbytes = sections(fmt, n)
+    row = bytearray(nbytes)
+    fraction = 0 if rounding != "stochastic" else 15 if fmt.bits == 8 else 16
+    zero = 0 if fmt.minmax else 2 ** (fmt.bits - 1)
+    for g in range(-(-n // fmt.group)):
+        values = x[g * fmt.group : (g + 1) * fmt.group].astype(F32)
+        y, span = values, np.abs(values).max()
+        scale = span / F32(2 ** (fmt.bits - 1) - 1)
+        if fmt.minmax:
+            offset = values.min()
+            span = values.max() - offset
+            scale = span / F32(2**fmt.bits - 1)
+            if rounding == "random_shift":
+                offset = offset + F32(shift_of(*stream)) * scale
+            y = values - offset
+            row[offsets + 4 * g : offsets + 4 * g + 4] = F32(offset).tobytes()
+        tiny = span < 2.0**-99
+        row[scales + 4 * g : scales + 4 * g + 4] = F32(0 if tiny else scale).tobytes()
+        inverse = F32(0) if tiny else F32(2**fraction) / scale
+        codes = np.rint(y * inverse).astype(np.int64) + (zero << fraction)
+        if fraction:
+            first = g * fmt.group
+            drawn = np.array([random16(*stream, first + i) for i in range(len(values))])
+            codes = (codes + (drawn >> (16 - fraction))) >> fraction
+        codes = codes.clip(0 if fmt.minmax else 1, 2**fmt.bits - 1)
+        _pack(codes, g * fmt.group, planes, fmt, row)
+    return bytes(row)
+
+
+def _pack(codes: np.ndarray, first: int, planes: list[int], fmt: Format, row: bytearray) -> None:
+    shift = 0
+    for width, start in zip(WIDTHS[fmt.bits], planes, strict=True):
+        for i, code in enumerate(codes, start=first):
+            bit = i * width
+            row[start + bit // 8] |= (int(code) >> shift & (1 << width) - 1) << bit % 8
+        shift += width
+
+
+# ---- section 4 ----
+
+M32, M64 = 2**32 - 1, 2**64 - 1
+
+
+def key_of(*, seed: int, role: int, parameter: int, stream: int, hop: int) -> int:
+    key = 0
+    for field in (seed, role, parameter, stream, hop):
+        z = ((key ^ field) + 0x9E3779B97F4A7C15) & M64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & M64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & M64
+        key = z ^ z >> 31
+    return key
+
+
+def philox(key: int, step: int, vector: int) -> list[int]:
+    c = [vector & M32, vector >> 32, step & M32, step >> 32]
+    k = [key & M32, key >> 32]
+    for _ in range(7):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b >> 32 ^ c[1] ^ k[0], b & M32, a >> 32 ^ c[3] ^ k[1], a & M32]
+        k = [k[0] + 0x9E3779B9 & M32, k[1] + 0xBB67AE85 & M32]
+    return c
+
+
+def random16(key: int, step: int, element: int) -> int:
+    word = philox(key, step, element // 8)[element % 8 // 2]
+    return word >> 16 if element % 2 else word & 0xFFFF
+
+
+def shift_of(key: int, step: int) -> float:
+    return (philox(key, step, 0)[0] >> 8) / 2**24 - 0.5
+
+
+# ---- section 5 ----
+
+
+def unrotate(x: np.ndarray, h: int, scale: float) -> np.ndarray:
+    """Rotation, the way back."""
+    x, distance = x.reshape(-1, h).copy(), 1
+    while distance < h:
+        for i in range(h):
+            if not i & distance:
+                a, b = x[:, i].copy(), x[:, i + distance].copy()
+                x[:, i], x[:, i + distance] = a + b, a - b
+        distance *= 2
+    return x.reshape(-1) * F32(scale / h)

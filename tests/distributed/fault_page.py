@@ -61,8 +61,8 @@ def page() -> str:
     network = [
         "## The network is bad",
         "",
-        "Two hosts (network namespaces) of two ranks, joined by a cable that delays or drops packets",
-        f"of both directions; {STEPS} optimizer steps.",
+        "Two hosts (network namespaces) of two ranks, joined by a cable that delays or drops",
+        f"packets of both directions; {STEPS} optimizer steps.",
         "",
         f"| run | {' | '.join(f'{p}, s' for p in PHASES)} | losses | sent again at 1 % loss |",
         f"| --- | {' | '.join('---:' for _ in PHASES)} | --- | ---: |",

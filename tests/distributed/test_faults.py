@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.distributed.faults import FAULTS, LATE, TIMEOUT, aftermath
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -29,3 +33,11 @@ def test_the_last_checkpoint_continues_as_the_undisturbed_run(name: str) -> None
     after = aftermath(name)
     assert after.resumed == after.undisturbed
     assert len(after.resumed[0][0]) == 5
+
+
+def test_the_page_has_a_row_of_every_fault() -> None:
+    rows = PAGE.read_text("utf-8").splitlines()
+    for name, fault in FAULTS.items():
+        (row,) = [line for line in rows if line.startswith(f"| {name} |")]
+        *_, seconds, resumed, _ = row.split("|")
+        assert float(seconds) < fault.within and resumed.strip() == "equal"

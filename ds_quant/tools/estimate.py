@@ -52,11 +52,24 @@ def _plan(arguments: argparse.Namespace) -> Any:
             "on one GPU, or divide 6 x parameters x tokens per GPU by the flops it reaches"
         )
     block: QuantizedCommConfig | None = settings["block"]
+    cluster = _cluster(arguments)
+    if block is not None:
+        _check_block(block, cluster, stage, arguments.ds_config)
     return Plan(
         model=model, dtype=dtype, stage=stage, compute=arguments.step, block=block,
         micro_steps=arguments.accumulation or settings["accumulation"] or 1,
-        cluster=_cluster(arguments),
+        cluster=cluster,
     )  # fmt: skip
+
+
+def _check_block(block: QuantizedCommConfig, cluster: Any, stage: int, path: Path) -> None:
+    """Refuse what the block could not do on this cluster."""
+    block.validate_stage(stage)
+    if block.node_size not in (None, cluster.node_size):
+        raise ConfigError(
+            f"{path}: quantized_comm.node_size={block.node_size}: allowed here: --gpus, which is "
+            f"{cluster.node_size}; make them equal or leave node_size out"
+        )
 
 
 def _from_deepspeed(path: Path | None) -> dict[str, Any]:

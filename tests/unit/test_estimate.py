@@ -108,6 +108,7 @@ def test_full_replica_is_marked(capsys) -> None:
         (PLAN + ["--step", "1", "--ds-config", "{bad}"], "zero_optimization.stage=0"),
         (PLAN + ["--step", "1", "--probe", "{bad}"], "allowed: a file of this version's"),
         (PLAN[2:] + ["--step", "1", "--model-config", "{bad}"], "no model_type"),
+        (PLAN + ["--step", "1", "--ds-config", "{block}"], "node_size=4: allowed here: --gpus"),
         (["--validate-against", "{bad}"], "allowed: a result file of speed.py"),
     ],
 )
@@ -117,7 +118,11 @@ def test_what_cannot_work_is_said_with_its_option(
     pytest.importorskip("transformers", reason="needs transformers")
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
-    filled = [argument.replace("{bad}", str(bad)) for argument in arguments]
+    block = tmp_path / "block.json"
+    config = {"zero_optimization": {"stage": 2}, "quantized_comm": {"node_size": 4}}
+    block.write_text(json.dumps(config))
+    files = {"{bad}": str(bad), "{block}": str(block)}
+    filled = [files.get(argument, argument) for argument in arguments]
     assert main(["estimate", *filled]) == 1
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == ""

@@ -19,12 +19,13 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from results_schema import CodecRow
 
 from ds_quant.codec import CAST_NAMES, CastCodec, Codec, GroupCodec
+from ds_quant.kernels import dispatch
 from ds_quant.rng import Role, address
 
 DTYPES = {name: dtype for dtype, name in CAST_NAMES.items()}
@@ -46,25 +47,6 @@ def all_codecs() -> list[Codec]:
     ]
     codecs += [GroupCodec(bits=4, levels="learned")]
     return codecs
-
-
-@dataclass
-class Row:
-    """One line of the table. Times in seconds, speeds in 1e9 elements per second."""
-
-    input: str
-    codec: str
-    encode_s: float
-    encode_median_s: float
-    encode_gelem_s: float
-    encode_copy_ratio: float
-    decode_s: float
-    decode_median_s: float
-    decode_gelem_s: float
-    decode_copy_ratio: float
-    squared_error: float
-    wire_bytes: int
-    bits_per_element: float
 
 
 class Case:
@@ -100,12 +82,12 @@ class Case:
             work()
             self.samples[name].append(time.perf_counter() - start)
 
-    def row(self) -> Row:
+    def row(self) -> CodecRow:
         """What the samples say."""
         numel = self.x.shape[1]
         best = {name: min(samples) for name, samples in self.samples.items()}
         middle = {name: statistics.median(samples) for name, samples in self.samples.items()}
-        return Row(
+        return CodecRow(
             input=CAST_NAMES[self.x.dtype],
             codec=self.codec.name,
             encode_s=best["encode"],
@@ -131,7 +113,7 @@ def relative_squared_error(x: torch.Tensor, y: torch.Tensor) -> float:
     return error / norm
 
 
-def measure(cases: list[Case], repeats: int) -> list[Row]:
+def measure(cases: list[Case], repeats: int) -> list[CodecRow]:
     """Rows of all cases, after one untimed round, variants interleaved."""
     for case in cases:
         case.warm_up()
@@ -163,6 +145,7 @@ def environment(threads: int) -> dict[str, str | int]:
     return {
         "cpu": cpu,
         "vectors": torch.backends.cpu.get_cpu_capability(),
+        "kernels": dispatch.describe(torch.device("cpu")),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": threads,
@@ -170,7 +153,7 @@ def environment(threads: int) -> dict[str, str | int]:
     }
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: CodecRow) -> list[str]:
     """The row as text, in the order of COLUMNS."""
     timings = []
     for kind in ("encode", "decode"):
@@ -182,7 +165,7 @@ def cells(row: Row) -> list[str]:
     return [row.input, row.codec, *timings, error, str(row.wire_bytes), bits]
 
 
-def show(rows: list[Row]) -> None:
+def show(rows: list[CodecRow]) -> None:
     """Print the table, with rich where it is installed."""
     lines = [cells(row) for row in rows]
     try:
@@ -222,7 +205,7 @@ def main() -> None:
         report = {
             "environment": environment(arguments.threads),
             "settings": settings,
-            "rows": [asdict(row) for row in rows],
+            "rows": [row.model_dump() for row in rows],
         }
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -25,7 +25,7 @@ from rich.progress import track
 from torch import Tensor
 
 from ds_quant.codec import GroupCodec
-from ds_quant.collectives import Coding, difference
+from ds_quant.coding import Coding
 from ds_quant.config import parse_block
 from ds_quant.rng import Role, address
 from ds_quant.rotation import Rotation
@@ -73,7 +73,7 @@ class Replica:
             how = replace(coding(codec, Role.WEIGHTS, step=step, parameter=index), difference=True)
             flat = weight.view(-1)
             wire = torch.empty(codec.wire_bytes(flat.numel()), dtype=torch.uint8)
-            how.encode(difference(master.view(-1), flat), wire)
+            how.encode(master.view(-1), wire, held=flat)
             how.decode(wire, flat)
 
     def error_ratio(self, masters: Sequence[Tensor]) -> float:

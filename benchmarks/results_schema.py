@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -44,7 +45,7 @@ class Hardware(_Model):
     load_average: float = Field(ge=0)
 
 
-class _Result(_Model):
+class _Result(_Model, ABC):
     """Common part of files with report.provenance()."""
 
     created: str
@@ -59,8 +60,9 @@ class _Result(_Model):
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return About(self.created, hardware, versions, self._command())
 
+    @abstractmethod
     def _command(self) -> str:
-        raise NotImplementedError
+        """The command line that made the file."""
 
 
 class Summary(_Model):
@@ -120,6 +122,7 @@ class CodecEnvironment(_Model):
 
     cpu: str
     vectors: str
+    kernels: str = "torch kernels"  # before there were others
     torch: str
     python: str
     threads: int
@@ -156,7 +159,7 @@ class CodecTable(_Model):
         settings = {k: v for k, v in self.settings.items() if k != "data"}
         return About(
             facts.date,
-            f"{facts.cpu}, {facts.vectors}, {facts.threads} thread",
+            f"{facts.cpu}, {facts.vectors}, {facts.threads} thread, {facts.kernels}",
             f"python {facts.python}, torch {facts.torch}",
             command_line("benchmarks/codec.py", {**settings, "threads": facts.threads}),
         )

@@ -18,6 +18,7 @@ import torch
 from ds_quant.codec_checks import check_choice, check_int, check_rows, check_sum
 from ds_quant.kernels import dispatch
 from ds_quant.kernels.blocks import layout_of
+from ds_quant.kernels.rotation import Rotation
 from ds_quant.layout import ALIGNMENT, round_up
 from ds_quant.rng import Address
 
@@ -130,13 +131,21 @@ class GroupCodec:
         *,
         address: Address | None = None,
         levels: torch.Tensor | None = None,  # (2^bits,) fp32
+        base: torch.Tensor | None = None,  # (rows, numel) floating point
+        rotation: Rotation | None = None,
     ) -> None:
-        """See Codec. ValueError without an address when the rounding is random."""
-        check_rows("x", x, "out", out, self)
+        """See Codec. With a base, x - base is encoded, rounded to fp32 once. What a rotation makes
+        of x is encoded instead; then `out` holds whole rotation blocks.
+
+        ValueError without an address when the rounding is random.
+        """
+        self._check_rotation(rotation)
+        check_rows("x", x, "out", out, self, block=rotation.block if rotation else 1)
         if self.rounding != "nearest" and address is None:
             raise ValueError(f"address = None: rounding {self.rounding!r} needs an Address")
         levels = self._table(levels, x.device)
-        dispatch.encode(x, out, self, address=address, levels=levels)
+        options = {"levels": levels, "base": base, "rotation": rotation}
+        dispatch.encode(x, out, self, address=address, **options)
 
     def decode(
         self,
@@ -144,10 +153,12 @@ class GroupCodec:
         out: torch.Tensor,  # (rows, numel) floating point
         *,
         levels: torch.Tensor | None = None,  # (2^bits,) fp32
+        add: bool = False,
     ) -> None:
-        """See Codec."""
+        """See Codec. ``add``: to what `out` holds, in fp32, before the cast."""
         check_rows("out", out, "wire", wire, self)
-        dispatch.decode(wire, out.detach(), self, levels=self._table(levels, wire.device))
+        levels = self._table(levels, wire.device)
+        dispatch.decode(wire, out.detach(), self, levels=levels, add=add)
 
     def decode_sum(
         self,
@@ -155,13 +166,21 @@ class GroupCodec:
         out: torch.Tensor,  # (numel,) fp32
         *,
         scale: float = 1.0,
-        own: tuple[int, torch.Tensor] | None = None,  # row, (numel,) floating point
+        own: tuple[int, torch.Tensor] | None = None,  # row, (numel on the wire,) floating point
         levels: torch.Tensor | None = None,  # (2^bits,) fp32
+        rotation: Rotation | None = None,
     ) -> None:
-        """See Codec."""
-        check_sum(wire, out, self)
-        levels = self._table(levels, wire.device)
-        dispatch.decode_sum(wire, out.detach(), self, scale=scale, own=own, levels=levels)
+        """See Codec. A rotation is undone before the sum is scaled; the wire holds whole blocks."""
+        self._check_rotation(rotation)
+        check_sum(wire, out, self, block=rotation.block if rotation else 1)
+        options = {"levels": self._table(levels, wire.device), "rotation": rotation}
+        dispatch.decode_sum(wire, out.detach(), self, scale=scale, own=own, **options)
+
+    def _check_rotation(self, rotation: Rotation | None) -> None:
+        if rotation is not None and self.group_size % rotation.block:
+            raise ValueError(
+                f"rotation block = {rotation.block}: must divide group_size = {self.group_size}"
+            )
 
     def _table(self, levels: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         if self.levels != "learned":

@@ -1,10 +1,12 @@
-"""Checks of what reaches a codec: settings, shapes and dtypes. May import torch."""
+"""Checks of what reaches a codec: settings, shapes and dtypes. May import torch, layout."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 import torch
+
+from ds_quant.layout import round_up
 
 
 class Sized(Protocol):
@@ -26,24 +28,38 @@ def check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def check_rows(
-    values_name: str, values: torch.Tensor, bytes_name: str, wire: torch.Tensor, codec: Sized
+    values_name: str,
+    values: torch.Tensor,
+    bytes_name: str,
+    wire: torch.Tensor,
+    codec: Sized,
+    *,
+    block: int = 1,  # the wire holds whole blocks
 ) -> None:
     if values.dim() != 2 or not values.is_floating_point():
         raise ValueError(
             f"{values_name}: shape {tuple(values.shape)} {values.dtype}, must be (rows, numel) "
             "floating point"
         )
-    expected = (values.shape[0], codec.wire_bytes(values.shape[1]))
+    expected = (values.shape[0], codec.wire_bytes(round_up(values.shape[1], block)))
     if wire.shape != expected or wire.dtype != torch.uint8:
         raise ValueError(
             f"{bytes_name}: shape {tuple(wire.shape)} {wire.dtype}, must be {expected} uint8"
         )
 
 
-def check_sum(wire: torch.Tensor, out: torch.Tensor, codec: Sized) -> None:
+def check_bytes(name: str, wire: torch.Tensor, nbytes: int) -> None:
+    """One row of ``nbytes``, or several."""
+    if wire.shape[-1] != nbytes or wire.dtype != torch.uint8:
+        raise ValueError(
+            f"{name}: shape {tuple(wire.shape)} {wire.dtype}, must be (..., {nbytes}) uint8"
+        )
+
+
+def check_sum(wire: torch.Tensor, out: torch.Tensor, codec: Sized, *, block: int = 1) -> None:
     if out.dim() != 1 or out.dtype != torch.float32:
         raise ValueError(f"out: shape {tuple(out.shape)} {out.dtype}, must be (numel,) fp32")
-    nbytes = codec.wire_bytes(out.shape[0])
+    nbytes = codec.wire_bytes(round_up(out.shape[0], block))
     if wire.dim() != 2 or wire.shape[1] != nbytes or wire.dtype != torch.uint8:
         raise ValueError(
             f"wire: shape {tuple(wire.shape)} {wire.dtype}, must be (rows, {nbytes}) uint8"

@@ -5,95 +5,21 @@ scales together, every slot at a 16-byte boundary. A slot's place depends on the
 alone, so all ranks agree on it, and a short or empty last shard uses the front of its slot:
 padding is never encoded.
 
-May import: torch, codec, kernels, layout, link, rng.
+May import: torch, codec, coding, layout, link.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_quant.codec import Codec, GroupCodec
-from ds_quant.kernels import dispatch
+from ds_quant.codec import Codec
+from ds_quant.coding import Coding
 from ds_quant.layout import ceil_div, shard_range
 from ds_quant.link import Exchange, Fabric, Link, Waiting
-from ds_quant.rng import Address
-
-Own = tuple[int, Tensor]  # a row and the values that it counts as
-
-
-@dataclass(frozen=True, kw_only=True)
-class Coding:
-    """How one tensor of a collective travels.
-
-    ``levels`` is the learned table, if any. ``difference``: the bytes are what the receiver adds
-    to the values it holds, instead of the values themselves.
-    """
-
-    codec: Codec
-    address: Address | None = None
-    levels: Tensor | None = None
-    difference: bool = False
-
-    def at(self, start: int) -> Coding:
-        """The coding of the elements from ``start`` on, with random bits of their own.
-
-        n elements, filled up to whole rotation blocks of at most 128, use at most 16 n vectors: so
-        16 vectors per element keep the streams of disjoint runs apart.
-        """
-        if self.address is None:
-            return self
-        first = self.address.first_vector + 16 * start
-        return replace(self, address=replace(self.address, first_vector=first))
-
-    def encode(self, values: Tensor, wire: Tensor) -> None:
-        """values (numel,) -> wire (bytes,), or (rows, numel) -> (rows, bytes)."""
-        if wire.dim() == 1:
-            wire, values = wire.view(1, -1), values.view(1, -1)
-        self.codec.encode(values, wire, address=self.address, levels=self.levels)
-
-    def recode(
-        self, source: Coding, wire: Tensor, out: Tensor, *, numel: int, own: Own | None
-    ) -> None:
-        """Encode the sum of rows of another coding: wire (rows, bytes) -> out (bytes,).
-
-        Row ``own[0]``, if given, counts as the values ``own[1]``, (numel,).
-        """
-        if isinstance(source.codec, GroupCodec) and isinstance(self.codec, GroupCodec):
-            dispatch.recode(
-                wire, out, source.codec, self.codec, numel=numel, own=own, address=self.address,
-                source_levels=source.levels, levels=self.levels,
-            )  # fmt: skip
-            return
-        total = torch.empty(numel, dtype=torch.float32, device=wire.device)
-        source.codec.decode_sum(wire, total, own=own, levels=source.levels)
-        self.encode(total, out)
-
-    def decode(self, wire: Tensor, values: Tensor) -> None:
-        """wire (bytes,) -> values (numel,), or (rows, bytes) -> (rows, numel): overwritten, or the
-        decoded difference added in fp32.
-        """
-        if wire.dim() == 1:
-            wire, values = wire.view(1, -1), values.view(1, -1)
-        if not self.difference:
-            self.codec.decode(wire, values, levels=self.levels)
-            return
-        total = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-        self.codec.decode(wire, total, levels=self.levels)
-        values.copy_(total.add_(values))
-
-
-def difference(target: Tensor, reference: Tensor) -> Tensor:
-    """fp32 difference of what ``target`` is in the dtype of ``reference``, both (numel,).
-
-    Rounded first, as the code of SDP4Bit does: a weight that stays the same in 16 bits then gives
-    exactly zero, which costs the others of its group no precision.
-    """
-    return target.to(reference.dtype).float() - reference.float()
 
 
 class Slot(NamedTuple):

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from ds_quant.config_blocks import (
     Block,
+    FallbackConfig,
     GradientsConfig,
     IntraConfig,
     Positive,
@@ -81,6 +82,9 @@ class QuantizedCommConfig(Block):
         description="With one rank per node the node shard is a full copy of the weights: "
         "true accepts that.",
     )
+    fallback: FallbackConfig = Field(
+        FallbackConfig(), description="When a running job returns to full precision."
+    )
     checksum_steps: Whole = Field(
         100,
         ge=0,
@@ -89,6 +93,11 @@ class QuantizedCommConfig(Block):
     )
     warmup_steps: Whole = Field(
         0, ge=0, description="Optimizer steps in full precision before quantization starts."
+    )
+    backend: Literal["auto", "torch"] = Field(
+        "auto",
+        description="Kernels, for the whole process: CuPy ones on CUDA and C++ ones on the CPU "
+        "where they work, or always plain torch, the slower reference. Same bytes either way.",
     )
     seed: Whole = Field(0, ge=0, le=MAX_SEED, description="Seed of all random rounding.")
     handshake_timeout: float = Field(
@@ -191,7 +200,18 @@ def parse(param_dict: dict[str, Any]) -> QuantizedCommConfig | None:
     if KEY not in param_dict:
         return None
     config = parse_block(param_dict[KEY])
+    if config.fallback.on_nonfinite == "raise" and _finds_its_loss_scale(param_dict.get("fp16")):
+        raise ConfigError(
+            f'{path_of(("fallback", "on_nonfinite"))}="raise" conflicts with fp16.loss_scale=0 '
+            '(dynamic), which is found by steps that overflow: allowed are "skip" and '
+            '"full_precision"; or give fp16.loss_scale a value'
+        )
     return config if config.enabled else None
+
+
+def _finds_its_loss_scale(fp16: Any) -> bool:
+    """Whether a section "fp16" of the DeepSpeed config asks for dynamic loss scaling."""
+    return isinstance(fp16, dict) and fp16.get("enabled") is True and not fp16.get("loss_scale")
 
 
 def parse_block(block: Any) -> QuantizedCommConfig:

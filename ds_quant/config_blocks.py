@@ -80,6 +80,20 @@ class IntraConfig(Block):
     )
 
 
+class FallbackConfig(Block):
+    """When quantized traffic gives way to full precision while a job runs."""
+
+    on_nonfinite: Literal["skip", "raise", "full_precision"] = Field(
+        "skip",
+        description="When the gradients of a step hold NaN or Inf. skip: whatever DeepSpeed does; "
+        "raise: end all ranks, naming step and parameter, before the optimizer uses them; "
+        "full_precision: what DeepSpeed does, and the next steps travel in full precision.",
+    )
+    steps: Positive = Field(
+        100, description="Optimizer steps in full precision after such a step (full_precision)."
+    )
+
+
 class WeightsConfig(_Quantizer):
     """Weights that are gathered: ZeRO-3 parameters, updated parameters of ZeRO-1 and 2."""
 

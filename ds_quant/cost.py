@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ds_quant.codec import Codec, GroupCodec
+from ds_quant.codec import CAST_NAMES, Codec, GroupCodec
 from ds_quant.layout import ceil_div, round_up
 from ds_quant.rng import Role
 from ds_quant.scheme import Scheme
@@ -141,6 +141,9 @@ class _Route:
         )
 
     def weight_bytes(self, item: Cargo) -> dict[str, int]:
+        if item.dtype not in CAST_NAMES:  # such as an int8 base: DeepSpeed gathers it
+            nbytes = torch.Size(item.shape).numel() * item.dtype.itemsize
+            return {"weights": nbytes, "plain": nbytes}
         facts = (Role.WEIGHTS, item.name, item.shape, item.dtype)
         outer, inner = self.scheme.codec_for(*facts), self.scheme.intra_codec_for(*facts)
         if self.stage == 3 and self.scheme.node_shard and self.one_node:

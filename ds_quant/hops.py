@@ -10,7 +10,7 @@ with two nodes that halves the variance of the inter-node hop.
 [Note: slices] Large reductions over two hops are cut into slices. While slice i crosses between
 the nodes, slice i + 1 is inside them.
 
-May import: torch, codec, collectives, layout, link, rotation.
+May import: torch, codec, coding, collectives, layout, link, rotation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec import GroupCodec
-from ds_quant.collectives import Coding, Own, Slot, lay_out
+from ds_quant.coding import Coding, Own
+from ds_quant.collectives import Slot, lay_out
 from ds_quant.layout import VECTOR_NUMEL
 from ds_quant.link import Exchange, Link
 from ds_quant.rotation import Rotation
@@ -62,6 +63,12 @@ class Piece:
     values: Tensor
     codings: tuple[Coding, ...]
     rotation: Rotation | None = None
+
+    @property
+    def numel_on_wire(self) -> int:
+        """Elements of a message that carries it: whole rotation blocks."""
+        numel = self.values.numel()
+        return numel if self.rotation is None else self.rotation.padded(numel)
 
 
 class _Cut(NamedTuple):
@@ -131,14 +138,12 @@ class _Arrived(NamedTuple):
     coding: Coding
     wire: Tensor  # (ranks, bytes) uint8
     own: Own | None
-    numel: int
+    numel: int  # on the wire
 
-    def total(self, scale: float = 1.0) -> Tensor:
-        """scale * their sum, (numel,) fp32."""
+    def total(self) -> Tensor:
+        """Their sum, (numel,) fp32."""
         total = torch.empty(self.numel, dtype=torch.float32, device=self.wire.device)
-        self.coding.codec.decode_sum(
-            self.wire, total, scale=scale, own=self.own, levels=self.coding.levels
-        )
+        self.coding.decode_sum(self.wire, total, own=self.own)
         return total
 
 
@@ -147,23 +152,21 @@ def _reduce_slice(
 ) -> Iterator[None]:
     """Yields after every exchange it has posted; writes its part of the sums at the end."""
     pieces = [cut.piece for cut in cuts]
-    partial: dict[int, Tensor | _Arrived] = {
-        i: p.values if p.rotation is None else p.rotation.forward(p.values)
-        for i, p in enumerate(pieces)
-    }
+    partial: dict[int, Tensor | _Arrived] = {i: p.values for i, p in enumerate(pieces)}
     for depth, hop in enumerate(hops):
         rows = [
             [i for i in partial if hop.place(pieces[i].reducer) == place]
             for place in range(hop.link.size)
         ]
         layouts = [
-            lay_out([(pieces[i].codings[depth].codec, _numel(partial[i])) for i in row])
+            lay_out([(pieces[i].codings[depth].codec, pieces[i].numel_on_wire) for i in row])
             for row in rows
         ]
         exchange = _post(pieces, partial, depth, hop, rows, layouts)
         mine = hop.link.rank
-        kept = {i: _added_up(partial[i]) for i in rows[mine]} if hop.exact_own else {}
-        numels = {i: _numel(partial[i]) for i in rows[mine]}
+        kept = {}
+        if hop.exact_own:
+            kept = {i: _added_up(partial[i], pieces[i].rotation) for i in rows[mine]}
         yield
         received = exchange.wait().view(hop.link.size, -1)
         partial = {
@@ -171,31 +174,22 @@ def _reduce_slice(
                 coding=pieces[i].codings[depth],
                 wire=received[:, slot.start : slot.start + slot.nbytes],
                 own=(mine, kept[i]) if hop.exact_own else None,
-                numel=numels[i],
+                numel=pieces[i].numel_on_wire,
             )
             for i, slot in zip(rows[mine], layouts[mine][0], strict=True)
         }
     for i, arrived in partial.items():
-        _finish(arrived, pieces[i], scale, sums[cuts[i].index][cuts[i].start :])
+        start, piece = cuts[i].start, pieces[i]
+        out = sums[cuts[i].index][start : start + piece.values.numel()]
+        options = {"own": arrived.own, "rotation": piece.rotation}
+        arrived.coding.decode_sum(arrived.wire, out, scale=scale, **options)
 
 
-def _numel(values: Tensor | _Arrived) -> int:
-    return values.numel if isinstance(values, _Arrived) else values.numel()
-
-
-def _added_up(values: Tensor | _Arrived) -> Tensor:
-    return values.total() if isinstance(values, _Arrived) else values
-
-
-def _finish(arrived: _Arrived, piece: Piece, scale: float, out: Tensor) -> None:
-    """Write the scaled sum of a piece to the front of ``out``."""
-    numel = piece.values.numel()
-    if piece.rotation is None:
-        out[:numel] = arrived.total(scale)
-        return
-    total = arrived.total()
-    piece.rotation.inverse_(total, scale=scale)
-    out[:numel] = total[:numel]
+def _added_up(values: Tensor | _Arrived, rotation: Rotation | None) -> Tensor:
+    """The partial sum as fp32, rotated."""
+    if isinstance(values, _Arrived):
+        return values.total()
+    return values if rotation is None else rotation.forward(values)
 
 
 def _post(
@@ -220,7 +214,7 @@ def _post(
                         values.coding, values.wire, wire, numel=values.numel, own=values.own
                     )
                 else:
-                    coding.encode(values, wire)
+                    coding.encode(values, wire, rotation=pieces[i].rotation)
         base += nbytes
     received = [sent[hop.link.rank]] * hop.link.size
     return hop.link.all_to_all(payload, sent=sent, received=received, role="gradients")

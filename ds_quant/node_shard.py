@@ -6,7 +6,7 @@
 new weights cross between nodes by one all-gather among the ranks of equal g: each byte enters a
 node once. A gather inside the node brings [G][nodes][width]; shard order is [nodes][G][width].
 
-May import: torch, collectives, layout, link.
+May import: torch, coding, collectives, layout, link.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_quant.collectives import Coding, difference, lay_out
+from ds_quant.coding import Coding
+from ds_quant.collectives import lay_out
 from ds_quant.layout import ceil_div, shard_range
 from ds_quant.link import Link
 
@@ -86,8 +87,8 @@ def exchange(
     message = torch.empty(nbytes, dtype=torch.uint8, device=kept[0].rows.device)
     for item, shard, coding, slot in zip(kept, shards, codings, slots, strict=True):
         own = item.rows[inter.rank, : shard.numel()]
-        values = difference(shard, own) if coding.difference else shard
-        coding.encode(values, message[slot.start :][: coding.codec.wire_bytes(shard.numel())])
+        wire = message[slot.start :][: coding.codec.wire_bytes(shard.numel())]
+        coding.encode(shard, wire, held=own)
     arriving = inter.all_gather(message, role="weights")
 
     def decode() -> None:

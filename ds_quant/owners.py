@@ -2,7 +2,7 @@
 
 Which rank sums what is decided in owner_plan.py.
 
-May import: torch, collectives, hops, link, owner_plan, rotation.
+May import: torch, codec, coding, collectives, hops, link, owner_plan, rotation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ds_quant import hops
 from ds_quant.codec import Codec
-from ds_quant.collectives import Coding, difference, lay_out
+from ds_quant.coding import Coding
+from ds_quant.collectives import lay_out
 from ds_quant.link import Fabric, Link
 from ds_quant.owner_plan import Piece, Shape, delivery_codec, plan
 from ds_quant.rotation import Rotation
@@ -112,7 +113,8 @@ def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], No
         return lambda: None
     row = torch.empty(nbytes, dtype=torch.uint8, device=parts[0].values.device)
     for part, (start, size) in zip(by_owner[link.rank], layouts[link.rank][0], strict=True):
-        part.coding.encode(_own_values(part), row[start : start + size])
+        wanted = part.values if part.target is None else part.target.to(row.device)
+        part.coding.encode(wanted, row[start : start + size], held=part.values)
     arriving = fabric.all_gather(row, role="weights")
 
     def decode() -> None:
@@ -122,14 +124,6 @@ def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], No
                 part.coding.decode(rows[rank, start : start + size], part.values)
 
     return decode
-
-
-def _own_values(part: Part) -> Tensor:
-    """What the owner encodes."""
-    if part.target is None:
-        return part.values
-    target = part.target.to(part.values.device)
-    return difference(target, part.values) if part.coding.difference else target
 
 
 def _deliver(

@@ -8,11 +8,13 @@ May import torch, kernels, layout, rng.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ds_quant.kernels import rotation as kernel
+from ds_quant.kernels import dispatch
+from ds_quant.kernels import rotation as kernels
 from ds_quant.layout import round_up
 from ds_quant.rng import Address, philox4x32
 
@@ -39,19 +41,25 @@ class Rotation:
         """Elements of a rotated run: whole blocks."""
         return round_up(numel, self.block)
 
+    @property
+    def kernel(self) -> kernels.Rotation:
+        """As the kernels take it: with the flips as bits."""
+        flips = None if self.signs is None else _flips(self.signs) & (1 << self.block) - 1
+        return kernels.Rotation(self.block, flips)
+
     def forward(self, x: Tensor) -> Tensor:
         """(numel,) floating point -> (padded(numel),) fp32; x is not modified."""
         out = torch.empty(self.padded(x.numel()), dtype=torch.float32, device=x.device)
-        kernel.rotate(x.detach(), out, self.block, signs=self._signs(x.device))
+        dispatch.rotate(x.detach(), out, self.kernel)
         return out
 
     def inverse_(self, x: Tensor, *, scale: float = 1.0) -> None:
         """x = scale * (what ``forward`` made it from), in place; (padded,) fp32 contiguous."""
-        kernel.unrotate_(x, self.block, scale=scale, signs=self._signs(x.device))
+        dispatch.unrotate_(x, self.kernel, scale=scale)
 
-    def _signs(self, device: torch.device) -> Tensor | None:
-        if self.signs is None:
-            return None
-        words = philox4x32((0, 0, *self.signs.step_words), self.signs.key_words)
-        bits = [word >> i & 1 for word in words for i in range(32)]
-        return torch.tensor(bits[: self.block], device=device).to(torch.float32) * 2 - 1
+
+@lru_cache(maxsize=64)
+def _flips(signs: Address) -> int:
+    """128 random bits; set: the sign changes."""
+    words = philox4x32((0, 0, *signs.step_words), signs.key_words)
+    return ~sum(word << 32 * i for i, word in enumerate(words))

@@ -35,7 +35,7 @@
 
 #define DSQ_SOURCE_ZERO (DSQ_SOURCE_MINMAX ? 0 : 1 << (DSQ_SOURCE_BITS - 1))
 
-static_assert(DSQ_SOURCE_GROUP % 32 == 0 && DSQ_RUN <= 4, "a run lies in one group");
+static_assert(DSQ_SOURCE_GROUP % (DSQ_RUN * 8) == 0, "a run lies in one group");
 
 #if DSQ_SOURCE_LEARNED
 __shared__ float source_level[1 << DSQ_SOURCE_BITS];
@@ -60,7 +60,7 @@ struct SourceRow {
 DSQ_DEVICE SourceRow source_row(const WireJob& wire, u64 row, u64 sources, u64 stride, u64 own,
                                 u64 own_values) {
     const SourceRow r = {(const u8*)(wire.bytes + row * wire.stride),
-                         stride,
+                         stride / 16 * 16,  // as it is; told, the compiler folds offsets of 16
                          {0, wire.plane1, wire.plane2},
                          wire.scales,
                          wire.offsets,
@@ -78,7 +78,8 @@ struct PlaneRun {
     PlaneBytes<DSQ_RUN * WIDTH> bytes;
 
     DSQ_MEMBER void load(const SourceRow& row, const u8* source, u64 j) {
-        bytes.load(source + row.plane[PLANE] + j * WIDTH, (row.vectors - j) * WIDTH);
+        const u64 length = DSQ_WHOLE ? DSQ_RUN * WIDTH : (row.vectors - j) * WIDTH;
+        bytes.load(source + row.plane[PLANE] + j * WIDTH, length);
     }
     DSQ_MEMBER void add_to(Codes& codes, int v) const {
         const Codes part = codes_of<WIDTH>(bytes.get(v, WIDTH));
@@ -105,7 +106,7 @@ struct SourceRun {
 
     DSQ_MEMBER void decode(int v, float (&x)[8]) const {
         if constexpr (Planes<DSQ_SOURCE_BITS>::COUNT == 1 && !DSQ_SOURCE_LEARNED) {
-            decode_in_place(plane0.bytes.get(v, DSQ_SOURCE_BITS), x);
+            decode_in_place(v, x);
         } else {
             Codes codes = {0, 0};
             plane0.add_to(codes, v);
@@ -132,17 +133,30 @@ struct SourceRun {
 #endif
     }
 
-    // Codes of one plane need not be moved to the bottom of a word: code k of a half word, left
-    // where it is, makes q * 2^(k * bits) above 2^23 + zero * 2^(k * bits). The powers of two
-    // cancel exactly in the product with scale * 2^-(k * bits): scales are 0 or above 2^-107.
-    DSQ_MEMBER void decode_in_place(u64 plane, float (&x)[8]) const {
+    // Codes of one plane, taken apart byte by byte. Number k of a byte is 2^(23 - k * bits) plus
+    // its codes from k up, code k counting ones, and behind the point the code of zero in place of
+    // every code below k. Less 2^bits times number k + 1, q of code k is left. With 4 bits:
+    // (2^23 + 16 b + a) - 16 (2^19 + b + 8 / 16) = a - 8,
+    // (2^19 + b + 8 / 16) - (2^19 + 8 + 8 / 16) = b - 8.
+    DSQ_MEMBER void decode_in_place(int v, float (&x)[8]) const {
+        const int bits = DSQ_SOURCE_BITS, count = 8 / bits;
         DSQ_UNROLL
-        for (int e = 0; e < 8; ++e) {
-            const int half = e * DSQ_SOURCE_BITS / 16, shift = e * DSQ_SOURCE_BITS % 16;
-            const u32 mask = ((1u << DSQ_SOURCE_BITS) - 1) << shift;
-            const float code = float_of(and_or((u32)(plane >> (16 * half)), mask, 0x4B000000u));
-            const float q = sub_rn(code, 8388608.0f + (float)(DSQ_SOURCE_ZERO << shift));
-            x[e] = mul_rn(q, shift ? mul_rn(scale, 1.0f / (float)(1 << shift)) : scale);
+        for (int e = 0; e < 8; e += count) {
+            const int byte = (v * 8 + e) / count;
+            // Operands in this order: else ptxas moves every selector to a register.
+            const u32 word = permute(0x4B000000u, plane0.bytes.w[byte / 4], 0x3004 + byte % 4);
+            float number = float_of(word);
+            u32 zeros = DSQ_SOURCE_ZERO;  // in place of codes 0 to k
+            DSQ_UNROLL
+            for (int k = 0; k < count - 1; ++k, zeros |= zeros << bits) {
+                const int below = (k + 1) * bits;
+                const u32 power = 0x4B000000u - (below << 23), above = 0xFFu << below & 0xFFu;
+                const float next = float_of(and_or(word, above, power | zeros));
+                x[e + k] = mul_rn(fma_rn(next, -(float)(1 << bits), number), scale);
+                number = next;
+            }
+            const float none = (float)(1 << (15 + bits)) + (float)zeros / (float)(256 >> bits);
+            x[e + count - 1] = mul_rn(sub_rn(number, none), scale);
         }
     }
 };

@@ -5,27 +5,14 @@
 // Output:  words w0..w3; element 2i of the vector of 8 takes the low 16 bits of w_i, element
 //          2i + 1 the high 16 bits.
 // Exactness: integers only, bit-equal to rng.philox4x32 and kernels/philox.py.
-//
-// Needs no other header; compiles under NVRTC, nvcc and any C++ compiler on the host.
 #ifndef DSQ_PHILOX_CUH
 #define DSQ_PHILOX_CUH
+
+#include "platform.cuh"
 
 #ifndef DSQ_PHILOX_ROUNDS
 #define DSQ_PHILOX_ROUNDS 7
 #endif
-
-#ifndef DSQ_DEVICE
-#ifdef __CUDACC__
-#define DSQ_DEVICE __device__ __forceinline__
-#else
-#define DSQ_DEVICE static inline
-#endif
-#endif
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "words are 32 bits, products 64");
 
 struct PhiloxWords {
     u32 w0, w1, w2, w3;
@@ -42,9 +29,7 @@ DSQ_DEVICE u32 philox_mulhi(u32 a, u32 b) {
 
 DSQ_DEVICE PhiloxWords philox4x32(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
     const u32 m0 = 0xD2511F53u, m1 = 0xCD9E8D57u;
-#ifdef __CUDACC__
-#pragma unroll
-#endif
+    DSQ_UNROLL
     for (int round = 0; round < DSQ_PHILOX_ROUNDS; ++round) {
         const u32 hi0 = philox_mulhi(m0, c0), lo0 = m0 * c0;
         const u32 hi1 = philox_mulhi(m1, c2), lo1 = m1 * c2;

@@ -10,20 +10,14 @@
 #ifndef DSQ_PLATFORM_CUH
 #define DSQ_PLATFORM_CUH
 
-#ifndef DSQ_DEVICE
+// DSQ_DEVICE for functions, DSQ_MEMBER for member functions.
 #ifdef __CUDACC__
 #define DSQ_DEVICE __device__ __forceinline__
-#else
-#define DSQ_DEVICE static inline
-#endif
-#endif
-
-// DSQ_MEMBER: the same for member functions.
-#ifdef __CUDACC__
 #define DSQ_MEMBER __device__ __forceinline__
 #define DSQ_UNROLL _Pragma("unroll")
 #define DSQ_NO_UNROLL _Pragma("unroll 1")
 #else
+#define DSQ_DEVICE static inline
 #define DSQ_MEMBER inline
 #define DSQ_UNROLL
 #define DSQ_NO_UNROLL

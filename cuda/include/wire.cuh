@@ -135,7 +135,8 @@ struct PlaneBytes {
         } else {
             DSQ_UNROLL
             for (u32 i = 0; i < WORDS / 4; ++i) {
-                const Words4 x = load16_once(p + (i == 0 || 16 * i < length ? 16 * i : 0));
+                const u8* part = p + (i == 0 || 16 * i < length ? 16 * i : 0);
+                const Words4 x = BYTES == 16 ? load16_once(part) : load16(part);
                 DSQ_UNROLL
                 for (int j = 0; j < 4; ++j) w[4 * i + j] = x.w[j];
             }

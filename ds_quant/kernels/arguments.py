@@ -15,6 +15,7 @@ from ds_quant import rng
 from ds_quant.kernels.blocks import Format
 from ds_quant.kernels.geometry import THREADS, Tiling
 from ds_quant.kernels.jobs import NO_SOURCE
+from ds_quant.kernels.rotation import Rotation
 from ds_quant.layout import ALIGNMENT
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -24,16 +25,6 @@ _LEARNED = 3
 _MAX_UNROLLED_SOURCES = 8
 _MAX_GRID_ROWS = 65535
 _WORD = (1 << 64) - 1
-
-
-class Rotation(NamedTuple):
-    """Walsh-Hadamard transform of blocks of 32, 64 or 128 elements.
-
-    flips: bit i set = element i of every block changes its sign; None for no flips.
-    """
-
-    block: int
-    flips: int | None = None
 
 
 class Own(NamedTuple):

@@ -1,7 +1,7 @@
-"""Which kernels work on a tensor: CUDA kernels on CUDA tensors, the torch reference elsewhere.
+"""Which kernels work on a tensor: CuPy kernels on CUDA, the C++ library on the CPU, else torch.
 
-The reference also serves codecs that the kernels do not cover, and CUDA tensors without a working
-CuPy, which is reported once. Same signatures and same bytes either way.
+The torch reference also serves codecs that the CUDA kernels do not cover, and machines where CuPy
+or the library does not work, which is reported once. Same signatures and same bytes everywhere.
 May import torch, rng and its sister modules.
 """
 
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from types import ModuleType
 
 import torch
 
 from ds_quant import rng
-from ds_quant.kernels import cuda, launch, reference
+from ds_quant.kernels import cuda, launch, native, reference
 from ds_quant.kernels.arguments import Own
 from ds_quant.kernels.blocks import Format
 from ds_quant.kernels.geometry import MAX_GROUP
+from ds_quant.kernels.rotation import Rotation
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +35,25 @@ def use(backend: str) -> None:
     _backend = backend
 
 
+def describe(device: torch.device) -> str:
+    """What works on tensors of a device, for people: CuPy, C++ or torch kernels."""
+    if device.type == "cuda" and _backend == "auto":
+        return "torch kernels" if cuda.runner_of(device) is None else "CuPy kernels"
+    if device.type == "cpu" and _backend == "auto":
+        why = native.problem()
+        return "C++ kernels" if why is None else f"torch kernels (C++ ones {why})"
+    return "torch kernels"
+
+
+def _on_host(device: torch.device) -> ModuleType:
+    """The module for tensors that no CuPy kernel takes."""
+    if device.type != "cpu" or _backend == "torch" or native.problem() is not None:
+        return reference
+    return native
+
+
 def runner_for(fmt: Format, device: torch.device) -> launch.Runner | None:
-    """What launches kernels for a codec on a device; None where the reference works."""
+    """What launches kernels for a codec on a device; None where it has none."""
     if device.type != "cuda" or _backend == "torch":
         return None
     if not launch.supports(fmt):
@@ -59,13 +78,16 @@ def encode(
     *,
     address: rng.Address | None,
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
+    rotation: Rotation | None = None,  # of x, or x - base; the wire holds whole blocks
 ) -> None:
     """Write the wire bytes of every row, padding included."""
+    options = {"address": address, "levels": levels, "base": base, "rotation": rotation}
     run = runner_for(fmt, x.device)
     if run is None:
-        reference.encode(x, out, fmt, address=address, levels=levels)
+        _on_host(x.device).encode(x, out, fmt, **options)
     else:
-        launch.encode(x, out, fmt, address=address, levels=levels, run=run)
+        launch.encode(x, out, fmt, run=run, **options)
 
 
 def decode(
@@ -74,13 +96,14 @@ def decode(
     fmt: Format,
     *,
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    add: bool = False,  # in fp32 to what `out` holds
 ) -> None:
     """Decode every row and cast once to the dtype of `out`."""
     run = runner_for(fmt, wire.device)
     if run is None:
-        reference.decode(wire, out, fmt, levels=levels)
+        _on_host(wire.device).decode(wire, out, fmt, levels=levels, add=add)
     else:
-        launch.decode(wire, out, fmt, levels=levels, run=run)
+        launch.decode(wire, out, fmt, levels=levels, add=add, run=run)
 
 
 def decode_sum(
@@ -89,16 +112,18 @@ def decode_sum(
     fmt: Format,
     *,
     scale: float,
-    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel,) floating point
+    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel on the wire,) floating
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
 ) -> None:
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end."""
+    options = {"scale": scale, "levels": levels, "rotation": rotation}
     run = runner_for(fmt, wire.device)
     if run is None:
-        reference.decode_sum(wire, out, fmt, scale=scale, own=own, levels=levels)
+        _on_host(wire.device).decode_sum(wire, out, fmt, own=own, **options)
         return
     replaced = None if own is None else Own(*own)
-    launch.decode_sum(wire, out, fmt, scale=scale, own=replaced, levels=levels, run=run)
+    launch.decode_sum(wire, out, fmt, own=replaced, run=run, **options)
 
 
 def recode(
@@ -128,3 +153,22 @@ def recode(
         wire.unsqueeze(0), out.view(1, -1), source, fmt, numel=numel, address=address,
         run=runs[1], source_levels=source_levels, levels=levels, own=replaced,
     )  # fmt: skip
+
+
+def rotate(
+    x: torch.Tensor,  # (numel,) floating point
+    out: torch.Tensor,  # (blocks * block,) fp32 contiguous
+    rotation: Rotation,
+) -> None:
+    """out = H (signs * x) block by block, x filled up with zeros to whole blocks."""
+    _on_host(x.device).rotate(x, out, rotation)
+
+
+def unrotate_(
+    x: torch.Tensor,  # (blocks * block,) fp32 contiguous
+    rotation: Rotation,
+    *,
+    scale: float = 1.0,
+) -> None:
+    """x = signs * (H x * (scale / block)), in place: the inverse of ``rotate``, times scale."""
+    _on_host(x.device).unrotate_(x, rotation, scale=scale)

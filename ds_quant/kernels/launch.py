@@ -9,7 +9,8 @@ May import torch, layout, rng and its sister modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import torch
@@ -18,7 +19,6 @@ from ds_quant import rng
 from ds_quant.kernels.arguments import (
     DTYPES,
     Own,
-    Rotation,
     aligned,
     dense,
     encode_macros,
@@ -36,8 +36,9 @@ from ds_quant.kernels.arguments import (
     stride,
 )
 from ds_quant.kernels.blocks import Format, layout_of
-from ds_quant.kernels.geometry import MAX_GROUP, THREADS, sum_run, tiling
+from ds_quant.kernels.geometry import MAX_GROUP, THREADS, sum_run, sum_threads, tiling
 from ds_quant.kernels.jobs import Launch, Plan, wire_fields
+from ds_quant.kernels.rotation import Rotation
 from ds_quant.layout import VECTOR_NUMEL, ceil_div, round_up
 
 Runner = Callable[[Launch], None]
@@ -51,6 +52,15 @@ def supports(fmt: Format, rotation: Rotation | None = None) -> bool:
     if fmt.group_size > MAX_GROUP:
         return False
     return rotation is None or fmt.group_size % rotation.block == 0
+
+
+def whole_numel(fmts: Iterable[Format]) -> int:
+    """A number of elements that fills whole thread blocks of every kernel, for all codecs."""
+    units = [8 * VECTOR_NUMEL * THREADS]  # of decode_sum, whose runs are 2, 4 or 8 vectors
+    for fmt in fmts:
+        tiles = (tiling(fmt.group_size, run) for run in (1, ROTATION_RUN))
+        units += [each.block_groups * fmt.group_size for each in tiles]
+    return math.lcm(*units)
 
 
 def encode(
@@ -194,21 +204,22 @@ def _sum_plan(
     is_easy: bool,
 ) -> Plan:
     layout = layout_of(fmt, round_up(numel, rotation.block) if rotation else numel)
-    vectors = ROTATION_RUN if rotation else sum_run(fmt.bits, sources)
+    vectors = ROTATION_RUN if rotation else sum_run(fmt.bits, fmt.group_size, sources)
+    threads = sum_threads(vectors)
     macros = source_macros(fmt, sources, has_own) | rotation_macros(rotation)
     macros |= {
         "DSQ_RUN": vectors,
-        "DSQ_THREADS": THREADS,
+        "DSQ_THREADS": threads,
         "DSQ_VALUES": DTYPES[dtype],
         "DSQ_ADD": int(add),
         "DSQ_FACTOR": int(scale != 1.0 or rotation is not None),
-        "DSQ_WHOLE": int(is_easy and numel % (vectors * VECTOR_NUMEL * THREADS) == 0),
+        "DSQ_WHOLE": int(is_easy and numel % (vectors * VECTOR_NUMEL * threads) == 0),
     }
     fields = wire_fields("wire", layout) | flip_fields(rotation) | own_fields(None, None)
     fields |= {"numel": numel, "sources": sources}
     fields["factor"] = float_bits(scale / rotation.block if rotation else scale)
-    blocks = ceil_div(ceil_div(layout.numel, VECTOR_NUMEL), vectors * THREADS)
-    return Plan("decode_sum", macros, blocks=blocks, threads=THREADS, fields=fields)
+    blocks = ceil_div(ceil_div(layout.numel, VECTOR_NUMEL), vectors * threads)
+    return Plan("decode_sum", macros, blocks=blocks, threads=threads, fields=fields)
 
 
 def recode(

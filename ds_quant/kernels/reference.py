@@ -39,7 +39,8 @@ from ds_quant.kernels.blocks import (
     section,
 )
 from ds_quant.kernels.ranges import Ranges, code_range, fraction_bits, ranges_of
-from ds_quant.layout import VECTOR_NUMEL, WireLayout, ceil_div
+from ds_quant.kernels.rotation import Rotation, rotate, rotated_rows, unrotate_  # noqa: F401
+from ds_quant.layout import VECTOR_NUMEL, WireLayout, ceil_div, round_up
 
 _UNIT = 2.0**23  # floats in [2^23, 2^24) are the integers, one per bit pattern
 
@@ -54,8 +55,12 @@ def encode(
     *,
     address: rng.Address | None,
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
+    rotation: Rotation | None = None,  # of x, or x - base; the wire holds whole blocks
 ) -> None:
     """Write the wire bytes of every row, padding included."""
+    if rotation is not None:
+        x, base = rotated_rows(x, base, rotation), None
     rows, numel = x.shape
     layout = layout_of(fmt, numel)
     x = x.detach()
@@ -66,7 +71,7 @@ def encode(
         random = None
         if fmt.rounding == "stochastic":  # first, because it uses the scratch of the values
             random = _random(block, fmt, address, ceil_div(numel, VECTOR_NUMEL), x.device)
-        groups = _load_groups(x, block, fmt.group_size)
+        groups = _load_groups(x, base, block, fmt.group_size)
         ranges = ranges_of(groups, fmt, shift)
         codes = _codes(groups, ranges, fmt, levels)
         if random is not None:
@@ -86,20 +91,23 @@ def _take_values(block: Block, device: torch.device) -> torch.Tensor:
     return scratch.take("values", shape, dtype=torch.float32, device=device)
 
 
-def _load_groups(x: torch.Tensor, block: Block, group_size: int) -> torch.Tensor:
-    """A block of x as (groups, group_size) fp32: scratch, or x itself where it has that form.
+def _load_groups(
+    x: torch.Tensor, base: torch.Tensor | None, block: Block, group_size: int
+) -> torch.Tensor:
+    """A block of x - base as (groups, group_size) fp32: scratch, or x where it has that form.
 
     A short last group is filled up with its own first element, which leaves its range alone.
     """
     source = section(x, block, block.start, block.numel)
     whole = block.numel == block.padded_numel
-    if whole and source.dtype == torch.float32 and source.is_contiguous():
+    if whole and base is None and source.dtype == torch.float32 and source.is_contiguous():
         return source.view(-1, group_size)
     values = _take_values(block, x.device)
-    if whole:
-        values.copy_(source)
-    else:
-        values[:, : block.numel].copy_(source)
+    filled = values if whole else values[:, : block.numel]
+    filled.copy_(source)
+    if base is not None:
+        filled.sub_(section(base.detach(), block, block.start, block.numel))
+    if not whole:
         first = block.padded_numel - group_size
         values[:, block.numel :] = values[:, first : first + 1]
     return values.view(-1, group_size)
@@ -188,22 +196,19 @@ def decode(
     fmt: Format,
     *,
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    add: bool = False,  # in fp32 to what `out` holds
 ) -> None:
     """Decode every row and cast once to the dtype of `out`."""
     rows, numel = out.shape
     layout = layout_of(fmt, numel)
     for block in blocks(rows, numel, group_size=fmt.group_size, device=wire.device):
         target = section(out, block, block.start, block.numel)
-        if (
-            block.numel == block.padded_numel
-            and target.dtype == torch.float32
-            and target.is_contiguous()
-        ):
-            _decode_block(wire, target, layout, block, fmt, levels)
-            continue
-        values = _take_values(block, wire.device)
+        direct = not add and block.numel == block.padded_numel and target.dtype == torch.float32
+        values = target if direct and target.is_contiguous() else _take_values(block, wire.device)
         _decode_block(wire, values, layout, block, fmt, levels)
-        target.copy_(values[:, : block.numel])
+        if values is not target:
+            decoded = values[:, : block.numel]
+            target.copy_(decoded.add_(target) if add else decoded)
 
 
 def decode_sum(
@@ -212,13 +217,22 @@ def decode_sum(
     fmt: Format,
     *,
     scale: float,
-    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel,) floating point
+    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel on the wire,) floating
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
 ) -> None:
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
 
-    Row ``own[0]`` counts as ``own[1]``, whatever its bytes are.
+    Row ``own[0]`` counts as ``own[1]``, whatever its bytes are. With a rotation the sum is rotated
+    back before it is multiplied.
     """
+    if rotation is not None:
+        padded = round_up(out.shape[0], rotation.block)
+        total = torch.empty(padded, dtype=torch.float32, device=out.device)
+        decode_sum(wire, total, fmt, scale=1.0, own=own, levels=levels)
+        unrotate_(total, rotation, scale=scale)
+        out.copy_(total[: out.shape[0]])
+        return
     numel = out.shape[0]
     layout = layout_of(fmt, numel)
     for block in blocks(wire.shape[0], numel, group_size=fmt.group_size, device=wire.device):

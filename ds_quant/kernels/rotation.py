@@ -13,22 +13,46 @@ May import torch, layout and its sister module scratch.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 
 from ds_quant.kernels import scratch
+from ds_quant.layout import round_up
 
 _CHUNK_NUMEL = {"cpu": 1 << 19}  # measured: two buffers of 2 MB; 2^17 and 2^20 are a tenth slower
 _DEVICE_CHUNK_NUMEL = 1 << 24
 
 
+class Rotation(NamedTuple):
+    """Walsh-Hadamard transform of blocks of 32, 64 or 128 elements.
+
+    flips: bit i set = element i of every block changes its sign; None for no flips.
+    """
+
+    block: int
+    flips: int | None = None
+
+    def signs(self, device: torch.device) -> torch.Tensor | None:
+        """(block,) fp32 of +-1, or None for no flips."""
+        return None if self.flips is None else _signs(self, device)
+
+
+@lru_cache(maxsize=64)
+def _signs(rotation: Rotation, device: torch.device) -> torch.Tensor:
+    bits = [rotation.flips >> i & 1 for i in range(rotation.block)]
+    with torch.inference_mode(False):
+        return 1 - 2 * torch.tensor(bits, device=device).to(torch.float32)
+
+
 def rotate(
     x: torch.Tensor,  # (numel,) floating point
     out: torch.Tensor,  # (blocks * block,) fp32 contiguous
-    block: int,
-    *,
-    signs: torch.Tensor | None = None,  # (block,) fp32 of +-1
+    rotation: Rotation,
 ) -> None:
     """out = H (signs * x) block by block, x filled up with zeros to whole blocks."""
+    block, signs = rotation.block, rotation.signs(x.device)
     out[: x.numel()].copy_(x)
     out[x.numel() :].zero_()
     for chunk in _chunks(out, block):
@@ -37,14 +61,24 @@ def rotate(
         _butterflies(chunk)
 
 
+def rotated_rows(x: torch.Tensor, base: torch.Tensor | None, rotation: Rotation) -> torch.Tensor:
+    """x or x - base, (rows, numel) -> rotated, (rows, whole blocks) fp32."""
+    values = x.detach() if base is None else x.detach().float() - base.detach().float()
+    padded = round_up(x.shape[1], rotation.block)
+    out = torch.empty(x.shape[0], padded, dtype=torch.float32, device=x.device)
+    for row, target in zip(values, out, strict=True):
+        rotate(row, target, rotation)
+    return out
+
+
 def unrotate_(
     x: torch.Tensor,  # (blocks * block,) fp32 contiguous
-    block: int,
+    rotation: Rotation,
     *,
     scale: float = 1.0,
-    signs: torch.Tensor | None = None,  # (block,) fp32 of +-1
 ) -> None:
     """x = signs * (H x * (scale / block)), in place: the inverse of ``rotate``, times scale."""
+    block, signs = rotation.block, rotation.signs(x.device)
     for chunk in _chunks(x, block):
         _butterflies(chunk)
         chunk.mul_(scale / block)

@@ -6,12 +6,16 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+from ds_quant.config_blocks import FallbackConfig
+from ds_quant.kernels import dispatch
 from ds_quant.topology import Topology, default_node_size
 from ds_quant.zero import accelerate_seam, checkpoint, guard, parameters, replica_seams, seams
 from ds_quant.zero.agreement import Agreement
 from ds_quant.zero.binding import Binding
+from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.reduce import OwnerReduction, ShardReduction
+from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
 
 
@@ -28,9 +32,12 @@ def attach(engine: Any, optimizer: Any) -> None:
     guard.refuse_unsupported(seams.facts(engine._config, bf16_optimizer=optimizer is None))
     rank, world = seams.rank_and_world()
     config.validate_world(world)
+    dispatch.use(config.backend)
     scheme = config.to_scheme()
     topology = Topology(world=world, node_size=scheme.node_size or default_node_size(world))
     settings = f"{config.digest()}, {topology.node_size} ranks per node"
+    if kill_file() is not None:  # a vote that some ranks do not take part in would hang
+        settings += f", {KILL_VARIABLE} set"
     guard.handshake(settings=settings, rank=rank, world=world, timeout=config.handshake_timeout)
     if engine.zero_optimization_stage() == 3:
         guard.refuse_full_replica(scheme, topology, parameters.total_bytes(engine.module))
@@ -41,19 +48,25 @@ def attach(engine: Any, optimizer: Any) -> None:
         _attach_shards(binding, engine, optimizer)
     else:
         _attach_replica(binding, engine, optimizer)
+    _attach_fallback(binding, optimizer, config.fallback)
     seams.wrap_checkpoints(
         engine,
         checkpoint.KEY,
         partial(checkpoint.dump, binding),
         partial(checkpoint.restore, binding),
     )
+    device = parameters.device()
+    if device.type == "cuda" and world > 1:
+        rehearse(binding, device)
     seams.log_rank0(f"quantized_comm: {binding.describe()}")
 
 
 def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
     """ZeRO-3."""
     fetch = Fetch(binding)
-    fetch.attach(engine.module.parameters())
+    params = list(engine.module.parameters())
+    fetch.attach(params)
+    binding.note_groups([p.ds_process_group for p in params])
     if binding.scheme.node_shard and binding.topology.nodes > 1:
         binding.node = fetch.keep_in_node()
     if not seams.steps(optimizer):  # inference: parameters only
@@ -69,7 +82,9 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
 
 def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
     """ZeRO-1 and 2."""
-    binding.require_tracked(replica_seams.replica_groups(optimizer))
+    groups = list(replica_seams.replica_groups(optimizer))
+    binding.require_tracked(groups)
+    binding.note_groups([group.process_group for group in groups for _ in group.params])
     binding.replica = Replica(binding, optimizer)
     replica_seams.wrap_weight_gather(
         optimizer, binding.replica.gather_updated, keep_replica=binding.scheme.difference
@@ -84,6 +99,21 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
         reduction = OwnerReduction(binding, optimizer)
         replica_seams.wrap_owner_reduction(optimizer, reduction.begin, reduction.reduce)
         seams.after_backward(optimizer, binding.after_backward)
+
+
+def _attach_fallback(binding: Binding, optimizer: Any, settings: FallbackConfig) -> None:
+    """Last, so that its vote precedes everything else that happens around a step."""
+    watched = kill_file()
+    fallback = Fallback(
+        binding, on_nonfinite=settings.on_nonfinite, steps=settings.steps, kill_file=watched
+    )
+    if not fallback.votes():
+        return
+    if watched is not None:
+        binding.notices.append(f"{KILL_VARIABLE} watched")
+        fallback.vote()  # the file may be there already
+    if seams.steps(optimizer) or binding.stage < 3:
+        seams.around_step(optimizer, fallback.vote, fallback.after_step)
 
 
 def exact_weights(engine: Any) -> AbstractContextManager[None]:
@@ -120,7 +150,9 @@ def report(engine: Any) -> dict[str, Any] | None:
         full_precision_share (0 to 1, of wire bytes), expected_bytes and expected_intra_bytes (per
         parameter and optimizer step, volumes as in ``cost``), kept_bytes and expected_kept_bytes
         (memory on this rank that the scheme keeps between steps), resyncs (exact refills after a
-        checksum that differed), line (the start-up line).
+        checksum that differed), nonfinite_steps (found by ``fallback``, unless its policy is
+        skip), exact_steps (in full precision because of that or of a kill file), killed (whether
+        a kill file is there), line (the start-up line).
     """
     binding = getattr(engine, "ds_quant_binding", None)
     if binding is None:
@@ -143,5 +175,8 @@ def report(engine: Any) -> dict[str, Any] | None:
         "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),
         "expected_kept_bytes": bill.memory * bill.numel,
         "resyncs": binding.state.resyncs,
+        "nonfinite_steps": binding.state.nonfinite_steps,
+        "exact_steps": binding.state.exact_steps,
+        "killed": binding.state.killed,
         "line": binding.describe(),
     }

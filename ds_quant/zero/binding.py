@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.collectives import Coding
+from ds_quant.coding import Coding
 from ds_quant.cost import Bill, Cargo, bill, shipped_bytes
 from ds_quant.hops import Hop
+from ds_quant.kernels import dispatch
 from ds_quant.link import Fabric, Link
 from ds_quant.metrics import Traffic
 from ds_quant.rng import Address, Role, address
@@ -47,10 +48,11 @@ class Binding:
         self.notices: list[str] = []  # what the start-up line must add
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
         self.node: Any = None  # zero.node.NodeShard under ZeRO-3, if the scheme keeps one
+        self.watch: Any = None  # zero.fallback.Watch, if non-finite gradients are looked for
         self._links: dict[int, Link] = {}
         self._fabrics: dict[int, Fabric] = {}
         self._levels = self._make_levels()
-        self._backwards = (-1, 0)  # optimizer step, backwards done in it
+        self._backwards: dict[int, int] = {}  # those done in the current optimizer step
         self._tracked = {
             id(p): Tracked(index=i, name=name, shape=parameters.shape_of(p))
             for i, (name, p) in enumerate(engine.module.named_parameters())
@@ -71,6 +73,18 @@ class Binding:
             raise RuntimeError(
                 f"quantized_comm: the optimizer holds {strangers} parameter(s) that are not in "
                 "engine.module; pass the module's own parameters to the optimizer"
+            )
+
+    def note_groups(self, process_groups: Sequence[Any]) -> None:
+        """Tell of parameters whose ranks are not the world (experts, pipeline, tensor parallel);
+        ``process_groups`` has one entry per parameter.
+        """
+        world = list(range(self.topology.world))
+        few = sum(self.link(group).ranks != world for group in process_groups)
+        if few:
+            self.notices.append(
+                f"{few} of {len(process_groups)} parameters belong to part of the ranks and take "
+                "one level, without a node shard"
             )
 
     def link(self, process_group: Any) -> Link:
@@ -120,22 +134,23 @@ class Binding:
         """
         return self.engine.global_steps - self.engine.skipped_steps
 
+    def is_exact(self, step: int) -> bool:
+        """Whether everything travels in full precision in an optimizer step."""
+        until = max(self.scheme.warmup_steps, self.state.exact_until)
+        return self.state.killed or step < until
+
     @property
     def gradient_step(self) -> int:
-        """Address of the current backward: unique within a run, equal after a resume.
-
-        Not by ``engine.micro_steps``, which accelerate advances once per optimizer step only.
-        """
+        """Address of the current backward: unique within a run, equal after a resume."""
         step = self.engine.global_steps  # with skipped ones: their gradients were new
-        if self._backwards[0] != step:
-            self._backwards = (step, 0)
-        return (step << 24) + self._backwards[1]
+        return (step << 24) + self._backwards.get(step, 0)
 
     def after_backward(self) -> None:
-        """DeepSpeed has reduced the last gradient of a backward."""
+        """The last gradient of a backward is reduced. Counted here, because accelerate advances
+        ``engine.micro_steps`` once per optimizer step only.
+        """
         step = self.engine.global_steps
-        done = self._backwards[1] if self._backwards[0] == step else 0
-        self._backwards = (step, done + 1)
+        self._backwards = {step: self._backwards.get(step, 0) + 1}
 
     def weight_coding(
         self, tracked: Tracked, dtype: torch.dtype, *, step: int, rank: int, intra: bool = False
@@ -146,7 +161,7 @@ class Binding:
         """
         choose = self.scheme.intra_codec_for if intra else self.scheme.codec_for
         codec = choose(Role.WEIGHTS, tracked.name, tracked.shape, dtype)
-        if step < self.scheme.warmup_steps or not isinstance(codec, GroupCodec):
+        if self.is_exact(step) or not isinstance(codec, GroupCodec):
             return Coding(codec=CastCodec(dtype))
         return Coding(
             codec=codec,
@@ -164,20 +179,22 @@ class Binding:
         inner, outer = scheme.intra_codec_for(*facts), scheme.codec_for(*facts)
         if scheme.gradients_intra is None:
             inner = outer
-        exact = self.step < scheme.warmup_steps or not isinstance(outer, GroupCodec)
-        if exact:
+        if self.is_exact(self.step) or not isinstance(outer, GroupCodec):
             return (Coding(codec=CastCodec(dtype)),) * len(route), None
-        codecs = [inner, outer] if len(route) > 1 else [outer]
-        if self.topology.nodes == 1:
-            codecs = [inner]
         codings = tuple(
             Coding(
                 codec=codec,
                 address=self._address(Role.GRADIENTS, tracked, codec, step, rank, hop=hop),
             )
-            for hop, codec in enumerate(codecs)
+            for hop, codec in enumerate(self.by_hop(inner, outer, route))
         )
         return codings, self._rotation(tracked, step)
+
+    def by_hop(self, inner: Codec, outer: Codec, route: Sequence[Hop]) -> list[Codec]:
+        """What travels on each hop: ``inner`` inside nodes, ``outer`` between them."""
+        if len(route) > 1:
+            return [inner, outer]
+        return [inner if self.topology.nodes == 1 else outer]
 
     def _rotation(self, tracked: Tracked, step: int) -> Rotation | None:
         if not self.scheme.rotation:
@@ -268,6 +285,7 @@ class Binding:
             f"({label} {shipped_bytes(stage, dtype, micro_steps=micro_steps):.2f}), "
             f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision ({kept})",
             f"{self.topology.nodes} x {self.topology.node_size} ranks",
+            dispatch.describe(parameters.device()),
         ]
         if inside:
             parts.append(f"{inside:.2f} B/param inside a node")

@@ -25,6 +25,7 @@ def dump(binding: Binding) -> dict[str, Any]:
         "ranks": (binding.topology.nodes, binding.topology.node_size),
         "levels": levels,
         "learned_at": binding.state.learned_at,
+        "exact_until": binding.state.exact_until,
     }
 
 
@@ -34,6 +35,7 @@ def restore(binding: Binding, saved: Any) -> None:
     Raises:
         RuntimeError: the state is of another version or is none.
     """
+    binding.state.exact_until = 0
     if saved is None:
         seams.log_rank0(
             "quantized_comm: the checkpoint was saved without it; the scheme starts afresh"
@@ -52,7 +54,11 @@ def restore(binding: Binding, saved: Any) -> None:
             f"quantized_comm: resuming {saved['scheme']} of {saved['ranks'][0]} x "
             f"{saved['ranks'][1]} ranks as {binding.scheme.name} on {ranks[0]} x {ranks[1]}"
         )
+    binding.state.exact_until = saved.get("exact_until", 0)  # not in states of before fallbacks
     _restore_levels(binding, saved)
+    if binding.replica is not None and (binding.state.levels or binding.is_exact(binding.step)):
+        with binding.replica.exact():  # DeepSpeed has gathered before it was known how
+            pass
 
 
 def _restore_levels(binding: Binding, saved: dict[str, Any]) -> None:
@@ -69,9 +75,6 @@ def _restore_levels(binding: Binding, saved: dict[str, Any]) -> None:
     }
     device = binding.engine.device
     binding.state.levels.update({indices[n]: table.to(device) for n, table in fitting.items()})
-    if fitting and binding.replica is not None:
-        with binding.replica.exact():  # DeepSpeed has loaded before the levels were there
-            pass
     if lost := len(saved["levels"]) - len(fitting):
         seams.log_rank0(
             f"quantized_comm: learned levels of {lost} parameter(s) in the checkpoint fit no "

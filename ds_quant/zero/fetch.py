@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ds_quant.codec import CastCodec
-from ds_quant.collectives import Coding, all_gather
+from ds_quant.coding import Coding
+from ds_quant.collectives import all_gather
 from ds_quant.link import Link
 from ds_quant.zero import parameters, seams
 from ds_quant.zero.binding import Binding

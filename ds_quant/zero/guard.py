@@ -41,6 +41,14 @@ def refuse_unsupported(facts: Mapping[str, Any]) -> None:
         (facts["super_offload"], "zero_optimization.offload_optimizer.super_offload=true",
          "SuperOffload is not supported; set it to false"),
     )  # fmt: skip
+    rules += (
+        (facts["nvme_optimizer"], "zero_optimization.offload_optimizer.device=nvme under ZeRO-3",
+         "not tested; allowed: cpu, none"),
+        (facts["hybrid_engine"], "hybrid_engine.enabled=true",
+         "generation with kernels of its own is not tested; set it to false"),
+        (facts["auto_experts"], "expert_parallel.enabled=true",
+         "AutoEP is not tested; set it to false and use deepspeed.moe.layer.MoE under ZeRO-1 or 2"),
+    )  # fmt: skip
     for refused, setting, remedy in rules:
         if refused:
             raise ConfigError(f"quantized_comm cannot be used with {setting}: {remedy}")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.collectives import Coding
+from ds_quant.coding import Coding
 from ds_quant.node_shard import Kept, exchange, gather
 from ds_quant.zero import parameters
 from ds_quant.zero.binding import Binding

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ds_quant.collectives import Coding, reduce_scatter
+from ds_quant.coding import Coding
+from ds_quant.collectives import reduce_scatter
 from ds_quant.hops import Hop, Piece, reduce
 from ds_quant.layout import shard_range
 from ds_quant.link import Link
@@ -49,7 +50,11 @@ class ShardReduction:
             shards = reduce_scatter(tensors, [c for (c,) in codings], link, scale=scale).wait()
         else:
             shards = _reduce_shards(tensors, codings, rotations, route, link, scale)
-        return [s.to(g.dtype) for s, g in zip(shards, tensors, strict=True)]
+        reduced = [s.to(g.dtype) for s, g in zip(shards, tensors, strict=True)]
+        if binding.watch is not None:
+            for parameter, shard in zip(tracked, reduced, strict=True):
+                binding.watch.note(parameter.index, shard)
+        return reduced
 
 
 def _reduce_shards(
@@ -110,14 +115,16 @@ class OwnerReduction:
             self._shares(s, o, dtype, route, link.rank) for s, o in zip(slices, owners, strict=True)
         ]
         scale = self._scale(call, link.size)
-        every = [share for shares in cut for share in shares]
+        every = [share for shares in cut for _, share in shares]
         sums = iter(reduce_to_owners(every, route, link, scale=scale))
         outputs = call.get("output_bucket") or [None] * len(slices)
         for shares, values, output in zip(cut, slices, outputs, strict=True):
             reduced = [next(sums) for _ in shares]
-            if shares and shares[0].owner == link.rank:
-                for share, total in zip(shares, reduced, strict=True):
+            if shares and shares[0][1].owner == link.rank:
+                for (index, share), total in zip(shares, reduced, strict=True):
                     share.values.copy_(total)
+                    if self._binding.watch is not None:
+                        self._binding.watch.note(index, share.values)
                 replica_seams.add_to_partition(self._optimizer, output, values)
 
     def _scale(self, call: dict[str, Any], ranks: int) -> float:
@@ -132,8 +139,8 @@ class OwnerReduction:
         dtype: torch.dtype,
         route: Sequence[Hop],
         rank: int,
-    ) -> list[Share]:
-        """Cut a slice of the bucket at parameter borders."""
+    ) -> list[tuple[int, Share]]:
+        """Cut a slice of the bucket at parameter borders: (index of the parameter, share)."""
         first = (values.data_ptr() - self._bucket.data_ptr()) // values.element_size()
         if not 0 <= first <= self._bucket.numel() - values.numel():
             raise RuntimeError("quantized_comm: a gradient slice lies outside its bucket")
@@ -143,17 +150,17 @@ class OwnerReduction:
             start = self._starts[place]
             parameter = self._params[place]
             stop = min(end, start + parameter.numel())
+            tracked = self._binding.tracked(parameter)
             codings, rotation = self._binding.gradient_codings(
-                self._binding.tracked(parameter), dtype, rank=rank, route=route
+                tracked, dtype, rank=rank, route=route
             )
-            shares.append(
-                Share(
-                    owner=owner,
-                    values=values.view(-1)[position - first : stop - first],
-                    codings=tuple(c.at(position - start) for c in codings),
-                    rotation=rotation,
-                )
+            share = Share(
+                owner=owner,
+                values=values.view(-1)[position - first : stop - first],
+                codings=tuple(c.at(position - start) for c in codings),
+                rotation=rotation,
             )
+            shares.append((tracked.index, share))
             position = stop
         return shares
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ds_quant.codec import CastCodec
-from ds_quant.collectives import Coding
+from ds_quant.coding import Coding
 from ds_quant.layout import ceil_div
 from ds_quant.link import Link
 from ds_quant.owners import Part, gather_from_owners

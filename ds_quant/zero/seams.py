@@ -74,6 +74,13 @@ def facts(config: Any, *, bf16_optimizer: bool = False) -> dict[str, Any]:
         "zeropp": zeropp,
         "mics": getattr(zero, "mics_shard_size", -1) > 0,
         "nvme_params": offload_param is not None and offload_param.device == "nvme",
+        "nvme_optimizer": int(zero.stage) == 3
+        and offload_optimizer is not None
+        and offload_optimizer.device == "nvme",
+        "hybrid_engine": bool(getattr(config.hybrid_engine, "enabled", False)),
+        "auto_experts": bool(
+            getattr(getattr(config, "expert_parallel_config", None), "enabled", False)
+        ),
         "zenflow": getattr(zero, "zenflow", None) is not None,
         "super_offload": bool(getattr(offload_optimizer, "super_offload", False)),
     }
@@ -159,6 +166,37 @@ def after_step(optimizer: Any, then: Callable[[], None]) -> None:
         return result
 
     wrap(optimizer, "step", step, stacked=True)
+
+
+def around_step(optimizer: Any, before: Callable[[], None], after: Callable[[bool], None]) -> None:
+    """Run ``before()`` ahead of every ``optimizer.step`` and ``after(skipped)`` behind it."""
+
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before()
+        result = original(*args, **kwargs)
+        after(bool(optimizer.overflow))
+        return result
+
+    wrap(optimizer, "step", step, stacked=True)
+
+
+def minimum(numbers: list[int]) -> list[int]:
+    """The smallest of each number over all ranks. A collective of the whole world."""
+    from deepspeed import comm as dist
+    from deepspeed.accelerator import get_accelerator
+
+    votes = torch.tensor(numbers, device=get_accelerator().current_device_name())
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return votes.tolist()
+
+
+def broadcast(value: Any, *, source: int) -> Any:
+    """The value that rank ``source`` gives. A collective of the whole world."""
+    from deepspeed import comm as dist
+
+    values = [value]
+    dist.broadcast_object_list(values, src=source)
+    return values[0]
 
 
 def log_rank0(message: str) -> None:

@@ -1,4 +1,4 @@
-"""What a scheme remembers between steps: the learned levels. Pure data; ``learn`` fills it in."""
+"""What an engine's scheme remembers between steps. Pure data; ``learn`` fills in the levels."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ class SchemeState:
 
     ``learned_at`` is the last optimizer step at which the schedule was consulted, ``resyncs``
     counts refills after checksums that differed.
+
+    Of ``fallback``: steps below ``exact_until`` travel in full precision, and all while ``killed``;
+    ``nonfinite_steps`` and ``exact_steps`` count what it has found and caused.
     """
 
     levels: dict[int, Tensor] = field(default_factory=dict)
     learned_at: int = 0
     resyncs: int = 0
+    exact_until: int = 0
+    killed: bool = False
+    nonfinite_steps: int = 0
+    exact_steps: int = 0
 
     def due(self, schedule: Sequence[int], step: int) -> bool:
         """True once per entry of ``schedule`` that lies behind ``step``; remembers ``step``."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.collectives import Coding
+from ds_quant.coding import Coding
 from ds_quant.layout import shard_range
 from ds_quant.link import Link
 from ds_quant.metrics import Traffic

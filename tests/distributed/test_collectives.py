@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.collectives import Coding, all_gather, reduce_scatter
+from ds_quant.coding import Coding
+from ds_quant.collectives import all_gather, reduce_scatter
 from ds_quant.layout import shard_range
 from tests.distributed.harness import run
 from tests.distributed.messages import (

@@ -14,7 +14,7 @@ import torch
 
 from ds_quant import hops
 from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.collectives import Coding
+from ds_quant.coding import Coding
 from ds_quant.hops import Hop, Piece, reduce
 from ds_quant.link import Fabric, Link
 from ds_quant.metrics import Traffic

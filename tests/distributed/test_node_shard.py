@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.collectives import Coding
+from ds_quant.coding import Coding
 from ds_quant.layout import shard_range
 from ds_quant.node_shard import Kept, exchange, gather
 from tests.distributed.harness import run

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ds_quant.codec import GroupCodec
 from ds_quant.kernels import launch, reference
-from ds_quant.kernels.launch import Own, Rotation
+from ds_quant.kernels.arguments import Own
+from ds_quant.kernels.rotation import Rotation
 from ds_quant.rng import Address
 from tests.kernels.inputs import (
     CODECS,
@@ -96,6 +97,7 @@ SUMS = (
     (GroupCodec(bits=8, group_size=32, range="absmax"), 2, False),
     (GroupCodec(bits=7, group_size=64), 17, False),
     (GroupCodec(bits=3, group_size=288, levels="learned"), 4, True),
+    (GroupCodec(bits=3, group_size=64), 3, False),
 )
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_quant.codec import GroupCodec
 from ds_quant.kernels import launch, reference
 from ds_quant.kernels.geometry import tiling
-from ds_quant.kernels.launch import Rotation
+from ds_quant.kernels.rotation import Rotation
 from ds_quant.layout import round_up
 from ds_quant.resources import resource_dir
 from ds_quant.rng import Address

@@ -12,8 +12,9 @@ import torch
 
 from ds_quant.codec import GroupCodec
 from ds_quant.kernels import cuda, launch, reference
+from ds_quant.kernels.arguments import Own
 from ds_quant.kernels.jobs import merge, place_of
-from ds_quant.kernels.launch import Own, Rotation
+from ds_quant.kernels.rotation import Rotation
 from ds_quant.kernels.source import source
 from ds_quant.rng import Address
 from tests.kernels.inputs import (

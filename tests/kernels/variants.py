@@ -8,8 +8,9 @@ import torch
 
 from ds_quant.codec import GroupCodec
 from ds_quant.kernels import launch
+from ds_quant.kernels.arguments import Own
 from ds_quant.kernels.jobs import Launch, merge
-from ds_quant.kernels.launch import Own, Rotation
+from ds_quant.kernels.rotation import Rotation
 from ds_quant.rng import Address
 from tests.kernels.inputs import CODECS, DTYPES, table
 

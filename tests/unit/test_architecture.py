@@ -27,8 +27,8 @@ MAX_FUNCTION_LINES = 40
 # Module -> what it may import besides the standard library; names without a dot that are not
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
-    "codec collectives config cost hops kernels layout levels link metrics node_shard owners rng "
-    "rotation scheme"
+    "codec coding collectives config config_blocks cost hops kernels layout levels link metrics "
+    "node_shard owners owner_plan rng rotation scheme"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -40,9 +40,10 @@ MAY_IMPORT = {
     "__init__": "_autoload",
     "kernels": "torch layout rng kernels",
     "kernels.source": "resources",
+    "kernels.building": "setuptools",
     "kernels.cuda": "torch numpy layout rng kernels cupy",
     "levels": "torch kernels layout",
-    "codec_checks": "torch",
+    "codec_checks": "torch layout",
     "codec": "torch layout kernels rng codec_checks",
     "rotation": "torch kernels layout rng",
     "presets": "yaml resources",
@@ -53,11 +54,12 @@ MAY_IMPORT = {
     "metrics": "torch",
     "topology": "",
     "link": "torch deepspeed.comm metrics topology",
-    "collectives": "torch codec kernels layout link rng",
-    "node_shard": "torch collectives layout link",
-    "hops": "torch codec collectives layout link rotation",
+    "coding": "torch codec codec_checks kernels rng rotation",
+    "collectives": "torch codec coding layout link",
+    "node_shard": "torch coding collectives layout link",
+    "hops": "torch codec coding collectives layout link rotation",
     "owner_plan": "codec layout",
-    "owners": "torch codec collectives hops link owner_plan rotation",
+    "owners": "torch codec coding collectives hops link owner_plan rotation",
     "cost": "torch scheme layout codec rng",
     "zero": f"torch {_PUBLIC_DEEPSPEED} zero topology resources __init__ {_BELOW_ZERO}",
     "zero.replica_seams": "torch deepspeed zero",

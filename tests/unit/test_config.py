@@ -78,6 +78,9 @@ MISTAKES = {
     "min_numel negative": ({"min_numel": -5}, ["min_numel=-5", "at least 0"]),
     "min_numel NaN": ({"min_numel": math.nan}, ["min_numel=NaN", "whole number"]),
     "min_numel infinite": ({"min_numel": math.inf}, ["min_numel=Infinity"]),
+    "policy": ({"fallback": {"on_nonfinite": "rais"}}, ['on_nonfinite="rais"', 'mean "raise"?']),
+    "policy without its key": ({"fallback": "raise"}, ["fallback=", "keys on_nonfinite, steps"]),
+    "no steps to fall back": ({"fallback": {"steps": 0}}, ["fallback.steps=0", "at least 1"]),
     "warm-up negative": ({"warmup_steps": -1}, ["warmup_steps=-1", "at least 0"]),
     "seed beyond 64 bit": ({"seed": 2**70}, ["seed=1180591620717411303424", "from 0 to"]),
     "seed negative": ({"seed": -1}, ["seed=-1"]),
@@ -384,7 +387,7 @@ def test_schema_describes_every_field_and_scheme() -> None:
     schema = json_schema()
     json.dumps(schema)
     assert schema["properties"][KEY] == {"$ref": "#/$defs/QuantizedCommConfig"}
-    for name in ("QuantizedCommConfig", "WeightsConfig", "GradientsConfig"):
+    for name in ("QuantizedCommConfig", "WeightsConfig", "GradientsConfig", "FallbackConfig"):
         model = schema["$defs"][name]
         assert model["additionalProperties"] is False
         for field, node in model["properties"].items():
@@ -415,3 +418,12 @@ def without_auto(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {key: without_auto(item) for key, item in value.items() if item != "auto"}
+
+
+@pytest.mark.parametrize("fp16", [{"enabled": True}, {"enabled": True, "loss_scale": 0}])
+def test_raise_is_refused_where_the_loss_scale_is_found_by_overflowing(fp16: dict) -> None:
+    block = {"fallback": {"on_nonfinite": "raise"}}
+    with pytest.raises(ConfigError, match="conflicts with fp16.loss_scale=0.*skip.*full_precision"):
+        parse({KEY: block, "fp16": fp16})
+    for other in ({"enabled": False}, {"enabled": True, "loss_scale": 128}, None):
+        assert parse({KEY: block, "fp16": other}).fallback.on_nonfinite == "raise"

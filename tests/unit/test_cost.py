@@ -123,3 +123,10 @@ def test_the_bill_uses_the_codecs_that_do_the_work() -> None:
         result = bill(scheme, 1, [MATRIX], ranks=2, gradient_dtype=FP32)
         expected = codec.wire_bytes(98304), CastCodec(FP32).wire_bytes(98304)
         assert bytes_of(result) == expected
+
+
+def test_a_frozen_int8_weight_is_gathered_by_deepspeed_one_byte_per_element() -> None:
+    base = Cargo("base.weight", (64, 32), torch.int8, False)
+    result = bill(SCHEME, 3, [base], ranks=4, gradient_dtype=BF16)
+    assert bytes_of(result) == (2048, 0)
+    assert result.full_precision_share == 1 and result.kept == {"not floating point": 1}

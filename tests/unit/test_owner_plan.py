@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.collectives import Coding
+from ds_quant.coding import Coding
 from ds_quant.layout import ALIGNMENT, ceil_div
 from ds_quant.owner_plan import Piece, Shape, delivery_codec, inbound, plan
 from ds_quant.owners import _delivery

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ds_quant.codec import GroupCodec
-from ds_quant.collectives import Coding, difference
+from ds_quant.coding import Coding
 from ds_quant.rng import Role, address
 from ds_quant.rotation import Rotation
 
@@ -88,7 +88,7 @@ def follow(replica: torch.Tensor, master: torch.Tensor, codec: GroupCodec, *, st
     where = address(seed=1, role=Role.WEIGHTS, step=step, parameter=0, rank=1)
     how = Coding(codec=codec, address=where, difference=True)
     wire = torch.empty(codec.wire_bytes(replica.numel()), dtype=torch.uint8)
-    how.encode(difference(master, replica), wire)
+    how.encode(master, wire, held=replica)
     how.decode(wire, replica)
 
 

@@ -1,0 +1,121 @@
+"""How one tensor of a collective travels: a codec with everything that one use of it needs.
+
+May import: torch, codec, codec_checks, kernels, rng, rotation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ds_quant.codec import Codec, GroupCodec
+from ds_quant.codec_checks import check_bytes
+from ds_quant.kernels import dispatch
+from ds_quant.rng import Address
+from ds_quant.rotation import Rotation
+
+Own = tuple[int, Tensor]  # a row and the values that it counts as
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coding:
+    """How one tensor of a collective travels.
+
+    ``levels`` is the learned table, if any. ``difference``: the bytes are what the receiver adds
+    to the values it holds, instead of the values themselves; needs a GroupCodec.
+    """
+
+    codec: Codec
+    address: Address | None = None
+    levels: Tensor | None = None
+    difference: bool = False
+
+    def at(self, start: int) -> Coding:
+        """The coding of the elements from ``start`` on, with random bits of their own.
+
+        n elements, filled up to whole rotation blocks of at most 128, use at most 16 n vectors: so
+        16 vectors per element keep the streams of disjoint runs apart.
+        """
+        if self.address is None:
+            return self
+        first = self.address.first_vector + 16 * start
+        return replace(self, address=replace(self.address, first_vector=first))
+
+    def encode(
+        self,
+        values: Tensor,
+        wire: Tensor,
+        *,
+        held: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> None:
+        """values (numel,) -> wire (bytes,), or (rows, numel) -> (rows, bytes).
+
+        held: (numel,), what all ranks hold; needed to send differences. The values are rounded to
+        its dtype first, as the code of SDP4Bit does: a weight that stays the same in 16 bits then
+        gives exactly zero, which costs the others of its group no precision.
+        rotation: the rotated values are encoded; of one row.
+        """
+        if rotation is not None and not isinstance(self.codec, GroupCodec):
+            values, rotation = rotation.forward(values), None
+        if wire.dim() == 1:
+            wire, values = wire.view(1, -1), values.view(1, -1)
+        options = {}
+        if rotation is not None:
+            options["rotation"] = rotation.kernel
+        if self.difference:
+            values, options["base"] = values.to(held.dtype), held.view(1, -1)
+        self.codec.encode(values, wire, address=self.address, levels=self.levels, **options)
+
+    def recode(
+        self, source: Coding, wire: Tensor, out: Tensor, *, numel: int, own: Own | None
+    ) -> None:
+        """Encode the sum of rows of another coding: wire (rows, bytes) -> out (bytes,).
+
+        Row ``own[0]``, if given, counts as the values ``own[1]``, (numel,).
+        """
+        check_bytes("wire", wire, source.codec.wire_bytes(numel))
+        check_bytes("out", out, self.codec.wire_bytes(numel))
+        if isinstance(source.codec, GroupCodec) and isinstance(self.codec, GroupCodec):
+            dispatch.recode(
+                wire, out, source.codec, self.codec, numel=numel, own=own, address=self.address,
+                source_levels=source.levels, levels=self.levels,
+            )  # fmt: skip
+            return
+        total = torch.empty(numel, dtype=torch.float32, device=wire.device)
+        source.decode_sum(wire, total, own=own)
+        self.encode(total, out)
+
+    def decode_sum(
+        self,
+        wire: Tensor,
+        out: Tensor,
+        *,
+        own: Own | None,
+        scale: float = 1.0,
+        rotation: Rotation | None = None,
+    ) -> None:
+        """out = scale * sum of rows: wire (rows, bytes) -> (numel,) fp32, rotated back first."""
+        options = {"own": own, "levels": self.levels}
+        if rotation is None:
+            self.codec.decode_sum(wire, out, scale=scale, **options)
+        elif isinstance(self.codec, GroupCodec):
+            self.codec.decode_sum(wire, out, scale=scale, rotation=rotation.kernel, **options)
+        else:
+            total = out.new_empty(rotation.padded(out.numel()))
+            self.codec.decode_sum(wire, total, **options)
+            rotation.inverse_(total, scale=scale)
+            out.copy_(total[: out.numel()])
+
+    def decode(self, wire: Tensor, values: Tensor) -> None:
+        """wire (bytes,) -> values (numel,), or (rows, bytes) -> (rows, numel): overwritten, or the
+        decoded difference added in fp32.
+        """
+        if wire.dim() == 1:
+            wire, values = wire.view(1, -1), values.view(1, -1)
+        if self.difference:
+            self.codec.decode(wire, values, levels=self.levels, add=True)
+        else:
+            self.codec.decode(wire, values, levels=self.levels)

@@ -1,0 +1,238 @@
+"""The C++ kernels for CPU tensors: native.cpp, built with the wheel where a compiler exists.
+
+Signatures are those of reference.py and rotation.py, and so are the bytes. Without the library, or
+with one of another version, the torch reference does the work; ``problem()`` says why.
+May import torch, layout, rng and its sister modules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from importlib.util import find_spec
+
+import torch
+
+from ds_quant import rng
+from ds_quant.kernels.blocks import Format, layout_of
+from ds_quant.kernels.rotation import Rotation
+from ds_quant.layout import round_up
+
+VERSION = 1  # of Job, as dsq_version() of native.cpp
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_ROUNDINGS = {"nearest": 0, "stochastic": 1, "random_shift": 2}
+_LEARNED = 3
+_NUMEL_PER_THREAD = 1 << 18  # starting a thread costs as much as a tenth of this work
+_WORD = (1 << 64) - 1
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class _Job(ctypes.Structure):
+    """Arguments of a kernel; the fields of Job in native.cpp."""
+
+    _fields_ = (
+        _fields(ctypes.c_void_p, "values wire base")
+        + _fields(ctypes.c_int64, "values_stride wire_stride base_stride rows numel valid")
+        + _fields(ctypes.c_int64, "dtype base_dtype add bits group has_offset rounding rotation")
+        + _fields(ctypes.c_int64 * 3, "planes")
+        + _fields(ctypes.c_int64, "scales offsets nbytes")
+        + _fields(ctypes.c_uint64, "key step first_vector")
+        + _fields(ctypes.c_void_p, "levels signs own_values")
+        + _fields(ctypes.c_int64, "own threads")
+        + _fields(ctypes.c_float, "shift factor")
+    )
+
+
+@cache
+def problem() -> str | None:
+    """What is wrong with the kernels, as the rest of a sentence; None if they can be used."""
+    spec = find_spec("ds_quant.kernels._native")
+    if spec is None or spec.origin is None:
+        return "are not built: install ds_quant where there is a C++ compiler"
+    try:
+        version = ctypes.CDLL(spec.origin).dsq_version()
+    except (OSError, AttributeError) as error:
+        return f"cannot be loaded: {error}"
+    if version != VERSION:
+        return f"have version {version}, needed is {VERSION}: install ds_quant again"
+    return None
+
+
+@cache
+def _function(name: str) -> ctypes._CFuncPtr:
+    library = ctypes.CDLL(find_spec("ds_quant.kernels._native").origin)
+    function = getattr(library, name)
+    function.argtypes, function.restype = [ctypes.POINTER(_Job)], None
+    return function
+
+
+def encode(
+    x: torch.Tensor,  # (rows, numel) floating point
+    out: torch.Tensor,  # (rows, nbytes) uint8
+    fmt: Format,
+    *,
+    address: rng.Address | None,
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
+    rotation: Rotation | None = None,  # of x, or x - base; the wire holds whole blocks
+) -> None:
+    """Write the wire bytes of every row, padding included."""
+    rows, numel = x.shape
+    if rows == 0 or numel == 0:
+        return
+    x, target = _dense(x), out if out.stride(1) == 1 else torch.empty_like(out)
+    signs = None if rotation is None else rotation.signs(x.device)
+    job = _job(fmt, rows, numel, x.dtype, rotation)
+    job.signs = _pointer(signs)
+    job.values, job.values_stride = x.data_ptr(), x.stride(0) * x.element_size()
+    job.wire, job.wire_stride = target.data_ptr(), target.stride(0)
+    if base is not None:
+        base = _dense(base)
+        job.base, job.base_stride = base.data_ptr(), base.stride(0) * base.element_size()
+        job.base_dtype = _DTYPES[base.dtype]
+    if address is not None:
+        job.key, job.step = address.key, address.step
+        job.first_vector = address.first_vector & _WORD
+        if fmt.rounding == "random_shift":
+            job.shift = rng.shift_of(address)
+    middles = None if levels is None else (levels[1:] + levels[:-1]) / 2
+    job.levels = _pointer(middles)
+    _function("dsq_encode")(job)
+    if target is not out:
+        out.copy_(target)
+
+
+def decode(
+    wire: torch.Tensor,  # (rows, nbytes) uint8
+    out: torch.Tensor,  # (rows, numel) floating point
+    fmt: Format,
+    *,
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    add: bool = False,  # in fp32 to what `out` holds
+) -> None:
+    """Decode every row and cast once to the dtype of `out`."""
+    rows, numel = out.shape
+    if rows == 0 or numel == 0:
+        return
+    target = _dense(out)
+    job = _source_job(wire, fmt, numel, target.dtype, levels)
+    job.add = add
+    job.values, job.values_stride = target.data_ptr(), target.stride(0) * target.element_size()
+    _function("dsq_decode")(job)
+    if target.data_ptr() != out.data_ptr():
+        out.copy_(target)
+
+
+def decode_sum(
+    wire: torch.Tensor,  # (rows, nbytes) uint8
+    out: torch.Tensor,  # (numel,) fp32
+    fmt: Format,
+    *,
+    scale: float,
+    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel on the wire,) floating
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
+) -> None:
+    """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
+
+    Row ``own[0]`` counts as ``own[1]``, whatever its bytes are. With a rotation the sum is rotated
+    back before it is multiplied.
+    """
+    if wire.shape[0] == 0 or out.shape[0] == 0:
+        out.zero_()
+        return
+    target = out if out.is_contiguous() else torch.empty_like(out)
+    signs = None if rotation is None else rotation.signs(out.device)
+    job = _source_job(wire, fmt, out.shape[0], torch.float32, levels, rotation)
+    job.signs = _pointer(signs)
+    job.values, job.factor = target.data_ptr(), scale / rotation.block if rotation else scale
+    if own is not None:
+        own_values = own[1].detach().to(torch.float32).contiguous()
+        job.own, job.own_values = own[0], own_values.data_ptr()
+    _function("dsq_decode_sum")(job)
+    if target is not out:
+        out.copy_(target)
+
+
+def rotate(
+    x: torch.Tensor,  # (numel,) floating point
+    out: torch.Tensor,  # (blocks * block,) fp32 contiguous
+    rotation: Rotation,
+) -> None:
+    """out = H (signs * x) block by block, x filled up with zeros to whole blocks."""
+    x, signs = _dense(x), rotation.signs(x.device)
+    job = _Job(values=x.data_ptr(), wire=out.data_ptr(), signs=_pointer(signs))
+    job.group, job.dtype = rotation.block, _DTYPES[x.dtype]
+    job.valid, job.threads = x.numel(), _threads(x.numel())
+    _function("dsq_rotate")(job)
+
+
+def unrotate_(
+    x: torch.Tensor,  # (blocks * block,) fp32 contiguous
+    rotation: Rotation,
+    *,
+    scale: float = 1.0,
+) -> None:
+    """x = signs * (H x * (scale / block)), in place: the inverse of ``rotate``, times scale."""
+    signs = rotation.signs(x.device)
+    job = _Job(values=x.data_ptr(), signs=_pointer(signs), factor=scale / rotation.block)
+    job.group, job.valid, job.threads = rotation.block, x.numel(), _threads(x.numel())
+    _function("dsq_rotate")(job)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """x with a dtype that the kernels know and rows without holes, copied if need be."""
+    x = x.detach()
+    if x.dtype not in _DTYPES:
+        x = x.to(torch.float32)
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _source_job(
+    wire: torch.Tensor,
+    fmt: Format,
+    numel: int,
+    dtype: torch.dtype,
+    levels: torch.Tensor | None,
+    rotation: Rotation | None = None,
+) -> _Job:
+    """Job that reads `wire`, which the caller keeps alive. Rows with holes cannot be passed."""
+    if wire.stride(1) != 1:
+        raise ValueError("wire: the bytes of a row must follow each other")
+    job = _job(fmt, wire.shape[0], numel, dtype, rotation)
+    job.wire, job.wire_stride = wire.data_ptr(), wire.stride(0)
+    job.levels = _pointer(levels)
+    return job
+
+
+def _job(fmt: Format, rows: int, numel: int, dtype: torch.dtype, rotation: Rotation | None) -> _Job:
+    block = 0 if rotation is None else rotation.block
+    return _Job.from_buffer_copy(_template(fmt, rows, numel, dtype, block, _threads(rows * numel)))
+
+
+@lru_cache(maxsize=4096)
+def _template(
+    fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int, threads: int
+) -> bytes:
+    """What follows from codec and shape: a training run repeats a few dozen."""
+    layout = layout_of(fmt, round_up(numel, block) if block else numel)
+    job = _Job(rows=rows, numel=layout.numel, valid=numel, dtype=_DTYPES[dtype], threads=threads)
+    job.rotation = block
+    job.bits, job.group, job.has_offset = fmt.bits, fmt.group_size, fmt.has_offset
+    job.rounding = _LEARNED if fmt.levels == "learned" else _ROUNDINGS[fmt.rounding]
+    job.planes[: len(layout.plane_offsets)] = layout.plane_offsets
+    job.scales, job.offsets = layout.scale_offset, layout.offset_offset or 0
+    job.nbytes, job.own, job.factor = layout.nbytes, -1, 1.0
+    return bytes(job)
+
+
+def _threads(numel: int) -> int:
+    return max(1, min(torch.get_num_threads(), numel // _NUMEL_PER_THREAD))

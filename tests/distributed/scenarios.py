@@ -1,0 +1,321 @@
+"""Ways of using DeepSpeed that need more than a config: one function each, for ``test_support``.
+
+Every function trains a few steps with a given block and returns the losses of this rank, one per
+optimizer step, and the engine's report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.distributed.models import FEATURES, HIDDEN, TARGETS, WIDTH, Regression, batch, settings
+
+STEPS = 8
+Outcome = tuple[list[float], Any]
+
+
+def losses_of(engine: Any, *, rank: int | None = None) -> Outcome:
+    """Train on the data of ``rank``, by default this one's."""
+    import ds_quant
+
+    rank = torch.distributed.get_rank() if rank is None else rank
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(0, step, 0, rank)
+        loss = engine(x.to(engine.get_data_types()[0]), y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses, ds_quant.report(engine)
+
+
+def initialize(model: nn.Module, config: dict[str, Any], **arguments: Any) -> Any:
+    import deepspeed
+
+    if "optimizer" not in arguments and "optimizer" not in config:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        arguments["optimizer"] = torch.optim.AdamW(trained, lr=2e-3)
+    return deepspeed.initialize(model=model, config=config, **arguments)[0]
+
+
+def seeded(model: Callable[[], nn.Module] = Regression) -> nn.Module:
+    torch.manual_seed(0)
+    return model()
+
+
+# ---- experts ----
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 127), nn.Linear(127, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Mixture(Regression):
+    """Four experts over the hidden activations."""
+
+    def __init__(self, ep_size: int) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.moe = MoE(
+            HIDDEN, Expert(), num_experts=4, ep_size=ep_size, k=1, use_rts=False, drop_tokens=False
+        )
+
+    def body(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        mixed, _, _ = self.moe(hidden)
+        return self.second(hidden + mixed)
+
+
+def experts(stage: int, block: dict[str, Any] | None, ep_size: int) -> Outcome:
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+    model = seeded(lambda: Mixture(ep_size))
+    groups = split({"params": list(model.parameters()), "name": "parameters"})
+    optimizer = torch.optim.AdamW(groups, lr=2e-3)
+    return losses_of(initialize(model, settings(stage, block, dtype="bf16"), optimizer=optimizer))
+
+
+# ---- pipeline ----
+
+
+def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.float() - targets).square().mean()
+
+
+def pipeline(stage: int, block: dict[str, Any] | None, dtype: str = "fp32") -> Outcome:
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    import ds_quant
+
+    torch.manual_seed(0)
+    layers = [
+        nn.Linear(FEATURES, HIDDEN),
+        nn.Tanh(),
+        nn.Linear(HIDDEN, WIDTH),
+        nn.Linear(WIDTH, TARGETS),
+    ]
+    module = PipelineModule(layers, num_stages=2, loss_fn=mean_square, partition_method="uniform")
+    config = settings(stage, block, dtype=dtype)
+    engine = deepspeed.initialize(
+        model=module, config=config, optimizer=torch.optim.AdamW(module.parameters(), lr=2e-3)
+    )[0]
+    replica = engine.grid.get_data_parallel_rank()
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(0, step, 0, replica)
+        losses.append(float(engine.train_batch(iter([(x.to(engine.get_data_types()[0]), y)]))))
+    return losses, ds_quant.report(engine)
+
+
+# ---- tensor and sequence parallel ----
+
+
+class Grid:
+    """Model-parallel groups of neighbours, as Megatron's mpu tells DeepSpeed."""
+
+    def __init__(self, size: int) -> None:
+        world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        from deepspeed import comm as dist
+
+        for first in range(0, world, size):
+            group = dist.new_group(list(range(first, first + size)))
+            if first <= rank < first + size:
+                self.model = group
+        for place in range(size):
+            group = dist.new_group(list(range(place, world, size)))
+            if rank % size == place:
+                self.data = group
+        self.size = size
+
+    def get_model_parallel_group(self) -> Any:
+        return self.model
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data
+
+    def get_model_parallel_rank(self) -> int:
+        return torch.distributed.get_rank(self.model)
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.size
+
+    def get_data_parallel_rank(self) -> int:
+        return torch.distributed.get_rank(self.data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return torch.distributed.get_world_size(self.data)
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over a group; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        x = x.clone()
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Sliced(nn.Module):
+    """A hidden layer cut over the ranks of a model-parallel group, as in Megatron."""
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__()
+        self.grid = grid
+        torch.manual_seed(grid.get_model_parallel_rank())
+        self.up = nn.Linear(FEATURES, HIDDEN)
+        self.down = nn.Linear(HIDDEN, TARGETS, bias=False)
+        for p in self.parameters():
+            p.model_parallel = True
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        total = _Sum.apply(self.down(torch.tanh(self.up(x))), self.grid.model)
+        return (total.float() - y).square().mean()
+
+
+def tensor_parallel(stage: int, block: dict[str, Any] | None) -> Outcome:
+    grid = Grid(2)
+    engine = initialize(Sliced(grid), settings(stage, block, dtype="bf16"), mpu=grid)
+    return losses_of(engine, rank=grid.get_data_parallel_rank())
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(FEATURES, 256), nn.Linear(256, TARGETS)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.down(torch.tanh(self.up(x))).float() - y).square().mean()
+
+
+def auto_tensor_parallel(stage: int, block: dict[str, Any] | None) -> Outcome:
+    cuts = [
+        {"patterns": [".*up\\.weight$"], "partition_type": "column"},
+        {"patterns": [".*down\\.weight$"], "partition_type": "row"},
+    ]
+    plan = {"use_default_specs": False, "layer_specs": cuts}
+    config = settings(
+        stage, block, dtype="bf16", tensor_parallel={"autotp_size": 2, "partition_config": plan}
+    )
+    engine = initialize(seeded(Pair), config)
+    return losses_of(engine, rank=torch.distributed.get_rank() // 2)
+
+
+def sequence_parallel(stage: int, block: dict[str, Any] | None) -> Outcome:
+    config = settings(stage, block, dtype="bf16") | {
+        "data_parallel_size": 2,
+        "sequence_parallel_size": 2,
+    }
+    return losses_of(initialize(seeded(), config))
+
+
+# ---- parameters ----
+
+
+class Quantized(Regression):
+    """A frozen int8 weight with an fp scale: as the quantized base of an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = (self.second.weight.detach() * 2000).round().clamp(-127, 127).to(torch.int8)
+        self.codes = nn.Parameter(whole, requires_grad=False)
+        self.second.weight = nn.Parameter(torch.zeros(WIDTH, HIDDEN))
+
+    def body(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.second(hidden) + functional.linear(hidden, self.codes.to(hidden.dtype) / 2000)
+
+
+def integer_base(stage: int, block: dict[str, Any] | None) -> Outcome:
+    return losses_of(initialize(seeded(Quantized), settings(stage, block, dtype="bf16")))
+
+
+class MixedDtypes(Regression):
+    """A frozen bf16 base with an fp32 adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = self.second.bfloat16().requires_grad_(False)
+        self.down = nn.Linear(HIDDEN, 33, bias=False)
+        self.up = nn.Linear(33, WIDTH, bias=False)
+
+    def body(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.second(hidden.bfloat16()).float() + self.up(self.down(hidden))
+
+
+def mixed_dtypes(stage: int, block: dict[str, Any] | None) -> Outcome:
+    return losses_of(initialize(seeded(MixedDtypes), settings(stage, block)))
+
+
+# ---- optimizers ----
+
+
+def muon(stage: int, block: dict[str, Any] | None) -> Outcome:
+    """Built by hand: DeepSpeed's config would build FusedAdam beside it, with a compiler."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    torch.compiler.set_stance("force_eager")  # compiling its iteration takes minutes on two cores
+    model = seeded()
+    for p in model.parameters():
+        p.use_muon = p.dim() == 2
+    groups = [
+        {
+            "params": [p for p in model.parameters() if p.use_muon == chosen],
+            "use_muon": chosen,
+            "lr": 2e-2 if chosen else 2e-3,
+        }
+        for chosen in (True, False)
+    ]
+    config = settings(stage, block, dtype="bf16", zero={"reduce_scatter": stage < 3})
+    return losses_of(initialize(model, config, optimizer=MuonWithAuxAdam(groups)))
+
+
+def other_optimizer(
+    stage: int, block: dict[str, Any] | None, make: Callable[[Iterable[Any]], Any]
+) -> Outcome:
+    model = seeded()
+    config = settings(stage, block, dtype="bf16")
+    return losses_of(initialize(model, config, optimizer=make(model.parameters())))
+
+
+def no_sync(stage: int, block: dict[str, Any] | None) -> Outcome:
+    import ds_quant
+
+    engine = initialize(seeded(), settings(stage, block, dtype="bf16", accumulation=2))
+    rank, losses = torch.distributed.get_rank(), []
+    for step in range(STEPS):
+        x, y = batch(0, step, 0, rank)
+        with engine.no_sync():
+            loss = engine(x.bfloat16(), y)
+            engine.backward(loss)
+        x, y = batch(0, step, 1, rank)
+        last = engine(x.bfloat16(), y)
+        engine.backward(last)
+        engine.step()
+        losses.append(float(loss.detach()) + float(last.detach()))
+    return losses, ds_quant.report(engine)
+
+
+def compiled(stage: int, block: dict[str, Any] | None) -> Outcome:
+    engine = initialize(seeded(), settings(stage, block, dtype="bf16"))
+    engine.compile(backend="eager")
+    return losses_of(engine)

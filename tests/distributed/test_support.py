@@ -1,0 +1,156 @@
+"""The table of support: what it says works is trained, what it says is refused is refused."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.harness import run, run_each
+from tests.distributed.models import (
+    QSDP,
+    build,
+    digests,
+    masters,
+    settings,
+    train_step,
+)
+from tests.distributed.support import ELSEWHERE, PAGE, REFUSED, TRAINED, Refused, Trained, page
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+# Scheme -> block on four ranks and how far the last loss may be off: see [Note: noise] in
+# test_features.py for 8 bits; two-hop 4-bit gradients and 4-bit differences follow within 3 % in
+# test_levels.py, over as few steps.
+BLOCKS: dict[str, tuple[dict[str, Any], float]] = {
+    "qsdp": ({"scheme": "qsdp", "node_size": 1}, 0.01),
+    "sdp4bit": ({"scheme": "sdp4bit", "node_size": 2, "checksum_steps": 3}, 0.03),
+}
+
+
+def outcomes(place: int) -> dict[tuple[int, str | None], Any]:
+    """By stage and scheme: (losses, report), or the traceback."""
+    row, found = TRAINED[place], {}
+    for stage in row.stages:
+        for scheme in (None, *BLOCKS):
+            block = BLOCKS[scheme][0] if scheme else None
+            try:
+                found[stage, scheme] = row.train(stage, block)
+            except Exception:
+                found[stage, scheme] = traceback.format_exc()
+    return found
+
+
+@functools.cache
+def tried(place: int) -> list[tuple[dict, str | None]]:
+    return run_each(outcomes, 4, place, timeout=200)
+
+
+@pytest.mark.parametrize("scheme", BLOCKS)
+@pytest.mark.parametrize(
+    ("place", "stage"),
+    [pytest.param(i, s, id=f"{r.feature}, {s}") for i, r in enumerate(TRAINED) for s in r.stages],
+)
+def test_what_works_trains_as_without_the_plugin(place: int, stage: int, scheme: str) -> None:
+    row: Trained = TRAINED[place]
+    losses: dict[str | None, list[list[float]]] = {None: [], scheme: []}
+    for found, error in tried(place):
+        assert error is None, error
+        for name in losses:
+            assert not isinstance(found[stage, name], str), found[stage, name]
+            losses[name].append(found[stage, name][0])
+        report = found[stage, scheme][1]
+        assert report["resyncs"] == 0
+        assert report["collectives"]["weights"] > 0
+        assert (report["collectives"]["gradients"] == 0) == row.exact_gradients
+        assert ("belong to part of the ranks" in report["line"]) == row.few_ranks
+    expected, quantized = (np.mean(losses[name], axis=0) for name in (None, scheme))
+    assert expected[-1] < 0.95 * expected[0]
+    np.testing.assert_allclose(quantized, expected, rtol=BLOCKS[scheme][1])
+    assert losses[scheme] != losses[None]
+
+
+def refused(place: int, stage: int) -> None:
+    build(REFUSED[place].config(stage, QSDP))
+
+
+@pytest.mark.parametrize(
+    ("place", "stage"),
+    [pytest.param(i, s, id=f"{r.feature}, {s}") for i, r in enumerate(REFUSED) for s in r.stages],
+)
+def test_what_is_refused_names_the_setting_and_the_way_out(place: int, stage: int) -> None:
+    row: Refused = REFUSED[place]
+    ((_, error),) = run_each(refused, 1, place, stage)
+    assert error is not None and "ConfigError" in error
+    assert [part for part in row.parts if part not in error] == [], error
+
+
+def test_the_page_is_made_from_this_table() -> None:
+    assert PAGE.read_text("utf-8") == page(), "run python -m tests.distributed.support"
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    folder = Path(__file__).parent
+    assert [row.test for row in ELSEWHERE if not (folder / row.test).exists()] == []
+
+
+# ---- several engines ----
+
+PAIRS = [
+    (2, {"scheme": "qsdp", "node_size": 1}), (2, {"scheme": "sdp4bit", "node_size": 2}),
+    (3, {"scheme": "qsdp_w4g4", "node_size": 1}), (3, {"scheme": "sdp4bit", "node_size": 2}),
+    (1, None),
+]  # fmt: skip
+Bits = list[tuple[list[float], dict[str, str]]]
+
+
+def one_at_a_time() -> Bits:
+    found = []
+    for seed, (stage, block) in enumerate(PAIRS):
+        engine = build(settings(stage, block, dtype="bf16"), seed=seed)
+        losses = [loss for step in range(5) for loss in train_step(engine, step, seed)]
+        found.append((losses, digests(masters(engine))))
+        engine.destroy()
+    return found
+
+
+def in_turn() -> Bits:
+    engines = [
+        build(settings(stage, block, dtype="bf16"), seed=seed)
+        for seed, (stage, block) in enumerate(PAIRS)
+    ]
+    losses: list[list[float]] = [[] for _ in engines]
+    for step in range(5):
+        for seed, engine in enumerate(engines):
+            losses[seed] += train_step(engine, step, seed)
+    return [(found, digests(masters(e))) for found, e in zip(losses, engines, strict=True)]
+
+
+def test_engines_trained_in_turn_equal_their_separate_runs() -> None:
+    """Two schemes, two stages each, and one engine without the plugin."""
+    alone, together = run(one_at_a_time, 4, timeout=120), run(in_turn, 4, timeout=120)
+    assert together == alone
+    assert len({tuple(losses) for losses, _ in alone[0]}) == len(PAIRS)
+
+
+def rebuilt(stage: int, scheme: str) -> Bits:
+    found = []
+    for _ in range(3):
+        engine = build(settings(stage, {"scheme": scheme, "node_size": 2}, dtype="bf16"))
+        losses = [loss for step in range(4) for loss in train_step(engine, step)]
+        found.append((losses, digests(masters(engine))))
+        engine.destroy()
+        torch.distributed.barrier()
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["qsdp", "sdp4bit"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_engine_rebuilt_in_one_process_trains_as_the_first(stage: int, scheme: str) -> None:
+    for first, second, third in run(rebuilt, 4, stage, scheme):
+        assert first == second == third

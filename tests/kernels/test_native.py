@@ -1,0 +1,224 @@
+"""The C++ kernels for CPU tensors against the torch reference, byte for byte."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_quant.codec import GroupCodec
+from ds_quant.kernels import dispatch, native, reference
+from ds_quant.kernels.rotation import Rotation, rotate, unrotate_
+from tests.kernels.inputs import (
+    CODECS,
+    DTYPES,
+    FORMULAS,
+    KINDS,
+    awkward,
+    cases,
+    guarded,
+    id_of,
+    table,
+)
+from tests.kernels.test_decode import assert_same as assert_same_values
+from tests.kernels.test_decode import message, output, source_rows
+from tests.kernels.test_encode import ADDRESS, assert_same, expected
+
+EXAMPLES = settings(max_examples=12, deadline=None, derandomize=True, database=None)
+INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
+
+needs_library = pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads, which the kernels take over, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@needs_library
+@pytest.mark.parametrize("index", range(len(CODECS)), ids=lambda i: id_of(CODECS[i]))
+def test_bytes_equal_the_reference(index: int) -> None:
+    codec, dtype = CODECS[index], DTYPES[index % 3]
+
+    @EXAMPLES
+    @given(case=cases(codec.group_size))
+    def check(case) -> None:
+        x = case.values(codec.group_size, dtype)
+        nbytes = codec.wire_bytes(case.numel)
+        wire = guarded(case.rows * nbytes, torch.uint8).view(case.rows, nbytes).fill_(0x55)
+        native.encode(x, wire, codec, address=case.address, levels=table(codec))
+        assert_same(codec, wire, expected(codec, x, case.address))
+
+    check()
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("formula", FORMULAS, ids=lambda f: "-".join(f.values()))
+def test_every_kind_of_group(formula: dict[str, str], dtype: torch.dtype) -> None:
+    codec = GroupCodec(bits=8, group_size=128, **formula)
+    x = awkward(128 * len(KINDS) - 61, 128, sorted(KINDS), seed=1).to(dtype)[None]
+    wire = torch.empty(1, codec.wire_bytes(x.shape[1]), dtype=torch.uint8)
+    native.encode(x, wire, codec, address=ADDRESS, levels=table(codec))
+    assert_same(codec, wire, expected(codec, x, ADDRESS))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+def test_difference_is_taken_once_in_fp32(dtype: torch.dtype) -> None:
+    @EXAMPLES
+    @given(case=cases(INT4.group_size))
+    def check(case) -> None:
+        x = case.values(INT4.group_size, torch.bfloat16)
+        base = (x.float() * 1.001 + 0.01).to(dtype)
+        wanted = expected(INT4, x.float() - base.float(), case.address)
+        for kernels in (native, reference):
+            wire = torch.empty_like(wanted)
+            kernels.encode(x, wire, INT4, address=case.address, levels=None, base=base)
+            assert_same(INT4, wire, wanted)
+
+    check()
+
+
+@needs_library
+@pytest.mark.parametrize("index", range(len(CODECS)), ids=lambda i: id_of(CODECS[i]))
+def test_decoded_rows_and_sums_equal_the_reference(index: int) -> None:
+    codec, dtype, levels = CODECS[index], DTYPES[index % 3], table(CODECS[index])
+
+    @EXAMPLES
+    @given(case=cases(codec.group_size), add=st.booleans(), own=st.integers(-1, 2))
+    def check(case, add: bool, own: int) -> None:
+        x = source_rows(codec, case, 3)
+        wire = message(codec, x)
+        found, wanted = (output(3, case.numel, dtype, case.skew) for _ in range(2))
+        native.decode(wire, found, codec, levels=levels, add=add)
+        reference.decode(wire, wanted, codec, levels=levels, add=add)
+        assert_same_values(codec, found, wanted)
+
+        replaced = None if own < 0 else (own, x[own].bfloat16())
+        sums = [output(1, case.numel, torch.float32, case.skew)[0] for _ in range(2)]
+        options = {"scale": 1 / 3, "own": replaced, "levels": levels}
+        native.decode_sum(wire, sums[0], codec, **options)
+        reference.decode_sum(wire, sums[1], codec, **options)
+        assert_same_values(codec, *sums)
+
+    check()
+
+
+ROTATIONS = (Rotation(32), Rotation(64, 0xF00D), Rotation(128, (5 << 96) | 77))
+
+
+@needs_library
+@pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
+def test_rotations_equal_the_reference(rotation: Rotation) -> None:
+    block = rotation.block
+    for numel, dtype in ((1, torch.float32), (5 * block, torch.bfloat16), (999, torch.float16)):
+        x = torch.randn(numel).to(dtype)
+        found, wanted = (torch.empty(-(-numel // block) * block) for _ in range(2))
+        native.rotate(x, found, rotation)
+        rotate(x, wanted, rotation)
+        assert torch.equal(found, wanted)
+        native.unrotate_(found, rotation, scale=0.3)
+        unrotate_(wanted, rotation, scale=0.3)
+        assert torch.equal(found, wanted)
+
+
+@needs_library
+@pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
+def test_rotated_messages_and_sums_equal_the_reference(rotation: Rotation) -> None:
+    codec = GroupCodec(bits=4, group_size=256, range="absmax", rounding="stochastic")
+
+    @EXAMPLES
+    @given(case=cases(codec.group_size), own=st.integers(-1, 1))
+    def check(case, own: int) -> None:
+        x = source_rows(codec, case, 2).bfloat16()
+        on_wire = -(-case.numel // rotation.block) * rotation.block
+        base = x.roll(1, 1).float()
+        nbytes = codec.wire_bytes(on_wire)
+        wires = [guarded(2 * nbytes, torch.uint8).view(2, nbytes).fill_(i) for i in range(2)]
+        options = {"address": case.address, "levels": None, "base": base, "rotation": rotation}
+        for kernels, wire in zip((native, reference), wires, strict=True):
+            kernels.encode(x, wire, codec, **options)
+        assert_same(codec, *wires)
+
+        replaced = None if own < 0 else (own, torch.randn(on_wire))
+        sums = [output(1, case.numel, torch.float32, case.skew)[0] for _ in range(2)]
+        for kernels, out in zip((native, reference), sums, strict=True):
+            options = {"scale": 0.3, "own": replaced, "levels": None, "rotation": rotation}
+            kernels.decode_sum(wires[1], out, codec, **options)
+        assert_same_values(codec, *sums)
+
+    check()
+
+
+@needs_library
+def test_number_of_threads_changes_nothing(threads) -> None:
+    x = torch.randn(3, native._NUMEL_PER_THREAD + 77)
+    wires, sums, rotated = [], [], []
+    for count in (1, 3):
+        threads(count)
+        wire = torch.empty(3, INT4.wire_bytes(x.shape[1]), dtype=torch.uint8)
+        native.encode(x, wire, INT4, address=ADDRESS, levels=None)
+        total = torch.empty(x.shape[1])
+        native.decode_sum(wire, total, INT4, scale=1.0, own=None, levels=None)
+        flat = torch.empty(-(-x.numel() // 64) * 64)
+        native.rotate(x.view(-1), flat, Rotation(64))
+        wires.append(wire), sums.append(total), rotated.append(flat)
+    for first, second in (wires, sums, rotated):
+        assert torch.equal(first, second)
+
+
+@needs_library
+def test_rows_with_holes_and_columns_of_messages() -> None:
+    wide = torch.randn(3, 500)
+    for x in (wide[:, 100:333], wide.t()[:77], wide.double()[:, :50], wide[:1].expand(4, 500)):
+        nbytes = INT4.wire_bytes(x.shape[1])
+        message = torch.full((x.shape[0], nbytes + 33), 7, dtype=torch.uint8)
+        out = message[:, 1 : nbytes + 1]
+        native.encode(x, out, INT4, address=ADDRESS, levels=None)
+        assert_same(INT4, out, expected(INT4, x, ADDRESS))
+        assert torch.all(message[:, :1] == 7) and torch.all(message[:, nbytes + 1 :] == 7)
+        found, wanted = torch.zeros(2, *x.shape).transpose(1, 2).reshape(2, *x.shape).unbind()
+        native.decode(out, found, INT4, levels=None)
+        reference.decode(out, wanted, INT4, levels=None)
+        assert torch.equal(found, wanted)
+
+
+def test_backend_torch_leaves_the_library_alone(monkeypatch) -> None:
+    def refuse(*_, **__):
+        raise AssertionError("called")
+
+    monkeypatch.setattr(native, "_function", refuse)
+    monkeypatch.setattr(dispatch, "_backend", "torch")
+    x = torch.randn(1, 100)
+    wire = torch.empty(1, INT4.wire_bytes(100), dtype=torch.uint8)
+    INT4.encode(x, wire, address=ADDRESS)
+    assert_same(INT4, wire, expected(INT4, x, ADDRESS))
+    INT4.decode(wire, torch.empty(1, 100))
+    assert dispatch.describe(x.device) == "torch kernels"
+
+
+@pytest.mark.parametrize(
+    "version, reason", [(None, "not built"), (0, "have version 0"), (OSError("no"), "no")]
+)
+def test_a_library_that_does_not_fit_is_not_used(monkeypatch, version, reason: str) -> None:
+    def load(path: str):
+        if isinstance(version, OSError):
+            raise version
+        return type("Library", (), {"dsq_version": staticmethod(lambda: version)})
+
+    spec = None if version is None else type("Spec", (), {"origin": "/somewhere/_native.so"})
+    monkeypatch.setattr(native, "find_spec", lambda _: spec)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    native.problem.cache_clear()
+    try:
+        assert reason in native.problem()
+        assert dispatch.describe(torch.device("cpu")).startswith("torch kernels (C++")
+    finally:
+        native.problem.cache_clear()

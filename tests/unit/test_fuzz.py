@@ -1,0 +1,157 @@
+"""Random config blocks and random payloads: nothing crashes, and what is wrong is named."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_quant.codec import CAST_NAMES, CastCodec, Codec, GroupCodec
+from ds_quant.coding import Coding
+from ds_quant.config import KEY, ConfigError, json_schema, parse
+from ds_quant.presets import preset_names
+from tests.codec_oracle import codecs
+
+FUZZ = settings(max_examples=500, deadline=None, derandomize=True)
+
+# ---- config blocks ----
+
+
+def members(name: str) -> dict[str, Any]:
+    return json_schema()["$defs"][name]["properties"]
+
+
+def value_of(node: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Mostly valid values of a place in the schema, on and beyond its limits too."""
+    if "enum" in node:
+        return st.sampled_from([*node["enum"], str(node["enum"][0])[:-1], None])
+    if node.get("type") in ("integer", "number"):
+        limits = [node.get(limit, 1) for limit in ("minimum", "maximum")]
+        near = [limit + d for limit in limits for d in (-1, 0, 1, 0.5)]
+        return st.sampled_from([*near, 4, 64, 1e3]) | st.integers() | st.floats()
+    if node.get("type") == "boolean":
+        return st.sampled_from([True, False, 1, "true"])
+    return st.sampled_from([None, [], ["*"], [400], [3, 2], "x", {}, "auto"])
+
+
+def section(name: str, **nested: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """An object with some of its keys, and now and then with one too many."""
+    values = {key: nested.get(key, value_of(node)) for key, node in members(name).items()}
+    values |= {"bits": st.integers(0, 10), "no_such_key": st.none()}
+    return st.lists(st.sampled_from(sorted(values)), max_size=4, unique=True).flatmap(
+        lambda keys: st.fixed_dictionaries({key: values[key] for key in keys})
+    )
+
+
+INTRA = st.none() | section("IntraConfig")
+BLOCKS = section(
+    "QuantizedCommConfig",
+    scheme=st.sampled_from([*preset_names(), "qspd"]),
+    weights=section("WeightsConfig", intra=INTRA),
+    gradients=section("GradientsConfig", intra=INTRA),
+    fallback=section("FallbackConfig"),
+)
+
+
+def written(block: Any, path: str) -> bool:
+    """Whether the block holds the place that a message names, such as .weights.level_steps[1]."""
+    for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        try:
+            block = block[key] if key else block[int(index)]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return True
+
+
+@FUZZ
+@given(block=BLOCKS, world=st.integers(1, 9), stage=st.integers(0, 4))
+def test_a_random_block_works_or_is_refused_naming_a_key_that_was_written(
+    block: dict[str, Any], world: int, stage: int
+) -> None:
+    try:
+        config = parse({KEY: block})
+    except ConfigError as error:
+        for problem in error.problems:
+            named = re.findall(rf"{KEY}((?:\.\w+|\[\d+\])+)", problem)
+            assert any(written(block, path) for path in named), problem
+        return
+    if config is None:
+        assert block["enabled"] is False
+        return
+    assert config.to_scheme().name == block.get("scheme", "qsdp")
+    for check, number in ((config.validate_world, world), (config.validate_stage, stage)):
+        try:
+            check(number)
+        except ConfigError as error:
+            assert str(number) in str(error) and "=" in str(error)
+
+
+# ---- payloads ----
+
+CODECS: list[Codec] = [*codecs(), *codecs(group_size=64), *(CastCodec(dtype=d) for d in CAST_NAMES)]
+PAYLOADS = {
+    "codec": st.sampled_from(CODECS),
+    "numel": st.integers(0, 200),
+    "rows": st.integers(0, 3),
+    "seed": st.integers(0, 1 << 40),
+}
+
+
+def noise(rows: int, nbytes: int, seed: int) -> torch.Tensor:
+    """(rows, nbytes) uint8; scales and offsets among them may be NaN, Inf or denormal."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (rows, nbytes), dtype=torch.uint8, generator=generator)
+
+
+@FUZZ
+@given(**PAYLOADS)
+def test_any_bytes_of_the_right_length_decode_to_the_same_values_alone_and_in_a_sum(
+    codec: Codec, numel: int, rows: int, seed: int
+) -> None:
+    wire = noise(rows, codec.wire_bytes(numel), seed)
+    out, total = torch.empty(rows, numel), torch.empty(numel)
+    codec.decode(wire, out)
+    codec.decode_sum(wire, total)
+    expected = torch.zeros(numel)
+    for row in out:
+        expected = expected + row
+    assert torch.equal(total.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@FUZZ
+@given(**PAYLOADS, change=st.integers(-64, 64).filter(bool))
+def test_a_payload_of_another_length_is_refused_with_both_lengths(
+    codec: Codec, numel: int, rows: int, seed: int, change: int
+) -> None:
+    nbytes = codec.wire_bytes(numel)
+    wire = noise(rows, max(0, nbytes + change), seed)
+    if wire.shape[1] == nbytes:
+        return
+    coding = Coding(codec=codec)
+    out = torch.empty(nbytes, dtype=torch.uint8)
+    attempts = (
+        lambda: codec.decode(wire, torch.empty(rows, numel)),
+        lambda: codec.decode_sum(wire, torch.empty(numel)),
+        lambda: coding.decode(wire, torch.empty(rows, numel)),
+        lambda: coding.recode(coding, wire, out, numel=numel, own=None),
+    )
+    for attempt in attempts:
+        with pytest.raises(ValueError, match=rf"wire: shape .*{wire.shape[1]}\).*{nbytes}\)"):
+            attempt()
+
+
+def test_recode_checks_the_row_that_it_writes_too() -> None:
+    coding = Coding(codec=GroupCodec())
+    nbytes = coding.codec.wire_bytes(100)
+    with pytest.raises(ValueError, match=rf"{nbytes - 1},\).*{nbytes}\)"):
+        coding.recode(
+            coding,
+            noise(2, nbytes, 0),
+            torch.empty(nbytes - 1, dtype=torch.uint8),
+            numel=100,
+            own=None,
+        )

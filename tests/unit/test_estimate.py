@@ -202,6 +202,12 @@ def test_rate_leaves_out_the_latency() -> None:
     assert rate == probe.Rate(bytes_per_second=2e6, latency=0.5)
 
 
+@pytest.mark.parametrize("longest", [0.4, 0.5, 0.9])
+def test_rate_is_too_low_rather_than_absurd_where_noise_hides_it(longest: float) -> None:
+    rate = probe.rate_from([1000, 10**6], [0.5, longest])
+    assert rate == probe.Rate(bytes_per_second=10**6 / longest, latency=0.5)
+
+
 def test_probe_outside_a_launcher_says_how_to_start_it(monkeypatch, capsys) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert main(["probe"]) == 1

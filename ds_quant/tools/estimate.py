@@ -37,9 +37,8 @@ def _plan(arguments: argparse.Namespace) -> Any:
     from ds_quant.tools.forecast import Plan
 
     settings = _from_deepspeed(arguments.ds_config)
-    stage = arguments.stage or settings["stage"] or 3
-    name = arguments.dtype or settings["dtype"] or "bf16"
-    dtype = getattr(torch, _DTYPES[name])
+    stage = _chosen("stage", arguments.stage, settings, 3)
+    dtype = getattr(torch, _DTYPES[_chosen("dtype", arguments.dtype, settings, "bf16")])
     if arguments.model_config is not None:
         model = models.of_config(arguments.model_config, dtype=dtype)
     elif arguments.params is not None:
@@ -52,11 +51,31 @@ def _plan(arguments: argparse.Namespace) -> Any:
             "on one GPU, or divide 6 x parameters x tokens per GPU by the flops it reaches"
         )
     block: QuantizedCommConfig | None = settings["block"]
+    cluster = _cluster(arguments)
+    if block is not None:
+        _check_block(block, cluster, stage, arguments.ds_config)
     return Plan(
         model=model, dtype=dtype, stage=stage, compute=arguments.step, block=block,
-        micro_steps=arguments.accumulation or settings["accumulation"] or 1,
-        cluster=_cluster(arguments),
+        micro_steps=_chosen("accumulation", arguments.accumulation, settings, 1),
+        cluster=cluster,
     )  # fmt: skip
+
+
+def _check_block(block: QuantizedCommConfig, cluster: Any, stage: int, path: Path) -> None:
+    """Refuse what the block could not do on this cluster."""
+    block.validate_stage(stage)
+    if block.node_size not in (None, cluster.node_size):
+        raise ConfigError(
+            f"{path}: quantized_comm.node_size={block.node_size}: allowed here: --gpus, which is "
+            f"{cluster.node_size}; make them equal or leave node_size out"
+        )
+
+
+def _chosen(name: str, given: Any, settings: dict[str, Any], default: Any) -> Any:
+    """An option, else what the DeepSpeed config says, else the usual value."""
+    if given is None and settings[name] == "auto":
+        raise ValueError(f'--{name}: "auto" in the DeepSpeed config, which only a Trainer fills in')
+    return given or settings[name] or default
 
 
 def _from_deepspeed(path: Path | None) -> dict[str, Any]:
@@ -67,15 +86,19 @@ def _from_deepspeed(path: Path | None) -> dict[str, Any]:
 
     config = load(path)
     block = parse(config)
-    stage = config.get("zero_optimization", {}).get("stage", 0)
+    sections = {
+        name: section if isinstance(section := config.get(name), dict) else {}
+        for name in ("zero_optimization", "bf16", "fp16")
+    }
+    stage = sections["zero_optimization"].get("stage", 0)
     if stage not in (1, 2, 3):
         raise ConfigError(f"{path}: zero_optimization.stage={stage}: allowed: 1, 2 or 3")
-    accumulation = config.get("gradient_accumulation_steps", 1)
-    low = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")]
+    low = {name: sections[name].get("enabled", False) for name in ("bf16", "fp16")}
+    on = [name for name, enabled in low.items() if enabled is True]
     return {
         "stage": stage,
-        "accumulation": accumulation if isinstance(accumulation, int) else None,  # "auto"
-        "dtype": low[0] if low else "fp32",
+        "accumulation": config.get("gradient_accumulation_steps"),
+        "dtype": on[0] if on else "auto" if "auto" in low.values() else "fp32",
         "block": block,
     }
 

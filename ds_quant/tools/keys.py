@@ -44,7 +44,7 @@ def _rows(
         below = _object_of(node, definitions)
         nullable = "anyOf" in node
         if below is None or nullable:
-            found.append((path, _allowed(path, node), _default(node), _text(node)))
+            found.append((path, _allowed(path, node), _default(node), _text(path, node)))
         if below is not None:
             found += _rows(below, definitions, path)
     return found
@@ -70,10 +70,10 @@ def _default(node: dict[str, Any]) -> str:
     return f"`{show(node['default'])}`" if "default" in node else ""
 
 
-def _text(node: dict[str, Any]) -> str:
-    # The list of schemes that follows the first sentence stands in a table of its own.
-    text = node["description"]
-    return _cell(text.split(" full_precision: ")[0])
+def _text(path: tuple[str, ...], node: dict[str, Any]) -> str:
+    if path == ("scheme",):  # the list that follows stands in a table of its own
+        return node["description"].partition(". ")[0] + "."
+    return _cell(node["description"])
 
 
 def _cell(text: str) -> str:

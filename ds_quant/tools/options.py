@@ -30,7 +30,7 @@ def _probe(parser: argparse.ArgumentParser) -> None:
 
 def _estimate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--params", type=count, help="number of parameters, such as 7e9")
+    add("--params", type=count, help="parameters, all of them trained, such as 7e9")
     add("--model-config", type=file, help="config.json of a Hugging Face causal language model")
     add("--ds-config", type=file, help="DeepSpeed config: stage, accumulation, dtype, its block")
     add("--stage", type=int, choices=(1, 2, 3), help="ZeRO stage (3)")

@@ -153,10 +153,16 @@ def _rate_of(name: str, group: Any, topology: Topology, device: Any, rank: int) 
 
 
 def rate_from(received: Sequence[int], seconds: Sequence[float]) -> Rate:
-    """Latency is the time of the smallest message; the rate that of the largest, without it."""
-    latency = seconds[0]
-    moving = max(seconds[-1] - latency, 1e-9)
-    return Rate(bytes_per_second=(received[-1] - received[0]) / moving, latency=latency)
+    """Latency is the time of the smallest message; the rate that of the largest, without it.
+
+    Where noise or latency make up most of the largest message's time, nothing is taken off it:
+    the rate is then too low rather than absurd.
+    """
+    latency, longest = seconds[0], seconds[-1]
+    if latency > longest / 2:
+        return Rate(bytes_per_second=received[-1] / longest, latency=latency)
+    moved = received[-1] - received[0]
+    return Rate(bytes_per_second=moved / (longest - latency), latency=latency)
 
 
 def _time(link: Any, nbytes: int, device: Any) -> float:

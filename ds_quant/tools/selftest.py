@@ -32,9 +32,7 @@ def codecs() -> Check:
     for value_range, bits in CODECS:
         worst[f"{bits}-bit {value_range}"] = _worst_error(values, value_range, bits)
     wrong = {name: steps for name, steps in worst.items() if not steps <= 0.51}
-    from ds_quant.codec import GroupCodec
-
-    path = "torch" if dispatch.runner_for(GroupCodec(), device) is None else "CUDA kernels"
+    path = dispatch.describe(device)
     shown = ", ".join(f"{name} {steps:.2f}" for name, steps in (wrong or worst).items())
     return Check(
         name="encode, decode", status=PROBLEM if wrong else OK,

@@ -51,7 +51,7 @@ class Binding:
         self._links: dict[int, Link] = {}
         self._fabrics: dict[int, Fabric] = {}
         self._levels = self._make_levels()
-        self._backwards = (-1, 0)  # optimizer step, backwards done in it
+        self._backwards: dict[int, int] = {}  # those done in the current optimizer step
         self._tracked = {
             id(p): Tracked(index=i, name=name, shape=parameters.shape_of(p))
             for i, (name, p) in enumerate(engine.module.named_parameters())
@@ -140,20 +140,16 @@ class Binding:
 
     @property
     def gradient_step(self) -> int:
-        """Address of the current backward: unique within a run, equal after a resume.
-
-        Not by ``engine.micro_steps``, which accelerate advances once per optimizer step only.
-        """
+        """Address of the current backward: unique within a run, equal after a resume."""
         step = self.engine.global_steps  # with skipped ones: their gradients were new
-        if self._backwards[0] != step:
-            self._backwards = (step, 0)
-        return (step << 24) + self._backwards[1]
+        return (step << 24) + self._backwards.get(step, 0)
 
     def after_backward(self) -> None:
-        """DeepSpeed has reduced the last gradient of a backward."""
+        """The last gradient of a backward is reduced. Counted here, because accelerate advances
+        ``engine.micro_steps`` once per optimizer step only.
+        """
         step = self.engine.global_steps
-        done = self._backwards[1] if self._backwards[0] == step else 0
-        self._backwards = (step, done + 1)
+        self._backwards = {step: self._backwards.get(step, 0) + 1}
 
     def weight_coding(
         self, tracked: Tracked, dtype: torch.dtype, *, step: int, rank: int, intra: bool = False

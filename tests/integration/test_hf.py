@@ -223,6 +223,52 @@ def test_resume_continues_bit_for_bit_and_saves_are_exact(tmp_path: Path, stage:
         assert np.array_equal(hf.as_array(tensor), hf.rounded(rank["exact"][name], tensor.dtype))
 
 
+# ---- without training ----
+
+
+def _pretrained(kind: str, folder: str) -> dict:
+    """Evaluate a saved model that from_pretrained has partitioned as it loaded."""
+    from transformers import AutoModelForCausalLM
+
+    reference = hf.new_model(kind)
+    if torch.distributed.get_rank() == 0:
+        reference.save_pretrained(folder)
+    torch.distributed.barrier()
+    reference = reference.bfloat16().eval()
+    rows = torch.stack([row["input_ids"] for row in hf.dataset()[:8]])
+    with torch.no_grad():
+        expected = float(reference(input_ids=rows, labels=rows).loss)
+    args = hf.arguments(f"{folder}/out", hf.ds_config(3, QSDP), per_device_eval_batch_size=4)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    partitioned = all(hasattr(p, "ds_id") for p in model.parameters())
+    trained = hf.trainer(model, args)
+    found = trained.evaluate()["eval_loss"]
+    exact = _gathered(trained.model)
+    saved = {n: hf.as_array(p) for n, p in reference.named_parameters()}
+    return {
+        "expected": expected, "found": found, "partitioned": partitioned,
+        "exact": all(np.array_equal(exact[n], saved[n]) for n in saved),
+        "report": report_of(trained),
+    }  # fmt: skip
+
+
+def _gathered(model: Any) -> dict[str, np.ndarray]:
+    """Exact weights, which DeepSpeed gathers past the quantizer."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {name: hf.as_array(p) for name, p in model.named_parameters()}
+
+
+def test_a_pretrained_model_is_evaluated_without_an_optimizer(tmp_path: Path) -> None:
+    for rank in harness.run(_pretrained, WORLD, "gpt2", str(tmp_path)):
+        assert rank["partitioned"] and rank["exact"]
+        assert rank["found"] == pytest.approx(rank["expected"], rel=5e-3)
+        assert rank["found"] != rank["expected"], "weights came decoded from 8 bits"
+        assert rank["report"]["received_bytes"]["weights"]["intra"] > 0
+        assert rank["report"]["received_bytes"]["gradients"]["intra"] == 0
+
+
 # ---- Accelerate without Trainer ----
 
 

@@ -31,6 +31,7 @@ def test_every_key_has_allowed_values_a_default_and_an_effect() -> None:
     assert len(table) > 30
     for key, allowed, default, effect in table:
         assert allowed and default and len(effect) > 10, key
+        assert effect.rstrip(" |").endswith("."), "a whole sentence"
 
 
 def strings_of_the_package() -> list[str]:

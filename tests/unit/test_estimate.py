@@ -9,6 +9,7 @@ import pytest
 
 from ds_quant.cli import main
 from ds_quant.presets import preset_names
+from ds_quant.resources import resource_dir
 from ds_quant.tools import measured, probe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +91,13 @@ def test_a_hugging_face_config_gives_the_real_shapes(capsys, tmp_path: Path) -> 
     assert found[""]["parameters"] == 2 * 1000 * 128 + 3 * block + 128
 
 
+def test_options_fill_in_what_a_config_leaves_to_hugging_face(capsys) -> None:
+    lora = str(resource_dir("configs") / "ds_lora_zero3.json")
+    chosen = ("--ds-config", lora, "--dtype", "bf16", "--accumulation", "2", "--step", "1")
+    facts = rows(capsys, *PLAN, *chosen)[""]
+    assert (facts["stage"], facts["micro_steps"]) == (3, 2)
+
+
 def test_full_replica_is_marked(capsys) -> None:
     assert main(["estimate", "--params", "7e9", "--nodes", "2", "--link", "10", "--step", "1"]) == 0
     shown = capsys.readouterr().out.splitlines()
@@ -108,6 +116,8 @@ def test_full_replica_is_marked(capsys) -> None:
         (PLAN + ["--step", "1", "--ds-config", "{bad}"], "zero_optimization.stage=0"),
         (PLAN + ["--step", "1", "--probe", "{bad}"], "allowed: a file of this version's"),
         (PLAN[2:] + ["--step", "1", "--model-config", "{bad}"], "no model_type"),
+        (PLAN + ["--step", "1", "--ds-config", "{block}"], "node_size=4: allowed here: --gpus"),
+        (PLAN + ["--step", "1", "--ds-config", "{auto}"], '--dtype: "auto" in the DeepSpeed'),
         (["--validate-against", "{bad}"], "allowed: a result file of speed.py"),
     ],
 )
@@ -117,7 +127,12 @@ def test_what_cannot_work_is_said_with_its_option(
     pytest.importorskip("transformers", reason="needs transformers")
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
-    filled = [argument.replace("{bad}", str(bad)) for argument in arguments]
+    block = tmp_path / "block.json"
+    config = {"zero_optimization": {"stage": 2}, "quantized_comm": {"node_size": 4}}
+    block.write_text(json.dumps(config))
+    lora = resource_dir("configs") / "ds_lora_zero3.json"
+    files = {"{bad}": str(bad), "{block}": str(block), "{auto}": str(lora)}
+    filled = [files.get(argument, argument) for argument in arguments]
     assert main(["estimate", *filled]) == 1
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == ""
@@ -185,6 +200,12 @@ def test_probed_links_are_used_unless_an_option_replaces_them(capsys, tmp_path: 
 def test_rate_leaves_out_the_latency() -> None:
     rate = probe.rate_from([1000, 10**6, 2 * 10**6 + 1000], [0.5, 0.9, 1.5])
     assert rate == probe.Rate(bytes_per_second=2e6, latency=0.5)
+
+
+@pytest.mark.parametrize("longest", [0.4, 0.5, 0.9])
+def test_rate_is_too_low_rather_than_absurd_where_noise_hides_it(longest: float) -> None:
+    rate = probe.rate_from([1000, 10**6], [0.5, longest])
+    assert rate == probe.Rate(bytes_per_second=10**6 / longest, latency=0.5)
 
 
 def test_probe_outside_a_launcher_says_how_to_start_it(monkeypatch, capsys) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from ds_quant.kernels import dispatch
 from ds_quant.kernels import rotation as kernel
 from ds_quant.rng import Role, address
 from ds_quant.rotation import BLOCKS, Rotation
@@ -104,3 +105,17 @@ def test_signs_are_a_function_of_the_address_and_break_the_spike_of_equal_values
 def test_other_blocks_are_refused(block: int) -> None:
     with pytest.raises(ValueError, match=rf"rotation block = {block}: allowed are \(32, 64, 128\)"):
         Rotation(block=block)
+
+
+def test_rotation_works_without_compiled_kernels() -> None:
+    """As on machines without a compiler, with backend "torch", and for CUDA tensors."""
+    values = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    rotation = Rotation(block=32)
+    expected = rotation.forward(values)
+    dispatch.use("torch")
+    try:
+        found = rotation.forward(values)
+        rotation.inverse_(found)
+    finally:
+        dispatch.use("auto")
+    assert torch.allclose(found[:100], values, atol=1e-5) and expected.shape == found.shape

@@ -10,8 +10,10 @@ import torch
 
 from ds_quant import rng
 from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.collectives import Coding, all_gather, lay_out, reduce_scatter
+from ds_quant.coding import Coding
+from ds_quant.collectives import all_gather, lay_out, reduce_scatter
 from ds_quant.kernels import rotation
+from ds_quant.rotation import Rotation
 from tests.unit import wire_oracle as oracle
 
 SIZES = (0, 1, 7, 8, 33, 64, 200, 321)
@@ -105,10 +107,22 @@ def test_sums_are_taken_in_source_order() -> None:
 def test_rotation_is_undone_by_the_page(block: int) -> None:
     x = values(256)
     rotated = torch.empty(256)
-    rotation.rotate(x, rotated, rotation.Rotation(block))
+    turn = rotation.Rotation(block)
+    rotation.rotate(x, rotated, turn)
     back = rotated.clone()
-    rotation.unrotate_(back, rotation.Rotation(block), scale=0.25)
+    rotation.unrotate_(back, turn, scale=0.25)
     assert np.array_equal(oracle.unrotate(rotated.numpy(), block, 0.25), back.numpy())
+
+
+def test_sign_flips_are_those_of_the_page() -> None:
+    names = {"seed": 5, "parameter": 3, "hop": 99}
+    signs = rng.address(role=rng.Role.GRADIENTS, step=8, rank=0, **names)
+    words = oracle.philox(oracle.key_of(role=1, stream=0, **names), 8, 0)
+    expected = np.array([words[i // 32] >> i % 32 & 1 for i in range(64)]) * 2.0 - 1
+    x = values(128)
+    out = torch.empty(128)
+    out.copy_(Rotation(block=64, signs=signs).forward(x))
+    assert np.allclose(oracle.unrotate(out.numpy(), 64, 1.0), np.tile(expected, 2) * x.numpy())
 
 
 # ---- section 5: whole messages ----

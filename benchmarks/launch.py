@@ -106,7 +106,7 @@ def run(job: Job) -> dict[str, Any]:
     installed = has_entry_point()
     with (job.folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(
-            command(job, port=_free_port(), installed=installed),
+            command(job, port=free_port(), installed=installed),
             env=environment(job.device, installed=installed),
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -167,7 +167,8 @@ def _tail(job: Job) -> str:
     return "\n".join([f"--- last lines of {path} ---", *lines[-LOG_TAIL:]])
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -64,16 +64,18 @@ def total(value: float) -> float:
 def measure_block(engine: Any, plan: dict[str, Any]) -> dict[str, float]:
     """Seconds per step, bytes into a host per step (interface and plugin), foreign CPU cores."""
     count, first = plan["steps_per_block"], int(os.environ["LOCAL_RANK"]) == 0
-    before, counted = lab.own_counters(), _counted(engine)
+    read = lab.own_counters if plan["lab"] else lambda: None  # loopback has no such counters
+    before, counted = read(), _counted(engine)
     own, busy = time.process_time(), busy_seconds()
     seconds = steps(engine, count, plan)
     used, busy = total(time.process_time() - own), busy_seconds() - busy
-    received = lab.own_counters().received - before.received if first else 0
+    received = read().received - before.received if first and before else 0
     per_host = count * plan["nodes"]
+    counted = total(_counted(engine) - counted) / per_host
     return {
         "seconds": seconds / count,
-        "interface_bytes": total(received) / per_host,
-        "counted_bytes": total(_counted(engine) - counted) / per_host,
+        "interface_bytes": total(received) / per_host if plan["lab"] else counted,
+        "counted_bytes": counted,
         "foreign_cores": max(0.0, busy - used) / seconds,
     }
 
@@ -97,7 +99,7 @@ def main() -> None:
         steps(engine, plan["warmup"], plan)
     results = []
     for rate in plan["rates"]:
-        if first:
+        if first and plan["lab"]:
             lab.set_rate(plan["nodes"], rate or None, name=plan["lab"])
         labels = list(engines)
         for block in range(plan["blocks"]):

@@ -85,8 +85,9 @@ class Coding:
             )  # fmt: skip
             return
         total = torch.empty(numel, dtype=torch.float32, device=wire.device)
-        source.decode_sum(wire, total, own=own)
-        self.encode(total, out)
+        with dispatch.in_order():
+            source.decode_sum(wire, total, own=own)
+            self.encode(total, out)
 
     def decode_sum(
         self,

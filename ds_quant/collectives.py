@@ -5,7 +5,7 @@ scales together, every slot at a 16-byte boundary. A slot's place depends on the
 alone, so all ranks agree on it, and a short or empty last shard uses the front of its slot:
 padding is never encoded.
 
-May import: torch, codec, coding, layout, link.
+May import: torch, codec, coding, kernels, layout, link.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ds_quant.codec import Codec
 from ds_quant.coding import Coding
+from ds_quant.kernels.dispatch import together
 from ds_quant.layout import ceil_div, shard_range
 from ds_quant.link import Exchange, Fabric, Link, Waiting
 
@@ -55,9 +56,10 @@ def all_gather(
     sizes = [(c.codec, ceil_div(n, link.size)) for c, n in zip(codings, numels, strict=True)]
     slots, nbytes = lay_out(sizes)
     row = torch.empty(nbytes, dtype=torch.uint8, device=shards[0].device)
-    for shard, coding, slot in zip(shards, codings, slots, strict=True):
-        used = row[slot.start : slot.start + coding.codec.wire_bytes(shard.numel())]
-        coding.encode(shard, used)
+    with together():
+        for shard, coding, slot in zip(shards, codings, slots, strict=True):
+            used = row[slot.start : slot.start + coding.codec.wire_bytes(shard.numel())]
+            coding.encode(shard, used)
     exchange = link.all_gather(row, role="weights") if nbytes else None
     dtypes = [s.dtype for s in shards]
     return GatherHandle(exchange, slots, list(zip(numels, codings, dtypes, strict=True)), link)
@@ -88,10 +90,11 @@ class GatherHandle:
                 rows = torch.empty(self._ranks, 0, dtype=torch.uint8)
             else:
                 rows = self._exchange.wait().view(self._ranks, -1)
-            self._full = [
-                _decode_shards(rows[:, slot.start :], numel, coding, dtype)
-                for slot, (numel, coding, dtype) in zip(self._slots, self._tensors, strict=True)
-            ]
+            with together():
+                self._full = [
+                    _decode_shards(rows[:, slot.start :], numel, coding, dtype)
+                    for slot, (numel, coding, dtype) in zip(self._slots, self._tensors, strict=True)
+                ]
             self._exchange = None
         return self._full
 
@@ -147,8 +150,11 @@ def reduce_scatter(
     sizes = [(c.codec, ceil_div(n, link.size)) for c, n in zip(codings, numels, strict=True)]
     slots, nbytes = lay_out(sizes)
     rows = torch.empty(link.size, nbytes, dtype=torch.uint8, device=tensors[0].device)
-    for tensor, coding, slot in zip(tensors, codings, slots, strict=True):
-        _encode_shards(tensor.reshape(-1), coding, rows[:, slot.start : slot.start + slot.nbytes])
+    with together():
+        for tensor, coding, slot in zip(tensors, codings, slots, strict=True):
+            _encode_shards(
+                tensor.reshape(-1), coding, rows[:, slot.start : slot.start + slot.nbytes]
+            )
     exchange = None
     if nbytes:
         sent = [nbytes] * link.size
@@ -189,10 +195,11 @@ class ReduceHandle:
             rows = torch.empty(self._link.size, 0, dtype=torch.uint8)
             if self._exchange is not None:
                 rows = self._exchange.wait().view(self._link.size, -1)
-            self._shards = [
-                self._sum(rows[:, slot.start :], numel, coding)
-                for slot, (numel, coding) in zip(self._slots, self._tensors, strict=True)
-            ]
+            with together():
+                self._shards = [
+                    self._sum(rows[:, slot.start :], numel, coding)
+                    for slot, (numel, coding) in zip(self._slots, self._tensors, strict=True)
+                ]
             self._exchange = None
         return self._shards
 

@@ -10,7 +10,7 @@ with two nodes that halves the variance of the inter-node hop.
 [Note: slices] Large reductions over two hops are cut into slices. While slice i crosses between
 the nodes, slice i + 1 is inside them.
 
-May import: torch, codec, coding, collectives, layout, link, rotation.
+May import: torch, codec, coding, collectives, kernels, layout, link, rotation.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from ds_quant.codec import GroupCodec
 from ds_quant.coding import Coding, Own
 from ds_quant.collectives import Slot, lay_out
+from ds_quant.kernels.dispatch import together
 from ds_quant.layout import VECTOR_NUMEL
 from ds_quant.link import Exchange, Link
 from ds_quant.rotation import Rotation
@@ -178,11 +179,12 @@ def _reduce_slice(
             )
             for i, slot in zip(rows[mine], layouts[mine][0], strict=True)
         }
-    for i, arrived in partial.items():
-        start, piece = cuts[i].start, pieces[i]
-        out = sums[cuts[i].index][start : start + piece.values.numel()]
-        options = {"own": arrived.own, "rotation": piece.rotation}
-        arrived.coding.decode_sum(arrived.wire, out, scale=scale, **options)
+    with together():
+        for i, arrived in partial.items():
+            start, piece = cuts[i].start, pieces[i]
+            out = sums[cuts[i].index][start : start + piece.values.numel()]
+            options = {"own": arrived.own, "rotation": piece.rotation}
+            arrived.coding.decode_sum(arrived.wire, out, scale=scale, **options)
 
 
 def _added_up(values: Tensor | _Arrived, rotation: Rotation | None) -> Tensor:
@@ -204,17 +206,20 @@ def _post(
     sent = [nbytes for _, nbytes in layouts]
     payload = torch.empty(sum(sent), dtype=torch.uint8, device=pieces[0].values.device)
     base = 0
-    for place, (row, (slots, nbytes)) in enumerate(zip(rows, layouts, strict=True)):
-        if place != hop.link.rank or not hop.exact_own:
-            for i, slot in zip(row, slots, strict=True):
-                wire = payload[base + slot.start : base + slot.start + slot.nbytes]
-                coding, values = pieces[i].codings[depth], partial[i]
-                if isinstance(values, _Arrived):
-                    coding.recode(
-                        values.coding, values.wire, wire, numel=values.numel, own=values.own
-                    )
-                else:
-                    coding.encode(values, wire, rotation=pieces[i].rotation)
-        base += nbytes
+    with together():
+        for place, (row, (slots, nbytes)) in enumerate(zip(rows, layouts, strict=True)):
+            if place != hop.link.rank or not hop.exact_own:
+                for i, slot in zip(row, slots, strict=True):
+                    wire = payload[base + slot.start : base + slot.start + slot.nbytes]
+                    _encode(pieces[i], depth, partial[i], wire)
+            base += nbytes
     received = [sent[hop.link.rank]] * hop.link.size
     return hop.link.all_to_all(payload, sent=sent, received=received, role="gradients")
+
+
+def _encode(piece: Piece, depth: int, values: Tensor | _Arrived, wire: Tensor) -> None:
+    coding = piece.codings[depth]
+    if isinstance(values, _Arrived):
+        coding.recode(values.coding, values.wire, wire, numel=values.numel, own=values.own)
+    else:
+        coding.encode(values, wire, rotation=piece.rotation)

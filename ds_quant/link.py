@@ -12,7 +12,8 @@ May import: torch, deepspeed.comm, metrics, topology.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,15 +45,29 @@ class Exchange:
         return self.received
 
 
+@contextmanager
+def _with(rank: int) -> Iterator[None]:
+    """Names the rank that a message is exchanged with: gloo knows an address at best."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"quantized_comm: rank {rank} does not answer: it, or a rank it waits for, has died or "
+            "stalled, or the network is cut. See its log, and resume from the last checkpoint "
+            f"({error})"
+        ) from error
+
+
 @dataclass(frozen=True)
 class _Together:
-    """Several works as one."""
+    """Works with one rank each as one."""
 
-    works: Sequence[Work]
+    works: Sequence[tuple[int, Work]]
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        for rank, work in self.works:
+            with _with(rank):
+                work.wait()
 
 
 class Link:
@@ -117,14 +132,18 @@ class Link:
         Through torch: ``irecv`` of DeepSpeed before 0.18 waits for the message, which deadlocks.
         """
         receives[self.rank].copy_(sends[self.rank])
-        group, works = self._process_group, []
+        group, works, ranks = self._process_group, [], self.ranks
         turns = [(self.rank + i) % self.size for i in range(1, self.size)]  # spread the load
         for r in turns:
             if receives[r].numel():
-                works.append(torch.distributed.irecv(receives[r], src=self.ranks[r], group=group))
+                with _with(ranks[r]):
+                    work = torch.distributed.irecv(receives[r], src=ranks[r], group=group)
+                works.append((ranks[r], work))
         for r in turns:
             if sends[r].numel():
-                works.append(torch.distributed.isend(sends[r], dst=self.ranks[r], group=group))
+                with _with(ranks[r]):
+                    work = torch.distributed.isend(sends[r], dst=ranks[r], group=group)
+                works.append((ranks[r], work))
         return Exchange(payload=payload, received=received, work=_Together(works))
 
     def _count(self, role: str, received: Sequence[int]) -> None:

@@ -6,7 +6,7 @@
 new weights cross between nodes by one all-gather among the ranks of equal g: each byte enters a
 node once. A gather inside the node brings [G][nodes][width]; shard order is [nodes][G][width].
 
-May import: torch, coding, collectives, layout, link.
+May import: torch, coding, collectives, kernels, layout, link.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_quant.coding import Coding
 from ds_quant.collectives import lay_out
+from ds_quant.kernels.dispatch import together
 from ds_quant.layout import ceil_div, shard_range
 from ds_quant.link import Link
 
@@ -85,12 +86,14 @@ def exchange(
     if nbytes == 0:
         return lambda: None
     message = torch.empty(nbytes, dtype=torch.uint8, device=kept[0].rows.device)
-    for item, shard, coding, slot in zip(kept, shards, codings, slots, strict=True):
-        own = item.rows[inter.rank, : shard.numel()]
-        wire = message[slot.start :][: coding.codec.wire_bytes(shard.numel())]
-        coding.encode(shard, wire, held=own)
+    with together():
+        for item, shard, coding, slot in zip(kept, shards, codings, slots, strict=True):
+            own = item.rows[inter.rank, : shard.numel()]
+            wire = message[slot.start :][: coding.codec.wire_bytes(shard.numel())]
+            coding.encode(shard, wire, held=own)
     arriving = inter.all_gather(message, role="weights")
 
+    @together()
     def decode() -> None:
         messages = arriving.wait().view(inter.size, nbytes)
         for item, coding, slot in zip(kept, codings, slots, strict=True):
@@ -117,14 +120,16 @@ def gather(
     slots, nbytes = lay_out([size for size, n in zip(sizes, nodes, strict=True) for _ in range(n)])
     starts = [slots[sum(nodes[:i])] for i in range(len(kept))]  # of row 0; the others follow
     message = torch.empty(nbytes, dtype=torch.uint8, device=kept[0].rows.device)
-    for item, coding, slot in zip(kept, codings, starts, strict=True):
-        places = message[slot.start :][: slot.nbytes * item.rows.shape[0]].view(-1, slot.nbytes)
-        for first, count, length in item.runs(item.local):
-            wire = places[first : first + count, : coding.codec.wire_bytes(length)]
-            moved = coding.at(first * item.rows.shape[1])
-            moved.encode(item.rows[first : first + count, :length], wire)
+    with together():
+        for item, coding, slot in zip(kept, codings, starts, strict=True):
+            places = message[slot.start :][: slot.nbytes * item.rows.shape[0]].view(-1, slot.nbytes)
+            for first, count, length in item.runs(item.local):
+                wire = places[first : first + count, : coding.codec.wire_bytes(length)]
+                moved = coding.at(first * item.rows.shape[1])
+                moved.encode(item.rows[first : first + count, :length], wire)
     arriving = intra.all_gather(message, role="weights") if nbytes else None
 
+    @together()
     def decode() -> list[Tensor]:
         received = message.new_empty(intra.size, 0)
         if arriving is not None:

@@ -2,7 +2,7 @@
 
 Which rank sums what is decided in owner_plan.py.
 
-May import: torch, codec, coding, collectives, hops, link, owner_plan, rotation.
+May import: torch, codec, coding, collectives, hops, kernels, link, owner_plan, rotation.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ds_quant import hops
 from ds_quant.codec import Codec
 from ds_quant.coding import Coding
 from ds_quant.collectives import lay_out
+from ds_quant.kernels.dispatch import together
 from ds_quant.link import Fabric, Link
 from ds_quant.owner_plan import Piece, Shape, delivery_codec, plan
 from ds_quant.rotation import Rotation
@@ -112,11 +113,13 @@ def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], No
     if nbytes == 0:
         return lambda: None
     row = torch.empty(nbytes, dtype=torch.uint8, device=parts[0].values.device)
-    for part, (start, size) in zip(by_owner[link.rank], layouts[link.rank][0], strict=True):
-        wanted = part.values if part.target is None else part.target.to(row.device)
-        part.coding.encode(wanted, row[start : start + size], held=part.values)
+    with together():
+        for part, (start, size) in zip(by_owner[link.rank], layouts[link.rank][0], strict=True):
+            wanted = part.values if part.target is None else part.target.to(row.device)
+            part.coding.encode(wanted, row[start : start + size], held=part.values)
     arriving = fabric.all_gather(row, role="weights")
 
+    @together()
     def decode() -> None:
         rows = arriving.wait().view(link.size, -1)
         for rank, own in enumerate(by_owner):
@@ -138,23 +141,25 @@ def _deliver(
         sum(n for _, n in sent), dtype=torch.uint8, device=shares[0].values.device
     )
     base = 0
-    for row, (slots, nbytes) in zip(outgoing, sent, strict=True):
-        for piece, (start, size) in zip(row, slots, strict=True):
-            coding = _delivery(shares[piece.part].codings[-1], piece)
-            coding.encode(sums[piece], payload[base + start : base + start + size])
-        base += nbytes
+    with together():
+        for row, (slots, nbytes) in zip(outgoing, sent, strict=True):
+            for piece, (start, size) in zip(row, slots, strict=True):
+                coding = _delivery(shares[piece.part].codings[-1], piece)
+                coding.encode(sums[piece], payload[base + start : base + start + size])
+            base += nbytes
     exchange = link.all_to_all(
         payload, sent=[n for _, n in sent], received=[n for _, n in received], role="gradients"
     )
     wire, base = exchange.wait(), 0
-    for row, (slots, nbytes) in zip(incoming, received, strict=True):
-        for piece, (start, size) in zip(row, slots, strict=True):
-            sums[piece] = torch.empty(
-                piece.stop - piece.start, dtype=torch.float32, device=payload.device
-            )
-            coding = _delivery(shares[piece.part].codings[-1], piece)
-            coding.decode(wire[base + start : base + start + size], sums[piece])
-        base += nbytes
+    with together():
+        for row, (slots, nbytes) in zip(incoming, received, strict=True):
+            for piece, (start, size) in zip(row, slots, strict=True):
+                sums[piece] = torch.empty(
+                    piece.stop - piece.start, dtype=torch.float32, device=payload.device
+                )
+                coding = _delivery(shares[piece.part].codings[-1], piece)
+                coding.decode(wire[base + start : base + start + size], sums[piece])
+            base += nbytes
 
 
 def _between(

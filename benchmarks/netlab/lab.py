@@ -64,6 +64,8 @@ class Lab:
     Use it as a context manager: leaving removes everything, also after an exception.
     """
 
+    interface = INTERFACE
+
     def __init__(self, hosts: int, *, name: str = PREFIX) -> None:
         if not 1 <= hosts <= 64:
             raise LabError(f"hosts = {hosts}: allowed are 1 to 64")
@@ -132,6 +134,32 @@ class Lab:
     def command(self, index: int, argv: Sequence[str]) -> list[str]:
         """`argv` as a command line that runs on a host."""
         return ["ip", "netns", "exec", self.namespace(index), *argv]
+
+
+class Loopback:
+    """Takes the place of a lab where none can be built: every host is this machine.
+
+    Nothing limits a rate, and no interface counts what one host sends to another.
+    """
+
+    name, interface = None, "lo"
+
+    def __init__(self, hosts: int) -> None:
+        self.hosts = hosts
+
+    def __enter__(self) -> Loopback:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing was made."""
+
+    def address(self, index: int) -> str:
+        """IPv4 address of a host."""
+        return "127.0.0.1"
+
+    def command(self, index: int, argv: Sequence[str]) -> list[str]:
+        """`argv` as a command line that runs on a host."""
+        return list(argv)
 
 
 def set_rate(hosts: int, mbits: float | None, *, name: str = PREFIX) -> None:

@@ -52,14 +52,12 @@ class Runner:
         self._launch(table, (table.blocks,), (buffer.data_ptr(), table.num_jobs))
 
     def run_many(self, launches: list[Launch]) -> None:
-        """Independent launches as few as possible: one per kernel and set of macros.
-
-        A collected launch holds addresses, not tensors. So tensors must live until here, and be
-        such that nothing is copied on the way: a dtype of the kernels, aligned wire rows.
-        """
+        """Independent launches as few as possible: one per kernel and set of macros."""
         for table in merge(launches):
             buffer = torch.frombuffer(bytearray(table.jobs), dtype=torch.uint8)
-            self.run_table(table, buffer.to(self.device))
+            if self.device.type == "cuda":
+                buffer = buffer.pin_memory()  # else the copy would wait for the stream
+            self.run_table(table, buffer.to(self.device, non_blocking=True))
 
     def _launch(self, work: Launch | Table, grid: tuple[int, ...], arguments: tuple) -> None:
         if torch.cuda.current_device() != self.index:
@@ -77,6 +75,32 @@ class Runner:
         self._stream.ptr = _current_stream(self.index)
         function(grid, (work.threads,), arguments, 0, self._stream)
         return None
+
+
+class Batch:
+    """A runner that collects launches which do not depend on each other, for few real ones."""
+
+    # Below that, tables of jobs gain nothing: each costs a copy to the device.
+    FEW = 4
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._launches: list[Launch] = []
+
+    def __call__(self, work: Launch) -> None:
+        if work.at_once:
+            self.runner(work)
+        else:
+            self._launches.append(work)
+
+    def run(self) -> None:
+        """Carry out what has been collected."""
+        launches, self._launches = self._launches, []
+        if len(launches) < self.FEW:
+            for work in launches:
+                self.runner(work)
+        else:
+            self.runner.run_many(launches)
 
 
 def _current_stream(index: int) -> int:

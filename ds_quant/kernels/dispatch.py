@@ -8,6 +8,9 @@ May import torch, rng and its sister modules.
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 
@@ -59,7 +62,44 @@ def runner_for(fmt: Format, device: torch.device) -> launch.Runner | None:
     if not launch.supports(fmt):
         _report_large_groups(fmt.group_size)
         return None
-    return cuda.runner_of(device)
+    runner = cuda.runner_of(device)
+    if runner is None or _open.batches is None:
+        return runner
+    return _open.batches.setdefault(device, cuda.Batch(runner))
+
+
+class _Open(threading.local):
+    """Batches of this thread by device while ``together`` is entered, else None."""
+
+    batches: dict[torch.device, cuda.Batch] | None = None
+
+
+_open = _Open()
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Operations inside do not depend on each other: on CUDA they share launches.
+
+    What they write is there after the end of the block, not before. Does nothing on the CPU.
+    """
+    before, _open.batches = _open.batches, {}
+    try:
+        yield
+        for batch in _open.batches.values():
+            batch.run()
+    finally:
+        _open.batches = before
+
+
+@contextmanager
+def in_order() -> Iterator[None]:
+    """Operations inside read what earlier ones of the block write, also within ``together``."""
+    before, _open.batches = _open.batches, None
+    try:
+        yield
+    finally:
+        _open.batches = before
 
 
 @cache
@@ -145,8 +185,9 @@ def recode(
     runs = runner_for(source, wire.device), runner_for(fmt, wire.device)
     if None in runs:
         total = torch.empty(numel, dtype=torch.float32, device=wire.device)
-        decode_sum(wire, total, source, scale=1.0, own=own, levels=source_levels)
-        encode(total.view(1, -1), out.view(1, -1), fmt, address=address, levels=levels)
+        with in_order():
+            decode_sum(wire, total, source, scale=1.0, own=own, levels=source_levels)
+            encode(total.view(1, -1), out.view(1, -1), fmt, address=address, levels=levels)
         return
     replaced = None if own is None else Own(*own)
     launch.recode(

@@ -48,6 +48,8 @@ class Launch(NamedTuple):
     grid: tuple[int, int]
     threads: int
     job: bytes
+    tensors: tuple[object, ...] = ()  # behind the addresses: they live as long as this
+    at_once: bool = False  # what it writes is read by the next line of Python
 
 
 class Table(NamedTuple):
@@ -102,12 +104,15 @@ class Plan:
         self._numbers = [0] * len(self._places)
         self._set(self._numbers, fields)
 
-    def launch(self, rows: int, fields: Mapping[str, int]) -> Launch:
-        """A launch on `rows` rows with the remaining fields."""
+    def launch(
+        self, rows: int, fields: Mapping[str, int], *tensors: object, at_once: bool = False
+    ) -> Launch:
+        """A launch on `rows` rows with the remaining fields, which point into the tensors."""
         numbers = self._numbers.copy()
         self._set(numbers, fields)
         job = self._struct.pack(*numbers)
-        return Launch(self.kernel, self.macros, (self.blocks, rows), self.threads, job)
+        grid = self.blocks, rows
+        return Launch(self.kernel, self.macros, grid, self.threads, job, tensors, at_once)
 
     def _set(self, numbers: list[int], fields: Mapping[str, int]) -> None:
         for name, number in fields.items():

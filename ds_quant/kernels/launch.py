@@ -92,7 +92,8 @@ def encode(
             fields |= rows_at("base", "base_stride", base, row)
         fields |= stream_fields(address, row * ceil_div(on_wire, VECTOR_NUMEL))
         fields["levels"] = pointer(levels)
-        run(plan.launch(count, fields))
+        tensors = x, base, levels, target
+        run(plan.launch(count, fields, *tensors, at_once=target is not out))
     if target is not out:
         out.copy_(target)
 
@@ -130,8 +131,9 @@ def decode(
 ) -> None:
     """Decode every row and cast once to the dtype of `out`; or add it to `out` in fp32 first."""
     target = dense(out)
-    _sum(wire, target, fmt, levels=levels, run=run, add=add)
-    if target.data_ptr() != out.data_ptr():
+    copied = target.data_ptr() != out.data_ptr()
+    _sum(wire, target, fmt, levels=levels, run=run, add=add, at_once=copied)
+    if copied:
         out.copy_(target)
 
 
@@ -154,9 +156,10 @@ def decode_sum(
     if wire.shape[0] == 0:
         return None if add else out.zero_()
     target = dense(out)
+    copied = target.data_ptr() != out.data_ptr()
     options = {"levels": levels, "run": run, "own": own, "rotation": rotation, "add": add}
-    _sum(wire, target, fmt, scale=scale, **options)
-    if target.data_ptr() != out.data_ptr():
+    _sum(wire, target, fmt, scale=scale, at_once=copied, **options)
+    if copied:
         out.copy_(target)
 
 
@@ -171,6 +174,7 @@ def _sum(
     own: Own | None = None,
     rotation: Rotation | None = None,
     add: bool = False,
+    at_once: bool = False,
 ) -> None:
     numel = out.shape[-1]
     rows, sources = (1, wire.shape[0]) if out.dim() == 1 else (wire.shape[0], 1)
@@ -188,7 +192,7 @@ def _sum(
         fields["levels"] = pointer(levels)
         if own is not None:
             fields |= own_fields(own, own_values)
-        run(plan.launch(count, fields))
+        run(plan.launch(count, fields, wire, out, levels, own_values, at_once=at_once))
 
 
 @lru_cache(maxsize=_PLANS)
@@ -251,7 +255,8 @@ def recode(
         fields |= stream_fields(address, row * ceil_div(numel, VECTOR_NUMEL))
         fields |= {"levels": pointer(levels), "source_levels": pointer(source_levels)}
         fields["source_stride"] = stride(wire, 1)
-        run(plan.launch(count, fields))
+        tensors = wire, target, levels, source_levels, own_values
+        run(plan.launch(count, fields, *tensors, at_once=target is not out))
     if target is not out:
         out.copy_(target)
 

@@ -17,6 +17,7 @@ from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.reduce import OwnerReduction, ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
+from ds_quant.zero.start_line import start_line
 
 
 def attach(engine: Any, optimizer: Any) -> None:
@@ -58,7 +59,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     device = parameters.device()
     if device.type == "cuda" and world > 1:
         rehearse(binding, device)
-    seams.log_rank0(f"quantized_comm: {binding.describe()}")
+    seams.log_rank0(f"quantized_comm: {start_line(binding)}")
 
 
 def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
@@ -178,5 +179,5 @@ def report(engine: Any) -> dict[str, Any] | None:
         "nonfinite_steps": binding.state.nonfinite_steps,
         "exact_steps": binding.state.exact_steps,
         "killed": binding.state.killed,
-        "line": binding.describe(),
+        "line": start_line(binding),
     }

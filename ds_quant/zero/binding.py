@@ -13,9 +13,8 @@ import torch
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.coding import Coding
-from ds_quant.cost import Bill, Cargo, bill, shipped_bytes
+from ds_quant.cost import Bill, Cargo, bill
 from ds_quant.hops import Hop
-from ds_quant.kernels import dispatch
 from ds_quant.link import Fabric, Link
 from ds_quant.metrics import Traffic
 from ds_quant.rng import Address, Role, address
@@ -267,33 +266,3 @@ class Binding:
             gradient_dtype=seams.gradient_dtype(self.engine),
             shipped_gradients=seams.exact_gradient_reason(self.engine) is not None,
         )
-
-    def describe(self) -> str:
-        """The start-up line: what is on, its bytes against DeepSpeed's, what stays exact."""
-        costs, stage = self.bill(), self.stage
-        per_micro_step = stage == 3 and not costs.once_per_step
-        micro_steps = 1 if per_micro_step else self.engine.gradient_accumulation_steps()
-        dtype = seams.gradient_dtype(self.engine)
-        label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
-        kept = ", ".join(f"{n} {reason}" for reason, n in sorted(costs.kept.items())) or "none"
-        inside = costs.intra_bytes(stage, micro_steps=micro_steps)
-        parts = [
-            f"{self.scheme.name} on ZeRO-{stage}, "
-            f"{costs.step_bytes(stage, micro_steps=micro_steps):.2f} "
-            f"B/param/{'micro-step' if per_micro_step else 'step'}"
-            f"{' between nodes' if inside else ''} "
-            f"({label} {shipped_bytes(stage, dtype, micro_steps=micro_steps):.2f}), "
-            f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision ({kept})",
-            f"{self.topology.nodes} x {self.topology.node_size} ranks",
-            dispatch.describe(parameters.device()),
-        ]
-        if inside:
-            parts.append(f"{inside:.2f} B/param inside a node")
-        if costs.memory:
-            gigabytes = costs.memory * costs.numel / 1e9
-            parts.append(
-                f"keeps {costs.memory:.2f} B/param ({gigabytes:.3g} GB) more on every rank"
-            )
-        if self.scheme.warmup_steps:
-            parts.append(f"from step {self.scheme.warmup_steps} on")
-        return "; ".join(parts + self.notices)

@@ -14,6 +14,8 @@ import torch
 
 from ds_quant.codec import GroupCodec
 from ds_quant.coding import Coding
+from ds_quant.kernels.cuda import Batch
+from ds_quant.kernels.dispatch import together
 from ds_quant.kernels.launch import whole_numel
 from ds_quant.owner_plan import delivery_codec
 from ds_quant.rng import Address
@@ -36,6 +38,9 @@ def rehearse(binding: Binding, device: torch.device) -> None:
     for codecs, run in _uses(binding, device):
         for numel in (_RAGGED, whole_numel(codecs)):
             run(numel)
+            with together():  # tables of launches are variants of their own
+                for _ in range(Batch.FEW):
+                    run(numel)
 
 
 def _uses(binding: Binding, device: torch.device) -> Iterator[_Use]:

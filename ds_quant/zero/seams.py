@@ -253,10 +253,15 @@ def wrap_checkpoints(
 
 
 def new_group(ranks: list[int]) -> Any:
-    """A process group of global ranks. A collective of the whole world."""
-    from deepspeed import comm as dist
+    """A process group of global ranks, as patient as the world's: without being told, torch gives
+    every new group half an hour. A collective of the whole world.
+    """
+    from deepspeed.accelerator import get_accelerator
 
-    return dist.new_group(ranks)
+    device = torch.device(get_accelerator().current_device_name())
+    world = torch.distributed.distributed_c10d._get_default_group()._get_backend(device)
+    timeout = getattr(getattr(world, "options", None), "_timeout", None)
+    return torch.distributed.new_group(ranks, timeout=timeout)
 
 
 def gradient_dtype(engine: Any) -> torch.dtype:

@@ -13,6 +13,7 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -36,6 +37,7 @@ def run(
 ) -> list[Any]:
     """``function(*args)`` on every rank of a fresh default process group; results by rank.
 
+    TEST_COLLECTIVE_TIMEOUT in ``environment`` is the seconds after which a collective gives up.
     ``function`` is a module-level function of a test module; it may use ``deepspeed.comm``,
     initialised, and finds RANK and WORLD_SIZE in the environment. Exceptions come back as
     ``AssertionError`` with the rank's traceback.
@@ -112,7 +114,8 @@ def _rank_main(
         torch.set_num_threads(1)
         from deepspeed import comm as dist
 
-        dist.init_distributed("gloo", verbose=False)
+        seconds = float(os.environ.get("TEST_COLLECTIVE_TIMEOUT", "600"))
+        dist.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=seconds))
         outcome = (function(*args), None)
         torch.distributed.barrier()
     except BaseException:  # the parent reports it

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from ds_quant.zero.start_line import start_line
 from tests.distributed.features import DEEPSPEED_FEATURES, Borrowed
 from tests.distributed.harness import run, run_each
 from tests.distributed.models import (
@@ -201,7 +202,7 @@ def excluding(stage: int) -> dict[str, Any]:
         "everything": everything,
         "used": {s.name: s.bits for s in seen},
         "exact": exact,
-        "line": engine.ds_quant_binding.describe(),
+        "line": start_line(engine.ds_quant_binding),
     }
 
 

@@ -14,6 +14,7 @@ import torch
 
 from ds_quant.codec import GroupCodec
 from ds_quant.kernels import cuda, dispatch, launch, reference
+from ds_quant.kernels.arguments import is_aligned
 from ds_quant.kernels.jobs import Launch, place_of
 from ds_quant.kernels.source import source
 from ds_quant.rng import Address
@@ -107,6 +108,56 @@ def test_many_tensors_of_a_bucket_take_one_launch(cupy, runner) -> None:
     assert len(cupy.streams) == 1
     for x, out in zip(tensors, outs, strict=True):
         assert torch.equal(out, wire_of(x))
+
+
+@pytest.fixture
+def on_runner(cupy, runner, monkeypatch) -> FakeCupy:
+    """Codecs take the runner for the CPU tensors of these tests."""
+    choose, device = dispatch.runner_for, torch.device("cuda", 0)
+    monkeypatch.setattr(cuda, "runner_of", lambda _: runner)
+    monkeypatch.setattr(dispatch, "runner_for", lambda fmt, _: choose(fmt, device))
+    return cupy
+
+
+def test_operations_that_belong_together_share_launches(on_runner) -> None:
+    tensors = [torch.randn(1, n).bfloat16() for n in (5000, 129, 1, 2047, 77)]
+    tensors.append(torch.randn(3, 700).double()[:, ::2])  # which the kernels cannot read
+    sizes = [(len(x), CODEC.wire_bytes(x.shape[1]) + 1) for x in tensors]
+    outs = [torch.empty(size, dtype=torch.uint8)[:, :-1] for size in sizes]
+    outs[1] = torch.empty(sizes[1], dtype=torch.uint8)[:, 1:]
+    with dispatch.together():
+        for x, out in zip(tensors, outs, strict=True):
+            CODEC.encode(x, out, address=ADDRESS)
+        taken = torch.full((1 << 16,), 7.0)  # memory of copies that are no longer referred to
+        early = len(on_runner.streams)
+    assert early == sum(not is_aligned(out) for out in outs) == 2  # these go through a buffer
+    assert len(on_runner.streams) == early + 1
+    for x, out in zip(tensors, outs, strict=True):
+        assert torch.equal(out, wire_of(x))
+    assert torch.all(taken == 7)
+
+
+def test_few_operations_are_launched_one_by_one(on_runner) -> None:
+    x = torch.randn(1, 1000)
+    outs = [torch.empty(1, CODEC.wire_bytes(1000), dtype=torch.uint8) for _ in range(3)]
+    with dispatch.together():
+        for out in outs:
+            CODEC.encode(x, out, address=ADDRESS)
+        assert not on_runner.streams
+    assert len(on_runner.streams) == 3
+    assert all(torch.equal(out, wire_of(x)) for out in outs)
+
+
+def test_operations_in_order_do_not_wait_for_the_others(on_runner) -> None:
+    x = torch.randn(1, 1000)
+    wire, decoded = torch.empty(1, CODEC.wire_bytes(1000), dtype=torch.uint8), torch.empty(1, 1000)
+    with dispatch.together(), dispatch.in_order():
+        CODEC.encode(x, wire, address=ADDRESS)
+        CODEC.decode(wire, decoded)
+        assert torch.equal(wire, wire_of(x))
+    wanted = torch.empty(1, 1000)
+    reference.decode(wire, wanted, CODEC, levels=None)
+    assert torch.equal(decoded, wanted)
 
 
 def test_step_of_a_table_can_change_between_launches(cupy, runner) -> None:

@@ -1,0 +1,39 @@
+"""The line that rank 0 logs when quantization is on, and that ``report`` repeats."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_quant.cost import shipped_bytes
+from ds_quant.kernels import dispatch
+from ds_quant.zero import parameters, seams
+from ds_quant.zero.binding import Binding
+
+
+def start_line(binding: Binding) -> str:
+    """What is on, its bytes against DeepSpeed's, what stays exact, which kernels work."""
+    costs, stage = binding.bill(), binding.stage
+    per_micro_step = stage == 3 and not costs.once_per_step
+    micro_steps = 1 if per_micro_step else binding.engine.gradient_accumulation_steps()
+    dtype = seams.gradient_dtype(binding.engine)
+    label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+    kept = ", ".join(f"{n} {reason}" for reason, n in sorted(costs.kept.items())) or "none"
+    inside = costs.intra_bytes(stage, micro_steps=micro_steps)
+    parts = [
+        f"{binding.scheme.name} on ZeRO-{stage}, "
+        f"{costs.step_bytes(stage, micro_steps=micro_steps):.2f} "
+        f"B/param/{'micro-step' if per_micro_step else 'step'}"
+        f"{' between nodes' if inside else ''} "
+        f"({label} {shipped_bytes(stage, dtype, micro_steps=micro_steps):.2f}), "
+        f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision ({kept})",
+        f"{binding.topology.nodes} x {binding.topology.node_size} ranks",
+        dispatch.describe(parameters.device()),
+    ]
+    if inside:
+        parts.append(f"{inside:.2f} B/param inside a node")
+    if costs.memory:
+        gigabytes = costs.memory * costs.numel / 1e9
+        parts.append(f"keeps {costs.memory:.2f} B/param ({gigabytes:.3g} GB) more on every rank")
+    if binding.scheme.warmup_steps:
+        parts.append(f"from step {binding.scheme.warmup_steps} on")
+    return "; ".join(parts + binding.notices)

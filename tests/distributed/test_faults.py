@@ -1,0 +1,43 @@
+"""A rank dies, stalls or loses its connections: the others end in time and the run can resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.faults import FAULTS, LATE, TIMEOUT, aftermath
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+# What gloo says, below our sentence or, in DeepSpeed's own collectives, alone.
+CLEAR = ("does not answer", "Timed out", "Connection closed", "Connection reset", "closed by peer")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_survivors_end_in_time_with_a_clear_error(name: str) -> None:
+    after, fault = aftermath(name), FAULTS[name]
+    for rank, error in after.errors.items():
+        assert "Error" in error and any(text in error for text in CLEAR), (rank, error)
+        assert after.seconds[rank] < fault.within, rank
+    if fault.role != "save":
+        assert any("quantized_comm: rank" in error for error in after.errors.values())
+    if fault.within == LATE:  # nobody gives up early on a rank that is slow
+        assert max(after.seconds.values()) > TIMEOUT - 1
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_last_checkpoint_continues_as_the_undisturbed_run(name: str) -> None:
+    after = aftermath(name)
+    assert after.resumed == after.undisturbed
+    assert len(after.resumed[0][0]) == 5
+
+
+def test_the_page_has_a_row_of_every_fault() -> None:
+    rows = PAGE.read_text("utf-8").splitlines()
+    for name, fault in FAULTS.items():
+        (row,) = [line for line in rows if line.startswith(f"| {name} |")]
+        *_, seconds, resumed, _ = row.split("|")
+        assert float(seconds) < fault.within and resumed.strip() == "equal"

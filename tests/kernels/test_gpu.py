@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_quant.codec import GroupCodec
-from ds_quant.kernels import cuda, launch, reference
+from ds_quant.kernels import cuda, dispatch, launch, reference
 from ds_quant.kernels.arguments import Own
 from ds_quant.kernels.jobs import merge, place_of
 from ds_quant.kernels.rotation import Rotation
@@ -223,3 +223,17 @@ def test_more_than_2_to_the_31_elements(runner) -> None:
     reference.decode(wire_of(codec, x[:, start:].cpu()), small, codec, levels=None)
     assert_values(out[:, start:], small)
     assert not out[0, : numel - 4099].any()
+
+
+def test_operations_that_belong_together_share_launches(runner) -> None:
+    """With copies on the way: their memory must not be given to somebody else before the launch."""
+    tensors = [torch.randn(1, 3 + 1001 * i).double() for i in range(8)]
+    gpu = [on_gpu(x) for x in tensors]
+    sizes = [(1, INT4.wire_bytes(x.shape[1])) for x in tensors]
+    outs = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in sizes]
+    with dispatch.together():
+        for x, out in zip(gpu, outs, strict=True):
+            INT4.encode(x, out, address=ADDRESS)
+            torch.full((1, x.shape[1]), 7.0, device=DEVICE)
+    for x, out in zip(tensors, outs, strict=True):
+        assert torch.equal(out.cpu(), wire_of(INT4, x))

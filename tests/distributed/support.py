@@ -49,6 +49,7 @@ class Refused:
     top: dict[str, Any] = field(default_factory=dict)
     stages: tuple[int, ...] = ALL
     dtype: str = "bf16"
+    since: tuple[int, int] = (0, 17)  # an older DeepSpeed ignores the setting
 
     def config(self, stage: int, block: dict[str, Any]) -> dict[str, Any]:
         return settings(stage, block, dtype=self.dtype, zero=self.zero, **self.top)
@@ -180,7 +181,7 @@ REFUSED = (
     ),
     Refused(
         feature="SuperOffload", stages=(3,),
-        zero={"offload_optimizer": {"device": "cpu", "super_offload": True}},
+        zero={"offload_optimizer": {"device": "cpu", "super_offload": True}}, since=(0, 18),
         reason="needs CUDA, not tested", parts=("super_offload=true", "set it to false"),
     ),
     Refused(
@@ -190,7 +191,7 @@ REFUSED = (
     ),
     Refused(
         feature="AutoEP", top={"expert_parallel": {"enabled": True, "autoep_size": 2}},
-        reason="not tested; use deepspeed.moe under ZeRO-1/2",
+        reason="not tested; use deepspeed.moe under ZeRO-1/2", since=(0, 19),
         parts=("expert_parallel", "MoE"),
     ),
 )  # fmt: skip

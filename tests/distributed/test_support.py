@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import traceback
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,12 @@ def refused(place: int, stage: int) -> None:
 )
 def test_what_is_refused_names_the_setting_and_the_way_out(place: int, stage: int) -> None:
     row: Refused = REFUSED[place]
-    ((_, error),) = run_each(refused, 1, place, stage)
-    assert error is not None and "ConfigError" in error
-    assert [part for part in row.parts if part not in error] == [], error
+    installed = tuple(int(part) for part in version("deepspeed").split(".")[:2])
+    if installed < row.since:
+        pytest.skip(f"DeepSpeed {installed} does not know the setting")
+    for _, error in run_each(refused, 2, place, stage):
+        assert error is not None and "ConfigError" in error
+        assert [part for part in row.parts if part not in error] == [], error
 
 
 def test_the_page_is_made_from_this_table() -> None:

@@ -25,7 +25,7 @@ NETWORK_VARIABLES = (*SOCKET_VARIABLES, "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "
 
 def survey() -> list[Check]:
     """All checks that only read."""
-    return [*versions(), device(), cupy(), backend(), interfaces(), entry_point()]
+    return [*versions(), device(), cupy(), cpu_kernels(), backend(), interfaces(), entry_point()]
 
 
 def _installed(package: str) -> str | None:
@@ -111,6 +111,23 @@ def cupy() -> Check:
     return Check(
         name="CuPy", status=OK, found=f"{shown}, NVRTC {compiler}",
         details={**flavours, "nvrtc": compiler},
+    )  # fmt: skip
+
+
+def cpu_kernels() -> Check:
+    """Whether CPU tensors get compiled kernels; without them plain torch does the work."""
+    import torch
+
+    from ds_quant.kernels import native
+
+    problem = native.problem()
+    if problem is None:
+        return Check(name="CPU kernels", status=OK, found="C++ kernels", details={"built": True})
+    on_gpu = torch.cuda.is_available()
+    return Check(
+        name="CPU kernels", status=OK if on_gpu else WARNING, details={"built": False},
+        found=f"plain torch, slower: C++ kernels {problem}",
+        fix="" if on_gpu else "install a C++ compiler, then ds_quant again",
     )  # fmt: skip
 
 

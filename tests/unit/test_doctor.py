@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ds_quant.cli import main
+from ds_quant.kernels import native
 from ds_quant.tools import checks, environment, selftest
 from ds_quant.tools.checks import OK, PROBLEM, WARNING, Check
 
@@ -95,6 +96,14 @@ def test_not_installed_is_told_apart_from_installed(monkeypatch) -> None:
     point = environment.metadata.EntryPoint("ds_quant", "ds_quant._autoload:activate", "torch")
     monkeypatch.setattr(environment.metadata, "entry_points", lambda group: [point])
     assert environment.entry_point().status == OK
+
+
+def test_missing_cpu_kernels_are_a_warning_without_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(native, "problem", lambda: "are not built")
+    check = environment.cpu_kernels()
+    assert check.status == WARNING and "are not built" in check.found and "compiler" in check.fix
+    monkeypatch.setattr(native, "problem", lambda: None)
+    assert environment.cpu_kernels().status == OK
 
 
 def test_two_cupy_flavours_are_a_problem(monkeypatch) -> None:

@@ -76,13 +76,20 @@ class Replica:
             how.encode(master.view(-1), wire, held=flat)
             how.decode(wire, flat)
 
+    def squared_errors(self, masters: Sequence[Tensor]) -> dict[int, tuple[float, float]]:
+        """Of every matrix, by its index: that of the replica, and that of a bf16 copy."""
+        return {
+            index: tuple(
+                float((copy.float() - master).square().sum())
+                for copy in (weight, master.bfloat16())
+            )
+            for index, (weight, master) in enumerate(zip(self.weights, masters, strict=True))
+            if self._scheme.skip_reason("", master.shape, master.dtype) is None
+        }
+
     def error_ratio(self, masters: Sequence[Tensor]) -> float:
         """rms(replica - master) / rms(bf16(master) - master), over all matrices."""
-        kept = plain = 0.0
-        for weight, master in zip(self.weights, masters, strict=True):
-            if self._scheme.skip_reason("", master.shape, master.dtype) is None:
-                kept += float((weight.float() - master).square().sum())
-                plain += float((master.bfloat16().float() - master).square().sum())
+        kept, plain = map(sum, zip(*self.squared_errors(masters).values(), strict=True))
         return (kept / plain) ** 0.5
 
 
@@ -121,22 +128,51 @@ def _summed(
     return total
 
 
-def gradient_errors(per_rank: Sequence[Sequence[Tensor]], step: int) -> dict[str, float]:
-    """By scheme ||Q(g) - g||^2 / ||g||^2 of the sums over ranks, matrices only."""
-    errors = {}
-    for name in GRADIENT_SCHEMES:
-        scheme = parse_block({"scheme": name}).to_scheme()
-        error = energy = 0.0
-        for index, gradients in enumerate(zip(*per_rank, strict=True)):
-            if scheme.skip_reason("", gradients[0].shape, gradients[0].dtype) is not None:
-                continue
-            flat = [g.reshape(-1) for g in gradients]
-            exact = torch.stack([g.double() for g in flat]).sum(0)
-            got = reduced(flat, scheme, step=step, parameter=index)
-            error += float((got - exact).square().sum())
-            energy += float(exact.square().sum())
-        errors[name] = error / energy
+def gradient_errors(
+    per_rank: Sequence[Sequence[Tensor]], name: str, step: int
+) -> dict[int, tuple[float, float]]:
+    """Of every matrix, by its index: ||Q(g) - g||^2 and ||g||^2 of the sum over ranks."""
+    scheme, errors = parse_block({"scheme": name}).to_scheme(), {}
+    for index, gradients in enumerate(zip(*per_rank, strict=True)):
+        if scheme.skip_reason("", gradients[0].shape, gradients[0].dtype) is not None:
+            continue
+        flat = [g.reshape(-1) for g in gradients]
+        exact = torch.stack([g.double() for g in flat]).sum(0)
+        got = reduced(flat, scheme, step=step, parameter=index)
+        errors[index] = float((got - exact).square().sum()), float(exact.square().sum())
     return errors
+
+
+def together(errors: dict[int, tuple[float, float]]) -> float:
+    """Normalised error of all matrices as one."""
+    error, energy = map(sum, zip(*errors.values(), strict=True))
+    return error / energy
+
+
+def by_layer(
+    names: Sequence[str],
+    weights: dict[int, tuple[float, float]],
+    gradients: dict[str, dict[int, tuple[float, float]]],
+) -> list[dict[str, Any]]:
+    """Per matrix the error ratio of its weights and the normalised error of its gradient."""
+    return [
+        {
+            "name": names[index],
+            "ratio": (kept / plain) ** 0.5,
+            "gradients": {
+                scheme: errors[index][0] / errors[index][1] for scheme, errors in gradients.items()
+            },
+        }
+        for index, (kept, plain) in weights.items()
+    ]
+
+
+def effective_bits(name: str, numel: int = 1 << 20) -> dict[str, float]:
+    """Bits per element with scales, of what crosses between nodes and of what stays inside."""
+    scheme = parse_block({"scheme": name}).to_scheme()
+    codecs = {"weights": scheme.weights, "gradients": scheme.gradients}
+    codecs |= {"gradients inside a node": scheme.gradients_intra}
+    return {role: 8 * codec.wire_bytes(numel) / numel for role, codec in codecs.items() if codec}
 
 
 def train(args: argparse.Namespace, lr: float, name: str, tokens: Tensor) -> dict[str, Any]:
@@ -167,8 +203,12 @@ def train(args: argparse.Namespace, lr: float, name: str, tokens: Tensor) -> dic
         if look:
             outcome["steps"].append(step + 1)
             outcome["ratio"].append(replica.error_ratio(masters))
+            errors = {}
             if name == WEIGHT_SCHEMES[0]:
-                outcome["gradients"].append(gradient_errors(per_rank, step))
+                errors = {s: gradient_errors(per_rank, s, step) for s in GRADIENT_SCHEMES}
+                outcome["gradients"].append({s: together(e) for s, e in errors.items()})
+            names = [parameter for parameter, _ in model.named_parameters()]
+            outcome["layers"] = by_layer(names, replica.squared_errors(masters), errors)
             outcome["loss"] = loss
     return outcome
 
@@ -214,7 +254,8 @@ def main() -> None:
         plot(runs, args.plot)
     if args.json is not None:
         arguments = {k: str(v) for k, v in vars(args).items() if k not in ("json", "plot", "text")}
-        result = {"arguments": arguments, **report.provenance(), "runs": runs}
+        bits = {name: effective_bits(name) for name in (*WEIGHT_SCHEMES, *GRADIENT_SCHEMES)}
+        result = {"arguments": arguments, **report.provenance(), "bits": bits, "runs": runs}
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

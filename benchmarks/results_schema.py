@@ -191,6 +191,14 @@ class LevelTable(_Model):
         return About(self.date, self.machine, f"torch {self.torch}", command)
 
 
+class LayerErrors(_Model):
+    """One matrix at the last measurement: ratio as in ErrorRun, gradients by scheme."""
+
+    name: str
+    ratio: float
+    gradients: dict[str, float]
+
+
 class ErrorRun(_Model):
     """One training: per measurement the weights' error ratio, and the gradients' by scheme."""
 
@@ -199,12 +207,14 @@ class ErrorRun(_Model):
     steps: list[int]
     ratio: list[float]
     gradients: list[dict[str, float]]
+    layers: list[LayerErrors] = []
     loss: float
 
 
 class ErrorStudy(_Result):
-    """Of errors.py."""
+    """Of errors.py. bits: by scheme and role, per element with scales."""
 
+    bits: dict[str, dict[str, float]] = {}
     runs: list[ErrorRun]
 
     def _command(self) -> str:

@@ -155,7 +155,7 @@ def trained_on(fault: Fault, folder: str, resumed: bool) -> Outcome:
     engine = build(fault.config(), seed=7 if resumed else 0)
     losses: list[float] = []
     if resumed:
-        engine.load_checkpoint(folder, tag="good")  # by name: see PAGE_NOTE
+        engine.load_checkpoint(folder, tag="good")  # `latest` may be the one that was cut short
     for step in range(SAVED_STEP if resumed else 0, STEPS):
         if step == SAVED_STEP and not resumed:
             engine.save_checkpoint(folder, "good")

@@ -110,8 +110,35 @@ def _(result: schema.ErrorStudy) -> tuple[str, str]:
         + table(["scheme", "largest", "mean of the second half", "last loss"], weights)
         + "\n\nSquared error of summed gradients over their energy, mean over the training.\n\n"
         + table(["scheme", "error"], gradients)
+        + "".join(f"\n\n{part}" for part in (_layers(result.runs[0]), _bits(result.bits)) if part)
     )
     return "What the codecs lose in training", body
+
+
+def _layers(run: schema.ErrorRun) -> str:
+    """Errors of every matrix at the end of one training."""
+    if not run.layers:
+        return ""
+    schemes = list(run.layers[0].gradients)
+    rows = [
+        [f"`{layer.name}`", f"{layer.ratio:.3f}", *[f"{layer.gradients[s]:.4f}" for s in schemes]]
+        for layer in run.layers
+    ]
+    header = ["matrix", f"weights, `{run.scheme}`", *[f"gradients, `{name}`" for name in schemes]]
+    title = f"By matrix, at the last measurement of `{run.scheme}`, lr {run.lr:g}:"
+    return f"{title}\n\n{table(header, rows)}"
+
+
+def _bits(bits: dict[str, dict[str, float]]) -> str:
+    """Effective bits of every scheme's codecs."""
+    if not bits:
+        return ""
+    roles = list(dict.fromkeys(role for codecs in bits.values() for role in codecs))
+    rows = [
+        [f"`{name}`", *[number(codecs.get(role), ".3f") for role in roles]]
+        for name, codecs in bits.items()
+    ]
+    return f"Effective bits per element, scales included:\n\n{table(['scheme', *roles], rows)}"
 
 
 @section.register

@@ -85,3 +85,28 @@ def test_page_says_where_every_file_comes_from_and_stale_ones_are_found(tmp_path
     assert text.count("- Command: ") == text.count("- Hardware: ") == len(RESULTS)
     page.write_text(text + "x", "utf-8")
     assert make_report.main(["--out", str(page), "--check"]) == 1
+
+
+def test_speed_ups_in_the_readme_are_those_of_the_result_file() -> None:
+    """The table that starts with `| Mbit/s | stage |`: speed-up, in brackets what the bytes allow."""
+    result = results_schema.load(ROOT / "benchmarks" / "results" / "speed_2x2_cpu.json")
+    measured = {
+        (point.stage, row.rate, row.scheme): row for point in result.points for row in point.rows
+    }
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| Mbit/s | stage |"))
+    header = [cell.strip() for cell in lines[start].strip("|").split("|")]
+    schemes = [cell.strip("`") if "`" in cell else "deepspeed_plain" for cell in header[2:]]
+    checked = 0
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rate, stage, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        place = int(stage.removeprefix("ZeRO-")), 0.0 if rate == "not shaped" else float(rate)
+        for scheme, cell in zip(schemes, cells, strict=True):
+            row = measured[(*place, scheme)]
+            expected = f"{row.speedup:.2f}"
+            bound = f" ({row.bytes_bound:.2f})" if "(" in cell else ""
+            assert cell == expected + bound, f"{line}: {scheme} is {expected}{bound}"
+            checked += 1
+    assert checked >= 20

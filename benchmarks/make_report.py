@@ -183,6 +183,26 @@ def _(result: schema.Speed) -> tuple[str, str]:
 
 
 @section.register
+def _(result: schema.Collectives) -> tuple[str, str]:
+    header = ["Mbit/s, operation, bf16 bytes, scheme", "ms (range)", "bus MB/s", "wire MB/s",
+              "speed-up"]  # fmt: skip
+    rows = [
+        [f"{f'{row.rate:g}' if row.rate else 'unshaped'} {row.operation} {2 * row.numel} "
+         f"`{row.scheme}`",
+         f"{1e3 * row.seconds:.1f} ({1e3 * row.fastest:.1f}-{1e3 * row.slowest:.1f})",
+         f"{row.bus_bandwidth / 1e6:.1f}", f"{row.wire_bandwidth / 1e6:.1f}",
+         f"{row.speedup:.2f}"]
+        for row in result.rows
+    ]  # fmt: skip
+    body = (
+        f"On {result.arguments['topology']} ranks. Bus bandwidth is what nccl-tests call so, on\n"
+        "the bytes of the tensor in bf16; wire bandwidth is on the bytes that a rank received.\n"
+        "Encoding and decoding are part of the time.\n\n"
+    )
+    return "Bandwidth of collectives", body + table(header, rows)
+
+
+@section.register
 def _(result: schema.Scaling) -> tuple[str, str]:
     given = result.arguments
     ranks, node_size = max(row.ranks for row in result.rows), max(given["node_sizes"])

@@ -290,6 +290,34 @@ class Speed(_Result):
         return command_line("benchmarks/speed.py", self.arguments)
 
 
+class CollectiveRow(_Model):
+    """One operation, scheme and size at one link rate; bandwidths in bytes per second."""
+
+    operation: Literal["gather", "reduce"]
+    scheme: str
+    rate: float = Field(ge=0)
+    numel: int = Field(ge=1)
+    received: int
+    seconds: float = Field(gt=0)
+    fastest: float = Field(gt=0)
+    slowest: float = Field(gt=0)
+    bus_bandwidth: float
+    wire_bandwidth: float
+    speedup: float = Field(gt=0)
+
+
+class Collectives(_Result):
+    """Of collectives.py."""
+
+    kind: Literal["collectives"]
+    version: Literal[1]
+    command: str
+    rows: list[CollectiveRow]
+
+    def _command(self) -> str:
+        return command_line("benchmarks/collectives.py", self.arguments)
+
+
 class ScalingRow(_Model):
     """One predicted point; see scaling.py."""
 
@@ -337,7 +365,12 @@ class Scaling(_Result):
 
 Result = Comparison | CodecTable | LevelTable | ErrorStudy | Convergence | Speed | Scaling
 
-_KINDS: dict[str, type[Any]] = {"convergence": Convergence, "speed": Speed, "scaling": Scaling}
+_KINDS: dict[str, type[Any]] = {
+    "convergence": Convergence,
+    "speed": Speed,
+    "collectives": Collectives,
+    "scaling": Scaling,
+}
 _OLD: tuple[tuple[frozenset[str], type[Any]], ...] = (
     (frozenset({"environment", "settings", "rows"}), CodecTable),
     (frozenset({"loss", "weights", "rows"}), LevelTable),

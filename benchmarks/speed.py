@@ -113,21 +113,26 @@ def run_point(stage: int, topology: str, args: argparse.Namespace) -> dict[str, 
     if done.exists() and (result := json.loads(done.read_text("utf-8")))["plan"] == plan:
         return result
     with (Loopback if args.loopback else Lab)(nodes) as network:
-        outcome = _run_ranks({**plan, "lab": network.name}, network, ranks, folder, args.timeout)
+        outcome = run_ranks({**plan, "lab": network.name}, network, ranks, folder, args.timeout)
     result = {"plan": plan, **outcome}
     done.write_text(json.dumps(result), "utf-8")
     return result
 
 
-def _run_ranks(
-    plan: dict[str, Any], network: Lab | Loopback, ranks: int, folder: Path, timeout: float
+def run_ranks(
+    plan: dict[str, Any],
+    network: Lab | Loopback,
+    ranks: int,
+    folder: Path,
+    timeout: float,
+    worker: str = "speed_worker.py",
 ) -> dict[str, Any]:
     """Start a process per rank on its host and wait; the worker's result."""
     (folder / "plan.json").write_text(json.dumps(plan), "utf-8")
     outcome, processes = folder / "outcome.json", []
     outcome.unlink(missing_ok=True)
     env = launch.environment("cpu", installed=launch.has_entry_point())
-    argv = [sys.executable, str(Path(__file__).with_name("speed_worker.py")),
+    argv = [sys.executable, str(Path(__file__).with_name(worker)),
             str(folder / "plan.json"), str(outcome)]  # fmt: skip
     world, port = network.hosts * ranks, str(launch.free_port())
     with (folder / "log.txt").open("wb") as log:

@@ -88,7 +88,7 @@ def test_page_says_where_every_file_comes_from_and_stale_ones_are_found(tmp_path
 
 
 def test_speed_ups_in_the_readme_are_those_of_the_result_file() -> None:
-    """The table that starts with `| Mbit/s | stage |`: speed-up, in brackets what the bytes allow."""
+    """The table `| Mbit/s | stage |`: speed-up, in brackets what the bytes allow."""
     result = results_schema.load(ROOT / "benchmarks" / "results" / "speed_2x2_cpu.json")
     measured = {
         (point.stage, row.rate, row.scheme): row for point in result.points for row in point.rows

@@ -12,6 +12,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import collectives  # noqa: E402
 import launch  # noqa: E402
 import speed  # noqa: E402
 from netlab import lab  # noqa: E402
@@ -208,3 +209,25 @@ def test_the_launcher_trains_across_hosts_of_a_lab(network: lab.Lab, tmp_path: P
     inter = sum(links["inter"] for links in received.values())
     assert inter > 3 * 256 * 256 and sum(links["intra"] for links in received.values()) == 0
     assert network.counters(0).received - before > inter
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_collectives_are_timed_over_loopback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(collectives, "obstacle", lambda: "needs root")
+    flags = ["--topology", "2x2", "--sizes", "4096", "65536", "--blocks", "2"]
+    flags += ["--schemes", "full_precision", "sdp4bit", "--out", str(tmp_path)]
+    assert collectives.main(flags) == 0
+    rows = load(tmp_path / "collectives.json").rows
+    assert {(r.operation, r.scheme, r.numel) for r in rows} == {
+        (operation, scheme, numel)
+        for operation in ("gather", "reduce")
+        for scheme in ("full_precision", "sdp4bit")
+        for numel in (2048, 32768)
+    }
+    received = {(r.operation, r.scheme): r.received for r in rows if r.numel == 32768}
+    assert received["gather", "full_precision"] == 2 * 32768 * 3 // 4
+    # 4-bit codes, scales of groups of 2048
+    assert 3.8 < received["gather", "full_precision"] / received["gather", "sdp4bit"] < 4

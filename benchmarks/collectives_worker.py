@@ -134,7 +134,7 @@ def main() -> None:
                 continue
             rows += [{"rate": rate, **row} for row in measure(plan, numel, fabric, traffic)]
         if first:
-            print(f"rate {rate} done", flush=True)
+            print("\n".join([f"rate {rate} done"] * plan["blocks"]), flush=True)
     if first:
         Path(sys.argv[2]).write_text(json.dumps({"rows": rows}), "utf-8")
     dist.barrier()

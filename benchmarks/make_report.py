@@ -231,8 +231,28 @@ def _(result: schema.Scaling) -> tuple[str, str]:
         + "\n\nSDP4Bit's Table 2, whose baseline reduces fp32 gradients (6 B/param/step), with the"
         "\nlink rate its clusters state, and with one rate per cluster fitted to its rows:\n\n"
         + table(["row", "published", "stated rate", "fitted rate", "verdict"], papers)
+        + _lab(result.lab)
     )
     return "Predicted for larger clusters", body
+
+
+def _lab(points: Sequence[schema.LabPoint]) -> str:
+    """The model against the network lab."""
+    if not points:
+        return ""
+    rows = [
+        [f"{p.topology}, {p.stage}, `{p.scheme}`", f"{p.rate:g}", f"{p.measured:.3f}",
+         f"{p.predicted:.3f}", f"{p.error:+.1%}"]
+        for p in points
+    ]  # fmt: skip
+    close = sum(abs(p.error) <= 0.15 for p in points)
+    return (
+        "\n\nThe network lab: seconds per step as measured and as predicted from counted bytes,\n"
+        "the link rate and the step without a rate limit. "
+        f"{close} of {len(points)} points lie within 15 %,\nthe mean error is "
+        f"{fmean(abs(p.error) for p in points):.1%}.\n\n"
+        + table(["ranks, ZeRO, scheme", "Mbit/s", "measured", "predicted", "error"], rows)
+    )
 
 
 def page(paths: Sequence[Path], target: Path) -> str:

@@ -350,6 +350,18 @@ class PublishedRow(_Model):
     verdict: str
 
 
+class LabPoint(_Model):
+    """A step time of speed.py against its prediction; rate in Mbit/s, error relative."""
+
+    topology: str
+    stage: int
+    scheme: str
+    rate: float
+    measured: float
+    predicted: float
+    error: float
+
+
 class Scaling(_Result):
     """Of scaling.py."""
 
@@ -358,6 +370,7 @@ class Scaling(_Result):
     command: str
     rows: list[ScalingRow]
     published: list[PublishedRow]
+    lab: list[LabPoint] = []
 
     def _command(self) -> str:
         return command_line("benchmarks/scaling.py", self.arguments)

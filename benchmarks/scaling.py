@@ -6,8 +6,9 @@
 Bytes are those of ds_quant.cost, taken from one transformer block (the rest of a model has the same
 bytes per parameter to within its embedding). Compute is 6 flops per parameter and token. Everything
 else is an assumption given as a flag. Speed-ups are over full_precision (bf16) at the same point,
-without any overlap of communication and compute, and with perfect overlap. Ends with SDP4Bit's
-Table 2: which rows the model reproduces, and why not.
+without any overlap of communication and compute, and with perfect overlap. Ends with two checks:
+SDP4Bit's Table 2, which rows the model reproduces and why not, and every point that speed.py has
+measured in the network lab.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +33,11 @@ from ds_quant import cost
 from ds_quant.config import parse_block
 from ds_quant.cost import Bill, Cluster, Volume, bill, predict
 from ds_quant.presets import preset_names
+from ds_quant.tools import measured
 from ds_quant.tools.models import block_cargo
 
 BASELINE = "full_precision"
+RESULTS = Path(__file__).with_name("results")
 
 
 class Model(NamedTuple):
@@ -73,6 +77,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--utilisation", type=_positive_float, default=0.4, help="share of the peak reached")
     add("--latency", type=float, default=2e-5, help="seconds per collective")
     add("--encode", type=_positive_float, default=1e11, help="parameters per second and GPU")
+    add("--lab", type=Path, nargs="*", default=sorted(RESULTS.glob("speed_*.json")),
+        help="results of speed.py to check the model against")  # fmt: skip
     add("--json", type=Path)
     add("--plot", type=Path)
     return parser.parse_args(argv)
@@ -215,6 +221,18 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
+def lab_table(points: Sequence[measured.Point]) -> Table:
+    grid = Table(title="Network lab, seconds per step")
+    for header in ("ranks, ZeRO, scheme", "Mbit/s", "measured", "predicted", "error"):
+        grid.add_column(header, justify="right")
+    for point in points:
+        grid.add_row(
+            f"{point.topology}, {point.stage}, {point.scheme}", f"{point.rate:g}",
+            f"{point.measured:.3f}", f"{point.predicted:.3f}", f"{point.error:+.1%}",
+        )  # fmt: skip
+    return grid
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args, console = parse_args(argv), Console()
     found = points(args)
@@ -226,13 +244,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     papers = published.compare()
     console.print(table(rows))
     console.print(published_table(papers))
+    lab = [point for path in args.lab for point in measured.compare(path)[0]]
+    if lab:
+        console.print(lab_table(lab), measured.summary(lab))
     if args.plot is not None:
         plot(rows, args.plot)
     if args.json is not None:
-        arguments = {k: v for k, v in vars(args).items() if k not in ("json", "plot")}
+        arguments = {k: v for k, v in vars(args).items() if k not in ("json", "plot", "lab")}
         written = {"kind": "scaling", "version": 1, "command": "python benchmarks/scaling.py",
                    "arguments": arguments, **report.provenance(), "rows": rows,
-                   "published": papers}  # fmt: skip
+                   "published": papers,
+                   "lab": [{**asdict(point), "error": point.error} for point in lab]}  # fmt: skip
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
     return 0

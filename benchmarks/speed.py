@@ -28,6 +28,7 @@ import launch
 import report
 from netlab.lab import Lab, LabError, Loopback, obstacle, remove
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 BASELINE = "full_precision"
@@ -127,7 +128,10 @@ def run_ranks(
     timeout: float,
     worker: str = "speed_worker.py",
 ) -> dict[str, Any]:
-    """Start a process per rank on its host and wait; the worker's result."""
+    """Start a process per rank on its host and wait; the worker's result.
+
+    The worker prints a line that ends in "done" for every block at every rate.
+    """
     (folder / "plan.json").write_text(json.dumps(plan), "utf-8")
     outcome, processes = folder / "outcome.json", []
     outcome.unlink(missing_ok=True)
@@ -152,7 +156,7 @@ def run_ranks(
                 network.command(node, argv), env=env, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True))  # fmt: skip
         try:
-            _wait(processes, timeout)
+            _wait(processes, timeout, Path(log.name), len(plan["rates"]) * plan["blocks"])
         finally:
             for process in processes:
                 process.kill()
@@ -163,13 +167,16 @@ def run_ranks(
     return json.loads(outcome.read_text("utf-8"))
 
 
-def _wait(processes: Sequence[subprocess.Popen], timeout: float) -> None:
-    """Until all have ended, or one has failed, or time is up."""
+def _wait(processes: Sequence[subprocess.Popen], timeout: float, log: Path, blocks: int) -> None:
+    """Until all have ended, or one has failed, or time is up; the bar counts blocks in the log."""
     end = time.monotonic() + timeout
-    while any(p.poll() is None for p in processes) and time.monotonic() < end:
-        if any(p.poll() not in (None, 0) for p in processes):
-            return
-        time.sleep(0.5)
+    with Progress(transient=True) as progress:
+        task = progress.add_task("blocks", total=blocks)
+        while any(p.poll() is None for p in processes) and time.monotonic() < end:
+            if any(p.poll() not in (None, 0) for p in processes):
+                return
+            progress.update(task, completed=log.read_bytes().count(b" done\n"))
+            time.sleep(0.5)
 
 
 def summary(result: dict[str, Any], *, max_foreign: float) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ CLOSE = 0.15  # the error that a prediction may have
 class Point:
     """One measured step time and its prediction, in seconds; rate in Mbit/s."""
 
+    topology: str
     stage: int
     scheme: str
     rate: float
@@ -85,6 +86,7 @@ def _points(place: dict[str, Any], rows: list[dict], local: float, width: int) -
             time = predict(volume, cluster, numel=place["parameters"], tokens=1)
             found.append(
                 Point(
+                    topology=place["topology"],
                     stage=stage,
                     scheme=scheme,
                     rate=row["rate"],

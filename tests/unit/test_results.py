@@ -89,10 +89,11 @@ def test_page_says_where_every_file_comes_from_and_stale_ones_are_found(tmp_path
 
 def test_speed_ups_in_the_readme_are_those_of_the_result_file() -> None:
     """The table `| Mbit/s | stage |`: speed-up, in brackets what the bytes allow."""
-    result = results_schema.load(ROOT / "benchmarks" / "results" / "speed_2x2_cpu.json")
-    measured = {
-        (point.stage, row.rate, row.scheme): row for point in result.points for row in point.rows
-    }
+    measured = {}
+    for name in ("speed_shipped_2x2_cpu", "speed_2x2_cpu"):  # where both have one, the latter
+        result = results_schema.load(ROOT / "benchmarks" / "results" / f"{name}.json")
+        for point in result.points:
+            measured |= {(point.stage, row.rate, row.scheme): row for row in point.rows}
     lines = (ROOT / "README.md").read_text("utf-8").splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| Mbit/s | stage |"))
     header = [cell.strip() for cell in lines[start].strip("|").split("|")]

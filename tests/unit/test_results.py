@@ -36,7 +36,7 @@ def changed(tmp_path: Path, **changes: Any) -> Path:
     ("changes", "expected"),
     [
         ({"version": 2}, "version=2: expected 1"),
-        ({"kind": "colour"}, "kind='colour': expected one of convergence"),
+        ({"kind": "colour"}, "kind='colour': expected one of collectives, convergence"),
         ({"gaps": [{"label": "x"}]}, r"key 'gaps.0.gaps': field required \(and 2 more\)|more"),
         ({"extra": 1}, "key 'extra': no such key"),
         ({"hardware": None}, "key 'hardware'"),

@@ -253,6 +253,18 @@ def wrap_checkpoints(
     wrap(engine, "load_checkpoint", load)
 
 
+def after_save(engine: Any, then: Callable[[], None]) -> None:
+    """Run ``then()`` when a checkpoint or 16-bit weights have been saved."""
+
+    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then()
+        return result
+
+    for name in ("save_checkpoint", "save_16bit_model"):
+        wrap(engine, name, save, stacked=True)
+
+
 def new_group(ranks: list[int]) -> Any:
     """A process group of global ranks, as patient as the world's: without being told, torch gives
     every new group half an hour. A collective of the whole world.

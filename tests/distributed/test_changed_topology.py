@@ -122,7 +122,7 @@ def _check(saved: Saved, ranks: list[dict[str, Any]], said: str) -> None:
         else:
             differ = {name for name, bits in found["used"].items() if bits != found["exact"][name]}
             assert differ == {"first.weight", "second.weight", "last.weight"}
-        assert found["losses"][-1] < 0.7 * found["losses"][0]
+        assert found["losses"][-1] < 0.75 * found["losses"][0]
 
 
 def test_a_universal_checkpoint_is_loaded_by_half_the_ranks_in_other_nodes(saved: Saved) -> None:
@@ -133,7 +133,8 @@ def test_a_universal_checkpoint_is_loaded_by_half_the_ranks_in_other_nodes(saved
     for found, uncompressed in zip(ranks, plain, strict=True):
         assert uncompressed["masters"] == saved.masters
         first, last = (abs(found["losses"][i] / uncompressed["losses"][i] - 1) for i in (0, -1))
-        # Equal weights give equal losses; 8-bit ones differ by half a step of 1 / 255.
+        # Equal weights give equal losses; 8-bit ones are off by up to half a step, 1 / 510 of the
+        # range of their group.
         assert first == 0 if saved.scheme == "sdp4bit" else first < 0.01
         assert last < 0.05
 
@@ -151,14 +152,9 @@ def test_another_node_size_refills_kept_weights_and_says_so(saved: Saved, node_s
                                     f"on {nodes}"]  # fmt: skip
         return
     _check(saved, ranks, f"{saved.scheme} on {nodes}")
-    for found, loss in zip(ranks[:1], saved.losses[:1], strict=True):
-        assert found["losses"][0] == pytest.approx(loss, rel=0.01)
+    assert ranks[0]["losses"][0] == pytest.approx(saved.losses[0], rel=0.01)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed_refuses_another_world_size_without_conversion(
-    stage: int, tmp_path: Path
-) -> None:
-    Saved(stage, "qsdp", tmp_path)
-    for _, error in run_each(_as_saved, 2, stage, SCHEMES["qsdp"], str(tmp_path)):
+def test_deepspeed_refuses_another_world_size_without_conversion(saved: Saved) -> None:
+    for _, error in run_each(_as_saved, 2, saved.stage, saved.block, saved.folder):
         assert "used a DP world size of 4 but the current world size is 2" in error

@@ -1,4 +1,4 @@
-"""``payload_checksum``: a changed message ends all ranks by name; without it nothing is different."""
+"""``payload_checksum``: a changed message ends all ranks by name, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -7,19 +7,24 @@ gloo's all-to-all posts sends first; a send whose peer is ready fills the socket
 that lets the peer send, so two ranks take turns and use half of a slow link (its all-gather two
 thirds). Peer to peer it is 93 to 98 %, and what is counted is what moves.
 
-May import: torch, deepspeed.comm, metrics, topology.
+[Note: sealed messages] With ``payload_checksum`` every message carries a checksum behind it. It is
+put on and taken off here, so that codecs and collectives never see it; on two levels each hop has
+its own, because its messages are its own.
+
+May import: torch, deepspeed.comm, checksum, metrics, topology.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ds_quant.checksum import Findings, seal, sealed_bytes, unseal
 from ds_quant.metrics import Traffic
 from ds_quant.topology import Topology
 
@@ -32,17 +37,21 @@ class Work(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """A posted byte collective. Holds both buffers until ``wait`` has returned."""
+    """A posted byte collective. Holds both buffers until ``wait`` has returned.
+
+    ``opened``: what the received bytes become, see [Note: sealed messages].
+    """
 
     payload: Tensor
     received: Tensor
     work: Work | None
+    opened: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
         """The received bytes; on CUDA valid in order of the current stream."""
         if self.work is not None:
             self.work.wait()
-        return self.received
+        return self.received if self.opened is None else self.opened(self.received)
 
 
 @contextmanager
@@ -71,14 +80,24 @@ class _Together:
 
 
 class Link:
-    """Byte collectives over one process group, counted. Holds no algorithm."""
+    """Byte collectives over one process group, counted. Holds no algorithm.
 
-    def __init__(self, process_group: object, *, topology: Topology, traffic: Traffic) -> None:
+    ``findings``: with it messages are sealed, and it learns of those that were changed.
+    """
+
+    def __init__(
+        self,
+        process_group: object,
+        *,
+        topology: Topology,
+        traffic: Traffic,
+        findings: Findings | None = None,
+    ) -> None:
         from deepspeed import comm as dist
 
         self._dist = dist
         self._process_group = process_group
-        self._traffic = traffic
+        self._traffic, self._findings = traffic, findings
         self.size: int = dist.get_world_size(group=process_group)
         self.rank: int = dist.get_rank(group=process_group)
         self.ranks: list[int] = [self._global_rank(r) for r in range(self.size)]
@@ -93,6 +112,13 @@ class Link:
 
     def all_gather(self, payload: Tensor, *, role: str) -> Exchange:
         """payload (bytes,) uint8, equal size on all ranks -> received (ranks * bytes,) uint8."""
+        if self._findings is None:
+            return self._all_gather(payload, role)
+        nbytes = payload.numel()
+        exchange = self._all_gather(seal(payload, [nbytes], sender=self.rank), role)
+        return self._to_be_opened(exchange, [nbytes] * self.size, role)
+
+    def _all_gather(self, payload: Tensor, role: str) -> Exchange:
         received = torch.empty(
             self.size * payload.numel(), dtype=torch.uint8, device=payload.device
         )
@@ -109,6 +135,25 @@ class Link:
         self, payload: Tensor, *, sent: Sequence[int], received: Sequence[int], role: str
     ) -> Exchange:
         """payload (sum(sent),) uint8, ``sent[d]`` bytes for rank d -> (sum(received),) uint8."""
+        if self._findings is None:
+            return self._all_to_all(payload, sent, received, role)
+        sealed = seal(payload, sent, sender=self.rank)
+        sizes = [[sealed_bytes(n) for n in side] for side in (sent, received)]
+        return self._to_be_opened(self._all_to_all(sealed, *sizes, role), received, role)
+
+    def _to_be_opened(self, exchange: Exchange, sizes: Sequence[int], role: str) -> Exchange:
+        """``sizes[r]``: bytes that rank r has sent, without their checksum."""
+
+        def opened(received: Tensor) -> Tensor:
+            payload, changed = unseal(received, sizes)
+            self._findings.note(role, self.ranks, changed)
+            return payload
+
+        return replace(exchange, opened=opened)
+
+    def _all_to_all(
+        self, payload: Tensor, sent: Sequence[int], received: Sequence[int], role: str
+    ) -> Exchange:
         buffer = torch.empty(sum(received), dtype=torch.uint8, device=payload.device)
         self._count(role, received)
         if self._gloo and payload.device.type == "cpu":

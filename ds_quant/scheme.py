@@ -31,6 +31,7 @@ class Scheme:
     node_shard: ZeRO-3 keeps the weights in every node, sharded over its ranks.
     allow_full_replica: a node shard of one rank, which is a full copy, is accepted.
     checksum_steps: optimizer steps between comparisons of kept weights; 0 for never.
+    payload_checksum: every message carries a checksum.
     rotation: block of the Hadamard transform around the gradients' reduction, 0 for none.
     rotation_signs: random sign flips before it.
     exclude: fnmatch patterns on parameter names, case-sensitive; matches stay full precision.
@@ -51,6 +52,7 @@ class Scheme:
     node_shard: bool = False
     allow_full_replica: bool = False
     checksum_steps: int = 0
+    payload_checksum: bool = False
     rotation: int = 0
     rotation_signs: bool = False
     exclude: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from ds_quant.topology import Topology, default_node_size
 from ds_quant.zero import accelerate_seam, checkpoint, guard, parameters, replica_seams, seams
 from ds_quant.zero.agreement import Agreement
 from ds_quant.zero.binding import Binding
+from ds_quant.zero.corruption import Corruption
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.reduce import OwnerReduction, ShardReduction
@@ -56,6 +57,7 @@ def attach(engine: Any, optimizer: Any) -> None:
         partial(checkpoint.dump, binding),
         partial(checkpoint.restore, binding),
     )
+    _attach_checksums(binding, engine, optimizer)
     device = parameters.device()
     if device.type == "cuda" and world > 1:
         rehearse(binding, device)
@@ -102,8 +104,21 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
         seams.after_backward(optimizer, binding.after_backward)
 
 
+def _attach_checksums(binding: Binding, engine: Any, optimizer: Any) -> None:
+    """After everything that travels, before it in every step."""
+    if binding.findings is None or binding.topology.world == 1:
+        return
+    binding.notices.append("every message carries a checksum")
+    corruption = Corruption(binding)
+    if seams.steps(optimizer) or binding.stage < 3:
+        seams.around_step(optimizer, corruption.check, lambda skipped: None)
+        seams.after_save(engine, corruption.check)
+    else:
+        binding.findings.at_once = corruption.end_alone
+
+
 def _attach_fallback(binding: Binding, optimizer: Any, settings: FallbackConfig) -> None:
-    """Last, so that its vote precedes everything else that happens around a step."""
+    """Late, so that its vote precedes everything else but checksums around a step."""
     watched = kill_file()
     fallback = Fallback(
         binding, on_nonfinite=settings.on_nonfinite, steps=settings.steps, kill_file=watched

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ds_quant.checksum import Findings
 from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.coding import Coding
 from ds_quant.cost import Bill, Cargo, bill
@@ -47,6 +48,7 @@ class Binding:
         self.notices: list[str] = []  # what the start-up line must add
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
         self.node: Any = None  # zero.node.NodeShard under ZeRO-3, if the scheme keeps one
+        self.findings = Findings() if scheme.payload_checksum else None
         self.watch: Any = None  # zero.fallback.Watch, if non-finite gradients are looked for
         self._links: dict[int, Link] = {}
         self._fabrics: dict[int, Fabric] = {}
@@ -90,7 +92,12 @@ class Binding:
         """The byte collectives of a process group."""
         key = id(process_group)
         if key not in self._links:
-            self._links[key] = Link(process_group, topology=self.topology, traffic=self.traffic)
+            self._links[key] = Link(
+                process_group,
+                topology=self.topology,
+                traffic=self.traffic,
+                findings=self.findings,
+            )
         return self._links[key]
 
     def _make_levels(self) -> tuple[Link, Link] | None:

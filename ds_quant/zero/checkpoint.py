@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ds_quant.zero import seams
 from ds_quant.zero.binding import Binding
 
 KEY = "ds_quant"  # in DeepSpeed's client state
 VERSION = 1
+_ENTRIES = {
+    "scheme": str,
+    "ranks": (tuple, list),
+    "levels": dict,
+    "learned_at": int,
+    "exact_until": int,
+}
 
 
 def dump(binding: Binding) -> dict[str, Any]:
@@ -32,15 +41,34 @@ def dump(binding: Binding) -> dict[str, Any]:
 def restore(binding: Binding, saved: Any) -> None:
     """Take over a state; says what does not fit this run.
 
+    A checkpoint without one is welcome: it cannot be told from that of a run without the plugin.
+
     Raises:
-        RuntimeError: the state is of another version or is none.
+        RuntimeError: the state is of another version, is none, or is incomplete.
     """
     binding.state.exact_until = 0
     if saved is None:
         seams.log_rank0(
-            "quantized_comm: the checkpoint was saved without it; the scheme starts afresh"
+            f"quantized_comm: the checkpoint holds no state {KEY!r}, as one that was saved without "
+            "this plugin; the scheme starts afresh"
         )
-        return
+    else:
+        _require_usable(saved)
+        _take_over(binding, saved)
+    if binding.replica is not None and _gathered_otherwise(binding):
+        with binding.replica.exact():
+            pass
+
+
+def _gathered_otherwise(binding: Binding) -> bool:
+    """Whether DeepSpeed has gathered the replica before it was known how, or, as it does for
+    universal checkpoints, by a way of its own.
+    """
+    known_late = bool(binding.state.levels) or binding.is_exact(binding.step)
+    return known_late or binding.engine.load_universal_checkpoint()
+
+
+def _require_usable(saved: Any) -> None:
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
         found = saved.get("version") if isinstance(saved, dict) else type(saved).__name__
         raise RuntimeError(
@@ -48,17 +76,44 @@ def restore(binding: Binding, saved: Any) -> None:
             f"reads {VERSION}; use the ds_quant that wrote it, or remove the key {KEY!r} from the "
             "checkpoint's model states to start the scheme afresh"
         )
+    given = {"exact_until": 0, **saved}  # states of before fallbacks lack it
+    wrong = [name for name, kind in _ENTRIES.items() if not isinstance(given.get(name), kind)]
+    if not wrong:
+        wrong += ["ranks"] if len(saved["ranks"]) != 2 else []
+        wrong += [f"levels[{n!r}]" for n, table in saved["levels"].items() if not _is_table(table)]
+    if wrong:
+        raise RuntimeError(
+            f"quantized_comm: the state in the checkpoint has no usable {', '.join(wrong)}: it is "
+            "incomplete or damaged; load another checkpoint, or remove the key "
+            f"{KEY!r} from this one's model states to start the scheme afresh"
+        )
+
+
+def _is_table(table: Any) -> bool:
+    """Whether it can be learned levels: finite and increasing, of 2 to 8 bits."""
+    return (
+        isinstance(table, torch.Tensor)
+        and table.dtype == torch.float32
+        and table.shape in [(1 << bits,) for bits in range(2, 9)]
+        and bool(table.isfinite().all())
+        and bool((table.diff() >= 0).all())
+    )
+
+
+def _take_over(binding: Binding, saved: dict[str, Any]) -> None:
     ranks = (binding.topology.nodes, binding.topology.node_size)
     if (saved["scheme"], tuple(saved["ranks"])) != (binding.scheme.name, ranks):
         seams.log_rank0(
             f"quantized_comm: resuming {saved['scheme']} of {saved['ranks'][0]} x "
             f"{saved['ranks'][1]} ranks as {binding.scheme.name} on {ranks[0]} x {ranks[1]}"
+            + ("; weights kept between steps start exact" if _keeps_weights(binding) else "")
         )
-    binding.state.exact_until = saved.get("exact_until", 0)  # not in states of before fallbacks
+    binding.state.exact_until = saved.get("exact_until", 0)
     _restore_levels(binding, saved)
-    if binding.replica is not None and (binding.state.levels or binding.is_exact(binding.step)):
-        with binding.replica.exact():  # DeepSpeed has gathered before it was known how
-            pass
+
+
+def _keeps_weights(binding: Binding) -> bool:
+    return binding.node is not None or (binding.replica is not None and binding.scheme.difference)
 
 
 def _restore_levels(binding: Binding, saved: dict[str, Any]) -> None:

@@ -25,8 +25,9 @@ def refuse_unsupported(facts: Mapping[str, Any]) -> None:
     """Raise ConfigError for combinations that cannot work; ``facts`` as ``seams.facts`` gives."""
     rules = (
         (facts["bf16_optimizer"], "data_types.grad_accum_dtype=fp32 with bf16 under ZeRO-1",
-         "DeepSpeed then uses BF16_Optimizer, whose gradient norm needs full gradients on every "
-         "rank; use zero_optimization.stage 2, or leave data_types.grad_accum_dtype out"),
+         "DeepSpeed then uses BF16_Optimizer (0.17: FP16_UnfusedOptimizer, without ZeRO), which "
+         "needs full gradients on every rank; use zero_optimization.stage 2, or leave "
+         "data_types.grad_accum_dtype out"),
         (facts["deepcompile"], "compile.deepcompile=true",
          "DeepCompile removes the hooks this plugin needs; set compile.deepcompile to false "
          "(plain engine.compile() works)"),

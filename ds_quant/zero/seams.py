@@ -1,8 +1,8 @@
 """Every contact with DeepSpeed's private names, here and, for ZeRO-1/2, in replica_seams.py, so
 that an upstream change breaks two modules at most.
 
-[Note: where the plugin enters] Three methods are wrapped once, when the engine module is imported:
-the config parser reads the block, and the two places that build a ZeRO optimizer attach to it.
+[Note: where the plugin enters] Four methods are wrapped once, when the engine module is imported:
+the config parser reads the block, and the places that build an optimizer attach to it or refuse.
 Everything else is set per engine, on instances. Two functions that the optimizers call by module
 name (gradient reduce-scatter of ZeRO-3, weight gather of ZeRO-1/2) become *routes*: inert unless
 the calling optimizer opened them, on this thread, for the length of one call.
@@ -43,15 +43,16 @@ def install() -> None:
         attach(self, optimizer)
         return optimizer
 
-    def refuse_bf16_optimizer(
-        original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def refuse_other(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         attach(self, None)
         return original(self, *args, **kwargs)
 
     wrap(DeepSpeedConfig, "_initialize_params", read_block)
     wrap(DeepSpeedEngine, "_configure_zero_optimizer", attach_zero)
-    wrap(DeepSpeedEngine, "_configure_bf16_optimizer", refuse_bf16_optimizer)
+    wrap(DeepSpeedEngine, "_configure_bf16_optimizer", refuse_other)
+    # 0.17 takes "bf16" for a model without ZeRO and gives ZeRO-1 this one, under which nothing
+    # is sharded; with a block, whose stage is 1 or more, no other config comes here.
+    wrap(DeepSpeedEngine, "_configure_fp16_optimizer", refuse_other)
 
 
 _shard_reduction = Route()
@@ -250,6 +251,18 @@ def wrap_checkpoints(
 
     wrap(engine, "save_checkpoint", save)
     wrap(engine, "load_checkpoint", load)
+
+
+def after_save(engine: Any, then: Callable[[], None]) -> None:
+    """Run ``then()`` when a checkpoint or 16-bit weights have been saved."""
+
+    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then()
+        return result
+
+    for name in ("save_checkpoint", "save_16bit_model"):
+        wrap(engine, name, save, stacked=True)
 
 
 def new_group(ranks: list[int]) -> Any:

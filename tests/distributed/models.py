@@ -22,6 +22,7 @@ BATCH = 16
 PREFETCH = {"stage3_prefetch_bucket_size": 70_000, "stage3_max_live_parameters": 70_000}
 QSDP = {"scheme": "qsdp"}
 FULL = {"scheme": "full_precision"}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Regression(nn.Module):
@@ -146,6 +147,11 @@ def digest(tensor: Tensor) -> str:
 
 def digests(arrays: dict[str, np.ndarray]) -> dict[str, str]:
     return {n: hashlib.blake2b(a.tobytes(), digest_size=8).hexdigest() for n, a in arrays.items()}
+
+
+def exact(engine: Any, dtype: str) -> dict[str, str]:
+    """Digests of the fp32 masters, cast to the training dtype. A collective."""
+    return {n: digest(torch.from_numpy(a).to(DTYPES[dtype])) for n, a in masters(engine).items()}
 
 
 @dataclass

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.harness import run, run_each
 from tests.distributed.models import build, digests, masters, settings, train_step
@@ -83,19 +84,53 @@ def test_checkpoints_cross_between_schemes(stage: int, saving: Any, loading: Any
         assert losses[-1] < 0.9
 
 
-def _foreign(version: Any) -> None:
+def _foreign(state: Any) -> None:
+    """Loads a checkpoint with that state; with what has gone wrong with a good one if callable."""
     from ds_quant.zero import checkpoint
 
-    folder = os.environ["TEST_SCRATCH"]
-    checkpoint.dump = lambda binding: {"version": version} if version != "text" else "text"
+    folder, dump = os.environ["TEST_SCRATCH"], checkpoint.dump
+    checkpoint.dump = lambda binding: state(dump(binding)) if callable(state) else state
     engine = build(settings(2, QSDP))
     engine.save_checkpoint(folder, "middle")
     engine = build(settings(2, QSDP))
     engine.load_checkpoint(folder, tag="middle")
 
 
-@pytest.mark.parametrize(("version", "found"), [(2, "2"), (None, "None"), ("text", "'str'")])
-def test_state_of_another_version_is_refused_by_name(version: Any, found: str) -> None:
-    for _, error in run_each(_foreign, 2, version):
+@pytest.mark.parametrize(
+    ("state", "found"), [({"version": 2}, "2"), ({"version": None}, "None"), ("text", "'str'")]
+)
+def test_state_of_another_version_is_refused_by_name(state: Any, found: str) -> None:
+    for _, error in run_each(_foreign, 2, state):
         assert f"the state in the checkpoint has version {found}, this ds_quant reads 1" in error
+        assert "remove the key 'ds_quant'" in error
+
+
+def _without_ranks(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name not in ("ranks", "learned_at")}
+
+
+def _one_rank_number(state: dict[str, Any]) -> dict[str, Any]:
+    return state | {"ranks": (2,)}
+
+
+def _short_table(state: dict[str, Any]) -> dict[str, Any]:
+    return state | {"levels": {"first.weight": torch.arange(15.0)}}
+
+
+def _no_number(state: dict[str, Any]) -> dict[str, Any]:
+    return state | {"levels": {"last.weight": torch.full((16,), float("nan"))}}
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (_without_ranks, "ranks, learned_at"),
+        (_one_rank_number, "ranks"),
+        (_short_table, "levels['first.weight']"),
+        (_no_number, "levels['last.weight']"),
+    ],
+)
+def test_a_damaged_state_is_refused_by_name(damage: Any, named: str) -> None:
+    for _, error in run_each(_foreign, 2, damage):
+        assert f"the state in the checkpoint has no usable {named}: it is incomplete" in error
         assert "remove the key 'ds_quant'" in error

@@ -17,9 +17,11 @@ import torch
 
 from tests.distributed.harness import run
 from tests.distributed.models import (
+    DTYPES,
     build,
     digest,
     evaluate,
+    exact,
     forward,
     masters,
     settings,
@@ -30,7 +32,6 @@ from tests.distributed.models import (
 pytestmark = pytest.mark.distributed
 
 W4G4 = {"scheme": "qsdp_w4g4"}
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STEPS = 3
 
 
@@ -41,11 +42,6 @@ EXPORT = {"stage3_gather_16bit_weights_on_model_save": True, **KEEP}
 
 def config(stage: int, dtype: str = "bf16") -> dict[str, Any]:
     return settings(stage, W4G4, dtype=dtype, zero=EXPORT if stage == 3 else {})
-
-
-def exact(engine: Any, dtype: str) -> dict[str, str]:
-    """Digests of the fp32 masters, cast to the training dtype."""
-    return {n: digest(torch.from_numpy(a).to(DTYPES[dtype])) for n, a in masters(engine).items()}
 
 
 def live(engine: Any) -> dict[str, str]:

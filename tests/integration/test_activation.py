@@ -114,6 +114,7 @@ wrapped = [hasattr(f, "ds_quant_wraps") for f in (
     DeepSpeedConfig._initialize_params,
     DeepSpeedEngine._configure_zero_optimizer,
     DeepSpeedEngine._configure_bf16_optimizer,
+    DeepSpeedEngine._configure_fp16_optimizer,
 )]
 assert len(set(wrapped)) == 1, wrapped
 print("active" if all(wrapped) else "inactive")

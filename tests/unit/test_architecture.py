@@ -27,8 +27,8 @@ MAX_FUNCTION_LINES = 40
 # Module -> what it may import besides the standard library; names without a dot that are not
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
-    "codec coding collectives config config_blocks cost hops kernels layout levels link metrics "
-    "node_shard owners owner_plan rng rotation scheme"
+    "checksum codec coding collectives config config_blocks cost hops kernels layout levels link "
+    "metrics node_shard owners owner_plan rng rotation scheme"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -53,7 +53,8 @@ MAY_IMPORT = {
     "scheme": "torch codec rng",
     "metrics": "torch",
     "topology": "",
-    "link": "torch deepspeed.comm metrics topology",
+    "checksum": "torch layout",
+    "link": "torch deepspeed.comm checksum metrics topology",
     "coding": "torch codec codec_checks kernels rng rotation",
     "collectives": "torch codec coding kernels layout link",
     "node_shard": "torch coding collectives kernels layout link",

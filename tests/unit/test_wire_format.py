@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ds_quant import rng
+from ds_quant.checksum import seal
 from ds_quant.codec import CastCodec, GroupCodec
 from ds_quant.coding import Coding
 from ds_quant.collectives import all_gather, lay_out, reduce_scatter
@@ -171,3 +172,12 @@ def test_message_of_a_reduction_has_one_row_per_peer_and_short_last_shards() -> 
         assert row[: oracle.sections(fmt, n)[3]] == oracle.encode(part, fmt)
         step = np.abs(part).max() / 127
         assert np.abs(oracle.decode(row, fmt, n) - part).max() <= 0.51 * step
+
+
+@pytest.mark.parametrize("sizes", [[0, 1, 16, 16, 40, 0, 4096], [24, 24]])
+def test_checksum_is_that_of_the_page(sizes: list[int]) -> None:
+    draw = np.random.default_rng(len(sizes))
+    messages = [draw.bytes(n) for n in sizes]
+    payload = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8)
+    sealed = seal(payload, sizes, sender=3).numpy().tobytes()
+    assert sealed == b"".join(oracle.sealed(message, 3) for message in messages)

@@ -1,0 +1,160 @@
+"""Checkpoints that are loaded by other ranks or nodes than saved them.
+
+Another node size is this plugin's business alone. Another world size is refused by DeepSpeed in
+all stages (``test_deepspeed_refuses_...``) unless the checkpoint was made universal by its
+``ds_to_universal``, which under ZeRO-1 and 2 wants ``--inject_missing_state``; then all stages
+work. The script runs inside rank 0, with one worker each, as for unit tests.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.harness import run, run_each
+from tests.distributed.models import (
+    build,
+    digests,
+    exact,
+    masters,
+    settings,
+    train_step,
+    watch,
+)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SCHEMES = {
+    "qsdp": {"scheme": "qsdp"},
+    "sdp4bit": {"scheme": "sdp4bit", "allow_full_replica": True},
+}
+STEPS = 3
+
+
+def _save(stage: int, block: dict, folder: str) -> tuple[dict[str, str], list[float]]:
+    """Bits of the masters of a run of two nodes of two ranks, and its next losses."""
+    from deepspeed import comm as dist
+    from deepspeed.checkpoint import ds_to_universal
+
+    engine = build(settings(stage, block | {"node_size": 2}, dtype="bf16"))
+    for step in range(STEPS):
+        train_step(engine, step)
+    engine.save_checkpoint(folder, "here")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        ds_to_universal.main(
+            Namespace(
+                input_folder=f"{folder}/here", output_folder=f"{folder}/universal",
+                num_extract_workers=1, num_merge_workers=1,
+                keep_temp_folder=False, strict=True, inject_missing_state=True,
+            )
+        )  # fmt: skip
+    dist.barrier()
+    bits = digests(masters(engine))
+    return bits, [loss for step in range(STEPS, 2 * STEPS) for loss in train_step(engine, step)]
+
+
+def _load(stage: int, block: dict | None, folder: str, *, universal: bool) -> dict[str, Any]:
+    """What a run finds in the checkpoint, what its first forward sees, and how it goes on."""
+    from ds_quant.zero import seams
+
+    said: list[str] = []
+    seams.log_rank0 = said.append
+    checkpoint = {"load_universal": universal}
+    engine = build(settings(stage, block, dtype="bf16", checkpoint=checkpoint), seed=7)
+    engine.load_checkpoint(folder, tag="universal" if universal else "here")
+    found: dict[str, Any] = {
+        "said": [line for line in said if "resuming" in line],
+        "masters": digests(masters(engine)),
+        "exact": exact(engine, "bf16"),
+        "steps": engine.global_steps,
+    }
+    with watch(engine) as seen:
+        found["losses"] = train_step(engine, STEPS)
+    found["used"] = {s.name: s.bits for s in seen if s.forward}
+    for step in range(STEPS + 1, 2 * STEPS):
+        found["losses"] += train_step(engine, step)
+    return found
+
+
+def _universal(stage: int, block: dict | None, folder: str) -> dict[str, Any]:
+    return _load(stage, block, folder, universal=True)
+
+
+def _as_saved(stage: int, block: dict | None, folder: str) -> dict[str, Any]:
+    return _load(stage, block, folder, universal=False)
+
+
+class Saved:
+    """A checkpoint and what was in it."""
+
+    def __init__(self, stage: int, scheme: str, folder: Path) -> None:
+        self.stage, self.scheme, self.folder = stage, scheme, str(folder)
+        self.block = SCHEMES[scheme]
+        ranks = run(_save, 4, stage, self.block, self.folder, timeout=180)
+        self.masters, self.losses = ranks[0]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(stage, scheme) for stage in (1, 2, 3) for scheme in SCHEMES],
+    ids=lambda p: f"zero{p[0]}-{p[1]}",
+)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(*request.param, tmp_path_factory.mktemp("checkpoint"))
+
+
+def _check(saved: Saved, ranks: list[dict[str, Any]], said: str) -> None:
+    """Exact masters, equal weights on all ranks, kept ones refilled exactly, and one line."""
+    kept = "; weights kept between steps start exact" if saved.scheme == "sdp4bit" else ""
+    assert ranks[0]["said"] == [f"quantized_comm: resuming {saved.scheme} of 2 x 2 ranks as {said}"
+                                + kept]  # fmt: skip
+    for found in ranks:
+        assert found["steps"] == STEPS
+        assert found["masters"] == saved.masters
+        assert found["used"] == ranks[0]["used"]
+        assert found["used"].keys() == found["exact"].keys()
+        if saved.scheme == "sdp4bit":  # differences: nothing has changed since the refill
+            assert found["used"] == found["exact"]
+        else:
+            differ = {name for name, bits in found["used"].items() if bits != found["exact"][name]}
+            assert differ == {"first.weight", "second.weight", "last.weight"}
+        assert found["losses"][-1] < 0.75 * found["losses"][0]
+
+
+def test_a_universal_checkpoint_is_loaded_by_half_the_ranks_in_other_nodes(saved: Saved) -> None:
+    block = saved.block | {"node_size": 1}
+    ranks = run(_universal, 2, saved.stage, block, saved.folder)
+    plain = run(_universal, 2, saved.stage, None, saved.folder)
+    _check(saved, ranks, f"{saved.scheme} on 2 x 1")
+    for found, uncompressed in zip(ranks, plain, strict=True):
+        assert uncompressed["masters"] == saved.masters
+        first, last = (abs(found["losses"][i] / uncompressed["losses"][i] - 1) for i in (0, -1))
+        # Equal weights give equal losses; 8-bit ones are off by up to half a step, 1 / 510 of the
+        # range of their group.
+        assert first == 0 if saved.scheme == "sdp4bit" else first < 0.01
+        assert last < 0.05
+
+
+@pytest.mark.parametrize("node_size", [1, 4])
+def test_another_node_size_refills_kept_weights_and_says_so(saved: Saved, node_size: int) -> None:
+    ranks = run(_as_saved, 4, saved.stage, saved.block | {"node_size": node_size}, saved.folder)
+    nodes = f"{4 // node_size} x {node_size}"
+    if saved.stage == 3 and node_size == 4 and saved.scheme == "sdp4bit":
+        # One node has no node shard: gathers carry exact weights, nothing is kept.
+        for found in ranks:
+            assert found["masters"] == saved.masters
+            assert found["used"] == found["exact"]
+        assert ranks[0]["said"] == [f"quantized_comm: resuming sdp4bit of 2 x 2 ranks as sdp4bit "
+                                    f"on {nodes}"]  # fmt: skip
+        return
+    _check(saved, ranks, f"{saved.scheme} on {nodes}")
+    assert ranks[0]["losses"][0] == pytest.approx(saved.losses[0], rel=0.01)
+
+
+def test_deepspeed_refuses_another_world_size_without_conversion(saved: Saved) -> None:
+    for _, error in run_each(_as_saved, 2, saved.stage, saved.block, saved.folder):
+        assert "used a DP world size of 4 but the current world size is 2" in error

@@ -1,0 +1,159 @@
+"""``payload_checksum``: a changed message ends all ranks by name, and nothing else changes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.harness import run, run_each
+from tests.distributed.models import build, digests, evaluate, masters, settings, train_step
+
+pytestmark = pytest.mark.distributed
+
+BLOCKS = {
+    "qsdp": {"scheme": "qsdp"},
+    "sdp4bit": {"scheme": "sdp4bit", "allow_full_replica": True},
+}
+
+
+@dataclass
+class Flip:
+    """A transport that changes one bit of what it brings, after it has arrived."""
+
+    work: Any
+    received: torch.Tensor
+    byte: int
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.received[self.byte] ^= 4
+
+
+class Fault:
+    """From now on the next message of ``role`` on this rank, from ``sender`` of two, is changed."""
+
+    def __init__(self, role: str, sender: int) -> None:
+        from ds_quant.link import Link
+
+        self.role, self.sender, self.armed = role, sender, False
+        for name in ("_all_gather", "_all_to_all"):
+            setattr(Link, name, self._around(getattr(Link, name)))
+
+    def _around(self, original: Any) -> Any:
+        def exchange(link: Any, *args: Any) -> Any:
+            posted = original(link, *args)
+            if not self.armed or args[-1] != self.role:
+                return posted
+            self.armed = False
+            byte = self.sender * posted.received.numel() // 2 + 3
+            return replace(posted, work=Flip(posted.work, posted.received, byte))
+
+        return exchange
+
+
+def _hit(stage: int, block: dict, role: str, when: str) -> str:
+    """Rank 1 gets a changed message in step 2, while saving, or in an engine without optimizer."""
+    from deepspeed import comm as dist
+
+    fault = Fault(role, sender=0)
+    engine = build(settings(stage, block, dtype="bf16"))
+    for step in range(2):
+        train_step(engine, step)
+    fault.armed = dist.get_rank() == 1
+    if when == "save":
+        engine.save_checkpoint(os.environ["TEST_SCRATCH"], "here")
+    train_step(engine, 2)
+    train_step(engine, 3)
+    return "went on"
+
+
+ROLES = ("weights", "gradients")
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("scheme", BLOCKS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_changed_message_ends_all_ranks_naming_role_sender_and_step(
+    stage: int, scheme: str, role: str
+) -> None:
+    block = BLOCKS[scheme] | {"node_size": 1, "payload_checksum": True}
+    # What a step sends after its check (updated weights) is found by that of the next one.
+    late = role == "weights" and (stage < 3 or scheme == "sdp4bit")
+    for result, error in run_each(_hit, 2, stage, block, role, "step"):
+        assert result is None
+        last = error.strip().splitlines()[-1]
+        assert f"step {3 if late else 2}: {role} from rank 0 were changed on their way" in last
+        assert "to rank 1: their checksum is wrong" in last
+        assert "payload_checksum=true" in last
+
+
+def test_without_checksums_nobody_notices() -> None:
+    """Else the test above would be content with an error of another kind."""
+    assert run(_hit, 2, 2, {"scheme": "qsdp"}, "gradients", "step") == ["went on"] * 2
+
+
+def test_weights_changed_on_their_way_into_a_checkpoint_are_found_by_the_save() -> None:
+    block = {"scheme": "qsdp", "payload_checksum": True}
+    for _, error in run_each(_hit, 2, 2, block, "weights", "save"):
+        assert "save_checkpoint" in error  # not only the step after it
+        assert "step 2: weights from rank 0 were changed" in error
+
+
+def _inference() -> float:
+    import deepspeed
+    from deepspeed import comm as dist
+
+    from tests.distributed.models import Regression
+
+    fault = Fault("weights", sender=0)
+    torch.manual_seed(0)
+    block = {"scheme": "qsdp", "payload_checksum": True}
+    config = settings(3, block, dtype="bf16")
+    engine = deepspeed.initialize(model=Regression(), config=config)[0]
+    loss = evaluate(engine)
+    fault.armed = dist.get_rank() == 1
+    return loss + evaluate(engine)
+
+
+def test_an_engine_without_optimizer_checks_every_message_at_once() -> None:
+    _, error = run_each(_inference, 2, timeout=60, environment={"TEST_COLLECTIVE_TIMEOUT": "20"})[1]
+    assert "step 0: weights from rank 0 were changed on their way to rank 1" in error
+
+
+def _compared(stage: int, block: dict) -> list[tuple[list, dict, dict]]:
+    """Losses, bits and report without and with checksums."""
+    import ds_quant
+
+    outcomes = []
+    for more in ({}, {"payload_checksum": True}):
+        engine = build(settings(stage, block | more, dtype="bf16", accumulation=2))
+        losses = [train_step(engine, step) for step in range(3)]
+        report = ds_quant.report(engine)
+        outcomes.append((losses, digests(masters(engine)), report))
+        engine.destroy()
+    return outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", BLOCKS)
+@pytest.mark.parametrize(("world", "node_size"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_checksums_change_no_bit_and_cost_sixteen_bytes_per_message(
+    stage: int, world: int, node_size: int, scheme: str
+) -> None:
+    """Every collective of these worlds brings a rank one message: two ranks, or pairs of them."""
+    for plain, sealed in run(_compared, world, stage, BLOCKS[scheme] | {"node_size": node_size}):
+        assert plain[:2] == sealed[:2]
+        counted = [outcome[2]["collectives"] for outcome in (plain, sealed)]
+        assert counted[0] == counted[1]
+        for role, messages in counted[0].items():
+            before, after = (sum(r[2]["received_bytes"][role].values()) for r in (plain, sealed))
+            assert messages > 0
+            assert after - before == 16 * messages, role
+        assert "every message carries a checksum" in sealed[2]["line"]
+        assert "checksum" not in plain[2]["line"]
+        assert plain[2]["expected_bytes"] == sealed[2]["expected_bytes"]

@@ -110,6 +110,31 @@ class Coding:
             rotation.inverse_(total, scale=scale)
             out.copy_(total[: out.numel()])
 
+    def error(
+        self,
+        values: Tensor,
+        wire: Tensor,
+        *,
+        held: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[float, float]:
+        """Squared error and squared norm of what ``encode`` got, read back from its message; of the
+        weights, not of their difference.
+        """
+        with dispatch.in_order():
+            if self.difference:
+                values, found = values.to(held.dtype), held.clone()
+                self.decode(wire, found)
+            elif rotation is not None:
+                found = values.new_empty(values.shape, dtype=torch.float32)
+                self.decode_sum(wire.view(1, -1), found, own=None, rotation=rotation)
+            else:
+                found = values.new_empty(values.shape, dtype=torch.float32)
+                self.decode(wire, found)
+        exact = values.detach().float()
+        error = (found.detach().float() - exact).square().sum(dtype=torch.float64)
+        return error.item(), exact.square().sum(dtype=torch.float64).item()
+
     def decode(self, wire: Tensor, values: Tensor) -> None:
         """wire (bytes,) -> values (numel,), or (rows, bytes) -> (rows, numel): overwritten, or the
         decoded difference added in fp32.

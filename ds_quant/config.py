@@ -19,6 +19,7 @@ from ds_quant.config_blocks import (
     FallbackConfig,
     GradientsConfig,
     IntraConfig,
+    MetricsConfig,
     Positive,
     WeightsConfig,
     Whole,
@@ -84,6 +85,9 @@ class QuantizedCommConfig(Block):
     )
     fallback: FallbackConfig = Field(
         FallbackConfig(), description="When a running job returns to full precision."
+    )
+    metrics: MetricsConfig = Field(
+        MetricsConfig(), description="Sampled steps: what travels, what it loses and costs."
     )
     checksum_steps: Whole = Field(
         100,

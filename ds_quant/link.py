@@ -7,19 +7,20 @@ gloo's all-to-all posts sends first; a send whose peer is ready fills the socket
 that lets the peer send, so two ranks take turns and use half of a slow link (its all-gather two
 thirds). Peer to peer it is 93 to 98 %, and what is counted is what moves.
 
-May import: torch, deepspeed.comm, metrics, topology.
+May import: torch, deepspeed.comm, meter, metrics, topology.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ds_quant.meter import Meter, Notes
 from ds_quant.metrics import Traffic
 from ds_quant.topology import Topology
 
@@ -37,11 +38,13 @@ class Exchange:
     payload: Tensor
     received: Tensor
     work: Work | None
+    meter: Meter
 
     def wait(self) -> Tensor:
         """The received bytes; on CUDA valid in order of the current stream."""
         if self.work is not None:
-            self.work.wait()
+            with self.meter.section("wait"):
+                self.work.wait()
         return self.received
 
 
@@ -84,12 +87,21 @@ class Link:
         self.ranks: list[int] = [self._global_rank(r) for r in range(self.size)]
         nodes = [topology.node_of(r) for r in self.ranks]
         self._near = [node == nodes[self.rank] for node in nodes]
+        self._reach = "intra" if all(self._near) else "inter"
         self._gloo = "gloo" in str(torch.distributed.get_backend(process_group))
 
     def _global_rank(self, rank: int) -> int:
         if self._process_group is None:
             return rank
         return self._dist.get_global_rank(self._process_group, rank)
+
+    def encoding(self, role: str) -> AbstractContextManager[Notes]:
+        """Around the encoding of a message for this link: see ``Meter.encoding``."""
+        return self._traffic.meter.encoding(role, self._reach)
+
+    def decoding(self) -> AbstractContextManager[Any]:
+        """Around the decoding of what has arrived, and the wait for it."""
+        return self._traffic.meter.section("decode")
 
     def all_gather(self, payload: Tensor, *, role: str) -> Exchange:
         """payload (bytes,) uint8, equal size on all ranks -> received (ranks * bytes,) uint8."""
@@ -103,7 +115,7 @@ class Link:
         work = self._dist.all_gather_into_tensor(
             received, payload, group=self._process_group, async_op=True
         )
-        return Exchange(payload=payload, received=received, work=work)
+        return self._posted(payload, received, work)
 
     def all_to_all(
         self, payload: Tensor, *, sent: Sequence[int], received: Sequence[int], role: str
@@ -122,7 +134,7 @@ class Link:
             group=self._process_group,
             async_op=True,
         )
-        return Exchange(payload=payload, received=buffer, work=work)
+        return self._posted(payload, buffer, work)
 
     def _peer_to_peer(
         self, sends: Sequence[Tensor], receives: Sequence[Tensor], payload: Tensor, received: Tensor
@@ -144,7 +156,10 @@ class Link:
                 with _with(ranks[r]):
                     work = torch.distributed.isend(sends[r], dst=ranks[r], group=group)
                 works.append((ranks[r], work))
-        return Exchange(payload=payload, received=received, work=_Together(works))
+        return self._posted(payload, received, _Together(works))
+
+    def _posted(self, payload: Tensor, received: Tensor, work: Work) -> Exchange:
+        return Exchange(payload=payload, received=received, work=work, meter=self._traffic.meter)
 
     def _count(self, role: str, received: Sequence[int]) -> None:
         intra = sum(b for r, b in enumerate(received) if self._near[r] and r != self.rank)
@@ -172,6 +187,7 @@ class Fabric:
     def __init__(self, whole: Link, intra: Link | None = None, inter: Link | None = None) -> None:
         self.whole, self.intra, self.inter = whole, intra, inter
         self.size, self.rank = whole.size, whole.rank
+        self.encoding, self.decoding = whole.encoding, whole.decoding
         self._pending: list[_TwoLevelGather] = []
 
     def all_gather(self, payload: Tensor, *, role: str) -> Waiting:

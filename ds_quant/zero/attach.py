@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from ds_quant.config_blocks import FallbackConfig
+from ds_quant.config_blocks import FallbackConfig, MetricsConfig
 from ds_quant.kernels import dispatch
 from ds_quant.topology import Topology, default_node_size
 from ds_quant.zero import accelerate_seam, checkpoint, guard, parameters, replica_seams, seams
@@ -18,6 +18,7 @@ from ds_quant.zero.reduce import OwnerReduction, ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.start_line import start_line
+from ds_quant.zero.telemetry import Telemetry, check_file
 
 
 def attach(engine: Any, optimizer: Any) -> None:
@@ -33,6 +34,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     guard.refuse_unsupported(seams.facts(engine._config, bf16_optimizer=optimizer is None))
     rank, world = seams.rank_and_world()
     config.validate_world(world)
+    check_file(config.metrics, rank)
     dispatch.use(config.backend)
     scheme = config.to_scheme()
     topology = Topology(world=world, node_size=scheme.node_size or default_node_size(world))
@@ -50,6 +52,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     else:
         _attach_replica(binding, engine, optimizer)
     _attach_fallback(binding, optimizer, config.fallback)
+    _attach_telemetry(binding, config.metrics)
     seams.wrap_checkpoints(
         engine,
         checkpoint.KEY,
@@ -115,6 +118,13 @@ def _attach_fallback(binding: Binding, optimizer: Any, settings: FallbackConfig)
         fallback.vote()  # the file may be there already
     if seams.steps(optimizer) or binding.stage < 3:
         seams.around_step(optimizer, fallback.vote, fallback.after_step)
+
+
+def _attach_telemetry(binding: Binding, settings: MetricsConfig) -> None:
+    if settings.interval and binding.topology.world > 1:
+        binding.telemetry = Telemetry(binding, settings)
+        seams.after_global_step(binding.engine, binding.telemetry.after_step)
+        binding.telemetry.arm()
 
 
 def exact_weights(engine: Any) -> AbstractContextManager[None]:

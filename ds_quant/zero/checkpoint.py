@@ -36,6 +36,8 @@ def restore(binding: Binding, saved: Any) -> None:
         RuntimeError: the state is of another version or is none.
     """
     binding.state.exact_until = 0
+    if binding.telemetry is not None:
+        binding.telemetry.arm()  # DeepSpeed's count of steps has jumped
     if saved is None:
         seams.log_rank0(
             "quantized_comm: the checkpoint was saved without it; the scheme starts afresh"

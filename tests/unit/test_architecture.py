@@ -27,8 +27,8 @@ MAX_FUNCTION_LINES = 40
 # Module -> what it may import besides the standard library; names without a dot that are not
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
-    "codec coding collectives config config_blocks cost hops kernels layout levels link metrics "
-    "node_shard owners owner_plan rng rotation scheme"
+    "codec coding collectives config config_blocks cost hops kernels layout levels link meter "
+    "metrics node_shard owners owner_plan rng rotation scheme"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -51,13 +51,14 @@ MAY_IMPORT = {
     "config_blocks": "pydantic pydantic_core",
     "config": "pydantic pydantic_core config_blocks config_errors presets codec scheme",
     "scheme": "torch codec rng",
-    "metrics": "torch",
+    "meter": "",
+    "metrics": "meter",
     "topology": "",
-    "link": "torch deepspeed.comm metrics topology",
+    "link": "torch deepspeed.comm meter metrics topology",
     "coding": "torch codec codec_checks kernels rng rotation",
-    "collectives": "torch codec coding kernels layout link",
+    "collectives": "torch codec coding kernels layout link meter",
     "node_shard": "torch coding collectives kernels layout link",
-    "hops": "torch codec coding collectives kernels layout link rotation",
+    "hops": "torch codec coding collectives kernels layout link meter rotation",
     "owner_plan": "codec layout",
     "owners": "torch codec coding collectives hops kernels link owner_plan rotation",
     "cost": "torch scheme layout codec rng",

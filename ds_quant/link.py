@@ -80,7 +80,7 @@ class Link:
         from deepspeed import comm as dist
 
         self._dist = dist
-        self._process_group = process_group
+        self.process_group = process_group
         self._traffic = traffic
         self.size: int = dist.get_world_size(group=process_group)
         self.rank: int = dist.get_rank(group=process_group)
@@ -91,9 +91,9 @@ class Link:
         self._gloo = "gloo" in str(torch.distributed.get_backend(process_group))
 
     def _global_rank(self, rank: int) -> int:
-        if self._process_group is None:
+        if self.process_group is None:
             return rank
-        return self._dist.get_global_rank(self._process_group, rank)
+        return self._dist.get_global_rank(self.process_group, rank)
 
     def encoding(self, role: str) -> AbstractContextManager[Notes]:
         """Around the encoding of a message for this link: see ``Meter.encoding``."""
@@ -113,7 +113,7 @@ class Link:
             rows = received.view(self.size, -1)
             return self._peer_to_peer([payload] * self.size, list(rows), payload, received)
         work = self._dist.all_gather_into_tensor(
-            received, payload, group=self._process_group, async_op=True
+            received, payload, group=self.process_group, async_op=True
         )
         return self._posted(payload, received, work)
 
@@ -131,7 +131,7 @@ class Link:
             payload,
             output_split_sizes=list(received),
             input_split_sizes=list(sent),
-            group=self._process_group,
+            group=self.process_group,
             async_op=True,
         )
         return self._posted(payload, buffer, work)
@@ -144,7 +144,7 @@ class Link:
         Through torch: ``irecv`` of DeepSpeed before 0.18 waits for the message, which deadlocks.
         """
         receives[self.rank].copy_(sends[self.rank])
-        group, works, ranks = self._process_group, [], self.ranks
+        group, works, ranks = self.process_group, [], self.ranks
         turns = [(self.rank + i) % self.size for i in range(1, self.size)]  # spread the load
         for r in turns:
             if receives[r].numel():

@@ -4,22 +4,19 @@
 ranks sample the same ones without asking each other, and each measures itself alone. Rank 0 writes
 what it has seen.
 
-[Note: CUDA] A launch returns before its kernel has run, so a clock read on the host would time
-launches. In a sampled step the clock waits for the device first. That also ends overlap: a sampled
-step is slower, and its waits are an upper bound.
+[Note: CUDA] In a sampled step the clock waits for the device, else it would time launches. That
+also ends overlap: a sampled step is slower, and its waits are an upper bound.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from ds_quant.clock import device_clock
 from ds_quant.config import ConfigError
 from ds_quant.config_blocks import MetricsConfig
 from ds_quant.meter import Sample
@@ -132,18 +129,6 @@ class Telemetry:
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(record.line() + "\n")
-
-
-def device_clock(device: torch.device) -> Callable[[], float]:
-    """Seconds, read when the device has done all it was asked to. See [Note: CUDA]."""
-    if device.type != "cuda":
-        return time.perf_counter
-
-    def clock() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return clock
 
 
 def _copy(received: Received) -> Received:

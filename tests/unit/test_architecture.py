@@ -27,8 +27,9 @@ MAX_FUNCTION_LINES = 40
 # Module -> what it may import besides the standard library; names without a dot that are not
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
-    "codec coding collectives config config_blocks cost hops kernels layout levels link meter "
-    "metrics node_shard owners owner_plan rng rotation scheme"
+    "autotune bandwidth clock codec codec_speed coding collectives config config_blocks cost hops "
+    "kernels layout levels link meter metrics node_shard owners owner_plan presets rng rotation "
+    "scheme"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -47,10 +48,14 @@ MAY_IMPORT = {
     "codec": "torch layout kernels rng codec_checks",
     "rotation": "torch kernels layout rng",
     "presets": "yaml resources",
-    "config_errors": "pydantic pydantic_core",
+    "config_errors": "pydantic pydantic_core presets",
     "config_blocks": "pydantic pydantic_core",
     "config": "pydantic pydantic_core config_blocks config_errors presets codec scheme",
     "scheme": "torch codec rng",
+    "clock": "torch",
+    "bandwidth": "torch clock link",
+    "codec_speed": "torch clock codec coding rng rotation scheme",
+    "autotune": "bandwidth codec_speed cost scheme",
     "meter": "",
     "metrics": "meter",
     "topology": "",

@@ -16,6 +16,7 @@ from typing import Any
 import ds_quant
 from ds_quant.config import KEY, ConfigError, QuantizedCommConfig, json_schema, parse
 from ds_quant.layout import wire_layout
+from ds_quant.presets import AUTOTUNE, CANDIDATES
 from ds_quant.tools import keys, options
 
 _STAGES = {
@@ -90,7 +91,10 @@ def _report(path: Path, param_dict: dict[str, Any], world: int | None) -> list[s
 
 
 def _meaning(config: QuantizedCommConfig) -> list[str]:
-    lines = [_role_line("weights", config.weights), _role_line("gradients", config.gradients)]
+    if config.scheme == AUTOTUNE:
+        lines = [f"scheme: {', '.join(CANDIDATES)}, as links and codecs measured at start-up say"]
+    else:
+        lines = [_role_line("weights", config.weights), _role_line("gradients", config.gradients)]
     exact = f"full precision: 1-D parameters, parameters under {config.min_numel} elements"
     if config.exclude:
         exact += ", names matching " + " ".join(config.exclude)

@@ -18,6 +18,8 @@ from ds_quant.rotation import Rotation
 
 Own = tuple[int, Tensor]  # a row and the values that it counts as
 
+_RUN = 1 << 22  # elements
+
 
 @dataclass(frozen=True, kw_only=True)
 class Coding:
@@ -113,6 +115,30 @@ class Coding:
             rotation.inverse_(total, scale=scale)
             out.copy_(total[: out.numel()])
 
+    @torch.no_grad()
+    def error(
+        self,
+        values: Tensor,
+        wire: Tensor,
+        *,
+        held: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[float, float]:
+        """Squared error and squared norm of what ``encode`` got, read back from its message; of the
+        weights, not of their difference.
+        """
+        with dispatch.in_order():
+            if self.difference:
+                values, found = values.to(held.dtype), held.clone()
+                self.decode(wire, found)
+            elif rotation is not None:
+                found = values.new_empty(values.shape, dtype=torch.float32)
+                self.decode_sum(wire.view(1, -1), found, own=None, rotation=rotation)
+            else:
+                found = values.new_empty(values.shape, dtype=torch.float32)
+                self.decode(wire, found)
+        return _squares(found, values)
+
     def decode(self, wire: Tensor, values: Tensor) -> None:
         """wire (bytes,) -> values (numel,), or (rows, bytes) -> (rows, numel): overwritten, or the
         decoded difference added in fp32.
@@ -123,3 +149,15 @@ class Coding:
             self.codec.decode(wire, values, levels=self.levels, add=True)
         else:
             self.codec.decode(wire, values, levels=self.levels)
+
+
+def _squares(found: Tensor, exact: Tensor) -> tuple[float, float]:
+    """|found - exact|^2 and |exact|^2, run by run: a gradient may be large, and memory scarce."""
+    sums = torch.zeros(2, dtype=torch.float64, device=exact.device)
+    runs = found.reshape(-1).split(_RUN), exact.reshape(-1).split(_RUN)
+    for a, b in zip(*runs, strict=True):
+        b = b.float()
+        sums[0] += (a.float() - b).square().sum(dtype=torch.float64)
+        sums[1] += b.square().sum(dtype=torch.float64)
+    error, norm = sums.tolist()
+    return error, norm

@@ -5,7 +5,7 @@ scales together, every slot at a 16-byte boundary. A slot's place depends on the
 alone, so all ranks agree on it, and a short or empty last shard uses the front of its slot:
 padding is never encoded.
 
-May import: torch, codec, coding, kernels, layout, link.
+May import: torch, codec, coding, kernels, layout, link, meter.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ds_quant.coding import Coding
 from ds_quant.kernels.dispatch import together
 from ds_quant.layout import ceil_div, shard_range
 from ds_quant.link import Exchange, Fabric, Link, Waiting
+from ds_quant.meter import Notes
 
 
 class Slot(NamedTuple):
@@ -56,10 +57,11 @@ def all_gather(
     sizes = [(c.codec, ceil_div(n, link.size)) for c, n in zip(codings, numels, strict=True)]
     slots, nbytes = lay_out(sizes)
     row = torch.empty(nbytes, dtype=torch.uint8, device=shards[0].device)
-    with together():
+    with link.encoding("weights") as notes, together():
         for shard, coding, slot in zip(shards, codings, slots, strict=True):
             used = row[slot.start : slot.start + coding.codec.wire_bytes(shard.numel())]
             coding.encode(shard, used)
+            notes.note(coding, shard, used)
     exchange = link.all_gather(row, role="weights") if nbytes else None
     dtypes = [s.dtype for s in shards]
     return GatherHandle(exchange, slots, list(zip(numels, codings, dtypes, strict=True)), link)
@@ -75,22 +77,17 @@ class GatherHandle:
         tensors: list[tuple[int, Coding, torch.dtype]],
         link: Link | Fabric,
     ) -> None:
-        self._exchange, self._slots, self._tensors, self._ranks = (
-            exchange,
-            slots,
-            tensors,
-            link.size,
-        )
+        self._exchange, self._slots, self._tensors, self._link = exchange, slots, tensors, link
         self._full: list[Tensor] | None = None
 
     def wait(self) -> list[Tensor]:
         """Full tensors, each (numel,) in the dtype of its shard."""
         if self._full is None:
             if self._exchange is None:
-                rows = torch.empty(self._ranks, 0, dtype=torch.uint8)
+                rows = torch.empty(self._link.size, 0, dtype=torch.uint8)
             else:
-                rows = self._exchange.wait().view(self._ranks, -1)
-            with together():
+                rows = self._exchange.wait().view(self._link.size, -1)
+            with self._link.decoding(), together():
                 self._full = [
                     _decode_shards(rows[:, slot.start :], numel, coding, dtype)
                     for slot, (numel, coding, dtype) in zip(self._slots, self._tensors, strict=True)
@@ -150,11 +147,10 @@ def reduce_scatter(
     sizes = [(c.codec, ceil_div(n, link.size)) for c, n in zip(codings, numels, strict=True)]
     slots, nbytes = lay_out(sizes)
     rows = torch.empty(link.size, nbytes, dtype=torch.uint8, device=tensors[0].device)
-    with together():
+    with link.encoding("gradients") as notes, together():
         for tensor, coding, slot in zip(tensors, codings, slots, strict=True):
-            _encode_shards(
-                tensor.reshape(-1), coding, rows[:, slot.start : slot.start + slot.nbytes]
-            )
+            place = rows[:, slot.start : slot.start + slot.nbytes]
+            _encode_shards(tensor.reshape(-1), coding, place, notes)
     exchange = None
     if nbytes:
         sent = [nbytes] * link.size
@@ -162,16 +158,15 @@ def reduce_scatter(
     return ReduceHandle(exchange, slots, list(zip(numels, codings, strict=True)), link, scale)
 
 
-def _encode_shards(flat: Tensor, coding: Coding, rows: Tensor) -> None:
+def _encode_shards(flat: Tensor, coding: Coding, rows: Tensor, notes: Notes) -> None:
     """flat (numel,) -> rows (ranks, slot bytes) uint8, row r holding shard r."""
     for block in _blocks(flat.numel(), rows.shape[0]):
+        values = flat[block.start : block.stop].view(block.count, block.width)
         used = coding.codec.wire_bytes(block.width)
-        coding.codec.encode(
-            flat[block.start : block.stop].view(block.count, block.width),
-            rows[block.first : block.first + block.count, :used],
-            address=coding.at(block.start).address,
-            levels=coding.levels,
-        )
+        wire = rows[block.first : block.first + block.count, :used]
+        moved = coding.at(block.start)
+        moved.encode(values, wire)
+        notes.note(moved, values, wire)
 
 
 class ReduceHandle:
@@ -195,7 +190,7 @@ class ReduceHandle:
             rows = torch.empty(self._link.size, 0, dtype=torch.uint8)
             if self._exchange is not None:
                 rows = self._exchange.wait().view(self._link.size, -1)
-            with together():
+            with self._link.decoding(), together():
                 self._shards = [
                     self._sum(rows[:, slot.start :], numel, coding)
                     for slot, (numel, coding) in zip(self._slots, self._tensors, strict=True)

@@ -19,6 +19,7 @@ from ds_quant.config_blocks import (
     FallbackConfig,
     GradientsConfig,
     IntraConfig,
+    MetricsConfig,
     Positive,
     WeightsConfig,
     Whole,
@@ -35,7 +36,7 @@ from ds_quant.config_errors import (
     show,
     without_effect,
 )
-from ds_quant.presets import apply_preset, preset_description, preset_names
+from ds_quant.presets import AUTOTUNE, apply_preset, preset_description, preset_names
 
 if TYPE_CHECKING:
     from ds_quant.codec import GroupCodec
@@ -57,7 +58,12 @@ class QuantizedCommConfig(Block):
     """Quantized ZeRO communication. Every key is optional; the scheme sets what is left out."""
 
     enabled: bool = Field(True, description="false: checked, then ignored.")
-    scheme: str = Field("qsdp", description="Preset whose values the other keys replace.")
+    scheme: str = Field(
+        "qsdp",
+        description="Preset whose values the other keys replace, or autotune: measures links and "
+        "codecs at start-up and takes full_precision, qsdp or sdp4bit, whichever has the shortest "
+        "step.",
+    )
     weights: WeightsConfig = Field(WeightsConfig(), description="How weights are quantized.")
     gradients: GradientsConfig = Field(
         GradientsConfig(), description="How gradients are quantized."
@@ -84,6 +90,9 @@ class QuantizedCommConfig(Block):
     )
     fallback: FallbackConfig = Field(
         FallbackConfig(), description="When a running job returns to full precision."
+    )
+    metrics: MetricsConfig = Field(
+        MetricsConfig(), description="Sampled steps: what travels, what it loses and costs."
     )
     checksum_steps: Whole = Field(
         100,
@@ -113,13 +122,19 @@ class QuantizedCommConfig(Block):
     @field_validator("scheme")
     @classmethod
     def _known_scheme(cls, name: str) -> str:
-        if name not in preset_names():
+        if name not in (*preset_names(), AUTOTUNE):
             raise PydanticCustomError("unknown_scheme", "unknown scheme")
         return name
 
     def resolved(self) -> dict[str, Any]:
         """Every effective value as JSON types: what the log shows and the ranks compare."""
-        return self.model_dump(mode="json")
+        chosen = {"weights", "gradients", "node_shard"} if self.scheme == AUTOTUNE else None
+        return self.model_dump(mode="json", exclude=chosen)
+
+    def picked(self, name: str) -> QuantizedCommConfig:
+        """The settings with scheme ``name`` in place of "autotune"."""
+        written = self.model_dump(mode="json", exclude_unset=True)
+        return parse_block({**written, "scheme": name})
 
     def digest(self) -> str:
         """16 hex digits, equal on two ranks exactly when ``resolved`` is."""
@@ -151,7 +166,12 @@ class QuantizedCommConfig(Block):
             )
 
     def to_scheme(self) -> Scheme:
-        """The scheme these settings describe."""
+        """The scheme these settings describe; ConfigError for "autotune", see ``picked``."""
+        if self.scheme == AUTOTUNE:
+            raise ConfigError(
+                f'{path_of(("scheme",))}="{AUTOTUNE}": no scheme before links are measured: '
+                "allowed here: a preset"
+            )
         # Here, so that the schema and the checks work without loading torch.
         from ds_quant.scheme import Scheme
 
@@ -224,7 +244,7 @@ def _finds_its_loss_scale(fp16: Any) -> bool:
 def parse_block(block: Any) -> QuantizedCommConfig:
     """The settings of the block alone, with the values of its scheme merged under the user's."""
     if not isinstance(block, dict):
-        raise ConfigError(not_an_object(block, preset_names()))
+        raise ConfigError(not_an_object(block, (*preset_names(), AUTOTUNE)))
     if problems := auto_values(block):
         raise ConfigError(*problems)
     name = block.get("scheme", QuantizedCommConfig.model_fields["scheme"].default)
@@ -241,7 +261,7 @@ def _block_schema() -> dict[str, Any]:
     """JSON Schema of the block alone, with the names of the schemes."""
     schema = QuantizedCommConfig.model_json_schema()
     scheme = schema["properties"]["scheme"]
-    scheme["enum"] = list(preset_names())
+    scheme["enum"] = [*preset_names(), AUTOTUNE]
     described = "; ".join(f"{name}: {preset_description(name)}" for name in preset_names())
     scheme["description"] += f" {described}."
     return schema

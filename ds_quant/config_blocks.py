@@ -94,6 +94,20 @@ class FallbackConfig(Block):
     )
 
 
+class MetricsConfig(Block):
+    """What rank 0 writes about its messages, to DeepSpeed's monitors and to a file."""
+
+    interval: Whole = Field(
+        100,
+        ge=0,
+        description="Every so many optimizer steps one is sampled and bytes, errors, bits and "
+        "seconds are written to the monitors of the DeepSpeed config. 0: never.",
+    )
+    file: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="File to which rank 0 appends the same as a line of JSON. null: none."
+    )
+
+
 class WeightsConfig(_Quantizer):
     """Weights that are gathered: ZeRO-3 parameters, updated parameters of ZeRO-1 and 2."""
 

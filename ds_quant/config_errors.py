@@ -1,7 +1,7 @@
 """Sentences for what is wrong in a "quantized_comm" block: where, what it is, what is allowed.
 
 What is allowed is read from the JSON schema of the model, so that an error, the schema and the
-check itself cannot disagree. May import pydantic.
+check itself cannot disagree. May import pydantic, presets.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+
+from ds_quant.presets import AUTOTUNE
 
 KEY = "quantized_comm"
 Location = tuple[str | int, ...]  # ("gradients", "bits"): below the block
@@ -105,6 +107,13 @@ def explain(error: ValidationError, *, schema: dict[str, Any], block: dict) -> l
 
 def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
     """Keys the user wrote that another value, not his, makes irrelevant."""
+    if config.scheme == AUTOTUNE:
+        return [
+            f"{path_of((key,))}={show(block[key])} conflicts with {path_of(('scheme',))}="
+            f'"{AUTOTUNE}", which chooses it: leave {key} out or set scheme to a preset'
+            for key in ("weights", "gradients", "node_shard")
+            if block.get(key) is not None
+        ]
     problems = []
     for role in ("weights", "gradients"):
         written = block.get(role, {})

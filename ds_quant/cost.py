@@ -68,6 +68,26 @@ class Bill:
         reductions = self._reductions(stage, micro_steps)
         return gathers * self.weights_intra + reductions * self.gradients_intra
 
+    def received(
+        self, stage: int, *, micro_steps: int, nodes: int, node_size: int
+    ) -> dict[str, dict[str, float]]:
+        """Bytes into one rank per step, on average over the ranks, by role and link."""
+        gathers = 2 * micro_steps if stage == 3 else 1
+        between = 1 if self.once_per_step else gathers
+        reductions = self._reductions(stage, micro_steps)
+        away, near = (1 - 1 / nodes) / node_size, 1 - 1 / node_size
+        found = {}
+        for role, outer, inner in (
+            ("weights", between * self.weights, gathers * self.weights_intra),
+            ("gradients", reductions * self.gradients, reductions * self.gradients_intra),
+        ):
+            if nodes == 1:  # then the volume over all ranks stays inside
+                outer, inner = 0.0, outer
+            found[role] = {
+                "intra": inner * near * self.numel, "inter": outer * away * self.numel,
+            }  # fmt: skip
+        return found
+
     @staticmethod
     def _reductions(stage: int, micro_steps: int) -> int:
         return 1 if stage == 1 else micro_steps

@@ -10,11 +10,12 @@ with two nodes that halves the variance of the inter-node hop.
 [Note: slices] Large reductions over two hops are cut into slices. While slice i crosses between
 the nodes, slice i + 1 is inside them.
 
-May import: torch, codec, coding, collectives, kernels, layout, link, rotation.
+May import: torch, codec, coding, collectives, kernels, layout, link, meter, rotation.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,9 +28,10 @@ from torch import Tensor
 from ds_quant.codec import GroupCodec
 from ds_quant.coding import Coding, Own
 from ds_quant.collectives import Slot, lay_out
-from ds_quant.kernels.dispatch import together
+from ds_quant.kernels.dispatch import in_order, together
 from ds_quant.layout import VECTOR_NUMEL
 from ds_quant.link import Exchange, Link
+from ds_quant.meter import Notes
 from ds_quant.rotation import Rotation
 
 SLICE_NUMEL = 1 << 22  # elements of this rank's input per slice
@@ -149,6 +151,14 @@ class _Arrived(NamedTuple):
         self.coding.decode_sum(self.wire, total, own=self.own)
         return total
 
+    def restored(self, piece: Piece) -> Tensor:
+        """Their sum without the rotation of the piece, (numel,) fp32."""
+        total = torch.empty(piece.values.numel(), dtype=torch.float32, device=self.wire.device)
+        with in_order():
+            options = {"own": self.own, "rotation": piece.rotation}
+            self.coding.decode_sum(self.wire, total, **options)
+        return total
+
 
 def _reduce_slice(
     cuts: Sequence[_Cut], hops: Sequence[Hop], scale: float, sums: list[Tensor | None]
@@ -169,7 +179,8 @@ def _reduce_slice(
         mine = hop.link.rank
         kept = {}
         if hop.exact_own:
-            kept = {i: _added_up(partial[i], pieces[i].rotation) for i in rows[mine]}
+            with hop.link.decoding():
+                kept = {i: _added_up(partial[i], pieces[i].rotation) for i in rows[mine]}
         yield
         received = exchange.wait().view(hop.link.size, -1)
         partial = {
@@ -181,7 +192,7 @@ def _reduce_slice(
             )
             for i, slot in zip(rows[mine], layouts[mine][0], strict=True)
         }
-    with together():
+    with hops[-1].link.decoding(), together():
         for i, arrived in partial.items():
             start, piece = cuts[i].start, pieces[i]
             out = sums[cuts[i].index][start : start + piece.values.numel()]
@@ -208,20 +219,24 @@ def _post(
     sent = [nbytes for _, nbytes in layouts]
     payload = torch.empty(sum(sent), dtype=torch.uint8, device=pieces[0].values.device)
     base = 0
-    with together():
+    with hop.link.encoding("gradients") as notes, together():
         for place, (row, (slots, nbytes)) in enumerate(zip(rows, layouts, strict=True)):
             if place != hop.link.rank or not hop.exact_own:
                 for i, slot in zip(row, slots, strict=True):
                     wire = payload[base + slot.start : base + slot.start + slot.nbytes]
-                    _encode(pieces[i], depth, partial[i], wire)
+                    _encode(pieces[i], depth, partial[i], wire, notes)
             base += nbytes
     received = [sent[hop.link.rank]] * hop.link.size
     return hop.link.all_to_all(payload, sent=sent, received=received, role="gradients")
 
 
-def _encode(piece: Piece, depth: int, values: Tensor | _Arrived, wire: Tensor) -> None:
-    coding = piece.codings[depth]
+def _encode(
+    piece: Piece, depth: int, values: Tensor | _Arrived, wire: Tensor, notes: Notes
+) -> None:
+    coding, rotation = piece.codings[depth], piece.rotation
     if isinstance(values, _Arrived):
         coding.recode(values.coding, values.wire, wire, numel=values.numel, own=values.own)
+        notes.note(coding, functools.partial(values.restored, piece), wire, rotation=rotation)
     else:
-        coding.encode(values, wire, rotation=piece.rotation)
+        coding.encode(values, wire, rotation=rotation)
+        notes.note(coding, values, wire, rotation=rotation)

@@ -11,20 +11,21 @@ thirds). Peer to peer it is 93 to 98 %, and what is counted is what moves.
 put on and taken off here, so that codecs and collectives never see it; on two levels each hop has
 its own, because its messages are its own.
 
-May import: torch, deepspeed.comm, checksum, metrics, topology.
+May import: torch, deepspeed.comm, checksum, meter, metrics, topology.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_quant.checksum import Findings, seal, sealed_bytes, unseal
+from ds_quant.meter import Meter, Notes
 from ds_quant.metrics import Traffic
 from ds_quant.topology import Topology
 
@@ -45,12 +46,14 @@ class Exchange:
     payload: Tensor
     received: Tensor
     work: Work | None
+    meter: Meter
     opened: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
         """The received bytes; on CUDA valid in order of the current stream."""
         if self.work is not None:
-            self.work.wait()
+            with self.meter.section("wait"):
+                self.work.wait()
         return self.received if self.opened is None else self.opened(self.received)
 
 
@@ -96,19 +99,28 @@ class Link:
         from deepspeed import comm as dist
 
         self._dist = dist
-        self._process_group = process_group
+        self.process_group = process_group
         self._traffic, self._findings = traffic, findings
         self.size: int = dist.get_world_size(group=process_group)
         self.rank: int = dist.get_rank(group=process_group)
         self.ranks: list[int] = [self._global_rank(r) for r in range(self.size)]
         nodes = [topology.node_of(r) for r in self.ranks]
         self._near = [node == nodes[self.rank] for node in nodes]
+        self._reach = "intra" if all(self._near) else "inter"
         self._gloo = "gloo" in str(torch.distributed.get_backend(process_group))
 
     def _global_rank(self, rank: int) -> int:
-        if self._process_group is None:
+        if self.process_group is None:
             return rank
-        return self._dist.get_global_rank(self._process_group, rank)
+        return self._dist.get_global_rank(self.process_group, rank)
+
+    def encoding(self, role: str) -> AbstractContextManager[Notes]:
+        """Around the encoding of a message for this link: see ``Meter.encoding``."""
+        return self._traffic.meter.encoding(role, self._reach)
+
+    def decoding(self) -> AbstractContextManager[Any]:
+        """Around the decoding of what has arrived, and the wait for it."""
+        return self._traffic.meter.section("decode")
 
     def all_gather(self, payload: Tensor, *, role: str) -> Exchange:
         """payload (bytes,) uint8, equal size on all ranks -> received (ranks * bytes,) uint8."""
@@ -127,9 +139,9 @@ class Link:
             rows = received.view(self.size, -1)
             return self._peer_to_peer([payload] * self.size, list(rows), payload, received)
         work = self._dist.all_gather_into_tensor(
-            received, payload, group=self._process_group, async_op=True
+            received, payload, group=self.process_group, async_op=True
         )
-        return Exchange(payload=payload, received=received, work=work)
+        return self._posted(payload, received, work)
 
     def all_to_all(
         self, payload: Tensor, *, sent: Sequence[int], received: Sequence[int], role: str
@@ -164,10 +176,10 @@ class Link:
             payload,
             output_split_sizes=list(received),
             input_split_sizes=list(sent),
-            group=self._process_group,
+            group=self.process_group,
             async_op=True,
         )
-        return Exchange(payload=payload, received=buffer, work=work)
+        return self._posted(payload, buffer, work)
 
     def _peer_to_peer(
         self, sends: Sequence[Tensor], receives: Sequence[Tensor], payload: Tensor, received: Tensor
@@ -177,7 +189,7 @@ class Link:
         Through torch: ``irecv`` of DeepSpeed before 0.18 waits for the message, which deadlocks.
         """
         receives[self.rank].copy_(sends[self.rank])
-        group, works, ranks = self._process_group, [], self.ranks
+        group, works, ranks = self.process_group, [], self.ranks
         turns = [(self.rank + i) % self.size for i in range(1, self.size)]  # spread the load
         for r in turns:
             if receives[r].numel():
@@ -189,7 +201,10 @@ class Link:
                 with _with(ranks[r]):
                     work = torch.distributed.isend(sends[r], dst=ranks[r], group=group)
                 works.append((ranks[r], work))
-        return Exchange(payload=payload, received=received, work=_Together(works))
+        return self._posted(payload, received, _Together(works))
+
+    def _posted(self, payload: Tensor, received: Tensor, work: Work) -> Exchange:
+        return Exchange(payload=payload, received=received, work=work, meter=self._traffic.meter)
 
     def _count(self, role: str, received: Sequence[int]) -> None:
         intra = sum(b for r, b in enumerate(received) if self._near[r] and r != self.rank)
@@ -217,6 +232,7 @@ class Fabric:
     def __init__(self, whole: Link, intra: Link | None = None, inter: Link | None = None) -> None:
         self.whole, self.intra, self.inter = whole, intra, inter
         self.size, self.rank = whole.size, whole.rank
+        self.encoding, self.decoding = whole.encoding, whole.decoding
         self._pending: list[_TwoLevelGather] = []
 
     def all_gather(self, payload: Tensor, *, role: str) -> Waiting:

@@ -1,8 +1,10 @@
-"""Counters of what the collectives really move, by role and by link. Standard library only."""
+"""Counters of what the collectives really move, by role and by link. May import meter."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from ds_quant.meter import Meter
 
 
 @dataclass
@@ -12,6 +14,7 @@ class Traffic:
     ``received[role][link]`` is in bytes; role is ``weights`` or ``gradients``, link is ``intra``
     (from ranks of the same node) or ``inter`` (from other nodes). A rank's own payload never
     crosses a link and is not counted. ``collectives[role]`` counts collectives issued.
+    ``meter`` measures the same collectives in sampled steps.
     """
 
     received: dict[str, dict[str, int]] = field(
@@ -20,6 +23,7 @@ class Traffic:
         }
     )
     collectives: dict[str, int] = field(default_factory=lambda: {"weights": 0, "gradients": 0})
+    meter: Meter = field(default_factory=Meter)
 
     def count(self, role: str, *, intra: int, inter: int) -> None:
         """Add one collective that brought ``intra`` + ``inter`` bytes to this rank."""

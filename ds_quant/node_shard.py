@@ -86,21 +86,22 @@ def exchange(
     if nbytes == 0:
         return lambda: None
     message = torch.empty(nbytes, dtype=torch.uint8, device=kept[0].rows.device)
-    with together():
+    with inter.encoding("weights") as notes, together():
         for item, shard, coding, slot in zip(kept, shards, codings, slots, strict=True):
             own = item.rows[inter.rank, : shard.numel()]
             wire = message[slot.start :][: coding.codec.wire_bytes(shard.numel())]
             coding.encode(shard, wire, held=own)
+            notes.note(coding, shard, wire, held=own)
     arriving = inter.all_gather(message, role="weights")
 
-    @together()
     def decode() -> None:
-        messages = arriving.wait().view(inter.size, nbytes)
-        for item, coding, slot in zip(kept, codings, slots, strict=True):
-            for first, count, length in item.runs(item.local):
-                used = coding.codec.wire_bytes(length)
-                wire = messages[first : first + count, slot.start : slot.start + used]
-                coding.decode(wire, item.rows[first : first + count, :length])
+        with inter.decoding(), together():
+            messages = arriving.wait().view(inter.size, nbytes)
+            for item, coding, slot in zip(kept, codings, slots, strict=True):
+                for first, count, length in item.runs(item.local):
+                    used = coding.codec.wire_bytes(length)
+                    wire = messages[first : first + count, slot.start : slot.start + used]
+                    coding.decode(wire, item.rows[first : first + count, :length])
 
     return decode
 
@@ -120,24 +121,26 @@ def gather(
     slots, nbytes = lay_out([size for size, n in zip(sizes, nodes, strict=True) for _ in range(n)])
     starts = [slots[sum(nodes[:i])] for i in range(len(kept))]  # of row 0; the others follow
     message = torch.empty(nbytes, dtype=torch.uint8, device=kept[0].rows.device)
-    with together():
+    with intra.encoding("weights") as notes, together():
         for item, coding, slot in zip(kept, codings, starts, strict=True):
             places = message[slot.start :][: slot.nbytes * item.rows.shape[0]].view(-1, slot.nbytes)
             for first, count, length in item.runs(item.local):
                 wire = places[first : first + count, : coding.codec.wire_bytes(length)]
                 moved = coding.at(first * item.rows.shape[1])
-                moved.encode(item.rows[first : first + count, :length], wire)
+                values = item.rows[first : first + count, :length]
+                moved.encode(values, wire)
+                notes.note(moved, values, wire)
     arriving = intra.all_gather(message, role="weights") if nbytes else None
 
-    @together()
     def decode() -> list[Tensor]:
-        received = message.new_empty(intra.size, 0)
-        if arriving is not None:
-            received = arriving.wait().view(intra.size, nbytes)
-        return [
-            _in_shard_order(item, coding, received[:, slot.start :], slot.nbytes)
-            for item, coding, slot in zip(kept, codings, starts, strict=True)
-        ]
+        with intra.decoding(), together():
+            received = message.new_empty(intra.size, 0)
+            if arriving is not None:
+                received = arriving.wait().view(intra.size, nbytes)
+            return [
+                _in_shard_order(item, coding, received[:, slot.start :], slot.nbytes)
+                for item, coding, slot in zip(kept, codings, starts, strict=True)
+            ]
 
     return decode
 

@@ -113,18 +113,20 @@ def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], No
     if nbytes == 0:
         return lambda: None
     row = torch.empty(nbytes, dtype=torch.uint8, device=parts[0].values.device)
-    with together():
+    with link.encoding("weights") as notes, together():
         for part, (start, size) in zip(by_owner[link.rank], layouts[link.rank][0], strict=True):
             wanted = part.values if part.target is None else part.target.to(row.device)
-            part.coding.encode(wanted, row[start : start + size], held=part.values)
+            wire = row[start : start + size]
+            part.coding.encode(wanted, wire, held=part.values)
+            notes.note(part.coding, wanted, wire, held=part.values)
     arriving = fabric.all_gather(row, role="weights")
 
-    @together()
     def decode() -> None:
-        rows = arriving.wait().view(link.size, -1)
-        for rank, own in enumerate(by_owner):
-            for part, (start, size) in zip(own, layouts[rank][0], strict=True):
-                part.coding.decode(rows[rank, start : start + size], part.values)
+        with link.decoding(), together():
+            rows = arriving.wait().view(link.size, -1)
+            for rank, own in enumerate(by_owner):
+                for part, (start, size) in zip(own, layouts[rank][0], strict=True):
+                    part.coding.decode(rows[rank, start : start + size], part.values)
 
     return decode
 
@@ -141,17 +143,19 @@ def _deliver(
         sum(n for _, n in sent), dtype=torch.uint8, device=shares[0].values.device
     )
     base = 0
-    with together():
+    with link.encoding("gradients") as notes, together():
         for row, (slots, nbytes) in zip(outgoing, sent, strict=True):
             for piece, (start, size) in zip(row, slots, strict=True):
                 coding = _delivery(shares[piece.part].codings[-1], piece)
-                coding.encode(sums[piece], payload[base + start : base + start + size])
+                out = payload[base + start : base + start + size]
+                coding.encode(sums[piece], out)
+                notes.note(coding, sums[piece], out)
             base += nbytes
     exchange = link.all_to_all(
         payload, sent=[n for _, n in sent], received=[n for _, n in received], role="gradients"
     )
     wire, base = exchange.wait(), 0
-    with together():
+    with link.decoding(), together():
         for row, (slots, nbytes) in zip(incoming, received, strict=True):
             for piece, (start, size) in zip(row, slots, strict=True):
                 sums[piece] = torch.empty(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_quant.config import ConfigError, QuantizedCommConfig, parse
+from ds_quant.presets import AUTOTUNE
 
 _GIGABIT = 1e9 / 8  # bytes per second
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -99,7 +100,8 @@ def _from_deepspeed(path: Path | None) -> dict[str, Any]:
         "stage": stage,
         "accumulation": config.get("gradient_accumulation_steps"),
         "dtype": on[0] if on else "auto" if "auto" in low.values() else "fp32",
-        "block": block,
+        # All that autotune chooses from has a row anyway.
+        "block": None if block is not None and block.scheme == AUTOTUNE else block,
     }
 
 

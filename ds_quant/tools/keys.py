@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_quant.config import KEY, json_schema, parse_block
 from ds_quant.config_errors import allowed_in, show
-from ds_quant.presets import preset_description, preset_names
+from ds_quant.presets import AUTOTUNE, preset_description, preset_names
 
 _HEAD = f"""# Keys of the block
 
@@ -60,7 +60,7 @@ def _object_of(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, A
 
 def _allowed(path: tuple[str, ...], node: dict[str, Any]) -> str:
     if path == ("scheme",):
-        return "a scheme below"
+        return f"a scheme below, or `{show(AUTOTUNE)}`"
     if _object_of(node, json_schema()["$defs"]) is not None:
         return "an object with the keys below, or null"
     return _cell(allowed_in(json_schema(), (KEY, *path)))

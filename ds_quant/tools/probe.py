@@ -2,7 +2,7 @@
 
 Run it as a training script is run, one process per GPU: the groups, the backend and the calls are
 those of the plugin. All nodes send at once, as they do in a step. Writes JSON for
-``ds_quant estimate --probe``. May import torch, link, topology.
+``ds_quant estimate --probe``. May import torch, bandwidth, link, topology.
 """
 
 from __future__ import annotations
@@ -11,25 +11,16 @@ import argparse
 import json
 import os
 import sys
-import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from ds_quant import bandwidth
+from ds_quant.bandwidth import Rate
 from ds_quant.topology import Topology, default_node_size
 
 SIZES = (1 << 10, 1 << 20, 1 << 23, 1 << 25)  # bytes from each rank; the first gives the latency
 KIND, VERSION = "probe", 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rate:
-    """bytes_per_second: into one rank inside a node, or into one node. latency: seconds."""
-
-    bytes_per_second: float
-    latency: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,47 +126,12 @@ def _measure(arguments: argparse.Namespace) -> Found:
 
 def _rate_of(name: str, group: Any, topology: Topology, device: Any, rank: int) -> Rate:
     """Of the slowest rank, so that the estimate waits as the step would."""
-    import torch
-
     from ds_quant.link import Link
     from ds_quant.metrics import Traffic
 
-    link = Link(group, topology=topology, traffic=Traffic())
-    seconds = []
-    for nbytes in SIZES:
+    def show(nbytes: int) -> None:
         if rank == 0 and sys.stderr.isatty():
             print(f"  {name}: {nbytes} bytes per rank", file=sys.stderr)
-        seconds.append(_time(link, nbytes, device))
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX)
-    received = [nbytes * (link.size - 1) for nbytes in SIZES]
-    return rate_from(received, slowest.tolist())
 
-
-def rate_from(received: Sequence[int], seconds: Sequence[float]) -> Rate:
-    """Latency is the time of the smallest message; the rate that of the largest, without it.
-
-    Where noise or latency make up most of the largest message's time, nothing is taken off it:
-    the rate is then too low rather than absurd.
-    """
-    latency, longest = seconds[0], seconds[-1]
-    if latency > longest / 2:
-        return Rate(bytes_per_second=received[-1] / longest, latency=latency)
-    moved = received[-1] - received[0]
-    return Rate(bytes_per_second=moved / (longest - latency), latency=latency)
-
-
-def _time(link: Any, nbytes: int, device: Any) -> float:
-    """Median seconds of a gather of ``nbytes`` from every rank of the link."""
-    import torch
-
-    payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    found, repeats = [], 20 if nbytes < SIZES[1] else 5
-    for _ in range(repeats + 2):
-        torch.distributed.barrier()
-        start = time.perf_counter()
-        link.all_gather(payload, role="weights").wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return median(found[2:])
+    link = Link(group, topology=topology, traffic=Traffic())
+    return bandwidth.measure(link, SIZES, device, show=show)

@@ -6,8 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from ds_quant.config_blocks import FallbackConfig
+from ds_quant.config import QuantizedCommConfig
+from ds_quant.config_blocks import FallbackConfig, MetricsConfig
 from ds_quant.kernels import dispatch
+from ds_quant.presets import AUTOTUNE
 from ds_quant.topology import Topology, default_node_size
 from ds_quant.zero import accelerate_seam, checkpoint, guard, parameters, replica_seams, seams
 from ds_quant.zero.agreement import Agreement
@@ -19,6 +21,8 @@ from ds_quant.zero.reduce import OwnerReduction, ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.start_line import start_line
+from ds_quant.zero.telemetry import Telemetry, check_file
+from ds_quant.zero.tuning import tune
 
 
 def attach(engine: Any, optimizer: Any) -> None:
@@ -34,16 +38,14 @@ def attach(engine: Any, optimizer: Any) -> None:
     guard.refuse_unsupported(seams.facts(engine._config, bf16_optimizer=optimizer is None))
     rank, world = seams.rank_and_world()
     config.validate_world(world)
+    check_file(config.metrics, rank)
     dispatch.use(config.backend)
-    scheme = config.to_scheme()
-    topology = Topology(world=world, node_size=scheme.node_size or default_node_size(world))
+    topology = Topology(world=world, node_size=config.node_size or default_node_size(world))
     settings = f"{config.digest()}, {topology.node_size} ranks per node"
     if kill_file() is not None:  # a vote that some ranks do not take part in would hang
         settings += f", {KILL_VARIABLE} set"
     guard.handshake(settings=settings, rank=rank, world=world, timeout=config.handshake_timeout)
-    if engine.zero_optimization_stage() == 3:
-        guard.refuse_full_replica(scheme, topology, parameters.total_bytes(engine.module))
-    binding = engine.ds_quant_binding = Binding(engine, scheme, topology)
+    binding = engine.ds_quant_binding = _bind(engine, config, topology)
     if world == 1:
         binding.notices.append("world of one, nothing to send")
     elif binding.stage == 3:
@@ -51,6 +53,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     else:
         _attach_replica(binding, engine, optimizer)
     _attach_fallback(binding, optimizer, config.fallback)
+    _attach_telemetry(binding, optimizer, config.metrics)
     seams.wrap_checkpoints(
         engine,
         checkpoint.KEY,
@@ -62,6 +65,18 @@ def attach(engine: Any, optimizer: Any) -> None:
     if device.type == "cuda" and world > 1:
         rehearse(binding, device)
     seams.log_rank0(f"quantized_comm: {start_line(binding)}")
+
+
+def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Binding:
+    """The engine's binding with its scheme, which "autotune" finds by measuring with it."""
+    tuned = config.scheme == AUTOTUNE
+    scheme = (config.picked("full_precision") if tuned else config).to_scheme()
+    if engine.zero_optimization_stage() == 3:
+        guard.refuse_full_replica(scheme, topology, parameters.total_bytes(engine.module))
+    binding = Binding(engine, scheme, topology)
+    if tuned and topology.world > 1:
+        binding.scheme = tune(binding, config).to_scheme()
+    return binding
 
 
 def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
@@ -130,6 +145,14 @@ def _attach_fallback(binding: Binding, optimizer: Any, settings: FallbackConfig)
         fallback.vote()  # the file may be there already
     if seams.steps(optimizer) or binding.stage < 3:
         seams.around_step(optimizer, fallback.vote, fallback.after_step)
+
+
+def _attach_telemetry(binding: Binding, optimizer: Any, settings: MetricsConfig) -> None:
+    trains = seams.steps(optimizer) or binding.stage < 3
+    if settings.interval and trains and binding.topology.world > 1:
+        binding.telemetry = Telemetry(binding, settings)
+        seams.after_global_step(binding.engine, binding.telemetry.after_step)
+        binding.telemetry.arm()
 
 
 def exact_weights(engine: Any) -> AbstractContextManager[None]:

@@ -49,6 +49,7 @@ class Binding:
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
         self.node: Any = None  # zero.node.NodeShard under ZeRO-3, if the scheme keeps one
         self.findings = Findings() if scheme.payload_checksum else None
+        self.telemetry: Any = None  # zero.telemetry.Telemetry, if steps are sampled
         self.watch: Any = None  # zero.fallback.Watch, if non-finite gradients are looked for
         self._links: dict[int, Link] = {}
         self._fabrics: dict[int, Fabric] = {}
@@ -258,14 +259,29 @@ class Binding:
             self.notices.append(f"gradients stay exact: {reason}")
         return reason is None
 
-    def bill(self) -> Bill:
-        """Bytes per parameter by formula."""
+    def received_in_full_precision(self) -> dict[str, dict[str, float]]:
+        """Bytes that this plugin would bring to a rank per optimizer step, were nothing quantized,
+        by role and link as ``Traffic`` counts them.
+        """
+        plain = Scheme(name="full_precision", weights=None, gradients=None)
+        found = self.bill(plain).received(
+            self.stage,
+            micro_steps=self.engine.gradient_accumulation_steps(),
+            nodes=self.topology.nodes,
+            node_size=self.topology.node_size,
+        )
+        if seams.exact_gradient_reason(self.engine) is not None:
+            found["gradients"] = {"intra": 0.0, "inter": 0.0}  # DeepSpeed's, which nobody counts
+        return found
+
+    def bill(self, scheme: Scheme | None = None) -> Bill:
+        """Bytes per parameter by formula, of the engine's scheme or of another."""
         cargo = [
             Cargo(name, parameters.shape_of(p), p.dtype, p.requires_grad)
             for name, p in self.engine.module.named_parameters()
         ]
         return bill(
-            self.scheme,
+            scheme or self.scheme,
             self.stage,
             cargo,
             ranks=self.topology.world,

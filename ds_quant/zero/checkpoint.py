@@ -47,6 +47,8 @@ def restore(binding: Binding, saved: Any) -> None:
         RuntimeError: the state is of another version, is none, or is incomplete.
     """
     binding.state.exact_until = 0
+    if binding.telemetry is not None:
+        binding.telemetry.arm()  # DeepSpeed's count of steps has jumped
     if saved is None:
         seams.log_rank0(
             f"quantized_comm: the checkpoint holds no state {KEY!r}, as one that was saved without "

@@ -181,6 +181,18 @@ def around_step(optimizer: Any, before: Callable[[], None], after: Callable[[boo
     wrap(optimizer, "step", step, stacked=True)
 
 
+def after_global_step(engine: Any, then: Callable[[], None]) -> None:
+    """Run ``then()`` whenever ``engine.global_steps`` has grown, skipped updates included."""
+
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then()
+        return result
+
+    require(engine, "_take_model_step")
+    wrap(engine, "_take_model_step", step)
+
+
 def minimum(numbers: list[int]) -> list[int]:
     """The smallest of each number over all ranks. A collective of the whole world."""
     from deepspeed import comm as dist

@@ -27,8 +27,10 @@ MAX_FUNCTION_LINES = 40
 # Module -> what it may import besides the standard library; names without a dot that are not
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
-    "checksum codec coding collectives config config_blocks cost hops kernels layout levels link "
-    "metrics node_shard owners owner_plan rng rotation scheme"
+    "autotune bandwidth checksum clock codec codec_speed coding collectives config config_blocks "
+    "cost hops kernels layout levels link meter metrics node_shard owners owner_plan presets rng "
+    "rotation "
+    "scheme"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -47,18 +49,23 @@ MAY_IMPORT = {
     "codec": "torch layout kernels rng codec_checks",
     "rotation": "torch kernels layout rng",
     "presets": "yaml resources",
-    "config_errors": "pydantic pydantic_core",
+    "config_errors": "pydantic pydantic_core presets",
     "config_blocks": "pydantic pydantic_core",
     "config": "pydantic pydantic_core config_blocks config_errors presets codec scheme",
     "scheme": "torch codec rng",
-    "metrics": "torch",
+    "clock": "torch",
+    "bandwidth": "torch clock link",
+    "codec_speed": "torch clock codec coding rng rotation scheme",
+    "autotune": "bandwidth codec_speed cost scheme",
+    "meter": "",
+    "metrics": "meter",
     "topology": "",
     "checksum": "torch layout",
-    "link": "torch deepspeed.comm checksum metrics topology",
+    "link": "torch deepspeed.comm checksum meter metrics topology",
     "coding": "torch codec codec_checks kernels rng rotation",
-    "collectives": "torch codec coding kernels layout link",
+    "collectives": "torch codec coding kernels layout link meter",
     "node_shard": "torch coding collectives kernels layout link",
-    "hops": "torch codec coding collectives kernels layout link rotation",
+    "hops": "torch codec coding collectives kernels layout link meter rotation",
     "owner_plan": "codec layout",
     "owners": "torch codec coding collectives hops kernels link owner_plan rotation",
     "cost": "torch scheme layout codec rng",

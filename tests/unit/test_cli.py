@@ -94,6 +94,14 @@ def test_roles_in_full_precision_are_named(tmp_path, capsys) -> None:
     assert "weights: full precision\ngradients: full precision" in capsys.readouterr().out
 
 
+def test_autotune_is_valid_and_says_what_it_chooses_from(tmp_path, capsys) -> None:
+    block = {"scheme": "autotune", "exclude": ["a.*"], "allow_full_replica": True}
+    assert main(["validate", write(tmp_path, {**GOOD, "quantized_comm": block})]) == 0
+    out = capsys.readouterr().out
+    assert "scheme: full_precision, qsdp, sdp4bit, as links and codecs measured" in out
+    assert '"weights"' not in out and '"node_shard"' not in out and "names matching a.*" in out
+
+
 def test_schema_is_printed(capsys) -> None:
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == json_schema()

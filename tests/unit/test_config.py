@@ -393,7 +393,7 @@ def test_schema_describes_every_field_and_scheme() -> None:
         for field, node in model["properties"].items():
             assert node.get("description"), f"{name}.{field} has no description"
     scheme = schema["$defs"]["QuantizedCommConfig"]["properties"]["scheme"]
-    assert scheme["enum"] == list(preset_names())
+    assert scheme["enum"] == [*preset_names(), "autotune"]
     assert all(preset_description(name) in scheme["description"] for name in preset_names())
 
 
@@ -418,6 +418,22 @@ def without_auto(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {key: without_auto(item) for key, item in value.items() if item != "auto"}
+
+
+def test_autotune_keeps_what_was_written_for_the_scheme_that_it_picks() -> None:
+    written = {"exclude": ["a"], "fallback": {"on_nonfinite": "raise"}, "seed": 3}
+    tuned = parse_block({"scheme": "autotune", **written})
+    for name in ("full_precision", "sdp4bit"):
+        assert tuned.picked(name) == parse_block({"scheme": name, **written})
+    with pytest.raises(ConfigError, match="before links are measured"):
+        tuned.to_scheme()
+
+
+@pytest.mark.parametrize("key", ["weights", "gradients", "node_shard"])
+def test_autotune_leaves_no_choice_to_the_block(key: str) -> None:
+    value = True if key == "node_shard" else {"enabled": False}
+    with pytest.raises(ConfigError, match=f'{key}=.*conflicts with .*scheme="autotune"'):
+        parse_block({"scheme": "autotune", key: value})
 
 
 @pytest.mark.parametrize("fp16", [{"enabled": True}, {"enabled": True, "loss_scale": 0}])

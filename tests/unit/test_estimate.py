@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from ds_quant.bandwidth import Rate, rate_from
 from ds_quant.cli import main
 from ds_quant.presets import preset_names
 from ds_quant.resources import resource_dir
-from ds_quant.tools import measured, probe
+from ds_quant.tools import measured
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "benchmarks" / "results" / "speed_2x2_cpu.json"
@@ -202,14 +203,14 @@ def test_probed_links_are_used_unless_an_option_replaces_them(capsys, tmp_path: 
 
 
 def test_rate_leaves_out_the_latency() -> None:
-    rate = probe.rate_from([1000, 10**6, 2 * 10**6 + 1000], [0.5, 0.9, 1.5])
-    assert rate == probe.Rate(bytes_per_second=2e6, latency=0.5)
+    rate = rate_from([1000, 10**6, 2 * 10**6 + 1000], [0.5, 0.9, 1.5])
+    assert rate == Rate(bytes_per_second=2e6, latency=0.5)
 
 
 @pytest.mark.parametrize("longest", [0.4, 0.5, 0.9])
 def test_rate_is_too_low_rather_than_absurd_where_noise_hides_it(longest: float) -> None:
-    rate = probe.rate_from([1000, 10**6], [0.5, longest])
-    assert rate == probe.Rate(bytes_per_second=10**6 / longest, latency=0.5)
+    rate = rate_from([1000, 10**6], [0.5, longest])
+    assert rate == Rate(bytes_per_second=10**6 / longest, latency=0.5)
 
 
 def test_probe_outside_a_launcher_says_how_to_start_it(monkeypatch, capsys) -> None:

@@ -1,0 +1,135 @@
+"""Sampled steps of one engine, written to DeepSpeed's monitors and to a file of JSON lines.
+
+[Note: which steps] Optimizer steps ``interval``, 2 ``interval``, ... as DeepSpeed counts them: all
+ranks sample the same ones without asking each other, and each measures itself alone. Rank 0 writes
+what it has seen.
+
+[Note: CUDA] In a sampled step the clock waits for the device, else it would time launches. That
+also ends overlap: a sampled step is slower, and its waits are an upper bound.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_quant.clock import device_clock
+from ds_quant.config import ConfigError
+from ds_quant.config_blocks import MetricsConfig
+from ds_quant.meter import Sample
+from ds_quant.zero import parameters, seams
+from ds_quant.zero.binding import Binding
+
+PREFIX = "Train/Samples/ds_quant"  # as DeepSpeed names its own events
+
+Received = dict[str, dict[str, int]]  # bytes by role and link
+
+
+def check_file(settings: MetricsConfig, rank: int) -> None:
+    """On rank 0, make sure that the file can be written. Before any collective.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if rank or not settings.interval or settings.file is None:
+        return
+    try:
+        with Path(settings.file).open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"quantized_comm.metrics.file={settings.file!r}: {error.strerror}: allowed: a file "
+            "that rank 0 can write, in a folder that exists; or null"
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What rank 0 reports. ``values`` by name, such as "gradients/inter/error".
+
+    step: optimizer steps as DeepSpeed counts them. samples: ``engine.global_samples``.
+    """
+
+    step: int
+    samples: int
+    values: dict[str, float]
+
+    def events(self) -> list[tuple[str, float, int]]:
+        """As ``engine.monitor.write_events`` takes them."""
+        return [(f"{PREFIX}/{name}", value, self.samples) for name, value in self.values.items()]
+
+    def line(self) -> str:
+        """As JSON, which has no infinity and no NaN: null instead."""
+        values = {n: v if math.isfinite(v) else None for n, v in self.values.items()}
+        return json.dumps({"step": self.step, "samples": self.samples, **values})
+
+
+class Telemetry:
+    """Opens and closes the samples of one engine."""
+
+    def __init__(self, binding: Binding, settings: MetricsConfig) -> None:
+        self._binding, self._interval = binding, settings.interval
+        self._file = None if settings.file is None else Path(settings.file)
+        self._writes = seams.rank_and_world()[0] == 0
+        self._clock = device_clock(parameters.device())
+        self._steps = 0  # since the last report
+        self._last = _copy(binding.traffic.received)
+        self._baseline = binding.received_in_full_precision()
+
+    def arm(self) -> None:
+        """Sample the next optimizer step if it is its turn. Called between steps."""
+        meter = self._binding.traffic.meter
+        if (self._binding.engine.global_steps + 1) % self._interval == 0 and not meter.is_open:
+            meter.open(self._clock)
+
+    def after_step(self) -> None:
+        """DeepSpeed has counted an optimizer step, skipped or not."""
+        self._steps += 1
+        if self._binding.traffic.meter.is_open:
+            sample = self._binding.traffic.meter.close()
+            if self._writes:
+                self._write(self._record(sample))
+            self._steps, self._last = 0, _copy(self._binding.traffic.received)
+        self.arm()
+
+    def _record(self, sample: Sample) -> Record:
+        engine, state = self._binding.engine, self._binding.state
+        values = dict(self._bytes())
+        for (role, link), tally in sample.tallies.items():
+            if tally.numel:
+                values[f"{role}/{link}/error"] = tally.normalised_error
+                values[f"{role}/{link}/bits"] = tally.bits
+        for name in ("encode", "wait", "decode"):
+            values[f"seconds/{name}"] = sample.seconds[name]
+        values |= {
+            "resyncs": state.resyncs,
+            "nonfinite_steps": state.nonfinite_steps,
+            "exact_steps": state.exact_steps,
+        }
+        return Record(step=engine.global_steps, samples=engine.global_samples, values=values)
+
+    def _bytes(self) -> Iterator[tuple[str, float]]:
+        """Bytes per step since the last report, and the share of full precision that is saved."""
+        for role, links in self._binding.traffic.received.items():
+            for link, received in links.items():
+                per_step = (received - self._last[role][link]) / self._steps
+                exact = self._baseline[role][link]
+                if per_step:
+                    yield f"{role}/{link}/bytes", per_step
+                if per_step and exact:
+                    yield f"{role}/{link}/saved", 1 - per_step / exact
+
+    def _write(self, record: Record) -> None:
+        monitor = self._binding.engine.monitor
+        if monitor.enabled:
+            monitor.write_events(record.events())
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(record.line() + "\n")
+
+
+def _copy(received: Received) -> Received:
+    return {role: dict(links) for role, links in received.items()}

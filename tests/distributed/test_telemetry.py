@@ -1,0 +1,230 @@
+"""Sampled steps: what rank 0 writes to DeepSpeed's monitors and to a file, and when."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.harness import run, run_each
+from tests.distributed.models import build, settings, train_step
+
+pytestmark = pytest.mark.distributed
+PREFIX = "Train/Samples/ds_quant/"
+INTERVAL, STEPS = 3, 7
+SECONDS = {f"seconds/{name}" for name in ("encode", "wait", "decode")}
+COUNTS = {"resyncs", "nonfinite_steps", "exact_steps"}
+
+
+def block(scheme: str, file: str | None, node_size: int = 1, **more: Any) -> dict[str, Any]:
+    metrics = {"interval": INTERVAL, "file": file}
+    fields = {"scheme": scheme, "node_size": node_size, "metrics": metrics, "min_numel": 0}
+    return {**fields, "allow_full_replica": True, **more}
+
+
+def received(engine: Any) -> dict[str, dict[str, int]]:
+    import ds_quant
+
+    return ds_quant.report(engine)["received_bytes"]
+
+
+def sampled(stage: int, scheme: str, node_size: int) -> tuple[list[dict], list[dict], dict]:
+    """Lines of the file, bytes received up to every step, and the CSV monitor's files."""
+    folder = Path(os.environ["TEST_SCRATCH"])
+    monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    config = settings(stage, block(scheme, str(folder / "lines"), node_size), csv_monitor=monitor)
+    engine = build(config)
+    before = []
+    for step in range(STEPS):
+        train_step(engine, step)
+        before.append(received(engine))
+    torch.distributed.barrier()
+    lines = [json.loads(line) for line in (folder / "lines").read_text().splitlines()]
+    tables = {
+        path.stem: list(csv.reader(path.open())) for path in (folder / "job").glob("*ds_quant*.csv")
+    }
+    return lines, before, tables
+
+
+def per_step(before: list[dict], first: int, last: int) -> dict[str, float]:
+    """Bytes per step of the steps after ``first`` up to ``last``, by name, without zeros."""
+    found = {}
+    for role, links in before[last - 1].items():
+        for link, nbytes in links.items():
+            start = before[first - 1][role][link] if first else 0
+            if nbytes > start:
+                found[f"{role}/{link}/bytes"] = (nbytes - start) / (last - first)
+    return found
+
+
+# scheme -> bits of (weights, gradients) between nodes; scales and the padding of slots come on top
+BITS = {
+    "full_precision": (32, 32),
+    "qsdp": (8, 8),
+    "sdp4bit": (4, 4),
+}
+
+
+@pytest.mark.parametrize("scheme", BITS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_interval_is_reported_with_the_bytes_that_were_counted(
+    stage: int, scheme: str
+) -> None:
+    lines, before, tables = run(sampled, 2, stage, scheme, 1)[0]
+    assert [line["step"] for line in lines] == [3, 6]
+    for line, first in zip(lines, (0, 3), strict=True):
+        nbytes = {name: value for name, value in line.items() if name.endswith("/bytes")}
+        assert nbytes == per_step(before, first, first + 3)
+    line = lines[1]
+    assert SECONDS | COUNTS <= set(line) and all(line[name] > 0 for name in SECONDS)
+    for role, bits in zip(("weights", "gradients"), BITS[scheme], strict=True):
+        assert bits <= line[f"{role}/inter/bits"] < bits + 1.7  # 1-D ones are in full precision
+        error = line[f"{role}/inter/error"]
+        assert error == 0 if scheme == "full_precision" else 0 < error < 4e-2  # steps of absmax / 7
+        # 1-D parameters, ranges of rows and node shards make up the rest.
+        assert line[f"{role}/inter/saved"] >= (1 - (bits + 1.7) / 32) - 0.02
+    for name, value in line.items():
+        if name in ("step", "samples"):
+            continue
+        rows = tables[(PREFIX + name).replace("/", "_")]
+        assert rows[-1] == [str(line["samples"]), str(value)], name
+        assert len(rows) == 3  # a header and two reports
+    assert line["samples"] == 6 * 2 * 16
+
+
+def test_two_levels_are_told_apart() -> None:
+    """SDP4Bit's gradients take 8 bits inside a node and 4 between, at every stage."""
+    for stage in (2, 3):
+        lines, _, _ = run(sampled, 4, stage, "sdp4bit", 2)[0]
+        line = lines[0]
+        assert 8 < line["gradients/intra/bits"] < 9.7 and 4 < line["gradients/inter/bits"] < 5.7
+        assert 0 < line["gradients/intra/error"] < 1e-3 < line["gradients/inter/error"] < 5e-2
+        assert 0 < line["weights/inter/error"] < 1e-3  # of differences, relative to the weights
+        assert line["weights/inter/saved"] > 0.7  # every row is as long as the longest
+    # The node shard is gathered exactly inside a node.
+    assert line["weights/intra/error"] == 0 and line["weights/intra/bits"] >= 32
+
+
+def nothing(interval: int, steps: int) -> tuple[bool, bool]:
+    """Whether a file was written, and whether a sample is open."""
+    path = Path(os.environ["TEST_SCRATCH"], "lines")
+    fields = block("qsdp", str(path)) | {"metrics": {"interval": interval, "file": str(path)}}
+    engine = build(settings(2, fields))
+    for step in range(steps):
+        train_step(engine, step)
+    torch.distributed.barrier()
+    return path.exists() and path.read_text() != "", engine.ds_quant_binding.traffic.meter.is_open
+
+
+def test_interval_zero_measures_and_writes_nothing() -> None:
+    assert run(nothing, 2, 0, 3) == [(False, False)] * 2
+
+
+def test_nothing_is_written_before_the_first_interval_and_the_step_before_it_opens_a_sample() -> (
+    None
+):
+    assert run(nothing, 2, 4, 2) == [(False, False)] * 2
+    assert run(nothing, 2, 4, 3) == [(False, True)] * 2
+
+
+def two_engines() -> list[list[dict]]:
+    folder = Path(os.environ["TEST_SCRATCH"])
+    engines = [
+        build(settings(2, block(scheme, str(folder / scheme)))) for scheme in ("qsdp", "sdp4bit")
+    ]
+    for step in range(INTERVAL):
+        for engine in engines:
+            train_step(engine, step)
+    torch.distributed.barrier()
+    return [
+        [json.loads(line) for line in (folder / scheme).read_text().splitlines()]
+        for scheme in ("qsdp", "sdp4bit")
+    ]
+
+
+def test_two_engines_of_a_process_do_not_mix() -> None:
+    (qsdp,), (sdp4bit,) = run(two_engines, 2)[0]
+    assert qsdp["gradients/inter/bits"] > 8 > sdp4bit["gradients/inter/bits"]
+    assert qsdp["gradients/inter/bytes"] > 1.5 * sdp4bit["gradients/inter/bytes"]
+
+
+def same_weights(stage: int) -> list[dict[str, str]]:
+    """Digests of the master weights, with every step sampled and with none."""
+    from tests.distributed.models import digests, masters
+
+    found = []
+    for interval in (1, 0):
+        engine = build(
+            settings(stage, block("sdp4bit", None) | {"metrics": {"interval": interval}})
+        )
+        for step in range(3):
+            train_step(engine, step)
+        found.append(digests(masters(engine)))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sampling_changes_no_bit(stage: int) -> None:
+    for sampled_weights, plain in run(same_weights, 2, stage):
+        assert sampled_weights == plain
+
+
+def resumed() -> list[int]:
+    """Steps reported by a run that loads a checkpoint of step 5."""
+    folder = Path(os.environ["TEST_SCRATCH"])
+    engine = build(settings(2, block("qsdp", None)))
+    for step in range(5):
+        train_step(engine, step)
+    engine.save_checkpoint(folder, "five")
+    engine.destroy()
+    engine = build(settings(2, block("qsdp", str(folder / "lines"))))
+    engine.load_checkpoint(folder, tag="five")
+    for step in range(5, 9):
+        train_step(engine, step)
+    torch.distributed.barrier()
+    return [json.loads(line)["step"] for line in (folder / "lines").read_text().splitlines()]
+
+
+def test_a_resumed_run_samples_the_same_steps() -> None:
+    assert run(resumed, 2)[0] == [6, 9]
+
+
+def unwritable() -> None:
+    build(settings(2, block("qsdp", "/nowhere/at/all") | {"handshake_timeout": 5.0}))
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_sent() -> None:
+    (_, writer), (_, other) = run_each(unwritable, 2)
+    assert "quantized_comm.metrics.file='/nowhere/at/all': No such file" in writer
+    assert "in handshake" in other, "which is before the first collective"
+
+
+def times(repeats: int) -> tuple[float, float]:
+    """Shortest ordinary and shortest sampled step, in seconds."""
+    shortest = []
+    for interval in (0, 1):
+        fields = block("sdp4bit", None) | {"metrics": {"interval": interval}}
+        engine = build(settings(2, fields))
+        found = []
+        for step in range(repeats):
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            train_step(engine, step)
+            torch.distributed.barrier()
+            found.append(time.perf_counter() - start)
+        shortest.append(min(found))
+        engine.destroy()
+    return shortest[0], shortest[1]
+
+
+def test_the_default_interval_costs_less_than_one_percent() -> None:
+    """One step in a hundred is sampled; it must not take twice as long as another."""
+    plain, with_sample = run(times, 2, 30)[0]
+    assert (with_sample - plain) / plain / 100 < 0.01

@@ -1,0 +1,178 @@
+"""The choice of "autotune": the ladder, the price of a codec, and every point that was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_quant import cost
+from ds_quant.autotune import Candidate, Links, Place, choose, codec_seconds, messages
+from ds_quant.bandwidth import Rate
+from ds_quant.codec_speed import Speed, Speeds, speeds_of
+from ds_quant.config import parse_block
+from ds_quant.cost import Bill
+from ds_quant.presets import CANDIDATES
+from ds_quant.tools.models import block_cargo
+
+RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/speed_*.json"))
+CLOSE = 1.05
+BF16 = torch.bfloat16
+TWO_BY_ONE = Place(stage=2, micro_steps=1, nodes=2, node_size=1)
+
+
+def links(inter: float | None = None, intra: float | None = None) -> Links:
+    """Rates in bytes per second."""
+    found = [None if r is None else Rate(bytes_per_second=r, latency=0.0) for r in (intra, inter)]
+    return Links(intra=found[0], inter=found[1])
+
+
+def candidate(name: str, nbytes: float, codec: float = 0.0) -> Candidate:
+    """``nbytes`` per parameter and ZeRO-2 step between nodes, 1000 parameters."""
+    bill = Bill(numel=1000, weights=nbytes, gradients=0.0, full_precision_share=0, kept={})
+    return Candidate(name=name, bill=bill, codec=codec)
+
+
+def test_messages_are_the_wire_and_the_codec() -> None:
+    """2000 bytes, half of them from elsewhere, at 100 bytes per second; 1000 x 3 ms of codec."""
+    seconds = messages(candidate("a", 2.0, 0.003), TWO_BY_ONE, links(inter=100))
+    assert seconds == pytest.approx(2000 / 2 / 100 + 3)
+
+
+@pytest.mark.parametrize(
+    ("codec", "rate", "expected"),
+    [
+        (0.0, 100, "low"),  # 20 s, 10 s, 5 s
+        (0.003, 100, "low"),  # 20 s, 13 s, 8 s
+        (0.003, 1000, "exact"),  # 2 s, 4 s, 3.5 s: encoding takes longer than it saves
+        (0.0, 1e12, "low"),  # everything is nothing, but a quarter of it: compute is as short
+    ],
+)
+def test_the_shortest_step_wins(codec: float, rate: float, expected: str) -> None:
+    offered = [candidate("exact", 4), candidate("half", 2, codec), candidate("low", 1, codec)]
+    assert choose(offered, TWO_BY_ONE, links(inter=rate)).scheme == expected
+
+
+def test_what_loses_more_must_gain_five_percent_of_the_step() -> None:
+    offered = [candidate("exact", 4), candidate("half", 2), candidate("low", 1)]
+    fast = links(inter=100)  # 20 s, 10 s, 5 s
+    assert choose(offered, TWO_BY_ONE, fast, compute=0).scheme == "low"
+    assert choose(offered, TWO_BY_ONE, fast, compute=94).scheme == "low"
+    assert choose(offered, TWO_BY_ONE, fast, compute=96).scheme == "half"  # 106 to 101
+    assert choose(offered, TWO_BY_ONE, fast, compute=400).scheme == "exact"
+    # By little faster than the step before it, but much faster than the first one.
+    ladder = [candidate("exact", 4), candidate("half", 2), candidate("low", 1.95)]
+    assert choose(ladder, TWO_BY_ONE, fast, compute=0).scheme == "half"
+
+
+def test_the_reason_names_seconds_and_links() -> None:
+    offered = [candidate("full_precision", 4), candidate("qsdp", 2)]
+    slow = links(inter=125e6, intra=12.5e9)
+    reason = choose(offered, TWO_BY_ONE, slow).reason(slow)
+    assert reason == (
+        "chosen by autotune: messages of a step take full_precision 1.6e-05 s, qsdp 8e-06 s at "
+        "1 Gb/s into a node and 100 Gb/s into a rank inside a node"
+    )
+    alone = choose(offered[:1], TWO_BY_ONE, slow)
+    assert alone.scheme == "full_precision" and "nothing else gains 5 %" in alone.reason(slow)
+
+
+SPEEDS = Speeds(
+    weights=Speed(encode=1000.0, decode=100.0),
+    weights_intra=Speed(encode=10000.0, decode=7.0),
+    gradients=Speed(encode=20.0, decode=3.0),
+    gradients_intra=Speed(encode=0.2, decode=0.03),
+)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "stage", "micro_steps", "nodes", "size", "expected"),
+    [
+        # an own share of the weights, all of them; all gradients twice
+        ("qsdp", 2, 1, 1, 2, 1000 / 2 + 100 + 0.2 + 0.03),
+        ("qsdp", 2, 3, 2, 1, 1000 / 2 + 100 + 3 * 23),
+        ("qsdp", 1, 3, 2, 1, 1000 / 2 + 100 + 23),
+        ("qsdp", 3, 3, 2, 1, 6 * (1000 / 2 + 100) + 3 * 23),
+        # the second hop handles what is left of a node
+        ("qsdp", 2, 1, 2, 4, 1000 / 8 + 100 + 0.23 + 23 / 4),
+        # a node shard: once between the nodes, then two gathers from it
+        ("sdp4bit", 3, 1, 2, 4, 1000 / 8 + 100 / 4 + 2 * (10000 / 4 + 7) + 0.23 + 23 / 4),
+        ("sdp4bit", 3, 1, 1, 4, 2 * (10000 / 4 + 7) + 0.23),
+    ],
+)
+def test_a_rank_pays_for_what_it_encodes_and_decodes(
+    scheme: str, stage: int, micro_steps: int, nodes: int, size: int, expected: float
+) -> None:
+    place = Place(stage=stage, micro_steps=micro_steps, nodes=nodes, node_size=size)
+    found = codec_seconds(parse_block({"scheme": scheme}).to_scheme(), SPEEDS, place)
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_codecs_of_every_candidate_can_be_measured(name: str) -> None:
+    state = torch.get_rng_state()
+    speeds = speeds_of(
+        parse_block({"scheme": name}).to_scheme(), weights=BF16, gradients=torch.float32,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    for speed in (speeds.weights, speeds.weights_intra, speeds.gradients, speeds.gradients_intra):
+        assert 1e-12 < speed.encode < 1e-5 and 1e-12 < speed.decode < 1e-5
+    assert torch.equal(torch.get_rng_state(), state), "the user's random numbers stay the same"
+
+
+# ---- the points of the network lab ----
+
+
+def _points() -> list[tuple[str, dict[str, Any], float]]:
+    return [
+        (path.stem, place, rate)
+        for path in RESULTS
+        for place in json.loads(path.read_text("utf-8"))["points"]
+        for rate in sorted({row["rate"] for row in place["rows"]})
+    ]
+
+
+def picked(place: dict[str, Any], rate: float, *, compute_is_known: bool) -> str:
+    """What autotune takes when the probe finds the lab's rate (Mbit/s, 0 for no limit).
+
+    What a codec costs is what the unshaped step takes longer than that of full_precision.
+    """
+    nodes, size = map(int, place["topology"].split("x"))
+    where = Place(stage=place["stage"], micro_steps=1, nodes=nodes, node_size=size)
+    local = {row["scheme"]: row["seconds"] for row in place["rows"] if row["rate"] == 0}
+    offered = []
+    for name in CANDIDATES:
+        costs = cost.bill(
+            parse_block({"scheme": name}).to_scheme(), place["stage"],
+            block_cargo(384, dtype=BF16), ranks=nodes * size, node_size=size, gradient_dtype=BF16,
+        )  # fmt: skip
+        bill = Bill(**{**vars(costs), "numel": place["parameters"]})
+        more = max(0.0, local[name] - local["full_precision"])
+        offered.append(Candidate(name=name, bill=bill, codec=more / place["parameters"]))
+    found = links(inter=rate * 1e6 / 8 if rate else None)
+    compute = local["full_precision"] if compute_is_known else None
+    return choose(offered, where, found, compute=compute).scheme
+
+
+@pytest.mark.parametrize("compute_is_known", [True, False], ids=["compute", "start-up"])
+@pytest.mark.parametrize(("file", "place", "rate"), _points())
+def test_the_pick_is_the_measured_best_or_close(
+    file: str, place: dict[str, Any], rate: float, compute_is_known: bool
+) -> None:
+    measured = {
+        row["scheme"]: row["seconds"]
+        for row in place["rows"]
+        if row["rate"] == rate and row["scheme"] in CANDIDATES
+    }
+    choice = picked(place, rate, compute_is_known=compute_is_known)
+    assert measured[choice] <= CLOSE * min(measured.values()), (choice, measured)
+
+
+def test_the_points_ask_for_different_schemes() -> None:
+    """Else a constant would pass."""
+    assert {picked(place, rate, compute_is_known=True) for _, place, rate in _points()} == set(
+        CANDIDATES
+    )

@@ -1,0 +1,106 @@
+"""Meter: whose seconds count where, and that nothing happens between samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ds_quant.codec import CastCodec, GroupCodec
+from ds_quant.coding import Coding
+from ds_quant.meter import Meter, Tally
+from ds_quant.rotation import Rotation
+
+
+def ticking(*times: float) -> Iterator[float]:
+    yield from times
+
+
+def test_a_section_is_charged_without_what_is_inside_it() -> None:
+    clock, meter = ticking(0, 2, 7, 8), Meter()
+    meter.open(lambda: next(clock))
+    with meter.section("decode"), meter.section("wait"):
+        pass
+    assert meter.close().seconds == {"encode": 0, "wait": 5, "decode": 3}
+
+
+def test_sections_add_up() -> None:
+    clock, meter = ticking(0, 1, 10, 12), Meter()
+    meter.open(lambda: next(clock))
+    for _ in range(2):
+        with meter.section("wait"):
+            pass
+    assert meter.close().seconds["wait"] == 3
+
+
+def test_between_samples_no_clock_is_read_and_nothing_is_decoded() -> None:
+    def forbidden() -> float:
+        raise AssertionError("a clock was read")
+
+    meter = Meter()
+    meter.open(forbidden)
+    meter.close()
+    with meter.section("wait"), meter.encoding("weights", "inter") as notes:
+        notes.note(None, None, None)
+    assert not meter.is_open
+
+
+def test_what_was_encoded_is_read_back_outside_the_sections() -> None:
+    clock, meter = ticking(0, 1, 5, 9), Meter()
+    meter.open(lambda: next(clock))
+    values = torch.tensor([[0.0, 1.0, 3.0, -2.0] * 8])
+    coding = Coding(codec=GroupCodec(bits=2, group_size=32, range="absmax"))
+    wire = torch.empty(1, coding.codec.wire_bytes(32), dtype=torch.uint8)
+    with meter.encoding("gradients", "inter") as notes:
+        coding.encode(values, wire)
+        notes.note(coding, values, wire)
+    sample = meter.close()
+    decoded = torch.empty_like(values)
+    coding.decode(wire, decoded)
+    tally = sample.tallies["gradients", "inter"]
+    expected = (decoded - values).square().sum() / values.square().sum()
+    assert tally.normalised_error == pytest.approx(expected.item()) and expected > 0
+    assert (tally.numel, tally.bits) == (32, 8 * wire.numel() / 32)
+    assert sample.seconds["encode"] == 1, "reading back takes from 5 to 9 and is not encoding"
+
+
+def test_error_of_a_difference_is_that_of_the_weights() -> None:
+    held = torch.linspace(-1, 1, 64)
+    wanted = held + 0.01 * torch.sin(torch.arange(64.0))
+    codec = GroupCodec(bits=4, group_size=32, range="absmax")
+    coding = Coding(codec=codec, difference=True)
+    wire = torch.empty(codec.wire_bytes(64), dtype=torch.uint8)
+    coding.encode(wanted, wire, held=held)
+    error, norm = coding.error(wanted, wire, held=held)
+    after = held.clone()
+    coding.decode(wire, after)
+    assert error == pytest.approx((after - wanted).double().square().sum().item())
+    assert norm == pytest.approx(wanted.double().square().sum().item())
+    assert 0 < error < 1e-4 * norm
+    assert torch.equal(held, torch.linspace(-1, 1, 64)), "what is held is left alone"
+
+
+def test_error_of_rotated_values_is_that_of_the_values() -> None:
+    """A rotation keeps norms up to a factor, which must not show."""
+    values = torch.sin(torch.arange(100.0)) * 3
+    rotation = Rotation(block=32)
+    coding = Coding(codec=GroupCodec(bits=8, group_size=32, range="absmax"))
+    wire = torch.empty(coding.codec.wire_bytes(rotation.padded(100)), dtype=torch.uint8)
+    coding.encode(values, wire, rotation=rotation)
+    error, norm = coding.error(values, wire, rotation=rotation)
+    assert norm == pytest.approx(values.double().square().sum().item())
+    assert 0 < error < 1e-4 * norm
+
+
+def test_a_cast_to_its_own_dtype_loses_nothing() -> None:
+    values = torch.randn(33).bfloat16()
+    coding = Coding(codec=CastCodec(torch.bfloat16))
+    wire = torch.empty(coding.codec.wire_bytes(33), dtype=torch.uint8)
+    coding.encode(values, wire)
+    assert coding.error(values, wire)[0] == 0
+
+
+def test_normalised_error_of_zeros() -> None:
+    assert Tally().normalised_error == 0
+    assert Tally(error=1.0).normalised_error == float("inf")

@@ -5,28 +5,31 @@
 
 Every file runs without the plugin and once per scheme, on the CPU. The tests stay as they are and
 where they are: a pytest plugin puts the block into every config that enables ZeRO 1 to 3. Quantized
-schemes get min_numel 0, because the models of these tests have a few dozen weights. Listed is every
-test that passes without the plugin and does not with it, with its explanation from
-peer/explained.json; the exit code is 1 if one has none. With --work, finished files are kept there
-and not run again. May import the package peer and rich.
+schemes get min_numel 0, because the models of these tests have a few dozen weights. Listed is
+every test that passes without the plugin and does not with it, with its explanation from
+peer/explained.json; the exit code is 1 if one has none. With --work, what has been run is kept
+there and not run again. May import the package peer and rich.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import signal
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from peer import block, outcomes, process, results
+from peer import block, facts, outcomes, process, results
 from peer.files import FILES
-from peer.outcomes import PLAIN
+from peer.outcomes import PLAIN, Test
 from peer.process import Setting, SuiteError
+from peer.runner import Runner
 from rich.console import Console
 
 BLOCKS: dict[str, dict[str, Any] | None] = {
@@ -48,6 +51,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--timeout", type=float, default=1200, help="seconds per file and scheme")
     add("--test-timeout", type=float, default=120, help="seconds without news from a test")
     add("--build-timeout", type=float, default=1800, help="seconds to compile CPU operators")
+    add("--jobs", type=int, default=1, help="schemes that run at the same time")
     add("--work", type=Path, help="folder that keeps what has been run, logs too")
     add("--json", type=Path, help="result file")
     args = parser.parse_args(argv)
@@ -121,10 +125,9 @@ def block_of(scheme: str) -> dict[str, Any] | None:
 def run(
     args: argparse.Namespace, tree: Path, files: Sequence[str], console: Console
 ) -> results.Found:
-    """All files under all schemes, those without the plugin first."""
-    found: results.Found = {file: {} for file in files}
-    for scheme in (PLAIN, *args.schemes):
-        setting = Setting(
+    """All files without the plugin and under all schemes."""
+    settings = {
+        scheme: Setting(
             tree=tree,
             block=block_of(scheme),
             ranks=args.ranks,
@@ -132,57 +135,70 @@ def run(
             test_limit=args.test_timeout,
             keyword=args.keyword,
         )
-        process.check_start(setting, args.build_timeout)
-        for file in files:
-            events = args.work / scheme / f"{file.replace('/', '--')}.jsonl"
-            begin = time.monotonic()
-            if not _is_done(events, args, tree, scheme):
-                process.run_file(file, setting, events)
-            facts = process.read(events)
-            found[file][scheme] = outcomes.tests(facts)
-            _tell(console, scheme, file, facts, time.monotonic() - begin)
-    return found
+        for scheme in (PLAIN, *args.schemes)
+    }
+    process.check_start(settings[args.schemes[0]], args.build_timeout)
+    stop = threading.Event()
+
+    def run_scheme(scheme: str) -> dict[str, dict[str, Test]]:
+        events = _events(args, tree, scheme)
+        Runner(setting=settings[scheme], events=events, stop=stop).run(files)
+        found = facts.read(events)
+        _tell(console, scheme, found)
+        return {file: outcomes.tests_of(file, found) for file in files}
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        try:
+            by_scheme = dict(zip(settings, pool.map(run_scheme, settings), strict=True))
+        finally:
+            stop.set()  # when interrupted: the threads end their processes
+    return {file: {scheme: by_scheme[scheme][file] for scheme in settings} for file in files}
 
 
-def _is_done(events: Path, args: argparse.Namespace, tree: Path, scheme: str) -> bool:
-    """Whether the file was run to its end before, in the same way; if not, begin it anew."""
+def _events(args: argparse.Namespace, tree: Path, scheme: str) -> Path:
+    """The file of facts of a scheme; with another tree, version or setting it begins anew."""
     from ds_quant import __version__
 
     how = {
+        "event": "how",
         "versions": [version_of(tree), metadata.version("deepspeed"), __version__],
         "block": block_of(scheme),
         "keyword": args.keyword,
         "ranks": args.ranks,
     }
-    facts = process.read(events)
-    if facts and facts[0] == {"event": "how", **how} and facts[-1]["event"] == "finished":
-        return True
-    events.parent.mkdir(parents=True, exist_ok=True)
-    events.unlink(missing_ok=True)
-    block.append(events, "how", **how)
-    return False
+    events = args.work / f"{scheme}.jsonl"
+    if facts.read(events)[:1] != [how]:
+        events.parent.mkdir(parents=True, exist_ok=True)
+        events.unlink(missing_ok=True)
+        block.append(events, **how)
+    return events
 
 
-def _tell(console: Console, scheme: str, file: str, facts: outcomes.Facts, seconds: float) -> None:
-    numbers = outcomes.counts(outcomes.tests(facts).values())
+def _tell(console: Console, scheme: str, found: facts.Facts) -> None:
+    numbers = outcomes.counts(outcomes.tests(found).values())
     shown = ", ".join(f"{count} {name}" for name, count in numbers.items() if count)
-    console.print(f"{scheme:15} {file}: {shown or 'nothing'} ({seconds:.0f} s)")
-    for fact in facts:
+    console.print(f"{scheme}: {shown or 'nothing'}")
+    for fact in found:
         if fact["event"] == "unreadable":
-            console.print(f"[yellow]cannot be collected: {fact['error']}")
+            console.print(f"[yellow]{fact['file']} cannot be collected: {fact['error']}")
+        if fact["event"] == "given_up":
+            console.print(f"[yellow]{fact['file']} was not finished within --timeout")
         if fact["event"] == "left_behind":
-            console.print(f"[yellow]{fact['processes']} processes outlived pytest; ended them")
+            console.print(f"[yellow]{fact['processes']} processes outlived pytest and were ended")
 
 
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:
     """What made the result, without this machine's paths."""
-    given = {k: v for k, v in vars(args).items() if k not in ("work", "json", "build_timeout")}
+    given = {
+        k: v for k, v in vars(args).items() if k not in ("work", "json", "build_timeout", "jobs")
+    }
     return {**given, "tree": "PATH_TO_DEEPSPEED_SOURCE"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     console = Console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing is left behind
     with tempfile.TemporaryDirectory() as scratch:
         args.work = (args.work or Path(scratch)).resolve()
         try:

@@ -1,7 +1,8 @@
 """The files of DeepSpeed's tests/unit that exercise ZeRO 1 to 3 and can run on a CPU.
 
 Left out, because a CPU or this plugin has nothing for them: NVMe, ZeRO++, MiCS, DeepCompile, and
-tests that build no engine (config parsing, tiling, process-group arguments, CUDA streams).
+tests that build no engine (config parsing, tiling, process-group arguments, CUDA streams), tests of
+how much device memory is in use, and one file that takes a fixed port.
 """
 
 FILES = (
@@ -15,7 +16,6 @@ FILES = (
     "runtime/zero/test_ignore_unused_parameters.py",
     "runtime/zero/test_unwrap_model.py",
     "runtime/zero/test_zero_allreduce_fetch_params.py",
-    "runtime/zero/test_zero_grad_clip.py",
     "runtime/zero/test_zero_tensor_fragment.py",
     "runtime/zero/test_zero_dynamic_class.py",
     "runtime/zero/test_zero_linear_direct_init.py",
@@ -28,7 +28,6 @@ FILES = (
     "checkpoint/test_lr_scheduler.py",
     "checkpoint/test_shared_weights.py",
     "checkpoint/test_tag_validation.py",
-    "v1/zero/test_offload_states.py",
     "v1/zero/test_zero_coalesce_grad_reduction.py",
     "v1/zero/test_zero_user_backward.py",
     "v1/zero/test_zero_hook_count_regression.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -18,23 +19,25 @@ def pytest_configure() -> None:
     multiprocessing.set_forkserver_preload(["peer.ranks"])
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A run that is started again because a test hung goes on behind that test."""
+    """A run that is started again, because a test hung or the suite was ended, goes on."""
+    block.note("collected", tests=[item.nodeid for item in items])
     lines = Path(os.environ[block.EVENTS]).read_text("utf-8").splitlines()
     facts = [json.loads(line) for line in lines]
-    started = {fact["test"] for fact in facts if fact["event"] == "start"}
-    items[:] = [item for item in items if item.nodeid not in started]
-    block.note("collected", tests=[item.nodeid for item in items])
+    ended = {fact["test"] for fact in facts if fact["event"] == "end"}
+    items[:] = [item for item in items if item.nodeid not in ended]
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
         last = str(report.longrepr).strip().splitlines()[-1]
-        block.note("unreadable", error=block.on_one_line(last.removeprefix("E ")))
+        file = report.nodeid.removeprefix("unit/")
+        block.note("unreadable", file=file, error=block.on_one_line(last.removeprefix("E ")))
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    block.note("start", test=nodeid)
+    block.note("start", test=nodeid, time=time.time())
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

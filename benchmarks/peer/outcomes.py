@@ -1,6 +1,6 @@
 """From the facts of the runs to counts, and to the tests that fail only with the plugin.
 
-Pure; may import the standard library.
+Pure; may import facts and the standard library.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from peer.facts import Facts
+
 PLAIN = "without"  # the runs without the plugin
 REFUSAL = re.compile(r"quantized_comm cannot be used with .*")
-Facts = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Explanation:
 
 
 def tests(facts: Facts) -> dict[str, Test]:
-    """The tests of a file under one scheme, by name."""
+    """The tests under one scheme, by name."""
     about: dict[str, list[Mapping[str, Any]]] = {}
     current = ""
     for fact in facts:
@@ -55,6 +56,11 @@ def tests(facts: Facts) -> dict[str, Test]:
         if fact["event"] in ("end", "block", "rank_error") and current in about:
             about[current].append(fact)
     return {name: _test(name, own) for name, own in about.items()}
+
+
+def tests_of(file: str, facts: Facts) -> dict[str, Test]:
+    """Those of one file, named as in files.py."""
+    return {name: test for name, test in tests(facts).items() if name.startswith(f"unit/{file}::")}
 
 
 def _test(name: str, facts: Facts) -> Test:

@@ -1,6 +1,5 @@
-"""Runs one test file in a session of its own, within time limits, and leaves no process behind.
+"""Processes of the peer suite: their environment, their sessions, and the end of all of them.
 
-A test that hangs takes pytest and its ranks with it; the rest of its file is run by a new pytest.
 May import block, the standard library and psutil, which DeepSpeed needs too.
 """
 
@@ -22,8 +21,7 @@ import psutil
 
 from peer import block
 
-POLL_SECONDS = 0.3
-PATIENCE = 5.0  # seconds in which processes may end by themselves after pytest has
+POLL_SECONDS = 0.5
 BENCHMARKS = Path(__file__).resolve().parents[1]
 
 
@@ -58,7 +56,7 @@ class Setting:
         return {**os.environ, **changes}
 
 
-def check_start(setting: Setting, limit: float) -> None:
+def checkstart(setting: Setting, limit: float) -> None:
     """Compile DeepSpeed's CPU operators and import what the ranks need.
 
     The fork server would be silent about an import that fails, and a test would not wait for a
@@ -85,7 +83,7 @@ def _in_session(
 ) -> int | None:
     """Exit code of a command, or None at the time limit."""
     with log.open("ab") as output:
-        process = _start(command, setting, events, output)
+        process = start(command, setting, events, output)
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -94,42 +92,7 @@ def _in_session(
             end_session(process.pid, patience=0)
 
 
-def run_file(file: str, setting: Setting, events: Path) -> None:
-    """Run one file of the tree's tests/unit; `events` is appended to until it says "finished"."""
-    deadline = time.monotonic() + setting.file_limit
-    begin = time.monotonic()
-    while True:
-        before = len(started(read(events)))
-        why = _run_once(file, setting, events, deadline)
-        facts = read(events)
-        for test in sorted(started(facts) - ended(facts)):
-            block.append(events, "end", test=test, outcome="failed", error=why)
-        progress = len(started(facts)) > before
-        if time.monotonic() > deadline or not progress or not collected(facts) - started(facts):
-            break
-    block.append(events, "finished", seconds=round(time.monotonic() - begin, 1))
-
-
-def _run_once(file: str, setting: Setting, events: Path, deadline: float) -> str:
-    """One pytest; says why a test that has not ended has not."""
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        command += ["-p", "peer.hooks", f"--basetemp={scratch}/pytest", f"unit/{file}"]
-        command += ["-k", setting.keyword] if setting.keyword else []
-        with events.with_suffix(".log").open("ab") as output:
-            process = _start(command, setting, events, output)
-            try:
-                why = _watch(process, setting, events, deadline)
-            finally:
-                by_itself = process.poll() is not None
-                killed = end_session(process.pid, patience=PATIENCE if by_itself else 0)
-                process.wait()
-        if by_itself and killed:
-            block.append(events, "left_behind", processes=killed)
-    return why
-
-
-def _start(
+def start(
     command: Sequence[str], setting: Setting, events: Path, output: Any
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
@@ -141,21 +104,6 @@ def _start(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-
-
-def _watch(
-    process: subprocess.Popen[bytes], setting: Setting, events: Path, deadline: float
-) -> str:
-    """Until pytest ends or is out of time; says which."""
-    begin = time.time()
-    while process.poll() is None:
-        if time.monotonic() > deadline:
-            return f"not ended at the time limit of its file, {setting.file_limit:g} s"
-        news = max(begin, events.stat().st_mtime if events.exists() else begin)
-        if time.time() - news > setting.test_limit:
-            return f"hung: no news within {setting.test_limit:g} s"
-        time.sleep(POLL_SECONDS)
-    return f"pytest ended in it with exit code {process.returncode}"
 
 
 def end_session(session: int, *, patience: float) -> int:
@@ -181,27 +129,3 @@ def _members(session: int) -> list[int]:
         except (ProcessLookupError, PermissionError, psutil.Error):
             continue
     return members
-
-
-# ---- facts ----
-
-
-def read(events: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file of events."""
-    if not events.exists():
-        return []
-    lines = events.read_text("utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def started(facts: Sequence[Mapping[str, Any]]) -> set[str]:
-    return {fact["test"] for fact in facts if fact["event"] == "start"}
-
-
-def ended(facts: Sequence[Mapping[str, Any]]) -> set[str]:
-    return {fact["test"] for fact in facts if fact["event"] == "end"}
-
-
-def collected(facts: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Tests that some pytest of the file has found."""
-    return {test for fact in facts if fact["event"] == "collected" for test in fact["tests"]}

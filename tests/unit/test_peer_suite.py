@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ sys.path.append(str(ROOT / "benchmarks"))
 import peer_page  # noqa: E402
 import peer_suite  # noqa: E402
 import results_schema  # noqa: E402
-from peer import block, outcomes, process  # noqa: E402
+from peer import block, facts, outcomes, process  # noqa: E402
 from peer.files import FILES  # noqa: E402
 from peer.outcomes import Explanation  # noqa: E402
 from peer.process import Setting, SuiteError  # noqa: E402
 from peer.results import EXPLAINED  # noqa: E402
+from peer.runner import Runner  # noqa: E402
 
 BLOCK = {"scheme": "qsdp", "min_numel": 0}
 REFUSAL = "quantized_comm cannot be used with something"
@@ -40,7 +42,7 @@ def test_configs_that_enable_zero_get_the_block(
     given = {"zero_optimization": {"stage": stage}}
     assert block.with_block(given, BLOCK) == {**given, "quantized_comm": BLOCK}
     assert "quantized_comm" not in given
-    assert process.read(tmp_path / "events") == [{"event": "block", "stage": stage, "world": 2}]
+    assert facts.read(tmp_path / "events") == [{"event": "block", "stage": stage, "world": 2}]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_other_configs_stay_as_they_are(config: dict[str, Any]) -> None:
 # ---- outcomes ----
 
 
-def facts(name: str, *events: dict[str, Any]) -> list[dict[str, Any]]:
+def facts_of(name: str, *events: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"event": "start", "test": name}, *events]
 
 
@@ -74,16 +76,16 @@ def test_every_outcome_is_told_apart() -> None:
     found = outcomes.tests(
         [
             {"event": "collected", "tests": names},
-            *facts("fine", used, end("fine", "passed")),
-            *facts("late", end("late", "passed"), end("late", "failed", "in its teardown")),
-            *facts("wrong", alone, end("wrong", "failed", "1 != 2")),
-            *facts("refused", used, end("refused", "failed", f"ConfigError: {REFUSAL}")),
-            *facts(
+            *facts_of("fine", used, end("fine", "passed")),
+            *facts_of("late", end("late", "passed"), end("late", "failed", "in its teardown")),
+            *facts_of("wrong", alone, end("wrong", "failed", "1 != 2")),
+            *facts_of("refused", used, end("refused", "failed", f"ConfigError: {REFUSAL}")),
+            *facts_of(
                 "hung",
                 {"event": "rank_error", "error": "ValueError: one rank"},
                 end("hung", "failed", "hung: no news within 9 s"),
             ),
-            *facts("skipped", end("skipped", "skipped", "Skipped: no fp16")),
+            *facts_of("skipped", end("skipped", "skipped", "Skipped: no fp16")),
         ]
     )
     assert {name: test.outcome for name, test in found.items()} == {
@@ -101,7 +103,7 @@ def test_differences_are_tests_that_pass_only_without_the_plugin() -> None:
     def run(**ends: tuple[str, str]) -> dict[str, outcomes.Test]:
         events = [{"event": "collected", "tests": list(ends)}]
         for name, (outcome, error) in ends.items():
-            events += facts(name, end(name, outcome, error))
+            events += facts_of(name, end(name, outcome, error))
         return outcomes.tests(events)
 
     ok, bad = ("passed", ""), ("failed", "losses differ")
@@ -157,14 +159,14 @@ def tree(tmp_path: Path) -> Path:
 def test_hanging_test_is_ended_with_its_processes_and_the_rest_is_run(
     tree: Path, tmp_path: Path
 ) -> None:
-    setting = Setting(tree=tree, block=None, ranks=2, file_limit=120, test_limit=6, keyword=None)
+    setting = Setting(tree=tree, block=None, ranks=2, file_limit=120, test_limit=10, keyword=None)
     events = tmp_path / "events.jsonl"
     block.append(events, "how")
     sleepers = {p.pid for p in psutil.process_iter() if "time.sleep(600)" in _command(p)}
-    process.run_file("test_small.py", setting, events)
+    Runner(setting=setting, events=events, stop=threading.Event()).run(["test_small.py"])
     left = {p.pid for p in psutil.process_iter() if "time.sleep(600)" in _command(p)}
     assert left <= sleepers
-    found = outcomes.tests(process.read(events))
+    found = outcomes.tests(facts.read(events))
     assert {name.rpartition("::")[2]: test.outcome for name, test in found.items()} == {
         "test_passes": "passed",
         "test_hangs": "failed",
@@ -172,8 +174,7 @@ def test_hanging_test_is_ended_with_its_processes_and_the_rest_is_run(
         "test_is_skipped": "skipped",
     }
     errors = [test.error for test in found.values() if test.outcome == "failed"]
-    assert errors == ["hung: no news within 6 s", "assert 1 == 2"]
-    assert process.read(events)[-1]["event"] == "finished"
+    assert errors == ["hung: no news within 10 s", "assert 1 == 2"]
 
 
 def _command(candidate: psutil.Process) -> str:
@@ -188,13 +189,24 @@ def test_time_limit_of_a_file_ends_it(tree: Path, tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
     block.append(events, "how")
     begin = time.monotonic()
-    process.run_file("test_small.py", setting, events)
+    Runner(setting=setting, events=events, stop=threading.Event()).run(["test_small.py"])
     assert time.monotonic() - begin < 30
-    assert process.read(events)[-1]["event"] == "finished"
+    found = facts.read(events)
+    assert [fact["file"] for fact in found if fact["event"] == "given_up"] == ["test_small.py"]
+    assert "test_passes" not in json.dumps([fact for fact in found if fact["event"] == "end"])
 
 
-def test_start_that_fails_is_named(tree: Path) -> None:
-    (tree / "tests" / "unit" / "common.py").write_text("raise ImportError('no such helper')")
+def test_suite_that_is_ended_from_outside_ends_its_processes(tree: Path, tmp_path: Path) -> None:
+    setting = Setting(tree=tree, block=None, ranks=2, file_limit=60, test_limit=60, keyword=None)
+    events, stop = tmp_path / "events.jsonl", threading.Event()
+    block.append(events, "how")
+    stop.set()
+    with pytest.raises(SuiteError, match="ended from outside"):
+        Runner(setting=setting, events=events, stop=stop).run(["test_small.py"])
+    assert facts.ended(facts.read(events)) == set()
+
+
+def test_what_a_failed_start_printed_is_kept(tree: Path) -> None:
     code = "import sys; sys.exit('the operators are missing')"
     setting = Setting(tree=tree, block=None, ranks=2, file_limit=9, test_limit=9, keyword=None)
     events, log = tree / "events", tree / "log"

@@ -78,7 +78,7 @@ def _differences(result: schema.PeerSuite) -> str:
         by_why.setdefault(why, []).append(row)
     parts = []
     for why, rows in by_why.items():
-        parts.append(f"{why[:1].upper()}{why[1:]}\n")
+        parts.append(f"{'Refused: ' if rows[0].outcome == 'refused' else ''}{why}\n")
         for row in rows:
             error = "" if row.outcome == "refused" else f": `{row.error.replace('`', '')}`"
             parts.append(f"- `{row.scheme}`, {row.outcome}: `{row.test}`{error}")

@@ -38,3 +38,19 @@ def test_gradient_buckets_are_freed_at_the_end_of_a_backward(
     """By default a bucket is 1 GB of bf16, which must not be there next to the optimizer step."""
     for alive in run(buffers_alive_after_a_step, 2, stage, zero):
         assert alive and not any(alive)
+
+
+def alive_after_its_release() -> bool:
+    """Whether a parameter's values are, while the handle of its gather is."""
+    params = list(build(settings(3, QSDP, dtype="bf16")).module.parameters())
+    handle = params[0].all_gather_coalesced(params)
+    handle.wait()
+    values = StorageWeakRef(params[0].data.untyped_storage())
+    params[0].partition()
+    alive = not values.expired()
+    handle.wait()  # still idempotent
+    return alive
+
+
+def test_a_released_parameter_is_freed_although_others_of_its_gather_are_in_use() -> None:
+    assert run(alive_after_its_release, 2) == [False, False]

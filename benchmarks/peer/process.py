@@ -56,7 +56,7 @@ class Setting:
         return {**os.environ, **changes}
 
 
-def checkstart(setting: Setting, limit: float) -> None:
+def check_start(setting: Setting, limit: float) -> None:
     """Compile DeepSpeed's CPU operators and import what the ranks need.
 
     The fork server would be silent about an import that fails, and a test would not wait for a

@@ -215,12 +215,12 @@ def test_what_a_failed_start_printed_is_kept(tree: Path) -> None:
 
 
 def test_folder_without_tests_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SuiteError, match=r"no tests/conftest.py in .*git clone .* --branch v"):
+    with pytest.raises(SuiteError, match=r"(?s)no tests/conftest.py in .*git clone .* --branch v"):
         peer_suite.find_tree(tmp_path)
 
 
 def test_unknown_selection_is_refused_with_the_known_files(tree: Path) -> None:
-    with pytest.raises(SuiteError, match="no test file left.*test_zero.py"):
+    with pytest.raises(SuiteError, match="(?s)no test file left.*test_zero.py"):
         peer_suite.choose(tree, ["nothing"])
 
 

@@ -1,7 +1,7 @@
 """Runs test files under one scheme, within time limits.
 
 A test that hangs takes pytest and its ranks with it; the rest is run by a new pytest. May import
-block, facts, process and the standard library.
+block, facts, files, process and the standard library.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from peer import facts, process
 from peer.block import append
+from peer.files import LEFT_OUT
 from peer.process import Setting, SuiteError
 
 PATIENCE = 5.0  # seconds in which processes may end by themselves after pytest has
@@ -59,6 +60,7 @@ class Runner:
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
             command += ["-p", "peer.hooks", f"--basetemp={scratch}/pytest"]
             command += ["-k", self.setting.keyword] if self.setting.keyword else []
+            command += [f"--deselect=unit/{test}" for test in LEFT_OUT]
             command += [f"unit/{file}" for file in files]
             with self.events.with_suffix(".log").open("ab") as output:
                 pytest = process.start(command, self.setting, self.events, output)

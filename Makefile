@@ -19,9 +19,11 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python benchmarks/compare.py $(if $(TEXT),--text $(TEXT))
 
-# docs/results.md from the committed result files, docs/support.md from the table of its tests
+# docs/results.md and peer_suite.md from the committed result files, docs/support.md from the table
+# of its tests
 report: install
 	$(BIN)/python benchmarks/make_report.py
+	$(BIN)/python benchmarks/peer_page.py
 	$(BIN)/python -m tests.distributed.support
 
 test: install

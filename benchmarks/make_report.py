@@ -255,6 +255,25 @@ def _lab(points: Sequence[schema.LabPoint]) -> str:
     )
 
 
+@section.register
+def _(result: schema.PeerSuite) -> tuple[str, str]:
+    body = (
+        f"Tests of DeepSpeed {result.tree_version} without and with the plugin; every difference "
+        "is explained in\n[peer_suite.md](peer_suite.md).\n\n"
+    )
+    return "DeepSpeed's own tests", body + peer_totals(result)
+
+
+def peer_totals(result: schema.PeerSuite) -> str:
+    """The counts of all files of the peer's suite, one row per scheme."""
+    names = list(schema.PeerCounts.model_fields)
+    rows = [
+        [f"`{scheme}`", *[str(counts[name]) for name in names]]
+        for scheme, counts in result.totals().items()
+    ]
+    return table(["scheme", *[name.replace("_", " ") for name in names]], rows)
+
+
 def page(paths: Sequence[Path], target: Path) -> str:
     """The whole text, files in the order of their names; links are relative to `target`.
 

@@ -376,13 +376,88 @@ class Scaling(_Result):
         return command_line("benchmarks/scaling.py", self.arguments)
 
 
-Result = Comparison | CodecTable | LevelTable | ErrorStudy | Convergence | Speed | Scaling
+class PeerCounts(_Model):
+    """Tests of one file of DeepSpeed's under one scheme."""
+
+    collected: int
+    passed: int
+    failed: int
+    refused: int  # by the plugin, which says why
+    skipped: int  # by DeepSpeed: not for this machine
+    not_run: int  # the time limit of the file came first
+    with_plugin: int  # some config had the block
+    communicating: int  # and more than one rank
+
+
+class PeerFile(_Model):
+    """One file; counts by scheme."""
+
+    file: str
+    counts: dict[str, PeerCounts]
+
+
+class PeerDifference(_Model):
+    """A test that passes without the plugin and not with it; why: None if unexplained."""
+
+    test: str
+    scheme: str
+    outcome: Literal["failed", "refused", "skipped"]
+    error: str
+    why: str | None
+
+
+class PeerBroken(_Model):
+    """A test that fails without the plugin."""
+
+    test: str
+    error: str
+
+
+class PeerSuite(_Result):
+    """Of peer_suite.py; blocks by scheme, skipped tests by reason."""
+
+    kind: Literal["peer_suite"]
+    version: Literal[1]
+    command: str
+    tree_version: str
+    blocks: dict[str, dict[str, Any] | None]
+    files: list[PeerFile]
+    differences: list[PeerDifference]
+    broken: list[PeerBroken]
+    skipped: dict[str, int]
+
+    def _command(self) -> str:
+        return command_line("benchmarks/peer_suite.py", self.arguments)
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """The counts of all files, by scheme."""
+        return {
+            scheme: {
+                name: sum(getattr(file.counts[scheme], name) for file in self.files)
+                for name in PeerCounts.model_fields
+            }
+            for scheme in self.blocks
+        }
+
+
+Result = (
+    Comparison
+    | CodecTable
+    | LevelTable
+    | ErrorStudy
+    | Convergence
+    | Speed
+    | Collectives
+    | Scaling
+    | PeerSuite
+)
 
 _KINDS: dict[str, type[Any]] = {
     "convergence": Convergence,
     "speed": Speed,
     "collectives": Collectives,
     "scaling": Scaling,
+    "peer_suite": PeerSuite,
 }
 _OLD: tuple[tuple[frozenset[str], type[Any]], ...] = (
     (frozenset({"environment", "settings", "rows"}), CodecTable),

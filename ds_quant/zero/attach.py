@@ -115,7 +115,7 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
         binding.notices.append("buckets with Muon matrices split over ranks stay exact")
     if binding.gradients_travel():
         reduction = OwnerReduction(binding, optimizer)
-        replica_seams.wrap_owner_reduction(optimizer, reduction.begin, reduction.reduce)
+        replica_seams.wrap_owner_reduction(optimizer, reduction.bucket, reduction.reduce)
         seams.after_backward(optimizer, binding.after_backward)
 
 

@@ -161,12 +161,11 @@ class _FetchHandle:
         lossy: list[bool],
         decoded: set[int],
     ) -> None:
-        self._params, self._gathered, self._lossy = params, gathered, lossy
-        self._decoded = decoded
-        self._complete = False
+        self._params, self._lossy, self._decoded = params, lossy, decoded
+        self._gathered: Callable[[], list[torch.Tensor]] | None = gathered
 
     def wait(self, **_: Any) -> None:
-        if self._complete:
+        if self._gathered is None:
             return
         for p, values, lossy in zip(self._params, self._gathered(), self._lossy, strict=True):
             parameters.fill(p, values)
@@ -174,7 +173,9 @@ class _FetchHandle:
                 self._decoded.add(p.ds_id)
             else:
                 self._decoded.discard(p.ds_id)
-        self._complete = True
+        # It holds the values of all parameters, while DeepSpeed, which keeps this handle until the
+        # last one is used, releases them one by one.
+        self._gathered = None
 
 
 class _JointHandle:

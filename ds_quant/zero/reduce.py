@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,13 +93,20 @@ class OwnerReduction:
         self._params: list[torch.Tensor] = []
         self._starts: list[int] = []
 
-    def begin(self, tensor: torch.Tensor, params: list[torch.Tensor]) -> None:
-        """Remember the bucket about to be reduced: ``tensor`` is its params, end to end."""
+    @contextmanager
+    def bucket(self, tensor: torch.Tensor, params: list[torch.Tensor]) -> Iterator[None]:
+        """Inside, ``tensor`` is reduced: ``params``, end to end. DeepSpeed frees its buffer at the
+        end of a backward, so nothing may hold on to it.
+        """
         self._bucket, self._params, self._starts = tensor, params, []
         start = 0
         for p in params:
             self._starts.append(start)
             start += p.numel()
+        try:
+            yield
+        finally:
+            self._bucket = None
 
     def reduce(self, original: Callable[[], None], call: dict[str, Any]) -> None:
         """Sum every slice for its owner, in place; other ranks' slices keep their old values."""

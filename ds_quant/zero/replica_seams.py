@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +22,13 @@ _weight_gather = Route()
 
 
 def wrap_owner_reduction(
-    optimizer: Any, begin: Callable[..., None], reduce: Callable[..., Any]
+    optimizer: Any,
+    around_bucket: Callable[..., AbstractContextManager[None]],
+    reduce: Callable[..., Any],
 ) -> None:
-    """ZeRO-1/2: ``begin(tensor, params)`` sees each bucket before it is cut into slices by owner,
-    ``reduce(original, call)`` replaces the reduction of slices, with the call's bound arguments.
+    """ZeRO-1/2: ``around_bucket(tensor, params)`` is open while a bucket is cut into slices by
+    owner, ``reduce(original, call)`` replaces the reduction of slices, with the call's bound
+    arguments.
     """
     require(optimizer, "average_tensor")
     require(optimizer, _REDUCE_TO_OWNERS)
@@ -33,8 +36,9 @@ def wrap_owner_reduction(
 
     def bucket(original: Callable[..., Any], tensor: torch.Tensor, dtype: Any, **kw: Any) -> Any:
         groups = optimizer.bit16_groups
-        begin(tensor, [groups[i][k] for i, k, _ in optimizer.ipg_buckets[dtype].params])
-        return original(tensor, dtype, **kw)
+        params = [groups[i][k] for i, k, _ in optimizer.ipg_buckets[dtype].params]
+        with around_bucket(tensor, params):
+            return original(tensor, dtype, **kw)
 
     def slices(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)

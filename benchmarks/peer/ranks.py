@@ -1,0 +1,49 @@
+"""Imported once by the fork server from which all ranks of DeepSpeed's tests are forked.
+
+A rank then starts with torch, DeepSpeed and its compiled CPU operators loaded, which takes seconds
+per rank and test otherwise, and with the block inserted. The operators are compiled on first use.
+"""
+
+# ruff: noqa: E402  (the block must be in place before DeepSpeed is imported)
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+from peer import block
+
+block.insert()
+
+import deepspeed
+import deepspeed.runtime.zero.stage3
+import functorch.compile  # noqa: F401  (these four: an engine would import them on every rank)
+import pytest  # noqa: F401
+import torch._dynamo
+import torch._inductor.compile_fx
+import torch._inductor.config  # noqa: F401
+from deepspeed.accelerator import get_accelerator
+from unit.common import DistributedExec
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a long build that is not used
+for operator in ("CPUAdamBuilder", "FusedAdamBuilder"):
+    get_accelerator().create_op_builder(operator).load()
+
+
+def _report_errors(original: Any) -> Any:
+    """The suite hears of a failed rank only when all others have given up waiting for it."""
+
+    @functools.wraps(original)  # a rank is sent the method by its name
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            block.note("rank_error", error=block.on_one_line(f"{type(error).__name__}: {error}"))
+            raise
+
+    return run
+
+
+DistributedExec._dist_run = _report_errors(DistributedExec._dist_run)
+gc.freeze()

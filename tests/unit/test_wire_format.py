@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from ds_quant.codec import CastCodec, GroupCodec
 from ds_quant.coding import Coding
 from ds_quant.collectives import all_gather, lay_out, reduce_scatter
 from ds_quant.kernels import rotation
+from ds_quant.meter import Meter, Notes
 from ds_quant.rotation import Rotation
 from tests.unit import wire_oracle as oracle
 
@@ -142,6 +144,9 @@ class Recorder:
         return self
 
     all_gather = all_to_all = _keep
+
+    def encoding(self, role: str) -> AbstractContextManager[Notes]:
+        return Meter().encoding(role, "inter")
 
 
 def test_message_of_a_gather_has_one_slot_per_tensor() -> None:

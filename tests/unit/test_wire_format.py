@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from ds_quant.codec import CastCodec, GroupCodec
 from ds_quant.coding import Coding
 from ds_quant.collectives import all_gather, lay_out, reduce_scatter
 from ds_quant.kernels import rotation
+from ds_quant.meter import Meter, Notes
 from ds_quant.rotation import Rotation
 from tests.unit import wire_oracle as oracle
 
@@ -135,6 +137,10 @@ class Recorder:
 
     def __init__(self) -> None:
         self.payload = b""
+        self._meter = Meter()  # without a sample: measures nothing
+
+    def encoding(self, role: str) -> AbstractContextManager[Notes]:
+        return self._meter.encoding(role, "inter")
 
     def _keep(self, payload: torch.Tensor, **_: object) -> Recorder:
         self.payload = payload.numpy().tobytes()

@@ -138,6 +138,10 @@ class Recorder:
 
     def __init__(self) -> None:
         self.payload = b""
+        self._meter = Meter()  # without a sample: measures nothing
+
+    def encoding(self, role: str) -> AbstractContextManager[Notes]:
+        return self._meter.encoding(role, "inter")
 
     def _keep(self, payload: torch.Tensor, **_: object) -> Recorder:
         self.payload = payload.numpy().tobytes()

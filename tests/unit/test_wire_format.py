@@ -149,9 +149,6 @@ class Recorder:
 
     all_gather = all_to_all = _keep
 
-    def encoding(self, role: str) -> AbstractContextManager[Notes]:
-        return Meter().encoding(role, "inter")
-
 
 def test_message_of_a_gather_has_one_slot_per_tensor() -> None:
     """Two tensors of 400 and 5 elements: shards of 134 and 2, this rank's own."""

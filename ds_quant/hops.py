@@ -118,7 +118,8 @@ def _slices(pieces: Sequence[Piece], hops: Sequence[Hop]) -> list[list[_Cut]]:
     total = sum(p.values.numel() for p in pieces)
     count = max(1, min(MAX_SLICES, total // SLICE_NUMEL)) if len(hops) > 1 else 1
     if count == 1:
-        return [[_Cut(i, 0, p) for i, p in enumerate(pieces) if p.values.numel()]]
+        whole = [_Cut(i, 0, p) for i, p in enumerate(pieces) if p.values.numel()]
+        return [whole] if whole else []
     slices: list[list[_Cut]] = [[] for _ in range(count)]
     for index, piece in enumerate(pieces):
         numel, unit = piece.values.numel(), _unit(piece)

@@ -26,11 +26,9 @@ _LEARNED = "weights.levels=learned,weights.rounding=nearest,weights.level_steps=
 
 GRIDS = {
     "sdp4bit": "full_precision,sdp4bit,qwd,qw4,tlq,tlq_hs",
-    # SDP4Bit, Tables 1 and 3
-    "sdp4bit_tables": "full_precision,qw4:weights.group_size=32,qw4:weights.group_size=128,qw4,qwd,"
-    "ulq,tlq,tlq_hs,sdp4bit,sdp4bit_paper",
-    "sdp4bit_table1": "full_precision,qw4:weights.group_size=32,qw4:weights.group_size=128,qw4,"
-    "qwd,tlq,tlq_hs,ulq,sdp4bit",
+    # SDP4Bit, Table 3: group sizes; and what its Table 1 leaves out
+    "sdp4bit_groups": "full_precision,qw4:weights.group_size=32,qw4:weights.group_size=128,qw4,"
+    "tlq_hs:gradients.group_size=64,tlq_hs:gradients.group_size=512,ulq,sdp4bit_paper",
     # QSDP, widths with uniform and learned levels, and how W4G4 rounds the weights (unpublished)
     "qsdp": ",".join(
         ["full_precision"]
@@ -41,9 +39,6 @@ GRIDS = {
         ]
         + [f"qsdp_w4g4:weights.rounding={rounding}" for rounding in ("nearest", "stochastic")]
     ),
-    # not published: how the weights are rounded
-    "rounding": "full_precision,qsdp_w4g4,qsdp_w4g4:weights.rounding=nearest,"
-    "qsdp_w4g4:weights.rounding=stochastic",
 }
 
 # Student's t for a two-sided 95 % interval, by degrees of freedom; 1.96 beyond.

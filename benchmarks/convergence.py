@@ -26,9 +26,9 @@ _LEARNED = "weights.levels=learned,weights.rounding=nearest,weights.level_steps=
 
 GRIDS = {
     "sdp4bit": "full_precision,sdp4bit,qwd,qw4,tlq,tlq_hs",
-    # SDP4Bit, Table 3: group sizes; and what its Table 1 leaves out
+    # SDP4Bit, Table 3: group sizes of weights; and what its Table 1 leaves out
     "sdp4bit_groups": "full_precision,qw4:weights.group_size=32,qw4:weights.group_size=128,qw4,"
-    "tlq_hs:gradients.group_size=64,tlq_hs:gradients.group_size=512,ulq,sdp4bit_paper",
+    "ulq,sdp4bit_paper",
     # QSDP, widths with uniform and learned levels, and how W4G4 rounds the weights (unpublished)
     "qsdp": ",".join(
         ["full_precision"]

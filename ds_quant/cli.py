@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ _STAGES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script; the exit code is 1 if anything is wrong."""
+    sys.path.append(os.getcwd())  # where a codec of the user's own may lie
     arguments = _parser().parse_args(argv)
     if arguments.command == "schema":
         print(keys.markdown() if arguments.markdown else json.dumps(json_schema(), indent=2))
@@ -107,6 +109,8 @@ def _meaning(config: QuantizedCommConfig) -> list[str]:
 def _role_line(role: str, settings: Any) -> str:
     if not settings.enabled:
         return f"{role}: full precision"
+    if settings.codec is not None:
+        return f"{role}: {_codec_of(settings)}"
     extras = [f"{settings.rounding} rounding"]
     if getattr(settings, "levels", "") == "learned":
         extras.append("learned levels")
@@ -118,6 +122,16 @@ def _role_line(role: str, settings: Any) -> str:
     if settings.intra is not None:
         line += f"; inside a node {_codes(settings.intra, settings.range)}"
     return line
+
+
+def _codec_of(settings: Any) -> str:
+    """A codec of the user's own, which has been imported by now."""
+    from ds_quant.module_codec import load
+
+    numel = 2**20
+    nbytes = load(settings.codec).wire_bytes(numel)
+    line = f"codec {settings.codec}, {nbytes / numel:.3f} bytes per element (bf16: 2)"
+    return line + (", of differences" if getattr(settings, "difference", False) else "")
 
 
 def _codes(settings: Any, value_range: str) -> str:

@@ -39,7 +39,7 @@ from ds_quant.config_errors import (
 from ds_quant.presets import AUTOTUNE, apply_preset, preset_description, preset_names
 
 if TYPE_CHECKING:
-    from ds_quant.codec import GroupCodec
+    from ds_quant.codec import Codec
     from ds_quant.scheme import Scheme
 
 __all__ = [
@@ -203,12 +203,15 @@ class QuantizedCommConfig(Block):
 
 def _codec(
     role: WeightsConfig | GradientsConfig, intra: IntraConfig | None | Literal[False] = False
-) -> GroupCodec | None:
+) -> Codec | None:
     """The codec of a role, or with ``intra`` that of its exchanges inside a node."""
     from ds_quant.codec import GroupCodec
+    from ds_quant.module_codec import load
 
     if not role.enabled or intra is None:
         return None
+    if role.codec is not None and not intra:
+        return load(role.codec)
     fields = ("bits", "group_size", "range", "rounding", "levels")
     given = {name: getattr(role, name) for name in fields if hasattr(role, name)}
     if intra:
@@ -252,9 +255,22 @@ def parse_block(block: Any) -> QuantizedCommConfig:
         config = QuantizedCommConfig.model_validate(apply_preset(name, block))
     except ValidationError as error:
         raise ConfigError(*explain(error, schema=_block_schema(), block=block)) from None
-    if problems := without_effect(config, block):
+    if problems := without_effect(config, block) or _unusable_codecs(config):
         raise ConfigError(*problems)
     return config
+
+
+def _unusable_codecs(config: QuantizedCommConfig) -> list[str]:
+    """Modules named in the block that are no codecs."""
+    problems = []
+    for role in ("weights", "gradients"):
+        settings = getattr(config, role)
+        try:
+            if settings.codec is not None:
+                _codec(settings)
+        except ValueError as error:
+            problems.append(f"{path_of((role, 'codec'))}={show(settings.codec)}: {error}")
+    return problems
 
 
 def _block_schema() -> dict[str, Any]:

@@ -49,6 +49,11 @@ class _Quantizer(Block):
     """How one role is quantized."""
 
     enabled: bool = Field(True, description="false: this role travels in full precision.")
+    codec: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="Python module with a number format of your own, in place of bits, group_size, "
+        "range, rounding and levels (docs/adding_a_codec.md). null: none.",
+    )
     bits: Whole = Field(8, ge=2, le=8, description="Bits per code.")
     group_size: Whole = Field(
         1024,

@@ -22,9 +22,11 @@ Location = tuple[str | int, ...]  # ("gradients", "bits"): below the block
 # Keys that somebody will look for and that are missing on purpose.
 _ABSENT = {
     ("gradients", key): "learned levels are biased and gradients must stay unbiased, so only "
-    f"{KEY}.weights has {key}"
+    f"{KEY}.weights has {key}: leave {key} out here"
     for key in ("levels", "level_steps", "level_rate")
 }
+# Keys that a codec of the user's own replaces.
+_QUANTIZER = ("bits", "group_size", "range", "rounding", "levels")
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -116,8 +118,15 @@ def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
         ]
     problems = []
     for role in ("weights", "gradients"):
-        written = block.get(role, {})
-        if getattr(config, role).enabled or "enabled" in written:
+        settings, written = getattr(config, role), block.get(role, {})
+        if settings.codec is not None:
+            problems += [
+                f"{path_of((role, key))}={show(written[key])}: no effect with "
+                f"{path_of((role, 'codec'))}={show(settings.codec)}: leave one of them out"
+                for key in _QUANTIZER
+                if key in written
+            ]
+        if settings.enabled or "enabled" in written:
             continue
         problems += [
             f"{path_of((role, key))}={show(value)}: no effect, {path_of((role, 'enabled'))}=false "

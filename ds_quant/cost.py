@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ds_quant.codec import CAST_NAMES, Codec, GroupCodec
+from ds_quant.codec import CAST_NAMES, CastCodec, Codec
 from ds_quant.layout import ceil_div, round_up
 from ds_quant.rng import Role
 from ds_quant.scheme import Scheme
@@ -169,7 +169,7 @@ class _Route:
         if self.stage == 3 and self.scheme.node_shard and self.one_node:
             outer = inner  # nothing to exchange: gathers as from a node shard
         between = self._rows(outer, item) if item.trainable or not self.node_shard else 0
-        found = {"weights": between, "plain": 0 if isinstance(outer, GroupCodec) else between}
+        found = {"weights": between, "plain": between if isinstance(outer, CastCodec) else 0}
         if self.two_levels:
             found["weights_intra"] = between  # forwarded as they came
         if self.node_shard:
@@ -186,14 +186,14 @@ class _Route:
         if self.one_node:
             outer = inner
         nbytes = self._rows(outer, item, rotated=True)
-        found = {"gradients": nbytes, "plain": 0 if isinstance(outer, GroupCodec) else nbytes}
+        found = {"gradients": nbytes, "plain": nbytes if isinstance(outer, CastCodec) else 0}
         if self.two_levels:
             found["gradients_intra"] = self._rows(inner, item, rotated=True)
         return found
 
     def _rows(self, codec: Codec, item: Cargo, *, rotated: bool = False) -> int:
         width = ceil_div(torch.Size(item.shape).numel(), self.shards)
-        if rotated and self.scheme.rotation and isinstance(codec, GroupCodec):
+        if rotated and self.scheme.rotation and not isinstance(codec, CastCodec):
             width = round_up(width, self.scheme.rotation)
         return self.shards * codec.wire_bytes(width)
 

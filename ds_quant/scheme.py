@@ -44,8 +44,8 @@ class Scheme:
     """
 
     name: str
-    weights: GroupCodec | None
-    gradients: GroupCodec | None
+    weights: Codec | None
+    gradients: Codec | None
     weights_intra: GroupCodec | None = None
     gradients_intra: GroupCodec | None = None
     difference: bool = False
@@ -69,7 +69,7 @@ class Scheme:
                 raise ValueError(f"{field}={getattr(self, field)}: allowed: 0 or more")
         if self.node_size is not None and self.node_size < 1:
             raise ValueError(f"node_size={self.node_size}: allowed: 1 or more, or None")
-        if self.gradients is not None and self.gradients.levels != "uniform":
+        if isinstance(self.gradients, GroupCodec) and self.gradients.levels != "uniform":
             raise ValueError(
                 f'gradients.levels={self.gradients.levels!r}: allowed: "uniform" '
                 "(learned levels are biased; gradients must stay unbiased)"
@@ -111,7 +111,7 @@ class Scheme:
         return self._unless_skipped(quantizer, name, shape, dtype)
 
     def _unless_skipped(
-        self, quantizer: GroupCodec | None, name: str, shape: Sequence[int], dtype: torch.dtype
+        self, quantizer: Codec | None, name: str, shape: Sequence[int], dtype: torch.dtype
     ) -> Codec:
         if quantizer is None or self.skip_reason(name, shape, dtype) is not None:
             return CastCodec(dtype)

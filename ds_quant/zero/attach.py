@@ -9,6 +9,7 @@ from typing import Any
 from ds_quant.config import QuantizedCommConfig
 from ds_quant.config_blocks import FallbackConfig, MetricsConfig
 from ds_quant.kernels import dispatch
+from ds_quant.module_codec import load
 from ds_quant.presets import AUTOTUNE
 from ds_quant.topology import Topology, default_node_size
 from ds_quant.zero import accelerate_seam, checkpoint, guard, parameters, replica_seams, seams
@@ -42,6 +43,8 @@ def attach(engine: Any, optimizer: Any) -> None:
     dispatch.use(config.backend)
     topology = Topology(world=world, node_size=config.node_size or default_node_size(world))
     settings = f"{config.digest()}, {topology.node_size} ranks per node"
+    own = [load(r.codec) for r in (config.weights, config.gradients) if r.enabled and r.codec]
+    settings += "".join(f", codec {codec.name} {codec.digest}" for codec in own)
     if kill_file() is not None:  # a vote that some ranks do not take part in would hang
         settings += f", {KILL_VARIABLE} set"
     guard.handshake(settings=settings, rank=rank, world=world, timeout=config.handshake_timeout)
@@ -52,6 +55,9 @@ def attach(engine: Any, optimizer: Any) -> None:
         _attach_shards(binding, engine, optimizer)
     else:
         _attach_replica(binding, engine, optimizer)
+    for role, settings in (("weights", config.weights), ("gradients", config.gradients)):
+        if settings.enabled and settings.codec is not None:
+            binding.notices.append(f"{role} in codec {settings.codec}")
     _attach_fallback(binding, optimizer, config.fallback)
     _attach_telemetry(binding, optimizer, config.metrics)
     seams.wrap_checkpoints(

@@ -168,7 +168,7 @@ class Binding:
         """
         choose = self.scheme.intra_codec_for if intra else self.scheme.codec_for
         codec = choose(Role.WEIGHTS, tracked.name, tracked.shape, dtype)
-        if self.is_exact(step) or not isinstance(codec, GroupCodec):
+        if self.is_exact(step) or isinstance(codec, CastCodec):
             return Coding(codec=CastCodec(dtype))
         return Coding(
             codec=codec,
@@ -186,7 +186,7 @@ class Binding:
         inner, outer = scheme.intra_codec_for(*facts), scheme.codec_for(*facts)
         if scheme.gradients_intra is None:
             inner = outer
-        if self.is_exact(self.step) or not isinstance(outer, GroupCodec):
+        if self.is_exact(self.step) or isinstance(outer, CastCodec):
             return (Coding(codec=CastCodec(dtype)),) * len(route), None
         codings = tuple(
             Coding(
@@ -220,10 +220,11 @@ class Binding:
     def _address(
         self, role: Role, tracked: Tracked, codec: Codec, step: int, rank: int, *, hop: int
     ) -> Address | None:
-        if not isinstance(codec, GroupCodec) or codec.rounding == "nearest":
+        rounding = codec.rounding if isinstance(codec, GroupCodec) else None
+        if isinstance(codec, CastCodec) or rounding == "nearest":
             return None
         # QSDP: one shift per parameter and step, shared by all shards; all else differs by rank.
-        stream = 0 if codec.rounding == "random_shift" else rank + 1
+        stream = 0 if rounding == "random_shift" else rank + 1
         return address(
             seed=self.scheme.seed,
             role=role,
@@ -238,7 +239,7 @@ class Binding:
     ) -> None:
         """Learn levels if the schedule says so; ``own_values`` is (parameter, shard, link)."""
         codec = self.scheme.weights
-        if codec is None or codec.levels != "learned":
+        if not isinstance(codec, GroupCodec) or codec.levels != "learned":
             return
         if not self.state.due(self.scheme.level_steps, step):
             return

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ds_quant.codec import GroupCodec
 from ds_quant.zero import seams
 from ds_quant.zero.binding import Binding
 
@@ -121,7 +122,7 @@ def _keeps_weights(binding: Binding) -> bool:
 def _restore_levels(binding: Binding, saved: dict[str, Any]) -> None:
     codec = binding.scheme.weights
     binding.state.levels.clear()
-    if codec is None or codec.levels != "learned":
+    if not isinstance(codec, GroupCodec) or codec.levels != "learned":
         return
     binding.state.learned_at = saved["learned_at"]
     indices = {tracked.name: tracked.index for tracked in binding.all_tracked()}

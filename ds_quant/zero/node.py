@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ds_quant.codec import CastCodec, GroupCodec
+from ds_quant.codec import CastCodec
 from ds_quant.coding import Coding
 from ds_quant.node_shard import Kept, exchange, gather
 from ds_quant.zero import parameters
@@ -107,8 +107,8 @@ class NodeShard:
         step = self._binding.step
         codings = [self._inside(index, step) for index in indices]
         lossy = [
-            isinstance(coding.codec, GroupCodec)
-            or isinstance(self._between(index, step).codec, GroupCodec)
+            not isinstance(coding.codec, CastCodec)
+            or not isinstance(self._between(index, step).codec, CastCodec)
             for index, coding in zip(indices, codings, strict=True)
         ]
         return gather([self._kept[index] for index in indices], codings, self._intra), lossy

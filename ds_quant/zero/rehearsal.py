@@ -47,13 +47,13 @@ def _uses(binding: Binding, device: torch.device) -> Iterator[_Use]:
     scheme, stage = binding.scheme, binding.stage
     dtypes = {p.dtype for p in binding.engine.module.parameters() if p.is_floating_point()}
     for dtype in sorted(dtypes, key=str):
-        if scheme.weights is not None:
+        if isinstance(scheme.weights, GroupCodec):
             # A replica is rewritten in place; shards that nobody keeps are encoded as they are.
             differs = scheme.difference and (stage < 3 or binding.topology.nodes > 1)
             yield from _weights(_coding(scheme.weights, differs), dtype, device)
         if scheme.weights_intra is not None and stage == 3 and scheme.node_shard:
             yield from _weights(_coding(scheme.weights_intra), dtype, device)
-    if scheme.gradients is not None:
+    if isinstance(scheme.gradients, GroupCodec):
         yield from _gradients(binding, seams.gradient_dtype(binding.engine), device)
 
 

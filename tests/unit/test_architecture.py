@@ -28,9 +28,8 @@ MAX_FUNCTION_LINES = 40
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
     "autotune bandwidth checksum clock codec codec_speed coding collectives config config_blocks "
-    "cost hops kernels layout levels link meter metrics node_shard owners owner_plan presets rng "
-    "rotation "
-    "scheme"
+    "cost hops kernels layout levels link meter metrics module_codec node_shard owners owner_plan "
+    "presets rng rotation scheme"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -47,11 +46,14 @@ MAY_IMPORT = {
     "levels": "torch kernels layout",
     "codec_checks": "torch layout",
     "codec": "torch layout kernels rng codec_checks",
+    "module_codec": "torch layout kernels rng codec_checks",
     "rotation": "torch kernels layout rng",
     "presets": "yaml resources",
     "config_errors": "pydantic pydantic_core presets",
     "config_blocks": "pydantic pydantic_core",
-    "config": "pydantic pydantic_core config_blocks config_errors presets codec scheme",
+    "config": (
+        "pydantic pydantic_core config_blocks config_errors presets codec module_codec scheme"
+    ),
     "scheme": "torch codec rng",
     "clock": "torch",
     "bandwidth": "torch clock link",
@@ -78,6 +80,7 @@ MAY_IMPORT = {
     "tools.checks": "",
     "tools.keys": "config config_errors presets",
     "cli": ANYTHING,
+    "__main__": "cli",
 }
 STDLIB_AT_TOP = {"__init__", "_autoload"}
 ONLY_INSIDE_FUNCTIONS = {"cupy"}

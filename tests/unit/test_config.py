@@ -112,7 +112,7 @@ MISTAKES = {
     "role as a boolean": ({"weights": False}, ["weights=false", 'mean {"enabled": false}?']),
     "role as a number": (
         {"gradients": 8},
-        ["gradients=8", "an object with the keys enabled, bits"],
+        ["gradients=8", "an object with the keys enabled, codec, bits"],
     ),
     "role missing": ({"gradients": None}, ["gradients=null"]),
     # the block itself

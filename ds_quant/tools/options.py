@@ -9,7 +9,7 @@ from pathlib import Path
 def add_commands(commands: argparse._SubParsersAction) -> None:
     """doctor, probe, estimate."""
     _doctor(commands.add_parser("doctor", help="check this machine and try the plugin on it"))
-    _probe(commands.add_parser("probe", help="measure the links; run it under a launcher"))
+    _probe(commands.add_parser("probe", help="measure the links between processes"))
     _estimate(commands.add_parser("estimate", help="predict what each scheme would bring"))
 
 
@@ -26,6 +26,7 @@ def _probe(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, default=Path("probe.json"), help="JSON for estimate (probe.json)")
     add("--node-size", type=count, help="ranks per node (as launched)")
+    add("--hostfile", type=file, help="start it on these hosts with the deepspeed launcher")
 
 
 def _estimate(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,8 @@
 """``ds_quant probe``: bandwidth and latency of the process groups that training will use.
 
-Run it as a training script is run, one process per GPU: the groups, the backend and the calls are
-those of the plugin. All nodes send at once, as they do in a step. Writes JSON for
+Run it as a training script is run, one process per GPU, or with ``--hostfile``: the groups, the
+backend and the calls are those of the plugin. All nodes send at once, as they do in a step. Writes
+JSON for
 ``ds_quant estimate --probe``. May import torch, bandwidth, link, topology.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,8 +52,13 @@ def load(path: Path) -> Found:
 def main(arguments: argparse.Namespace) -> int:
     """Measure and, on rank 0, write and print; 1 outside a launcher."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        if arguments.hostfile is not None:
+            command = launch_command(arguments)
+            sys.stdout.flush()
+            os.execv(command[0], command)  # so that signals and exit code are the launcher's
         print(
-            "ds_quant probe: RANK and WORLD_SIZE are not set: start it with a launcher, such as\n"
+            "ds_quant probe: RANK and WORLD_SIZE are not set: give it a --hostfile, as deepspeed\n"
+            "takes it, or start it with a launcher, such as\n"
             "  torchrun --nproc-per-node 8 --nnodes 2 ... --no-python ds_quant probe",
             file=sys.stderr,
         )
@@ -61,6 +68,26 @@ def main(arguments: argparse.Namespace) -> int:
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
     return 0
+
+
+def launch_command(arguments: argparse.Namespace) -> list[str]:
+    """The deepspeed launcher with this very command on the hosts of ``arguments.hostfile``."""
+    lines = arguments.hostfile.read_text("utf-8").splitlines()
+    hosts = {line.split()[0] for line in lines if line.strip() and not line.startswith("#")}
+    command = [sys.executable, "-m", "deepspeed.launcher.runner"]
+    command += ["--hostfile", str(arguments.hostfile), "--module", "--no_local_rank"]
+    if hosts <= {"localhost", "127.0.0.1"}:  # no need to reach them by ssh
+        command += ["--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", _free_port()]
+    command += ["ds_quant", "probe", "--out", str(arguments.out)]
+    if arguments.node_size is not None:
+        command += ["--node-size", str(arguments.node_size)]
+    return command
+
+
+def _free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
 
 
 def measure_and_write(arguments: argparse.Namespace) -> Found:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from ds_quant.cli import main
 from ds_quant.tools import probe
 from tests.distributed.harness import run
 
@@ -36,3 +41,55 @@ def test_probe_measures_the_levels_that_exist(
     for rate in (found.intra, found.inter):
         if rate is not None:
             assert 1e5 < rate.bytes_per_second < 1e12 and 0 < rate.latency < 5
+
+
+def _started(*command: str, cwd: Path) -> str:
+    """Standard output; at the time limit the launcher and its ranks are killed together."""
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "DS_ACCELERATOR": "cpu"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        printed, _ = process.communicate(timeout=280)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, printed
+    return printed
+
+
+@pytest.mark.slow
+def test_probe_starts_itself_on_the_hosts_of_a_hostfile(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("# this machine\nlocalhost slots=2\n")
+    command = (sys.executable, "-m", "ds_quant", "probe", "--hostfile", "hostfile")
+    printed = _started(*command, "--node-size", "1", cwd=tmp_path)
+    found = probe.load(tmp_path / "probe.json")
+    assert (found.nodes, found.node_size) == (2, 1)
+    assert "2 x 1 ranks over gloo" in printed
+
+
+@pytest.mark.slow
+def test_probe_runs_under_torchrun(tmp_path: Path) -> None:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
+    own = (sys.executable, "-m", "ds_quant", "probe", "--out", "links.json")
+    _started(*launcher, "--nproc-per-node", "2", *own, cwd=tmp_path)
+    assert probe.load(tmp_path / "links.json").node_size == 2
+
+
+def test_probe_outside_a_launcher_names_both_ways(monkeypatch, capsys) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["probe"]) == 1
+    printed = capsys.readouterr().err
+    assert "--hostfile" in printed and "torchrun" in printed
+
+
+def test_other_hosts_are_reached_as_deepspeed_reaches_them(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("node0 slots=8\nnode1 slots=8\n")
+    arguments = argparse.Namespace(hostfile=tmp_path / "hostfile", out=Path("p"), node_size=8)
+    command = " ".join(probe.launch_command(arguments))
+    assert command.endswith("ds_quant probe --out p --node-size 8")
+    assert "ssh" not in command and "master_addr" not in command

@@ -184,7 +184,7 @@ def show(rows: list[CodecRow]) -> None:
     Console(width=None if Console().is_terminal else 140).print(table)
 
 
-def main() -> None:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--numel", type=int, default=1 << 24, help="elements (default 2^24)")
     parser.add_argument("--threads", type=int, default=1)
@@ -192,7 +192,11 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["bf16", "fp32"])
     parser.add_argument("--codecs", default="", help="only codecs whose name contains this")
     parser.add_argument("--json", type=Path, help="write environment, arguments and rows here")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_args()
     torch.set_num_threads(arguments.threads)
     print(", ".join(f"{key} {value}" for key, value in environment(arguments.threads).items()))
     print(f"{arguments.numel} Gaussian elements, minimum of {arguments.repeats} interleaved runs")

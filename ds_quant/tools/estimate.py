@@ -162,7 +162,7 @@ def _show(plan: Any, arguments: argparse.Namespace) -> None:
         print("nothing gains 2 %: this link is not what limits the step; leave the block out")
     else:
         print(f"shortest step: {chosen.scheme}")
-        print("this is time only: what a scheme costs in loss is under 'What to expect' in README")
+        print("this is time only: what a scheme costs in loss is in docs/choosing.md")
 
 
 def _finite(value: Any) -> Any:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
+
+from ds_quant import cost
+from ds_quant.config import parse_block
+from ds_quant.presets import CANDIDATES
+from ds_quant.tools import measured
+from ds_quant.tools.models import block_cargo
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -87,27 +95,115 @@ def test_page_says_where_every_file_comes_from_and_stale_ones_are_found(tmp_path
     assert make_report.main(["--out", str(page), "--check"]) == 1
 
 
-def test_speed_ups_in_the_readme_are_those_of_the_result_file() -> None:
-    """The table `| Mbit/s | stage |`: speed-up, in brackets what the bytes allow."""
-    measured = {}
-    for name in ("speed_shipped_2x2_cpu", "speed_2x2_cpu"):  # where both have one, the latter
-        result = results_schema.load(ROOT / "benchmarks" / "results" / f"{name}.json")
-        for point in result.points:
-            measured |= {(point.stage, row.rate, row.scheme): row for row in point.rows}
-    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("| Mbit/s | stage |"))
-    header = [cell.strip() for cell in lines[start].strip("|").split("|")]
-    schemes = [cell.strip("`") if "`" in cell else "deepspeed_plain" for cell in header[2:]]
-    checked = 0
+README = (ROOT / "README.md").read_text("utf-8")
+CHOOSING = (ROOT / "docs" / "choosing.md").read_text("utf-8")
+
+
+def result(name: str) -> Any:
+    return results_schema.load(ROOT / "benchmarks" / "results" / f"{name}.json")
+
+
+def table(page: str, header: str) -> list[list[str]]:
+    """Cells of the table whose first line begins with ``header``, that line first."""
+    lines = page.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(header))
+    rows = [[cell.strip() for cell in lines[start].strip("|").split("|")]]
     for line in lines[start + 2 :]:
         if not line.startswith("|"):
             break
-        rate, stage, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        rows.append([cell.strip() for cell in line[1:-1].split("|")])
+    return rows
+
+
+def test_speed_ups_in_the_readme_are_those_of_the_result_file() -> None:
+    """The table `| Mbit/s | stage |`: speed-up, in brackets what the bytes allow."""
+    found = {}
+    for name in ("speed_shipped_2x2_cpu", "speed_2x2_cpu"):  # where both have one, the latter
+        for point in result(name).points:
+            found |= {(point.stage, row.rate, row.scheme): row for row in point.rows}
+    header, *rows = table(README, "| Mbit/s | stage |")
+    schemes = [cell.strip("`") if "`" in cell else "deepspeed_plain" for cell in header[2:]]
+    checked = 0
+    for rate, stage, *cells in rows:
         place = int(stage.removeprefix("ZeRO-")), 0.0 if rate == "not shaped" else float(rate)
         for scheme, cell in zip(schemes, cells, strict=True):
-            row = measured[(*place, scheme)]
+            row = found[(*place, scheme)]
             expected = f"{row.speedup:.2f}"
             bound = f" ({row.bytes_bound:.2f})" if "(" in cell else ""
-            assert cell == expected + bound, f"{line}: {scheme} is {expected}{bound}"
+            assert cell == expected + bound, f"{stage}, {rate}: {scheme} is {expected}{bound}"
             checked += 1
     assert checked >= 20
+
+
+def gaps(name: str) -> dict[str, tuple[str, str]]:
+    """Mean gap and 95 % interval by label, as the pages show them."""
+    return {
+        gap.label: (f"{gap.mean:+.2f} %", f"+-{gap.half_width:.2f}") for gap in result(name).gaps
+    }
+
+
+def test_gaps_of_the_schemes_are_those_of_the_result_file() -> None:
+    given, found = result("convergence_sdp4bit_cpu").arguments, gaps("convergence_sdp4bit_cpu")
+    away = 1 - given["node_size"] / given["world"]  # what enters a node of the volume by formula
+    rows = table(CHOOSING, "| scheme | mean gap |")[1:]
+    assert len(rows) == len(found) - 1, "all but the baseline"
+    for name, *cells in rows:
+        bill = cost.bill(
+            parse_block({"scheme": name.strip("`")}).to_scheme(), given["stage"],
+            block_cargo(given["width"], dtype=torch.bfloat16), ranks=given["world"],
+            node_size=given["node_size"], gradient_dtype=torch.bfloat16,
+        )  # fmt: skip
+        between = f"{away * bill.step_bytes(given['stage']):.2f}"
+        assert tuple(cells) == (*found[name.strip("`")], between), name
+
+
+QSDP = {
+    "8 / 8 (`qsdp`)": "qsdp:weights.bits=8,gradients.bits=8",
+    "6 / 4": "qsdp:weights.bits=6,gradients.bits=4",
+    "5 / 4": "qsdp:weights.bits=5,gradients.bits=4",
+    "4 / 4, random shift (`qsdp_w4g4`)": "qsdp:weights.bits=4,gradients.bits=4",
+    "4 / 4, nearest": "qsdp_w4g4:weights.rounding=nearest",
+    "4 / 4, stochastic": "qsdp_w4g4:weights.rounding=stochastic",
+}
+
+
+def test_gaps_of_qsdp_are_those_of_the_result_file() -> None:
+    found = gaps("convergence_qsdp_cpu")
+    rows = table(CHOOSING, "| weights / gradients |")[1:]
+    assert [row[0] for row in rows] == list(QSDP)
+    for name, *cells in rows:
+        learned = next((v for k, v in found.items() if k.startswith(QSDP[name] + ",w")), ("", ""))
+        assert tuple(cells) == (*found[QSDP[name]], *learned), name
+
+
+def test_figures_in_running_text_are_those_of_the_result_files() -> None:
+    found = gaps("convergence_qsdp_cpu") | gaps("convergence_sdp4bit_cpu")
+    found["qsdp"] = found[QSDP["8 / 8 (`qsdp`)"]]
+    for scheme in ("qsdp", "sdp4bit"):
+        assert f"`{scheme}` {' '.join(found[scheme])}" in README
+    (w4g4,) = (s for s in result("demo_zero3_cpu").summary if s.label == "qsdp_w4g4")
+    assert f"`qsdp_w4g4` loses\n{w4g4.gap_percent:.2f} %" in CHOOSING
+    runs = [run for run in result("errors_cpu").runs if run.scheme == "sdp4bit"]
+    later = sorted(fmean(run.ratio[len(run.ratio) // 2 :]) for run in runs)
+    assert f"{later[0]:.2f} to {later[-1]:.2f} times as far" in CHOOSING
+    for run in runs:
+        errors = {k: fmean(step[k] for step in run.gradients) for k in ("tlq_hs", "zeropp")}
+        assert 5.5 < errors["zeropp"] / errors["tlq_hs"] < 8.5, "six to eight times"
+    points, _ = measured.compare(ROOT / "benchmarks" / "results" / "speed_2x2_cpu.json")
+    errors = [abs(point.error) for point in points]
+    close = sum(error <= 0.15 for error in errors)
+    said = f"{close} of {len(points)} points (mean error {100 * fmean(errors):.1f} %, largest"
+    assert f"{said} {100 * max(errors):.1f} %)" in CHOOSING
+
+
+def test_autotune_misses_at_most_what_the_page_says() -> None:
+    """Without a rate limit, where it takes full precision."""
+    best = 1.0
+    for path in RESULTS:
+        if path.stem.startswith("speed_"):
+            for point in results_schema.load(path).points:
+                unshaped = {row.scheme: row.seconds for row in point.rows if row.rate == 0}
+                for name in CANDIDATES:
+                    if name in unshaped:
+                        best = max(best, unshaped["full_precision"] / unshaped[name])
+    assert f"measured up to {100 * (best - 1):.0f} % faster there" in CHOOSING

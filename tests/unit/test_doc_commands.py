@@ -1,0 +1,146 @@
+"""Every command of README and docs/ runs in this suite: here, or in the test that COVERED names.
+
+Commands are the lines of code blocks marked ``bash``. A new one fails until it runs here or has an
+entry; an entry whose command or test has gone fails too.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_quant.cli import _parser, main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = ("make", "pip", "python", "ds_quant", "deepspeed", "torchrun", "sudo", "benchmarks/")
+RECORDED = re.compile(r"^- Command: `python (benchmarks/\w+\.py)(.*)`$", re.MULTILINE)
+INSTALLED = "tests/integration/test_wheel.py::test_import_torch_activates_the_installed_plugin"
+STARTED = "tests/integration/test_readme.py::test_five_minute_start"
+
+COVERED = {
+    "pip install torch": INSTALLED,
+    'pip install ".[cuda12]"': INSTALLED,
+    'pip install ".[hf]"': INSTALLED,
+    "ds_quant doctor": "tests/unit/test_doctor.py::"
+    "test_doctor_trains_two_processes_and_sees_a_disabled_plugin",
+    "ds_quant validate ds_config.json": STARTED,
+    "deepspeed --num_accelerators 2 train.py": STARTED,
+    "ds_quant probe --hostfile hostfile": "tests/distributed/test_probe.py::"
+    "test_probe_starts_itself_on_the_hosts_of_a_hostfile",
+    "torchrun --nproc-per-node 8 --nnodes 2 --rdzv-endpoint HOST:29400 --no-python ds_quant probe":
+    "tests/distributed/test_probe.py::test_probe_runs_under_torchrun",
+    "make install": INSTALLED,
+    "make report": "tests/unit/test_results.py::test_page_of_results_is_up_to_date",
+    ".venv/bin/python -m tests.distributed.fault_page": "tests/distributed/test_faults.py::",
+    ".venv/bin/ds_quant schema --markdown > docs/keys.md": "tests/unit/test_docs.py::"
+    "test_keys_page_is_what_the_models_say",
+    ".venv/bin/python benchmarks/levels.py --steps 400 --json levels.json":
+    "tests/unit/test_benchmark_runs.py::test_benchmark_writes_its_file",
+    "sudo .venv/bin/python benchmarks/speed.py --quick": "tests/unit/test_speed.py::"
+    "test_without_a_lab_one_point_over_loopback",
+    "benchmarks/gpu_suite.sh": "tests/kernels/test_benchmark.py::test_suite_is_valid_shell",
+}  # fmt: skip
+
+
+def commands() -> list[str]:
+    """Without comments, in the order of the pages."""
+    found = []
+    for page in PAGES:
+        for language, body in BLOCK.findall(page.read_text("utf-8")):
+            if language == "bash":
+                lines = (re.sub(r"\s+#.*", "", line).strip() for line in body.splitlines())
+                found += [line for line in lines if line and not line.startswith("#")]
+    return list(dict.fromkeys(found))
+
+
+HERE = [command for command in commands() if command not in COVERED]
+
+
+def test_entries_are_commands_of_a_page_and_name_tests_that_exist() -> None:
+    assert set(COVERED) <= set(commands()), set(COVERED) - set(commands())
+    for name in COVERED.values():
+        path, _, function = name.partition("::")
+        source = (ROOT / path).read_text("utf-8")
+        names = {n.name for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)}
+        assert not function or function in names, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_with_commands_are_marked_as_such(page: Path) -> None:
+    for language, body in BLOCK.findall(page.read_text("utf-8")):
+        assert language, f"a block without a language: {body}"
+        lines = body.splitlines() if language != "bash" else []
+        assert not [line for line in lines if line.startswith(tuple(f"{p} " for p in PROGRAMS))]
+
+
+@pytest.mark.parametrize("command", HERE)
+def test_command_runs(command: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """In a folder that looks like the user's and like the checkout at once."""
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    rate = {"bytes_per_second": 1e9, "latency": 1e-4}
+    facts = {"kind": "probe", "version": 1, "nodes": 2, "node_size": 8, "backend": "nccl",
+             "intra": rate, "inter": rate}  # fmt: skip
+    (tmp_path / "probe.json").write_text(json.dumps(facts))
+    monkeypatch.chdir(tmp_path)
+    program, *arguments = shlex.split(command)
+    if program == "ds_quant":
+        assert main(arguments) == 0, capsys.readouterr().err
+    else:
+        assert program == "python", f"run {command!r} here, or name its test in COVERED"
+        subprocess.run([sys.executable, *arguments], check=True, timeout=120)
+
+
+def test_ds_quant_commands_outside_of_blocks_parse() -> None:
+    """Those in running text, with what stands for a value or the rest left out."""
+    tools = "validate|schema|doctor|probe|estimate"
+    for page in PAGES:
+        for command in re.findall(rf"`(ds_quant (?:{tools}) [^`]*)`", page.read_text("utf-8")):
+            if "..." not in command:
+                _parser().parse_args(shlex.split(command)[1:])
+
+
+def test_targets_of_make_exist() -> None:
+    text = "\n".join(page.read_text("utf-8") for page in PAGES)
+    targets = set(re.findall(r"[`\n]make (\w+)", text))
+    assert {"demo", "test", "install", "report"} <= targets
+    if shutil.which("make"):
+        subprocess.run(["make", "--dry-run", *sorted(targets)], cwd=ROOT, check=True,
+                       capture_output=True)  # fmt: skip
+
+
+def test_extras_exist() -> None:
+    setup = (ROOT / "setup.cfg").read_text("utf-8")
+    for page in PAGES:
+        for extras in re.findall(r"(?:ds_quant|\"\.)\[([\w,]+)\]", page.read_text("utf-8")):
+            for extra in extras.split(","):
+                assert re.search(rf"^{extra} =", setup, re.MULTILINE), extra
+
+
+def recorded() -> list[tuple[str, str]]:
+    """Script and arguments of the commands that made the result files."""
+    return RECORDED.findall((ROOT / "docs" / "results.md").read_text("utf-8"))
+
+
+@pytest.mark.parametrize(("script", "arguments"), recorded())
+def test_commands_that_made_the_results_still_parse(
+    script: str, arguments: str, monkeypatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    module = importlib.import_module(Path(script).stem)
+    monkeypatch.setattr(sys, "argv", [script, *shlex.split(arguments)])
+    assert module.parse_args()
+
+
+def test_every_result_file_says_how_it_was_made() -> None:
+    assert len(recorded()) == len(list((ROOT / "benchmarks" / "results").glob("*.json")))

@@ -69,6 +69,13 @@ def test_files_named_in_backticks_exist(page: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_named_in_backticks_exist(page: Path) -> None:
+    named = re.findall(r"`(tests/[\w./]+\.py)::(\w+)`", page.read_text("utf-8"))
+    sources = {path: (ROOT / path).read_text("utf-8") for path, _ in named}
+    assert [name for path, name in named if f"def {name}(" not in sources[path]] == []
+
+
 def commands() -> list[str]:
     """Commands of code blocks that need no launcher and no file of the user."""
     found = []

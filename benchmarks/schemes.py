@@ -6,6 +6,7 @@ May import the standard library and launch.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,7 +87,13 @@ def block_of(entry: SchemeEntry, args: argparse.Namespace) -> dict[str, Any] | N
     block: dict[str, Any] = {"scheme": entry.name, "seed": args.seed}
     if args.node_size is not None:
         block["node_size"] = args.node_size
-    for key, value in {**dict(args.override), **entry.overrides}.items():
+    return with_overrides(block, {**dict(args.override), **entry.overrides})
+
+
+def with_overrides(block: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a block in which dotted keys have replaced values."""
+    block = copy.deepcopy(block)
+    for key, value in overrides.items():
         *parents, last = key.split(".")
         place = block
         for parent in parents:

@@ -30,6 +30,7 @@ from netlab.lab import Lab, LabError, Loopback, obstacle, remove
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from schemes import parse_schemes, with_overrides
 
 BASELINE = "full_precision"
 SHIPPED = ("deepspeed_plain", "deepspeed_hpz")
@@ -47,10 +48,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rates", type=float, nargs="+", default=[50, 100, 200, 400, 800, 1600, 0],
         help="Mbit/s of every host's link; 0: not shaped")  # fmt: skip
     add("--schemes", nargs="+",
-        default=["full_precision", "qsdp", "zeropp", "sdp4bit", "deepspeed_plain"])  # fmt: skip
+        default=["full_precision", "qsdp", "zeropp", "sdp4bit", "deepspeed_plain"],
+        help="names, with keys of the block as in qsdp:payload_checksum=true")  # fmt: skip
     add("--blocks", type=int, default=5, help="turns of every scheme at every rate")
     add("--steps-per-block", type=int, default=2)
     add("--warmup", type=int, default=3, help="steps before the first block, per scheme")
+    add("--loopback", action="store_true", help="no lab, even where one can be built")
     add("--layers", type=int, default=6)
     add("--width", type=int, default=384)
     add("--heads", type=int, default=6)
@@ -92,9 +95,12 @@ def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> 
     if scheme == "deepspeed_hpz":
         zero["zero_hpz_partition_size"] = ranks
     elif scheme not in SHIPPED:
-        config["quantized_comm"] = {
-            "scheme": scheme, "node_size": ranks, "allow_full_replica": True, "checksum_steps": 0,
+        (entry,) = parse_schemes(scheme)
+        block = {
+            "scheme": entry.name, "node_size": ranks, "allow_full_replica": True,
+            "checksum_steps": 0,
         }  # fmt: skip
+        config["quantized_comm"] = with_overrides(block, entry.overrides)
     return config
 
 
@@ -254,7 +260,8 @@ def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     args, console = parse_args(), Console()
-    args.loopback = (reason := obstacle()) is not None
+    reason = "--loopback" if args.loopback else obstacle()
+    args.loopback = reason is not None
     if args.loopback:
         # Shipped DeepSpeed is left out: without interfaces nobody counts its bytes.
         args.rates, args.schemes = [0], [s for s in args.schemes if s not in SHIPPED]
@@ -283,9 +290,7 @@ def main() -> int:
         if not args.loopback:
             remove()
     plot(points, args.plot)
-    arguments = {
-        k: v for k, v in vars(args).items() if k not in ("json", "plot", "out", "loopback")
-    }
+    arguments = {k: v for k, v in vars(args).items() if k not in ("json", "plot", "out")}
     written = {"kind": "speed", "version": 1, "command": "python benchmarks/speed.py",
                "arguments": arguments, **report.provenance(), "points": points}  # fmt: skip
     args.json.write_text(json.dumps(written, indent=1) + "\n", "utf-8")

@@ -34,7 +34,8 @@ def note(event: str, **facts: Any) -> None:
 
 
 def on_one_line(text: str) -> str:
-    return " ".join(text.split())[:MAX_ERROR]
+    """An error without line breaks and without the place of DeepSpeed's sources."""
+    return " ".join(text.replace(f"{Path.cwd()}/", "").split())[:MAX_ERROR]
 
 
 def with_block(param_dict: dict[str, Any], block: dict[str, Any]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
     """ZeRO-3."""
     fetch = Fetch(binding)
     params = list(engine.module.parameters())
-    fetch.attach(params)
+    fetch.attach(params, optimizer)
     binding.note_groups([p.ds_process_group for p in params])
     if binding.scheme.node_shard and binding.topology.nodes > 1:
         binding.node = fetch.keep_in_node()

@@ -31,13 +31,23 @@ class Fetch:
         self._decoded: set[int] = set()  # ds_id of parameters whose last gather was quantized
         self._barrier = parameters.StepBarrier()
         self._parameters: list[torch.Tensor] = []
+        self._met: set[int] = set()  # ds_id of wrapped parameters
         self.node: NodeShard | None = None
 
-    def attach(self, params: Iterable[torch.Tensor]) -> None:
-        """Wrap every parameter: which one DeepSpeed calls differs from rank to rank."""
+    def attach(self, params: Iterable[torch.Tensor], optimizer: Any) -> None:
+        """Serve the parameters of a module, and what is fetched together with them."""
         self._parameters = list(params)
-        for parameter in self._parameters:
-            seams.wrap_fetch(parameter, self.fetch, self.gather_exactly)
+        self.meet(self._parameters)
+        seams.before_fetch(optimizer, self.meet)
+
+    def meet(self, params: Iterable[Any]) -> None:
+        """Wrap every parameter, also those that were made later and that nobody quantizes: which
+        one of a fetch DeepSpeed calls, the first of a set, differs from rank to rank.
+        """
+        for p in params:
+            if p.ds_id not in self._met:
+                self._met.add(p.ds_id)
+                seams.wrap_fetch(p, self.fetch, self.gather_exactly)
 
     def keep_in_node(self) -> NodeShard:
         """From now on gathers come from a node shard."""

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from ds_quant.zero.wrapping import Route, require, wrap
+from ds_quant.zero.wrapping import Route, after, require, wrap
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+_FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
 
 
 def install() -> None:
@@ -110,6 +111,19 @@ def wrap_fetch(
     parameter.all_gather = functools.partial(gather_exactly, parameter.all_gather, parameter)
 
 
+def before_fetch(optimizer: Any, meet: Callable[[Iterable[Any]], None]) -> None:
+    """``meet(params)`` sees parameters that are about to be fetched together."""
+
+    def fetch(original: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+        meet(params)
+        return original(params, *args, **kwargs)
+
+    offload = getattr(optimizer, "parameter_offload", optimizer)  # itself without an optimizer
+    coordinator = offload.get_param_coordinator()
+    require(coordinator, _FETCH)
+    wrap(coordinator, _FETCH, fetch)
+
+
 def wrap_partition(parameter: torch.Tensor, updated: Callable[[list[Any]], None]) -> None:
     """``updated(params)`` learns which parameters are partitioned again with new values."""
     partition = parameter.partition
@@ -144,14 +158,7 @@ def wrap_shard_reduction(optimizer: Any, reduce: Callable[..., Any]) -> None:
 
 def after_backward(optimizer: Any, then: Callable[[], None]) -> None:
     """Run ``then()`` whenever the gradients of a backward have been reduced."""
-
-    def epilogue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        then()
-        return result
-
-    require(optimizer, "independent_gradient_partition_epilogue")
-    wrap(optimizer, "independent_gradient_partition_epilogue", epilogue)
+    after(optimizer, "independent_gradient_partition_epilogue", then)
 
 
 # ---- the optimizer step ----
@@ -183,14 +190,7 @@ def around_step(optimizer: Any, before: Callable[[], None], after: Callable[[boo
 
 def after_global_step(engine: Any, then: Callable[[], None]) -> None:
     """Run ``then()`` whenever ``engine.global_steps`` has grown, skipped updates included."""
-
-    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        then()
-        return result
-
-    require(engine, "_take_model_step")
-    wrap(engine, "_take_model_step", step)
+    after(engine, "_take_model_step", then)
 
 
 def minimum(numbers: list[int]) -> list[int]:
@@ -233,13 +233,7 @@ def rank_and_world() -> tuple[int, int]:
 
 def after_checkpoint_event(optimizer: Any, then: Callable[[], None]) -> None:
     """ZeRO-3: run ``then()`` after a checkpoint was saved or loaded."""
-
-    def epilogue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        then()
-        return result
-
-    wrap(optimizer, "checkpoint_event_epilogue", epilogue, stacked=True)
+    after(optimizer, "checkpoint_event_epilogue", then, stacked=True)
 
 
 def wrap_checkpoints(
@@ -267,14 +261,8 @@ def wrap_checkpoints(
 
 def after_save(engine: Any, then: Callable[[], None]) -> None:
     """Run ``then()`` when a checkpoint or 16-bit weights have been saved."""
-
-    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        then()
-        return result
-
     for name in ("save_checkpoint", "save_16bit_model"):
-        wrap(engine, name, save, stacked=True)
+        after(engine, name, then, stacked=True)
 
 
 def new_group(ranks: list[int]) -> Any:

@@ -26,6 +26,18 @@ def wrap(owner: Any, name: str, around: Callable[..., Any], *, stacked: bool = F
     setattr(owner, name, wrapper)
 
 
+def after(owner: Any, name: str, then: Callable[[], None], *, stacked: bool = False) -> None:
+    """Run ``then()`` behind every call of ``owner.name``."""
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then()
+        return result
+
+    require(owner, name)
+    wrap(owner, name, around, stacked=stacked)
+
+
 class Route(threading.local):
     """A module-level function of DeepSpeed that goes elsewhere while ``through`` is open."""
 

@@ -6,7 +6,7 @@ the page.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,22 +20,34 @@ from tests.distributed.models import settings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
 ALL = (1, 2, 3)
+Version = tuple[int, int]
+V017, V018 = (0, 17), (0, 18)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """``train(stage, block)`` with and without the block ends with the same loss.
 
-    exact_gradients: gradients stay on DeepSpeed's own path. few_ranks: some parameters belong to
-    part of the ranks.
+    fails: by version of DeepSpeed, stages that it cannot train without the plugin either.
+    exact_gradients: gradients stay on DeepSpeed's own path, except in the versions ``travel``.
+    few_ranks: some parameters belong to part of the ranks.
     """
 
     feature: str
     train: Callable[[int, Any], scenarios.Outcome]
     stages: tuple[int, ...] = ALL
     note: str = ""
+    fails: Mapping[Version, tuple[int, ...]] = field(default_factory=dict)
     exact_gradients: bool = False
+    travel: tuple[Version, ...] = ()
     few_ranks: bool = False
+
+    def remark(self) -> str:
+        """For the page."""
+        parts = [self.note] if self.note else []
+        for (major, minor), stages in self.fails.items():
+            parts.append(f"DeepSpeed {major}.{minor} cannot under ZeRO-{_list(stages)}")
+        return "; ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +61,7 @@ class Refused:
     top: dict[str, Any] = field(default_factory=dict)
     stages: tuple[int, ...] = ALL
     dtype: str = "bf16"
-    since: tuple[int, int] = (0, 17)  # an older DeepSpeed ignores the setting
+    since: Version = (0, 17)  # an older DeepSpeed ignores the setting
 
     def config(self, stage: int, block: dict[str, Any]) -> dict[str, Any]:
         return settings(stage, block, dtype=self.dtype, zero=self.zero, **self.top)
@@ -67,6 +79,7 @@ class Elsewhere:
 
 ONE_LEVEL = "where ranks are fewer than the world: one level, no node shard"
 DEEPSPEED_REFUSES = "DeepSpeed refuses the other stages"
+WHOLE_MATRICES = "gradients stay exact: Muon needs whole matrices"
 
 TRAINED = (
     Trained(
@@ -90,8 +103,8 @@ TRAINED = (
         note=ONE_LEVEL,
     ),
     Trained(
-        feature="tensor parallel (AutoTP)", train=scenarios.auto_tensor_parallel, few_ranks=True,
-        note=ONE_LEVEL,
+        feature="tensor parallel (AutoTP, `partition_config`)", few_ranks=True,
+        train=scenarios.auto_tensor_parallel, note=ONE_LEVEL, fails={V017: ALL, V018: (3,)},
     ),
     Trained(
         feature="sequence parallel (config)", train=scenarios.sequence_parallel, stages=(1, 2),
@@ -99,7 +112,7 @@ TRAINED = (
     ),
     Trained(
         feature="sequence parallel (config) ", train=scenarios.sequence_parallel, stages=(3,),
-        note="weights are split over all ranks",
+        note="weights are split over all ranks", fails={V017: (3,), V018: (3,)},
     ),
     Trained(
         feature="frozen int8 base", train=scenarios.integer_base,
@@ -107,8 +120,12 @@ TRAINED = (
     ),
     Trained(feature="frozen bf16 base, fp32 adapter", train=scenarios.mixed_dtypes),
     Trained(
-        feature="Muon", train=scenarios.muon, exact_gradients=True,
-        note="gradients stay exact: Muon needs whole matrices",
+        feature="Muon", train=scenarios.muon, stages=(1, 2), exact_gradients=True,
+        travel=(V017, V018), note=f"{WHOLE_MATRICES}; they travel with DeepSpeed 0.17 and 0.18",
+    ),
+    Trained(
+        feature="Muon ", train=scenarios.muon, stages=(3,), exact_gradients=True,
+        fails={V018: (3,)}, note=WHOLE_MATRICES,
     ),
     Trained(
         feature="SGD", train=partial(
@@ -221,12 +238,14 @@ Made by `make report` from `tests/distributed/support.py`; do not edit. Everythi
 tried on CPU with gloo, 4 ranks for rows of `test_support.py`: one level with `qsdp` and two nodes
 of two ranks with `sdp4bit`, against the same training without the plugin. "Refused" is an error at
 start-up that names the setting and the way out. What is in neither table has not been tried.
+DeepSpeed is 0.19.8; rows of `test_support.py` were also trained with 0.18.9 and 0.17.6, and the
+remark says what these cannot do themselves.
 """
 
 
 def page() -> str:
     """docs/support.md."""
-    works = [(r.feature.strip(), r.stages, r.note, "test_support.py") for r in TRAINED]
+    works = [(r.feature.strip(), r.stages, r.remark(), "test_support.py") for r in TRAINED]
     works += [(r.feature, r.stages, r.note, r.test) for r in ELSEWHERE]
     tested = ["| works | ZeRO | remark | tested in |", "| --- | --- | --- | --- |"]
     tested += [f"| {name} | {_list(s)} | {note} | `{test}` |" for name, s, note, test in works]

@@ -32,6 +32,7 @@ BLOCKS: dict[str, tuple[dict[str, Any], float]] = {
     "qsdp": ({"scheme": "qsdp", "node_size": 1}, 0.01),
     "sdp4bit": ({"scheme": "sdp4bit", "node_size": 2, "checksum_steps": 3}, 0.03),
 }
+INSTALLED = tuple(int(part) for part in version("deepspeed").split(".")[:2])
 
 
 def outcomes(place: int) -> dict[tuple[int, str | None], Any]:
@@ -59,6 +60,8 @@ def tried(place: int) -> list[tuple[dict, str | None]]:
 )
 def test_what_works_trains_as_without_the_plugin(place: int, stage: int, scheme: str) -> None:
     row: Trained = TRAINED[place]
+    if stage in row.fails.get(INSTALLED, ()):
+        pytest.skip(f"DeepSpeed {INSTALLED} cannot do this without the plugin either")
     losses: dict[str | None, list[list[float]]] = {None: [], scheme: []}
     for found, error in tried(place):
         assert error is None, error
@@ -68,7 +71,8 @@ def test_what_works_trains_as_without_the_plugin(place: int, stage: int, scheme:
         report = found[stage, scheme][1]
         assert report["resyncs"] == 0
         assert report["collectives"]["weights"] > 0
-        assert (report["collectives"]["gradients"] == 0) == row.exact_gradients
+        exact_gradients = row.exact_gradients and INSTALLED not in row.travel
+        assert (report["collectives"]["gradients"] == 0) == exact_gradients
         assert ("belong to part of the ranks" in report["line"]) == row.few_ranks
     expected, quantized = (np.mean(losses[name], axis=0) for name in (None, scheme))
     assert expected[-1] < 0.95 * expected[0]
@@ -86,9 +90,8 @@ def refused(place: int, stage: int) -> None:
 )
 def test_what_is_refused_names_the_setting_and_the_way_out(place: int, stage: int) -> None:
     row: Refused = REFUSED[place]
-    installed = tuple(int(part) for part in version("deepspeed").split(".")[:2])
-    if installed < row.since:
-        pytest.skip(f"DeepSpeed {installed} does not know the setting")
+    if INSTALLED < row.since:
+        pytest.skip(f"DeepSpeed {INSTALLED} does not know the setting")
     for _, error in run_each(refused, 2, place, stage):
         assert error is not None and "ConfigError" in error
         assert [part for part in row.parts if part not in error] == [], error

@@ -81,3 +81,10 @@ def test_files_named_in_backticks_exist(page: Path) -> None:
     named = re.findall(pattern, page.read_text("utf-8"))
     missing = [name for name in named if not (ROOT / name).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_named_in_backticks_exist(page: Path) -> None:
+    named = re.findall(r"`(tests/[\w./]+\.py)::(\w+)`", page.read_text("utf-8"))
+    sources = {path: (ROOT / path).read_text("utf-8") for path, _ in named}
+    assert [name for path, name in named if f"def {name}(" not in sources[path]] == []

@@ -54,6 +54,8 @@ def test_engines_differ_in_their_block_only() -> None:
     ours = speed.config_of("sdp4bit", 3, 2, args)
     assert ours.pop("quantized_comm")["node_size"] == 2
     assert ours == plain
+    keyed = speed.config_of("qsdp:weights.bits=4", 3, 2, args)["quantized_comm"]
+    assert keyed["scheme"] == "qsdp" and keyed["weights"] == {"bits": 4}
     hpz = speed.config_of("deepspeed_hpz", 3, 2, args)
     assert hpz["zero_optimization"].pop("zero_hpz_partition_size") == 2
     assert hpz == plain

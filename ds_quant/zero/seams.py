@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ds_quant.zero.wrapping import Route, require, wrap
+from ds_quant.zero.wrapping import Route, followed_by, require, wrap
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
@@ -144,14 +144,8 @@ def wrap_shard_reduction(optimizer: Any, reduce: Callable[..., Any]) -> None:
 
 def after_backward(optimizer: Any, then: Callable[[], None]) -> None:
     """Run ``then()`` whenever the gradients of a backward have been reduced."""
-
-    def epilogue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        then()
-        return result
-
     require(optimizer, "independent_gradient_partition_epilogue")
-    wrap(optimizer, "independent_gradient_partition_epilogue", epilogue)
+    wrap(optimizer, "independent_gradient_partition_epilogue", followed_by(then))
 
 
 # ---- the optimizer step ----
@@ -183,14 +177,20 @@ def around_step(optimizer: Any, before: Callable[[], None], after: Callable[[boo
 
 def after_global_step(engine: Any, then: Callable[[], None]) -> None:
     """Run ``then()`` whenever ``engine.global_steps`` has grown, skipped updates included."""
-
-    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        then()
-        return result
-
     require(engine, "_take_model_step")
-    wrap(engine, "_take_model_step", step)
+    wrap(engine, "_take_model_step", followed_by(then))
+
+
+def before_destroy(engine: Any, first: Callable[[], None]) -> None:
+    """Run ``first()`` when the engine is destroyed: asked to, or collected."""
+
+    def destroy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            first()
+        finally:
+            original(*args, **kwargs)
+
+    wrap(engine, "destroy", destroy)
 
 
 def minimum(numbers: list[int]) -> list[int]:
@@ -233,13 +233,7 @@ def rank_and_world() -> tuple[int, int]:
 
 def after_checkpoint_event(optimizer: Any, then: Callable[[], None]) -> None:
     """ZeRO-3: run ``then()`` after a checkpoint was saved or loaded."""
-
-    def epilogue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        then()
-        return result
-
-    wrap(optimizer, "checkpoint_event_epilogue", epilogue, stacked=True)
+    wrap(optimizer, "checkpoint_event_epilogue", followed_by(then), stacked=True)
 
 
 def wrap_checkpoints(
@@ -267,14 +261,8 @@ def wrap_checkpoints(
 
 def after_save(engine: Any, then: Callable[[], None]) -> None:
     """Run ``then()`` when a checkpoint or 16-bit weights have been saved."""
-
-    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        then()
-        return result
-
     for name in ("save_checkpoint", "save_16bit_model"):
-        wrap(engine, name, save, stacked=True)
+        wrap(engine, name, followed_by(then), stacked=True)
 
 
 def new_group(ranks: list[int]) -> Any:

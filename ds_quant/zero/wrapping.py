@@ -26,6 +26,17 @@ def wrap(owner: Any, name: str, around: Callable[..., Any], *, stacked: bool = F
     setattr(owner, name, wrapper)
 
 
+def followed_by(then: Callable[[], None]) -> Callable[..., Any]:
+    """For ``wrap``: the original, then ``then()``."""
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then()
+        return result
+
+    return around
+
+
 class Route(threading.local):
     """A module-level function of DeepSpeed that goes elsewhere while ``through`` is open."""
 

@@ -10,6 +10,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,10 @@ import torch
 from deepspeed import comm as dist
 from gpt import GPT, VOCABULARY, Block, GPTConfig
 from netlab import lab
+from timeline import Timeline
 
 import ds_quant
+from ds_quant.link import Exchange, Link
 
 
 def build(scheme: dict[str, Any], plan: dict[str, Any]) -> Any:
@@ -31,10 +36,31 @@ def build(scheme: dict[str, Any], plan: dict[str, Any]) -> Any:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=scheme["config"]
     )
+    if scheme.get("waiting"):
+        overlap_nothing(engine)
     return engine
 
 
-def steps(engine: Any, count: int, plan: dict[str, Any]) -> float:
+def overlap_nothing(engine: Any) -> None:
+    """Await every message of this engine where it is posted."""
+    traffic, posted = engine.ds_quant_binding.traffic, Link._posted
+
+    def awaited(link: Link, *args: Any) -> Exchange:
+        exchange = posted(link, *args)
+        if link._traffic is not traffic:
+            return exchange
+        exchange.work.wait()
+        return replace(exchange, work=None)
+
+    Link._posted = awaited
+
+
+def steps(
+    engine: Any,
+    count: int,
+    plan: dict[str, Any],
+    span: Callable[[str], AbstractContextManager[None]] = nullcontext,
+) -> float:
     """Seconds of `count` optimizer steps, from one barrier to the next."""
     shape = (plan["batch"], plan["seq_len"])
     generator = torch.Generator().manual_seed(engine.global_steps * 1000 + dist.get_rank())
@@ -42,10 +68,23 @@ def steps(engine: Any, count: int, plan: dict[str, Any]) -> float:
     start = time.perf_counter()
     for _ in range(count):
         inputs, targets = (torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
-        engine.backward(engine(inputs, targets))
-        engine.step()
+        with span("forward"):
+            loss = engine(inputs, targets)
+        with span("backward"):
+            engine.backward(loss)
+        with span("step"):
+            engine.step()
     dist.barrier()
     return time.perf_counter() - start
+
+
+def draw(engine: Any, plan: dict[str, Any]) -> None:
+    """Two steps as a Chrome trace of rank 0."""
+    timeline = Timeline()
+    with timeline.messages():
+        steps(engine, 2, plan, timeline.span)
+    if dist.get_rank() == 0:
+        timeline.write(Path(plan["trace"]))
 
 
 def busy_seconds() -> float:
@@ -107,6 +146,8 @@ def main() -> None:
             for label in labels[turn:] + labels[:turn]:
                 row = measure_block(engines[label], plan)
                 results.append({"rate": rate, "block": block, "scheme": label, **row})
+            if plan.get("trace") and rate == plan["rates"][0] and block == 0:
+                draw(engines[labels[-2]], plan)
             if first:
                 print(f"rate {rate} block {block + 1}/{plan['blocks']} done", flush=True)
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())

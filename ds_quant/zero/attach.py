@@ -17,6 +17,7 @@ from ds_quant.zero.binding import Binding
 from ds_quant.zero.corruption import Corruption
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
 from ds_quant.zero.fetch import Fetch
+from ds_quant.zero.late import LateReduction
 from ds_quant.zero.reduce import OwnerReduction, ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
@@ -95,8 +96,24 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
         seams.after_step(optimizer, Agreement(binding, binding.node).after_step)
         seams.after_checkpoint_event(optimizer, binding.node.resync)
     if binding.gradients_travel():
-        seams.wrap_shard_reduction(optimizer, ShardReduction(binding))
+        _attach_reduction(binding, engine, optimizer)
+
+
+def _attach_reduction(binding: Binding, engine: Any, optimizer: Any) -> None:
+    reduction = ShardReduction(binding)
+    if parameters.device().type != "cpu" or not seams.overlaps(engine):
+        seams.wrap_shard_reduction(optimizer, reduction)
         seams.after_backward(optimizer, binding.after_backward)
+        return
+    late = LateReduction(reduction)
+
+    def after_backward() -> None:
+        late.finish()
+        binding.after_backward()
+
+    seams.wrap_shard_reduction(optimizer, late.reduce)
+    seams.wrap_partition_of_gradients(optimizer, late.put_away)
+    seams.after_backward(optimizer, after_backward)
 
 
 def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:

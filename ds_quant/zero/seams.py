@@ -142,6 +142,17 @@ def wrap_shard_reduction(optimizer: Any, reduce: Callable[..., Any]) -> None:
     wrap(optimizer, _AVG_SCATTER, around)
 
 
+def wrap_partition_of_gradients(optimizer: Any, put_away: Callable[..., None]) -> None:
+    """ZeRO-3: ``put_away(original, params, shards)`` follows every reduce-scatter."""
+    require(optimizer, "partition_grads")
+    wrap(optimizer, "partition_grads", put_away)
+
+
+def overlaps(engine: Any) -> bool:
+    """``overlap_comm``: by default on under ZeRO-3."""
+    return bool(engine._config.zero_config.overlap_comm)
+
+
 def after_backward(optimizer: Any, then: Callable[[], None]) -> None:
     """Run ``then()`` whenever the gradients of a backward have been reduced."""
     require(optimizer, "independent_gradient_partition_epilogue")

@@ -88,7 +88,7 @@ class Reduction:
     [Note: two hops].
 
     Sums are fp32 in rank order within a hop, nodes in order across hops; ``scale`` is applied once
-    at the end. Values of pieces that this rank adds up must stay as they are until ``wait`` returns.
+    at the end. The values of pieces that this rank adds up must not change before ``wait`` returns.
     """
 
     def __init__(self, pieces: Sequence[Piece], hops: Sequence[Hop], *, scale: float) -> None:

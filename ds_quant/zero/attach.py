@@ -101,19 +101,13 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
 
 def _attach_reduction(binding: Binding, engine: Any, optimizer: Any) -> None:
     reduction = ShardReduction(binding)
-    if parameters.device().type != "cpu" or not seams.overlaps(engine):
+    if parameters.device().type != "cpu" or not engine.zero_overlap_comm():
         seams.wrap_shard_reduction(optimizer, reduction)
         seams.after_backward(optimizer, binding.after_backward)
         return
     late = LateReduction(reduction)
-
-    def after_backward() -> None:
-        late.finish()
-        binding.after_backward()
-
-    seams.wrap_shard_reduction(optimizer, late.reduce)
-    seams.wrap_partition_of_gradients(optimizer, late.put_away)
-    seams.after_backward(optimizer, after_backward)
+    seams.wrap_shard_reduction(optimizer, late.reduce, late.put_away)
+    seams.after_backward(optimizer, binding.after_backward, late.last_buckets)
 
 
 def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:

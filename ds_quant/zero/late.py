@@ -3,14 +3,15 @@
 [Note: late shards] On CUDA DeepSpeed reduces a bucket on a stream of its own and backward goes on.
 On the CPU nothing runs by itself, and backward would stand still until a bucket has crossed the
 network. So a bucket is only posted there, and what DeepSpeed does with its shards
-(``partition_grads``) is put off: until two later buckets were posted, or backward is over. The next
+(``partition_grads``) is put off: until two later buckets were posted, or backward ends. The next
 bucket may overwrite the gradients, so what this rank adds up exactly is copied.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ class LateReduction:
         self._begun: Bucket | None = None  # its shards are still in DeepSpeed's hands
         self._under_way: deque[tuple[Bucket, Callable[[], Any]]] = deque()
         self._untouched: set[torch.dtype] = set()
+        self._ends = False  # backward
 
     def reduce(
         self,
@@ -70,15 +72,23 @@ class LateReduction:
         for p in params:
             p.grad = None
         self._under_way.append((bucket, partial(_without_grads, original, params)))
-        if len(self._under_way) > _AHEAD:
+        if self._ends:
+            bucket.advance()
+        while len(self._under_way) > (0 if self._ends else _AHEAD):
             self._finish_oldest()
 
-    def finish(self) -> None:
-        """Backward is over: put all shards away."""
-        for bucket, _ in self._under_way:
-            bucket.advance()
-        while self._under_way:
-            self._finish_oldest()
+    @contextmanager
+    def last_buckets(self) -> Iterator[None]:
+        """Inside, DeepSpeed reduces what is left in its buckets, and every shard is put away: after
+        it, DeepSpeed 0.17 would add shards to those of this backward instead of copying them.
+        """
+        self._ends = True
+        try:
+            yield
+            # Of a dtype of which there was a bucket, there is a last one.
+            assert not self._under_way
+        finally:
+            self._ends = False
 
     def _finish_oldest(self) -> None:
         bucket, put_away = self._under_way.popleft()

@@ -169,17 +169,17 @@ class NodeShard:
         return gather([self._kept[index] for index in indices], codings, self._intra)
 
     def _runs(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """Consecutive parameters of bounded size; at least one each."""
+        """Consecutive parameters, of bounded size but for the last of each run."""
         widths = [self._kept[index].rows.shape[1] for index in indices]
-        most = min(max(ceil_div(sum(widths), _CHUNKS), _LEAST_NUMEL), _MOST_NUMEL)
+        enough = min(max(ceil_div(sum(widths), _CHUNKS), _LEAST_NUMEL), _MOST_NUMEL)
         run: list[int] = []
         numel = 0
         for index, width in zip(indices, widths, strict=True):
-            if run and numel + width > most:
-                yield run
-                run, numel = [], 0
             run.append(index)
             numel += width
+            if numel >= enough:
+                yield run
+                run, numel = [], 0
         if run:
             yield run
 

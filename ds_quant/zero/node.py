@@ -29,7 +29,7 @@ from ds_quant.zero.spread import Chunk, Spread
 
 # Own elements per message of an exchange: an eighth of them, as far as that is neither so little
 # that a message's latency counts nor more than memory should hold.
-_CHUNKS, _LEAST_NUMEL, _MOST_NUMEL = 8, 1 << 18, 1 << 22
+_CHUNKS, _LEAST_NUMEL, _MOST_NUMEL = 8, 1 << 18, 1 << 21
 
 
 @dataclass
@@ -169,17 +169,17 @@ class NodeShard:
         return gather([self._kept[index] for index in indices], codings, self._intra)
 
     def _runs(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """Consecutive parameters, of bounded size but for the last of each run."""
+        """Consecutive parameters of bounded size; at least one each."""
         widths = [self._kept[index].rows.shape[1] for index in indices]
-        enough = min(max(ceil_div(sum(widths), _CHUNKS), _LEAST_NUMEL), _MOST_NUMEL)
+        most = min(max(ceil_div(sum(widths), _CHUNKS), _LEAST_NUMEL), _MOST_NUMEL)
         run: list[int] = []
         numel = 0
         for index, width in zip(indices, widths, strict=True):
-            run.append(index)
-            numel += width
-            if numel >= enough:
+            if run and numel + width > most:
                 yield run
                 run, numel = [], 0
+            run.append(index)
+            numel += width
         if run:
             yield run
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
-_IN_FLIGHT = 8  # chunks; bounds the memory of messages, the others are posted as these arrive
+_IN_FLIGHT = 16  # chunks; bounds the memory of messages, the others are posted as these arrive
 
 
 class Chunk(NamedTuple):

@@ -40,19 +40,19 @@ def test_chunks_are_finished_in_order_and_only_as_far_as_needed() -> None:
     assert events == [f"decode {i}" for i in range(4)]
 
 
-def test_eight_travel_and_the_ninth_is_posted_when_the_first_has_arrived() -> None:
+def test_sixteen_travel_and_the_next_is_posted_when_the_first_has_arrived() -> None:
     spread, events = Spread(), []
-    spread.begin(chunks(events, 10))
-    assert events == [f"post {i}" for i in range(8)]
+    spread.begin(chunks(events, 18))
+    assert events == [f"post {i}" for i in range(16)]
     spread.finish([0])
-    assert events[8:] == ["decode 0", "post 8"]
-    spread.finish([18])
-    assert events[-1] == "decode 9" and events.count("post 9") == 1
+    assert events[16:] == ["decode 0", "post 16"]
+    spread.finish([34])
+    assert events[-1] == "decode 17" and events.count("post 17") == 1
 
 
 def test_after_a_failure_nothing_is_awaited_again() -> None:
     spread, events = Spread(), []
-    spread.begin(chunks(events, 10, fails=1))
+    spread.begin(chunks(events, 18, fails=1))
     with pytest.raises(RuntimeError, match="rank 1 does not answer"):
         spread.finish()
     seen = list(events)
@@ -65,11 +65,11 @@ def test_after_a_failure_nothing_is_awaited_again() -> None:
 
 def test_closing_awaits_what_was_posted_and_posts_no_more() -> None:
     spread, events = Spread(), []
-    spread.begin(chunks(events, 10))
+    spread.begin(chunks(events, 18))
     spread.close()
-    assert events[8:] == [f"decode {i}" for i in range(8)]
+    assert events[16:] == [f"decode {i}" for i in range(16)]
     spread.close()
-    assert len(events) == 16
+    assert len(events) == 32
 
 
 def test_an_exchange_of_nothing_is_finished() -> None:

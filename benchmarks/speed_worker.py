@@ -61,12 +61,16 @@ def steps(
     plan: dict[str, Any],
     span: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> float:
-    """Seconds of `count` optimizer steps, from one barrier to the next."""
+    """Seconds of `count` optimizer steps, from one barrier to the next, after one that is not timed:
+    a step waits for what the one before left on its way.
+    """
     shape = (plan["batch"], plan["seq_len"])
     generator = torch.Generator().manual_seed(engine.global_steps * 1000 + dist.get_rank())
     dist.barrier()
-    start = time.perf_counter()
-    for _ in range(count):
+    for step in range(count + 1):
+        if step == 1:
+            dist.barrier()
+            start = time.perf_counter()
         inputs, targets = (torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
         with span("forward"):
             loss = engine(inputs, targets)
@@ -75,7 +79,10 @@ def steps(
         with span("step"):
             engine.step()
     dist.barrier()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    if (node := getattr(getattr(engine, "ds_quant_binding", None), "node", None)) is not None:
+        node.finish()  # else it would travel beside the next engine
+    return seconds
 
 
 def draw(engine: Any, plan: dict[str, Any]) -> None:
@@ -105,11 +112,12 @@ def measure_block(engine: Any, plan: dict[str, Any]) -> dict[str, float]:
     count, first = plan["steps_per_block"], int(os.environ["LOCAL_RANK"]) == 0
     read = lab.own_counters if plan["lab"] else lambda: None  # loopback has no such counters
     before, counted = read(), _counted(engine)
-    own, busy = time.process_time(), busy_seconds()
+    own, busy, start = time.process_time(), busy_seconds(), time.perf_counter()
     seconds = steps(engine, count, plan)
+    elapsed = time.perf_counter() - start
     used, busy = total(time.process_time() - own), busy_seconds() - busy
     received = read().received - before.received if first and before else 0
-    per_host = count * plan["nodes"]
+    per_host = (count + 1) * plan["nodes"]
     counted = total(_counted(engine) - counted) / per_host
     return {
         "seconds": seconds / count,

@@ -61,8 +61,8 @@ def steps(
     plan: dict[str, Any],
     span: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> float:
-    """Seconds of `count` optimizer steps, from one barrier to the next, after one that is not timed:
-    a step waits for what the one before left on its way.
+    """Seconds of `count` optimizer steps, from one barrier to the next, after one that is not
+    timed: a step waits for what the one before left on its way.
     """
     shape = (plan["batch"], plan["seq_len"])
     generator = torch.Generator().manual_seed(engine.global_steps * 1000 + dist.get_rank())
@@ -123,7 +123,7 @@ def measure_block(engine: Any, plan: dict[str, Any]) -> dict[str, float]:
         "seconds": seconds / count,
         "interface_bytes": total(received) / per_host if plan["lab"] else counted,
         "counted_bytes": counted,
-        "foreign_cores": max(0.0, busy - used) / seconds,
+        "foreign_cores": max(0.0, busy - used) / elapsed,
     }
 
 

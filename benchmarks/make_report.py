@@ -183,6 +183,26 @@ def _(result: schema.Speed) -> tuple[str, str]:
 
 
 @section.register
+def _(result: schema.Overlap) -> tuple[str, str]:
+    header = ["Mbit/s, scheme", "step s", "waiting", "compute s", "waiting", "exposed s", "waiting",
+              "ratio (range)", "quiet blocks"]  # fmt: skip
+    rows = [
+        [f"{row.rate:g} `{row.scheme}`", f"{row.seconds:.3f}", f"{row.seconds_waiting:.3f}",
+         f"{row.compute:.3f}", f"{row.compute_waiting:.3f}", f"{row.exposed:.3f}",
+         f"{row.exposed_waiting:.3f}",
+         f"{row.ratio:.2f} ({row.ratio_min:.2f}-{row.ratio_max:.2f})",
+         f"{row.clean_blocks} of {result.arguments['blocks']}"]
+        for row in result.rows
+    ]  # fmt: skip
+    body = (
+        f'{result.title}. "Waiting" is the same engine with every message awaited where it is\n'
+        "posted. Compute is the step without a rate limit, exposed what a step takes beyond it;\n"
+        "the ratio is that of both exposed times, median of neighbouring blocks and range.\n\n"
+    )
+    return "Exposed communication", body + table(header, rows)
+
+
+@section.register
 def _(result: schema.Collectives) -> tuple[str, str]:
     header = ["Mbit/s, operation, bf16 bytes, scheme", "ms (range)", "bus MB/s", "wire MB/s",
               "speed-up"]  # fmt: skip

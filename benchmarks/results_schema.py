@@ -290,6 +290,37 @@ class Speed(_Result):
         return command_line("benchmarks/speed.py", self.arguments)
 
 
+class OverlapRow(_Model):
+    """One link rate (Mbit/s) and scheme: seconds of a step, and what they exceed compute by."""
+
+    rate: float = Field(gt=0)
+    scheme: str
+    seconds: float
+    seconds_waiting: float
+    compute: float
+    compute_waiting: float
+    exposed: float
+    exposed_waiting: float
+    ratio: float
+    ratio_min: float
+    ratio_max: float
+    clean_blocks: int
+
+
+class Overlap(_Result):
+    """Of overlap.py."""
+
+    kind: Literal["overlap"]
+    version: Literal[1]
+    command: str
+    title: str
+    parameters: int
+    rows: list[OverlapRow]
+
+    def _command(self) -> str:
+        return command_line("benchmarks/overlap.py", self.arguments)
+
+
 class CollectiveRow(_Model):
     """One operation, scheme and size at one link rate; bandwidths in bytes per second."""
 
@@ -455,6 +486,7 @@ Result = (
 _KINDS: dict[str, type[Any]] = {
     "convergence": Convergence,
     "speed": Speed,
+    "overlap": Overlap,
     "collectives": Collectives,
     "scaling": Scaling,
     "peer_suite": PeerSuite,

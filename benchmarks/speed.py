@@ -81,8 +81,9 @@ def nodes_and_ranks(topology: str) -> tuple[int, int]:
 
 def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     """ds_config.json of one engine; only block and hpZ differ."""
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True}
-    if stage == 3:  # gather for forward and again for backward, as a large model would
+    # Buckets during backward, gathers for forward and again for backward: as a large model has.
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": 2_000_000}
+    if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
                  "stage3_max_live_parameters": 0}  # fmt: skip
     config = {

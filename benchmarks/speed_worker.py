@@ -10,6 +10,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,10 @@ import torch
 from deepspeed import comm as dist
 from gpt import GPT, VOCABULARY, Block, GPTConfig
 from netlab import lab
+from timeline import Timeline
 
 import ds_quant
+from ds_quant.link import Exchange, Link
 
 
 def build(scheme: dict[str, Any], plan: dict[str, Any]) -> Any:
@@ -31,21 +36,62 @@ def build(scheme: dict[str, Any], plan: dict[str, Any]) -> Any:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=scheme["config"]
     )
+    if scheme.get("waiting"):
+        overlap_nothing(engine)
     return engine
 
 
-def steps(engine: Any, count: int, plan: dict[str, Any]) -> float:
-    """Seconds of `count` optimizer steps, from one barrier to the next."""
+def overlap_nothing(engine: Any) -> None:
+    """Await every message of this engine where it is posted."""
+    traffic, posted = engine.ds_quant_binding.traffic, Link._posted
+
+    def awaited(link: Link, *args: Any) -> Exchange:
+        exchange = posted(link, *args)
+        if link._traffic is not traffic:
+            return exchange
+        exchange.work.wait()
+        return replace(exchange, work=None)
+
+    Link._posted = awaited
+
+
+def steps(
+    engine: Any,
+    count: int,
+    plan: dict[str, Any],
+    span: Callable[[str], AbstractContextManager[None]] = nullcontext,
+) -> float:
+    """Seconds of `count` optimizer steps, from one barrier to the next, after one that is not
+    timed: a step waits for what the one before left on its way.
+    """
     shape = (plan["batch"], plan["seq_len"])
     generator = torch.Generator().manual_seed(engine.global_steps * 1000 + dist.get_rank())
     dist.barrier()
-    start = time.perf_counter()
-    for _ in range(count):
+    for step in range(count + 1):
+        if step == 1:
+            dist.barrier()
+            start = time.perf_counter()
         inputs, targets = (torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
-        engine.backward(engine(inputs, targets))
-        engine.step()
+        with span("forward"):
+            loss = engine(inputs, targets)
+        with span("backward"):
+            engine.backward(loss)
+        with span("step"):
+            engine.step()
     dist.barrier()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    if (node := getattr(getattr(engine, "ds_quant_binding", None), "node", None)) is not None:
+        node.finish()  # else it would travel beside the next engine
+    return seconds
+
+
+def draw(engine: Any, plan: dict[str, Any]) -> None:
+    """Two steps as a Chrome trace of rank 0."""
+    timeline = Timeline()
+    with timeline.messages():
+        steps(engine, 2, plan, timeline.span)
+    if dist.get_rank() == 0:
+        timeline.write(Path(plan["trace"]))
 
 
 def busy_seconds() -> float:
@@ -66,17 +112,18 @@ def measure_block(engine: Any, plan: dict[str, Any]) -> dict[str, float]:
     count, first = plan["steps_per_block"], int(os.environ["LOCAL_RANK"]) == 0
     read = lab.own_counters if plan["lab"] else lambda: None  # loopback has no such counters
     before, counted = read(), _counted(engine)
-    own, busy = time.process_time(), busy_seconds()
+    own, busy, start = time.process_time(), busy_seconds(), time.perf_counter()
     seconds = steps(engine, count, plan)
+    elapsed = time.perf_counter() - start
     used, busy = total(time.process_time() - own), busy_seconds() - busy
     received = read().received - before.received if first and before else 0
-    per_host = count * plan["nodes"]
+    per_host = (count + 1) * plan["nodes"]
     counted = total(_counted(engine) - counted) / per_host
     return {
         "seconds": seconds / count,
         "interface_bytes": total(received) / per_host if plan["lab"] else counted,
         "counted_bytes": counted,
-        "foreign_cores": max(0.0, busy - used) / seconds,
+        "foreign_cores": max(0.0, busy - used) / elapsed,
     }
 
 
@@ -107,6 +154,8 @@ def main() -> None:
             for label in labels[turn:] + labels[:turn]:
                 row = measure_block(engines[label], plan)
                 results.append({"rate": rate, "block": block, "scheme": label, **row})
+            if plan.get("trace") and rate == plan["rates"][0] and block == 0:
+                draw(engines[labels[-2]], plan)
             if first:
                 print(f"rate {rate} block {block + 1}/{plan['blocks']} done", flush=True)
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -82,35 +83,54 @@ class _Cut(NamedTuple):
     piece: Piece
 
 
-def reduce(pieces: Sequence[Piece], hops: Sequence[Hop], *, scale: float) -> list[Tensor | None]:
-    """Sum every piece over all ranks, times ``scale``: see [Note: two hops].
+class Reduction:
+    """Every piece on its way to become its sum over all ranks, times ``scale``: see
+    [Note: two hops].
 
     Sums are fp32 in rank order within a hop, nodes in order across hops; ``scale`` is applied once
-    at the end.
-
-    Returns:
-        Per piece its sum (numel,) fp32 on its reducer and None elsewhere.
+    at the end. The values of pieces that this rank adds up must not change before ``wait`` returns.
     """
-    sums: list[Tensor | None] = [
-        torch.empty(p.values.numel(), dtype=torch.float32, device=p.values.device)
-        if all(hop.place(p.reducer) == hop.link.rank for hop in hops)
-        else None
-        for p in pieces
-    ]
-    running: list[Iterator[None]] = []
-    for cuts in _slices(pieces, hops):
-        started = _reduce_slice(cuts, hops, scale, sums)
-        next(started)
-        running = [*_advanced(running), started]
-    while running:
-        running = _advanced(running)
-    return sums
+
+    def __init__(self, pieces: Sequence[Piece], hops: Sequence[Hop], *, scale: float) -> None:
+        self._sums: list[Tensor | None] = [
+            torch.empty(p.values.numel(), dtype=torch.float32, device=p.values.device)
+            if all(hop.place(p.reducer) == hop.link.rank for hop in hops)
+            else None
+            for p in pieces
+        ]
+        self._running: deque[tuple[Iterator[None], int]] = deque()  # and hops still to be posted
+        for cuts in _slices(pieces, hops):
+            started = _reduce_slice(cuts, hops, scale, self._sums)
+            next(started)
+            self.advance()
+            if len(self._running) > 1:
+                self._finish_oldest()
+            self._running.append((started, len(hops) - 1))
+
+    def advance(self) -> None:
+        """Post the last hop of every slice, waiting for the hops before."""
+        for _ in range(len(self._running)):
+            steps, hops = self._running.popleft()
+            for _ in range(hops):
+                next(steps)
+            self._running.append((steps, 0))
+
+    def wait(self) -> list[Tensor | None]:
+        """Per piece its sum (numel,) fp32 on its reducer and None elsewhere."""
+        self.advance()
+        while self._running:
+            self._finish_oldest()
+        return self._sums
+
+    def _finish_oldest(self) -> None:
+        steps, _ = self._running.popleft()
+        for _ in steps:
+            pass
 
 
-def _advanced(running: list[Iterator[None]]) -> list[Iterator[None]]:
-    """Move every slice to its next hop, the oldest first; finished ones drop out."""
-    finished = object()
-    return [s for s in running if next(s, finished) is not finished]
+def reduce(pieces: Sequence[Piece], hops: Sequence[Hop], *, scale: float) -> list[Tensor | None]:
+    """What a ``Reduction`` gives when it is waited for at once."""
+    return Reduction(pieces, hops, scale=scale).wait()
 
 
 def _slices(pieces: Sequence[Piece], hops: Sequence[Hop]) -> list[list[_Cut]]:

@@ -18,6 +18,7 @@ from ds_quant.zero.binding import Binding
 from ds_quant.zero.corruption import Corruption
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
 from ds_quant.zero.fetch import Fetch
+from ds_quant.zero.late import LateReduction
 from ds_quant.zero.reduce import OwnerReduction, ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
@@ -93,6 +94,7 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
     binding.note_groups([p.ds_process_group for p in params])
     if binding.scheme.node_shard and binding.topology.nodes > 1:
         binding.node = fetch.keep_in_node()
+        seams.before_destroy(engine, binding.node.close)
     if not seams.steps(optimizer):  # inference: parameters only
         return
     seams.after_step(optimizer, fetch.after_step)
@@ -100,8 +102,18 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
         seams.after_step(optimizer, Agreement(binding, binding.node).after_step)
         seams.after_checkpoint_event(optimizer, binding.node.resync)
     if binding.gradients_travel():
-        seams.wrap_shard_reduction(optimizer, ShardReduction(binding))
+        _attach_reduction(binding, engine, optimizer)
+
+
+def _attach_reduction(binding: Binding, engine: Any, optimizer: Any) -> None:
+    reduction = ShardReduction(binding)
+    if parameters.device().type != "cpu" or not engine.zero_overlap_comm():
+        seams.wrap_shard_reduction(optimizer, reduction)
         seams.after_backward(optimizer, binding.after_backward)
+        return
+    late = LateReduction(reduction)
+    seams.wrap_shard_reduction(optimizer, late.reduce, late.put_away)
+    seams.after_backward(optimizer, binding.after_backward, late.last_buckets)
 
 
 def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:

@@ -51,7 +51,7 @@ class Fetch:
 
     def keep_in_node(self) -> NodeShard:
         """From now on gathers come from a node shard."""
-        self.node = NodeShard(self._binding, self._parameters)
+        self.node = NodeShard(self._binding, self._parameters, self._barrier)
         for parameter in self._parameters:
             seams.wrap_partition(parameter, self.node.mark_stale)
         return self.node

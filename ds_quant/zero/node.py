@@ -1,33 +1,52 @@
 """The node shard of one ZeRO-3 engine: filled exactly, then brought along by every optimizer step.
 
-[Note: what keeps it right] The exchange after a step serves every trained parameter. Everything
-else that writes weights (a loaded checkpoint, GatheredParameters with a modifier rank) marks its
-parameters stale on all ranks alike, and the next fetch fills those exactly. Saving a checkpoint
-marks all of them, so that a run that saves continues like one that loads. The primary shard is not
-the node shard's row: it stays exact, because exports and GatheredParameters read it.
+[Note: what keeps it right] The exchange after a step serves every trained parameter and goes on
+during the next forward (spread.py): a gather waits for its own parameters, and what else reads or
+writes rows finishes it first. Everything else that writes weights (a loaded checkpoint,
+GatheredParameters with a modifier rank) marks its parameters stale on all ranks alike, and the next
+fetch fills those exactly. Saving a checkpoint marks all of them, so that a run that saves continues
+like one that loads. The primary shard is not the node shard's row: it stays exact, because exports
+and GatheredParameters read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ds_quant.codec import CastCodec
 from ds_quant.coding import Coding
+from ds_quant.layout import ceil_div
 from ds_quant.node_shard import Kept, exchange, gather
 from ds_quant.zero import parameters
 from ds_quant.zero.binding import Binding
+from ds_quant.zero.spread import Chunk, Spread
 
-_SLICE_NUMEL = 1 << 22  # own elements per message; one is encoded while another travels
+# Own elements per message of an exchange: an eighth of them, as far as that is neither so little
+# that a message's latency counts nor more than memory should hold.
+_CHUNKS, _LEAST_NUMEL, _MOST_NUMEL = 8, 1 << 18, 1 << 21
+
+
+@dataclass
+class _Asked:
+    """A gather, and once it is posted what waits and decodes."""
+
+    indices: Sequence[int]
+    decode: Callable[[], list[torch.Tensor]] | None = None
 
 
 class NodeShard:
     """Weights of the parameters it serves, by their index in the module."""
 
-    def __init__(self, binding: Binding, params: Iterable[Any]) -> None:
-        self._binding = binding
+    def __init__(
+        self, binding: Binding, params: Iterable[Any], barrier: parameters.StepBarrier
+    ) -> None:
+        self._binding, self._barrier = binding, barrier
         fabric, topology = binding.fabric(None), binding.topology  # None: the world
         # One rank per node: all links are between nodes.
         self._inter, self._intra = fabric.inter or fabric.whole, fabric.intra
@@ -48,6 +67,9 @@ class NodeShard:
                 device=parameters.device(),
             )
         self._stale = set(self._kept)
+        self._spread = Spread()
+        self._gathered: dict[int, None] = {}  # since the last step, in order of their first gather
+        self._asked: deque[_Asked] = deque()  # not posted yet
 
     def _belongs(self, p: Any) -> bool:
         """Rank-invariant. Persistent parameters stay gathered; expert groups are not the world."""
@@ -65,7 +87,10 @@ class NodeShard:
         return sum(item.rows.nbytes for item in self._kept.values())
 
     def mark_stale(self, params: Iterable[Any] | None = None) -> None:
-        """Weights were written outside the optimizer step, of all parameters if None."""
+        """Weights were written outside the optimizer step, of all parameters if None. A collective:
+        what is on its way must arrive first.
+        """
+        self.finish()
         if params is None:
             self._stale = set(self._kept)
         else:
@@ -73,6 +98,7 @@ class NodeShard:
 
     def copies(self) -> Iterable[tuple[int, list[torch.Tensor]]]:
         """See Holder. Ranks of equal place in their nodes hold equal rows."""
+        self.finish()
         # Stale rows are about to be refilled; the set is the same on all ranks.
         rows = [item.rows for index, item in self._kept.items() if index not in self._stale]
         yield self._rank % self._binding.topology.node_size, rows
@@ -82,50 +108,84 @@ class NodeShard:
         self.mark_stale()
 
     def after_step(self) -> None:
-        """Exchange what the optimizer has changed, slice by slice."""
+        """Begin to exchange what the optimizer has changed."""
+        self.finish()  # also what no forward has asked for
         step = self._binding.step + 1  # DeepSpeed counts the step only after it
-        trained = [
-            index
-            for index, p in self._params.items()
-            if p.requires_grad and index not in self._stale
-        ]
-        decode: Callable[[], None] = _nothing
-        for indices in self._slices(trained):
-            codings = [self._between(index, step) for index in indices]
-            previous, decode = decode, self._exchange(indices, codings)
-            previous()
-        decode()
+        order, self._gathered = self._gathered | dict.fromkeys(self._params), {}
+        trained = [i for i in order if self._params[i].requires_grad and i not in self._stale]
+        self._spread.begin(self._chunk(indices, step) for indices in self._runs(trained))
+
+    def finish(self) -> None:
+        """Wait until every row is that of the last step, and post what was asked for."""
+        if self._asked:
+            self._post_until(self._asked[-1])
+        self._spread.finish()
+        self._barrier.record()
+
+    def close(self) -> None:
+        """The engine is destroyed."""
+        self._spread.close()
 
     def gather(self, params: Sequence[Any]) -> tuple[Callable[[], list[torch.Tensor]], list[bool]]:
-        """Full weights of served parameters, and which of them may differ from the exact ones."""
-        indices = [self._binding.tracked(p).index for p in params]
+        """Full weights of served parameters, and which of them may differ from the exact ones.
+
+        What has not arrived yet is not waited for before the returned function is called.
+        """
+        asked = _Asked([self._binding.tracked(p).index for p in params])
+        self._gathered |= dict.fromkeys(asked.indices)
+        step = self._binding.step
+        lossy = [
+            not isinstance(self._inside(index, step).codec, CastCodec)
+            or not isinstance(self._between(index, step).codec, CastCodec)
+            for index in asked.indices
+        ]
+        at_once = not self._asked and not self._spread.misses(asked.indices)
+        self._asked.append(asked)
+        if at_once:
+            self._post_until(asked)
+
+        def wait() -> list[torch.Tensor]:
+            self._post_until(asked)
+            return asked.decode()
+
+        return wait, lossy
+
+    def _post_until(self, asked: _Asked) -> None:
+        """Post gathers up to this one, in the order in which they were asked for. DeepSpeed's waits
+        come from sets, in another order on every rank.
+        """
+        while asked.decode is None:
+            first = self._asked.popleft()
+            first.decode = self._post(first.indices)
+
+    def _post(self, indices: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
+        self._spread.finish(indices)
         stale = [index for index in indices if index in self._stale]
         if stale:
             exact = [Coding(codec=CastCodec(self._kept[index].rows.dtype)) for index in stale]
             self._exchange(stale, exact)()
             self._stale.difference_update(stale)
-        step = self._binding.step
-        codings = [self._inside(index, step) for index in indices]
-        lossy = [
-            not isinstance(coding.codec, CastCodec)
-            or not isinstance(self._between(index, step).codec, CastCodec)
-            for index, coding in zip(indices, codings, strict=True)
-        ]
-        return gather([self._kept[index] for index in indices], codings, self._intra), lossy
+        codings = [self._inside(index, self._binding.step) for index in indices]
+        return gather([self._kept[index] for index in indices], codings, self._intra)
 
-    def _slices(self, indices: Sequence[int]) -> Iterable[list[int]]:
-        """Runs of parameters of bounded size; at least one each."""
+    def _runs(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """Consecutive parameters of bounded size; at least one each."""
+        widths = [self._kept[index].rows.shape[1] for index in indices]
+        most = min(max(ceil_div(sum(widths), _CHUNKS), _LEAST_NUMEL), _MOST_NUMEL)
         run: list[int] = []
         numel = 0
-        for index in indices:
-            width = self._kept[index].rows.shape[1]
-            if run and numel + width > _SLICE_NUMEL:
+        for index, width in zip(indices, widths, strict=True):
+            if run and numel + width > most:
                 yield run
                 run, numel = [], 0
             run.append(index)
             numel += width
         if run:
             yield run
+
+    def _chunk(self, indices: list[int], step: int) -> Chunk:
+        codings = [self._between(index, step) for index in indices]
+        return Chunk(indices, partial(self._exchange, indices, codings))
 
     def _exchange(self, indices: Sequence[int], codings: Sequence[Coding]) -> Callable[[], None]:
         device = parameters.device()
@@ -141,7 +201,3 @@ class NodeShard:
     def _coding(self, index: int, step: int, *, intra: bool) -> Coding:
         tracked, dtype = self._binding.tracked(self._params[index]), self._kept[index].rows.dtype
         return self._binding.weight_coding(tracked, dtype, step=step, rank=self._rank, intra=intra)
-
-
-def _nothing() -> None:
-    """Stands for the decoding that precedes the first slice."""

@@ -67,8 +67,8 @@ def device() -> torch.device:
 
 
 class StepBarrier:
-    """Orders the gather stream behind the optimizer step that wrote the shards, on devices whose
-    streams run by themselves; does nothing on the CPU.
+    """Orders the gather stream behind what wrote shards or kept weights on another one (the
+    optimizer step), on devices whose streams run by themselves; does nothing on the CPU.
     """
 
     def __init__(self) -> None:

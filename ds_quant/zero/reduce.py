@@ -5,19 +5,20 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ds_quant.coding import Coding
 from ds_quant.collectives import reduce_scatter
-from ds_quant.hops import Hop, Piece, reduce
+from ds_quant.hops import Hop, Piece, Reduction
 from ds_quant.layout import shard_range
 from ds_quant.link import Link
 from ds_quant.owners import Share, reduce_to_owners
 from ds_quant.rotation import Rotation
 from ds_quant.zero import replica_seams
-from ds_quant.zero.binding import Binding
+from ds_quant.zero.binding import Binding, Tracked
 
 
 class ShardReduction:
@@ -34,11 +35,20 @@ class ShardReduction:
         group: Any = None,
     ) -> list[torch.Tensor]:
         """Mean over ``group`` of each tensor; returns this rank's unpadded shard, input dtype."""
+        bucket = self.begin(params, tensors, group)
+        return original(tensors, group) if bucket is None else bucket.finish()
+
+    def begin(
+        self, params: Sequence[Any], tensors: list[torch.Tensor], group: Any, *, late: bool = False
+    ) -> Bucket | None:
+        """Post the reduction; None if it is DeepSpeed's own. ``late``: the tensors may change
+        before it is finished.
+        """
         binding = self._binding
         link = binding.link(group)
         tracked = [binding.tracked(p) for p in params]
         if link.size == 1 or not tensors or None in tracked:
-            return original(tensors, group)
+            return None
         route, scale = binding.route(group), 1.0 / link.size
         codings, rotations = zip(
             *(
@@ -48,25 +58,68 @@ class ShardReduction:
             strict=True,
         )
         if len(route) == 1 and not route[0].exact_own and not any(rotations):
-            shards = reduce_scatter(tensors, [c for (c,) in codings], link, scale=scale).wait()
-        else:
-            shards = _reduce_shards(tensors, codings, rotations, route, link, scale)
-        reduced = [s.to(g.dtype) for s, g in zip(shards, tensors, strict=True)]
-        if binding.watch is not None:
-            for parameter, shard in zip(tracked, reduced, strict=True):
-                binding.watch.note(parameter.index, shard)
-        return reduced
+            handle = reduce_scatter(tensors, [c for (c,) in codings], link, scale=scale)
+            return Bucket(binding, tracked, tensors, _nothing, handle.wait)
+        pieces, kept = _pieces(tensors, codings, rotations, link)
+        if late:
+            pieces = [_with_own_values(piece, route[0]) for piece in pieces]
+        under_way = Reduction(pieces, route, scale=scale)
+
+        def sums() -> list[torch.Tensor]:
+            every = under_way.wait()
+            return [every[place] for place in kept]
+
+        return Bucket(binding, tracked, tensors, under_way.advance, sums)
 
 
-def _reduce_shards(
+class Bucket:
+    """The gradients of some parameters, on their way to this rank's shards.
+
+    shards: (length,) each, in the gradients' dtype; valid once ``finish`` has returned them.
+    ``advance`` posts what was not posted yet, waiting for what comes before it.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        tracked: Sequence[Tracked],
+        tensors: Sequence[torch.Tensor],
+        advance: Callable[[], None],
+        sums: Callable[[], list[torch.Tensor]],
+    ) -> None:
+        self._binding, self._tracked = binding, tracked
+        self.advance, self._sums = advance, sums
+        self.shards = [g.new_empty(0) for g in tensors]
+        self.finished = False
+
+    def finish(self) -> list[torch.Tensor]:
+        """Wait for the sums."""
+        watch = self._binding.watch
+        for parameter, shard, total in zip(self._tracked, self.shards, self._sums(), strict=True):
+            shard.data = total.to(shard.dtype)
+            if watch is not None:
+                watch.note(parameter.index, shard)
+        self.finished = True
+        return self.shards
+
+
+def _nothing() -> None:
+    """A reduction over one hop has posted everything."""
+
+
+def _with_own_values(piece: Piece, hop: Hop) -> Piece:
+    """What this rank adds up exactly is not encoded at once, so it needs a copy."""
+    own = hop.place(piece.reducer) == hop.link.rank
+    return replace(piece, values=piece.values.clone()) if own else piece
+
+
+def _pieces(
     tensors: Sequence[torch.Tensor],
     codings: Sequence[tuple[Coding, ...]],
     rotations: Sequence[Rotation | None],
-    route: Sequence[Hop],
     link: Link,
-    scale: float,
-) -> list[torch.Tensor]:
-    """Every rank's ceil-division shard of every tensor, reduced over the hops of ``route``."""
+) -> tuple[list[Piece], list[int]]:
+    """Every rank's ceil-division shard of every tensor, and which ones are this rank's."""
     pieces, kept = [], []
     for tensor, coding, rotation in zip(tensors, codings, rotations, strict=True):
         flat = tensor.reshape(-1)
@@ -76,8 +129,7 @@ def _reduce_shards(
             moved = tuple(c.at(start) for c in coding)
             values = flat[start:stop]
             pieces.append(Piece(reducer=rank, values=values, codings=moved, rotation=rotation))
-    sums = reduce(pieces, route, scale=scale)
-    return [sums[place] for place in kept]
+    return pieces, kept
 
 
 class OwnerReduction:

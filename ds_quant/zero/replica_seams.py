@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.zero.seams import comm_rank
 from ds_quant.zero.wrapping import Route, require, wrap
 
 _REDUCE_TO_OWNERS = "allreduce_and_copy_with_multiple_ranks"
@@ -73,8 +72,10 @@ class _Untouched:
 
 @contextmanager
 def _replica_untouched(optimizer: Any) -> Iterator[None]:
+    from deepspeed import comm as dist
+
     rows = optimizer.parallel_partitioned_bit16_groups
-    ranks = [comm_rank(group) for group in optimizer.real_dp_process_group]
+    ranks = [dist.get_rank(group=group) for group in optimizer.real_dp_process_group]
     kept = [row[rank] for row, rank in zip(rows, ranks, strict=True)]
     for row, rank in zip(rows, ranks, strict=True):
         row[rank] = _Untouched()

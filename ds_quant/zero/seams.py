@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -141,8 +142,12 @@ def wrap_partition(parameter: torch.Tensor, updated: Callable[[list[Any]], None]
 # ---- gradients ----
 
 
-def wrap_shard_reduction(optimizer: Any, reduce: Callable[..., Any]) -> None:
-    """ZeRO-3: ``reduce(original, params, tensors, group)`` replaces the reduce-scatter."""
+def wrap_shard_reduction(
+    optimizer: Any, reduce: Callable[..., Any], put_away: Callable[..., Any] | None = None
+) -> None:
+    """ZeRO-3: ``reduce(original, params, tensors, group)`` replaces the reduce-scatter and
+    ``put_away(original, params, shards)`` what follows it.
+    """
     from deepspeed.runtime.zero import stage3
 
     _shard_reduction.install(stage3, "reduce_scatter_coalesced")
@@ -154,11 +159,26 @@ def wrap_shard_reduction(optimizer: Any, reduce: Callable[..., Any]) -> None:
 
     require(optimizer, _AVG_SCATTER)
     wrap(optimizer, _AVG_SCATTER, around)
+    if put_away is not None:
+        require(optimizer, "partition_grads")
+        wrap(optimizer, "partition_grads", put_away)
 
 
-def after_backward(optimizer: Any, then: Callable[[], None]) -> None:
-    """Run ``then()`` whenever the gradients of a backward have been reduced."""
-    after(optimizer, "independent_gradient_partition_epilogue", then)
+def after_backward(
+    optimizer: Any,
+    then: Callable[[], None],
+    last_buckets: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Run ``then()`` after every backward, whose last buckets go in ``last_buckets()``."""
+
+    def epilogue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with last_buckets():
+            result = original(*args, **kwargs)
+        then()
+        return result
+
+    require(optimizer, "independent_gradient_partition_epilogue")
+    wrap(optimizer, "independent_gradient_partition_epilogue", epilogue)
 
 
 # ---- the optimizer step ----
@@ -193,6 +213,18 @@ def after_global_step(engine: Any, then: Callable[[], None]) -> None:
     after(engine, "_take_model_step", then)
 
 
+def before_destroy(engine: Any, first: Callable[[], None]) -> None:
+    """Run ``first()`` when the engine is destroyed: asked to, or collected."""
+
+    def destroy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            first()
+        finally:
+            original(*args, **kwargs)
+
+    wrap(engine, "destroy", destroy)
+
+
 def minimum(numbers: list[int]) -> list[int]:
     """The smallest of each number over all ranks. A collective of the whole world."""
     from deepspeed import comm as dist
@@ -217,12 +249,6 @@ def log_rank0(message: str) -> None:
 
     # DeepSpeed's logger shows nothing below a warning unless the user lowers its level.
     log_dist(message, ranks=[0], level=logging.WARNING)
-
-
-def comm_rank(process_group: Any) -> int:
-    from deepspeed import comm as dist
-
-    return dist.get_rank(group=process_group)
 
 
 def rank_and_world() -> tuple[int, int]:

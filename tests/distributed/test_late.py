@@ -1,0 +1,108 @@
+"""Gradients that travel while backward goes on (CPU, ZeRO-3) are those of a backward that waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.features import Tied
+from tests.distributed.harness import run
+from tests.distributed.models import QSDP, Regression, build, digests, masters, settings, train_step
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+SMALL = {"reduce_bucket_size": 17_000}  # two to four buckets
+
+
+class Phases(Regression):
+    """Backward in phases of its own, through one layer twice."""
+
+    def body(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        again = checkpoint(self.second, hidden.square(), use_reentrant=True)
+        return again + checkpoint(self.second, hidden, use_reentrant=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """late: whether shards are put away late, whatever the version of DeepSpeed."""
+
+    late: bool = True
+    dtype: str = "bf16"
+    model: type[nn.Module] = Regression
+    zero: dict[str, Any] = field(default_factory=dict)
+    top: dict[str, Any] = field(default_factory=dict)
+    accumulation: int = 1
+
+
+ON_CPU = {"device": "cpu"}
+OFFLOAD = {"offload_optimizer": ON_CPU, "offload_param": ON_CPU}
+CASES = {
+    "bf16": Case(),
+    "fp32, several backwards": Case(dtype="fp32", accumulation=3),
+    "a bucket per parameter": Case(zero={"reduce_bucket_size": 1}),
+    "several parameters in a bucket": Case(zero={"reduce_bucket_size": 70_000}),
+    "one bucket": Case(zero={"reduce_bucket_size": 10**9}),
+    "shards cast by DeepSpeed": Case(late=False, top={"data_types": {"grad_accum_dtype": "fp32"}}),
+    "shared parameter": Case(model=Tied),
+    "backward in phases": Case(model=Phases),
+    "offload": Case(zero=OFFLOAD, accumulation=2, top={"zero_force_ds_cpu_optimizer": False}),
+    "clipping": Case(top={"gradient_clipping": 0.1}),
+    "watched": Case(),
+}
+
+
+def outcomes(block: dict[str, Any]) -> dict[str, list[Any]]:
+    """Case -> losses, weights and bytes, without and with overlap, and how many buckets were under
+    way with each when the next was posted.
+    """
+    from ds_quant.zero.late import LateReduction
+
+    depths: list[int] = []
+    put_away = LateReduction.put_away
+
+    def counted(self: Any, *args: Any) -> None:
+        if not self._begun.finished:
+            depths.append(len(self._under_way))
+        put_away(self, *args)
+
+    LateReduction.put_away = counted
+    found: dict[str, list[Any]] = {}
+    for name, case in CASES.items():
+        for overlap in (False, True):
+            depths.clear()
+            zero = {**SMALL, **case.zero, "overlap_comm": overlap}
+            fallback = {"fallback": {"on_nonfinite": "full_precision"}} if name == "watched" else {}
+            config = settings(
+                3, {**block, **fallback}, dtype=case.dtype, accumulation=case.accumulation,
+                zero=zero, **case.top,
+            )  # fmt: skip
+            engine = build(config, case.model)
+            losses = [train_step(engine, step) for step in range(STEPS)]
+            received = engine.ds_quant_binding.traffic.received
+            found.setdefault(name, []).append((losses, digests(masters(engine)), received))
+            engine.destroy()
+        found[name].append(list(depths))
+    return found
+
+
+BLOCKS = {
+    "two hops": {"scheme": "sdp4bit", "node_size": 2},
+    "one hop": QSDP,
+    "one hop, exact own": {"scheme": "tlq_hs", "node_size": 4},
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
+def test_overlap_changes_no_weight_no_loss_and_no_byte(block: dict[str, Any]) -> None:
+    for found in run(outcomes, 4, block, timeout=240):
+        for name, (waiting, overlapping, depths) in found.items():
+            assert overlapping == waiting, name
+            assert depths or not CASES[name].late, name
+        assert max(found["a bucket per parameter"][-1]) == 2

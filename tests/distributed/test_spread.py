@@ -1,0 +1,248 @@
+"""The exchange after a step is spread over the next forward and changes no bit of the training.
+
+Chunks are made small here, so that the tiny models have several.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.harness import run, run_each
+from tests.distributed.models import (
+    FEATURES,
+    PREFETCH,
+    TARGETS,
+    Regression,
+    build,
+    digest,
+    digests,
+    evaluate,
+    masters,
+    settings,
+    train,
+    train_step,
+)
+
+pytestmark = pytest.mark.distributed
+
+TOPOLOGIES = ((2, 2), (2, 1), (3, 1))
+STEPS = 4
+EVERYTHING = {"stage3_prefetch_bucket_size": 200_000, "stage3_max_live_parameters": 10**9}
+ARRANGEMENTS = {"no prefetch": {}, "a layer ahead": PREFETCH, "everything ahead": EVERYTHING}
+
+
+def config(node_size: int, zero: dict[str, Any] | None = None, **block: Any) -> dict[str, Any]:
+    block = {"scheme": "sdp4bit", "node_size": node_size, "allow_full_replica": True, **block}
+    return settings(3, block, dtype="bf16", zero=zero)
+
+
+@contextmanager
+def small_chunks(*, in_flight: int = 2, at_once: bool = False) -> Iterator[None]:
+    """``at_once``: every exchange is finished before the optimizer step returns."""
+    from ds_quant.zero import node, spread
+
+    after_step = node.NodeShard.after_step
+
+    def then_finish(self: Any) -> None:
+        after_step(self)
+        self.finish()
+
+    kept = node._LEAST_NUMEL, spread._IN_FLIGHT
+    node._LEAST_NUMEL, spread._IN_FLIGHT = 500, in_flight
+    node.NodeShard.after_step = then_finish if at_once else after_step
+    try:
+        yield
+    finally:
+        node._LEAST_NUMEL, spread._IN_FLIGHT = kept
+        node.NodeShard.after_step = after_step
+
+
+class Detour(nn.Module):
+    """Layers in another order in every forward, of which one is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(5))
+        self.last = nn.Linear(FEATURES, TARGETS)
+        self.turn = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.turn += 1
+        order = torch.randperm(5, generator=torch.Generator().manual_seed(self.turn)).tolist()
+        for place in order[:4]:
+            x = x + torch.tanh(self.layers[place](x))
+        return (self.last(x).float() - y).square().mean()
+
+
+def both_ways(node_size: int) -> dict[str, list[Any]]:
+    """Arrangement or model -> what was seen with the exchange at once, then spread."""
+    found: dict[str, list[Any]] = {}
+    cases: dict[str, tuple[Any, dict]] = {n: (Regression, z) for n, z in ARRANGEMENTS.items()}
+    cases |= {f"detours, {n}": (Detour, z) for n, z in ARRANGEMENTS.items()}
+    for name, (model, zero) in cases.items():
+        all_in_flight = zero is PREFETCH  # else the end of the last exchange is never posted
+        for at_once in (True, False):
+            with small_chunks(in_flight=99 if all_in_flight else 2, at_once=at_once):
+                result = train(config(node_size, zero), STEPS, model, watched=True)
+            received = result.report["received_bytes"] if all_in_flight else None
+            found.setdefault(name, []).append(
+                (result.losses, digests(result.weights), result.seen, received)
+            )
+    return found
+
+
+@pytest.mark.parametrize("nodes, node_size", TOPOLOGIES)
+def test_spreading_changes_no_weight_no_loss_and_no_byte(nodes: int, node_size: int) -> None:
+    for found in run(both_ways, nodes * node_size, node_size, timeout=240):
+        for name, (at_once, spread) in found.items():
+            for one, other in zip(at_once, spread, strict=True):
+                assert one == other, name
+
+
+def missing() -> list[list[str]]:
+    """Names still to arrive: after a step, then whenever a gather of the forward has arrived."""
+    from ds_quant.zero import fetch
+
+    names: dict[int, str] = {}
+    seen: list[list[str]] = []
+
+    with small_chunks(in_flight=8):
+        engine = build(config(2))
+        names = {t.index: t.name for t in engine.ds_quant_binding.all_tracked()}
+        spread = engine.ds_quant_binding.node._spread
+        for step in range(2):
+            train_step(engine, step)
+        wait = fetch._FetchHandle.wait
+
+        def noted(self: Any, **kwargs: Any) -> None:
+            wait(self, **kwargs)
+            seen.append([names[i] for i in sorted(spread._missing)])
+
+        seen.append([names[i] for i in sorted(spread._missing)])
+        fetch._FetchHandle.wait = noted
+        train_step(engine, 2)
+    return seen
+
+
+def test_a_gather_waits_for_its_own_parameters_and_those_before() -> None:
+    for before, *forward in run(missing, 4):
+        assert {"first.weight", "second.weight", "last.weight"} <= set(before)
+        held = [name for name in before if name not in forward[0]]
+        assert held == ["first.weight", "first.bias"] or held == ["first.weight"]
+        assert "last.weight" in forward[0] and forward[-1] == []
+        sizes = [len(names) for names in forward]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def readers(node_size: int) -> dict[str, bool]:
+    """What else reads the kept weights, in the middle of an exchange, then training goes on."""
+    import deepspeed
+    from deepspeed import comm as dist
+
+    import ds_quant
+
+    def modify(engine: Any) -> None:
+        weight = engine.module.second.weight
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            if dist.get_rank() == 0:
+                weight.data.mul_(1.5)
+
+    def save(engine: Any) -> None:
+        engine.save_checkpoint(os.environ["TEST_SCRATCH"], tag="here")
+
+    def load(engine: Any) -> None:
+        save(engine)
+        engine.load_checkpoint(os.environ["TEST_SCRATCH"], tag="here")
+
+    acts: dict[str, Any] = {
+        "modified": modify,
+        "saved": save,
+        "loaded": load,
+        "resynced": ds_quant.resync,
+        "evaluated": evaluate,
+        "read exactly": masters,
+    }
+    equal = {}
+    for name, act in acts.items():
+        outcomes = []
+        for at_once in (True, False):
+            with small_chunks(at_once=at_once):
+                engine = build(config(node_size, PREFETCH, checksum_steps=0 if at_once else 2))
+                losses = []
+                for step in range(5):
+                    losses.append(train_step(engine, step))
+                    if step == 2:
+                        act(engine)
+                node = engine.ds_quant_binding.node
+                node.finish()
+                rows = [digest(item.rows) for item in node._kept.values()]
+                report = ds_quant.report(engine)
+                outcomes.append((losses, rows, digests(masters(engine)), report["resyncs"]))
+                engine.destroy()
+        equal[name] = outcomes[0] == outcomes[1] and outcomes[1][-1] == 0
+    return equal
+
+
+@pytest.mark.parametrize("node_size", [2, 1])
+def test_whatever_reads_the_kept_weights_finds_the_last_step(node_size: int) -> None:
+    for equal in run(readers, 2 * node_size, node_size, timeout=240):
+        assert all(equal.values()), equal
+
+
+def dropped(explicitly: bool) -> list[float]:
+    """Engines that end in the middle of an exchange over the world's links."""
+    import gc
+
+    from deepspeed import comm as dist
+
+    losses = []
+    for _ in range(3):
+        with small_chunks():
+            engine = build(config(1))
+            for step in range(3):
+                losses += train_step(engine, step)
+            assert engine.ds_quant_binding.node._spread._missing
+            if explicitly:
+                engine.destroy()
+            del engine
+            gc.collect()
+            dist.barrier()
+    return losses
+
+
+@pytest.mark.parametrize("explicitly", [True, False])
+def test_the_links_of_an_engine_that_ended_serve_the_next(explicitly: bool) -> None:
+    for losses in run(dropped, 2, explicitly):
+        assert losses[:3] == losses[3:6] == losses[6:]
+
+
+def left_alone() -> None:
+    """Rank 1 ends after a step, while rank 0 is in the forward that misses what it has not sent."""
+    with small_chunks():
+        engine = build(config(1))
+        for step in range(2):
+            train_step(engine, step)
+        if torch.distributed.get_rank() == 1:
+            torch.distributed.isend = lambda *args, **kwargs: os._exit(1)
+        try:
+            for step in range(2, 4):
+                train_step(engine, step)
+        except RuntimeError:
+            start = time.monotonic()
+            engine.destroy()  # waits for nobody again
+            assert time.monotonic() - start < 1
+            raise
+
+
+def test_a_rank_that_has_died_is_named_by_the_forward_that_misses_it() -> None:
+    (_, error), _ = run_each(left_alone, 2, environment={"TEST_COLLECTIVE_TIMEOUT": "20"})
+    assert "in forward" in error
+    assert error.strip().splitlines()[-1].startswith("RuntimeError: quantized_comm: rank 1 does")

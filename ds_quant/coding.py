@@ -6,13 +6,14 @@ May import: torch, codec, codec_checks, kernels, rng, rotation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from ds_quant.codec import Codec, GroupCodec
+from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.codec_checks import check_bytes
-from ds_quant.kernels import dispatch
+from ds_quant.kernels import dispatch, scratch
 from ds_quant.rng import Address
 from ds_quant.rotation import Rotation
 
@@ -71,7 +72,7 @@ class Coding:
         if rotation is not None:
             options["rotation"] = rotation.kernel
         if self.difference:
-            values, options["base"] = values.to(held.dtype), held.view(1, -1)
+            values, options["base"] = _rounded(values, held.dtype), held.view(1, -1)
         self.codec.encode(values, wire, address=self.address, levels=self.levels, **options)
 
     def recode(
@@ -149,6 +150,20 @@ class Coding:
             self.codec.decode(wire, values, levels=self.levels, add=True)
         else:
             self.codec.decode(wire, values, levels=self.levels)
+
+
+@cache
+def exactly(dtype: torch.dtype) -> Coding:
+    """The coding of values that travel as they are."""
+    return Coding(codec=CastCodec(dtype))
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values in ``dtype``; on the CPU valid until the next call."""
+    if values.dtype == dtype or values.device.type != "cpu":  # elsewhere kernels run later
+        return values.to(dtype)
+    shape, device = tuple(values.shape), values.device
+    return scratch.take("rounded", shape, dtype=dtype, device=device).copy_(values)
 
 
 def _squares(found: Tensor, exact: Tensor) -> tuple[float, float]:

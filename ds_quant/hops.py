@@ -82,21 +82,29 @@ class _Cut(NamedTuple):
     piece: Piece
 
 
-def reduce(pieces: Sequence[Piece], hops: Sequence[Hop], *, scale: float) -> list[Tensor | None]:
+def reduce(
+    pieces: Sequence[Piece],
+    hops: Sequence[Hop],
+    *,
+    scale: float,
+    sums: list[Tensor | None] | None = None,
+) -> list[Tensor | None]:
     """Sum every piece over all ranks, times ``scale``: see [Note: two hops].
 
     Sums are fp32 in rank order within a hop, nodes in order across hops; ``scale`` is applied once
-    at the end.
+    at the end. ``sums``: where those of the pieces that this rank reduces are written, (numel,)
+    fp32 each; by default new tensors.
 
     Returns:
-        Per piece its sum (numel,) fp32 on its reducer and None elsewhere.
+        Per piece its sum (numel,) fp32 on its reducer; elsewhere what ``sums`` holds, else None.
     """
-    sums: list[Tensor | None] = [
-        torch.empty(p.values.numel(), dtype=torch.float32, device=p.values.device)
-        if all(hop.place(p.reducer) == hop.link.rank for hop in hops)
-        else None
-        for p in pieces
-    ]
+    if sums is None:
+        sums = [
+            hops[0].link.empty(p.values.numel(), dtype=torch.float32, device=p.values.device)
+            if all(hop.place(p.reducer) == hop.link.rank for hop in hops)
+            else None
+            for p in pieces
+        ]
     running: list[Iterator[None]] = []
     for cuts in _slices(pieces, hops):
         started = _reduce_slice(cuts, hops, scale, sums)
@@ -146,9 +154,9 @@ class _Arrived(NamedTuple):
     own: Own | None
     numel: int  # on the wire
 
-    def total(self) -> Tensor:
+    def total(self, link: Link) -> Tensor:
         """Their sum, (numel,) fp32."""
-        total = torch.empty(self.numel, dtype=torch.float32, device=self.wire.device)
+        total = link.empty(self.numel, dtype=torch.float32, device=self.wire.device)
         self.coding.decode_sum(self.wire, total, own=self.own)
         return total
 
@@ -181,7 +189,7 @@ def _reduce_slice(
         kept = {}
         if hop.exact_own:
             with hop.link.decoding():
-                kept = {i: _added_up(partial[i], pieces[i].rotation) for i in rows[mine]}
+                kept = {i: _added_up(partial[i], pieces[i], hop.link) for i in rows[mine]}
         yield
         received = exchange.wait().view(hop.link.size, -1)
         partial = {
@@ -201,11 +209,16 @@ def _reduce_slice(
             arrived.coding.decode_sum(arrived.wire, out, scale=scale, **options)
 
 
-def _added_up(values: Tensor | _Arrived, rotation: Rotation | None) -> Tensor:
+def _added_up(values: Tensor | _Arrived, piece: Piece, link: Link) -> Tensor:
     """The partial sum as fp32, rotated."""
     if isinstance(values, _Arrived):
-        return values.total()
-    return values if rotation is None else rotation.forward(values)
+        return values.total(link)
+    if not isinstance(piece.codings[0].codec, GroupCodec):
+        return values if piece.rotation is None else piece.rotation.forward(values)
+    total = link.empty(piece.numel_on_wire, dtype=torch.float32, device=values.device)
+    if piece.rotation is None:
+        return total.copy_(values)  # once; else every kernel that adds it would
+    return piece.rotation.forward(values, out=total)
 
 
 def _post(
@@ -218,7 +231,7 @@ def _post(
 ) -> Exchange:
     """Encode every piece for its place, or recode what has arrived, and post the exchange."""
     sent = [nbytes for _, nbytes in layouts]
-    payload = torch.empty(sum(sent), dtype=torch.uint8, device=pieces[0].values.device)
+    payload = hop.link.empty(sum(sent), device=pieces[0].values.device)
     base = 0
     with hop.link.encoding("gradients") as notes, together():
         for place, (row, (slots, nbytes)) in enumerate(zip(rows, layouts, strict=True)):

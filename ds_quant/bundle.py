@@ -77,6 +77,9 @@ def joined(views: Sequence[Tensor]) -> Tensor:
 
 def spread_(views: Sequence[Tensor], values: Tensor) -> None:
     """Overwrite 1-D tensors by the elements of ``values``, laid end to end, cast to their dtype."""
+    if len(views) == 1:
+        views[0].copy_(values)
+        return
     for view, part in zip(views, values.split([view.numel() for view in views]), strict=True):
         view.copy_(part)
 

@@ -176,10 +176,9 @@ def _reduce_slice(
     pieces = [cut.piece for cut in cuts]
     partial: dict[int, Tensor | _Arrived] = {i: p.values for i, p in enumerate(pieces)}
     for depth, hop in enumerate(hops):
-        rows = [
-            [i for i in partial if hop.place(pieces[i].reducer) == place]
-            for place in range(hop.link.size)
-        ]
+        rows: list[list[int]] = [[] for _ in range(hop.link.size)]
+        for i in partial:
+            rows[hop.place(pieces[i].reducer)].append(i)
         layouts = [
             lay_out([(pieces[i].codings[depth].codec, pieces[i].numel_on_wire) for i in row])
             for row in rows
@@ -203,8 +202,9 @@ def _reduce_slice(
         }
     with hops[-1].link.decoding(), together():
         for i, arrived in partial.items():
-            start, piece = cuts[i].start, pieces[i]
-            out = sums[cuts[i].index][start : start + piece.values.numel()]
+            start, piece, out = cuts[i].start, pieces[i], sums[cuts[i].index]
+            if piece.values.numel() != out.numel():
+                out = out[start : start + piece.values.numel()]
             options = {"own": arrived.own, "rotation": piece.rotation}
             arrived.coding.decode_sum(arrived.wire, out, scale=scale, **options)
 

@@ -118,7 +118,9 @@ def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], No
     owner's content is read, except that a difference is added to what every rank holds.
     """
     link = fabric.whole
-    by_owner = [[p for p in parts if p.owner == rank] for rank in range(link.size)]
+    by_owner: list[list[Part]] = [[] for _ in range(link.size)]
+    for part in parts:
+        by_owner[part.owner].append(part)
     layouts = [lay_out([(p.coding.codec, p.values.numel()) for p in own]) for own in by_owner]
     nbytes = max(row_bytes for _, row_bytes in layouts)
     if nbytes == 0:
@@ -146,8 +148,14 @@ def _deliver(
     shares: Sequence[Share], pieces: Sequence[Piece], sums: dict[Piece, Tensor], link: Link
 ) -> None:
     """Second hop: move sums from reducers to owners, whose places in ``sums`` are filled."""
-    outgoing = [_bound_for(shares, pieces, link.rank, owner) for owner in range(link.size)]
-    incoming = [_bound_for(shares, pieces, reducer, link.rank) for reducer in range(link.size)]
+    outgoing: list[list[Piece]] = [[] for _ in range(link.size)]  # by owner
+    incoming: list[list[Piece]] = [[] for _ in range(link.size)]  # by reducer
+    for piece in pieces:
+        owner = shares[piece.part].owner
+        if piece.reducer == link.rank != owner:
+            outgoing[owner].append(piece)
+        elif owner == link.rank != piece.reducer:
+            incoming[piece.reducer].append(piece)
     sent = [lay_out(_delivered(shares, row)) for row in outgoing]
     received = [lay_out(_delivered(shares, row)) for row in incoming]
     payload = link.empty(sum(n for _, n in sent), device=shares[0].values.device)
@@ -170,15 +178,6 @@ def _deliver(
                 coding = _delivery(shares[piece.part].codings[-1], piece)
                 coding.decode(wire[base + start : base + start + size], sums[piece])
             base += nbytes
-
-
-def _bound_for(
-    shares: Sequence[Share], pieces: Sequence[Piece], reducer: int, owner: int
-) -> list[Piece]:
-    """Pieces that ``reducer`` must deliver to another rank, ``owner``."""
-    if reducer == owner:
-        return []
-    return [p for p in pieces if p.reducer == reducer and shares[p.part].owner == owner]
 
 
 def _delivered(shares: Sequence[Share], row: Sequence[Piece]) -> list[tuple[Codec, int]]:

@@ -107,7 +107,12 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
 def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
     """ZeRO-1 and 2."""
     groups = list(replica_seams.replica_groups(optimizer))
-    binding.require_tracked(groups)
+    strangers = sum(binding.tracked(p) is None for group in groups for p in group.params)
+    if strangers:
+        raise RuntimeError(
+            f"quantized_comm: the optimizer holds {strangers} parameter(s) that are not in "
+            "engine.module; pass the module's own parameters to the optimizer"
+        )
     binding.note_groups([group.process_group for group in groups for _ in group.params])
     binding.replica = Replica(binding, optimizer)
     replica_seams.wrap_weight_gather(

@@ -23,7 +23,7 @@ from ds_quant.rng import Address, Role, address
 from ds_quant.rotation import Rotation
 from ds_quant.scheme import Choices, Scheme
 from ds_quant.topology import Topology
-from ds_quant.zero import parameters, replica_seams, seams
+from ds_quant.zero import parameters, seams
 from ds_quant.zero.state import SchemeState, learn
 
 _SIGNS = 99  # the "hop" of the sign flips of a rotation
@@ -69,15 +69,6 @@ class Binding:
     def all_tracked(self) -> Iterable[Tracked]:
         """Every parameter of the module when the engine was built."""
         return self._tracked.values()
-
-    def require_tracked(self, groups: Iterable[replica_seams.ReplicaGroup]) -> None:
-        """Refuse an optimizer that holds parameters which are not the module's."""
-        strangers = sum(self.tracked(p) is None for group in groups for p in group.params)
-        if strangers:
-            raise RuntimeError(
-                f"quantized_comm: the optimizer holds {strangers} parameter(s) that are not in "
-                "engine.module; pass the module's own parameters to the optimizer"
-            )
 
     def note_groups(self, process_groups: Sequence[Any]) -> None:
         """Tell of parameters whose ranks are not the world (experts, pipeline, tensor parallel);
@@ -163,11 +154,18 @@ class Binding:
         self._backwards = {step: self._backwards.get(step, 0) + 1}
 
     def weight_coding(
-        self, tracked: Tracked, dtype: torch.dtype, *, step: int, rank: int, intra: bool = False
+        self,
+        tracked: Tracked,
+        dtype: torch.dtype,
+        *,
+        step: int,
+        rank: int | None,
+        intra: bool = False,
     ) -> Coding:
         """How the weights of one parameter travel; ``dtype`` is that of exact ones.
 
         ``step`` is the optimizer step whose forward uses them. ``intra``: from the node shard.
+        ``rank`` None: they are only received, which takes no random bits.
         """
         codec = self._codec(Role.WEIGHTS, tracked, dtype, intra)
         if isinstance(codec, CastCodec) or self.is_exact(step):
@@ -225,10 +223,10 @@ class Binding:
         return Rotation(block=self.scheme.rotation, signs=signs)
 
     def _address(
-        self, role: Role, tracked: Tracked, codec: Codec, step: int, rank: int, *, hop: int
+        self, role: Role, tracked: Tracked, codec: Codec, step: int, rank: int | None, *, hop: int
     ) -> Address | None:
         rounding = codec.rounding if isinstance(codec, GroupCodec) else None
-        if isinstance(codec, CastCodec) or rounding == "nearest":
+        if rank is None or isinstance(codec, CastCodec) or rounding == "nearest":
             return None
         # QSDP: one shift per parameter and step, shared by all shards; all else differs by rank.
         stream = 0 if rounding == "random_shift" else rank + 1

@@ -132,15 +132,18 @@ class OwnerReduction:
     def __init__(self, binding: Binding, optimizer: Any) -> None:
         self._binding, self._optimizer = binding, optimizer
         self._bucket: torch.Tensor | None = None
+        self._divisor = 1.0
         self._params: list[torch.Tensor] = []
         self._starts: list[int] = []
 
     @contextmanager
-    def bucket(self, tensor: torch.Tensor, params: list[torch.Tensor]) -> Iterator[None]:
-        """Inside, ``tensor`` is reduced: ``params``, end to end. DeepSpeed frees its buffer at the
-        end of a backward, so nothing may hold on to it.
+    def bucket(
+        self, tensor: torch.Tensor, params: list[torch.Tensor], divisor: float
+    ) -> Iterator[None]:
+        """Inside, ``tensor`` is reduced, the sum divided by ``divisor``: ``params``, end to end.
+        DeepSpeed frees its buffer at the end of a backward, so nothing may hold on to it.
         """
-        self._bucket, self._params = tensor.view(-1), params
+        self._bucket, self._params, self._divisor = tensor.view(-1), params, divisor
         self._starts = list(accumulate((p.numel() for p in params), initial=0))
         try:
             yield
@@ -154,6 +157,8 @@ class OwnerReduction:
         group = call["process_group"] or self._optimizer.dp_process_group
         link = self._binding.link(group)
         if link.size == 1 or None in owners:  # several owners (Muon) need a full all-reduce
+            for values in slices if self._divisor != 1 else ():
+                values.div_(self._divisor)
             original()
             return
         dtype = call["communication_data_type"]
@@ -164,7 +169,7 @@ class OwnerReduction:
             Share(owner=r.owner, values=joined(v), codings=r.codings, rotation=r.rotation)
             for r, v in zip(runs, views, strict=True)
         ]
-        sums = reduce_to_owners(shares, route, link, scale=self._scale(call, link.size))
+        sums = reduce_to_owners(shares, route, link, scale=1 / self._divisor)
         for run, parts, total in zip(runs, views, sums, strict=True):
             if total is not None:
                 spread_(parts, total)
@@ -178,11 +183,6 @@ class OwnerReduction:
         if self._binding.watch is not None:
             for index, start, stop in run.members:
                 self._binding.watch.note(index, self._bucket[start:stop])
-
-    def _scale(self, call: dict[str, Any], ranks: int) -> float:
-        if call["divide"] and self._optimizer.gradient_average:
-            return self._optimizer.sequence_parallel_size / ranks
-        return 1.0
 
     def _runs(
         self,

@@ -159,7 +159,8 @@ class Replica:
                 stop = min(end, owner * width + window.stop)
                 if start >= stop:
                     continue
-                coding = self._coding(p, flat.dtype, owner, step, exact)
+                sender = owner if owner == link.rank else None
+                coding = self._coding(p, flat.dtype, sender, step, exact)
                 small = is_small(stop - start, coding)
                 if small and owner in bundles:
                     _extend(bundles[owner].ranges, start, stop)
@@ -170,12 +171,17 @@ class Replica:
         return runs
 
     def _coding(
-        self, parameter: torch.Tensor, dtype: torch.dtype, owner: int, step: int, exact: bool
+        self,
+        parameter: torch.Tensor,
+        dtype: torch.dtype,
+        sender: int | None,
+        step: int,
+        exact: bool,
     ) -> Coding:
         if exact:
             return Coding(codec=CastCodec(dtype))
         tracked = self._binding.tracked(parameter)
-        return self._binding.weight_coding(tracked, dtype, step=step, rank=owner)
+        return self._binding.weight_coding(tracked, dtype, step=step, rank=sender)
 
 
 def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:

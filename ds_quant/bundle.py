@@ -50,10 +50,11 @@ class Bundle:
         return torch.cat(rows, dim=1).view(-1)
 
     def unpack(self, bundle: Tensor) -> list[Tensor]:
-        """(numel,) -> whole tensors, 1-D, that share no memory."""
+        """(numel,) -> whole tensors, 1-D and contiguous, that share no memory."""
         columns = bundle.view(self.ranks, -1).split(self.widths, dim=1)
         return [
-            column.reshape(-1)[:numel] for column, numel in zip(columns, self.numels, strict=True)
+            column.clone(memory_format=torch.contiguous_format).view(-1)[:numel]
+            for column, numel in zip(columns, self.numels, strict=True)
         ]
 
     def unpack_shard(self, shard: Tensor, rank: int) -> list[Tensor]:

@@ -5,8 +5,8 @@ May import: torch, codec, codec_checks, kernels, rng, rotation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ Own = tuple[int, Tensor]  # a row and the values that it counts as
 _RUN = 1 << 22  # elements
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coding:
+class Coding(NamedTuple):
     """How one tensor of a collective travels.
 
     ``levels`` is the learned table, if any. ``difference``: the bytes are what the receiver adds
@@ -44,10 +43,7 @@ class Coding:
         if self.address is None or start == 0:
             return self
         key, step, first = self.address.key, self.address.step, self.address.first_vector
-        moved = Address(key, step, first + 16 * start)  # `replace` takes five times as long
-        return Coding(
-            codec=self.codec, address=moved, levels=self.levels, difference=self.difference
-        )
+        return self._replace(address=Address(key, step, first + 16 * start))
 
     def encode(
         self,
@@ -90,7 +86,7 @@ class Coding:
                 source_levels=source.levels, levels=self.levels,
             )  # fmt: skip
             return
-        total = torch.empty(numel, dtype=torch.float32, device=wire.device)
+        total = _temporary((numel,), torch.float32, wire.device)
         with dispatch.in_order():
             source.decode_sum(wire, total, own=own)
             self.encode(total, out)
@@ -160,10 +156,16 @@ def exactly(dtype: torch.dtype) -> Coding:
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Values in ``dtype``; on the CPU valid until the next call."""
-    if values.dtype == dtype or values.device.type != "cpu":  # elsewhere kernels run later
-        return values.to(dtype)
-    shape, device = tuple(values.shape), values.device
-    return scratch.take("rounded", shape, dtype=dtype, device=device).copy_(values)
+    if values.dtype == dtype:
+        return values
+    return _temporary(tuple(values.shape), dtype, values.device).copy_(values)
+
+
+def _temporary(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised; on the CPU valid until the next call. Elsewhere kernels may run later."""
+    if device.type == "cpu":
+        return scratch.take("temporary", shape, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _squares(found: Tensor, exact: Tensor) -> tuple[float, float]:

@@ -8,7 +8,7 @@ May import: torch, codec, coding, collectives, hops, kernels, link, owner_plan, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,14 @@ from torch import Tensor
 from ds_quant import hops
 from ds_quant.codec import Codec
 from ds_quant.coding import Coding
-from ds_quant.collectives import lay_out
+from ds_quant.collectives import Slot, lay_out
 from ds_quant.kernels.dispatch import together
 from ds_quant.link import Fabric, Link, by_node
 from ds_quant.owner_plan import Piece, Shape, delivery_codec, plan
 from ds_quant.rotation import Rotation
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """Consecutive elements of one parameter that belong to rank ``owner``, to be gathered.
 
     values: 1-D contiguous, on all ranks. target: what the owner wants them to be, any
@@ -37,8 +36,7 @@ class Part:
     target: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Share:
+class Share(NamedTuple):
     """Consecutive elements of one parameter whose sum belongs to rank ``owner``.
 
     ``values`` is 1-D contiguous; ``codings`` has one entry per hop, their addresses this rank's
@@ -127,9 +125,8 @@ def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], No
         return lambda: None
     row = link.empty(nbytes, device=parts[0].values.device)
     with link.encoding("weights") as notes, together():
-        for part, (start, size) in zip(by_owner[link.rank], layouts[link.rank][0], strict=True):
+        for part, wire in zip(by_owner[link.rank], _cut(row, layouts[link.rank][0]), strict=True):
             wanted = part.values if part.target is None else part.target.to(row.device)
-            wire = row[start : start + size]
             part.coding.encode(wanted, wire, held=part.values)
             notes.note(part.coding, wanted, wire, held=part.values)
     arriving = fabric.all_gather(row, role="weights")
@@ -138,10 +135,16 @@ def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], No
         with link.decoding(), together():
             rows = (row for node in by_node(arriving.wait(), link.size) for row in node)
             for row, own, (slots, _) in zip(rows, by_owner, layouts, strict=True):
-                for part, (start, size) in zip(own, slots, strict=True):
-                    part.coding.decode(row[start : start + size], part.values)
+                for part, wire in zip(own, _cut(row, slots), strict=True):
+                    part.coding.decode(wire, part.values)
 
     return decode
+
+
+def _cut(row: Tensor, slots: Sequence[Slot]) -> Sequence[Tensor]:
+    """The slots at the front of a row. One call makes all views: see ``hops``."""
+    sizes = [slot.nbytes for slot in slots]
+    return row[: sum(sizes)].split(sizes) if sizes else ()
 
 
 def _deliver(
@@ -187,7 +190,7 @@ def _delivered(shares: Sequence[Share], row: Sequence[Piece]) -> list[tuple[Code
 def _delivery(coding: Coding, piece: Piece) -> Coding:
     """Coding of a delivered piece: streams from the upper half of the vector counter."""
     moved = coding.at(piece.start)
-    address = moved.address and replace(
-        moved.address, first_vector=moved.address.first_vector + (1 << 62)
+    address = moved.address and moved.address._replace(
+        first_vector=moved.address.first_vector + (1 << 62)
     )
-    return replace(moved, codec=delivery_codec(coding.codec), address=address)
+    return moved._replace(codec=delivery_codec(coding.codec), address=address)

@@ -15,9 +15,9 @@ word i of the four words returned, element 2i + 1 the high 16 bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 PHILOX_M0 = 0xD2511F53
 PHILOX_M1 = 0xCD9E8D57
@@ -36,8 +36,7 @@ class Role(IntEnum):
     GRADIENTS = 1
 
 
-@dataclass(frozen=True)
-class Address:
+class Address(NamedTuple):
     """Address of a stream of random bits: key and step (64 bit each), index of the first vector."""
 
     key: int

@@ -18,7 +18,7 @@ from ds_quant.scheme import Scheme
 from ds_quant.topology import Topology
 from ds_quant.zero.seams import log_rank0
 
-WIRE_VERSION = 1  # raised when bytes on the wire change meaning
+WIRE_VERSION = 2  # raised when bytes on the wire change meaning
 
 
 def refuse_unsupported(facts: Mapping[str, Any]) -> None:

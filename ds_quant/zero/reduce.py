@@ -5,9 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,7 +41,7 @@ class ShardReduction:
         tracked = [binding.tracked(p) for p in params]
         if link.size == 1 or not tensors or None in tracked:
             return original(tensors, group)
-        route, scale = binding.route(group), 1.0 / link.size
+        route = binding.route(group)
         codings, rotations = zip(
             *(
                 binding.gradient_codings(t, g.dtype, rank=link.rank, route=route)
@@ -50,29 +49,39 @@ class ShardReduction:
             ),
             strict=True,
         )
-        numels = [g.numel() for g in tensors]
-        alone, bundles = sort_out(numels, [c[-1] for c in codings], link.size)
-        sent = [tensors[i] for i in alone]
-        sent += [bundle.pack([tensors[i] for i in members]) for bundle, members in bundles]
-        first = [*alone, *(members[0] for _, members in bundles)]
-        codings, rotations = [codings[i] for i in first], [rotations[i] for i in first]
-        if len(route) == 1 and not route[0].exact_own and not any(rotations):
-            shards = reduce_scatter(sent, [c for (c,) in codings], link, scale=scale).wait()
-        else:
-            shards = _reduce_shards(sent, codings, rotations, route, link, scale)
-        shards = [
-            s
-            if s.dtype == g.dtype
-            else link.empty(s.numel(), dtype=g.dtype, device=s.device).copy_(s)
-            for s, g in zip(shards, sent, strict=True)
-        ]
-        reduced = dict(zip(alone, shards, strict=False))
-        for (bundle, members), shard in zip(bundles, shards[len(alone) :], strict=True):
-            reduced |= zip(members, bundle.unpack_shard(shard, link.rank), strict=True)
+        reduced = _reduce_bundled(tensors, codings, rotations, route, link)
         if binding.watch is not None:
-            for index, shard in reduced.items():
-                binding.watch.note(tracked[index].index, shard)
-        return [reduced[index] for index in range(len(tensors))]
+            for parameter, shard in zip(tracked, reduced, strict=True):
+                binding.watch.note(parameter.index, shard)
+        return reduced
+
+
+def _reduce_bundled(
+    tensors: Sequence[torch.Tensor],
+    codings: Sequence[tuple[Coding, ...]],
+    rotations: Sequence[Rotation | None],
+    route: Sequence[Hop],
+    link: Link,
+) -> list[torch.Tensor]:
+    """This rank's shard of the mean of every tensor, in its dtype. See [Note: bundles]."""
+    numels, scale = [g.numel() for g in tensors], 1.0 / link.size
+    alone, bundles = sort_out(numels, [c[-1] for c in codings], link.size)
+    sent = [tensors[i] for i in alone]
+    sent += [bundle.pack([tensors[i] for i in members]) for bundle, members in bundles]
+    first = [*alone, *(members[0] for _, members in bundles)]
+    codings, rotations = [codings[i] for i in first], [rotations[i] for i in first]
+    if len(route) == 1 and not route[0].exact_own and not any(rotations):
+        shards = reduce_scatter(sent, [c for (c,) in codings], link, scale=scale).wait()
+    else:
+        shards = _reduce_shards(sent, codings, rotations, route, link, scale)
+    shards = [
+        s if s.dtype == g.dtype else link.empty(s.numel(), dtype=g.dtype, device=s.device).copy_(s)
+        for s, g in zip(shards, sent, strict=True)
+    ]
+    reduced = dict(zip(alone, shards, strict=False))
+    for (bundle, members), shard in zip(bundles, shards[len(alone) :], strict=True):
+        reduced |= zip(members, bundle.unpack_shard(shard, link.rank), strict=True)
+    return [reduced[index] for index in range(len(tensors))]
 
 
 def _reduce_shards(
@@ -97,8 +106,7 @@ def _reduce_shards(
     return [sums[place] for place in kept]
 
 
-@dataclass(kw_only=True)
-class _Run:
+class _Run(NamedTuple):
     """What is one tensor of the message: elements [start, stop) of a bucket, one parameter or, in
     full precision, several small ones of one owner.
 

@@ -95,7 +95,7 @@ def test_one_message_per_bucket_and_hop(
         assert counts["buckets"] == 1 if buckets == "one bucket" else 5 < counts["buckets"] < 60
         if stage == 3:
             assert counts["gradients"] == levels * counts["buckets"]
-            assert 2 <= counts["fetches"] < LAYERS
+            assert 1 <= counts["fetches"] < 2 * LAYERS  # of 480 gathers of a parameter
             in_node = scheme == "sdp4bit" and levels == 2  # gathers from the node shard, one hop
             expected = 1 + counts["fetches"] if in_node else levels * counts["fetches"]
             assert counts["weights"] == expected

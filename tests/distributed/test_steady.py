@@ -128,3 +128,37 @@ def test_a_steady_step_of_100m_parameters_allocates_less_than_1_mb_at_a_time(
     stage: int, scheme: str
 ) -> None:
     check(2, stage, scheme, 2, *LARGE, timeout=280)
+
+
+def _resident(what: str) -> int:
+    """Bytes of this process: VmRSS, or VmHWM, its peak."""
+    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(what))
+
+
+def peak_memory(
+    stage: int, block: dict[str, Any] | None, shape: tuple[int, int]
+) -> tuple[int, int]:
+    """Peak bytes of this process in steady steps, and what the plugin reports to hold."""
+    zero = {"reduce_bucket_size": 10**9}
+    engine = build(settings(stage, block, dtype="bf16", zero=zero), lambda: Stack(*shape))
+    for _ in range(WARM):
+        step(engine)
+    Path("/proc/self/clear_refs").write_text("5", "utf-8")  # the peak is the present again
+    for _ in range(STEADY):
+        step(engine)
+    report = ds_quant.report(engine) or {"kept_bytes": 0, "buffer_bytes": 0}
+    return _resident("VmHWM"), report["kept_bytes"] + report["buffer_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_extra_peak_memory_of_100m_parameters_is_what_the_report_says(stage: int) -> None:
+    block = {"scheme": "qsdp"}
+    plain, ours = (run(peak_memory, 2, stage, b, LARGE[0], timeout=280) for b in (None, block))
+    for (before, _), (after, reported) in zip(plain, ours, strict=True):
+        extra = after - before
+        print(
+            f"ZeRO-{stage}: {before / 1e6:.0f} MB, {extra / 1e6:+.0f} MB, {reported / 1e6:.0f} MB"
+        )
+        assert extra == pytest.approx(reported, rel=0.05)

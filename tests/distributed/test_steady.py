@@ -8,6 +8,7 @@ where DeepSpeed would. The pool's own growth is read off its size.
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -130,35 +131,64 @@ def test_a_steady_step_of_100m_parameters_allocates_less_than_1_mb_at_a_time(
     check(2, stage, scheme, 2, *LARGE, timeout=280)
 
 
-def _resident(what: str) -> int:
-    """Bytes of this process: VmRSS, or VmHWM, its peak."""
-    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(what))
+class Live(TorchDispatchMode):
+    """Most bytes of tensors that were alive at once, of those made since it was entered. The pool
+    makes none: its arrays are NumPy's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: set[int] = set()
+        self._bytes = self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        given = {_place(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and _place(tensor) not in given | self._known:
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        place, nbytes = storage.data_ptr(), storage.nbytes()
+        if not nbytes:
+            return
+        self._known.add(place)
+        self._bytes += nbytes
+        self.peak = max(self.peak, self._bytes)
+        weakref.finalize(storage, self._remove, place, nbytes)
+
+    def _remove(self, place: int, nbytes: int) -> None:
+        self._known.discard(place)
+        self._bytes -= nbytes
 
 
 def peak_memory(
-    stage: int, block: dict[str, Any] | None, shape: tuple[int, int]
-) -> tuple[int, int]:
-    """Peak bytes of this process in steady steps, and what the plugin reports to hold."""
+    stage: int, block: dict[str, Any] | None, shape: tuple[int, int], least: int
+) -> tuple[int, int, int]:
+    """Of steady steps: most bytes of tensors at once, the pool's bytes, what the scheme keeps."""
+    buffers.MIN_BYTES = least  # of this process
     zero = {"reduce_bucket_size": 10**9}
     engine = build(settings(stage, block, dtype="bf16", zero=zero), lambda: Stack(*shape))
     for _ in range(WARM):
         step(engine)
-    Path("/proc/self/clear_refs").write_text("5", "utf-8")  # the peak is the present again
-    for _ in range(STEADY):
-        step(engine)
+    with Live() as live:
+        for _ in range(STEADY):
+            step(engine)
     report = ds_quant.report(engine) or {"kept_bytes": 0, "buffer_bytes": 0}
-    return _resident("VmHWM"), report["kept_bytes"] + report["buffer_bytes"]
+    return live.peak, report["buffer_bytes"], report["kept_bytes"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_extra_peak_memory_of_100m_parameters_is_what_the_report_says(stage: int) -> None:
-    block = {"scheme": "qsdp"}
-    plain, ours = (run(peak_memory, 2, stage, b, LARGE[0], timeout=280) for b in (None, block))
-    for (before, _), (after, reported) in zip(plain, ours, strict=True):
-        extra = after - before
-        print(
-            f"ZeRO-{stage}: {before / 1e6:.0f} MB, {extra / 1e6:+.0f} MB, {reported / 1e6:.0f} MB"
-        )
-        assert extra == pytest.approx(reported, rel=0.05)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("scheme", ["qsdp", "sdp4bit"])
+def test_peak_memory_beyond_the_reported_buffers_is_that_of_deepspeed(
+    stage: int, scheme: str
+) -> None:
+    """What is not in the pool adds at most 5 % of it to the peak."""
+    plain, ours = (
+        run(peak_memory, 2, stage, block, *SMALL) for block in (None, {"scheme": scheme})
+    )
+    for (before, *_), (after, reported, _) in zip(plain, ours, strict=True):
+        assert after - before <= 0.05 * reported, (before, after, reported)

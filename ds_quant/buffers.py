@@ -23,7 +23,12 @@ import torch
 
 MIN_BYTES = 1 << 20  # below, the allocator keeps freed blocks by itself
 
-_ONLY_THE_POOL = 3  # references: the list, a loop's variable, the argument of getrefcount
+
+def _references(arrays: list[np.ndarray]) -> list[int]:
+    return [sys.getrefcount(array) for array in arrays]
+
+
+_UNUSED = _references([np.empty(0)])[0]  # what a list alone comes to; versions of Python differ
 
 
 class Buffers:
@@ -50,7 +55,8 @@ class Buffers:
 
     def _take(self, nbytes: int) -> np.ndarray:
         """The smallest free array that is large enough, else a new one in place of a free one."""
-        free = [a for a in self._arrays if sys.getrefcount(a) == _ONLY_THE_POOL]
+        counts = _references(self._arrays)
+        free = [a for a, n in zip(self._arrays, counts, strict=True) if n == _UNUSED]
         fitting = [a for a in free if a.nbytes >= nbytes]
         if fitting:
             return min(fitting, key=_size)

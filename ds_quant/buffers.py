@@ -2,8 +2,9 @@
 
 [Note: why a pool] A steady step asks for the same few large buffers as the one before. glibc hands
 blocks of that size back to the system when they are freed, and every page of the next one is then
-faulted in and cleared anew, which costs as much as decoding into it. On CUDA torch's caching
-allocator does what is done here, so the pool leaves it alone.
+faulted in and cleared anew: decoding and adding two int8 rows of 2^24 elements takes 22 ms on one
+core of a loaded x86-64 machine, 73 ms into fresh memory (medians of 7 pairs). On CUDA torch's
+caching allocator does what is done here, so the pool leaves it alone.
 
 [Note: when a buffer is free] A tensor made on a buffer keeps it alive, as does every view of that
 tensor, and so does whoever holds one: a message in flight, or DeepSpeed with a gradient that it was

@@ -13,7 +13,7 @@ import torch
 
 from ds_quant.buffers import Buffers
 from ds_quant.checksum import Findings
-from ds_quant.codec import Codec, GroupCodec
+from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.coding import Coding, exactly
 from ds_quant.cost import Bill, Cargo, bill
 from ds_quant.hops import Hop

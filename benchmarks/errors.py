@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ class Replica:
                 weight.copy_(master)
                 continue
             codec = self._scheme.weights
-            how = replace(coding(codec, Role.WEIGHTS, step=step, parameter=index), difference=True)
+            how = coding(codec, Role.WEIGHTS, step=step, parameter=index)._replace(difference=True)
             flat = weight.view(-1)
             wire = torch.empty(codec.wire_bytes(flat.numel()), dtype=torch.uint8)
             how.encode(master.view(-1), wire, held=flat)

@@ -349,6 +349,33 @@ class Collectives(_Result):
         return command_line("benchmarks/collectives.py", self.arguments)
 
 
+class GlueRow(_Model):
+    """One case (ZeRO stage) and codec: CPU seconds of a step, and microseconds that the plugin adds
+    per parameter, median and quartiles of the rounds.
+    """
+
+    case: str
+    codec: str
+    parameters: int = Field(ge=1)
+    plain_seconds: float = Field(gt=0)
+    seconds: float = Field(gt=0)
+    added_us: float
+    added_us_low: float
+    added_us_high: float
+
+
+class Glue(_Result):
+    """Of glue.py."""
+
+    kind: Literal["glue"]
+    version: Literal[1]
+    command: str
+    rows: list[GlueRow]
+
+    def _command(self) -> str:
+        return command_line("benchmarks/glue.py", self.arguments)
+
+
 class ScalingRow(_Model):
     """One predicted point; see scaling.py."""
 
@@ -479,6 +506,7 @@ Result = (
     | Convergence
     | Speed
     | Collectives
+    | Glue
     | Scaling
     | PeerSuite
 )
@@ -488,6 +516,7 @@ _KINDS: dict[str, type[Any]] = {
     "speed": Speed,
     "overlap": Overlap,
     "collectives": Collectives,
+    "glue": Glue,
     "scaling": Scaling,
     "peer_suite": PeerSuite,
 }

@@ -5,14 +5,15 @@ May import: torch, codec, codec_checks, kernels, rng, rotation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_quant.codec import Codec, GroupCodec
+from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.codec_checks import check_bytes
-from ds_quant.kernels import dispatch
+from ds_quant.kernels import dispatch, scratch
 from ds_quant.rng import Address
 from ds_quant.rotation import Rotation
 
@@ -21,8 +22,7 @@ Own = tuple[int, Tensor]  # a row and the values that it counts as
 _RUN = 1 << 22  # elements
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coding:
+class Coding(NamedTuple):
     """How one tensor of a collective travels.
 
     ``levels`` is the learned table, if any. ``difference``: the bytes are what the receiver adds
@@ -43,10 +43,7 @@ class Coding:
         if self.address is None or start == 0:
             return self
         key, step, first = self.address.key, self.address.step, self.address.first_vector
-        moved = Address(key, step, first + 16 * start)  # `replace` takes five times as long
-        return Coding(
-            codec=self.codec, address=moved, levels=self.levels, difference=self.difference
-        )
+        return self._replace(address=Address(key, step, first + 16 * start))
 
     def encode(
         self,
@@ -71,7 +68,7 @@ class Coding:
         if rotation is not None:
             options["rotation"] = rotation.kernel
         if self.difference:
-            values, options["base"] = values.to(held.dtype), held.view(1, -1)
+            values, options["base"] = _rounded(values, held.dtype), held.view(1, -1)
         self.codec.encode(values, wire, address=self.address, levels=self.levels, **options)
 
     def recode(
@@ -89,7 +86,7 @@ class Coding:
                 source_levels=source.levels, levels=self.levels,
             )  # fmt: skip
             return
-        total = torch.empty(numel, dtype=torch.float32, device=wire.device)
+        total = _temporary((numel,), torch.float32, wire.device)
         with dispatch.in_order():
             source.decode_sum(wire, total, own=own)
             self.encode(total, out)
@@ -149,6 +146,26 @@ class Coding:
             self.codec.decode(wire, values, levels=self.levels, add=True)
         else:
             self.codec.decode(wire, values, levels=self.levels)
+
+
+@cache
+def exactly(dtype: torch.dtype) -> Coding:
+    """The coding of values that travel as they are."""
+    return Coding(codec=CastCodec(dtype))
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values in ``dtype``; on the CPU valid until the next call."""
+    if values.dtype == dtype:
+        return values
+    return _temporary(tuple(values.shape), dtype, values.device).copy_(values)
+
+
+def _temporary(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised; on the CPU valid until the next call. Elsewhere kernels may run later."""
+    if device.type == "cpu":
+        return scratch.take("temporary", shape, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _squares(found: Tensor, exact: Tensor) -> tuple[float, float]:

@@ -11,6 +11,7 @@ May import: torch, codec, coding, kernels, layout, link, meter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from ds_quant.codec import Codec
 from ds_quant.coding import Coding
 from ds_quant.kernels.dispatch import together
 from ds_quant.layout import ceil_div, shard_range
-from ds_quant.link import Exchange, Fabric, Link, Waiting
+from ds_quant.link import Exchange, Fabric, Link, Waiting, by_node
 from ds_quant.meter import Notes
 
 
@@ -56,7 +57,7 @@ def all_gather(
     """
     sizes = [(c.codec, ceil_div(n, link.size)) for c, n in zip(codings, numels, strict=True)]
     slots, nbytes = lay_out(sizes)
-    row = torch.empty(nbytes, dtype=torch.uint8, device=shards[0].device)
+    row = link.empty(nbytes, device=shards[0].device)
     with link.encoding("weights") as notes, together():
         for shard, coding, slot in zip(shards, codings, slots, strict=True):
             used = row[slot.start : slot.start + coding.codec.wire_bytes(shard.numel())]
@@ -83,13 +84,12 @@ class GatherHandle:
     def wait(self) -> list[Tensor]:
         """Full tensors, each (numel,) in the dtype of its shard."""
         if self._full is None:
-            if self._exchange is None:
-                rows = torch.empty(self._link.size, 0, dtype=torch.uint8)
-            else:
-                rows = self._exchange.wait().view(self._link.size, -1)
+            rows = torch.empty(1, self._link.size, 0, dtype=torch.uint8)
+            if self._exchange is not None:
+                rows = by_node(self._exchange.wait(), self._link.size)
             with self._link.decoding(), together():
                 self._full = [
-                    _decode_shards(rows[:, slot.start :], numel, coding, dtype)
+                    _decode_shards(rows[..., slot.start :], numel, coding, dtype)
                     for slot, (numel, coding, dtype) in zip(self._slots, self._tensors, strict=True)
                 ]
             self._exchange = None
@@ -97,12 +97,15 @@ class GatherHandle:
 
 
 def _decode_shards(rows: Tensor, numel: int, coding: Coding, dtype: torch.dtype) -> Tensor:
-    """rows (ranks, >= slot bytes) uint8 -> (numel,) in ``dtype``."""
+    """rows (nodes, ranks of a node, >= slot bytes) uint8 -> (numel,) in ``dtype``."""
+    nodes, node_size = rows.shape[:2]
+    # Not of the pool: the values are DeepSpeed's, which frees them where it would without us.
     full = torch.empty(numel, dtype=dtype, device=rows.device)
-    for block in _blocks(numel, rows.shape[0]):
+    for block in _blocks(numel, nodes * node_size, node_size):
         used = coding.codec.wire_bytes(block.width)
+        node, first = divmod(block.first, node_size)
         coding.codec.decode(
-            rows[block.first : block.first + block.count, :used],
+            rows[node, first : first + block.count, :used],
             full[block.start : block.stop].view(block.count, block.width),
             levels=coding.levels,
         )
@@ -119,15 +122,18 @@ class _Block(NamedTuple):
     stop: int
 
 
-def _blocks(numel: int, ranks: int) -> list[_Block]:
-    """The full shards in one block, then the short one; empty shards are in none."""
+@lru_cache(maxsize=4096)
+def _blocks(numel: int, ranks: int, node_size: int) -> tuple[_Block, ...]:
+    """The full shards of every node in one block, then the short one; empty shards are in none."""
     width = ceil_div(numel, ranks)
     full = numel // width if width else 0
-    end = full * width
-    blocks = [_Block(0, full, width, 0, end)] if full else []
-    if end < numel:
-        blocks.append(_Block(full, 1, numel - end, end, numel))
-    return blocks
+    blocks = []
+    for first in range(0, full, node_size):
+        count = min(node_size, full - first)
+        blocks.append(_Block(first, count, width, first * width, (first + count) * width))
+    if full * width < numel:
+        blocks.append(_Block(full, 1, numel - full * width, full * width, numel))
+    return tuple(blocks)
 
 
 def reduce_scatter(
@@ -146,7 +152,7 @@ def reduce_scatter(
     numels = [t.numel() for t in tensors]
     sizes = [(c.codec, ceil_div(n, link.size)) for c, n in zip(codings, numels, strict=True)]
     slots, nbytes = lay_out(sizes)
-    rows = torch.empty(link.size, nbytes, dtype=torch.uint8, device=tensors[0].device)
+    rows = link.empty(link.size, nbytes, device=tensors[0].device)
     with link.encoding("gradients") as notes, together():
         for tensor, coding, slot in zip(tensors, codings, slots, strict=True):
             place = rows[:, slot.start : slot.start + slot.nbytes]
@@ -160,7 +166,8 @@ def reduce_scatter(
 
 def _encode_shards(flat: Tensor, coding: Coding, rows: Tensor, notes: Notes) -> None:
     """flat (numel,) -> rows (ranks, slot bytes) uint8, row r holding shard r."""
-    for block in _blocks(flat.numel(), rows.shape[0]):
+    ranks = rows.shape[0]
+    for block in _blocks(flat.numel(), ranks, ranks):
         values = flat[block.start : block.stop].view(block.count, block.width)
         used = coding.codec.wire_bytes(block.width)
         wire = rows[block.first : block.first + block.count, :used]
@@ -200,7 +207,7 @@ class ReduceHandle:
 
     def _sum(self, rows: Tensor, numel: int, coding: Coding) -> Tensor:
         start, stop = shard_range(numel, self._link.size, self._link.rank)
-        shard = torch.empty(stop - start, dtype=torch.float32, device=rows.device)
+        shard = self._link.empty(stop - start, dtype=torch.float32, device=rows.device)
         used = coding.codec.wire_bytes(shard.numel())
         coding.codec.decode_sum(rows[:, :used], shard, scale=self._scale, levels=coding.levels)
         return shard

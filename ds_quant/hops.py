@@ -19,7 +19,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -56,8 +56,7 @@ class Hop:
         return rank // self.divisor % self.link.size
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """Consecutive elements of one parameter, to be summed by rank ``reducer``.
 
     ``values`` is 1-D contiguous; ``codings`` has one entry per hop, their addresses this rank's.
@@ -88,12 +87,21 @@ class Reduction:
     [Note: two hops].
 
     Sums are fp32 in rank order within a hop, nodes in order across hops; ``scale`` is applied once
-    at the end. The values of pieces that this rank adds up must not change before ``wait`` returns.
+    at the end. ``sums``: where those of the pieces that this rank reduces are written, (numel,)
+    fp32 each; by default new tensors. The values of pieces that this rank adds up must not change
+    before ``wait`` returns.
     """
 
-    def __init__(self, pieces: Sequence[Piece], hops: Sequence[Hop], *, scale: float) -> None:
-        self._sums: list[Tensor | None] = [
-            torch.empty(p.values.numel(), dtype=torch.float32, device=p.values.device)
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        hops: Sequence[Hop],
+        *,
+        scale: float,
+        sums: list[Tensor | None] | None = None,
+    ) -> None:
+        self._sums = sums or [
+            hops[0].link.empty(p.values.numel(), dtype=torch.float32, device=p.values.device)
             if all(hop.place(p.reducer) == hop.link.rank for hop in hops)
             else None
             for p in pieces
@@ -116,7 +124,7 @@ class Reduction:
             self._running.append((steps, 0))
 
     def wait(self) -> list[Tensor | None]:
-        """Per piece its sum (numel,) fp32 on its reducer and None elsewhere."""
+        """Per piece its sum (numel,) fp32 on its reducer; elsewhere what ``sums`` held or None."""
         self.advance()
         while self._running:
             self._finish_oldest()
@@ -128,9 +136,15 @@ class Reduction:
             pass
 
 
-def reduce(pieces: Sequence[Piece], hops: Sequence[Hop], *, scale: float) -> list[Tensor | None]:
+def reduce(
+    pieces: Sequence[Piece],
+    hops: Sequence[Hop],
+    *,
+    scale: float,
+    sums: list[Tensor | None] | None = None,
+) -> list[Tensor | None]:
     """What a ``Reduction`` gives when it is waited for at once."""
-    return Reduction(pieces, hops, scale=scale).wait()
+    return Reduction(pieces, hops, scale=scale, sums=sums).wait()
 
 
 def _slices(pieces: Sequence[Piece], hops: Sequence[Hop]) -> list[list[_Cut]]:
@@ -147,7 +161,7 @@ def _slices(pieces: Sequence[Piece], hops: Sequence[Hop]) -> list[list[_Cut]]:
         for cuts, (start, stop) in zip(slices, pairwise(borders), strict=True):
             if start < stop:
                 codings = tuple(c.at(start) for c in piece.codings)
-                part = replace(piece, values=piece.values[start:stop], codings=codings)
+                part = piece._replace(values=piece.values[start:stop], codings=codings)
                 cuts.append(_Cut(index, start, part))
     return [cuts for cuts in slices if cuts]
 
@@ -166,9 +180,9 @@ class _Arrived(NamedTuple):
     own: Own | None
     numel: int  # on the wire
 
-    def total(self) -> Tensor:
+    def total(self, link: Link) -> Tensor:
         """Their sum, (numel,) fp32."""
-        total = torch.empty(self.numel, dtype=torch.float32, device=self.wire.device)
+        total = link.empty(self.numel, dtype=torch.float32, device=self.wire.device)
         self.coding.decode_sum(self.wire, total, own=self.own)
         return total
 
@@ -188,10 +202,9 @@ def _reduce_slice(
     pieces = [cut.piece for cut in cuts]
     partial: dict[int, Tensor | _Arrived] = {i: p.values for i, p in enumerate(pieces)}
     for depth, hop in enumerate(hops):
-        rows = [
-            [i for i in partial if hop.place(pieces[i].reducer) == place]
-            for place in range(hop.link.size)
-        ]
+        rows: list[list[int]] = [[] for _ in range(hop.link.size)]
+        for i in partial:
+            rows[hop.place(pieces[i].reducer)].append(i)
         layouts = [
             lay_out([(pieces[i].codings[depth].codec, pieces[i].numel_on_wire) for i in row])
             for row in rows
@@ -201,31 +214,38 @@ def _reduce_slice(
         kept = {}
         if hop.exact_own:
             with hop.link.decoding():
-                kept = {i: _added_up(partial[i], pieces[i].rotation) for i in rows[mine]}
+                kept = {i: _added_up(partial[i], pieces[i], hop.link) for i in rows[mine]}
         yield
         received = exchange.wait().view(hop.link.size, -1)
+        columns = received.split([slot.nbytes for slot in layouts[mine][0]], dim=1)
         partial = {
             i: _Arrived(
                 coding=pieces[i].codings[depth],
-                wire=received[:, slot.start : slot.start + slot.nbytes],
+                wire=wire,
                 own=(mine, kept[i]) if hop.exact_own else None,
                 numel=pieces[i].numel_on_wire,
             )
-            for i, slot in zip(rows[mine], layouts[mine][0], strict=True)
+            for i, wire in zip(rows[mine], columns, strict=True)
         }
     with hops[-1].link.decoding(), together():
         for i, arrived in partial.items():
-            start, piece = cuts[i].start, pieces[i]
-            out = sums[cuts[i].index][start : start + piece.values.numel()]
+            start, piece, out = cuts[i].start, pieces[i], sums[cuts[i].index]
+            if piece.values.numel() != out.numel():
+                out = out[start : start + piece.values.numel()]
             options = {"own": arrived.own, "rotation": piece.rotation}
             arrived.coding.decode_sum(arrived.wire, out, scale=scale, **options)
 
 
-def _added_up(values: Tensor | _Arrived, rotation: Rotation | None) -> Tensor:
+def _added_up(values: Tensor | _Arrived, piece: Piece, link: Link) -> Tensor:
     """The partial sum as fp32, rotated."""
     if isinstance(values, _Arrived):
-        return values.total()
-    return values if rotation is None else rotation.forward(values)
+        return values.total(link)
+    if not isinstance(piece.codings[0].codec, GroupCodec):
+        return values if piece.rotation is None else piece.rotation.forward(values)
+    total = link.empty(piece.numel_on_wire, dtype=torch.float32, device=values.device)
+    if piece.rotation is None:
+        return total.copy_(values)  # once; else every kernel that adds it would
+    return piece.rotation.forward(values, out=total)
 
 
 def _post(
@@ -238,15 +258,14 @@ def _post(
 ) -> Exchange:
     """Encode every piece for its place, or recode what has arrived, and post the exchange."""
     sent = [nbytes for _, nbytes in layouts]
-    payload = torch.empty(sum(sent), dtype=torch.uint8, device=pieces[0].values.device)
-    base = 0
+    payload = hop.link.empty(sum(sent), device=pieces[0].values.device)
+    # One call makes all views of a message: sliced one by one they cost a microsecond each.
+    wires = iter(payload.split([slot.nbytes for slots, _ in layouts for slot in slots]))
     with hop.link.encoding("gradients") as notes, together():
-        for place, (row, (slots, nbytes)) in enumerate(zip(rows, layouts, strict=True)):
-            if place != hop.link.rank or not hop.exact_own:
-                for i, slot in zip(row, slots, strict=True):
-                    wire = payload[base + slot.start : base + slot.start + slot.nbytes]
+        for place, row in enumerate(rows):
+            for i, wire in zip(row, wires):  # noqa: B905 - as many as the row has
+                if place != hop.link.rank or not hop.exact_own:
                     _encode(pieces[i], depth, partial[i], wire, notes)
-            base += nbytes
     received = [sent[hop.link.rank]] * hop.link.size
     return hop.link.all_to_all(payload, sent=sent, received=received, role="gradients")
 

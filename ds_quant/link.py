@@ -11,7 +11,7 @@ thirds). Peer to peer it is 93 to 98 %, and what is counted is what moves.
 put on and taken off here, so that codecs and collectives never see it; on two levels each hop has
 its own, because its messages are its own.
 
-May import: torch, deepspeed.comm, checksum, meter, metrics, topology.
+May import: torch, deepspeed.comm, buffers, checksum, meter, metrics, topology.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ds_quant.buffers import Buffers
 from ds_quant.checksum import Findings, seal, sealed_bytes, unseal
 from ds_quant.meter import Meter, Notes
 from ds_quant.metrics import Traffic
@@ -86,6 +87,7 @@ class Link:
     """Byte collectives over one process group, counted. Holds no algorithm.
 
     ``findings``: with it messages are sealed, and it learns of those that were changed.
+    ``empty``: as ``Buffers.empty``, for messages and what is made of them.
     """
 
     def __init__(
@@ -95,12 +97,14 @@ class Link:
         topology: Topology,
         traffic: Traffic,
         findings: Findings | None = None,
+        buffers: Buffers | None = None,
     ) -> None:
         from deepspeed import comm as dist
 
         self._dist = dist
         self.process_group = process_group
         self._traffic, self._findings = traffic, findings
+        self.empty = (buffers or Buffers()).empty
         self.size: int = dist.get_world_size(group=process_group)
         self.rank: int = dist.get_rank(group=process_group)
         self.ranks: list[int] = [self._global_rank(r) for r in range(self.size)]
@@ -131,9 +135,7 @@ class Link:
         return self._to_be_opened(exchange, [nbytes] * self.size, role)
 
     def _all_gather(self, payload: Tensor, role: str) -> Exchange:
-        received = torch.empty(
-            self.size * payload.numel(), dtype=torch.uint8, device=payload.device
-        )
+        received = self.empty(self.size * payload.numel(), device=payload.device)
         self._count(role, [payload.numel()] * self.size)
         if self._gloo and payload.device.type == "cpu":
             rows = received.view(self.size, -1)
@@ -166,7 +168,7 @@ class Link:
     def _all_to_all(
         self, payload: Tensor, sent: Sequence[int], received: Sequence[int], role: str
     ) -> Exchange:
-        buffer = torch.empty(sum(received), dtype=torch.uint8, device=payload.device)
+        buffer = self.empty(sum(received), device=payload.device)
         self._count(role, received)
         if self._gloo and payload.device.type == "cpu":
             parts = payload.split(list(sent)), buffer.split(list(received))
@@ -218,6 +220,13 @@ class Waiting(Protocol):
     def wait(self) -> Tensor: ...
 
 
+def by_node(gathered: Tensor, ranks: int) -> Tensor:
+    """What a gather over one or two levels brings -> (nodes, ranks of a node, bytes), rank order;
+    one level counts as one node.
+    """
+    return gathered if gathered.dim() == 3 else gathered.view(1, ranks, -1)
+
+
 class Fabric:
     """The links of one process group and, where its ranks fill several nodes, of its two levels.
 
@@ -232,11 +241,11 @@ class Fabric:
     def __init__(self, whole: Link, intra: Link | None = None, inter: Link | None = None) -> None:
         self.whole, self.intra, self.inter = whole, intra, inter
         self.size, self.rank = whole.size, whole.rank
-        self.encoding, self.decoding = whole.encoding, whole.decoding
+        self.encoding, self.decoding, self.empty = whole.encoding, whole.decoding, whole.empty
         self._pending: list[_TwoLevelGather] = []
 
     def all_gather(self, payload: Tensor, *, role: str) -> Waiting:
-        """As ``Link.all_gather`` over the whole group.
+        """As ``Link.all_gather`` over the whole group; see ``by_node`` for what it brings.
 
         With two levels the rows cross between nodes once and are then spread inside the node.
         """
@@ -261,8 +270,8 @@ class _TwoLevelGather:
         self.inside: Exchange | None = None
 
     def wait(self) -> Tensor:
-        """The rows of all ranks, (ranks * bytes,), in rank order."""
+        """The rows of all ranks, (nodes, ranks of a node, bytes), strided."""
         self._fabric.post_until(self)
         fabric = self._fabric
-        places = self.inside.wait().view(fabric.intra.size, fabric.inter.size, -1)
-        return places.transpose(0, 1).reshape(-1)  # (local rank, node, bytes) -> rank order
+        # Received as (local rank, node, bytes). They are decoded where they lie, without a copy.
+        return self.inside.wait().view(fabric.intra.size, fabric.inter.size, -1).transpose(0, 1)

@@ -85,7 +85,7 @@ def exchange(
     slots, nbytes = lay_out(sizes)
     if nbytes == 0:
         return lambda: None
-    message = torch.empty(nbytes, dtype=torch.uint8, device=kept[0].rows.device)
+    message = inter.empty(nbytes, device=kept[0].rows.device)
     with inter.encoding("weights") as notes, together():
         for item, shard, coding, slot in zip(kept, shards, codings, slots, strict=True):
             own = item.rows[inter.rank, : shard.numel()]
@@ -120,7 +120,7 @@ def gather(
     sizes = [(c.codec, k.rows.shape[1]) for c, k in zip(codings, kept, strict=True)]
     slots, nbytes = lay_out([size for size, n in zip(sizes, nodes, strict=True) for _ in range(n)])
     starts = [slots[sum(nodes[:i])] for i in range(len(kept))]  # of row 0; the others follow
-    message = torch.empty(nbytes, dtype=torch.uint8, device=kept[0].rows.device)
+    message = intra.empty(nbytes, device=kept[0].rows.device)
     with intra.encoding("weights") as notes, together():
         for item, coding, slot in zip(kept, codings, starts, strict=True):
             places = message[slot.start :][: slot.nbytes * item.rows.shape[0]].view(-1, slot.nbytes)

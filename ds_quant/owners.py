@@ -8,7 +8,7 @@ May import: torch, codec, coding, collectives, hops, kernels, link, owner_plan, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,14 @@ from torch import Tensor
 from ds_quant import hops
 from ds_quant.codec import Codec
 from ds_quant.coding import Coding
-from ds_quant.collectives import lay_out
+from ds_quant.collectives import Slot, lay_out
 from ds_quant.kernels.dispatch import together
-from ds_quant.link import Fabric, Link
+from ds_quant.link import Fabric, Link, by_node
 from ds_quant.owner_plan import Piece, Shape, delivery_codec, plan
 from ds_quant.rotation import Rotation
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """Consecutive elements of one parameter that belong to rank ``owner``, to be gathered.
 
     values: 1-D contiguous, on all ranks. target: what the owner wants them to be, any
@@ -37,8 +36,7 @@ class Part:
     target: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Share:
+class Share(NamedTuple):
     """Consecutive elements of one parameter whose sum belongs to rank ``owner``.
 
     ``values`` is 1-D contiguous; ``codings`` has one entry per hop, their addresses this rank's
@@ -73,30 +71,41 @@ def reduce_to_owners(
     )
     node_size = route[0].link.size if len(route) > 1 else None
     pieces = plan(shapes, link.size, node_size)
-    reduced = hops.reduce([_piece(shares[p.part], p) for p in pieces], route, scale=scale)
-    sums = {p: total for p, total in zip(pieces, reduced, strict=True) if total is not None}
-    if any(piece.reducer != shapes[piece.part].owner for piece in pieces):
-        _deliver(shares, pieces, sums, link)
-    owned: list[Tensor | None] = []
-    for index, share in enumerate(shares):
-        mine = [sums[p] for p in pieces if p.part == index] if share.owner == link.rank else None
-        owned.append(None if mine is None else _joined(mine, share.values))
-    return owned
+    totals = [
+        link.empty(s.values.numel(), dtype=torch.float32, device=s.values.device)
+        if s.owner == link.rank
+        else None
+        for s in shares
+    ]
+    wanted: list[Tensor | None] = []
+    for p in pieces:
+        total = totals[p.part]
+        if total is None and p.reducer == link.rank:
+            device = shares[p.part].values.device
+            wanted.append(link.empty(p.stop - p.start, dtype=torch.float32, device=device))
+        else:
+            wanted.append(None if total is None else _between(total, p.start, p.stop))
+    moved = any(piece.reducer != shapes[piece.part].owner for piece in pieces)
+    hops.reduce([_piece(shares[p.part], p) for p in pieces], route, scale=scale, sums=wanted)
+    if moved:
+        _deliver(shares, pieces, dict(zip(pieces, wanted, strict=True)), link)
+    return totals
+
+
+def _between(values: Tensor, start: int, stop: int) -> Tensor:
+    """A view, made only if it is not all of them: making one costs a microsecond."""
+    return values if stop - start == values.numel() else values[start:stop]
 
 
 def _piece(share: Share, piece: Piece) -> hops.Piece:
     return hops.Piece(
         reducer=piece.reducer,
-        values=share.values[piece.start : piece.stop],
-        codings=tuple(c.at(piece.start) for c in share.codings),
+        values=_between(share.values, piece.start, piece.stop),
+        codings=share.codings
+        if piece.start == 0
+        else tuple(c.at(piece.start) for c in share.codings),
         rotation=share.rotation,
     )
-
-
-def _joined(sums: list[Tensor], values: Tensor) -> Tensor:
-    if len(sums) == 1:
-        return sums[0]
-    return torch.cat(sums) if sums else values.new_empty(0, dtype=torch.float32)
 
 
 def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], None]:
@@ -107,41 +116,52 @@ def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], No
     owner's content is read, except that a difference is added to what every rank holds.
     """
     link = fabric.whole
-    by_owner = [[p for p in parts if p.owner == rank] for rank in range(link.size)]
+    by_owner: list[list[Part]] = [[] for _ in range(link.size)]
+    for part in parts:
+        by_owner[part.owner].append(part)
     layouts = [lay_out([(p.coding.codec, p.values.numel()) for p in own]) for own in by_owner]
     nbytes = max(row_bytes for _, row_bytes in layouts)
     if nbytes == 0:
         return lambda: None
-    row = torch.empty(nbytes, dtype=torch.uint8, device=parts[0].values.device)
+    row = link.empty(nbytes, device=parts[0].values.device)
     with link.encoding("weights") as notes, together():
-        for part, (start, size) in zip(by_owner[link.rank], layouts[link.rank][0], strict=True):
+        for part, wire in zip(by_owner[link.rank], _cut(row, layouts[link.rank][0]), strict=True):
             wanted = part.values if part.target is None else part.target.to(row.device)
-            wire = row[start : start + size]
             part.coding.encode(wanted, wire, held=part.values)
             notes.note(part.coding, wanted, wire, held=part.values)
     arriving = fabric.all_gather(row, role="weights")
 
     def decode() -> None:
         with link.decoding(), together():
-            rows = arriving.wait().view(link.size, -1)
-            for rank, own in enumerate(by_owner):
-                for part, (start, size) in zip(own, layouts[rank][0], strict=True):
-                    part.coding.decode(rows[rank, start : start + size], part.values)
+            rows = (row for node in by_node(arriving.wait(), link.size) for row in node)
+            for row, own, (slots, _) in zip(rows, by_owner, layouts, strict=True):
+                for part, wire in zip(own, _cut(row, slots), strict=True):
+                    part.coding.decode(wire, part.values)
 
     return decode
+
+
+def _cut(row: Tensor, slots: Sequence[Slot]) -> Sequence[Tensor]:
+    """The slots at the front of a row. One call makes all views: see ``hops``."""
+    sizes = [slot.nbytes for slot in slots]
+    return row[: sum(sizes)].split(sizes) if sizes else ()
 
 
 def _deliver(
     shares: Sequence[Share], pieces: Sequence[Piece], sums: dict[Piece, Tensor], link: Link
 ) -> None:
-    """Second hop: move sums from reducers to owners, adding the received ones to ``sums``."""
-    outgoing = [_between(shares, pieces, link.rank, owner) for owner in range(link.size)]
-    incoming = [_between(shares, pieces, reducer, link.rank) for reducer in range(link.size)]
+    """Second hop: move sums from reducers to owners, whose places in ``sums`` are filled."""
+    outgoing: list[list[Piece]] = [[] for _ in range(link.size)]  # by owner
+    incoming: list[list[Piece]] = [[] for _ in range(link.size)]  # by reducer
+    for piece in pieces:
+        owner = shares[piece.part].owner
+        if piece.reducer == link.rank != owner:
+            outgoing[owner].append(piece)
+        elif owner == link.rank != piece.reducer:
+            incoming[piece.reducer].append(piece)
     sent = [lay_out(_delivered(shares, row)) for row in outgoing]
     received = [lay_out(_delivered(shares, row)) for row in incoming]
-    payload = torch.empty(
-        sum(n for _, n in sent), dtype=torch.uint8, device=shares[0].values.device
-    )
+    payload = link.empty(sum(n for _, n in sent), device=shares[0].values.device)
     base = 0
     with link.encoding("gradients") as notes, together():
         for row, (slots, nbytes) in zip(outgoing, sent, strict=True):
@@ -158,21 +178,9 @@ def _deliver(
     with link.decoding(), together():
         for row, (slots, nbytes) in zip(incoming, received, strict=True):
             for piece, (start, size) in zip(row, slots, strict=True):
-                sums[piece] = torch.empty(
-                    piece.stop - piece.start, dtype=torch.float32, device=payload.device
-                )
                 coding = _delivery(shares[piece.part].codings[-1], piece)
                 coding.decode(wire[base + start : base + start + size], sums[piece])
             base += nbytes
-
-
-def _between(
-    shares: Sequence[Share], pieces: Sequence[Piece], reducer: int, owner: int
-) -> list[Piece]:
-    """Pieces that ``reducer`` must deliver to another rank, ``owner``."""
-    if reducer == owner:
-        return []
-    return [p for p in pieces if p.reducer == reducer and shares[p.part].owner == owner]
 
 
 def _delivered(shares: Sequence[Share], row: Sequence[Piece]) -> list[tuple[Codec, int]]:
@@ -182,7 +190,7 @@ def _delivered(shares: Sequence[Share], row: Sequence[Piece]) -> list[tuple[Code
 def _delivery(coding: Coding, piece: Piece) -> Coding:
     """Coding of a delivered piece: streams from the upper half of the vector counter."""
     moved = coding.at(piece.start)
-    address = moved.address and replace(
-        moved.address, first_vector=moved.address.first_vector + (1 << 62)
+    address = moved.address and moved.address._replace(
+        first_vector=moved.address.first_vector + (1 << 62)
     )
-    return replace(moved, codec=delivery_codec(coding.codec), address=address)
+    return moved._replace(codec=delivery_codec(coding.codec), address=address)

@@ -15,8 +15,9 @@ word i of the four words returned, element 2i + 1 the high 16 bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
+from typing import NamedTuple
 
 PHILOX_M0 = 0xD2511F53
 PHILOX_M1 = 0xCD9E8D57
@@ -35,8 +36,7 @@ class Role(IntEnum):
     GRADIENTS = 1
 
 
-@dataclass(frozen=True)
-class Address:
+class Address(NamedTuple):
     """Address of a stream of random bits: key and step (64 bit each), index of the first vector."""
 
     key: int
@@ -61,10 +61,15 @@ def address(
 
     `step` counts optimizer (or micro-) steps and stays out of the key: it is a counter word.
     """
+    return Address(key=_key(seed, int(role), parameter, rank, hop), step=step & _MASK64)
+
+
+@lru_cache(maxsize=1 << 16)  # a key stays the same in all steps
+def _key(*fields: int) -> int:
     key = 0
-    for field in (seed, int(role), parameter, rank, hop):
+    for field in fields:
         key = _splitmix64((key ^ (field & _MASK64)) + 0x9E3779B97F4A7C15)
-    return Address(key=key, step=step & _MASK64)
+    return key
 
 
 def _splitmix64(z: int) -> int:

@@ -47,9 +47,10 @@ class Rotation:
         flips = None if self.signs is None else _flips(self.signs) & (1 << self.block) - 1
         return kernels.Rotation(self.block, flips)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(numel,) floating point -> (padded(numel),) fp32; x is not modified."""
-        out = torch.empty(self.padded(x.numel()), dtype=torch.float32, device=x.device)
+    def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """(numel,) floating point -> (padded(numel),) fp32, ``out`` if given; x is not modified."""
+        if out is None:
+            out = torch.empty(self.padded(x.numel()), dtype=torch.float32, device=x.device)
         dispatch.rotate(x.detach(), out, self.kernel)
         return out
 

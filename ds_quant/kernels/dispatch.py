@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 
 from ds_quant import rng
-from ds_quant.kernels import cuda, launch, native, reference
+from ds_quant.kernels import cuda, launch, native, reference, scratch
 from ds_quant.kernels.arguments import Own
 from ds_quant.kernels.blocks import Format
 from ds_quant.kernels.geometry import MAX_GROUP
@@ -184,7 +184,7 @@ def recode(
     """
     runs = runner_for(source, wire.device), runner_for(fmt, wire.device)
     if None in runs:
-        total = torch.empty(numel, dtype=torch.float32, device=wire.device)
+        total = scratch.take("sum", (numel,), dtype=torch.float32, device=wire.device)
         with in_order():
             decode_sum(wire, total, source, scale=1.0, own=own, levels=source_levels)
             encode(total.view(1, -1), out.view(1, -1), fmt, address=address, levels=levels)

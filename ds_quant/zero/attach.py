@@ -119,7 +119,12 @@ def _attach_reduction(binding: Binding, engine: Any, optimizer: Any) -> None:
 def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
     """ZeRO-1 and 2."""
     groups = list(replica_seams.replica_groups(optimizer))
-    binding.require_tracked(groups)
+    strangers = sum(binding.tracked(p) is None for group in groups for p in group.params)
+    if strangers:
+        raise RuntimeError(
+            f"quantized_comm: the optimizer holds {strangers} parameter(s) that are not in "
+            "engine.module; pass the module's own parameters to the optimizer"
+        )
     binding.note_groups([group.process_group for group in groups for _ in group.params])
     binding.replica = Replica(binding, optimizer)
     replica_seams.wrap_weight_gather(
@@ -206,7 +211,9 @@ def report(engine: Any) -> dict[str, Any] | None:
         weights or gradients and link intra or inter (node), collectives[role],
         full_precision_share (0 to 1, of wire bytes), expected_bytes and expected_intra_bytes (per
         parameter and optimizer step, volumes as in ``cost``), kept_bytes and expected_kept_bytes
-        (memory on this rank that the scheme keeps between steps), resyncs (exact refills after a
+        (memory on this rank that the scheme keeps between steps), buffer_bytes (host buffers of
+        1 MB and more that messages use again in every step; none on CUDA, where torch's allocator
+        keeps them), resyncs (exact refills after a
         checksum that differed), nonfinite_steps (found by ``fallback``, unless its policy is
         skip), exact_steps (in full precision because of that or of a kill file), killed (whether
         a kill file is there), line (the start-up line).
@@ -231,6 +238,7 @@ def report(engine: Any) -> dict[str, Any] | None:
         "expected_intra_bytes": bill.intra_bytes(binding.stage, micro_steps=micro_steps),
         "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),
         "expected_kept_bytes": bill.memory * bill.numel,
+        "buffer_bytes": binding.buffers.nbytes,
         "resyncs": binding.state.resyncs,
         "nonfinite_steps": binding.state.nonfinite_steps,
         "exact_steps": binding.state.exact_steps,

@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 
+from ds_quant.buffers import Buffers
 from ds_quant.checksum import Findings
 from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.coding import Coding
+from ds_quant.coding import Coding, exactly
 from ds_quant.cost import Bill, Cargo, bill
 from ds_quant.hops import Hop
 from ds_quant.link import Fabric, Link
 from ds_quant.metrics import Traffic
 from ds_quant.rng import Address, Role, address
 from ds_quant.rotation import Rotation
-from ds_quant.scheme import Scheme
+from ds_quant.scheme import Choices, Scheme
 from ds_quant.topology import Topology
-from ds_quant.zero import parameters, replica_seams, seams
+from ds_quant.zero import parameters, seams
 from ds_quant.zero.state import SchemeState, learn
 
 _SIGNS = 99  # the "hop" of the sign flips of a rotation
@@ -43,7 +44,7 @@ class Binding:
     def __init__(self, engine: Any, scheme: Scheme, topology: Topology) -> None:
         self.engine, self.scheme, self.topology = engine, scheme, topology
         self.stage: int = engine.zero_optimization_stage()
-        self.traffic = Traffic()
+        self.traffic, self.buffers = Traffic(), Buffers()
         self.state = SchemeState()
         self.notices: list[str] = []  # what the start-up line must add
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
@@ -55,6 +56,7 @@ class Binding:
         self._fabrics: dict[int, Fabric] = {}
         self._levels = self._make_levels()
         self._backwards: dict[int, int] = {}  # those done in the current optimizer step
+        self._choices = Choices(scheme)
         self._tracked = {
             id(p): Tracked(index=i, name=name, shape=parameters.shape_of(p))
             for i, (name, p) in enumerate(engine.module.named_parameters())
@@ -67,15 +69,6 @@ class Binding:
     def all_tracked(self) -> Iterable[Tracked]:
         """Every parameter of the module when the engine was built."""
         return self._tracked.values()
-
-    def require_tracked(self, groups: Iterable[replica_seams.ReplicaGroup]) -> None:
-        """Refuse an optimizer that holds parameters which are not the module's."""
-        strangers = sum(self.tracked(p) is None for group in groups for p in group.params)
-        if strangers:
-            raise RuntimeError(
-                f"quantized_comm: the optimizer holds {strangers} parameter(s) that are not in "
-                "engine.module; pass the module's own parameters to the optimizer"
-            )
 
     def note_groups(self, process_groups: Sequence[Any]) -> None:
         """Tell of parameters whose ranks are not the world (experts, pipeline, tensor parallel);
@@ -98,6 +91,7 @@ class Binding:
                 topology=self.topology,
                 traffic=self.traffic,
                 findings=self.findings,
+                buffers=self.buffers,
             )
         return self._links[key]
 
@@ -160,16 +154,22 @@ class Binding:
         self._backwards = {step: self._backwards.get(step, 0) + 1}
 
     def weight_coding(
-        self, tracked: Tracked, dtype: torch.dtype, *, step: int, rank: int, intra: bool = False
+        self,
+        tracked: Tracked,
+        dtype: torch.dtype,
+        *,
+        step: int,
+        rank: int | None,
+        intra: bool = False,
     ) -> Coding:
         """How the weights of one parameter travel; ``dtype`` is that of exact ones.
 
         ``step`` is the optimizer step whose forward uses them. ``intra``: from the node shard.
+        ``rank`` None: they are only received, which takes no random bits.
         """
-        choose = self.scheme.intra_codec_for if intra else self.scheme.codec_for
-        codec = choose(Role.WEIGHTS, tracked.name, tracked.shape, dtype)
-        if self.is_exact(step) or isinstance(codec, CastCodec):
-            return Coding(codec=CastCodec(dtype))
+        codec = self._codec(Role.WEIGHTS, tracked, dtype, intra)
+        if isinstance(codec, CastCodec) or self.is_exact(step):
+            return exactly(dtype)
         return Coding(
             codec=codec,
             address=self._address(Role.WEIGHTS, tracked, codec, step, rank, hop=int(intra)),
@@ -182,12 +182,12 @@ class Binding:
     ) -> tuple[tuple[Coding, ...], Rotation | None]:
         """How a gradient travels on each hop of ``route``, and what wraps the whole reduction."""
         scheme, step = self.scheme, self.gradient_step
-        facts = (Role.GRADIENTS, tracked.name, tracked.shape, dtype)
-        inner, outer = scheme.intra_codec_for(*facts), scheme.codec_for(*facts)
-        if scheme.gradients_intra is None:
-            inner = outer
-        if self.is_exact(self.step) or isinstance(outer, CastCodec):
-            return (Coding(codec=CastCodec(dtype)),) * len(route), None
+        outer = self._codec(Role.GRADIENTS, tracked, dtype, False)
+        if isinstance(outer, CastCodec) or self.is_exact(self.step):
+            return (exactly(dtype),) * len(route), None
+        inner = outer
+        if scheme.gradients_intra is not None:
+            inner = self._codec(Role.GRADIENTS, tracked, dtype, True)
         codings = tuple(
             Coding(
                 codec=codec,
@@ -196,6 +196,11 @@ class Binding:
             for hop, codec in enumerate(self.by_hop(inner, outer, route))
         )
         return codings, self._rotation(tracked, step)
+
+    def _codec(self, role: Role, tracked: Tracked, dtype: torch.dtype, intra: bool) -> Codec:
+        if self._choices.scheme is not self.scheme:
+            self._choices = Choices(self.scheme)
+        return self._choices.codec(role, tracked.name, tracked.shape, dtype, intra)
 
     def by_hop(self, inner: Codec, outer: Codec, route: Sequence[Hop]) -> list[Codec]:
         """What travels on each hop: ``inner`` inside nodes, ``outer`` between them."""
@@ -218,10 +223,10 @@ class Binding:
         return Rotation(block=self.scheme.rotation, signs=signs)
 
     def _address(
-        self, role: Role, tracked: Tracked, codec: Codec, step: int, rank: int, *, hop: int
+        self, role: Role, tracked: Tracked, codec: Codec, step: int, rank: int | None, *, hop: int
     ) -> Address | None:
         rounding = codec.rounding if isinstance(codec, GroupCodec) else None
-        if isinstance(codec, CastCodec) or rounding == "nearest":
+        if rank is None or isinstance(codec, CastCodec) or rounding == "nearest":
             return None
         # QSDP: one shift per parameter and step, shared by all shards; all else differs by rank.
         stream = 0 if rounding == "random_shift" else rank + 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ds_quant.bundle import sort_out
 from ds_quant.codec import CastCodec
 from ds_quant.coding import Coding
 from ds_quant.collectives import all_gather
@@ -105,16 +106,31 @@ class Fetch:
 
     def _gather(self, params: list[Any]) -> _FetchHandle:
         fabric = self._binding.fabric(params[0].ds_process_group)
-        shards, codings = [], []
         for p in params:
             _begin(p)
-            shards.append(parameters.valid_shard(p, fabric.rank))
-            codings.append(self._coding(p, fabric.rank))
-        device = parameters.device()
-        shards = [s.to(device, non_blocking=True) for s in shards]
-        handle = all_gather(shards, [p.ds_numel for p in params], codings, fabric)
+        codings = [self._coding(p, fabric.rank) for p in params]
         lossy = [not isinstance(c.codec, CastCodec) for c in codings]
-        return _FetchHandle(params, handle.wait, lossy, self._decoded)
+        alone, bundles = sort_out([p.ds_numel for p in params], codings, fabric.size)
+        shards = [parameters.valid_shard(params[i], fabric.rank) for i in alone]
+        shards += [torch.cat([params[i].ds_tensor.data for i in members]) for _, members in bundles]
+        device = parameters.device()
+        handle = all_gather(
+            [s.to(device, non_blocking=True) for s in shards],
+            [params[i].ds_numel for i in alone] + [bundle.numel for bundle, _ in bundles],
+            [codings[i] for i in (*alone, *(members[0] for _, members in bundles))],
+            fabric,
+        )
+
+        def gathered() -> list[torch.Tensor]:
+            tensors = handle.wait()
+            values = tensors[: len(alone)]
+            for (bundle, _), packed in zip(bundles, tensors[len(alone) :], strict=True):
+                values += bundle.unpack(packed)
+            return values
+
+        order = [*alone, *(i for _, members in bundles for i in members)]
+        params, lossy = [params[i] for i in order], [lossy[i] for i in order]
+        return _FetchHandle(params, gathered, lossy, self._decoded)
 
     def _gather_in_node(self, params: list[Any]) -> _FetchHandle:
         for p in params:

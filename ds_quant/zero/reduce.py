@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
+from ds_quant.bundle import is_small, joined, sort_out, spread_
 from ds_quant.coding import Coding
 from ds_quant.collectives import reduce_scatter
 from ds_quant.hops import Hop, Piece, Reduction
@@ -49,7 +50,7 @@ class ShardReduction:
         tracked = [binding.tracked(p) for p in params]
         if link.size == 1 or not tensors or None in tracked:
             return None
-        route, scale = binding.route(group), 1.0 / link.size
+        route = binding.route(group)
         codings, rotations = zip(
             *(
                 binding.gradient_codings(t, g.dtype, rank=link.rank, route=route)
@@ -57,19 +58,26 @@ class ShardReduction:
             ),
             strict=True,
         )
-        if len(route) == 1 and not route[0].exact_own and not any(rotations):
-            handle = reduce_scatter(tensors, [c for (c,) in codings], link, scale=scale)
-            return Bucket(binding, tracked, tensors, _nothing, handle.wait)
-        pieces, kept = _pieces(tensors, codings, rotations, link)
-        if late:
-            pieces = [_with_own_values(piece, route[0]) for piece in pieces]
-        under_way = Reduction(pieces, route, scale=scale)
+        # See [Note: bundles].
+        alone, bundles = sort_out([g.numel() for g in tensors], [c[-1] for c in codings], link.size)
+        sent = [tensors[i] for i in alone]
+        sent += [bundle.pack([tensors[i] for i in members]) for bundle, members in bundles]
+        first = [*alone, *(members[0] for _, members in bundles)]
+        codings, rotations = [codings[i] for i in first], [rotations[i] for i in first]
+        advance, sums = _post(sent, codings, rotations, route, link, late=late)
+        dtypes = [g.dtype for g in sent]
 
-        def sums() -> list[torch.Tensor]:
-            every = under_way.wait()
-            return [every[place] for place in kept]
+        def shards() -> list[torch.Tensor]:
+            cast = [
+                s if s.dtype == t else link.empty(s.numel(), dtype=t, device=s.device).copy_(s)
+                for s, t in zip(sums(), dtypes, strict=True)
+            ]
+            reduced = dict(zip(alone, cast, strict=False))
+            for (bundle, members), shard in zip(bundles, cast[len(alone) :], strict=True):
+                reduced |= zip(members, bundle.unpack_shard(shard, link.rank), strict=True)
+            return [reduced[index] for index in range(len(tracked))]
 
-        return Bucket(binding, tracked, tensors, under_way.advance, sums)
+        return Bucket(binding, tracked, tensors, advance, shards)
 
 
 class Bucket:
@@ -85,22 +93,49 @@ class Bucket:
         tracked: Sequence[Tracked],
         tensors: Sequence[torch.Tensor],
         advance: Callable[[], None],
-        sums: Callable[[], list[torch.Tensor]],
+        reduced: Callable[[], list[torch.Tensor]],
     ) -> None:
         self._binding, self._tracked = binding, tracked
-        self.advance, self._sums = advance, sums
+        self.advance, self._reduced = advance, reduced
         self.shards = [g.new_empty(0) for g in tensors]
         self.finished = False
 
     def finish(self) -> list[torch.Tensor]:
-        """Wait for the sums."""
+        """Wait for them."""
         watch = self._binding.watch
-        for parameter, shard, total in zip(self._tracked, self.shards, self._sums(), strict=True):
-            shard.data = total.to(shard.dtype)
+        reduced = self._reduced()
+        for parameter, shard, values in zip(self._tracked, self.shards, reduced, strict=True):
+            shard.data = values
             if watch is not None:
                 watch.note(parameter.index, shard)
         self.finished = True
         return self.shards
+
+
+def _post(
+    tensors: Sequence[torch.Tensor],
+    codings: Sequence[tuple[Coding, ...]],
+    rotations: Sequence[Rotation | None],
+    route: Sequence[Hop],
+    link: Link,
+    *,
+    late: bool,
+) -> tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]:
+    """Begin to reduce; what posts the rest, and what waits for this rank's shards of the means."""
+    scale = 1.0 / link.size
+    if len(route) == 1 and not route[0].exact_own and not any(rotations):
+        handle = reduce_scatter(tensors, [c for (c,) in codings], link, scale=scale)
+        return _nothing, handle.wait
+    pieces, kept = _pieces(tensors, codings, rotations, link)
+    if late:
+        pieces = [_with_own_values(piece, route[0]) for piece in pieces]
+    under_way = Reduction(pieces, route, scale=scale)
+
+    def sums() -> list[torch.Tensor]:
+        every = under_way.wait()
+        return [every[place] for place in kept]
+
+    return under_way.advance, sums
 
 
 def _nothing() -> None:
@@ -110,7 +145,7 @@ def _nothing() -> None:
 def _with_own_values(piece: Piece, hop: Hop) -> Piece:
     """What this rank adds up exactly is not encoded at once, so it needs a copy."""
     own = hop.place(piece.reducer) == hop.link.rank
-    return replace(piece, values=piece.values.clone()) if own else piece
+    return piece._replace(values=piece.values.clone()) if own else piece
 
 
 def _pieces(
@@ -132,29 +167,53 @@ def _pieces(
     return pieces, kept
 
 
+class _Run(NamedTuple):
+    """What is one tensor of the message: elements [start, stop) of a bucket, one parameter or, in
+    full precision, several small ones of one owner.
+
+    members: (index of a parameter, its first and last element in the bucket).
+    """
+
+    owner: int
+    codings: tuple[Coding, ...]
+    rotation: Rotation | None
+    members: list[tuple[int, int, int]]
+
+    def views(self, bucket: torch.Tensor) -> list[torch.Tensor]:
+        """Its elements of the bucket; members side by side are one."""
+        ranges: list[tuple[int, int]] = []
+        for _, start, stop in self.members:
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = ranges[-1][0], stop
+            else:
+                ranges.append((start, stop))
+        return [bucket[start:stop] for start, stop in ranges]
+
+
 class OwnerReduction:
     """ZeRO-1/2: replaces ``allreduce_and_copy_with_multiple_ranks``.
 
     DeepSpeed hands over slices of its bucket by owner, with parameters run together. Where one
-    parameter ends is read off the bucket, so that no group of a codec straddles two.
+    parameter ends is read off the bucket, so that no group of a codec straddles two. See [Note:
+    bundles] for small ones in full precision, which have no groups.
     """
 
     def __init__(self, binding: Binding, optimizer: Any) -> None:
         self._binding, self._optimizer = binding, optimizer
         self._bucket: torch.Tensor | None = None
+        self._divisor = 1.0
         self._params: list[torch.Tensor] = []
         self._starts: list[int] = []
 
     @contextmanager
-    def bucket(self, tensor: torch.Tensor, params: list[torch.Tensor]) -> Iterator[None]:
-        """Inside, ``tensor`` is reduced: ``params``, end to end. DeepSpeed frees its buffer at the
-        end of a backward, so nothing may hold on to it.
+    def bucket(
+        self, tensor: torch.Tensor, params: list[torch.Tensor], divisor: float
+    ) -> Iterator[None]:
+        """Inside, ``tensor`` is reduced, the sum divided by ``divisor``: ``params``, end to end.
+        DeepSpeed frees its buffer at the end of a backward, so nothing may hold on to it.
         """
-        self._bucket, self._params, self._starts = tensor, params, []
-        start = 0
-        for p in params:
-            self._starts.append(start)
-            start += p.numel()
+        self._bucket, self._params, self._divisor = tensor.view(-1), params, divisor
+        self._starts = list(accumulate((p.numel() for p in params), initial=0))
         try:
             yield
         finally:
@@ -167,62 +226,73 @@ class OwnerReduction:
         group = call["process_group"] or self._optimizer.dp_process_group
         link = self._binding.link(group)
         if link.size == 1 or None in owners:  # several owners (Muon) need a full all-reduce
+            for values in slices if self._divisor != 1 else ():
+                values.div_(self._divisor)
             original()
             return
         dtype = call["communication_data_type"]
         route = self._binding.route(group)
-        cut = [
-            self._shares(s, o, dtype, route, link.rank) for s, o in zip(slices, owners, strict=True)
+        runs = self._runs(slices, owners, dtype, route, link.rank)
+        views = [run.views(self._bucket) for run in runs]
+        shares = [
+            Share(owner=r.owner, values=joined(v), codings=r.codings, rotation=r.rotation)
+            for r, v in zip(runs, views, strict=True)
         ]
-        scale = self._scale(call, link.size)
-        every = [share for shares in cut for _, share in shares]
-        sums = iter(reduce_to_owners(every, route, link, scale=scale))
+        sums = reduce_to_owners(shares, route, link, scale=1 / self._divisor)
+        for run, parts, total in zip(runs, views, sums, strict=True):
+            if total is not None:
+                spread_(parts, total)
+                self._watch(run)
         outputs = call.get("output_bucket") or [None] * len(slices)
-        for shares, values, output in zip(cut, slices, outputs, strict=True):
-            reduced = [next(sums) for _ in shares]
-            if shares and shares[0][1].owner == link.rank:
-                for (index, share), total in zip(shares, reduced, strict=True):
-                    share.values.copy_(total)
-                    if self._binding.watch is not None:
-                        self._binding.watch.note(index, share.values)
+        for owner, values, output in zip(owners, slices, outputs, strict=True):
+            if owner == link.rank:
                 replica_seams.add_to_partition(self._optimizer, output, values)
 
-    def _scale(self, call: dict[str, Any], ranks: int) -> float:
-        if call["divide"] and self._optimizer.gradient_average:
-            return self._optimizer.sequence_parallel_size / ranks
-        return 1.0
+    def _watch(self, run: _Run) -> None:
+        if self._binding.watch is not None:
+            for index, start, stop in run.members:
+                self._binding.watch.note(index, self._bucket[start:stop])
 
-    def _shares(
+    def _runs(
         self,
-        values: torch.Tensor,
-        owner: int,
+        slices: Sequence[torch.Tensor],
+        owners: Sequence[int],
         dtype: torch.dtype,
         route: Sequence[Hop],
         rank: int,
-    ) -> list[tuple[int, Share]]:
-        """Cut a slice of the bucket at parameter borders: (index of the parameter, share)."""
+    ) -> list[_Run]:
+        """Cut slices of the bucket at parameter borders."""
+        runs: list[_Run] = []
+        bundles: dict[int, _Run] = {}  # by owner
+        for values, owner in zip(slices, owners, strict=True):
+            position, end = self._range(values)
+            place = bisect_right(self._starts, position) - 1
+            while position < end:
+                start, stop = self._starts[place], min(end, self._starts[place + 1])
+                tracked = self._binding.tracked(self._params[place])
+                codings, rotation = self._binding.gradient_codings(
+                    tracked, dtype, rank=rank, route=route
+                )
+                member = tracked.index, position, stop
+                small = is_small(stop - position, codings[-1])
+                if small and owner in bundles:
+                    bundles[owner].members.append(member)
+                elif position < stop:
+                    if position > start:
+                        codings = tuple(c.at(position - start) for c in codings)
+                    run = _Run(owner=owner, codings=codings, rotation=rotation, members=[member])
+                    runs.append(run)
+                    if small:
+                        bundles[owner] = run
+                position, place = stop, place + 1
+        return runs
+
+    def _range(self, values: torch.Tensor) -> tuple[int, int]:
+        """First and last element of a slice in the bucket."""
         first = (values.data_ptr() - self._bucket.data_ptr()) // values.element_size()
         if not 0 <= first <= self._bucket.numel() - values.numel():
             raise RuntimeError("quantized_comm: a gradient slice lies outside its bucket")
-        shares, position, end = [], first, first + values.numel()
-        while position < end:
-            place = bisect_right(self._starts, position) - 1
-            start = self._starts[place]
-            parameter = self._params[place]
-            stop = min(end, start + parameter.numel())
-            tracked = self._binding.tracked(parameter)
-            codings, rotation = self._binding.gradient_codings(
-                tracked, dtype, rank=rank, route=route
-            )
-            share = Share(
-                owner=owner,
-                values=values.view(-1)[position - first : stop - first],
-                codings=tuple(c.at(position - start) for c in codings),
-                rotation=rotation,
-            )
-            shares.append((tracked.index, share))
-            position = stop
-        return shares
+        return first, first + values.numel()
 
 
 def _single(owner: Any) -> int | None:

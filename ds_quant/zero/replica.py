@@ -14,17 +14,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ds_quant.bundle import is_small, joined, spread_
 from ds_quant.codec import CastCodec
 from ds_quant.coding import Coding
 from ds_quant.layout import ceil_div
-from ds_quant.link import Link
+from ds_quant.link import Fabric, Link
 from ds_quant.owners import Part, gather_from_owners
 from ds_quant.zero import replica_seams
 from ds_quant.zero.binding import Binding
+from ds_quant.zero.replica_seams import ReplicaGroup
+
+
+class _Run(NamedTuple):
+    """What is one tensor of the message: [start, stop) of the flat replica, one parameter or, in
+    full precision, several small ones of one owner. See [Note: bundles].
+    """
+
+    owner: int
+    coding: Coding
+    ranges: list[tuple[int, int]]
+
+    def views(self, flat: torch.Tensor, base: int = 0) -> list[torch.Tensor]:
+        """Its elements of a flat tensor that begins at element ``base`` of the replica."""
+        return [flat[start - base : stop - base] for start, stop in self.ranges]
 
 
 class Replica:
@@ -83,8 +99,7 @@ class Replica:
             stride = max(1, self._optimizer.allgather_bucket_size // link.size)
             for first in range(0, width, stride):
                 window = range(first, min(first + stride, width))
-                parts = self._parts(group, link, window, step, exact)
-                previous, decode = decode, gather_from_owners(parts, fabric)
+                previous, decode = decode, self._post(group, fabric, window, step, exact)
                 previous()
         decode()
 
@@ -96,42 +111,85 @@ class Replica:
                 start, stop = _own_range(group.flat, p, link)
                 yield p, group.flat[start:stop], link
 
-    def _parts(
-        self, group: replica_seams.ReplicaGroup, link: Link, window: range, step: int, exact: bool
-    ) -> list[Part]:
+    def _post(
+        self, group: ReplicaGroup, fabric: Fabric, window: range, step: int, exact: bool
+    ) -> Callable[[], None]:
+        """Gather what lies in ``window`` of the partitions; the returned function waits for it."""
+        link = fabric.whole
+        runs = self._runs(group, link, window, step, exact)
+        views = [run.views(group.flat) for run in runs]
+        # Else the new weights are in the replica already: exact ones, or absolute codes.
+        from_master = self._binding.scheme.difference and not exact
+        own = link.rank * (group.flat.numel() // link.size)
+        parts = [
+            Part(
+                owner=run.owner,
+                values=joined(pieces),
+                coding=run.coding,
+                target=joined(run.views(group.master, own))
+                if from_master and run.owner == link.rank
+                else None,
+            )
+            for run, pieces in zip(runs, views, strict=True)
+        ]
+        arrived = gather_from_owners(parts, fabric)
+
+        def decode() -> None:
+            arrived()
+            for part, pieces in zip(parts, views, strict=True):
+                if len(pieces) > 1:
+                    spread_(pieces, part.values)
+
+        return decode
+
+    def _runs(
+        self, group: ReplicaGroup, link: Link, window: range, step: int, exact: bool
+    ) -> list[_Run]:
         """Cut the flat replica at parameter and partition borders, keeping the elements that lie
         in ``window`` of their partition; alignment gaps stay out.
         """
         flat, width = group.flat, group.flat.numel() // link.size
-        # Else the new weights are in the replica already: exact ones, or absolute codes.
-        from_master = self._binding.scheme.difference and not exact
-        parts = []
+        runs: list[_Run] = []
+        bundles: dict[int, _Run] = {}  # by owner
         for p in group.params:
             begin = _offset(flat, p)
-            for owner in range(begin // width, ceil_div(begin + p.numel(), width)):
-                base = owner * width
-                start = max(begin, base + window.start)
-                stop = min(begin + p.numel(), base + window.stop)
-                if start < stop:
-                    mine = from_master and owner == link.rank
-                    coding = self._coding(p, flat.dtype, owner, step, exact)
-                    parts.append(
-                        Part(
-                            owner=owner,
-                            values=flat[start:stop],
-                            coding=coding.at(start - begin),
-                            target=group.master[start - base : stop - base] if mine else None,
-                        )
-                    )
-        return parts
+            end = begin + p.numel()
+            for owner in range(begin // width, ceil_div(end, width)):
+                start = max(begin, owner * width + window.start)
+                stop = min(end, owner * width + window.stop)
+                if start >= stop:
+                    continue
+                sender = owner if owner == link.rank else None
+                coding = self._coding(p, flat.dtype, sender, step, exact)
+                small = is_small(stop - start, coding)
+                if small and owner in bundles:
+                    _extend(bundles[owner].ranges, start, stop)
+                    continue
+                runs.append(_Run(owner, coding.at(start - begin), [(start, stop)]))
+                if small:
+                    bundles[owner] = runs[-1]
+        return runs
 
     def _coding(
-        self, parameter: torch.Tensor, dtype: torch.dtype, owner: int, step: int, exact: bool
+        self,
+        parameter: torch.Tensor,
+        dtype: torch.dtype,
+        sender: int | None,
+        step: int,
+        exact: bool,
     ) -> Coding:
         if exact:
             return Coding(codec=CastCodec(dtype))
         tracked = self._binding.tracked(parameter)
-        return self._binding.weight_coding(tracked, dtype, step=step, rank=owner)
+        return self._binding.weight_coding(tracked, dtype, step=step, rank=sender)
+
+
+def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
+    """Append a range, or let it continue the last one."""
+    if ranges[-1][1] == start:
+        ranges[-1] = ranges[-1][0], stop
+    else:
+        ranges.append((start, stop))
 
 
 def _nothing() -> None:

@@ -25,9 +25,9 @@ def wrap_owner_reduction(
     around_bucket: Callable[..., AbstractContextManager[None]],
     reduce: Callable[..., Any],
 ) -> None:
-    """ZeRO-1/2: ``around_bucket(tensor, params)`` is open while a bucket is cut into slices by
-    owner, ``reduce(original, call)`` replaces the reduction of slices, with the call's bound
-    arguments.
+    """ZeRO-1/2: ``around_bucket(tensor, params, divisor)`` is open while a bucket is cut into
+    slices by owner, ``reduce(original, call)`` replaces the reduction of slices and divides by
+    ``divisor``, with the call's bound arguments.
     """
     require(optimizer, "average_tensor")
     require(optimizer, _REDUCE_TO_OWNERS)
@@ -36,7 +36,7 @@ def wrap_owner_reduction(
     def bucket(original: Callable[..., Any], tensor: torch.Tensor, dtype: Any, **kw: Any) -> Any:
         groups = optimizer.bit16_groups
         params = [groups[i][k] for i, k, _ in optimizer.ipg_buckets[dtype].params]
-        with around_bucket(tensor, params):
+        with _undivided(optimizer) as divisor, around_bucket(tensor, params, divisor):
             return original(tensor, dtype, **kw)
 
     def slices(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -46,6 +46,24 @@ def wrap_owner_reduction(
 
     wrap(optimizer, "average_tensor", bucket)
     wrap(optimizer, _REDUCE_TO_OWNERS, slices)
+
+
+@contextmanager
+def _undivided(optimizer: Any) -> Iterator[float]:
+    """Inside, DeepSpeed does not divide a bucket ahead of its reduction, which would take a pass of
+    its own; yields what is left to divide by. Before 0.19 it cannot be told and leaves nothing.
+    """
+    from deepspeed import comm as dist
+
+    if not getattr(optimizer, "gradient_average", False):
+        yield 1.0
+        return
+    optimizer.gradient_average = False
+    try:
+        ranks = dist.get_world_size(group=optimizer.dp_process_group)
+        yield ranks / optimizer.sequence_parallel_size
+    finally:
+        optimizer.gradient_average = True
 
 
 def add_to_partition(optimizer: Any, output: torch.Tensor | None, values: torch.Tensor) -> None:

@@ -27,9 +27,9 @@ MAX_FUNCTION_LINES = 40
 # Module -> what it may import besides the standard library; names without a dot that are not
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
-    "autotune bandwidth checksum clock codec codec_speed coding collectives config config_blocks "
-    "cost hops kernels layout levels link meter metrics module_codec node_shard owners owner_plan "
-    "presets rng rotation scheme"
+    "autotune bandwidth buffers bundle checksum clock codec codec_speed coding collectives config "
+    "config_blocks cost hops kernels layout levels link meter metrics module_codec node_shard "
+    "owners owner_plan presets rng rotation scheme"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -63,8 +63,10 @@ MAY_IMPORT = {
     "metrics": "meter",
     "topology": "",
     "checksum": "torch layout",
-    "link": "torch deepspeed.comm checksum meter metrics topology",
+    "link": "torch deepspeed.comm buffers checksum meter metrics topology",
     "coding": "torch codec codec_checks kernels rng rotation",
+    "buffers": "numpy torch",
+    "bundle": "torch codec coding layout",
     "collectives": "torch codec coding kernels layout link meter",
     "node_shard": "torch coding collectives kernels layout link",
     "hops": "torch codec coding collectives kernels layout link meter rotation",

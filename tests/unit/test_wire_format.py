@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ds_quant import rng
+from ds_quant.buffers import Buffers
 from ds_quant.checksum import seal
 from ds_quant.codec import CastCodec, GroupCodec
 from ds_quant.coding import Coding
@@ -139,6 +140,7 @@ class Recorder:
     def __init__(self) -> None:
         self.payload = b""
         self._meter = Meter()  # without a sample: measures nothing
+        self.empty = Buffers().empty
 
     def encoding(self, role: str) -> AbstractContextManager[Notes]:
         return self._meter.encoding(role, "inter")

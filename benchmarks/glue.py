@@ -1,0 +1,189 @@
+"""Python time that the plugin adds per parameter and optimizer step, against plain DeepSpeed.
+
+    python benchmarks/glue.py                      # ZeRO-1, 2 and 3, 2,000 tiny parameters
+    python benchmarks/glue.py --cases 3 --profile  # where it goes
+
+Both engines live in one process, in a world of two ranks whose process group sends nothing (torch's
+"fake" one), and take turns step by step; what counts is the CPU time of the process. So neither the
+transport nor other jobs are in the figures: only what happens around a collective. Two codecs:
+
+    full precision   what small parameters take: values are copied, as DeepSpeed copies them
+    empty            every matrix is "quantized", by codecs that do nothing
+
+ZeRO-3 gathers every parameter twice (none persists or is kept), many in one message as DeepSpeed
+prefetches them, or ("3 by layer") one layer at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+from unittest.mock import patch
+
+import report
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 4
+CODECS = ("full precision", "empty")
+BY_LAYER = {"stage3_max_live_parameters": 0}
+CASES: dict[str, dict[str, Any]] = {
+    "1": {"stage": 1},
+    "2": {"stage": 2},
+    "3": {"stage": 3},
+    "3 by layer": {"stage": 3, **BY_LAYER},
+}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="ZeRO stages")
+    add("--codecs", nargs="+", default=list(CODECS), choices=CODECS)
+    add("--layers", type=int, default=1000, help="of two parameters each")
+    add("--rounds", type=int, default=15, help="turns of either engine")
+    add("--steps", type=int, default=2, help="optimizer steps of a turn")
+    add("--profile", action="store_true", help="print where the time of the plugin's steps goes")
+    add("--json", type=Path, default=Path("glue.json"))
+    return parser.parse_args(argv)
+
+
+def zero_section(case: str) -> dict[str, Any]:
+    section = {"reduce_bucket_size": 10**6, **CASES[case]}
+    if section["stage"] == 3:
+        section |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    return section
+
+
+def block(codec: str) -> dict[str, Any]:
+    """The ``quantized_comm`` block; without sampled steps, of which one in 100 is slower."""
+    found = {"scheme": "full_precision", "metrics": {"interval": 0}}
+    return found if codec == "full precision" else {**found, "scheme": "qsdp", "min_numel": 0}
+
+
+@contextmanager
+def emptied(codec: str) -> Iterator[None]:
+    """The quantizer does nothing inside."""
+    from ds_quant.codec import GroupCodec
+
+    with ExitStack() as stack:
+        for name in ("encode", "decode", "decode_sum") if codec == "empty" else ():
+            stack.enter_context(patch.object(GroupCodec, name, lambda *_, **__: None))
+        yield
+
+
+def join_fake_world() -> None:
+    """Be rank 0 of two."""
+    import deepspeed
+    import torch
+    from deepspeed import comm as dist
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build, of no use here
+    torch.set_num_threads(1)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("fake", store=store, rank=0, world_size=2)
+    dist.init_distributed(verbose=False)
+
+
+def build(case: str, layers: int, quantized_comm: dict[str, Any] | None) -> Any:
+    """A DeepSpeed engine of ``layers`` tiny layers."""
+    import deepspeed
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero_section(case),
+        "zero_allow_untested_optimizer": True,
+        # Nothing arrives here, so gradients hold whatever memory held; no step may be skipped.
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+    }
+    if quantized_comm is not None:
+        config["quantized_comm"] = quantized_comm
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def seconds(engine: Any, steps: int) -> float:
+    """CPU time of one optimizer step."""
+    import torch
+
+    x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
+    start = time.process_time()
+    for _ in range(steps):
+        engine.backward(engine(x).sum())
+        engine.step()
+    return (time.process_time() - start) / steps
+
+
+def measure(case: str, codec: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One row: seconds of both engines, added microseconds per parameter in every round."""
+    from ds_quant.zero import guard
+
+    parameters = 2 * args.layers
+    with emptied(codec), patch.object(guard, "handshake"):  # the other rank cannot answer
+        plain, ours = (build(case, args.layers, b) for b in (None, block(codec)))
+        for engine in (plain, ours):
+            seconds(engine, 3)  # ZeRO-3 records its trace in the second one
+        pairs = [
+            (seconds(plain, args.steps), seconds(ours, args.steps)) for _ in range(args.rounds)
+        ]
+        if args.profile:
+            with cProfile.Profile() as profile:
+                seconds(ours, 1)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+        for engine in (plain, ours):
+            engine.destroy()
+    added = [1e6 * (b - a) / parameters for a, b in pairs]
+    low, _, high = quantiles(added, n=4)
+    return {
+        "case": case, "codec": codec, "parameters": parameters,
+        "plain_seconds": median(a for a, _ in pairs), "seconds": median(b for _, b in pairs),
+        "added_us": median(added), "added_us_low": low, "added_us_high": high,
+    }  # fmt: skip
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    grid = Table(title="CPU time per optimizer step")
+    for header in ("ZeRO", "codec", "plain ms", "with plugin ms", "added us per parameter"):
+        grid.add_column(header, justify="right")
+    for row in rows:
+        spread = f"{row['added_us_low']:.1f} to {row['added_us_high']:.1f}"
+        grid.add_row(
+            row["case"], row["codec"], f"{1e3 * row['plain_seconds']:.1f}",
+            f"{1e3 * row['seconds']:.1f}", f"{row['added_us']:.1f} ({spread})",
+        )  # fmt: skip
+    return grid
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, console = parse_args(argv), Console()
+    os.environ |= {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1", "LOCAL_RANK": "0"}
+    join_fake_world()
+    rows = [measure(case, codec, args) for case in args.cases for codec in args.codecs]
+    console.print(table(rows))
+    arguments = {k: v for k, v in vars(args).items() if k not in ("json", "profile")}
+    written = {"kind": "glue", "version": 1, "command": "python benchmarks/glue.py",
+               "arguments": arguments, **report.provenance(), "rows": rows}  # fmt: skip
+    args.json.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+    console.print(f"results: {args.json}")
+    sys.stdout.flush()
+    os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
+
+
+if __name__ == "__main__":
+    main()

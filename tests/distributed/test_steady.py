@@ -1,0 +1,194 @@
+"""A steady step allocates nothing large, and the memory that the plugin adds is what it reports.
+
+Allocations are seen by a dispatch mode and charged to the innermost line that is not torch's. The
+values of fetched parameters are left out: DeepSpeed frees them, and the plugin makes them anew
+where DeepSpeed would. The pool's own growth is read off its size.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ds_quant
+from ds_quant import buffers
+from tests.distributed.harness import run
+from tests.distributed.models import build, settings
+
+pytestmark = pytest.mark.distributed
+
+PACKAGE = Path(ds_quant.__file__).parent
+TORCH = Path(torch.__file__).parent
+VALUES_OF_FETCHED = {"_decode_shards", "_in_shard_order", "unpack"}
+WARM, STEADY = 3, 2
+
+
+class Stack(nn.Module):
+    """Square layers with biases; the batch is one row, so that parameters are all that is large."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.width = width
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).float().square().mean()
+
+
+class Allocations(TorchDispatchMode):
+    """Places in the package that make tensors of at least ``least`` bytes: (place, bytes)."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self._least = least
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {_place(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and _place(tensor) not in known:
+                nbytes, line = tensor.untyped_storage().nbytes(), _innermost()
+                if nbytes >= self._least and line is not None:
+                    self.seen.append((line, nbytes))
+        return result
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _innermost() -> str | None:
+    """Function of the package that called torch, None if something else did."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if PACKAGE in path.parents:
+            return f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
+        if TORCH not in path.parents:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def step(engine: Any) -> None:
+    engine.backward(engine(torch.ones(1, engine.module.width, dtype=torch.bfloat16)))
+    engine.step()
+
+
+def allocations(
+    stage: int, scheme: str, node_size: int, shape: tuple[int, int], least: int
+) -> tuple[list[tuple[str, int]], list[int]]:
+    """What steady steps allocate, and the bytes of the pool before and after them."""
+    buffers.MIN_BYTES = least  # of this process
+    block = {"scheme": scheme, "node_size": node_size, "allow_full_replica": True}
+    zero = {"reduce_bucket_size": 10**9}
+    engine = build(settings(stage, block, dtype="bf16", zero=zero), lambda: Stack(*shape))
+    for _ in range(WARM):
+        step(engine)
+    pool = [ds_quant.report(engine)["buffer_bytes"]]
+    with Allocations(least) as seen:
+        for _ in range(STEADY):
+            step(engine)
+    pool.append(ds_quant.report(engine)["buffer_bytes"])
+    return seen.seen, pool
+
+
+SMALL = (512, 3), 1 << 15  # 0.8 M parameters, 32 kB
+LARGE = (4096, 6), 1 << 20  # 100.7 M parameters, 1 MB
+
+
+def check(world: int, *case: Any, timeout: float = 90) -> None:
+    for seen, (before, after) in run(allocations, world, *case, timeout=timeout):
+        assert [s for s in seen if s[0].split()[-1] not in VALUES_OF_FETCHED] == []
+        assert before == after > 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("scheme", ["full_precision", "qsdp", "sdp4bit"])
+@pytest.mark.parametrize(("world", "node_size"), [(2, 2), (4, 2)])
+def test_a_steady_step_allocates_no_large_buffer(
+    stage: int, scheme: str, world: int, node_size: int
+) -> None:
+    check(world, stage, scheme, node_size, *SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "scheme"), [(2, "sdp4bit"), (3, "qsdp")])
+def test_a_steady_step_of_100m_parameters_allocates_less_than_1_mb_at_a_time(
+    stage: int, scheme: str
+) -> None:
+    check(2, stage, scheme, 2, *LARGE, timeout=280)
+
+
+class Live(TorchDispatchMode):
+    """Most bytes of tensors that were alive at once, of those made since it was entered. The pool
+    makes none: its arrays are NumPy's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: set[int] = set()
+        self._bytes = self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        given = {_place(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and _place(tensor) not in given | self._known:
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        place, nbytes = storage.data_ptr(), storage.nbytes()
+        if not nbytes:
+            return
+        self._known.add(place)
+        self._bytes += nbytes
+        self.peak = max(self.peak, self._bytes)
+        weakref.finalize(storage, self._remove, place, nbytes)
+
+    def _remove(self, place: int, nbytes: int) -> None:
+        self._known.discard(place)
+        self._bytes -= nbytes
+
+
+def peak_memory(
+    stage: int, block: dict[str, Any] | None, shape: tuple[int, int], least: int
+) -> tuple[int, int, int]:
+    """Of steady steps: most bytes of tensors at once, the pool's bytes, what the scheme keeps."""
+    buffers.MIN_BYTES = least  # of this process
+    zero = {"reduce_bucket_size": 10**9}
+    engine = build(settings(stage, block, dtype="bf16", zero=zero), lambda: Stack(*shape))
+    for _ in range(WARM):
+        step(engine)
+    with Live() as live:
+        for _ in range(STEADY):
+            step(engine)
+    report = ds_quant.report(engine) or {"kept_bytes": 0, "buffer_bytes": 0}
+    return live.peak, report["buffer_bytes"], report["kept_bytes"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("scheme", ["qsdp", "sdp4bit"])
+def test_peak_memory_beyond_the_reported_buffers_is_that_of_deepspeed(
+    stage: int, scheme: str
+) -> None:
+    """What is not in the pool adds at most 5 % of it to the peak."""
+    plain, ours = (
+        run(peak_memory, 2, stage, block, *SMALL) for block in (None, {"scheme": scheme})
+    )
+    for (before, *_), (after, reported, _) in zip(plain, ours, strict=True):
+        assert after - before <= 0.05 * reported, (before, after, reported)

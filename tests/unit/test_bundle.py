@@ -1,0 +1,62 @@
+"""Bundles of small tensors: their rows are the members' ceil-division shards, side by side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_quant.bundle import MAX_NUMEL, bundle_of, joined, sort_out, spread_
+from ds_quant.codec import CastCodec, GroupCodec
+from ds_quant.coding import Coding
+from ds_quant.layout import ceil_div, shard_range
+
+NUMELS = (5, 1, 12, 0, 7)
+
+
+def members() -> list[torch.Tensor]:
+    values = torch.arange(1, 1 + sum(NUMELS), dtype=torch.float32)
+    return list(values.split(NUMELS))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_row_of_a_rank_is_its_shard_of_every_member(ranks: int) -> None:
+    bundle = bundle_of(NUMELS, ranks)
+    packed = bundle.pack(members())
+    assert packed.shape == (bundle.numel,) and bundle.numel % ranks == 0
+    for rank in range(ranks):
+        start, stop = shard_range(bundle.numel, ranks, rank)
+        shards = bundle.unpack_shard(packed[start:stop], rank)
+        for member, shard in zip(members(), shards, strict=True):
+            first, last = shard_range(member.numel(), ranks, rank)
+            assert torch.equal(shard, member[first:last])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_shards_end_to_end_unpack_to_the_members(ranks: int) -> None:
+    """As a gather brings them: every rank's shards with whatever its padding holds."""
+    bundle, rows = bundle_of(NUMELS, ranks), []
+    for rank in range(ranks):
+        for member in members():
+            width = ceil_div(member.numel(), ranks)
+            first, last = shard_range(member.numel(), ranks, rank)
+            rows += [member[first:last], torch.full((width - (last - first),), float("nan"))]
+    found = bundle.unpack(torch.cat(rows))
+    assert all(torch.equal(a, b) for a, b in zip(found, members(), strict=True))
+    assert len({t.untyped_storage().data_ptr() for t in found if t.numel()}) == 4
+
+
+def test_only_small_tensors_in_full_precision_are_bundled_by_dtype() -> None:
+    bf16, fp32 = (Coding(codec=CastCodec(d)) for d in (torch.bfloat16, torch.float32))
+    quantized = Coding(codec=GroupCodec())
+    codings = [bf16, quantized, fp32, bf16, bf16]
+    alone, bundles = sort_out([3, 3, 3, MAX_NUMEL + 1, MAX_NUMEL], codings, ranks=2)
+    assert alone == [1, 3]
+    assert [(b.numels, m) for b, m in bundles] == [((3, MAX_NUMEL), [0, 4]), ((3,), [2])]
+
+
+def test_joined_views_are_overwritten_where_they_lie() -> None:
+    flat = torch.arange(10.0)
+    views = [flat[1:3], flat[6:9]]
+    spread_(views, 10 * joined(views))
+    assert flat.tolist() == [0, 10, 20, 3, 4, 5, 60, 70, 80, 9]
+    assert joined(views[:1]) is views[0]

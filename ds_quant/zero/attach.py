@@ -19,7 +19,8 @@ from ds_quant.zero.corruption import Corruption
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.late import LateReduction
-from ds_quant.zero.reduce import OwnerReduction, ShardReduction
+from ds_quant.zero.owner_reduction import OwnerReduction
+from ds_quant.zero.reduce import ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.start_line import start_line

@@ -25,6 +25,7 @@ from ds_quant.scheme import Choices, Scheme
 from ds_quant.topology import Topology
 from ds_quant.zero import parameters, seams
 from ds_quant.zero.state import SchemeState, learn
+from ds_quant.zero.world import new_group
 
 _SIGNS = 99  # the "hop" of the sign flips of a rotation
 
@@ -102,7 +103,7 @@ class Binding:
             return None
         own, mine = [], seams.rank_and_world()[0]
         for ranks_of_level in topology.levels():
-            groups = [(ranks, seams.new_group(ranks)) for ranks in ranks_of_level]
+            groups = [(ranks, new_group(ranks)) for ranks in ranks_of_level]
             own += [group for ranks, group in groups if mine in ranks]
         return self.link(own[0]), self.link(own[1])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ds_quant.zero import seams
 from ds_quant.zero.binding import Binding
+from ds_quant.zero.world import broadcast, minimum
 
 
 class Corruption:
@@ -25,9 +26,9 @@ class Corruption:
         """
         rank, world = seams.rank_and_world()
         found = self._binding.findings.first()
-        (receiver,) = seams.minimum([world if found is None else rank])
+        (receiver,) = minimum([world if found is None else rank])
         if receiver < world:
-            self._end(*seams.broadcast(found, source=receiver), receiver)
+            self._end(*broadcast(found, source=receiver), receiver)
 
     def end_alone(self, role: str, sender: int) -> None:
         """For an engine without steps.

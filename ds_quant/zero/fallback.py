@@ -17,6 +17,7 @@ import torch
 
 from ds_quant.zero import seams
 from ds_quant.zero.binding import Binding
+from ds_quant.zero.world import broadcast, minimum
 
 KILL_VARIABLE = "DS_QUANT_KILL_FILE"
 
@@ -74,7 +75,7 @@ class Fallback:
         rank, world = seams.rank_and_world()
         bad = None if self._binding.watch is None else self._binding.watch.first()
         asked = self._kill_file is not None and self._kill_file.exists()
-        finder, killer = seams.minimum([world if bad is None else rank, rank if asked else world])
+        finder, killer = minimum([world if bad is None else rank, rank if asked else world])
         self._switch(killer if killer < world else None)
         self._nonfinite = finder < world
         if self._nonfinite:
@@ -133,5 +134,5 @@ class Fallback:
         if finder is None:
             return "a parameter that DeepSpeed reduces itself"
         names = {tracked.index: tracked.name for tracked in self._binding.all_tracked()}
-        name: Any = seams.broadcast(names.get(index), source=finder)
+        name: Any = broadcast(names.get(index), source=finder)
         return f"{name}, received by rank {finder}"

@@ -225,25 +225,6 @@ def before_destroy(engine: Any, first: Callable[[], None]) -> None:
     wrap(engine, "destroy", destroy)
 
 
-def minimum(numbers: list[int]) -> list[int]:
-    """The smallest of each number over all ranks. A collective of the whole world."""
-    from deepspeed import comm as dist
-    from deepspeed.accelerator import get_accelerator
-
-    votes = torch.tensor(numbers, device=get_accelerator().current_device_name())
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-    return votes.tolist()
-
-
-def broadcast(value: Any, *, source: int) -> Any:
-    """The value that rank ``source`` gives. A collective of the whole world."""
-    from deepspeed import comm as dist
-
-    values = [value]
-    dist.broadcast_object_list(values, src=source)
-    return values[0]
-
-
 def log_rank0(message: str) -> None:
     from deepspeed.utils import log_dist
 
@@ -289,18 +270,6 @@ def after_save(engine: Any, then: Callable[[], None]) -> None:
     """Run ``then()`` when a checkpoint or 16-bit weights have been saved."""
     for name in ("save_checkpoint", "save_16bit_model"):
         after(engine, name, then, stacked=True)
-
-
-def new_group(ranks: list[int]) -> Any:
-    """A process group of global ranks, as patient as the world's: without being told, torch gives
-    every new group half an hour. A collective of the whole world.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    device = torch.device(get_accelerator().current_device_name())
-    world = torch.distributed.distributed_c10d._get_default_group()._get_backend(device)
-    timeout = getattr(getattr(world, "options", None), "_timeout", None)
-    return torch.distributed.new_group(ranks, timeout=timeout)
 
 
 def gradient_dtype(engine: Any) -> torch.dtype:

@@ -17,6 +17,7 @@ from ds_quant.metrics import Traffic
 from ds_quant.presets import CANDIDATES
 from ds_quant.zero import parameters, seams
 from ds_quant.zero.binding import Binding
+from ds_quant.zero.world import broadcast
 
 
 def tune(binding: Binding, config: QuantizedCommConfig) -> QuantizedCommConfig:
@@ -30,7 +31,7 @@ def tune(binding: Binding, config: QuantizedCommConfig) -> QuantizedCommConfig:
     links = _links(binding)
     found = [_candidate(binding, config.picked(name), place) for name in _allowed(config, place)]
     choice = choose(found, place, links)
-    scheme, reason = seams.broadcast((choice.scheme, choice.reason(links)), source=0)
+    scheme, reason = broadcast((choice.scheme, choice.reason(links)), source=0)
     binding.notices.append(reason)
     return config.picked(scheme)
 

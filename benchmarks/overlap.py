@@ -40,6 +40,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--blocks", type=int, default=5, help="turns of every engine at every rate")
     add("--steps-per-block", type=int, default=2)
     add("--warmup", type=int, default=3, help="steps before the first block, per engine")
+    add("--reduce-bucket-size", type=int, default=2_000_000,
+        help="elements; several buckets during a backward, as a large model has")  # fmt: skip
     add("--layers", type=int, default=6)
     add("--width", type=int, default=384)
     add("--heads", type=int, default=6)

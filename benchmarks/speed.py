@@ -54,6 +54,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps-per-block", type=int, default=2)
     add("--warmup", type=int, default=3, help="steps before the first block, per scheme")
     add("--loopback", action="store_true", help="no lab, even where one can be built")
+    add("--reduce-bucket-size", type=int, default=500_000_000,
+        help="elements; the default's bucket holds all of this model")  # fmt: skip
     add("--layers", type=int, default=6)
     add("--width", type=int, default=384)
     add("--heads", type=int, default=6)
@@ -81,9 +83,9 @@ def nodes_and_ranks(topology: str) -> tuple[int, int]:
 
 def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     """ds_config.json of one engine; only block and hpZ differ."""
-    # Buckets during backward, gathers for forward and again for backward: as a large model has.
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": 2_000_000}
-    if stage == 3:
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True,
+                            "reduce_bucket_size": args.reduce_bucket_size}  # fmt: skip
+    if stage == 3:  # gather for forward and again for backward, as a large model would
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
                  "stage3_max_live_parameters": 0}  # fmt: skip
     config = {

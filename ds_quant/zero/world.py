@@ -5,19 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
+
+from ds_quant.zero import parameters
 
 
 def minimum(numbers: list[int]) -> list[int]:
     """The smallest of each number over all ranks. A collective of the whole world."""
-    votes = torch.tensor(numbers, device=get_accelerator().current_device_name())
+    from deepspeed import comm as dist
+
+    votes = torch.tensor(numbers, device=parameters.device())
     dist.all_reduce(votes, op=dist.ReduceOp.MIN)
     return votes.tolist()
 
 
 def broadcast(value: Any, *, source: int) -> Any:
     """The value that rank ``source`` gives. A collective of the whole world."""
+    from deepspeed import comm as dist
+
     values = [value]
     dist.broadcast_object_list(values, src=source)
     return values[0]
@@ -27,7 +31,6 @@ def new_group(ranks: list[int]) -> Any:
     """A process group of global ranks, as patient as the world's: without being told, torch gives
     every new group half an hour. A collective of the whole world.
     """
-    device = torch.device(get_accelerator().current_device_name())
-    world = torch.distributed.distributed_c10d._get_default_group()._get_backend(device)
+    world = torch.distributed.distributed_c10d._get_default_group()._get_backend(parameters.device())
     timeout = getattr(getattr(world, "options", None), "_timeout", None)
     return torch.distributed.new_group(ranks, timeout=timeout)

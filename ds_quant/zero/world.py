@@ -31,6 +31,7 @@ def new_group(ranks: list[int]) -> Any:
     """A process group of global ranks, as patient as the world's: without being told, torch gives
     every new group half an hour. A collective of the whole world.
     """
-    world = torch.distributed.distributed_c10d._get_default_group()._get_backend(parameters.device())
+    whole = torch.distributed.distributed_c10d._get_default_group()
+    world = whole._get_backend(parameters.device())
     timeout = getattr(getattr(world, "options", None), "_timeout", None)
     return torch.distributed.new_group(ranks, timeout=timeout)

@@ -139,8 +139,11 @@ def _nothing() -> None:
 
 def _with_own_values(piece: Piece, hop: Hop) -> Piece:
     """What this rank adds up exactly is not encoded at once, so it needs a copy."""
-    own = hop.place(piece.reducer) == hop.link.rank
-    return piece._replace(values=piece.values.clone()) if own else piece
+    if hop.place(piece.reducer) != hop.link.rank:
+        return piece
+    values = piece.values
+    kept = hop.link.empty(values.numel(), dtype=values.dtype, device=values.device)
+    return piece._replace(values=kept.copy_(values))
 
 
 def _pieces(

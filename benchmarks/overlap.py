@@ -23,7 +23,7 @@ import report
 from netlab.lab import Lab, LabError, obstacle, remove
 from rich.console import Console
 from rich.table import Table
-from speed import config_of, nodes_and_ranks, run_ranks
+from speed import add_run_flags, config_of, nodes_and_ranks, run_ranks
 
 WAITING = " waiting"  # ends the label of an engine that overlaps nothing
 
@@ -37,17 +37,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--topology", default="2x2", help="nodes x ranks per node")
     add("--rates", type=float, nargs="+", default=[50.0], help="Mbit/s of every host's link")
     add("--schemes", nargs="+", default=["full_precision", "sdp4bit"])
-    add("--blocks", type=int, default=5, help="turns of every engine at every rate")
-    add("--steps-per-block", type=int, default=2)
-    add("--warmup", type=int, default=3, help="steps before the first block, per engine")
+    add_run_flags(parser)
     add("--reduce-bucket-size", type=int, default=2_000_000,
         help="elements; several buckets during a backward, as a large model has")  # fmt: skip
-    add("--layers", type=int, default=6)
-    add("--width", type=int, default=384)
-    add("--heads", type=int, default=6)
-    add("--seq-len", type=int, default=64)
-    add("--batch", type=int, default=4, help="sequences per rank")
-    add("--max-foreign", type=float, default=0.25, help="cores in other use, above: block left out")
     add("--timeout", type=float, default=1800)
     add("--trace", type=Path, help="Chrome trace of a step of the last scheme, at the first rate")
     add("--out", type=Path, default=Path("overlap_out"))

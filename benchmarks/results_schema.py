@@ -2,70 +2,25 @@
 
 New files carry `kind` and `version`; the first four benchmarks wrote none and are recognised by
 their keys. Every model has `about()`: what a number needs to be quoted. May import the standard
-library and pydantic.
+library, pydantic and results_common.
 """
 
 from __future__ import annotations
 
 import json
-import shlex
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-Arguments = dict[str, Any]
+from pydantic import Field, ValidationError
+from results_common import About, Arguments, MadeHere, Model, Versioned, command_line
 
 
 class ResultError(ValueError):
     """A result file that cannot be read; names the file, the key and what is expected."""
 
 
-class About(NamedTuple):
-    """Where a file's numbers come from."""
-
-    date: str
-    hardware: str
-    versions: str
-    command: str
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Hardware(_Model):
-    """One machine; load_average is that of the last minute when the file was written."""
-
-    cpu: str
-    cores: int = Field(ge=1)
-    gpus: list[str]
-    load_average: float = Field(ge=0)
-
-
-class _Result(_Model, ABC):
-    """Common part of files with report.provenance()."""
-
-    created: str
-    versions: dict[str, str]
-    hardware: Hardware
-    arguments: Arguments
-
-    def about(self) -> About:
-        machine = self.hardware
-        devices = [f"{machine.cores} cores of {machine.cpu}", *machine.gpus]
-        hardware = f"{', '.join(devices)}; load {machine.load_average:g}"
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return About(self.created, hardware, versions, self._command())
-
-    @abstractmethod
-    def _command(self) -> str:
-        """The command line that made the file."""
-
-
-class Summary(_Model):
+class Summary(Model):
     """Figures of one training run, see report.Row; bytes per rank, parameter and step."""
 
     label: str
@@ -78,14 +33,14 @@ class Summary(_Model):
     run_seconds: float = Field(gt=0)
 
 
-class Text(_Model):
+class Text(Model):
     """The training text."""
 
     bytes: int
     sha256: str
 
 
-class Training(_Model):
+class Training(Model):
     """What train.py wrote."""
 
     parameters: int
@@ -96,7 +51,7 @@ class Training(_Model):
     device: str
 
 
-class Run(_Model):
+class Run(Model):
     """One scheme of a comparison."""
 
     label: str
@@ -105,7 +60,7 @@ class Run(_Model):
     result: Training
 
 
-class Comparison(_Result):
+class Comparison(MadeHere):
     """Of compare.py."""
 
     device: str
@@ -117,7 +72,7 @@ class Comparison(_Result):
         return command_line("benchmarks/compare.py", self.arguments, commas=("schemes",))
 
 
-class CodecEnvironment(_Model):
+class CodecEnvironment(Model):
     """Machine of a codec table."""
 
     cpu: str
@@ -129,7 +84,7 @@ class CodecEnvironment(_Model):
     date: str
 
 
-class CodecRow(_Model):
+class CodecRow(Model):
     """One codec and input dtype; seconds, 1e9 elements per second, share of a copy's speed."""
 
     input: str
@@ -147,7 +102,7 @@ class CodecRow(_Model):
     bits_per_element: float
 
 
-class CodecTable(_Model):
+class CodecTable(Model):
     """Of codec.py."""
 
     environment: CodecEnvironment
@@ -165,7 +120,7 @@ class CodecTable(_Model):
         )
 
 
-class LevelRow(_Model):
+class LevelRow(Model):
     """Relative squared error after 0, 1 and 4 updates of the levels."""
 
     bits: int
@@ -174,7 +129,7 @@ class LevelRow(_Model):
     error_after_4: float
 
 
-class LevelTable(_Model):
+class LevelTable(Model):
     """Of levels.py."""
 
     date: str
@@ -191,7 +146,7 @@ class LevelTable(_Model):
         return About(self.date, self.machine, f"torch {self.torch}", command)
 
 
-class LayerErrors(_Model):
+class LayerErrors(Model):
     """One matrix at the last measurement: ratio as in ErrorRun, gradients by scheme."""
 
     name: str
@@ -199,7 +154,7 @@ class LayerErrors(_Model):
     gradients: dict[str, float]
 
 
-class ErrorRun(_Model):
+class ErrorRun(Model):
     """One training: per measurement the weights' error ratio, and the gradients' by scheme."""
 
     lr: float
@@ -211,7 +166,7 @@ class ErrorRun(_Model):
     loss: float
 
 
-class ErrorStudy(_Result):
+class ErrorStudy(MadeHere):
     """Of errors.py. bits: by scheme and role, per element with scales."""
 
     bits: dict[str, dict[str, float]] = {}
@@ -222,7 +177,7 @@ class ErrorStudy(_Result):
         return command_line("benchmarks/errors.py", {**self.arguments, "lr": rates})
 
 
-class Gap(_Model):
+class Gap(Model):
     """Paired gaps to full precision in per cent, one per seed; half_width of the 95 % interval."""
 
     label: str
@@ -232,12 +187,10 @@ class Gap(_Model):
     half_width: float | None
 
 
-class Convergence(_Result):
+class Convergence(Versioned):
     """Of convergence.py; summaries by seed and scheme."""
 
     kind: Literal["convergence"]
-    version: Literal[1]
-    command: str
     device: str
     text: Text
     gaps: list[Gap]
@@ -252,7 +205,7 @@ class Convergence(_Result):
         )
 
 
-class SpeedRow(_Model):
+class SpeedRow(Model):
     """One link rate (Mbit/s, 0: unshaped) and scheme; bytes per parameter and step."""
 
     rate: float
@@ -267,7 +220,7 @@ class SpeedRow(_Model):
     clean_blocks: int
 
 
-class SpeedPoint(_Model):
+class SpeedPoint(Model):
     """One stage and topology."""
 
     title: str
@@ -278,19 +231,14 @@ class SpeedPoint(_Model):
     rows: list[SpeedRow]
 
 
-class Speed(_Result):
+class Speed(Versioned):
     """Of speed.py."""
 
     kind: Literal["speed"]
-    version: Literal[1]
-    command: str
     points: list[SpeedPoint]
 
-    def _command(self) -> str:
-        return command_line("benchmarks/speed.py", self.arguments)
 
-
-class OverlapRow(_Model):
+class OverlapRow(Model):
     """One link rate (Mbit/s) and scheme: seconds of a step, and what they exceed compute by."""
 
     rate: float = Field(gt=0)
@@ -307,21 +255,16 @@ class OverlapRow(_Model):
     clean_blocks: int
 
 
-class Overlap(_Result):
+class Overlap(Versioned):
     """Of overlap.py."""
 
     kind: Literal["overlap"]
-    version: Literal[1]
-    command: str
     title: str
     parameters: int
     rows: list[OverlapRow]
 
-    def _command(self) -> str:
-        return command_line("benchmarks/overlap.py", self.arguments)
 
-
-class CollectiveRow(_Model):
+class CollectiveRow(Model):
     """One operation, scheme and size at one link rate; bandwidths in bytes per second."""
 
     operation: Literal["gather", "reduce"]
@@ -337,19 +280,14 @@ class CollectiveRow(_Model):
     speedup: float = Field(gt=0)
 
 
-class Collectives(_Result):
+class Collectives(Versioned):
     """Of collectives.py."""
 
     kind: Literal["collectives"]
-    version: Literal[1]
-    command: str
     rows: list[CollectiveRow]
 
-    def _command(self) -> str:
-        return command_line("benchmarks/collectives.py", self.arguments)
 
-
-class GlueRow(_Model):
+class GlueRow(Model):
     """One case (ZeRO stage) and codec: CPU seconds of a step, and microseconds that the plugin adds
     per parameter, median and quartiles of the rounds.
     """
@@ -364,19 +302,14 @@ class GlueRow(_Model):
     added_us_high: float
 
 
-class Glue(_Result):
+class Glue(Versioned):
     """Of glue.py."""
 
     kind: Literal["glue"]
-    version: Literal[1]
-    command: str
     rows: list[GlueRow]
 
-    def _command(self) -> str:
-        return command_line("benchmarks/glue.py", self.arguments)
 
-
-class ScalingRow(_Model):
+class ScalingRow(Model):
     """One predicted point; see scaling.py."""
 
     model: str
@@ -395,7 +328,7 @@ class ScalingRow(_Model):
     speedup_full_overlap: float
 
 
-class PublishedRow(_Model):
+class PublishedRow(Model):
     """One row of SDP4Bit's Table 2 against the model; speedups over the paper's baseline."""
 
     cluster: str
@@ -408,7 +341,7 @@ class PublishedRow(_Model):
     verdict: str
 
 
-class LabPoint(_Model):
+class LabPoint(Model):
     """A step time of speed.py against its prediction; rate in Mbit/s, error relative."""
 
     topology: str
@@ -420,21 +353,16 @@ class LabPoint(_Model):
     error: float
 
 
-class Scaling(_Result):
+class Scaling(Versioned):
     """Of scaling.py."""
 
     kind: Literal["scaling"]
-    version: Literal[1]
-    command: str
     rows: list[ScalingRow]
     published: list[PublishedRow]
     lab: list[LabPoint] = []
 
-    def _command(self) -> str:
-        return command_line("benchmarks/scaling.py", self.arguments)
 
-
-class PeerCounts(_Model):
+class PeerCounts(Model):
     """Tests of one file of DeepSpeed's under one scheme."""
 
     collected: int
@@ -447,14 +375,14 @@ class PeerCounts(_Model):
     communicating: int  # and more than one rank
 
 
-class PeerFile(_Model):
+class PeerFile(Model):
     """One file; counts by scheme."""
 
     file: str
     counts: dict[str, PeerCounts]
 
 
-class PeerDifference(_Model):
+class PeerDifference(Model):
     """A test that passes without the plugin and not with it; why: None if unexplained."""
 
     test: str
@@ -464,28 +392,23 @@ class PeerDifference(_Model):
     why: str | None
 
 
-class PeerBroken(_Model):
+class PeerBroken(Model):
     """A test that fails without the plugin."""
 
     test: str
     error: str
 
 
-class PeerSuite(_Result):
+class PeerSuite(Versioned):
     """Of peer_suite.py; blocks by scheme, skipped tests by reason."""
 
     kind: Literal["peer_suite"]
-    version: Literal[1]
-    command: str
     tree_version: str
     blocks: dict[str, dict[str, Any] | None]
     files: list[PeerFile]
     differences: list[PeerDifference]
     broken: list[PeerBroken]
     skipped: dict[str, int]
-
-    def _command(self) -> str:
-        return command_line("benchmarks/peer_suite.py", self.arguments)
 
     def totals(self) -> dict[str, dict[str, int]]:
         """The counts of all files, by scheme."""
@@ -505,6 +428,7 @@ Result = (
     | ErrorStudy
     | Convergence
     | Speed
+    | Overlap
     | Collectives
     | Glue
     | Scaling
@@ -572,26 +496,3 @@ def _explained(error: ValidationError) -> str:
     expected = "no such key" if first["type"] == "extra_forbidden" else first["msg"].lower()
     more = f" (and {len(others)} more)" if others else ""
     return f"key {place!r}: {expected}{more}"
-
-
-def command_line(script: str, arguments: Arguments, *, commas: Sequence[str] = ()) -> str:
-    """The command with those arguments; lists of the names in `commas` are joined by commas."""
-    words = ["python", script]
-    for name, value in arguments.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(flag)
-        elif isinstance(value, list) and name == "override":
-            for key, setting in value:
-                text = setting if isinstance(setting, str) else json.dumps(setting)
-                words += [flag, f"{key}={text}"]
-        elif isinstance(value, list) and value:
-            plain = [_plain(item) for item in value]
-            words += [flag, *([",".join(plain)] if name in commas else plain)]
-        elif value is not None and value is not False and value != []:
-            words += [flag, _plain(value)]
-    return shlex.join(words)
-
-
-def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

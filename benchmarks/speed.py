@@ -37,6 +37,20 @@ SHIPPED = ("deepspeed_plain", "deepspeed_hpz")
 QUICK = {"stages": [3], "topologies": ["2x2"], "rates": [50.0, 400.0], "blocks": 3}
 
 
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of the runs of speed_worker.py, whatever is compared."""
+    add = parser.add_argument
+    add("--blocks", type=int, default=5, help="turns of every engine at every rate")
+    add("--steps-per-block", type=int, default=2)
+    add("--warmup", type=int, default=3, help="steps before the first block, per engine")
+    add("--layers", type=int, default=6)
+    add("--width", type=int, default=384)
+    add("--heads", type=int, default=6)
+    add("--seq-len", type=int, default=64)
+    add("--batch", type=int, default=4, help="sequences per rank")
+    add("--max-foreign", type=float, default=0.25, help="cores in other use, above: block left out")
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -50,18 +64,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--schemes", nargs="+",
         default=["full_precision", "qsdp", "zeropp", "sdp4bit", "deepspeed_plain"],
         help="names, with keys of the block as in qsdp:payload_checksum=true")  # fmt: skip
-    add("--blocks", type=int, default=5, help="turns of every scheme at every rate")
-    add("--steps-per-block", type=int, default=2)
-    add("--warmup", type=int, default=3, help="steps before the first block, per scheme")
+    add_run_flags(parser)
     add("--loopback", action="store_true", help="no lab, even where one can be built")
     add("--reduce-bucket-size", type=int, default=500_000_000,
         help="elements; the default's bucket holds all of this model")  # fmt: skip
-    add("--layers", type=int, default=6)
-    add("--width", type=int, default=384)
-    add("--heads", type=int, default=6)
-    add("--seq-len", type=int, default=64)
-    add("--batch", type=int, default=4, help="sequences per rank")
-    add("--max-foreign", type=float, default=0.25, help="cores in other use, above: block left out")
     add("--timeout", type=float, default=1800, help="seconds per point")
     add("--out", type=Path, default=Path("speed_out"))
     add("--json", type=Path, help="default: OUT/speed.json")

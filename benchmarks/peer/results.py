@@ -42,7 +42,7 @@ def result_of(
     content = {
         "kind": "peer_suite",
         "version": 1,
-        "command": results_schema.command_line("benchmarks/peer_suite.py", arguments),
+        "command": "python benchmarks/peer_suite.py",
         **report.provenance(),
         "arguments": arguments,
         "tree_version": tree_version,

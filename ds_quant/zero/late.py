@@ -85,8 +85,12 @@ class LateReduction:
         self._ends = True
         try:
             yield
-            # Of a dtype of which there was a bucket, there is a last one.
-            assert not self._under_way
+            if self._under_way:  # of a dtype of which there was a bucket, there is a last one
+                raise RuntimeError(
+                    f"quantized_comm: {len(self._under_way)} gradient bucket(s) were not put away "
+                    "at the end of the backward; set zero_optimization.overlap_comm: false and "
+                    "report it with your ds_config.json"
+                )
         finally:
             self._ends = False
 

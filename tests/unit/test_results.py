@@ -22,6 +22,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 sys.path.append(str(ROOT / "benchmarks"))
 
 import make_report  # noqa: E402
+import results_common  # noqa: E402
 import results_schema  # noqa: E402
 
 
@@ -76,7 +77,7 @@ def test_command_line_repeats_lists_and_drops_what_is_unset() -> None:
         "quick": True,
         "node_size": 2,
     }
-    assert results_schema.command_line("s.py", arguments, commas=("schemes",)) == (
+    assert results_common.command_line("s.py", arguments, commas=("schemes",)) == (
         "python s.py --schemes 'a,b:x=[1]' --seeds 0 1 --override k=true --lr 0.002 --quick "
         "--node-size 2"
     )

@@ -158,6 +158,17 @@ def test_gaps_of_the_schemes_are_those_of_the_result_file() -> None:
         assert tuple(cells) == (*found[name.strip("`")], between), name
 
 
+def test_gaps_by_group_size_are_those_of_the_result_file() -> None:
+    found = gaps("convergence_sdp4bit_groups_cpu")
+    default = parse_block({"scheme": "qw4"}).to_scheme().weights.group_size
+    rows = table(CHOOSING, "| scheme | group size |")[1:]
+    assert len(rows) == sum(label.startswith("qw4") for label in found)
+    for name, size, *cells in rows:
+        plain = name.strip("`")
+        label = plain if int(size) == default else f"{plain}:weights.group_size={size}"
+        assert tuple(cells) == found[label]
+
+
 QSDP = {
     "8 / 8 (`qsdp`)": "qsdp:weights.bits=8,gradients.bits=8",
     "6 / 4": "qsdp:weights.bits=6,gradients.bits=4",

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import json
 import os
 import pstats
@@ -53,8 +54,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="ZeRO stages")
     add("--codecs", nargs="+", default=list(CODECS), choices=CODECS)
     add("--layers", type=int, default=1000, help="of two parameters each")
-    add("--rounds", type=int, default=15, help="turns of either engine")
-    add("--steps", type=int, default=2, help="optimizer steps of a turn")
+    add("--rounds", type=int, default=30, help="turns of either engine")
+    add("--steps", type=int, default=1, help="optimizer steps of a turn")
     add("--profile", action="store_true", help="print where the time of the plugin's steps goes")
     add("--json", type=Path, default=Path("glue.json"))
     return parser.parse_args(argv)
@@ -98,13 +99,15 @@ def join_fake_world() -> None:
     dist.init_distributed(verbose=False)
 
 
-def build(case: str, layers: int, quantized_comm: dict[str, Any] | None) -> Any:
-    """A DeepSpeed engine of ``layers`` tiny layers."""
+def build(
+    case: str, layers: int, quantized_comm: dict[str, Any] | None, *, width: int = WIDTH
+) -> Any:
+    """A DeepSpeed engine of ``layers`` square layers with biases."""
     import deepspeed
     import torch
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": zero_section(case),
@@ -119,15 +122,26 @@ def build(case: str, layers: int, quantized_comm: dict[str, Any] | None) -> Any:
 
 
 def seconds(engine: Any, steps: int) -> float:
-    """CPU time of one optimizer step."""
+    """CPU time of one optimizer step. Without garbage collection, which would hit any engine."""
     import torch
 
-    x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
+    x = torch.ones(1, engine.module[0].in_features, dtype=torch.bfloat16)
+    gc.collect()
+    gc.disable()
     start = time.process_time()
     for _ in range(steps):
         engine.backward(engine(x).sum())
         engine.step()
-    return (time.process_time() - start) / steps
+    taken = (time.process_time() - start) / steps
+    gc.enable()
+    return taken
+
+
+def in_turns(engines: Sequence[Any], rounds: int, steps: int = 1) -> list[tuple[float, ...]]:
+    """Per round the seconds of a step of every engine."""
+    for engine in engines:
+        seconds(engine, 3)  # ZeRO-3 records its trace in the second one
+    return [tuple(seconds(engine, steps) for engine in engines) for _ in range(rounds)]
 
 
 def measure(case: str, codec: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -137,11 +151,7 @@ def measure(case: str, codec: str, args: argparse.Namespace) -> dict[str, Any]:
     parameters = 2 * args.layers
     with emptied(codec), patch.object(guard, "handshake"):  # the other rank cannot answer
         plain, ours = (build(case, args.layers, b) for b in (None, block(codec)))
-        for engine in (plain, ours):
-            seconds(engine, 3)  # ZeRO-3 records its trace in the second one
-        pairs = [
-            (seconds(plain, args.steps), seconds(ours, args.steps)) for _ in range(args.rounds)
-        ]
+        pairs = in_turns((plain, ours), args.rounds, args.steps)
         if args.profile:
             with cProfile.Profile() as profile:
                 seconds(ours, 1)

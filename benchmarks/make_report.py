@@ -240,6 +240,23 @@ def _(result: schema.Glue) -> tuple[str, str]:
 
 
 @section.register
+def _(result: schema.Threshold) -> tuple[str, str]:
+    header = ["stage, scheme, elements", "added us (quartiles)", "saved bytes", "pays below Mbit/s"]
+    rows = [
+        [f"ZeRO-{row.stage} `{row.scheme}` {row.numel}",
+         f"{row.added_us:.0f} ({row.added_us_low:.0f} to {row.added_us_high:.0f})",
+         f"{row.saved_bytes:.0f}", number(row.break_even, ".0f")]
+        for row in result.rows
+    ]  # fmt: skip
+    body = (
+        "CPU time that a quantized matrix adds to an optimizer step, against one in full\n"
+        "precision through the same collectives, and the bytes that a rank no longer receives\n"
+        "(two ranks). Below that link rate it is better quantized: `min_numel`.\n\n"
+    )
+    return "From which size on a matrix is worth quantizing", body + table(header, rows)
+
+
+@section.register
 def _(result: schema.Scaling) -> tuple[str, str]:
     given = result.arguments
     ranks, node_size = max(row.ranks for row in result.rows), max(given["node_sizes"])

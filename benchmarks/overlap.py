@@ -40,6 +40,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_run_flags(parser)
     add("--reduce-bucket-size", type=int, default=2_000_000,
         help="elements; several buckets during a backward, as a large model has")  # fmt: skip
+    add("--prefetch-bucket-size", type=int, default=2_000_000, help="elements, under ZeRO-3")
     add("--timeout", type=float, default=1800)
     add("--trace", type=Path, help="Chrome trace of a step of the last scheme, at the first rate")
     add("--out", type=Path, default=Path("overlap_out"))

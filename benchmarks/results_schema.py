@@ -309,6 +309,29 @@ class Glue(Versioned):
     rows: list[GlueRow]
 
 
+class ThresholdRow(Model):
+    """A quantized matrix of ``numel`` elements against one in full precision: microseconds of CPU
+    that an optimizer step takes longer, median and quartiles, bytes that a rank no longer receives,
+    and the Mbit/s below which that is the better deal (None: no time was added).
+    """
+
+    stage: int = Field(ge=1, le=3)
+    scheme: str
+    numel: int = Field(ge=1)
+    saved_bytes: float = Field(gt=0)
+    added_us: float
+    added_us_low: float
+    added_us_high: float
+    break_even: float | None
+
+
+class Threshold(Versioned):
+    """Of threshold.py."""
+
+    kind: Literal["threshold"]
+    rows: list[ThresholdRow]
+
+
 class ScalingRow(Model):
     """One predicted point; see scaling.py."""
 
@@ -431,6 +454,7 @@ Result = (
     | Overlap
     | Collectives
     | Glue
+    | Threshold
     | Scaling
     | PeerSuite
 )
@@ -441,6 +465,7 @@ _KINDS: dict[str, type[Any]] = {
     "overlap": Overlap,
     "collectives": Collectives,
     "glue": Glue,
+    "threshold": Threshold,
     "scaling": Scaling,
     "peer_suite": PeerSuite,
 }

@@ -68,6 +68,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--loopback", action="store_true", help="no lab, even where one can be built")
     add("--reduce-bucket-size", type=int, default=500_000_000,
         help="elements; the default's bucket holds all of this model")  # fmt: skip
+    add("--prefetch-bucket-size", type=int, default=0, help="elements, under ZeRO-3; 0: none ahead")
     add("--timeout", type=float, default=1800, help="seconds per point")
     add("--out", type=Path, default=Path("speed_out"))
     add("--json", type=Path, help="default: OUT/speed.json")
@@ -93,7 +94,7 @@ def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> 
                             "reduce_bucket_size": args.reduce_bucket_size}  # fmt: skip
     if stage == 3:  # gather for forward and again for backward, as a large model would
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
-                 "stage3_max_live_parameters": 0}  # fmt: skip
+                 "stage3_prefetch_bucket_size": args.prefetch_bucket_size}  # fmt: skip
     config = {
         "train_micro_batch_size_per_gpu": args.batch,
         "steps_per_print": 10**9,

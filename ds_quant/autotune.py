@@ -6,7 +6,7 @@ exact one only if the step becomes 5 % shorter: predictions are not better than 
 [Note: compute] How long a step computes is not known at start-up. Unless it is given, it is taken
 to be as long as the messages in full precision; that decides nothing but what 5 % is of.
 
-May import bandwidth, codec_speed, cost, scheme.
+May import bandwidth, codec_speed, cost, scheme, slicing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ds_quant.bandwidth import Rate
 from ds_quant.codec_speed import Speeds
 from ds_quant.cost import Bill, Cluster, Volume, predict
 from ds_quant.scheme import Scheme
+from ds_quant.slicing import SLICE_SECONDS
 
 WORTH_IT = 1.05  # see [Note: the ladder]
 
@@ -104,6 +105,18 @@ def messages(candidate: Candidate, place: Place, links: Links) -> float:
         encode=1 / candidate.codec if candidate.codec else none,
     )
     return predict(volume, cluster, numel=bill.numel, tokens=0).communication
+
+
+def slice_pace(candidate: Candidate, place: Place, links: Links) -> float | None:
+    """For ``Slicing``: seconds that an element of a reduction takes on the shorter of its two
+    hops, over those that a slice costs beyond its bytes; None without two levels.
+    """
+    if links.intra is None or links.inter is None:
+        return None
+    inside = candidate.bill.gradients_intra * (1 - 1 / place.node_size)
+    between = candidate.bill.gradients * (1 - 1 / place.nodes)
+    per_element = min(inside / links.intra.bytes_per_second, between / links.inter.bytes_per_second)
+    return per_element / (SLICE_SECONDS + links.intra.latency + links.inter.latency)
 
 
 def codec_seconds(scheme: Scheme, speeds: Speeds, place: Place) -> float:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from ds_quant.config_blocks import (
@@ -20,10 +20,10 @@ from ds_quant.config_blocks import (
     GradientsConfig,
     IntraConfig,
     MetricsConfig,
+    Patterns,
     Positive,
     WeightsConfig,
     Whole,
-    as_tuple,
 )
 from ds_quant.config_errors import (
     KEY,
@@ -42,14 +42,7 @@ if TYPE_CHECKING:
     from ds_quant.codec import Codec
     from ds_quant.scheme import Scheme
 
-__all__ = [
-    "KEY",
-    "ConfigError",
-    "QuantizedCommConfig",
-    "json_schema",
-    "parse",
-    "parse_block",
-]
+__all__ = ["KEY", "ConfigError", "QuantizedCommConfig", "json_schema", "parse", "parse_block"]
 
 MAX_SEED = 2**63 - 1
 
@@ -71,9 +64,9 @@ class QuantizedCommConfig(Block):
     node_size: Positive | None = Field(
         None, description="Ranks per node; must divide the world size. null: as launched."
     )
-    exclude: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple)
-    ] = Field((), description='Parameter names left in full precision; patterns: ["*.embed*"].')
+    exclude: Patterns = Field(
+        (), description='Parameter names left in full precision; patterns: ["*.embed*"].'
+    )
     min_numel: Whole = Field(
         2048, ge=0, description="Parameters with fewer elements stay in full precision."
     )
@@ -87,6 +80,12 @@ class QuantizedCommConfig(Block):
         False,
         description="With one rank per node the node shard is a full copy of the weights: "
         "true accepts that.",
+    )
+    slices: Positive | None = Field(
+        None,
+        le=64,
+        description="Slices of a gradient bucket on two levels: one crosses between nodes, the "
+        "next is inside them. null: by its size and, with autotune, the links' measured rates.",
     )
     fallback: FallbackConfig = Field(
         FallbackConfig(), description="When a running job returns to full precision."
@@ -196,6 +195,7 @@ class QuantizedCommConfig(Block):
             warmup_steps=self.warmup_steps,
             seed=self.seed,
             node_size=self.node_size,
+            slices=self.slices,
             level_steps=self.weights.level_steps if learned else (),
             level_rate=self.weights.level_rate,
         )

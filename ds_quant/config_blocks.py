@@ -27,6 +27,7 @@ def as_tuple(value: Any) -> Any:
 
 Whole = Annotated[int, BeforeValidator(whole)]
 Positive = Annotated[int, Field(ge=1), BeforeValidator(whole)]
+Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple)]
 Range = Literal["minmax", "absmax"]
 Rounding = Literal["nearest", "stochastic", "random_shift"]
 

@@ -10,7 +10,7 @@ with two nodes that halves the variance of the inter-node hop.
 [Note: slices] Large reductions over two hops are cut into slices. While slice i crosses between
 the nodes, slice i + 1 is inside them.
 
-May import: torch, codec, coding, collectives, kernels, layout, link, meter, rotation.
+May import: torch, codec, coding, collectives, kernels, layout, link, meter, rotation, slicing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ from ds_quant.layout import VECTOR_NUMEL
 from ds_quant.link import Exchange, Link
 from ds_quant.meter import Notes
 from ds_quant.rotation import Rotation
-
-SLICE_NUMEL = 1 << 22  # elements of this rank's input per slice
-MAX_SLICES = 8
+from ds_quant.slicing import Slicing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +43,13 @@ class Hop:
 
     divisor: rank r of the larger group has the place r // divisor % link.size in ``link``.
     exact_own: whether a rank adds its own contribution as it is.
+    slicing: of a reduction whose last of two hops this is.
     """
 
     link: Link
     divisor: int = 1
     exact_own: bool = False
+    slicing: Slicing = Slicing()
 
     def place(self, rank: int) -> int:
         """Where in ``link`` the data bound for ``rank`` goes."""
@@ -150,7 +150,7 @@ def reduce(
 def _slices(pieces: Sequence[Piece], hops: Sequence[Hop]) -> list[list[_Cut]]:
     """The cuts of each slice. Sizes alone decide, so that all ranks cut alike."""
     total = sum(p.values.numel() for p in pieces)
-    count = max(1, min(MAX_SLICES, total // SLICE_NUMEL)) if len(hops) > 1 else 1
+    count = hops[-1].slicing.slices(total) if len(hops) > 1 else 1
     if count == 1:
         whole = [_Cut(i, 0, p) for i, p in enumerate(pieces) if p.values.numel()]
         return [whole] if whole else []

@@ -39,6 +39,7 @@ class Scheme:
     warmup_steps: optimizer steps at the start during which everything is full precision.
     seed: seed of all addressed random bits, the same on every rank.
     node_size: ranks per node, or ``None``: as the launcher says.
+    slices: into which a reduction over two levels is cut, ``None``: as many as take least time.
     level_steps: optimizer steps after which weight levels are learned anew; empty when uniform.
     level_rate: share of its distance to a value by which the nearest level moves towards it.
     """
@@ -60,6 +61,7 @@ class Scheme:
     warmup_steps: int = 0
     seed: int = 0
     node_size: int | None = None
+    slices: int | None = None
     level_steps: tuple[int, ...] = ()
     level_rate: float = 0.01
 
@@ -74,6 +76,8 @@ class Scheme:
                 f'gradients.levels={self.gradients.levels!r}: allowed: "uniform" '
                 "(learned levels are biased; gradients must stay unbiased)"
             )
+        if self.slices is not None and self.slices < 1:
+            raise ValueError(f"slices={self.slices}: allowed: 1 or more, or None")
         if any(b <= a for a, b in pairwise((0, *self.level_steps))):
             raise ValueError(
                 f"level_steps={self.level_steps}: allowed: increasing positive step numbers"

@@ -22,6 +22,7 @@ from ds_quant.metrics import Traffic
 from ds_quant.rng import Address, Role, address
 from ds_quant.rotation import Rotation
 from ds_quant.scheme import Choices, Scheme
+from ds_quant.slicing import Slicing
 from ds_quant.topology import Topology
 from ds_quant.zero import parameters, seams
 from ds_quant.zero.state import SchemeState, learn
@@ -47,6 +48,7 @@ class Binding:
         self.stage: int = engine.zero_optimization_stage()
         self.traffic, self.buffers = Traffic(), Buffers()
         self.state = SchemeState()
+        self.slicing = Slicing(count=scheme.slices)
         self.notices: list[str] = []  # what the start-up line must add
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
         self.node: Any = None  # zero.node.NodeShard under ZeRO-3, if the scheme keeps one
@@ -126,7 +128,7 @@ class Binding:
             return (Hop(link=fabric.whole, exact_own=exact_own),)
         return (
             Hop(link=fabric.intra, exact_own=True),
-            Hop(link=fabric.inter, divisor=self.topology.node_size, exact_own=True),
+            Hop(link=fabric.inter, divisor=fabric.intra.size, exact_own=True, slicing=self.slicing),
         )
 
     @property

@@ -6,10 +6,12 @@ brings; rank 0 decides for all.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ds_quant import bandwidth, codec_speed
-from ds_quant.autotune import Candidate, Links, Place, choose, codec_seconds
+from ds_quant.autotune import Candidate, Links, Place, choose, codec_seconds, slice_pace
 from ds_quant.bandwidth import Rate
 from ds_quant.config import QuantizedCommConfig
 from ds_quant.link import Link
@@ -21,7 +23,9 @@ from ds_quant.zero.world import broadcast
 
 
 def tune(binding: Binding, config: QuantizedCommConfig) -> QuantizedCommConfig:
-    """The settings with the scheme that suits this engine; notes the reason. A collective."""
+    """The settings with the scheme that suits this engine; notes the reason, and the pace of slices
+    on these links. A collective.
+    """
     place = Place(
         stage=binding.stage,
         micro_steps=binding.engine.gradient_accumulation_steps(),
@@ -31,8 +35,12 @@ def tune(binding: Binding, config: QuantizedCommConfig) -> QuantizedCommConfig:
     links = _links(binding)
     found = [_candidate(binding, config.picked(name), place) for name in _allowed(config, place)]
     choice = choose(found, place, links)
-    scheme, reason = broadcast((choice.scheme, choice.reason(links)), source=0)
+    (chosen,) = (c for c in found if c.name == choice.scheme)
+    decided = choice.scheme, choice.reason(links), slice_pace(chosen, place, links)
+    scheme, reason, pace = broadcast(decided, source=0)
     binding.notices.append(reason)
+    if pace is not None:
+        binding.slicing = replace(binding.slicing, pace=pace)
     return config.picked(scheme)
 
 

@@ -6,13 +6,13 @@ One start of the ranks per topology (nodes x ranks per node) plays all cases.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ds_quant import hops
 from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.coding import Coding
 from ds_quant.hops import Hop, Piece, reduce
@@ -20,6 +20,7 @@ from ds_quant.link import Fabric, Link, by_node
 from ds_quant.metrics import Traffic
 from ds_quant.rng import Role, address
 from ds_quant.rotation import Rotation
+from ds_quant.slicing import Slicing
 from ds_quant.topology import Topology
 from tests.distributed.harness import run
 
@@ -111,8 +112,9 @@ def _reduce_rank(node_size: int) -> dict[tuple, tuple]:
     fabric, traffic = fabric_of(node_size)
     rank, world = fabric.whole.rank, fabric.whole.size
     for name, rotated, sliced, exact_own in sorted(CASES):
-        hops.SLICE_NUMEL = 2048 if sliced else 1 << 22
-        route = route_of(fabric, node_size, exact_own=exact_own)
+        slicing = Slicing(count=5 if sliced else 1)
+        route = [replace(hop, slicing=slicing)
+                 for hop in route_of(fabric, node_size, exact_own=exact_own)]  # fmt: skip
         codecs = CODECS[name][2 - len(route) :] if name == "fp32" else CODECS[name][: len(route)]
         pieces = pieces_of(rank, world, codecs, Rotation(block=32) if rotated else None)
         before = {k: dict(v) for k, v in traffic.received.items()}, traffic.collectives["gradients"]

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import ds_quant
-from ds_quant import hops
 from ds_quant.zero.fetch import Fetch
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings
@@ -56,14 +55,12 @@ def counted(owner: Any, name: str, key: str, counts: Counter[str]) -> None:
 
 
 def messages(
-    stage: int, scheme: str, node_size: int, bucket_numel: int, slice_numel: int | None
+    stage: int, scheme: str, node_size: int, bucket_numel: int, slices: int
 ) -> Counter[str]:
     """Of one steady step: buckets and fetches of DeepSpeed, collectives by role."""
     counts: Counter[str] = Counter()
     counted(Fetch, "fetch", "fetches", counts)  # of this process
-    if slice_numel is not None:
-        hops.SLICE_NUMEL = slice_numel
-    block = {"scheme": scheme, "node_size": node_size, "min_numel": 100}
+    block = {"scheme": scheme, "node_size": node_size, "min_numel": 100, "slices": slices}
     zero: dict[str, Any] = {"reduce_bucket_size": bucket_numel}
     if stage == 3:
         # With prefetch: many parameters in a fetch.
@@ -91,7 +88,7 @@ def test_one_message_per_bucket_and_hop(
 ) -> None:
     world, node_size = TOPOLOGIES[topology]
     levels = world // node_size
-    for counts in run(messages, world, stage, scheme, node_size, BUCKETS[buckets], None):
+    for counts in run(messages, world, stage, scheme, node_size, BUCKETS[buckets], 1):
         assert counts["buckets"] == 1 if buckets == "one bucket" else 2 < counts["buckets"] < LAYERS
         if stage == 3:
             assert counts["gradients"] == levels * counts["buckets"]
@@ -108,7 +105,6 @@ def test_one_message_per_bucket_and_hop(
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_message_per_slice_and_hop(stage: int) -> None:
-    numel = LAYERS * WIDTH * (WIDTH + 3)
-    for counts in run(messages, 4, stage, "sdp4bit", 2, 10**6, numel // 3):
+    for counts in run(messages, 4, stage, "sdp4bit", 2, 10**6, 3):
         assert counts["buckets"] == 1
         assert 2 * 3 <= counts["gradients"] <= 2 * 3 + 1

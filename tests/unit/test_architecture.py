@@ -29,7 +29,7 @@ MAX_FUNCTION_LINES = 40
 _BELOW_ZERO = (
     "autotune bandwidth buffers bundle checksum clock codec codec_speed coding collectives config "
     "config_blocks cost hops kernels layout levels link meter metrics module_codec node_shard "
-    "owners owner_plan presets rng rotation scheme"
+    "owners owner_plan presets rng rotation scheme slicing"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "clock": "torch",
     "bandwidth": "torch clock link",
     "codec_speed": "torch clock codec coding rng rotation scheme",
-    "autotune": "bandwidth codec_speed cost scheme",
+    "autotune": "bandwidth codec_speed cost scheme slicing",
     "meter": "",
     "metrics": "meter",
     "topology": "",
@@ -69,7 +69,8 @@ MAY_IMPORT = {
     "bundle": "torch codec coding layout",
     "collectives": "torch codec coding kernels layout link meter",
     "node_shard": "torch coding collectives kernels layout link",
-    "hops": "torch codec coding collectives kernels layout link meter rotation",
+    "hops": "torch codec coding collectives kernels layout link meter rotation slicing",
+    "slicing": "",
     "owner_plan": "codec layout",
     "owners": "torch codec coding collectives hops kernels link owner_plan rotation",
     "cost": "torch scheme layout codec rng",

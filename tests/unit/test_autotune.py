@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from ds_quant import cost
-from ds_quant.autotune import Candidate, Links, Place, choose, codec_seconds, messages
+from ds_quant.autotune import Candidate, Links, Place, choose, codec_seconds, messages, slice_pace
 from ds_quant.bandwidth import Rate
 from ds_quant.codec_speed import Speed, Speeds, speeds_of
 from ds_quant.config import parse_block
 from ds_quant.cost import Bill
 from ds_quant.presets import CANDIDATES
+from ds_quant.slicing import MOST, SLICE_SECONDS, Slicing
 from ds_quant.tools.models import block_cargo
 
 RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/speed_*.json"))
@@ -40,6 +41,34 @@ def test_messages_are_the_wire_and_the_codec() -> None:
     """2000 bytes, half of them from elsewhere, at 100 bytes per second; 1000 x 3 ms of codec."""
     seconds = messages(candidate("a", 2.0, 0.003), TWO_BY_ONE, links(inter=100))
     assert seconds == pytest.approx(2000 / 2 / 100 + 3)
+
+
+@pytest.mark.parametrize("numel", [1000, 10**7, 5 * 10**8])
+@pytest.mark.parametrize(("inside", "between"), [(1.0, 0.5), (2e-3, 1.0)])
+def test_slices_are_as_many_as_take_the_least_time(
+    numel: int, inside: float, between: float
+) -> None:
+    """Bytes per element of the hops on links of 1 GB/s, against trying every number."""
+    bill = Bill(numel=1, weights=0, gradients=between, gradients_intra=inside,
+                full_precision_share=0, kept={})  # fmt: skip
+    place = Place(stage=2, micro_steps=1, nodes=2, node_size=2)
+    pace = slice_pace(Candidate(name="a", bill=bill, codec=0), place, links(1e9, 1e9))
+    hops = [numel * nbytes / 2 / 1e9 for nbytes in (inside, between)]
+
+    def seconds(count: int) -> float:
+        return max(hops) + min(hops) / count + count * SLICE_SECONDS
+
+    best = min(range(1, MOST + 1), key=seconds)
+    assert seconds(Slicing(pace=pace).slices(numel)) <= 1.02 * seconds(best)
+
+
+def test_slices_that_are_given_are_taken() -> None:
+    assert Slicing(count=7).slices(10) == Slicing(count=7).slices(10**9) == 7
+
+
+@pytest.mark.parametrize("found", [links(inter=1e9), links(intra=1e9)])
+def test_one_level_has_no_pace(found: Links) -> None:
+    assert slice_pace(candidate("a", 1.0), TWO_BY_ONE, found) is None
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,20 @@ def test_figures_in_running_text_are_those_of_the_result_files() -> None:
     assert f"{said} {100 * max(errors):.1f} %)" in CHOOSING
 
 
+def test_speed_with_prefetch_is_that_of_the_result_file() -> None:
+    (point,) = result("speed_overlap_2x2_cpu").points
+    for row in point.rows:
+        if row.rate == 10 and row.scheme != "full_precision":
+            assert f"`{row.scheme}` {row.speedup:.2f} ({row.bytes_bound:.2f})" in README
+
+
+def test_exposed_communication_is_that_of_the_result_file() -> None:
+    found = {(row.scheme, row.rate): f"{row.ratio:.2f}" for row in result("overlap_cpu").rows}
+    said = " ".join(CHOOSING.split())
+    assert f"`sdp4bit` leaves {found['sdp4bit', 50]} of the communication exposed" in said
+    assert f"step computes, {found['qsdp', 50]}, and {found['qsdp', 200]} at 200 Mbit/s" in said
+
+
 def test_autotune_misses_at_most_what_the_page_says() -> None:
     """Without a rate limit, where it takes full precision."""
     best = 1.0

@@ -66,6 +66,7 @@ def test_full_precision_role_travels_in_its_own_dtype() -> None:
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"seed": -1}, "seed=-1"),
         ({"node_size": 0}, "node_size=0"),
+        ({"slices": 0}, "slices=0"),
         ({"level_steps": (3, 3)}, "level_steps"),
         ({"level_steps": (0, 3)}, "level_steps"),
         ({"level_rate": 0.0}, "level_rate"),

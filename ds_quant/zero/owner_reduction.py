@@ -11,24 +11,28 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_quant.bundle import is_small, joined, spread_
-from ds_quant.coding import Coding
+from ds_quant.coding import Coding, exactly
 from ds_quant.hops import Hop
 from ds_quant.owners import Share, reduce_to_owners
+from ds_quant.rng import Role
 from ds_quant.rotation import Rotation
 from ds_quant.zero import replica_seams
-from ds_quant.zero.binding import Binding
+from ds_quant.zero.binding import Binding, Tracked
+
+_PLANS = 1000  # remembered
 
 
 class _Run(NamedTuple):
-    """What is one tensor of the message: elements [start, stop) of a bucket, one parameter or, in
-    full precision, several small ones of one owner.
+    """What is one tensor of the message: elements [start, stop) of a bucket, of one parameter from
+    ``first`` on or, in full precision, of several small ones of one owner.
 
-    members: (index of a parameter, its first and last element in the bucket).
+    tracked: None in full precision. members: (index of a parameter, its first and last element in
+    the bucket).
     """
 
     owner: int
-    codings: tuple[Coding, ...]
-    rotation: Rotation | None
+    tracked: Tracked | None
+    first: int
     members: list[tuple[int, int, int]]
 
     def views(self, bucket: torch.Tensor) -> list[torch.Tensor]:
@@ -56,6 +60,7 @@ class OwnerReduction:
         self._divisor = 1.0
         self._params: list[torch.Tensor] = []
         self._starts: list[int] = []
+        self._plans: dict[tuple, list[_Run]] = {}
 
     @contextmanager
     def bucket(
@@ -84,12 +89,12 @@ class OwnerReduction:
             return
         dtype = call["communication_data_type"]
         route = self._binding.route(group)
-        runs = self._runs(slices, owners, dtype, route, link.rank)
+        runs = self._runs([self._range(values) for values in slices], owners, dtype)
         views = [run.views(self._bucket) for run in runs]
-        shares = [
-            Share(owner=r.owner, values=joined(v), codings=r.codings, rotation=r.rotation)
-            for r, v in zip(runs, views, strict=True)
-        ]
+        shares = []
+        for run, parts in zip(runs, views, strict=True):
+            codings, rotation = self._codings(run, dtype, link.rank, route)
+            shares.append(Share(run.owner, joined(parts), codings, rotation))
         sums = reduce_to_owners(shares, route, link, scale=1 / self._divisor)
         for run, parts, total in zip(runs, views, sums, strict=True):
             if total is not None:
@@ -105,37 +110,56 @@ class OwnerReduction:
             for index, start, stop in run.members:
                 self._binding.watch.note(index, self._bucket[start:stop])
 
+    def _codings(
+        self, run: _Run, dtype: torch.dtype, rank: int, route: Sequence[Hop]
+    ) -> tuple[tuple[Coding, ...], Rotation | None]:
+        if run.tracked is None:
+            return (exactly(dtype),) * len(route), None
+        codings, rotation = self._binding.gradient_codings(
+            run.tracked, dtype, rank=rank, route=route
+        )
+        return tuple(c.at(run.first) for c in codings), rotation
+
     def _runs(
+        self, ranges: Sequence[tuple[int, int]], owners: Sequence[int], dtype: torch.dtype
+    ) -> list[_Run]:
+        """Cut ranges of the bucket at parameter borders. Buckets come in the same order in every
+        step, unless a parameter is without a gradient: what few there are is remembered.
+        """
+        exact = self._binding.is_exact(self._binding.step)
+        key = tuple(ranges), tuple(owners), tuple(map(id, self._params)), dtype, exact
+        if key not in self._plans:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            self._plans[key] = self._plan(ranges, owners, dtype, exact)
+        return self._plans[key]
+
+    def _plan(
         self,
-        slices: Sequence[torch.Tensor],
+        ranges: Sequence[tuple[int, int]],
         owners: Sequence[int],
         dtype: torch.dtype,
-        route: Sequence[Hop],
-        rank: int,
+        exact: bool,
     ) -> list[_Run]:
-        """Cut slices of the bucket at parameter borders."""
         runs: list[_Run] = []
         bundles: dict[int, _Run] = {}  # by owner
-        for values, owner in zip(slices, owners, strict=True):
-            position, end = self._range(values)
+        for (position, end), owner in zip(ranges, owners, strict=True):
             place = bisect_right(self._starts, position) - 1
             while position < end:
                 start, stop = self._starts[place], min(end, self._starts[place + 1])
                 tracked = self._binding.tracked(self._params[place])
-                codings, rotation = self._binding.gradient_codings(
-                    tracked, dtype, rank=rank, route=route
+                whole = exact or self._binding.scheme.leaves_exact(
+                    Role.GRADIENTS, tracked.name, tracked.shape, dtype
                 )
                 member = tracked.index, position, stop
-                small = is_small(stop - position, codings[-1])
+                small = whole and is_small(stop - position, exactly(dtype))
                 if small and owner in bundles:
                     bundles[owner].members.append(member)
                 elif position < stop:
-                    if position > start:
-                        codings = tuple(c.at(position - start) for c in codings)
-                    run = _Run(owner=owner, codings=codings, rotation=rotation, members=[member])
-                    runs.append(run)
+                    sent_as = None if whole else tracked
+                    runs.append(_Run(owner, sent_as, position - start, [member]))
                     if small:
-                        bundles[owner] = run
+                        bundles[owner] = runs[-1]
                 position, place = stop, place + 1
         return runs
 

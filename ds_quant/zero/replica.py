@@ -19,23 +19,25 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_quant.bundle import is_small, joined, spread_
-from ds_quant.codec import CastCodec
-from ds_quant.coding import Coding
+from ds_quant.coding import Coding, exactly
 from ds_quant.layout import ceil_div
 from ds_quant.link import Fabric, Link
 from ds_quant.owners import Part, gather_from_owners
+from ds_quant.rng import Role
 from ds_quant.zero import replica_seams
-from ds_quant.zero.binding import Binding
+from ds_quant.zero.binding import Binding, Tracked
 from ds_quant.zero.replica_seams import ReplicaGroup
 
 
 class _Run(NamedTuple):
-    """What is one tensor of the message: [start, stop) of the flat replica, one parameter or, in
-    full precision, several small ones of one owner. See [Note: bundles].
+    """What is one tensor of the message: [start, stop) of the flat replica, elements of one
+    parameter from ``first`` on or, in full precision, several small ones of one owner. See
+    [Note: bundles]. ``tracked`` is None in full precision.
     """
 
     owner: int
-    coding: Coding
+    tracked: Tracked | None
+    first: int
     ranges: list[tuple[int, int]]
 
     def views(self, flat: torch.Tensor, base: int = 0) -> list[torch.Tensor]:
@@ -49,6 +51,7 @@ class Replica:
     def __init__(self, binding: Binding, optimizer: Any) -> None:
         self._binding, self._optimizer = binding, optimizer
         self._shows_exact = False
+        self._plans: dict[tuple[int, range, bool], list[_Run]] = {}  # do not change between steps
 
     def gather_updated(self) -> None:
         """Inside ``optimizer.step``: the own partition holds new exact weights, gather them."""
@@ -116,7 +119,8 @@ class Replica:
     ) -> Callable[[], None]:
         """Gather what lies in ``window`` of the partitions; the returned function waits for it."""
         link = fabric.whole
-        runs = self._runs(group, link, window, step, exact)
+        runs = self._runs(group, link, window, exact or self._binding.is_exact(step))
+        codings = [self._coding(run, group.flat.dtype, step, link.rank) for run in runs]
         views = [run.views(group.flat) for run in runs]
         # Else the new weights are in the replica already: exact ones, or absolute codes.
         from_master = self._binding.scheme.difference and not exact
@@ -125,12 +129,12 @@ class Replica:
             Part(
                 owner=run.owner,
                 values=joined(pieces),
-                coding=run.coding,
+                coding=coding,
                 target=joined(run.views(group.master, own))
                 if from_master and run.owner == link.rank
                 else None,
             )
-            for run, pieces in zip(runs, views, strict=True)
+            for run, coding, pieces in zip(runs, codings, views, strict=True)
         ]
         arrived = gather_from_owners(parts, fabric)
 
@@ -142,46 +146,47 @@ class Replica:
 
         return decode
 
-    def _runs(
-        self, group: ReplicaGroup, link: Link, window: range, step: int, exact: bool
-    ) -> list[_Run]:
+    def _runs(self, group: ReplicaGroup, link: Link, window: range, exact: bool) -> list[_Run]:
         """Cut the flat replica at parameter and partition borders, keeping the elements that lie
         in ``window`` of their partition; alignment gaps stay out.
         """
+        key = group.index, window, exact
+        if key not in self._plans:
+            self._plans[key] = self._plan(group, link, window, exact)
+        return self._plans[key]
+
+    def _plan(self, group: ReplicaGroup, link: Link, window: range, exact: bool) -> list[_Run]:
         flat, width = group.flat, group.flat.numel() // link.size
         runs: list[_Run] = []
         bundles: dict[int, _Run] = {}  # by owner
         for p in group.params:
             begin = _offset(flat, p)
             end = begin + p.numel()
+            tracked = self._binding.tracked(p)
+            whole = exact or self._binding.scheme.leaves_exact(
+                Role.WEIGHTS, tracked.name, tracked.shape, flat.dtype
+            )
             for owner in range(begin // width, ceil_div(end, width)):
                 start = max(begin, owner * width + window.start)
                 stop = min(end, owner * width + window.stop)
                 if start >= stop:
                     continue
-                sender = owner if owner == link.rank else None
-                coding = self._coding(p, flat.dtype, sender, step, exact)
-                small = is_small(stop - start, coding)
+                small = whole and is_small(stop - start, exactly(flat.dtype))
                 if small and owner in bundles:
                     _extend(bundles[owner].ranges, start, stop)
                     continue
-                runs.append(_Run(owner, coding.at(start - begin), [(start, stop)]))
+                sent_as = None if whole else tracked
+                runs.append(_Run(owner, sent_as, start - begin, [(start, stop)]))
                 if small:
                     bundles[owner] = runs[-1]
         return runs
 
-    def _coding(
-        self,
-        parameter: torch.Tensor,
-        dtype: torch.dtype,
-        sender: int | None,
-        step: int,
-        exact: bool,
-    ) -> Coding:
-        if exact:
-            return Coding(codec=CastCodec(dtype))
-        tracked = self._binding.tracked(parameter)
-        return self._binding.weight_coding(tracked, dtype, step=step, rank=sender)
+    def _coding(self, run: _Run, dtype: torch.dtype, step: int, rank: int) -> Coding:
+        if run.tracked is None:
+            return exactly(dtype)
+        sender = rank if run.owner == rank else None
+        coding = self._binding.weight_coding(run.tracked, dtype, step=step, rank=sender)
+        return coding.at(run.first)
 
 
 def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:

@@ -151,6 +151,7 @@ def refresh_replica(optimizer: Any, gather: Callable[[], None]) -> None:
 class ReplicaGroup(NamedTuple):
     """One parameter group of ZeRO-1/2."""
 
+    index: int
     flat: torch.Tensor  # the replica, (ranks * partition,)
     params: list[torch.Tensor]  # views of it
     process_group: Any
@@ -166,4 +167,4 @@ def replica_groups(optimizer: Any) -> Iterator[ReplicaGroup]:
         optimizer.single_partition_of_fp32_groups,
         strict=True,
     )
-    yield from (ReplicaGroup(*values) for values in fields)
+    yield from (ReplicaGroup(index, *values) for index, values in enumerate(fields))

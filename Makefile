@@ -26,10 +26,8 @@ report: install
 	$(BIN)/python benchmarks/peer_page.py
 	$(BIN)/python -m tests.distributed.support
 
-# What stays in one process first, on two cores; then what starts ranks of its own.
 test: install
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile tests/unit tests/kernels
-	$(BIN)/python -m pytest -m "not gpu" tests/distributed tests/integration
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .

@@ -3,7 +3,12 @@
 [Note: calibration] Bytes come from ``ds_quant.cost`` through the start-up lines' schemes, the link
 from the rate that the lab set. What a step does without any link (compute, encoding, links inside
 a host) is not predicted but taken from the point that was measured without a rate limit, once per
-stage and scheme; those points test nothing and are left out. May import torch, cost, config.
+stage and scheme; those points test nothing and are left out.
+
+[Note: overlap] By default speed.py fetches nothing ahead and reduces one bucket: messages and
+compute add up. With ``--prefetch-bucket-size`` the larger of both is predicted.
+
+May import torch, cost, config.
 """
 
 from __future__ import annotations
@@ -52,6 +57,7 @@ def compare(path: Path) -> tuple[list[Point], list[str]]:
     if not isinstance(result, dict) or result.get("kind") != "speed":
         raise ValueError(f"--validate-against {path}: allowed: a result file of speed.py")
     width = result["arguments"]["width"]
+    overlapped = bool(result["arguments"].get("prefetch_bucket_size"))  # see [Note: overlap]
     points, left_out = [], []
     for place in result["points"]:
         local = {row["scheme"]: row["seconds"] for row in place["rows"] if row["rate"] == 0}
@@ -63,11 +69,13 @@ def compare(path: Path) -> tuple[list[Point], list[str]]:
             elif scheme not in local:
                 left_out.append(f"{where}: no point without a rate limit to take compute from")
             else:
-                points += _points(place, own, local[scheme], width)
+                points += _points(place, own, local[scheme], width, overlapped=overlapped)
     return points, left_out
 
 
-def _points(place: dict[str, Any], rows: list[dict], local: float, width: int) -> list[Point]:
+def _points(
+    place: dict[str, Any], rows: list[dict], local: float, width: int, *, overlapped: bool
+) -> list[Point]:
     nodes, node_size = map(int, place["topology"].split("x"))
     scheme, stage = rows[0]["scheme"], place["stage"]
     costs = cost.bill(
@@ -91,7 +99,7 @@ def _points(place: dict[str, Any], rows: list[dict], local: float, width: int) -
                     scheme=scheme,
                     rate=row["rate"],
                     measured=row["seconds"],
-                    predicted=time.no_overlap,
+                    predicted=time.full_overlap if overlapped else time.no_overlap,
                 )  # fmt: skip
             )
     return found

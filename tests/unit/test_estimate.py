@@ -166,6 +166,11 @@ def test_predictions_of_the_network_lab_are_as_close_as_we_say(capsys) -> None:
     assert "24 of 24 points within 15%" in capsys.readouterr().out
 
 
+def test_a_run_that_fetches_ahead_is_predicted_with_overlap() -> None:
+    points, _ = measured.compare(MEASURED.with_name("speed_overlap_2x2_cpu.json"))
+    assert len(points) == 4 and all(abs(point.error) < 0.1 for point in points)
+
+
 def test_points_of_other_programs_are_named_and_left_out(capsys) -> None:
     shipped = MEASURED.with_name("speed_shipped_2x2_cpu.json")
     assert main(["estimate", "--validate-against", str(shipped)]) == 0

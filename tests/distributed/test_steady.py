@@ -7,6 +7,7 @@ where DeepSpeed would. The pool's own growth is read off its size.
 
 from __future__ import annotations
 
+import resource
 import sys
 import weakref
 from pathlib import Path
@@ -192,3 +193,27 @@ def test_peak_memory_beyond_the_reported_buffers_is_that_of_deepspeed(
     )
     for (before, *_), (after, reported, _) in zip(plain, ours, strict=True):
         assert after - before <= 0.05 * reported, (before, after, reported)
+
+
+def highest_use(stage: int, block: dict[str, Any] | None) -> tuple[int, int]:
+    """Most bytes that a rank's process has held at once, and the buffers that are reported."""
+    engine = build(
+        settings(stage, block, dtype="bf16", zero={"reduce_bucket_size": 10**9}),
+        lambda: Stack(*LARGE[0]),
+    )
+    for _ in range(WARM + 1):
+        step(engine)
+    report = ds_quant.report(engine) or {"buffer_bytes": 0}
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, report["buffer_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "scheme"), [(2, "sdp4bit"), (3, "qsdp")])
+def test_a_process_of_100m_parameters_takes_as_much_more_as_is_reported(
+    stage: int, scheme: str
+) -> None:
+    plain, ours = (
+        run(highest_use, 2, stage, block, timeout=280) for block in (None, {"scheme": scheme})
+    )
+    for (before, _), (after, reported) in zip(plain, ours, strict=True):
+        assert after - before == pytest.approx(reported, rel=0.05)

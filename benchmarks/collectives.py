@@ -12,7 +12,6 @@ received. Encoding and decoding are part of the time. Without root: over loopbac
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,10 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     rows = summary(outcome["rows"], nodes * ranks)
     console.print(table(rows, f"{args.topology} ranks"))
-    arguments = {k: v for k, v in vars(args).items() if k not in ("json", "out")}
-    written = {"kind": "collectives", "version": 1, "command": "python benchmarks/collectives.py",
-               "arguments": arguments, **report.provenance(), "rows": rows}  # fmt: skip
-    args.json.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+    report.save(args.json, "collectives", args, rows=rows)
     console.print(f"results: {args.json}")
     return 0
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
-import json
 import os
 import pstats
 import sys
@@ -186,10 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     join_fake_world()
     rows = [measure(case, codec, args) for case in args.cases for codec in args.codecs]
     console.print(table(rows))
-    arguments = {k: v for k, v in vars(args).items() if k not in ("json", "profile")}
-    written = {"kind": "glue", "version": 1, "command": "python benchmarks/glue.py",
-               "arguments": arguments, **report.provenance(), "rows": rows}  # fmt: skip
-    args.json.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+    report.save(args.json, "glue", args, rows=rows)
     console.print(f"results: {args.json}")
     sys.stdout.flush()
     os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit

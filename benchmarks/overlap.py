@@ -12,7 +12,6 @@ neighbours in time, ratios are medians over blocks with their range.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,11 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = summary(outcome["blocks"], max_foreign=args.max_foreign)
     title = f"ZeRO-{args.stage}, {args.topology} ranks, {outcome['parameters'] / 1e6:.1f} M"
     console.print(table(rows, title))
-    arguments = {k: v for k, v in vars(args).items() if k not in ("json", "out", "trace")}
-    written = {"kind": "overlap", "version": 1, "command": "python benchmarks/overlap.py",
-               "arguments": arguments, **report.provenance(), "title": title,
-               "parameters": outcome["parameters"], "rows": rows}  # fmt: skip
-    args.json.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+    report.save(
+        args.json, "overlap", args, title=title, parameters=outcome["parameters"], rows=rows
+    )
     console.print(f"results: {args.json}")
     return 0
 

@@ -5,6 +5,8 @@ May import the standard library and, inside the functions that need them, rich, 
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 from collections.abc import Sequence
@@ -132,6 +134,19 @@ def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+# Flags that say where to write or what to print, not what is measured.
+_ABOUT_OUTPUT = ("json", "out", "plot", "trace", "profile", "lab")
+
+
+def save(path: Path, kind: str, args: argparse.Namespace, **content: Any) -> None:
+    """Write the result file of benchmarks/``kind``.py: what it ran with, where, and ``content``."""
+    arguments = {k: v for k, v in vars(args).items() if k not in _ABOUT_OUTPUT}
+    written = {"kind": kind, "version": 1, "command": f"python benchmarks/{kind}.py",
+               "arguments": arguments, **provenance(), **content}  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
 
 
 def provenance() -> dict[str, Any]:

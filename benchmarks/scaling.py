@@ -14,7 +14,6 @@ measured in the network lab.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -250,13 +249,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.plot is not None:
         plot(rows, args.plot)
     if args.json is not None:
-        arguments = {k: v for k, v in vars(args).items() if k not in ("json", "plot", "lab")}
-        written = {"kind": "scaling", "version": 1, "command": "python benchmarks/scaling.py",
-                   "arguments": arguments, **report.provenance(), "rows": rows,
-                   "published": papers,
-                   "lab": [{**asdict(point), "error": point.error} for point in lab]}  # fmt: skip
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+        report.save(
+            args.json,
+            "scaling",
+            args,
+            rows=rows,
+            published=papers,
+            lab=[{**asdict(point), "error": point.error} for point in lab],
+        )
     return 0
 
 

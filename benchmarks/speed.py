@@ -300,10 +300,7 @@ def main() -> int:
         if not args.loopback:
             remove()
     plot(points, args.plot)
-    arguments = {k: v for k, v in vars(args).items() if k not in ("json", "plot", "out")}
-    written = {"kind": "speed", "version": 1, "command": "python benchmarks/speed.py",
-               "arguments": arguments, **report.provenance(), "points": points}  # fmt: skip
-    args.json.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+    report.save(args.json, "speed", args, points=points)
     console.print(f"results: {args.json}, plot: {args.plot}")
     return 0
 

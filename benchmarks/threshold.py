@@ -13,7 +13,6 @@ block's ``min_numel`` is this table read for one's own link.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -92,10 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for width in args.widths
     ]
     console.print(table(rows))
-    arguments = {k: v for k, v in vars(args).items() if k != "json"}
-    written = {"kind": "threshold", "version": 1, "command": "python benchmarks/threshold.py",
-               "arguments": arguments, **report.provenance(), "rows": rows}  # fmt: skip
-    args.json.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+    report.save(args.json, "threshold", args, rows=rows)
     console.print(f"results: {args.json}")
     sys.stdout.flush()
     os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit

@@ -23,7 +23,8 @@ typedef int64_t i64;
 
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__x86_64__) && defined(__GLIBC__)
-#define EVERY_CPU __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+// By features: "arch=haswell" would mean that processor alone, and give others of its age SSE2.
+#define EVERY_CPU __attribute__((target_clones("avx2", "default")))
 #else
 #define EVERY_CPU
 #endif
@@ -266,19 +267,23 @@ typedef float Lanes __attribute__((vector_size(32)));
 template <int BLOCK>
 INLINE void butterflies(float *values) {
     const int count = BLOCK / 8;
-    Lanes v[count];
-    memcpy(v, values, sizeof v);
+    Lanes v[count];  // in registers, once the loops are unrolled
     const Lanes one = {1, -1, 1, -1, 1, -1, 1, -1};
     const Lanes two = {1, 1, -1, -1, 1, 1, -1, -1};
     const Lanes four = {1, 1, 1, 1, -1, -1, -1, -1};
+#pragma GCC unroll 16
     for (int i = 0; i < count; ++i) {
-        Lanes x = v[i];  // (a, b) -> (b + a, a - b)
+        Lanes x;
+        memcpy(&x, values + 8 * i, sizeof x);
+        // (a, b) -> (b + a, a - b)
         x = __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6) + x * one;
         x = __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5) + x * two;
         x = __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3) + x * four;
         v[i] = x;
     }
+#pragma GCC unroll 4
     for (int distance = 1; distance < count; distance *= 2) {
+#pragma GCC unroll 16
         for (int i = 0; i < count; ++i) {
             if (i & distance) continue;
             const Lanes a = v[i], b = v[i + distance];
@@ -286,7 +291,8 @@ INLINE void butterflies(float *values) {
             v[i + distance] = a - b;
         }
     }
-    memcpy(values, v, sizeof v);
+#pragma GCC unroll 16
+    for (int i = 0; i < count; ++i) memcpy(values + 8 * i, &v[i], sizeof v[i]);
 }
 
 INLINE void rotate(float *values, i64 count, i64 block) {

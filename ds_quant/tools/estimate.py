@@ -202,6 +202,10 @@ def _show_measured(path: Path, *, as_json: bool) -> None:
     from ds_quant.tools import measured
 
     points, left_out = measured.compare(path)
+    if not points:
+        raise ValueError(
+            f"--validate-against {path}: no scheme has points both with and without a rate limit"
+        )
     if as_json:
         facts = [{**asdict(point), "error": point.error} for point in points]
         print(json.dumps({"points": facts, "left_out": left_out}, indent=2))

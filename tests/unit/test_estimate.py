@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,7 +158,7 @@ def test_plot_is_drawn(tmp_path: Path) -> None:
 
 
 def test_predictions_of_the_network_lab_are_as_close_as_we_say(capsys) -> None:
-    """README states these figures; a change of the cost model must not make them worse."""
+    """docs/choosing.md states these figures; a change of the model must not make them worse."""
     points, left_out = measured.compare(MEASURED)
     assert len(points) == 2 * 4 * 3 and not left_out
     errors = sorted(abs(point.error) for point in points)
@@ -177,15 +178,37 @@ def test_points_of_other_programs_are_named_and_left_out(capsys) -> None:
     assert "not predicted: ZeRO-2 deepspeed" in capsys.readouterr().out
 
 
-def test_a_prediction_is_wire_time_plus_the_unshaped_step(tmp_path: Path) -> None:
-    rows = [{"scheme": "full_precision", "rate": rate, "seconds": s} for rate, s in
-            ((0, 2.0), (80.0, 10.0))]  # fmt: skip
-    point = {"stage": 3, "topology": "4x1", "parameters": 10**6, "rows": rows}
-    path = tmp_path / "speed.json"
+def speed_file(path: Path, rows: dict[float, float], **place: Any) -> Path:
+    """Seconds of full precision by rate, as speed.py writes them."""
+    found = [{"scheme": "full_precision", "rate": r, "seconds": s} for r, s in rows.items()]
+    point = {"stage": 3, "topology": "2x2", "parameters": 10**6, "rows": found, **place}
     path.write_text(json.dumps({"kind": "speed", "arguments": {"width": 256}, "points": [point]}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("place", "hidden"),
+    [
+        ({"topology": "4x1"}, 0.0),
+        ({"topology": "2x2"}, 0.15 * 2.0),
+        ({"topology": "2x2", "stage": 2}, 0.0),
+    ],
+)
+def test_a_prediction_is_the_unshaped_step_plus_what_it_does_not_hide(
+    place: dict[str, Any], hidden: float, tmp_path: Path
+) -> None:
+    path = speed_file(tmp_path / "speed.json", {0: 2.0, 40.0: 10.0}, **place)
     ((found,), _) = measured.compare(path)
-    assert found.predicted == pytest.approx(2.0 + 6 * 10**6 * 3 / 4 / 1e7, rel=1e-6)
+    nodes, nbytes = int(place["topology"][0]), 4 if place.get("stage") == 2 else 6
+    wire = nbytes * 10**6 * (1 - 1 / nodes) / 5e6
+    assert found.predicted == pytest.approx(2.0 + wire - hidden, rel=1e-6)
     assert found.error == pytest.approx(found.predicted / 10 - 1)
+
+
+def test_points_without_a_rate_limit_alone_predict_nothing(capsys, tmp_path: Path) -> None:
+    path = speed_file(tmp_path / "speed.json", {0: 2.0})
+    assert main(["estimate", "--validate-against", str(path)]) == 1
+    assert "no scheme has points both with and without a rate limit" in capsys.readouterr().err
 
 
 # ---- with a probe ----

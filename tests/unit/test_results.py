@@ -119,7 +119,7 @@ def table(page: str, header: str) -> list[list[str]]:
 def test_speed_ups_in_the_readme_are_those_of_the_result_file() -> None:
     """The table `| Mbit/s | stage |`: speed-up, in brackets what the bytes allow."""
     found = {}
-    for name in ("speed_shipped_2x2_cpu", "speed_2x2_cpu"):  # where both have one, the latter
+    for name in ("speed_shipped_2x2_cpu", "speed_unshaped_2x2_cpu"):  # more blocks: it counts
         for point in result(name).points:
             found |= {(point.stage, row.rate, row.scheme): row for row in point.rows}
     header, *rows = table(README, "| Mbit/s | stage |")
@@ -201,11 +201,16 @@ def test_figures_in_running_text_are_those_of_the_result_files() -> None:
     for run in runs:
         errors = {k: fmean(step[k] for step in run.gradients) for k in ("tlq_hs", "zeropp")}
         assert 5.5 < errors["zeropp"] / errors["tlq_hs"] < 8.5, "six to eight times"
-    points, _ = measured.compare(ROOT / "benchmarks" / "results" / "speed_2x2_cpu.json")
-    errors = [abs(point.error) for point in points]
-    close = sum(error <= 0.15 for error in errors)
-    said = f"{close} of {len(points)} points (mean error {100 * fmean(errors):.1f} %, largest"
-    assert f"{said} {100 * max(errors):.1f} %)" in CHOOSING
+
+
+def test_predictions_are_as_close_as_the_page_says() -> None:
+    errors = []
+    for path in RESULTS:
+        if path.stem.startswith("speed_"):
+            errors += [abs(point.error) for point in measured.compare(path)[0]]
+    assert len(errors) > 80 and max(errors) < measured.CLOSE
+    said = f"at all {len(errors)} points (mean error {100 * fmean(errors):.1f} %, largest"
+    assert f"{said} {100 * max(errors):.1f} %" in " ".join(CHOOSING.split())
 
 
 def test_speed_with_prefetch_is_that_of_the_result_file() -> None:
@@ -222,14 +227,19 @@ def test_exposed_communication_is_that_of_the_result_file() -> None:
     assert f"step computes, {found['qsdp', 50]}, and {found['qsdp', 200]} at 200 Mbit/s" in said
 
 
+def missed(points: Any) -> float:
+    """By how much full precision, which autotune takes without a rate limit, misses the best."""
+    worst = 1.0
+    for point in points:
+        unshaped = {row.scheme: row.seconds for row in point.rows if row.rate == 0}
+        worst = max(worst, *(unshaped["full_precision"] / unshaped.get(c, 9e9) for c in CANDIDATES))
+    return 100 * (worst - 1)
+
+
 def test_autotune_misses_at_most_what_the_page_says() -> None:
-    """Without a rate limit, where it takes full precision."""
-    best = 1.0
-    for path in RESULTS:
-        if path.stem.startswith("speed_"):
-            for point in results_schema.load(path).points:
-                unshaped = {row.scheme: row.seconds for row in point.rows if row.rate == 0}
-                for name in CANDIDATES:
-                    if name in unshaped:
-                        best = max(best, unshaped["full_precision"] / unshaped[name])
-    assert f"measured up to {100 * (best - 1):.0f} % faster there" in CHOOSING
+    files = [path for path in RESULTS if path.stem.startswith("speed_")]
+    noisy = max(missed(results_schema.load(path).points) for path in files)
+    quiet = missed(result("speed_unshaped_2x2_cpu").points)
+    assert quiet < 5
+    assert f"missed by {quiet:.0f} % at most" in CHOOSING
+    assert f"measured up to {noisy:.0f} % faster there" in CHOOSING

@@ -62,13 +62,11 @@ class Coding(NamedTuple):
         """
         if rotation is not None and not isinstance(self.codec, GroupCodec):
             values, rotation = rotation.forward(values), None
-        if wire.dim() == 1:
-            wire, values = wire.view(1, -1), values.view(1, -1)
-        options = {}
+        wire, values, options = _rows(wire), _rows(values), {}
         if rotation is not None:
             options["rotation"] = rotation.kernel
         if self.difference:
-            values, options["base"] = _rounded(values, held.dtype), held.view(1, -1)
+            values, options["base"] = _rounded(values, held.dtype), _rows(held)
         self.codec.encode(values, wire, address=self.address, levels=self.levels, **options)
 
     def recode(
@@ -140,8 +138,7 @@ class Coding(NamedTuple):
         """wire (bytes,) -> values (numel,), or (rows, bytes) -> (rows, numel): overwritten, or the
         decoded difference added in fp32.
         """
-        if wire.dim() == 1:
-            wire, values = wire.view(1, -1), values.view(1, -1)
+        wire, values = _rows(wire), _rows(values)
         if self.difference:
             self.codec.decode(wire, values, levels=self.levels, add=True)
         else:
@@ -152,6 +149,11 @@ class Coding(NamedTuple):
 def exactly(dtype: torch.dtype) -> Coding:
     """The coding of values that travel as they are."""
     return Coding(codec=CastCodec(dtype))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(n,) as the one row (1, n); rows as they are."""
+    return tensor.view(1, -1) if tensor.dim() == 1 else tensor
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -260,7 +260,8 @@ def _post(
     sent = [nbytes for _, nbytes in layouts]
     payload = hop.link.empty(sum(sent), device=pieces[0].values.device)
     # One call makes all views of a message: sliced one by one they cost a microsecond each.
-    wires = iter(payload.split([slot.nbytes for slots, _ in layouts for slot in slots]))
+    sizes = [slot.nbytes for slots, _ in layouts for slot in slots]
+    wires = iter(payload.view(1, -1).split(sizes, dim=1))
     with hop.link.encoding("gradients") as notes, together():
         for place, row in enumerate(rows):
             for i, wire in zip(row, wires):  # noqa: B905 - as many as the row has

@@ -26,8 +26,9 @@ from ds_quant.rotation import Rotation
 class Part(NamedTuple):
     """Consecutive elements of one parameter that belong to rank ``owner``, to be gathered.
 
-    values: 1-D contiguous, on all ranks. target: what the owner wants them to be, any
-        floating-point dtype; None for what they are. ``coding.address`` is the owner's.
+    values: contiguous, (numel,) or (1, numel), on all ranks. target: likewise, any floating-point
+        dtype, what the owner wants them to be; None for what they are. ``coding.address`` is the
+        owner's.
     """
 
     owner: int
@@ -142,9 +143,9 @@ def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], No
 
 
 def _cut(row: Tensor, slots: Sequence[Slot]) -> Sequence[Tensor]:
-    """The slots at the front of a row. One call makes all views: see ``hops``."""
+    """The slots at the front of a row, (1, bytes) each. One call makes all views: see ``hops``."""
     sizes = [slot.nbytes for slot in slots]
-    return row[: sum(sizes)].split(sizes) if sizes else ()
+    return row.view(1, -1)[:, : sum(sizes)].split(sizes, dim=1) if sizes else ()
 
 
 def _deliver(

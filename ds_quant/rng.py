@@ -16,7 +16,6 @@ word i of the four words returned, element 2i + 1 the high 16 bits.
 from __future__ import annotations
 
 from enum import IntEnum
-from functools import lru_cache
 from typing import NamedTuple
 
 PHILOX_M0 = 0xD2511F53
@@ -61,13 +60,14 @@ def address(
 
     `step` counts optimizer (or micro-) steps and stays out of the key: it is a counter word.
     """
-    return Address(key=_key(seed, int(role), parameter, rank, hop), step=step & _MASK64)
+    key = key_of(seed=seed, role=role, parameter=parameter, rank=rank, hop=hop)
+    return Address(key=key, step=step & _MASK64)
 
 
-@lru_cache(maxsize=1 << 16)  # a key stays the same in all steps
-def _key(*fields: int) -> int:
+def key_of(*, seed: int, role: Role, parameter: int, rank: int = 0, hop: int = 0) -> int:
+    """Key of the stream of one parameter, the same in all steps."""
     key = 0
-    for field in fields:
+    for field in (seed, int(role), parameter, rank, hop):
         key = _splitmix64((key ^ (field & _MASK64)) + 0x9E3779B97F4A7C15)
     return key
 

@@ -124,21 +124,3 @@ class Scheme:
         if quantizer is None or self.skip_reason(name, shape, dtype) is not None:
             return CastCodec(dtype)
         return quantizer
-
-
-class Choices:
-    """The codecs of a scheme, remembered: thousands of parameters ask in every step."""
-
-    def __init__(self, scheme: Scheme) -> None:
-        self.scheme = scheme
-        self._made: dict[tuple[Role, str, torch.dtype, bool], Codec] = {}
-
-    def codec(
-        self, role: Role, name: str, shape: Sequence[int], dtype: torch.dtype, intra: bool
-    ) -> Codec:
-        """``Scheme.codec_for`` or ``intra_codec_for`` of the one parameter of that name."""
-        key = role, name, dtype, intra
-        if (codec := self._made.get(key)) is None:
-            choose = self.scheme.intra_codec_for if intra else self.scheme.codec_for
-            codec = self._made[key] = choose(role, name, shape, dtype)
-        return codec

@@ -6,45 +6,34 @@ Everything is per engine, so that two engines of one process may run two schemes
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ds_quant.buffers import Buffers
 from ds_quant.checksum import Findings
-from ds_quant.codec import CastCodec, Codec, GroupCodec
+from ds_quant.codec import GroupCodec
 from ds_quant.coding import Coding, exactly
 from ds_quant.cost import Bill, Cargo, bill
 from ds_quant.hops import Hop
 from ds_quant.link import Fabric, Link
 from ds_quant.metrics import Traffic
-from ds_quant.rng import Address, Role, address
 from ds_quant.rotation import Rotation
-from ds_quant.scheme import Choices, Scheme
+from ds_quant.scheme import Scheme
 from ds_quant.slicing import Slicing
 from ds_quant.topology import Topology
 from ds_quant.zero import parameters, seams
 from ds_quant.zero.state import SchemeState, learn
+from ds_quant.zero.streams import Streams, Tracked
 from ds_quant.zero.world import new_group
-
-_SIGNS = 99  # the "hop" of the sign flips of a rotation
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tracked:
-    """A parameter of the engine's module: its place in ``named_parameters()``, name and shape."""
-
-    index: int
-    name: str
-    shape: torch.Size
 
 
 class Binding:
     """Scheme, topology, counters and state of one engine; the ``zero`` modules share it."""
 
     def __init__(self, engine: Any, scheme: Scheme, topology: Topology) -> None:
-        self.engine, self.scheme, self.topology = engine, scheme, topology
+        self.engine, self.topology = engine, topology
+        self.scheme = scheme
         self.stage: int = engine.zero_optimization_stage()
         self.traffic, self.buffers = Traffic(), Buffers()
         self.state = SchemeState()
@@ -59,11 +48,19 @@ class Binding:
         self._fabrics: dict[int, Fabric] = {}
         self._levels = self._make_levels()
         self._backwards: dict[int, int] = {}  # those done in the current optimizer step
-        self._choices = Choices(scheme)
         self._tracked = {
             id(p): Tracked(index=i, name=name, shape=parameters.shape_of(p))
             for i, (name, p) in enumerate(engine.module.named_parameters())
         }
+
+    @property
+    def scheme(self) -> Scheme:
+        return self._scheme
+
+    @scheme.setter
+    def scheme(self, scheme: Scheme) -> None:
+        self._scheme = scheme
+        self._streams = Streams(scheme, one_node=self.topology.nodes == 1)
 
     def tracked(self, parameter: torch.Tensor) -> Tracked | None:
         """The engine's record of a parameter, None for one that appeared later."""
@@ -170,12 +167,12 @@ class Binding:
         ``step`` is the optimizer step whose forward uses them. ``intra``: from the node shard.
         ``rank`` None: they are only received, which takes no random bits.
         """
-        codec = self._codec(Role.WEIGHTS, tracked, dtype, intra)
-        if isinstance(codec, CastCodec) or self.is_exact(step):
+        stream = self._streams.of_weights(tracked, dtype, rank=rank, intra=intra)
+        if stream is None or self.is_exact(step):
             return exactly(dtype)
         return Coding(
-            codec=codec,
-            address=self._address(Role.WEIGHTS, tracked, codec, step, rank, hop=int(intra)),
+            codec=stream.codec,
+            address=stream.address(step),
             levels=None if intra else self.state.levels.get(tracked.index),
             difference=self.scheme.difference and not intra,
         )
@@ -184,63 +181,12 @@ class Binding:
         self, tracked: Tracked, dtype: torch.dtype, *, rank: int, route: Sequence[Hop]
     ) -> tuple[tuple[Coding, ...], Rotation | None]:
         """How a gradient travels on each hop of ``route``, and what wraps the whole reduction."""
-        scheme, step = self.scheme, self.gradient_step
-        outer = self._codec(Role.GRADIENTS, tracked, dtype, False)
-        if isinstance(outer, CastCodec) or self.is_exact(self.step):
+        streams = self._streams.of_gradient(tracked, dtype, rank=rank, hops=len(route))
+        if streams is None or self.is_exact(self.step):
             return (exactly(dtype),) * len(route), None
-        inner = outer
-        if scheme.gradients_intra is not None:
-            inner = self._codec(Role.GRADIENTS, tracked, dtype, True)
-        codings = tuple(
-            Coding(
-                codec=codec,
-                address=self._address(Role.GRADIENTS, tracked, codec, step, rank, hop=hop),
-            )
-            for hop, codec in enumerate(self.by_hop(inner, outer, route))
-        )
-        return codings, self._rotation(tracked, step)
-
-    def _codec(self, role: Role, tracked: Tracked, dtype: torch.dtype, intra: bool) -> Codec:
-        if self._choices.scheme is not self.scheme:
-            self._choices = Choices(self.scheme)
-        return self._choices.codec(role, tracked.name, tracked.shape, dtype, intra)
-
-    def by_hop(self, inner: Codec, outer: Codec, route: Sequence[Hop]) -> list[Codec]:
-        """What travels on each hop: ``inner`` inside nodes, ``outer`` between them."""
-        if len(route) > 1:
-            return [inner, outer]
-        return [inner if self.topology.nodes == 1 else outer]
-
-    def _rotation(self, tracked: Tracked, step: int) -> Rotation | None:
-        if not self.scheme.rotation:
-            return None
-        signs = None
-        if self.scheme.rotation_signs:  # the same on all ranks: sums are taken of rotated values
-            signs = address(
-                seed=self.scheme.seed,
-                role=Role.GRADIENTS,
-                step=step,
-                parameter=tracked.index,
-                hop=_SIGNS,
-            )
-        return Rotation(block=self.scheme.rotation, signs=signs)
-
-    def _address(
-        self, role: Role, tracked: Tracked, codec: Codec, step: int, rank: int | None, *, hop: int
-    ) -> Address | None:
-        rounding = codec.rounding if isinstance(codec, GroupCodec) else None
-        if rank is None or isinstance(codec, CastCodec) or rounding == "nearest":
-            return None
-        # QSDP: one shift per parameter and step, shared by all shards; all else differs by rank.
-        stream = 0 if rounding == "random_shift" else rank + 1
-        return address(
-            seed=self.scheme.seed,
-            role=role,
-            step=step,
-            parameter=tracked.index,
-            rank=stream,
-            hop=hop,
-        )
+        step = self.gradient_step
+        codings = tuple([Coding(hop.codec, hop.address(step)) for hop in streams.hops])
+        return codings, streams.rotation_of(step)
 
     def learn_levels(
         self, step: int, own_values: Iterator[tuple[torch.Tensor, torch.Tensor, Link]]

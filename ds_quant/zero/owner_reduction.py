@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.bundle import is_small, joined, spread_
+from ds_quant.bundle import Cuts, is_small, joined, spread_
 from ds_quant.coding import Coding, exactly
 from ds_quant.hops import Hop
 from ds_quant.owners import Share, reduce_to_owners
 from ds_quant.rng import Role
 from ds_quant.rotation import Rotation
 from ds_quant.zero import replica_seams
-from ds_quant.zero.binding import Binding, Tracked
+from ds_quant.zero.binding import Binding
+from ds_quant.zero.streams import Tracked
 
 _PLANS = 1000  # remembered
 
@@ -26,8 +27,8 @@ class _Run(NamedTuple):
     """What is one tensor of the message: elements [start, stop) of a bucket, of one parameter from
     ``first`` on or, in full precision, of several small ones of one owner.
 
-    tracked: None in full precision. members: (index of a parameter, its first and last element in
-    the bucket).
+    tracked: None in full precision. members: (index of a parameter, first element in the bucket,
+    last one exclusive).
     """
 
     owner: int
@@ -35,7 +36,8 @@ class _Run(NamedTuple):
     first: int
     members: list[tuple[int, int, int]]
 
-    def views(self, bucket: torch.Tensor) -> list[torch.Tensor]:
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
         """Its elements of the bucket; members side by side are one."""
         ranges: list[tuple[int, int]] = []
         for _, start, stop in self.members:
@@ -43,7 +45,14 @@ class _Run(NamedTuple):
                 ranges[-1] = ranges[-1][0], stop
             else:
                 ranges.append((start, stop))
-        return [bucket[start:stop] for start, stop in ranges]
+        return ranges
+
+
+class _Plan(NamedTuple):
+    """The tensors of a message and where they lie in the bucket."""
+
+    runs: list[_Run]
+    cuts: Cuts
 
 
 class OwnerReduction:
@@ -60,7 +69,7 @@ class OwnerReduction:
         self._divisor = 1.0
         self._params: list[torch.Tensor] = []
         self._starts: list[int] = []
-        self._plans: dict[tuple, list[_Run]] = {}
+        self._plans: dict[tuple, _Plan] = {}
 
     @contextmanager
     def bucket(
@@ -89,8 +98,8 @@ class OwnerReduction:
             return
         dtype = call["communication_data_type"]
         route = self._binding.route(group)
-        runs = self._runs([self._range(values) for values in slices], owners, dtype)
-        views = [run.views(self._bucket) for run in runs]
+        runs, cuts = self._plan([self._range(values) for values in slices], owners, dtype)
+        views = cuts.views(self._bucket)
         shares = []
         for run, parts in zip(runs, views, strict=True):
             codings, rotation = self._codings(run, dtype, link.rank, route)
@@ -118,11 +127,13 @@ class OwnerReduction:
         codings, rotation = self._binding.gradient_codings(
             run.tracked, dtype, rank=rank, route=route
         )
-        return tuple(c.at(run.first) for c in codings), rotation
+        if run.first:
+            codings = tuple(c.at(run.first) for c in codings)
+        return codings, rotation
 
-    def _runs(
+    def _plan(
         self, ranges: Sequence[tuple[int, int]], owners: Sequence[int], dtype: torch.dtype
-    ) -> list[_Run]:
+    ) -> _Plan:
         """Cut ranges of the bucket at parameter borders. Buckets come in the same order in every
         step, unless a parameter is without a gradient: what few there are is remembered.
         """
@@ -131,10 +142,11 @@ class OwnerReduction:
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            self._plans[key] = self._plan(ranges, owners, dtype, exact)
+            runs = self._runs(ranges, owners, dtype, exact)
+            self._plans[key] = _Plan(runs, Cuts([run.ranges for run in runs]))
         return self._plans[key]
 
-    def _plan(
+    def _runs(
         self,
         ranges: Sequence[tuple[int, int]],
         owners: Sequence[int],

@@ -14,7 +14,8 @@ from ds_quant.hops import Hop, Piece, Reduction
 from ds_quant.layout import shard_range
 from ds_quant.link import Link
 from ds_quant.rotation import Rotation
-from ds_quant.zero.binding import Binding, Tracked
+from ds_quant.zero.binding import Binding
+from ds_quant.zero.streams import Tracked
 
 
 class ShardReduction:

@@ -22,6 +22,7 @@ from ds_quant.rng import Address
 from ds_quant.rotation import Rotation
 from ds_quant.zero import seams
 from ds_quant.zero.binding import Binding
+from ds_quant.zero.streams import by_hop
 
 _RAGGED = 9  # elements: more than a vector, less than anything else
 
@@ -73,7 +74,8 @@ def _weights(coding: Coding, dtype: torch.dtype, device: torch.device) -> Iterat
 
 def _gradients(binding: Binding, dtype: torch.dtype, device: torch.device) -> Iterator[_Use]:
     scheme, route = binding.scheme, binding.route(None)
-    codecs = binding.by_hop(scheme.gradients_intra or scheme.gradients, scheme.gradients, route)
+    inner, one_node = scheme.gradients_intra or scheme.gradients, binding.topology.nodes == 1
+    codecs = by_hop(inner, scheme.gradients, hops=len(route), one_node=one_node)
     codings = [_coding(codec) for codec in codecs]
     rotation = Rotation(block=scheme.rotation) if scheme.rotation else None
     if scheme.rotation_signs:

@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.bundle import is_small, joined, spread_
+from ds_quant.bundle import Cuts, is_small, joined, spread_
 from ds_quant.coding import Coding, exactly
 from ds_quant.layout import ceil_div
 from ds_quant.link import Fabric, Link
 from ds_quant.owners import Part, gather_from_owners
 from ds_quant.rng import Role
 from ds_quant.zero import replica_seams
-from ds_quant.zero.binding import Binding, Tracked
+from ds_quant.zero.binding import Binding
 from ds_quant.zero.replica_seams import ReplicaGroup
+from ds_quant.zero.streams import Tracked
 
 
 class _Run(NamedTuple):
@@ -40,9 +41,15 @@ class _Run(NamedTuple):
     first: int
     ranges: list[tuple[int, int]]
 
-    def views(self, flat: torch.Tensor, base: int = 0) -> list[torch.Tensor]:
-        """Its elements of a flat tensor that begins at element ``base`` of the replica."""
-        return [flat[start - base : stop - base] for start, stop in self.ranges]
+
+class _Plan(NamedTuple):
+    """The tensors of a message and where they lie in the flat replica; this rank's own ones in the
+    master weights of its partition.
+    """
+
+    runs: list[_Run]
+    cuts: Cuts
+    own_cuts: Cuts
 
 
 class Replica:
@@ -51,7 +58,7 @@ class Replica:
     def __init__(self, binding: Binding, optimizer: Any) -> None:
         self._binding, self._optimizer = binding, optimizer
         self._shows_exact = False
-        self._plans: dict[tuple[int, range, bool], list[_Run]] = {}  # do not change between steps
+        self._plans: dict[tuple[int, range, bool], _Plan] = {}  # do not change between steps
 
     def gather_updated(self) -> None:
         """Inside ``optimizer.step``: the own partition holds new exact weights, gather them."""
@@ -119,20 +126,20 @@ class Replica:
     ) -> Callable[[], None]:
         """Gather what lies in ``window`` of the partitions; the returned function waits for it."""
         link = fabric.whole
-        runs = self._runs(group, link, window, exact or self._binding.is_exact(step))
+        runs, cuts, own_cuts = self._plan(
+            group, link, window, exact or self._binding.is_exact(step)
+        )
         codings = [self._coding(run, group.flat.dtype, step, link.rank) for run in runs]
-        views = [run.views(group.flat) for run in runs]
+        views = cuts.views(group.flat.view(1, -1))
         # Else the new weights are in the replica already: exact ones, or absolute codes.
         from_master = self._binding.scheme.difference and not exact
-        own = link.rank * (group.flat.numel() // link.size)
+        targets = iter(own_cuts.views(group.master.view(1, -1)) if from_master else ())
         parts = [
             Part(
                 owner=run.owner,
                 values=joined(pieces),
                 coding=coding,
-                target=joined(run.views(group.master, own))
-                if from_master and run.owner == link.rank
-                else None,
+                target=joined(next(targets)) if from_master and run.owner == link.rank else None,
             )
             for run, coding, pieces in zip(runs, codings, views, strict=True)
         ]
@@ -146,16 +153,23 @@ class Replica:
 
         return decode
 
-    def _runs(self, group: ReplicaGroup, link: Link, window: range, exact: bool) -> list[_Run]:
+    def _plan(self, group: ReplicaGroup, link: Link, window: range, exact: bool) -> _Plan:
         """Cut the flat replica at parameter and partition borders, keeping the elements that lie
         in ``window`` of their partition; alignment gaps stay out.
         """
         key = group.index, window, exact
         if key not in self._plans:
-            self._plans[key] = self._plan(group, link, window, exact)
+            runs = self._runs(group, link, window, exact)
+            first = link.rank * (group.flat.numel() // link.size)
+            own = [
+                [(start - first, stop - first) for start, stop in run.ranges]
+                for run in runs
+                if run.owner == link.rank
+            ]
+            self._plans[key] = _Plan(runs, Cuts([run.ranges for run in runs]), Cuts(own))
         return self._plans[key]
 
-    def _plan(self, group: ReplicaGroup, link: Link, window: range, exact: bool) -> list[_Run]:
+    def _runs(self, group: ReplicaGroup, link: Link, window: range, exact: bool) -> list[_Run]:
         flat, width = group.flat, group.flat.numel() // link.size
         runs: list[_Run] = []
         bundles: dict[int, _Run] = {}  # by owner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_quant.bundle import MAX_NUMEL, bundle_of, joined, sort_out, spread_
+from ds_quant.bundle import MAX_NUMEL, Cuts, bundle_of, joined, sort_out, spread_
 from ds_quant.codec import CastCodec, GroupCodec
 from ds_quant.coding import Coding
 from ds_quant.layout import ceil_div, shard_range
@@ -52,6 +52,20 @@ def test_only_small_tensors_in_full_precision_are_bundled_by_dtype() -> None:
     alone, bundles = sort_out([3, 3, 3, MAX_NUMEL + 1, MAX_NUMEL], codings, ranks=2)
     assert alone == [1, 3]
     assert [(b.numels, m) for b, m in bundles] == [((3, MAX_NUMEL), [0, 4]), ((3,), [2])]
+
+
+@pytest.mark.parametrize("shape", [(12,), (1, 12)])
+def test_cuts_are_the_ranges_of_every_tensor(shape: tuple[int, ...]) -> None:
+    """With gaps, one range of no elements, and a tensor whose ranges lie around another's."""
+    flat = torch.arange(12.0).view(shape)
+    tensors = [[(1, 3), (6, 7)], [(3, 5)], [(5, 5)], [(9, 11)]]
+    found = Cuts(tensors).views(flat)
+    assert [[v.flatten().tolist() for v in views] for views in found] == [
+        [[1, 2], [6]], [[3, 4]], [[]], [[9, 10]],
+    ]  # fmt: skip
+    assert all(v.dim() == flat.dim() for views in found for v in views)
+    assert found[1][0].data_ptr() == flat.view(-1)[3:].data_ptr()
+    assert Cuts([]).views(flat) == []
 
 
 def test_joined_views_are_overwritten_where_they_lie() -> None:

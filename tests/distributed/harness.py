@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import socket
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -122,6 +123,8 @@ def _rank_main(
         outcome = (None, traceback.format_exc())
     sender.send(outcome)
     sender.close()
+    if outcome[1] is not None and variables["RANK"] == "0":
+        time.sleep(1)  # its store goes with it, and others may still read there why they end too
     os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
 
 

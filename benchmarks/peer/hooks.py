@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -14,24 +13,6 @@ import pytest
 from peer import block
 
 block.insert()  # for tests that build an engine or a config without ranks of their own
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> None:
-    """DeepSpeed's fixtures that start ranks are classes, which pytest from 8.4 on does not know."""
-    if isinstance(collector, pytest.Module):
-        with contextlib.suppress(collector.CollectError):  # pytest's own attempt will report it
-            for name, value in list(vars(collector.obj).items()):
-                if isinstance(value, type) and getattr(value, "is_dist_fixture", False):
-                    setattr(collector.obj, name, _as_fixture(value))
-
-
-def _as_fixture(starts_ranks: type) -> object:
-    def make() -> object:
-        return starts_ranks()
-
-    make.is_dist_fixture = True  # DeepSpeed's conftest then calls what it returns
-    return pytest.fixture(name=starts_ranks.__name__)(make)
 
 
 def pytest_configure() -> None:

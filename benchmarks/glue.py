@@ -75,12 +75,21 @@ def block(codec: str) -> dict[str, Any]:
 
 @contextmanager
 def emptied(codec: str) -> Iterator[None]:
-    """The quantizer does nothing inside."""
+    """The quantizer does nothing inside, but for zeros: what memory happens to hold may be NaN, and
+    DeepSpeed would skip the optimizer's step.
+    """
     from ds_quant.codec import GroupCodec
 
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    def zeros(_codec: Any, _wire: Any, out: Any, **__: Any) -> None:
+        out.detach().zero_()
+
+    does = {"encode": nothing, "decode": zeros, "decode_sum": zeros} if codec == "empty" else {}
     with ExitStack() as stack:
-        for name in ("encode", "decode", "decode_sum") if codec == "empty" else ():
-            stack.enter_context(patch.object(GroupCodec, name, lambda *_, **__: None))
+        for name, function in does.items():
+            stack.enter_context(patch.object(GroupCodec, name, function))
         yield
 
 
@@ -151,6 +160,11 @@ def measure(case: str, codec: str, args: argparse.Namespace) -> dict[str, Any]:
     with emptied(codec), patch.object(guard, "handshake"):  # the other rank cannot answer
         plain, ours = (build(case, args.layers, b) for b in (None, block(codec)))
         pairs = in_turns((plain, ours), args.rounds, args.steps)
+        if plain.skipped_steps or ours.skipped_steps:
+            raise RuntimeError(
+                f"ZeRO-{case}, {codec}: steps were skipped for want of finite gradients, "
+                f"{plain.skipped_steps} without the plugin and {ours.skipped_steps} with it"
+            )
         if args.profile:
             with cProfile.Profile() as profile:
                 seconds(ours, 1)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ds_quant.codec import GroupCodec
 from ds_quant.coding import Coding, Own
-from ds_quant.collectives import Slot, lay_out
+from ds_quant.collectives import Slot, cut, lay_out
 from ds_quant.kernels.dispatch import in_order, together
 from ds_quant.layout import VECTOR_NUMEL
 from ds_quant.link import Exchange, Link
@@ -259,9 +259,7 @@ def _post(
     """Encode every piece for its place, or recode what has arrived, and post the exchange."""
     sent = [nbytes for _, nbytes in layouts]
     payload = hop.link.empty(sum(sent), device=pieces[0].values.device)
-    # One call makes all views of a message: sliced one by one they cost a microsecond each.
-    sizes = [slot.nbytes for slots, _ in layouts for slot in slots]
-    wires = iter(payload.view(1, -1).split(sizes, dim=1))
+    wires = cut(payload, layouts)
     with hop.link.encoding("gradients") as notes, together():
         for place, row in enumerate(rows):
             for i, wire in zip(row, wires):  # noqa: B905 - as many as the row has

@@ -8,6 +8,7 @@ May import: torch, codec, coding, collectives, hops, kernels, link, owner_plan, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from ds_quant import hops
 from ds_quant.codec import Codec
 from ds_quant.coding import Coding
-from ds_quant.collectives import Slot, lay_out
+from ds_quant.collectives import cut, lay_out
 from ds_quant.kernels.dispatch import together
 from ds_quant.link import Fabric, Link, by_node
 from ds_quant.owner_plan import Piece, Shape, delivery_codec, plan
@@ -126,7 +127,7 @@ def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], No
         return lambda: None
     row = link.empty(nbytes, device=parts[0].values.device)
     with link.encoding("weights") as notes, together():
-        for part, wire in zip(by_owner[link.rank], _cut(row, layouts[link.rank][0]), strict=True):
+        for part, wire in zip(by_owner[link.rank], cut(row, [layouts[link.rank]]), strict=True):
             wanted = part.values if part.target is None else part.target.to(row.device)
             part.coding.encode(wanted, wire, held=part.values)
             notes.note(part.coding, wanted, wire, held=part.values)
@@ -135,17 +136,11 @@ def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], No
     def decode() -> None:
         with link.decoding(), together():
             rows = (row for node in by_node(arriving.wait(), link.size) for row in node)
-            for row, own, (slots, _) in zip(rows, by_owner, layouts, strict=True):
-                for part, wire in zip(own, _cut(row, slots), strict=True):
+            for row, own, layout in zip(rows, by_owner, layouts, strict=True):
+                for part, wire in zip(own, cut(row, [layout]), strict=True):
                     part.coding.decode(wire, part.values)
 
     return decode
-
-
-def _cut(row: Tensor, slots: Sequence[Slot]) -> Sequence[Tensor]:
-    """The slots at the front of a row, (1, bytes) each. One call makes all views: see ``hops``."""
-    sizes = [slot.nbytes for slot in slots]
-    return row.view(1, -1)[:, : sum(sizes)].split(sizes, dim=1) if sizes else ()
 
 
 def _deliver(
@@ -163,25 +158,18 @@ def _deliver(
     sent = [lay_out(_delivered(shares, row)) for row in outgoing]
     received = [lay_out(_delivered(shares, row)) for row in incoming]
     payload = link.empty(sum(n for _, n in sent), device=shares[0].values.device)
-    base = 0
     with link.encoding("gradients") as notes, together():
-        for row, (slots, nbytes) in zip(outgoing, sent, strict=True):
-            for piece, (start, size) in zip(row, slots, strict=True):
-                coding = _delivery(shares[piece.part].codings[-1], piece)
-                out = payload[base + start : base + start + size]
-                coding.encode(sums[piece], out)
-                notes.note(coding, sums[piece], out)
-            base += nbytes
+        for piece, out in zip(chain.from_iterable(outgoing), cut(payload, sent), strict=True):
+            coding = _delivery(shares[piece.part].codings[-1], piece)
+            coding.encode(sums[piece], out)
+            notes.note(coding, sums[piece], out)
     exchange = link.all_to_all(
         payload, sent=[n for _, n in sent], received=[n for _, n in received], role="gradients"
     )
-    wire, base = exchange.wait(), 0
+    wires = cut(exchange.wait(), received)
     with link.decoding(), together():
-        for row, (slots, nbytes) in zip(incoming, received, strict=True):
-            for piece, (start, size) in zip(row, slots, strict=True):
-                coding = _delivery(shares[piece.part].codings[-1], piece)
-                coding.decode(wire[base + start : base + start + size], sums[piece])
-            base += nbytes
+        for piece, wire in zip(chain.from_iterable(incoming), wires, strict=True):
+            _delivery(shares[piece.part].codings[-1], piece).decode(wire, sums[piece])
 
 
 def _delivered(shares: Sequence[Share], row: Sequence[Piece]) -> list[tuple[Codec, int]]:

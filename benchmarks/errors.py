@@ -116,8 +116,9 @@ def reduced(gradients: Sequence[Tensor], scheme: Scheme, *, step: int, parameter
 def _summed(
     values: Sequence[Tensor], codec: GroupCodec, *, step: int, parameter: int, hop: int
 ) -> Tensor:
-    wires = torch.empty(len(values), codec.wire_bytes(values[0].numel()), dtype=torch.uint8)
-    for rank, (value, wire) in enumerate(zip(values, wires, strict=True)):
+    others = values[1:]
+    wires = torch.empty(len(others), codec.wire_bytes(values[0].numel()), dtype=torch.uint8)
+    for rank, (value, wire) in enumerate(zip(others, wires, strict=True), start=1):
         place = hop * NODE_SIZE + rank
         coding(codec, Role.GRADIENTS, step=step, parameter=parameter, rank=place).encode(
             value, wire

@@ -25,12 +25,16 @@ WORTH_IT = 1.05  # see [Note: the ladder]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a step runs: ZeRO stage, micro-steps per optimizer step, nodes and ranks per node."""
+    """Where a step runs: ZeRO stage, micro-steps per optimizer step, nodes and ranks per node.
+
+    modules: those whose own parameters ZeRO-3 gathers, each twice per micro-step.
+    """
 
     stage: int
     micro_steps: int
     nodes: int
     node_size: int
+    modules: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +108,20 @@ def messages(candidate: Candidate, place: Place, links: Links) -> float:
         flops=none,
         encode=1 / candidate.codec if candidate.codec else none,
     )
-    return predict(volume, cluster, numel=bill.numel, tokens=0).communication
+    seconds = predict(volume, cluster, numel=bill.numel, tokens=0).communication
+    return seconds + _latency_of_gathers(bill, place, links)
+
+
+def _latency_of_gathers(bill: Bill, place: Place, links: Links) -> float:
+    """What the gathers of ZeRO-3 take beyond their bytes; those from a node shard stay in the node.
+
+    Reductions are as many under every scheme.
+    """
+    if place.stage < 3:
+        return 0.0
+    passed = (links.intra,) if bill.once_per_step else (links.inter, links.intra)
+    latency = sum(rate.latency for rate in passed if rate is not None)
+    return 2 * place.micro_steps * place.modules * latency
 
 
 def slice_pace(candidate: Candidate, place: Place, links: Links) -> float | None:
@@ -123,7 +140,8 @@ def codec_seconds(scheme: Scheme, speeds: Speeds, place: Place) -> float:
     """Seconds per parameter that a rank encodes and decodes in a step.
 
     A gather encodes the own shard and decodes all; a reduction encodes all and decodes as much, in
-    as many rows as there are ranks. With two levels the second hop handles the node's share.
+    as many rows as there are ranks, less its own row where that stays exact. With two levels the
+    second hop handles the node's share.
     """
     world, size = place.nodes * place.node_size, place.node_size
     gathers = 2 * place.micro_steps if place.stage == 3 else 1
@@ -140,5 +158,9 @@ def codec_seconds(scheme: Scheme, speeds: Speeds, place: Place) -> float:
     first = speeds.gradients if size == 1 else speeds.gradients_intra
     gradients = first.encode + first.decode
     if place.nodes > 1 and size > 1:
-        gradients += (speeds.gradients.encode + speeds.gradients.decode) / size
+        gradients *= 1 - 1 / size
+        second = speeds.gradients.encode + speeds.gradients.decode
+        gradients += second * (1 - 1 / place.nodes) / size
+    elif scheme.gradients_intra is not None:
+        gradients *= 1 - 1 / world
     return weights + reductions * gradients

@@ -63,12 +63,12 @@ class Codec(Protocol):
         out: torch.Tensor,  # (numel,) fp32
         *,
         scale: float = 1.0,
-        own: tuple[int, torch.Tensor] | None = None,  # row, (numel,) floating point
+        own: tuple[int, torch.Tensor] | None = None,  # place, (numel,) floating point
         levels: torch.Tensor | None = None,  # (2^bits,) fp32
     ) -> None:
         """out = scale * sum of the decoded rows: fp32, in row order, scaled once at the end.
 
-        Row ``own[0]`` counts as the values ``own[1]``; its bytes may be anything.
+        The values ``own[1]`` are added as row ``own[0]``, which the wire leaves out.
         """
 
 
@@ -166,7 +166,7 @@ class GroupCodec:
         out: torch.Tensor,  # (numel,) fp32
         *,
         scale: float = 1.0,
-        own: tuple[int, torch.Tensor] | None = None,  # row, (numel on the wire,) floating point
+        own: tuple[int, torch.Tensor] | None = None,  # place, (numel on the wire,) floating
         levels: torch.Tensor | None = None,  # (2^bits,) fp32
         rotation: Rotation | None = None,
     ) -> None:
@@ -257,18 +257,18 @@ class CastCodec:
         out: torch.Tensor,  # (numel,) fp32
         *,
         scale: float = 1.0,
-        own: tuple[int, torch.Tensor] | None = None,  # row, (numel,) floating point
+        own: tuple[int, torch.Tensor] | None = None,  # place, (numel,) floating point
         levels: torch.Tensor | None = None,  # unused
     ) -> None:
         """See Codec."""
         check_sum(wire, out, self)
         out = out.detach()
-        rows = self._read(wire, out.shape[0])
-        if rows.shape[0] == 0:
+        rows = list(self._read(wire, out.shape[0]))
+        if own is not None:
+            rows.insert(*own)
+        if not rows:
             out.zero_()
         for index, row in enumerate(rows):
-            if own is not None and index == own[0]:
-                row = own[1]
             out.copy_(row) if index == 0 else out.add_(row)
         if scale != 1.0:
             out.mul_(scale)

@@ -17,7 +17,7 @@ from ds_quant.kernels import dispatch, scratch
 from ds_quant.rng import Address
 from ds_quant.rotation import Rotation
 
-Own = tuple[int, Tensor]  # a row and the values that it counts as
+Own = tuple[int, Tensor]  # a row of a sum that is not on the wire: its place and values
 
 _RUN = 1 << 22  # elements
 
@@ -74,7 +74,7 @@ class Coding(NamedTuple):
     ) -> None:
         """Encode the sum of rows of another coding: wire (rows, bytes) -> out (bytes,).
 
-        Row ``own[0]``, if given, counts as the values ``own[1]``, (numel,).
+        ``own[1]``, (numel,), is added as row ``own[0]``, which the wire leaves out.
         """
         check_bytes("wire", wire, source.codec.wire_bytes(numel))
         check_bytes("out", out, self.codec.wire_bytes(numel))

@@ -4,8 +4,8 @@
 over the ranks of a node: rank (n, g) collects from its node what is bound for any (n', g). The
 second hop sums those partial sums over the nodes: each byte enters a node once. Between the two a
 piece is decoded, added in fp32 and encoded anew (`recode`); a rotation spans both hops.
-Own contributions are exact where a hop says so: nobody else sees them, so they need no bits, and
-with two nodes that halves the variance of the inter-node hop.
+Own contributions are exact where a hop says so: nobody else sees them, so they need no bits and no
+place in a message, and with two nodes that halves the variance of the inter-node hop.
 
 [Note: slices] Large reductions over two hops are cut into slices. While slice i crosses between
 the nodes, slice i + 1 is inside them.
@@ -20,7 +20,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -205,19 +205,15 @@ def _reduce_slice(
         rows: list[list[int]] = [[] for _ in range(hop.link.size)]
         for i in partial:
             rows[hop.place(pieces[i].reducer)].append(i)
-        layouts = [
-            lay_out([(pieces[i].codings[depth].codec, pieces[i].numel_on_wire) for i in row])
-            for row in rows
-        ]
-        exchange = _post(pieces, partial, depth, hop, rows, layouts)
         mine = hop.link.rank
+        exchange, slots = _post(pieces, partial, depth, hop, rows)
         kept = {}
         if hop.exact_own:
             with hop.link.decoding():
                 kept = {i: _added_up(partial[i], pieces[i], hop.link) for i in rows[mine]}
         yield
-        received = exchange.wait().view(hop.link.size, -1)
-        columns = received.split([slot.nbytes for slot in layouts[mine][0]], dim=1)
+        received = exchange.wait().view(hop.link.size - hop.exact_own, -1)
+        columns = received.split([slot.nbytes for slot in slots], dim=1)
         partial = {
             i: _Arrived(
                 coding=pieces[i].codings[depth],
@@ -254,19 +250,26 @@ def _post(
     depth: int,
     hop: Hop,
     rows: Sequence[Sequence[int]],
-    layouts: Sequence[tuple[Sequence[Slot], int]],
-) -> Exchange:
-    """Encode every piece for its place, or recode what has arrived, and post the exchange."""
-    sent = [nbytes for _, nbytes in layouts]
+) -> tuple[Exchange, list[Slot]]:
+    """Encode every piece for its place, or recode what has arrived, and post the exchange; with it
+    the slots of the rows that arrive, one per rank but for an own one that stays exact.
+    """
+    mine = hop.link.rank
+    layouts = [
+        lay_out([(pieces[i].codings[depth].codec, pieces[i].numel_on_wire) for i in row])
+        for row in rows
+    ]
+    slots, nbytes = layouts[mine]
+    received, leaving = [nbytes] * hop.link.size, list(rows)
+    if hop.exact_own:
+        received[mine], leaving[mine], layouts[mine] = 0, [], ([], 0)
+    sent = [row_bytes for _, row_bytes in layouts]
     payload = hop.link.empty(sum(sent), device=pieces[0].values.device)
-    wires = cut(payload, layouts)
     with hop.link.encoding("gradients") as notes, together():
-        for place, row in enumerate(rows):
-            for i, wire in zip(row, wires):  # noqa: B905 - as many as the row has
-                if place != hop.link.rank or not hop.exact_own:
-                    _encode(pieces[i], depth, partial[i], wire, notes)
-    received = [sent[hop.link.rank]] * hop.link.size
-    return hop.link.all_to_all(payload, sent=sent, received=received, role="gradients")
+        for i, wire in zip(chain.from_iterable(leaving), cut(payload, layouts), strict=True):
+            _encode(pieces[i], depth, partial[i], wire, notes)
+    exchange = hop.link.all_to_all(payload, sent=sent, received=received, role="gradients")
+    return exchange, slots
 
 
 def _encode(

@@ -92,7 +92,7 @@ class ModuleCodec:
         out: Tensor,  # (numel,) fp32
         *,
         scale: float = 1.0,
-        own: tuple[int, Tensor] | None = None,  # row, (numel,) floating point
+        own: tuple[int, Tensor] | None = None,  # place, (numel,) floating point
         levels: Tensor | None = None,  # unused
     ) -> None:
         """See Codec."""
@@ -102,9 +102,11 @@ class ModuleCodec:
         for index, row in enumerate(wire):
             if own is not None and index == own[0]:
                 out.add_(own[1])
-            elif out.numel():
+            if out.numel():
                 self.functions.decode(row.view(1, -1), values.view(1, -1))
                 out.add_(values)
+        if own is not None and own[0] == len(wire):
+            out.add_(own[1])
         out.mul_(scale)
 
 

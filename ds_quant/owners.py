@@ -2,7 +2,7 @@
 
 Which rank sums what is decided in owner_plan.py.
 
-May import: torch, codec, coding, collectives, hops, kernels, link, owner_plan, rotation.
+May import: torch, codec, coding, collectives, hops, kernels, layout, link, owner_plan, rotation.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from ds_quant.codec import Codec
 from ds_quant.coding import Coding
 from ds_quant.collectives import cut, lay_out
 from ds_quant.kernels.dispatch import together
+from ds_quant.layout import VECTOR_NUMEL, round_up
 from ds_quant.link import Fabric, Link, by_node
-from ds_quant.owner_plan import Piece, Shape, delivery_codec, plan
+from ds_quant.owner_plan import Piece, delivery_codec
 from ds_quant.rotation import Rotation
 
 
@@ -52,33 +53,22 @@ class Share(NamedTuple):
 
 
 def reduce_to_owners(
-    shares: Sequence[Share], route: Sequence[hops.Hop], link: Link, *, scale: float
+    shares: Sequence[Share],
+    pieces: Sequence[Piece],
+    route: Sequence[hops.Hop],
+    link: Link,
+    *,
+    scale: float,
 ) -> list[Tensor | None]:
     """Sum each share over the ranks, times ``scale``, for its owner.
 
-    1. choose direct or balanced  2. reduce each piece on its reducer, over the hops of ``route``
-    3. balanced only: encode the sums for the owners, all-to-all over ``link``, the whole group.
+    1. reduce each of ``pieces``, as from ``owner_plan``, on its reducer, over the hops of ``route``
+    2. balanced only: encode the sums for the owners, all-to-all over ``link``, the whole group.
 
     Returns:
         Per share its fp32 sum (numel,) on the owner and None elsewhere.
     """
-    shapes = tuple(
-        Shape(
-            s.owner,
-            s.values.numel(),
-            s.codings[-1].codec,
-            s.codings[0].codec if len(route) > 1 else None,
-        )
-        for s in shares
-    )
-    node_size = route[0].link.size if len(route) > 1 else None
-    pieces = plan(shapes, link.size, node_size)
-    totals = [
-        link.empty(s.values.numel(), dtype=torch.float32, device=s.values.device)
-        if s.owner == link.rank
-        else None
-        for s in shares
-    ]
+    totals = _totals(shares, link)
     wanted: list[Tensor | None] = []
     for p in pieces:
         total = totals[p.part]
@@ -87,11 +77,23 @@ def reduce_to_owners(
             wanted.append(link.empty(p.stop - p.start, dtype=torch.float32, device=device))
         else:
             wanted.append(None if total is None else _between(total, p.start, p.stop))
-    moved = any(piece.reducer != shapes[piece.part].owner for piece in pieces)
     hops.reduce([_piece(shares[p.part], p) for p in pieces], route, scale=scale, sums=wanted)
-    if moved:
+    if any(p.reducer != shares[p.part].owner for p in pieces):
         _deliver(shares, pieces, dict(zip(pieces, wanted, strict=True)), link)
     return totals
+
+
+def _totals(shares: Sequence[Share], link: Link) -> list[Tensor | None]:
+    """Where the sums of this rank's shares go, in one buffer; None for those of others."""
+    if not shares:
+        return []
+    sizes = [s.values.numel() if s.owner == link.rank else 0 for s in shares]
+    room = [round_up(numel, VECTOR_NUMEL) for numel in sizes]  # kernels prefer aligned ones
+    buffer = link.empty(sum(room), dtype=torch.float32, device=shares[0].values.device)
+    return [
+        _between(part, 0, numel) if share.owner == link.rank else None
+        for share, part, numel in zip(shares, buffer.split(room), sizes, strict=True)
+    ]
 
 
 def _between(values: Tensor, start: int, stop: int) -> Tensor:

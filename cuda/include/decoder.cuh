@@ -47,8 +47,8 @@ DSQ_DEVICE void load_levels(const float* levels, u32 threads) {
 #endif
 
 struct SourceRow {
-    const u8* bytes;  // of source 0
-    u64 stride;       // to the next source
+    const u8* bytes;  // of the first source on the wire
+    u64 stride;       // to the next one
     u64 plane[DSQ_MAX_PLANES];
     u64 scales, offsets;
     u64 numel, vectors;
@@ -161,7 +161,7 @@ struct SourceRun {
     }
 };
 
-// The values of source `own`. What lies past the end of the row is a present value, unused.
+// The values of source `own`, which the wire leaves out. What lies past the end of the row is a present value, unused.
 DSQ_DEVICE void load_own(const SourceRow& row, u64 j, float (&x)[DSQ_RUN][8]) {
     const float* p = row.own_values + j * 8;
     const u64 left = row.numel - j * 8;
@@ -188,13 +188,14 @@ DSQ_DEVICE void sum_run(const SourceRow& row, u64 j, float (&sum)[DSQ_RUN][8]) {
 #else
     DSQ_NO_UNROLL
 #endif
-    for (u64 k = 0; k < row.sources; ++k, source += row.stride) {
+    for (u64 k = 0; k < row.sources; ++k) {
         float x[DSQ_RUN][8];
         if (DSQ_OWN && k == row.own) {
             load_own(row, j, x);
         } else {
             SourceRun run;
             run.load(row, source, j);
+            source += row.stride;
             DSQ_UNROLL
             for (int v = 0; v < DSQ_RUN; ++v) run.decode(v, x[v]);
         }

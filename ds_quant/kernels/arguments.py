@@ -28,7 +28,7 @@ _WORD = (1 << 64) - 1
 
 
 class Own(NamedTuple):
-    """A row that counts as these values, whatever its bytes are."""
+    """Values of a row of a sum, which the wire leaves out."""
 
     row: int
     values: torch.Tensor  # (elements on the wire,) floating point

@@ -152,7 +152,7 @@ def decode_sum(
     fmt: Format,
     *,
     scale: float,
-    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel on the wire,) floating
+    own: tuple[int, torch.Tensor] | None,  # place and values, (numel on the wire,) floating point
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
     rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
 ) -> None:
@@ -162,8 +162,8 @@ def decode_sum(
     if run is None:
         _on_host(wire.device).decode_sum(wire, out, fmt, own=own, **options)
         return
-    replaced = None if own is None else Own(*own)
-    launch.decode_sum(wire, out, fmt, own=replaced, run=run, **options)
+    given = None if own is None else Own(*own)
+    launch.decode_sum(wire, out, fmt, own=given, run=run, **options)
 
 
 def recode(
@@ -173,7 +173,7 @@ def recode(
     fmt: Format,
     *,
     numel: int,
-    own: tuple[int, torch.Tensor] | None,  # a source and its values, (numel,) floating point
+    own: tuple[int, torch.Tensor] | None,  # place and values, (numel,) floating point
     address: rng.Address | None,
     source_levels: torch.Tensor | None,  # learned levels only
     levels: torch.Tensor | None,
@@ -189,10 +189,10 @@ def recode(
             decode_sum(wire, total, source, scale=1.0, own=own, levels=source_levels)
             encode(total.view(1, -1), out.view(1, -1), fmt, address=address, levels=levels)
         return
-    replaced = None if own is None else Own(*own)
+    given = None if own is None else Own(*own)
     launch.recode(
         wire.unsqueeze(0), out.view(1, -1), source, fmt, numel=numel, address=address,
-        run=runs[1], source_levels=source_levels, levels=levels, own=replaced,
+        run=runs[1], source_levels=source_levels, levels=levels, own=given,
     )  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def decode_sum(
 
     With a rotation the sum is rotated back before it is multiplied.
     """
-    if wire.shape[0] == 0:
+    if wire.shape[0] == 0 and own is None:
         return None if add else out.zero_()
     target = dense(out)
     copied = target.data_ptr() != out.data_ptr()
@@ -177,7 +177,7 @@ def _sum(
     at_once: bool = False,
 ) -> None:
     numel = out.shape[-1]
-    rows, sources = (1, wire.shape[0]) if out.dim() == 1 else (wire.shape[0], 1)
+    rows, sources = (1, wire.shape[0] + (own is not None)) if out.dim() == 1 else (wire.shape[0], 1)
     if rows == 0 or numel == 0:
         return
     wire = aligned(wire, copy=True)
@@ -240,7 +240,7 @@ def recode(
     own: Own | None = None,
 ) -> None:
     """Decode and add up the sources of every row in fp32, in order, and encode the sum."""
-    rows, sources = wire.shape[:2]
+    rows, sources = wire.shape[0], wire.shape[1] + (own is not None)
     if rows == 0 or numel == 0:
         return
     wire, target = aligned(wire, copy=True), aligned(out, copy=False)

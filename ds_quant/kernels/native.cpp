@@ -45,12 +45,12 @@ struct Job {
     u64 key, step, first_vector;             // of the random bits
     const float *levels;  // learned: 2^bits levels to decode, their 2^bits - 1 middles to encode
     const float *signs;   // of a rotation block, or null
-    u8 *own_values;       // fp32, what row `own` counts as
+    u8 *own_values;       // fp32 values of row `own` of a sum, which the wire leaves out
     i64 own;              // -1 for none
     i64 threads;
     float shift, factor;
 };
-extern "C" i64 dsq_version() { return 1; }
+extern "C" i64 dsq_version() { return 2; }
 
 // --- floats
 
@@ -526,13 +526,14 @@ static EVERY_CPU void sum_groups(const Job *pointer, i64 first, i64 last) {
     for (i64 index = first; index < last; ++index) {
         const i64 start = index * job.group;
         const i64 count = job.numel - start < job.group ? job.numel - start : job.group;
+        const u8 *wire = job.wire;
         for (i64 row = 0; row < job.rows; ++row) {
             float *target = row ? values.data() : total.data();
             if (row == job.own) {
                 load(target, job.own_values + 4 * start, FP32, count);
             } else {
-                decode_group(job, job.wire + row * job.wire_stride, index, count, codes.data(),
-                             target);
+                decode_group(job, wire, index, count, codes.data(), target);
+                wire += job.wire_stride;
             }
             if (row) {
                 for (i64 j = 0; j < count; ++j) total[j] += values[j];

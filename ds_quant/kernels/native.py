@@ -18,7 +18,7 @@ from ds_quant.kernels.blocks import Format, layout_of
 from ds_quant.kernels.rotation import Rotation
 from ds_quant.layout import round_up
 
-VERSION = 1  # of Job, as dsq_version() of native.cpp
+VERSION = 2  # of Job, as dsq_version() of native.cpp
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ROUNDINGS = {"nearest": 0, "stochastic": 1, "random_shift": 2}
@@ -133,16 +133,16 @@ def decode_sum(
     fmt: Format,
     *,
     scale: float,
-    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel on the wire,) floating
+    own: tuple[int, torch.Tensor] | None,  # place and values, (numel on the wire,) floating point
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
     rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
 ) -> None:
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
 
-    Row ``own[0]`` counts as ``own[1]``, whatever its bytes are. With a rotation the sum is rotated
-    back before it is multiplied.
+    ``own[1]`` is added as row ``own[0]``, which the wire leaves out. With a rotation the sum is
+    rotated back before it is multiplied.
     """
-    if wire.shape[0] == 0 or out.shape[0] == 0:
+    if out.shape[0] == 0 or (wire.shape[0] == 0 and own is None):
         out.zero_()
         return
     target = out if out.is_contiguous() else torch.empty_like(out)
@@ -152,7 +152,7 @@ def decode_sum(
     job.values, job.factor = target.data_ptr(), scale / rotation.block if rotation else scale
     if own is not None:
         own_values = own[1].detach().to(torch.float32).contiguous()
-        job.own, job.own_values = own[0], own_values.data_ptr()
+        job.own, job.own_values, job.rows = own[0], own_values.data_ptr(), wire.shape[0] + 1
     _function("dsq_decode_sum")(job)
     if target is not out:
         out.copy_(target)

@@ -217,35 +217,35 @@ def decode_sum(
     fmt: Format,
     *,
     scale: float,
-    own: tuple[int, torch.Tensor] | None,  # a row and its values, (numel on the wire,) floating
+    own: tuple[int, torch.Tensor] | None,  # place and values, (numel on the wire,) floating point
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
     rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
 ) -> None:
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
 
-    Row ``own[0]`` counts as ``own[1]``, whatever its bytes are. With a rotation the sum is rotated
-    back before it is multiplied.
+    ``own[1]`` is added as row ``own[0]``, which the wire leaves out. With a rotation the sum is
+    rotated back before it is multiplied.
     """
     if rotation is not None:
-        padded = round_up(out.shape[0], rotation.block)
-        total = torch.empty(padded, dtype=torch.float32, device=out.device)
+        total = out.new_empty(round_up(out.shape[0], rotation.block))
         decode_sum(wire, total, fmt, scale=1.0, own=own, levels=levels)
         unrotate_(total, rotation, scale=scale)
         out.copy_(total[: out.shape[0]])
         return
-    numel = out.shape[0]
-    layout = layout_of(fmt, numel)
-    for block in blocks(wire.shape[0], numel, group_size=fmt.group_size, device=wire.device):
+    layout = layout_of(fmt, out.shape[0])
+    for block in blocks(wire.shape[0], layout.numel, group_size=fmt.group_size, device=wire.device):
         values = _take_values(block, wire.device)
         _decode_block(wire, values, layout, block, fmt, levels)
         total = out[block.start : block.start + block.numel]
-        for index, row in enumerate(values[:, : block.numel].unbind(0), start=block.row):
-            if own is not None and index == own[0]:
-                row.copy_(own[1][block.start : block.start + block.numel])
+        rows = list(values[:, : block.numel].unbind(0))
+        is_last = block.row + block.num_rows == wire.shape[0]
+        if own is not None and own[0] - block.row in range(block.num_rows + is_last):
+            rows.insert(own[0] - block.row, own[1][block.start : block.start + block.numel])
+        for index, row in enumerate(rows, start=block.row):
             total.copy_(row) if index == 0 else total.add_(row)
     if wire.shape[0] == 0:
-        out.zero_()
-    elif scale != 1.0:
+        out.zero_() if own is None else out.copy_(own[1])
+    if scale != 1.0:
         out.mul_(scale)
 
 

@@ -18,13 +18,12 @@ from ds_quant.cost import Bill, Cargo, bill
 from ds_quant.hops import Hop
 from ds_quant.link import Fabric, Link
 from ds_quant.metrics import Traffic
-from ds_quant.rotation import Rotation
 from ds_quant.scheme import Scheme
 from ds_quant.slicing import Slicing
 from ds_quant.topology import Topology
 from ds_quant.zero import parameters, seams
 from ds_quant.zero.state import SchemeState, learn
-from ds_quant.zero.streams import Streams, Tracked
+from ds_quant.zero.streams import GradientStreams, Streams, Tracked
 from ds_quant.zero.world import new_group
 
 
@@ -177,16 +176,13 @@ class Binding:
             difference=self.scheme.difference and not intra,
         )
 
-    def gradient_codings(
+    def gradient_streams(
         self, tracked: Tracked, dtype: torch.dtype, *, rank: int, route: Sequence[Hop]
-    ) -> tuple[tuple[Coding, ...], Rotation | None]:
-        """How a gradient travels on each hop of ``route``, and what wraps the whole reduction."""
-        streams = self._streams.of_gradient(tracked, dtype, rank=rank, hops=len(route))
-        if streams is None or self.is_exact(self.step):
-            return (exactly(dtype),) * len(route), None
-        step = self.gradient_step
-        codings = tuple([Coding(hop.codec, hop.address(step)) for hop in streams.hops])
-        return codings, streams.rotation_of(step)
+    ) -> GradientStreams | None:
+        """What carries a gradient over ``route`` in the current step; None if it stays exact."""
+        if self.is_exact(self.step):
+            return None
+        return self._streams.of_gradient(tracked, dtype, rank=rank, hops=len(route))
 
     def learn_levels(
         self, step: int, own_values: Iterator[tuple[torch.Tensor, torch.Tensor, Link]]

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_quant.bundle import Cuts, is_small, joined, spread_
-from ds_quant.coding import Coding, exactly
+from ds_quant.coding import exactly
 from ds_quant.hops import Hop
+from ds_quant.link import Link
+from ds_quant.owner_plan import Piece, Shape, plan
 from ds_quant.owners import Share, reduce_to_owners
-from ds_quant.rng import Role
-from ds_quant.rotation import Rotation
 from ds_quant.zero import replica_seams
 from ds_quant.zero.binding import Binding
-from ds_quant.zero.streams import Tracked
+from ds_quant.zero.streams import GradientStreams, codings_of
 
 _PLANS = 1000  # remembered
 
@@ -27,12 +27,12 @@ class _Run(NamedTuple):
     """What is one tensor of the message: elements [start, stop) of a bucket, of one parameter from
     ``first`` on or, in full precision, of several small ones of one owner.
 
-    tracked: None in full precision. members: (index of a parameter, first element in the bucket,
+    streams: None in full precision. members: (index of a parameter, first element in the bucket,
     last one exclusive).
     """
 
     owner: int
-    tracked: Tracked | None
+    streams: GradientStreams | None
     first: int
     members: list[tuple[int, int, int]]
 
@@ -47,12 +47,20 @@ class _Run(NamedTuple):
                 ranges.append((start, stop))
         return ranges
 
+    def shape(self, dtype: torch.dtype, *, hops: int) -> Shape:
+        """What decides who sums it."""
+        codings, _ = codings_of(self.streams, dtype, hops=hops, step=0)
+        numel = sum(stop - start for _, start, stop in self.members)
+        inner = codings[0].codec if hops > 1 else None
+        return Shape(self.owner, numel, codings[-1].codec, inner)
+
 
 class _Plan(NamedTuple):
-    """The tensors of a message and where they lie in the bucket."""
+    """The tensors of a message, where they lie in the bucket, and who sums what of them."""
 
     runs: list[_Run]
     cuts: Cuts
+    pieces: tuple[Piece, ...]
 
 
 class OwnerReduction:
@@ -98,13 +106,16 @@ class OwnerReduction:
             return
         dtype = call["communication_data_type"]
         route = self._binding.route(group)
-        runs, cuts = self._plan([self._range(values) for values in slices], owners, dtype)
-        views = cuts.views(self._bucket)
-        shares = []
+        ranges = [self._range(values) for values in slices]
+        runs, cuts, pieces = self._plan(ranges, owners, dtype, route, link)
+        views, shares = cuts.views(self._bucket), []
+        step = self._binding.gradient_step
         for run, parts in zip(runs, views, strict=True):
-            codings, rotation = self._codings(run, dtype, link.rank, route)
+            codings, rotation = codings_of(run.streams, dtype, hops=len(route), step=step)
+            if run.first:
+                codings = tuple([c.at(run.first) for c in codings])
             shares.append(Share(run.owner, joined(parts), codings, rotation))
-        sums = reduce_to_owners(shares, route, link, scale=1 / self._divisor)
+        sums = reduce_to_owners(shares, pieces, route, link, scale=1 / self._divisor)
         for run, parts, total in zip(runs, views, sums, strict=True):
             if total is not None:
                 spread_(parts, total)
@@ -119,31 +130,26 @@ class OwnerReduction:
             for index, start, stop in run.members:
                 self._binding.watch.note(index, self._bucket[start:stop])
 
-    def _codings(
-        self, run: _Run, dtype: torch.dtype, rank: int, route: Sequence[Hop]
-    ) -> tuple[tuple[Coding, ...], Rotation | None]:
-        if run.tracked is None:
-            return (exactly(dtype),) * len(route), None
-        codings, rotation = self._binding.gradient_codings(
-            run.tracked, dtype, rank=rank, route=route
-        )
-        if run.first:
-            codings = tuple(c.at(run.first) for c in codings)
-        return codings, rotation
-
     def _plan(
-        self, ranges: Sequence[tuple[int, int]], owners: Sequence[int], dtype: torch.dtype
+        self,
+        ranges: Sequence[tuple[int, int]],
+        owners: Sequence[int],
+        dtype: torch.dtype,
+        route: Sequence[Hop],
+        link: Link,
     ) -> _Plan:
         """Cut ranges of the bucket at parameter borders. Buckets come in the same order in every
         step, unless a parameter is without a gradient: what few there are is remembered.
         """
         exact = self._binding.is_exact(self._binding.step)
-        key = tuple(ranges), tuple(owners), tuple(map(id, self._params)), dtype, exact
+        key = tuple(ranges), tuple(owners), tuple(map(id, self._params)), dtype, exact, link
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            runs = self._runs(ranges, owners, dtype, exact)
-            self._plans[key] = _Plan(runs, Cuts([run.ranges for run in runs]))
+            runs = self._runs(ranges, owners, dtype, route, link.rank)
+            shapes = tuple(run.shape(dtype, hops=len(route)) for run in runs)
+            pieces = plan(shapes, link.size, route[0].link.size if len(route) > 1 else None)
+            self._plans[key] = _Plan(runs, Cuts([run.ranges for run in runs]), pieces)
         return self._plans[key]
 
     def _runs(
@@ -151,7 +157,8 @@ class OwnerReduction:
         ranges: Sequence[tuple[int, int]],
         owners: Sequence[int],
         dtype: torch.dtype,
-        exact: bool,
+        route: Sequence[Hop],
+        rank: int,
     ) -> list[_Run]:
         runs: list[_Run] = []
         bundles: dict[int, _Run] = {}  # by owner
@@ -160,16 +167,13 @@ class OwnerReduction:
             while position < end:
                 start, stop = self._starts[place], min(end, self._starts[place + 1])
                 tracked = self._binding.tracked(self._params[place])
-                whole = exact or self._binding.scheme.leaves_exact(
-                    Role.GRADIENTS, tracked.name, tracked.shape, dtype
-                )
+                streams = self._binding.gradient_streams(tracked, dtype, rank=rank, route=route)
                 member = tracked.index, position, stop
-                small = whole and is_small(stop - position, exactly(dtype))
+                small = streams is None and is_small(stop - position, exactly(dtype))
                 if small and owner in bundles:
                     bundles[owner].members.append(member)
                 elif position < stop:
-                    sent_as = None if whole else tracked
-                    runs.append(_Run(owner, sent_as, position - start, [member]))
+                    runs.append(_Run(owner, streams, position - start, [member]))
                     if small:
                         bundles[owner] = runs[-1]
                 position, place = stop, place + 1

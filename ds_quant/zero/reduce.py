@@ -15,7 +15,7 @@ from ds_quant.layout import shard_range
 from ds_quant.link import Link
 from ds_quant.rotation import Rotation
 from ds_quant.zero.binding import Binding
-from ds_quant.zero.streams import Tracked
+from ds_quant.zero.streams import Tracked, codings_of
 
 
 class ShardReduction:
@@ -47,13 +47,13 @@ class ShardReduction:
         if link.size == 1 or not tensors or None in tracked:
             return None
         route = binding.route(group)
-        codings, rotations = zip(
-            *(
-                binding.gradient_codings(t, g.dtype, rank=link.rank, route=route)
-                for t, g in zip(tracked, tensors, strict=True)
-            ),
-            strict=True,
-        )
+        step, codings, rotations = binding.gradient_step, [], []
+        for parameter, gradient in zip(tracked, tensors, strict=True):
+            dtype = gradient.dtype
+            streams = binding.gradient_streams(parameter, dtype, rank=link.rank, route=route)
+            coding, rotation = codings_of(streams, dtype, hops=len(route), step=step)
+            codings.append(coding)
+            rotations.append(rotation)
         # See [Note: bundles].
         alone, bundles = sort_out([g.numel() for g in tensors], [c[-1] for c in codings], link.size)
         sent = [tensors[i] for i in alone]

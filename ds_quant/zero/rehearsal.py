@@ -87,7 +87,7 @@ def _gradients(binding: Binding, dtype: torch.dtype, device: torch.device) -> It
         wire = _wire(codings[0], on_wire, device)
         codings[0].encode(values, wire, rotation=rotation)
         for depth, (hop, coding) in enumerate(zip(route, codings, strict=True)):
-            rows = wire.expand(hop.link.size, -1)
+            rows = wire.expand(hop.link.size - hop.exact_own, -1)
             own = (0, values.new_zeros(on_wire).float()) if hop.exact_own else None
             if depth + 1 == len(route):
                 total = torch.empty(numel, device=device).float()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
+from ds_quant.coding import Coding, exactly
 from ds_quant.rng import Address, Role, key_of
 from ds_quant.rotation import Rotation
 from ds_quant.scheme import Scheme
@@ -47,11 +48,21 @@ class GradientStreams(NamedTuple):
     rotation: Rotation | None
     signs: int | None
 
-    def rotation_of(self, step: int) -> Rotation | None:
-        """The rotation in one step."""
-        if self.rotation is None or self.signs is None:
-            return self.rotation
-        return Rotation(block=self.rotation.block, signs=Address(self.signs, step))
+    def codings(self, step: int) -> tuple[tuple[Coding, ...], Rotation | None]:
+        """One coding per hop and the rotation, in one step."""
+        rotation = self.rotation
+        if rotation is not None and self.signs is not None:
+            rotation = Rotation(block=rotation.block, signs=Address(self.signs, step))
+        return tuple([Coding(hop.codec, hop.address(step)) for hop in self.hops]), rotation
+
+
+def codings_of(
+    streams: GradientStreams | None, dtype: torch.dtype, *, hops: int, step: int
+) -> tuple[tuple[Coding, ...], Rotation | None]:
+    """How a gradient travels on each hop in one step, and what wraps the whole reduction."""
+    if streams is None:
+        return (exactly(dtype),) * hops, None
+    return streams.codings(step)
 
 
 def by_hop(inner: Codec, outer: Codec, *, hops: int, one_node: bool) -> list[Codec]:

@@ -31,6 +31,7 @@ def tune(binding: Binding, config: QuantizedCommConfig) -> QuantizedCommConfig:
         micro_steps=binding.engine.gradient_accumulation_steps(),
         nodes=binding.topology.nodes,
         node_size=binding.topology.node_size,
+        modules=sum(map(_is_gathered, binding.engine.module.modules())),
     )
     links = _links(binding)
     found = [_candidate(binding, config.picked(name), place) for name in _allowed(config, place)]
@@ -42,6 +43,11 @@ def tune(binding: Binding, config: QuantizedCommConfig) -> QuantizedCommConfig:
     if pace is not None:
         binding.slicing = replace(binding.slicing, pace=pace)
     return config.picked(scheme)
+
+
+def _is_gathered(module: torch.nn.Module) -> bool:
+    """Whether it has parameters of its own that do not stay gathered."""
+    return any(not getattr(p, "ds_persist", True) for p in module.parameters(recurse=False))
 
 
 def _allowed(config: QuantizedCommConfig, place: Place) -> list[str]:

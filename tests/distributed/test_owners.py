@@ -110,7 +110,9 @@ def shares(shapes: Layout, values: Sequence[torch.Tensor], rank: int) -> list[Sh
 
 
 def reduce_flat(given: Sequence[Share], link: Link, *, scale: float) -> list[torch.Tensor | None]:
-    return reduce_to_owners(given, (Hop(link=link),), link, scale=scale)
+    route = (Hop(link=link),)
+    shapes = [Shape(s.owner, s.values.numel(), s.codings[0].codec) for s in given]
+    return reduce_to_owners(given, plan(tuple(shapes), link.size), route, link, scale=scale)
 
 
 # ---- gradients ----

@@ -53,9 +53,9 @@ class Recorder:
         return use
 
     def _recode(self, original: Any, wire, out, source, fmt, *, own, **options: Any) -> None:
-        replaced = None if own is None else Own(*own)
+        given = None if own is None else Own(*own)
         where = wire.unsqueeze(0), out.view(1, -1)
-        launch.recode(*where, source, fmt, own=replaced, run=self._note, **options)
+        launch.recode(*where, source, fmt, own=given, run=self._note, **options)
         # On CUDA this is one kernel: what the reference does instead is not launched.
         before = set(self.variants)
         original(wire, out, source, fmt, own=own, **options)

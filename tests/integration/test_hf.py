@@ -53,16 +53,16 @@ def _train(kind: str, stage: int, block: dict | None, folder: str, options: dict
 
 def _watch_addresses() -> set[int]:
     """Fills with the addresses that gradients of the following backwards are rounded with."""
-    from ds_quant.zero.binding import Binding
+    from ds_quant.zero.streams import GradientStreams
 
     seen: set[int] = set()
-    original = Binding.gradient_codings
+    original = GradientStreams.codings
 
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.add(self.gradient_step)
-        return original(self, *args, **kwargs)
+    def noted(self: GradientStreams, step: int) -> Any:
+        seen.add(step)
+        return original(self, step)
 
-    Binding.gradient_codings = noted  # in a process that ends with the test
+    GradientStreams.codings = noted  # in a process that ends with the test
     return seen
 
 

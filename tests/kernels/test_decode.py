@@ -90,6 +90,11 @@ def sum_of(codec, wire: torch.Tensor, numel: int, own: Own | None, scale: float)
     return total * scale
 
 
+def without(wire: torch.Tensor, row: int) -> torch.Tensor:
+    """What travels of rows when one of them is given as values."""
+    return torch.cat([wire[:row], wire[row + 1 :]])
+
+
 SUMS = (
     (GroupCodec(bits=4, group_size=128, range="absmax"), 8, False),
     (GroupCodec(bits=4, group_size=2048, range="absmax"), 9, True),
@@ -114,7 +119,7 @@ def test_sums_of_rows_equal_the_reference(shim, codec, sources: int, has_own: bo
         wire = message(codec, x)
         wanted = sum_of(codec, wire, case.numel, own, scale)
         if has_own:
-            wire[row] = 0xFF  # may be anything
+            wire = without(wire, row)
         else:
             check_sum = torch.empty(case.numel)
             reference.decode_sum(wire, check_sum, codec, scale=scale, own=None, levels=table(codec))
@@ -141,18 +146,22 @@ def test_sums_are_rotated_back(shim, block: int, flips: int | None) -> None:
         wanted = rotated_back(total, block, flips, 0.25)[: case.numel]
         out = output(1, case.numel, torch.float32, case.skew)[0]
         options = {"scale": 0.25, "levels": None, "own": own, "rotation": Rotation(block, flips)}
-        launch.decode_sum(wire, out, codec, run=shim, **options)
+        launch.decode_sum(without(wire, 2), out, codec, run=shim, **options)
         assert_same(codec, out, wanted)
 
     check()
 
 
-def test_no_sources_sum_to_zero() -> None:
+def test_no_sources_sum_to_zero_or_own_values(shim) -> None:
     codec = GroupCodec(bits=4, group_size=32)
-    out = torch.ones(5)
+    out, own = torch.ones(5), torch.randn(5)
     wire = torch.empty(0, codec.wire_bytes(5), dtype=torch.uint8)
     launch.decode_sum(wire, out, codec, scale=2.0, levels=None, run=lambda _: None)
     assert torch.equal(out, torch.zeros(5))
+    launch.decode_sum(wire, out, codec, scale=2.0, levels=None, own=Own(0, own), run=shim)
+    assert torch.equal(out, 2 * own)
+    reference.decode_sum(wire, out, codec, scale=3.0, levels=None, own=(0, own))
+    assert torch.equal(out, 3 * own)
 
 
 RECODES = (
@@ -186,6 +195,8 @@ def test_recoded_bytes_equal_decode_sum_encode(
         address = case.address
         reference.encode(torch.stack(totals), wanted, codec, address=address, levels=table(codec))
         out = guarded(case.rows * nbytes, torch.uint8).view(case.rows, nbytes).fill_(0x55)
+        if has_own:
+            wire = torch.stack([without(rows, row) for rows in wire])
         tables = {"source_levels": table(source_codec), "levels": table(codec)}
         options = {"numel": case.numel, "address": address, "own": own, "run": shim, **tables}
         launch.recode(wire, out, source_codec, codec, **options)

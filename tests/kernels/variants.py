@@ -54,7 +54,7 @@ def decode_sum(
 ):
     """The launch of a sum."""
     padded = -(-numel // rotation.block) * rotation.block if rotation else numel
-    wire = _aligned(sources, codec.wire_bytes(padded), torch.uint8)
+    wire = _aligned(sources - own, codec.wire_bytes(padded), torch.uint8)
     out = _aligned(1, numel, dtype)[0]
     replaced = Own(0, _aligned(1, padded, torch.float32)[0]) if own else None
     options = {"scale": scale, "levels": table(codec), "own": replaced, "rotation": rotation}
@@ -63,7 +63,7 @@ def decode_sum(
 
 def recode(source, codec, sources, *, numel=_WHOLE, own=False) -> Launch:
     """The launch of a recode."""
-    wire = _aligned(sources, source.wire_bytes(numel), torch.uint8)[None]
+    wire = _aligned(sources - own, source.wire_bytes(numel), torch.uint8)[None]
     out = _aligned(1, codec.wire_bytes(numel), torch.uint8)
     options = {"numel": numel, "address": Address(key=1, step=1)}
     options |= {"levels": table(codec), "source_levels": table(source)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,26 @@ def test_messages_are_the_wire_and_the_codec() -> None:
     """2000 bytes, half of them from elsewhere, at 100 bytes per second; 1000 x 3 ms of codec."""
     seconds = messages(candidate("a", 2.0, 0.003), TWO_BY_ONE, links(inter=100))
     assert seconds == pytest.approx(2000 / 2 / 100 + 3)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kept", "nodes", "size", "expected"),
+    [
+        (2, False, 2, 4, 0),  # reductions are as many under every scheme
+        (3, False, 2, 4, 2 * 3 * 10 * (5 + 1)),  # between nodes and inside them
+        (3, True, 2, 4, 2 * 3 * 10 * 1),  # a node shard: inside
+        (3, True, 2, 1, 0),  # every rank has it all
+        (3, False, 1, 4, 2 * 3 * 10 * 1),
+    ],
+)
+def test_every_module_pays_for_the_latency_of_its_gathers(
+    stage: int, kept: bool, nodes: int, size: int, expected: float
+) -> None:
+    place = Place(stage=stage, micro_steps=3, nodes=nodes, node_size=size, modules=10)
+    inside, between = (Rate(bytes_per_second=float("inf"), latency=s) for s in (1.0, 5.0))
+    found = Links(intra=inside if size > 1 else None, inter=between if nodes > 1 else None)
+    bill = replace(candidate("a", 1.0).bill, once_per_step=kept)
+    assert messages(Candidate(name="a", bill=bill, codec=0), place, found) == expected
 
 
 @pytest.mark.parametrize("numel", [1000, 10**7, 5 * 10**8])
@@ -125,11 +146,19 @@ SPEEDS = Speeds(
         ("qsdp", 2, 3, 2, 1, 1000 / 2 + 100 + 3 * 23),
         ("qsdp", 1, 3, 2, 1, 1000 / 2 + 100 + 23),
         ("qsdp", 3, 3, 2, 1, 6 * (1000 / 2 + 100) + 3 * 23),
-        # the second hop handles what is left of a node
-        ("qsdp", 2, 1, 2, 4, 1000 / 8 + 100 + 0.23 + 23 / 4),
+        # the second hop handles what is left of a node; on two levels own rows stay exact
+        ("qsdp", 2, 1, 2, 4, 1000 / 8 + 100 + 0.23 * 3 / 4 + 23 / 4 / 2),
         # a node shard: once between the nodes, then two gathers from it
-        ("sdp4bit", 3, 1, 2, 4, 1000 / 8 + 100 / 4 + 2 * (10000 / 4 + 7) + 0.23 + 23 / 4),
-        ("sdp4bit", 3, 1, 1, 4, 2 * (10000 / 4 + 7) + 0.23),
+        (
+            "sdp4bit",
+            3,
+            1,
+            2,
+            4,
+            1000 / 8 + 100 / 4 + 2 * (10000 / 4 + 7) + 0.23 * 3 / 4 + 23 / 4 / 2,
+        ),
+        ("sdp4bit", 3, 1, 1, 4, 2 * (10000 / 4 + 7) + 0.23 * 3 / 4),
+        ("sdp4bit", 2, 1, 2, 1, 1000 / 2 + 100 + 23 / 2),
     ],
 )
 def test_a_rank_pays_for_what_it_encodes_and_decodes(

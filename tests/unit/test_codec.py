@@ -198,6 +198,23 @@ def test_decode_sum_adds_rows_in_order_in_fp32_and_scales_once(codec):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("codec", [*codecs(bits=4), CastCodec(torch.float16)], ids=lambda c: c.name)
+def test_own_values_are_added_at_their_place(codec):
+    """In fp32 the order shows: large numbers of alternating sign."""
+    x = torch.randn(4, 131) * torch.tensor([1e4, 1.0, -1e4, 1e-3])[:, None]
+    wire, own, out = encoded(codec, x[:3]), x[3], torch.empty(131)
+    rows = list(decoded(codec, wire, 131))
+    for place in range(4):
+        first, *others = [*rows[:place], own, *rows[place:]]
+        expected = first.clone()
+        for row in others:
+            expected += row
+        codec.decode_sum(wire, out, own=(place, own), scale=0.5)
+        assert torch.equal(out, expected * 0.5)
+    codec.decode_sum(wire[:0], out, own=(0, own))
+    assert torch.equal(out, own)
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
 def test_decode_casts_once_from_fp32(dtype):
     codec = GroupCodec(group_size=64)

@@ -227,10 +227,12 @@ def _(result: schema.Glue) -> tuple[str, str]:
     rows = [
         [f"ZeRO-{row.case}, {row.codec}", f"{1e3 * row.plain_seconds:.0f}",
          f"{1e3 * row.seconds:.0f}",
-         f"{row.added_us:.1f} ({row.added_us_low:.1f} to {row.added_us_high:.1f})"]
+         f"{row.added_us:.1f} ({row.added_us_low:.1f} to {row.added_us_high:.1f})",
+         f"{row.added_us_least:.1f}"]
         for row in result.rows
     ]  # fmt: skip
-    header = ["case, codec", "DeepSpeed ms", "with plugin ms", "added us per parameter"]
+    header = ["case, codec", "DeepSpeed ms", "with plugin ms", "added us per parameter",
+              "of the fastest steps"]  # fmt: skip
     body = (
         f"CPU time of an optimizer step with {result.rows[0].parameters} tiny parameters, without "
         'transport;\nmedian and quartiles. "empty": matrices take a quantizer that does nothing, '

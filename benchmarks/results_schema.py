@@ -289,7 +289,7 @@ class Collectives(Versioned):
 
 class GlueRow(Model):
     """One case (ZeRO stage) and codec: CPU seconds of a step, and microseconds that the plugin adds
-    per parameter, median and quartiles of the rounds.
+    per parameter, median and quartiles of the rounds, and of the fastest steps of either engine.
     """
 
     case: str
@@ -300,6 +300,7 @@ class GlueRow(Model):
     added_us: float
     added_us_low: float
     added_us_high: float
+    added_us_least: float
 
 
 class Glue(Versioned):

@@ -11,7 +11,7 @@ May import: torch, codec, coding, layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -100,14 +100,19 @@ def joined(views: Sequence[Tensor]) -> Tensor:
     return views[0] if len(views) == 1 else torch.cat(tuple(views), dim=-1)
 
 
-def spread_(views: Sequence[Tensor], values: Tensor) -> None:
-    """Overwrite rows by the elements of ``values``, laid end to end, cast to their dtype."""
-    if len(views) == 1:
-        views[0].copy_(values)
-        return
-    parts = values.split([view.shape[-1] for view in views], dim=-1)
-    for view, part in zip(views, parts, strict=True):
-        view.copy_(part)
+def spread_(tensors: Iterable[tuple[Sequence[Tensor], Tensor]]) -> None:
+    """Overwrite the views of every tensor by its values, laid end to end, cast to their dtype.
+
+    One call makes all copies: one by one they cost microseconds and, on CUDA, a launch each.
+    """
+    into: list[Tensor] = []
+    parts: list[Tensor] = []
+    for views, values in tensors:
+        into += views
+        sizes = [view.shape[-1] for view in views]
+        parts += (values,) if len(views) == 1 else values.split(sizes, dim=-1)
+    if into:
+        torch._foreach_copy_(into, parts)
 
 
 def is_small(numel: int, coding: Coding) -> bool:

@@ -8,7 +8,7 @@ May import: torch, codec, coding, collectives, hops, kernels, layout, link, owne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
@@ -85,15 +85,13 @@ def reduce_to_owners(
 
 def _totals(shares: Sequence[Share], link: Link) -> list[Tensor | None]:
     """Where the sums of this rank's shares go, in one buffer; None for those of others."""
-    if not shares:
-        return []
-    sizes = [s.values.numel() if s.owner == link.rank else 0 for s in shares]
-    room = [round_up(numel, VECTOR_NUMEL) for numel in sizes]  # kernels prefer aligned ones
-    buffer = link.empty(sum(room), dtype=torch.float32, device=shares[0].values.device)
-    return [
-        _between(part, 0, numel) if share.owner == link.rank else None
-        for share, part, numel in zip(shares, buffer.split(room), sizes, strict=True)
-    ]
+    own = [share.values for share in shares if share.owner == link.rank]
+    if not own:
+        return [None] * len(shares)
+    room = [round_up(values.numel(), VECTOR_NUMEL) for values in own]  # kernels prefer it aligned
+    parts = link.empty(sum(room), dtype=torch.float32, device=own[0].device).split(room)
+    totals = iter(map(_between, parts, repeat(0), map(torch.Tensor.numel, own)))
+    return [next(totals) if share.owner == link.rank else None for share in shares]
 
 
 def _between(values: Tensor, start: int, stop: int) -> Tensor:

@@ -114,10 +114,6 @@ class Scheme:
         quantizer = self.weights_intra if role is Role.WEIGHTS else self.gradients_intra
         return self._unless_skipped(quantizer, name, shape, dtype)
 
-    def leaves_exact(self, role: Role, name: str, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Whether a parameter travels in full precision in every step."""
-        return isinstance(self.codec_for(role, name, shape, dtype), CastCodec)
-
     def _unless_skipped(
         self, quantizer: Codec | None, name: str, shape: Sequence[int], dtype: torch.dtype
     ) -> Codec:

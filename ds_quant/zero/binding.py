@@ -23,7 +23,7 @@ from ds_quant.slicing import Slicing
 from ds_quant.topology import Topology
 from ds_quant.zero import parameters, seams
 from ds_quant.zero.state import SchemeState, learn
-from ds_quant.zero.streams import GradientStreams, Streams, Tracked
+from ds_quant.zero.streams import GradientStreams, Stream, Streams, Tracked
 from ds_quant.zero.world import new_group
 
 
@@ -166,9 +166,23 @@ class Binding:
         ``step`` is the optimizer step whose forward uses them. ``intra``: from the node shard.
         ``rank`` None: they are only received, which takes no random bits.
         """
-        stream = self._streams.of_weights(tracked, dtype, rank=rank, intra=intra)
+        stream = self.weight_stream(tracked, dtype, rank=rank, intra=intra)
         if stream is None or self.is_exact(step):
             return exactly(dtype)
+        return self.coding_of(stream, tracked, step=step, intra=intra)
+
+    def weight_stream(
+        self, tracked: Tracked, dtype: torch.dtype, *, rank: int | None, intra: bool = False
+    ) -> Stream | None:
+        """What carries weights unless everything is exact; None if they are always. Does not change
+        between steps.
+        """
+        return self._streams.of_weights(tracked, dtype, rank=rank, intra=intra)
+
+    def coding_of(
+        self, stream: Stream, tracked: Tracked, *, step: int, intra: bool = False
+    ) -> Coding:
+        """What a stream of weights is in one step."""
         return Coding(
             codec=stream.codec,
             address=stream.address(step),

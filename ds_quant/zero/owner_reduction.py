@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -116,18 +116,16 @@ class OwnerReduction:
                 codings = tuple([c.at(run.first) for c in codings])
             shares.append(Share(run.owner, joined(parts), codings, rotation))
         sums = reduce_to_owners(shares, pieces, route, link, scale=1 / self._divisor)
-        for run, parts, total in zip(runs, views, sums, strict=True):
-            if total is not None:
-                spread_(parts, total)
-                self._watch(run)
+        spread_((p, total) for p, total in zip(views, sums, strict=True) if total is not None)
+        self._watch(run for run, total in zip(runs, sums, strict=True) if total is not None)
         outputs = call.get("output_bucket") or [None] * len(slices)
         for owner, values, output in zip(owners, slices, outputs, strict=True):
             if owner == link.rank:
                 replica_seams.add_to_partition(self._optimizer, output, values)
 
-    def _watch(self, run: _Run) -> None:
+    def _watch(self, runs: Iterable[_Run]) -> None:
         if self._binding.watch is not None:
-            for index, start, stop in run.members:
+            for index, start, stop in (member for run in runs for member in run.members):
                 self._binding.watch.note(index, self._bucket[start:stop])
 
     def _plan(

@@ -23,21 +23,21 @@ from ds_quant.coding import Coding, exactly
 from ds_quant.layout import ceil_div
 from ds_quant.link import Fabric, Link
 from ds_quant.owners import Part, gather_from_owners
-from ds_quant.rng import Role
 from ds_quant.zero import replica_seams
 from ds_quant.zero.binding import Binding
 from ds_quant.zero.replica_seams import ReplicaGroup
-from ds_quant.zero.streams import Tracked
+from ds_quant.zero.streams import Stream, Tracked
 
 
 class _Run(NamedTuple):
     """What is one tensor of the message: [start, stop) of the flat replica, elements of one
     parameter from ``first`` on or, in full precision, several small ones of one owner. See
-    [Note: bundles]. ``tracked`` is None in full precision.
+    [Note: bundles]. ``stream`` is None in full precision.
     """
 
     owner: int
-    tracked: Tracked | None
+    tracked: Tracked
+    stream: Stream | None
     first: int
     ranges: list[tuple[int, int]]
 
@@ -129,7 +129,7 @@ class Replica:
         runs, cuts, own_cuts = self._plan(
             group, link, window, exact or self._binding.is_exact(step)
         )
-        codings = [self._coding(run, group.flat.dtype, step, link.rank) for run in runs]
+        codings = [self._coding(run, group.flat.dtype, step) for run in runs]
         views = cuts.views(group.flat.view(1, -1))
         # Else the new weights are in the replica already: exact ones, or absolute codes.
         from_master = self._binding.scheme.difference and not exact
@@ -147,9 +147,8 @@ class Replica:
 
         def decode() -> None:
             arrived()
-            for part, pieces in zip(parts, views, strict=True):
-                if len(pieces) > 1:
-                    spread_(pieces, part.values)
+            pairs = zip(views, parts, strict=True)
+            spread_((pieces, part.values) for pieces, part in pairs if len(pieces) > 1)
 
         return decode
 
@@ -177,30 +176,27 @@ class Replica:
             begin = _offset(flat, p)
             end = begin + p.numel()
             tracked = self._binding.tracked(p)
-            whole = exact or self._binding.scheme.leaves_exact(
-                Role.WEIGHTS, tracked.name, tracked.shape, flat.dtype
-            )
             for owner in range(begin // width, ceil_div(end, width)):
                 start = max(begin, owner * width + window.start)
                 stop = min(end, owner * width + window.stop)
                 if start >= stop:
                     continue
-                small = whole and is_small(stop - start, exactly(flat.dtype))
+                sender, stream = link.rank if owner == link.rank else None, None
+                if not exact:
+                    stream = self._binding.weight_stream(tracked, flat.dtype, rank=sender)
+                small = stream is None and is_small(stop - start, exactly(flat.dtype))
                 if small and owner in bundles:
                     _extend(bundles[owner].ranges, start, stop)
                     continue
-                sent_as = None if whole else tracked
-                runs.append(_Run(owner, sent_as, start - begin, [(start, stop)]))
+                runs.append(_Run(owner, tracked, stream, start - begin, [(start, stop)]))
                 if small:
                     bundles[owner] = runs[-1]
         return runs
 
-    def _coding(self, run: _Run, dtype: torch.dtype, step: int, rank: int) -> Coding:
-        if run.tracked is None:
+    def _coding(self, run: _Run, dtype: torch.dtype, step: int) -> Coding:
+        if run.stream is None:
             return exactly(dtype)
-        sender = rank if run.owner == rank else None
-        coding = self._binding.weight_coding(run.tracked, dtype, step=step, rank=sender)
-        return coding.at(run.first)
+        return self._binding.coding_of(run.stream, run.tracked, step=step).at(run.first)
 
 
 def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:

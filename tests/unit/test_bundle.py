@@ -71,6 +71,6 @@ def test_cuts_are_the_ranges_of_every_tensor(shape: tuple[int, ...]) -> None:
 def test_joined_views_are_overwritten_where_they_lie() -> None:
     flat = torch.arange(10.0)
     views = [flat[1:3], flat[6:9]]
-    spread_(views, 10 * joined(views))
+    spread_([(views, 10 * joined(views))])
     assert flat.tolist() == [0, 10, 20, 3, 4, 5, 60, 70, 80, 9]
     assert joined(views[:1]) is views[0]

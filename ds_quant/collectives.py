@@ -50,6 +50,13 @@ def cut(payload: Tensor, rows: Sequence[tuple[Sequence[Slot], int]]) -> Iterator
     return iter(payload.view(1, -1)[:, : sum(sizes)].split(sizes, dim=1))
 
 
+def between(values: Tensor, start: int, stop: int) -> Tensor:
+    """Elements [start, stop) along the last dimension; a view is made only if these are not all:
+    making one costs a microsecond.
+    """
+    return values if stop - start == values.shape[-1] else values[..., start:stop]
+
+
 def all_gather(
     shards: Sequence[Tensor], numels: Sequence[int], codings: Sequence[Coding], link: Link | Fabric
 ) -> GatherHandle:
@@ -68,8 +75,8 @@ def all_gather(
     slots, nbytes = lay_out(sizes)
     row = link.empty(nbytes, device=shards[0].device)
     with link.encoding("weights") as notes, together():
-        for shard, coding, slot in zip(shards, codings, slots, strict=True):
-            used = row[slot.start : slot.start + coding.codec.wire_bytes(shard.numel())]
+        for shard, coding, room in zip(shards, codings, cut(row, [(slots, nbytes)]), strict=True):
+            used = between(room, 0, coding.codec.wire_bytes(shard.numel()))
             coding.encode(shard, used)
             notes.note(coding, shard, used)
     exchange = link.all_gather(row, role="weights") if nbytes else None
@@ -97,27 +104,28 @@ class GatherHandle:
             if self._exchange is not None:
                 rows = by_node(self._exchange.wait(), self._link.size)
             with self._link.decoding(), together():
+                sizes = [slot.nbytes for slot in self._slots]
+                columns = zip(*(node.split(sizes, dim=1) for node in rows), strict=True)
                 self._full = [
-                    _decode_shards(rows[..., slot.start :], numel, coding, dtype)
-                    for slot, (numel, coding, dtype) in zip(self._slots, self._tensors, strict=True)
+                    _decode_shards(nodes, numel, coding, dtype)
+                    for nodes, (numel, coding, dtype) in zip(columns, self._tensors, strict=True)
                 ]
             self._exchange = None
         return self._full
 
 
-def _decode_shards(rows: Tensor, numel: int, coding: Coding, dtype: torch.dtype) -> Tensor:
-    """rows (nodes, ranks of a node, >= slot bytes) uint8 -> (numel,) in ``dtype``."""
-    nodes, node_size = rows.shape[:2]
+def _decode_shards(
+    nodes: Sequence[Tensor], numel: int, coding: Coding, dtype: torch.dtype
+) -> Tensor:
+    """nodes: of each its rows, (ranks of a node, slot bytes) uint8 -> (numel,) in ``dtype``."""
+    node_size = nodes[0].shape[0]
     # Not of the pool: the values are DeepSpeed's, which frees them where it would without us.
-    full = torch.empty(numel, dtype=dtype, device=rows.device)
-    for block in _blocks(numel, nodes * node_size, node_size):
-        used = coding.codec.wire_bytes(block.width)
+    full = torch.empty(numel, dtype=dtype, device=nodes[0].device)
+    for block in _blocks(numel, len(nodes) * node_size, node_size):
+        values = between(full, block.start, block.stop).view(block.count, block.width)
         node, first = divmod(block.first, node_size)
-        coding.codec.decode(
-            rows[node, first : first + block.count, :used],
-            full[block.start : block.stop].view(block.count, block.width),
-            levels=coding.levels,
-        )
+        wire = _rows_of(block, nodes[node], first, coding)
+        coding.codec.decode(wire, values, levels=coding.levels)
     return full
 
 
@@ -129,6 +137,13 @@ class _Block(NamedTuple):
     width: int
     start: int
     stop: int
+
+
+def _rows_of(block: _Block, rows: Tensor, first: int, coding: Coding) -> Tensor:
+    """What of rows (ranks, slot bytes), from row ``first`` on, holds a block."""
+    if block.count != rows.shape[0]:
+        rows = rows[first : first + block.count]
+    return between(rows, 0, coding.codec.wire_bytes(block.width))
 
 
 @lru_cache(maxsize=4096)
@@ -163,8 +178,8 @@ def reduce_scatter(
     slots, nbytes = lay_out(sizes)
     rows = link.empty(link.size, nbytes, device=tensors[0].device)
     with link.encoding("gradients") as notes, together():
-        for tensor, coding, slot in zip(tensors, codings, slots, strict=True):
-            place = rows[:, slot.start : slot.start + slot.nbytes]
+        places = rows.split([slot.nbytes for slot in slots], dim=1)
+        for tensor, coding, place in zip(tensors, codings, places, strict=True):
             _encode_shards(tensor.reshape(-1), coding, place, notes)
     exchange = None
     if nbytes:
@@ -177,9 +192,8 @@ def _encode_shards(flat: Tensor, coding: Coding, rows: Tensor, notes: Notes) -> 
     """flat (numel,) -> rows (ranks, slot bytes) uint8, row r holding shard r."""
     ranks = rows.shape[0]
     for block in _blocks(flat.numel(), ranks, ranks):
-        values = flat[block.start : block.stop].view(block.count, block.width)
-        used = coding.codec.wire_bytes(block.width)
-        wire = rows[block.first : block.first + block.count, :used]
+        values = between(flat, block.start, block.stop).view(block.count, block.width)
+        wire = _rows_of(block, rows, block.first, coding)
         moved = coding.at(block.start)
         moved.encode(values, wire)
         notes.note(moved, values, wire)
@@ -206,17 +220,15 @@ class ReduceHandle:
             rows = torch.empty(self._link.size, 0, dtype=torch.uint8)
             if self._exchange is not None:
                 rows = self._exchange.wait().view(self._link.size, -1)
+            ranges = [shard_range(n, self._link.size, self._link.rank) for n, _ in self._tensors]
+            lengths = [stop - start for start, stop in ranges]
+            self._shards = self._link.empties(lengths, dtype=torch.float32, device=rows.device)
+            columns = rows.split([slot.nbytes for slot in self._slots], dim=1)
             with self._link.decoding(), together():
-                self._shards = [
-                    self._sum(rows[:, slot.start :], numel, coding)
-                    for slot, (numel, coding) in zip(self._slots, self._tensors, strict=True)
-                ]
+                for wire, shard, (_, coding) in zip(
+                    columns, self._shards, self._tensors, strict=True
+                ):
+                    used = between(wire, 0, coding.codec.wire_bytes(shard.numel()))
+                    coding.decode_sum(used, shard, own=None, scale=self._scale)
             self._exchange = None
         return self._shards
-
-    def _sum(self, rows: Tensor, numel: int, coding: Coding) -> Tensor:
-        start, stop = shard_range(numel, self._link.size, self._link.rank)
-        shard = self._link.empty(stop - start, dtype=torch.float32, device=rows.device)
-        used = coding.codec.wire_bytes(shard.numel())
-        coding.codec.decode_sum(rows[:, :used], shard, scale=self._scale, levels=coding.levels)
-        return shard

@@ -100,12 +100,7 @@ class Reduction:
         scale: float,
         sums: list[Tensor | None] | None = None,
     ) -> None:
-        self._sums = sums or [
-            hops[0].link.empty(p.values.numel(), dtype=torch.float32, device=p.values.device)
-            if all(hop.place(p.reducer) == hop.link.rank for hop in hops)
-            else None
-            for p in pieces
-        ]
+        self._sums = sums or _room(pieces, hops)
         self._running: deque[tuple[Iterator[None], int]] = deque()  # and hops still to be posted
         for cuts in _slices(pieces, hops):
             started = _reduce_slice(cuts, hops, scale, self._sums)
@@ -134,6 +129,17 @@ class Reduction:
         steps, _ = self._running.popleft()
         for _ in steps:
             pass
+
+
+def _room(pieces: Sequence[Piece], hops: Sequence[Hop]) -> list[Tensor | None]:
+    """Where the sums of this rank's pieces go, in one buffer; None for those of others."""
+    if not pieces:
+        return []
+    mine = [all(hop.place(p.reducer) == hop.link.rank for hop in hops) for p in pieces]
+    numels = [p.values.numel() for p, own in zip(pieces, mine, strict=True) if own]
+    device = pieces[0].values.device
+    sums = iter(hops[0].link.empties(numels, dtype=torch.float32, device=device))
+    return [next(sums) if own else None for own in mine]
 
 
 def reduce(

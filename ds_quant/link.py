@@ -87,7 +87,7 @@ class Link:
     """Byte collectives over one process group, counted. Holds no algorithm.
 
     ``findings``: with it messages are sealed, and it learns of those that were changed.
-    ``empty``: as ``Buffers.empty``, for messages and what is made of them.
+    ``empty``, ``empties``: as those of ``Buffers``, for messages and what is made of them.
     """
 
     def __init__(
@@ -104,7 +104,8 @@ class Link:
         self._dist = dist
         self.process_group = process_group
         self._traffic, self._findings = traffic, findings
-        self.empty = (buffers or Buffers()).empty
+        pool = buffers or Buffers()
+        self.empty, self.empties = pool.empty, pool.empties
         self.size: int = dist.get_world_size(group=process_group)
         self.rank: int = dist.get_rank(group=process_group)
         self.ranks: list[int] = [self._global_rank(r) for r in range(self.size)]

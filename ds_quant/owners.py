@@ -2,13 +2,13 @@
 
 Which rank sums what is decided in owner_plan.py.
 
-May import: torch, codec, coding, collectives, hops, kernels, layout, link, owner_plan, rotation.
+May import: torch, codec, coding, collectives, hops, kernels, link, owner_plan, rotation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -17,9 +17,8 @@ from torch import Tensor
 from ds_quant import hops
 from ds_quant.codec import Codec
 from ds_quant.coding import Coding
-from ds_quant.collectives import cut, lay_out
+from ds_quant.collectives import between, cut, lay_out
 from ds_quant.kernels.dispatch import together
-from ds_quant.layout import VECTOR_NUMEL, round_up
 from ds_quant.link import Fabric, Link, by_node
 from ds_quant.owner_plan import Piece, delivery_codec
 from ds_quant.rotation import Rotation
@@ -76,7 +75,7 @@ def reduce_to_owners(
             device = shares[p.part].values.device
             wanted.append(link.empty(p.stop - p.start, dtype=torch.float32, device=device))
         else:
-            wanted.append(None if total is None else _between(total, p.start, p.stop))
+            wanted.append(None if total is None else between(total, p.start, p.stop))
     hops.reduce([_piece(shares[p.part], p) for p in pieces], route, scale=scale, sums=wanted)
     if any(p.reducer != shares[p.part].owner for p in pieces):
         _deliver(shares, pieces, dict(zip(pieces, wanted, strict=True)), link)
@@ -88,21 +87,15 @@ def _totals(shares: Sequence[Share], link: Link) -> list[Tensor | None]:
     own = [share.values for share in shares if share.owner == link.rank]
     if not own:
         return [None] * len(shares)
-    room = [round_up(values.numel(), VECTOR_NUMEL) for values in own]  # kernels prefer it aligned
-    parts = link.empty(sum(room), dtype=torch.float32, device=own[0].device).split(room)
-    totals = iter(map(_between, parts, repeat(0), map(torch.Tensor.numel, own)))
+    numels, device = [values.numel() for values in own], own[0].device
+    totals = iter(link.empties(numels, dtype=torch.float32, device=device))
     return [next(totals) if share.owner == link.rank else None for share in shares]
-
-
-def _between(values: Tensor, start: int, stop: int) -> Tensor:
-    """A view, made only if it is not all of them: making one costs a microsecond."""
-    return values if stop - start == values.numel() else values[start:stop]
 
 
 def _piece(share: Share, piece: Piece) -> hops.Piece:
     return hops.Piece(
         reducer=piece.reducer,
-        values=_between(share.values, piece.start, piece.stop),
+        values=between(share.values, piece.start, piece.stop),
         codings=share.codings
         if piece.start == 0
         else tuple(c.at(piece.start) for c in share.codings),

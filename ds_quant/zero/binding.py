@@ -193,9 +193,9 @@ class Binding:
     def gradient_streams(
         self, tracked: Tracked, dtype: torch.dtype, *, rank: int, route: Sequence[Hop]
     ) -> GradientStreams | None:
-        """What carries a gradient over ``route`` in the current step; None if it stays exact."""
-        if self.is_exact(self.step):
-            return None
+        """What carries a gradient over ``route`` unless everything is exact; None if it is always.
+        Does not change between steps.
+        """
         return self._streams.of_gradient(tracked, dtype, rank=rank, hops=len(route))
 
     def learn_levels(

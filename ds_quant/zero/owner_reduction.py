@@ -144,7 +144,7 @@ class OwnerReduction:
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            runs = self._runs(ranges, owners, dtype, route, link.rank)
+            runs = self._runs(ranges, owners, dtype, route, link.rank, exact)
             shapes = tuple(run.shape(dtype, hops=len(route)) for run in runs)
             pieces = plan(shapes, link.size, route[0].link.size if len(route) > 1 else None)
             self._plans[key] = _Plan(runs, Cuts([run.ranges for run in runs]), pieces)
@@ -157,6 +157,7 @@ class OwnerReduction:
         dtype: torch.dtype,
         route: Sequence[Hop],
         rank: int,
+        exact: bool,
     ) -> list[_Run]:
         runs: list[_Run] = []
         bundles: dict[int, _Run] = {}  # by owner
@@ -165,7 +166,9 @@ class OwnerReduction:
             while position < end:
                 start, stop = self._starts[place], min(end, self._starts[place + 1])
                 tracked = self._binding.tracked(self._params[place])
-                streams = self._binding.gradient_streams(tracked, dtype, rank=rank, route=route)
+                streams = None
+                if not exact:
+                    streams = self._binding.gradient_streams(tracked, dtype, rank=rank, route=route)
                 member = tracked.index, position, stop
                 small = streams is None and is_small(stop - position, exactly(dtype))
                 if small and owner in bundles:

@@ -47,11 +47,13 @@ class ShardReduction:
         if link.size == 1 or not tensors or None in tracked:
             return None
         route = binding.route(group)
-        step, codings, rotations = binding.gradient_step, [], []
+        exact, step, hops = binding.is_exact(binding.step), binding.gradient_step, len(route)
+        codings, rotations = [], []
         for parameter, gradient in zip(tracked, tensors, strict=True):
-            dtype = gradient.dtype
-            streams = binding.gradient_streams(parameter, dtype, rank=link.rank, route=route)
-            coding, rotation = codings_of(streams, dtype, hops=len(route), step=step)
+            streams, dtype = None, gradient.dtype
+            if not exact:
+                streams = binding.gradient_streams(parameter, dtype, rank=link.rank, route=route)
+            coding, rotation = codings_of(streams, dtype, hops=hops, step=step)
             codings.append(coding)
             rotations.append(rotation)
         # See [Note: bundles].
@@ -64,16 +66,29 @@ class ShardReduction:
         dtypes = [g.dtype for g in sent]
 
         def shards() -> list[torch.Tensor]:
-            cast = [
-                s if s.dtype == t else link.empty(s.numel(), dtype=t, device=s.device).copy_(s)
-                for s, t in zip(sums(), dtypes, strict=True)
-            ]
+            cast = _cast(sums(), dtypes, link)
             reduced = dict(zip(alone, cast, strict=False))
             for (bundle, members), shard in zip(bundles, cast[len(alone) :], strict=True):
                 reduced |= zip(members, bundle.unpack_shard(shard, link.rank), strict=True)
             return [reduced[index] for index in range(len(tracked))]
 
         return Bucket(binding, tracked, tensors, advance, shards)
+
+
+def _cast(
+    sums: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], link: Link
+) -> list[torch.Tensor]:
+    """Every sum in its dtype."""
+    found = list(sums)
+    for dtype in set(dtypes) - {torch.float32}:
+        places = [place for place, wanted in enumerate(dtypes) if wanted == dtype]
+        whole = [sums[place] for place in places]
+        numels, device = [values.numel() for values in whole], whole[0].device
+        narrow = link.empties(numels, dtype=dtype, device=device)
+        torch._foreach_copy_(narrow, whole)
+        for place, values in zip(places, narrow, strict=True):
+            found[place] = values
+    return found
 
 
 class Bucket:

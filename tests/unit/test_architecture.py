@@ -72,7 +72,7 @@ MAY_IMPORT = {
     "hops": "torch codec coding collectives kernels layout link meter rotation slicing",
     "slicing": "",
     "owner_plan": "codec layout",
-    "owners": "torch codec coding collectives hops kernels layout link owner_plan rotation",
+    "owners": "torch codec coding collectives hops kernels link owner_plan rotation",
     "cost": "torch scheme layout codec rng",
     "zero": f"torch {_PUBLIC_DEEPSPEED} zero topology resources __init__ {_BELOW_ZERO}",
     "zero.replica_seams": "torch deepspeed zero",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -27,6 +28,12 @@ class _Memory(threading.local):
 
 
 _memory = _Memory()
+_everywhere: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+
+def nbytes() -> int:
+    """What all threads of this process hold."""
+    return sum(buffer.numel() for buffer in _everywhere.copy().values())
 
 
 def take(
@@ -57,7 +64,7 @@ def _make(key: tuple[str, tuple[int, ...], torch.dtype, torch.device]) -> torch.
         # dtype; no inference tensor, because later calls may run outside inference mode.
         with torch.inference_mode(False):
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        _memory.buffers[slot, device] = buffer
+        _memory.buffers[slot, device] = _everywhere[id(buffer)] = buffer
         _memory.views.clear()  # views would keep the outgrown buffer alive
     if len(_memory.views) >= _MAX_VIEWS:
         _memory.views.clear()

@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_quant.config import QuantizedCommConfig
 from ds_quant.config_blocks import FallbackConfig, MetricsConfig
-from ds_quant.kernels import dispatch
+from ds_quant.kernels import dispatch, scratch
 from ds_quant.module_codec import load
 from ds_quant.presets import AUTOTUNE
 from ds_quant.topology import Topology, default_node_size
@@ -213,8 +213,8 @@ def report(engine: Any) -> dict[str, Any] | None:
         full_precision_share (0 to 1, of wire bytes), expected_bytes and expected_intra_bytes (per
         parameter and optimizer step, volumes as in ``cost``), kept_bytes and expected_kept_bytes
         (memory on this rank that the scheme keeps between steps), buffer_bytes (host buffers of
-        1 MB and more that messages use again in every step; none on CUDA, where torch's allocator
-        keeps them), resyncs (exact refills after a
+        1 MB and more that messages use again in every step, none on CUDA, where torch's allocator
+        keeps them, and the kernels' scratch memory in this process), resyncs (exact refills after a
         checksum that differed), nonfinite_steps (found by ``fallback``, unless its policy is
         skip), exact_steps (in full precision because of that or of a kill file), killed (whether
         a kill file is there), line (the start-up line).
@@ -239,7 +239,7 @@ def report(engine: Any) -> dict[str, Any] | None:
         "expected_intra_bytes": bill.intra_bytes(binding.stage, micro_steps=micro_steps),
         "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),
         "expected_kept_bytes": bill.memory * bill.numel,
-        "buffer_bytes": binding.buffers.nbytes,
+        "buffer_bytes": binding.buffers.nbytes + scratch.nbytes(),
         "resyncs": binding.state.resyncs,
         "nonfinite_steps": binding.state.nonfinite_steps,
         "exact_steps": binding.state.exact_steps,

@@ -1,6 +1,6 @@
 // decode_sum: wire rows -> the sum of what they encode; with one source, plain decoding.
 //
-// Inputs:  `sources` wire rows per output row, 16-byte aligned; source `own` may be given as fp32.
+// Inputs:  `sources` rows per output row, 16-byte aligned on the wire, but for source `own`, fp32.
 // Outputs: bf16, fp16 or fp32 values at any address, cast once; optionally added to what is there.
 // Grid:    one thread per run of DSQ_RUN vectors, one block per DSQ_THREADS runs of a row.
 // Exactness: equal to ds_quant/kernels/reference.py and rotation.py byte for byte.

@@ -1,6 +1,6 @@
 // recode: wire rows -> the sum of what they encode -> wire bytes of another codec.
 //
-// Inputs:  `sources` wire rows per output row, 16-byte aligned; source `own` may be given as fp32.
+// Inputs:  `sources` rows per output row, 16-byte aligned on the wire, but for source `own`, fp32.
 // Outputs: rows on the wire, 16-byte aligned, every byte of them.
 // Grid:    one block per DSQ_BLOCK_GROUPS groups of an output row, see include/tile.cuh.
 // Exactness: decode_sum in fp32 without a factor, then encode, byte for byte.

@@ -161,7 +161,8 @@ struct SourceRun {
     }
 };
 
-// The values of source `own`, which the wire leaves out. What lies past the end of the row is a present value, unused.
+// The values of source `own`, which the wire leaves out. What lies past the end of the row is a
+// present value, unused.
 DSQ_DEVICE void load_own(const SourceRow& row, u64 j, float (&x)[DSQ_RUN][8]) {
     const float* p = row.own_values + j * 8;
     const u64 left = row.numel - j * 8;

@@ -109,8 +109,10 @@ def spread_(tensors: Iterable[tuple[Sequence[Tensor], Tensor]]) -> None:
     parts: list[Tensor] = []
     for views, values in tensors:
         into += views
-        sizes = [view.shape[-1] for view in views]
-        parts += (values,) if len(views) == 1 else values.split(sizes, dim=-1)
+        if len(views) == 1:
+            parts.append(values)
+        else:
+            parts += values.split([view.shape[-1] for view in views], dim=-1)
     if into:
         torch._foreach_copy_(into, parts)
 

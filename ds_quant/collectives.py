@@ -10,7 +10,7 @@ May import: torch, codec, coding, kernels, layout, link, meter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -32,16 +32,24 @@ class Slot(NamedTuple):
     nbytes: int
 
 
-def lay_out(sizes: Sequence[tuple[Codec, int]]) -> tuple[list[Slot], int]:
-    """Slots of a row that holds one (codec, numel) after the other, and the bytes of the row."""
+Layout = tuple[tuple[Slot, ...], int]  # slots of a row, and its bytes
+
+
+def lay_out(sizes: Iterable[tuple[Codec, int]]) -> Layout:
+    """Layout of a row that holds one (codec, numel) after the other. Every step asks again."""
+    return _lay_out(tuple(sizes))
+
+
+@lru_cache(maxsize=1024)
+def _lay_out(sizes: tuple[tuple[Codec, int], ...]) -> Layout:
     slots, start = [], 0
     for codec, numel in sizes:
         slots.append(Slot(start, codec.wire_bytes(numel)))
         start += slots[-1].nbytes
-    return slots, start
+    return tuple(slots), start
 
 
-def cut(payload: Tensor, rows: Sequence[tuple[Sequence[Slot], int]]) -> Iterator[Tensor]:
+def cut(payload: Tensor, rows: Sequence[Layout]) -> Iterator[Tensor]:
     """The slots of rows that follow each other in a message, (1, bytes) each.
 
     One call makes all views: sliced one by one they cost microseconds each.
@@ -90,7 +98,7 @@ class GatherHandle:
     def __init__(
         self,
         exchange: Waiting | None,
-        slots: list[Slot],
+        slots: Sequence[Slot],
         tensors: list[tuple[int, Coding, torch.dtype]],
         link: Link | Fabric,
     ) -> None:
@@ -205,7 +213,7 @@ class ReduceHandle:
     def __init__(
         self,
         exchange: Exchange | None,
-        slots: list[Slot],
+        slots: Sequence[Slot],
         tensors: list[tuple[int, Coding]],
         link: Link,
         scale: float,

@@ -256,7 +256,7 @@ def _post(
     depth: int,
     hop: Hop,
     rows: Sequence[Sequence[int]],
-) -> tuple[Exchange, list[Slot]]:
+) -> tuple[Exchange, Sequence[Slot]]:
     """Encode every piece for its place, or recode what has arrived, and post the exchange; with it
     the slots of the rows that arrive, one per rank but for an own one that stays exact.
     """
@@ -268,7 +268,7 @@ def _post(
     slots, nbytes = layouts[mine]
     received, leaving = [nbytes] * hop.link.size, list(rows)
     if hop.exact_own:
-        received[mine], leaving[mine], layouts[mine] = 0, [], ([], 0)
+        received[mine], leaving[mine], layouts[mine] = 0, [], ((), 0)
     sent = [row_bytes for _, row_bytes in layouts]
     payload = hop.link.empty(sum(sent), device=pieces[0].values.device)
     with hop.link.encoding("gradients") as notes, together():

@@ -56,14 +56,18 @@ class Buffers:
             return torch.from_numpy(self._take(nbytes)[:nbytes]).view(dtype).view(shape)
 
     def empties(
-        self, numels: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> list[torch.Tensor]:
-        """Uninitialised 1-D tensors in one buffer: one by one they cost microseconds each. Kernels
-        prefer them at multiples of 8 elements.
+        self, numels: Sequence[int | None], *, dtype: torch.dtype, device: torch.device
+    ) -> list[torch.Tensor | None]:
+        """Uninitialised 1-D tensors in one buffer, None for None: one by one they cost microseconds
+        each. Kernels prefer them at multiples of 8 elements.
         """
-        room = [-(-numel // 8) * 8 for numel in numels]
-        parts = self.empty(sum(room), dtype=dtype, device=device).split(room)
-        return [p if p.numel() == n else p[:n] for p, n in zip(parts, numels, strict=True)]
+        room = [-(-numel // 8) * 8 for numel in numels if numel is not None]
+        parts = iter(self.empty(sum(room), dtype=dtype, device=device).split(room))
+        made = (None if numel is None else next(parts) for numel in numels)
+        return [
+            part if part is None or part.numel() == numel else part[:numel]
+            for part, numel in zip(made, numels, strict=True)
+        ]
 
     def _take(self, nbytes: int) -> np.ndarray:
         """The smallest free array that is large enough, else a new one in place of a free one."""

@@ -132,14 +132,15 @@ class Reduction:
 
 
 def _room(pieces: Sequence[Piece], hops: Sequence[Hop]) -> list[Tensor | None]:
-    """Where the sums of this rank's pieces go, in one buffer; None for those of others."""
+    """Where the sums of this rank's pieces go; None for those of others."""
     if not pieces:
         return []
-    mine = [all(hop.place(p.reducer) == hop.link.rank for hop in hops) for p in pieces]
-    numels = [p.values.numel() for p, own in zip(pieces, mine, strict=True) if own]
+    numels = [
+        p.values.numel() if all(hop.place(p.reducer) == hop.link.rank for hop in hops) else None
+        for p in pieces
+    ]
     device = pieces[0].values.device
-    sums = iter(hops[0].link.empties(numels, dtype=torch.float32, device=device))
-    return [next(sums) if own else None for own in mine]
+    return hops[0].link.empties(numels, dtype=torch.float32, device=device)
 
 
 def reduce(

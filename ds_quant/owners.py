@@ -8,6 +8,7 @@ May import: torch, codec, coding, collectives, hops, kernels, link, owner_plan, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -67,29 +68,20 @@ def reduce_to_owners(
     Returns:
         Per share its fp32 sum (numel,) on the owner and None elsewhere.
     """
-    totals = _totals(shares, link)
-    wanted: list[Tensor | None] = []
-    for p in pieces:
-        total = totals[p.part]
-        if total is None and p.reducer == link.rank:
-            device = shares[p.part].values.device
-            wanted.append(link.empty(p.stop - p.start, dtype=torch.float32, device=device))
-        else:
-            wanted.append(None if total is None else between(total, p.start, p.stop))
+    if not shares:
+        return []
+    empties = partial(link.empties, dtype=torch.float32, device=shares[0].values.device)
+    totals = empties([s.values.numel() if s.owner == link.rank else None for s in shares])
+    wanted = empties([  # what is delivered to others
+        p.stop - p.start if p.reducer == link.rank != shares[p.part].owner else None for p in pieces
+    ])  # fmt: skip
+    for place, p in enumerate(pieces):
+        if (total := totals[p.part]) is not None:
+            wanted[place] = between(total, p.start, p.stop)
     hops.reduce([_piece(shares[p.part], p) for p in pieces], route, scale=scale, sums=wanted)
     if any(p.reducer != shares[p.part].owner for p in pieces):
         _deliver(shares, pieces, dict(zip(pieces, wanted, strict=True)), link)
     return totals
-
-
-def _totals(shares: Sequence[Share], link: Link) -> list[Tensor | None]:
-    """Where the sums of this rank's shares go, in one buffer; None for those of others."""
-    own = [share.values for share in shares if share.owner == link.rank]
-    if not own:
-        return [None] * len(shares)
-    numels, device = [values.numel() for values in own], own[0].device
-    totals = iter(link.empties(numels, dtype=torch.float32, device=device))
-    return [next(totals) if share.owner == link.rank else None for share in shares]
 
 
 def _piece(share: Share, piece: Piece) -> hops.Piece:

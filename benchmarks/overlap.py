@@ -37,9 +37,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rates", type=float, nargs="+", default=[50.0], help="Mbit/s of every host's link")
     add("--schemes", nargs="+", default=["full_precision", "sdp4bit"])
     add_run_flags(parser)
-    add("--reduce-bucket-size", type=int, default=2_000_000,
-        help="elements; several buckets during a backward, as a large model has")  # fmt: skip
-    add("--prefetch-bucket-size", type=int, default=2_000_000, help="elements, under ZeRO-3")
     add("--timeout", type=float, default=1800)
     add("--trace", type=Path, help="Chrome trace of a step of the last scheme, at the first rate")
     add("--out", type=Path, default=Path("overlap_out"))

@@ -49,6 +49,9 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     add("--seq-len", type=int, default=64)
     add("--batch", type=int, default=4, help="sequences per rank")
     add("--max-foreign", type=float, default=0.25, help="cores in other use, above: block left out")
+    add("--reduce-bucket-size", type=int, default=2_000_000,
+        help="elements; several buckets during a backward, as a large model has")  # fmt: skip
+    add("--prefetch-bucket-size", type=int, default=2_000_000, help="elements, under ZeRO-3")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -66,9 +69,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="names, with keys of the block as in qsdp:payload_checksum=true")  # fmt: skip
     add_run_flags(parser)
     add("--loopback", action="store_true", help="no lab, even where one can be built")
-    add("--reduce-bucket-size", type=int, default=500_000_000,
-        help="elements; the default's bucket holds all of this model")  # fmt: skip
-    add("--prefetch-bucket-size", type=int, default=0, help="elements, under ZeRO-3; 0: none ahead")
     add("--timeout", type=float, default=1800, help="seconds per point")
     add("--out", type=Path, default=Path("speed_out"))
     add("--json", type=Path, help="default: OUT/speed.json")

@@ -49,9 +49,10 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     add("--seq-len", type=int, default=64)
     add("--batch", type=int, default=4, help="sequences per rank")
     add("--max-foreign", type=float, default=0.25, help="cores in other use, above: block left out")
-    add("--reduce-bucket-size", type=int, default=2_000_000,
-        help="elements; several buckets during a backward, as a large model has")  # fmt: skip
-    add("--prefetch-bucket-size", type=int, default=2_000_000, help="elements, under ZeRO-3")
+    add("--reduce-bucket-size", type=int,
+        help="elements; default: ZeRO-3 2 million, several that travel during backward, as a large "
+        "model has; ZeRO-1/2 DeepSpeed's 500 million, which hold all of this one")  # fmt: skip
+    add("--prefetch-bucket-size", type=int, default=300_000, help="elements, under ZeRO-3")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -90,8 +91,8 @@ def nodes_and_ranks(topology: str) -> tuple[int, int]:
 
 def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     """ds_config.json of one engine; only block and hpZ differ."""
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True,
-                            "reduce_bucket_size": args.reduce_bucket_size}  # fmt: skip
+    bucket = args.reduce_bucket_size or (2_000_000 if stage == 3 else 500_000_000)
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": bucket}
     if stage == 3:  # gather for forward and again for backward, as a large model would
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
                  "stage3_prefetch_bucket_size": args.prefetch_bucket_size}  # fmt: skip

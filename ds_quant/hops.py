@@ -74,6 +74,17 @@ class Piece(NamedTuple):
         return numel if self.rotation is None else self.rotation.padded(numel)
 
 
+def are_read_late(piece: Piece, hop: Hop) -> bool:
+    """Whether this rank adds up its own values of a piece as they are, after the first ``hop``."""
+    own = hop.exact_own and hop.place(piece.reducer) == hop.link.rank
+    return own and not _is_copied(piece)
+
+
+def _is_copied(piece: Piece) -> bool:
+    """Whether what is added up exactly is an fp32 copy of the values."""
+    return isinstance(piece.codings[0].codec, GroupCodec) or piece.rotation is not None
+
+
 class _Cut(NamedTuple):
     """Part of piece ``index`` from element ``start`` on, a piece itself."""
 
@@ -88,8 +99,8 @@ class Reduction:
 
     Sums are fp32 in rank order within a hop, nodes in order across hops; ``scale`` is applied once
     at the end. ``sums``: where those of the pieces that this rank reduces are written, (numel,)
-    fp32 each; by default new tensors. The values of pieces that this rank adds up must not change
-    before ``wait`` returns.
+    fp32 each; by default new tensors. Once this is made, values may change, but for those that
+    ``are_read_late`` names: not before ``wait`` returns.
     """
 
     def __init__(
@@ -143,17 +154,6 @@ def _room(pieces: Sequence[Piece], hops: Sequence[Hop]) -> list[Tensor | None]:
     return hops[0].link.empties(numels, dtype=torch.float32, device=device)
 
 
-def reduce(
-    pieces: Sequence[Piece],
-    hops: Sequence[Hop],
-    *,
-    scale: float,
-    sums: list[Tensor | None] | None = None,
-) -> list[Tensor | None]:
-    """What a ``Reduction`` gives when it is waited for at once."""
-    return Reduction(pieces, hops, scale=scale, sums=sums).wait()
-
-
 def _slices(pieces: Sequence[Piece], hops: Sequence[Hop]) -> list[list[_Cut]]:
     """The cuts of each slice. Sizes alone decide, so that all ranks cut alike."""
     total = sum(p.values.numel() for p in pieces)
@@ -187,12 +187,6 @@ class _Arrived(NamedTuple):
     own: Own | None
     numel: int  # on the wire
 
-    def total(self, link: Link) -> Tensor:
-        """Their sum, (numel,) fp32."""
-        total = link.empty(self.numel, dtype=torch.float32, device=self.wire.device)
-        self.coding.decode_sum(self.wire, total, own=self.own)
-        return total
-
     def restored(self, piece: Piece) -> Tensor:
         """Their sum without the rotation of the piece, (numel,) fp32."""
         total = torch.empty(piece.values.numel(), dtype=torch.float32, device=self.wire.device)
@@ -217,7 +211,8 @@ def _reduce_slice(
         kept = {}
         if hop.exact_own:
             with hop.link.decoding():
-                kept = {i: _added_up(partial[i], pieces[i], hop.link) for i in rows[mine]}
+                own = [(pieces[i], partial[i]) for i in rows[mine]]
+                kept = dict(zip(rows[mine], _added_up(own, hop.link), strict=True))
         yield
         received = exchange.wait().view(hop.link.size - hop.exact_own, -1)
         columns = received.split([slot.nbytes for slot in slots], dim=1)
@@ -239,16 +234,30 @@ def _reduce_slice(
             arrived.coding.decode_sum(arrived.wire, out, scale=scale, **options)
 
 
-def _added_up(values: Tensor | _Arrived, piece: Piece, link: Link) -> Tensor:
-    """The partial sum as fp32, rotated."""
-    if isinstance(values, _Arrived):
-        return values.total(link)
-    if not isinstance(piece.codings[0].codec, GroupCodec):
-        return values if piece.rotation is None else piece.rotation.forward(values)
-    total = link.empty(piece.numel_on_wire, dtype=torch.float32, device=values.device)
-    if piece.rotation is None:
-        return total.copy_(values)  # once; else every kernel that adds it would
-    return piece.rotation.forward(values, out=total)
+def _added_up(own: Sequence[tuple[Piece, Tensor | _Arrived]], link: Link) -> list[Tensor]:
+    """Every partial sum as fp32, rotated; values that are not copied as they are."""
+    if not own:
+        return []
+    numels = [
+        piece.numel_on_wire if isinstance(values, _Arrived) or _is_copied(piece) else None
+        for piece, values in own
+    ]
+    totals = link.empties(numels, dtype=torch.float32, device=own[0][0].values.device)
+    into, cast = [], []
+    for place, (piece, values) in enumerate(own):
+        total = totals[place]
+        if isinstance(values, _Arrived):
+            values.coding.decode_sum(values.wire, total, own=values.own)
+        elif total is None:
+            totals[place] = values
+        elif piece.rotation is not None:
+            piece.rotation.forward(values, out=total)
+        else:
+            into.append(total)
+            cast.append(values)
+    if into:  # once; else every kernel that adds them would
+        torch._foreach_copy_(into, cast)
+    return totals
 
 
 def _post(

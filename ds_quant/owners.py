@@ -78,7 +78,8 @@ def reduce_to_owners(
     for place, p in enumerate(pieces):
         if (total := totals[p.part]) is not None:
             wanted[place] = between(total, p.start, p.stop)
-    hops.reduce([_piece(shares[p.part], p) for p in pieces], route, scale=scale, sums=wanted)
+    moved = [_piece(shares[p.part], p) for p in pieces]
+    hops.Reduction(moved, route, scale=scale, sums=wanted).wait()
     if any(p.reducer != shares[p.part].owner for p in pieces):
         _deliver(shares, pieces, dict(zip(pieces, wanted, strict=True)), link)
     return totals

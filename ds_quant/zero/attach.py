@@ -107,6 +107,7 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
 
 
 def _attach_reduction(binding: Binding, engine: Any, optimizer: Any) -> None:
+    _note_one_bucket(binding, engine)
     reduction = ShardReduction(binding)
     if parameters.device().type != "cpu" or not engine.zero_overlap_comm():
         seams.wrap_shard_reduction(optimizer, reduction)
@@ -141,6 +142,20 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
         reduction = OwnerReduction(binding, optimizer)
         replica_seams.wrap_owner_reduction(optimizer, reduction.bucket, reduction.reduce)
         seams.after_backward(optimizer, binding.after_backward)
+
+
+def _note_one_bucket(binding: Binding, engine: Any) -> None:
+    """DeepSpeed hands over a bucket when it is full or backward ends. Of a model that is mostly
+    frozen, little is to be handed over at all.
+    """
+    room, params = engine.zero_reduce_bucket_size(), list(engine.module.parameters())
+    numel = sum(parameters.shape_of(p).numel() for p in params)
+    trained = sum(parameters.shape_of(p).numel() for p in params if p.requires_grad)
+    if engine.zero_overlap_comm() and len(params) > 1 and numel / 2 < trained <= room:
+        binding.notices.append(
+            f"no gradient travels during backward, because reduce_bucket_size={room} holds all "
+            f"{trained} elements; {trained // 8} would let them"
+        )
 
 
 def _attach_checksums(binding: Binding, engine: Any, optimizer: Any) -> None:

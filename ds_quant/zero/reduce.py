@@ -10,7 +10,7 @@ import torch
 from ds_quant.bundle import sort_out
 from ds_quant.coding import Coding
 from ds_quant.collectives import reduce_scatter
-from ds_quant.hops import Hop, Piece, Reduction
+from ds_quant.hops import Hop, Piece, Reduction, are_read_late
 from ds_quant.layout import shard_range
 from ds_quant.link import Link
 from ds_quant.rotation import Rotation
@@ -139,7 +139,7 @@ def _post(
         return _nothing, handle.wait
     pieces, kept = _pieces(tensors, codings, rotations, link)
     if late:
-        pieces = [_with_own_values(piece, route[0]) for piece in pieces]
+        pieces = [_with_own_values(p, link) if are_read_late(p, route[0]) else p for p in pieces]
     under_way = Reduction(pieces, route, scale=scale)
 
     def sums() -> list[torch.Tensor]:
@@ -153,12 +153,10 @@ def _nothing() -> None:
     """A reduction over one hop has posted everything."""
 
 
-def _with_own_values(piece: Piece, hop: Hop) -> Piece:
-    """What this rank adds up exactly is not encoded at once, so it needs a copy."""
-    if hop.place(piece.reducer) != hop.link.rank:
-        return piece
+def _with_own_values(piece: Piece, link: Link) -> Piece:
+    """With a copy of the values."""
     values = piece.values
-    kept = hop.link.empty(values.numel(), dtype=values.dtype, device=values.device)
+    kept = link.empty(values.numel(), dtype=values.dtype, device=values.device)
     return piece._replace(values=kept.copy_(values))
 
 

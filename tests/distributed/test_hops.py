@@ -1,4 +1,4 @@
-"""hops.reduce and Fabric on real gloo ranks, one and two levels, against sums computed here.
+"""hops.Reduction and Fabric on real gloo ranks, one and two levels, against sums computed here.
 
 One start of the ranks per topology (nodes x ranks per node) plays all cases.
 """
@@ -15,7 +15,7 @@ import torch
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.coding import Coding
-from ds_quant.hops import Hop, Piece, reduce
+from ds_quant.hops import Hop, Piece, Reduction
 from ds_quant.link import Fabric, Link, by_node
 from ds_quant.metrics import Traffic
 from ds_quant.rng import Role, address
@@ -118,7 +118,7 @@ def _reduce_rank(node_size: int) -> dict[tuple, tuple]:
         codecs = CODECS[name][2 - len(route) :] if name == "fp32" else CODECS[name][: len(route)]
         pieces = pieces_of(rank, world, codecs, Rotation(block=32) if rotated else None)
         before = {k: dict(v) for k, v in traffic.received.items()}, traffic.collectives["gradients"]
-        sums = reduce(pieces, route, scale=0.5)
+        sums = Reduction(pieces, route, scale=0.5).wait()
         bytes_ = {
             k: n - before[0]["gradients"][k] for k, n in traffic.received["gradients"].items()
         }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import ds_quant
 from tests.distributed.features import Tied
 from tests.distributed.harness import run
 from tests.distributed.models import QSDP, Regression, build, digests, masters, settings, train_step
@@ -106,3 +107,22 @@ def test_overlap_changes_no_weight_no_loss_and_no_byte(block: dict[str, Any]) ->
             assert overlapping == waiting, name
             assert depths or not CASES[name].late, name
         assert max(found["a bucket per parameter"][-1]) == 2
+
+
+def lines() -> dict[tuple[bool, int], str]:
+    """The start-up line, with and without overlap, by size of a bucket."""
+    found = {}
+    for overlap in (False, True):
+        for room in (SMALL["reduce_bucket_size"], 10**9):
+            zero = {"reduce_bucket_size": room, "overlap_comm": overlap}
+            engine = build(settings(3, QSDP, zero=zero))
+            found[overlap, room] = ds_quant.report(engine)["line"]
+            engine.destroy()
+    return found
+
+
+def test_the_line_says_that_one_bucket_holds_all_gradients() -> None:
+    for found in run(lines, 2):
+        said = {case for case, line in found.items() if "no gradient travels during" in line}
+        assert said == {(True, 10**9)}
+        assert "reduce_bucket_size=1000000000 holds all" in found[True, 10**9]

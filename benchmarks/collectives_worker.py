@@ -25,7 +25,7 @@ from ds_quant.codec import CastCodec, Codec
 from ds_quant.coding import Coding
 from ds_quant.collectives import all_gather
 from ds_quant.config import parse_block
-from ds_quant.hops import Hop, Piece, reduce
+from ds_quant.hops import Hop, Piece, Reduction
 from ds_quant.layout import shard_range
 from ds_quant.link import Fabric, Link
 from ds_quant.metrics import Traffic
@@ -79,7 +79,7 @@ def reduction(scheme: Scheme, values: Tensor, fabric: Fabric) -> Callable[[], ob
         moved = tuple(c.at(start) for c in codings)
         part = Piece(reducer=rank, values=values[start:stop], codings=moved, rotation=rotation)
         pieces.append(part)
-    return lambda: reduce(pieces, route, scale=1.0 / fabric.size)
+    return lambda: Reduction(pieces, route, scale=1.0 / fabric.size).wait()
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -5,12 +5,11 @@ from the rate that the lab set. What a step does without any link (compute, enco
 a host) is not predicted but taken from the point that was measured without a rate limit, once per
 stage and scheme; those points test nothing and are left out.
 
-[Note: overlap] Messages take no time as far as compute hides them. With ``--prefetch-bucket-size``
-that is all of it. By default speed.py fetches nothing ahead and reduces one bucket, and messages
-and compute add up. Under ZeRO-3 with several ranks per node they were seen to add up to less, by 12
-to 23 % of the step without a rate limit: those ranks gather layer by layer, each on its own, so one
-may compute on the shared cores while another waits. ``TURNS`` is fitted to the lab's files, not
-derived; 0.12 to 0.2 keep every point within ``CLOSE``.
+[Note: overlap] Messages take no time as far as compute hides them. Where nothing is fetched ahead
+and one bucket holds all gradients, and under ZeRO-1/2 on the CPU, messages and compute add up.
+Under ZeRO-3 with several ranks per node they were seen to add up to less even so: those ranks
+gather layer by layer, each on its own, so one may compute on the shared cores while another waits.
+``TURNS`` and, with ``--prefetch-bucket-size``, ``AHEAD`` are fitted to the lab's files.
 
 May import torch, cost, config.
 """
@@ -33,6 +32,7 @@ from ds_quant.tools.models import block_cargo
 
 CLOSE = 0.15  # the error that a prediction may have
 TURNS = 0.15  # of the compute hides messages where ranks take turns: see [Note: overlap]
+AHEAD = 0.6  # the same where parameters are fetched ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def _points(
     )  # fmt: skip
     volume = Volume(inter=costs.step_bytes(stage))
     takes_turns = stage == 3 and nodes > 1 and node_size > 1
-    hidden = local * (1.0 if ahead else TURNS if takes_turns else 0.0)
+    hidden = local * (AHEAD if ahead and stage == 3 else TURNS if takes_turns else 0.0)
     found = []
     for row in rows:
         if row["rate"]:

@@ -119,7 +119,7 @@ def table(page: str, header: str) -> list[list[str]]:
 def test_speed_ups_in_the_readme_are_those_of_the_result_file() -> None:
     """The table `| Mbit/s | stage |`: speed-up, in brackets what the bytes allow."""
     found = {}
-    for name in ("speed_shipped_2x2_cpu", "speed_unshaped_2x2_cpu"):  # more blocks: it counts
+    for name in ("speed_2x2_cpu", "speed_2x2_fast_links_cpu"):  # more blocks: it counts
         for point in result(name).points:
             found |= {(point.stage, row.rate, row.scheme): row for row in point.rows}
     header, *rows = table(README, "| Mbit/s | stage |")
@@ -208,16 +208,16 @@ def test_predictions_are_as_close_as_the_page_says() -> None:
     for path in RESULTS:
         if path.stem.startswith("speed_"):
             errors += [abs(point.error) for point in measured.compare(path)[0]]
-    assert len(errors) > 80 and max(errors) < measured.CLOSE
+    assert len(errors) > 50 and max(errors) < measured.CLOSE
     said = f"at all {len(errors)} points (mean error {100 * fmean(errors):.1f} %, largest"
     assert f"{said} {100 * max(errors):.1f} %" in " ".join(CHOOSING.split())
 
 
-def test_speed_with_prefetch_is_that_of_the_result_file() -> None:
-    (point,) = result("speed_overlap_2x2_cpu").points
-    for row in point.rows:
-        if row.rate == 10 and row.scheme != "full_precision":
-            assert f"`{row.scheme}` {row.speedup:.2f} ({row.bytes_bound:.2f})" in README
+def test_at_the_slow_end_every_scheme_comes_close_to_what_its_bytes_allow() -> None:
+    for point in result("speed_2x2_cpu").points:
+        for row in point.rows:
+            if row.rate == 10:
+                assert row.speedup >= 0.9 * row.bytes_bound, (point.title, row.scheme)
 
 
 def test_exposed_communication_is_that_of_the_result_file() -> None:

@@ -154,7 +154,7 @@ def _nothing() -> None:
 
 
 def _with_own_values(piece: Piece, link: Link) -> Piece:
-    """With a copy of the values."""
+    """The piece with a copy of its values: those of the bucket may change before they are read."""
     values = piece.values
     kept = link.empty(values.numel(), dtype=values.dtype, device=values.device)
     return piece._replace(values=kept.copy_(values))

@@ -22,8 +22,6 @@ from ds_quant.tools.models import block_cargo
 
 RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/speed_*.json"))
 CLOSE = 1.05
-# Blocks of this point vary by more: gains of sdp4bit 6 to 33 %, of qsdp 0 to 23 %.
-BLURRED = "speed_2x2_fast_links_cpu", 2, 800.0
 BF16 = torch.bfloat16
 TWO_BY_ONE = Place(stage=2, micro_steps=1, nodes=2, node_size=1)
 
@@ -197,6 +195,15 @@ def _points() -> list[tuple[str, dict[str, Any], float]]:
     ]
 
 
+def paired_seconds(place: dict[str, Any], rate: float) -> dict[str, float]:
+    """A step of every candidate, from that of full_precision and the gain over it in the same
+    blocks: the machine's speed changes between blocks, which medians of seconds do not forgive.
+    """
+    rows = {row["scheme"]: row for row in place["rows"] if row["rate"] == rate}
+    base = rows["full_precision"]["seconds"]
+    return {name: base / rows[name]["speedup"] for name in CANDIDATES}
+
+
 def picked(place: dict[str, Any], rate: float, *, compute_is_known: bool) -> str:
     """What autotune takes when the probe finds the lab's rate (Mbit/s, 0 for no limit).
 
@@ -204,7 +211,7 @@ def picked(place: dict[str, Any], rate: float, *, compute_is_known: bool) -> str
     """
     nodes, size = map(int, place["topology"].split("x"))
     where = Place(stage=place["stage"], micro_steps=1, nodes=nodes, node_size=size)
-    local = {row["scheme"]: row["seconds"] for row in place["rows"] if row["rate"] == 0}
+    local = paired_seconds(place, 0)
     offered = []
     for name in CANDIDATES:
         costs = cost.bill(
@@ -224,15 +231,9 @@ def picked(place: dict[str, Any], rate: float, *, compute_is_known: bool) -> str
 def test_the_pick_is_the_measured_best_or_close(
     file: str, place: dict[str, Any], rate: float, compute_is_known: bool
 ) -> None:
-    measured = {
-        row["scheme"]: row["seconds"]
-        for row in place["rows"]
-        if row["rate"] == rate and row["scheme"] in CANDIDATES
-    }
+    measured = paired_seconds(place, rate)
     choice = picked(place, rate, compute_is_known=compute_is_known)
-    blurred = compute_is_known and (file, place["stage"], rate) == BLURRED
-    close = 1.07 if blurred else CLOSE
-    assert measured[choice] <= close * min(measured.values()), (choice, measured)
+    assert measured[choice] <= CLOSE * min(measured.values()), (choice, measured)
 
 
 def test_where_messages_take_no_time_weights_and_gradients_stay_exact() -> None:

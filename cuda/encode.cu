@@ -101,7 +101,7 @@ extern "C" __global__ void DSQ_BOUNDS encode(DSQ_JOB_PARAMETERS(EncodeJob)) {
     DSQ_FIND_JOB(EncodeJob)
     const Tile tile = tile_of(block);
     const WireRow wire = row_of(job.wire, row);
-    const Stream stream = {job.key, job.step, job.first_vector + row * wire.vectors};
+    const Stream stream = {job.key, job.step, job.first_vector + row * job.row_vectors};
 #if DSQ_ROUNDING == DSQ_LEARNED
     load_middles((const float*)job.levels);
 #endif

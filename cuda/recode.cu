@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS, 2) recode(DSQ_JOB_PARA
     const WireRow wire = row_of(job.wire, row);
     const SourceRow source =
         source_row(job.source, row, job.sources, job.source_stride, job.own, job.own_values);
-    const Stream stream = {job.key, job.step, job.first_vector + row * wire.vectors};
+    const Stream stream = {job.key, job.step, job.first_vector + row * job.row_vectors};
 #if DSQ_SOURCE_LEARNED
     load_levels((const float*)job.source_levels, DSQ_THREADS);
 #endif

@@ -7,8 +7,8 @@ Generator: Philox4x32-7 (Salmon et al., SC 2011, sec. 3.3; 7 rounds pass BigCrus
 Standard library only; `philox4x32` is the oracle of the tensor and CUDA versions.
 
 [Note: who gets which bits]
-Vector v is 8 consecutive elements of a row; rows of one call follow each other:
-v = first_vector + row * ceil(numel / 8) + j. Its counter is (v low, v high, step low, step high),
+Vector v is 8 consecutive elements of a row; rows of one call follow each other, unless the address
+says otherwise: v = first_vector + row * (row_vectors or ceil(numel / 8)) + j. Its counter is (v low, v high, step low, step high),
 32 bits each, its key (key low, key high). Element 2i of the vector takes the low 16 bits of
 word i of the four words returned, element 2i + 1 the high 16 bits.
 """
@@ -36,11 +36,18 @@ class Role(IntEnum):
 
 
 class Address(NamedTuple):
-    """Address of a stream of random bits: key and step (64 bit each), index of the first vector."""
+    """Address of a stream of random bits: key and step (64 bit each), index of the first vector,
+    and vectors from one row to the next; None where rows follow each other.
+    """
 
     key: int
     step: int
     first_vector: int = 0
+    row_vectors: int | None = None
+
+    def vectors_per_row(self, numel: int) -> int:
+        """Vectors from one row of ``numel`` elements to the next."""
+        return -(-numel // 8) if self.row_vectors is None else self.row_vectors
 
     @property
     def key_words(self) -> tuple[int, int]:

@@ -32,7 +32,7 @@ struct EncodeJob {
     WireJob wire;
     u64 values, values_stride, numel;  // numel <= wire.numel, which holds whole rotation blocks
     u64 base, base_stride;  // subtracted
-    u64 key, step, first_vector;
+    u64 key, step, first_vector, row_vectors;  // of row 0, and from row to row
     u64 levels;  // fp32 table
     u64 flips_low, flips_high;  // signs of a rotation block, bit set = negative
 };
@@ -54,7 +54,7 @@ struct RecodeJob {
     WireJob source;  // read; stride: from one output row to the next
     u64 sources, source_stride;
     u64 own, own_values;
-    u64 key, step, first_vector;
+    u64 key, step, first_vector, row_vectors;
     u64 levels, source_levels;
 };
 

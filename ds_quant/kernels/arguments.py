@@ -82,11 +82,18 @@ def own_fields(own: Own | None, values: torch.Tensor | None) -> dict[str, int]:
     return {"own": NO_SOURCE if own is None else own.row, "own_values": pointer(values)}
 
 
-def stream_fields(address: rng.Address | None, vectors_before: int) -> dict[str, int]:
+def stream_fields(address: rng.Address | None, row: int, numel: int) -> dict[str, int]:
+    """Of the random bits of row ``row`` and those behind it, ``numel`` elements on the wire each."""
     if address is None:
         return {}
-    first = address.first_vector + vectors_before
-    return {"key": address.key, "step": address.step, "first_vector": first & _WORD}
+    step = address.vectors_per_row(numel)
+    first = address.first_vector + row * step
+    return {
+        "key": address.key,
+        "step": address.step,
+        "first_vector": first & _WORD,
+        "row_vectors": step,
+    }
 
 
 def float_bits(number: float) -> int:

@@ -20,7 +20,7 @@ FIELDS = {
         *_PLACE,
         *(f"wire.{field}" for field in _WIRE),
         *("values", "values_stride", "numel", "base", "base_stride"),
-        *("key", "step", "first_vector", "levels", "flips_low", "flips_high"),
+        *("key", "step", "first_vector", "row_vectors", "levels", "flips_low", "flips_high"),
     ),
     "decode_sum": (
         *_PLACE,
@@ -33,7 +33,7 @@ FIELDS = {
         *(f"wire.{field}" for field in _WIRE),
         *(f"source.{field}" for field in _WIRE),
         *("sources", "source_stride", "own", "own_values"),
-        *("key", "step", "first_vector", "levels", "source_levels"),
+        *("key", "step", "first_vector", "row_vectors", "levels", "source_levels"),
     ),
 }
 

@@ -90,7 +90,7 @@ def encode(
         fields |= rows_at("values", "values_stride", x, row)
         if base is not None:
             fields |= rows_at("base", "base_stride", base, row)
-        fields |= stream_fields(address, row * ceil_div(on_wire, VECTOR_NUMEL))
+        fields |= stream_fields(address, row, on_wire)
         fields["levels"] = pointer(levels)
         tensors = x, base, levels, target
         run(plan.launch(count, fields, *tensors, at_once=target is not out))
@@ -252,7 +252,7 @@ def recode(
         fields = rows_at("wire.bytes", "wire.stride", target, row)
         fields |= rows_at("source.bytes", "source.stride", wire, row)
         fields |= own_fields(own, own_values)
-        fields |= stream_fields(address, row * ceil_div(numel, VECTOR_NUMEL))
+        fields |= stream_fields(address, row, numel)
         fields |= {"levels": pointer(levels), "source_levels": pointer(source_levels)}
         fields["source_stride"] = stride(wire, 1)
         tensors = wire, target, levels, source_levels, own_values

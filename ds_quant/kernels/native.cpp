@@ -4,8 +4,9 @@
 //
 // A group is loaded as fp32 into a buffer that stays in cache, and every step is a plain loop over
 // it, which compilers vectorize: once per instruction set, and the dynamic loader picks. No fused
-// multiply-adds (-ffp-contract=off). The functions are plain C and take one Job, so that the
-// library knows neither Python nor torch; kernels/native.py loads it.
+// multiply-adds (-ffp-contract=off). The functions are plain C and take an array of Jobs, so that
+// many tensors cost one call and the library knows neither Python nor torch; kernels/native.py
+// loads it.
 #include <cstdint>
 #include <cstring>
 #include <thread>
@@ -42,15 +43,18 @@ struct Job {
     i64 dtype, base_dtype, add;  // of values and base; decode adds to the values that are there
     i64 bits, group, has_offset, rounding, rotation;
     i64 planes[3], scales, offsets, nbytes;  // where the sections of a row lie
-    u64 key, step, first_vector;             // of the random bits
-    const float *levels;  // learned: 2^bits levels to decode, their 2^bits - 1 middles to encode
+    u64 key, step, first_vector, row_vectors;  // of the random bits; vectors from row to row
+    const float *levels;  // learned: 2^bits levels
     const float *signs;   // of a rotation block, or null
     u8 *own_values;       // fp32 values of row `own` of a sum, which the wire leaves out
     i64 own;              // -1 for none
-    i64 threads;
-    float shift, factor;
+    float factor, unused;  // whole words
 };
-extern "C" i64 dsq_version() { return 2; }
+// Decode and add up with the first, encode the sum with the second; its values are not used.
+struct Recode {
+    Job sum, encode;
+};
+extern "C" i64 dsq_version() { return 3; }
 
 // --- floats
 
@@ -323,6 +327,13 @@ INLINE void rotate_back(float *values, i64 padded, i64 block, const float *signs
 
 // --- encode
 
+// One shift per key and step, rng.shift_of.
+static float shift_of(const Job &job) {
+    u32 words[4];
+    random_words(job, 0, 1, words);
+    return (float)(words[0] >> 8) * 0x1p-24f - 0.5f;
+}
+
 struct Range {
     float scale, offset, inverse;
     bool forced;  // every code is the code of 0
@@ -338,7 +349,7 @@ static const i32 INFINITE = 0x7F800000;
 
 INLINE float flush(float x) { return x > -0x1p-126f && x < 0x1p-126f ? 0.0f : x; }
 
-INLINE Range range_of(const Job &job, const float *values, i64 count) {
+INLINE Range range_of(const Job &job, const float *values, i64 count, float shift) {
     const float tiny_span = 0x1p-99f, huge_scale = 0x1p126f, largest = 0x1.fffffep127f;
     float low = 0.0f, high = 0.0f, magnitude;
     bool finite;
@@ -370,7 +381,7 @@ INLINE Range range_of(const Job &job, const float *values, i64 count) {
     if (job.has_offset && !nan) {
         range.offset = tiny && magnitude < tiny_span ? 0.0f : flush(low);
         if (job.rounding == RANDOM_SHIFT) {
-            range.offset = flush(range.offset + flush(range.scale * job.shift));
+            range.offset = flush(range.offset + flush(range.scale * shift));
             nan = !(range.offset <= largest && range.offset >= -largest);
         }
     }
@@ -409,13 +420,13 @@ INLINE void round_all(const Job &job, const float *values, const Range &range, c
     }
 }
 
-INLINE void nearest_level(const Job &job, const float *values, const Range &range, i64 count,
-                          u8 *codes) {
+INLINE void nearest_level(const Job &job, const float *values, const Range &range,
+                          const float *middles, i64 count, u8 *codes) {
     for (i64 i = 0; i < count; ++i) {
         const float x = (values[i] - range.offset) * range.inverse;
         i64 index = 0;  // middles below x
         for (i64 half = (i64)1 << (job.bits - 1); half; half /= 2) {
-            index += job.levels[index + half - 1] < x ? half : 0;
+            index += middles[index + half - 1] < x ? half : 0;
         }
         codes[i] = (u8)index;
     }
@@ -425,8 +436,12 @@ INLINE void nearest_level(const Job &job, const float *values, const Range &rang
 static EVERY_CPU void encode_groups(const Job *pointer, i64 first, i64 last) {
     const Job &job = *pointer;
     const i64 groups = (job.numel + job.group - 1) / job.group;
-    const i64 row_vectors = (job.numel + 7) / 8;
+    const float shift = job.rounding == RANDOM_SHIFT ? shift_of(job) : 0.0f;
     std::vector<float> values(job.group), base(job.base ? job.group : 0);
+    std::vector<float> middles(job.rounding == LEARNED ? (1 << job.bits) - 1 : 0);
+    for (size_t i = 0; i < middles.size(); ++i) {
+        middles[i] = (job.levels[i + 1] + job.levels[i]) / 2.0f;
+    }
     std::vector<u8> codes(job.group);
     std::vector<u32> random(job.rounding == STOCHASTIC ? job.group / 2 : 0);
     for (i64 i = first; i < last; ++i) {
@@ -444,15 +459,15 @@ static EVERY_CPU void encode_groups(const Job *pointer, i64 first, i64 last) {
             for (i64 j = 0; j < valid; ++j) values[j] -= base[j];
         }
         if (job.rotation) rotate_forward(values.data(), valid, count, job.rotation, job.signs);
-        const Range range = range_of(job, values.data(), count);
+        const Range range = range_of(job, values.data(), count, shift);
         if (range.forced) {
             memset(codes.data(), job.has_offset ? 0 : 1 << (job.bits - 1), count);
         } else if (job.rounding == LEARNED) {
-            nearest_level(job, values.data(), range, count, codes.data());
+            nearest_level(job, values.data(), range, middles.data(), count, codes.data());
         } else {
             const u16 *bits = nullptr;
             if (job.rounding == STOCHASTIC) {
-                const u64 vector = job.first_vector + row * row_vectors + start / 8;
+                const u64 vector = job.first_vector + row * job.row_vectors + start / 8;
                 random_words(job, vector, padded / 8, random.data());
                 bits = (const u16 *)random.data();
             }
@@ -569,29 +584,76 @@ static EVERY_CPU void rotate_blocks(const Job *pointer, i64 first, i64 last) {
     }
 }
 
+// A sum and its encoding, in runs of whole groups of both codecs: what is added up stays in cache.
+static i64 run_of(const Recode *recode) {
+    i64 a = recode->sum.group, b = recode->encode.group;
+    while (b) {
+        const i64 rest = a % b;
+        a = b, b = rest;
+    }
+    return recode->sum.group / a * recode->encode.group;
+}
+
+static void recode_runs(const Recode *recode, i64 first, i64 last) {
+    Job sum = recode->sum, encode = recode->encode;
+    const i64 numel = encode.numel, run = run_of(recode);
+    std::vector<float> total(run < numel ? run : numel);
+    for (i64 i = first; i < last; ++i) {
+        const i64 start = i * run, stop = start + run < numel ? start + run : numel;
+        sum.values = encode.values = (u8 *)total.data() - 4 * start;  // where element 0 would be
+        sum_groups(&sum, start / sum.group, (stop + sum.group - 1) / sum.group);
+        encode_groups(&encode, start / encode.group, (stop + encode.group - 1) / encode.group);
+    }
+}
+
 // --- entry points
 
-// work(job, first, last) over all units, in equal runs on as many threads as the job allows.
-template <typename Work>
-static void spread(Work work, const Job *job, i64 units) {
-    std::vector<std::thread> threads;
-    for (i64 t = 1; t < job->threads; ++t) {
-        threads.emplace_back(work, job, units * t / job->threads, units * (t + 1) / job->threads);
+// work(job, first, last) over the units of all jobs, in equal runs on so many threads.
+template <typename AnyJob, typename Work, typename Units>
+static void spread(const AnyJob *jobs, i64 count, i64 threads, Work work, Units units) {
+    i64 total = 0;
+    for (i64 i = 0; i < count; ++i) total += units(jobs + i);
+    const auto run = [=](i64 first, i64 last) {
+        for (i64 i = 0, start = 0; i < count && start < last; ++i) {
+            const i64 number = units(jobs + i);
+            const i64 from = first > start ? first - start : 0;
+            const i64 to = last - start < number ? last - start : number;
+            if (from < to) work(jobs + i, from, to);
+            start += number;
+        }
+    };
+    std::vector<std::thread> others;
+    for (i64 t = 1; t < threads; ++t) {
+        others.emplace_back(run, total * t / threads, total * (t + 1) / threads);
     }
-    work(job, 0, units / job->threads);
-    for (std::thread &thread : threads) thread.join();
+    run(0, total / threads);
+    for (std::thread &thread : others) thread.join();
 }
 
 static i64 groups_of(const Job *job) { return (job->numel + job->group - 1) / job->group; }
+static i64 groups_of_rows(const Job *job) { return job->rows * groups_of(job); }
+static i64 blocks_of(const Job *job) { return (job->valid + job->group - 1) / job->group; }
+static i64 runs_of(const Recode *job) {
+    return (job->encode.numel + run_of(job) - 1) / run_of(job);
+}
+static void clear_rows(const Job &job) {
+    for (i64 row = 0; row < job.rows; ++row) clear_gaps(job, job.wire + row * job.wire_stride);
+}
 
-extern "C" void dsq_encode(const Job *job) {
-    for (i64 row = 0; row < job->rows; ++row) clear_gaps(*job, job->wire + row * job->wire_stride);
-    spread(encode_groups, job, job->rows * groups_of(job));
+extern "C" void dsq_encode(const Job *jobs, i64 count, i64 threads) {
+    for (i64 i = 0; i < count; ++i) clear_rows(jobs[i]);
+    spread(jobs, count, threads, encode_groups, groups_of_rows);
 }
-extern "C" void dsq_decode(const Job *job) {
-    spread(decode_groups, job, job->rows * groups_of(job));
+extern "C" void dsq_decode(const Job *jobs, i64 count, i64 threads) {
+    spread(jobs, count, threads, decode_groups, groups_of_rows);
 }
-extern "C" void dsq_decode_sum(const Job *job) { spread(sum_groups, job, groups_of(job)); }
-extern "C" void dsq_rotate(const Job *job) {
-    spread(rotate_blocks, job, (job->valid + job->group - 1) / job->group);
+extern "C" void dsq_decode_sum(const Job *jobs, i64 count, i64 threads) {
+    spread(jobs, count, threads, sum_groups, groups_of);
+}
+extern "C" void dsq_recode(const Recode *jobs, i64 count, i64 threads) {
+    for (i64 i = 0; i < count; ++i) clear_rows(jobs[i].encode);
+    spread(jobs, count, threads, recode_runs, runs_of);
+}
+extern "C" void dsq_rotate(const Job *jobs, i64 count, i64 threads) {
+    spread(jobs, count, threads, rotate_blocks, blocks_of);
 }

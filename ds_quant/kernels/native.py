@@ -18,7 +18,7 @@ from ds_quant.kernels.blocks import Format, layout_of
 from ds_quant.kernels.rotation import Rotation
 from ds_quant.layout import round_up
 
-VERSION = 2  # of Job, as dsq_version() of native.cpp
+VERSION = 3  # of Job, as dsq_version() of native.cpp
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ROUNDINGS = {"nearest": 0, "stochastic": 1, "random_shift": 2}
@@ -40,10 +40,10 @@ class _Job(ctypes.Structure):
         + _fields(ctypes.c_int64, "dtype base_dtype add bits group has_offset rounding rotation")
         + _fields(ctypes.c_int64 * 3, "planes")
         + _fields(ctypes.c_int64, "scales offsets nbytes")
-        + _fields(ctypes.c_uint64, "key step first_vector")
+        + _fields(ctypes.c_uint64, "key step first_vector row_vectors")
         + _fields(ctypes.c_void_p, "levels signs own_values")
-        + _fields(ctypes.c_int64, "own threads")
-        + _fields(ctypes.c_float, "shift factor")
+        + _fields(ctypes.c_int64, "own")
+        + _fields(ctypes.c_float, "factor unused")
     )
 
 
@@ -66,8 +66,13 @@ def problem() -> str | None:
 def _function(name: str) -> ctypes._CFuncPtr:
     library = ctypes.CDLL(find_spec("ds_quant.kernels._native").origin)
     function = getattr(library, name)
-    function.argtypes, function.restype = [ctypes.POINTER(_Job)], None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    function.restype = None
     return function
+
+
+def _call(name: str, job: _Job, numel: int) -> None:
+    _function(name)(ctypes.addressof(job), 1, threads_for(numel))
 
 
 def encode(
@@ -97,11 +102,10 @@ def encode(
     if address is not None:
         job.key, job.step = address.key, address.step
         job.first_vector = address.first_vector & _WORD
-        if fmt.rounding == "random_shift":
-            job.shift = rng.shift_of(address)
-    middles = None if levels is None else (levels[1:] + levels[:-1]) / 2
-    job.levels = _pointer(middles)
-    _function("dsq_encode")(job)
+        job.row_vectors = address.vectors_per_row(job.numel)
+    levels = None if levels is None else levels.contiguous()
+    job.levels = _pointer(levels)
+    _call("dsq_encode", job, rows * numel)
     if target is not out:
         out.copy_(target)
 
@@ -122,7 +126,7 @@ def decode(
     job = _source_job(wire, fmt, numel, target.dtype, levels)
     job.add = add
     job.values, job.values_stride = target.data_ptr(), target.stride(0) * target.element_size()
-    _function("dsq_decode")(job)
+    _call("dsq_decode", job, rows * numel)
     if target.data_ptr() != out.data_ptr():
         out.copy_(target)
 
@@ -153,7 +157,7 @@ def decode_sum(
     if own is not None:
         own_values = own[1].detach().to(torch.float32).contiguous()
         job.own, job.own_values, job.rows = own[0], own_values.data_ptr(), wire.shape[0] + 1
-    _function("dsq_decode_sum")(job)
+    _call("dsq_decode_sum", job, wire.shape[0] * out.shape[0])
     if target is not out:
         out.copy_(target)
 
@@ -167,8 +171,8 @@ def rotate(
     x, signs = _dense(x), rotation.signs(x.device)
     job = _Job(values=x.data_ptr(), wire=out.data_ptr(), signs=_pointer(signs))
     job.group, job.dtype = rotation.block, _DTYPES[x.dtype]
-    job.valid, job.threads = x.numel(), _threads(x.numel())
-    _function("dsq_rotate")(job)
+    job.valid = x.numel()
+    _call("dsq_rotate", job, x.numel())
 
 
 def unrotate_(
@@ -180,8 +184,8 @@ def unrotate_(
     """x = signs * (H x * (scale / block)), in place: the inverse of ``rotate``, times scale."""
     signs = rotation.signs(x.device)
     job = _Job(values=x.data_ptr(), signs=_pointer(signs), factor=scale / rotation.block)
-    job.group, job.valid, job.threads = rotation.block, x.numel(), _threads(x.numel())
-    _function("dsq_rotate")(job)
+    job.group, job.valid = rotation.block, x.numel()
+    _call("dsq_rotate", job, x.numel())
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -215,16 +219,14 @@ def _source_job(
 
 def _job(fmt: Format, rows: int, numel: int, dtype: torch.dtype, rotation: Rotation | None) -> _Job:
     block = 0 if rotation is None else rotation.block
-    return _Job.from_buffer_copy(_template(fmt, rows, numel, dtype, block, _threads(rows * numel)))
+    return _Job.from_buffer_copy(_template(fmt, rows, numel, dtype, block))
 
 
 @lru_cache(maxsize=4096)
-def _template(
-    fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int, threads: int
-) -> bytes:
+def _template(fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int) -> bytes:
     """What follows from codec and shape: a training run repeats a few dozen."""
     layout = layout_of(fmt, round_up(numel, block) if block else numel)
-    job = _Job(rows=rows, numel=layout.numel, valid=numel, dtype=_DTYPES[dtype], threads=threads)
+    job = _Job(rows=rows, numel=layout.numel, valid=numel, dtype=_DTYPES[dtype])
     job.rotation = block
     job.bits, job.group, job.has_offset = fmt.bits, fmt.group_size, fmt.has_offset
     job.rounding = _LEARNED if fmt.levels == "learned" else _ROUNDINGS[fmt.rounding]
@@ -234,5 +236,6 @@ def _template(
     return bytes(job)
 
 
-def _threads(numel: int) -> int:
+def threads_for(numel: int) -> int:
+    """Threads for work on so many elements."""
     return max(1, min(torch.get_num_threads(), numel // _NUMEL_PER_THREAD))

@@ -70,7 +70,7 @@ def encode(
     for block in blocks(rows, numel, group_size=fmt.group_size, device=x.device):
         random = None
         if fmt.rounding == "stochastic":  # first, because it uses the scratch of the values
-            random = _random(block, fmt, address, ceil_div(numel, VECTOR_NUMEL), x.device)
+            random = _random(block, fmt, address, numel, x.device)
         groups = _load_groups(x, base, block, fmt.group_size)
         ranges = ranges_of(groups, fmt, shift)
         codes = _codes(groups, ranges, fmt, levels)
@@ -140,7 +140,7 @@ def _codes(
 
 
 def _random(
-    block: Block, fmt: Format, address: rng.Address, row_vectors: int, device: torch.device
+    block: Block, fmt: Format, address: rng.Address, numel: int, device: torch.device
 ) -> torch.Tensor:
     """r of [Note: numbers] for the elements of a block, (num_rows, vector_numel) int32.
 
@@ -149,8 +149,11 @@ def _random(
     vectors = block.vector_numel // VECTOR_NUMEL
     shape = (block.num_rows * vectors, VECTOR_NUMEL)
     bits = scratch.take("narrow", shape, dtype=torch.uint16, device=device)
-    first = address.first_vector + block.row * row_vectors + block.start // VECTOR_NUMEL
-    philox.random_bits(address, first, bits)
+    step = address.vectors_per_row(numel)
+    first = address.first_vector + block.row * step + block.start // VECTOR_NUMEL
+    runs = (bits,) if step == vectors else bits.split(vectors)  # several rows are whole ones
+    for row, run in enumerate(runs):
+        philox.random_bits(address, first + row * step, run)
     shape = (block.num_rows, block.vector_numel)
     random = scratch.take("random", shape, dtype=torch.int32, device=device)
     random.copy_(bits.view(shape))

@@ -234,3 +234,26 @@ def test_division_by_the_number_of_steps_is_exact(shim, tmp_path) -> None:
     command = [shim.compiler, *flags, f"-I{include}", "division.cpp", "-o", "division.so"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
     assert ctypes.CDLL(str(tmp_path / "division.so")).wrong() == 0
+
+
+def one_by_one(codec, x: torch.Tensor, address: Address) -> torch.Tensor:
+    """Bytes of rows that are encoded alone, each with the address of its own bits."""
+    alone = [
+        address._replace(first_vector=address.first_vector + row * address.row_vectors)
+        for row in range(len(x))
+    ]
+    rows = [expected(codec, x[row : row + 1], a) for row, a in enumerate(alone)]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("numel", (13, 500, 4000))
+@pytest.mark.parametrize("bits", (4, 8))
+def test_random_bits_of_rows_lie_a_stride_apart(shim, bits: int, numel: int) -> None:
+    """As those of runs of one tensor do: 16 vectors per element. Beyond 32 bits, too."""
+    codec = GroupCodec(bits=bits, group_size=64, range="absmax", rounding="stochastic")
+    x = torch.randn(5, numel).bfloat16()
+    for first, step in ((0, 16 * 5000), (7, 1 << 33)):
+        address = Address(key=3, step=4, first_vector=first, row_vectors=step)
+        wanted = one_by_one(codec, x, address)
+        assert_same(codec, expected(codec, x, address), wanted)
+        assert_same(codec, encoded(shim, codec, x, address), wanted)

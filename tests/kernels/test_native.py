@@ -25,7 +25,7 @@ from tests.kernels.inputs import (
 )
 from tests.kernels.test_decode import assert_same as assert_same_values
 from tests.kernels.test_decode import message, output, source_rows
-from tests.kernels.test_encode import ADDRESS, assert_same, expected
+from tests.kernels.test_encode import ADDRESS, assert_same, expected, one_by_one
 
 EXAMPLES = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
@@ -222,3 +222,14 @@ def test_a_library_that_does_not_fit_is_not_used(monkeypatch, version, reason: s
         assert dispatch.describe(torch.device("cpu")).startswith("torch kernels (C++")
     finally:
         native.problem.cache_clear()
+
+
+@needs_library
+@pytest.mark.parametrize("numel", (13, 500, 4000))
+def test_random_bits_of_rows_lie_a_stride_apart(numel: int) -> None:
+    x = torch.randn(5, numel).bfloat16()
+    wire = torch.empty(5, INT4.wire_bytes(numel), dtype=torch.uint8)
+    for step in (16 * 5000, 1 << 33):
+        address = ADDRESS._replace(row_vectors=step)
+        native.encode(x, wire, INT4, address=address, levels=None)
+        assert_same(INT4, wire, one_by_one(INT4, x, address))

@@ -95,6 +95,38 @@ class Cuts:
         return [[parts[i] for i in places] for places in self._places]
 
 
+class Scattered:
+    """Ranges [start, stop) of a flat tensor that are to lie end to end."""
+
+    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self._cuts = Cuts([ranges]) if ranges else None
+
+    def joined(self, flat: Tensor) -> list[Tensor]:
+        """A copy of them as one tensor; nothing if there are none."""
+        return [] if self._cuts is None else [torch.cat(self._cuts.views(flat)[0])]
+
+
+class Copies:
+    """Copies of parts of one flat tensor over ranges of another: (ranges, first element of what is
+    laid end to end over them).
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Sequence[tuple[int, int]], int]]) -> None:
+        into: list[tuple[int, int]] = []
+        parts: list[tuple[int, int]] = []
+        for ranges, place in pairs:
+            for start, stop in ranges:
+                into.append((start, stop))
+                parts.append((place, place + stop - start))
+                place += stop - start
+        self._into, self._parts = (Cuts([into]), Cuts([parts])) if into else (None, None)
+
+    def copy(self, flat: Tensor, values: Tensor) -> None:
+        """One call makes all copies, cast to the dtype of ``flat``."""
+        if self._into is not None:
+            torch._foreach_copy_(self._into.views(flat)[0], self._parts.views(values)[0])
+
+
 def joined(views: Sequence[Tensor]) -> Tensor:
     """Rows of one dtype end to end; the only one as it is."""
     return views[0] if len(views) == 1 else torch.cat(tuple(views), dim=-1)

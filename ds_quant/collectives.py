@@ -5,7 +5,7 @@ scales together, every slot at a 16-byte boundary. A slot's place depends on the
 alone, so all ranks agree on it, and a short or empty last shard uses the front of its slot:
 padding is never encoded.
 
-May import: torch, codec, coding, kernels, layout, link, meter.
+May import: torch, codec, coding, kernels, layout, link, meter, operations.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from torch import Tensor
 
 from ds_quant.codec import Codec
 from ds_quant.coding import Coding
+from ds_quant.kernels.batch import Decode, Task
 from ds_quant.kernels.dispatch import together
 from ds_quant.layout import ceil_div, shard_range
-from ds_quant.link import Exchange, Fabric, Link, Waiting, by_node
+from ds_quant.link import Exchange, Fabric, Link, Waiting
 from ds_quant.meter import Notes
+from ds_quant.operations import Operations, Streams
 
 
 class Slot(NamedTuple):
@@ -108,33 +110,53 @@ class GatherHandle:
     def wait(self) -> list[Tensor]:
         """Full tensors, each (numel,) in the dtype of its shard."""
         if self._full is None:
-            rows = torch.empty(1, self._link.size, 0, dtype=torch.uint8)
+            rows = torch.empty(0, dtype=torch.uint8)
             if self._exchange is not None:
-                rows = by_node(self._exchange.wait(), self._link.size)
-            with self._link.decoding(), together():
-                sizes = [slot.nbytes for slot in self._slots]
-                columns = zip(*(node.split(sizes, dim=1) for node in rows), strict=True)
-                self._full = [
-                    _decode_shards(nodes, numel, coding, dtype)
-                    for nodes, (numel, coding, dtype) in zip(columns, self._tensors, strict=True)
-                ]
+                rows = self._exchange.wait()
+            # Not of the pool: DeepSpeed frees these values where it would without us.
+            self._full = [
+                torch.empty(numel, dtype=dtype, device=rows.device)
+                for numel, _, dtype in self._tensors
+            ]
+            codings = [coding for _, coding, _ in self._tensors]
+            sizes = tuple([(c.codec, numel) for numel, c, _ in self._tensors])
+            with self._link.decoding():
+                decode = shard_decoding(sizes, self._link.size, node_size_of(rows))
+                decode.run([rows, *self._full], Streams(codings, [None] * len(codings)))
             self._exchange = None
         return self._full
 
 
-def _decode_shards(
-    nodes: Sequence[Tensor], numel: int, coding: Coding, dtype: torch.dtype
-) -> Tensor:
-    """nodes: of each its rows, (ranks of a node, slot bytes) uint8 -> (numel,) in ``dtype``."""
-    node_size = nodes[0].shape[0]
-    # Not of the pool: the values are DeepSpeed's, which frees them where it would without us.
-    full = torch.empty(numel, dtype=dtype, device=nodes[0].device)
-    for block in _blocks(numel, len(nodes) * node_size, node_size):
-        values = between(full, block.start, block.stop).view(block.count, block.width)
-        node, first = divmod(block.first, node_size)
-        wire = _rows_of(block, nodes[node], first, coding)
-        coding.codec.decode(wire, values, levels=coding.levels)
-    return full
+def node_size_of(gathered: Tensor) -> int | None:
+    """Ranks per node of a gather over two levels, None over one."""
+    return gathered.shape[1] if gathered.dim() == 3 else None
+
+
+@lru_cache(maxsize=1024)
+def shard_decoding(
+    sizes: tuple[tuple[Codec, int], ...], ranks: int, node_size: int | None
+) -> Operations:
+    """What decodes the rows of a gather, buffer 0, to whole tensors, the buffers behind it; how
+    the rows lie: see ``row_place``.
+    """
+    slots, nbytes = lay_out((codec, ceil_div(numel, ranks)) for codec, numel in sizes)
+    tasks: list[Task] = []
+    for tensor, ((codec, numel), slot) in enumerate(zip(sizes, slots, strict=True)):
+        for rank in range(ranks):
+            start, stop = shard_range(numel, ranks, rank)
+            if start < stop:
+                operation = Decode(codec, stop - start, 0, 1 + tensor, tensor)
+                place = row_place(rank, ranks, node_size) * nbytes + slot.start
+                tasks.append((operation, (place, start)))
+    return Operations(tasks)
+
+
+def row_place(rank: int, ranks: int, node_size: int | None) -> int:
+    """Which row of what a gather brings is that of a rank: over two levels (local, node) ones."""
+    if node_size is None:
+        return rank
+    node, local = divmod(rank, node_size)
+    return local * (ranks // node_size) + node
 
 
 class _Block(NamedTuple):

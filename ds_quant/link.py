@@ -110,8 +110,10 @@ class Link:
         self.rank: int = dist.get_rank(group=process_group)
         self.ranks: list[int] = [self._global_rank(r) for r in range(self.size)]
         nodes = [topology.node_of(r) for r in self.ranks]
-        self._near = [node == nodes[self.rank] for node in nodes]
-        self._reach = "intra" if all(self._near) else "inter"
+        near = [r for r, node in enumerate(nodes) if node == nodes[self.rank]]
+        self._near = [r for r in near if r != self.rank]
+        self._far = [r for r in range(self.size) if r not in near]
+        self._reach = "inter" if self._far else "intra"
         self._gloo = "gloo" in str(torch.distributed.get_backend(process_group))
 
     def _global_rank(self, rank: int) -> int:
@@ -210,8 +212,8 @@ class Link:
         return Exchange(payload=payload, received=received, work=work, meter=self._traffic.meter)
 
     def _count(self, role: str, received: Sequence[int]) -> None:
-        intra = sum(b for r, b in enumerate(received) if self._near[r] and r != self.rank)
-        inter = sum(b for r, b in enumerate(received) if not self._near[r])
+        intra = sum([received[r] for r in self._near])
+        inter = sum([received[r] for r in self._far])
         self._traffic.count(role, intra=intra, inter=inter)
 
 

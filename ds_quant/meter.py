@@ -63,6 +63,8 @@ class Sample:
 class Notes:
     """The tensors of one message while it is encoded."""
 
+    are_read = True
+
     def __init__(self) -> None:
         self._noted: list[tuple[Measures, Any, Any, dict[str, Any]]] = []
 
@@ -83,6 +85,8 @@ class Notes:
 
 class _NoNotes(Notes):
     """Between samples."""
+
+    are_read = False
 
     def note(self, coding: Measures, values: Any, wire: Any, **how: Any) -> None:
         pass

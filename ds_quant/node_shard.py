@@ -6,22 +6,27 @@
 new weights cross between nodes by one all-gather among the ranks of equal g: each byte enters a
 node once. A gather inside the node brings [G][nodes][width]; shard order is [nodes][G][width].
 
-May import: torch, coding, collectives, kernels, layout, link.
+May import: torch, codec, coding, collectives, kernels, layout, link, operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from ds_quant.codec import Codec
 from ds_quant.coding import Coding
-from ds_quant.collectives import lay_out
+from ds_quant.collectives import Slot, lay_out
+from ds_quant.kernels.batch import Decode, Task
 from ds_quant.kernels.dispatch import together
 from ds_quant.layout import ceil_div, shard_range
 from ds_quant.link import Link
+from ds_quant.operations import Operations, Streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,27 +50,21 @@ class Kept:
         rows = torch.zeros(nodes, width, dtype=dtype, device=device)
         return cls(numel=numel, node_size=node_size, local=local, rows=rows)
 
-    def length(self, node: int, local: int) -> int:
-        """Elements of the shard of a rank."""
-        ranks = self.rows.shape[0] * self.node_size
-        start, stop = shard_range(self.numel, ranks, node * self.node_size + local)
-        return stop - start
-
-    def runs(self, local: int) -> list[tuple[int, int, int]]:
-        """(first node, nodes, length): shards of equal length in the rows of a local rank."""
-        lengths = [self.length(node, local) for node in range(self.rows.shape[0])]
-        return _runs(lengths)
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(first node, nodes, length): this rank's rows that hold shards of equal length."""
+        return _runs(self.numel, self.rows.shape[0], self.node_size, self.local)
 
 
-def _runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first, count, length) of runs of equal lengths, empty ones left out."""
-    runs: list[tuple[int, int, int]] = []
-    for place, length in enumerate(lengths):
-        if length and runs and runs[-1][2] == length and sum(runs[-1][:2]) == place:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1, length)
-        elif length:
-            runs.append((place, 1, length))
-    return runs
+@lru_cache(maxsize=4096)
+def _runs(numel: int, nodes: int, node_size: int, local: int) -> tuple[tuple[int, int, int], ...]:
+    """Runs of nodes whose shards of a local rank are equally long, empty ones left out."""
+    ranks, runs = range(local, nodes * node_size, node_size), []
+    lengths = [len(range(*shard_range(numel, nodes * node_size, rank))) for rank in ranks]
+    for length, members in groupby(range(nodes), key=lengths.__getitem__):
+        places = list(members)
+        if length:
+            runs.append((places[0], len(places), length))
+    return tuple(runs)
 
 
 def exchange(
@@ -98,7 +97,7 @@ def exchange(
         with inter.decoding(), together():
             messages = arriving.wait().view(inter.size, nbytes)
             for item, coding, slot in zip(kept, codings, slots, strict=True):
-                for first, count, length in item.runs(item.local):
+                for first, count, length in item.runs():
                     used = coding.codec.wire_bytes(length)
                     wire = messages[first : first + count, slot.start : slot.start + used]
                     coding.decode(wire, item.rows[first : first + count, :length])
@@ -116,15 +115,13 @@ def gather(
     """
     if intra is None:
         return lambda: [item.rows.view(-1)[: item.numel].clone() for item in kept]
-    nodes = [item.rows.shape[0] for item in kept]
-    sizes = [(c.codec, k.rows.shape[1]) for c, k in zip(codings, kept, strict=True)]
-    slots, nbytes = lay_out([size for size, n in zip(sizes, nodes, strict=True) for _ in range(n)])
-    starts = [slots[sum(nodes[:i])] for i in range(len(kept))]  # of row 0; the others follow
+    sizes = [(c.codec, k.numel, k.rows.shape[0]) for c, k in zip(codings, kept, strict=True)]
+    slots, nbytes = _lay_out(tuple(sizes), intra.size)
     message = intra.empty(nbytes, device=kept[0].rows.device)
     with intra.encoding("weights") as notes, together():
-        for item, coding, slot in zip(kept, codings, starts, strict=True):
+        for item, coding, slot in zip(kept, codings, slots, strict=True):
             places = message[slot.start :][: slot.nbytes * item.rows.shape[0]].view(-1, slot.nbytes)
-            for first, count, length in item.runs(item.local):
+            for first, count, length in item.runs():
                 wire = places[first : first + count, : coding.codec.wire_bytes(length)]
                 moved = coding.at(first * item.rows.shape[1])
                 values = item.rows[first : first + count, :length]
@@ -133,28 +130,39 @@ def gather(
     arriving = intra.all_gather(message, role="weights") if nbytes else None
 
     def decode() -> list[Tensor]:
-        with intra.decoding(), together():
-            received = message.new_empty(intra.size, 0)
-            if arriving is not None:
-                received = arriving.wait().view(intra.size, nbytes)
-            return [
-                _in_shard_order(item, coding, received[:, slot.start :], slot.nbytes)
-                for item, coding, slot in zip(kept, codings, starts, strict=True)
-            ]
+        received = message.new_empty(0) if arriving is None else arriving.wait()
+        full = [item.rows.new_empty(item.numel) for item in kept]
+        with intra.decoding():
+            decoding = _decoding(tuple(sizes), intra.size)
+            decoding.run([received, *full], Streams(codings, [None] * len(codings)))
+        return full
 
     return decode
 
 
-def _in_shard_order(item: Kept, coding: Coding, messages: Tensor, row_bytes: int) -> Tensor:
-    """messages (G, >= nodes * row_bytes) uint8 -> (numel,) in the dtype of the rows."""
-    nodes, width = item.rows.shape
-    full = torch.empty(item.numel, dtype=item.rows.dtype, device=item.rows.device)
-    for node in range(nodes):
-        lengths = [item.length(node, local) for local in range(item.node_size)]
-        for first, count, length in _runs(lengths):
-            used = coding.codec.wire_bytes(length)
-            wire = messages[first : first + count, node * row_bytes : node * row_bytes + used]
-            start = (node * item.node_size + first) * width
-            values = full[start : start + count * length].view(count, length)
-            coding.decode(wire, values)
-    return full
+@lru_cache(maxsize=1024)
+def _lay_out(sizes: tuple[tuple[Codec, int, int], ...], node_size: int) -> tuple[list[Slot], int]:
+    """Of every (codec, numel, nodes) the slot of its first row, whose others follow; all bytes."""
+    slots, end = [], 0
+    for codec, numel, nodes in sizes:
+        slots.append(Slot(end, codec.wire_bytes(ceil_div(numel, nodes * node_size))))
+        end += nodes * slots[-1].nbytes
+    return slots, end
+
+
+@lru_cache(maxsize=1024)
+def _decoding(sizes: tuple[tuple[Codec, int, int], ...], node_size: int) -> Operations:
+    """What decodes the messages of a node, buffer 0, to full parameters, the buffers behind it:
+    (codec, numel, nodes) each.
+    """
+    slots, nbytes = _lay_out(sizes, node_size)
+    tasks: list[Task] = []
+    for place, ((codec, numel, nodes), slot) in enumerate(zip(sizes, slots, strict=True)):
+        for rank in range(nodes * node_size):
+            start, stop = shard_range(numel, nodes * node_size, rank)
+            node, local = divmod(rank, node_size)
+            wire = local * nbytes + slot.start + node * slot.nbytes
+            if start < stop:
+                operation = Decode(codec, stop - start, 0, 1 + place, place)
+                tasks.append((operation, (wire, start)))
+    return Operations(tasks)

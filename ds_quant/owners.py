@@ -2,26 +2,36 @@
 
 Which rank sums what is decided in owner_plan.py.
 
-May import: torch, codec, coding, collectives, hops, kernels, link, owner_plan, rotation.
+May import: torch, codec, coding, collectives, hops, kernels, layout, link, operations, owner_plan,
+reduction_plan, rotation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import chain
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_quant import hops
 from ds_quant.codec import Codec
 from ds_quant.coding import Coding
-from ds_quant.collectives import between, cut, lay_out
+from ds_quant.collectives import cut, lay_out
+from ds_quant.hops import Reduction
+from ds_quant.kernels.batch import Decode, Encode
 from ds_quant.kernels.dispatch import together
+from ds_quant.layout import VECTOR_NUMEL, round_up
 from ds_quant.link import Fabric, Link, by_node
+from ds_quant.operations import Operations, Streams
 from ds_quant.owner_plan import Piece, delivery_codec
+from ds_quant.reduction_plan import (
+    VECTORS_PER_ELEMENT,
+    Form,
+    Hop,
+    ReductionPlan,
+    Segment,
+)
 from ds_quant.rotation import Rotation
 
 
@@ -40,60 +50,142 @@ class Part(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Consecutive elements of one parameter whose sum belongs to rank ``owner``.
-
-    ``values`` is 1-D contiguous; ``codings`` has one entry per hop, their addresses this rank's
-    own and unique to the share.
-    """
+    """Consecutive elements of one gradient whose sum belongs to rank ``owner``."""
 
     owner: int
-    values: Tensor
-    codings: tuple[Coding, ...]
-    rotation: Rotation | None = None
+    tensor: int  # where they lie, from element ``start`` on
+    start: int
+    numel: int
+    gradient: int  # its form and streams
+    first: int = 0  # of its elements
 
 
-def reduce_to_owners(
-    shares: Sequence[Share],
-    pieces: Sequence[Piece],
-    route: Sequence[hops.Hop],
-    link: Link,
-    *,
-    scale: float,
-) -> list[Tensor | None]:
-    """Sum each share over the ranks, times ``scale``, for its owner.
+class OwnerSums:
+    """Sums shares over the ranks for their owners, in every step.
 
     1. reduce each of ``pieces``, as from ``owner_plan``, on its reducer, over the hops of ``route``
     2. balanced only: encode the sums for the owners, all-to-all over ``link``, the whole group.
 
-    Returns:
-        Per share its fp32 sum (numel,) on the owner and None elsewhere.
+    forms: of every gradient. ``scale`` multiplies the sums.
     """
-    if not shares:
-        return []
-    empties = partial(link.empties, dtype=torch.float32, device=shares[0].values.device)
-    totals = empties([s.values.numel() if s.owner == link.rank else None for s in shares])
-    wanted = empties([  # what is delivered to others
-        p.stop - p.start if p.reducer == link.rank != shares[p.part].owner else None for p in pieces
-    ])  # fmt: skip
-    for place, p in enumerate(pieces):
-        if (total := totals[p.part]) is not None:
-            wanted[place] = between(total, p.start, p.stop)
-    moved = [_piece(shares[p.part], p) for p in pieces]
-    hops.Reduction(moved, route, scale=scale, sums=wanted).wait()
-    if any(p.reducer != shares[p.part].owner for p in pieces):
-        _deliver(shares, pieces, dict(zip(pieces, wanted, strict=True)), link)
-    return totals
+
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        pieces: Sequence[Piece],
+        forms: Sequence[Form],
+        route: Sequence[Hop],
+        link: Link,
+        *,
+        scale: float,
+    ) -> None:
+        self._link, self._numel = link, 0
+        self.totals = [self._room(s.numel) if s.owner == link.rank else None for s in shares]
+        segments = [self._segment(shares[p.part], self.totals[p.part], p) for p in pieces]
+        self._reduction = ReductionPlan(segments, forms, route, scale=scale)
+        moved = [
+            (segment, shares[piece.part].owner)
+            for segment, piece in zip(segments, pieces, strict=True)
+            if piece.reducer != shares[piece.part].owner
+        ]
+        self._delivery = _Delivery(moved, forms, link) if moved else None
+
+    def _room(self, numel: int) -> int:
+        """Where so many sums begin."""
+        start = self._numel
+        self._numel += round_up(numel, VECTOR_NUMEL)
+        return start
+
+    def _segment(self, share: Share, total: int | None, piece: Piece) -> Segment:
+        numel = piece.stop - piece.start
+        if total is not None:
+            total += piece.start
+        elif piece.reducer == self._link.rank:
+            total = self._room(numel)
+        return Segment(
+            tensor=share.tensor,
+            start=share.start + piece.start,
+            numel=numel,
+            gradient=share.gradient,
+            first=share.first + piece.start,
+            reducer=piece.reducer,
+            total=total or 0,
+        )
+
+    def add_up(
+        self,
+        tensors: Sequence[Tensor],
+        codings: Sequence[tuple[Coding, ...]],
+        rotations: Sequence[Rotation | None],
+    ) -> Tensor:
+        """The sums of this rank's shares, fp32; ``totals`` says where each begins. Codings and
+        rotations are those of the gradients, one coding per hop.
+        """
+        device = tensors[0].device
+        sums = self._link.empty(self._numel, dtype=torch.float32, device=device)
+        Reduction(self._reduction, tensors, codings, rotations, sums).wait()
+        if self._delivery is not None:
+            self._delivery.run(sums, [hops[-1] for hops in codings])
+        return sums
 
 
-def _piece(share: Share, piece: Piece) -> hops.Piece:
-    return hops.Piece(
-        reducer=piece.reducer,
-        values=between(share.values, piece.start, piece.stop),
-        codings=share.codings
-        if piece.start == 0
-        else tuple(c.at(piece.start) for c in share.codings),
-        rotation=share.rotation,
-    )
+class _Delivery:
+    """Moves sums from their reducers to the owners."""
+
+    def __init__(
+        self, moved: Sequence[tuple[Segment, int]], forms: Sequence[Form], link: Link
+    ) -> None:
+        self._link = link
+        outgoing: list[list[Segment]] = [[] for _ in range(link.size)]  # by owner
+        incoming: list[list[Segment]] = [[] for _ in range(link.size)]  # by reducer
+        for segment, owner in moved:
+            if segment.reducer == link.rank:
+                outgoing[owner].append(segment)
+            elif owner == link.rank:
+                incoming[segment.reducer].append(segment)
+        codecs = [delivery_codec(form.codecs[-1]) for form in forms]
+        self._sent, sent = _placed(outgoing, codecs)
+        self._received, received = _placed(incoming, codecs)
+        self._encode = Operations(
+            (
+                Encode(codecs[s.gradient], s.numel, values=1, wire=0, stream=s.gradient),
+                (s.total, place, _DELIVERED + VECTORS_PER_ELEMENT * s.first),
+            )
+            for s, place in sent
+        )
+        self._decode = Operations(
+            (Decode(codecs[s.gradient], s.numel, 0, 1, s.gradient), (place, s.total))
+            for s, place in received
+        )
+
+    def run(self, sums: Tensor, codings: Sequence[Coding]) -> None:
+        """Fill what this rank's shares lack in ``sums``."""
+        link = self._link
+        streams = Streams(
+            [c._replace(codec=delivery_codec(c.codec)) for c in codings], [None] * len(codings)
+        )
+        payload = link.empty(sum(self._sent), device=sums.device)
+        with link.encoding("gradients") as notes:
+            self._encode.run([payload, sums], streams, notes)
+        sizes = {"sent": self._sent, "received": self._received}
+        exchange = link.all_to_all(payload, **sizes, role="gradients")
+        arrived = exchange.wait()
+        with link.decoding():
+            self._decode.run([arrived, sums], streams)
+
+
+# Vectors of delivered pieces: far from those of the hops.
+_DELIVERED = 1 << 62
+
+
+def _placed(
+    rows: Sequence[Sequence[Segment]], codecs: Sequence[Codec]
+) -> tuple[list[int], list[tuple[Segment, int]]]:
+    """Bytes of every row, and where each segment begins in the message."""
+    sizes = [[codecs[s.gradient].wire_bytes(s.numel) for s in row] for row in rows]
+    starts = accumulate((nbytes for row in sizes for nbytes in row), initial=0)
+    segments = (segment for row in rows for segment in row)
+    return [sum(row) for row in sizes], list(zip(segments, starts, strict=False))
 
 
 def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], None]:
@@ -127,45 +219,3 @@ def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], No
                     part.coding.decode(wire, part.values)
 
     return decode
-
-
-def _deliver(
-    shares: Sequence[Share], pieces: Sequence[Piece], sums: dict[Piece, Tensor], link: Link
-) -> None:
-    """Second hop: move sums from reducers to owners, whose places in ``sums`` are filled."""
-    outgoing: list[list[Piece]] = [[] for _ in range(link.size)]  # by owner
-    incoming: list[list[Piece]] = [[] for _ in range(link.size)]  # by reducer
-    for piece in pieces:
-        owner = shares[piece.part].owner
-        if piece.reducer == link.rank != owner:
-            outgoing[owner].append(piece)
-        elif owner == link.rank != piece.reducer:
-            incoming[piece.reducer].append(piece)
-    sent = [lay_out(_delivered(shares, row)) for row in outgoing]
-    received = [lay_out(_delivered(shares, row)) for row in incoming]
-    payload = link.empty(sum(n for _, n in sent), device=shares[0].values.device)
-    with link.encoding("gradients") as notes, together():
-        for piece, out in zip(chain.from_iterable(outgoing), cut(payload, sent), strict=True):
-            coding = _delivery(shares[piece.part].codings[-1], piece)
-            coding.encode(sums[piece], out)
-            notes.note(coding, sums[piece], out)
-    exchange = link.all_to_all(
-        payload, sent=[n for _, n in sent], received=[n for _, n in received], role="gradients"
-    )
-    wires = cut(exchange.wait(), received)
-    with link.decoding(), together():
-        for piece, wire in zip(chain.from_iterable(incoming), wires, strict=True):
-            _delivery(shares[piece.part].codings[-1], piece).decode(wire, sums[piece])
-
-
-def _delivered(shares: Sequence[Share], row: Sequence[Piece]) -> list[tuple[Codec, int]]:
-    return [(delivery_codec(shares[p.part].codings[-1].codec), p.stop - p.start) for p in row]
-
-
-def _delivery(coding: Coding, piece: Piece) -> Coding:
-    """Coding of a delivered piece: streams from the upper half of the vector counter."""
-    moved = coding.at(piece.start)
-    address = moved.address and moved.address._replace(
-        first_vector=moved.address.first_vector + (1 << 62)
-    )
-    return moved._replace(codec=delivery_codec(coding.codec), address=address)

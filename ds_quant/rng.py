@@ -7,10 +7,10 @@ Generator: Philox4x32-7 (Salmon et al., SC 2011, sec. 3.3; 7 rounds pass BigCrus
 Standard library only; `philox4x32` is the oracle of the tensor and CUDA versions.
 
 [Note: who gets which bits]
-Vector v is 8 consecutive elements of a row; rows of one call follow each other, unless the address
-says otherwise: v = first_vector + row * (row_vectors or ceil(numel / 8)) + j. Its counter is (v low, v high, step low, step high),
-32 bits each, its key (key low, key high). Element 2i of the vector takes the low 16 bits of
-word i of the four words returned, element 2i + 1 the high 16 bits.
+Vector v is 8 consecutive elements of a row. Rows of one call follow each other, unless the address
+says otherwise: v = first_vector + row * (row_vectors or ceil(numel / 8)) + j. Its counter is (v
+low, v high, step low, step high), 32 bits each, its key (key low, key high). Element 2i of the
+vector takes the low 16 bits of word i of the four words returned, element 2i + 1 the high 16 bits.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def own_fields(own: Own | None, values: torch.Tensor | None) -> dict[str, int]:
 
 
 def stream_fields(address: rng.Address | None, row: int, numel: int) -> dict[str, int]:
-    """Of the random bits of row ``row`` and those behind it, ``numel`` elements on the wire each."""
+    """Random bits of row ``row`` and those behind it, ``numel`` elements on the wire each."""
     if address is None:
         return {}
     step = address.vectors_per_row(numel)

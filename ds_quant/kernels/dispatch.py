@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
@@ -17,8 +17,9 @@ from types import ModuleType
 import torch
 
 from ds_quant import rng
-from ds_quant.kernels import cuda, launch, native, reference, scratch
+from ds_quant.kernels import cuda, launch, native, native_batch, reference, scratch
 from ds_quant.kernels.arguments import Own
+from ds_quant.kernels.batch import Runnable, Task
 from ds_quant.kernels.blocks import Format
 from ds_quant.kernels.geometry import MAX_GROUP
 from ds_quant.kernels.rotation import Rotation
@@ -100,6 +101,20 @@ def in_order() -> Iterator[None]:
         yield
     finally:
         _open.batches = before
+
+
+def variant_of(buffers: Sequence[torch.Tensor]) -> Hashable:
+    """What ``compile_tasks`` depends on besides the tasks."""
+    return _backend, buffers[0].device, tuple([b.dtype for b in buffers])
+
+
+def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable | None:
+    """What carries out tasks of one kind on such buffers; None where no kernel takes them all."""
+    if _on_host(buffers[0].device) is not native:
+        return None
+    if not all(native_batch.covers(operation, buffers) for operation, _ in tasks):
+        return None
+    return native_batch.compile_tasks(tasks, buffers)
 
 
 @cache

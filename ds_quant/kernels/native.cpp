@@ -44,8 +44,8 @@ struct Job {
     i64 bits, group, has_offset, rounding, rotation;
     i64 planes[3], scales, offsets, nbytes;  // where the sections of a row lie
     u64 key, step, first_vector, row_vectors;  // of the random bits; vectors from row to row
+    u64 flips_low, flips_high;                 // bit i set: element i of a rotation block is negated
     const float *levels;  // learned: 2^bits levels
-    const float *signs;   // of a rotation block, or null
     u8 *own_values;       // fp32 values of row `own` of a sum, which the wire leaves out
     i64 own;              // -1 for none
     float factor, unused;  // whole words
@@ -311,18 +311,32 @@ INLINE void rotate(float *values, i64 count, i64 block) {
     }
 }
 
+// Factors +-1 of the elements of a rotation block.
+struct Signs {
+    float of[128];
+    bool any;
+};
+INLINE Signs signs_of(const Job &job) {
+    Signs signs;
+    signs.any = job.flips_low || job.flips_high;
+    for (int i = 0; signs.any && i < 128; ++i) {
+        signs.of[i] = (i < 64 ? job.flips_low : job.flips_high) >> (i & 63) & 1 ? -1.0f : 1.0f;
+    }
+    return signs;
+}
+
 // values = H (signs * values), `count` of them filled up with zeros to whole blocks.
-INLINE void rotate_forward(float *values, i64 count, i64 padded, i64 block, const float *signs) {
+INLINE void rotate_forward(float *values, i64 count, i64 padded, i64 block, const Signs &signs) {
     for (i64 i = count; i < padded; ++i) values[i] = 0.0f;
-    for (i64 i = 0; signs && i < padded; ++i) values[i] *= signs[i % block];
+    for (i64 i = 0; signs.any && i < padded; ++i) values[i] *= signs.of[i % block];
     rotate(values, padded, block);
 }
 
 // values = signs * (factor * (H values)), whole blocks.
-INLINE void rotate_back(float *values, i64 padded, i64 block, const float *signs, float factor) {
+INLINE void rotate_back(float *values, i64 padded, i64 block, const Signs &signs, float factor) {
     rotate(values, padded, block);
     for (i64 i = 0; i < padded; ++i) values[i] *= factor;
-    for (i64 i = 0; signs && i < padded; ++i) values[i] *= signs[i % block];
+    for (i64 i = 0; signs.any && i < padded; ++i) values[i] *= signs.of[i % block];
 }
 
 // --- encode
@@ -437,6 +451,7 @@ static EVERY_CPU void encode_groups(const Job *pointer, i64 first, i64 last) {
     const Job &job = *pointer;
     const i64 groups = (job.numel + job.group - 1) / job.group;
     const float shift = job.rounding == RANDOM_SHIFT ? shift_of(job) : 0.0f;
+    const Signs signs = signs_of(job);
     std::vector<float> values(job.group), base(job.base ? job.group : 0);
     std::vector<float> middles(job.rounding == LEARNED ? (1 << job.bits) - 1 : 0);
     for (size_t i = 0; i < middles.size(); ++i) {
@@ -458,7 +473,7 @@ static EVERY_CPU void encode_groups(const Job *pointer, i64 first, i64 last) {
                  valid);
             for (i64 j = 0; j < valid; ++j) values[j] -= base[j];
         }
-        if (job.rotation) rotate_forward(values.data(), valid, count, job.rotation, job.signs);
+        if (job.rotation) rotate_forward(values.data(), valid, count, job.rotation, signs);
         const Range range = range_of(job, values.data(), count, shift);
         if (range.forced) {
             memset(codes.data(), job.has_offset ? 0 : 1 << (job.bits - 1), count);
@@ -536,6 +551,7 @@ static EVERY_CPU void decode_groups(const Job *pointer, i64 first, i64 last) {
 // values = factor * (row 0 + row 1 + ...), one row of fp32.
 static EVERY_CPU void sum_groups(const Job *pointer, i64 first, i64 last) {
     const Job &job = *pointer;
+    const Signs signs = signs_of(job);
     std::vector<float> values(job.group), total(job.group);
     std::vector<u8> codes(job.group);
     for (i64 index = first; index < last; ++index) {
@@ -555,7 +571,7 @@ static EVERY_CPU void sum_groups(const Job *pointer, i64 first, i64 last) {
             }
         }
         if (job.rotation) {
-            rotate_back(total.data(), count, job.rotation, job.signs, job.factor);
+            rotate_back(total.data(), count, job.rotation, signs, job.factor);
         } else if (job.factor != 1.0f) {
             for (i64 j = 0; j < count; ++j) total[j] *= job.factor;
         }
@@ -564,21 +580,27 @@ static EVERY_CPU void sum_groups(const Job *pointer, i64 first, i64 last) {
     }
 }
 
-// A rotation alone; `group` is its block. With a wire, fp32 blocks there are the rotated values;
-// without, whole blocks of values are rotated back in place.
+// A rotation alone; `group` is its block. With a wire, fp32 blocks there are the rotated values, or
+// just the values if `rotation` is 0; without, whole blocks of values are rotated back in place.
 static EVERY_CPU void rotate_blocks(const Job *pointer, i64 first, i64 last) {
     const Job &job = *pointer;
     const i64 block = job.group;
+    const Signs signs = signs_of(job);
     for (i64 index = first; index < last; ++index) {
         const i64 start = index * block;
+        const i64 count = job.valid - start < block ? job.valid - start : block;
+        if (!job.rotation) {
+            load((float *)(job.wire + 4 * start), job.values + start * width_of(job.dtype),
+                 job.dtype, count);
+            continue;
+        }
         float values[128];
         if (job.wire) {
-            const i64 count = job.valid - start < block ? job.valid - start : block;
             load(values, job.values + start * width_of(job.dtype), job.dtype, count);
-            rotate_forward(values, count, block, block, job.signs);
+            rotate_forward(values, count, block, block, signs);
         } else {
             memcpy(values, job.values + 4 * start, 4 * block);
-            rotate_back(values, block, block, job.signs, job.factor);
+            rotate_back(values, block, block, signs, job.factor);
         }
         memcpy((job.wire ? job.wire : job.values) + 4 * start, values, 4 * block);
     }

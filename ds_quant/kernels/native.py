@@ -20,7 +20,7 @@ from ds_quant.layout import round_up
 
 VERSION = 3  # of Job, as dsq_version() of native.cpp
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ROUNDINGS = {"nearest": 0, "stochastic": 1, "random_shift": 2}
 _LEARNED = 3
 _NUMEL_PER_THREAD = 1 << 18  # starting a thread costs as much as a tenth of this work
@@ -31,17 +31,17 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
-class _Job(ctypes.Structure):
+class Job(ctypes.Structure):
     """Arguments of a kernel; the fields of Job in native.cpp."""
 
     _fields_ = (
-        _fields(ctypes.c_void_p, "values wire base")
+        _fields(ctypes.c_uint64, "values wire base")
         + _fields(ctypes.c_int64, "values_stride wire_stride base_stride rows numel valid")
         + _fields(ctypes.c_int64, "dtype base_dtype add bits group has_offset rounding rotation")
         + _fields(ctypes.c_int64 * 3, "planes")
         + _fields(ctypes.c_int64, "scales offsets nbytes")
         + _fields(ctypes.c_uint64, "key step first_vector row_vectors")
-        + _fields(ctypes.c_void_p, "levels signs own_values")
+        + _fields(ctypes.c_uint64, "flips_low flips_high levels own_values")
         + _fields(ctypes.c_int64, "own")
         + _fields(ctypes.c_float, "factor unused")
     )
@@ -63,16 +63,17 @@ def problem() -> str | None:
 
 
 @cache
-def _function(name: str) -> ctypes._CFuncPtr:
+def function(name: str) -> ctypes._CFuncPtr:
+    """A kernel: takes the address of jobs, their number, and how many threads may work on them."""
     library = ctypes.CDLL(find_spec("ds_quant.kernels._native").origin)
-    function = getattr(library, name)
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    function.restype = None
-    return function
+    found = getattr(library, name)
+    found.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    found.restype = None
+    return found
 
 
-def _call(name: str, job: _Job, numel: int) -> None:
-    _function(name)(ctypes.addressof(job), 1, threads_for(numel))
+def _call(name: str, job: Job, numel: int) -> None:
+    function(name)(ctypes.addressof(job), 1, threads_for(numel))
 
 
 def encode(
@@ -90,15 +91,14 @@ def encode(
     if rows == 0 or numel == 0:
         return
     x, target = _dense(x), out if out.stride(1) == 1 else torch.empty_like(out)
-    signs = None if rotation is None else rotation.signs(x.device)
-    job = _job(fmt, rows, numel, x.dtype, rotation)
-    job.signs = _pointer(signs)
+    job = job_of(fmt, rows, numel, x.dtype, rotation.block if rotation else 0)
+    _set_flips(job, rotation)
     job.values, job.values_stride = x.data_ptr(), x.stride(0) * x.element_size()
     job.wire, job.wire_stride = target.data_ptr(), target.stride(0)
     if base is not None:
         base = _dense(base)
         job.base, job.base_stride = base.data_ptr(), base.stride(0) * base.element_size()
-        job.base_dtype = _DTYPES[base.dtype]
+        job.base_dtype = DTYPES[base.dtype]
     if address is not None:
         job.key, job.step = address.key, address.step
         job.first_vector = address.first_vector & _WORD
@@ -150,9 +150,8 @@ def decode_sum(
         out.zero_()
         return
     target = out if out.is_contiguous() else torch.empty_like(out)
-    signs = None if rotation is None else rotation.signs(out.device)
     job = _source_job(wire, fmt, out.shape[0], torch.float32, levels, rotation)
-    job.signs = _pointer(signs)
+    _set_flips(job, rotation)
     job.values, job.factor = target.data_ptr(), scale / rotation.block if rotation else scale
     if own is not None:
         own_values = own[1].detach().to(torch.float32).contiguous()
@@ -168,10 +167,11 @@ def rotate(
     rotation: Rotation,
 ) -> None:
     """out = H (signs * x) block by block, x filled up with zeros to whole blocks."""
-    x, signs = _dense(x), rotation.signs(x.device)
-    job = _Job(values=x.data_ptr(), wire=out.data_ptr(), signs=_pointer(signs))
-    job.group, job.dtype = rotation.block, _DTYPES[x.dtype]
-    job.valid = x.numel()
+    x = _dense(x)
+    job = Job(values=x.data_ptr(), wire=out.data_ptr())
+    _set_flips(job, rotation)
+    job.group = job.rotation = rotation.block
+    job.dtype, job.valid = DTYPES[x.dtype], x.numel()
     _call("dsq_rotate", job, x.numel())
 
 
@@ -182,22 +182,28 @@ def unrotate_(
     scale: float = 1.0,
 ) -> None:
     """x = signs * (H x * (scale / block)), in place: the inverse of ``rotate``, times scale."""
-    signs = rotation.signs(x.device)
-    job = _Job(values=x.data_ptr(), signs=_pointer(signs), factor=scale / rotation.block)
-    job.group, job.valid = rotation.block, x.numel()
+    job = Job(values=x.data_ptr(), factor=scale / rotation.block)
+    _set_flips(job, rotation)
+    job.group = job.rotation = rotation.block
+    job.valid = x.numel()
     _call("dsq_rotate", job, x.numel())
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
     """x with a dtype that the kernels know and rows without holes, copied if need be."""
     x = x.detach()
-    if x.dtype not in _DTYPES:
+    if x.dtype not in DTYPES:
         x = x.to(torch.float32)
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _set_flips(job: Job, rotation: Rotation | None) -> None:
+    if rotation is not None and rotation.flips is not None:
+        job.flips_low, job.flips_high = rotation.flips & _WORD, rotation.flips >> 64 & _WORD
 
 
 def _source_job(
@@ -207,26 +213,26 @@ def _source_job(
     dtype: torch.dtype,
     levels: torch.Tensor | None,
     rotation: Rotation | None = None,
-) -> _Job:
+) -> Job:
     """Job that reads `wire`, which the caller keeps alive. Rows with holes cannot be passed."""
     if wire.stride(1) != 1:
         raise ValueError("wire: the bytes of a row must follow each other")
-    job = _job(fmt, wire.shape[0], numel, dtype, rotation)
+    job = job_of(fmt, wire.shape[0], numel, dtype, rotation.block if rotation else 0)
     job.wire, job.wire_stride = wire.data_ptr(), wire.stride(0)
     job.levels = _pointer(levels)
     return job
 
 
-def _job(fmt: Format, rows: int, numel: int, dtype: torch.dtype, rotation: Rotation | None) -> _Job:
-    block = 0 if rotation is None else rotation.block
-    return _Job.from_buffer_copy(_template(fmt, rows, numel, dtype, block))
+def job_of(fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int) -> Job:
+    """A job without addresses; ``block``: of a rotation, 0 for none."""
+    return Job.from_buffer_copy(_template(fmt, rows, numel, dtype, block))
 
 
 @lru_cache(maxsize=4096)
 def _template(fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int) -> bytes:
     """What follows from codec and shape: a training run repeats a few dozen."""
     layout = layout_of(fmt, round_up(numel, block) if block else numel)
-    job = _Job(rows=rows, numel=layout.numel, valid=numel, dtype=_DTYPES[dtype])
+    job = Job(rows=rows, numel=layout.numel, valid=numel, dtype=DTYPES[dtype])
     job.rotation = block
     job.bits, job.group, job.has_offset = fmt.bits, fmt.group_size, fmt.has_offset
     job.rounding = _LEARNED if fmt.levels == "learned" else _ROUNDINGS[fmt.rounding]

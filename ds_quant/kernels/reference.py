@@ -40,7 +40,7 @@ from ds_quant.kernels.blocks import (
 )
 from ds_quant.kernels.ranges import Ranges, code_range, fraction_bits, ranges_of
 from ds_quant.kernels.rotation import Rotation, rotate, rotated_rows, unrotate_  # noqa: F401
-from ds_quant.layout import VECTOR_NUMEL, WireLayout, ceil_div, round_up
+from ds_quant.layout import VECTOR_NUMEL, WireLayout, round_up
 
 _UNIT = 2.0**23  # floats in [2^23, 2^24) are the integers, one per bit pattern
 

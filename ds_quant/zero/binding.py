@@ -15,9 +15,9 @@ from ds_quant.checksum import Findings
 from ds_quant.codec import GroupCodec
 from ds_quant.coding import Coding, exactly
 from ds_quant.cost import Bill, Cargo, bill
-from ds_quant.hops import Hop
 from ds_quant.link import Fabric, Link
 from ds_quant.metrics import Traffic
+from ds_quant.reduction_plan import Hop
 from ds_quant.scheme import Scheme
 from ds_quant.slicing import Slicing
 from ds_quant.topology import Topology

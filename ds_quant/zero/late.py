@@ -42,7 +42,7 @@ class LateReduction:
         """As ``ShardReduction``, except that the shards may be empty until they are put away."""
         for bucket, _ in self._under_way:
             bucket.advance()
-        self._begun = bucket = self._reduction.begin(params, tensors, group, late=True)
+        self._begun = bucket = self._reduction.begin(params, tensors, group)
         if bucket is None:
             return original(tensors, group)
         # DeepSpeed may scale or cast shards before it puts them away. The first bucket tells.

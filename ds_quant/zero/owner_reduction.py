@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.bundle import Cuts, is_small, joined, spread_
+from ds_quant.bundle import Copies, Scattered, is_small
 from ds_quant.coding import exactly
-from ds_quant.hops import Hop
 from ds_quant.link import Link
-from ds_quant.owner_plan import Piece, Shape, plan
-from ds_quant.owners import Share, reduce_to_owners
+from ds_quant.owner_plan import Shape, plan
+from ds_quant.owners import OwnerSums, Share
+from ds_quant.reduction_plan import Form, Hop
 from ds_quant.zero import replica_seams
 from ds_quant.zero.binding import Binding
 from ds_quant.zero.streams import GradientStreams, codings_of
@@ -56,11 +56,50 @@ class _Run(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The tensors of a message, where they lie in the bucket, and who sums what of them."""
+    """How a bucket is reduced: the gradients in it (None for what stays in full precision), what
+    must be laid end to end first, and where this rank's runs and their sums lie.
+    """
 
-    runs: list[_Run]
-    cuts: Cuts
-    pieces: tuple[Piece, ...]
+    gradients: list[GradientStreams | None]
+    sums: OwnerSums
+    scattered: Scattered
+    own: Copies
+    own_runs: list[_Run]
+
+    @classmethod
+    def make(
+        cls,
+        runs: list[_Run],
+        dtype: torch.dtype,
+        route: Sequence[Hop],
+        link: Link,
+        *,
+        scale: float,
+    ) -> _Plan:
+        shapes = tuple([run.shape(dtype, hops=len(route)) for run in runs])
+        pieces = plan(shapes, link.size, route[0].link.size if len(route) > 1 else None)
+        places: dict[int, int] = {}  # of streams among the gradients
+        shares, gradients, moved, end = [], [], [], 0
+        for run, shape in zip(runs, shapes, strict=True):
+            if id(run.streams) not in places:
+                places[id(run.streams)] = len(gradients)
+                gradients.append(run.streams)
+            tensor, start = 0, run.ranges[0][0]
+            if len(run.ranges) > 1:
+                tensor, start, end = 1, end, end + shape.numel
+                moved += run.ranges
+            place = places[id(run.streams)]
+            shares.append(Share(run.owner, tensor, start, shape.numel, place, run.first))
+        forms = [_form(streams, dtype, hops=len(route)) for streams in gradients]
+        sums = OwnerSums(shares, pieces, forms, route, link, scale=scale)
+        own = [(r, total) for r, total in zip(runs, sums.totals, strict=True) if total is not None]
+        into = [(run.ranges, total) for run, total in own]
+        return cls(gradients, sums, Scattered(moved), Copies(into), [run for run, _ in own])
+
+
+def _form(streams: GradientStreams | None, dtype: torch.dtype, *, hops: int) -> Form:
+    codings, rotation = codings_of(streams, dtype, hops=hops, step=0)
+    return Form(tuple([c.codec for c in codings]), 0 if rotation is None else rotation.block)
 
 
 class OwnerReduction:
@@ -107,17 +146,13 @@ class OwnerReduction:
         dtype = call["communication_data_type"]
         route = self._binding.route(group)
         ranges = [self._range(values) for values in slices]
-        runs, cuts, pieces = self._plan(ranges, owners, dtype, route, link)
-        views, shares = cuts.views(self._bucket), []
+        plan = self._plan(ranges, owners, dtype, route, link)
         step = self._binding.gradient_step
-        for run, parts in zip(runs, views, strict=True):
-            codings, rotation = codings_of(run.streams, dtype, hops=len(route), step=step)
-            if run.first:
-                codings = tuple([c.at(run.first) for c in codings])
-            shares.append(Share(run.owner, joined(parts), codings, rotation))
-        sums = reduce_to_owners(shares, pieces, route, link, scale=1 / self._divisor)
-        spread_((p, total) for p, total in zip(views, sums, strict=True) if total is not None)
-        self._watch(run for run, total in zip(runs, sums, strict=True) if total is not None)
+        coded = [codings_of(s, dtype, hops=len(route), step=step) for s in plan.gradients]
+        tensors = [self._bucket, *plan.scattered.joined(self._bucket)]
+        sums = plan.sums.add_up(tensors, *zip(*coded, strict=True))
+        plan.own.copy(self._bucket, sums)
+        self._watch(plan.own_runs)
         outputs = call.get("output_bucket") or [None] * len(slices)
         for owner, values, output in zip(owners, slices, outputs, strict=True):
             if owner == link.rank:
@@ -133,21 +168,21 @@ class OwnerReduction:
         ranges: Sequence[tuple[int, int]],
         owners: Sequence[int],
         dtype: torch.dtype,
-        route: Sequence[Hop],
+        route: tuple[Hop, ...],
         link: Link,
     ) -> _Plan:
         """Cut ranges of the bucket at parameter borders. Buckets come in the same order in every
         step, unless a parameter is without a gradient: what few there are is remembered.
         """
         exact = self._binding.is_exact(self._binding.step)
-        key = tuple(ranges), tuple(owners), tuple(map(id, self._params)), dtype, exact, link
+        params = tuple(map(id, self._params))
+        key = tuple(ranges), tuple(owners), params, dtype, exact, link, route, self._divisor
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
             runs = self._runs(ranges, owners, dtype, route, link.rank, exact)
-            shapes = tuple(run.shape(dtype, hops=len(route)) for run in runs)
-            pieces = plan(shapes, link.size, route[0].link.size if len(route) > 1 else None)
-            self._plans[key] = _Plan(runs, Cuts([run.ranges for run in runs]), pieces)
+            scale = 1 / self._divisor
+            self._plans[key] = _Plan.make(runs, dtype, route, link, scale=scale)
         return self._plans[key]
 
     def _runs(

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ds_quant.bundle import sort_out
 from ds_quant.coding import Coding
 from ds_quant.collectives import reduce_scatter
-from ds_quant.hops import Hop, Piece, Reduction, are_read_late
-from ds_quant.layout import shard_range
+from ds_quant.hops import Reduction
+from ds_quant.layout import VECTOR_NUMEL, round_up, shard_range
 from ds_quant.link import Link
+from ds_quant.reduction_plan import Form, Hop, ReductionPlan, Segment, own_totals
 from ds_quant.rotation import Rotation
 from ds_quant.zero.binding import Binding
 from ds_quant.zero.streams import Tracked, codings_of
+
+_PLANS = 1000  # remembered
+
+# What posts the rest, and what waits for this rank's shards of the means.
+Posted = tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]
 
 
 class ShardReduction:
@@ -23,6 +29,7 @@ class ShardReduction:
 
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
+        self._plans: dict[tuple, _Plan] = {}  # by sizes: buckets of equal layers share one
 
     def __call__(
         self,
@@ -36,11 +43,9 @@ class ShardReduction:
         return original(tensors, group) if bucket is None else bucket.finish()
 
     def begin(
-        self, params: Sequence[Any], tensors: list[torch.Tensor], group: Any, *, late: bool = False
+        self, params: Sequence[Any], tensors: list[torch.Tensor], group: Any
     ) -> Bucket | None:
-        """Post the reduction; None if it is DeepSpeed's own. ``late``: the tensors may change
-        before it is finished.
-        """
+        """Post the reduction; None if it is DeepSpeed's own. Then the tensors may change."""
         binding = self._binding
         link = binding.link(group)
         tracked = [binding.tracked(p) for p in params]
@@ -62,7 +67,7 @@ class ShardReduction:
         sent += [bundle.pack([tensors[i] for i in members]) for bundle, members in bundles]
         first = [*alone, *(members[0] for _, members in bundles)]
         codings, rotations = [codings[i] for i in first], [rotations[i] for i in first]
-        advance, sums = _post(sent, codings, rotations, route, link, late=late)
+        advance, sums = self._post(sent, codings, rotations, route, link)
         dtypes = [g.dtype for g in sent]
 
         def shards() -> list[torch.Tensor]:
@@ -73,6 +78,29 @@ class ShardReduction:
             return [reduced[index] for index in range(len(tracked))]
 
         return Bucket(binding, tracked, tensors, advance, shards)
+
+    def _post(
+        self,
+        tensors: Sequence[torch.Tensor],
+        codings: Sequence[tuple[Coding, ...]],
+        rotations: Sequence[Rotation | None],
+        route: tuple[Hop, ...],
+        link: Link,
+    ) -> Posted:
+        if len(route) == 1 and not route[0].exact_own and not any(rotations):
+            handle = reduce_scatter(tensors, [c for (c,) in codings], link, scale=1.0 / link.size)
+            return _nothing, handle.wait
+        numels = tuple([t.numel() for t in tensors])
+        forms = tuple([
+            Form(tuple([c.codec for c in hops]), 0 if rotation is None else rotation.block)
+            for hops, rotation in zip(codings, rotations, strict=True)
+        ])  # fmt: skip
+        key = numels, forms, route, link
+        if key not in self._plans:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            self._plans[key] = _Plan.make(numels, forms, route, link)
+        return self._plans[key].post(tensors, codings, rotations, link)
 
 
 def _cast(
@@ -123,57 +151,45 @@ class Bucket:
         return self.shards
 
 
-def _post(
-    tensors: Sequence[torch.Tensor],
-    codings: Sequence[tuple[Coding, ...]],
-    rotations: Sequence[Rotation | None],
-    route: Sequence[Hop],
-    link: Link,
-    *,
-    late: bool,
-) -> tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]:
-    """Begin to reduce; what posts the rest, and what waits for this rank's shards of the means."""
-    scale = 1.0 / link.size
-    if len(route) == 1 and not route[0].exact_own and not any(rotations):
-        handle = reduce_scatter(tensors, [c for (c,) in codings], link, scale=scale)
-        return _nothing, handle.wait
-    pieces, kept = _pieces(tensors, codings, rotations, link)
-    if late:
-        pieces = [_with_own_values(p, link) if are_read_late(p, route[0]) else p for p in pieces]
-    under_way = Reduction(pieces, route, scale=scale)
+class _Plan(NamedTuple):
+    """The reduction of some tensors to ceil-division shards, and the elements of this rank's."""
 
-    def sums() -> list[torch.Tensor]:
-        every = under_way.wait()
-        return [every[place] for place in kept]
+    reduction: ReductionPlan
+    own: list[int]
 
-    return under_way.advance, sums
+    @classmethod
+    def make(
+        cls, numels: Sequence[int], forms: Sequence[Form], route: Sequence[Hop], link: Link
+    ) -> _Plan:
+        segments = []
+        for tensor, numel in enumerate(numels):
+            for rank in range(link.size):
+                start, stop = shard_range(numel, link.size, rank)
+                segments.append(Segment(tensor, start, stop - start, tensor, start, rank))
+        placed, _ = own_totals(segments, route)
+        own = [segment.numel for segment in segments if segment.reducer == link.rank]
+        return cls(ReductionPlan(placed, forms, route, scale=1.0 / link.size), own)
+
+    def post(
+        self,
+        tensors: Sequence[torch.Tensor],
+        codings: Sequence[tuple[Coding, ...]],
+        rotations: Sequence[Rotation | None],
+        link: Link,
+    ) -> Posted:
+        """Begin to reduce."""
+        rooms = [round_up(numel, VECTOR_NUMEL) for numel in self.own]
+        sums = link.empty(sum(rooms), dtype=torch.float32, device=tensors[0].device)
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        under_way = Reduction(self.reduction, flat, codings, rotations, sums)
+
+        def shards() -> list[torch.Tensor]:
+            under_way.wait()
+            parts = zip(sums.split(rooms), self.own, strict=True)
+            return [part if part.numel() == n else part[:n] for part, n in parts]
+
+        return under_way.advance, shards
 
 
 def _nothing() -> None:
     """A reduction over one hop has posted everything."""
-
-
-def _with_own_values(piece: Piece, link: Link) -> Piece:
-    """The piece with a copy of its values: those of the bucket may change before they are read."""
-    values = piece.values
-    kept = link.empty(values.numel(), dtype=values.dtype, device=values.device)
-    return piece._replace(values=kept.copy_(values))
-
-
-def _pieces(
-    tensors: Sequence[torch.Tensor],
-    codings: Sequence[tuple[Coding, ...]],
-    rotations: Sequence[Rotation | None],
-    link: Link,
-) -> tuple[list[Piece], list[int]]:
-    """Every rank's ceil-division shard of every tensor, and which ones are this rank's."""
-    pieces, kept = [], []
-    for tensor, coding, rotation in zip(tensors, codings, rotations, strict=True):
-        flat = tensor.reshape(-1)
-        kept.append(len(pieces) + link.rank)
-        for rank in range(link.size):
-            start, stop = shard_range(flat.numel(), link.size, rank)
-            moved = tuple(c.at(start) for c in coding)
-            values = flat[start:stop]
-            pieces.append(Piece(reducer=rank, values=values, codings=moved, rotation=rotation))
-    return pieces, kept

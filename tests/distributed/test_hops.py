@@ -15,9 +15,10 @@ import torch
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.coding import Coding
-from ds_quant.hops import Hop, Piece, Reduction
+from ds_quant.hops import Reduction
 from ds_quant.link import Fabric, Link, by_node
 from ds_quant.metrics import Traffic
+from ds_quant.reduction_plan import Form, Hop, ReductionPlan, Segment, own_totals
 from ds_quant.rng import Role, address
 from ds_quant.rotation import Rotation
 from ds_quant.slicing import Slicing
@@ -74,10 +75,9 @@ def gradient(place: int, rank: int, world: int, *, gridded: bool) -> torch.Tenso
     return torch.from_numpy(np.where(mine, signs, 0.0)).float()
 
 
-def pieces_of(rank: int, world: int, codecs: tuple, rotation: Rotation | None) -> list[Piece]:
-    pieces = []
-    for place in range(2 * len(NUMELS)):
-        codings = tuple(
+def codings_of(rank: int, codecs: tuple) -> list[tuple[Coding, ...]]:
+    return [
+        tuple(
             Coding(
                 codec=codec,
                 address=address(
@@ -86,15 +86,26 @@ def pieces_of(rank: int, world: int, codecs: tuple, rotation: Rotation | None) -
             )
             for hop, codec in enumerate(codecs)
         )
-        pieces.append(
-            Piece(
-                reducer=(place + 1) % world,
-                values=gradient(place, rank, world, gridded=codecs[0] is INT8),
-                codings=codings,
-                rotation=rotation,
-            )
-        )
-    return pieces
+        for place in range(2 * len(NUMELS))
+    ]
+
+
+def reduce(
+    route: list[Hop], codecs: tuple, rotation: Rotation | None, rank: int, world: int
+) -> list[torch.Tensor | None]:
+    """The gradients one after the other, each on a rank of its own; None where another rank's."""
+    gridded = codecs[0] is INT8
+    values = [gradient(p, rank, world, gridded=gridded) for p in range(2 * len(NUMELS))]
+    segments = [
+        Segment(place, 0, x.numel(), place, 0, (place + 1) % world)
+        for place, x in enumerate(values)
+    ]
+    segments, numel = own_totals(segments, route)
+    forms = [Form(codecs, rotation.block if rotation else 0)] * len(values)
+    plan, sums = ReductionPlan(segments, forms, route, scale=0.5), torch.empty(numel)
+    codings = codings_of(rank, codecs)
+    Reduction(plan, values, codings, [rotation] * len(values), sums).wait()
+    return [sums[s.total : s.total + s.numel] if s.reducer == rank else None for s in segments]
 
 
 CASES = {
@@ -116,9 +127,8 @@ def _reduce_rank(node_size: int) -> dict[tuple, tuple]:
         route = [replace(hop, slicing=slicing)
                  for hop in route_of(fabric, node_size, exact_own=exact_own)]  # fmt: skip
         codecs = CODECS[name][2 - len(route) :] if name == "fp32" else CODECS[name][: len(route)]
-        pieces = pieces_of(rank, world, codecs, Rotation(block=32) if rotated else None)
         before = {k: dict(v) for k, v in traffic.received.items()}, traffic.collectives["gradients"]
-        sums = Reduction(pieces, route, scale=0.5).wait()
+        sums = reduce(route, codecs, Rotation(block=32) if rotated else None, rank, world)
         bytes_ = {
             k: n - before[0]["gradients"][k] for k, n in traffic.received["gradients"].items()
         }

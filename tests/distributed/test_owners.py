@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.hops import Hop
 from ds_quant.layout import shard_range
 from ds_quant.link import Fabric, Link
 from ds_quant.owner_plan import Piece, Shape, delivery_codec, inbound, plan
-from ds_quant.owners import Part, Share, gather_from_owners, reduce_to_owners
+from ds_quant.owners import OwnerSums, Part, Share, gather_from_owners
+from ds_quant.reduction_plan import Form, Hop
 from tests.distributed.harness import run
 from tests.distributed.messages import Item, bits, make_link
 
@@ -102,17 +102,20 @@ def parts(shapes: Layout, values: Sequence[torch.Tensor], rank: int) -> list[Par
     ]
 
 
-def shares(shapes: Layout, values: Sequence[torch.Tensor], rank: int) -> list[Share]:
+def reduce_flat(
+    shapes: Layout, values: Sequence[torch.Tensor], link: Link, *, scale: float
+) -> list[torch.Tensor | None]:
+    """The sums of this rank's shares, None for those of others."""
+    given = [Share(s.owner, i, 0, s.numel, i) for i, s in enumerate(shapes)]
+    pieces, route = plan(tuple(shapes), link.size), (Hop(link=link),)
+    forms = [Form((s.codec,)) for s in shapes]
+    adder = OwnerSums(given, pieces, forms, route, link, scale=scale)
+    codings = [(item.coding(link.rank),) for item in items(shapes)]
+    sums = adder.add_up(values, codings, [None] * len(shapes))
     return [
-        Share(owner=shape.owner, values=value, codings=(item.coding(rank),))
-        for shape, value, item in zip(shapes, values, items(shapes), strict=True)
+        None if start is None else sums[start : start + shape.numel]
+        for shape, start in zip(shapes, adder.totals, strict=True)
     ]
-
-
-def reduce_flat(given: Sequence[Share], link: Link, *, scale: float) -> list[torch.Tensor | None]:
-    route = (Hop(link=link),)
-    shapes = [Shape(s.owner, s.values.numel(), s.codings[0].codec) for s in given]
-    return reduce_to_owners(given, plan(tuple(shapes), link.size), route, link, scale=scale)
 
 
 # ---- gradients ----
@@ -126,7 +129,7 @@ def _reduce_rank() -> dict[tuple[str, str], tuple]:
         shapes = LAYOUTS[layout](CODECS[codec], link.size)
         values = contributions(shapes, link.size, link.rank)
         before = [bits(v) for v in values]
-        sums = reduce_flat(shares(shapes, values, link.rank), link, scale=1.0)
+        sums = reduce_flat(shapes, values, link, scale=1.0)
         untouched = all((bits(v) == b).all() for v, b in zip(values, before, strict=True))
         owned = [None if s is None else s.numpy() for s in sums]
         results[layout, codec] = owned, traffic.total(), dict(traffic.collectives), untouched
@@ -228,10 +231,9 @@ NOISY_NUMEL = 2**16
 def _noise_rank() -> np.ndarray | None:
     """Error of the mean of identical gradients that all belong to rank 0."""
     link, _ = make_link()
-    item = Item(NOISY_NUMEL, NOISY, seed=4)
-    gradient = item.off_grid()
-    share = Share(owner=0, values=gradient, codings=(item.coding(link.rank),))
-    (mean,) = reduce_flat([share], link, scale=1 / link.size)
+    shapes = (Shape(0, NOISY_NUMEL, NOISY),)
+    gradient = items(shapes)[0].off_grid()
+    (mean,) = reduce_flat(shapes, [gradient], link, scale=1 / link.size)
     return None if mean is None else (mean - gradient).numpy()
 
 

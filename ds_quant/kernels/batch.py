@@ -1,0 +1,204 @@
+"""Operations on pieces of many tensors as one call: what they are, and their arguments as arrays.
+
+[Note: operations] A collective does the same for every tensor, slice and rank: encode, add up,
+encode the sum. An operation says what is done and in which buffers, its places say where. Both
+follow from sizes alone, so they are made once per kind of bucket; a step hands over the buffers and
+the streams of random bits, whose numbers are filled into one array. So the host's work does not
+grow with the ranks. Places are in items of a buffer, and vectors count from the stream's first.
+
+May import torch, numpy, layout, rng and its sister modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ds_quant.kernels.blocks import Format
+from ds_quant.layout import round_up
+
+Places = tuple[int, ...]
+
+
+class Encode(NamedTuple):
+    """Places: values, wire, vector. ``block``: of a rotation, 0 for none, as below; then the wire
+    holds whole blocks.
+    """
+
+    codec: Format
+    numel: int
+    values: int  # a buffer, as wire and own
+    wire: int
+    stream: int
+    block: int = 0
+
+    @property
+    def on_wire(self) -> int:
+        """Elements of a row."""
+        return round_up(self.numel, self.block or 1)
+
+
+class Decode(NamedTuple):
+    """Places: wire, values. ``add``: to the values that are there."""
+
+    codec: Format
+    numel: int
+    wire: int
+    values: int
+    stream: int
+    add: bool = False
+
+
+class Sum(NamedTuple):
+    """Places: wire, fp32 values, own. Sources are rows ``stride`` bytes apart; ``place`` is the one
+    that the wire leaves out, its values are ``own``, fp32; None for none. A rotation is undone.
+    """
+
+    codec: Format
+    numel: int
+    wire_in: int
+    values: int
+    stream: int
+    sources: int
+    stride: int
+    place: int | None
+    own: int
+    block: int = 0
+    scale: float = 1.0
+
+    on_wire = Encode.on_wire
+
+
+class Recode(NamedTuple):
+    """Places: wire_in, wire, own, vector. The sum of ``sources`` is encoded; see Sum. Rotated
+    values stay so.
+    """
+
+    source: Format
+    codec: Format
+    numel: int
+    wire_in: int
+    wire: int
+    stream: int
+    sources: int
+    stride: int
+    place: int | None
+    own: int
+    block: int = 0
+
+    on_wire = Encode.on_wire
+
+
+class Rotate(NamedTuple):
+    """Places: values, fp32 rotated blocks. Without a block: the values as fp32."""
+
+    numel: int
+    values: int
+    rotated: int
+    stream: int
+    block: int = 0
+
+    padded = Encode.on_wire
+
+
+Operation = Encode | Decode | Sum | Recode | Rotate
+Task = tuple[Operation, Places]
+
+
+class Rows(NamedTuple):
+    """An operation at places that follow each other at equal steps, in one or more dimensions."""
+
+    operation: Operation
+    places: Places
+    shape: tuple[int, ...] = ()
+    steps: tuple[Places, ...] = ()  # of each dimension
+
+
+def rows_of(tasks: Iterable[Task], dims: int) -> list[Rows]:
+    """The tasks in their order, as few rows of ``dims`` dimensions."""
+    found = [Rows(*task) for task in tasks]
+    for _ in range(dims):
+        found = _joined(found)
+    return found
+
+
+def _joined(rows: Sequence[Rows]) -> list[Rows]:
+    found, first = [], 0
+    while first < len(rows):
+        one, last = rows[first], first
+        step = tuple(0 for _ in one.places)
+        while last + 1 < len(rows) and _are_alike(one, rows[last + 1]):
+            pairs = zip(rows[last + 1].places, rows[last].places, strict=True)
+            difference = tuple(b - a for b, a in pairs)
+            if last > first and difference != step:
+                break
+            step, last = difference, last + 1
+        shape, steps = (last - first + 1, *one.shape), (step, *one.steps)
+        found.append(Rows(one.operation, one.places, shape, steps))
+        first = last + 1
+    return found
+
+
+def _are_alike(a: Rows, b: Rows) -> bool:
+    return a.operation == b.operation and a.shape == b.shape and a.steps == b.steps
+
+
+class Streams(NamedTuple):
+    """What a run takes from the streams: numbers (streams,) uint64, and what must outlive them."""
+
+    key: np.ndarray
+    step: np.ndarray
+    first_vector: np.ndarray
+    levels: np.ndarray  # addresses of tables, 0 for the initial one
+    flips_low: np.ndarray
+    flips_high: np.ndarray
+    tensors: Sequence[torch.Tensor] = ()
+
+
+class Arguments:
+    """Arguments of many operations of one kernel: records, of which a run fills in some fields."""
+
+    def __init__(self, fields: np.dtype, records: bytes, streams: Sequence[int]) -> None:
+        self.records = np.frombuffer(bytearray(records), dtype=fields)
+        self._streams = np.array(streams)
+        self._pointers: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._taken: list[tuple[np.ndarray, str, np.ndarray, np.ndarray, np.ndarray | None]] = []
+
+    def point(self, field: str, to: Iterable[tuple[int, int]], part: slice = slice(None)) -> None:
+        """``field`` of every record is an address: of a buffer, and bytes behind it."""
+        buffers, offsets = np.array(list(to), dtype=np.int64).reshape(-1, 2).T
+        self._pointers.append(
+            (self.records[field][part], buffers.copy(), offsets.astype(np.uint64))
+        )
+
+    def take(
+        self,
+        field: str,
+        name: str,
+        *,
+        plus: Iterable[int] = (),
+        instead: np.ndarray | None = None,
+        part: slice = slice(None),
+    ) -> None:
+        """``field`` of every record is ``name`` of its stream, plus a number; ``instead`` of 0."""
+        more = np.array(list(plus), dtype=np.uint64) if plus else np.uint64(0)
+        self._taken.append((self.records[field][part], name, self._streams[part], more, instead))
+
+    def fill(self, addresses: np.ndarray, streams: Streams) -> None:
+        """addresses: of the buffers, uint64."""
+        for target, buffers, offsets in self._pointers:
+            np.add(addresses[buffers], offsets, out=target)
+        for target, name, places, more, instead in self._taken:
+            values = getattr(streams, name)[places] + more
+            target[:] = values if instead is None else np.where(values, values, instead)
+
+
+def addresses_of(buffers: Sequence[torch.Tensor]) -> np.ndarray:
+    """Where the buffers lie."""
+    return np.array([b.data_ptr() for b in buffers], dtype=np.uint64)
+
+
+Runnable = Callable[[Sequence[torch.Tensor], Streams], None]

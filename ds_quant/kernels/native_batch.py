@@ -1,0 +1,198 @@
+"""Operations of batch.py by the C++ kernels: one call for all of a kind.
+
+May import torch, numpy, layout and its sister modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+
+from ds_quant.kernels import native
+from ds_quant.kernels.batch import (
+    Arguments,
+    Decode,
+    Encode,
+    Operation,
+    Places,
+    Recode,
+    Rotate,
+    Rows,
+    Runnable,
+    Streams,
+    Sum,
+    Task,
+    addresses_of,
+    rows_of,
+)
+from ds_quant.kernels.blocks import Format
+
+_FIELDS = np.dtype(native.Job)
+_FP32_BYTES = 4
+_COPIED_NUMEL = 4096  # unit of what is not rotated
+_KERNELS = {
+    Encode: "dsq_encode",
+    Decode: "dsq_decode",
+    Sum: "dsq_decode_sum",
+    Recode: "dsq_recode",
+    Rotate: "dsq_rotate",
+}
+
+
+def covers(operation: Operation, buffers: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernels read and write the dtypes of its values."""
+    places = [getattr(operation, name, None) for name in ("values", "own", "rotated")]
+    found = (buffers[place].dtype for place in places if place is not None)
+    return all(dtype in native.DTYPES for dtype in found)
+
+
+def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
+    """What carries out tasks of one kind on buffers of the same dtypes."""
+    return _compilers[type(tasks[0][0])](tasks, buffers)
+
+
+def _runnable(
+    arguments: Arguments, kernel: type, count: int, numel: int, *kept: object
+) -> Runnable:
+    function, where = native.function(_KERNELS[kernel]), arguments.records.ctypes.data
+
+    def run(buffers: Sequence[torch.Tensor], streams: Streams) -> None:
+        arguments.fill(addresses_of(buffers), streams)
+        function(where, count, native.threads_for(numel))
+
+    run.kept = kept  # tables behind addresses
+    return run
+
+
+def _arguments(jobs: Sequence[native.Job], streams: Sequence[int]) -> Arguments:
+    return Arguments(_FIELDS, b"".join(map(bytes, jobs)), streams)
+
+
+def _randomness(arguments: Arguments, vectors: Sequence[int], part: slice = slice(None)) -> None:
+    for name in ("key", "step"):
+        arguments.take(name, name, part=part)
+    arguments.take("first_vector", "first_vector", plus=vectors, part=part)
+
+
+def _flips(arguments: Arguments) -> None:
+    for name in ("flips_low", "flips_high"):
+        arguments.take(name, name)
+
+
+def _levels(arguments: Arguments, codecs: Sequence[Format], part: slice = slice(None)) -> object:
+    """The tables of learned codecs; returns the initial ones, which must outlive the arguments."""
+    if all(codec.levels != "learned" for codec in codecs):
+        return None
+    tables = [_initial_table(codec.bits) for codec in codecs]
+    initial = np.array([table.data_ptr() for table in tables], dtype=np.uint64)
+    arguments.take("levels", "levels", instead=initial, part=part)
+    return tables
+
+
+@cache
+def _initial_table(bits: int) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(1 << bits).to(torch.float32)
+
+
+def _encode(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
+    rows, jobs = rows_of(tasks, 1), []
+    for operation, _, (count,), ((values, wire, vectors),) in rows:
+        dtype = buffers[operation.values].dtype
+        job = native.job_of(operation.codec, count, operation.numel, dtype, operation.block)
+        job.values_stride, job.wire_stride = values * dtype.itemsize, wire
+        job.row_vectors = vectors
+        jobs.append(job)
+    arguments = _arguments(jobs, [row.operation.stream for row in rows])
+    _point_values(arguments, rows, buffers, place=0)
+    arguments.point("wire", [(row.operation.wire, row.places[1]) for row in rows])
+    _randomness(arguments, [row.places[2] for row in rows])
+    _flips(arguments)
+    kept = _levels(arguments, [row.operation.codec for row in rows])
+    return _runnable(arguments, Encode, len(jobs), _numel(tasks), kept)
+
+
+def _decode(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
+    rows, jobs = rows_of(tasks, 1), []
+    for operation, _, (count,), ((wire, values),) in rows:
+        dtype = buffers[operation.values].dtype
+        job = native.job_of(operation.codec, count, operation.numel, dtype, 0)
+        job.values_stride, job.wire_stride = values * dtype.itemsize, wire
+        job.add = operation.add
+        jobs.append(job)
+    arguments = _arguments(jobs, [row.operation.stream for row in rows])
+    arguments.point("wire", [(row.operation.wire, row.places[0]) for row in rows])
+    _point_values(arguments, rows, buffers, place=1)
+    kept = _levels(arguments, [row.operation.codec for row in rows])
+    return _runnable(arguments, Decode, len(jobs), _numel(tasks), kept)
+
+
+def _sum(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
+    jobs = []
+    for operation, _ in tasks:
+        job = _source_job(operation, operation.codec, operation.numel, operation.block)
+        job.factor = operation.scale / operation.block if operation.block else operation.scale
+        jobs.append(job)
+    arguments = _arguments(jobs, [operation.stream for operation, _ in tasks])
+    arguments.point("wire", [(op.wire_in, places[0]) for op, places in tasks])
+    arguments.point("values", [(op.values, places[1] * _FP32_BYTES) for op, places in tasks])
+    arguments.point("own_values", [(op.own, places[2] * _FP32_BYTES) for op, places in tasks])
+    _flips(arguments)
+    kept = _levels(arguments, [operation.codec for operation, _ in tasks])
+    return _runnable(arguments, Sum, len(jobs), _numel(tasks), kept)
+
+
+def _recode(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
+    jobs = []
+    for operation, _ in tasks:
+        jobs.append(_source_job(operation, operation.source, operation.on_wire, 0))
+        jobs.append(native.job_of(operation.codec, 1, operation.on_wire, torch.float32, 0))
+    arguments = _arguments(jobs, [operation.stream for operation, _ in tasks for _ in range(2)])
+    sums, encodes = slice(0, None, 2), slice(1, None, 2)
+    arguments.point("wire", [(op.wire_in, places[0]) for op, places in tasks], sums)
+    own = [(op.own, places[2] * _FP32_BYTES) for op, places in tasks]
+    arguments.point("own_values", own, sums)
+    arguments.point("wire", [(op.wire, places[1]) for op, places in tasks], encodes)
+    _randomness(arguments, [places[3] for _, places in tasks], encodes)
+    codecs = [codec for op, _ in tasks for codec in (op.source, op.codec)]
+    kept = _levels(arguments, codecs)
+    return _runnable(arguments, Recode, len(tasks), _numel(tasks), kept)
+
+
+def _rotate(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
+    jobs = []
+    for operation, _ in tasks:
+        dtype = native.DTYPES[buffers[operation.values].dtype]
+        job = native.Job(valid=operation.numel, dtype=dtype, rotation=operation.block)
+        job.group = operation.block or _COPIED_NUMEL
+        jobs.append(job)
+    arguments = _arguments(jobs, [operation.stream for operation, _ in tasks])
+    _point_values(arguments, [Rows(*task) for task in tasks], buffers, place=0)
+    arguments.point("wire", [(op.rotated, places[1] * _FP32_BYTES) for op, places in tasks])
+    _flips(arguments)
+    return _runnable(arguments, Rotate, len(jobs), _numel(tasks))
+
+
+def _source_job(operation: Sum | Recode, codec: Format, numel: int, block: int) -> native.Job:
+    rows = operation.sources + (operation.place is not None)
+    job = native.job_of(codec, rows, numel, torch.float32, block)
+    job.wire_stride = operation.stride
+    job.own = -1 if operation.place is None else operation.place
+    return job
+
+
+def _point_values(
+    arguments: Arguments, rows: Sequence[Rows], buffers: Sequence[torch.Tensor], *, place: int
+) -> None:
+    to = [(op.values, places[place] * buffers[op.values].element_size()) for op, places, *_ in rows]
+    arguments.point("values", to)
+
+
+def _numel(tasks: Sequence[tuple[Operation, Places]]) -> int:
+    return sum(operation.numel * getattr(operation, "sources", 1) for operation, _ in tasks)
+
+
+_compilers = {Encode: _encode, Decode: _decode, Sum: _sum, Recode: _recode, Rotate: _rotate}

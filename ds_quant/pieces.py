@@ -1,0 +1,200 @@
+"""Operations of kernels/batch.py without batched kernels: pieces one by one, casts in rows.
+
+May import: torch, codec, coding, kernels, rotation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_quant.codec import CastCodec
+from ds_quant.coding import Coding
+from ds_quant.kernels.batch import Decode, Encode, Operation, Places, Recode, Rotate, Rows, Sum
+from ds_quant.kernels.dispatch import in_order
+from ds_quant.rotation import Rotation
+
+Buffers = Sequence[Tensor]
+
+
+class Streams(Protocol):
+    """What ``operations.Streams`` offers."""
+
+    codings: Sequence[Coding]
+    rotations: Sequence[Rotation | None]
+    sources: Sequence[Coding]
+
+    def coding(self, stream: int, vector: int) -> Coding: ...
+
+
+def view(
+    buffer: Tensor,
+    start: int,
+    numel: int,
+    shape: tuple[int, ...] = (),
+    steps: tuple[int, ...] = (),
+) -> Tensor:
+    """Rows of ``numel`` items in the memory of a buffer."""
+    return buffer.as_strided((*shape, numel), (*steps, 1), buffer.storage_offset() + start)
+
+
+def is_cast(operation: Operation) -> bool:
+    """Whether it changes the dtype of numbers and adds them up, nothing else."""
+    codecs = [getattr(operation, name, None) for name in ("codec", "source")]
+    plain = all(codec is None or isinstance(codec, CastCodec) for codec in codecs)
+    return plain and not getattr(operation, "block", 0) and not getattr(operation, "add", False)
+
+
+def _row(buffer: Tensor, start: int, nbytes: int) -> Tensor:
+    return view(buffer, start, nbytes, (1,), (nbytes,))
+
+
+def _rotation(operation: Any, streams: Streams) -> Rotation | None:
+    return streams.rotations[operation.stream] if operation.block else None
+
+
+def encoded(
+    op: Encode, places: Places, buffers: Buffers, streams: Streams
+) -> tuple[Tensor, Tensor, Rotation | None]:
+    """Values, their bytes (1, bytes) and rotation."""
+    wire = _row(buffers[op.wire], places[1], op.codec.wire_bytes(op.on_wire))
+    return view(buffers[op.values], places[0], op.numel), wire, _rotation(op, streams)
+
+
+def recoded(
+    op: Recode, places: Places, buffers: Buffers, streams: Streams
+) -> tuple[Callable[[], Tensor], Tensor, Rotation | None]:
+    """What makes the values, rotated back, their bytes (1, bytes) and rotation."""
+    rotation = _rotation(op, streams)
+    wire = _row(buffers[op.wire], places[1], op.codec.wire_bytes(op.on_wire))
+    sources, own = _sources(op, op.source, places[0], places[2], buffers)
+
+    def restored() -> Tensor:
+        total = torch.empty(op.numel, dtype=torch.float32, device=wire.device)
+        with in_order():
+            streams.sources[op.stream].decode_sum(sources, total, own=own, rotation=rotation)
+        return total
+
+    return restored, wire, rotation
+
+
+def _sources(
+    op: Sum | Recode, codec: Any, start: int, own: int, buffers: Buffers
+) -> tuple[Tensor, tuple[int, Tensor] | None]:
+    nbytes = codec.wire_bytes(op.on_wire)
+    wire = view(buffers[op.wire_in], start, nbytes, (op.sources,), (op.stride,))
+    if op.place is None:
+        return wire, None
+    return wire, (op.place, view(buffers[op.own], own, op.on_wire))
+
+
+def run_piece(op: Operation, places: Places, buffers: Buffers, streams: Streams) -> None:
+    """Carry out one operation with its codec."""
+    if isinstance(op, Encode):
+        values, wire, rotation = encoded(op, places, buffers, streams)
+        streams.coding(op.stream, places[2]).encode(values, wire[0], rotation=rotation)
+    elif isinstance(op, Decode):
+        wire = view(buffers[op.wire], places[0], op.codec.wire_bytes(op.numel))
+        streams.codings[op.stream].decode(wire, view(buffers[op.values], places[1], op.numel))
+    elif isinstance(op, Sum):
+        wire, own = _sources(op, op.codec, places[0], places[2], buffers)
+        out = view(buffers[op.values], places[1], op.numel)
+        options = {"own": own, "scale": op.scale, "rotation": _rotation(op, streams)}
+        streams.codings[op.stream].decode_sum(wire, out, **options)
+    elif isinstance(op, Recode):
+        wire, own = _sources(op, op.source, places[0], places[2], buffers)
+        out = view(buffers[op.wire], places[1], op.codec.wire_bytes(op.on_wire))
+        coding, source = streams.coding(op.stream, places[3]), streams.sources[op.stream]
+        coding.recode(source, wire, out, numel=op.on_wire, own=own)
+    else:
+        out = view(buffers[op.rotated], places[1], op.padded)
+        values = view(buffers[op.values], places[0], op.numel)
+        streams.rotations[op.stream].forward(values, out=out)
+
+
+# --- casts
+
+
+class _View(NamedTuple):
+    """Rows of a buffer, or of its bytes as numbers of ``dtype``."""
+
+    buffer: int
+    start: int
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    def of(self, buffers: Buffers) -> Tensor:
+        memory = buffers[self.buffer]
+        if self.dtype is not None:
+            memory = memory.view(self.dtype)
+        start = memory.storage_offset() + self.start
+        return memory.as_strided(self.shape, self.steps, start)
+
+
+class Cast:
+    """An operation whose codecs are casts, without a rotation, on rows of one or two dimensions."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows, op = rows, rows.operation
+        self._from: _View | None = None
+        self._own: _View | None = None
+        if isinstance(op, Encode | Rotate):
+            self._from = self._view(0, op.values)
+        elif isinstance(op, Decode):
+            self._from = self._view(0, op.wire, op.codec.dtype)
+        else:
+            dtype = op.codec.dtype if isinstance(op, Sum) else op.source.dtype
+            self._sources = self._all_sources(self._view(0, op.wire_in, dtype), op.stride)
+            if op.place is not None:
+                self._own = self._view(2, op.own)
+        self._padding: _View | None = None
+        if isinstance(op, Encode | Recode):
+            self._into = self._view(1, op.wire, op.codec.dtype)
+            used, nbytes = op.numel * op.codec.dtype.itemsize, op.codec.wire_bytes(op.numel)
+            if used < nbytes:
+                whole = self._view(1, op.wire, torch.uint8)
+                shape = (*whole.shape[:-1], nbytes - used)
+                self._padding = whole._replace(start=whole.start + used, shape=shape)
+        else:
+            self._into = self._view(1, op.rotated if isinstance(op, Rotate) else op.values)
+
+    def _view(self, number: int, buffer: int, dtype: torch.dtype | None = None) -> _View:
+        """Of place ``number``."""
+        rows, size = self._rows, 1 if dtype is None else dtype.itemsize
+        steps = (*(step[number] // size for step in rows.steps), 1)
+        shape = (*rows.shape, rows.operation.numel)
+        return _View(buffer, rows.places[number] // size, shape, steps, dtype)
+
+    def _all_sources(self, view: _View, stride: int) -> _View:
+        step = stride // view.dtype.itemsize
+        shape = (self._rows.operation.sources, *view.shape)
+        return view._replace(shape=shape, steps=(step, *view.steps))
+
+    def run(self, buffers: Buffers) -> None:
+        """Carry it out."""
+        into, op = self._into.of(buffers), self._rows.operation
+        if self._from is not None:
+            into.copy_(self._from.of(buffers))
+        else:
+            total = into
+            if isinstance(op, Recode):
+                total = torch.empty(into.shape, dtype=torch.float32, device=into.device)
+            self._add_up(total, buffers)
+            if total is not into:
+                into.copy_(total)
+            elif op.scale != 1.0:
+                into.mul_(op.scale)
+        if self._padding is not None:
+            self._padding.of(buffers).zero_()
+
+    def _add_up(self, total: Tensor, buffers: Buffers) -> None:
+        """Rows of all sources in their order, the own ones in their place."""
+        sources = list(self._sources.of(buffers).unbind(0))
+        if self._own is not None:
+            sources.insert(self._rows.operation.place, self._own.of(buffers))
+        for index, values in enumerate(sources):
+            total.copy_(values) if index == 0 else total.add_(values)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ds_quant.codec import Codec
 from ds_quant.coding import Coding
-from ds_quant.collectives import cut, lay_out
+from ds_quant.collectives import cut, lay_out, row_place
 from ds_quant.hops import Reduction
-from ds_quant.kernels.batch import Decode, Encode
+from ds_quant.kernels.batch import Decode, Encode, Task
 from ds_quant.kernels.dispatch import together
 from ds_quant.layout import VECTOR_NUMEL, round_up
-from ds_quant.link import Fabric, Link, by_node
+from ds_quant.link import Fabric, Link
 from ds_quant.operations import Operations, Streams
 from ds_quant.owner_plan import Piece, delivery_codec
 from ds_quant.reduction_plan import (
@@ -36,17 +36,81 @@ from ds_quant.rotation import Rotation
 
 
 class Part(NamedTuple):
-    """Consecutive elements of one parameter that belong to rank ``owner``, to be gathered.
-
-    values: contiguous, (numel,) or (1, numel), on all ranks. target: likewise, any floating-point
-        dtype, what the owner wants them to be; None for what they are. ``coding.address`` is the
-        owner's.
-    """
+    """Consecutive elements of one parameter that belong to rank ``owner``, to be gathered."""
 
     owner: int
-    values: Tensor
+    tensor: int  # where they lie, from element ``start`` on
+    start: int
+    numel: int
+    weight: int  # its codec
+
+
+class Own(NamedTuple):
+    """What this rank sends of a part: how, and what it wants the elements to be, (numel,) or
+    (1, numel); None for what they are.
+    """
+
     coding: Coding
     target: Tensor | None = None
+
+
+class OwnerGather:
+    """Brings every part, on all ranks and the owner too, to its owner's decoded values.
+
+    1. encode this rank's parts into one row  2. all-gather the rows, asynchronously  3. the
+    returned function waits and decodes. Until then the elements keep what they hold; only the
+    owner's are read, except that a difference is added to what every rank holds.
+
+    weights: per weight its codec, and whether differences are sent.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], weights: Sequence[tuple[Codec, bool]], fabric: Fabric
+    ) -> None:
+        self._fabric, self._weights = fabric, weights
+        rows: list[list[Part]] = [[] for _ in range(fabric.size)]
+        for part in parts:
+            rows[part.owner].append(part)
+        layouts = [lay_out([(weights[p.weight][0], p.numel) for p in row]) for row in rows]
+        self._nbytes = max(nbytes for _, nbytes in layouts)
+        self._own, self._layout = rows[fabric.rank], layouts[fabric.rank]
+        node_size = None if fabric.intra is None else fabric.intra.size
+        tasks: list[Task] = []
+        for owner, (row, (slots, _)) in enumerate(zip(rows, layouts, strict=True)):
+            begin = row_place(owner, fabric.size, node_size) * self._nbytes
+            for part, slot in zip(row, slots, strict=True):
+                codec, add = weights[part.weight]
+                operation = Decode(codec, part.numel, 0, 1 + part.tensor, part.weight, add)
+                if part.numel:
+                    tasks.append((operation, (begin + slot.start, part.start)))
+        self._decode = Operations(tasks)
+
+    def post(
+        self, tensors: Sequence[Tensor], own: Sequence[Own], codings: Sequence[Coding]
+    ) -> Callable[[], None]:
+        """Begin. tensors: 1-D contiguous. own: of this rank's parts in their order. codings: of
+        the weights, without addresses.
+        """
+        if self._nbytes == 0:
+            return lambda: None
+        link, device = self._fabric.whole, tensors[0].device
+        row = link.empty(self._nbytes, device=device)
+        with link.encoding("weights") as notes, together():
+            wires = cut(row, [self._layout])
+            for part, (coding, target), wire in zip(self._own, own, wires, strict=True):
+                values = tensors[part.tensor][part.start : part.start + part.numel]
+                wanted = values if target is None else target.to(device)
+                coding.encode(wanted, wire, held=values)
+                notes.note(coding, wanted, wire, held=values)
+        arriving = self._fabric.all_gather(row, role="weights")
+
+        def decode() -> None:
+            arrived = arriving.wait()
+            with link.decoding():
+                streams = Streams(codings, [None] * len(codings))
+                self._decode.run([arrived, *tensors], streams)
+
+        return decode
 
 
 class Share(NamedTuple):
@@ -186,36 +250,3 @@ def _placed(
     starts = accumulate((nbytes for row in sizes for nbytes in row), initial=0)
     segments = (segment for row in rows for segment in row)
     return [sum(row) for row in sizes], list(zip(segments, starts, strict=False))
-
-
-def gather_from_owners(parts: Sequence[Part], fabric: Fabric) -> Callable[[], None]:
-    """Bring every part, on all ranks and the owner too, to its owner's decoded values.
-
-    1. encode this rank's parts into one row  2. all-gather the rows, asynchronously  3. the
-    returned function waits and decodes. Until then ``values`` keep what they hold; only the
-    owner's content is read, except that a difference is added to what every rank holds.
-    """
-    link = fabric.whole
-    by_owner: list[list[Part]] = [[] for _ in range(link.size)]
-    for part in parts:
-        by_owner[part.owner].append(part)
-    layouts = [lay_out([(p.coding.codec, p.values.numel()) for p in own]) for own in by_owner]
-    nbytes = max(row_bytes for _, row_bytes in layouts)
-    if nbytes == 0:
-        return lambda: None
-    row = link.empty(nbytes, device=parts[0].values.device)
-    with link.encoding("weights") as notes, together():
-        for part, wire in zip(by_owner[link.rank], cut(row, [layouts[link.rank]]), strict=True):
-            wanted = part.values if part.target is None else part.target.to(row.device)
-            part.coding.encode(wanted, wire, held=part.values)
-            notes.note(part.coding, wanted, wire, held=part.values)
-    arriving = fabric.all_gather(row, role="weights")
-
-    def decode() -> None:
-        with link.decoding(), together():
-            rows = (row for node in by_node(arriving.wait(), link.size) for row in node)
-            for row, own, layout in zip(rows, by_owner, layouts, strict=True):
-                for part, wire in zip(own, cut(row, [layout]), strict=True):
-                    part.coding.decode(wire, part.values)
-
-    return decode

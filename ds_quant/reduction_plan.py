@@ -1,6 +1,6 @@
 """What every step of a reduction does, worked out once from sizes: see [Note: two hops] of hops.py.
 
-May import: codec, collectives, kernels, layout, link, operations, slicing.
+May import: codec, coding, kernels, layout, link, operations, rotation, slicing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ds_quant.codec import Codec, GroupCodec
+from ds_quant.coding import Coding
 from ds_quant.kernels.batch import Encode, Recode, Rotate, Sum, Task
 from ds_quant.layout import VECTOR_NUMEL, round_up
 from ds_quant.link import Link
 from ds_quant.operations import Operations
+from ds_quant.rotation import Rotation
 from ds_quant.slicing import Slicing
 
 # Buffers of the operations: the message that is made, fp32 values that this rank adds as they are,
@@ -45,10 +47,21 @@ class Hop:
 
 
 class Form(NamedTuple):
-    """The codec of a gradient on every hop, and the block of its rotation, 0 for none."""
+    """The codec of a gradient on every hop, the block of its rotation, 0 for none, and whether
+    signs flip before it.
+    """
 
     codecs: tuple[Codec, ...]
     block: int = 0
+    flips: bool = False
+
+    @classmethod
+    def of(cls, codings: Sequence[Coding], rotation: Rotation | None) -> Form:
+        """As the codings of its hops and its rotation in any step say."""
+        codecs = tuple([coding.codec for coding in codings])
+        if rotation is None:
+            return cls(codecs)
+        return cls(codecs, rotation.block, rotation.signs is not None)
 
     @property
     def unit(self) -> int:
@@ -193,13 +206,11 @@ class _Compiler:
 
     def _encode(self, index: int, start: int, depth: int, hops: Sequence[Hop]) -> Task:
         segment = self._segments[index]
-        codecs, block = self._forms[segment.gradient]
+        codecs, block, flips = self._forms[segment.gradient]
         vector = VECTORS_PER_ELEMENT * segment.first
         if depth == 0:
-            buffers = {"values": TENSORS + segment.tensor, "wire": WIRE}
-            operation = Encode(
-                codecs[0], segment.numel, **buffers, stream=segment.gradient, block=block
-            )
+            tensor, numel = TENSORS + segment.tensor, segment.numel
+            operation = Encode(codecs[0], numel, tensor, WIRE, segment.gradient, block, flips)
             return operation, (segment.start, start, vector)
         sources = self._sources(hops[depth - 1])
         operation = Recode(
@@ -218,17 +229,18 @@ class _Compiler:
         segment = self._segments[index]
         if depth:
             return self._sum(index, hops, depth, KEPT, place)
-        tensor, block = TENSORS + segment.tensor, self._forms[segment.gradient].block
-        return Rotate(segment.numel, tensor, KEPT, segment.gradient, block), (segment.start, place)
+        tensor, (_, *rotation) = TENSORS + segment.tensor, self._forms[segment.gradient]
+        operation = Rotate(segment.numel, tensor, KEPT, segment.gradient, *rotation)
+        return operation, (segment.start, place)
 
     def _sum(self, index: int, hops: Sequence[Hop], depth: int, into: int, place: int = 0) -> Task:
         """Of what has arrived on the hop before ``depth``; at the end rotated back and scaled."""
         segment = self._segments[index]
-        codecs, block = self._forms[segment.gradient]
+        codecs, block, flips = self._forms[segment.gradient]
         how = {"numel": self._on_wire[index]}
         if into == SUMS:
             place = segment.total
-            how = {"numel": segment.numel, "block": block, "scale": self._scale}
+            how = {"numel": segment.numel, "block": block, "flips": flips, "scale": self._scale}
         operation = Sum(
             codecs[depth - 1],
             values=into,

@@ -58,6 +58,13 @@ struct RecodeJob {
     u64 levels, source_levels;
 };
 
+struct RotateJob {
+    u64 first_block, row_blocks;
+    u64 values, values_stride, numel;
+    u64 rotated, rotated_stride, padded;  // fp32; padded: whole blocks
+    u64 flips_low, flips_high;
+};
+
 #if DSQ_TABLE
 #define DSQ_JOB_PARAMETERS(Job) const Job *jobs, const u64 num_jobs
 #define DSQ_FIND_JOB(Job)                                                            \

@@ -12,6 +12,7 @@ May import torch, numpy, layout, rng and its sister modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ Places = tuple[int, ...]
 
 class Encode(NamedTuple):
     """Places: values, wire, vector. ``block``: of a rotation, 0 for none, as below; then the wire
-    holds whole blocks.
+    holds whole blocks. ``flips``: whether its signs may flip.
     """
 
     codec: Format
@@ -34,6 +35,7 @@ class Encode(NamedTuple):
     wire: int
     stream: int
     block: int = 0
+    flips: bool = False
 
     @property
     def on_wire(self) -> int:
@@ -67,6 +69,7 @@ class Sum(NamedTuple):
     place: int | None
     own: int
     block: int = 0
+    flips: bool = False
     scale: float = 1.0
 
     on_wire = Encode.on_wire
@@ -100,6 +103,7 @@ class Rotate(NamedTuple):
     rotated: int
     stream: int
     block: int = 0
+    flips: bool = False
 
     padded = Encode.on_wire
 
@@ -199,6 +203,22 @@ class Arguments:
 def addresses_of(buffers: Sequence[torch.Tensor]) -> np.ndarray:
     """Where the buffers lie."""
     return np.array([b.data_ptr() for b in buffers], dtype=np.uint64)
+
+
+def initial_tables(
+    codecs: Sequence[Format], device: torch.device
+) -> tuple[list[torch.Tensor], np.ndarray]:
+    """The initial levels of codecs, if any is learned, and their addresses."""
+    if all(codec.levels != "learned" for codec in codecs):
+        return [], np.zeros(0, dtype=np.uint64)
+    tables = [_initial_table(codec.bits, device) for codec in codecs]
+    return tables, np.array([table.data_ptr() for table in tables], dtype=np.uint64)
+
+
+@cache
+def _initial_table(bits: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(1 << bits, device=device).to(torch.float32)
 
 
 Runnable = Callable[[Sequence[torch.Tensor], Streams], None]

@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -53,7 +53,11 @@ class Runner:
 
     def run_many(self, launches: list[Launch]) -> None:
         """Independent launches as few as possible: one per kernel and set of macros."""
-        for table in merge(launches):
+        self.run_tables(merge(launches))
+
+    def run_tables(self, tables: Iterable[Table]) -> None:
+        """Launch tables whose jobs lie on the host."""
+        for table in tables:
             buffer = torch.frombuffer(bytearray(table.jobs), dtype=torch.uint8)
             if self.device.type == "cuda":
                 buffer = buffer.pin_memory()  # else the copy would wait for the stream

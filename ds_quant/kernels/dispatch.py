@@ -17,12 +17,21 @@ from types import ModuleType
 import torch
 
 from ds_quant import rng
-from ds_quant.kernels import cuda, launch, native, native_batch, reference, scratch
+from ds_quant.kernels import (
+    cuda,
+    launch,
+    launch_batch,
+    native,
+    native_batch,
+    reference,
+    scratch,
+)
 from ds_quant.kernels.arguments import Own
 from ds_quant.kernels.batch import Runnable, Task
 from ds_quant.kernels.blocks import Format
 from ds_quant.kernels.geometry import MAX_GROUP
 from ds_quant.kernels.rotation import Rotation
+from ds_quant.layout import ALIGNMENT
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +67,10 @@ def _on_host(device: torch.device) -> ModuleType:
 
 def runner_for(fmt: Format, device: torch.device) -> launch.Runner | None:
     """What launches kernels for a codec on a device; None where it has none."""
-    if device.type != "cuda" or _backend == "torch":
-        return None
-    if not launch.supports(fmt):
+    if device.type == "cuda" and _backend != "torch" and not launch.supports(fmt):
         _report_large_groups(fmt.group_size)
         return None
-    runner = cuda.runner_of(device)
+    runner = cuda_runner(device)
     if runner is None or _open.batches is None:
         return runner
     return _open.batches.setdefault(device, cuda.Batch(runner))
@@ -105,16 +112,33 @@ def in_order() -> Iterator[None]:
 
 def variant_of(buffers: Sequence[torch.Tensor]) -> Hashable:
     """What ``compile_tasks`` depends on besides the tasks."""
-    return _backend, buffers[0].device, tuple([b.dtype for b in buffers])
+    device = buffers[0].device
+    if device.type == "cpu":
+        return _backend, device, tuple([b.dtype for b in buffers])
+    places = tuple([(b.dtype, b.data_ptr() % ALIGNMENT) for b in buffers])
+    return _backend, device, places
 
 
 def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable | None:
     """What carries out tasks of one kind on such buffers; None where no kernel takes them all."""
-    if _on_host(buffers[0].device) is not native:
+    device, operations = buffers[0].device, [operation for operation, _ in tasks]
+    runner = cuda_runner(device)
+    if runner is not None:
+        if not all(launch_batch.covers(operation, buffers) for operation in operations):
+            return None
+        return launch_batch.compile_tasks(tasks, buffers, runner.run_tables)
+    if _on_host(device) is not native:
         return None
-    if not all(native_batch.covers(operation, buffers) for operation, _ in tasks):
+    if not all(native_batch.covers(operation, buffers) for operation in operations):
         return None
     return native_batch.compile_tasks(tasks, buffers)
+
+
+def cuda_runner(device: torch.device) -> cuda.Runner | None:
+    """What launches CuPy kernels on a device; None where nothing does."""
+    if device.type != "cuda" or _backend == "torch":
+        return None
+    return cuda.runner_of(device)
 
 
 @cache

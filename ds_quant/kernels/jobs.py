@@ -37,6 +37,12 @@ FIELDS = {
     ),
 }
 
+FIELDS["rotate"] = (
+    *_PLACE,
+    *("values", "values_stride", "numel", "rotated", "rotated_stride", "padded"),
+    *("flips_low", "flips_high"),
+)
+
 NO_SOURCE = (1 << 64) - 1  # `own` when no source is given as values
 
 

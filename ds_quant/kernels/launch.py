@@ -83,7 +83,7 @@ def encode(
     target = aligned(out, copy=False)
     is_easy = is_aligned(x) and (base is None or is_aligned(base))
     base_dtype = None if base is None else base.dtype
-    plan = _encode_plan(fmt, numel, x.dtype, base_dtype, rotation, is_easy)
+    plan = encode_plan(fmt, numel, x.dtype, base_dtype, rotation, is_easy)
     on_wire = round_up(numel, rotation.block) if rotation else numel
     for row, count in row_chunks(rows):
         fields = rows_at("wire.bytes", "wire.stride", target, row)
@@ -99,7 +99,7 @@ def encode(
 
 
 @lru_cache(maxsize=_PLANS)
-def _encode_plan(
+def encode_plan(
     fmt: Format,
     numel: int,
     dtype: torch.dtype,
@@ -107,6 +107,7 @@ def _encode_plan(
     rotation: Rotation | None,
     is_easy: bool,
 ) -> Plan:
+    """Of launches on rows of ``numel`` elements; is_easy: aligned ones."""
     layout = layout_of(fmt, round_up(numel, rotation.block) if rotation else numel)
     tiles = tiling(fmt.group_size, ROTATION_RUN if rotation else 1)
     macros = encode_macros(fmt, tiles) | rotation_macros(rotation)
@@ -184,7 +185,7 @@ def _sum(
     levels = None if levels is None else dense(levels)
     own_values = own_as_fp32(own)
     shape = (numel, sources, out.dtype)
-    plan = _sum_plan(fmt, *shape, scale, own is not None, rotation, add, is_aligned(out))
+    plan = sum_plan(fmt, *shape, scale, own is not None, rotation, add, is_aligned(out))
     for row, count in row_chunks(rows):
         fields = rows_at("wire.bytes", "wire.stride", wire, row)
         fields |= rows_at("values", "values_stride", out, row)
@@ -196,7 +197,7 @@ def _sum(
 
 
 @lru_cache(maxsize=_PLANS)
-def _sum_plan(
+def sum_plan(
     fmt: Format,
     numel: int,
     sources: int,
@@ -207,6 +208,7 @@ def _sum_plan(
     add: bool,
     is_easy: bool,
 ) -> Plan:
+    """As ``encode_plan``, of decode and decode_sum."""
     layout = layout_of(fmt, round_up(numel, rotation.block) if rotation else numel)
     vectors = ROTATION_RUN if rotation else sum_run(fmt.bits, fmt.group_size, sources)
     threads = sum_threads(vectors)
@@ -247,7 +249,7 @@ def recode(
     levels = None if levels is None else dense(levels)
     source_levels = None if source_levels is None else dense(source_levels)
     own_values = own_as_fp32(own)
-    plan = _recode_plan(source_fmt, fmt, numel, sources, own is not None)
+    plan = recode_plan(source_fmt, fmt, numel, sources, own is not None)
     for row, count in row_chunks(rows):
         fields = rows_at("wire.bytes", "wire.stride", target, row)
         fields |= rows_at("source.bytes", "source.stride", wire, row)
@@ -262,7 +264,8 @@ def recode(
 
 
 @lru_cache(maxsize=_PLANS)
-def _recode_plan(source_fmt: Format, fmt: Format, numel: int, sources: int, has_own: bool) -> Plan:
+def recode_plan(source_fmt: Format, fmt: Format, numel: int, sources: int, has_own: bool) -> Plan:
+    """As ``encode_plan``, of recode."""
     layout = layout_of(fmt, numel)
     tiles = tiling(fmt.group_size, ROTATION_RUN)
     macros = encode_macros(fmt, tiles) | source_macros(source_fmt, sources, has_own)
@@ -271,3 +274,14 @@ def _recode_plan(source_fmt: Format, fmt: Format, numel: int, sources: int, has_
     fields["sources"] = sources
     blocks = ceil_div(layout.num_groups, tiles.block_groups)
     return Plan("recode", macros, blocks=blocks, threads=THREADS, fields=fields)
+
+
+@lru_cache(maxsize=_PLANS)
+def rotate_plan(numel: int, dtype: torch.dtype, rotation: Rotation) -> Plan:
+    """As ``encode_plan``, of a rotation into fp32 that is filled up with zeros to whole blocks."""
+    padded = round_up(numel, rotation.block)
+    macros = rotation_macros(rotation)
+    macros |= {"DSQ_VALUES": DTYPES[dtype], "DSQ_THREADS": THREADS}
+    fields = flip_fields(rotation) | {"numel": numel, "padded": padded}
+    blocks = ceil_div(padded, ROTATION_RUN * VECTOR_NUMEL * THREADS)
+    return Plan("rotate", macros, blocks=blocks, threads=THREADS, fields=fields)

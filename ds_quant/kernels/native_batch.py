@@ -6,7 +6,6 @@ May import torch, numpy, layout and its sister modules.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from ds_quant.kernels.batch import (
     Sum,
     Task,
     addresses_of,
+    initial_tables,
     rows_of,
 )
 from ds_quant.kernels.blocks import Format
@@ -82,20 +82,12 @@ def _flips(arguments: Arguments) -> None:
         arguments.take(name, name)
 
 
-def _levels(arguments: Arguments, codecs: Sequence[Format], part: slice = slice(None)) -> object:
-    """The tables of learned codecs; returns the initial ones, which must outlive the arguments."""
-    if all(codec.levels != "learned" for codec in codecs):
-        return None
-    tables = [_initial_table(codec.bits) for codec in codecs]
-    initial = np.array([table.data_ptr() for table in tables], dtype=np.uint64)
-    arguments.take("levels", "levels", instead=initial, part=part)
+def _levels(arguments: Arguments, codecs: Sequence[Format]) -> object:
+    """Set the tables of learned codecs; returns what must outlive the arguments."""
+    tables, initial = initial_tables(codecs, torch.device("cpu"))
+    if tables:
+        arguments.take("levels", "levels", instead=initial)
     return tables
-
-
-@cache
-def _initial_table(bits: int) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.arange(1 << bits).to(torch.float32)
 
 
 def _encode(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ds_quant.resources import resource_dir
 
-KERNELS = ("encode", "decode_sum", "recode")
+KERNELS = ("encode", "decode_sum", "recode", "rotate")
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 

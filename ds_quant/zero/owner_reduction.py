@@ -98,8 +98,7 @@ class _Plan(NamedTuple):
 
 
 def _form(streams: GradientStreams | None, dtype: torch.dtype, *, hops: int) -> Form:
-    codings, rotation = codings_of(streams, dtype, hops=hops, step=0)
-    return Form(tuple([c.codec for c in codings]), 0 if rotation is None else rotation.block)
+    return Form.of(*codings_of(streams, dtype, hops=hops, step=0))
 
 
 class OwnerReduction:

@@ -91,10 +91,7 @@ class ShardReduction:
             handle = reduce_scatter(tensors, [c for (c,) in codings], link, scale=1.0 / link.size)
             return _nothing, handle.wait
         numels = tuple([t.numel() for t in tensors])
-        forms = tuple([
-            Form(tuple([c.codec for c in hops]), 0 if rotation is None else rotation.block)
-            for hops, rotation in zip(codings, rotations, strict=True)
-        ])  # fmt: skip
+        forms = tuple(map(Form.of, codings, rotations))
         key = numels, forms, route, link
         if key not in self._plans:
             if len(self._plans) >= _PLANS:

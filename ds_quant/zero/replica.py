@@ -11,18 +11,19 @@ all ranks: a run that saves continues like a run that loads what was saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.bundle import Cuts, is_small, joined, spread_
+from ds_quant.bundle import Copies, Cuts, Scattered, is_small, joined
+from ds_quant.codec import CastCodec
 from ds_quant.coding import Coding, exactly
 from ds_quant.layout import ceil_div
 from ds_quant.link import Fabric, Link
-from ds_quant.owners import Part, gather_from_owners
+from ds_quant.owners import Own, OwnerGather, Part
 from ds_quant.zero import replica_seams
 from ds_quant.zero.binding import Binding
 from ds_quant.zero.replica_seams import ReplicaGroup
@@ -43,13 +44,43 @@ class _Run(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The tensors of a message and where they lie in the flat replica; this rank's own ones in the
-    master weights of its partition.
+    """How a window of the partitions is gathered: its parameters with their streams, what is laid
+    end to end for it and spread again, and this rank's own runs, also in its master weights.
     """
 
-    runs: list[_Run]
-    cuts: Cuts
+    weights: list[tuple[Tracked, Stream | None]]
+    gather: OwnerGather
+    scattered: Scattered
+    spread: Copies
+    own_runs: list[_Run]
     own_cuts: Cuts
+
+    @classmethod
+    def make(
+        cls, runs: list[_Run], dtype: torch.dtype, fabric: Fabric, first: int, *, difference: bool
+    ) -> _Plan:
+        """first: element of the flat replica with which this rank's partition begins."""
+        places: dict[tuple[int, bool], int] = {}  # of parameters among the weights
+        weights, parts, moved, back, end = [], [], [], [], 0
+        for run in runs:
+            key = run.tracked.index, run.stream is None
+            if key not in places:
+                places[key] = len(weights)
+                weights.append((run.tracked, run.stream))
+            tensor, start = 0, run.ranges[0][0]
+            numel = sum(stop - start for start, stop in run.ranges)
+            if len(run.ranges) > 1:
+                tensor, start, end = 1, end, end + numel
+                moved += run.ranges
+                back.append((run.ranges, start))
+            parts.append(Part(run.owner, tensor, start, numel, places[key]))
+        codecs = [
+            (CastCodec(dtype), False) if s is None else (s.codec, difference) for _, s in weights
+        ]
+        own = [run for run in runs if run.owner == fabric.rank]
+        cuts = Cuts([[(start - first, stop - first) for start, stop in run.ranges] for run in own])
+        gather = OwnerGather(parts, codecs, fabric)
+        return cls(weights, gather, Scattered(moved), Copies(back), own, cuts)
 
 
 class Replica:
@@ -125,47 +156,42 @@ class Replica:
         self, group: ReplicaGroup, fabric: Fabric, window: range, step: int, exact: bool
     ) -> Callable[[], None]:
         """Gather what lies in ``window`` of the partitions; the returned function waits for it."""
-        link = fabric.whole
-        runs, cuts, own_cuts = self._plan(
-            group, link, window, exact or self._binding.is_exact(step)
-        )
-        codings = [self._coding(run, group.flat.dtype, step) for run in runs]
-        views = cuts.views(group.flat.view(1, -1))
-        # Else the new weights are in the replica already: exact ones, or absolute codes.
         from_master = self._binding.scheme.difference and not exact
-        targets = iter(own_cuts.views(group.master.view(1, -1)) if from_master else ())
-        parts = [
-            Part(
-                owner=run.owner,
-                values=joined(pieces),
-                coding=coding,
-                target=joined(next(targets)) if from_master and run.owner == link.rank else None,
+        exact = exact or self._binding.is_exact(step)
+        plan, dtype = self._plan(group, fabric, window, exact), group.flat.dtype
+        codings = [self._coding(tracked, stream, dtype, step) for tracked, stream in plan.weights]
+        # Else the new weights are in the replica already: exact ones, or absolute codes.
+        targets: Iterable[list[torch.Tensor] | None] = [None] * len(plan.own_runs)
+        if from_master:
+            targets = plan.own_cuts.views(group.master.view(1, -1))
+        own = [
+            Own(
+                self._coding(run.tracked, run.stream, dtype, step).at(run.first),
+                None if target is None else joined(target),
             )
-            for run, coding, pieces in zip(runs, codings, views, strict=True)
+            for run, target in zip(plan.own_runs, targets, strict=True)
         ]
-        arrived = gather_from_owners(parts, fabric)
+        flat = group.flat.view(-1)
+        tensors = [flat, *plan.scattered.joined(flat)]
+        arrived = plan.gather.post(tensors, own, codings)
 
         def decode() -> None:
             arrived()
-            pairs = zip(views, parts, strict=True)
-            spread_((pieces, part.values) for pieces, part in pairs if len(pieces) > 1)
+            plan.spread.copy(flat, tensors[-1])
 
         return decode
 
-    def _plan(self, group: ReplicaGroup, link: Link, window: range, exact: bool) -> _Plan:
+    def _plan(self, group: ReplicaGroup, fabric: Fabric, window: range, exact: bool) -> _Plan:
         """Cut the flat replica at parameter and partition borders, keeping the elements that lie
         in ``window`` of their partition; alignment gaps stay out.
         """
         key = group.index, window, exact
         if key not in self._plans:
-            runs = self._runs(group, link, window, exact)
-            first = link.rank * (group.flat.numel() // link.size)
-            own = [
-                [(start - first, stop - first) for start, stop in run.ranges]
-                for run in runs
-                if run.owner == link.rank
-            ]
-            self._plans[key] = _Plan(runs, Cuts([run.ranges for run in runs]), Cuts(own))
+            runs = self._runs(group, fabric.whole, window, exact)
+            first = fabric.rank * (group.flat.numel() // fabric.size)
+            difference = self._binding.scheme.difference
+            dtype = group.flat.dtype
+            self._plans[key] = _Plan.make(runs, dtype, fabric, first, difference=difference)
         return self._plans[key]
 
     def _runs(self, group: ReplicaGroup, link: Link, window: range, exact: bool) -> list[_Run]:
@@ -193,10 +219,12 @@ class Replica:
                     bundles[owner] = runs[-1]
         return runs
 
-    def _coding(self, run: _Run, dtype: torch.dtype, step: int) -> Coding:
-        if run.stream is None:
+    def _coding(
+        self, tracked: Tracked, stream: Stream | None, dtype: torch.dtype, step: int
+    ) -> Coding:
+        if stream is None:
             return exactly(dtype)
-        return self._binding.coding_of(run.stream, run.tracked, step=step).at(run.first)
+        return self._binding.coding_of(stream, tracked, step=step)
 
 
 def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:

@@ -17,7 +17,7 @@ from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.layout import shard_range
 from ds_quant.link import Fabric, Link
 from ds_quant.owner_plan import Piece, Shape, delivery_codec, inbound, plan
-from ds_quant.owners import OwnerSums, Part, Share, gather_from_owners
+from ds_quant.owners import Own, OwnerGather, OwnerSums, Part, Share
 from ds_quant.reduction_plan import Form, Hop
 from tests.distributed.harness import run
 from tests.distributed.messages import Item, bits, make_link
@@ -95,11 +95,14 @@ def contributions(shapes: Layout, world: int, rank: int) -> list[torch.Tensor]:
     return values
 
 
-def parts(shapes: Layout, values: Sequence[torch.Tensor], rank: int) -> list[Part]:
-    return [
-        Part(owner=shape.owner, values=value, coding=item.coding(rank))
-        for shape, value, item in zip(shapes, values, items(shapes), strict=True)
-    ]
+def gather_from_owners(
+    shapes: Layout, values: Sequence[torch.Tensor], link: Link
+) -> Callable[[], None]:
+    parts = [Part(s.owner, i, 0, s.numel, i) for i, s in enumerate(shapes)]
+    gather = OwnerGather(parts, [(s.codec, False) for s in shapes], Fabric(link))
+    codings = [item.coding(link.rank) for item in items(shapes)]
+    own = [Own(c) for c, s in zip(codings, shapes, strict=True) if s.owner == link.rank]
+    return gather.post(values, own, codings)
 
 
 def reduce_flat(
@@ -273,7 +276,7 @@ def _gather_rank() -> dict[tuple[str, str], list[np.ndarray]]:
             for shape, item in zip(shapes, items(shapes), strict=True)
         ]
         before = [bits(v) for v in values]
-        finish = gather_from_owners(parts(shapes, values, link.rank), Fabric(link))
+        finish = gather_from_owners(shapes, values, link)
         early = any((bits(v) != b).any() for v, b in zip(values, before, strict=True))
         finish()
         results[layout, codec] = [bits(v) for v in values], early, traffic.collectives["weights"]
@@ -332,7 +335,7 @@ def _outstanding_rank() -> list[np.ndarray]:
     for layout in ("split", "two owners"):
         shapes = LAYOUTS[layout](INT8, link.size)
         values = [owned_values(item, "int8") for item in items(shapes)]
-        two.append((values, gather_from_owners(parts(shapes, values, link.rank), Fabric(link))))
+        two.append((values, gather_from_owners(shapes, values, link)))
     for _, finish in reversed(two):
         finish()
     return [bits(v) for values, _ in two for v in values]

@@ -71,4 +71,4 @@ class Shim:
         return ctypes.CDLL(str(stem.with_suffix(".so")))
 
 
-JOBS = {"encode": "EncodeJob", "decode_sum": "SumJob", "recode": "RecodeJob"}
+JOBS = {"encode": "EncodeJob", "decode_sum": "SumJob", "recode": "RecodeJob", "rotate": "RotateJob"}

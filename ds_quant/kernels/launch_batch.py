@@ -1,0 +1,208 @@
+"""Operations of batch.py by the CUDA kernels: one launch for all of a kind that share their macros.
+
+The arguments of a launch are a table of jobs; a run fills in its part of them and hands the table
+to the device. May import torch, numpy, layout and its sister modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ds_quant.kernels import launch
+from ds_quant.kernels.batch import (
+    Arguments,
+    Decode,
+    Encode,
+    Operation,
+    Recode,
+    Rotate,
+    Rows,
+    Runnable,
+    Streams,
+    Sum,
+    Task,
+    addresses_of,
+    initial_tables,
+    rows_of,
+)
+from ds_quant.kernels.blocks import Format
+from ds_quant.kernels.jobs import FIELDS, NO_SOURCE, Launch, Table, merge
+from ds_quant.kernels.rotation import Rotation
+from ds_quant.layout import ALIGNMENT
+
+_FP32_BYTES = 4
+
+Buffers = Sequence[torch.Tensor]
+RunTables = Callable[[Sequence[Table]], None]
+
+
+class _Job(NamedTuple):
+    """A launch without addresses. points: field -> (buffer, bytes behind its address)."""
+
+    launch: Launch
+    stream: int
+    points: dict[str, tuple[int, int]]
+    vector: int | None = None  # of random bits
+    tables: tuple[tuple[str, Format], ...] = ()  # fields of learned levels, and whose
+    flips: bool = False
+
+
+def covers(operation: Operation, buffers: Buffers) -> bool:
+    """Whether the kernels take its codecs, and messages begin where they may."""
+    rotation = _rotation(operation)
+    codecs = [getattr(operation, name, None) for name in ("codec", "source")]
+    wires = [getattr(operation, name, None) for name in ("wire", "wire_in", "rotated")]
+    dtypes = [getattr(operation, name, None) for name in ("values",)]
+    return (
+        all(codec is None or launch.supports(codec, rotation) for codec in codecs)
+        and all(w is None or buffers[w].data_ptr() % ALIGNMENT == 0 for w in wires)
+        and all(v is None or buffers[v].dtype in launch.DTYPES for v in dtypes)
+        and not (isinstance(operation, Rotate) and operation.block == 0)
+    )
+
+
+def compile_tasks(tasks: Sequence[Task], buffers: Buffers, run_tables: RunTables) -> Runnable:
+    """What carries out tasks of one kind on buffers of the same dtypes and alignment."""
+    tables = [_Filled(table, jobs, buffers[0].device) for table, jobs in _tables(tasks, buffers)]
+
+    def run(buffers: Buffers, streams: Streams) -> None:
+        addresses = addresses_of(buffers)
+        run_tables([table.filled(addresses, streams) for table in tables])
+
+    return run
+
+
+def tables_of(tasks: Sequence[Task], buffers: Buffers) -> list[Table]:
+    """The launches of tasks, without addresses."""
+    return [table for table, _ in _tables(tasks, buffers)]
+
+
+def _tables(tasks: Sequence[Task], buffers: Buffers) -> list[tuple[Table, list[_Job]]]:
+    kind = type(tasks[0][0])
+    rows = rows_of(tasks, 1) if kind in (Encode, Decode) else [Rows(*task) for task in tasks]
+    alike: dict[tuple, list[_Job]] = {}
+    for row in rows:
+        job = _jobs[kind](row, buffers)
+        alike.setdefault((job.launch.macros, job.launch.threads), []).append(job)
+    found = []
+    for jobs in alike.values():
+        (table,) = merge([job.launch for job in jobs])
+        found.append((table, jobs))
+    return found
+
+
+class _Filled:
+    """A table that is filled in at every run."""
+
+    def __init__(self, table: Table, jobs: Sequence[_Job], device: torch.device) -> None:
+        self._table, first = table, jobs[0]
+        fields = np.dtype([(name, "<u8") for name in FIELDS[table.kernel]])
+        self._arguments = Arguments(fields, table.jobs, [job.stream for job in jobs])
+        for field in first.points:
+            self._arguments.point(field, [job.points[field] for job in jobs])
+        if first.vector is not None:
+            for name in ("key", "step"):
+                self._arguments.take(name, name)
+            vectors = [job.vector for job in jobs]
+            self._arguments.take("first_vector", "first_vector", plus=vectors)
+        if first.flips:
+            for name in ("flips_low", "flips_high"):
+                self._arguments.take(name, name)
+        self._kept = []
+        for place, (field, _) in enumerate(first.tables):
+            codecs = [job.tables[place][1] for job in jobs]
+            tables, initial = initial_tables(codecs, device)
+            if tables:
+                self._kept.append(tables)
+                self._arguments.take(field, "levels", instead=initial)
+
+    def filled(self, addresses: np.ndarray, streams: Streams) -> Table:
+        self._arguments.fill(addresses, streams)
+        return self._table._replace(jobs=self._arguments.records.tobytes())
+
+
+def _rotation(operation: Operation) -> Rotation | None:
+    block = getattr(operation, "block", 0)
+    return Rotation(block, 0 if operation.flips else None) if block else None
+
+
+def _encode(rows: Rows, buffers: Buffers) -> _Job:
+    op, places, (count,), ((values, wire, vectors),) = rows
+    at, dtype = _at(buffers, op.values, places[0]), buffers[op.values].dtype
+    is_easy = _is_easy(buffers, at, count, values * dtype.itemsize)
+    plan = launch.encode_plan(op.codec, op.numel, dtype, None, _rotation(op), is_easy)
+    fields = {"values_stride": values * dtype.itemsize, "wire.stride": wire}
+    work = plan.launch(count, fields | {"row_vectors": vectors})
+    points = {"values": at, "wire.bytes": (op.wire, places[1])}
+    return _Job(work, op.stream, points, places[2], (("levels", op.codec),), op.flips)
+
+
+def _decode(rows: Rows, buffers: Buffers) -> _Job:
+    op, places, (count,), ((wire, values),) = rows
+    at, dtype = _at(buffers, op.values, places[1]), buffers[op.values].dtype
+    is_easy = _is_easy(buffers, at, count, values * dtype.itemsize)
+    shape = (op.numel, 1, dtype)
+    plan = launch.sum_plan(op.codec, *shape, 1.0, False, None, op.add, is_easy)
+    fields = {"values_stride": values * dtype.itemsize, "wire.stride": wire, "source_stride": wire}
+    points = {"wire.bytes": (op.wire, places[0]), "values": at}
+    return _Job(plan.launch(count, fields), op.stream, points, tables=(("levels", op.codec),))
+
+
+def _sum(rows: Rows, buffers: Buffers) -> _Job:
+    op, places, *_ = rows
+    at, sources = _at(buffers, op.values, places[1]), op.sources + (op.place is not None)
+    shape, rotation = (op.numel, sources, torch.float32), _rotation(op)
+    is_easy = _is_easy(buffers, at, 1, 0)
+    has_own = op.place is not None
+    plan = launch.sum_plan(op.codec, *shape, op.scale, has_own, rotation, False, is_easy)
+    work = plan.launch(1, _source_fields(op))
+    points = {"wire.bytes": (op.wire_in, places[0]), "values": at}
+    points["own_values"] = _at(buffers, op.own, places[2])
+    tables = (("levels", op.codec),)
+    return _Job(work, op.stream, points, tables=tables, flips=bool(op.block and op.flips))
+
+
+def _recode(rows: Rows, buffers: Buffers) -> _Job:
+    op, places, *_ = rows
+    sources = op.sources + (op.place is not None)
+    plan = launch.recode_plan(op.source, op.codec, op.on_wire, sources, op.place is not None)
+    work = plan.launch(1, _source_fields(op))
+    points = {"source.bytes": (op.wire_in, places[0]), "wire.bytes": (op.wire, places[1])}
+    points["own_values"] = _at(buffers, op.own, places[2])
+    tables = (("levels", op.codec), ("source_levels", op.source))
+    return _Job(work, op.stream, points, places[3], tables)
+
+
+def _rotate(rows: Rows, buffers: Buffers) -> _Job:
+    op, places, *_ = rows
+    plan = launch.rotate_plan(op.numel, buffers[op.values].dtype, _rotation(op))
+    points = {"values": _at(buffers, op.values, places[0])}
+    points["rotated"] = (op.rotated, places[1] * _FP32_BYTES)
+    return _Job(plan.launch(1, {}), op.stream, points, flips=op.flips)
+
+
+def _source_fields(op: Sum | Recode) -> dict[str, int]:
+    return {"source_stride": op.stride, "own": NO_SOURCE if op.place is None else op.place}
+
+
+def _at(buffers: Buffers, buffer: int, start: int) -> tuple[int, int]:
+    return buffer, start * buffers[buffer].element_size()
+
+
+def _is_easy(buffers: Buffers, at: tuple[int, int], count: int, stride: int) -> bool:
+    """Whether every row begins at a multiple of 16 bytes."""
+    first = buffers[at[0]].data_ptr() + at[1]
+    return first % ALIGNMENT == 0 and (count == 1 or stride % ALIGNMENT == 0)
+
+
+_jobs: dict[type, Callable[[Rows, Buffers], _Job]] = {
+    Encode: _encode,
+    Decode: _decode,
+    Sum: _sum,
+    Recode: _recode,
+    Rotate: _rotate,
+}

@@ -1,0 +1,205 @@
+"""Operations on many pieces at once, by the C++ kernels and by the CUDA ones on the shim, against
+the same operations one by one with the torch reference: every bit of every buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from ds_quant.codec import CastCodec, Codec, GroupCodec
+from ds_quant.coding import Coding
+from ds_quant.kernels import dispatch, native
+from ds_quant.kernels.batch import Decode, Encode, Recode, Rotate, Sum, Task, rows_of
+from ds_quant.layout import round_up
+from ds_quant.operations import Operations, Streams
+from ds_quant.rng import Address
+from ds_quant.rotation import Rotation
+from tests.kernels.test_cuda_launcher import cupy, runner  # noqa: F401
+
+INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
+INT8 = GroupCodec(bits=8, group_size=64, rounding="stochastic")
+LEARNED = GroupCodec(bits=3, group_size=32, levels="learned")
+SHIFTED = GroupCodec(bits=8, group_size=32, rounding="random_shift")
+BF16 = CastCodec(torch.bfloat16)
+CODECS = (INT4, INT8, LEARNED, SHIFTED, BF16)
+NUMELS = (1, 129, 500, 500, 500, 4096)
+LEVELS = torch.tensor([0.0, 0.5, 2.0, 3.0, 4.5, 5.0, 6.25, 7.0])
+FLIPS = Address(key=77, step=5)
+
+
+def streams_of(codecs: Sequence[Codec], *, block: int, flips: bool) -> Streams:
+    """A stream per codec; the last learned one has a table of its own."""
+    codings, rotations = [], []
+    for place, codec in enumerate(codecs):
+        levels = LEVELS if codec is LEARNED and place % 2 else None
+        codings.append(Coding(codec, Address(key=9 + place, step=4, first_vector=3), levels))
+        signs = FLIPS._replace(key=place) if flips else None
+        rotations.append(Rotation(block=block, signs=signs) if block else None)
+    return Streams(codings, rotations, codings)
+
+
+@pytest.fixture(params=("native", "cuda"))
+def kernels(request, monkeypatch) -> str:
+    """Operations take these kernels unless a test asks for the torch reference."""
+    if request.param == "cuda":
+        found = request.getfixturevalue("runner")
+        choose = lambda _: None if dispatch._backend == "torch" else found  # noqa: E731
+        monkeypatch.setattr(dispatch, "cuda_runner", choose)
+    elif native.problem() is not None:
+        pytest.skip(native.problem())
+    return request.param
+
+
+def check(tasks: Sequence[Task], make: Callable[[], list[torch.Tensor]], streams: Streams) -> None:
+    """Every buffer is the same with the kernels and with the torch reference."""
+    torch.manual_seed(1)
+    buffers = make()
+    wanted = [buffer.clone() for buffer in buffers]
+    Operations(tasks).run(buffers, streams)
+    dispatch.use("torch")
+    try:
+        Operations(tasks).run(wanted, streams)
+    finally:
+        dispatch.use("auto")
+    for found, expected in zip(buffers, wanted, strict=True):
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def encodes(codecs: Sequence[Codec], *, block: int = 0, flips: bool = False) -> list[Task]:
+    """Pieces of several sizes; those of equal size lie at equal distances."""
+    tasks, values, wire = [], 0, 0
+    for stream, codec in enumerate(codecs):
+        for numel in NUMELS:
+            operation = Encode(codec, numel, 0, 1, stream, block, flips)
+            tasks.append((operation, (values, wire, 16 * values)))
+            values += numel + 12
+            wire += codec.wire_bytes(operation.on_wire)
+    return tasks
+
+
+def buffers_for(tasks: Sequence[Task], dtype: torch.dtype) -> list[torch.Tensor]:
+    numel = max(places[0] + task.numel for task, places in tasks)
+    nbytes = sum(task.codec.wire_bytes(task.on_wire) for task, _ in tasks)
+    return [torch.randn(numel).to(dtype), torch.full((nbytes,), 7, dtype=torch.uint8)]
+
+
+@pytest.mark.parametrize("block, flips", [(0, False), (32, False), (32, True)])
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_encode(kernels, dtype: torch.dtype, block: int, flips: bool) -> None:
+    codecs = CODECS + CODECS
+    tasks = encodes(codecs, block=block, flips=flips)
+    check(tasks, lambda: buffers_for(tasks, dtype), streams_of(codecs, block=block, flips=flips))
+
+
+def arrived(codecs: Sequence[Codec], numels: Sequence[int], sources: int) -> torch.Tensor:
+    """Rows of all sources, with a slot per codec and size."""
+    rows = []
+    for _ in range(sources):
+        for place, codec in enumerate(codecs):
+            for numel in numels:
+                wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
+                coding = streams_of(codecs, block=0, flips=False).codings[place]
+                coding.encode(torch.randn(numel), wire)
+                rows.append(wire)
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("add", (False, True))
+def test_decode(kernels, add: bool) -> None:
+    codecs, tasks, values, wire = CODECS + CODECS, [], 0, 0
+    for stream, codec in enumerate(codecs):
+        for numel in NUMELS:
+            if add and isinstance(codec, CastCodec):
+                continue
+            tasks.append((Decode(codec, numel, 0, 1, stream, add), (wire, values)))
+            values, wire = values + numel, wire + codec.wire_bytes(numel)
+    sent = [codec for codec in codecs if not (add and isinstance(codec, CastCodec))]
+
+    def make() -> list[torch.Tensor]:
+        return [arrived(sent, NUMELS, 1), torch.randn(values).bfloat16()]
+
+    check(tasks, make, streams_of(codecs, block=0, flips=False))
+
+
+@pytest.mark.parametrize(
+    "block, flips, scale", [(0, False, 1.0), (0, False, 1 / 3), (32, True, 0.5)]
+)
+@pytest.mark.parametrize("place", (None, 0, 2))
+def test_sum(kernels, place: int | None, block: int, flips: bool, scale: float) -> None:
+    tasks, out, own, wire = [], 0, 0, 0
+    sizes = [round_up(numel, block or 1) for numel in NUMELS]
+    row = sum(codec.wire_bytes(size) for codec in CODECS for size in sizes)
+    for stream, codec in enumerate(CODECS):
+        for numel, size in zip(NUMELS, sizes, strict=True):
+            operation = Sum(
+                codec, numel, wire_in=0, values=2, stream=stream, sources=2, stride=row,
+                place=place, own=1, block=block, flips=flips, scale=scale,
+            )  # fmt: skip
+            tasks.append((operation, (wire, out, own)))
+            out, own, wire = out + numel, own + round_up(size, 8), wire + codec.wire_bytes(size)
+
+    def make() -> list[torch.Tensor]:
+        return [arrived(CODECS, sizes, 2), torch.randn(own), torch.zeros(out)]
+
+    check(tasks, make, streams_of(CODECS, block=block, flips=flips))
+
+
+@pytest.mark.parametrize("place", (None, 1))
+@pytest.mark.parametrize(
+    "source, codec", [(INT8, INT4), (INT4, LEARNED), (BF16, BF16), (BF16, INT8)]
+)
+def test_recode(kernels, source: Codec, codec: Codec, place: int | None) -> None:
+    tasks, own, read, written = [], 0, 0, 0
+    row = sum(source.wire_bytes(numel) for numel in NUMELS)
+    for numel in NUMELS:
+        operation = Recode(
+            source, codec, numel, wire_in=0, wire=2, stream=0, sources=3, stride=row,
+            place=place, own=1,
+        )  # fmt: skip
+        tasks.append((operation, (read, written, own, 16 * own)))
+        own, read = own + round_up(numel, 8), read + source.wire_bytes(numel)
+        written += codec.wire_bytes(numel)
+    given = streams_of([codec], block=0, flips=False)
+    streams = Streams(
+        given.codings, given.rotations, streams_of([source], block=0, flips=False).codings
+    )
+
+    def make() -> list[torch.Tensor]:
+        wire = torch.full((written,), 7, dtype=torch.uint8)
+        return [arrived([source], NUMELS, 3), torch.randn(own), wire]
+
+    check(tasks, make, streams)
+
+
+@pytest.mark.parametrize("block, flips", [(0, False), (32, False), (64, True), (128, True)])
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_rotate(kernels, dtype: torch.dtype, block: int, flips: bool) -> None:
+    tasks, values, out = [], 1, 0
+    for stream in range(2):
+        for numel in (*NUMELS, 20_000):
+            operation = Rotate(numel, 0, 1, stream, block, flips)
+            tasks.append((operation, (values, out)))
+            values, out = values + numel, out + round_up(operation.padded, 8)
+
+    def make() -> list[torch.Tensor]:
+        return [torch.randn(values).to(dtype), torch.zeros(out)]
+
+    check(tasks, make, streams_of((INT4, INT4), block=block, flips=flips))
+
+
+def test_pieces_at_equal_distances_become_rows() -> None:
+    """Two nodes of three ranks: the shards of a gradient in the messages to each of them."""
+    operation = Encode(INT4, 50, 0, 1, 0)
+    tasks = [
+        (operation, (50 * (3 * node + local), 1000 * local + 64 * node, 800 * (3 * node + local)))
+        for local in range(3)
+        for node in range(2)
+    ]
+    (rows,) = rows_of(tasks, 2)
+    assert (rows.places, rows.shape) == ((0, 0, 0), (3, 2))
+    assert rows.steps == ((50, 1000, 800), (150, 64, 2400))
+    ragged = [*tasks[:-1], (operation._replace(numel=49), tasks[-1][1])]
+    assert [found.shape for found in rows_of(ragged, 2)] == [(2, 2), (1, 1), (1, 1)]

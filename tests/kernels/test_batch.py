@@ -149,7 +149,7 @@ def test_sum(kernels, place: int | None, block: int, flips: bool, scale: float) 
 
 @pytest.mark.parametrize("place", (None, 1))
 @pytest.mark.parametrize(
-    "source, codec", [(INT8, INT4), (INT4, LEARNED), (BF16, BF16), (BF16, INT8)]
+    "source, codec", [(INT8, INT4), (INT4, SHIFTED), (BF16, BF16), (BF16, INT8)]
 )
 def test_recode(kernels, source: Codec, codec: Codec, place: int | None) -> None:
     tasks, own, read, written = [], 0, 0, 0

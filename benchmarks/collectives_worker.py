@@ -25,10 +25,11 @@ from ds_quant.codec import CastCodec, Codec
 from ds_quant.coding import Coding
 from ds_quant.collectives import all_gather
 from ds_quant.config import parse_block
-from ds_quant.hops import Hop, Piece, Reduction
+from ds_quant.hops import Reduction
 from ds_quant.layout import shard_range
 from ds_quant.link import Fabric, Link
 from ds_quant.metrics import Traffic
+from ds_quant.reduction_plan import Form, Hop, ReductionPlan, Segment, own_totals
 from ds_quant.rng import Role, address
 from ds_quant.rotation import Rotation
 from ds_quant.scheme import Scheme
@@ -71,15 +72,17 @@ def reduction(scheme: Scheme, values: Tensor, fabric: Fabric) -> Callable[[], ob
     else:
         far = Hop(link=fabric.inter, divisor=fabric.intra.size, exact_own=True)
         route, codecs = (Hop(link=fabric.intra, exact_own=True), far), (inner, outer)
-    codings = [coding(c, Role.GRADIENTS, fabric.rank, hop) for hop, c in enumerate(codecs)]
+    codings = tuple(coding(c, Role.GRADIENTS, fabric.rank, hop) for hop, c in enumerate(codecs))
     rotation = Rotation(block=scheme.rotation) if scheme.rotation else None
-    pieces = []
+    segments = []
     for rank in range(fabric.size):
         start, stop = shard_range(values.numel(), fabric.size, rank)
-        moved = tuple(c.at(start) for c in codings)
-        part = Piece(reducer=rank, values=values[start:stop], codings=moved, rotation=rotation)
-        pieces.append(part)
-    return lambda: Reduction(pieces, route, scale=1.0 / fabric.size).wait()
+        segments.append(Segment(0, start, stop - start, 0, start, rank))
+    segments, own = own_totals(segments, route)
+    form = Form.of(codings, rotation)
+    plan = ReductionPlan(segments, [form], route, scale=1.0 / fabric.size)
+    sums = torch.empty(own)
+    return lambda: Reduction(plan, [values], [codings], [rotation], sums).wait()
 
 
 def seconds_of(work: Callable[[], object]) -> float:

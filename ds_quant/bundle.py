@@ -132,23 +132,6 @@ def joined(views: Sequence[Tensor]) -> Tensor:
     return views[0] if len(views) == 1 else torch.cat(tuple(views), dim=-1)
 
 
-def spread_(tensors: Iterable[tuple[Sequence[Tensor], Tensor]]) -> None:
-    """Overwrite the views of every tensor by its values, laid end to end, cast to their dtype.
-
-    One call makes all copies: one by one they cost microseconds and, on CUDA, a launch each.
-    """
-    into: list[Tensor] = []
-    parts: list[Tensor] = []
-    for views, values in tensors:
-        into += views
-        if len(views) == 1:
-            parts.append(values)
-        else:
-            parts += values.split([view.shape[-1] for view in views], dim=-1)
-    if into:
-        torch._foreach_copy_(into, parts)
-
-
 def is_small(numel: int, coding: Coding) -> bool:
     """Whether a tensor is to be bundled: see [Note: bundles]."""
     return numel <= MAX_NUMEL and isinstance(coding.codec, CastCodec)

@@ -160,34 +160,21 @@ def row_place(rank: int, ranks: int, node_size: int | None) -> int:
 
 
 class _Block(NamedTuple):
-    """``count`` shards of equal ``width`` from rank ``first`` on: elements [start, stop)."""
+    """``count`` shards of equal ``width`` from rank ``first`` on."""
 
     first: int
     count: int
     width: int
-    start: int
-    stop: int
 
 
-def _rows_of(block: _Block, rows: Tensor, first: int, coding: Coding) -> Tensor:
-    """What of rows (ranks, slot bytes), from row ``first`` on, holds a block."""
-    if block.count != rows.shape[0]:
-        rows = rows[first : first + block.count]
-    return between(rows, 0, coding.codec.wire_bytes(block.width))
-
-
-@lru_cache(maxsize=4096)
-def _blocks(numel: int, ranks: int, node_size: int) -> tuple[_Block, ...]:
-    """The full shards of every node in one block, then the short one; empty shards are in none."""
+def _blocks(numel: int, ranks: int) -> Iterator[_Block]:
+    """The full shards, then the short one; empty shards are in none."""
     width = ceil_div(numel, ranks)
     full = numel // width if width else 0
-    blocks = []
-    for first in range(0, full, node_size):
-        count = min(node_size, full - first)
-        blocks.append(_Block(first, count, width, first * width, (first + count) * width))
+    if full:
+        yield _Block(0, full, width)
     if full * width < numel:
-        blocks.append(_Block(full, 1, numel - full * width, full * width, numel))
-    return tuple(blocks)
+        yield _Block(full, 1, numel - full * width)
 
 
 def reduce_scatter(
@@ -220,11 +207,13 @@ def reduce_scatter(
 
 def _encode_shards(flat: Tensor, coding: Coding, rows: Tensor, notes: Notes) -> None:
     """flat (numel,) -> rows (ranks, slot bytes) uint8, row r holding shard r."""
-    ranks = rows.shape[0]
-    for block in _blocks(flat.numel(), ranks, ranks):
-        values = between(flat, block.start, block.stop).view(block.count, block.width)
-        wire = _rows_of(block, rows, block.first, coding)
-        moved = coding.at(block.start)
+    numel, ranks = flat.numel(), rows.shape[0]
+    for first, count, width in _blocks(numel, ranks):
+        start = first * ceil_div(numel, ranks)
+        values = between(flat, start, start + count * width).view(count, width)
+        wire = rows if count == ranks else rows[first : first + count]
+        wire = between(wire, 0, coding.codec.wire_bytes(width))
+        moved = coding.at(start)
         moved.encode(values, wire)
         notes.note(moved, values, wire)
 

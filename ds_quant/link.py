@@ -223,13 +223,6 @@ class Waiting(Protocol):
     def wait(self) -> Tensor: ...
 
 
-def by_node(gathered: Tensor, ranks: int) -> Tensor:
-    """What a gather over one or two levels brings -> (nodes, ranks of a node, bytes), rank order;
-    one level counts as one node.
-    """
-    return gathered if gathered.dim() == 3 else gathered.view(1, ranks, -1)
-
-
 class Fabric:
     """The links of one process group and, where its ranks fill several nodes, of its two levels.
 
@@ -248,7 +241,8 @@ class Fabric:
         self._pending: list[_TwoLevelGather] = []
 
     def all_gather(self, payload: Tensor, *, role: str) -> Waiting:
-        """As ``Link.all_gather`` over the whole group; see ``by_node`` for what it brings.
+        """As ``Link.all_gather`` over the whole group; over two levels (nodes, ranks of a node,
+        bytes) arrive, strided: see ``collectives.row_place``.
 
         With two levels the rows cross between nodes once and are then spread inside the node.
         """

@@ -142,14 +142,10 @@ def _codes(
 def _random(
     block: Block, fmt: Format, address: rng.Address, numel: int, device: torch.device
 ) -> torch.Tensor:
-    """r of [Note: numbers] for the elements of a block, (num_rows, vector_numel) int32.
-
-    Which bits: [Note: who gets which bits] of ds_quant/rng.py.
-    """
-    vectors = block.vector_numel // VECTOR_NUMEL
+    """r of [Note: numbers] for the elements of a block, (num_rows, vector_numel) int32."""
+    vectors, step = block.vector_numel // VECTOR_NUMEL, address.vectors_per_row(numel)
     shape = (block.num_rows * vectors, VECTOR_NUMEL)
     bits = scratch.take("narrow", shape, dtype=torch.uint16, device=device)
-    step = address.vectors_per_row(numel)
     first = address.first_vector + block.row * step + block.start // VECTOR_NUMEL
     runs = (bits,) if step == vectors else bits.split(vectors)  # several rows are whole ones
     for row, run in enumerate(runs):

@@ -14,9 +14,11 @@ import torch
 
 from ds_quant.codec import GroupCodec
 from ds_quant.coding import Coding
+from ds_quant.kernels.batch import Rotate
 from ds_quant.kernels.cuda import Batch
 from ds_quant.kernels.dispatch import together
 from ds_quant.kernels.launch import whole_numel
+from ds_quant.operations import Operations, Streams
 from ds_quant.owner_plan import delivery_codec
 from ds_quant.rng import Address
 from ds_quant.rotation import Rotation
@@ -86,6 +88,11 @@ def _gradients(binding: Binding, dtype: torch.dtype, device: torch.device) -> It
         on_wire = numel if rotation is None else rotation.padded(numel)
         wire = _wire(codings[0], on_wire, device)
         codings[0].encode(values, wire, rotation=rotation)
+        if rotation is not None:  # of what a rank adds as it is; the others launch as they do here
+            block, flips = rotation.block, rotation.signs is not None
+            rotated = torch.empty(on_wire, device=device).float()
+            turn = Operations([(Rotate(numel, 0, 1, 0, block, flips), (0, 0))])
+            turn.run([values, rotated], Streams(codings[:1], [rotation]))
         for depth, (hop, coding) in enumerate(zip(route, codings, strict=True)):
             rows = wire.expand(hop.link.size - hop.exact_own, -1)
             own = (0, values.new_zeros(on_wire).float()) if hop.exact_own else None

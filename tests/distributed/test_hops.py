@@ -16,7 +16,7 @@ import torch
 from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.coding import Coding
 from ds_quant.hops import Reduction
-from ds_quant.link import Fabric, Link, by_node
+from ds_quant.link import Fabric, Link
 from ds_quant.metrics import Traffic
 from ds_quant.reduction_plan import Form, Hop, ReductionPlan, Segment, own_totals
 from ds_quant.rng import Role, address
@@ -217,7 +217,7 @@ def test_slices_post_more_messages_and_overlap() -> None:
 def _gather_rank(node_size: int) -> tuple[np.ndarray, dict[str, int]]:
     fabric, traffic = fabric_of(node_size)
     payload = torch.full((48,), 10 + fabric.whole.rank, dtype=torch.uint8)
-    rows = by_node(fabric.all_gather(payload, role="weights").wait(), fabric.size).flatten()
+    rows = fabric.all_gather(payload, role="weights").wait().reshape(-1)  # by node, then rank
     return rows.numpy(), traffic.received["weights"]
 
 

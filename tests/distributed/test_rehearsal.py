@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_quant.kernels import dispatch, launch
+from ds_quant.kernels import dispatch, launch, launch_batch
 from ds_quant.kernels.arguments import Own
 from ds_quant.zero.rehearsal import rehearse
 from tests.distributed.harness import run
@@ -37,6 +37,8 @@ class Recorder:
         self.originals = {n: getattr(dispatch, n) for n in ("encode", "decode", "decode_sum")}
         for name, original in self.originals.items():
             setattr(dispatch, name, self._both(getattr(launch, name), original))
+        compile_tasks = dispatch.compile_tasks
+        dispatch.compile_tasks = lambda *args: self._compile(compile_tasks, *args)
         recode = dispatch.recode
         dispatch.recode = lambda *args, **options: self._recode(recode, *args, **options)
 
@@ -51,6 +53,14 @@ class Recorder:
             original(*args, **options)
 
         return use
+
+    def _compile(self, original: Any, tasks: Any, buffers: Any) -> Any:
+        """Tables of operations: variants of the same macros, which the rehearsal uses as well."""
+        if all(launch_batch.covers(operation, buffers) for operation, _ in tasks):
+            for table in launch_batch.tables_of(tasks, buffers):
+                macros = tuple(pair for pair in table.macros if pair != ("DSQ_TABLE", 1))
+                self.variants.add((table.kernel, macros))
+        return original(tasks, buffers)
 
     def _recode(self, original: Any, wire, out, source, fmt, *, own, **options: Any) -> None:
         given = None if own is None else Own(*own)

@@ -29,7 +29,7 @@ MAX_FUNCTION_LINES = 40
 _BELOW_ZERO = (
     "autotune bandwidth buffers bundle checksum clock codec codec_speed coding collectives config "
     "config_blocks cost hops kernels layout levels link meter metrics module_codec node_shard "
-    "owners owner_plan presets rng rotation scheme slicing"
+    "operations owners owner_plan presets reduction_plan rng rotation scheme slicing"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -42,6 +42,9 @@ MAY_IMPORT = {
     "kernels": "torch layout rng kernels",
     "kernels.source": "resources",
     "kernels.building": "setuptools",
+    "kernels.batch": "torch numpy layout kernels",
+    "kernels.native_batch": "torch numpy layout kernels",
+    "kernels.launch_batch": "torch numpy layout kernels",
     "kernels.cuda": "torch numpy layout rng kernels cupy",
     "levels": "torch kernels layout",
     "codec_checks": "torch layout",
@@ -67,12 +70,18 @@ MAY_IMPORT = {
     "coding": "torch codec codec_checks kernels rng rotation",
     "buffers": "numpy torch",
     "bundle": "torch codec coding layout",
-    "collectives": "torch codec coding kernels layout link meter",
-    "node_shard": "torch coding collectives kernels layout link",
-    "hops": "torch codec coding collectives kernels layout link meter rotation slicing",
+    "pieces": "torch codec coding kernels rotation",
+    "operations": "numpy torch codec coding kernels meter pieces rotation",
+    "collectives": "torch codec coding kernels layout link meter operations",
+    "node_shard": "torch codec coding collectives kernels layout link operations",
+    "reduction_plan": "codec coding kernels layout link operations rotation slicing",
+    "hops": "torch coding operations reduction_plan rotation",
     "slicing": "",
     "owner_plan": "codec layout",
-    "owners": "torch codec coding collectives hops kernels link owner_plan rotation",
+    "owners": (
+        "torch codec coding collectives hops kernels layout link operations owner_plan "
+        "reduction_plan rotation"
+    ),
     "cost": "torch scheme layout codec rng",
     "zero": f"torch {_PUBLIC_DEEPSPEED} zero topology resources __init__ {_BELOW_ZERO}",
     "zero.replica_seams": "torch deepspeed zero",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_quant.bundle import MAX_NUMEL, Cuts, bundle_of, joined, sort_out, spread_
+from ds_quant.bundle import MAX_NUMEL, Copies, Cuts, Scattered, bundle_of, joined, sort_out
 from ds_quant.codec import CastCodec, GroupCodec
 from ds_quant.coding import Coding
 from ds_quant.layout import ceil_div, shard_range
@@ -68,9 +68,12 @@ def test_cuts_are_the_ranges_of_every_tensor(shape: tuple[int, ...]) -> None:
     assert Cuts([]).views(flat) == []
 
 
-def test_joined_views_are_overwritten_where_they_lie() -> None:
-    flat = torch.arange(10.0)
-    views = [flat[1:3], flat[6:9]]
-    spread_([(views, 10 * joined(views))])
+def test_scattered_ranges_are_joined_and_overwritten_where_they_lie() -> None:
+    flat, ranges = torch.arange(10.0), [(6, 9), (1, 3)]
+    (together,) = Scattered(ranges).joined(flat)
+    assert together.tolist() == [6, 7, 8, 1, 2]
+    Copies([(ranges, 1)]).copy(flat, torch.cat([torch.zeros(1), 10 * together]).double())
     assert flat.tolist() == [0, 10, 20, 3, 4, 5, 60, 70, 80, 9]
-    assert joined(views[:1]) is views[0]
+    assert Scattered([]).joined(flat) == []
+    Copies([]).copy(flat, together)
+    assert joined([together]) is together

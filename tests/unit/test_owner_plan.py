@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.coding import Coding
 from ds_quant.layout import ALIGNMENT, ceil_div
 from ds_quant.owner_plan import Piece, Shape, delivery_codec, inbound, plan
-from ds_quant.owners import _delivery
-from ds_quant.rng import Role, address
+from ds_quant.owners import OwnerSums, Share
+from ds_quant.reduction_plan import Form, Hop
+from ds_quant.rng import Role
 from ds_quant.scheme import Scheme
 
 CODECS: tuple[Codec, ...] = (
@@ -224,15 +225,13 @@ def pieces_of_one_rank(shapes: tuple[Shape, ...], width: int) -> int:
 
 
 def test_the_second_hop_has_at_least_eight_bits_and_random_bits_of_its_own() -> None:
-    coding = Coding(
-        codec=GroupCodec(bits=4, rounding="stochastic"),
-        address=address(seed=0, role=Role.GRADIENTS, step=1, parameter=2, rank=3),
-    )
-    second = _delivery(coding.at(10), Piece(0, 0, 100, 1))
+    link, form = SimpleNamespace(rank=1, size=2), Form((GroupCodec(bits=4, rounding="stochastic"),))
+    share, pieces = Share(0, 0, 0, 200, 0, first=10), [Piece(0, 0, 100, 1), Piece(0, 100, 200, 0)]
+    sums = OwnerSums([share], pieces, [form], [Hop(link=link)], link, scale=1.0)
+    ((second, (_, _, vector)),) = sums._delivery._encode.tasks
     assert second.codec == GroupCodec(bits=8, rounding="stochastic")
-    assert second.address.key == coding.address.key
     # Parameters have far fewer than 2^62 elements, so no vector of the first hop comes near.
-    assert second.address.first_vector >= 1 << 62
+    assert vector == (1 << 62) + 16 * 10
     assert delivery_codec(CastCodec(torch.bfloat16)) == CastCodec(torch.bfloat16)
 
 

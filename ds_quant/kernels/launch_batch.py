@@ -126,8 +126,10 @@ class _Filled:
 
 
 def _rotation(operation: Operation) -> Rotation | None:
-    block = getattr(operation, "block", 0)
-    return Rotation(block, 0 if operation.flips else None) if block else None
+    """What an operation rotates; values that are recoded stay as they are."""
+    if isinstance(operation, Decode | Recode) or not operation.block:
+        return None
+    return Rotation(operation.block, 0 if operation.flips else None)
 
 
 def _encode(rows: Rows, buffers: Buffers) -> _Job:

@@ -147,21 +147,23 @@ def test_sum(kernels, place: int | None, block: int, flips: bool, scale: float) 
     check(tasks, make, streams_of(CODECS, block=block, flips=flips))
 
 
+@pytest.mark.parametrize("block", (0, 32))
 @pytest.mark.parametrize("place", (None, 1))
 @pytest.mark.parametrize(
     "source, codec", [(INT8, INT4), (INT4, SHIFTED), (BF16, BF16), (BF16, INT8)]
 )
-def test_recode(kernels, source: Codec, codec: Codec, place: int | None) -> None:
+def test_recode(kernels, source: Codec, codec: Codec, place: int | None, block: int) -> None:
     tasks, own, read, written = [], 0, 0, 0
-    row = sum(source.wire_bytes(numel) for numel in NUMELS)
-    for numel in NUMELS:
+    sizes = [round_up(numel, block or 1) for numel in NUMELS]
+    row = sum(source.wire_bytes(size) for size in sizes)
+    for numel, size in zip(NUMELS, sizes, strict=True):
         operation = Recode(
             source, codec, numel, wire_in=0, wire=2, stream=0, sources=3, stride=row,
-            place=place, own=1,
+            place=place, own=1, block=block,
         )  # fmt: skip
         tasks.append((operation, (read, written, own, 16 * own)))
-        own, read = own + round_up(numel, 8), read + source.wire_bytes(numel)
-        written += codec.wire_bytes(numel)
+        own, read = own + round_up(size, 8), read + source.wire_bytes(size)
+        written += codec.wire_bytes(size)
     given = streams_of([codec], block=0, flips=False)
     streams = Streams(
         given.codings, given.rotations, streams_of([source], block=0, flips=False).codings
@@ -169,7 +171,7 @@ def test_recode(kernels, source: Codec, codec: Codec, place: int | None) -> None
 
     def make() -> list[torch.Tensor]:
         wire = torch.full((written,), 7, dtype=torch.uint8)
-        return [arrived([source], NUMELS, 3), torch.randn(own), wire]
+        return [arrived([source], sizes, 3), torch.randn(own), wire]
 
     check(tasks, make, streams)
 

@@ -101,7 +101,6 @@ extern "C" __global__ void DSQ_BOUNDS encode(DSQ_JOB_PARAMETERS(EncodeJob)) {
     DSQ_FIND_JOB(EncodeJob)
     const Tile tile = tile_of(block);
     const WireRow wire = row_of(job.wire, row);
-    const Stream stream = {job.key, job.step, job.first_vector + row * job.row_vectors};
 #if DSQ_ROUNDING == DSQ_LEARNED
     load_middles((const float*)job.levels);
 #endif
@@ -131,5 +130,6 @@ extern "C" __global__ void DSQ_BOUNDS encode(DSQ_JOB_PARAMETERS(EncodeJob)) {
     }
     if (DSQ_ROTATION) rotate(held, job, tile);
 #endif
+    const Stream stream = {job.key, job.step, job.first_vector + row * job.row_vectors};
     encode_tile(held, tile, wire, stream);
 }

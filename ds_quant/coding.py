@@ -84,7 +84,7 @@ class Coding(NamedTuple):
                 source_levels=source.levels, levels=self.levels,
             )  # fmt: skip
             return
-        total = _temporary((numel,), torch.float32, wire.device)
+        total = temporary((numel,), torch.float32, wire.device)
         with dispatch.in_order():
             source.decode_sum(wire, total, own=own)
             self.encode(total, out)
@@ -160,10 +160,10 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Values in ``dtype``; on the CPU valid until the next call."""
     if values.dtype == dtype:
         return values
-    return _temporary(tuple(values.shape), dtype, values.device).copy_(values)
+    return temporary(tuple(values.shape), dtype, values.device).copy_(values)
 
 
-def _temporary(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def temporary(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised; on the CPU valid until the next call. Elsewhere kernels may run later."""
     if device.type == "cpu":
         return scratch.take("temporary", shape, dtype=dtype, device=device)

@@ -113,11 +113,7 @@ class GatherHandle:
             rows = torch.empty(0, dtype=torch.uint8)
             if self._exchange is not None:
                 rows = self._exchange.wait()
-            # Not of the pool: DeepSpeed frees these values where it would without us.
-            self._full = [
-                torch.empty(numel, dtype=dtype, device=rows.device)
-                for numel, _, dtype in self._tensors
-            ]
+            self._full = new_values([(n, dtype) for n, _, dtype in self._tensors], rows.device)
             codings = [coding for _, coding, _ in self._tensors]
             sizes = tuple([(c.codec, numel) for numel, c, _ in self._tensors])
             with self._link.decoding():
@@ -125,6 +121,14 @@ class GatherHandle:
                 decode.run([rows, *self._full], Streams(codings, [None] * len(codings)))
             self._exchange = None
         return self._full
+
+
+def new_values(shapes: Iterable[tuple[int, torch.dtype]], device: torch.device) -> list[Tensor]:
+    """Tensors (numel,), not of the pool: DeepSpeed frees them where it would without us."""
+    values = []
+    for numel, dtype in shapes:
+        values.append(torch.empty(numel, dtype=dtype, device=device))
+    return values
 
 
 def node_size_of(gathered: Tensor) -> int | None:

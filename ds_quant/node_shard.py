@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_quant.codec import Codec
 from ds_quant.coding import Coding
-from ds_quant.collectives import Slot, lay_out
+from ds_quant.collectives import Slot, lay_out, new_values
 from ds_quant.kernels.batch import Decode, Task
 from ds_quant.kernels.dispatch import together
 from ds_quant.layout import ceil_div, shard_range
@@ -131,7 +131,7 @@ def gather(
 
     def decode() -> list[Tensor]:
         received = message.new_empty(0) if arriving is None else arriving.wait()
-        full = [item.rows.new_empty(item.numel) for item in kept]
+        full = new_values([(k.numel, k.rows.dtype) for k in kept], message.device)
         with intra.decoding():
             decoding = _decoding(tuple(sizes), intra.size)
             decoding.run([received, *full], Streams(codings, [None] * len(codings)))

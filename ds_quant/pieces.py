@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec import CastCodec
-from ds_quant.coding import Coding
+from ds_quant.coding import Coding, temporary
 from ds_quant.kernels.batch import Decode, Encode, Operation, Places, Recode, Rotate, Rows, Sum
 from ds_quant.kernels.dispatch import in_order
 from ds_quant.rotation import Rotation
@@ -182,7 +182,7 @@ class Cast:
         else:
             total = into
             if isinstance(op, Recode):
-                total = torch.empty(into.shape, dtype=torch.float32, device=into.device)
+                total = temporary(tuple(into.shape), torch.float32, into.device)
             self._add_up(total, buffers)
             if total is not into:
                 into.copy_(total)

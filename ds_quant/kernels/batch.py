@@ -122,7 +122,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(tasks: Iterable[Task], dims: int) -> list[Rows]:
-    """The tasks in their order, as few rows of ``dims`` dimensions."""
+    """The tasks in their order, as few rows of ``dims`` dimensions, whose places increase."""
     found = [Rows(*task) for task in tasks]
     for _ in range(dims):
         found = _joined(found)
@@ -137,7 +137,7 @@ def _joined(rows: Sequence[Rows]) -> list[Rows]:
         while last + 1 < len(rows) and _are_alike(one, rows[last + 1]):
             pairs = zip(rows[last + 1].places, rows[last].places, strict=True)
             difference = tuple(b - a for b, a in pairs)
-            if last > first and difference != step:
+            if min(difference) < 0 or (last > first and difference != step):
                 break
             step, last = difference, last + 1
         shape, steps = (last - first + 1, *one.shape), (step, *one.steps)

@@ -203,5 +203,7 @@ def test_pieces_at_equal_distances_become_rows() -> None:
     (rows,) = rows_of(tasks, 2)
     assert (rows.places, rows.shape) == ((0, 0, 0), (3, 2))
     assert rows.steps == ((50, 1000, 800), (150, 64, 2400))
+    backwards = rows_of([tasks[0], *tasks[::-1]], 1)
+    assert all(step >= 0 for found in backwards for step in found.steps[0])
     ragged = [*tasks[:-1], (operation._replace(numel=49), tasks[-1][1])]
     assert [found.shape for found in rows_of(ragged, 2)] == [(2, 2), (1, 1), (1, 1)]

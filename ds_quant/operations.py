@@ -22,6 +22,7 @@ from ds_quant.rotation import Rotation
 
 _WORD = (1 << 64) - 1
 _NO_ADDRESS = (0, 0, 0)
+_VARIANTS = 64  # kept: dtypes and alignments of a run's buffers hardly ever change
 
 
 class Streams:
@@ -73,6 +74,8 @@ class Operations:
             return
         variant = dispatch.variant_of(buffers)
         if variant not in self._compiled:
+            if len(self._compiled) >= _VARIANTS:
+                self._compiled.clear()
             self._compiled[variant] = _compile(self.tasks, buffers)
         self._compiled[variant].run(buffers, streams)
         if notes is not None and notes.are_read:

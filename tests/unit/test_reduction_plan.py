@@ -1,0 +1,123 @@
+"""A reduction is worked out once; what a step costs the host then depends on neither shards
+nor ranks. Links are stand-ins: nothing is sent, and what arrives is zeros.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ds_quant
+from ds_quant.codec import CastCodec, Codec, GroupCodec
+from ds_quant.coding import Coding
+from ds_quant.hops import Reduction
+from ds_quant.kernels import native
+from ds_quant.layout import shard_range
+from ds_quant.meter import Meter
+from ds_quant.reduction_plan import Form, Hop, ReductionPlan, Segment, own_totals
+from ds_quant.rng import Address
+from ds_quant.rotation import Rotation
+from ds_quant.slicing import Slicing
+
+PACKAGE = str(Path(ds_quant.__file__).parent)
+INT8 = GroupCodec(bits=8, group_size=128, range="absmax", rounding="stochastic")
+INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
+BF16 = CastCodec(torch.bfloat16)
+CASES: dict[str, tuple[tuple[Codec, Codec], int]] = {
+    "8 and 4 bits, rotated": ((INT8, INT4), 32),
+    "8 bits": ((INT8, INT8), 0),
+    "full precision": ((BF16, BF16), 0),
+}
+NUMELS = (3 * 128 * 128, 128 * 128, 5000)  # the last one ends in a short shard
+
+
+class SilentLink:
+    """As a Link of ``size`` ranks, for rank ``rank``."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.messages, self._meter = rank, size, 0, Meter()
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.uint8, device: Any) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def encoding(self, role: str) -> Any:
+        return self._meter.encoding(role, "inter")
+
+    def decoding(self) -> Any:
+        return self._meter.section("decode")
+
+    def all_to_all(self, payload: torch.Tensor, *, sent: Any, received: Any, role: str) -> Any:
+        assert payload.numel() == sum(sent)
+        self.messages += 1
+        self._arriving = torch.zeros(sum(received), dtype=torch.uint8)
+        return self
+
+    def wait(self) -> torch.Tensor:
+        return self._arriving
+
+
+def calls_of(case: str, nodes: int, node_size: int, slices: int = 1) -> tuple[int, int]:
+    """Python calls in the package of one step as a rank in the middle, and its messages."""
+    rank, ranks = nodes * node_size // 2 + 1, nodes * node_size
+    route = (
+        Hop(link=SilentLink(rank % node_size, node_size), exact_own=True),
+        Hop(
+            link=SilentLink(rank // node_size, nodes),
+            divisor=node_size,
+            exact_own=True,
+            slicing=Slicing(count=slices),
+        ),
+    )
+    codecs, block = CASES[case]
+    codings = [
+        tuple(Coding(codec, Address(key=tensor, step=1)) for codec in codecs)
+        for tensor in range(len(NUMELS))
+    ]
+    rotations = [Rotation(block=block) if block else None] * len(NUMELS)
+    segments = []
+    for tensor, numel in enumerate(NUMELS):
+        for reducer in range(ranks):
+            start, stop = shard_range(numel, ranks, reducer)
+            segments.append(Segment(tensor, start, stop - start, tensor, start, reducer))
+    segments, own = own_totals(segments, route)
+    plan = ReductionPlan(segments, list(map(Form.of, codings, rotations)), route, scale=0.5)
+    tensors = [torch.randn(numel).bfloat16() for numel in NUMELS]
+
+    def step() -> None:
+        Reduction(plan, tensors, codings, rotations, torch.empty(own)).wait()
+
+    step()
+    calls = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    sent = [hop.link.messages for hop in route]
+    sys.setprofile(count)
+    step()
+    sys.setprofile(None)
+    return calls, sum(hop.link.messages for hop in route) - sum(sent)
+
+
+@pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")
+@pytest.mark.parametrize("case", CASES)
+def test_calls_of_a_step_do_not_grow_with_the_ranks(case: str) -> None:
+    few, _ = calls_of(case, 2, 2)
+    for nodes, node_size in ((8, 8), (16, 8)):
+        many, messages = calls_of(case, nodes, node_size)
+        assert messages == 2
+        assert many <= 1.5 * few, f"{few} calls at 2 x 2, {many} at {nodes} x {node_size}"
+
+
+@pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")
+def test_a_slice_costs_as_much_as_a_reduction_whatever_it_holds() -> None:
+    case = "8 and 4 bits, rotated"
+    whole, _ = calls_of(case, 4, 4)
+    sliced, messages = calls_of(case, 4, 4, slices=8)
+    assert messages == 2 * 8
+    assert sliced <= 8 * whole

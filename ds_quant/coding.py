@@ -19,6 +19,8 @@ from ds_quant.rotation import Rotation
 
 Own = tuple[int, Tensor]  # a row of a sum that is not on the wire: its place and values
 
+VECTORS_PER_ELEMENT = 16  # see Coding.at
+
 _RUN = 1 << 22  # elements
 
 
@@ -43,7 +45,7 @@ class Coding(NamedTuple):
         if self.address is None or start == 0:
             return self
         key, step, first = self.address.key, self.address.step, self.address.first_vector
-        return self._replace(address=Address(key, step, first + 16 * start))
+        return self._replace(address=Address(key, step, first + VECTORS_PER_ELEMENT * start))
 
     def encode(
         self,

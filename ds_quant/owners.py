@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec import Codec
-from ds_quant.coding import Coding
+from ds_quant.coding import VECTORS_PER_ELEMENT, Coding
 from ds_quant.collectives import cut, lay_out, row_place
 from ds_quant.hops import Reduction
 from ds_quant.kernels.batch import Decode, Encode, Task
@@ -25,13 +25,7 @@ from ds_quant.layout import VECTOR_NUMEL, round_up
 from ds_quant.link import Fabric, Link
 from ds_quant.operations import Operations, Streams
 from ds_quant.owner_plan import Piece, delivery_codec
-from ds_quant.reduction_plan import (
-    VECTORS_PER_ELEMENT,
-    Form,
-    Hop,
-    ReductionPlan,
-    Segment,
-)
+from ds_quant.reduction_plan import Form, Hop, ReductionPlan, Segment
 from ds_quant.rotation import Rotation
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ds_quant.codec import Codec, GroupCodec
-from ds_quant.coding import Coding
+from ds_quant.coding import VECTORS_PER_ELEMENT, Coding
 from ds_quant.kernels.batch import Encode, Recode, Rotate, Sum, Task
 from ds_quant.layout import VECTOR_NUMEL, round_up
 from ds_quant.link import Link
@@ -23,8 +23,6 @@ from ds_quant.slicing import Slicing
 # Buffers of the operations: the message that is made, fp32 values that this rank adds as they are,
 # the message and those values of the hop before, the sums; then the tensors.
 WIRE, KEPT, ARRIVED, KEPT_BEFORE, SUMS, TENSORS = range(6)
-
-VECTORS_PER_ELEMENT = 16  # see Coding.at
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""reduce_to_owners and gather_from_owners of ds_quant.owners on real gloo ranks.
+"""OwnerSums and OwnerGather of ds_quant.owners on real gloo ranks.
 
 One start of the ranks per world size plays all layouts; the expected sums are computed here. Which
 exchange a layout takes is asserted, so that both are known to be covered.

@@ -194,7 +194,7 @@ def test_backend_torch_leaves_the_library_alone(monkeypatch) -> None:
     def refuse(*_, **__):
         raise AssertionError("called")
 
-    monkeypatch.setattr(native, "_function", refuse)
+    monkeypatch.setattr(native, "function", refuse)
     monkeypatch.setattr(dispatch, "_backend", "torch")
     x = torch.randn(1, 100)
     wire = torch.empty(1, INT4.wire_bytes(100), dtype=torch.uint8)

@@ -141,6 +141,9 @@ def others() -> dict[str, Launch]:
         numel=_RAGGED,
         own=True,
     )
+    for dtype, rotation in ((bf16, Rotation(32)), (torch.float32, _FLIPPED)):
+        alone = launch.rotate_plan(_RAGGED, dtype, rotation).launch(1, {})
+        found[f"rotate Hadamard-{rotation.block} {dtype}, from a table"] = _tabled(alone)
     for name in ("encode int4 stochastic g128 bf16", "decode_sum 8 x int4 g128 fp32"):
         found[f"{name}, from a table"] = _tabled(headline()[name])
     return found

@@ -98,7 +98,8 @@ def run_piece(op: Operation, places: Places, buffers: Buffers, streams: Streams)
         streams.coding(op.stream, places[2]).encode(values, wire[0], rotation=rotation)
     elif isinstance(op, Decode):
         wire = view(buffers[op.wire], places[0], op.codec.wire_bytes(op.numel))
-        streams.codings[op.stream].decode(wire, view(buffers[op.values], places[1], op.numel))
+        coding = streams.codings[op.stream]._replace(difference=op.add)
+        coding.decode(wire, view(buffers[op.values], places[1], op.numel))
     elif isinstance(op, Sum):
         wire, own = _sources(op, op.codec, places[0], places[2], buffers)
         out = view(buffers[op.values], places[1], op.numel)

@@ -1,18 +1,20 @@
 # One command each: install once into .venv, then demo, test, lint, wheel.
+# Without a GPU: make install TORCH_INDEX=URL, the index of torch's CPU build; the default build
+# brings 5.6 GB of CUDA libraries.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: install demo report test lint wheel clean
 
 install: $(STAMP)
 
-# torch goes first and alone: with it in place, deepspeed's build finds it, and on a machine whose
-# index offers a CPU build of the constrained version pip does not pull the CUDA packages.
+# torch goes first and alone: deepspeed's build looks for it.
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH_FLAGS) torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 

@@ -37,11 +37,18 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# build/ is removed because setuptools would pack modules left there by an earlier build.
+# What is published, in dist/: source archive, a manylinux wheel with the C++ library, and a wheel
+# without it for all other platforms. build/ is removed because setuptools would pack modules left
+# there by an earlier build.
 wheel: install
-	rm -rf build
-	$(BIN)/python -m pip wheel . --no-deps --no-build-isolation --wheel-dir dist
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[release]"
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --strip --wheel-dir dist dist/*-linux_*.whl
+	rm -rf build dist/*-linux_*.whl
+	DS_QUANT_PURE=1 $(BIN)/python -m build --no-isolation --wheel --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo_out *.egg-info ds_quant/kernels/_native*.so .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,16 +27,20 @@ from tests.distributed.models import (
 
 pytestmark = pytest.mark.distributed
 
+PLACES = [(role, link) for role in ("weights", "gradients") for link in ("intra", "inter")]
 DELIVERED = 1 << 62  # from this vector on, bits of what a reducer delivers to an owner
 
 
 class Draws(NamedTuple):
-    """Vectors [first, first + count) of the stream (key, step), one entry per draw."""
+    """Vectors [first, first + count) of the stream (key, step), one entry per draw; ``place`` is
+    the role and the level of what they were drawn for.
+    """
 
     key: np.ndarray
     step: np.ndarray
     first: np.ndarray
     count: np.ndarray
+    place: np.ndarray
 
 
 class Even(nn.Module):
@@ -85,15 +89,22 @@ def _drawn_rank() -> dict[str, Draws]:
     everything twice.
     """
     from ds_quant.kernels import philox
+    from ds_quant.meter import Meter
 
-    drawn: list[tuple[int, int, int, int]] = []
-    draw = philox.random_bits
+    drawn: list[tuple[int, int, int, int, int]] = []
+    draw, encoding = philox.random_bits, Meter.encoding
+    place = 0
+
+    def placed(self: Meter, role: str, link: str) -> Any:
+        nonlocal place
+        place = PLACES.index((role, link))
+        return encoding(self, role, link)
 
     def noted(address: Any, first_vector: int, out: torch.Tensor) -> None:
-        drawn.append((address.key, address.step, first_vector, out.shape[0]))
+        drawn.append((address.key, address.step, first_vector, out.shape[0], place))
         draw(address, first_vector, out)
 
-    philox.random_bits = noted
+    philox.random_bits, Meter.encoding = noted, placed
     found = {}
     for name, (settings_of_case, model) in CASES.items():
         engine = build(settings_of_case, model)
@@ -111,17 +122,32 @@ def drawn() -> list[dict[str, Draws]]:
     return run(_drawn_rank, 4)
 
 
+def of_all_ranks(case: str) -> Draws:
+    """In the order of streams and vectors."""
+    columns = Draws(*map(np.concatenate, zip(*(found[case] for found in drawn()), strict=True)))
+    order = np.lexsort((columns.first, columns.step, columns.key))
+    return Draws(*(column[order] for column in columns))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_no_random_bits_are_drawn_twice(case: str) -> None:
-    """By no other rank, parameter, hop, shard, slice, run, delivery or micro-step."""
-    key, step, first, count = map(np.concatenate, zip(*(r[case] for r in drawn()), strict=True))
-    order = np.lexsort((first, step, key))
-    key, step, first, count = (column[order] for column in (key, step, first, count))
+    """By no other rank, parameter, shard, slice, run, delivery or micro-step."""
+    key, step, first, count, _ = of_all_ranks(case)
     same = (key[1:] == key[:-1]) & (step[1:] == step[:-1])
     again = same & (first[1:] < first[:-1] + count[:-1])
     assert not again.any(), f"{again.sum()} of {len(again)} draws"
     assert same.any() and len(np.unique(key)) > 3 * 4, "several draws per stream, many streams"
     assert ("ZeRO-2" in case) == (first >= DELIVERED).any(), "buckets of one owner are balanced"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_gradients_and_both_hops_have_streams_of_their_own(case: str) -> None:
+    """A rank keeps its own part on the first hop and sends it on the second one, so streams that
+    both shared would not show above.
+    """
+    key, _, _, _, place = of_all_ranks(case)
+    assert len(np.unique(np.stack([key, place]), axis=1).T) == len(np.unique(key))
+    assert len(np.unique(place)) > 1
 
 
 def _errors_rank() -> dict[int, float]:

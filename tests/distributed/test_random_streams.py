@@ -167,7 +167,7 @@ def _errors_rank() -> dict[int, float]:
         differences = [
             (safe_get_full_grad(p) - exact[n]).double().flatten()
             for n, p in engine.module.named_parameters()
-            if p.requires_grad and len(getattr(p, "ds_shape", p.shape)) > 1
+            if len(getattr(p, "ds_shape", p.shape)) > 1
         ]
         errors[stage] = float(torch.cat(differences).square().mean())
         engine.destroy()

@@ -26,6 +26,9 @@ from ds_quant.kernels.source import source
 
 logger = logging.getLogger(__name__)
 
+# Every operation of a kernel is rounded as the reference rounds it: nothing fused, nothing "fast".
+OPTIONS = ("--std=c++17", "-fmad=false")
+
 HINT = "pip install ds_quant[cuda12] or ds_quant[cuda13], whichever CUDA torch was built for"
 
 
@@ -121,7 +124,7 @@ def compiled(kernel: str, macros: tuple[tuple[str, int], ...]) -> Callable:
     Ranks may compile at once: cache files are written aside and renamed.
     """
     cupy = _import_cupy()
-    options = ("--std=c++17", "-fmad=false", *(f"-D{name}={value}" for name, value in macros))
+    options = (*OPTIONS, *(f"-D{name}={value}" for name, value in macros))
     # .kernel, because a call of the RawKernel itself asks for device and cache every time.
     return cupy.RawKernel(source(kernel), kernel, options=options).kernel
 

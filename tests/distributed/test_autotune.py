@@ -62,7 +62,8 @@ def test_all_ranks_take_what_rank_0_finds(
 ) -> None:
     for scheme, line, loss in run(tuned, 4, stage, inter, codec, {}):
         assert scheme == expected and line.startswith(f"{expected} on ZeRO-{stage}")
-        assert "chosen by autotune: " in line and "Gb/s into a node" in line
+        # Both ranks of a node receive at the measured rate at once.
+        assert "chosen by autotune: " in line and f"{2 * inter * 8e-9:.3g} Gb/s into a node" in line
         assert ("nothing else gains 5 %" in line) == (expected == "full_precision")
         assert loss < 5
 

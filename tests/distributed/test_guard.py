@@ -7,6 +7,7 @@ Collectives are counted by the sequence numbers that torch keeps for every proce
 from __future__ import annotations
 
 import functools
+import os
 import time
 from typing import Any
 
@@ -341,3 +342,30 @@ def _second_engine_rank() -> str:
 def test_the_second_engine_is_compared_with_second_engines() -> None:
     for message in run(_second_engine_rank, 2):
         assert "ranks disagree" in message and "rank 1:" in message
+
+
+def _launched_rank(variables: dict[str, str], wire: int) -> tuple[str, int]:
+    """The error, or "built", and own collectives. Rank 1 was launched with other environment
+    variables and writes another version of the bytes.
+    """
+    from ds_quant.zero import guard
+
+    if torch.distributed.get_rank() == 1:
+        os.environ.update(variables)
+        guard.WIRE_VERSION += wire
+    kind, message, _, collectives = _handshake_rank([settings(2, CAREFUL)] * 2)
+    return message if kind == "RuntimeError" else kind, collectives
+
+
+@pytest.mark.parametrize(
+    ("variables", "wire"), [({"LOCAL_SIZE": "1"}, 0), ({}, 1)], ids=["ranks per host", "wire"]
+)
+def test_ranks_launched_otherwise_or_with_other_bytes_are_named(
+    variables: dict[str, str], wire: int
+) -> None:
+    for message, collectives in run(_launched_rank, 2, variables, wire):
+        assert "ranks disagree" in message
+        first, other = message.split("rank 0: ")[1].split("; rank 1: ")
+        assert ("2 ranks per node" in first) and (("1 ranks per node" in other) == bool(variables))
+        assert (first.split("settings")[0] != other.split("settings")[0]) == bool(wire)
+        assert collectives == 0

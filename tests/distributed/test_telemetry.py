@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import run, run_each
-from tests.distributed.models import build, settings, train_step
+from tests.distributed.models import Regression, build, settings, train_step
 
 pytestmark = pytest.mark.distributed
 PREFIX = "Train/Samples/ds_quant/"
@@ -228,3 +228,20 @@ def test_the_default_interval_costs_less_than_one_percent() -> None:
     """One step in a hundred is sampled; it must not take twice as long as another."""
     plain, with_sample = run(times, 2, 30)[0]
     assert (with_sample - plain) / plain / 100 < 0.01
+
+
+def baseline() -> tuple[dict, dict]:
+    """Bytes of a step of two micro-steps by formula, were nothing quantized, and those counted."""
+    engine = build(settings(2, block("full_precision", None), accumulation=2))
+    train_step(engine, 0)
+    return engine.ds_quant_binding.received_in_full_precision(), received(engine)
+
+
+def test_full_precision_saves_nothing() -> None:
+    """fp32, half of it from the other rank: weights once, gradients twice."""
+    numel = sum(p.numel() for p in Regression().parameters())
+    for expected, counted in run(baseline, 2):
+        for role, times in (("weights", 1), ("gradients", 2)):
+            assert expected[role]["intra"] == counted[role]["intra"] == 0
+            assert expected[role]["inter"] == pytest.approx(4 * numel / 2 * times, rel=1e-3)
+            assert counted[role]["inter"] == pytest.approx(expected[role]["inter"], rel=1e-2)

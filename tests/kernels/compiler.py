@@ -14,13 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ds_quant.kernels import cuda
 from ds_quant.kernels.jobs import Launch
 from ds_quant.kernels.source import source
 
 ARCHITECTURES = ("80", "90", "100")
 
 # As CuPy compiles (it appends -ftz=true after our options), and the report of ptxas in the log.
-OPTIONS = ("--std=c++17", "-fmad=false", "-ftz=true", "--ptxas-options=-v")
+OPTIONS = (*cuda.OPTIONS, "-ftz=true", "--ptxas-options=-v")
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill (?:stores|loads)")

@@ -35,7 +35,9 @@ class FakeCupy(types.ModuleType):
         self.cuda = types.SimpleNamespace(runtime=runtime, Device=device)
 
     def RawKernel(self, code: str, name: str, options: tuple[str, ...]):  # noqa: N802
-        assert code == source(name) and "-fmad=false" in options
+        assert code == source(name)
+        assert options[: len(cuda.OPTIONS)] == cuda.OPTIONS
+        assert all(option.startswith("-D") for option in options[len(cuda.OPTIONS) :])
         self.compiled += 1
         pairs = (o[2:].split("=") for o in options if o.startswith("-D"))
         macros = tuple((key, int(value)) for key, value in pairs)
@@ -89,6 +91,23 @@ def test_launches_compile_once_and_go_to_the_current_stream(cupy, runner) -> Non
     assert cupy.compiled == 1
     assert cupy.streams == [77, 77]
     assert cupy.devices == [0]
+
+
+def test_every_launch_asks_for_the_stream(cupy, runner, monkeypatch) -> None:
+    """DeepSpeed reduces on a stream of its own, and a graph capture records on another one."""
+    x, out = torch.randn(1, 130), torch.empty(1, CODEC.wire_bytes(130), dtype=torch.uint8)
+    for current in (5, 6, 5):
+        stream = types.SimpleNamespace(cuda_stream=current)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda index, stream=stream: stream)
+        launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=runner)
+    assert cupy.streams == [5, 6, 5]
+
+
+def test_no_option_lets_the_compiler_round_differently() -> None:
+    """Kernels equal the reference bit for bit; --use_fast_math would fuse, flush and approximate.
+    test_compile.py takes the same options.
+    """
+    assert cuda.OPTIONS == ("--std=c++17", "-fmad=false")
 
 
 def test_probe_passes_on_working_kernels(cupy, runner) -> None:

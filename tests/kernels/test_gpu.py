@@ -149,7 +149,7 @@ def test_reciprocal_is_correctly_rounded_for_every_mantissa(runner) -> None:
     import cupy
 
     text = source("encode").split('extern "C"')[0] + RECIPROCALS
-    kernel = cupy.RawKernel(text, "reciprocals", options=("--std=c++17", "-fmad=false"))
+    kernel = cupy.RawKernel(text, "reciprocals", options=cuda.OPTIONS)
     out = torch.empty(1 << 23, device=DEVICE)
     for exponent in (20, 28, 127, 252):  # 2^-107 to below 2^126
         kernel(((1 << 23) // 256,), (256,), (out.data_ptr(), cupy.uint32(exponent)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.cost import Bill, Cargo, bill, shipped_bytes
+from ds_quant.cost import Bill, Cargo, Cluster, Volume, bill, predict, shipped_bytes, volume
 from ds_quant.layout import ceil_div
 from ds_quant.scheme import Scheme
 
@@ -130,3 +130,23 @@ def test_a_frozen_int8_weight_is_gathered_by_deepspeed_one_byte_per_element() ->
     result = bill(SCHEME, 3, [base], ranks=4, gradient_dtype=BF16)
     assert bytes_of(result) == (2048, 0)
     assert result.full_precision_share == 1 and result.kept == {"not floating point": 1}
+
+
+def test_every_collective_pays_the_latency() -> None:
+    cluster = Cluster(nodes=2, node_size=1, link=1e9, intra_link=1e9, flops=1e9, latency=0.5)
+    time = predict(Volume(inter=0.0, collectives=12), cluster, numel=1000, tokens=0)
+    assert time.communication == 12 * 0.5
+
+
+@pytest.mark.parametrize(
+    ("stage", "micro_steps", "collectives"),
+    # per layer: two gathers and a reduction per micro-step; one gather, a reduction per micro-step
+    # under ZeRO-2 and one per step under ZeRO-1
+    [(3, 1, 3 * 10), (3, 4, 12 * 10), (2, 1, 2 * 10), (2, 4, 5 * 10), (1, 4, 2 * 10)],
+)
+def test_every_layer_has_collectives_of_its_own(
+    stage: int, micro_steps: int, collectives: int
+) -> None:
+    costs = bill(QSDP, stage, [LARGE], ranks=4, gradient_dtype=BF16)
+    found = volume(costs, stage, micro_steps=micro_steps, layers=10)
+    assert found.collectives == collectives

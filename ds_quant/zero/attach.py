@@ -18,6 +18,7 @@ from ds_quant.zero.binding import Binding
 from ds_quant.zero.corruption import Corruption
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
 from ds_quant.zero.fetch import Fetch
+from ds_quant.zero.gather_count import GatherCount
 from ds_quant.zero.late import LateReduction
 from ds_quant.zero.owner_reduction import OwnerReduction
 from ds_quant.zero.reduce import ShardReduction
@@ -98,6 +99,7 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
         seams.before_destroy(engine, binding.node.close)
     if not seams.steps(optimizer):  # inference: parameters only
         return
+    GatherCount.attach(binding)
     seams.after_step(optimizer, fetch.after_step)
     if binding.node is not None:
         seams.after_step(optimizer, Agreement(binding, binding.node).after_step)
@@ -225,13 +227,14 @@ def report(engine: Any) -> dict[str, Any] | None:
     Returns:
         scheme, stage, params (elements), steps, micro_steps, received_bytes[role][link] with role
         weights or gradients and link intra or inter (node), collectives[role],
-        full_precision_share (0 to 1, of wire bytes), expected_bytes and expected_intra_bytes (per
-        parameter and optimizer step, volumes as in ``cost``), kept_bytes and expected_kept_bytes
-        (memory on this rank that the scheme keeps between steps), buffer_bytes (host buffers of
-        1 MB and more that messages use again in every step, none on CUDA, where torch's allocator
-        keeps them, and the kernels' scratch memory in this process), resyncs (exact refills after a
-        checksum that differed), nonfinite_steps (found by ``fallback``, unless its policy is
-        skip), exact_steps (in full precision because of that or of a kill file), killed (whether
+        gathers (of an element per micro-step under ZeRO-3, predicted and after the first steps
+        counted, else 1), full_precision_share (0 to 1, of wire bytes), expected_bytes and
+        expected_intra_bytes (per parameter and optimizer step, volumes as in ``cost``), kept_bytes
+        and expected_kept_bytes (memory on this rank that the scheme keeps between steps),
+        buffer_bytes (host buffers of 1 MB and more that messages use again in every step, none on
+        CUDA, where torch's allocator keeps them, and the kernels' scratch memory in this process),
+        resyncs (exact refills after a checksum that differed), nonfinite_steps (found by
+        ``fallback``, unless its policy is skip), exact_steps (in full precision because of that or of a kill file), killed (whether
         a kill file is there), line (the start-up line).
     """
     binding = getattr(engine, "ds_quant_binding", None)
@@ -249,6 +252,7 @@ def report(engine: Any) -> dict[str, Any] | None:
         "micro_steps": engine.micro_steps,
         "received_bytes": {r: dict(links) for r, links in binding.traffic.received.items()},
         "collectives": dict(binding.traffic.collectives),
+        "gathers": binding.gathers,
         "full_precision_share": bill.full_precision_share,
         "expected_bytes": bill.step_bytes(binding.stage, micro_steps=micro_steps),
         "expected_intra_bytes": bill.intra_bytes(binding.stage, micro_steps=micro_steps),

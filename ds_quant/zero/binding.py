@@ -22,6 +22,7 @@ from ds_quant.scheme import Scheme
 from ds_quant.slicing import Slicing
 from ds_quant.topology import Topology
 from ds_quant.zero import parameters, seams
+from ds_quant.zero.gather_count import predicted_gathers
 from ds_quant.zero.state import SchemeState, learn
 from ds_quant.zero.streams import GradientStreams, Stream, Streams, Tracked
 from ds_quant.zero.world import new_group
@@ -43,6 +44,8 @@ class Binding:
         self.findings = Findings() if scheme.payload_checksum else None
         self.telemetry: Any = None  # zero.telemetry.Telemetry, if steps are sampled
         self.watch: Any = None  # zero.fallback.Watch, if non-finite gradients are looked for
+        self.gather_count: Any = None  # zero.gather_count.GatherCount, until it has counted
+        self.gathers = predicted_gathers(engine) if self.stage == 3 else 1.0  # in a micro-step
         self._links: dict[int, Link] = {}
         self._fabrics: dict[int, Fabric] = {}
         self._levels = self._make_levels()
@@ -253,4 +256,5 @@ class Binding:
             node_size=self.topology.node_size,
             gradient_dtype=seams.gradient_dtype(self.engine),
             shipped_gradients=seams.exact_gradient_reason(self.engine) is not None,
+            gathers=self.gathers,
         )

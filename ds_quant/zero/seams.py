@@ -210,7 +210,7 @@ def around_step(optimizer: Any, before: Callable[[], None], after: Callable[[boo
 
 def after_global_step(engine: Any, then: Callable[[], None]) -> None:
     """Run ``then()`` whenever ``engine.global_steps`` has grown, skipped updates included."""
-    after(engine, "_take_model_step", then)
+    after(engine, "_take_model_step", then, stacked=True)
 
 
 def before_destroy(engine: Any, first: Callable[[], None]) -> None:

@@ -18,17 +18,20 @@ def start_line(binding: Binding) -> str:
     dtype = seams.gradient_dtype(binding.engine)
     label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
     kept = ", ".join(f"{n} {reason}" for reason, n in sorted(costs.kept.items())) or "none"
+    shipped = shipped_bytes(stage, dtype, micro_steps=micro_steps, gathers=costs.gathers)
     inside = costs.intra_bytes(stage, micro_steps=micro_steps)
     parts = [
         f"{binding.scheme.name} on ZeRO-{stage}, "
         f"{costs.step_bytes(stage, micro_steps=micro_steps):.2f} "
         f"B/param/{'micro-step' if per_micro_step else 'step'}"
         f"{' between nodes' if inside else ''} "
-        f"({label} {shipped_bytes(stage, dtype, micro_steps=micro_steps):.2f}), "
+        f"({label} {shipped:.2f}), "
         f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision ({kept})",
         f"{binding.topology.nodes} x {binding.topology.node_size} ranks",
         dispatch.describe(parameters.device()),
     ]
+    if stage == 3:
+        parts.append(f"{costs.gathers:.3g} gathers of the weights per micro-step")
     if inside:
         parts.append(f"{inside:.2f} B/param inside a node")
     if costs.memory:

@@ -32,6 +32,7 @@ def tune(binding: Binding, config: QuantizedCommConfig) -> QuantizedCommConfig:
         nodes=binding.topology.nodes,
         node_size=binding.topology.node_size,
         modules=sum(map(_is_gathered, binding.engine.module.modules())),
+        gathers=binding.gathers,
     )
     links = _links(binding)
     found = [_candidate(binding, config.picked(name), place) for name in _allowed(config, place)]

@@ -28,8 +28,8 @@ MAX_FUNCTION_LINES = 40
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
     "autotune bandwidth buffers bundle checksum clock codec codec_speed coding collectives config "
-    "config_blocks cost hops kernels layout levels link meter metrics module_codec node_shard "
-    "owners owner_plan presets rng rotation scheme slicing"
+    "config_blocks cost gathers hops kernels layout levels link meter metrics module_codec "
+    "node_shard owners owner_plan presets rng rotation scheme slicing"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -61,6 +61,7 @@ MAY_IMPORT = {
     "autotune": "bandwidth codec_speed cost scheme slicing",
     "meter": "",
     "metrics": "meter",
+    "gathers": "",
     "topology": "",
     "checksum": "torch layout",
     "link": "torch deepspeed.comm buffers checksum meter metrics topology",

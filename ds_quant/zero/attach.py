@@ -234,8 +234,8 @@ def report(engine: Any) -> dict[str, Any] | None:
         buffer_bytes (host buffers of 1 MB and more that messages use again in every step, none on
         CUDA, where torch's allocator keeps them, and the kernels' scratch memory in this process),
         resyncs (exact refills after a checksum that differed), nonfinite_steps (found by
-        ``fallback``, unless its policy is skip), exact_steps (in full precision because of that or of a kill file), killed (whether
-        a kill file is there), line (the start-up line).
+        ``fallback``, unless its policy is skip), exact_steps (in full precision because of that or
+        of a kill file), killed (whether a kill file is there), line (the start-up line).
     """
     binding = getattr(engine, "ds_quant_binding", None)
     if binding is None:

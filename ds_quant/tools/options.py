@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+_POWERS = {"k": 3, "m": 6, "b": 9, "t": 12}  # 7b: as models are named
+
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
     """doctor, probe, estimate."""
@@ -63,8 +65,9 @@ def positive(value: str) -> float:
 
 
 def count(value: str) -> int:
-    """A whole number from 1, also as 7e9."""
-    number = positive(value)
+    """A whole number from 1, also as 7e9 or 7b."""
+    power = _POWERS.get(value[-1:].lower(), 0)
+    number = positive(f"{value[:-1]}e{power}" if power else value)
     if number != int(number):
         raise argparse.ArgumentTypeError(f"{value!r}: allowed: whole numbers from 1")
     return int(number)

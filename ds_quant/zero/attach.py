@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+from ds_quant import refusals
 from ds_quant.config import QuantizedCommConfig
 from ds_quant.config_blocks import FallbackConfig, MetricsConfig
 from ds_quant.kernels import dispatch, scratch
@@ -39,7 +40,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     config = getattr(engine._config, "quantized_comm", None)
     if config is None:
         return
-    guard.refuse_unsupported(seams.facts(engine._config, bf16_optimizer=optimizer is None))
+    refusals.refuse(seams.param_dict(engine), config, bf16_optimizer=optimizer is None)
     rank, world = seams.rank_and_world()
     config.validate_world(world)
     check_file(config.metrics, rank)
@@ -81,7 +82,10 @@ def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Bindi
     tuned = config.scheme == AUTOTUNE
     scheme = (config.picked("full_precision") if tuned else config).to_scheme()
     if engine.zero_optimization_stage() == 3:
-        guard.refuse_full_replica(scheme, topology, parameters.total_bytes(engine.module))
+        refusals.refuse_full_replica(
+            config, world=topology.world, node_size=topology.node_size,
+            model_bytes=parameters.total_bytes(engine.module),
+        )  # fmt: skip
     binding = Binding(engine, scheme, topology)
     if tuned and topology.world > 1:
         binding.scheme = tune(binding, config).to_scheme()

@@ -29,7 +29,7 @@ MAX_FUNCTION_LINES = 40
 _BELOW_ZERO = (
     "autotune bandwidth buffers bundle checksum clock codec codec_speed coding collectives config "
     "config_blocks cost gathers hops kernels layout levels link meter metrics module_codec "
-    "node_shard owners owner_plan presets rng rotation scheme slicing"
+    "node_shard owners owner_plan presets refusals rng rotation scheme slicing"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -54,6 +54,7 @@ MAY_IMPORT = {
     "config": (
         "pydantic pydantic_core config_blocks config_errors presets codec module_codec scheme"
     ),
+    "refusals": "config",
     "scheme": "torch codec rng",
     "clock": "torch",
     "bandwidth": "torch clock link",

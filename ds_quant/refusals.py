@@ -115,7 +115,7 @@ def refuse_unsupported(facts: Mapping[str, Any]) -> None:
     )  # fmt: skip
     for refused, setting, remedy in rules:
         if refused:
-            raise ConfigError(f"{KEY} cannot be used with {setting}: {remedy}")
+            raise ConfigError(f"quantized_comm cannot be used with {setting}: {remedy}")
 
 
 def refuse_full_replica(

@@ -99,6 +99,7 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
     fetch.attach(params, optimizer)
     binding.note_groups([p.ds_process_group for p in params])
     if binding.scheme.node_shard and binding.topology.nodes > 1:
+        guard.refuse_no_room(binding)
         binding.node = fetch.keep_in_node()
         seams.before_destroy(engine, binding.node.close)
     if not seams.steps(optimizer):  # inference: parameters only
@@ -235,6 +236,7 @@ def report(engine: Any) -> dict[str, Any] | None:
         counted, else 1), full_precision_share (0 to 1, of wire bytes), expected_bytes and
         expected_intra_bytes (per parameter and optimizer step, volumes as in ``cost``), kept_bytes
         and expected_kept_bytes (memory on this rank that the scheme keeps between steps),
+        expected_peak_bytes (most bytes of messages and sums in a step, by the formula of memory),
         buffer_bytes (host buffers of 1 MB and more that messages use again in every step, none on
         CUDA, where torch's allocator keeps them, and the kernels' scratch memory in this process),
         resyncs (exact refills after a checksum that differed), nonfinite_steps (found by
@@ -262,6 +264,7 @@ def report(engine: Any) -> dict[str, Any] | None:
         "expected_intra_bytes": bill.intra_bytes(binding.stage, micro_steps=micro_steps),
         "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),
         "expected_kept_bytes": bill.memory * bill.numel,
+        "expected_peak_bytes": binding.peak_bytes(bill),
         "buffer_bytes": binding.buffers.nbytes + scratch.nbytes(),
         "resyncs": binding.state.resyncs,
         "nonfinite_steps": binding.state.nonfinite_steps,

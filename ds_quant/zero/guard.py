@@ -13,7 +13,10 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
+from ds_quant.zero import parameters
+from ds_quant.zero.binding import Binding
 from ds_quant.zero.seams import log_rank0
+from ds_quant.zero.world import minimum
 
 WIRE_VERSION = 2  # raised when bytes on the wire change meaning
 
@@ -47,6 +50,25 @@ def handshake(*, settings: str, rank: int, world: int, timeout: float) -> None:
             "quantized_comm: ranks disagree; install the same ds_quant everywhere and use one "
             f"config. rank 0: {answers[0]}; "
             + "; ".join(f"rank {r}: {a}" for r, a in sorted(differing.items()))
+        )
+
+
+def refuse_no_room(binding: Binding) -> None:
+    """Raise RuntimeError on all ranks if the node shard does not fit on one. A collective."""
+    bill = binding.bill()
+    kept, peak = bill.memory * bill.numel, binding.peak_bytes(bill)
+    (free,) = minimum([parameters.free_memory()])
+    shown = f"{free / 1e9:.3g} GB of memory are free on the fullest device"
+    if kept > free:
+        raise RuntimeError(
+            f"quantized_comm: the node shard takes {kept / 1e9:.3g} GB on every rank, but {shown}; "
+            "use more ranks per node, zero_optimization.stage 2, or a scheme without a node shard "
+            'such as "qsdp"'
+        )
+    if kept + peak > free:
+        binding.notices.append(
+            f"may run out of memory: {kept / 1e9:.3g} GB of node shard and {peak / 1e9:.3g} GB of "
+            f"messages are to come and {shown}"
         )
 
 

@@ -37,6 +37,8 @@ def start_line(binding: Binding) -> str:
     if costs.memory:
         gigabytes = costs.memory * costs.numel / 1e9
         parts.append(f"keeps {costs.memory:.2f} B/param ({gigabytes:.3g} GB) more on every rank")
+    if binding.topology.world > 1:
+        parts.append(f"messages and sums of up to {binding.peak_bytes(costs) / 1e9:.2g} GB")
     if binding.scheme.warmup_steps:
         parts.append(f"from step {binding.scheme.warmup_steps} on")
     return "; ".join(parts + binding.notices)

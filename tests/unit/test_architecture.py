@@ -28,8 +28,8 @@ MAX_FUNCTION_LINES = 40
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
     "autotune bandwidth buffers bundle checksum clock codec codec_speed coding collectives config "
-    "config_blocks cost gathers hops kernels layout levels link meter metrics module_codec "
-    "node_shard owners owner_plan presets refusals rng rotation scheme slicing"
+    "config_blocks cost gathers hops kernels layout levels link memory meter metrics "
+    "module_codec node_shard owners owner_plan presets refusals rng rotation scheme slicing"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -55,6 +55,7 @@ MAY_IMPORT = {
         "pydantic pydantic_core config_blocks config_errors presets codec module_codec scheme"
     ),
     "refusals": "config",
+    "memory": "cost layout slicing",
     "scheme": "torch codec rng",
     "clock": "torch",
     "bandwidth": "torch clock link",

@@ -41,7 +41,7 @@ class Bill:
     kept: why parameters are not quantized, reason -> number of tensors.
     full_precision_share: part of weights + gradients bytes that no quantizer touches.
     memory: what the scheme keeps on every rank between steps.
-    gathers: of an element under ZeRO-3, in a micro-step. See ``gathers``.
+    gathers: of an element under ZeRO-3, in a micro-step. trained: share of the elements.
     """
 
     numel: int
@@ -54,6 +54,7 @@ class Bill:
     kept: dict[str, int]
     memory: float = 0.0
     gathers: float = 2.0
+    trained: float = 1.0
 
     def step_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
         """Bytes per parameter and optimizer step between nodes, or over all ranks with one level.
@@ -131,6 +132,7 @@ def bill(
             total.update({"gradients": nbytes, "plain": nbytes})
         elif item.trainable:
             total.update(route.gradient_bytes(item, gradient_dtype))
+        total["trained"] += torch.Size(item.shape).numel() * item.trainable
     numel = max(1, total["numel"])
     sent = ("weights", "gradients", "weights_intra", "gradients_intra")
     return Bill(
@@ -140,6 +142,7 @@ def bill(
         full_precision_share=total["plain"] / max(1, total["weights"] + total["gradients"]),
         kept=dict(kept),
         gathers=gathers,
+        trained=total["trained"] / numel if total["numel"] else 1.0,
     )
 
 
@@ -207,11 +210,16 @@ class _Route:
 
 
 def shipped_bytes(
-    stage: int, dtype: torch.dtype, *, micro_steps: int = 1, gathers: float = 2.0
+    stage: int,
+    dtype: torch.dtype,
+    *,
+    micro_steps: int = 1,
+    gathers: float = 2.0,
+    trained: float = 1,
 ) -> float:
     """The same volume for DeepSpeed as shipped, which all-reduces gradients under ZeRO-1 and 2."""
     if stage == 3:
-        return (gathers + 1.0) * dtype.itemsize * micro_steps
+        return (gathers + trained) * dtype.itemsize * micro_steps
     return dtype.itemsize * (1.0 + 2.0 * (micro_steps if stage == 2 else 1))
 
 
@@ -250,17 +258,6 @@ class Volume:
     intra: float = 0.0
     encoded: float = 0.0
     collectives: float = 0
-
-
-def volume(costs: Bill, stage: int, *, micro_steps: int, layers: int) -> Volume:
-    """What a step of ``micro_steps`` moves and encodes; one collective per layer and exchange."""
-    exchanges = costs.step_gathers(stage, micro_steps) + (micro_steps if stage > 1 else 1)
-    return Volume(
-        inter=costs.step_bytes(stage, micro_steps=micro_steps),
-        intra=costs.intra_bytes(stage, micro_steps=micro_steps),
-        encoded=0.0 if costs.full_precision_share == 1 else exchanges,
-        collectives=exchanges * layers,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

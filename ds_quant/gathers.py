@@ -60,6 +60,14 @@ def mean_gathers(root: Module, settings: FetchSettings, *, micro_steps: int = 1)
     return gathered / numel if numel else 0.0
 
 
+def most_live(root: Module, settings: FetchSettings) -> int:
+    """Most elements that are gathered at once, persistent ones included."""
+    persistent = {unit.key: unit.numel for unit in root.all_units() if unit.persistent}
+    coordinator = _Coordinator(root, settings)
+    coordinator.gathered()
+    return coordinator.most + sum(persistent.values())
+
+
 class _Visit(NamedTuple):
     """DeepSpeed enters or leaves a module."""
 
@@ -89,7 +97,7 @@ class _Coordinator:
                 self._uses.setdefault(unit.key, []).append(step)
         self._queue = deque((unit, step) for step, units in enumerate(steps) for unit in units)
         self._available = {unit.key for unit in root.all_units() if unit.persistent}
-        self._live = 0
+        self._live = self.most = 0
         self._passed: dict[Hashable, int] = {}  # last use that has left the queue
 
     def gathered(self) -> int:
@@ -112,6 +120,7 @@ class _Coordinator:
         self._available.update(missing)
         numel = sum(missing.values())
         self._live += numel
+        self.most = max(self.most, self._live)
         return numel
 
     def _prefetch(self) -> int:

@@ -18,7 +18,9 @@ def start_line(binding: Binding) -> str:
     dtype = seams.gradient_dtype(binding.engine)
     label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
     kept = ", ".join(f"{n} {reason}" for reason, n in sorted(costs.kept.items())) or "none"
-    shipped = shipped_bytes(stage, dtype, micro_steps=micro_steps, gathers=costs.gathers)
+    shipped = shipped_bytes(
+        stage, dtype, micro_steps=micro_steps, gathers=costs.gathers, trained=costs.trained
+    )
     inside = costs.intra_bytes(stage, micro_steps=micro_steps)
     parts = [
         f"{binding.scheme.name} on ZeRO-{stage}, "

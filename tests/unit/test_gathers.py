@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_quant.gathers import FetchSettings, Module, Unit, mean_gathers
+from ds_quant.gathers import FetchSettings, Module, Unit, mean_gathers, most_live
 
 N = 64 * 64
 ALL = 10**9
@@ -44,6 +44,13 @@ def test_gathers_are_those_that_were_counted(reuse: int, prefetch: int) -> None:
 def test_by_default_a_small_model_is_gathered_once_and_a_large_one_nearly_twice() -> None:
     assert mean_gathers(layers(10, 10**7), FetchSettings()) == 1
     assert 1.8 < mean_gathers(layers(700, 10**7), FetchSettings()) < 2
+
+
+def test_what_stays_for_backward_takes_memory() -> None:
+    few = FetchSettings(max_reuse_distance=0, prefetch_bucket_size=0)
+    assert most_live(layers(8), few) == N
+    assert most_live(layers(8), FetchSettings()) == 8 * N
+    assert most_live(stack(("a", 60), ("norm", 40, True)), few) == 100
 
 
 def test_persistent_parameters_are_gathered_once_per_optimizer_step() -> None:

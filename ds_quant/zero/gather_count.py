@@ -31,11 +31,12 @@ def predicted_gathers(engine: Any) -> float:
 
 
 def _outline(module: torch.nn.Module) -> Module:
+    whole = seams.is_gathered_whole(module)
     units = (
         Unit(id(p), parameters.shape_of(p).numel(), bool(getattr(p, "ds_persist", False)))
-        for p in module.parameters(recurse=False)
+        for p in module.parameters(recurse=whole)
     )
-    return Module(tuple(units), tuple(map(_outline, module.children())))
+    return Module(tuple(units), () if whole else tuple(map(_outline, module.children())))
 
 
 class GatherCount:

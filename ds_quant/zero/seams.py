@@ -95,6 +95,13 @@ def before_fetch(optimizer: Any, meet: Callable[[Iterable[Any]], None]) -> None:
     wrap(coordinator, _FETCH, fetch)
 
 
+def is_gathered_whole(module: torch.nn.Module) -> bool:
+    """Whether ZeRO-3 gathers all that is in the module at once (DeepSpeed's leaf modules)."""
+    from deepspeed.utils import z3_leaf_module
+
+    return bool(z3_leaf_module(module))
+
+
 def wrap_partition(parameter: torch.Tensor, updated: Callable[[list[Any]], None]) -> None:
     """``updated(params)`` learns which parameters are partitioned again with new values."""
     partition = parameter.partition

@@ -41,6 +41,15 @@ class Tower(nn.Module):
         return self.last(x).float().square().mean()
 
 
+def tower(case: dict[str, Any]) -> Tower:
+    import deepspeed
+
+    made = Tower(case.get("recompute", False))
+    if case.get("leaves"):
+        deepspeed.utils.set_z3_leaf_modules(made, [nn.Sequential])
+    return made
+
+
 def facts(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per case the gathers predicted and counted, bytes of the last step, and what was logged."""
     import ds_quant
@@ -54,7 +63,7 @@ def facts(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             3, {"node_size": case.get("node_size", 1), "allow_full_replica": True, **case["block"]},
             dtype="bf16", accumulation=case.get("accumulation", 1), zero=case["zero"],
         )  # fmt: skip
-        engine = build(config, lambda case=case: Tower(case.get("recompute", False)))
+        engine = build(config, lambda case=case: tower(case))
         reports = [ds_quant.report(engine)]
         for step in range(STEPS):
             for _ in range(engine.gradient_accumulation_steps()):
@@ -92,6 +101,7 @@ PREDICTED = [
     {"block": QSDP, "zero": zero(0, 0, 0), "accumulation": 2},
     {"block": QSDP, "zero": zero(5 * LAYER, 0, 10**9)},
     {"block": QSDP, "zero": zero(0, LAYER, 3 * LAYER)},
+    {"block": EXACT, "zero": zero(0, 3 * LAYER, 10**9), "leaves": True},
     {"block": QSDP, "zero": zero(2 * LAYER, 2 * LAYER, 4 * LAYER, persistent=1000)},
 ]
 

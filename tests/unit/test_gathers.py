@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
+from torch import nn
 
 from ds_quant.gathers import FetchSettings, Module, Unit, mean_gathers, most_live
 
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 N = 64 * 64
 ALL = 10**9
 # (reuse distance, prefetch) in layers -> gathers counted with room for 0, 4 and all layers, of a
@@ -39,6 +46,32 @@ def test_gathers_are_those_that_were_counted(reuse: int, prefetch: int) -> None:
             max_live_parameters=room * N,
         )
         assert mean_gathers(layers(8), settings) == expected, room
+
+
+@pytest.mark.parametrize("name", ["speed_2x2_cpu", "speed_hpz_2x2_cpu", "speed_2x1_4x1_cpu"])
+def test_the_bytes_that_the_network_lab_counted_are_those_of_these_gathers(name: str) -> None:
+    """Full precision into a node: 2 bytes per gather and reduction, less what the node has."""
+    gpt = pytest.importorskip("gpt")
+    result = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text("utf-8"))
+    given = result["arguments"]
+    sizes = {key: given[key] for key in ("layers", "width", "heads", "seq_len")}
+    settings = FetchSettings(
+        max_reuse_distance=0, prefetch_bucket_size=given.get("prefetch_bucket_size") or 0
+    )
+    gathers = mean_gathers(outline(gpt.GPT(gpt.GPTConfig(**sizes)), gpt.Block), settings)
+    points = [point for point in result["points"] if point["stage"] == 3]
+    assert points
+    for point in points:
+        volume = 2 * (gathers + 1) * (1 - 1 / int(point["topology"].split("x")[0]))
+        (counted,) = {r["counted_bytes"] for r in point["rows"] if r["scheme"] == "full_precision"}
+        assert counted == pytest.approx(volume, rel=1e-6)
+
+
+def outline(module: nn.Module, leaf: type) -> Module:
+    """``leaf`` modules are gathered whole, as the benchmark asks for."""
+    whole = isinstance(module, leaf)
+    units = tuple(Unit(id(p), p.numel()) for p in module.parameters(recurse=whole))
+    return Module(units, () if whole else tuple(outline(c, leaf) for c in module.children()))
 
 
 def test_by_default_a_small_model_is_gathered_once_and_a_large_one_nearly_twice() -> None:

@@ -68,8 +68,8 @@ def _title(plan: Any) -> str:
 
 def _tables(rows: list[Any]) -> list[str]:
     """Schemes that may be taken, and the others apart."""
-    good = [(*cells(row), row.limit) for row in rows if not row.against]
-    others = [(*cells(row), row.against) for row in rows if row.against]
+    good = [(*cells(row), row.limit) for row in rows if not row.note]
+    others = [(*cells(row), row.note) for row in rows if row.note]
     lines = table(good, (*_HEADERS, "limited by"))
     if others:
         lines += ["", "not recommended:", *table(others, (*_HEADERS, "because"))]
@@ -96,7 +96,7 @@ def _advice(chosen: Any) -> list[str]:
     from ds_quant.tools import forecast
 
     if chosen.scheme == forecast.SHIPPED:
-        fits = f" ({chosen.against})" if chosen.against else ""
+        fits = f" ({chosen.note})" if chosen.note else ""
         return ["", "nothing gains 2 %: this link is not what limits the step; leave the block "
                 f"out{fits}"]  # fmt: skip
     return [
@@ -217,6 +217,6 @@ def _curves(plan: Any, rates: list[float]) -> dict[str, list[float]]:
     found = {
         rows[0].scheme: [row.speedup_serial for row in rows]
         for rows in zip(*runs, strict=True)
-        if not rows[0].against
+        if not rows[0].note
     }
     return {name: line for name, line in found.items() if max(line) > forecast.WORTH_IT}

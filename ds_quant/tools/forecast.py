@@ -97,7 +97,7 @@ class Row:
     step_overlapped, step_serial: communication hidden behind compute entirely, or not at all.
     speedup_*: over DeepSpeed as shipped, of these two. memory: bytes more on every rank, between
     steps; peak: besides, in a step, of messages and sums; gpu_memory: all that a GPU holds.
-    limit: what takes longest. against: why it is not recommended; empty if it may be.
+    limit: what takes longest. note: why it is not recommended; empty if it may be.
     """
 
     scheme: str
@@ -112,7 +112,7 @@ class Row:
     limit: str
     peak: float = 0.0
     gpu_memory: float = 0.0
-    against: str = ""
+    note: str = ""
 
     @property
     def speedups(self) -> tuple[float, float]:
@@ -134,7 +134,7 @@ def forecast(plan: Plan) -> list[Row]:
         kept, peak = costs.memory * plan.counted, _peak(costs, block, plan)
         row = replace(
             _row(name, _volume(costs, plan), plan, rows[0]), memory=kept, peak=peak,
-            gpu_memory=plan.shipped_memory + kept + peak, against=_against(name, block, plan),
+            gpu_memory=plan.shipped_memory + kept + peak, note=_against(name, block, plan),
         )  # fmt: skip
         rows.append(_fitted(row, plan))
     return rows
@@ -151,16 +151,16 @@ def _against(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
 
 
 def _fitted(row: Row, plan: Plan) -> Row:
-    if row.against or plan.gpu_memory is None or row.gpu_memory <= plan.gpu_memory:
+    if row.note or plan.gpu_memory is None or row.gpu_memory <= plan.gpu_memory:
         return row
-    return replace(row, against=f"needs {row.gpu_memory / 1e9:.3g} GB per GPU")
+    return replace(row, note=f"needs {row.gpu_memory / 1e9:.3g} GB per GPU")
 
 
 def best(rows: list[Row]) -> Row:
     """Of the schemes that nothing speaks against, the one with the shortest step without overlap;
     DeepSpeed as shipped if little is won.
     """
-    fastest = min((row for row in rows if not row.against), key=lambda row: row.step_serial,
+    fastest = min((row for row in rows if not row.note), key=lambda row: row.step_serial,
                   default=rows[0])  # fmt: skip
     return fastest if fastest.speedup_serial >= WORTH_IT else rows[0]
 
@@ -168,7 +168,7 @@ def best(rows: list[Row]) -> Row:
 def by_link(plan: Plan) -> dict[int, list[Row]]:
     """Rows at typical links between nodes, in Gb/s, of schemes that nothing speaks against."""
     return {
-        link: [row for row in forecast(at_link(plan, link)) if not row.against]
+        link: [row for row in forecast(at_link(plan, link)) if not row.note]
         for link in TYPICAL_LINKS
     }
 

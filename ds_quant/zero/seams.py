@@ -35,7 +35,7 @@ def install() -> None:
     def read_block(original: Callable[..., Any], self: Any, param_dict: dict) -> None:
         self.quantized_comm = config.parse(param_dict)
         if self.quantized_comm is not None:
-            refusals.refuse(param_dict, self.quantized_comm)  # before DeepSpeed builds what it is
+            refusals.refuse(param_dict, self.quantized_comm)  # ahead of DeepSpeed's own checks
         original(self, param_dict)
 
     def attach_zero(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -136,3 +136,25 @@ def test_what_was_predicted_wrongly_is_counted_corrected_and_told_once() -> None
         # The evaluation spoils a step and what DeepSpeed had recorded.
         assert first["gathers"][3] == counted == other["gathers"][5] != other["gathers"][4]
         assert kept["expected"] < 1.2 and kept["gathers"][-1] == counted
+
+
+def tuned(zero: dict[str, int]) -> float:
+    """Gathers with which autotune prices its candidates."""
+    from ds_quant.zero import tuning
+
+    choose, seen = tuning.choose, []
+
+    def noted(candidates: Any, place: Any, links: Any) -> Any:
+        seen.append((place.gathers, {c.bill.gathers for c in candidates}))
+        return choose(candidates, place, links)
+
+    tuning.choose = noted
+    build(settings(3, {"scheme": "autotune"}, dtype="bf16", zero=zero), Tower)
+    ((gathers, priced),) = seen
+    assert priced == {gathers}
+    return gathers
+
+
+def test_autotune_prices_the_gathers_that_the_settings_bring() -> None:
+    assert run(tuned, 2, DEFAULT) == [1.0, 1.0]
+    assert min(run(tuned, 2, zero(0, 0, 0))) > 2

@@ -79,6 +79,8 @@ class Fetch:
         DeepSpeed. The split and the order depend on rank-invariant facts only.
         """
         params = sorted(params, key=lambda p: p.ds_id)  # the caller's order comes from a set
+        if self._binding.gather_count is not None:
+            self._binding.gather_count.fetched(params)
         groups: dict[int, list[Any]] = {}
         kept, others = [], []
         for p in params:

@@ -1,4 +1,5 @@
-"""Refusals and the handshake: everything that must be settled before the first collective.
+"""The handshake and roll calls: what must be settled before the first collective. Combinations
+that are refused are in ``refusals``.
 
 A rank that decides alone can hang the others, so every check reads facts that all ranks share and
 every error names the setting, its value and the way out.
@@ -7,66 +8,17 @@ every error names the setting, its value and the way out.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as torch_dist
 
-from ds_quant.config import ConfigError
-from ds_quant.scheme import Scheme
-from ds_quant.topology import Topology
+from ds_quant.zero import parameters
+from ds_quant.zero.binding import Binding
 from ds_quant.zero.seams import log_rank0
+from ds_quant.zero.world import minimum
 
 WIRE_VERSION = 2  # raised when bytes on the wire change meaning
-
-
-def refuse_unsupported(facts: Mapping[str, Any]) -> None:
-    """Raise ConfigError for combinations that cannot work; ``facts`` as ``seams.facts`` gives."""
-    rules = (
-        (facts["bf16_optimizer"], "data_types.grad_accum_dtype=fp32 with bf16 under ZeRO-1",
-         "DeepSpeed then uses BF16_Optimizer (0.17: FP16_UnfusedOptimizer, without ZeRO), which "
-         "needs full gradients on every rank; use zero_optimization.stage 2, or leave "
-         "data_types.grad_accum_dtype out"),
-        (facts["deepcompile"], "compile.deepcompile=true",
-         "DeepCompile removes the hooks this plugin needs; set compile.deepcompile to false "
-         "(plain engine.compile() works)"),
-        (facts["zeropp"], ", ".join(f"zero_optimization.{k}" for k in facts["zeropp"]),
-         "ZeRO++ and quantized_comm would both quantize; remove the ZeRO++ settings"),
-        (facts["mics"], "zero_optimization.mics_shard_size",
-         "MiCS keeps its own shards; remove mics_shard_size"),
-        (facts["nvme_params"], "zero_optimization.offload_param.device=nvme",
-         "parameters on NVMe are not supported; allowed: cpu, none"),
-        (facts["zenflow"], "zero_optimization.zenflow",
-         "ZenFlow has update paths of its own; remove zenflow"),
-        (facts["super_offload"], "zero_optimization.offload_optimizer.super_offload=true",
-         "SuperOffload is not supported; set it to false"),
-    )  # fmt: skip
-    rules += (
-        (facts["nvme_optimizer"], "zero_optimization.offload_optimizer.device=nvme under ZeRO-3",
-         "not tested; allowed: cpu, none"),
-        (facts["hybrid_engine"], "hybrid_engine.enabled=true",
-         "generation with kernels of its own is not tested; set it to false"),
-        (facts["auto_experts"], "expert_parallel.enabled=true",
-         "AutoEP is not tested; set it to false and use deepspeed.moe.layer.MoE under ZeRO-1 or 2"),
-    )  # fmt: skip
-    for refused, setting, remedy in rules:
-        if refused:
-            raise ConfigError(f"quantized_comm cannot be used with {setting}: {remedy}")
-
-
-def refuse_full_replica(scheme: Scheme, topology: Topology, model_bytes: int) -> None:
-    """Raise ConfigError for a node shard that is a full copy of the model on every rank."""
-    if not scheme.node_shard or topology.node_size > 1 or topology.nodes == 1:
-        return
-    if not scheme.allow_full_replica:
-        what = "weights.difference" if scheme.difference else "node_shard"
-        raise ConfigError(
-            f"quantized_comm.{what}=true with one rank per node: under ZeRO-3 the node shard is a "
-            f"full copy of the weights, {model_bytes / 1e9:.3g} GB more on every rank; set "
-            "quantized_comm.allow_full_replica to true to accept that, use zero_optimization.stage "
-            '2 (which keeps that copy anyway), or a scheme without a node shard such as "qsdp"'
-        )
 
 
 def handshake(*, settings: str, rank: int, world: int, timeout: float) -> None:
@@ -98,6 +50,25 @@ def handshake(*, settings: str, rank: int, world: int, timeout: float) -> None:
             "quantized_comm: ranks disagree; install the same ds_quant everywhere and use one "
             f"config. rank 0: {answers[0]}; "
             + "; ".join(f"rank {r}: {a}" for r, a in sorted(differing.items()))
+        )
+
+
+def refuse_no_room(binding: Binding) -> None:
+    """Raise RuntimeError on all ranks if the node shard does not fit on one. A collective."""
+    bill = binding.bill()
+    kept, peak = bill.memory * bill.numel, binding.peak_bytes(bill)
+    (free,) = minimum([parameters.free_memory()])
+    shown = f"{free / 1e9:.3g} GB of memory are free on the fullest device"
+    if kept > free:
+        raise RuntimeError(
+            f"quantized_comm: the node shard takes {kept / 1e9:.3g} GB on every rank, but {shown}; "
+            "use more ranks per node, zero_optimization.stage 2, or a scheme without a node shard "
+            'such as "qsdp"'
+        )
+    if kept + peak > free:
+        binding.notices.append(
+            f"may run out of memory: {kept / 1e9:.3g} GB of node shard and {peak / 1e9:.3g} GB of "
+            f"messages are to come and {shown}"
         )
 
 

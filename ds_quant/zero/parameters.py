@@ -61,6 +61,11 @@ def _accelerator() -> Any:
     return get_accelerator()
 
 
+def free_memory() -> int:
+    """Bytes that can still be allocated where collectives run."""
+    return int(_accelerator().available_memory())
+
+
 def device() -> torch.device:
     """Where collectives run."""
     return torch.device(_accelerator().current_device_name())

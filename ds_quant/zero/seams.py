@@ -10,14 +10,15 @@ the calling optimizer opened them, on this thread, for the length of one call.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
+from ds_quant import config, refusals
 from ds_quant.zero.wrapping import Route, after, require, wrap
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
@@ -29,16 +30,13 @@ def install() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from ds_quant import config
-    from ds_quant.zero import guard
     from ds_quant.zero.attach import attach
 
     def read_block(original: Callable[..., Any], self: Any, param_dict: dict) -> None:
         self.quantized_comm = config.parse(param_dict)
-        original(self, param_dict)
         if self.quantized_comm is not None:
-            self.quantized_comm.validate_stage(self.zero_config.stage)
-            guard.refuse_unsupported(facts(self))  # before DeepSpeed builds what it refuses
+            refusals.refuse(param_dict, self.quantized_comm)  # ahead of DeepSpeed's own checks
+        original(self, param_dict)
 
     def attach_zero(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = original(self, *args, **kwargs)
@@ -60,43 +58,15 @@ def install() -> None:
 _shard_reduction = Route()
 
 
-def facts(config: Any, *, bf16_optimizer: bool = False) -> dict[str, Any]:
-    """Settings of a DeepSpeedConfig that decide whether the plugin can work; equal on all ranks."""
-    zero = config.zero_config
-    compile_config = getattr(config, "compile_config", None)
-    offload_param, offload_optimizer = zero.offload_param, zero.offload_optimizer
-    flags = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
-    flags = (*flags, "zero_quantized_gradients")
-    zeropp = [f"{flag}=true" for flag in flags if getattr(zero, flag, False)]
-    if zero.zero_hpz_partition_size > 1:
-        zeropp.append(f"zero_hpz_partition_size={zero.zero_hpz_partition_size}")
-    return {
-        "stage": int(zero.stage),
-        "bf16_optimizer": bf16_optimizer,
-        "deepcompile": bool(getattr(compile_config, "deepcompile", False)),
-        "zeropp": zeropp,
-        "mics": getattr(zero, "mics_shard_size", -1) > 0,
-        "nvme_params": offload_param is not None and offload_param.device == "nvme",
-        "nvme_optimizer": int(zero.stage) == 3
-        and offload_optimizer is not None
-        and offload_optimizer.device == "nvme",
-        "hybrid_engine": bool(getattr(config.hybrid_engine, "enabled", False)),
-        "auto_experts": bool(
-            getattr(getattr(config, "expert_parallel_config", None), "enabled", False)
-        ),
-        "zenflow": getattr(zero, "zenflow", None) is not None,
-        "super_offload": bool(getattr(offload_optimizer, "super_offload", False)),
-    }
-
-
 def exact_gradient_reason(engine: Any) -> str | None:
     """The setting that keeps gradients on DeepSpeed's own exact path, if there is one."""
     zero = engine._config.zero_config
-    names = ["reduce_scatter"]
-    if zero.stage < 3:
-        names += ["contiguous_gradients", "use_multi_rank_bucket_allreduce"]
-    off = [name for name in names if not getattr(zero, name)]
-    return f"zero_optimization.{off[0]} is false" if off else None
+    return refusals.exact_gradient_reason(int(zero.stage), partial(getattr, zero))
+
+
+def param_dict(engine: Any) -> dict[str, Any]:
+    """The DeepSpeed config as it was written."""
+    return engine._config._param_dict
 
 
 # ---- parameters of ZeRO-3 ----
@@ -108,8 +78,8 @@ def wrap_fetch(
     """``fetch(original, params, ...)`` serves forward and backward; ``gather_exactly(original,
     param, param_list, ...)`` everything that must see exact weights.
     """
-    parameter.all_gather_coalesced = functools.partial(fetch, parameter.all_gather_coalesced)
-    parameter.all_gather = functools.partial(gather_exactly, parameter.all_gather, parameter)
+    parameter.all_gather_coalesced = partial(fetch, parameter.all_gather_coalesced)
+    parameter.all_gather = partial(gather_exactly, parameter.all_gather, parameter)
 
 
 def before_fetch(optimizer: Any, meet: Callable[[Iterable[Any]], None]) -> None:
@@ -123,6 +93,13 @@ def before_fetch(optimizer: Any, meet: Callable[[Iterable[Any]], None]) -> None:
     coordinator = offload.get_param_coordinator()
     require(coordinator, _FETCH)
     wrap(coordinator, _FETCH, fetch)
+
+
+def is_gathered_whole(module: torch.nn.Module) -> bool:
+    """Whether ZeRO-3 gathers all that is in the module at once (DeepSpeed's leaf modules)."""
+    from deepspeed.utils import z3_leaf_module
+
+    return bool(z3_leaf_module(module))
 
 
 def wrap_partition(parameter: torch.Tensor, updated: Callable[[list[Any]], None]) -> None:
@@ -154,7 +131,7 @@ def wrap_shard_reduction(
     original = stage3.reduce_scatter_coalesced.ds_quant_wraps
 
     def around(avg_scatter: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
-        with _shard_reduction.through(functools.partial(reduce, original, params)):
+        with _shard_reduction.through(partial(reduce, original, params)):
             return avg_scatter(params, *args, **kwargs)
 
     require(optimizer, _AVG_SCATTER)
@@ -210,7 +187,7 @@ def around_step(optimizer: Any, before: Callable[[], None], after: Callable[[boo
 
 def after_global_step(engine: Any, then: Callable[[], None]) -> None:
     """Run ``then()`` whenever ``engine.global_steps`` has grown, skipped updates included."""
-    after(engine, "_take_model_step", then)
+    after(engine, "_take_model_step", then, stacked=True)
 
 
 def before_destroy(engine: Any, first: Callable[[], None]) -> None:

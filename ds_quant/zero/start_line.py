@@ -18,22 +18,29 @@ def start_line(binding: Binding) -> str:
     dtype = seams.gradient_dtype(binding.engine)
     label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
     kept = ", ".join(f"{n} {reason}" for reason, n in sorted(costs.kept.items())) or "none"
+    shipped = shipped_bytes(
+        stage, dtype, micro_steps=micro_steps, gathers=costs.gathers, trained=costs.trained
+    )
     inside = costs.intra_bytes(stage, micro_steps=micro_steps)
     parts = [
         f"{binding.scheme.name} on ZeRO-{stage}, "
         f"{costs.step_bytes(stage, micro_steps=micro_steps):.2f} "
         f"B/param/{'micro-step' if per_micro_step else 'step'}"
         f"{' between nodes' if inside else ''} "
-        f"({label} {shipped_bytes(stage, dtype, micro_steps=micro_steps):.2f}), "
+        f"({label} {shipped:.2f}), "
         f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision ({kept})",
         f"{binding.topology.nodes} x {binding.topology.node_size} ranks",
         dispatch.describe(parameters.device()),
     ]
+    if stage == 3:
+        parts.append(f"{costs.gathers:.3g} gathers of the weights per micro-step")
     if inside:
         parts.append(f"{inside:.2f} B/param inside a node")
     if costs.memory:
         gigabytes = costs.memory * costs.numel / 1e9
         parts.append(f"keeps {costs.memory:.2f} B/param ({gigabytes:.3g} GB) more on every rank")
+    if binding.topology.world > 1:
+        parts.append(f"messages and sums of up to {binding.peak_bytes(costs) / 1e9:.2g} GB")
     if binding.scheme.warmup_steps:
         parts.append(f"from step {binding.scheme.warmup_steps} on")
     return "; ".join(parts + binding.notices)

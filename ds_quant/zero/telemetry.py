@@ -77,7 +77,6 @@ class Telemetry:
         self._clock = device_clock(parameters.device())
         self._steps = 0  # since the last report
         self._last = _copy(binding.traffic.received)
-        self._baseline = binding.received_in_full_precision()
 
     def arm(self) -> None:
         """Sample the next optimizer step if it is its turn. Called between steps."""
@@ -113,10 +112,11 @@ class Telemetry:
 
     def _bytes(self) -> Iterator[tuple[str, float]]:
         """Bytes per step since the last report, and the share of full precision that is saved."""
+        baseline = self._binding.received_in_full_precision()
         for role, links in self._binding.traffic.received.items():
             for link, received in links.items():
                 per_step = (received - self._last[role][link]) / self._steps
-                exact = self._baseline[role][link]
+                exact = baseline[role][link]
                 if per_step:
                     yield f"{role}/{link}/bytes", per_step
                 if per_step and exact:

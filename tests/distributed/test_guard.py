@@ -28,17 +28,17 @@ def collectives_issued() -> int:
 
 def _refused_rank(config: dict[str, Any]) -> tuple[str, str, int, int]:
     """Name and text of the error, collectives issued in all and since the plugin's last check."""
-    from ds_quant.zero import guard
+    from ds_quant import refusals
 
     started = checked = collectives_issued()
-    check = guard.refuse_unsupported
+    check = refusals.refuse_unsupported
 
     def noted(facts: Any) -> None:
         nonlocal checked
         checked = collectives_issued()
         check(facts)
 
-    guard.refuse_unsupported = noted
+    refusals.refuse_unsupported = noted
     try:
         build(config)
     except Exception as error:

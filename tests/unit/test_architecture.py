@@ -28,8 +28,8 @@ MAX_FUNCTION_LINES = 40
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
     "autotune bandwidth buffers bundle checksum clock codec codec_speed coding collectives config "
-    "config_blocks cost hops kernels layout levels link meter metrics module_codec node_shard "
-    "owners owner_plan presets rng rotation scheme slicing"
+    "config_blocks cost gathers hops kernels layout levels link memory meter metrics "
+    "module_codec node_shard owners owner_plan presets refusals rng rotation scheme slicing"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -54,6 +54,8 @@ MAY_IMPORT = {
     "config": (
         "pydantic pydantic_core config_blocks config_errors presets codec module_codec scheme"
     ),
+    "refusals": "config",
+    "memory": "cost layout slicing",
     "scheme": "torch codec rng",
     "clock": "torch",
     "bandwidth": "torch clock link",
@@ -61,6 +63,7 @@ MAY_IMPORT = {
     "autotune": "bandwidth codec_speed cost scheme slicing",
     "meter": "",
     "metrics": "meter",
+    "gathers": "",
     "topology": "",
     "checksum": "torch layout",
     "link": "torch deepspeed.comm buffers checksum meter metrics topology",

@@ -71,6 +71,24 @@ def test_frozen_parameters_travel_only_under_zero3_and_only_as_weights() -> None
     assert bytes_of(sharded) == pytest.approx((2 * (98304 + 4096), 2 * 98304))
 
 
+@pytest.mark.parametrize(("gathers", "volume"), [(1.0, 4), (1.5, 5), (2.0, 6)])
+def test_weights_that_stay_gathered_travel_once(gathers: float, volume: float) -> None:
+    result = bill(FULL, 3, [MATRIX], ranks=4, gradient_dtype=BF16, gathers=gathers)
+    assert result.step_bytes(3) == volume == shipped_bytes(3, BF16, gathers=gathers)
+    assert result.step_bytes(3, micro_steps=3) == 3 * volume
+    assert sum(
+        sum(links.values())
+        for links in result.received(3, micro_steps=3, nodes=1, node_size=4).values()
+    ) == pytest.approx(3 * volume * 0.75 * result.numel)
+
+
+def test_gradients_of_frozen_parameters_are_not_shipped() -> None:
+    cargo = [MATRIX, MATRIX._replace(name="b.weight", trainable=False)]
+    result = bill(FULL, 3, cargo, ranks=4, gradient_dtype=BF16)
+    assert result.trained == 0.5
+    assert result.step_bytes(3) == 5 == shipped_bytes(3, BF16, trained=result.trained)
+
+
 def test_shipped_gradients_are_priced_as_an_all_reduce_in_full_precision() -> None:
     result = bill(SCHEME, 1, [MATRIX], ranks=2, gradient_dtype=BF16, shipped_gradients=True)
     assert bytes_of(result) == (98304 + 96 * 8, 2 * 2 * 98304)

@@ -61,6 +61,18 @@ def test_engines_differ_in_their_block_only() -> None:
     assert hpz == plain
 
 
+@pytest.mark.parametrize(("flags", "distance"), [([], 0), (["--reuse-distance", "10"], 10)])
+def test_weights_are_released_after_forward_or_stay_as_asked(
+    flags: list[str], distance: int
+) -> None:
+    zero = speed.config_of("qsdp", 3, 2, speed.parse_args(flags))["zero_optimization"]
+    assert zero["stage3_max_reuse_distance"] == distance
+    assert (
+        "stage3_max_reuse_distance"
+        not in speed.config_of("qsdp", 2, 2, speed.parse_args(flags))["zero_optimization"]
+    )
+
+
 def test_a_lab_refuses_names_that_tear_down_would_not_find_and_bad_rates() -> None:
     with pytest.raises(lab.LabError, match="must start with 'dsqlab'"):
         lab.Lab(2, name="mine")

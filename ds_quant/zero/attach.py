@@ -11,7 +11,7 @@ from ds_quant.config_blocks import FallbackConfig, MetricsConfig
 from ds_quant.kernels import dispatch, scratch
 from ds_quant.module_codec import load
 from ds_quant.presets import AUTOTUNE
-from ds_quant.topology import Topology, default_node_size
+from ds_quant.topology import Topology
 from ds_quant.zero import accelerate_seam, checkpoint, guard, parameters, replica_seams, seams
 from ds_quant.zero.agreement import Agreement
 from ds_quant.zero.binding import Binding
@@ -33,7 +33,8 @@ def attach(engine: Any, optimizer: Any) -> None:
 
     Raises:
         ConfigError: a setting or a combination that cannot work, before any collective.
-        RuntimeError: ranks without the plugin or with other settings (see ``guard.handshake``).
+        StartError: ranks without the plugin, with other settings, or placed so that they make no
+            nodes (see ``guard.handshake``).
     """
     config = getattr(engine._config, "quantized_comm", None)
     if config is None:
@@ -43,13 +44,14 @@ def attach(engine: Any, optimizer: Any) -> None:
     config.validate_world(world)
     check_file(config.metrics, rank)
     dispatch.use(config.backend)
-    topology = Topology(world=world, node_size=config.node_size or default_node_size(world))
-    settings = f"{config.digest()}, {topology.node_size} ranks per node"
-    own = [load(r.codec) for r in (config.weights, config.gradients) if r.enabled and r.codec]
-    settings += "".join(f", codec {codec.name} {codec.digest}" for codec in own)
-    if kill_file() is not None:  # a vote that some ranks do not take part in would hang
-        settings += f", {KILL_VARIABLE} set"
-    guard.handshake(settings=settings, rank=rank, world=world, timeout=config.handshake_timeout)
+    agreed = guard.handshake(
+        config=config,
+        must=_must_be_equal(config),
+        facts={"kernels": dispatch.describe(parameters.device())},
+        rank=rank,
+        world=world,
+    )
+    topology = Topology(world=world, node_size=config.node_size or agreed)
     binding = engine.ds_quant_binding = _bind(engine, config, topology)
     if world == 1:
         binding.notices.append("world of one, nothing to send")
@@ -73,6 +75,14 @@ def attach(engine: Any, optimizer: Any) -> None:
     if device.type == "cuda" and world > 1:
         rehearse(binding, device)
     seams.log_rank0(f"quantized_comm: {start_line(binding)}")
+
+
+def _must_be_equal(config: QuantizedCommConfig) -> dict[str, str]:
+    """What all ranks need alike and the block does not show."""
+    own = [load(r.codec) for r in (config.weights, config.gradients) if r.enabled and r.codec]
+    found = {f"codec {codec.name}": codec.digest for codec in own}
+    # A vote in which some ranks take no part would hang.
+    return found | {KILL_VARIABLE: "unset" if kill_file() is None else "set"}
 
 
 def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Binding:

@@ -28,7 +28,7 @@ MAX_FUNCTION_LINES = 40
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
     "autotune bandwidth buffers bundle checksum clock codec codec_speed coding collectives config "
-    "config_blocks cost hops kernels layout levels link meter metrics module_codec node_shard "
+    "config_blocks config_errors cost hops kernels layout levels link meter metrics module_codec node_shard "
     "owners owner_plan presets rng rotation scheme slicing"
 )
 ANYTHING = "*"

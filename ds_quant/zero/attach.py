@@ -19,6 +19,7 @@ from ds_quant.zero.corruption import Corruption
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.late import LateReduction
+from ds_quant.zero.log import info_rank0
 from ds_quant.zero.owner_reduction import OwnerReduction
 from ds_quant.zero.reduce import ShardReduction
 from ds_quant.zero.rehearsal import rehearse
@@ -74,7 +75,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     device = parameters.device()
     if device.type == "cuda" and world > 1:
         rehearse(binding, device)
-    seams.log_rank0(f"quantized_comm: {start_line(binding)}")
+    info_rank0(f"quantized_comm: {start_line(binding)}")
 
 
 def _must_be_equal(config: QuantizedCommConfig) -> dict[str, str]:

@@ -15,7 +15,7 @@ from ds_quant.config import ConfigError
 from ds_quant.scheme import Scheme
 from ds_quant.topology import Topology
 from ds_quant.zero.handshake import Board, handshake
-from ds_quant.zero.seams import log_rank0
+from ds_quant.zero.log import log_rank0
 
 __all__ = ["handshake", "refuse_full_replica", "refuse_unsupported", "roll_call"]
 

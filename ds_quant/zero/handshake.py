@@ -20,7 +20,7 @@ import torch.distributed as torch_dist
 from ds_quant.config import QuantizedCommConfig
 from ds_quant.topology import PlacementError, host_name, launched_size, place
 from ds_quant.zero.cards import SETTINGS, Card, card_from, disagreement, mixed_facts, strangers
-from ds_quant.zero.seams import log_rank0
+from ds_quant.zero.log import log_rank0
 
 WIRE_VERSION = 2  # raised when bytes on the wire change meaning
 _CARDS = 2  # raised when cards change meaning

@@ -11,13 +11,13 @@ the calling optimizer opened them, on this thread, for the length of one call.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from ds_quant.zero.log import log_rank0 as log_rank0
 from ds_quant.zero.wrapping import Route, after, require, wrap
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
@@ -223,13 +223,6 @@ def before_destroy(engine: Any, first: Callable[[], None]) -> None:
             original(*args, **kwargs)
 
     wrap(engine, "destroy", destroy)
-
-
-def log_rank0(message: str) -> None:
-    from deepspeed.utils import log_dist
-
-    # DeepSpeed's logger shows nothing below a warning unless the user lowers its level.
-    log_dist(message, ranks=[0], level=logging.WARNING)
 
 
 def rank_and_world() -> tuple[int, int]:

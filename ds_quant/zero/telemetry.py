@@ -22,6 +22,7 @@ from ds_quant.config_blocks import MetricsConfig
 from ds_quant.meter import Sample
 from ds_quant.zero import parameters, seams
 from ds_quant.zero.binding import Binding
+from ds_quant.zero.log import log_here
 
 PREFIX = "Train/Samples/ds_quant"  # as DeepSpeed names its own events
 
@@ -75,6 +76,7 @@ class Telemetry:
         self._file = None if settings.file is None else Path(settings.file)
         self._writes = seams.rank_and_world()[0] == 0
         self._clock = device_clock(parameters.device())
+        self._failed = False  # to write, once
         self._steps = 0  # since the last report
         self._last = _copy(binding.traffic.received)
         self._baseline = binding.received_in_full_precision()
@@ -123,6 +125,18 @@ class Telemetry:
                     yield f"{role}/{link}/saved", 1 - per_step / exact
 
     def _write(self, record: Record) -> None:
+        """A full disk or a lost folder costs records, not the run."""
+        try:
+            self._append(record)
+        except OSError as error:
+            if not self._failed:
+                log_here(
+                    f"quantized_comm: step {record.step}: the metrics cannot be written: {error}; "
+                    "training goes on, and later ones are tried again (logged once)"
+                )
+            self._failed = True
+
+    def _append(self, record: Record) -> None:
         monitor = self._binding.engine.monitor
         if monitor.enabled:
             monitor.write_events(record.events())

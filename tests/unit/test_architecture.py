@@ -28,8 +28,8 @@ MAX_FUNCTION_LINES = 40
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
     "autotune bandwidth buffers bundle checksum clock codec codec_speed coding collectives config "
-    "config_blocks config_errors cost hops kernels layout levels link meter metrics module_codec node_shard "
-    "owners owner_plan presets rng rotation scheme slicing"
+    "config_blocks config_errors cost hops kernels layout levels link meter metrics module_codec "
+    "node_shard owners owner_plan presets rng rotation scheme slicing"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -77,6 +77,7 @@ MAY_IMPORT = {
     "zero": f"torch {_PUBLIC_DEEPSPEED} zero topology resources __init__ {_BELOW_ZERO}",
     "zero.replica_seams": "torch deepspeed zero",
     "zero.wrapping": "deepspeed",
+    "zero.log": "deepspeed.comm",
     "zero.seams": f"torch deepspeed zero topology resources __init__ {_BELOW_ZERO}",
     "tools": ANYTHING,
     "tools.options": "",

@@ -115,7 +115,10 @@ class QuantizedCommConfig(Block):
     )
     seed: Whole = Field(0, ge=0, le=MAX_SEED, description="Seed of all random rounding.")
     handshake_timeout: float = Field(
-        60.0, gt=0, description="Seconds to wait at start-up for ranks without this block."
+        60.0,
+        gt=0,
+        le=86_400,
+        description="Seconds to wait at start-up for ranks without this block, a day at most.",
     )
 
     @field_validator("scheme")

@@ -24,7 +24,7 @@ from ds_quant.zero.owner_reduction import OwnerReduction
 from ds_quant.zero.reduce import ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
-from ds_quant.zero.start_line import start_line
+from ds_quant.zero.start_line import idle_patterns, start_line
 from ds_quant.zero.telemetry import Telemetry, check_file
 from ds_quant.zero.tuning import tune
 
@@ -75,6 +75,8 @@ def attach(engine: Any, optimizer: Any) -> None:
     device = parameters.device()
     if device.type == "cuda" and world > 1:
         rehearse(binding, device)
+    for warning in idle_patterns(binding):
+        seams.log_rank0(f"quantized_comm: {warning}")
     info_rank0(f"quantized_comm: {start_line(binding)}")
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import run, run_each
-from tests.distributed.models import QSDP, build, evaluate, settings, train_step
+from tests.distributed.models import QSDP, Regression, build, evaluate, settings, train_step
 
 pytestmark = pytest.mark.distributed
 
@@ -450,3 +450,37 @@ def test_ranks_with_other_kernels_are_named_in_one_warning() -> None:
     (warning,) = ranks[0][1]
     assert "kernels differ" in warning
     assert "Most ranks: CuPy kernels; rank 2 on c: torch kernels" in warning
+
+
+# ---- exclude ----
+
+
+class _Wrapped(torch.nn.Module):
+    """As torch.compile wraps a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod = Regression()
+
+    def forward(self, *batch: Any) -> Any:
+        return self._orig_mod(*batch)
+
+
+def _patterns_rank(patterns: list[str]) -> tuple[str, list[str]]:
+    import ds_quant
+    from ds_quant.zero import seams
+
+    said: list[str] = []
+    seams.log_rank0 = said.append
+    engine = build(block(exclude=patterns), _Wrapped)
+    return ds_quant.report(engine)["line"], said
+
+
+def test_patterns_reach_a_wrapped_model_and_idle_ones_are_named() -> None:
+    line, said = run(_patterns_rank, 2, ["last.weight", "secnd.weight", "*.embed*"])[0]
+    assert "1 excluded" in line
+    assert [warning.split("; ")[0] for warning in said] == [
+        'quantized_comm: exclude pattern "secnd.weight" matches no parameter',
+        'quantized_comm: exclude pattern "*.embed*" matches no parameter',
+    ]
+    assert said[0].endswith("one is called _orig_mod.second.weight")

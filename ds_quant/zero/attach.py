@@ -25,7 +25,7 @@ from ds_quant.zero.reduce import ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.start_line import idle_patterns, start_line
-from ds_quant.zero.telemetry import Telemetry, check_file
+from ds_quant.zero.telemetry import Telemetry, check_file, listened_to
 from ds_quant.zero.tuning import tune
 
 
@@ -201,7 +201,7 @@ def _attach_fallback(binding: Binding, optimizer: Any, settings: FallbackConfig)
 
 def _attach_telemetry(binding: Binding, optimizer: Any, settings: MetricsConfig) -> None:
     trains = seams.steps(optimizer) or binding.stage < 3
-    if settings.interval and trains and binding.topology.world > 1:
+    if listened_to(binding.engine, settings) and trains and binding.topology.world > 1:
         binding.telemetry = Telemetry(binding, settings)
         seams.after_global_step(binding.engine, binding.telemetry.after_step)
         binding.telemetry.arm()

@@ -130,7 +130,21 @@ def test_nothing_is_written_before_the_first_interval_and_the_step_before_it_ope
     None
 ):
     assert run(nothing, 2, 4, 2) == [(False, False)] * 2
-    assert run(nothing, 2, 4, 3) == [(False, True)] * 2
+    assert run(nothing, 2, 4, 3) == [(False, True), (False, False)]
+
+
+def unheard() -> list[bool]:
+    """Whether a sample is open before each step; with neither monitor nor file."""
+    engine = build(settings(2, block("qsdp", None) | {"metrics": {"interval": 1}}))
+    found = []
+    for step in range(3):
+        found.append(engine.ds_quant_binding.traffic.meter.is_open)
+        train_step(engine, step)
+    return found
+
+
+def test_nothing_is_sampled_where_nobody_listens() -> None:
+    assert run(unheard, 2) == [[False] * 3] * 2
 
 
 def two_engines() -> list[list[dict]]:
@@ -160,9 +174,8 @@ def same_weights(stage: int) -> list[dict[str, str]]:
 
     found = []
     for interval in (1, 0):
-        engine = build(
-            settings(stage, block("sdp4bit", None) | {"metrics": {"interval": interval}})
-        )
+        metrics = {"interval": interval, "file": str(Path(os.environ["TEST_SCRATCH"], "lines"))}
+        engine = build(settings(stage, block("sdp4bit", None) | {"metrics": metrics}))
         for step in range(3):
             train_step(engine, step)
         found.append(digests(masters(engine)))
@@ -246,8 +259,8 @@ def times(repeats: int) -> tuple[float, float]:
     """Shortest ordinary and shortest sampled step, in seconds."""
     shortest = []
     for interval in (0, 1):
-        fields = block("sdp4bit", None) | {"metrics": {"interval": interval}}
-        engine = build(settings(2, fields))
+        metrics = {"interval": interval, "file": str(Path(os.environ["TEST_SCRATCH"], "lines"))}
+        engine = build(settings(2, block("sdp4bit", None) | {"metrics": metrics}))
         found = []
         for step in range(repeats):
             torch.distributed.barrier()

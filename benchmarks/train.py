@@ -147,8 +147,6 @@ def main() -> None:
     args = parse_args()
     if args.plugin_import:
         importlib.import_module("ds_quant")
-    # DeepSpeed compiles this op at start-up (30 s, needs a C++ compiler); training never calls it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     model = build_model(args)
     # ZeRO-3 gathers a block at once: a layer of this size is not worth a collective of its own.
     deepspeed.utils.set_z3_leaf_modules(model, [Block])

@@ -11,12 +11,14 @@ the calling optimizer opened them, on this thread, for the length of one call.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from ds_quant.zero.log import log_here
 from ds_quant.zero.log import log_rank0 as log_rank0
 from ds_quant.zero.wrapping import Route, after, require, wrap
 
@@ -29,9 +31,11 @@ def install() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from ds_quant import config
+    from ds_quant import config, leftovers
     from ds_quant.zero import guard
     from ds_quant.zero.attach import attach
+    from ds_quant.zero.deferred import defer_operator
+    from ds_quant.zero.quiet import install_hook
 
     def read_block(original: Callable[..., Any], self: Any, param_dict: dict) -> None:
         self.quantized_comm = config.parse(param_dict)
@@ -39,6 +43,9 @@ def install() -> None:
         if self.quantized_comm is not None:
             self.quantized_comm.validate_stage(self.zero_config.stage)
             guard.refuse_unsupported(facts(self))  # before DeepSpeed builds what it refuses
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                for lock in leftovers.idle_locks():
+                    log_here(f"quantized_comm: {leftovers.lock_sentence(lock)}")
 
     def attach_zero(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = original(self, *args, **kwargs)
@@ -49,6 +56,8 @@ def install() -> None:
         attach(self, None)
         return original(self, *args, **kwargs)
 
+    install_hook()
+    defer_operator()
     wrap(DeepSpeedConfig, "_initialize_params", read_block)
     wrap(DeepSpeedEngine, "_configure_zero_optimizer", attach_zero)
     wrap(DeepSpeedEngine, "_configure_bf16_optimizer", refuse_other)

@@ -28,8 +28,8 @@ MAX_FUNCTION_LINES = 40
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
     "autotune bandwidth buffers bundle checksum clock codec codec_speed coding collectives config "
-    "config_blocks config_errors cost hops kernels layout levels link meter metrics module_codec "
-    "node_shard owners owner_plan presets rng rotation scheme slicing"
+    "config_blocks config_errors cost hops kernels layout leftovers levels link meter metrics "
+    "module_codec node_shard owners owner_plan presets rng rotation scheme slicing"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "layout": "",
     "rng": "",
     "resources": "",
+    "leftovers": "",
     "_autoload": "zero",  # inside functions, see STDLIB_AT_TOP
     "__init__": "_autoload",
     "kernels": "torch layout rng kernels",

@@ -19,12 +19,11 @@ from ds_quant.zero.corruption import Corruption
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.late import LateReduction
-from ds_quant.zero.log import info_rank0
 from ds_quant.zero.owner_reduction import OwnerReduction
 from ds_quant.zero.reduce import ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
-from ds_quant.zero.start_line import idle_patterns, start_line
+from ds_quant.zero.start_line import announce, start_line
 from ds_quant.zero.telemetry import Telemetry, check_file, listened_to
 from ds_quant.zero.tuning import tune
 
@@ -45,14 +44,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     config.validate_world(world)
     check_file(config.metrics, rank)
     dispatch.use(config.backend)
-    agreed = guard.handshake(
-        config=config,
-        must=_must_be_equal(config),
-        facts={"kernels": dispatch.describe(parameters.device())},
-        rank=rank,
-        world=world,
-    )
-    topology = Topology(world=world, node_size=config.node_size or agreed)
+    topology = _agree(config, rank, world)
     binding = engine.ds_quant_binding = _bind(engine, config, topology)
     if world == 1:
         binding.notices.append("world of one, nothing to send")
@@ -75,17 +67,18 @@ def attach(engine: Any, optimizer: Any) -> None:
     device = parameters.device()
     if device.type == "cuda" and world > 1:
         rehearse(binding, device)
-    for warning in idle_patterns(binding):
-        seams.log_rank0(f"quantized_comm: {warning}")
-    info_rank0(f"quantized_comm: {start_line(binding)}")
+    announce(binding)
 
 
-def _must_be_equal(config: QuantizedCommConfig) -> dict[str, str]:
-    """What all ranks need alike and the block does not show."""
+def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
+    """The handshake of all ranks, and the nodes that come of it."""
     own = [load(r.codec) for r in (config.weights, config.gradients) if r.enabled and r.codec]
-    found = {f"codec {codec.name}": codec.digest for codec in own}
+    must = {f"codec {codec.name}": codec.digest for codec in own}
     # A vote in which some ranks take no part would hang.
-    return found | {KILL_VARIABLE: "unset" if kill_file() is None else "set"}
+    must[KILL_VARIABLE] = "unset" if kill_file() is None else "set"
+    facts = {"kernels": dispatch.describe(parameters.device())}
+    agreed = guard.handshake(config=config, must=must, facts=facts, rank=rank, world=world)
+    return Topology(world=world, node_size=config.node_size or agreed)
 
 
 def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Binding:

@@ -10,6 +10,7 @@ from ds_quant.kernels import dispatch
 from ds_quant.scheme import matches
 from ds_quant.zero import parameters, seams
 from ds_quant.zero.binding import Binding
+from ds_quant.zero.log import info_rank0
 
 
 def start_line(binding: Binding) -> str:
@@ -41,7 +42,14 @@ def start_line(binding: Binding) -> str:
     return "; ".join(parts + binding.notices)
 
 
-def idle_patterns(binding: Binding) -> list[str]:
+def announce(binding: Binding) -> None:
+    """Log what rank 0 has to say once an engine is ready."""
+    for sentence in _idle_patterns(binding):
+        seams.log_rank0(f"quantized_comm: {sentence}")
+    info_rank0(f"quantized_comm: {start_line(binding)}")
+
+
+def _idle_patterns(binding: Binding) -> list[str]:
     """One sentence per ``exclude`` pattern that matches no parameter."""
     names = [tracked.name for tracked in binding.all_tracked()]
     sentences = []

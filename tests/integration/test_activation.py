@@ -165,6 +165,15 @@ def test_a_broken_install_only_warns(
     assert "RuntimeWarning" in warned and "ds_quant.zero.seams" in warned
 
 
+def test_a_broken_install_does_not_raise_where_warnings_are_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """pytest runs with warnings as errors here, as ``python -W error`` does."""
+    monkeypatch.setitem(sys.modules, "ds_quant.zero.seams", None)
+    _autoload._install()
+    assert "quantized_comm is NOT active" in capsys.readouterr().err
+
+
 # ---- the import hook ----
 
 ENGINE = """

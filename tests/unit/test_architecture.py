@@ -255,6 +255,14 @@ def test_import_ds_quant_loads_the_standard_library_only() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_the_package_shows_its_public_names() -> None:
+    import ds_quant
+
+    assert dir(ds_quant) == sorted(ds_quant.__all__) and "exact_weights" in dir(ds_quant)
+    for name in dir(ds_quant):
+        assert getattr(ds_quant, name) is not None
+
+
 def test_import_of_the_codecs_starts_no_cuda_and_loads_no_cupy() -> None:
     code = (
         "import sys, torch, ds_quant.codec, ds_quant.scheme, ds_quant.config; "

@@ -62,7 +62,8 @@ class QuantizedCommConfig(Block):
         GradientsConfig(), description="How gradients are quantized."
     )
     node_size: Positive | None = Field(
-        None, description="Ranks per node; must divide the world size. null: as launched."
+        None,
+        description="Ranks per node; must divide the world size. null: by launcher or hosts.",
     )
     exclude: Patterns = Field(
         (), description='Parameter names left in full precision; patterns: ["*.embed*"].'

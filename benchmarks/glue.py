@@ -159,7 +159,10 @@ def measure(case: str, codec: str, args: argparse.Namespace) -> dict[str, Any]:
     from ds_quant.zero import guard
 
     parameters = 2 * args.layers
-    with emptied(codec), patch.object(guard, "handshake"):  # the other rank cannot answer
+    with (
+        emptied(codec),
+        patch.object(guard, "handshake", return_value=2),
+    ):  # the other rank cannot answer
         plain, ours = (build(case, args.layers, b) for b in (None, block(codec)))
         pairs = in_turns((plain, ours), args.rounds, args.steps)
         if plain.skipped_steps or ours.skipped_steps:

@@ -123,8 +123,6 @@ def main() -> None:
     args = parse_args()
     if args.plugin_import:
         importlib.import_module("ds_quant")
-    # DeepSpeed compiles this op at start-up (30 s, needs a C++ compiler); training never calls it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     model, batch, whole_layers = load_task(args, on_cpu=get_accelerator().device_name() == "cpu")
     if whole_layers:
         deepspeed.utils.set_z3_leaf_modules(model, whole_layers)

@@ -118,9 +118,9 @@ class Coding(NamedTuple):
         *,
         held: Tensor | None = None,
         rotation: Rotation | None = None,
-    ) -> tuple[float, float]:
-        """Squared error and squared norm of what ``encode`` got, read back from its message; of the
-        weights, not of their difference.
+    ) -> Tensor:
+        """Squared error and squared norm of what ``encode`` got, (2,) fp64 on the device, read back
+        from its message; of the weights, not of their difference.
         """
         with dispatch.in_order():
             if self.difference:
@@ -170,7 +170,7 @@ def _temporary(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _squares(found: Tensor, exact: Tensor) -> tuple[float, float]:
+def _squares(found: Tensor, exact: Tensor) -> Tensor:
     """|found - exact|^2 and |exact|^2, run by run: a gradient may be large, and memory scarce."""
     sums = torch.zeros(2, dtype=torch.float64, device=exact.device)
     runs = found.reshape(-1).split(_RUN), exact.reshape(-1).split(_RUN)
@@ -178,5 +178,4 @@ def _squares(found: Tensor, exact: Tensor) -> tuple[float, float]:
         b = b.float()
         sums[0] += (a.float() - b).square().sum(dtype=torch.float64)
         sums[1] += b.square().sum(dtype=torch.float64)
-    error, norm = sums.tolist()
-    return error, norm
+    return sums

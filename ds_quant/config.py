@@ -62,7 +62,8 @@ class QuantizedCommConfig(Block):
         GradientsConfig(), description="How gradients are quantized."
     )
     node_size: Positive | None = Field(
-        None, description="Ranks per node; must divide the world size. null: as launched."
+        None,
+        description="Ranks per node; must divide the world size. null: by launcher or hosts.",
     )
     exclude: Patterns = Field(
         (), description='Parameter names left in full precision; patterns: ["*.embed*"].'
@@ -115,7 +116,10 @@ class QuantizedCommConfig(Block):
     )
     seed: Whole = Field(0, ge=0, le=MAX_SEED, description="Seed of all random rounding.")
     handshake_timeout: float = Field(
-        60.0, gt=0, description="Seconds to wait at start-up for ranks without this block."
+        60.0,
+        gt=0,
+        le=86_400,
+        description="Seconds to wait at start-up for ranks without this block, a day at most.",
     )
 
     @field_validator("scheme")

@@ -8,8 +8,10 @@ layout, rng and its sister modules.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Callable
@@ -137,12 +139,21 @@ def _import_cupy():
         while not os.path.exists(parent):
             parent = os.path.dirname(parent)
         if not os.access(parent, os.W_OK):
-            os.environ["CUPY_CACHE_DIR"] = os.path.join(
-                tempfile.gettempdir(), f"ds_quant_cupy_{os.getuid()}"
-            )
+            os.environ["CUPY_CACHE_DIR"] = _own_folder()
     import cupy
 
     return cupy
+
+
+def _own_folder() -> str:
+    """A folder for compiled kernels in the temporary one, which nobody else can have filled."""
+    path = os.path.join(tempfile.gettempdir(), f"ds_quant_cupy_{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    found = os.lstat(path)
+    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+    # Another user's, or a link: whoever made it could put kernels there that this process runs.
+    return path if private and found.st_uid == os.getuid() else tempfile.mkdtemp(prefix="ds_quant_")
 
 
 @cache

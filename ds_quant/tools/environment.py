@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ds_quant import leftovers
 from ds_quant._autoload import DISABLE_VARIABLE
 from ds_quant.tools.checks import OK, PROBLEM, WARNING, Check
 
@@ -25,7 +26,8 @@ NETWORK_VARIABLES = (*SOCKET_VARIABLES, "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "
 
 def survey() -> list[Check]:
     """All checks that only read."""
-    return [*versions(), device(), cupy(), cpu_kernels(), backend(), interfaces(), entry_point()]
+    machine = [device(), cupy(), cpu_kernels(), backend(), interfaces(), builds(), shared_memory()]
+    return [*versions(), *machine, entry_point()]
 
 
 def _installed(package: str) -> str | None:
@@ -190,6 +192,30 @@ def socket_problems(present: set[str]) -> list[str]:
 
 def _infiniband() -> list[Path]:
     return sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate"))
+
+
+def builds() -> Check:
+    """Whether builds of DeepSpeed's operators were interrupted, which stops the next ones."""
+    locks = leftovers.idle_locks()
+    details = {"folder": str(leftovers.build_folder()), "locks": [str(lock) for lock in locks]}
+    return Check(
+        name="operator builds", status=PROBLEM if locks else OK, details=details,
+        found=" ".join(map(leftovers.lock_sentence, locks)) or "none was interrupted",
+        fix=f"rm {' '.join(details['locks'])}" if locks else "",
+    )  # fmt: skip
+
+
+def shared_memory() -> Check:
+    """What DeepSpeed's shared-memory operator has left in memory."""
+    files = leftovers.idle_buffers()
+    gigabytes = sum(path.stat().st_size for path in files) / 1e9
+    pattern = f"{leftovers.SHARED_MEMORY}/{leftovers.BUFFERS}_{os.getuid()}_*"
+    return Check(
+        name="shared memory", status=WARNING if files else OK, details={"files": len(files)},
+        found=f"{len(files)} files of ended DeepSpeed runs hold {gigabytes:.2g} GB of memory"
+        if files else "nothing left by ended DeepSpeed runs",
+        fix=f"when no DeepSpeed run is going on: rm {pattern}" if files else "",
+    )  # fmt: skip
 
 
 def entry_point() -> Check:

@@ -12,7 +12,7 @@ from ds_quant.config_blocks import FallbackConfig, MetricsConfig
 from ds_quant.kernels import dispatch, scratch
 from ds_quant.module_codec import load
 from ds_quant.presets import AUTOTUNE
-from ds_quant.topology import Topology, default_node_size
+from ds_quant.topology import Topology
 from ds_quant.zero import accelerate_seam, checkpoint, guard, parameters, replica_seams, seams
 from ds_quant.zero.agreement import Agreement
 from ds_quant.zero.binding import Binding
@@ -25,8 +25,8 @@ from ds_quant.zero.owner_reduction import OwnerReduction
 from ds_quant.zero.reduce import ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
-from ds_quant.zero.start_line import start_line
-from ds_quant.zero.telemetry import Telemetry, check_file
+from ds_quant.zero.start_line import announce, start_line
+from ds_quant.zero.telemetry import Telemetry, check_file, listened_to
 from ds_quant.zero.tuning import tune
 
 
@@ -35,7 +35,8 @@ def attach(engine: Any, optimizer: Any) -> None:
 
     Raises:
         ConfigError: a setting or a combination that cannot work, before any collective.
-        RuntimeError: ranks without the plugin or with other settings (see ``guard.handshake``).
+        StartError: ranks without the plugin, with other settings, or placed so that they make no
+            nodes (see ``guard.handshake``).
     """
     config = getattr(engine._config, "quantized_comm", None)
     if config is None:
@@ -45,13 +46,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     config.validate_world(world)
     check_file(config.metrics, rank)
     dispatch.use(config.backend)
-    topology = Topology(world=world, node_size=config.node_size or default_node_size(world))
-    settings = f"{config.digest()}, {topology.node_size} ranks per node"
-    own = [load(r.codec) for r in (config.weights, config.gradients) if r.enabled and r.codec]
-    settings += "".join(f", codec {codec.name} {codec.digest}" for codec in own)
-    if kill_file() is not None:  # a vote that some ranks do not take part in would hang
-        settings += f", {KILL_VARIABLE} set"
-    guard.handshake(settings=settings, rank=rank, world=world, timeout=config.handshake_timeout)
+    topology = _agree(config, rank, world)
     binding = engine.ds_quant_binding = _bind(engine, config, topology)
     if world == 1:
         binding.notices.append("world of one, nothing to send")
@@ -74,7 +69,18 @@ def attach(engine: Any, optimizer: Any) -> None:
     device = parameters.device()
     if device.type == "cuda" and world > 1:
         rehearse(binding, device)
-    seams.log_rank0(f"quantized_comm: {start_line(binding)}")
+    announce(binding)
+
+
+def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
+    """The handshake of all ranks, and the nodes that come of it."""
+    own = [load(r.codec) for r in (config.weights, config.gradients) if r.enabled and r.codec]
+    must = {f"codec {codec.name}": codec.digest for codec in own}
+    # A vote in which some ranks take no part would hang.
+    must[KILL_VARIABLE] = "unset" if kill_file() is None else "set"
+    facts = {"kernels": dispatch.describe(parameters.device())}
+    agreed = guard.handshake(config=config, must=must, facts=facts, rank=rank, world=world)
+    return Topology(world=world, node_size=config.node_size or agreed)
 
 
 def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Binding:
@@ -195,7 +201,7 @@ def _attach_fallback(binding: Binding, optimizer: Any, settings: FallbackConfig)
 
 def _attach_telemetry(binding: Binding, optimizer: Any, settings: MetricsConfig) -> None:
     trains = seams.steps(optimizer) or binding.stage < 3
-    if settings.interval and trains and binding.topology.world > 1:
+    if listened_to(binding.engine, settings) and trains and binding.topology.world > 1:
         binding.telemetry = Telemetry(binding, settings)
         seams.after_global_step(binding.engine, binding.telemetry.after_step)
         binding.telemetry.arm()

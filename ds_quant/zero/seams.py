@@ -10,7 +10,7 @@ the calling optimizer opened them, on this thread, for the length of one call.
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-from ds_quant import config, refusals
+from ds_quant import config, leftovers, refusals
+from ds_quant.zero.log import log_here
+from ds_quant.zero.log import log_rank0 as log_rank0
 from ds_quant.zero.wrapping import Route, after, require, wrap
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
@@ -31,11 +33,16 @@ def install() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     from ds_quant.zero.attach import attach
+    from ds_quant.zero.deferred import defer_operator
+    from ds_quant.zero.quiet import install_hook
 
     def read_block(original: Callable[..., Any], self: Any, param_dict: dict) -> None:
         self.quantized_comm = config.parse(param_dict)
         if self.quantized_comm is not None:
             refusals.refuse(param_dict, self.quantized_comm)  # ahead of DeepSpeed's own checks
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                for lock in leftovers.idle_locks():
+                    log_here(f"quantized_comm: {leftovers.lock_sentence(lock)}")
         original(self, param_dict)
 
     def attach_zero(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,6 +54,8 @@ def install() -> None:
         attach(self, None)
         return original(self, *args, **kwargs)
 
+    install_hook()
+    defer_operator()
     wrap(DeepSpeedConfig, "_initialize_params", read_block)
     wrap(DeepSpeedEngine, "_configure_zero_optimizer", attach_zero)
     wrap(DeepSpeedEngine, "_configure_bf16_optimizer", refuse_other)
@@ -200,13 +209,6 @@ def before_destroy(engine: Any, first: Callable[[], None]) -> None:
             original(*args, **kwargs)
 
     wrap(engine, "destroy", destroy)
-
-
-def log_rank0(message: str) -> None:
-    from deepspeed.utils import log_dist
-
-    # DeepSpeed's logger shows nothing below a warning unless the user lowers its level.
-    log_dist(message, ranks=[0], level=logging.WARNING)
 
 
 def rank_and_world() -> tuple[int, int]:

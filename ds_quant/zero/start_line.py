@@ -1,13 +1,16 @@
-"""The line that rank 0 logs when quantization is on, and that ``report`` repeats."""
+"""What rank 0 logs when quantization is on: warnings, and the line that ``report`` repeats."""
 
 from __future__ import annotations
 
 import torch
 
+from ds_quant.config_errors import did_you_mean
 from ds_quant.cost import shipped_bytes
 from ds_quant.kernels import dispatch
+from ds_quant.scheme import matches
 from ds_quant.zero import parameters, seams
 from ds_quant.zero.binding import Binding
+from ds_quant.zero.log import info_rank0
 
 
 def start_line(binding: Binding) -> str:
@@ -44,3 +47,23 @@ def start_line(binding: Binding) -> str:
     if binding.scheme.warmup_steps:
         parts.append(f"from step {binding.scheme.warmup_steps} on")
     return "; ".join(parts + binding.notices)
+
+
+def announce(binding: Binding) -> None:
+    """Log what rank 0 has to say once an engine is ready."""
+    for sentence in _idle_patterns(binding):
+        seams.log_rank0(f"quantized_comm: {sentence}")
+    info_rank0(f"quantized_comm: {start_line(binding)}")
+
+
+def _idle_patterns(binding: Binding) -> list[str]:
+    """One sentence per ``exclude`` pattern that matches no parameter."""
+    names = [tracked.name for tracked in binding.all_tracked()]
+    sentences = []
+    for pattern in binding.scheme.exclude:
+        if not any(matches(name, pattern) for name in names):
+            near = did_you_mean(pattern, names, cutoff=0.4) or next(iter(names), "nothing")
+            sentences.append(
+                f'exclude pattern "{pattern}" matches no parameter; one is called {near}'
+            )
+    return sentences

@@ -116,3 +116,27 @@ def generator_state(stage: int) -> bool:
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_users_generator_is_never_advanced(stage: int) -> None:
     assert all(run(generator_state, 2, stage))
+
+
+# ---- copies of a parameter in several groups ----
+
+
+def copies(stage: int) -> dict[str, str]:
+    """Master weights of a model that tensor-parallel neighbours hold whole, each reducing it in a
+    data-parallel group of its own. Neighbours see the same batches.
+    """
+    from tests.distributed.models import Regression, batch, masters
+    from tests.distributed.scenarios import Grid, initialize, seeded
+
+    grid = Grid(2)
+    engine = initialize(seeded(Regression), settings(stage, QSDP), mpu=grid)
+    for step in range(STEPS):
+        engine.backward(engine(*batch(0, step, 0, grid.get_data_parallel_rank())))
+        engine.step()
+    return digests(masters(engine))
+
+
+def test_tensor_parallel_ranks_keep_copies_of_a_parameter_equal() -> None:
+    """Gradients of copies are equal, and take equal random bits in their groups."""
+    weights = run(copies, 4, 2)
+    assert weights[0] == weights[1] and weights[2] == weights[3] == weights[0]

@@ -248,7 +248,7 @@ def watched_by_one() -> None:
 
 def test_a_kill_file_that_only_some_ranks_watch_is_refused_by_name() -> None:
     for _, error in run_each(watched_by_one, 2):
-        assert "ranks disagree" in error and "DS_QUANT_KILL_FILE set" in error
+        assert "ranks disagree" in error and "DS_QUANT_KILL_FILE=" in error
 
 
 def resumed_in_between(stage: int) -> tuple[list[float], list[float]]:
@@ -277,3 +277,44 @@ def resumed_in_between(stage: int) -> tuple[list[float], list[float]]:
 def test_a_run_resumed_while_falling_back_goes_on_as_the_one_that_saved(stage: int) -> None:
     for went_on, resumed in run(resumed_in_between, RANKS, stage):
         assert repr(went_on) == repr(resumed)
+
+
+# ---- a file system that fails ----
+
+
+def blind(stage: int) -> tuple[list[bool], list[str]]:
+    """Per step whether the run was in full precision, and this rank's lines. From step 2 on rank 1
+    cannot look for the file, which has lain there since step 1 and is gone at step 4.
+    """
+    from ds_quant.zero import fallback
+
+    said: list[str] = []
+    fallback.log_here = said.append
+    file = Path(os.environ["TEST_SCRATCH"], "stop")
+    os.environ["DS_QUANT_KILL_FILE"] = str(file)
+    engine = build(settings(stage, fields("qsdp", None)))
+    rank, look, killed = torch.distributed.get_rank(), Path.exists, []
+
+    def stale(path: Path) -> bool:
+        if path == file and rank == 1 and 2 <= engine.global_steps < 5:
+            raise OSError(116, "Stale file handle", str(path))
+        return look(path)
+
+    Path.exists = stale
+    for step in range(7):
+        if rank == 0 and step in (1, 4):
+            (file.touch if step == 1 else file.unlink)()
+        torch.distributed.barrier()
+        train_step(engine, step)
+        killed.append(engine.ds_quant_binding.state.killed)
+    return killed, said
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_a_rank_that_cannot_look_for_the_file_keeps_its_vote_and_warns_once(stage: int) -> None:
+    ranks = run(blind, 2, stage)
+    assert [killed for killed, _ in ranks] == [[False, True, True, True, True, False, False]] * 2
+    assert ranks[0][1] == []
+    (line,) = ranks[1][1]
+    assert "rank 1 cannot look for the file of DS_QUANT_KILL_FILE" in line
+    assert "Stale file handle" in line

@@ -27,7 +27,8 @@ IMPORTS = {
 TRAINING = """
 import json, os, sys
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build that nothing uses
+if "DS_QUANT_DISABLE" in os.environ:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a build of a minute
 torch.manual_seed(0)
 model = torch.nn.Linear(128, 128)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -66,7 +67,9 @@ def launch(
     (folder / "ds_config.json").write_text(json.dumps(ds_config(stage)))
     (folder / "train.py").write_text(imports + TRAINING)
     command = (python, "-m", *LAUNCHERS[launcher], free_port(), "train.py")
-    printed = run_both(*command, cwd=folder, DS_ACCELERATOR="cpu", **environment)
+    environment = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": "builds", **environment}
+    printed = run_both(*command, cwd=folder, **environment)
+    assert not (folder / "builds").exists(), "DeepSpeed has compiled an operator"
     written = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     return "".join(printed), written
 
@@ -160,6 +163,15 @@ def test_a_broken_install_only_warns(
     assert printed.splitlines()[-1] == "inactive"
     assert warned.count("quantized_comm is NOT active") == 1
     assert "RuntimeWarning" in warned and "ds_quant.zero.seams" in warned
+
+
+def test_a_broken_install_does_not_raise_where_warnings_are_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """pytest runs with warnings as errors here, as ``python -W error`` does."""
+    monkeypatch.setitem(sys.modules, "ds_quant.zero.seams", None)
+    _autoload._install()
+    assert "quantized_comm is NOT active" in capsys.readouterr().err
 
 
 # ---- the import hook ----

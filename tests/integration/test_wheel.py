@@ -26,6 +26,7 @@ def test_wheel_carries_sources_resources_and_entry_points(wheel: Path) -> None:
     expected = {f"ds_quant/{p.relative_to(ROOT)}" for p in ROOT.glob("configs/*.*")}
     expected |= {f"ds_quant/{p.relative_to(ROOT)}" for p in ROOT.glob("cuda/**/*.cu*")}
     expected |= {str(p.relative_to(ROOT)) for p in ROOT.glob("ds_quant/**/*.py")}
+    expected.add("ds_quant/py.typed")
     assert expected <= names, sorted(expected - names)
     assert any(name.startswith("ds_quant/cuda/") for name in names)
     assert any(name.endswith("/LICENSE") for name in names)

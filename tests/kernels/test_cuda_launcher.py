@@ -6,8 +6,10 @@ import ctypes
 import logging
 import os
 import sys
+import tempfile
 import types
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -234,6 +236,30 @@ def test_unwritable_home_moves_the_cache(cupy, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(cuda.os, "access", lambda path, mode: False)
     cuda._import_cupy()
     assert "ds_quant_cupy" in os.environ.pop("CUPY_CACHE_DIR")
+
+
+@pytest.mark.parametrize("prepared", ["nothing", "own", "open to others", "link", "other user"])
+def test_a_cache_that_somebody_else_may_have_filled_is_not_used(
+    prepared: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    user = os.getuid()
+    path = tmp_path / f"ds_quant_cupy_{user}"
+    if prepared == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif prepared != "nothing":
+        path.mkdir()
+        path.chmod(0o777 if prepared == "open to others" else 0o700)
+    monkeypatch.setattr(cuda.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if prepared == "other user":
+        stranger = tmp_path / f"ds_quant_cupy_{user + 1}"
+        path.rename(stranger)
+        monkeypatch.setattr(cuda.os, "getuid", lambda: user + 1)
+    folder = Path(cuda._own_folder())
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder == path) is (prepared in ("nothing", "own"))
+    assert folder != tmp_path / f"ds_quant_cupy_{user + 1}"
 
 
 def test_sources_are_flat_ascii_and_named() -> None:

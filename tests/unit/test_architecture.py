@@ -28,8 +28,8 @@ MAX_FUNCTION_LINES = 40
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
     "autotune bandwidth buffers bundle checksum clock codec codec_speed coding collectives config "
-    "config_blocks cost gathers hops kernels layout levels link memory meter metrics "
-    "module_codec node_shard owners owner_plan presets refusals rng rotation scheme slicing"
+    "config_blocks config_errors cost gathers hops kernels layout leftovers levels link memory meter "
+    "metrics module_codec node_shard owners owner_plan presets refusals rng rotation scheme slicing"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"
@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "layout": "",
     "rng": "",
     "resources": "",
+    "leftovers": "",
     "_autoload": "zero",  # inside functions, see STDLIB_AT_TOP
     "__init__": "_autoload",
     "kernels": "torch layout rng kernels",
@@ -80,6 +81,7 @@ MAY_IMPORT = {
     "zero": f"torch {_PUBLIC_DEEPSPEED} zero topology resources __init__ {_BELOW_ZERO}",
     "zero.replica_seams": "torch deepspeed zero",
     "zero.wrapping": "deepspeed",
+    "zero.log": "deepspeed.comm",
     "zero.seams": f"torch deepspeed zero topology resources __init__ {_BELOW_ZERO}",
     "tools": ANYTHING,
     "tools.options": "",
@@ -254,6 +256,14 @@ def test_import_ds_quant_loads_the_standard_library_only() -> None:
         "extra = new - set(sys.stdlib_module_names) - {'ds_quant'}; assert not extra, extra"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_package_shows_its_public_names() -> None:
+    import ds_quant
+
+    assert dir(ds_quant) == sorted(ds_quant.__all__) and "exact_weights" in dir(ds_quant)
+    for name in dir(ds_quant):
+        assert getattr(ds_quant, name) is not None
 
 
 def test_import_of_the_codecs_starts_no_cuda_and_loads_no_cupy() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ds_quant import cost
+from ds_quant import bandwidth, cost
 from ds_quant.autotune import Candidate, Links, Place, choose, codec_seconds, messages, slice_pace
 from ds_quant.bandwidth import Rate
 from ds_quant.codec_speed import Speed, Speeds, speeds_of
@@ -259,3 +260,19 @@ def test_where_messages_take_no_time_weights_and_gradients_stay_exact() -> None:
     for _, place, rate in _points():
         choice = picked(place, rate, compute_is_known=True)
         assert (choice == "full_precision") == (rate == 0)
+
+
+@pytest.mark.parametrize(("ranks", "largest"), [(2, 1 << 24), (64, 1 << 22), (1024, 1 << 18)])
+def test_messages_of_a_measurement_are_bounded_by_what_a_rank_receives(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, largest: int
+) -> None:
+    """On a link so fast that nothing else ends it."""
+    sizes = []
+
+    def instantly(link: object, nbytes: int, device: object, *, repeats: int) -> float:
+        sizes.append(nbytes)
+        return 1e-9 * nbytes
+
+    monkeypatch.setattr(bandwidth, "_seconds", instantly)
+    bandwidth.measure_shortly(SimpleNamespace(size=ranks), torch.device("cpu"))
+    assert max(sizes) == largest and largest * ranks <= 1 << 28

@@ -48,7 +48,9 @@ class Binding:
         self._levels = self._make_levels()
         self._backwards: dict[int, int] = {}  # those done in the current optimizer step
         self._tracked = {
-            id(p): Tracked(index=i, name=name, shape=parameters.shape_of(p))
+            id(p): Tracked(
+                index=i, name=name, shape=parameters.shape_of(p), trained=p.requires_grad
+            )
             for i, (name, p) in enumerate(engine.module.named_parameters())
         }
 

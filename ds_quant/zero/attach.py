@@ -18,6 +18,7 @@ from ds_quant.zero.binding import Binding
 from ds_quant.zero.corruption import Corruption
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
 from ds_quant.zero.fetch import Fetch
+from ds_quant.zero.first_step import FirstStep, promised_roles
 from ds_quant.zero.late import LateReduction
 from ds_quant.zero.owner_reduction import OwnerReduction
 from ds_quant.zero.reduce import ShardReduction
@@ -60,6 +61,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     for role, settings in (("weights", config.weights), ("gradients", config.gradients)):
         if settings.enabled and settings.codec is not None:
             binding.notices.append(f"{role} in codec {settings.codec}")
+    _attach_first_step(binding, optimizer)
     _attach_fallback(binding, optimizer, config.fallback)
     _attach_telemetry(binding, optimizer, config.metrics)
     seams.wrap_checkpoints(
@@ -158,13 +160,33 @@ def _note_one_bucket(binding: Binding, engine: Any) -> None:
         )
 
 
+def _attach_first_step(binding: Binding, optimizer: Any) -> None:
+    if binding.topology.world == 1 or not _trains(binding, optimizer):
+        return
+    params = list(binding.engine.module.parameters())
+    if binding.stage == 3:
+        served = [(p, p.ds_process_group) for p in params]
+    else:
+        groups = replica_seams.replica_groups(optimizer)
+        served = [(p, group.process_group) for group in groups for p in group.params]
+    # Muon's whole matrices take a way of DeepSpeed's own.
+    exact = any(getattr(p, "use_muon", False) for p in params)
+    exact = exact or seams.exact_gradient_reason(binding.engine) is not None
+    first = FirstStep(binding, promised_roles(binding, served, gradients=not exact))
+    seams.around_step(optimizer, lambda: None, first.after_step)
+
+
+def _trains(binding: Binding, optimizer: Any) -> bool:
+    return seams.steps(optimizer) or binding.stage < 3
+
+
 def _attach_checksums(binding: Binding, engine: Any, optimizer: Any) -> None:
     """After everything that travels, before it in every step."""
     if binding.findings is None or binding.topology.world == 1:
         return
     binding.notices.append("every message carries a checksum")
     corruption = Corruption(binding)
-    if seams.steps(optimizer) or binding.stage < 3:
+    if _trains(binding, optimizer):
         seams.around_step(optimizer, corruption.check, lambda skipped: None)
         seams.after_save(engine, corruption.check)
     else:
@@ -182,13 +204,12 @@ def _attach_fallback(binding: Binding, optimizer: Any, settings: FallbackConfig)
     if watched is not None:
         binding.notices.append(f"{KILL_VARIABLE} watched")
         fallback.vote()  # the file may be there already
-    if seams.steps(optimizer) or binding.stage < 3:
+    if _trains(binding, optimizer):
         seams.around_step(optimizer, fallback.vote, fallback.after_step)
 
 
 def _attach_telemetry(binding: Binding, optimizer: Any, settings: MetricsConfig) -> None:
-    trains = seams.steps(optimizer) or binding.stage < 3
-    if settings.interval and trains and binding.topology.world > 1:
+    if settings.interval and _trains(binding, optimizer) and binding.topology.world > 1:
         binding.telemetry = Telemetry(binding, settings)
         seams.after_global_step(binding.engine, binding.telemetry.after_step)
         binding.telemetry.arm()

@@ -78,6 +78,7 @@ class Fetch:
         Parameters that this engine does not know (created later) or that hold no floats go to
         DeepSpeed. The split and the order depend on rank-invariant facts only.
         """
+        self._binding.asked.add("weights")
         params = sorted(params, key=lambda p: p.ds_id)  # the caller's order comes from a set
         groups: dict[int, list[Any]] = {}
         kept, others = [], []

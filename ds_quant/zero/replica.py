@@ -62,6 +62,7 @@ class Replica:
 
     def gather_updated(self) -> None:
         """Inside ``optimizer.step``: the own partition holds new exact weights, gather them."""
+        self._binding.asked.add("weights")
         self._shows_exact = False  # also where a save that raised has left ``exact`` open
         step = self._binding.step + 1  # DeepSpeed counts the step only after it
         self._binding.learn_levels(step, self._own_values())

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ds_quant.zero.wrapping import Route, after, require, wrap
+from ds_quant.zero.wrapping import Route, after, moved, require, wrap
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 _FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
@@ -57,7 +57,7 @@ def install() -> None:
     wrap(DeepSpeedEngine, "_configure_fp16_optimizer", refuse_other)
 
 
-_shard_reduction = Route()
+_shard_reduction = Route("reduce_scatter_coalesced")
 
 
 def facts(config: Any, *, bf16_optimizer: bool = False) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def wrap_shard_reduction(
     """
     from deepspeed.runtime.zero import stage3
 
-    _shard_reduction.install(stage3, "reduce_scatter_coalesced")
+    _shard_reduction.install(stage3)
     original = stage3.reduce_scatter_coalesced.ds_quant_wraps
 
     def around(avg_scatter: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,6 +179,15 @@ def after_backward(
 
     require(optimizer, "independent_gradient_partition_epilogue")
     wrap(optimizer, "independent_gradient_partition_epilogue", epilogue)
+
+
+def unasked(role: str) -> RuntimeError:
+    """The error where a step was taken without a call of what carries ``role``."""
+    callers = {
+        "weights": "all_gather_coalesced of a parameter",
+        "gradients": f"{_AVG_SCATTER.split('__')[1]} (ZeRO-3) or average_tensor (ZeRO-1 and 2)",
+    }
+    return moved(f"{callers[role]} in the first step")
 
 
 # ---- the optimizer step ----

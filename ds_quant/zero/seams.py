@@ -1,8 +1,9 @@
 """Every contact with DeepSpeed's private names, here and, for ZeRO-1/2, in replica_seams.py, so
 that an upstream change breaks two modules at most.
 
-[Note: where the plugin enters] Four methods are wrapped once, when the engine module is imported:
-the config parser reads the block, and the places that build an optimizer attach to it or refuse.
+[Note: where the plugin enters] Five methods are wrapped once, when the engine module is imported:
+the config parser reads the block, the engine's first check refuses stage 0 where there is an
+optimizer, and the places that build an optimizer attach to it or refuse.
 Everything else is set per engine, on instances. Two functions that the optimizers call by module
 name (gradient reduce-scatter of ZeRO-3, weight gather of ZeRO-1/2) become *routes*: inert unless
 the calling optimizer opened them, on this thread, for the length of one call.
@@ -36,9 +37,18 @@ def install() -> None:
     def read_block(original: Callable[..., Any], self: Any, param_dict: dict) -> None:
         self.quantized_comm = config.parse(param_dict)
         original(self, param_dict)
-        if self.quantized_comm is not None:
+        if self.quantized_comm is not None and self.zero_config.stage != 0:
             self.quantized_comm.validate_stage(self.zero_config.stage)
             guard.refuse_unsupported(facts(self))  # before DeepSpeed builds what it refuses
+
+    def judge_stage_0(original: Callable[..., Any], self: Any) -> None:
+        original(self)
+        config = getattr(self._config, "quantized_comm", None)
+        if config is not None and self.zero_optimization_stage() == 0:
+            if self.optimizer_name():
+                config.validate_stage(0)
+            self._config.quantized_comm = None  # as for the frozen model of a preference trainer
+            log_rank0("quantized_comm: inactive in an engine at stage 0 without an optimizer")
 
     def attach_zero(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = original(self, *args, **kwargs)
@@ -50,6 +60,7 @@ def install() -> None:
         return original(self, *args, **kwargs)
 
     wrap(DeepSpeedConfig, "_initialize_params", read_block)
+    wrap(DeepSpeedEngine, "_do_sanity_check", judge_stage_0)
     wrap(DeepSpeedEngine, "_configure_zero_optimizer", attach_zero)
     wrap(DeepSpeedEngine, "_configure_bf16_optimizer", refuse_other)
     # 0.17 takes "bf16" for a model without ZeRO and gives ZeRO-1 this one, under which nothing
@@ -183,11 +194,9 @@ def after_backward(
 
 def unasked(role: str) -> RuntimeError:
     """The error where a step was taken without a call of what carries ``role``."""
-    callers = {
-        "weights": "all_gather_coalesced of a parameter",
-        "gradients": f"{_AVG_SCATTER.split('__')[1]} (ZeRO-3) or average_tensor (ZeRO-1 and 2)",
-    }
-    return moved(f"{callers[role]} in the first step")
+    gradients = "__avg_scatter_grads (ZeRO-3) or average_tensor (ZeRO-1 and 2)"
+    carriers = {"weights": "all_gather_coalesced of a parameter", "gradients": gradients}
+    return moved(f"{carriers[role]} in the first step")
 
 
 # ---- the optimizer step ----

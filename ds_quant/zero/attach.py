@@ -97,7 +97,7 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
     binding.note_groups([p.ds_process_group for p in params])
     if binding.scheme.node_shard and binding.topology.nodes > 1:
         binding.node = fetch.keep_in_node()
-        seams.before_destroy(engine, binding.node.close)
+    seams.before_destroy(engine, fetch.close)
     if not seams.steps(optimizer):  # inference: parameters only
         return
     seams.after_step(optimizer, fetch.after_step)

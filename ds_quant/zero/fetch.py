@@ -32,12 +32,15 @@ class Fetch:
         self._decoded: set[int] = set()  # ds_id of parameters whose last gather was quantized
         self._barrier = parameters.StepBarrier()
         self._parameters: list[torch.Tensor] = []
-        self._met: set[int] = set()  # ds_id of wrapped parameters
+        self._met: dict[int, Any] = {}  # wrapped parameters by ds_id
+        self._is_closed = False  # then hooks that nobody has removed may still call
         self.node: NodeShard | None = None
 
     def attach(self, params: Iterable[torch.Tensor], optimizer: Any) -> None:
         """Serve the parameters of a module, and what is fetched together with them."""
         self._parameters = list(params)
+        for before in {parameters.owner_of(p) for p in self._parameters} - {None}:
+            before.close()  # an engine on the same module that nobody has destroyed
         self.meet(self._parameters)
         seams.before_fetch(optimizer, self.meet)
 
@@ -46,16 +49,29 @@ class Fetch:
         one of a fetch DeepSpeed calls, the first of a set, differs from rank to rank.
         """
         for p in params:
-            if p.ds_id not in self._met:
-                self._met.add(p.ds_id)
-                seams.wrap_fetch(p, self.fetch, self.gather_exactly)
+            if p.ds_id not in self._met and not self._is_closed:
+                self._met[p.ds_id] = p
+                parameters.wrap_fetch(p, self.fetch, self.gather_exactly, owner=self)
 
     def keep_in_node(self) -> NodeShard:
         """From now on gathers come from a node shard."""
         self.node = NodeShard(self._binding, self._parameters, self._barrier)
         for parameter in self._parameters:
-            seams.wrap_partition(parameter, self.node.mark_stale)
+            parameters.wrap_partition(parameter, self.node.mark_stale, owner=self)
         return self.node
+
+    def close(self) -> None:
+        """The engine is destroyed: its parameters are DeepSpeed's alone, and none is decoded."""
+        self._is_closed = True
+        if self.node is not None:
+            self.node.close()
+        for p in self._met.values():
+            parameters.unwrap(p)
+            if p.ds_id in self._decoded and parameters.is_available(p):
+                p.partition()
+        self._met.clear()
+        self._decoded.clear()
+        self._parameters = []
 
     def after_step(self) -> None:
         """The optimizer has written new shards (DeepSpeed counts the step only after it)."""

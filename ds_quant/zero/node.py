@@ -127,8 +127,10 @@ class NodeShard:
         self._barrier.record()
 
     def close(self) -> None:
-        """The engine is destroyed."""
+        """The engine is destroyed: free the rows."""
         self._spread.close()
+        self._asked.clear()
+        self._kept, self._params, self._stale = {}, {}, set()
 
     def gather(self, params: Sequence[Any]) -> tuple[Callable[[], list[torch.Tensor]], list[bool]]:
         """Full weights of served parameters, and which of them may differ from the exact ones.

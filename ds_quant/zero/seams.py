@@ -113,16 +113,6 @@ def exact_gradient_reason(engine: Any) -> str | None:
 # ---- parameters of ZeRO-3 ----
 
 
-def wrap_fetch(
-    parameter: torch.Tensor, fetch: Callable[..., Any], gather_exactly: Callable[..., Any]
-) -> None:
-    """``fetch(original, params, ...)`` serves forward and backward; ``gather_exactly(original,
-    param, param_list, ...)`` everything that must see exact weights.
-    """
-    parameter.all_gather_coalesced = functools.partial(fetch, parameter.all_gather_coalesced)
-    parameter.all_gather = functools.partial(gather_exactly, parameter.all_gather, parameter)
-
-
 def before_fetch(optimizer: Any, meet: Callable[[Iterable[Any]], None]) -> None:
     """``meet(params)`` sees parameters that are about to be fetched together."""
 
@@ -134,20 +124,6 @@ def before_fetch(optimizer: Any, meet: Callable[[Iterable[Any]], None]) -> None:
     coordinator = offload.get_param_coordinator()
     require(coordinator, _FETCH)
     wrap(coordinator, _FETCH, fetch)
-
-
-def wrap_partition(parameter: torch.Tensor, updated: Callable[[list[Any]], None]) -> None:
-    """``updated(params)`` learns which parameters are partitioned again with new values."""
-    partition = parameter.partition
-
-    def around(
-        param_list: Any = None, *args: Any, has_been_updated: bool = False, **kw: Any
-    ) -> Any:
-        if has_been_updated:
-            updated([parameter] if param_list is None else param_list)
-        return partition(param_list, *args, has_been_updated=has_been_updated, **kw)
-
-    parameter.partition = around
 
 
 # ---- gradients ----

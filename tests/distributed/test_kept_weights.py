@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 import pytest
 import torch
 
 from tests.distributed.harness import run
-from tests.distributed.models import build, evaluate, masters, settings, train_step
+from tests.distributed.models import Regression, build, evaluate, masters, settings, train_step
 
 pytestmark = pytest.mark.distributed
 
@@ -41,3 +44,65 @@ def test_a_parameter_frozen_during_training_goes_on_following_its_master(
     """Momentum and weight decay move it still, as they do in DeepSpeed alone."""
     for distance in run(frozen_later, 2, scheme):
         assert distance < allowed
+
+
+# ---- engines rebuilt on one module ----
+
+
+def nested(method: Any) -> int:
+    """How many wrappers of this plugin a parameter's method has."""
+    original = getattr(method, "ds_quant_wraps", None)
+    return 0 if original is None else 1 + nested(original)
+
+
+def node_shards() -> list[int]:
+    """Bytes of every node shard alive in this process."""
+    from ds_quant.zero.node import NodeShard
+
+    gc.collect()
+    return [o.nbytes() for o in gc.get_objects() if isinstance(o, NodeShard)]
+
+
+def rebuilt(scheme: str, destroys: bool) -> dict[str, Any]:
+    module, methods = Regression(), ("all_gather_coalesced", "all_gather", "partition")
+    engine, used = None, []
+    for _ in range(3):
+        if engine is not None and destroys:
+            engine.destroy()
+        engine = build(settings(3, {"scheme": scheme, **ALONE}, dtype="bf16"), lambda: module)
+        used.append(evaluate(engine))
+        train_step(engine, 0)
+        depths = {nested(getattr(p, m)) for p in module.parameters() for m in methods}
+    found = {"depths": depths, "shards": node_shards(), "used": used}
+    engine.destroy()
+    found["left"] = {nested(getattr(p, m)) for p in module.parameters() for m in methods}
+    found["kept"] = sum(node_shards())
+    return found
+
+
+@pytest.mark.parametrize("destroys", (True, False))
+def test_an_engine_rebuilt_on_one_module_leaves_nothing_of_the_last(destroys: bool) -> None:
+    for found in run(rebuilt, 2, "sdp4bit", destroys):
+        assert len([nbytes for nbytes in found["shards"] if nbytes]) == 1
+        assert found["depths"] == {1}
+        assert found["left"] == {0} and found["kept"] == 0
+        assert found["used"][0] > found["used"][1] > found["used"][2]
+
+
+def decoded_at_the_end() -> tuple[Any, Any]:
+    import deepspeed
+
+    live = {"stage3_max_reuse_distance": 10**9, "stage3_max_live_parameters": 10**9}
+    engine = build(settings(3, {"scheme": "qsdp_w4g4"}, zero=live))
+    train_step(engine, 0)
+    expected = torch.from_numpy(masters(engine)["second.weight"])
+    evaluate(engine)
+    engine.destroy()
+    weight = engine.module.second.weight
+    with deepspeed.zero.GatheredParameters([weight]):
+        return expected.numpy(), weight.detach().clone().numpy()
+
+
+def test_a_destroyed_engine_leaves_no_decoded_weights_behind() -> None:
+    for expected, left in run(decoded_at_the_end, 2):
+        assert (expected == left).all()

@@ -4,7 +4,9 @@
 everything that must be exact (GatheredParameters, checkpoints, persistent parameters) through
 ``all_gather``. Only the first is quantized. A parameter can stay gathered with decoded values
 after an evaluation, so the second drops such values and fetches exactly; else GatheredParameters
-with a modifier rank would write decoded weights into the master shards.
+with a modifier rank would write decoded weights into the master shards. A parameter that a module
+borrows from another one comes through the second in the first forward of a run, though it is
+computed with: it is sent to the first, so that this forward equals later ones.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class Fetch:
             before.close()  # an engine on the same module that nobody has destroyed
         self.meet(self._parameters)
         seams.before_fetch(optimizer, self.meet)
+        seams.note_borrowed()
 
     def meet(self, params: Iterable[Any]) -> None:
         """Wrap every parameter, also those that were made later and that nobody quantizes: which
@@ -178,6 +181,10 @@ class Fetch:
         **kwargs: Any,
     ) -> Any:
         """Replaces ``all_gather``. See [Note: two gathers]."""
+        if param_list is None and parameters.take_borrowed(parameter):
+            if parameters.is_unavailable(parameter):
+                parameter.all_gather_coalesced([parameter]).wait()
+            return None
         for p in [parameter] if param_list is None else param_list:
             if p.ds_id in self._decoded and parameters.is_available(p):
                 parameters.forget_values(p)

@@ -110,6 +110,11 @@ def _wrap(parameter: Any, name: str, around: Callable[..., Any], owner: object) 
     setattr(parameter, name, wrapper)
 
 
+def take_borrowed(parameter: Any) -> bool:
+    """Whether the parameter was marked as borrowed since the last call."""
+    return vars(parameter).pop("ds_quant_borrowed", False)
+
+
 def owner_of(parameter: Any) -> Any:
     """The owner of the wrapped fetch, None if it is DeepSpeed's."""
     return getattr(getattr(parameter, "all_gather_coalesced", None), "ds_quant_owner", None)

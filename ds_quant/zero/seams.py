@@ -126,6 +126,20 @@ def before_fetch(optimizer: Any, meet: Callable[[Iterable[Any]], None]) -> None:
     wrap(coordinator, _FETCH, fetch)
 
 
+def note_borrowed() -> None:
+    """Mark parameters that a module uses in its forward though they are not its own: DeepSpeed
+    learns of it then, once per use and run, and gathers them on the spot with ``all_gather()``.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+
+    def register(original: Callable[..., Any], module: Any, parameter: Any) -> None:
+        original(module, parameter)
+        parameter.ds_quant_borrowed = True
+
+    require(parameter_offload, "register_external_parameter")
+    wrap(parameter_offload, "register_external_parameter", register)
+
+
 # ---- gradients ----
 
 

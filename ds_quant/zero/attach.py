@@ -25,6 +25,7 @@ from ds_quant.zero.reduce import ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.start_line import start_line
+from ds_quant.zero.state_dict import watch_state_dict
 from ds_quant.zero.telemetry import Telemetry, check_file
 from ds_quant.zero.tuning import tune
 
@@ -138,6 +139,7 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
         seams.after_step(optimizer, Agreement(binding, binding.replica).after_step)
     replica_seams.wrap_exports(engine, optimizer, binding.replica.exact)
     accelerate_seam.wrap_state_dict()
+    watch_state_dict(binding)
     if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
         binding.notices.append("buckets with Muon matrices split over ranks stay exact")
     if binding.gradients_travel():
@@ -215,6 +217,16 @@ def _attach_telemetry(binding: Binding, optimizer: Any, settings: MetricsConfig)
         binding.telemetry.arm()
 
 
+def _binding_of(engine: Any, function: str) -> Binding | None:
+    """None for an engine without the plugin; TypeError for what is no engine."""
+    if not hasattr(engine, "zero_optimization_stage"):
+        raise TypeError(
+            f"ds_quant.{function} takes the engine that deepspeed.initialize or "
+            f"accelerator.prepare has returned, not {type(engine).__name__}"
+        )
+    return getattr(engine, "ds_quant_binding", None)
+
+
 def exact_weights(engine: Any) -> AbstractContextManager[None]:
     """Exact weights in the module of a ZeRO-1/2 engine for the length of a ``with`` block.
 
@@ -223,7 +235,7 @@ def exact_weights(engine: Any) -> AbstractContextManager[None]:
     leave. Does nothing under ZeRO-3, where ``GatheredParameters`` is exact anyway, and on engines
     without the plugin.
     """
-    binding = getattr(engine, "ds_quant_binding", None)
+    binding = _binding_of(engine, "exact_weights")
     return nullcontext() if binding is None or binding.replica is None else binding.replica.exact()
 
 
@@ -234,7 +246,7 @@ def resync(engine: Any) -> None:
     only for changes that DeepSpeed does not see, such as writing ``parameter.data`` under ZeRO-1/2.
     A collective: all ranks must call it.
     """
-    binding = getattr(engine, "ds_quant_binding", None)
+    binding = _binding_of(engine, "resync")
     for holder in (None,) if binding is None else (binding.replica, binding.node):
         if holder is not None:
             holder.resync()
@@ -255,7 +267,7 @@ def report(engine: Any) -> dict[str, Any] | None:
         skip), exact_steps (in full precision because of that or of a kill file), killed (whether
         a kill file is there), line (the start-up line).
     """
-    binding = getattr(engine, "ds_quant_binding", None)
+    binding = _binding_of(engine, "report")
     if binding is None:
         return None
     bill = binding.bill()

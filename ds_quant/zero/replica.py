@@ -86,6 +86,11 @@ class Replica:
                 if self._binding.step > 0 and not self._binding.scheme.difference:
                     self._gather(self._binding.step)  # equal step, equal bits
 
+    def is_exact(self) -> bool:
+        """Whether the replica shows exact weights."""
+        step = self._binding.step
+        return self._shows_exact or step == 0 or self._binding.is_exact(step)
+
     def resync(self) -> None:
         """Exact weights on all ranks, from the master weights. A collective."""
         gather = partial(self._gather, self._binding.step, exact=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import ds_quant
 from tests.distributed.harness import run
 from tests.distributed.models import Regression, build, evaluate, masters, settings, train_step
 
@@ -44,6 +45,28 @@ def test_a_parameter_frozen_during_training_goes_on_following_its_master(
     """Momentum and weight decay move it still, as they do in DeepSpeed alone."""
     for distance in run(frozen_later, 2, scheme):
         assert distance < allowed
+
+
+def lines() -> dict[str, str]:
+    blocks = {
+        "sdp4bit": {"scheme": "sdp4bit"},
+        "qwd": {"scheme": "qwd"},
+        "with intra": {"scheme": "sdp4bit", "weights": {"intra": {"bits": 8}}},
+        "zeropp": {"scheme": "zeropp"},
+        "two nodes": {"scheme": "sdp4bit", **ALONE},
+    }
+    return {
+        name: ds_quant.report(build(settings(3, block)))["line"] for name, block in blocks.items()
+    }
+
+
+def test_on_one_node_the_line_says_why_weights_stay_exact_and_what_helps() -> None:
+    for found in run(lines, 2):
+        for name in ("sdp4bit", "qwd", "zeropp"):
+            assert "full precision (all weights, " in found[name]
+            assert "there is one node: weights.intra" in found[name]
+        for name in ("with intra", "two nodes"):
+            assert "all weights" not in found[name]
 
 
 # ---- engines rebuilt on one module ----

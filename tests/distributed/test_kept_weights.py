@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
 
 import pytest
@@ -67,6 +68,36 @@ def test_on_one_node_the_line_says_why_weights_stay_exact_and_what_helps() -> No
             assert "there is one node: weights.intra" in found[name]
         for name in ("with intra", "two nodes"):
             assert "all weights" not in found[name]
+
+
+# ---- saving ----
+
+
+def with_and_without_a_save(stage: int, block: dict[str, Any]) -> list[list[float]]:
+    runs = []
+    for saves in (False, True):
+        engine, losses = build(settings(stage, block, dtype="bf16")), []
+        for step in range(6):
+            losses += train_step(engine, step)
+            if saves and step == 2:
+                engine.save_checkpoint(os.environ["TEST_SCRATCH"], "middle")
+        runs.append(losses)
+        engine.destroy()
+    return runs
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.parametrize("scheme", ("qsdp", "sdp4bit"))
+def test_only_kept_weights_are_moved_by_a_save(stage: int, scheme: str) -> None:
+    """As docs/running.md says: by some thousandths of the loss."""
+    block = {"scheme": scheme, **(ALONE if scheme == "sdp4bit" else {})}
+    for undisturbed, saving in run(with_and_without_a_save, 2, stage, block):
+        assert saving[:3] == undisturbed[:3]
+        if scheme == "qsdp":
+            assert saving == undisturbed
+        else:
+            assert saving[3] != undisturbed[3]
+            assert saving == pytest.approx(undisturbed, rel=5e-3)
 
 
 # ---- engines rebuilt on one module ----

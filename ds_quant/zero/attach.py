@@ -19,6 +19,7 @@ from ds_quant.zero.binding import Binding
 from ds_quant.zero.corruption import Corruption
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
 from ds_quant.zero.fetch import Fetch
+from ds_quant.zero.first_step import FirstStep, promised_roles
 from ds_quant.zero.gather_count import GatherCount
 from ds_quant.zero.late import LateReduction
 from ds_quant.zero.owner_reduction import OwnerReduction
@@ -26,6 +27,7 @@ from ds_quant.zero.reduce import ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.start_line import announce, start_line
+from ds_quant.zero.state_dict import watch_state_dict
 from ds_quant.zero.telemetry import Telemetry, check_file, listened_to
 from ds_quant.zero.tuning import tune
 
@@ -57,6 +59,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     for role, settings in (("weights", config.weights), ("gradients", config.gradients)):
         if settings.enabled and settings.codec is not None:
             binding.notices.append(f"{role} in codec {settings.codec}")
+    _attach_first_step(binding, optimizer)
     _attach_fallback(binding, optimizer, config.fallback)
     _attach_telemetry(binding, optimizer, config.metrics)
     seams.wrap_checkpoints(
@@ -107,7 +110,7 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
     if binding.scheme.node_shard and binding.topology.nodes > 1:
         guard.refuse_no_room(binding)
         binding.node = fetch.keep_in_node()
-        seams.before_destroy(engine, binding.node.close)
+    seams.before_destroy(engine, fetch.close)
     if not seams.steps(optimizer):  # inference: parameters only
         return
     GatherCount.attach(binding)
@@ -149,6 +152,7 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
         seams.after_step(optimizer, Agreement(binding, binding.replica).after_step)
     replica_seams.wrap_exports(engine, optimizer, binding.replica.exact)
     accelerate_seam.wrap_state_dict()
+    watch_state_dict(binding)
     if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
         binding.notices.append("buckets with Muon matrices split over ranks stay exact")
     if binding.gradients_travel():
@@ -171,13 +175,33 @@ def _note_one_bucket(binding: Binding, engine: Any) -> None:
         )
 
 
+def _attach_first_step(binding: Binding, optimizer: Any) -> None:
+    if binding.topology.world == 1 or not _trains(binding, optimizer):
+        return
+    params = list(binding.engine.module.parameters())
+    if binding.stage == 3:
+        served = [(p, p.ds_process_group) for p in params]
+    else:
+        groups = replica_seams.replica_groups(optimizer)
+        served = [(p, group.process_group) for group in groups for p in group.params]
+    # Muon's whole matrices take a way of DeepSpeed's own.
+    exact = any(getattr(p, "use_muon", False) for p in params)
+    exact = exact or seams.exact_gradient_reason(binding.engine) is not None
+    first = FirstStep(binding, promised_roles(binding, served, gradients=not exact))
+    seams.around_step(optimizer, lambda: None, first.after_step)
+
+
+def _trains(binding: Binding, optimizer: Any) -> bool:
+    return seams.steps(optimizer) or binding.stage < 3
+
+
 def _attach_checksums(binding: Binding, engine: Any, optimizer: Any) -> None:
     """After everything that travels, before it in every step."""
     if binding.findings is None or binding.topology.world == 1:
         return
     binding.notices.append("every message carries a checksum")
     corruption = Corruption(binding)
-    if seams.steps(optimizer) or binding.stage < 3:
+    if _trains(binding, optimizer):
         seams.around_step(optimizer, corruption.check, lambda skipped: None)
         seams.after_save(engine, corruption.check)
     else:
@@ -195,16 +219,26 @@ def _attach_fallback(binding: Binding, optimizer: Any, settings: FallbackConfig)
     if watched is not None:
         binding.notices.append(f"{KILL_VARIABLE} watched")
         fallback.vote()  # the file may be there already
-    if seams.steps(optimizer) or binding.stage < 3:
+    if _trains(binding, optimizer):
         seams.around_step(optimizer, fallback.vote, fallback.after_step)
 
 
 def _attach_telemetry(binding: Binding, optimizer: Any, settings: MetricsConfig) -> None:
-    trains = seams.steps(optimizer) or binding.stage < 3
-    if listened_to(binding.engine, settings) and trains and binding.topology.world > 1:
+    listened = listened_to(binding.engine, settings)
+    if listened and _trains(binding, optimizer) and binding.topology.world > 1:
         binding.telemetry = Telemetry(binding, settings)
         seams.after_global_step(binding.engine, binding.telemetry.after_step)
         binding.telemetry.arm()
+
+
+def _binding_of(engine: Any, function: str) -> Binding | None:
+    """None for an engine without the plugin; TypeError for what is no engine."""
+    if not hasattr(engine, "zero_optimization_stage"):
+        raise TypeError(
+            f"ds_quant.{function} takes the engine that deepspeed.initialize or "
+            f"accelerator.prepare has returned, not {type(engine).__name__}"
+        )
+    return getattr(engine, "ds_quant_binding", None)
 
 
 def exact_weights(engine: Any) -> AbstractContextManager[None]:
@@ -215,7 +249,7 @@ def exact_weights(engine: Any) -> AbstractContextManager[None]:
     leave. Does nothing under ZeRO-3, where ``GatheredParameters`` is exact anyway, and on engines
     without the plugin.
     """
-    binding = getattr(engine, "ds_quant_binding", None)
+    binding = _binding_of(engine, "exact_weights")
     return nullcontext() if binding is None or binding.replica is None else binding.replica.exact()
 
 
@@ -226,7 +260,7 @@ def resync(engine: Any) -> None:
     only for changes that DeepSpeed does not see, such as writing ``parameter.data`` under ZeRO-1/2.
     A collective: all ranks must call it.
     """
-    binding = getattr(engine, "ds_quant_binding", None)
+    binding = _binding_of(engine, "resync")
     for holder in (None,) if binding is None else (binding.replica, binding.node):
         if holder is not None:
             holder.resync()
@@ -249,7 +283,7 @@ def report(engine: Any) -> dict[str, Any] | None:
         ``fallback``, unless its policy is skip), exact_steps (in full precision because of that or
         of a kill file), killed (whether a kill file is there), line (the start-up line).
     """
-    binding = getattr(engine, "ds_quant_binding", None)
+    binding = _binding_of(engine, "report")
     if binding is None:
         return None
     bill = binding.bill()

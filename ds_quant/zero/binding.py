@@ -40,6 +40,8 @@ class Binding:
         self.state = SchemeState()
         self.slicing = Slicing(count=scheme.slices)
         self.notices: list[str] = []  # what the start-up line must add
+        self.asked: set[str] = set()  # roles for which DeepSpeed has called the plugin
+        self.has_few_ranks = False  # some parameters belong to part of the world
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
         self.node: Any = None  # zero.node.NodeShard under ZeRO-3, if the scheme keeps one
         self.findings = Findings() if scheme.payload_checksum else None
@@ -52,7 +54,9 @@ class Binding:
         self._levels = self._make_levels()
         self._backwards: dict[int, int] = {}  # those done in the current optimizer step
         self._tracked = {
-            id(p): Tracked(index=i, name=name, shape=parameters.shape_of(p))
+            id(p): Tracked(
+                index=i, name=name, shape=parameters.shape_of(p), trained=p.requires_grad
+            )
             for i, (name, p) in enumerate(engine.module.named_parameters())
         }
 
@@ -79,6 +83,7 @@ class Binding:
         """
         world = list(range(self.topology.world))
         few = sum(self.link(group).ranks != world for group in process_groups)
+        self.has_few_ranks = few > 0
         if few:
             self.notices.append(
                 f"{few} of {len(process_groups)} parameters belong to part of the ranks and take "

@@ -7,8 +7,6 @@ every error names the setting, its value and the way out.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as torch_dist
 
 from ds_quant.zero import parameters

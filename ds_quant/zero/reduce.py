@@ -42,6 +42,7 @@ class ShardReduction:
         before it is finished.
         """
         binding = self._binding
+        binding.asked.add("gradients")
         link = binding.link(group)
         tracked = [binding.tracked(p) for p in params]
         if link.size == 1 or not tensors or None in tracked:

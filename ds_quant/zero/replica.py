@@ -62,6 +62,7 @@ class Replica:
 
     def gather_updated(self) -> None:
         """Inside ``optimizer.step``: the own partition holds new exact weights, gather them."""
+        self._binding.asked.add("weights")
         self._shows_exact = False  # also where a save that raised has left ``exact`` open
         step = self._binding.step + 1  # DeepSpeed counts the step only after it
         self._binding.learn_levels(step, self._own_values())
@@ -84,6 +85,11 @@ class Replica:
                 self._shows_exact = False
                 if self._binding.step > 0 and not self._binding.scheme.difference:
                     self._gather(self._binding.step)  # equal step, equal bits
+
+    def is_exact(self) -> bool:
+        """Whether the replica shows exact weights."""
+        step = self._binding.step
+        return self._shows_exact or step == 0 or self._binding.is_exact(step)
 
     def resync(self) -> None:
         """Exact weights on all ranks, from the master weights. A collective."""

@@ -1,8 +1,9 @@
 """Every contact with DeepSpeed's private names, here and, for ZeRO-1/2, in replica_seams.py, so
 that an upstream change breaks two modules at most.
 
-[Note: where the plugin enters] Four methods are wrapped once, when the engine module is imported:
-the config parser reads the block, and the places that build an optimizer attach to it or refuse.
+[Note: where the plugin enters] Five methods are wrapped once, when the engine module is imported:
+the config parser reads the block, the engine's first check refuses stage 0 where there is an
+optimizer, and the places that build an optimizer attach to it or refuse.
 Everything else is set per engine, on instances. Two functions that the optimizers call by module
 name (gradient reduce-scatter of ZeRO-3, weight gather of ZeRO-1/2) become *routes*: inert unless
 the calling optimizer opened them, on this thread, for the length of one call.
@@ -21,7 +22,7 @@ import torch
 from ds_quant import config, leftovers, refusals
 from ds_quant.zero.log import log_here
 from ds_quant.zero.log import log_rank0 as log_rank0
-from ds_quant.zero.wrapping import Route, after, require, wrap
+from ds_quant.zero.wrapping import Route, after, moved, require, wrap
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 _FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
@@ -39,11 +40,21 @@ def install() -> None:
     def read_block(original: Callable[..., Any], self: Any, param_dict: dict) -> None:
         self.quantized_comm = config.parse(param_dict)
         if self.quantized_comm is not None:
-            refusals.refuse(param_dict, self.quantized_comm)  # ahead of DeepSpeed's own checks
+            if refusals.stage_of(param_dict):  # else see judge_stage_0
+                refusals.refuse(param_dict, self.quantized_comm)  # ahead of DeepSpeed's own checks
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 for lock in leftovers.idle_locks():
                     log_here(f"quantized_comm: {leftovers.lock_sentence(lock)}")
         original(self, param_dict)
+
+    def judge_stage_0(original: Callable[..., Any], self: Any) -> None:
+        original(self)
+        config = getattr(self._config, "quantized_comm", None)
+        if config is not None and self.zero_optimization_stage() == 0:
+            if self.optimizer_name():
+                config.validate_stage(refusals.stage_of(param_dict(self)))
+            self._config.quantized_comm = None  # as for the frozen model of a preference trainer
+            log_rank0("quantized_comm: inactive in an engine at stage 0 without an optimizer")
 
     def attach_zero(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = original(self, *args, **kwargs)
@@ -57,6 +68,7 @@ def install() -> None:
     install_hook()
     defer_operator()
     wrap(DeepSpeedConfig, "_initialize_params", read_block)
+    wrap(DeepSpeedEngine, "_do_sanity_check", judge_stage_0)
     wrap(DeepSpeedEngine, "_configure_zero_optimizer", attach_zero)
     wrap(DeepSpeedEngine, "_configure_bf16_optimizer", refuse_other)
     # 0.17 takes "bf16" for a model without ZeRO and gives ZeRO-1 this one, under which nothing
@@ -64,7 +76,7 @@ def install() -> None:
     wrap(DeepSpeedEngine, "_configure_fp16_optimizer", refuse_other)
 
 
-_shard_reduction = Route()
+_shard_reduction = Route("reduce_scatter_coalesced")
 
 
 def exact_gradient_reason(engine: Any) -> str | None:
@@ -79,16 +91,6 @@ def param_dict(engine: Any) -> dict[str, Any]:
 
 
 # ---- parameters of ZeRO-3 ----
-
-
-def wrap_fetch(
-    parameter: torch.Tensor, fetch: Callable[..., Any], gather_exactly: Callable[..., Any]
-) -> None:
-    """``fetch(original, params, ...)`` serves forward and backward; ``gather_exactly(original,
-    param, param_list, ...)`` everything that must see exact weights.
-    """
-    parameter.all_gather_coalesced = partial(fetch, parameter.all_gather_coalesced)
-    parameter.all_gather = partial(gather_exactly, parameter.all_gather, parameter)
 
 
 def before_fetch(optimizer: Any, meet: Callable[[Iterable[Any]], None]) -> None:
@@ -111,18 +113,18 @@ def is_gathered_whole(module: torch.nn.Module) -> bool:
     return bool(z3_leaf_module(module))
 
 
-def wrap_partition(parameter: torch.Tensor, updated: Callable[[list[Any]], None]) -> None:
-    """``updated(params)`` learns which parameters are partitioned again with new values."""
-    partition = parameter.partition
+def note_borrowed() -> None:
+    """Mark parameters that a module uses in its forward though they are not its own: DeepSpeed
+    learns of it then, once per use and run, and gathers them on the spot with ``all_gather()``.
+    """
+    from deepspeed.runtime.zero import parameter_offload
 
-    def around(
-        param_list: Any = None, *args: Any, has_been_updated: bool = False, **kw: Any
-    ) -> Any:
-        if has_been_updated:
-            updated([parameter] if param_list is None else param_list)
-        return partition(param_list, *args, has_been_updated=has_been_updated, **kw)
+    def register(original: Callable[..., Any], module: Any, parameter: Any) -> None:
+        original(module, parameter)
+        parameter.ds_quant_borrowed = True
 
-    parameter.partition = around
+    require(parameter_offload, "register_external_parameter")
+    wrap(parameter_offload, "register_external_parameter", register)
 
 
 # ---- gradients ----
@@ -136,7 +138,7 @@ def wrap_shard_reduction(
     """
     from deepspeed.runtime.zero import stage3
 
-    _shard_reduction.install(stage3, "reduce_scatter_coalesced")
+    _shard_reduction.install(stage3)
     original = stage3.reduce_scatter_coalesced.ds_quant_wraps
 
     def around(avg_scatter: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,6 +167,13 @@ def after_backward(
 
     require(optimizer, "independent_gradient_partition_epilogue")
     wrap(optimizer, "independent_gradient_partition_epilogue", epilogue)
+
+
+def unasked(role: str) -> RuntimeError:
+    """The error where a step was taken without a call of what carries ``role``."""
+    gradients = "__avg_scatter_grads (ZeRO-3) or average_tensor (ZeRO-1 and 2)"
+    carriers = {"weights": "all_gather_coalesced of a parameter", "gradients": gradients}
+    return moved(f"{carriers[role]} in the first step")
 
 
 # ---- the optimizer step ----

@@ -20,7 +20,9 @@ def start_line(binding: Binding) -> str:
     micro_steps = 1 if per_micro_step else binding.engine.gradient_accumulation_steps()
     dtype = seams.gradient_dtype(binding.engine)
     label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
-    kept = ", ".join(f"{n} {reason}" for reason, n in sorted(costs.kept.items())) or "none"
+    kept = [f"{n} {reason}" for reason, n in sorted(costs.kept.items())]
+    if _weights_stay(binding):
+        kept.insert(0, "all weights")
     shipped = shipped_bytes(
         stage, dtype, micro_steps=micro_steps, gathers=costs.gathers, trained=costs.trained
     )
@@ -31,7 +33,8 @@ def start_line(binding: Binding) -> str:
         f"B/param/{'micro-step' if per_micro_step else 'step'}"
         f"{' between nodes' if inside else ''} "
         f"({label} {shipped:.2f}), "
-        f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision ({kept})",
+        f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision "
+        f"({', '.join(kept) or 'none'})",
         f"{binding.topology.nodes} x {binding.topology.node_size} ranks",
         dispatch.describe(parameters.device()),
     ]
@@ -46,7 +49,20 @@ def start_line(binding: Binding) -> str:
         parts.append(f"messages and sums of up to {binding.peak_bytes(costs) / 1e9:.2g} GB")
     if binding.scheme.warmup_steps:
         parts.append(f"from step {binding.scheme.warmup_steps} on")
+    if _weights_stay(binding):
+        parts.append(
+            "weights stay exact, because this scheme quantizes what they cross between nodes and "
+            'there is one node: weights.intra, such as {"bits": 8}, quantizes gathers inside it, '
+            'scheme "qsdp" all weights'
+        )
     return "; ".join(parts + binding.notices)
+
+
+def _weights_stay(binding: Binding) -> bool:
+    """Whether a node shard has nobody to exchange quantized weights with."""
+    scheme, topology = binding.scheme, binding.topology
+    keeps = binding.stage == 3 and scheme.node_shard and scheme.weights is not None
+    return keeps and scheme.weights_intra is None and topology.nodes == 1 < topology.world
 
 
 def announce(binding: Binding) -> None:

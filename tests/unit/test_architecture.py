@@ -28,8 +28,9 @@ MAX_FUNCTION_LINES = 40
 # other packages mean ds_quant.<name>. "kernels" and "zero" stand for all their modules.
 _BELOW_ZERO = (
     "autotune bandwidth buffers bundle checksum clock codec codec_speed coding collectives config "
-    "config_blocks config_errors cost gathers hops kernels layout leftovers levels link memory meter "
-    "metrics module_codec node_shard owners owner_plan presets refusals rng rotation scheme slicing"
+    "config_blocks config_errors cost gathers hops kernels layout leftovers levels link memory "
+    "meter metrics module_codec node_shard owners owner_plan presets refusals rng rotation scheme "
+    "slicing"
 )
 ANYTHING = "*"
 _PUBLIC_DEEPSPEED = "deepspeed.comm deepspeed.accelerator"

@@ -67,10 +67,11 @@ def join(world: World) -> None:
 
 def _receives_zeros(collective: Callable[..., Any]) -> Callable[..., Any]:
     def zeroing(*args: Any, **keywords: Any) -> Any:
+        work = collective(*args, **keywords)  # newer fakes copy what is sent
         output = (*args, *keywords.values())[0]
         for tensor in output if isinstance(output, list | tuple) else [output]:
             tensor.detach().zero_()
-        return collective(*args, **keywords)
+        return work
 
     return zeroing
 

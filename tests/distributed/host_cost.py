@@ -233,11 +233,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(name: str, case: Case) -> None:
     found = measure(case)
-    numbers = " ".join(f"{key}={found.get(key, 0):.0f}" for key in SHOWN)
-    per_parameter = found.get("calls", 0) / found["parameters"]
+    calls, views, launches, others, messages, all_views, all_others = (
+        round(found.get(key, 0)) for key in SHOWN
+    )
     print(
-        f"{name} ZeRO-{case.stage} {case.world}: {numbers} "
-        f"calls/parameter={per_parameter:.0f} ms={found['milliseconds']:.1f}",
+        f"{name} ZeRO-{case.stage} {case.world}: {found['milliseconds']:.1f} ms, "
+        f"{messages} messages; {calls} calls ({calls / found['parameters']:.1f} per parameter), "
+        f"{views} views and {launches} + {others} kernels of the plugin; {all_views} views and "
+        f"{launches + all_others} kernels in all",
         flush=True,
     )
 

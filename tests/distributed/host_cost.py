@@ -33,19 +33,12 @@ WARM = 3  # ZeRO-3 records its trace in the second step
 TIMED = 5
 SHOWN = ("calls", "views", "launches", "torch", "messages", "all views", "all torch")
 
-# Dimensions of a Llama-7B layer over SCALE: the work of memory and arithmetic, which is not the
-# host's, goes down with its square and the number of tensors, ranks and slices stays. Groups are
-# smaller too, because slices end with them.
-SCALE = 16
+# Dimensions of a Llama-7B layer over SCALE: memory and arithmetic, which are not the host's part on
+# a GPU, take a 16th; tensors, ranks and slices are as many. With a larger scale shards have fewer
+# groups than there are slices, and norms are small enough to share a message.
+SCALE = 4
 HIDDEN, INTERMEDIATE = 4096 // SCALE, 11008 // SCALE
 LLAMA_NUMEL = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE + 2 * HIDDEN
-SMALL_GROUPS = {
-    "qsdp": {"weights": {"group_size": 32}, "gradients": {"group_size": 32}},
-    "sdp4bit": {
-        "weights": {"group_size": 64},
-        "gradients": {"group_size": 32, "intra": {"bits": 8, "group_size": 32}},
-    },
-}
 
 
 class Block(nn.Module):
@@ -199,7 +192,7 @@ def llama_layer(scheme: str | None, slices: int | None) -> Case:
     block = None
     if scheme is not None:
         count = slices or Slicing().slices(LLAMA_NUMEL * SCALE**2)
-        block = {"scheme": scheme, "slices": count, "min_numel": 0, **SMALL_GROUPS[scheme]}
+        block = {"scheme": scheme, "slices": count}
     zero = {
         "stage3_param_persistence_threshold": HIDDEN,
         "stage3_max_reuse_distance": 0,

@@ -38,7 +38,8 @@ def run(
 ) -> list[Any]:
     """``function(*args)`` on every rank of a fresh default process group; results by rank.
 
-    TEST_COLLECTIVE_TIMEOUT in ``environment`` is the seconds after which a collective gives up.
+    TEST_COLLECTIVE_TIMEOUT in ``environment`` is the seconds after which a collective gives up;
+    with TEST_PROCESS_GROUP=own there is no process group until ``function`` makes one.
     ``function`` is a module-level function of a test module; it may use ``deepspeed.comm``,
     initialised, and finds RANK and WORLD_SIZE in the environment. Exceptions come back as
     ``AssertionError`` with the rank's traceback.
@@ -116,7 +117,8 @@ def _rank_main(
         from deepspeed import comm as dist
 
         seconds = float(os.environ.get("TEST_COLLECTIVE_TIMEOUT", "600"))
-        dist.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=seconds))
+        if os.environ.get("TEST_PROCESS_GROUP") != "own":
+            dist.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=seconds))
         outcome = (function(*args), None)
         torch.distributed.barrier()
     except BaseException:  # the parent reports it

@@ -47,6 +47,10 @@ COVERED = {
     "test_keys_page_is_what_the_models_say",
     ".venv/bin/python benchmarks/levels.py --steps 400 --json levels.json":
     "tests/unit/test_benchmark_runs.py::test_benchmark_writes_its_file",
+    ".venv/bin/python benchmarks/glue.py --worlds 2x2 8x8 16x8 --width 64 --layers 100 "
+    "--codecs cuda": "tests/unit/test_benchmark_runs.py::test_benchmark_writes_its_file",
+    ".venv/bin/python -m tests.distributed.host_cost --llama-layer":
+    "tests/distributed/test_host_cost.py::test_figures_of_a_llama_layer_are_printed",
     "sudo .venv/bin/python benchmarks/speed.py --quick": "tests/unit/test_speed.py::"
     "test_without_a_lab_one_point_over_loopback",
     "benchmarks/gpu_suite.sh": "tests/kernels/test_benchmark.py::test_suite_is_valid_shell",

@@ -25,7 +25,7 @@ from tests.distributed.models import (
     watch,
 )
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 SCHEMES = {
     "qsdp": {"scheme": "qsdp"},

@@ -11,7 +11,7 @@ import torch
 from tests.distributed.harness import run, run_each
 from tests.distributed.models import build, digests, masters, settings, train_step
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 LEARNED = {
     "scheme": "qsdp",

@@ -17,7 +17,7 @@ import torch
 from tests.distributed.harness import run
 from tests.distributed.models import build, digest, evaluate, settings, train_step, watch
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 # Two nodes of one rank, so that differences are taken from kept weights under ZeRO-3 too.
 SCHEMES = {

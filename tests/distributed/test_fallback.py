@@ -24,7 +24,7 @@ from tests.distributed.models import (
     watch,
 )
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 STAGES = (1, 2, 3)
 SCHEMES = ("qsdp", "sdp4bit")

@@ -138,7 +138,6 @@ def _compared(stage: int, block: dict) -> list[tuple[list, dict, dict]]:
     return outcomes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", BLOCKS)
 @pytest.mark.parametrize(("world", "node_size"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("stage", [1, 2, 3])

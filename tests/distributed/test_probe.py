@@ -62,7 +62,6 @@ def _started(*command: str, cwd: Path) -> str:
     return printed
 
 
-@pytest.mark.slow
 def test_probe_starts_itself_on_the_hosts_of_a_hostfile(tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("# this machine\nlocalhost slots=2\n")
     command = (sys.executable, "-m", "ds_quant", "probe", "--hostfile", "hostfile")
@@ -72,7 +71,6 @@ def test_probe_starts_itself_on_the_hosts_of_a_hostfile(tmp_path: Path) -> None:
     assert "2 x 1 ranks over gloo" in printed
 
 
-@pytest.mark.slow
 def test_probe_runs_under_torchrun(tmp_path: Path) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
     own = (sys.executable, "-m", "ds_quant", "probe", "--out", "links.json")

@@ -17,7 +17,7 @@ from ds_quant.zero.rehearsal import rehearse
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings, train_step
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 LEARNED = {"rounding": "nearest", "levels": "learned", "level_steps": [1]}
 SCHEMES: tuple[dict[str, Any], ...] = (

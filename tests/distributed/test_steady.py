@@ -124,7 +124,6 @@ def test_a_steady_step_allocates_no_large_buffer(
     check(world, stage, scheme, node_size, *SMALL)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "scheme"), [(2, "sdp4bit"), (3, "sdp4bit")])
 def test_a_steady_step_of_100m_parameters_allocates_less_than_1_mb_at_a_time(
     stage: int, scheme: str
@@ -207,7 +206,6 @@ def highest_use(stage: int, block: dict[str, Any] | None) -> tuple[int, int]:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, report["buffer_bytes"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "scheme"), [(2, "sdp4bit"), (3, "sdp4bit")])
 def test_a_process_of_100m_parameters_takes_as_much_more_as_is_reported(
     stage: int, scheme: str

@@ -23,7 +23,7 @@ from tests.distributed.models import (
 )
 from tests.distributed.support import ELSEWHERE, PAGE, REFUSED, TRAINED, Refused, Trained, page
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 # Scheme -> block on four ranks and how far the last loss may be off: see [Note: noise] in
 # test_features.py for 8 bits; two-hop 4-bit gradients and 4-bit differences follow within 3 % in

@@ -140,7 +140,6 @@ for method in (
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("value, active", [("1", "False"), ("0", "True")])
 def test_disable_variable_leaves_deepspeed_as_it_is(
     value: str, active: str, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,7 @@ from ds_quant.owner_plan import Shape, plan
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 STAGES, WORLDS, ACCUMULATIONS = (1, 2, 3), (2, 3, 4), (1, 2)
 SCHEMES = ("full_precision", "qsdp", "qsdp_w4g4")

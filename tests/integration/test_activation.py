@@ -71,7 +71,6 @@ def launch(
     return "".join(printed), written
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("launcher", "order", "stage"),
@@ -94,7 +93,6 @@ def test_a_script_without_a_line_of_ours_is_quantized(
             assert rank["report"]["received_bytes"][role]["inter"] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_disabled_by_the_environment_the_same_script_trains_unquantized(
     python: Path, tmp_path: Path
@@ -122,7 +120,6 @@ print("active" if all(wrapped) else "inactive")
 OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "environment", "expected"),
     [
@@ -145,7 +142,6 @@ def test_what_switches_the_plugin_on_and_off(
 BREAK = "import sys\nsys.modules['ds_quant.zero.seams'] = None  # importing it now fails\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "environment"),
     [(IMPORTS["torch first"], {}), ("import torch\nimport deepspeed\nimport ds_quant", OFF)],

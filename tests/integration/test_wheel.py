@@ -5,8 +5,6 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-import pytest
-
 from tests.integration.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]

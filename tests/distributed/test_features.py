@@ -34,7 +34,7 @@ from tests.distributed.models import (
 pytestmark = pytest.mark.distributed
 
 STAGES = (1, 2, 3)
-STEPS = 10
+STEPS = 6
 
 # [Note: noise] Weights start uniform in [-a, a], with root mean square a / sqrt(3). An 8-bit code
 # is off by 2a / 255 / sqrt(12) rms: 0.4 % of the weights' rms, so about 0.7 % of the outputs' after
@@ -76,6 +76,7 @@ def test_feature_trains_as_without_quantization(stage: int, name: str) -> None:
     plain, quantized = ([rank[i] for rank in ranks] for i in (0, 1))
     expected, losses = mean_losses(plain), mean_losses(quantized)
     assert expected[-1] < 0.75 * expected[0]
+    print("NOISE", name, stage, np.abs(losses / expected - 1).max(), expected[-1] / expected[0])
     np.testing.assert_allclose(losses, expected, rtol=NOISE)
     assert quantized[0].losses != plain[0].losses
     assert quantized[0].report["collectives"]["gradients"] > 0

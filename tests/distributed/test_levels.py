@@ -24,6 +24,7 @@ from tests.distributed.models import (
     digests,
     evaluate,
     masters,
+    plain_descent,
     settings,
     train,
     train_step,
@@ -65,11 +66,6 @@ def _train_all(topology: tuple[int, int]) -> dict[str, tuple[list[float], dict, 
             bits[sighting.step, sighting.name].add(sighting.bits)
         outcomes[scheme] = result.losses, {k: sorted(v) for k, v in bits.items()}, result.report
     return outcomes
-
-
-def plain_descent(parameters: Any) -> torch.optim.Optimizer:
-    """Unlike Adam's, its steps are as large as the gradients: a wrong factor shows in the loss."""
-    return torch.optim.SGD(parameters, lr=0.5)
 
 
 @functools.cache

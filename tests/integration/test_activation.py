@@ -75,10 +75,12 @@ def launch(
 @pytest.mark.parametrize(
     ("launcher", "order", "stage"),
     [
-        ("deepspeed", "torch first", 3), ("deepspeed", "deepspeed first", 1),
-        ("torchrun", "torch first", 2), ("torchrun", "deepspeed first", 3),
+        ("deepspeed", "torch first", 3),
+        ("torchrun", "deepspeed first", 2),
+        pytest.param("deepspeed", "deepspeed first", 1, marks=pytest.mark.slow),
+        pytest.param("torchrun", "torch first", 3, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_a_script_without_a_line_of_ours_is_quantized(
     python: Path, tmp_path: Path, launcher: str, order: str, stage: int
 ) -> None:
@@ -93,6 +95,7 @@ def test_a_script_without_a_line_of_ours_is_quantized(
             assert rank["report"]["received_bytes"][role]["inter"] == 0
 
 
+@pytest.mark.slow  # make test shows it in one process, below
 @pytest.mark.distributed
 def test_disabled_by_the_environment_the_same_script_trains_unquantized(
     python: Path, tmp_path: Path

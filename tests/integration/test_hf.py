@@ -363,7 +363,13 @@ os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
 """
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torchrun",
+        pytest.param("deepspeed", marks=pytest.mark.slow),  # see also test_readme.py
+    ],
+)
 def test_a_trainer_script_with_the_block_in_its_json_is_quantized(
     python: Path, tmp_path: Path, launcher: str
 ) -> None:

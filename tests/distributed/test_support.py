@@ -25,12 +25,11 @@ from tests.distributed.support import ELSEWHERE, PAGE, REFUSED, TRAINED, Refused
 
 pytestmark = pytest.mark.distributed
 
-# Scheme -> block on four ranks and how far the last loss may be off: see [Note: noise] in
-# test_features.py for 8 bits; two-hop 4-bit gradients and 4-bit differences follow within 3 % in
-# test_levels.py, over as few steps.
+# Scheme -> block on four ranks, and how far a loss may be off, in first losses: about twice what was
+# measured. A wrong factor of the gradients moves the last loss by a multiple of it.
 BLOCKS: dict[str, tuple[dict[str, Any], float]] = {
-    "qsdp": ({"scheme": "qsdp", "node_size": 1}, 0.01),
-    "sdp4bit": ({"scheme": "sdp4bit", "node_size": 2, "checksum_steps": 3}, 0.03),
+    "qsdp": ({"scheme": "qsdp", "node_size": 1}, 0.0012),
+    "sdp4bit": ({"scheme": "sdp4bit", "node_size": 2, "checksum_steps": 3}, 0.006),
 }
 INSTALLED = tuple(int(part) for part in version("deepspeed").split(".")[:2])
 
@@ -80,7 +79,8 @@ def test_what_works_trains_as_without_the_plugin(place: int, stage: int) -> None
         assert ("belong to part of the ranks" in report["line"]) == row.few_ranks
     expected, quantized = (np.mean(losses[name], axis=0) for name in (None, scheme))
     assert expected[-1] < 0.95 * expected[0]
-    np.testing.assert_allclose(quantized, expected, rtol=BLOCKS[scheme][1])
+    allowed = BLOCKS[scheme][1] * expected[0]
+    np.testing.assert_allclose(quantized, expected, rtol=0, atol=allowed)
     assert losses[scheme] != losses[None]
 
 
@@ -110,7 +110,7 @@ def test_what_is_refused_names_the_setting_and_the_way_out(place: int, stage: in
     if INSTALLED < row.since:
         pytest.skip(f"DeepSpeed {INSTALLED} does not know the setting")
     for error in (rank.get((place, stage)) for rank in refused()):
-        assert error is not None and error.startswith("ConfigError")
+        assert error is not None and "ConfigError" in error
         assert [part for part in row.parts if part not in error] == [], error
 
 

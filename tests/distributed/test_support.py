@@ -25,8 +25,8 @@ from tests.distributed.support import ELSEWHERE, PAGE, REFUSED, TRAINED, Refused
 
 pytestmark = pytest.mark.distributed
 
-# Scheme -> block on four ranks, and how far a loss may be off, in first losses: about twice what was
-# measured. A wrong factor of the gradients moves the last loss by a multiple of it.
+# Scheme -> block on four ranks, and how far a loss may be off, in first losses: about twice what
+# was measured. A wrong factor of the gradients moves the last loss by a multiple of it.
 BLOCKS: dict[str, tuple[dict[str, Any], float]] = {
     "qsdp": ({"scheme": "qsdp", "node_size": 1}, 0.0012),
     "sdp4bit": ({"scheme": "sdp4bit", "node_size": 2, "checksum_steps": 3}, 0.006),

@@ -1,4 +1,4 @@
-# One command each: install once into .venv, then demo, test, lint, wheel.
+# One command each: install once into .venv, then demo, test, test-all, lint, wheel.
 # Without a GPU: make install TORCH_INDEX=URL, the index of torch's CPU build; the default build
 # brings 5.6 GB of CUDA libraries.
 PYTHON ?= python3
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: install demo report test lint wheel clean
+.PHONY: install demo report test test-all lint wheel clean
 
 install: $(STAMP)
 
@@ -28,10 +28,13 @@ report: install
 	$(BIN)/python benchmarks/peer_page.py
 	$(BIN)/python -m tests.distributed.support
 
-# Tests of one process take two workers; those that start ranks of their own only hinder each other.
-test: install
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile tests/unit tests/kernels
-	$(BIN)/python -m pytest -m "not gpu" tests/distributed tests/integration
+# What the markers leave out: test-all takes what is slow, too. Two workers, as ranks mostly wait for
+# each other; tests that compare times come last and alone.
+test: LEFT_OUT := gpu or slow
+test-all: LEFT_OUT := gpu
+test test-all: install
+	$(BIN)/python -m pytest -m "not ($(LEFT_OUT) or alone)" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "alone and not ($(LEFT_OUT))"
 
 lint: install
 	$(BIN)/ruff check .

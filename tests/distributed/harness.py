@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = ["tests.distributed.preload"]
@@ -58,12 +58,13 @@ def run_each(
     environment: dict[str, str] | None = None,
 ) -> list[tuple[Any, str | None]]:
     """As ``run``, but returns (result, traceback or None) by rank instead of raising."""
+    # Here, not on rank 0, it takes a port that nobody else can get, and outlives a rank that fails.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as scratch:
         pipes, processes = [], []
-        port = _free_port()
         for rank in range(world):
             receiver, sender = _CONTEXT.Pipe(duplex=False)
-            variables = _environment(rank, world, port, scratch) | (environment or {})
+            variables = _environment(rank, world, store.port, scratch) | (environment or {})
             process = _CONTEXT.Process(target=_rank_main, args=(sender, variables, function, args))
             process.start()
             sender.close()
@@ -100,6 +101,7 @@ def _environment(rank: int, world: int, port: int, scratch: str) -> dict[str, st
         "LOCAL_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
         "OMP_NUM_THREADS": "1",
         "TEST_SCRATCH": scratch,
     }
@@ -125,12 +127,4 @@ def _rank_main(
         outcome = (None, traceback.format_exc())
     sender.send(outcome)
     sender.close()
-    if outcome[1] is not None and variables["RANK"] == "0":
-        time.sleep(1)  # its store goes with it, and others may still read there why they end too
     os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

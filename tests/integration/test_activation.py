@@ -74,15 +74,16 @@ def launch(
     return "".join(printed), written
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("launcher", "order", "stage"),
     [
-        ("deepspeed", "torch first", 3), ("deepspeed", "deepspeed first", 1),
-        ("torchrun", "torch first", 2), ("torchrun", "deepspeed first", 3),
+        ("deepspeed", "torch first", 3),
+        ("torchrun", "deepspeed first", 2),
+        pytest.param("deepspeed", "deepspeed first", 1, marks=pytest.mark.slow),
+        pytest.param("torchrun", "torch first", 3, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_a_script_without_a_line_of_ours_is_quantized(
     python: Path, tmp_path: Path, launcher: str, order: str, stage: int
 ) -> None:
@@ -97,7 +98,7 @@ def test_a_script_without_a_line_of_ours_is_quantized(
             assert rank["report"]["received_bytes"][role]["inter"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # make test shows it in one process, below
 @pytest.mark.distributed
 def test_disabled_by_the_environment_the_same_script_trains_unquantized(
     python: Path, tmp_path: Path
@@ -125,7 +126,6 @@ print("active" if all(wrapped) else "inactive")
 OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "environment", "expected"),
     [
@@ -148,7 +148,6 @@ def test_what_switches_the_plugin_on_and_off(
 BREAK = "import sys\nsys.modules['ds_quant.zero.seams'] = None  # importing it now fails\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "environment"),
     [(IMPORTS["torch first"], {}), ("import torch\nimport deepspeed\nimport ds_quant", OFF)],

@@ -21,7 +21,6 @@ def compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*line, *arguments], capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_schemes_train_on_the_same_data_and_count_their_bytes(tmp_path: Path) -> None:
     finished = compare(tmp_path, "--schemes=full_precision,qsdp:min_numel=0")
@@ -43,7 +42,6 @@ def test_two_schemes_train_on_the_same_data_and_count_their_bytes(tmp_path: Path
     assert [report["steps"] for report in quantized["reports"]] == [6, 6]
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_failing_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
     finished = compare(tmp_path, "--schemes=qsdp", "--lr=-1")

@@ -8,13 +8,9 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import pytest
-
 from tests.integration.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
-
-pytestmark = pytest.mark.slow
 
 
 def test_wheel_carries_sources_resources_and_entry_points(wheel: Path) -> None:

@@ -21,7 +21,6 @@ RUNS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", RUNS)
 def test_benchmark_writes_its_file(script: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT)

@@ -163,7 +163,6 @@ def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys) -> None:
     assert "fix: unset DS_QUANT_DISABLE" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("disabled", "code"), [("", 0), ("1", 1)])
 def test_doctor_trains_two_processes_and_sees_a_disabled_plugin(disabled: str, code: int) -> None:

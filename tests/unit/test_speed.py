@@ -149,7 +149,6 @@ def test_what_a_crashed_run_left_behind_is_removed(network: lab.Lab) -> None:
 TINY = ["--layers", "1", "--width", "64", "--heads", "2", "--seq-len", "16", "--batch", "1"]
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_without_a_lab_one_point_over_loopback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -191,7 +190,6 @@ if engine.global_rank == 0:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_launcher_trains_across_hosts_of_a_lab(network: lab.Lab, tmp_path: Path) -> None:
     """torchrun on both hosts, as on two machines; a host is a node without being told."""
@@ -226,7 +224,6 @@ def test_the_launcher_trains_across_hosts_of_a_lab(network: lab.Lab, tmp_path: P
     assert network.counters(0).received - before > inter
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_collectives_are_timed_over_loopback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -276,6 +276,17 @@ class StepTime:
         return max(self.communication, self.compute)
 
 
+def volume(costs: Bill, stage: int, *, micro_steps: int, layers: int) -> Volume:
+    """What an optimizer step moves and encodes; one collective per layer and exchange."""
+    exchanges = costs.step_gathers(stage, micro_steps) + (micro_steps if stage > 1 else 1)
+    return Volume(
+        inter=costs.step_bytes(stage, micro_steps=micro_steps),
+        intra=costs.intra_bytes(stage, micro_steps=micro_steps),
+        encoded=0.0 if costs.full_precision_share == 1 else exchanges,
+        collectives=exchanges * layers,
+    )
+
+
 def predict(volume: Volume, cluster: Cluster, *, numel: int, tokens: int) -> StepTime:
     """Step time of a model of ``numel`` parameters, ``tokens`` per rank and step.
 

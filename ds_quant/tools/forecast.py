@@ -206,15 +206,8 @@ def _bill(block: QuantizedCommConfig, plan: Plan) -> cost.Bill:
 
 
 def _volume(costs: cost.Bill, plan: Plan) -> Volume:
-    """What a step moves and encodes; one collective per layer and exchange."""
-    stage, micro_steps = plan.stage, plan.micro_steps
-    exchanges = costs.step_gathers(stage, micro_steps) + (micro_steps if stage > 1 else 1)
-    return Volume(
-        inter=costs.step_bytes(stage, micro_steps=micro_steps),
-        intra=costs.intra_bytes(stage, micro_steps=micro_steps),
-        encoded=0.0 if costs.full_precision_share == 1 else exchanges,
-        collectives=exchanges * plan.model.layers,
-    )
+    layers = plan.model.layers
+    return cost.volume(costs, plan.stage, micro_steps=plan.micro_steps, layers=layers)
 
 
 def _shipped(plan: Plan) -> Volume:

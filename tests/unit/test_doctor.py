@@ -150,8 +150,9 @@ def test_a_problem_without_a_fix_is_our_own_mistake() -> None:
     assert checks.healthy([Check(name="x", status=WARNING, found="y")])
 
 
-def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys) -> None:
+def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys, tmp_path: Path) -> None:
     monkeypatch.delenv("DS_QUANT_DISABLE", raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # a lock there may be this user's
     assert main(["doctor", "--no-processes", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["healthy"] is True

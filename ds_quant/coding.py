@@ -164,10 +164,8 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _temporary(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised; on the CPU valid until the next call. Elsewhere kernels may run later."""
-    if device.type == "cpu":
-        return scratch.take("temporary", shape, dtype=dtype, device=device)
-    return torch.empty(shape, dtype=dtype, device=device)
+    """Uninitialised; on the CPU valid until the next call."""
+    return scratch.take("temporary", shape, dtype=dtype, device=device)
 
 
 def _squares(found: Tensor, exact: Tensor) -> tuple[float, float]:

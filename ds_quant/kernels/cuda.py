@@ -12,6 +12,7 @@ import logging
 import os
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -36,7 +37,6 @@ class Runner:
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", self.index)
         self._functions: dict[tuple, Callable] = {}
-        self._stream = _Stream()
         self._threads = threading.local()
 
     def __call__(self, work: Launch) -> None:
@@ -63,17 +63,19 @@ class Runner:
         if torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self._launch(work, grid, arguments)
-        if not hasattr(self._threads, "ready"):
-            # CuPy keeps a current device of its own per thread, and autograd has threads.
+        mine = self._threads
+        if not hasattr(mine, "stream"):
+            # CuPy keeps a current device of its own per thread, and autograd has threads. The
+            # stream is the thread's too: another one may be about to launch on a stream of its own.
             _import_cupy().cuda.Device(self.index).use()
-            self._threads.ready = True
+            mine.stream = _Stream()
         key = (work.kernel, work.macros)
         function = self._functions.get(key)
         if function is None:
             function = self._functions[key] = compiled(*key)
         # Asked for at every launch: a cached stream would leave a graph capture empty.
-        self._stream.ptr = _current_stream(self.index)
-        function(grid, (work.threads,), arguments, 0, self._stream)
+        mine.stream.ptr = _current_stream(self.index)
+        function(grid, (work.threads,), arguments, 0, mine.stream)
         return None
 
 
@@ -156,16 +158,43 @@ def runner_of(device: torch.device) -> Runner | None:
         runner = Runner(device)
         _probe(runner)
     except Exception as error:  # whatever a broken installation raises
-        reason = str(error).strip().splitlines()
-        logger.warning(
-            "ds_quant: CUDA kernels are off on %s, the slower torch path is used: %s: %s (%s)",
-            device,
-            type(error).__name__,
-            reason[0] if reason else "no message",
-            HINT,
-        )
+        _report(device, error)
         return None
     return runner
+
+
+class Failure(NamedTuple):
+    """Why CuPy does not work on a device."""
+
+    reason: str  # one line
+    traceback: str
+
+
+_failures: dict[torch.device, Failure] = {}
+
+
+def failure_of(device: torch.device) -> Failure | None:
+    """Why CuPy does not work on a CUDA device; None where it does."""
+    return _failures[device] if runner_of(device) is None else None
+
+
+def _report(device: torch.device, error: Exception) -> None:
+    """Warn in one line; what is broken, not just missing, shows its traceback once."""
+    is_missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+    is_new = not _failures and not is_missing
+    first_line = (str(error).strip().splitlines() or ["no message"])[0]
+    failure = Failure(
+        reason=f"{type(error).__name__}: {first_line}",
+        traceback="".join(traceback.format_exception(error)).strip(),
+    )
+    _failures[device] = failure
+    logger.warning(
+        "ds_quant: CUDA kernels are off on %s, the slower torch path is used: %s (%s)",
+        device,
+        failure.reason,
+        HINT,
+        exc_info=error if is_new else None,
+    )
 
 
 def _check_versions() -> None:

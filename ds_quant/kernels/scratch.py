@@ -8,7 +8,7 @@ Views are kept too, because making one costs as much as a small operation. May i
 [Note: scratch and streams] A device works later than its calls return, and on several streams at
 once: DeepSpeed gathers on one and reduces on another, from one thread. A buffer that is used again
 on another stream would be overwritten while the first one still reads it. So nothing is kept off
-the CPU: torch's caching allocator hands out memory per stream, and reuses it in that stream's order.
+the CPU: torch's caching allocator hands out memory per stream and reuses it in its order.
 """
 
 from __future__ import annotations

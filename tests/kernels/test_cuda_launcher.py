@@ -6,7 +6,9 @@ import ctypes
 import logging
 import os
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -89,6 +91,26 @@ def test_launches_compile_once_and_go_to_the_current_stream(cupy, runner) -> Non
     assert cupy.compiled == 1
     assert cupy.streams == [77, 77]
     assert cupy.devices == [0]
+
+
+def test_threads_launch_on_their_own_streams(cupy, runner, monkeypatch) -> None:
+    """Both have said which stream they want before either launch looks."""
+    mine, met, launched = threading.local(), threading.Barrier(2, timeout=30), {}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: mine)
+
+    def function(grid, block, arguments, shared_mem, stream) -> None:
+        met.wait()
+        launched[threading.get_ident()] = stream.ptr
+
+    def work(address: int) -> tuple[int, int]:
+        mine.cuda_stream = address
+        x, out = torch.randn(1, 128), torch.empty(1, CODEC.wire_bytes(128), dtype=torch.uint8)
+        launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=runner)
+        return address, launched[threading.get_ident()]
+
+    monkeypatch.setattr(cuda, "compiled", lambda kernel, macros: function)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(work, (100, 200))) == [(100, 100), (200, 200)]
 
 
 def test_probe_passes_on_working_kernels(cupy, runner) -> None:
@@ -187,15 +209,21 @@ def test_broken_cupy_gives_one_line_and_the_torch_path(
         monkeypatch.setitem(sys.modules, "cupy", FakeCupy(shim, version=12090))
     monkeypatch.setattr(cuda, "_probe", broken)
     cuda.runner_of.cache_clear()
+    cuda._failures.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert dispatch.runner_for(CODEC, torch.device("cuda", 0)) is None
+    found = cuda.failure_of(torch.device("cuda", 0))
+    assert "Traceback" in found.traceback
+    assert ("second line" in found.traceback) == (fault == "compiler")
     cuda.runner_of.cache_clear()
     (record,) = caplog.records
     message = record.getMessage()
     assert "\n" not in message and "torch path" in message and "ds_quant[cuda13]" in message
     wanted = {"missing": "cupy", "other version": "CUDA 12", "compiler": "no NVRTC"}[fault]
     assert wanted in message
+    shown = logging.Formatter().format(record)
+    assert ("in broken" in shown and "second line" in shown) == (fault == "compiler")
 
 
 def test_torch_backend_is_never_asked_about_cupy(monkeypatch) -> None:

@@ -181,7 +181,6 @@ def failure_of(device: torch.device) -> Failure | None:
 def _report(device: torch.device, error: Exception) -> None:
     """Warn in one line; what is broken, not just missing, shows its traceback once."""
     is_missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
-    is_new = not _failures and not is_missing
     first_line = (str(error).strip().splitlines() or ["no message"])[0]
     failure = Failure(
         reason=f"{type(error).__name__}: {first_line}",
@@ -193,7 +192,7 @@ def _report(device: torch.device, error: Exception) -> None:
         device,
         failure.reason,
         HINT,
-        exc_info=error if is_new else None,
+        exc_info=None if is_missing else error,
     )
 
 

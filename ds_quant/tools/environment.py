@@ -134,7 +134,8 @@ def cuda_kernels(device: torch.device) -> Check:
         return Check(name="CUDA kernels", status=OK, found="CuPy kernels", details={"works": True})
     extra = f"cuda{(torch.version.cuda or '12').split('.')[0]}"
     return Check(
-        name="CUDA kernels", status=WARNING, details={"works": False, "traceback": failure.traceback},
+        name="CUDA kernels", status=WARNING,
+        details={"works": False, "traceback": failure.traceback},
         found=f"CUDA tensors take the slower torch path: {failure.reason}",
         fix=f"pip install 'ds_quant[{extra}]', or mend what the traceback below names",
     )  # fmt: skip

@@ -53,7 +53,10 @@ class Runner:
 
     def run_many(self, launches: list[Launch]) -> None:
         """Independent launches as few as possible: one per kernel and set of macros."""
-        for table in merge(launches):
+        alone, tables = merge(launches)
+        for work in alone:
+            self(work)
+        for table in tables:
             buffer = torch.frombuffer(bytearray(table.jobs), dtype=torch.uint8)
             if self.device.type == "cuda":
                 buffer = buffer.pin_memory()  # else the copy would wait for the stream

@@ -17,7 +17,7 @@ import torch
 from ds_quant.codec import GroupCodec
 from ds_quant.kernels import cuda, dispatch, launch, reference
 from ds_quant.kernels.arguments import is_aligned
-from ds_quant.kernels.jobs import Launch, place_of
+from ds_quant.kernels.jobs import Launch, place_of, table_of
 from ds_quant.kernels.source import source
 from ds_quant.rng import Address
 
@@ -132,6 +132,19 @@ def test_many_tensors_of_a_bucket_take_one_launch(cupy, runner) -> None:
         assert torch.equal(out, wire_of(x))
 
 
+def test_a_launch_of_its_own_kind_takes_no_table(cupy, runner, monkeypatch) -> None:
+    tables = []
+    monkeypatch.setattr(runner, "run_table", lambda table, buffer: tables.append(table.num_jobs))
+    outs, wanted, launches = [], [], []
+    for x in (torch.randn(1, 999), torch.randn(1, 999).bfloat16(), torch.randn(1, 77)):
+        outs.append(torch.empty(1, CODEC.wire_bytes(x.shape[1]), dtype=torch.uint8))
+        wanted.append(wire_of(x))
+        launch.encode(x, outs[-1], CODEC, address=ADDRESS, levels=None, run=launches.append)
+    runner.run_many(launches)  # two in fp32, one in bf16
+    assert tables == [2] and len(cupy.streams) == 1
+    assert torch.equal(outs[1], wanted[1])
+
+
 @pytest.fixture
 def on_runner(cupy, runner, monkeypatch) -> FakeCupy:
     """Codecs take the runner for the CPU tensors of these tests."""
@@ -187,7 +200,7 @@ def test_step_of_a_table_can_change_between_launches(cupy, runner) -> None:
     x, launches = torch.randn(1, 1000), []
     out = torch.empty(1, CODEC.wire_bytes(1000), dtype=torch.uint8)
     launch.encode(x, out, CODEC, address=Address(key=5, step=0), levels=None, run=launches.append)
-    (table,) = cuda.merge(launches)
+    table = table_of(launches)
     buffer = torch.frombuffer(bytearray(table.jobs), dtype=torch.uint8)
     for step in (1, 6):
         buffer.view(torch.int64)[place_of("encode", "step")] = step

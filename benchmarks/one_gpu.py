@@ -55,6 +55,8 @@ def worker(rank: int, args: argparse.Namespace, scheme: str, port: int, folder: 
         "bf16": {"enabled": True},
         "quantized_comm": {"enabled": True, "scheme": scheme},
     }
+    if args.node_size:
+        config["quantized_comm"]["node_size"] = args.node_size
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
@@ -144,6 +146,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--stage", type=int, choices=(2, 3), default=3)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--node-size", type=int, help="ranks of a node; default: one node")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
     parser.add_argument("--simulate", type=int, default=0, metavar="RANKS")
@@ -155,8 +158,12 @@ def main() -> None:
         good = document["bytes_equal"] and document["sums_equal"]
         print(document)
     else:
-        losses = {scheme: train(args, scheme) for scheme in args.schemes}
+        losses: dict[str, list[float]] = {}
         document = {"world": args.world, "stage": args.stage, "losses": losses}
+        for scheme in args.schemes:
+            losses[scheme] = train(args, scheme)
+            if args.json:  # for whoever ends this before it is done
+                args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
         good = len({tuple(values) for values in losses.values()}) == len(losses)  # all active
         for scheme, values in losses.items():
             head = f"world {args.world} stage {args.stage} {scheme}"

@@ -20,6 +20,7 @@ from ds_quant.kernels.arguments import is_aligned
 from ds_quant.kernels.jobs import Launch, place_of, table_of
 from ds_quant.kernels.source import source
 from ds_quant.rng import Address
+from tests.kernels import tables
 
 CODEC = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
 ADDRESS = Address(key=5, step=6)
@@ -130,6 +131,18 @@ def test_many_tensors_of_a_bucket_take_one_launch(cupy, runner) -> None:
     assert len(cupy.streams) == 1
     for x, out in zip(tensors, outs, strict=True):
         assert torch.equal(out, wire_of(x))
+
+
+@pytest.mark.parametrize("kind", tables.KINDS)
+def test_tables_of_every_kernel(kind: str, cupy, runner) -> None:
+    """Training mostly launches these: many tensors of a bucket at once."""
+    cases, launches = list(tables.KINDS[kind](CPU)), []
+    for case in cases:
+        case.call(launches.append)
+    runner.run_many(launches)
+    assert len(cupy.streams) == 1, "one table"
+    for case in cases:
+        assert torch.equal(case.found, case.wanted)
 
 
 def test_a_launch_of_its_own_kind_takes_no_table(cupy, runner, monkeypatch) -> None:

@@ -24,7 +24,7 @@ from operations import UNIT, Bench, Operation, absmax
 
 from ds_quant.kernels import dispatch, launch
 from ds_quant.kernels.geometry import Stores, runs_of
-from ds_quant.kernels.jobs import table_of
+from ds_quant.kernels.jobs import merge
 from ds_quant.kernels.rotation import Rotation
 from ds_quant.rng import Address
 
@@ -87,8 +87,8 @@ def many(bench: Bench, kind: str, numel: int) -> Operation:
         return found
     launches: list = []
     collect(launches.append)
-    table = table_of(launches)
-    buffer = torch.frombuffer(bytearray(table.jobs), dtype=torch.uint8).to(bench.device)
+    (table,) = merge(launches)
+    buffer = torch.frombuffer(bytearray(table.written), dtype=torch.uint8).to(bench.device)
     found.offer("one by one", lambda: lambda _: [run(work) for work in launches])
     found.offer("table", lambda: lambda _: run.run_table(table, buffer))
     found.offer("table, copied", lambda: lambda _: run.run_many(launches))

@@ -13,7 +13,7 @@ import os
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ class Runner:
         self._launch(work, work.grid, (job,))
 
     def run_table(self, table: Table, buffer: torch.Tensor) -> None:
-        """Launch a table whose jobs lie in `buffer` (bytes,) uint8 on the device.
+        """Launch a table that lies, as `written`, in `buffer` (bytes,) uint8 on the device.
 
         The buffer may change between launches, or between replays of a CUDA graph.
         """
@@ -53,11 +53,15 @@ class Runner:
 
     def run_many(self, launches: list[Launch]) -> None:
         """Independent launches as few as possible: one per kernel and set of macros."""
-        alone, tables = merge(launches)
-        for work in alone:
-            self(work)
+        self.run_tables(merge(launches))
+
+    def run_tables(self, tables: Iterable[Table]) -> None:
+        """Launch tables whose jobs lie on the host."""
         for table in tables:
-            buffer = torch.frombuffer(bytearray(table.jobs), dtype=torch.uint8)
+            if table.num_jobs == 1:  # without a copy to the device
+                self(table.alone())
+                continue
+            buffer = torch.frombuffer(bytearray(table.written), dtype=torch.uint8)
             if self.device.type == "cuda":
                 buffer = buffer.pin_memory()  # else the copy would wait for the stream
             self.run_table(table, buffer.to(self.device, non_blocking=True))

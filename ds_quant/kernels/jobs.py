@@ -7,7 +7,7 @@ patterns. May import layout.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ds_quant.layout import WireLayout
@@ -59,36 +59,41 @@ class Table(NamedTuple):
     macros: tuple[tuple[str, int], ...]
     blocks: int
     threads: int
-    jobs: bytes  # the jobs, then the job of every block
+    jobs: bytes
     num_jobs: int
+    job_of_block: bytes  # behind the jobs in the buffer, whole 8 bytes
+
+    @property
+    def written(self) -> bytes:
+        """What the buffer holds."""
+        return self.jobs + self.job_of_block
+
+    def alone(self) -> Launch:
+        """The launch of the only job, which needs no buffer; it points into the same tensors."""
+        _, row_blocks = struct.unpack_from("<2Q", self.jobs)
+        macros = tuple(macro for macro in self.macros if macro[0] != "DSQ_TABLE")
+        grid = row_blocks, self.blocks // row_blocks
+        return Launch(self.kernel, macros, grid, self.threads, self.jobs)
 
 
-def merge(launches: Iterable[Launch]) -> tuple[list[Launch], list[Table]]:
-    """Launches that are the only one of their kernel and macros, and a table for each of the rest.
-
-    A table costs a copy to the device, so one launch is none. They must not depend on each other.
-    """
+def merge(launches: Iterable[Launch]) -> list[Table]:
+    """One table per kernel and set of macros; launches must not depend on each other."""
     alike: dict[tuple, list[Launch]] = {}
     for launch in launches:
         alike.setdefault((launch.kernel, launch.macros, launch.threads), []).append(launch)
-    alone = [members[0] for members in alike.values() if len(members) == 1]
-    several = [members for members in alike.values() if len(members) > 1]
-    return alone, [table_of(members) for members in several]
-
-
-def table_of(launches: Sequence[Launch]) -> Table:
-    """Launches of one kernel with the same macros and threads as one."""
-    kernel, macros, _, threads, *_ = launches[0]
-    blocks, jobs, job_of_block = 0, [], []
-    for index, launch in enumerate(launches):
-        jobs.append(struct.pack("<2Q", blocks, launch.grid[0]) + launch.job[16:])
-        count = launch.grid[0] * launch.grid[1]
-        job_of_block.append(struct.pack("<I", index) * count)
-        blocks += count
-    filling = b"\0" * (blocks % 2 * 4)  # up to whole 64-bit words
-    macros = tuple(sorted((*macros, ("DSQ_TABLE", 1))))
-    written = b"".join((*jobs, *job_of_block, filling))
-    return Table(kernel, macros, blocks, threads, written, len(jobs))
+    tables = []
+    for (kernel, macros, threads), members in alike.items():
+        blocks, jobs, job_of_block = 0, [], []
+        for index, member in enumerate(members):
+            jobs.append(struct.pack("<2Q", blocks, member.grid[0]) + member.job[16:])
+            count = member.grid[0] * member.grid[1]
+            job_of_block.append(struct.pack("<I", index) * count)
+            blocks += count
+        job_of_block.append(b"\0" * (blocks % 2 * 4))
+        macros = tuple(sorted((*macros, ("DSQ_TABLE", 1))))
+        written = b"".join(jobs), len(jobs), b"".join(job_of_block)
+        tables.append(Table(kernel, macros, blocks, threads, *written))
+    return tables
 
 
 def place_of(kernel: str, field: str) -> int:

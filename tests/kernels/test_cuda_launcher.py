@@ -17,7 +17,7 @@ import torch
 from ds_quant.codec import GroupCodec
 from ds_quant.kernels import cuda, dispatch, launch, reference
 from ds_quant.kernels.arguments import is_aligned
-from ds_quant.kernels.jobs import Launch, place_of, table_of
+from ds_quant.kernels.jobs import Launch, merge, place_of
 from ds_quant.kernels.source import source
 from ds_quant.rng import Address
 from tests.kernels import tables
@@ -213,8 +213,8 @@ def test_step_of_a_table_can_change_between_launches(cupy, runner) -> None:
     x, launches = torch.randn(1, 1000), []
     out = torch.empty(1, CODEC.wire_bytes(1000), dtype=torch.uint8)
     launch.encode(x, out, CODEC, address=Address(key=5, step=0), levels=None, run=launches.append)
-    table = table_of(launches)
-    buffer = torch.frombuffer(bytearray(table.jobs), dtype=torch.uint8)
+    (table,) = merge(launches)
+    buffer = torch.frombuffer(bytearray(table.written), dtype=torch.uint8)
     for step in (1, 6):
         buffer.view(torch.int64)[place_of("encode", "step")] = step
         runner.run_table(table, buffer)

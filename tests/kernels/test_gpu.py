@@ -15,7 +15,7 @@ from ds_quant.codec import GroupCodec
 from ds_quant.kernels import cuda, dispatch, launch, reference
 from ds_quant.kernels.arguments import Own
 from ds_quant.kernels.geometry import Stores
-from ds_quant.kernels.jobs import place_of, table_of
+from ds_quant.kernels.jobs import merge, place_of
 from ds_quant.kernels.rotation import Rotation
 from ds_quant.kernels.source import source
 from ds_quant.link import Link
@@ -294,8 +294,8 @@ def test_replayed_graph_takes_the_step_from_its_buffer(runner) -> None:
     out = torch.empty(1, INT4.wire_bytes(100_000), dtype=torch.uint8, device=DEVICE)
     zero = Address(key=ADDRESS.key, step=0, first_vector=ADDRESS.first_vector)
     launch.encode(x, out, INT4, address=zero, levels=None, run=launches.append)
-    work = table_of(launches)
-    buffer = torch.frombuffer(bytearray(work.jobs), dtype=torch.uint8).to(DEVICE)
+    (work,) = merge(launches)
+    buffer = torch.frombuffer(bytearray(work.written), dtype=torch.uint8).to(DEVICE)
     step = buffer.view(torch.int64)[place_of("encode", "step")]
     runner.run_table(work, buffer)  # compiles
     graph = torch.cuda.CUDAGraph()

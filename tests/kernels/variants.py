@@ -10,7 +10,7 @@ from ds_quant.codec import GroupCodec
 from ds_quant.kernels import launch
 from ds_quant.kernels.arguments import Own
 from ds_quant.kernels.geometry import Stores
-from ds_quant.kernels.jobs import Launch, table_of
+from ds_quant.kernels.jobs import Launch, merge
 from ds_quant.kernels.rotation import Rotation
 from ds_quant.rng import Address
 from tests.kernels.inputs import CODECS, DTYPES, table
@@ -165,4 +165,5 @@ def others() -> dict[str, Launch]:
 
 
 def _tabled(one: Launch) -> Launch:
-    return one._replace(macros=table_of([one]).macros)
+    (table_of_one,) = merge([one])
+    return one._replace(macros=table_of_one.macros)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -12,12 +13,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+
+from ds_quant.kernels import dispatch
+from ds_quant.kernels.jobs import merge
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks" / "gpu"))
+sys.path += [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks")]
 
 import plan  # noqa: E402
 import suite  # noqa: E402
+import sweeps  # noqa: E402
+from operations import Bench  # noqa: E402
 
 PY = sys.executable
 WRITE = "import json, sys; json.dump({'rows': [], 'shown': ['seen']}, open(sys.argv[1], 'w'))"
@@ -151,6 +158,64 @@ def test_a_dry_run_has_the_sections_of_a_real_one(part: str) -> None:
         scripts = [word for word in each.command if word.endswith(".py")]
         assert scripts and all((ROOT / script).exists() for script in scripts)
     assert not any(s.programs for s in dry)
+
+
+class OnShim:
+    """A runner that takes tables too, on the CPU."""
+
+    def __init__(self, shim) -> None:
+        self.shim, self.launches, self.tables = shim, [], []
+
+    def __call__(self, work) -> None:
+        self.launches.append(work)
+        self.shim(work)
+
+    def run_table(self, table, buffer: torch.Tensor) -> None:
+        self.tables.append(table)
+        values = [ctypes.c_uint64(number) for number in (buffer.data_ptr(), table.num_jobs)]
+        addresses = map(ctypes.addressof, values)
+        self.shim.run(table.kernel, table.macros, (table.blocks, 1), table.threads, *addresses)
+
+    def run_many(self, launches) -> None:
+        for table in merge(launches):
+            self.run_table(table, torch.frombuffer(bytearray(table.written), dtype=torch.uint8))
+
+
+@pytest.fixture
+def on_shim(shim, monkeypatch) -> OnShim:
+    """The benchmarks take CPU tensors for those of a GPU."""
+    found = OnShim(shim)
+    monkeypatch.setattr(dispatch, "runner_for", lambda fmt, device: found)
+    return found
+
+
+def ways_of(operation) -> list[str]:
+    """Names of the ways that work, each run once; the others must be none."""
+    assert not operation.why_not
+    return list(operation.ways)
+
+
+@pytest.mark.slow
+def test_sweep_of_stores_runs_every_way(on_shim) -> None:
+    bench = Bench(torch.device("cpu"), 1, ())
+    make = next(iter(sweeps.stores(bench, 1.0)))
+    ways = ways_of(make())
+    assert ways == ["cuda"] + [
+        f"run {run}{' staged' * staged}" for run in (1, 2, 4, 8) for staged in (False, True)
+    ]
+    macros = [dict(work.macros) for work in on_shim.launches if work.kernel == "decode_sum"]
+    assert {(m["DSQ_RUN"], m["DSQ_STAGED"]) for m in macros} == {
+        (run, staged) for run in (1, 2, 4, 8) for staged in (0, 1)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ("encode", "decode_sum of 8"))
+def test_sweep_of_tables_runs_one_table(kind: str, on_shim, monkeypatch) -> None:
+    monkeypatch.setattr(sweeps, "TENSORS", 6)
+    operation = sweeps.many(Bench(torch.device("cpu"), 1, ()), kind, 1000)
+    assert ways_of(operation) == ["one by one", "table", "table, copied"]
+    assert [table.num_jobs for table in on_shim.tables] == [6, 6]
 
 
 WITHOUT_DEEPSPEED = """

@@ -24,6 +24,15 @@ _GPU_TESTS = (
     *(PYTHON, "-m", "pytest", "-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider"),
     *("-W", "ignore", "-q", "tests/kernels/test_gpu.py"),
 )
+_METRICS = (
+    "gpu__time_duration.sum",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "smsp__inst_executed.sum",
+    # 32-byte sectors that a warp's load or store touches; twice what it needs shows half sectors.
+    "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio",
+    "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio",
+)
 # Sums of rows through shared memory and rows of any length: what a checker can find races in.
 _RACES = "ragged and (g96 or g8192) or shared_memory"
 
@@ -89,18 +98,16 @@ def speed(dry: bool) -> list[Section]:
         command = _script("kernels.py", *device, *options, *more)
         return Section(name=name, seconds=seconds, command=command, packages=cupy)
 
-    counters = (
-        "ncu", "--clock-control", "none", "--section", "SpeedOfLight", "--section",
-        "MemoryWorkloadAnalysis", "--kernel-name", "regex:encode|decode_sum|recode", PYTHON,
-        "benchmarks/gpu/sweeps.py", "--sweep", "five", *device, "--bytes", size[0], *JSON,
-    )  # fmt: skip
+    five = (PYTHON, "benchmarks/gpu/sweeps.py", "--sweep", "five", *device, "--bytes", size[0])
+    profiler = ("ncu", "--clock-control", "none", "--csv", "--metrics", ",".join(_METRICS),
+                "--kernel-name", "regex:encode|decode_sum|recode")  # fmt: skip
     return [
         sweep("stores", 130),
         sweep("tables", 50),
         sweep("ragged", 50),
         kernels("sizes", 120, sizes, "--dtypes", "bf16", "--codecs", "int4", "--rivals"),
         Section(
-            name="counters", seconds=70, command=counters[9:] if dry else counters,
+            name="counters", seconds=70, command=five if dry else (*profiler, *five),
             packages=cupy, programs=() if dry else ("ncu",),
         ),
         kernels("rivals", 120, size, "--dtypes", "bf16", "--rivals", *rivals),

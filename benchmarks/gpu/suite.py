@@ -74,6 +74,12 @@ def _read(path: Path) -> Any:
         return None
 
 
+def _tail(log: Path, lines: int) -> list[str]:
+    """The end of a log; nothing if the section did not run."""
+    text = log.read_text("utf-8", "replace") if log.exists() else ""
+    return [line[:300] for line in text.splitlines()[-lines:]]
+
+
 def missing(section: Section) -> str | None:
     """What the section needs and this machine lacks."""
     packages = [name for name in section.packages if importlib.util.find_spec(name) is None]
@@ -98,7 +104,7 @@ def run(section: Section, part: Part, seconds: float) -> str:
             return "time limit"
         finally:
             _end(process)
-    print("\n".join(log.read_text("utf-8", "replace").splitlines()[-4:]))
+    print("\n".join(_tail(log, 4)))
     return "passed" if code == 0 else f"failed ({code})"
 
 
@@ -138,6 +144,8 @@ def run_all(sections: Sequence[Section], part: Part) -> None:
             print(f"== {section.name} (at most {entry['limit']:.0f} s)", flush=True)
             entry["result"] = run(section, part, entry["limit"])
         entry["seconds"] = round(time.monotonic() - start, 1)
+        if entry["result"] != "passed" or _read(part.work / f"{section.name}.json") is None:
+            entry["tail"] = _tail(part.work / f"{section.name}.log", 40)
         print(f"{section.name}: {entry['result']}, {entry['seconds']} s", flush=True)
         part.write()
 

@@ -66,6 +66,7 @@ def test_sections_run_in_order_and_a_bad_one_stops_nothing(tmp_path, monkeypatch
         "last": written,
     }  # fmt: skip
     assert found["code"] == 1
+    assert found["sections"]["fails"]["tail"] == ["last words"]
     shown = capsys.readouterr().out.splitlines()
     assert shown[-1] == f"{'last':<16}seen" and any("last words" in line for line in shown)
     with tarfile.open(tmp_path / "out" / "A.tar.gz") as archive:

@@ -188,9 +188,12 @@ def save(path: Path, kind: str, args: argparse.Namespace, **content: Any) -> Non
 
 def provenance() -> dict[str, Any]:
     """Date, versions and hardware: what a number needs to be quoted later."""
-    versions = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
-        versions[package] = metadata.version(package)
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # a machine that measures kernels may lack DeepSpeed
+            versions[package] = None
     return {
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions,

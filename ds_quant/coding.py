@@ -89,6 +89,12 @@ class Coding(NamedTuple):
             source.decode_sum(wire, total, own=own)
             self.encode(total, out)
 
+    def sum_dtype(self, wanted: torch.dtype, device: torch.device) -> torch.dtype:
+        """What ``decode_sum`` had better write where `wanted` is needed in the end."""
+        if not isinstance(self.codec, GroupCodec):
+            return torch.float32
+        return dispatch.sum_dtype(self.codec, wanted, device)
+
     def decode_sum(
         self,
         wire: Tensor,
@@ -98,7 +104,9 @@ class Coding(NamedTuple):
         scale: float = 1.0,
         rotation: Rotation | None = None,
     ) -> None:
-        """out = scale * sum of rows: wire (rows, bytes) -> (numel,) fp32, rotated back first."""
+        """out = scale * sum of rows: wire (rows, bytes) -> (numel,) fp32, or as ``sum_dtype`` says,
+        rotated back first.
+        """
         options = {"own": own, "levels": self.levels}
         if rotation is None:
             self.codec.decode_sum(wire, out, scale=scale, **options)
@@ -164,10 +172,8 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _temporary(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised; on the CPU valid until the next call. Elsewhere kernels may run later."""
-    if device.type == "cpu":
-        return scratch.take("temporary", shape, dtype=dtype, device=device)
-    return torch.empty(shape, dtype=dtype, device=device)
+    """Uninitialised; on the CPU valid until the next call."""
+    return scratch.take("temporary", shape, dtype=dtype, device=device)
 
 
 def _squares(found: Tensor, exact: Tensor) -> Tensor:

@@ -10,11 +10,14 @@ import os
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_quant import leftovers
 from ds_quant._autoload import DISABLE_VARIABLE
 from ds_quant.tools.checks import OK, PROBLEM, WARNING, Check
+
+if TYPE_CHECKING:
+    import torch
 
 # As in setup.cfg, which a checkout on PYTHONPATH cannot read; a test compares the two.
 SUPPORTED = {"python": ">=3.10", "torch": ">=2.5", "deepspeed": ">=0.17.6,<0.20", "pydantic": ">=2"}
@@ -26,7 +29,11 @@ NETWORK_VARIABLES = (*SOCKET_VARIABLES, "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "
 
 def survey() -> list[Check]:
     """All checks that only read."""
-    machine = [device(), cupy(), cpu_kernels(), backend(), interfaces(), builds(), shared_memory()]
+    import torch
+
+    place = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    kernels = [cupy(), cuda_kernels(place), cpu_kernels()]
+    machine = [device(), *kernels, backend(), interfaces(), builds(), shared_memory()]
     return [*versions(), *machine, entry_point()]
 
 
@@ -113,6 +120,26 @@ def cupy() -> Check:
     return Check(
         name="CuPy", status=OK, found=f"{shown}, NVRTC {compiler}",
         details={**flavours, "nvrtc": compiler},
+    )  # fmt: skip
+
+
+def cuda_kernels(device: torch.device) -> Check:
+    """Whether tensors of a device get CuPy kernels: compiles one and runs it."""
+    import torch
+
+    from ds_quant.kernels import cuda
+
+    if device.type != "cuda":
+        return Check(name="CUDA kernels", status=OK, found="not needed without CUDA", details={})
+    failure = cuda.failure_of(device)
+    if failure is None:
+        return Check(name="CUDA kernels", status=OK, found="CuPy kernels", details={"works": True})
+    extra = f"cuda{(torch.version.cuda or '12').split('.')[0]}"
+    return Check(
+        name="CUDA kernels", status=WARNING,
+        details={"works": False, "traceback": failure.traceback},
+        found=f"CUDA tensors take the slower torch path: {failure.reason}",
+        fix=f"pip install 'ds_quant[{extra}]', or mend what the traceback below names",
     )  # fmt: skip
 
 

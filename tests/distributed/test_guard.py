@@ -49,7 +49,7 @@ def _refused_rank(config: dict[str, Any]) -> tuple[str, str, int, int]:
         now = collectives_issued()
         return type(error).__name__, str(error), now - started, now - checked
     finally:
-        guard.refuse_unsupported = check
+        refusals.refuse_unsupported = check
     return "nothing", "", 0, 0
 
 

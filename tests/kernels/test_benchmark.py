@@ -55,8 +55,9 @@ def test_simulated_ranks_agree_with_the_reference(tmp_path: Path) -> None:
     assert found["relative_error"] < 0.3  # one step of 4 bits is a seventh of the largest value
 
 
-def test_suite_is_valid_shell() -> None:
+@pytest.mark.parametrize("script", ("gpu_suite.sh", "gpu/collect_wheels.sh"))
+def test_scripts_are_valid_shell(script: str) -> None:
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("needs bash")
-    run(bash, "-n", "gpu_suite.sh")
+    run(bash, "-n", script)

@@ -44,6 +44,7 @@ def row(name: str, launch, architecture: str) -> dict:
         found["per_element"] = report.per_element(compiler.elements_of(launch))
         found["loads_16_bytes"] = report.wide_loads
         found["loads_shorter"] = report.narrow_loads
+        found["flushing"] = report.flushing
     return found
 
 
@@ -72,6 +73,7 @@ def test_headline_variant_keeps_its_baseline(name: str, architecture: str) -> No
         if compiler.nvdisasm() is None:
             pytest.skip("no spills; counting needs nvdisasm: pip install ds_quant[nvrtc]")
         assert found["per_element"] <= BARS.get(name, 100)
+        assert found["flushing"] == 0, "denormals would be zeros here and not in the reference"
     if baseline["nvrtc"] != compiler.nvrtc_version():
         pytest.skip(f"no spills; the baseline is of NVRTC {baseline['nvrtc']}")
     wanted = baseline["kernels"][name][f"sm_{architecture}"]
@@ -80,6 +82,14 @@ def test_headline_variant_keeps_its_baseline(name: str, architecture: str) -> No
     if architecture == COUNTED:
         assert found["per_element"] <= 1.1 * wanted["per_element"], wanted
         assert found["loads_16_bytes"] >= wanted["loads_16_bytes"], wanted
+
+
+@needs_nvrtc
+def test_learned_levels_are_compared_without_flushing_denormals() -> None:
+    if compiler.nvdisasm() is None:
+        pytest.skip("counting needs nvdisasm: pip install ds_quant[nvrtc]")
+    name = next(name for name in OTHERS if name.startswith("encode") and "learned" in name)
+    assert compiler.report(OTHERS[name], COUNTED).flushing == 0
 
 
 @needs_nvrtc

@@ -28,6 +28,7 @@ RECORDED = re.compile(r"^- Command: `python (benchmarks/\w+\.py)(.*)`$", re.MULT
 INSTALLED = "tests/integration/test_wheel.py::test_import_torch_activates_the_installed_plugin"
 STARTED = "tests/integration/test_readme.py::test_five_minute_start"
 
+SUITE = "tests/kernels/test_gpu_suite.py::test_dry_run_of_the_suite"
 COVERED = {
     "pip install torch": INSTALLED,
     'pip install ".[cuda12]"': INSTALLED,
@@ -53,7 +54,11 @@ COVERED = {
     "tests/distributed/test_host_cost.py::test_figures_of_a_llama_layer_are_printed",
     "sudo .venv/bin/python benchmarks/speed.py --quick": "tests/unit/test_speed.py::"
     "test_without_a_lab_one_point_over_loopback",
-    "benchmarks/gpu_suite.sh": "tests/kernels/test_benchmark.py::test_suite_is_valid_shell",
+    "benchmarks/gpu/collect_wheels.sh": "tests/kernels/test_benchmark.py::"
+    "test_scripts_are_valid_shell",
+    "benchmarks/gpu_suite.sh A": SUITE,
+    "benchmarks/gpu_suite.sh B": SUITE,
+    "benchmarks/gpu_suite.sh C": SUITE,
 }  # fmt: skip
 
 

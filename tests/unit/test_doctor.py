@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ds_quant.cli import main
-from ds_quant.kernels import native
+from ds_quant.kernels import cuda, native
 from ds_quant.tools import checks, environment, selftest
 from ds_quant.tools.checks import OK, PROBLEM, WARNING, Check
 
@@ -110,6 +110,21 @@ def test_two_cupy_flavours_are_a_problem(monkeypatch) -> None:
     monkeypatch.setattr(environment, "_installed", lambda name: "14.0")
     check = environment.cupy()
     assert check.status == PROBLEM and "pip uninstall cupy-cuda12x cupy-cuda13x" in check.fix
+
+
+def test_a_cupy_that_fails_is_a_warning_with_its_traceback(monkeypatch) -> None:
+    def broken(*_args) -> None:
+        raise RuntimeError("no NVRTC\nsecond line")
+
+    monkeypatch.setattr(cuda, "_check_versions", broken)
+    cuda.runner_of.cache_clear()
+    check = environment.cuda_kernels(torch.device("cuda", 0))
+    cuda.runner_of.cache_clear()
+    assert check.status == WARNING and "torch path" in check.found and "no NVRTC" in check.found
+    assert "ds_quant[cuda" in check.fix
+    shown = "\n".join(checks.lines([check]))
+    assert "Traceback" in shown and "in broken" in shown and "second line" in shown
+    assert environment.cuda_kernels(torch.device("cpu")).status == OK
 
 
 def test_codecs_are_exact_to_half_a_step_and_a_broken_one_is_found(monkeypatch) -> None:

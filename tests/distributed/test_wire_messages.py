@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from ds_quant.codec import GroupCodec
 from tests.distributed.harness import run
-from tests.distributed.models import build, settings, train_step
+from tests.distributed.models import Regression, build, settings, train_step
 from tests.unit import wire_oracle as oracle
 
 pytestmark = pytest.mark.distributed
@@ -23,6 +24,17 @@ LEVELS = [[(0, 1), (2, 3)], [(0, 2), (1, 3)]]
 Message = tuple[list[int], bytes]  # bytes for every place of the link, end to end
 Messages = dict[tuple[int, ...], list[Message]]  # by the ranks of the link
 Kind = tuple[tuple[oracle.Format | None, ...], int]  # formats by hop, block of the rotation
+
+
+class Uneven(Regression):
+    """Has matrices of which the last ranks get less or nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiny, self.thin = nn.Linear(3, 3, bias=False), nn.Linear(5, 1, bias=False)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return super().body(x) + self.tiny(x[:, :3]).sum(1, keepdim=True) + self.thin(x[:, :5])
 
 
 class Call(NamedTuple):
@@ -76,7 +88,7 @@ def reduced_to_shards(block: dict[str, Any]) -> list[Call]:
     from ds_quant.zero.reduce import ShardReduction
     from ds_quant.zero.streams import codings_of
 
-    engine = build(settings(3, block, zero={"overlap_comm": False}))
+    engine = build(settings(3, block, zero={"overlap_comm": False}), Uneven)
     caught, calls, original = catch(), [], ShardReduction.__call__
 
     def reduce(self: Any, ours: Any, params: Any, tensors: Any, group: Any = None) -> Any:
@@ -100,7 +112,7 @@ def reduced_to_owners(block: dict[str, Any]) -> list[Call]:
     """Every bucket of a step under ZeRO-2."""
     from ds_quant.zero import owner_reduction
 
-    engine = build(settings(2, block, zero={"reduce_bucket_size": 20_000}))
+    engine = build(settings(2, block, zero={"reduce_bucket_size": 20_000}), Uneven)
     caught, calls, original = catch(), [], owner_reduction.reduce_to_owners
 
     def reduce(shares: Any, *rest: Any, scale: float) -> Any:
@@ -179,9 +191,9 @@ def joined(found: dict[oracle.Piece, np.ndarray], tensor: int, reducer: int | No
 
 
 TWO_LEVELS = [
-    {"scheme": "sdp4bit", "node_size": NODE_SIZE},
-    {"scheme": "sdp4bit", "node_size": NODE_SIZE, "slices": 3},
-    {"scheme": "qsdp", "node_size": NODE_SIZE, "slices": 2},
+    {"scheme": "sdp4bit", "node_size": NODE_SIZE, "min_numel": 1},
+    {"scheme": "sdp4bit", "node_size": NODE_SIZE, "min_numel": 1, "slices": 3},
+    {"scheme": "qsdp", "node_size": NODE_SIZE, "min_numel": 1, "slices": 2},
 ]
 
 

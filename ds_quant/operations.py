@@ -102,12 +102,13 @@ class _Compiled(NamedTuple):
 
 
 def _compile(tasks: Sequence[Task], buffers: Sequence[Tensor]) -> _Compiled:
-    kinds: dict[type, list[Task]] = {}
+    kinds: dict[tuple[type, bool], list[Task]] = {}
     runnables, casts, pieces = [], [], []
     for task in tasks:
         codecs = [getattr(task[0], name, None) for name in ("codec", "source")]
         if all(codec is None or isinstance(codec, GroupCodec) for codec in codecs):
-            kinds.setdefault(type(task[0]), []).append(task)
+            # Apart, because CUDA kernels take no casts and would refuse what comes with them.
+            kinds.setdefault((type(task[0]), is_cast(task[0])), []).append(task)
         else:
             (casts if is_cast(task[0]) else pieces).append(task)
     for alike in kinds.values():
@@ -129,4 +130,5 @@ def _note(task: Task, buffers: Sequence[Tensor], streams: Streams, notes: Notes)
     else:
         return
     coding = streams.codings[operation.stream]
-    notes.note(coding, values, wire, rotation=rotation)
+    numel = operation.numel  # of values that are made only when they are read
+    notes.note(coding, values, wire, numel=numel, rotation=rotation)

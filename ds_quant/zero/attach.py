@@ -6,25 +6,29 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+from ds_quant import refusals
 from ds_quant.config import QuantizedCommConfig
 from ds_quant.config_blocks import FallbackConfig, MetricsConfig
 from ds_quant.kernels import dispatch, scratch
 from ds_quant.module_codec import load
 from ds_quant.presets import AUTOTUNE
-from ds_quant.topology import Topology, default_node_size
+from ds_quant.topology import Topology
 from ds_quant.zero import accelerate_seam, checkpoint, guard, parameters, replica_seams, seams
 from ds_quant.zero.agreement import Agreement
 from ds_quant.zero.binding import Binding
 from ds_quant.zero.corruption import Corruption
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
 from ds_quant.zero.fetch import Fetch
+from ds_quant.zero.first_step import FirstStep, promised_roles
+from ds_quant.zero.gather_count import GatherCount
 from ds_quant.zero.late import LateReduction
 from ds_quant.zero.owner_reduction import OwnerReduction
 from ds_quant.zero.reduce import ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
-from ds_quant.zero.start_line import start_line
-from ds_quant.zero.telemetry import Telemetry, check_file
+from ds_quant.zero.start_line import announce, start_line
+from ds_quant.zero.state_dict import watch_state_dict
+from ds_quant.zero.telemetry import Telemetry, check_file, listened_to
 from ds_quant.zero.tuning import tune
 
 
@@ -33,23 +37,18 @@ def attach(engine: Any, optimizer: Any) -> None:
 
     Raises:
         ConfigError: a setting or a combination that cannot work, before any collective.
-        RuntimeError: ranks without the plugin or with other settings (see ``guard.handshake``).
+        StartError: ranks without the plugin, with other settings, or placed so that they make no
+            nodes (see ``guard.handshake``).
     """
     config = getattr(engine._config, "quantized_comm", None)
     if config is None:
         return
-    guard.refuse_unsupported(seams.facts(engine._config, bf16_optimizer=optimizer is None))
+    refusals.refuse(seams.param_dict(engine), config, bf16_optimizer=optimizer is None)
     rank, world = seams.rank_and_world()
     config.validate_world(world)
     check_file(config.metrics, rank)
     dispatch.use(config.backend)
-    topology = Topology(world=world, node_size=config.node_size or default_node_size(world))
-    settings = f"{config.digest()}, {topology.node_size} ranks per node"
-    own = [load(r.codec) for r in (config.weights, config.gradients) if r.enabled and r.codec]
-    settings += "".join(f", codec {codec.name} {codec.digest}" for codec in own)
-    if kill_file() is not None:  # a vote that some ranks do not take part in would hang
-        settings += f", {KILL_VARIABLE} set"
-    guard.handshake(settings=settings, rank=rank, world=world, timeout=config.handshake_timeout)
+    topology = _agree(config, rank, world)
     binding = engine.ds_quant_binding = _bind(engine, config, topology)
     if world == 1:
         binding.notices.append("world of one, nothing to send")
@@ -60,6 +59,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     for role, settings in (("weights", config.weights), ("gradients", config.gradients)):
         if settings.enabled and settings.codec is not None:
             binding.notices.append(f"{role} in codec {settings.codec}")
+    _attach_first_step(binding, optimizer)
     _attach_fallback(binding, optimizer, config.fallback)
     _attach_telemetry(binding, optimizer, config.metrics)
     seams.wrap_checkpoints(
@@ -72,7 +72,18 @@ def attach(engine: Any, optimizer: Any) -> None:
     device = parameters.device()
     if device.type == "cuda" and world > 1:
         rehearse(binding, device)
-    seams.log_rank0(f"quantized_comm: {start_line(binding)}")
+    announce(binding)
+
+
+def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
+    """The handshake of all ranks, and the nodes that come of it."""
+    own = [load(r.codec) for r in (config.weights, config.gradients) if r.enabled and r.codec]
+    must = {f"codec {codec.name}": codec.digest for codec in own}
+    # A vote in which some ranks take no part would hang.
+    must[KILL_VARIABLE] = "unset" if kill_file() is None else "set"
+    facts = {"kernels": dispatch.describe(parameters.device())}
+    agreed = guard.handshake(config=config, must=must, facts=facts, rank=rank, world=world)
+    return Topology(world=world, node_size=config.node_size or agreed)
 
 
 def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Binding:
@@ -80,7 +91,10 @@ def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Bindi
     tuned = config.scheme == AUTOTUNE
     scheme = (config.picked("full_precision") if tuned else config).to_scheme()
     if engine.zero_optimization_stage() == 3:
-        guard.refuse_full_replica(scheme, topology, parameters.total_bytes(engine.module))
+        refusals.refuse_full_replica(
+            config, world=topology.world, node_size=topology.node_size,
+            model_bytes=parameters.total_bytes(engine.module),
+        )  # fmt: skip
     binding = Binding(engine, scheme, topology)
     if tuned and topology.world > 1:
         binding.scheme = tune(binding, config).to_scheme()
@@ -94,10 +108,12 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
     fetch.attach(params, optimizer)
     binding.note_groups([p.ds_process_group for p in params])
     if binding.scheme.node_shard and binding.topology.nodes > 1:
+        guard.refuse_no_room(binding)
         binding.node = fetch.keep_in_node()
-        seams.before_destroy(engine, binding.node.close)
+    seams.before_destroy(engine, fetch.close)
     if not seams.steps(optimizer):  # inference: parameters only
         return
+    GatherCount.attach(binding)
     seams.after_step(optimizer, fetch.after_step)
     if binding.node is not None:
         seams.after_step(optimizer, Agreement(binding, binding.node).after_step)
@@ -136,6 +152,7 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
         seams.after_step(optimizer, Agreement(binding, binding.replica).after_step)
     replica_seams.wrap_exports(engine, optimizer, binding.replica.exact)
     accelerate_seam.wrap_state_dict()
+    watch_state_dict(binding)
     if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
         binding.notices.append("buckets with Muon matrices split over ranks stay exact")
     if binding.gradients_travel():
@@ -158,13 +175,33 @@ def _note_one_bucket(binding: Binding, engine: Any) -> None:
         )
 
 
+def _attach_first_step(binding: Binding, optimizer: Any) -> None:
+    if binding.topology.world == 1 or not _trains(binding, optimizer):
+        return
+    params = list(binding.engine.module.parameters())
+    if binding.stage == 3:
+        served = [(p, p.ds_process_group) for p in params]
+    else:
+        groups = replica_seams.replica_groups(optimizer)
+        served = [(p, group.process_group) for group in groups for p in group.params]
+    # Muon's whole matrices take a way of DeepSpeed's own.
+    exact = any(getattr(p, "use_muon", False) for p in params)
+    exact = exact or seams.exact_gradient_reason(binding.engine) is not None
+    first = FirstStep(binding, promised_roles(binding, served, gradients=not exact))
+    seams.around_step(optimizer, lambda: None, first.after_step)
+
+
+def _trains(binding: Binding, optimizer: Any) -> bool:
+    return seams.steps(optimizer) or binding.stage < 3
+
+
 def _attach_checksums(binding: Binding, engine: Any, optimizer: Any) -> None:
     """After everything that travels, before it in every step."""
     if binding.findings is None or binding.topology.world == 1:
         return
     binding.notices.append("every message carries a checksum")
     corruption = Corruption(binding)
-    if seams.steps(optimizer) or binding.stage < 3:
+    if _trains(binding, optimizer):
         seams.around_step(optimizer, corruption.check, lambda skipped: None)
         seams.after_save(engine, corruption.check)
     else:
@@ -182,16 +219,26 @@ def _attach_fallback(binding: Binding, optimizer: Any, settings: FallbackConfig)
     if watched is not None:
         binding.notices.append(f"{KILL_VARIABLE} watched")
         fallback.vote()  # the file may be there already
-    if seams.steps(optimizer) or binding.stage < 3:
+    if _trains(binding, optimizer):
         seams.around_step(optimizer, fallback.vote, fallback.after_step)
 
 
 def _attach_telemetry(binding: Binding, optimizer: Any, settings: MetricsConfig) -> None:
-    trains = seams.steps(optimizer) or binding.stage < 3
-    if settings.interval and trains and binding.topology.world > 1:
+    listened = listened_to(binding.engine, settings)
+    if listened and _trains(binding, optimizer) and binding.topology.world > 1:
         binding.telemetry = Telemetry(binding, settings)
         seams.after_global_step(binding.engine, binding.telemetry.after_step)
         binding.telemetry.arm()
+
+
+def _binding_of(engine: Any, function: str) -> Binding | None:
+    """None for an engine without the plugin; TypeError for what is no engine."""
+    if not hasattr(engine, "zero_optimization_stage"):
+        raise TypeError(
+            f"ds_quant.{function} takes the engine that deepspeed.initialize or "
+            f"accelerator.prepare has returned, not {type(engine).__name__}"
+        )
+    return getattr(engine, "ds_quant_binding", None)
 
 
 def exact_weights(engine: Any) -> AbstractContextManager[None]:
@@ -202,7 +249,7 @@ def exact_weights(engine: Any) -> AbstractContextManager[None]:
     leave. Does nothing under ZeRO-3, where ``GatheredParameters`` is exact anyway, and on engines
     without the plugin.
     """
-    binding = getattr(engine, "ds_quant_binding", None)
+    binding = _binding_of(engine, "exact_weights")
     return nullcontext() if binding is None or binding.replica is None else binding.replica.exact()
 
 
@@ -213,7 +260,7 @@ def resync(engine: Any) -> None:
     only for changes that DeepSpeed does not see, such as writing ``parameter.data`` under ZeRO-1/2.
     A collective: all ranks must call it.
     """
-    binding = getattr(engine, "ds_quant_binding", None)
+    binding = _binding_of(engine, "resync")
     for holder in (None,) if binding is None else (binding.replica, binding.node):
         if holder is not None:
             holder.resync()
@@ -225,16 +272,18 @@ def report(engine: Any) -> dict[str, Any] | None:
     Returns:
         scheme, stage, params (elements), steps, micro_steps, received_bytes[role][link] with role
         weights or gradients and link intra or inter (node), collectives[role],
-        full_precision_share (0 to 1, of wire bytes), expected_bytes and expected_intra_bytes (per
-        parameter and optimizer step, volumes as in ``cost``), kept_bytes and expected_kept_bytes
-        (memory on this rank that the scheme keeps between steps), buffer_bytes (host buffers of
-        1 MB and more that messages use again in every step, none on CUDA, where torch's allocator
-        keeps them, and the kernels' scratch memory in this process), resyncs (exact refills after a
-        checksum that differed), nonfinite_steps (found by ``fallback``, unless its policy is
-        skip), exact_steps (in full precision because of that or of a kill file), killed (whether
-        a kill file is there), line (the start-up line).
+        gathers (of an element per micro-step under ZeRO-3, predicted and after the first steps
+        counted, else 1), full_precision_share (0 to 1, of wire bytes), expected_bytes and
+        expected_intra_bytes (per parameter and optimizer step, volumes as in ``cost``), kept_bytes
+        and expected_kept_bytes (memory on this rank that the scheme keeps between steps),
+        expected_peak_bytes (most bytes of messages and sums in a step, by the formula of memory),
+        buffer_bytes (host buffers of 1 MB and more that messages use again in every step, none on
+        CUDA, where torch's allocator keeps them, and the kernels' scratch memory in this process),
+        resyncs (exact refills after a checksum that differed), nonfinite_steps (found by
+        ``fallback``, unless its policy is skip), exact_steps (in full precision because of that or
+        of a kill file), killed (whether a kill file is there), line (the start-up line).
     """
-    binding = getattr(engine, "ds_quant_binding", None)
+    binding = _binding_of(engine, "report")
     if binding is None:
         return None
     bill = binding.bill()
@@ -249,11 +298,13 @@ def report(engine: Any) -> dict[str, Any] | None:
         "micro_steps": engine.micro_steps,
         "received_bytes": {r: dict(links) for r, links in binding.traffic.received.items()},
         "collectives": dict(binding.traffic.collectives),
+        "gathers": binding.gathers,
         "full_precision_share": bill.full_precision_share,
         "expected_bytes": bill.step_bytes(binding.stage, micro_steps=micro_steps),
         "expected_intra_bytes": bill.intra_bytes(binding.stage, micro_steps=micro_steps),
         "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),
         "expected_kept_bytes": bill.memory * bill.numel,
+        "expected_peak_bytes": binding.peak_bytes(bill),
         "buffer_bytes": binding.buffers.nbytes + scratch.nbytes(),
         "resyncs": binding.state.resyncs,
         "nonfinite_steps": binding.state.nonfinite_steps,

@@ -4,7 +4,9 @@
 everything that must be exact (GatheredParameters, checkpoints, persistent parameters) through
 ``all_gather``. Only the first is quantized. A parameter can stay gathered with decoded values
 after an evaluation, so the second drops such values and fetches exactly; else GatheredParameters
-with a modifier rank would write decoded weights into the master shards.
+with a modifier rank would write decoded weights into the master shards. A parameter that a module
+borrows from another one comes through the second in the first forward of a run, though it is
+computed with: it is sent to the first, so that this forward equals later ones.
 """
 
 from __future__ import annotations
@@ -32,30 +34,52 @@ class Fetch:
         self._decoded: set[int] = set()  # ds_id of parameters whose last gather was quantized
         self._barrier = parameters.StepBarrier()
         self._parameters: list[torch.Tensor] = []
-        self._met: set[int] = set()  # ds_id of wrapped parameters
+        self._met: dict[int, Any] = {}  # wrapped parameters by ds_id
+        self._is_closed = False  # then hooks that nobody has removed may still call
         self.node: NodeShard | None = None
 
     def attach(self, params: Iterable[torch.Tensor], optimizer: Any) -> None:
         """Serve the parameters of a module, and what is fetched together with them."""
         self._parameters = list(params)
+        for before in dict.fromkeys(parameters.owner_of(p) for p in self._parameters):
+            if before is not None and before.serves_only(self._parameters):
+                before.close()  # an engine on the same module that nobody has destroyed
         self.meet(self._parameters)
         seams.before_fetch(optimizer, self.meet)
+        seams.note_borrowed()
 
     def meet(self, params: Iterable[Any]) -> None:
         """Wrap every parameter, also those that were made later and that nobody quantizes: which
         one of a fetch DeepSpeed calls, the first of a set, differs from rank to rank.
         """
         for p in params:
-            if p.ds_id not in self._met:
-                self._met.add(p.ds_id)
-                seams.wrap_fetch(p, self.fetch, self.gather_exactly)
+            if p.ds_id not in self._met and not self._is_closed:
+                self._met[p.ds_id] = p
+                parameters.wrap_fetch(p, self.fetch, self.gather_exactly, owner=self)
 
     def keep_in_node(self) -> NodeShard:
         """From now on gathers come from a node shard."""
         self.node = NodeShard(self._binding, self._parameters, self._barrier)
         for parameter in self._parameters:
-            seams.wrap_partition(parameter, self.node.mark_stale)
+            parameters.wrap_partition(parameter, self.node.mark_stale, owner=self)
         return self.node
+
+    def serves_only(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether all parameters of its module are among these."""
+        return {p.ds_id for p in self._parameters} <= {p.ds_id for p in params}
+
+    def close(self) -> None:
+        """The engine is destroyed: its parameters are DeepSpeed's alone, and none is decoded."""
+        self._is_closed = True
+        if self.node is not None:
+            self.node.close()
+        for p in self._met.values():
+            parameters.unwrap(p, owner=self)
+            if p.ds_id in self._decoded and parameters.is_available(p):
+                p.partition()
+        self._met.clear()
+        self._decoded.clear()
+        self._parameters = []
 
     def after_step(self) -> None:
         """The optimizer has written new shards (DeepSpeed counts the step only after it)."""
@@ -78,7 +102,10 @@ class Fetch:
         Parameters that this engine does not know (created later) or that hold no floats go to
         DeepSpeed. The split and the order depend on rank-invariant facts only.
         """
+        self._binding.asked.add("weights")
         params = sorted(params, key=lambda p: p.ds_id)  # the caller's order comes from a set
+        if self._binding.gather_count is not None:
+            self._binding.gather_count.fetched(params)
         groups: dict[int, list[Any]] = {}
         kept, others = [], []
         for p in params:
@@ -161,6 +188,10 @@ class Fetch:
         **kwargs: Any,
     ) -> Any:
         """Replaces ``all_gather``. See [Note: two gathers]."""
+        if param_list is None and parameters.take_borrowed(parameter):
+            if parameters.is_unavailable(parameter):
+                parameter.all_gather_coalesced([parameter]).wait()
+            return None
         for p in [parameter] if param_list is None else param_list:
             if p.ds_id in self._decoded and parameters.is_available(p):
                 parameters.forget_values(p)

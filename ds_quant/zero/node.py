@@ -1,12 +1,12 @@
 """The node shard of one ZeRO-3 engine: filled exactly, then brought along by every optimizer step.
 
-[Note: what keeps it right] The exchange after a step serves every trained parameter and goes on
-during the next forward (spread.py): a gather waits for its own parameters, and what else reads or
-writes rows finishes it first. Everything else that writes weights (a loaded checkpoint,
-GatheredParameters with a modifier rank) marks its parameters stale on all ranks alike, and the next
-fetch fills those exactly. Saving a checkpoint marks all of them, so that a run that saves continues
-like one that loads. The primary shard is not the node shard's row: it stays exact, because exports
-and GatheredParameters read it.
+[Note: what keeps it right] The exchange after a step serves every parameter that was trained when
+the engine was built, because the optimizer may still move it, and goes on during the next forward
+(spread.py): a gather waits for its own parameters, and what else reads or writes rows finishes it
+first. Everything else that writes weights (a loaded checkpoint, GatheredParameters with a modifier
+rank) marks its parameters stale on all ranks alike, and the next fetch fills those exactly. Saving
+a checkpoint marks all of them, so that a run that saves continues like one that loads. The primary
+shard is not the node shard's row: it stays exact, because exports and GatheredParameters read it.
 """
 
 from __future__ import annotations
@@ -52,12 +52,16 @@ class NodeShard:
         self._inter, self._intra = fabric.inter or fabric.whole, fabric.intra
         self._rank = fabric.whole.rank
         self._params: dict[int, Any] = {}
+        self._trained: set[int] = set()
         self._kept: dict[int, Kept] = {}
         for p in params:
             if not self._belongs(p):
                 continue
-            index = binding.tracked(p).index
+            tracked = binding.tracked(p)
+            index = tracked.index
             self._params[index] = p
+            if tracked.trained:
+                self._trained.add(index)
             self._kept[index] = Kept.allocate(
                 p.ds_numel,
                 nodes=topology.nodes,
@@ -112,8 +116,8 @@ class NodeShard:
         self.finish()  # also what no forward has asked for
         step = self._binding.step + 1  # DeepSpeed counts the step only after it
         order, self._gathered = self._gathered | dict.fromkeys(self._params), {}
-        trained = [i for i in order if self._params[i].requires_grad and i not in self._stale]
-        self._spread.begin(self._chunk(indices, step) for indices in self._runs(trained))
+        moved = [i for i in order if i in self._trained and i not in self._stale]
+        self._spread.begin(self._chunk(indices, step) for indices in self._runs(moved))
 
     def finish(self) -> None:
         """Wait until every row is that of the last step, and post what was asked for."""
@@ -123,8 +127,10 @@ class NodeShard:
         self._barrier.record()
 
     def close(self) -> None:
-        """The engine is destroyed."""
+        """The engine is destroyed: free the rows."""
         self._spread.close()
+        self._asked.clear()
+        self._kept, self._params, self._stale = {}, {}, set()
 
     def gather(self, params: Sequence[Any]) -> tuple[Callable[[], list[torch.Tensor]], list[bool]]:
         """Full weights of served parameters, and which of them may differ from the exact ones.

@@ -133,6 +133,7 @@ class OwnerReduction:
 
     def reduce(self, original: Callable[[], None], call: dict[str, Any]) -> None:
         """Sum every slice for its owner, in place; other ranks' slices keep their old values."""
+        self._binding.asked.add("gradients")
         owners = [_single(owner) for owner in call["bucket_ranks"]]
         slices: list[torch.Tensor] = call["small_bucket"]
         group = call["process_group"] or self._optimizer.dp_process_group

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,9 +63,74 @@ def _accelerator() -> Any:
     return get_accelerator()
 
 
+def free_memory() -> int:
+    """Bytes that can still be allocated where collectives run."""
+    return int(_accelerator().available_memory())
+
+
 def device() -> torch.device:
     """Where collectives run."""
     return torch.device(_accelerator().current_device_name())
+
+
+# ---- its methods, for as long as an engine serves it ----
+
+
+def wrap_fetch(
+    parameter: Any,
+    fetch: Callable[..., Any],
+    gather_exactly: Callable[..., Any],
+    *,
+    owner: object,
+) -> None:
+    """``fetch(original, params, ...)`` serves forward and backward; ``gather_exactly(original,
+    param, param_list, ...)`` everything that must see exact weights.
+    """
+
+    def gather(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return gather_exactly(original, parameter, *args, **kwargs)
+
+    _wrap(parameter, "all_gather_coalesced", fetch, owner)
+    _wrap(parameter, "all_gather", gather, owner)
+
+
+def wrap_partition(parameter: Any, updated: Callable[[list[Any]], None], *, owner: object) -> None:
+    """``updated(params)`` learns which parameters are partitioned again with new values."""
+
+    def around(
+        partition: Callable[..., Any], param_list: Any = None, *args: Any,
+        has_been_updated: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        if has_been_updated:
+            updated([parameter] if param_list is None else param_list)
+        return partition(param_list, *args, has_been_updated=has_been_updated, **kwargs)
+
+    _wrap(parameter, "partition", around, owner)
+
+
+def _wrap(parameter: Any, name: str, around: Callable[..., Any], owner: object) -> None:
+    original = getattr(parameter, name)
+    wrapper = functools.partial(around, original)
+    wrapper.ds_quant_wraps, wrapper.ds_quant_owner = original, owner
+    setattr(parameter, name, wrapper)
+
+
+def take_borrowed(parameter: Any) -> bool:
+    """Whether the parameter was marked as borrowed since the last call."""
+    return vars(parameter).pop("ds_quant_borrowed", False)
+
+
+def owner_of(parameter: Any) -> Any:
+    """The owner of the wrapped fetch, None if it is DeepSpeed's."""
+    return getattr(getattr(parameter, "all_gather_coalesced", None), "ds_quant_owner", None)
+
+
+def unwrap(parameter: Any, *, owner: object) -> None:
+    """Give the parameter back its own methods, unless another owner has wrapped them since."""
+    for name in ("all_gather_coalesced", "all_gather", "partition"):
+        method = getattr(parameter, name)
+        if getattr(method, "ds_quant_owner", None) is owner:
+            setattr(parameter, name, method.ds_quant_wraps)
 
 
 class StepBarrier:

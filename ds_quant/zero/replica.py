@@ -89,10 +89,12 @@ class Replica:
     def __init__(self, binding: Binding, optimizer: Any) -> None:
         self._binding, self._optimizer = binding, optimizer
         self._shows_exact = False
+        self._holds_exact = True  # what was gathered last
         self._plans: dict[tuple[int, range, bool], _Plan] = {}  # do not change between steps
 
     def gather_updated(self) -> None:
         """Inside ``optimizer.step``: the own partition holds new exact weights, gather them."""
+        self._binding.asked.add("weights")
         self._shows_exact = False  # also where a save that raised has left ``exact`` open
         step = self._binding.step + 1  # DeepSpeed counts the step only after it
         self._binding.learn_levels(step, self._own_values())
@@ -116,6 +118,10 @@ class Replica:
                 if self._binding.step > 0 and not self._binding.scheme.difference:
                     self._gather(self._binding.step)  # equal step, equal bits
 
+    def is_exact(self) -> bool:
+        """Whether the replica shows exact weights."""
+        return self._holds_exact or self._binding.is_exact(self._binding.step)
+
     def resync(self) -> None:
         """Exact weights on all ranks, from the master weights. A collective."""
         gather = partial(self._gather, self._binding.step, exact=True)
@@ -130,6 +136,7 @@ class Replica:
         """Gather all partitions, slice by slice so that the message stays within DeepSpeed's
         ``allgather_bucket_size``; slice i travels while slice i - 1 is decoded.
         """
+        self._holds_exact = exact
         decode: Callable[[], None] = _nothing
         for group in replica_seams.replica_groups(self._optimizer):
             fabric = self._binding.fabric(group.process_group)

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.zero.wrapping import Route, require, wrap
+from ds_quant.zero.wrapping import Route, Seam, moved, require, wrap
 
-_REDUCE_TO_OWNERS = "allreduce_and_copy_with_multiple_ranks"
+_BUCKET, _REDUCE_TO_OWNERS = "average_tensor", "allreduce_and_copy_with_multiple_ranks"
 
-_weight_gather = Route()
+_weight_gather = Route("all_gather_dp_groups")
+_to_owners = Seam(_REDUCE_TO_OWNERS)
 
 
 # ---- gradients ----
@@ -29,22 +30,32 @@ def wrap_owner_reduction(
     slices by owner, ``reduce(original, call)`` replaces the reduction of slices and divides by
     ``divisor``, with the call's bound arguments.
     """
-    require(optimizer, "average_tensor")
+    require(optimizer, _BUCKET)
     require(optimizer, _REDUCE_TO_OWNERS)
     signature = inspect.signature(getattr(optimizer, _REDUCE_TO_OWNERS))
+    is_open = False
 
     def bucket(original: Callable[..., Any], tensor: torch.Tensor, dtype: Any, **kw: Any) -> Any:
         groups = optimizer.bit16_groups
         params = [groups[i][k] for i, k, _ in optimizer.ipg_buckets[dtype].params]
-        with _undivided(optimizer) as divisor, around_bucket(tensor, params, divisor):
-            return original(tensor, dtype, **kw)
+        called = _to_owners.expected(excused=lambda: tensor.numel() == 0)
+        nonlocal is_open
+        is_open = True
+        try:
+            with _undivided(optimizer) as divisor, around_bucket(tensor, params, divisor), called:
+                return original(tensor, dtype, **kw)
+        finally:
+            is_open = False
 
     def slices(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not is_open:
+            raise moved(_BUCKET)
+        _to_owners.calls += 1
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         return reduce(functools.partial(original, *args, **kwargs), call.arguments)
 
-    wrap(optimizer, "average_tensor", bucket)
+    wrap(optimizer, _BUCKET, bucket)
     wrap(optimizer, _REDUCE_TO_OWNERS, slices)
 
 
@@ -99,6 +110,10 @@ def _replica_untouched(optimizer: Any) -> Iterator[None]:
         row[rank] = _Untouched()
     try:
         yield
+    except (AttributeError, TypeError) as error:
+        if _Untouched.__name__ in str(error):  # read, as only its own gather does
+            raise moved(_weight_gather.name) from error
+        raise
     finally:
         for row, rank, partition in zip(rows, ranks, kept, strict=True):
             row[rank] = partition
@@ -111,12 +126,15 @@ def wrap_weight_gather(optimizer: Any, gather: Callable[[], None], *, keep_repli
     """
     from deepspeed.runtime.zero import stage_1_and_2
 
-    _weight_gather.install(stage_1_and_2, "all_gather_dp_groups")
+    _weight_gather.install(stage_1_and_2)
     require(optimizer, "parallel_partitioned_bit16_groups")
 
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         untouched = _replica_untouched(optimizer) if keep_replica else nullcontext()
-        with untouched, _weight_gather.through(lambda *a, **k: gather()):
+        gathering = _weight_gather.through(
+            lambda *a, **k: gather(), excused=lambda: bool(optimizer.overflow)
+        )
+        with untouched, gathering:
             return original(*args, **kwargs)
 
     wrap(optimizer, "step", step)

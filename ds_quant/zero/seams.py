@@ -1,8 +1,9 @@
 """Every contact with DeepSpeed's private names, here and, for ZeRO-1/2, in replica_seams.py, so
 that an upstream change breaks two modules at most.
 
-[Note: where the plugin enters] Four methods are wrapped once, when the engine module is imported:
-the config parser reads the block, and the places that build an optimizer attach to it or refuse.
+[Note: where the plugin enters] Five methods are wrapped once, when the engine module is imported:
+the config parser reads the block, the engine's first check refuses stage 0 where there is an
+optimizer, and the places that build an optimizer attach to it or refuse.
 Everything else is set per engine, on instances. Two functions that the optimizers call by module
 name (gradient reduce-scatter of ZeRO-3, weight gather of ZeRO-1/2) become *routes*: inert unless
 the calling optimizer opened them, on this thread, for the length of one call.
@@ -10,15 +11,18 @@ the calling optimizer opened them, on this thread, for the length of one call.
 
 from __future__ import annotations
 
-import functools
-import logging
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
-from ds_quant.zero.wrapping import Route, after, require, wrap
+from ds_quant import config, leftovers, refusals
+from ds_quant.zero.log import log_here
+from ds_quant.zero.log import log_rank0 as log_rank0
+from ds_quant.zero.wrapping import Route, after, moved, require, wrap
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 _FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
@@ -29,16 +33,28 @@ def install() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from ds_quant import config
-    from ds_quant.zero import guard
     from ds_quant.zero.attach import attach
+    from ds_quant.zero.deferred import defer_operator
+    from ds_quant.zero.quiet import install_hook
 
     def read_block(original: Callable[..., Any], self: Any, param_dict: dict) -> None:
         self.quantized_comm = config.parse(param_dict)
-        original(self, param_dict)
         if self.quantized_comm is not None:
-            self.quantized_comm.validate_stage(self.zero_config.stage)
-            guard.refuse_unsupported(facts(self))  # before DeepSpeed builds what it refuses
+            if refusals.stage_of(param_dict):  # else see judge_stage_0
+                refusals.refuse(param_dict, self.quantized_comm)  # ahead of DeepSpeed's own checks
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                for lock in leftovers.idle_locks():
+                    log_here(f"quantized_comm: {leftovers.lock_sentence(lock)}")
+        original(self, param_dict)
+
+    def judge_stage_0(original: Callable[..., Any], self: Any) -> None:
+        original(self)
+        config = getattr(self._config, "quantized_comm", None)
+        if config is not None and self.zero_optimization_stage() == 0:
+            if self.optimizer_name():
+                config.validate_stage(refusals.stage_of(param_dict(self)))
+            self._config.quantized_comm = None  # as for the frozen model of a preference trainer
+            log_rank0("quantized_comm: inactive in an engine at stage 0 without an optimizer")
 
     def attach_zero(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = original(self, *args, **kwargs)
@@ -49,7 +65,10 @@ def install() -> None:
         attach(self, None)
         return original(self, *args, **kwargs)
 
+    install_hook()
+    defer_operator()
     wrap(DeepSpeedConfig, "_initialize_params", read_block)
+    wrap(DeepSpeedEngine, "_do_sanity_check", judge_stage_0)
     wrap(DeepSpeedEngine, "_configure_zero_optimizer", attach_zero)
     wrap(DeepSpeedEngine, "_configure_bf16_optimizer", refuse_other)
     # 0.17 takes "bf16" for a model without ZeRO and gives ZeRO-1 this one, under which nothing
@@ -57,59 +76,21 @@ def install() -> None:
     wrap(DeepSpeedEngine, "_configure_fp16_optimizer", refuse_other)
 
 
-_shard_reduction = Route()
-
-
-def facts(config: Any, *, bf16_optimizer: bool = False) -> dict[str, Any]:
-    """Settings of a DeepSpeedConfig that decide whether the plugin can work; equal on all ranks."""
-    zero = config.zero_config
-    compile_config = getattr(config, "compile_config", None)
-    offload_param, offload_optimizer = zero.offload_param, zero.offload_optimizer
-    flags = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
-    flags = (*flags, "zero_quantized_gradients")
-    zeropp = [f"{flag}=true" for flag in flags if getattr(zero, flag, False)]
-    if zero.zero_hpz_partition_size > 1:
-        zeropp.append(f"zero_hpz_partition_size={zero.zero_hpz_partition_size}")
-    return {
-        "stage": int(zero.stage),
-        "bf16_optimizer": bf16_optimizer,
-        "deepcompile": bool(getattr(compile_config, "deepcompile", False)),
-        "zeropp": zeropp,
-        "mics": getattr(zero, "mics_shard_size", -1) > 0,
-        "nvme_params": offload_param is not None and offload_param.device == "nvme",
-        "nvme_optimizer": int(zero.stage) == 3
-        and offload_optimizer is not None
-        and offload_optimizer.device == "nvme",
-        "hybrid_engine": bool(getattr(config.hybrid_engine, "enabled", False)),
-        "auto_experts": bool(
-            getattr(getattr(config, "expert_parallel_config", None), "enabled", False)
-        ),
-        "zenflow": getattr(zero, "zenflow", None) is not None,
-        "super_offload": bool(getattr(offload_optimizer, "super_offload", False)),
-    }
+_shard_reduction = Route("reduce_scatter_coalesced")
 
 
 def exact_gradient_reason(engine: Any) -> str | None:
     """The setting that keeps gradients on DeepSpeed's own exact path, if there is one."""
     zero = engine._config.zero_config
-    names = ["reduce_scatter"]
-    if zero.stage < 3:
-        names += ["contiguous_gradients", "use_multi_rank_bucket_allreduce"]
-    off = [name for name in names if not getattr(zero, name)]
-    return f"zero_optimization.{off[0]} is false" if off else None
+    return refusals.exact_gradient_reason(int(zero.stage), partial(getattr, zero))
+
+
+def param_dict(engine: Any) -> dict[str, Any]:
+    """The DeepSpeed config as it was written."""
+    return engine._config._param_dict
 
 
 # ---- parameters of ZeRO-3 ----
-
-
-def wrap_fetch(
-    parameter: torch.Tensor, fetch: Callable[..., Any], gather_exactly: Callable[..., Any]
-) -> None:
-    """``fetch(original, params, ...)`` serves forward and backward; ``gather_exactly(original,
-    param, param_list, ...)`` everything that must see exact weights.
-    """
-    parameter.all_gather_coalesced = functools.partial(fetch, parameter.all_gather_coalesced)
-    parameter.all_gather = functools.partial(gather_exactly, parameter.all_gather, parameter)
 
 
 def before_fetch(optimizer: Any, meet: Callable[[Iterable[Any]], None]) -> None:
@@ -125,18 +106,25 @@ def before_fetch(optimizer: Any, meet: Callable[[Iterable[Any]], None]) -> None:
     wrap(coordinator, _FETCH, fetch)
 
 
-def wrap_partition(parameter: torch.Tensor, updated: Callable[[list[Any]], None]) -> None:
-    """``updated(params)`` learns which parameters are partitioned again with new values."""
-    partition = parameter.partition
+def is_gathered_whole(module: torch.nn.Module) -> bool:
+    """Whether ZeRO-3 gathers all that is in the module at once (DeepSpeed's leaf modules)."""
+    from deepspeed.utils import z3_leaf_module
 
-    def around(
-        param_list: Any = None, *args: Any, has_been_updated: bool = False, **kw: Any
-    ) -> Any:
-        if has_been_updated:
-            updated([parameter] if param_list is None else param_list)
-        return partition(param_list, *args, has_been_updated=has_been_updated, **kw)
+    return bool(z3_leaf_module(module))
 
-    parameter.partition = around
+
+def note_borrowed() -> None:
+    """Mark parameters that a module uses in its forward though they are not its own: DeepSpeed
+    learns of it then, once per use and run, and gathers them on the spot with ``all_gather()``.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+
+    def register(original: Callable[..., Any], module: Any, parameter: Any) -> None:
+        original(module, parameter)
+        parameter.ds_quant_borrowed = True
+
+    require(parameter_offload, "register_external_parameter")
+    wrap(parameter_offload, "register_external_parameter", register)
 
 
 # ---- gradients ----
@@ -150,11 +138,11 @@ def wrap_shard_reduction(
     """
     from deepspeed.runtime.zero import stage3
 
-    _shard_reduction.install(stage3, "reduce_scatter_coalesced")
+    _shard_reduction.install(stage3)
     original = stage3.reduce_scatter_coalesced.ds_quant_wraps
 
     def around(avg_scatter: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
-        with _shard_reduction.through(functools.partial(reduce, original, params)):
+        with _shard_reduction.through(partial(reduce, original, params)):
             return avg_scatter(params, *args, **kwargs)
 
     require(optimizer, _AVG_SCATTER)
@@ -179,6 +167,13 @@ def after_backward(
 
     require(optimizer, "independent_gradient_partition_epilogue")
     wrap(optimizer, "independent_gradient_partition_epilogue", epilogue)
+
+
+def unasked(role: str) -> RuntimeError:
+    """The error where a step was taken without a call of what carries ``role``."""
+    gradients = "__avg_scatter_grads (ZeRO-3) or average_tensor (ZeRO-1 and 2)"
+    carriers = {"weights": "all_gather_coalesced of a parameter", "gradients": gradients}
+    return moved(f"{carriers[role]} in the first step")
 
 
 # ---- the optimizer step ----
@@ -210,7 +205,7 @@ def around_step(optimizer: Any, before: Callable[[], None], after: Callable[[boo
 
 def after_global_step(engine: Any, then: Callable[[], None]) -> None:
     """Run ``then()`` whenever ``engine.global_steps`` has grown, skipped updates included."""
-    after(engine, "_take_model_step", then)
+    after(engine, "_take_model_step", then, stacked=True)
 
 
 def before_destroy(engine: Any, first: Callable[[], None]) -> None:
@@ -223,13 +218,6 @@ def before_destroy(engine: Any, first: Callable[[], None]) -> None:
             original(*args, **kwargs)
 
     wrap(engine, "destroy", destroy)
-
-
-def log_rank0(message: str) -> None:
-    from deepspeed.utils import log_dist
-
-    # DeepSpeed's logger shows nothing below a warning unless the user lowers its level.
-    log_dist(message, ranks=[0], level=logging.WARNING)
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -21,11 +21,16 @@ _SIGNS = 99  # the "hop" of the sign flips of a rotation
 
 @dataclass(frozen=True, kw_only=True)
 class Tracked:
-    """A parameter of the engine's module: its place in ``named_parameters()``, name and shape."""
+    """A parameter of the engine's module: its place in ``named_parameters()``, name and shape.
+
+    trained: when the engine was built. Momentum and weight decay move it also once its
+    ``requires_grad`` is turned off.
+    """
 
     index: int
     name: str
     shape: torch.Size
+    trained: bool
 
 
 class Stream(NamedTuple):

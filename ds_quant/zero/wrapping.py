@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_TESTED = "0.17.6, 0.18.9 and 0.19.8"
+
 
 def wrap(owner: Any, name: str, around: Callable[..., Any], *, stacked: bool = False) -> None:
     """Replace ``owner.name`` by ``around(original, ...)``; a class or an instance.
@@ -38,31 +40,70 @@ def after(owner: Any, name: str, then: Callable[[], None], *, stacked: bool = Fa
     wrap(owner, name, around, stacked=stacked)
 
 
-class Route(threading.local):
-    """A module-level function of DeepSpeed that goes elsewhere while ``through`` is open."""
+class Seam(threading.local):
+    """A function of DeepSpeed that must be called while another one runs: were it moved, what the
+    plugin should carry would travel past it without a word.
+    """
 
-    target: Callable[..., Any] | None = None
-
-    def install(self, module: Any, name: str) -> None:
-        def dispatch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return (self.target or original)(*args, **kwargs)
-
-        wrap(module, name, dispatch)
+    def __init__(self, name: str) -> None:
+        self.name, self.calls = name, 0
 
     @contextmanager
-    def through(self, target: Callable[..., Any] | None) -> Iterator[None]:
+    def expected(self, excused: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Raise RuntimeError at the end if it was not called inside and that is not ``excused``."""
+        before = self.calls
+        yield
+        if self.calls == before and not excused():
+            raise moved(self.name)
+
+
+class Route(Seam):
+    """A module-level function of DeepSpeed that goes elsewhere while ``through`` is open."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.target: Callable[..., Any] | None = None
+
+    def install(self, module: Any) -> None:
+        def dispatch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return (self.target or original)(*args, **kwargs)
+
+        require(module, self.name)
+        wrap(module, self.name, dispatch)
+
+    @contextmanager
+    def through(
+        self, target: Callable[..., Any], excused: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
+        """Inside, ``target`` is called instead; raises as ``expected``."""
         previous, self.target = self.target, target
         try:
-            yield
+            with self.expected(excused):
+                yield
         finally:
             self.target = previous
 
 
+def moved(what: str) -> RuntimeError:
+    """The error where DeepSpeed does not call what it is known to call."""
+    return RuntimeError(
+        f"quantized_comm: {deepspeed_version()} did not call {what}, so what this plugin should "
+        f"carry travelled without it; use a tested version ({_TESTED}) or remove the "
+        "quantized_comm block"
+    )
+
+
 def require(owner: Any, name: str) -> None:
     if not hasattr(owner, name):
-        import deepspeed
-
         raise RuntimeError(
-            f"quantized_comm: DeepSpeed {deepspeed.__version__} has no {name} on "
-            f"{type(owner).__name__}; tested versions are 0.17.6, 0.18.9 and 0.19.8"
+            f"quantized_comm: {deepspeed_version()} has no {name} on {type(owner).__name__}; "
+            f"tested versions are {_TESTED}"
         )
+
+
+def deepspeed_version() -> str:
+    """For messages."""
+    import deepspeed
+
+    return f"DeepSpeed {deepspeed.__version__}"

@@ -233,3 +233,20 @@ def test_random_bits_of_rows_lie_a_stride_apart(numel: int) -> None:
         address = ADDRESS._replace(row_vectors=step)
         native.encode(x, wire, INT4, address=address, levels=None)
         assert_same(INT4, wire, one_by_one(INT4, x, address))
+
+
+@needs_library
+def test_backend_torch_takes_the_reference_and_auto_the_library(monkeypatch) -> None:
+    used = []
+    monkeypatch.setattr(native, "encode", lambda *args, **options: used.append("library"))
+    x = torch.randn(1, 300)
+    wire = torch.empty(1, INT4.wire_bytes(300), dtype=torch.uint8)
+    INT4.encode(x, wire, address=ADDRESS)
+    assert used == ["library"] and dispatch.describe(x.device) == "C++ kernels"
+    dispatch.use("torch")
+    try:
+        INT4.encode(x, wire, address=ADDRESS)
+        assert used == ["library"] and dispatch.describe(x.device) == "torch kernels"
+    finally:
+        dispatch.use("auto")
+    assert_same(INT4, wire, expected(INT4, x, ADDRESS))

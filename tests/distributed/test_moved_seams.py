@@ -1,0 +1,133 @@
+"""A function that another version of DeepSpeed no longer calls: training ends, it does not go on
+without the plugin. Moved here by renaming it where its caller looks it up.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from types import FunctionType, MethodType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.harness import run, run_each
+from tests.distributed.models import build, settings, train_step
+
+pytestmark = pytest.mark.distributed
+
+ELSEWHERE = "called_elsewhere"
+
+
+def looks_up(function: Any, name: str) -> FunctionType | None:
+    """The function that looks up ``name``: this one, or the one inside its decorators."""
+    if not isinstance(function, FunctionType):
+        return None
+    if name in function.__code__.co_names:
+        return function
+    inside = [cell.cell_contents for cell in function.__closure__ or ()]
+    return next(filter(None, (looks_up(f, name) for f in inside)), None)
+
+
+def with_names(function: Any, name: str) -> Any:
+    """The function, looking up ``ELSEWHERE`` where it looked up ``name``."""
+    function = looks_up(function, name)
+    names = tuple(ELSEWHERE if n == name else n for n in function.__code__.co_names)
+    renamed = FunctionType(
+        function.__code__.replace(co_names=names), function.__globals__, function.__name__,
+        function.__defaults__, function.__closure__,
+    )  # fmt: skip
+    renamed.__kwdefaults__ = function.__kwdefaults__
+    return torch.no_grad()(renamed)
+
+
+def move(stage: int, caller: str, name: str) -> None:
+    """DeepSpeed's optimizer calls a copy of ``name`` from ``caller``."""
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    module = stage3 if stage == 3 else stage_1_and_2
+    owner = module.DeepSpeedZeroOptimizer_Stage3 if stage == 3 else module.DeepSpeedZeroOptimizer
+    setattr(owner, caller, with_names(getattr(owner, caller), name))
+    home = owner if hasattr(owner, name) else module
+    setattr(home, ELSEWHERE, getattr(home, name))
+
+
+def moved(stage: int, block: dict[str, Any], caller: str, name: str) -> None:
+    move(stage, caller, name)
+    engine = build(settings(stage, block, dtype="bf16"))
+    train_step(engine, 0)
+
+
+def fetched_elsewhere(engine: Any) -> None:
+    from deepspeed.runtime.zero.partitioned_param_coordinator import (
+        PartitionedParameterCoordinator as Coordinator,
+    )
+
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    renamed = with_names(getattr(Coordinator, FETCH), "all_gather_coalesced")
+    setattr(coordinator, FETCH, MethodType(renamed, coordinator))
+    for p in engine.module.parameters():
+        setattr(p, ELSEWHERE, p.all_gather_coalesced.args[0])
+
+
+def without_fetches() -> None:
+    engine = build(settings(3, {"scheme": "qsdp"}, dtype="bf16"))
+    fetched_elsewhere(engine)
+    train_step(engine, 0)
+
+
+REDUCE = "reduce_scatter_coalesced"
+SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+PARTITION = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
+OWNERS = "allreduce_and_copy_with_multiple_ranks"
+
+
+@pytest.mark.parametrize(
+    "stage, scheme, caller, name",
+    [
+        (3, "qsdp", SCATTER, REDUCE),
+        (3, "qsdp", PARTITION, SCATTER),
+        (2, "qsdp", "step", "all_gather_dp_groups"),
+        (2, "sdp4bit", "step", "all_gather_dp_groups"),
+        (2, "qsdp", "allreduce_and_scatter", OWNERS),
+        (2, "qsdp", "reduce_ipg_grads", "average_tensor"),
+    ],
+)
+def test_a_function_that_is_no_longer_called_ends_the_run(
+    stage: int, scheme: str, caller: str, name: str
+) -> None:
+    for _, error in run_each(moved, 2, stage, {"scheme": scheme}, caller, name, timeout=60):
+        assert error is not None, "it trains on without the plugin"
+        assert "quantized_comm: DeepSpeed 0." in error and "did not call" in error
+
+
+def test_weights_that_are_fetched_elsewhere_end_the_run() -> None:
+    for _, error in run_each(without_fetches, 2, timeout=60):
+        assert error is not None and "did not call all_gather_coalesced" in error
+
+
+def few_gradients(dropped: bool) -> list[str]:
+    """What rank 0 logs in the first step; of every three buckets two may pass the plugin."""
+    import ds_quant.zero.seams as seams
+
+    logged: list[str] = []
+    seams.log_rank0 = logged.append
+    zero = {"reduce_bucket_size": 20_000, "overlap_comm": False}
+    engine = build(settings(3, {"scheme": "qsdp"}, dtype="bf16", zero=zero))
+    del logged[:]
+    ours, calls = getattr(engine.optimizer, SCATTER), count()
+    if dropped:
+        setattr(engine.optimizer, SCATTER, lambda *a: (
+            ours(*a) if next(calls) % 3 == 2 else ours.ds_quant_wraps(*a)
+        ))  # fmt: skip
+    for step in range(3):
+        train_step(engine, step)
+    return logged
+
+
+def test_a_first_step_that_brings_few_gradients_is_logged_once() -> None:
+    for logged in run(few_gradients, 2, True):
+        (line,) = logged
+        assert "bytes of gradients to rank 0" in line and "past this plugin" in line
+    assert run(few_gradients, 2, False) == [[], []]

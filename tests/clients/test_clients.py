@@ -1,0 +1,197 @@
+"""Client libraries train with the block in their DeepSpeed config as they train without it.
+
+Run by `make test-clients`. Every program of ``programs`` runs under ZeRO-2 and 3 with plain
+DeepSpeed, with qsdp and with sdp4bit. ``python -m tests.clients.test_clients`` writes the table of
+docs/clients.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import harness
+from tests.integration import hf
+
+for library in ("transformers", "peft", "trl", "lightning"):
+    pytest.importorskip(library, reason=f"needs {library}: pip install 'ds_quant[clients]'")
+harness.preload("tests.clients.preload")
+
+pytestmark = pytest.mark.clients
+
+WORLD = 2
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
+CLIENTS = {
+    "trainer": "transformers", "resumed": "transformers", "lora": "peft", "sft": "trl",
+    "dpo": "trl", "grpo": "trl", "lightning": "lightning",
+}  # fmt: skip
+STAGES = (2, 3)
+BLOCKS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "qsdp": {"scheme": "qsdp", "min_numel": 512},
+    # One rank per "node", so that differences and 4 bits are used on two ranks.
+    "sdp4bit": {
+        "scheme": "sdp4bit", "min_numel": 512, "node_size": 1, "allow_full_replica": True,
+    },
+}  # fmt: skip
+
+
+@contextmanager
+def _printed(file: Path) -> Iterator[None]:
+    """Everything that this process prints goes to a file, whoever prints it."""
+    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    with file.open("wb") as sink:
+        for descriptor in (1, 2):
+            os.dup2(sink.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        for descriptor, original in zip((1, 2), kept, strict=True):
+            os.dup2(original, descriptor)
+            os.close(original)
+
+
+def _train(client: str, config: dict[str, Any], folder: str) -> dict[str, Any]:
+    import ds_quant
+    from tests.clients import programs
+
+    log = Path(folder) / f"log{os.environ['RANK']}.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    with _printed(log):
+        trained = programs.PROGRAMS[client](config, Path(folder))
+    seconds = time.monotonic() - start
+    lines = re.findall(r"quantized_comm: .* on ZeRO-\d, .*", log.read_text("utf-8", "replace"))
+    return {
+        "losses": trained.losses,
+        "seconds": seconds,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "lines": lines,
+        "report": ds_quant.report(trained.engine),
+        "masters": {} if client == "lightning" else hf.master_weights(trained.engine),
+        "saved": str(trained.saved),
+    }
+
+
+def run(client: str, stage: int, block: str, folder: Path) -> list[dict[str, Any]]:
+    """Train on two ranks; what every rank saw."""
+    config = hf.ds_config(stage, BLOCKS[block])
+    return harness.run(_train, WORLD, client, config, str(folder / block), timeout=280)
+
+
+def _saved_tensors(folder: Path) -> dict[str, Any]:
+    """What the library saved, by name, if it is one file of safetensors."""
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    return load_file(files[0]) if files else {}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
+    """Runs without the block, each once."""
+
+    class Runs(dict):
+        def __missing__(self, key: tuple[str, int]) -> Any:
+            folder = tmp_path_factory.mktemp("-".join(map(str, key)))
+            self[key] = run(*key, "plain", folder)
+            return self[key]
+
+    return Runs()
+
+
+@pytest.mark.parametrize("block", ["qsdp", "sdp4bit"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("client", CLIENTS)
+def test_client_trains_as_without_the_block(
+    client: str, stage: int, block: str, plain: dict, tmp_path: Path
+) -> None:
+    expected, found = plain[client, stage], run(client, stage, block, tmp_path)
+    check(client, expected, found)
+
+
+def check(client: str, expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
+    """Losses within a bound, saves equal in form and exact, one start-up line per engine."""
+    ours, theirs = found[0], expected[0]
+    # A reference model is an engine of its own, active where its weights are sharded.
+    engines = 1 + (client == "resumed") + (client == "dpo" and ours["report"]["stage"] == 3)
+    assert len(ours["lines"]) == engines and not theirs["lines"]
+    assert theirs["report"] is None
+    assert len(ours["losses"]) == len(theirs["losses"])
+    # Equal weights at the start, but for GRPO, whose first loss comes from sampled completions.
+    if client != "grpo":
+        assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=0.02)
+        learnt = abs(theirs["losses"][-1] - theirs["losses"][0])
+        assert ours["losses"][-1] == pytest.approx(theirs["losses"][-1], abs=0.25 * learnt + 0.02)
+    report = ours["report"]
+    assert report["received_bytes"]["weights"] and report["steps"] >= 3
+    moved = sum(sum(links.values()) for links in report["received_bytes"].values())
+    assert moved > report["params"] / 2
+    saves = [_saved_tensors(Path(side["saved"])) for side in (theirs, ours)]
+    assert {n: (t.dtype, t.shape) for n, t in saves[0].items()} == {
+        n: (t.dtype, t.shape) for n, t in saves[1].items()
+    }
+    for name, master in ours["masters"].items():
+        saved = saves[1].get(name)
+        if saved is not None:
+            assert (hf.as_array(saved) == hf.rounded(master, saved.dtype)).all(), name
+
+
+# ---- the page's table ----
+
+
+def table() -> str:
+    """Train everything once; a row per client, stage and scheme."""
+    lines = [
+        "| client | version | ZeRO | scheme | outcome | last loss (plain) | steps/s (plain) | "
+        "peak MB per rank (plain) |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for client, library in CLIENTS.items():
+        for stage in STAGES:
+            with tempfile.TemporaryDirectory() as folder:
+                theirs = run(client, stage, "plain", Path(folder))
+                for block in ("qsdp", "sdp4bit"):
+                    lines.append(_row(client, library, stage, block, theirs, Path(folder)))
+                    print(lines[-1], flush=True)
+    return "\n".join(lines) + "\n"
+
+
+def _row(
+    client: str, library: str, stage: int, block: str, theirs: list[dict], folder: Path
+) -> str:
+    start = f"| {client} | {library} {version(library)} | {stage} | `{block}` |"
+    try:
+        found = run(client, stage, block, folder)
+        check(client, theirs, found)
+    except AssertionError as error:
+        return f"{start} fails: {str(error).strip().splitlines()[-1][:120]} | | | |"
+    ours, plain = found[0], theirs[0]
+    pairs = [(ours["losses"][-1], plain["losses"][-1], ".3f")]
+    pairs += [(6 / ours["seconds"], 6 / plain["seconds"], ".2f")]
+    pairs += [(ours["peak_mb"], plain["peak_mb"], ".0f")]
+    cells = " | ".join(f"{a:{spec}} ({b:{spec}})" for a, b, spec in pairs)
+    return f"{start} as without the block | {cells} |"
+
+
+def main() -> None:
+    """Replace the table of docs/clients.md."""
+    text = PAGE.read_text("utf-8")
+    head, _, rest = text.partition("<!-- table -->\n")
+    tail = rest.partition("<!-- end of table -->")[2]
+    PAGE.write_text(f"{head}<!-- table -->\n{table()}<!-- end of table -->{tail}", "utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,18 +1,20 @@
-# One command each: install once into .venv, then demo, test, lint, wheel.
+# One command each: install once into .venv, then demo, test, test-all, lint, wheel.
+# Without a GPU: make install TORCH_INDEX=URL, the index of torch's CPU build; the default build
+# brings 5.6 GB of CUDA libraries.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: install demo report test lint wheel clean
+.PHONY: install demo report test test-all test-clients lint wheel clean
 
 install: $(STAMP)
 
-# torch goes first and alone: with it in place, deepspeed's build finds it, and on a machine whose
-# index offers a CPU build of the constrained version pip does not pull the CUDA packages.
+# torch goes first and alone: deepspeed's build looks for it.
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH_FLAGS) torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
@@ -26,20 +28,35 @@ report: install
 	$(BIN)/python benchmarks/peer_page.py
 	$(BIN)/python -m tests.distributed.support
 
-# Tests of one process take two workers; those that start ranks of their own only hinder each other.
-test: install
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile tests/unit tests/kernels
-	$(BIN)/python -m pytest -m "not gpu" tests/distributed tests/integration
+# What the markers leave out: test-all takes what is slow, too. Two workers, as ranks mostly wait for
+# each other; tests that compare times come last and alone.
+test: LEFT_OUT := gpu or slow or clients
+test-all: LEFT_OUT := gpu or clients
+test test-all: install
+	$(BIN)/python -m pytest -m "not ($(LEFT_OUT) or alone)" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "alone and not ($(LEFT_OUT))"
+
+# Trains with Trainer, accelerate, TRL, peft and Lightning; their versions are pinned with the rest.
+test-clients: install
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[clients]"
+	$(BIN)/python -m pytest -m clients tests/clients
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# build/ is removed because setuptools would pack modules left there by an earlier build.
+# What is published, in dist/: source archive, a manylinux wheel with the C++ library, and a wheel
+# without it for all other platforms. build/ is removed because setuptools would pack modules left
+# there by an earlier build.
 wheel: install
-	rm -rf build
-	$(BIN)/python -m pip wheel . --no-deps --no-build-isolation --wheel-dir dist
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[release]"
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --strip --wheel-dir dist dist/*-linux_*.whl
+	rm -rf build dist/*-linux_*.whl
+	DS_QUANT_PURE=1 $(BIN)/python -m build --no-isolation --wheel --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo_out *.egg-info ds_quant/kernels/_native*.so .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

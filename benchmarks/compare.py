@@ -1,9 +1,11 @@
 """Compare schemes by training: one small GPT per scheme, same start, same data, one after another.
 
-    python benchmarks/compare.py                     # the demo: three schemes, under five minutes
+    python benchmarks/compare.py                     # the demo: three schemes, a few minutes
     python benchmarks/compare.py --schemes full_precision,qsdp:weights.bits=6 --stage 2 --steps 500
+    python benchmarks/compare.py --model my_model:build --world 2 --node-size 1   # your own model
 
-Prints a table, and writes a JSON file with everything and a PNG of the loss curves.
+Prints a table and what it means, writes a JSON file with everything and a PNG of the loss curves.
+`--model` names a function as `task.load_task` describes it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from typing import Any
 
 import launch
 import report
+import task
 import text
 from schemes import block_of, deepspeed_config, parse_override, parse_schemes
 
-DEMO = "full_precision,qsdp,qsdp_w4g4"
+DEMO = "full_precision,qsdp,sdp4bit"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -31,7 +34,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--schemes", type=_or_error(parse_schemes), default=DEMO, metavar="A,B:KEY=VALUE,...")
+    add(
+        "--schemes",
+        type=_or_error(parse_schemes),
+        metavar="A,B:KEY=VALUE,...",
+        help=f"default, the demo: {DEMO}, on two pretended nodes",
+    )
     add(
         "--override",
         type=_or_error(parse_override),
@@ -42,18 +50,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--stage", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage")
     add("--world", type=int, default=4, help="ranks")
-    add("--node-size", type=int, help="ranks per (pretended) node; must divide --world")
-    add("--steps", type=int, default=300, help="optimizer steps per scheme")
+    add(
+        "--node-size",
+        type=int,
+        help="ranks per (pretended) node; must divide --world",
+    )
+    add("--steps", type=int, default=150, help="optimizer steps per scheme")
     add("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
     add("--seed", type=int, default=0, help="of initial weights, data order and rounding")
-    add("--lr", type=float, default=4e-3, help="peak learning rate")
+    add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--batch", type=int, default=8, help="sequences per rank and micro-step")
     add("--seq-len", type=int, default=64, help="bytes per sequence")
     add("--layers", type=int, default=2)
     add("--width", type=int, default=128)
     add("--heads", type=int, default=4)
     add("--tied", action="store_true", help="share embedding and output head")
+    add("--model", metavar="MODULE:FUNCTION", help="train your own model instead of the GPT")
     add("--text", type=Path, help="file to train on; default: the documentation of CPython")
     add(
         "--device",
@@ -69,6 +82,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.json = args.json or args.out / "compare.json"
     args.plot = args.plot or args.out / "compare.png"
+    if args.schemes is None:
+        args.schemes = parse_schemes(DEMO)
+        if args.node_size is None and args.world % 2 == 0:
+            args.node_size = args.world // 2  # between the nodes is where bytes count
     return args
 
 
@@ -91,6 +108,8 @@ def check(args: argparse.Namespace) -> None:
     sys.path.append(str(launch.HERE.parent))  # last: an installed ds_quant comes first
     from ds_quant.config import parse
 
+    if args.model:
+        task.find(args.model)
     for entry in args.schemes:
         config = parse(deepspeed_config(entry, args))
         if config is not None:
@@ -111,6 +130,8 @@ def run_all(args: argparse.Namespace, device: str, corpus: Path) -> list[dict[st
     model = [f"--{name}={getattr(args, name)}" for name in ("layers", "width", "heads", "seed")]
     arguments = [*model, f"--seq-len={args.seq_len}", f"--text={corpus}"]
     arguments += ["--tied"] if args.tied else []
+    arguments += [f"--model={args.model}"] if args.model else []
+    progress = launch.Progress(runs=len(args.schemes), steps=args.steps)
     runs = []
     for entry in args.schemes:
         job = launch.Job(
@@ -124,13 +145,8 @@ def run_all(args: argparse.Namespace, device: str, corpus: Path) -> list[dict[st
             launcher=args.launcher,
             timeout=args.timeout,
         )
-        print(
-            f"{entry.label}: {args.steps} steps on {args.world} ranks, "
-            f"log in {args.out / job.folder.name / 'log.txt'}",
-            flush=True,
-        )
         start = time.monotonic()
-        result = launch.run(job)
+        result = launch.run(job, progress)
         seconds = time.monotonic() - start
         runs.append(
             {
@@ -140,6 +156,7 @@ def run_all(args: argparse.Namespace, device: str, corpus: Path) -> list[dict[st
                 "result": result,
             }
         )
+    progress.close()
     return runs
 
 
@@ -187,15 +204,18 @@ def show(args: argparse.Namespace, about: dict[str, Any], runs: list[dict[str, A
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps({**about, "summary": summary, "runs": runs}) + "\n", "utf-8")
     millions = runs[0]["result"]["parameters"] / 1e6
+    model = args.model or "GPT"
+    nodes = "" if args.node_size is None else f" in {args.world // args.node_size} nodes"
     title = (
-        f"ZeRO-{args.stage}, {args.world} ranks, GPT with {millions:.2f} M parameters, "
+        f"ZeRO-{args.stage}, {args.world} ranks{nodes}, {model} with {millions:.2f} M parameters, "
         f"{args.dtype}, seed {args.seed}"
     )
     report.plot(runs, title, args.plot)
     console = Console()
     console.print(report.table(rows))
-    console.print(f"{title}. Loss in nats per byte; bytes as counted, received per rank.")
-    print(f"curves: {args.plot}\nresults: {args.json}")
+    for line in (title, *report.conclusions(rows, world=args.world)):
+        console.print(line, highlight=False)
+    print(f"curves: {args.plot}\nresults: {args.json}\nlogs: {args.out}/*/log.txt")
 
 
 if __name__ == "__main__":

@@ -2,15 +2,19 @@
 
     python benchmarks/glue.py                      # ZeRO-1, 2 and 3, 2,000 tiny parameters
     python benchmarks/glue.py --cases 3 --profile  # where it goes
+    python benchmarks/glue.py --worlds 2x2 8x8 16x8 --width 64 --layers 100 --codecs cuda
 
-Both engines live in one process, in a world of two ranks whose process group sends nothing (torch's
-"fake" one), and take turns step by step; what counts is the CPU time of the process. So neither the
-transport nor waiting is in the figures: only what happens around a collective. Other jobs on the
-machine still slow a step by half, so besides the median of the rounds there is the difference of
-the fastest steps, which they have disturbed least. Two codecs:
+Both engines live in one process, in a world whose process group sends nothing (see fake_world.py),
+and take turns step by step; what counts is the CPU time of the process. So neither the transport
+nor waiting is in the figures: only what happens around a collective. Other jobs on the machine
+still slow a step by half, so besides the median of the rounds there is the difference of the
+fastest steps, which they have disturbed least. The world has two ranks or is one of --worlds, nodes
+x ranks per node, each in a process of its own; in a large one --width must be large enough for
+every rank to get a share. Three codecs:
 
     full precision   what small parameters take: values are copied, as DeepSpeed copies them
     empty            every matrix is "quantized", by codecs that do nothing
+    cuda             the same, and codecs prepare the launches of their CUDA kernels
 
 ZeRO-3 gathers every parameter twice (none persists or is kept), many in one message as DeepSpeed
 prefetches them, or ("3 by layer") one layer at a time.
@@ -27,17 +31,19 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 from unittest.mock import patch
 
 import report
+from fake_world import World, faked_cuda, join, without_handshake
 from rich.console import Console
 from rich.table import Table
 
 WIDTH = 4
-CODECS = ("full precision", "empty")
+CODECS = ("full precision", "empty", "cuda")
 BY_LAYER = {"stage3_max_live_parameters": 0}
 CASES: dict[str, dict[str, Any]] = {
     "1": {"stage": 1},
@@ -53,8 +59,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="ZeRO stages")
-    add("--codecs", nargs="+", default=list(CODECS), choices=CODECS)
+    add("--codecs", nargs="+", default=list(CODECS[:2]), choices=CODECS)
+    add("--scheme", default="qsdp", help="of the codecs empty and cuda")
+    add(
+        "--worlds", nargs="+", type=lambda text: str(World.parse(text)), default=["1x2"],
+        metavar="NODESxRANKS",
+        help="this process is rank 0 of that many nodes and ranks per node, such as 8x8",
+    )  # fmt: skip
     add("--layers", type=int, default=1000, help="of two parameters each")
+    add("--width", type=int, default=WIDTH, help="of the layers' square matrices")
     add("--rounds", type=int, default=30, help="turns of either engine")
     add("--steps", type=int, default=1, help="optimizer steps of a turn")
     add("--profile", action="store_true", help="print where the time of the plugin's steps goes")
@@ -69,10 +82,12 @@ def zero_section(case: str) -> dict[str, Any]:
     return section
 
 
-def block(codec: str) -> dict[str, Any]:
-    """The ``quantized_comm`` block; without sampled steps, of which one in 100 is slower."""
-    found = {"scheme": "full_precision", "metrics": {"interval": 0}}
-    return found if codec == "full precision" else {**found, "scheme": "qsdp", "min_numel": 0}
+def block(codec: str, scheme: str) -> dict[str, Any]:
+    """The ``quantized_comm`` block; without sampled steps, of which one in 100 is slower, and
+    without checksums of weights, as many.
+    """
+    found = {"scheme": "full_precision", "metrics": {"interval": 0}, "checksum_steps": 0}
+    return found if codec == "full precision" else {**found, "scheme": scheme, "min_numel": 0}
 
 
 @contextmanager
@@ -81,6 +96,7 @@ def emptied(codec: str) -> Iterator[None]:
     DeepSpeed would skip the optimizer's step.
     """
     from ds_quant.codec import GroupCodec
+    from ds_quant.coding import Coding
 
     def nothing(*_: Any, **__: Any) -> None:
         pass
@@ -92,21 +108,11 @@ def emptied(codec: str) -> Iterator[None]:
     with ExitStack() as stack:
         for name, function in does.items():
             stack.enter_context(patch.object(GroupCodec, name, function))
+        if codec == "empty":
+            stack.enter_context(patch.object(Coding, "recode", nothing))
+        if codec == "cuda":
+            stack.enter_context(faked_cuda())
         yield
-
-
-def join_fake_world() -> None:
-    """Be rank 0 of two."""
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build, of no use here
-    torch.set_num_threads(1)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("fake", store=store, rank=0, world_size=2)
-    dist.init_distributed(verbose=False)
 
 
 def build(
@@ -154,13 +160,22 @@ def in_turns(engines: Sequence[Any], rounds: int, steps: int = 1) -> list[tuple[
     return [tuple(seconds(engine, steps) for engine in engines) for _ in range(rounds)]
 
 
+def measure_world(world: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one world, in this process."""
+    join(World.parse(world))
+    return [
+        {"world": world, **measure(case, codec, args)}
+        for case in args.cases
+        for codec in args.codecs
+    ]
+
+
 def measure(case: str, codec: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row: seconds of both engines, added microseconds per parameter in every round."""
-    from ds_quant.zero import guard
-
     parameters = 2 * args.layers
-    with emptied(codec), patch.object(guard, "handshake"):  # the other rank cannot answer
-        plain, ours = (build(case, args.layers, b) for b in (None, block(codec)))
+    with emptied(codec), without_handshake():
+        blocks = None, block(codec, args.scheme)
+        plain, ours = (build(case, args.layers, b, width=args.width) for b in blocks)
         pairs = in_turns((plain, ours), args.rounds, args.steps)
         if plain.skipped_steps or ours.skipped_steps:
             raise RuntimeError(
@@ -176,7 +191,7 @@ def measure(case: str, codec: str, args: argparse.Namespace) -> dict[str, Any]:
     added = [1e6 * (b - a) / parameters for a, b in pairs]
     low, _, high = quantiles(added, n=4)
     return {
-        "case": case, "codec": codec, "parameters": parameters,
+        "case": case, "codec": codec, "scheme": args.scheme, "parameters": parameters,
         "plain_seconds": median(a for a, _ in pairs), "seconds": median(b for _, b in pairs),
         "added_us": median(added), "added_us_low": low, "added_us_high": high,
         "added_us_least": 1e6 * (min(b for _, b in pairs) - min(a for a, _ in pairs)) / parameters,
@@ -186,30 +201,33 @@ def measure(case: str, codec: str, args: argparse.Namespace) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     grid = Table(title="CPU time per optimizer step")
     for header in (
-        "ZeRO", "codec", "plain ms", "with plugin ms", "added us per parameter", "fastest steps",
+        "world", "ZeRO", "codec", "plain ms", "with plugin ms", "times",
+        "added us per parameter", "fastest steps",
     ):  # fmt: skip
         grid.add_column(header, justify="right")
     for row in rows:
         spread = f"{row['added_us_low']:.1f} to {row['added_us_high']:.1f}"
         grid.add_row(
-            row["case"], row["codec"], f"{1e3 * row['plain_seconds']:.1f}",
-            f"{1e3 * row['seconds']:.1f}", f"{row['added_us']:.1f} ({spread})",
-            f"{row['added_us_least']:.1f}",
+            row["world"], row["case"], row["codec"], f"{1e3 * row['plain_seconds']:.1f}",
+            f"{1e3 * row['seconds']:.1f}", f"{row['seconds'] / row['plain_seconds']:.2f}",
+            f"{row['added_us']:.1f} ({spread})", f"{row['added_us_least']:.1f}",
         )  # fmt: skip
     return grid
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, console = parse_args(argv), Console()
-    os.environ |= {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1", "LOCAL_RANK": "0"}
-    join_fake_world()
-    rows = [measure(case, codec, args) for case in args.cases for codec in args.codecs]
+    os.environ |= {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+    # Forked from a process without torch; a fork ends without the interpreter's exit, in which
+    # DeepSpeed on CPU may abort.
+    with get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        measured = pool.starmap(measure_world, [(world, args) for world in args.worlds], 1)
+    rows = [row for world in measured for row in world]
     console.print(table(rows))
     report.save(args.json, "glue", args, rows=rows)
     console.print(f"results: {args.json}")
-    sys.stdout.flush()
-    os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Speed of the CUDA kernels beside a plain copy, torch, Triton and DeepSpeed's kernels.
+"""Speed of the CUDA kernels beside a copy, torch, torch.compile, Triton and DeepSpeed's kernels.
 
     python benchmarks/kernels.py                                # 4 kB to 2 GB, every operation
     python benchmarks/kernels.py --max-bytes 1e8 --codecs int4 --json kernels.json --plot k.png
@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from ds_quant.kernels import dispatch
 
 SMALLEST = 4096  # bytes
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-RIVALS = ("torch", "triton", "deepspeed")
+RIVALS = ("torch", "compile", "triton", "deepspeed")
 _SLEEP_CYCLES = 2_000_000  # about 1 ms: the device works while the host queues
 
 
@@ -180,6 +180,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--codecs", default="", help="only codecs whose name contains this")
     add("--rivals", nargs="*", choices=RIVALS, default=["torch", "triton"])
     add("--repeats", type=int, default=20)
+    add("--overhead", action="store_true", help="only the launch overhead")
     add("--limit", type=float, default=480, help="seconds after which no operation is started")
     add("--json", type=Path, help="write provenance, settings and rows here")
     add("--plot", type=Path, help="write a picture here")
@@ -187,43 +188,62 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> dict:
-    """All rows, largest sizes first: what the bars are about comes before the time is up."""
+    """All rows, largest sizes first: what the bars are about comes before the time is up.
+
+    The file is written anew after every operation, for whoever ends this before it is done.
+    """
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    cache = 1 << 20
     if args.device == "cuda":
-        cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
         if dispatch.runner_for(CODECS[0], device) is None:
             raise SystemExit("kernels.py: CuPy does not work here; the warning above says why")
-    bench = Bench(device, cache, tuple(args.rivals))
-    deadline, rows, skipped = time.monotonic() + args.limit, [], 0
+    bench = Bench(device, cache_bytes(device), tuple(args.rivals))
+    deadline = time.monotonic() + args.limit
+    settings = {key: str(value) for key, value in vars(args).items()}
+    document = {"provenance": provenance(), "settings": settings}
     with torch.no_grad():
         overhead = launch_overhead(bench, 2000 if args.device == "cuda" else 200)
-        for nbytes in reversed(sizes(int(args.min_bytes), int(args.max_bytes))):
-            for name in args.dtypes:
-                for make in operations(bench, nbytes, DTYPES[name], args.codecs):
-                    if time.monotonic() > deadline:
-                        skipped += 1
-                        continue
-                    found = measure(make(), bench, args.repeats)
-                    print("\n".join(map(line, found)), flush=True)
-                    rows += found
+        document |= {"launch_overhead_s": overhead, "rows": [], "operations_skipped_for_time": 0}
+        for make in work_of(args, bench):
+            if time.monotonic() > deadline:
+                document["operations_skipped_for_time"] += 1
+                continue
+            found = measure(make(), bench, args.repeats)
+            print("\n".join(map(line, found)), flush=True)
+            document["rows"] += found
+            write(args.json, document)
     for name, seconds in overhead.items():
         print(f"launch overhead, {name}: {seconds * 1e6:.1f} us")
-    settings = {key: str(value) for key, value in vars(args).items()}
-    return {
-        "provenance": provenance(),
-        "settings": settings,
-        "launch_overhead_s": overhead,
-        "rows": rows,
-        "operations_skipped_for_time": skipped,
-    }
+    write(args.json, document)
+    return document
+
+
+def work_of(args: argparse.Namespace, bench: Bench) -> Iterator[Callable[[], Operation]]:
+    """Makers of all operations, in the order in which they are measured."""
+    if args.overhead:
+        return
+    for nbytes in reversed(sizes(int(args.min_bytes), int(args.max_bytes))):
+        for name in args.dtypes:
+            yield from operations(bench, nbytes, DTYPES[name], args.codecs)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Of the second-level cache."""
+    if device.type != "cuda":
+        return 1 << 20
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
+
+
+def write(path: Path | None, document: dict) -> None:
+    """Replace the file as a whole: it may be read, or this program ended, at any moment."""
+    if path is not None:
+        beside = path.with_suffix(".part")
+        beside.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+        beside.replace(path)
 
 
 def main() -> None:
     args = parse_args()
     document = run(args)
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     if args.plot:
         plot(document["rows"], args.plot)
 

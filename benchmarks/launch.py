@@ -2,7 +2,7 @@
 
 The training script is started the way a user starts it, by the `deepspeed` launcher (or torchrun),
 so the comparison goes through activation, start-up checks and all. May import the standard library
-and, for the bar, tqdm.
+and, for the progress bar, tqdm.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 PLAIN = "deepspeed_plain"  # pseudo-scheme: DeepSpeed as shipped, no block at all
 POLL_SECONDS = 0.3
 LOG_TAIL = 40  # lines shown when a run fails
+LINES_PER_RUN = 5  # progress lines where no terminal shows a bar
 
 
 class RunFailed(Exception):
@@ -93,8 +94,41 @@ def command(job: Job, *, port: int, installed: bool) -> list[str]:
     ]
 
 
-def run(job: Job) -> dict[str, Any]:
-    """Train, showing a progress bar on a terminal; the content of train.py's result file.
+class Progress:
+    """One bar over all runs of a comparison; a few lines per run where there is no terminal."""
+
+    def __init__(self, *, runs: int, steps: int) -> None:
+        from tqdm import tqdm
+
+        self._runs, self._steps, self._begun, self._lines = runs, steps, 0, 0
+        self._bar = tqdm(total=runs * steps, unit="step", disable=None, leave=False)
+
+    def begin(self, label: str, *, world: int) -> None:
+        """A run starts; the first steps are seconds away."""
+        self._begun, self._lines = self._begun + 1, 0
+        self._head = f"{self._begun} of {self._runs}: {label}"
+        self._bar.set_description(f"{self._head}, starting {world} ranks")
+        self._print(f"{self._head}, starting {world} ranks")
+
+    def show(self, steps: int, loss: float) -> None:
+        """The current run has taken so many steps; ``loss`` is that of the last one."""
+        self._bar.set_description(f"{self._head}, loss {loss:.3f}", refresh=False)
+        self._bar.update((self._begun - 1) * self._steps + steps - self._bar.n)
+        if steps * LINES_PER_RUN >= (self._lines + 1) * self._steps:
+            self._lines = steps * LINES_PER_RUN // self._steps
+            self._print(f"{self._head}, step {steps} of {self._steps}, loss {loss:.3f}")
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._bar.close()
+
+    def _print(self, line: str) -> None:
+        if self._bar.disable:
+            print(line, flush=True)
+
+
+def run(job: Job, progress: Progress | None = None) -> dict[str, Any]:
+    """Train, reporting to `progress`; the content of train.py's result file.
 
     Raises:
         RunFailed: the run failed, hung beyond `job.timeout` or left no result.
@@ -113,25 +147,24 @@ def run(job: Job) -> dict[str, Any]:
             start_new_session=True,  # so that a hang can be ended as a whole
         )
         try:
-            _follow(job, process)
+            _follow(job, process, progress or Progress(runs=1, steps=job.steps))
         finally:
             _end(process)
     return _result(job, process.returncode)
 
 
-def _follow(job: Job, process: subprocess.Popen[bytes]) -> None:
-    from tqdm import tqdm
-
+def _follow(job: Job, process: subprocess.Popen[bytes], progress: Progress) -> None:
     deadline = time.monotonic() + job.timeout
-    with tqdm(total=job.steps, desc=job.label, unit="step", disable=None, leave=False) as bar:
-        while process.poll() is None:
-            if time.monotonic() > deadline:
-                raise RunFailed(f"{job.label}: no end within {job.timeout:g} s\n{_tail(job)}")
-            steps = read_progress(job.folder / "progress.jsonl")
-            if len(steps) > bar.n:
-                bar.set_postfix(loss=f"{steps[-1]['loss']:.3f}", refresh=False)
-                bar.update(len(steps) - bar.n)
-            time.sleep(POLL_SECONDS)
+    progress.begin(job.label, world=job.world)
+    seen = 0
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            raise RunFailed(f"{job.label}: no end within {job.timeout:g} s\n{_tail(job)}")
+        steps = read_progress(job.folder / "progress.jsonl")
+        if len(steps) > seen:
+            seen = len(steps)
+            progress.show(seen, steps[-1]["loss"])
+        time.sleep(POLL_SECONDS)
 
 
 def read_progress(path: Path) -> list[dict[str, float]]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -27,10 +26,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed 
 SCHEMES = ("full_precision", "qsdp")
 
 
-def worker(rank: int, args: argparse.Namespace, scheme: str, port: int, folder: str) -> None:
+def worker(rank: int, args: argparse.Namespace, scheme: str, folder: str) -> None:
     """One rank: train, and leave the losses of rank 0 in the folder."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(args.world), LOCAL_RANK="0")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR=args.device)
+    os.environ["DS_ACCELERATOR"] = args.device
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import deepspeed
 
@@ -42,7 +41,8 @@ def worker(rank: int, args: argparse.Namespace, scheme: str, port: int, folder: 
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":
         torch.cuda.set_device(0)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=args.world)
+    store = torch.distributed.FileStore(f"{folder}/store", args.world)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=args.world)
     torch.manual_seed(0)
     width = args.width
     model = torch.nn.Sequential(
@@ -55,6 +55,8 @@ def worker(rank: int, args: argparse.Namespace, scheme: str, port: int, folder: 
         "bf16": {"enabled": True},
         "quantized_comm": {"enabled": True, "scheme": scheme},
     }
+    if args.node_size:
+        config["quantized_comm"]["node_size"] = args.node_size
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
@@ -76,11 +78,8 @@ def worker(rank: int, args: argparse.Namespace, scheme: str, port: int, folder: 
 
 def train(args: argparse.Namespace, scheme: str) -> list[float]:
     """Losses of rank 0."""
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        arguments = (args, scheme, port, folder)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (args, scheme, folder)
         torch.multiprocessing.start_processes(
             worker, arguments, nprocs=args.world, start_method="spawn"
         )
@@ -144,6 +143,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--stage", type=int, choices=(2, 3), default=3)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--node-size", type=int, help="ranks of a node; default: one node")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
     parser.add_argument("--simulate", type=int, default=0, metavar="RANKS")
@@ -155,8 +155,12 @@ def main() -> None:
         good = document["bytes_equal"] and document["sums_equal"]
         print(document)
     else:
-        losses = {scheme: train(args, scheme) for scheme in args.schemes}
+        losses: dict[str, list[float]] = {}
         document = {"world": args.world, "stage": args.stage, "losses": losses}
+        for scheme in args.schemes:
+            losses[scheme] = train(args, scheme)
+            if args.json:  # for whoever ends this before it is done
+                args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
         good = len({tuple(values) for values in losses.values()}) == len(losses)  # all active
         for scheme, values in losses.items():
             head = f"world {args.world} stage {args.stage} {scheme}"

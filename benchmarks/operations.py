@@ -13,6 +13,7 @@ import torch
 
 from ds_quant.codec import CAST_NAMES, GroupCodec
 from ds_quant.kernels import dispatch, launch, reference
+from ds_quant.kernels.geometry import Stores
 from ds_quant.rng import Address
 
 SOURCES = 8  # rows of decode_sum and recode
@@ -112,6 +113,8 @@ class Bench:
             found.offer(
                 "torch", lambda: lambda i: reference.encode(x[i], wire[i], codec, **options)
             )
+        if "compile" in self.rivals and codec.range == "absmax":
+            found.offer("compile", lambda: _compiled_encode(codec, x))
         if "triton" in self.rivals and codec.range == "absmax":
             found.offer("triton", lambda: self._triton_encode(codec, x, wire))
         if "deepspeed" in self.rivals and codec.range == "absmax" and dtype == torch.float16:
@@ -139,8 +142,31 @@ class Bench:
                 "torch",
                 lambda: lambda i: reference.decode_sum(wire[i], out[i], codec, own=None, **options),
             )
+        if "compile" in self.rivals and codec.range == "absmax":
+            found.offer("compile", lambda: self._compiled_sum(codec, wire, out))
         if "triton" in self.rivals and codec.range == "absmax":
             found.offer("triton", lambda: self._triton_sum(codec, wire, out))
+        return found
+
+    def stores(
+        self, codec: GroupCodec, numel: int, dtype: torch.dtype, sources: int, ways: list[Stores]
+    ) -> Operation:
+        """`sources` rows -> numel values, once per way of writing them."""
+        found = self.decode(codec, numel, dtype, sources)
+        run = dispatch.runner_for(codec, self.device)
+        if run is None:
+            found.why_not["cuda"] = "no CUDA kernels here"
+            return found
+        wire = self._wire(codec, found.num_sets, sources, numel)
+        out = torch.empty(found.num_sets, numel, dtype=dtype, device=self.device)
+        options = {"scale": 1.0, "levels": self._table(codec), "run": run}
+        for stores in ways:
+            found.offer(
+                f"run {stores.run}{' staged' * stores.staged}",
+                lambda stores=stores: (
+                    lambda i: launch.decode_sum(wire[i], out[i], codec, stores=stores, **options)
+                ),
+            )
         return found
 
     def recode(self, source: GroupCodec, codec: GroupCodec, numel: int, sources: int = SOURCES):
@@ -202,15 +228,34 @@ class Bench:
         options["stochastic"] = codec.rounding == "stochastic"
         return lambda i: triton_kernels.encode(x[i, 0], codes[i], scales[i], **options)
 
-    def _triton_sum(self, codec, wire, out) -> Callable[[int], object]:
-        import triton_kernels
-
+    def _codes_and_scales(self, codec, wire, out) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sets, sources, ...) of a rival, which keeps them in two tensors."""
         sets, sources = wire.shape[:2]
         codes = self._bytes(sets, sources, out.shape[1] * codec.bits // 8).random_()
         groups = out.shape[1] // codec.group_size
-        scales = torch.ones(sets, sources, groups, device=self.device)
+        return codes, torch.ones(sets, sources, groups, device=self.device)
+
+    def _compiled_sum(self, codec, wire, out) -> Callable[[int], object]:
+        import compiled
+
+        codes, scales = self._codes_and_scales(codec, wire, out)
+        work, options = compiled.decode_sum(), (codec.group_size, codec.bits, out.dtype)
+        return lambda i: work(codes[i], scales[i], *options)
+
+    def _triton_sum(self, codec, wire, out) -> Callable[[int], object]:
+        import triton_kernels
+
+        codes, scales = self._codes_and_scales(codec, wire, out)
         options = {"group_size": codec.group_size, "bits": codec.bits}
         return lambda i: triton_kernels.decode_sum(codes[i], scales[i], out[i], **options)
+
+
+def _compiled_encode(codec: GroupCodec, x: torch.Tensor) -> Callable[[int], object]:
+    import compiled
+
+    work = compiled.encode()
+    options = codec.group_size, codec.bits, codec.rounding == "stochastic"
+    return lambda i: work(x[i, 0], *options)
 
 
 def _deepspeed_kernels():

@@ -81,55 +81,92 @@ def rows(runs: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def table(entries: Sequence[Row]) -> Any:
-    """The figures as a rich table."""
+    """The figures as a rich table that fits 80 columns."""
     from rich.table import Table
 
     grid = Table()
-    grid.add_column("scheme")
+    grid.add_column("scheme", overflow="fold")
     between_nodes = any(row.inter_bytes for row in entries)
-    headers = ["final loss", "gap %", "held-out loss", "wire B/param/step"]
-    headers += ["between nodes"] if between_nodes else []
-    for header in (*headers, "step ms", "run s"):
+    headers = [f"loss, last\n{FINAL_STEPS} steps", "gap\n%", "held-out\nloss", "received\nB/param"]
+    headers += ["between\nnodes"] if between_nodes else []
+    for header in (*headers, "step\nms"):
         grid.add_column(header, justify="right")
     for row in entries:
         cells = [f"{row.final_loss:.4f}", _number(row.gap_percent, "+.2f")]
         cells += [f"{row.validation_loss:.4f}", _number(row.wire_bytes, ".3f")]
         cells += [_number(row.inter_bytes, ".3f")] if between_nodes else []
-        cells += [f"{1e3 * row.step_seconds:.0f}", f"{row.run_seconds:.0f}"]
-        grid.add_row(row.label, *cells)
+        grid.add_row(row.label, *cells, f"{1e3 * row.step_seconds:.0f}")
     return grid
+
+
+def conclusions(entries: Sequence[Row], *, world: int) -> list[str]:
+    """What the table shows, in sentences: one per scheme that was compared with a baseline."""
+    baseline = next((row for name in BASELINES for row in entries if row.label == name), None)
+    lines = [
+        "received: bytes per parameter and optimizer step that a rank gets from the others. The "
+        f"start-up line counts whole tensors, of which a rank of {world} holds 1/{world} itself: "
+        f"{world}/{world - 1} times as much."
+    ]
+    for row in entries:
+        if baseline is None or row is baseline or not row.wire_bytes or not baseline.wire_bytes:
+            continue
+        where, of, to = "", baseline.wire_bytes, row.wire_bytes
+        if row.inter_bytes and baseline.inter_bytes:
+            where, of, to = " between nodes", baseline.inter_bytes, row.inter_bytes
+        lines.append(
+            f"{row.label}: {of / to:.1f}x fewer bytes{where} than {baseline.label}, "
+            f"loss {row.gap_percent:+.2f} %."
+        )
+    lines.append(
+        "Steps are not faster here: ranks of one machine have no network between them. "
+        "`ds_quant estimate` predicts step times for yours."
+    )
+    return lines
 
 
 def _number(value: float | None, spec: str) -> str:
     return "n/a" if value is None else format(value, spec)
 
 
-def smoothed(losses: Sequence[float], *, window: int = 20) -> list[float]:
-    """Mean over the last `window` values (fewer at the start), one per loss."""
-    return [fmean(losses[max(0, i + 1 - window) : i + 1]) for i in range(len(losses))]
+def smoothed(values: Sequence[float], *, window: int = 20) -> list[float]:
+    """Median of the last `window` values (fewer at the start): a spike stays out of it, where a
+    mean would stretch it over the whole window.
+    """
+    return [median(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
 def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Write a PNG: smoothed loss curves, and beside them the difference to the baseline."""
+    """Write a PNG: smoothed loss curves, and the difference of each step's loss to the baseline's,
+    which sees the same data.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    curves = {run["label"]: smoothed(run["result"]["losses"]) for run in runs}
-    baseline = next((curves[name] for name in BASELINES if name in curves), None)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.6), layout="constrained")
+    losses = {run["label"]: run["result"]["losses"] for run in runs}
+    baseline = next((losses[name] for name in BASELINES if name in losses), None)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for row in rows(runs):
-        curve = curves[row.label]
-        label = f"{row.label}: {row.final_loss:.3f}, {_number(row.wire_bytes, '.2f')} B/param/step"
-        left.plot(curve, label=label, linewidth=1.4)
-        if baseline is not None:
-            right.plot([a - b for a, b in zip(curve, baseline, strict=True)], linewidth=1.4)
-    left.set(xlabel="optimizer step", ylabel="loss, nats per byte (mean of 20 steps)")
-    figure.legend(loc="outside lower left", title="scheme: final loss, bytes received per rank")
-    right.set(xlabel="optimizer step", ylabel="difference to full precision, nats per byte")
+        curve = losses[row.label]
+        (line,) = left.plot(smoothed(curve), linewidth=1.4)
+        label = f"{row.label}: {row.final_loss:.3f}, {_number(row.wire_bytes, '.2f')} B/param"
+        line.set_label(label)
+        if baseline is not None and curve is not baseline:
+            apart = smoothed([100 * (a / b - 1) for a, b in zip(curve, baseline, strict=True)])
+            right.plot(apart, linewidth=1.4, color=line.get_color())
+            right.annotate(f" {row.label}", (len(apart) - 1, apart[-1]), va="center",
+                           color=line.get_color())  # fmt: skip
+    left.legend(frameon=False, title="final loss, bytes received per step")
+    left.set(xlabel="optimizer step", ylabel="loss, nats per byte (median of 20 steps)",
+             title="Training loss")  # fmt: skip
+    right.axhline(0, color="0.5", linewidth=0.8)
+    right.margins(x=0.16)
+    right.set(xlabel="optimizer step", ylabel="% (median of 20 steps)",
+              title="Loss against full precision, same data")  # fmt: skip
     for axes in (left, right):
-        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -151,9 +188,12 @@ def save(path: Path, kind: str, args: argparse.Namespace, **content: Any) -> Non
 
 def provenance() -> dict[str, Any]:
     """Date, versions and hardware: what a number needs to be quoted later."""
-    versions = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
-        versions[package] = metadata.version(package)
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # a machine that measures kernels may lack DeepSpeed
+            versions[package] = None
     return {
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions,

@@ -290,10 +290,13 @@ class Collectives(Versioned):
 class GlueRow(Model):
     """One case (ZeRO stage) and codec: CPU seconds of a step, and microseconds that the plugin adds
     per parameter, median and quartiles of the rounds, and of the fastest steps of either engine.
+    ``world``: nodes x ranks per node; ``scheme``: of the codec.
     """
 
+    world: str = "1x2"
     case: str
     codec: str
+    scheme: str = "qsdp"
     parameters: int = Field(ge=1)
     plain_seconds: float = Field(gt=0)
     seconds: float = Field(gt=0)

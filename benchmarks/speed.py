@@ -53,6 +53,9 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         help="elements; default: ZeRO-3 2 million, several that travel during backward, as a large "
         "model has; ZeRO-1/2 DeepSpeed's 500 million, which hold all of this one")  # fmt: skip
     add("--prefetch-bucket-size", type=int, default=300_000, help="elements, under ZeRO-3")
+    add("--reuse-distance", type=int, default=0,
+        help="elements, under ZeRO-3. 0: weights are gathered again for backward, as a large model "
+        "has it; 1000000000, DeepSpeed's default: this one stays gathered")  # fmt: skip
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -93,8 +96,9 @@ def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> 
     """ds_config.json of one engine; only block and hpZ differ."""
     bucket = args.reduce_bucket_size or (2_000_000 if stage == 3 else 500_000_000)
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": bucket}
-    if stage == 3:  # gather for forward and again for backward, as a large model would
-        zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
+    if stage == 3:
+        zero |= {"stage3_param_persistence_threshold": 0,
+                 "stage3_max_reuse_distance": args.reuse_distance,
                  "stage3_prefetch_bucket_size": args.prefetch_bucket_size}  # fmt: skip
     config = {
         "train_micro_batch_size_per_gpu": args.batch,

@@ -5,7 +5,7 @@
 
 A matrix that is quantized costs time beside its bytes: its own slots, views and calls, encoding and
 decoding. Two engines of one process, the plugin's full precision and the scheme, take turns in a
-world of two ranks that sends nothing (see glue.py). By how much a matrix takes longer, over the
+world of two ranks that sends nothing (fake_world.py). By how much a matrix takes longer, over the
 bytes that it no longer receives, is the rate of the link below which it is better quantized. The
 block's ``min_numel`` is this table read for one's own link.
 """
@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
-from unittest.mock import patch
 
 import report
-from glue import build, in_turns, join_fake_world
+from fake_world import World, join, without_handshake
+from glue import build, in_turns
 from rich.console import Console
 from rich.table import Table
 
@@ -43,11 +43,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure(stage: int, scheme: str, width: int, args: argparse.Namespace) -> dict[str, Any]:
     """One row: what a matrix costs and saves in an optimizer step."""
-    from ds_quant.zero import guard
-
     blocks = [{"scheme": name, "min_numel": 0, "metrics": {"interval": 0}, "checksum_steps": 0}
               for name in ("full_precision", scheme)]  # fmt: skip
-    with patch.object(guard, "handshake"):  # the other rank cannot answer
+    with without_handshake():
         engines = [build(str(stage), args.layers, block, width=width) for block in blocks]
         pairs = in_turns(engines, args.rounds)
         bills = [engine.ds_quant_binding.bill() for engine in engines]
@@ -82,8 +80,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, console = parse_args(argv), Console()
-    os.environ |= {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1", "LOCAL_RANK": "0"}
-    join_fake_world()
+    os.environ |= {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+    join(World(1, 2))
     rows = [
         measure(stage, scheme, width, args)
         for stage in args.stages

@@ -17,11 +17,10 @@ import time
 from pathlib import Path
 
 import deepspeed
-import text
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from gpt import GPT, Block, GPTConfig
+from task import HELD_OUT, Batch, load_task
 
 LOG_INTERVAL = 10  # steps between two log writes; each costs one all-reduce of 10 losses
 VALIDATION_BATCHES = 8  # per rank
@@ -32,6 +31,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--deepspeed_config", required=True, help="ds_config.json")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
+    parser.add_argument("--model", help="MODULE:FUNCTION, see task.py; default: a byte-level GPT")
     parser.add_argument("--text", type=Path, help="default: the documentation of CPython")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     parser.add_argument("--seed", type=int, default=0)
@@ -46,46 +46,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def build_model(args: argparse.Namespace) -> GPT:
-    """The model, equal on all ranks and in all schemes: initialised from `args.seed` alone."""
-    torch.manual_seed(args.seed)
-    on_cpu = get_accelerator().device_name() == "cpu"
-    return GPT(
-        GPTConfig(
-            layers=args.layers,
-            width=args.width,
-            heads=args.heads,
-            seq_len=args.seq_len,
-            tied=args.tied,
-            compute_dtype=torch.float32 if on_cpu else None,
-        )
-    )
-
-
-def train_step(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, step: int, seed: int):
+def train_step(engine: deepspeed.DeepSpeedEngine, batch: Batch, step: int) -> torch.Tensor:
     """One optimizer step; the loss averaged over this rank's micro-steps, a scalar fp32."""
     total = torch.zeros((), device=engine.device)
     accumulation = engine.gradient_accumulation_steps()
     for micro_step in range(step * accumulation, (step + 1) * accumulation):
-        inputs, targets = next_batch(engine, tokens, micro_step, seed)
-        loss = engine(inputs, targets)
+        loss = engine(*next_batch(engine, batch, micro_step))
         engine.backward(loss)
         engine.step()
         total += loss.detach()
     return total / accumulation
 
 
-def next_batch(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, step: int, seed: int):
-    """This rank's inputs and targets of micro-step `step`, both (batch, seq_len) int64."""
-    inputs, targets = text.batch(
-        tokens,
-        seed=seed,
-        step=step,
-        rank=dist.get_rank(),
-        batch_size=engine.train_micro_batch_size_per_gpu(),
-        seq_len=engine.module.config.seq_len,
-    )
-    return inputs.to(engine.device), targets.to(engine.device)
+def next_batch(engine: deepspeed.DeepSpeedEngine, batch: Batch, step: int) -> list[torch.Tensor]:
+    """This rank's tensors of micro-step `step`, on its device."""
+    tensors = batch(step, dist.get_rank(), engine.train_micro_batch_size_per_gpu())
+    return [tensor.to(engine.device) for tensor in tensors]
 
 
 def mean_over_ranks(values: list[torch.Tensor]) -> list[float]:
@@ -95,14 +71,14 @@ def mean_over_ranks(values: list[torch.Tensor]) -> list[float]:
     return (stacked / dist.get_world_size()).tolist()
 
 
-def train(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, args: argparse.Namespace):
+def train(engine: deepspeed.DeepSpeedEngine, batch: Batch, args: argparse.Namespace):
     """Run all steps; the per-step losses (mean over ranks) and this rank's seconds."""
     losses: list[float] = []
     seconds: list[float] = []
     pending: list[torch.Tensor] = []
     for step in range(args.steps):
         start = time.perf_counter()
-        pending.append(train_step(engine, tokens, step, args.seed))
+        pending.append(train_step(engine, batch, step))
         get_accelerator().synchronize()
         seconds.append(time.perf_counter() - start)
         if len(pending) == LOG_INTERVAL or step == args.steps - 1:
@@ -123,13 +99,13 @@ def write_progress(path: Path | None, losses: list[float], seconds: list[float])
             file.write(json.dumps(line) + "\n")
 
 
-def validate(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, seed: int) -> float:
-    """Loss on held-out text, mean over ranks; the weights travel as they do in training."""
+def validate(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> float:
+    """Loss on held-out batches, mean over ranks; weights are sent as they are in training."""
     engine.eval()
     losses = []
     with torch.no_grad():
-        for step in range(VALIDATION_BATCHES):
-            losses.append(engine(*next_batch(engine, tokens, step, seed)).detach())
+        for step in range(HELD_OUT, HELD_OUT + VALIDATION_BATCHES):
+            losses.append(engine(*next_batch(engine, batch, step)).detach())
     return sum(mean_over_ranks(losses)) / len(losses)
 
 
@@ -147,23 +123,20 @@ def main() -> None:
     args = parse_args()
     if args.plugin_import:
         importlib.import_module("ds_quant")
-    # DeepSpeed compiles this op at start-up (30 s, needs a C++ compiler); training never calls it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    model = build_model(args)
-    # ZeRO-3 gathers a block at once: a layer of this size is not worth a collective of its own.
-    deepspeed.utils.set_z3_leaf_modules(model, [Block])
+    model, batch, whole_layers = load_task(args, on_cpu=get_accelerator().device_name() == "cpu")
+    if whole_layers:
+        deepspeed.utils.set_z3_leaf_modules(model, whole_layers)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=args.deepspeed_config
     )
-    training, validation = text.split(text.load(args.text))
-    losses, seconds = train(engine, training, args)
+    losses, seconds = train(engine, batch, args)
     result = {
         "parameters": num_parameters,
         "losses": losses,
         "seconds": seconds,
         "reports": plugin_reports(engine),  # before validation, which gathers weights too
-        "validation_loss": validate(engine, validation, args.seed),
+        "validation_loss": validate(engine, batch),
         "device": get_accelerator().device_name(),
     }
     if args.result is not None and dist.get_rank() == 0:

@@ -1,7 +1,8 @@
 """The same quantizers as anyone would write them in Triton: the fair rival of the CUDA kernels.
 
 Symmetric codes of 4 or 8 bits, one fp32 scale per group, codes and scales in two tensors. Random
-bits are Triton's own. Needs Triton; imported only where a GPU is measured.
+bits are Triton's own, as cheap as ours: one Philox call of 7 rounds serves 8 elements with 16 bits
+each. Needs Triton; imported only where a GPU is measured.
 """
 
 from __future__ import annotations
@@ -9,6 +10,16 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _uniform(seed, groups, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """(GROUPS, GROUP) of multiples of 2^-16 in [0, 1)."""
+    calls = groups[:, None] * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
+    a, b, c, d = tl.randint4x(seed, calls, n_rounds=7)
+    words = tl.join(tl.join(a, b), tl.join(c, d))
+    halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
+    return tl.reshape(halves, (GROUPS, GROUP)).to(tl.float32) * (1.0 / 65536)
 
 
 @triton.jit
@@ -30,7 +41,7 @@ def _encode(
     inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
     t = x * inverse[:, None]
     if STOCHASTIC:
-        t = tl.floor(t + tl.rand(seed, elements))
+        t = tl.floor(t + _uniform(seed, groups, GROUP, GROUPS))
     else:
         t = tl.floor(t + 0.5)
     codes = (tl.minimum(tl.maximum(t, -TOP), TOP) + (TOP + 1)).to(tl.uint8)

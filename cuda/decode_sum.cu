@@ -3,6 +3,9 @@
 // Inputs:  `sources` rows per output row, 16-byte aligned on the wire, but for source `own`, fp32.
 // Outputs: bf16, fp16 or fp32 values at any address, cast once; optionally added to what is there.
 // Grid:    one thread per run of DSQ_RUN vectors, one block per DSQ_THREADS runs of a row.
+// Stores:  a thread writes its own run, so neighbouring lanes write DSQ_RUN vectors apart; with
+//          DSQ_STAGED a warp turns its runs in shared memory and neighbouring lanes write
+//          neighbouring 16 bytes. kernels/geometry.py chooses.
 // Exactness: equal to ds_quant/kernels/reference.py and rotation.py byte for byte.
 #include "include/decoder.cuh"
 #include "include/hadamard.cuh"
@@ -23,6 +26,9 @@
 #endif
 #ifndef DSQ_FLIPS
 #define DSQ_FLIPS 0
+#endif
+#ifndef DSQ_STAGED
+#define DSQ_STAGED 0
 #endif
 #ifndef DSQ_THREADS
 #define DSQ_THREADS 256
@@ -51,15 +57,48 @@ DSQ_DEVICE void finish(float (&x)[DSQ_RUN][8], const SumJob& job) {
 }
 #endif
 
-DSQ_DEVICE void store_vector(const float (&x)[8], u8* p) {
+// What becomes of the vector at p.
+DSQ_DEVICE Raw<DSQ_VALUES> finished(const float (&x)[8], const u8* p) {
     Raw<DSQ_VALUES> vector;
     float y[8];
     if (DSQ_ADD) vector.load(p, false);
     DSQ_UNROLL
     for (int e = 0; e < 8; ++e) y[e] = DSQ_ADD ? add_rn(vector.at(e), x[e]) : x[e];
     vector.set(y);
-    vector.store(p);
+    return vector;
 }
+
+#if DSQ_STAGED
+#define DSQ_PARTS (Raw<DSQ_VALUES>::WORDS / 4)  // 16 bytes each, of a vector
+#define DSQ_LANE_PARTS (DSQ_RUN * DSQ_PARTS)
+
+// The parts of a lane lie together, one place is left out before those of the next: 8 lanes that
+// write parts of their own meet in no bank, and all addresses are a register and a constant.
+#define DSQ_LEFT_OUT (DSQ_LANE_PARTS > 1)
+
+// The runs of a whole warp. first: address of its first run, p: of this lane's.
+DSQ_DEVICE void store_staged(const float (&x)[DSQ_RUN][8], u8* first, const u8* p) {
+    __shared__ Words4 staged[DSQ_THREADS * (DSQ_LANE_PARTS + DSQ_LEFT_OUT)];
+    const u32 lane = threadIdx.x % DSQ_WARP;
+    Words4* written = staged + threadIdx.x * (DSQ_LANE_PARTS + DSQ_LEFT_OUT);
+    DSQ_UNROLL
+    for (u32 i = 0; i < DSQ_LANE_PARTS; ++i) {
+        const u32 v = i / DSQ_PARTS, w = i % DSQ_PARTS * 4;
+        const Raw<DSQ_VALUES> vector = finished(x[v], p + v * 8 * Raw<DSQ_VALUES>::ITEM);
+        const Words4 part = {{vector.w[w], vector.w[w + 1], vector.w[w + 2], vector.w[w + 3]}};
+        written[i] = part;
+    }
+    __syncwarp();
+    // Part c of the warp is part c % LANE_PARTS of lane c / LANE_PARTS.
+    const Words4* read = staged + (threadIdx.x - lane) * (DSQ_LANE_PARTS + DSQ_LEFT_OUT) + lane +
+                         lane / DSQ_LANE_PARTS * DSQ_LEFT_OUT;
+    DSQ_UNROLL
+    for (u32 i = 0; i < DSQ_LANE_PARTS; ++i) {
+        const u32 lanes = i * DSQ_WARP / DSQ_LANE_PARTS;
+        store16(first + (i * DSQ_WARP + lane) * 16, read[i * DSQ_WARP + lanes * DSQ_LEFT_OUT]);
+    }
+}
+#endif
 
 // A run that is cut off or not aligned, element by element through local memory.
 DSQ_DEVICE void store_slowly(const float (&x)[DSQ_RUN][8], u8* p, u64 count) {
@@ -90,12 +129,22 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS) decode_sum(DSQ_JOB_PAR
     sum_run(source, j, sum);
     finish(sum, job);
 
+    const u32 bytes = 8 * Raw<DSQ_VALUES>::ITEM;  // of a vector
+    u8* values = (u8*)(job.values + row * job.values_stride);
+#if DSQ_STAGED
+    const u64 warp_j = (block * DSQ_THREADS + threadIdx.x / DSQ_WARP * DSQ_WARP) * DSQ_RUN;
+    const bool is_full = (warp_j + DSQ_WARP * DSQ_RUN) * 8 <= job.numel && (u64)values % 16 == 0;
+    if (DSQ_WHOLE || is_full) {
+        store_staged(sum, values + warp_j * bytes, values + j * bytes);
+        return;
+    }
+#endif
     if (!DSQ_WHOLE && (!present || j * 8 >= job.numel)) return;
     const u64 count = job.numel - j * 8;
-    u8* p = (u8*)(job.values + row * job.values_stride) + j * 8 * Raw<DSQ_VALUES>::ITEM;
+    u8* p = values + j * bytes;
     if (DSQ_WHOLE || (count >= DSQ_RUN * 8 && (u64)p % 16 == 0)) {
         DSQ_UNROLL
-        for (int v = 0; v < DSQ_RUN; ++v) store_vector(sum[v], p + v * 8 * Raw<DSQ_VALUES>::ITEM);
+        for (int v = 0; v < DSQ_RUN; ++v) finished(sum[v], p + v * bytes).store(p + v * bytes);
     } else {
         store_slowly(sum, p, count);
     }

@@ -35,4 +35,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'ds_quant' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 _autoload.activate()

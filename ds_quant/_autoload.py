@@ -37,11 +37,14 @@ def _install() -> None:
 
         install()
     except Exception as error:  # never break a program that may not use the plugin
-        warnings.warn(
-            f"ds_quant could not hook into DeepSpeed, quantized_comm is NOT active: {error!r}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        _warn(f"ds_quant could not hook into DeepSpeed, quantized_comm is NOT active: {error!r}")
+
+
+def _warn(message: str) -> None:
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    except RuntimeWarning:  # python -W error: it must not become a failing import of DeepSpeed
+        print(message, file=sys.stderr)
 
 
 class _EngineFinder(importlib.abc.MetaPathFinder):

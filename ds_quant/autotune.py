@@ -27,7 +27,7 @@ WORTH_IT = 1.05  # see [Note: the ladder]
 class Place:
     """Where a step runs: ZeRO stage, micro-steps per optimizer step, nodes and ranks per node.
 
-    modules: those whose own parameters ZeRO-3 gathers, each twice per micro-step.
+    modules: those whose own parameters ZeRO-3 gathers. gathers: of each in a micro-step.
     """
 
     stage: int
@@ -35,6 +35,12 @@ class Place:
     nodes: int
     node_size: int
     modules: int = 0
+    gathers: float = 2.0
+
+    @property
+    def step_gathers(self) -> float:
+        """Times that an optimizer step gathers the weights."""
+        return self.gathers * self.micro_steps if self.stage == 3 else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +127,7 @@ def _latency_of_gathers(bill: Bill, place: Place, links: Links) -> float:
         return 0.0
     passed = (links.intra,) if bill.once_per_step else (links.inter, links.intra)
     latency = sum(rate.latency for rate in passed if rate is not None)
-    return 2 * place.micro_steps * place.modules * latency
+    return place.step_gathers * place.modules * latency
 
 
 def slice_pace(candidate: Candidate, place: Place, links: Links) -> float | None:
@@ -144,7 +150,7 @@ def codec_seconds(scheme: Scheme, speeds: Speeds, place: Place) -> float:
     second hop handles the node's share.
     """
     world, size = place.nodes * place.node_size, place.node_size
-    gathers = 2 * place.micro_steps if place.stage == 3 else 1
+    gathers = place.step_gathers
     reductions = 1 if place.stage == 1 else place.micro_steps
     outer, inner = speeds.weights, speeds.weights_intra
     kept = place.stage == 3 and scheme.node_shard

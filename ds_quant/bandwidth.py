@@ -16,6 +16,7 @@ from ds_quant.clock import device_clock
 from ds_quant.link import Link
 
 SMALL, FIRST, LARGEST = 1 << 10, 1 << 16, 1 << 24  # bytes from each rank, in a short measurement
+RECEIVED = 1 << 28  # bytes at most that one rank receives, however many send
 ENOUGH = 0.1  # seconds of a gather that a short measurement does not go beyond
 
 
@@ -59,7 +60,7 @@ def measure_shortly(link: Link, device: torch.device) -> Rate:
     """The same within a second or so on any link: messages grow until one takes long enough."""
     sizes, nbytes = [SMALL], FIRST
     seconds = [_seconds(link, SMALL, device, repeats=5)]
-    while nbytes <= LARGEST and seconds[-1] < ENOUGH:
+    while nbytes <= min(LARGEST, RECEIVED // link.size) and seconds[-1] < ENOUGH:
         sizes.append(nbytes)
         seconds.append(_seconds(link, nbytes, device, repeats=3))
         nbytes *= 4

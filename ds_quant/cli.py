@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ds_quant
+from ds_quant import refusals
 from ds_quant.config import KEY, ConfigError, QuantizedCommConfig, json_schema, parse
 from ds_quant.layout import wire_layout
 from ds_quant.presets import AUTOTUNE, CANDIDATES
@@ -29,21 +30,37 @@ _STAGES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script; the exit code is 1 if anything is wrong."""
-    sys.path.append(os.getcwd())  # where a codec of the user's own may lie
     arguments = _parser().parse_args(argv)
+    try:
+        return _run(arguments)
+    except BrokenPipeError:  # as of "| head": nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command != "validate" or arguments.load_codecs:
+        sys.path.append(os.getcwd())  # where a codec of the user's own may lie
     if arguments.command == "schema":
         print(keys.markdown() if arguments.markdown else json.dumps(json_schema(), indent=2))
-        return 0
-    if arguments.command != "validate":
-        return importlib.import_module(f"ds_quant.tools.{arguments.command}").main(arguments)
-    failures = 0
-    for path in arguments.paths:
-        try:
-            print("\n".join(_report(path, load(path), arguments.world)))
-        except (OSError, ValueError) as error:
-            failures += 1
-            print(f"{path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
-    return 1 if failures else 0
+        code = 0
+    elif arguments.command == "validate":
+        code = max([_validate(path, arguments) for path in arguments.paths])
+    else:
+        code = importlib.import_module(f"ds_quant.tools.{arguments.command}").main(arguments)
+    sys.stdout.flush()  # inside the try of main
+    return code
+
+
+def _validate(path: Path, arguments: argparse.Namespace) -> int:
+    try:
+        print("\n".join(_report(path, load(path), arguments)))
+    except (OSError, ValueError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        print(f"{path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,8 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ds_quant {ds_quant.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     validate = commands.add_parser("validate", help="check the quantized_comm block of a config")
-    validate.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="ds_config.json")
-    validate.add_argument("--world", type=int, help="number of ranks, to check node_size")
+    add = validate.add_argument
+    add("paths", nargs="+", type=Path, metavar="PATH", help="ds_config.json")
+    add("--world", type=options.count, help="number of ranks, to check node_size")
+    add("--node-size", type=options.count, help="ranks per node, where the launcher says so")
+    add("--params", type=options.count, help="parameters such as 7b, for memory in GB")
+    add("--load-codecs", action="store_true", help="import and try codecs that the config names")
+    add("--json", action="store_true", help="print the block with every key instead")
     schema = commands.add_parser("schema", help="print the JSON schema of the block, for editors")
     schema.add_argument("--markdown", action="store_true", help="as docs/keys.md")
     options.add_commands(commands)
@@ -77,40 +99,77 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _report(path: Path, param_dict: dict[str, Any], world: int | None) -> list[str]:
-    """What the file asks for. Raises ``ConfigError``."""
-    config = parse(param_dict)
+def _report(path: Path, param_dict: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
+    """What the file asks for. Raises ``ConfigError`` where start-up would."""
+    config = parse(param_dict, load_codecs=arguments.load_codecs)
     if config is None:
         reason = f"{KEY} is disabled" if KEY in param_dict else f"no {KEY} block"
         return [f"{path}: {reason}: DeepSpeed communicates as without ds_quant"]
-    zero = param_dict.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    config.validate_stage(stage)
-    if world is not None:
-        config.validate_world(world)
-    block = json.dumps({KEY: config.resolved()}, indent=2)
-    return [f"{path}: valid", block, *_meaning(config), _STAGES[stage]]
+    refusals.refuse(param_dict, config)
+    if arguments.world is not None:
+        config.validate_world(arguments.world)
+    stage = refusals.stage_of(param_dict)
+    shard = _node_shard(param_dict, config, arguments) if stage == 3 else []
+    if arguments.json:
+        return [json.dumps({KEY: config.resolved()}, indent=2)]
+    zero = refusals.section(param_dict, "zero_optimization")
+    exact = refusals.exact_gradient_reason(stage, lambda name: zero.get(name, True))
+    return [
+        f"{path}: valid",
+        *_meaning(config, exact, loaded=arguments.load_codecs),
+        *shard,
+        _STAGES[stage],
+    ]
 
 
-def _meaning(config: QuantizedCommConfig) -> list[str]:
+def _node_shard(
+    param_dict: dict[str, Any], config: QuantizedCommConfig, arguments: argparse.Namespace
+) -> list[str]:
+    """What ZeRO-3 keeps on every rank. Raises ``ConfigError`` where that is a full copy."""
+    if config.scheme == AUTOTUNE or not config.keeps_node_shard:
+        return []
+    size, numel = config.node_size or arguments.node_size, arguments.params
+    low = any(
+        refusals.section(param_dict, name).get("enabled") is True for name in ("bf16", "fp16")
+    )
+    each = 2 if low else 4
+    if size is None:
+        return [
+            f"node shard: {each} / (ranks per node) bytes per parameter more on every rank; refused"
+            " with one rank per node (--node-size and --params check it and give the memory)"
+        ]
+    world = arguments.world or 2 * size  # taken for several nodes
+    memory = None if numel is None else numel * each
+    refusals.refuse_full_replica(config, world=world, node_size=size, model_bytes=memory)
+    if world == size:
+        return ["node shard: none, all ranks are on one node"]
+    gigabytes = "" if memory is None else f" ({memory / size / 1e9:.3g} GB)"
+    return [f"node shard: {each / size:.3g} bytes per parameter more on every rank{gigabytes}"]
+
+
+def _meaning(config: QuantizedCommConfig, exact: str | None, *, loaded: bool) -> list[str]:
+    """``exact``: why gradients stay on DeepSpeed's own path, if they do."""
+    gradients = f"gradients: full precision, because {exact}"
     if config.scheme == AUTOTUNE:
         lines = [f"scheme: {', '.join(CANDIDATES)}, as links and codecs measured at start-up say"]
+        lines += [gradients] if exact else []
     else:
-        lines = [_role_line("weights", config.weights), _role_line("gradients", config.gradients)]
-    exact = f"full precision: 1-D parameters, parameters under {config.min_numel} elements"
+        lines = [_role_line("weights", config.weights, loaded)]
+        lines.append(gradients if exact else _role_line("gradients", config.gradients, loaded))
+    kept = f"full precision: 1-D parameters, parameters under {config.min_numel} elements"
     if config.exclude:
-        exact += ", names matching " + " ".join(config.exclude)
-    lines.append(exact)
+        kept += ", names matching " + " ".join(config.exclude)
+    lines.append(kept)
     if config.warmup_steps:
         lines.append(f"warm-up: the first {config.warmup_steps} steps are in full precision")
     return lines
 
 
-def _role_line(role: str, settings: Any) -> str:
+def _role_line(role: str, settings: Any, loaded: bool) -> str:
     if not settings.enabled:
         return f"{role}: full precision"
     if settings.codec is not None:
-        return f"{role}: {_codec_of(settings)}"
+        return f"{role}: {_codec_of(settings, loaded)}"
     extras = [f"{settings.rounding} rounding"]
     if getattr(settings, "levels", "") == "learned":
         extras.append("learned levels")
@@ -124,8 +183,10 @@ def _role_line(role: str, settings: Any) -> str:
     return line
 
 
-def _codec_of(settings: Any) -> str:
-    """A codec of the user's own, which has been imported by now."""
+def _codec_of(settings: Any, loaded: bool) -> str:
+    """A codec of the user's own."""
+    if not loaded:
+        return f"codec {settings.codec}, not tried (--load-codecs imports it)"
     from ds_quant.module_codec import load
 
     numel = 2**20

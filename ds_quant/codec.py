@@ -163,7 +163,7 @@ class GroupCodec:
     def decode_sum(
         self,
         wire: torch.Tensor,  # (rows, wire_bytes(numel)) uint8
-        out: torch.Tensor,  # (numel,) fp32
+        out: torch.Tensor,  # (numel,) fp32, or bf16 or fp16: cast once at the end
         *,
         scale: float = 1.0,
         own: tuple[int, torch.Tensor] | None = None,  # place, (numel on the wire,) floating
@@ -172,7 +172,8 @@ class GroupCodec:
     ) -> None:
         """See Codec. A rotation is undone before the sum is scaled; the wire holds whole blocks."""
         self._check_rotation(rotation)
-        check_sum(wire, out, self, block=rotation.block if rotation else 1)
+        block = rotation.block if rotation else 1
+        check_sum(wire, out, self, block=block, dtypes=CAST_NAMES)
         options = {"levels": self._table(levels, wire.device), "rotation": rotation}
         dispatch.decode_sum(wire, out.detach(), self, scale=scale, own=own, **options)
 

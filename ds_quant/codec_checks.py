@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -13,6 +15,9 @@ class Sized(Protocol):
     """What the checks need to know of a codec."""
 
     def wire_bytes(self, numel: int) -> int: ...
+
+
+_FP32 = MappingProxyType({torch.float32: "fp32"})
 
 
 def check_int(field: str, value: int, *, low: int, high: int, multiple: int) -> None:
@@ -56,9 +61,17 @@ def check_bytes(name: str, wire: torch.Tensor, nbytes: int) -> None:
         )
 
 
-def check_sum(wire: torch.Tensor, out: torch.Tensor, codec: Sized, *, block: int = 1) -> None:
-    if out.dim() != 1 or out.dtype != torch.float32:
-        raise ValueError(f"out: shape {tuple(out.shape)} {out.dtype}, must be (numel,) fp32")
+def check_sum(
+    wire: torch.Tensor,
+    out: torch.Tensor,
+    codec: Sized,
+    *,
+    block: int = 1,
+    dtypes: Mapping[torch.dtype, str] = _FP32,
+) -> None:
+    if out.dim() != 1 or out.dtype not in dtypes:
+        allowed = " or ".join(dtypes.values())
+        raise ValueError(f"out: shape {tuple(out.shape)} {out.dtype}, must be (numel,) {allowed}")
     nbytes = codec.wire_bytes(round_up(out.shape[0], block))
     if wire.dim() != 2 or wire.shape[1] != nbytes or wire.dtype != torch.uint8:
         raise ValueError(

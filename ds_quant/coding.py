@@ -89,6 +89,12 @@ class Coding(NamedTuple):
             source.decode_sum(wire, total, own=own)
             self.encode(total, out)
 
+    def sum_dtype(self, wanted: torch.dtype, device: torch.device) -> torch.dtype:
+        """What ``decode_sum`` had better write where `wanted` is needed in the end."""
+        if not isinstance(self.codec, GroupCodec):
+            return torch.float32
+        return dispatch.sum_dtype(self.codec, wanted, device)
+
     def decode_sum(
         self,
         wire: Tensor,
@@ -98,7 +104,9 @@ class Coding(NamedTuple):
         scale: float = 1.0,
         rotation: Rotation | None = None,
     ) -> None:
-        """out = scale * sum of rows: wire (rows, bytes) -> (numel,) fp32, rotated back first."""
+        """out = scale * sum of rows: wire (rows, bytes) -> (numel,) fp32, or as ``sum_dtype`` says,
+        rotated back first.
+        """
         options = {"own": own, "levels": self.levels}
         if rotation is None:
             self.codec.decode_sum(wire, out, scale=scale, **options)
@@ -118,9 +126,9 @@ class Coding(NamedTuple):
         *,
         held: Tensor | None = None,
         rotation: Rotation | None = None,
-    ) -> tuple[float, float]:
-        """Squared error and squared norm of what ``encode`` got, read back from its message; of the
-        weights, not of their difference.
+    ) -> Tensor:
+        """Squared error and squared norm of what ``encode`` got, (2,) fp64 on the device, read back
+        from its message; of the weights, not of their difference.
         """
         with dispatch.in_order():
             if self.difference:
@@ -164,13 +172,11 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _temporary(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised; on the CPU valid until the next call. Elsewhere kernels may run later."""
-    if device.type == "cpu":
-        return scratch.take("temporary", shape, dtype=dtype, device=device)
-    return torch.empty(shape, dtype=dtype, device=device)
+    """Uninitialised; on the CPU valid until the next call."""
+    return scratch.take("temporary", shape, dtype=dtype, device=device)
 
 
-def _squares(found: Tensor, exact: Tensor) -> tuple[float, float]:
+def _squares(found: Tensor, exact: Tensor) -> Tensor:
     """|found - exact|^2 and |exact|^2, run by run: a gradient may be large, and memory scarce."""
     sums = torch.zeros(2, dtype=torch.float64, device=exact.device)
     runs = found.reshape(-1).split(_RUN), exact.reshape(-1).split(_RUN)
@@ -178,5 +184,4 @@ def _squares(found: Tensor, exact: Tensor) -> tuple[float, float]:
         b = b.float()
         sums[0] += (a.float() - b).square().sum(dtype=torch.float64)
         sums[1] += b.square().sum(dtype=torch.float64)
-    error, norm = sums.tolist()
-    return error, norm
+    return sums

@@ -175,6 +175,7 @@ def reduce_scatter(
 
     1. encode one row per destination  2. all-to-all the rows, asynchronously  3. ``wait()``
     decodes and adds the rows in fp32 in source-rank order. Each contribution is quantized once.
+    Where kernels cast for nothing, a shard has the dtype of its tensor, else fp32.
 
     Args:
         tensors: contiguous, any shape, on the device of the collective.
@@ -193,7 +194,8 @@ def reduce_scatter(
     if nbytes:
         sent = [nbytes] * link.size
         exchange = link.all_to_all(rows.view(-1), sent=sent, received=sent, role="gradients")
-    return ReduceHandle(exchange, slots, list(zip(numels, codings, strict=True)), link, scale)
+    wanted = [(t.numel(), t.dtype, c) for t, c in zip(tensors, codings, strict=True)]
+    return ReduceHandle(exchange, slots, wanted, link, scale)
 
 
 def _encode_shards(flat: Tensor, coding: Coding, rows: Tensor, notes: Notes) -> None:
@@ -214,7 +216,7 @@ class ReduceHandle:
         self,
         exchange: Exchange | None,
         slots: Sequence[Slot],
-        tensors: list[tuple[int, Coding]],
+        tensors: list[tuple[int, torch.dtype, Coding]],
         link: Link,
         scale: float,
     ) -> None:
@@ -223,20 +225,32 @@ class ReduceHandle:
         self._shards: list[Tensor] | None = None
 
     def wait(self) -> list[Tensor]:
-        """This rank's shards, each 1-D fp32 without padding (possibly empty)."""
+        """This rank's shards, each 1-D without padding (possibly empty); fp32, or see above."""
         if self._shards is None:
             rows = torch.empty(self._link.size, 0, dtype=torch.uint8)
             if self._exchange is not None:
                 rows = self._exchange.wait().view(self._link.size, -1)
-            ranges = [shard_range(n, self._link.size, self._link.rank) for n, _ in self._tensors]
-            lengths = [stop - start for start, stop in ranges]
-            self._shards = self._link.empties(lengths, dtype=torch.float32, device=rows.device)
+            self._shards = self._room(rows.device)
             columns = rows.split([slot.nbytes for slot in self._slots], dim=1)
             with self._link.decoding(), together():
-                for wire, shard, (_, coding) in zip(
+                for wire, shard, (_, _, coding) in zip(
                     columns, self._shards, self._tensors, strict=True
                 ):
                     used = between(wire, 0, coding.codec.wire_bytes(shard.numel()))
                     coding.decode_sum(used, shard, own=None, scale=self._scale)
             self._exchange = None
         return self._shards
+
+    def _room(self, device: torch.device) -> list[Tensor]:
+        """For the shards, one buffer per dtype."""
+        ranges = [shard_range(n, self._link.size, self._link.rank) for n, *_ in self._tensors]
+        dtypes = [coding.sum_dtype(dtype, device) for _, dtype, coding in self._tensors]
+        room: list[Tensor | None] = [None] * len(ranges)
+        for dtype in dict.fromkeys(dtypes):
+            lengths = [
+                stop - start if mine == dtype else None
+                for (start, stop), mine in zip(ranges, dtypes, strict=True)
+            ]
+            made = self._link.empties(lengths, dtype=dtype, device=device)
+            room = [old if new is None else new for old, new in zip(room, made, strict=True)]
+        return room

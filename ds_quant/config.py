@@ -62,7 +62,8 @@ class QuantizedCommConfig(Block):
         GradientsConfig(), description="How gradients are quantized."
     )
     node_size: Positive | None = Field(
-        None, description="Ranks per node; must divide the world size. null: as launched."
+        None,
+        description="Ranks per node; must divide the world size. null: by launcher or hosts.",
     )
     exclude: Patterns = Field(
         (), description='Parameter names left in full precision; patterns: ["*.embed*"].'
@@ -115,7 +116,10 @@ class QuantizedCommConfig(Block):
     )
     seed: Whole = Field(0, ge=0, le=MAX_SEED, description="Seed of all random rounding.")
     handshake_timeout: float = Field(
-        60.0, gt=0, description="Seconds to wait at start-up for ranks without this block."
+        60.0,
+        gt=0,
+        le=86_400,
+        description="Seconds to wait at start-up for ranks without this block, a day at most.",
     )
 
     @field_validator("scheme")
@@ -148,15 +152,20 @@ class QuantizedCommConfig(Block):
         path = path_of(("node_size",))
         raise ConfigError(f"{path}={self.node_size}: allowed with {world} ranks: {divisors}")
 
-    def validate_stage(self, stage: int) -> None:
-        """Raise ``ConfigError`` for a ZeRO stage that has nothing to quantize or cannot work."""
+    @property
+    def keeps_node_shard(self) -> bool:
+        """Whether ZeRO-3 keeps the weights in every node, if there are several."""
+        return self.weights.differ if self.node_shard is None else self.node_shard
+
+    def validate_stage(self, stage: int | None) -> None:
+        """Raise ``ConfigError`` for a ZeRO stage, None if not set, that cannot be quantized."""
         if stage not in (1, 2, 3):
+            found = " is not set" if stage is None else f"={show(stage)}"
             raise ConfigError(
-                f"zero_optimization.stage={show(stage)}: allowed with {KEY}: 1, 2 or 3; "
+                f"zero_optimization.stage{found}: allowed with {KEY}: 1, 2 or 3; "
                 f"set one of them or remove {KEY}"
             )
-        differs = self.weights.enabled and self.weights.difference
-        if stage == 3 and differs and self.node_shard is False:
+        if stage == 3 and self.weights.differ and self.node_shard is False:
             raise ConfigError(
                 f"{path_of(('weights', 'difference'))}=true conflicts with "
                 f"{path_of(('node_shard',))}=false under zero_optimization.stage=3: a difference "
@@ -171,20 +180,18 @@ class QuantizedCommConfig(Block):
                 f'{path_of(("scheme",))}="{AUTOTUNE}": no scheme before links are measured: '
                 "allowed here: a preset"
             )
-        # Here, so that the schema and the checks work without loading torch.
-        from ds_quant.scheme import Scheme
+        from ds_quant.scheme import Scheme  # here, so that checks do not load torch
 
         weights, gradients = self.weights, self.gradients
         learned = weights.enabled and weights.levels == "learned"
-        difference = weights.enabled and weights.difference
         return Scheme(
             name=self.scheme,
             weights=_codec(weights),
             weights_intra=_codec(weights, weights.intra),
             gradients=_codec(gradients),
             gradients_intra=_codec(gradients, gradients.intra),
-            difference=difference,
-            node_shard=difference if self.node_shard is None else self.node_shard,
+            difference=self.weights.differ,
+            node_shard=self.keeps_node_shard,
             allow_full_replica=self.allow_full_replica,
             checksum_steps=self.checksum_steps,
             payload_checksum=self.payload_checksum,
@@ -219,17 +226,17 @@ def _codec(
     return GroupCodec(**given)
 
 
-def parse(param_dict: dict[str, Any]) -> QuantizedCommConfig | None:
+def parse(param_dict: dict[str, Any], *, load_codecs: bool = True) -> QuantizedCommConfig | None:
     """The settings of a whole DeepSpeed config, or ``None`` if it asks for no quantization.
 
-    Raises ``ConfigError``, also for mistakes in a disabled block and for a block whose key is
-    misspelt or that is not at the top level.
+    Raises ``ConfigError``, also for mistakes in a disabled block and for a misspelt or misplaced
+    one. ``load_codecs``: import and try codecs of the user's own, if enabled.
     """
     if problems := misplaced_block(param_dict):
         raise ConfigError(*problems)
     if KEY not in param_dict:
         return None
-    config = parse_block(param_dict[KEY])
+    config = parse_block(param_dict[KEY], load_codecs=load_codecs)
     if config.fallback.on_nonfinite == "raise" and _finds_its_loss_scale(param_dict.get("fp16")):
         raise ConfigError(
             f'{path_of(("fallback", "on_nonfinite"))}="raise" conflicts with fp16.loss_scale=0 '
@@ -244,7 +251,7 @@ def _finds_its_loss_scale(fp16: Any) -> bool:
     return isinstance(fp16, dict) and fp16.get("enabled") is True and not fp16.get("loss_scale")
 
 
-def parse_block(block: Any) -> QuantizedCommConfig:
+def parse_block(block: Any, *, load_codecs: bool = True) -> QuantizedCommConfig:
     """The settings of the block alone, with the values of its scheme merged under the user's."""
     if not isinstance(block, dict):
         raise ConfigError(not_an_object(block, (*preset_names(), AUTOTUNE)))
@@ -255,7 +262,8 @@ def parse_block(block: Any) -> QuantizedCommConfig:
         config = QuantizedCommConfig.model_validate(apply_preset(name, block))
     except ValidationError as error:
         raise ConfigError(*explain(error, schema=_block_schema(), block=block)) from None
-    if problems := without_effect(config, block) or _unusable_codecs(config):
+    own = _unusable_codecs if config.enabled and load_codecs else lambda _: []
+    if problems := without_effect(config, block) or own(config):
         raise ConfigError(*problems)
     return config
 

@@ -148,6 +148,11 @@ class WeightsConfig(_Quantizer):
         description="Share of its distance to a value by which the nearest learned level moves.",
     )
 
+    @property
+    def differ(self) -> bool:
+        """Whether differences travel."""
+        return self.enabled and self.difference
+
     @field_validator("level_steps")
     @classmethod
     def _increasing(cls, steps: tuple[int, ...]) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ class Bill:
     kept: why parameters are not quantized, reason -> number of tensors.
     full_precision_share: part of weights + gradients bytes that no quantizer touches.
     memory: what the scheme keeps on every rank between steps.
+    gathers: of an element under ZeRO-3, in a micro-step. trained: share of the elements.
     """
 
     numel: int
@@ -52,28 +53,34 @@ class Bill:
     full_precision_share: float
     kept: dict[str, int]
     memory: float = 0.0
+    gathers: float = 2.0
+    trained: float = 1.0
 
     def step_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
         """Bytes per parameter and optimizer step between nodes, or over all ranks with one level.
 
-        ZeRO-3 gathers twice and reduces once per micro-step; ZeRO-2 reduces per micro-step and
-        ZeRO-1 once per step, both gather the updated weights once.
+        ZeRO-3 gathers and reduces in every micro-step; ZeRO-2 reduces per micro-step and ZeRO-1
+        once per step, both gather the updated weights once.
         """
-        gathers = 2 * micro_steps if stage == 3 and not self.once_per_step else 1
+        gathers = 1.0 if self.once_per_step else self.step_gathers(stage, micro_steps)
         return gathers * self.weights + self._reductions(stage, micro_steps) * self.gradients
 
     def intra_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
         """The same for what stays inside a node: gathers from the node shard, the first hop."""
-        gathers = 2 * micro_steps if stage == 3 else 1
+        gathers = self.step_gathers(stage, micro_steps)
         reductions = self._reductions(stage, micro_steps)
         return gathers * self.weights_intra + reductions * self.gradients_intra
+
+    def step_gathers(self, stage: int, micro_steps: int) -> float:
+        """Times that an optimizer step gathers the weights."""
+        return self.gathers * micro_steps if stage == 3 else 1.0
 
     def received(
         self, stage: int, *, micro_steps: int, nodes: int, node_size: int
     ) -> dict[str, dict[str, float]]:
         """Bytes into one rank per step, on average over the ranks, by role and link."""
-        gathers = 2 * micro_steps if stage == 3 else 1
-        between = 1 if self.once_per_step else gathers
+        gathers = self.step_gathers(stage, micro_steps)
+        between = 1.0 if self.once_per_step else gathers
         reductions = self._reductions(stage, micro_steps)
         away, near = (1 - 1 / nodes) / node_size, 1 - 1 / node_size
         found = {}
@@ -102,11 +109,12 @@ def bill(
     gradient_dtype: torch.dtype,
     node_size: int | None = None,
     shipped_gradients: bool = False,
+    gathers: float = 2.0,
 ) -> Bill:
     """Add up the wire bytes of every parameter under ``scheme``, scales and padding included.
 
     ``node_size``: ranks per node, None for one node. ``shipped_gradients``: gradients take
-    DeepSpeed's own exact path, an all-reduce.
+    DeepSpeed's own exact path, an all-reduce. ``gathers``: under ZeRO-3, in a micro-step.
     """
     route = _Route.of(scheme, stage, ranks=ranks, node_size=node_size or ranks)
     total: Counter[str] = Counter()
@@ -124,6 +132,7 @@ def bill(
             total.update({"gradients": nbytes, "plain": nbytes})
         elif item.trainable:
             total.update(route.gradient_bytes(item, gradient_dtype))
+        total["trained"] += torch.Size(item.shape).numel() * item.trainable
     numel = max(1, total["numel"])
     sent = ("weights", "gradients", "weights_intra", "gradients_intra")
     return Bill(
@@ -132,6 +141,8 @@ def bill(
         once_per_step=route.node_shard,
         full_precision_share=total["plain"] / max(1, total["weights"] + total["gradients"]),
         kept=dict(kept),
+        gathers=gathers,
+        trained=total["trained"] / numel if total["numel"] else 1.0,
     )
 
 
@@ -198,10 +209,17 @@ class _Route:
         return self.shards * codec.wire_bytes(width)
 
 
-def shipped_bytes(stage: int, dtype: torch.dtype, *, micro_steps: int = 1) -> float:
+def shipped_bytes(
+    stage: int,
+    dtype: torch.dtype,
+    *,
+    micro_steps: int = 1,
+    gathers: float = 2.0,
+    trained: float = 1,
+) -> float:
     """The same volume for DeepSpeed as shipped, which all-reduces gradients under ZeRO-1 and 2."""
     if stage == 3:
-        return 3.0 * dtype.itemsize * micro_steps
+        return (gathers + trained) * dtype.itemsize * micro_steps
     return dtype.itemsize * (1.0 + 2.0 * (micro_steps if stage == 2 else 1))
 
 
@@ -239,18 +257,7 @@ class Volume:
     inter: float
     intra: float = 0.0
     encoded: float = 0.0
-    collectives: int = 0
-
-
-def volume(costs: Bill, stage: int, *, micro_steps: int, layers: int) -> Volume:
-    """What a step of ``micro_steps`` moves and encodes; one collective per layer and exchange."""
-    exchanges = (3 * micro_steps if stage == 3 else 1 + micro_steps) if stage > 1 else 2
-    return Volume(
-        inter=costs.step_bytes(stage, micro_steps=micro_steps),
-        intra=costs.intra_bytes(stage, micro_steps=micro_steps),
-        encoded=0.0 if costs.full_precision_share == 1 else exchanges,
-        collectives=exchanges * layers,
-    )
+    collectives: float = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +274,17 @@ class StepTime:
     @property
     def full_overlap(self) -> float:
         return max(self.communication, self.compute)
+
+
+def volume(costs: Bill, stage: int, *, micro_steps: int, layers: int) -> Volume:
+    """What an optimizer step moves and encodes; one collective per layer and exchange."""
+    exchanges = costs.step_gathers(stage, micro_steps) + (micro_steps if stage > 1 else 1)
+    return Volume(
+        inter=costs.step_bytes(stage, micro_steps=micro_steps),
+        intra=costs.intra_bytes(stage, micro_steps=micro_steps),
+        encoded=0.0 if costs.full_precision_share == 1 else exchanges,
+        collectives=exchanges * layers,
+    )
 
 
 def predict(volume: Volume, cluster: Cluster, *, numel: int, tokens: int) -> StepTime:

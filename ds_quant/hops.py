@@ -294,7 +294,7 @@ def _encode(
     coding, rotation = piece.codings[depth], piece.rotation
     if isinstance(values, _Arrived):
         coding.recode(values.coding, values.wire, wire, numel=values.numel, own=values.own)
-        notes.note(coding, functools.partial(values.restored, piece), wire, rotation=rotation)
+        values = functools.partial(values.restored, piece)
     else:
         coding.encode(values, wire, rotation=rotation)
-        notes.note(coding, values, wire, rotation=rotation)
+    notes.note(coding, values, wire, numel=piece.values.numel(), rotation=rotation)

@@ -49,13 +49,26 @@ class Exchange:
     work: Work | None
     meter: Meter
     opened: Callable[[Tensor], Tensor] | None = None
+    posted_on: torch.cuda.Stream | None = None  # None on the CPU
 
     def wait(self) -> Tensor:
         """The received bytes; on CUDA valid in order of the current stream."""
         if self.work is not None:
             with self.meter.section("wait"):
                 self.work.wait()
+        if self.posted_on is not None:
+            self._keep_for(torch.cuda.current_stream(self.received.device))
         return self.received if self.opened is None else self.opened(self.received)
+
+    def _keep_for(self, stream: torch.cuda.Stream) -> None:
+        """Keep both buffers from the allocator until `stream` has passed the collective.
+
+        They belong to the stream that posted it, which may be far behind; NCCL keeps nothing
+        since torch 2.8.
+        """
+        if stream != self.posted_on:
+            self.payload.record_stream(stream)
+            self.received.record_stream(stream)
 
 
 @contextmanager
@@ -207,7 +220,12 @@ class Link:
         return self._posted(payload, received, _Together(works))
 
     def _posted(self, payload: Tensor, received: Tensor, work: Work) -> Exchange:
-        return Exchange(payload=payload, received=received, work=work, meter=self._traffic.meter)
+        meter, stream = self._traffic.meter, None
+        if payload.is_cuda:
+            stream = torch.cuda.current_stream(payload.device)
+        return Exchange(
+            payload=payload, received=received, work=work, meter=meter, posted_on=stream
+        )
 
     def _count(self, role: str, received: Sequence[int]) -> None:
         intra = sum(b for r, b in enumerate(received) if self._near[r] and r != self.rank)

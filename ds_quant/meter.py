@@ -7,6 +7,10 @@ is decoded, nothing waits for the device.
 clock must count what was asked of the device, see ``zero.telemetry``. A kernel that decodes, sums
 and encodes at once counts as encoding.
 
+[Note: what is read back] Of every role and link ``CHECKED`` bytes of messages per sample, in whole
+pieces, at least one piece. The window moves on from sample to sample, so that all parameters have
+their turn. Errors stay on the device: nothing is waited for before the sample is over.
+
 Standard library only.
 """
 
@@ -15,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+CHECKED = 1 << 22  # bytes, see [Note: what is read back]
 SECTIONS = ("encode", "wait", "decode")
 _CHECKING = "check"  # reading back what was encoded: charged to no section that is reported
 
@@ -26,30 +31,51 @@ Place = tuple[str, str]  # (role, link), as in Traffic
 class Measures(Protocol):
     """What ``coding.Coding`` offers."""
 
-    def error(self, values: Any, wire: Any, **how: Any) -> tuple[float, float]:
-        """Squared error and squared norm of values on the wire."""
+    def error(self, values: Any, wire: Any, **how: Any) -> Any:
+        """Squared error and squared norm of values on the wire, (2,) on their device."""
 
 
 @dataclass
 class Tally:
-    """What was encoded for one role and link: squared error, squared norm, elements, bytes."""
+    """What was encoded for one role and link: elements, bytes, and what was read back of it.
 
-    error: float = 0.0
-    norm: float = 0.0
+    squares: sums of squared errors and squared norms, (2,) on the device; None if nothing was read
+    back. window: where in the messages of a step reading back begins, in bytes.
+    """
+
+    window: int = 0
     numel: int = 0
     nbytes: int = 0
-
-    @property
-    def normalised_error(self) -> float:
-        """Squared error over squared norm; of zeros only, 0 if they stay zero."""
-        if self.norm == 0:
-            return 0.0 if self.error == 0 else float("inf")
-        return self.error / self.norm
+    checked: int = 0
+    squares: Any = None
 
     @property
     def bits(self) -> float:
         """Bits on the wire per element, with scales and padding."""
         return 8 * self.nbytes / self.numel
+
+    def add(self, note: Note) -> None:
+        """Count a piece, and read it back if it is its turn."""
+        self.numel += note.numel
+        self.nbytes += note.wire.numel()
+        if self.nbytes <= self.window or self.checked >= CHECKED or not note.numel:
+            return
+        values = note.values() if callable(note.values) else note.values
+        squares = note.coding.error(values, note.wire, **note.how)
+        self.squares = squares if self.squares is None else self.squares + squares
+        self.checked += note.wire.numel()
+
+    def next_window(self) -> int:
+        """Where the next sample goes on."""
+        end = self.window + CHECKED
+        return end if end < self.nbytes else 0
+
+
+def normalised(error: float, norm: float) -> float:
+    """Squared error over squared norm; of zeros only, 0 if they stay zero."""
+    if norm == 0:
+        return 0.0 if error == 0 else float("inf")
+    return error / norm
 
 
 @dataclass
@@ -60,31 +86,42 @@ class Sample:
     tallies: dict[Place, Tally] = field(default_factory=dict)
 
 
+class Note(NamedTuple):
+    """A piece of a message: what encoded it, its values or what makes them, its bytes (uint8)."""
+
+    coding: Measures
+    values: Any
+    wire: Any
+    numel: int
+    how: dict[str, Any]
+
+
 class Notes:
-    """The tensors of one message while it is encoded."""
+    """The pieces of one message while it is encoded."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple[Measures, Any, Any, dict[str, Any]]] = []
+        self._noted: list[Note] = []
 
-    def note(self, coding: Measures, values: Any, wire: Any, **how: Any) -> None:
-        """``values``, or a function that makes them, was encoded into ``wire`` (uint8)."""
-        self._noted.append((coding, values, wire, how))
+    def note(
+        self, coding: Measures, values: Any, wire: Any, *, numel: int | None = None, **how: Any
+    ) -> None:
+        """``values`` were encoded into ``wire``, or what a function returns, which has ``numel``
+        elements.
+        """
+        count = values.numel() if numel is None else numel
+        self._noted.append(Note(coding, values, wire, count, how))
 
     def add_to(self, tally: Tally) -> None:
-        """Read everything back."""
-        for coding, values, wire, how in self._noted:
-            values = values() if callable(values) else values
-            error, norm = coding.error(values, wire, **how)
-            tally.error += error
-            tally.norm += norm
-            tally.numel += values.numel()
-            tally.nbytes += wire.numel()
+        for note in self._noted:
+            tally.add(note)
 
 
 class _NoNotes(Notes):
     """Between samples."""
 
-    def note(self, coding: Measures, values: Any, wire: Any, **how: Any) -> None:
+    def note(
+        self, coding: Measures, values: Any, wire: Any, *, numel: int | None = None, **how: Any
+    ) -> None:
         pass
 
 
@@ -98,6 +135,7 @@ class Meter:
         self._sample: Sample | None = None
         self._clock: Callable[[], float] = lambda: 0.0
         self._inside = 0.0  # seconds of sections within the current one
+        self._windows: dict[Place, int] = {}
 
     @property
     def is_open(self) -> bool:
@@ -112,6 +150,8 @@ class Meter:
         """What was measured since ``open``."""
         sample, self._sample = self._sample, None
         assert sample is not None
+        for place, tally in sample.tallies.items():
+            self._windows[place] = tally.next_window()
         return sample
 
     def section(self, name: str) -> AbstractContextManager[Any]:
@@ -119,7 +159,7 @@ class Meter:
         return _OFF if self._sample is None else self._timed(name)
 
     def encoding(self, role: str, link: str) -> AbstractContextManager[Notes]:
-        """Around the encoding of a message; what is noted is read back when it is over.
+        """Around the encoding of a message; some of what is noted is read back when it is over.
 
         It must enclose ``together()``, whose block writes nothing before its end.
         """
@@ -145,4 +185,7 @@ class Meter:
             yield notes
         if self._sample is not None:
             with self._timed(_CHECKING):
-                notes.add_to(self._sample.tallies.setdefault(place, Tally()))
+                tallies = self._sample.tallies
+                if place not in tallies:
+                    tallies[place] = Tally(window=self._windows.get(place, 0))
+                notes.add_to(tallies[place])

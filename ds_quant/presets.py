@@ -5,6 +5,7 @@ May import yaml and resources.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
@@ -36,11 +37,12 @@ def apply_preset(name: Any, block: dict[str, Any]) -> dict[str, Any]:
     """The block with the values of scheme ``name`` under it; unchanged without such a scheme."""
     if name not in preset_names():
         return block
-    base = _load(name)
+    base = deepcopy(_load(name))
     del base["description"]
     return _merge(base, block)
 
 
+@lru_cache
 def _load(name: str) -> dict[str, Any]:
     return yaml.safe_load((resource_dir("configs") / f"{name}.yaml").read_text("utf-8"))
 

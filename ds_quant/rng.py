@@ -2,7 +2,9 @@
 
 An address names a stream by (seed, role, parameter, rank, hop) in its key and by the optimizer
 step in its counter; the element index does the rest. So two gathers of one step give equal bits,
-whatever bucket a parameter travels in, and two ranks never share a gradient stream.
+whatever bucket a parameter travels in, and two ranks of a process group never share a gradient
+stream. The rank is the place in that group, so equal places of two groups do share one: where
+tensor-parallel ranks hold copies of a parameter, equal gradients stay equal.
 Generator: Philox4x32-7 (Salmon et al., SC 2011, sec. 3.3; 7 rounds pass BigCrush).
 Standard library only; `philox4x32` is the oracle of the tensor and CUDA versions.
 

@@ -8,6 +8,7 @@ by hand is meant for tests and research. May import codec and rng.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,6 +18,16 @@ import torch
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.rng import Role
+
+# What torch.compile and PEFT put into the names of the modules they wrap, at any depth.
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|base_model\.model)\.")
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether an ``exclude`` pattern means this parameter, as it is called or as it was called
+    before the model was wrapped.
+    """
+    return fnmatchcase(name, pattern) or fnmatchcase(_WRAPPERS.sub("", name), pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +45,8 @@ class Scheme:
     payload_checksum: every message carries a checksum.
     rotation: block of the Hadamard transform around the gradients' reduction, 0 for none.
     rotation_signs: random sign flips before it.
-    exclude: fnmatch patterns on parameter names, case-sensitive; matches stay full precision.
+    exclude: fnmatch patterns on parameter names, case-sensitive, see ``matches``; these
+        parameters stay in full precision.
     min_numel: parameters with fewer elements stay full precision.
     warmup_steps: optimizer steps at the start during which everything is full precision.
     seed: seed of all addressed random bits, the same on every rank.
@@ -93,7 +105,7 @@ class Scheme:
             return "1-D"
         if math.prod(shape) < self.min_numel:
             return "small"
-        if any(fnmatchcase(name, pattern) for pattern in self.exclude):
+        if any(matches(name, pattern) for pattern in self.exclude):
             return "excluded"
         return None
 

@@ -4,8 +4,16 @@ few processes on one machine can stand for several nodes. Standard library only.
 
 from __future__ import annotations
 
+import math
 import os
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+_VARIABLES = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")
+_CONSECUTIVE = "srun --distribution=block, mpirun --map-by slot, a hostfile host by host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +47,137 @@ class Topology:
         return rank // self.node_size
 
 
-def default_node_size(world: int) -> int:
-    """Ranks per host as the launcher set them (deepspeed: LOCAL_SIZE, torchrun: LOCAL_WORLD_SIZE).
+def launched_size(world: int) -> tuple[str, int] | None:
+    """The variable in which the launcher gives the ranks of this host (deepspeed: LOCAL_SIZE,
+    torchrun: LOCAL_WORLD_SIZE), and its value; None if it gives none that divides the world.
 
     In this order: under the deepspeed launcher on CPU, accelerate sets LOCAL_WORLD_SIZE to 1.
-    A launcher that does not say, or a value that does not divide the world (uneven hosts), gives
-    ``world``: every rank counts as local, and the log line says so through its node count.
     """
-    for variable in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+    for variable in _VARIABLES:
         value = os.environ.get(variable, "")
         if value.isdigit() and int(value) > 0 and world % int(value) == 0:
-            return int(value)
-    return world
+            return variable, int(value)
+    return None
+
+
+def default_node_size(world: int) -> int:
+    """Ranks per host as the launcher of this rank says, without asking the others; ``world`` if
+    it does not say: every rank counts as local.
+    """
+    launched = launched_size(world)
+    return world if launched is None else launched[1]
+
+
+def host_name() -> str:
+    """This machine's name, and an id of its running system: clones may share a name. Containers
+    and network namespaces of one machine share the id.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")[:8]
+    except (OSError, ValueError):
+        boot = ""
+    return f"{socket.gethostname()} {boot}".strip()
+
+
+class PlacementError(ValueError):
+    """No nodes can be made of the ranks as they lie on the hosts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Ranks per node, and what a user should know about them, or nothing."""
+
+    node_size: int
+    warning: str = ""
+
+
+def place(
+    hosts: Sequence[str], *, given: int | None, launched: Sequence[tuple[str, int] | None]
+) -> Placement:
+    """Decide how many consecutive ranks make a node.
+
+    Several nodes on one host are as good as declared; a node that spans hosts is not.
+
+    Args:
+        hosts: of every rank.
+        given: quantized_comm.node_size.
+        launched: what the launcher told every rank, see ``launched_size``.
+
+    Raises:
+        PlacementError: nobody gave a node size, and none can be found.
+    """
+    hosts = _labels(hosts)
+    if given is not None:
+        return Placement(node_size=given, warning=_given_spans(hosts, given))
+    runs = [len(list(same)) for _, same in groupby(hosts)]
+    if len(runs) > len(set(hosts)):
+        raise PlacementError(_scattered(hosts))
+    first = launched[0]
+    if first is not None and len(set(launched)) == 1:
+        variable, size = first
+        if node := _spanning(hosts, size):
+            raise PlacementError(
+                f"{variable}={size}, but {_where(hosts, node)}: unset it, or set "
+                f"quantized_comm.node_size={math.gcd(*runs)}, the ranks that share a host"
+            )
+        return Placement(node_size=size)
+    size = math.gcd(*runs)
+    uneven = len(set(runs)) > 1
+    warning = (
+        f"hosts hold {', '.join(map(str, runs[:8]))}{' ...' if len(runs) > 8 else ''} ranks, so "
+        f"nodes are of {size}; equal numbers of ranks per host make larger nodes"
+    )
+    return Placement(node_size=size, warning=warning if uneven else "")
+
+
+def _labels(hosts: Sequence[str]) -> list[str]:
+    """Names without the ids that ``host_name`` adds, unless these tell two hosts apart."""
+    short = {host: host.split(" ")[0] for host in hosts}
+    return [short[host] if len(set(short.values())) == len(short) else host for host in hosts]
+
+
+def _spanning(hosts: Sequence[str], size: int) -> range | None:
+    """The first node of ``size`` ranks that lies on several hosts."""
+    for start in range(0, len(hosts), size):
+        if len(set(hosts[start : start + size])) > 1:
+            return range(start, start + size)
+    return None
+
+
+def _where(hosts: Sequence[str], ranks: range) -> str:
+    """Ranks of a node and their hosts, the first three."""
+    runs = [(host, len(list(same))) for host, same in groupby(hosts[ranks.start : ranks.stop])]
+    shown = ", ".join(f"{count} on {host}" for host, count in runs[:3])
+    more = ", ..." if len(runs) > 3 else ""
+    return f"ranks {ranks.start} to {ranks.stop - 1} lie on several hosts ({shown}{more})"
+
+
+def _given_spans(hosts: Sequence[str], size: int) -> str:
+    node = _spanning(hosts, size)
+    if node is None:
+        return ""
+    if len(list(groupby(hosts))) > len(set(hosts)):
+        fix = f"place the ranks of a host one after the other ({_CONSECUTIVE})"
+    else:
+        shared = math.gcd(*(len(list(same)) for _, same in groupby(hosts)))
+        fix = f"set it to {shared} or leave it out"
+    return (
+        f"node_size={size}, but {_where(hosts, node)}: what should stay inside a "
+        f"node crosses the network; {fix}, unless a fast link such as NVLink joins these hosts"
+    )
+
+
+def _scattered(hosts: Sequence[str]) -> str:
+    """Name a host whose ranks do not follow each other."""
+    ended: dict[str, int] = {}
+    for rank, host in enumerate(hosts):
+        if host in ended and ended[host] != rank - 1:
+            between = hosts[rank - 1]
+            return (
+                f"the ranks of host {host} are not consecutive: rank {ended[host]} lies there, "
+                f"rank {rank - 1} on {between}, rank {rank} there again, and a node is a run of "
+                f"consecutive ranks. Place them so ({_CONSECUTIVE}), or set "
+                "quantized_comm.node_size=1, which makes every rank a node of its own"
+            )
+        ended[host] = rank
+    raise AssertionError("called for hosts in order")

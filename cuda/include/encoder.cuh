@@ -221,7 +221,7 @@ DSQ_DEVICE u32 nearest_level(float x) {
     u32 below = 0;
     DSQ_UNROLL
     for (u32 half = 1u << (DSQ_BITS - 1); half > 0; half /= 2) {
-        if (!(middles[below + half - 1] >= x)) below += half;
+        if (!at_least(middles[below + half - 1], x)) below += half;
     }
     return below;
 }
@@ -240,7 +240,7 @@ DSQ_DEVICE u32 rounded(float x, Range range, u32 random) {
     if (DSQ_CLAMP) {
         const float low = DSQ_MINMAX ? 0.0f : -(float)((u32)DSQ_STEPS << DSQ_FRACTION);
         const float high = (float)((u32)DSQ_STEPS << DSQ_FRACTION);
-        t = t < low ? low : t > high ? high : t;
+        t = min_nan(max_nan(t, low), high);
     }
     u32 fixed = bits_of(add_rn(t, 8388608.0f + (float)(DSQ_ZERO << DSQ_FRACTION)));
     if (DSQ_FRACTION == 16) return fixed + random;
@@ -347,7 +347,7 @@ DSQ_DEVICE void encode_tile(const Held<DTYPE>& held, Tile tile, const WireRow& r
                 codes[i] = codes_of_vector(vector, range, stream, j + i);
             }
             if (is_absent(tile.thread, v) || (!DSQ_WHOLE && j >= row.vectors)) continue;
-            const bool unusable = range.inverse == 0.0f;
+            const bool unusable = bits_of(range.inverse) == 0;
             store_plane<0>(codes, row, j, unusable);
             if (Planes<DSQ_BITS>::COUNT > 1) store_plane<1>(codes, row, j, unusable);
             if (Planes<DSQ_BITS>::COUNT > 2) store_plane<2>(codes, row, j, unusable);

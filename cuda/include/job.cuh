@@ -1,9 +1,9 @@
 // Arguments of a launch: one struct of 64-bit integers, by value or, for many tensors, in a table.
 //
 // DSQ_TABLE 0: the kernel takes one job by value; grid (blocks of a row, rows).
-// DSQ_TABLE 1: the kernel takes a device array of jobs, sorted by first_block, and their number;
-// grid (blocks of all jobs). Key and step then live in device memory, where they can change
-// between replays of a CUDA graph.
+// DSQ_TABLE 1: the kernel takes a device array of jobs and their number; behind the jobs lies, as
+// u32, the job of every block; grid (blocks of all jobs). Key and step then live in device memory,
+// where they can change between replays of a CUDA graph.
 //
 // All fields are u64; strides and offsets count bytes; ds_quant/kernels/jobs.py writes the same
 // fields in the same order, and a test compares the two.
@@ -61,28 +61,12 @@ struct RecodeJob {
 #if DSQ_TABLE
 #define DSQ_JOB_PARAMETERS(Job) const Job *jobs, const u64 num_jobs
 #define DSQ_FIND_JOB(Job)                                                            \
-    const Job& job = jobs[job_of_block(jobs, num_jobs, blockIdx.x)];                 \
-    const u64 place = blockIdx.x - job.first_block;                                  \
-    const u64 row = place / job.row_blocks, block = place % job.row_blocks;
+    const Job& job = jobs[load4((const u32*)(jobs + num_jobs) + blockIdx.x)];            \
+    const u32 place = blockIdx.x - (u32)job.first_block, row_blocks = (u32)job.row_blocks; \
+    const u64 row = place / row_blocks, block = place % row_blocks;
 #else
 #define DSQ_JOB_PARAMETERS(Job) const Job job
 #define DSQ_FIND_JOB(Job) const u64 block = blockIdx.x, row = blockIdx.y;
 #endif
-
-// The last job that starts at or before a block.
-template <class Job>
-DSQ_DEVICE u64 job_of_block(const Job* jobs, u64 num_jobs, u64 block) {
-    u64 low = 0, high = num_jobs;
-    DSQ_NO_UNROLL
-    while (high - low > 1) {
-        const u64 middle = (low + high) / 2;
-        if (jobs[middle].first_block <= block) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
-}
 
 #endif  // DSQ_JOB_CUH

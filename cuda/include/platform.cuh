@@ -1,9 +1,9 @@
 // Words, correctly rounded arithmetic and memory access, each with its twin for the host.
 //
-// Exactness: every float operation here rounds once, to nearest even, and keeps denormals. On the
-// device it is inline PTX, because CuPy compiles with -ftz=true and a*b + c may become one fused
-// operation; PTX with an explicit .rn and without .ftz is subject to neither. On the host the
-// compiler must get -ffp-contract=off.
+// Exactness: every float operation here rounds once, to nearest even, or not at all, and keeps
+// denormals. On the device it is inline PTX, because CuPy compiles with -ftz=true and a*b + c may
+// become one fused operation; PTX with an explicit .rn and without .ftz is subject to neither. On
+// the host the compiler must get -ffp-contract=off.
 //
 // DSQ_HOST selects the twins; the includer then provides threadIdx, blockIdx and the warp
 // collectives (tests/kernels/shim.h). No CUDA header is needed.
@@ -60,6 +60,8 @@ DSQ_DEVICE float max_nan(float a, float b) { return a != a || b != b ? a + b : a
 DSQ_DEVICE float min_nan(float a, float b) { return a != a || b != b ? a + b : a < b ? a : b; }
 
 DSQ_DEVICE float absolute(float a) { return float_of(bits_of(a) & 0x7FFFFFFFu); }
+DSQ_DEVICE bool at_least(float a, float b) { return a >= b; }
+DSQ_DEVICE bool is_below(float a, float b) { return a < b; }
 
 // Byte i of the result is byte (selector >> 4i) & 7 of the eight bytes a (0-3), b (4-7).
 DSQ_DEVICE u32 permute(u32 a, u32 b, u32 selector) {
@@ -108,12 +110,30 @@ DSQ_BINARY(mul_rn, "mul.rn.f32")
 DSQ_BINARY(max_nan, "max.NaN.f32")
 DSQ_BINARY(min_nan, "min.NaN.f32")
 #undef DSQ_BINARY
-// An operand modifier, unlike a mask.
+// Operand modifiers, unlike a mask.
 DSQ_DEVICE float absolute(float a) {
     float r;
     asm("abs.f32 %0, %1;" : "=f"(r) : "f"(a));
     return r;
 }
+DSQ_DEVICE float negated(float a) {
+    float r;
+    asm("neg.f32 %0, %1;" : "=f"(r) : "f"(a));
+    return r;
+}
+
+// False with a NaN. A plain comparison would take denormals for zeros.
+#define DSQ_COMPARISON(name, comparison)                                               \
+    DSQ_DEVICE bool name(float a, float b) {                                           \
+        u32 r;                                                                         \
+        asm("{.reg .pred p; setp." comparison ".f32 p, %1, %2; selp.u32 %0, 1, 0, p;}" \
+            : "=r"(r)                                                                  \
+            : "f"(a), "f"(b));                                                         \
+        return r;                                                                      \
+    }
+DSQ_COMPARISON(at_least, "ge")
+DSQ_COMPARISON(is_below, "lt")
+#undef DSQ_COMPARISON
 
 DSQ_DEVICE float fma_rn(float a, float b, float c) {
     float r;
@@ -125,7 +145,7 @@ DSQ_DEVICE float fma_rn(float a, float b, float c) {
 DSQ_DEVICE float reciprocal(float a) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
-    return fma_rn(r, -fma_rn(a, r, -1.0f), r);
+    return fma_rn(r, fma_rn(negated(a), r, 1.0f), r);
 }
 DSQ_DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 

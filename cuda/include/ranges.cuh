@@ -30,10 +30,10 @@ DSQ_DEVICE Range absmax_range(float largest) {
     range.offset = 0.0f;
     // Rounded once: the power of two is exact.
     range.inverse = mul_rn(reciprocal(range.scale), (float)(1 << FRACTION));
-    if (largest < tiny) {
+    if (is_below(largest, tiny)) {
         range.scale = 0.0f;
         range.inverse = 0.0f;
-    } else if (!(range.scale <= huge_scale)) {
+    } else if (!at_least(huge_scale, range.scale)) {
         range.scale = float_of(DSQ_NAN_BITS);
         range.inverse = 0.0f;
     }
@@ -48,16 +48,16 @@ DSQ_DEVICE Range minmax_range(float low, float high, float shift) {
     Range range;
     range.scale = divided_by<(1 << BITS) - 1>(span);
     range.offset = flush(low);
-    const bool is_tiny = span < tiny;
-    bool usable = is_tiny || range.scale <= huge_scale;
+    const bool is_tiny = is_below(span, tiny);
+    bool usable = is_tiny || at_least(huge_scale, range.scale);
     range.inverse = is_tiny ? 0.0f : mul_rn(reciprocal(range.scale), (float)(1 << FRACTION));
     if (is_tiny) {
         range.scale = 0.0f;
-        if (absolute(low) < tiny && absolute(high) < tiny) range.offset = 0.0f;
+        if (is_below(absolute(low), tiny) && is_below(absolute(high), tiny)) range.offset = 0.0f;
     }
     if (SHIFTED) {
         range.offset = flush(add_rn(range.offset, flush(mul_rn(range.scale, shift))));
-        usable = usable && absolute(range.offset) <= largest_float;
+        usable = usable && at_least(largest_float, absolute(range.offset));
     }
     if (!usable) {
         range.scale = float_of(DSQ_NAN_BITS);

@@ -1,14 +1,22 @@
-"""Build backend: setuptools, told about native.cpp, which setup.cfg cannot express.
+"""Build backend: setuptools, told about native.cpp and what else setup.cfg cannot express.
 
 pyproject.toml names this module, so it runs without torch. Without a working C++ compiler the
-build says so and goes on; the torch reference then does the work on CPU tensors.
+build says so and goes on; the torch reference then does the work on CPU tensors. With
+DS_QUANT_PURE=1 in the environment the wheel holds no library and fits every platform.
 May import setuptools.
 """
 
 from __future__ import annotations
 
+import os
+
 import setuptools
 from setuptools import build_meta
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
+
+PURE = "DS_QUANT_PURE"
 
 NATIVE = setuptools.Extension(
     "ds_quant.kernels._native",
@@ -27,11 +35,41 @@ NATIVE = setuptools.Extension(
 )
 
 
+class _Library(build_ext):
+    """Build a plain shared library: ctypes loads it, so it fits every version of Python."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+
+class _Wheel(bdist_wheel):
+    """Tag the wheel by platform alone."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+class _Source(sdist):
+    """Pack tests, docs and benchmarks too, so that the archive can be checked and repackaged."""
+
+    def make_distribution(self) -> None:
+        for rule in (
+            *(f"graft {folder}" for folder in ("tests", "docs", "benchmarks", "cuda", "configs")),
+            "include Makefile constraints.txt",
+            "recursive-include ds_quant *.cpp",
+            "global-exclude *.py[co] *.so",
+        ):
+            self.filelist.process_template_line(rule)
+        super().make_distribution()
+
+
 class _Backend(build_meta._BuildMetaBackend):
     """The hook that setuptools documents for backends of a project's own."""
 
     def run_setup(self, setup_script: str = "setup.py") -> None:
-        setuptools.setup(ext_modules=[NATIVE])
+        commands = {"build_ext": _Library, "bdist_wheel": _Wheel, "sdist": _Source}
+        modules = [] if os.environ.get(PURE) == "1" else [NATIVE]
+        setuptools.setup(ext_modules=modules, cmdclass=commands)
 
 
 _backend = _Backend()

@@ -8,11 +8,14 @@ layout, rng and its sister modules.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import stat
 import tempfile
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -26,6 +29,9 @@ from ds_quant.kernels.source import source
 
 logger = logging.getLogger(__name__)
 
+# Every operation of a kernel is rounded as the reference rounds it: nothing fused, nothing "fast".
+OPTIONS = ("--std=c++17", "-fmad=false")
+
 HINT = "pip install ds_quant[cuda12] or ds_quant[cuda13], whichever CUDA torch was built for"
 
 
@@ -36,7 +42,6 @@ class Runner:
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", self.index)
         self._functions: dict[tuple, Callable] = {}
-        self._stream = _Stream()
         self._threads = threading.local()
 
     def __call__(self, work: Launch) -> None:
@@ -45,7 +50,7 @@ class Runner:
         self._launch(work, work.grid, (job,))
 
     def run_table(self, table: Table, buffer: torch.Tensor) -> None:
-        """Launch a table whose jobs lie in `buffer` (bytes,) uint8 on the device.
+        """Launch a table that lies, as `written`, in `buffer` (bytes,) uint8 on the device.
 
         The buffer may change between launches, or between replays of a CUDA graph.
         """
@@ -53,8 +58,15 @@ class Runner:
 
     def run_many(self, launches: list[Launch]) -> None:
         """Independent launches as few as possible: one per kernel and set of macros."""
-        for table in merge(launches):
-            buffer = torch.frombuffer(bytearray(table.jobs), dtype=torch.uint8)
+        self.run_tables(merge(launches))
+
+    def run_tables(self, tables: Iterable[Table]) -> None:
+        """Launch tables whose jobs lie on the host."""
+        for table in tables:
+            if table.num_jobs == 1:  # without a copy to the device
+                self(table.alone())
+                continue
+            buffer = torch.frombuffer(bytearray(table.written), dtype=torch.uint8)
             if self.device.type == "cuda":
                 buffer = buffer.pin_memory()  # else the copy would wait for the stream
             self.run_table(table, buffer.to(self.device, non_blocking=True))
@@ -63,17 +75,19 @@ class Runner:
         if torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self._launch(work, grid, arguments)
-        if not hasattr(self._threads, "ready"):
-            # CuPy keeps a current device of its own per thread, and autograd has threads.
+        mine = self._threads
+        if not hasattr(mine, "stream"):
+            # CuPy keeps a current device of its own per thread, and autograd has threads. The
+            # stream is the thread's too: another one may be about to launch on a stream of its own.
             _import_cupy().cuda.Device(self.index).use()
-            self._threads.ready = True
+            mine.stream = _Stream()
         key = (work.kernel, work.macros)
         function = self._functions.get(key)
         if function is None:
             function = self._functions[key] = compiled(*key)
         # Asked for at every launch: a cached stream would leave a graph capture empty.
-        self._stream.ptr = _current_stream(self.index)
-        function(grid, (work.threads,), arguments, 0, self._stream)
+        mine.stream.ptr = _current_stream(self.index)
+        function(grid, (work.threads,), arguments, 0, mine.stream)
         return None
 
 
@@ -121,7 +135,7 @@ def compiled(kernel: str, macros: tuple[tuple[str, int], ...]) -> Callable:
     Ranks may compile at once: cache files are written aside and renamed.
     """
     cupy = _import_cupy()
-    options = ("--std=c++17", "-fmad=false", *(f"-D{name}={value}" for name, value in macros))
+    options = (*OPTIONS, *(f"-D{name}={value}" for name, value in macros))
     # .kernel, because a call of the RawKernel itself asks for device and cache every time.
     return cupy.RawKernel(source(kernel), kernel, options=options).kernel
 
@@ -134,12 +148,21 @@ def _import_cupy():
         while not os.path.exists(parent):
             parent = os.path.dirname(parent)
         if not os.access(parent, os.W_OK):
-            os.environ["CUPY_CACHE_DIR"] = os.path.join(
-                tempfile.gettempdir(), f"ds_quant_cupy_{os.getuid()}"
-            )
+            os.environ["CUPY_CACHE_DIR"] = _own_folder()
     import cupy
 
     return cupy
+
+
+def _own_folder() -> str:
+    """A folder for compiled kernels in the temporary one, which nobody else can have filled."""
+    path = os.path.join(tempfile.gettempdir(), f"ds_quant_cupy_{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    found = os.lstat(path)
+    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+    # Another user's, or a link: whoever made it could put kernels there that this process runs.
+    return path if private and found.st_uid == os.getuid() else tempfile.mkdtemp(prefix="ds_quant_")
 
 
 @cache
@@ -156,16 +179,42 @@ def runner_of(device: torch.device) -> Runner | None:
         runner = Runner(device)
         _probe(runner)
     except Exception as error:  # whatever a broken installation raises
-        reason = str(error).strip().splitlines()
-        logger.warning(
-            "ds_quant: CUDA kernels are off on %s, the slower torch path is used: %s: %s (%s)",
-            device,
-            type(error).__name__,
-            reason[0] if reason else "no message",
-            HINT,
-        )
+        _report(device, error)
         return None
     return runner
+
+
+class Failure(NamedTuple):
+    """Why CuPy does not work on a device."""
+
+    reason: str  # one line
+    traceback: str
+
+
+_failures: dict[torch.device, Failure] = {}
+
+
+def failure_of(device: torch.device) -> Failure | None:
+    """Why CuPy does not work on a CUDA device; None where it does."""
+    return _failures[device] if runner_of(device) is None else None
+
+
+def _report(device: torch.device, error: Exception) -> None:
+    """Warn in one line; what is broken, not just missing, shows its traceback once."""
+    is_missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+    first_line = (str(error).strip().splitlines() or ["no message"])[0]
+    failure = Failure(
+        reason=f"{type(error).__name__}: {first_line}",
+        traceback="".join(traceback.format_exception(error)).strip(),
+    )
+    _failures[device] = failure
+    logger.warning(
+        "ds_quant: CUDA kernels are off on %s, the slower torch path is used: %s (%s)",
+        device,
+        failure.reason,
+        HINT,
+        exc_info=None if is_missing else error,
+    )
 
 
 def _check_versions() -> None:

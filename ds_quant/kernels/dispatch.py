@@ -146,9 +146,16 @@ def decode(
         launch.decode(wire, out, fmt, levels=levels, add=add, run=run)
 
 
+def sum_dtype(fmt: Format, wanted: torch.dtype, device: torch.device) -> torch.dtype:
+    """What ``decode_sum`` had better write where `wanted` is needed: CUDA kernels cast for nothing,
+    elsewhere many sums are cast at once.
+    """
+    return torch.float32 if runner_for(fmt, device) is None else wanted
+
+
 def decode_sum(
     wire: torch.Tensor,  # (rows, nbytes) uint8
-    out: torch.Tensor,  # (numel,) fp32
+    out: torch.Tensor,  # (numel,) floating point
     fmt: Format,
     *,
     scale: float,
@@ -156,11 +163,18 @@ def decode_sum(
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
     rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
 ) -> None:
-    """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end."""
+    """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end and
+    then cast once to the dtype of `out`.
+    """
     options = {"scale": scale, "levels": levels, "rotation": rotation}
     run = runner_for(fmt, wire.device)
     if run is None:
-        _on_host(wire.device).decode_sum(wire, out, fmt, own=own, **options)
+        total = out
+        if out.dtype != torch.float32:
+            total = scratch.take("sum", tuple(out.shape), dtype=torch.float32, device=out.device)
+        _on_host(wire.device).decode_sum(wire, total, fmt, own=own, **options)
+        if total is not out:
+            out.copy_(total)
         return
     given = None if own is None else Own(*own)
     launch.decode_sum(wire, out, fmt, own=given, run=run, **options)

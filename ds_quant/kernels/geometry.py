@@ -56,19 +56,31 @@ def tiling(group_size: int, run: int) -> Tiling:
     return Tiling(run=run, lanes=lanes, warps=warps, vectors=held, slots=slots)
 
 
-def sum_run(bits: int, group_size: int, num_sources: int) -> int:
-    """Vectors of a thread of decode_sum; a run lies in one group.
+class Stores(NamedTuple):
+    """How a thread of decode and decode_sum writes what it has computed."""
 
-    With one row few, so that the stores of neighbouring threads lie close together. Where several
-    are read, many: addresses and scales are paid for once per row and run. Runs of 8 take 32.6
-    instructions per element of 8 x int4 instead of the 33.7 of runs of 4, but 96 registers instead
-    of 64; which is faster has not been measured.
+    run: int  # vectors in a row, 1, 2, 4 or 8; a run lies in one group
+    staged: bool = False  # through shared memory, a warp at a time; False: each thread its own run
+
+
+def runs_of(group_size: int) -> list[int]:
+    """Runs that lie in one group."""
+    return [run for run in (1, 2, 4, 8) if group_size % (run * VECTOR_NUMEL) == 0]
+
+
+def stores_of(bits: int, group_size: int, num_sources: int) -> Stores:
+    """The choice for a codec and a number of rows; none has been measured against another yet.
+
+    With one row short runs, so that the stores of neighbouring threads lie close together. Where
+    several are read, long ones: addresses and scales are paid for once per row and run. Runs of 8
+    take 32.6 instructions per element of 8 x int4 instead of the 33.7 of runs of 4, but 96
+    registers instead of 64.
     """
     if num_sources == 1:
-        return 2
+        return Stores(run=2)
     if bits <= 4 and group_size % (8 * VECTOR_NUMEL) == 0:
-        return 8
-    return 4 if bits < 8 else _RUN_BYTES // VECTOR_NUMEL
+        return Stores(run=8)
+    return Stores(run=4 if bits < 8 else _RUN_BYTES // VECTOR_NUMEL)
 
 
 def sum_threads(run: int) -> int:

@@ -61,6 +61,19 @@ class Table(NamedTuple):
     threads: int
     jobs: bytes
     num_jobs: int
+    job_of_block: bytes  # behind the jobs in the buffer, whole 8 bytes
+
+    @property
+    def written(self) -> bytes:
+        """What the buffer holds."""
+        return self.jobs + self.job_of_block
+
+    def alone(self) -> Launch:
+        """The launch of the only job, which needs no buffer; it points into the same tensors."""
+        _, row_blocks = struct.unpack_from("<2Q", self.jobs)
+        macros = tuple(macro for macro in self.macros if macro[0] != "DSQ_TABLE")
+        grid = row_blocks, self.blocks // row_blocks
+        return Launch(self.kernel, macros, grid, self.threads, self.jobs)
 
 
 def merge(launches: Iterable[Launch]) -> list[Table]:
@@ -70,12 +83,16 @@ def merge(launches: Iterable[Launch]) -> list[Table]:
         alike.setdefault((launch.kernel, launch.macros, launch.threads), []).append(launch)
     tables = []
     for (kernel, macros, threads), members in alike.items():
-        blocks, jobs = 0, []
-        for member in members:
+        blocks, jobs, job_of_block = 0, [], []
+        for index, member in enumerate(members):
             jobs.append(struct.pack("<2Q", blocks, member.grid[0]) + member.job[16:])
-            blocks += member.grid[0] * member.grid[1]
+            count = member.grid[0] * member.grid[1]
+            job_of_block.append(struct.pack("<I", index) * count)
+            blocks += count
+        job_of_block.append(b"\0" * (blocks % 2 * 4))
         macros = tuple(sorted((*macros, ("DSQ_TABLE", 1))))
-        tables.append(Table(kernel, macros, blocks, threads, b"".join(jobs), len(jobs)))
+        written = b"".join(jobs), len(jobs), b"".join(job_of_block)
+        tables.append(Table(kernel, macros, blocks, threads, *written))
     return tables
 
 

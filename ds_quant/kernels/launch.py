@@ -36,7 +36,15 @@ from ds_quant.kernels.arguments import (
     stride,
 )
 from ds_quant.kernels.blocks import Format, layout_of
-from ds_quant.kernels.geometry import MAX_GROUP, THREADS, sum_run, sum_threads, tiling
+from ds_quant.kernels.geometry import (
+    MAX_GROUP,
+    THREADS,
+    Stores,
+    runs_of,
+    stores_of,
+    sum_threads,
+    tiling,
+)
 from ds_quant.kernels.jobs import Launch, Plan, wire_fields
 from ds_quant.kernels.rotation import Rotation
 from ds_quant.layout import VECTOR_NUMEL, ceil_div, round_up
@@ -128,11 +136,12 @@ def decode(
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
     run: Runner,
     add: bool = False,
+    stores: Stores | None = None,  # None: as geometry.py chooses
 ) -> None:
     """Decode every row and cast once to the dtype of `out`; or add it to `out` in fp32 first."""
     target = dense(out)
     copied = target.data_ptr() != out.data_ptr()
-    _sum(wire, target, fmt, levels=levels, run=run, add=add, at_once=copied)
+    _sum(wire, target, fmt, levels=levels, run=run, add=add, at_once=copied, stores=stores)
     if copied:
         out.copy_(target)
 
@@ -148,6 +157,7 @@ def decode_sum(
     own: Own | None = None,
     rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
     add: bool = False,
+    stores: Stores | None = None,  # None: as geometry.py chooses
 ) -> None:
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
 
@@ -158,7 +168,7 @@ def decode_sum(
     target = dense(out)
     copied = target.data_ptr() != out.data_ptr()
     options = {"levels": levels, "run": run, "own": own, "rotation": rotation, "add": add}
-    _sum(wire, target, fmt, scale=scale, at_once=copied, **options)
+    _sum(wire, target, fmt, scale=scale, at_once=copied, stores=stores, **options)
     if copied:
         out.copy_(target)
 
@@ -175,6 +185,7 @@ def _sum(
     rotation: Rotation | None = None,
     add: bool = False,
     at_once: bool = False,
+    stores: Stores | None = None,
 ) -> None:
     numel = out.shape[-1]
     rows, sources = (1, wire.shape[0] + (own is not None)) if out.dim() == 1 else (wire.shape[0], 1)
@@ -184,7 +195,7 @@ def _sum(
     levels = None if levels is None else dense(levels)
     own_values = own_as_fp32(own)
     shape = (numel, sources, out.dtype)
-    plan = _sum_plan(fmt, *shape, scale, own is not None, rotation, add, is_aligned(out))
+    plan = _sum_plan(fmt, *shape, scale, own is not None, rotation, add, is_aligned(out), stores)
     for row, count in row_chunks(rows):
         fields = rows_at("wire.bytes", "wire.stride", wire, row)
         fields |= rows_at("values", "values_stride", out, row)
@@ -206,9 +217,16 @@ def _sum_plan(
     rotation: Rotation | None,
     add: bool,
     is_easy: bool,
+    stores: Stores | None,
 ) -> Plan:
     layout = layout_of(fmt, round_up(numel, rotation.block) if rotation else numel)
-    vectors = ROTATION_RUN if rotation else sum_run(fmt.bits, fmt.group_size, sources)
+    if stores is None:
+        stores = stores_of(fmt.bits, fmt.group_size, sources)
+        stores = stores._replace(run=ROTATION_RUN) if rotation else stores
+    vectors = stores.run
+    allowed = [ROTATION_RUN] if rotation else runs_of(fmt.group_size)
+    if vectors not in allowed:
+        raise ValueError(f"stores.run = {vectors}: allowed with {fmt} are {allowed}")
     threads = sum_threads(vectors)
     macros = source_macros(fmt, sources, has_own) | rotation_macros(rotation)
     macros |= {
@@ -216,6 +234,7 @@ def _sum_plan(
         "DSQ_THREADS": threads,
         "DSQ_VALUES": DTYPES[dtype],
         "DSQ_ADD": int(add),
+        "DSQ_STAGED": int(stores.staged),
         "DSQ_FACTOR": int(scale != 1.0 or rotation is not None),
         "DSQ_WHOLE": int(is_easy and numel % (vectors * VECTOR_NUMEL * threads) == 0),
     }

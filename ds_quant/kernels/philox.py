@@ -16,7 +16,8 @@ The step is constant over a call, so the first two rounds multiply plain Python 
 
 from __future__ import annotations
 
-from functools import lru_cache
+import itertools
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -34,12 +35,13 @@ def random_bits(address: rng.Address, first_vector: int, out: torch.Tensor) -> N
     first_vector is absolute. See [Note: who gets which bits] in ds_quant/rng.py.
     """
     words = out.view(torch.int32)  # (vectors, 4)
+    keys = _constants(address.key_words, out.device)
     start, stop = first_vector, first_vector + out.shape[0]
     while start < stop:
         # The high counter word is a scalar: never cross a multiple of 2^32 inside a block.
         count = min(stop - start, _BLOCK_VECTORS, (1 << 32) - (start & _MASK32))
         position = start - first_vector
-        _fill_block(address, start, words[position : position + count])
+        _fill_block(address, start, keys, words[position : position + count])
         start += count
 
 
@@ -81,17 +83,16 @@ def _space(count: int, device: torch.device) -> _Space:
         c0_low, c2_low = state.view(torch.int32)[:, :-1].unbind(0)
         return _Space(state, state[1], c0_low, c2_low, pair)
 
-    return scratch.derived(("philox", count, device), build)
+    return scratch.derived(("philox", count, device), build, device=device)
 
 
-def _fill_block(address: rng.Address, first: int, out: torch.Tensor) -> None:
+def _fill_block(address: rng.Address, first: int, keys: _Constants, out: torch.Tensor) -> None:
     """Words of vectors first .. first + len(out) - 1, which have equal high counter words.
 
     out: (vectors, 4) int32. Letters as in rng.philox4x32.
     """
     space = _space(out.shape[0], out.device)
     state, (old, new) = space.state, space.products
-    keys = _constants(address.key_words, out.device)
     _first_rounds(address, first, space, old)
 
     for key in keys.round_keys[2:-1]:
@@ -123,7 +124,12 @@ class _Constants(NamedTuple):
 def _constants(key_words: tuple[int, int], device: torch.device) -> _Constants:
     columns = [_round_key(key_words, i) for i in range(rng.PHILOX_ROUNDS)]
     columns += [(rng.PHILOX_M0, rng.PHILOX_M1), (_MASK32, 0)]
-    table = torch.tensor(columns, dtype=torch.int64, device=device).unsqueeze(2)
+    if scratch.is_synchronous(device):
+        table = torch.tensor(columns, dtype=torch.int64).unsqueeze(2)
+    else:  # filled on the device: a copy from the host would wait for the stream
+        table = torch.empty(len(columns), 2, 1, dtype=torch.int64, device=device)
+        for place, number in zip(table.view(-1), itertools.chain(*columns), strict=True):
+            place.fill_(number)
     *round_keys, multipliers, rest = table.unbind(0)
     return _Constants(tuple(round_keys), multipliers, rest[0, 0])
 
@@ -144,7 +150,7 @@ def _first_rounds(address: rng.Address, first: int, space: _Space, old: _Product
 
     # M0 * c0 for consecutive c0; wraps like the product.
     start = _signed(rng.PHILOX_M0 * (first & _MASK32), 64)
-    torch.add(_ramp(space.c2.device)[: len(space.c2)], start, out=old.both[0])
+    torch.add(_ramp(len(space.c2), space.c2.device), start, out=old.both[0])
     torch.bitwise_xor(old.high0, _signed(c3_word ^ key[1], 32), out=space.c2_low)
     space.c2.bitwise_and_(_MASK32)
     torch.mul(space.c2, rng.PHILOX_M1, out=old.both[1])
@@ -154,11 +160,17 @@ def _first_rounds(address: rng.Address, first: int, space: _Space, old: _Product
     old.both[0].fill_(product & _MASK32)
 
 
-@lru_cache(maxsize=16)
-def _ramp(device: torch.device) -> torch.Tensor:
-    """M0 * (0, 1, 2, ...) as (_BLOCK_VECTORS,) int64."""
+def _ramp(count: int, device: torch.device) -> torch.Tensor:
+    """M0 * (0, 1, 2, ...) as (count,) int64; not kept off the CPU, as another stream's is late."""
+    if scratch.is_synchronous(device):
+        return _cpu_ramp()[:count]
+    return torch.arange(count, device=device) * rng.PHILOX_M0
+
+
+@cache
+def _cpu_ramp() -> torch.Tensor:
     with torch.inference_mode(False):
-        return torch.arange(_BLOCK_VECTORS, device=device) * rng.PHILOX_M0
+        return torch.arange(_BLOCK_VECTORS) * rng.PHILOX_M0
 
 
 def _signed(word: int, bits: int) -> int:

@@ -1,6 +1,7 @@
 """Ranges of groups: scale, offset and inverse of each, and what happens to groups without one.
 
-May import torch and blocks.
+May import torch, blocks and scratch. Off the CPU nothing is read back: an encode must not wait for
+what its stream still has to do.
 
 [Note: exceptional groups]
 tiny        m < 2^-99, or max - min < 2^-99: scale 0 and the code of 0; offset = min, or 0 when
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from ds_quant.kernels import scratch
 from ds_quant.kernels.blocks import Format
 
 TINY = 2.0**-99
@@ -61,10 +63,8 @@ def ranges_of(values: torch.Tensor, fmt: Format, shift: float | None) -> Ranges:
         span = torch.maximum(high, -low)
         scale = _divided(span, (1 << (fmt.bits - 1)) - 1)
         offset = None
-    smallest, largest = (bound.item() for bound in span.aminmax())
     tiny = nan = None
-    # False for NaN too. scale <= span, so the common case needs no comparison per group.
-    if not TINY <= smallest <= largest <= HUGE_SCALE:
+    if not _all_usual(span):
         tiny = span < TINY
         nan = (tiny | (scale <= HUGE_SCALE)).logical_not_()
         scale.masked_fill_(tiny, 0.0)
@@ -73,10 +73,26 @@ def ranges_of(values: torch.Tensor, fmt: Format, shift: float | None) -> Ranges:
     if shift is not None:
         # Tiny groups stay where they are: their scale is 0.
         offset = _flush(offset + _flush(scale * shift))
-        if not offset.abs().max().item() <= FLT_MAX:
+        if not _all_finite(offset):
             outside = (offset.abs() <= FLT_MAX).logical_not_()
             nan = outside if nan is None else nan.logical_or_(outside)
     return _with_inverse(scale, offset, fmt, tiny=tiny, nan=nan)
+
+
+def _all_usual(span: torch.Tensor) -> bool:
+    """Whether no group is tiny or non-finite; False too where that could only be read back late.
+
+    Then no comparison per group is needed: scale <= span.
+    """
+    if not scratch.is_synchronous(span.device):
+        return False
+    smallest, largest = (bound.item() for bound in span.aminmax())
+    return TINY <= smallest <= largest <= HUGE_SCALE  # False for NaN
+
+
+def _all_finite(offset: torch.Tensor) -> bool:
+    """Whether all offsets are; False too where that could only be read back late."""
+    return scratch.is_synchronous(offset.device) and offset.abs().max().item() <= FLT_MAX
 
 
 def _divided(span: torch.Tensor, steps: int) -> torch.Tensor:
@@ -111,6 +127,6 @@ def _with_inverse(
         inverse.masked_fill_(tiny, 0.0)
         if fmt.levels == "learned":
             nan = nan | tiny  # with uniform levels x * 0 is the code of 0 already
-    if nan is not None and not bool(nan.any()):
+    if nan is not None and scratch.is_synchronous(nan.device) and not bool(nan.any()):
         nan = None
     return Ranges(scale, offset, inverse, nan)

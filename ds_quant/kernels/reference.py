@@ -167,7 +167,7 @@ def _store_codes(
     if block.vector_numel != block.padded_numel:
         codes = codes[:, : block.vector_numel]
     if block.vector_numel != block.numel:
-        codes[:, block.numel :] = 0
+        codes[:, block.numel :].zero_()
     if fmt.bits == 8:
         sections[0].copy_(codes)  # int32 -> uint8 keeps the lowest byte
         return
@@ -176,7 +176,7 @@ def _store_codes(
     if fmt.rounding == "stochastic":
         narrow.clamp_(*code_range(fmt))  # at most one off, and 2^b still fits a byte
     if block.vector_numel != block.numel:
-        narrow[:, block.numel :] = 0
+        narrow[:, block.numel :].zero_()
     packing.pack(narrow, sections, bits=fmt.bits)
 
 

@@ -36,14 +36,23 @@ class Rotation(NamedTuple):
 
     def signs(self, device: torch.device) -> torch.Tensor | None:
         """(block,) fp32 of +-1, or None for no flips."""
-        return None if self.flips is None else _signs(self, device)
+        if self.flips is None:
+            return None
+        return _cpu_signs(self) if scratch.is_synchronous(device) else _signs(self, device)
 
 
 @lru_cache(maxsize=64)
-def _signs(rotation: Rotation, device: torch.device) -> torch.Tensor:
-    bits = [rotation.flips >> i & 1 for i in range(rotation.block)]
+def _cpu_signs(rotation: Rotation) -> torch.Tensor:
     with torch.inference_mode(False):
-        return 1 - 2 * torch.tensor(bits, device=device).to(torch.float32)
+        return _signs(rotation, torch.device("cpu"))
+
+
+def _signs(rotation: Rotation, device: torch.device) -> torch.Tensor:
+    """Made on the device: a copy from the host would wait for the stream."""
+    places = torch.arange(32, device=device)
+    words = [rotation.flips >> start & 0xFFFFFFFF for start in range(0, rotation.block, 32)]
+    bits = torch.cat([torch.full_like(places, word) >> places & 1 for word in words])
+    return 1 - 2 * bits.to(torch.float32)
 
 
 def rotate(

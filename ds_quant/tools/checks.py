@@ -33,11 +33,14 @@ def healthy(checks: Sequence[Check]) -> bool:
 
 
 def lines(checks: Sequence[Check]) -> list[str]:
-    """One line per check, its fix below it."""
+    """One line per check, its fix below it; tracebacks at the end."""
     width = max((len(check.name) for check in checks), default=0)
     shown = []
     for check in checks:
         shown.append(f"{check.status:7}  {check.name:{width}}  {check.found}")
         if check.fix:
             shown.append(f"{'':7}  {'':{width}}  fix: {check.fix}")
+    for check in checks:
+        if (check.details or {}).get("traceback"):
+            shown.append(f"\n{check.name}:\n{check.details['traceback']}\n")
     return shown

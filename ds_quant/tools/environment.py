@@ -10,10 +10,14 @@ import os
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ds_quant import leftovers
 from ds_quant._autoload import DISABLE_VARIABLE
 from ds_quant.tools.checks import OK, PROBLEM, WARNING, Check
+
+if TYPE_CHECKING:
+    import torch
 
 # As in setup.cfg, which a checkout on PYTHONPATH cannot read; a test compares the two.
 SUPPORTED = {"python": ">=3.10", "torch": ">=2.5", "deepspeed": ">=0.17.6,<0.20", "pydantic": ">=2"}
@@ -25,7 +29,12 @@ NETWORK_VARIABLES = (*SOCKET_VARIABLES, "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "
 
 def survey() -> list[Check]:
     """All checks that only read."""
-    return [*versions(), device(), cupy(), cpu_kernels(), backend(), interfaces(), entry_point()]
+    import torch
+
+    place = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    kernels = [cupy(), cuda_kernels(place), cpu_kernels()]
+    machine = [device(), *kernels, backend(), interfaces(), builds(), shared_memory()]
+    return [*versions(), *machine, entry_point()]
 
 
 def _installed(package: str) -> str | None:
@@ -114,6 +123,26 @@ def cupy() -> Check:
     )  # fmt: skip
 
 
+def cuda_kernels(device: torch.device) -> Check:
+    """Whether tensors of a device get CuPy kernels: compiles one and runs it."""
+    import torch
+
+    from ds_quant.kernels import cuda
+
+    if device.type != "cuda":
+        return Check(name="CUDA kernels", status=OK, found="not needed without CUDA", details={})
+    failure = cuda.failure_of(device)
+    if failure is None:
+        return Check(name="CUDA kernels", status=OK, found="CuPy kernels", details={"works": True})
+    extra = f"cuda{(torch.version.cuda or '12').split('.')[0]}"
+    return Check(
+        name="CUDA kernels", status=WARNING,
+        details={"works": False, "traceback": failure.traceback},
+        found=f"CUDA tensors take the slower torch path: {failure.reason}",
+        fix=f"pip install 'ds_quant[{extra}]', or mend what the traceback below names",
+    )  # fmt: skip
+
+
 def cpu_kernels() -> Check:
     """Whether CPU tensors get compiled kernels; without them plain torch does the work."""
     import torch
@@ -190,6 +219,30 @@ def socket_problems(present: set[str]) -> list[str]:
 
 def _infiniband() -> list[Path]:
     return sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate"))
+
+
+def builds() -> Check:
+    """Whether builds of DeepSpeed's operators were interrupted, which stops the next ones."""
+    locks = leftovers.idle_locks()
+    details = {"folder": str(leftovers.build_folder()), "locks": [str(lock) for lock in locks]}
+    return Check(
+        name="operator builds", status=PROBLEM if locks else OK, details=details,
+        found=" ".join(map(leftovers.lock_sentence, locks)) or "none was interrupted",
+        fix=f"rm {' '.join(details['locks'])}" if locks else "",
+    )  # fmt: skip
+
+
+def shared_memory() -> Check:
+    """What DeepSpeed's shared-memory operator has left in memory."""
+    files = leftovers.idle_buffers()
+    gigabytes = sum(path.stat().st_size for path in files) / 1e9
+    pattern = f"{leftovers.SHARED_MEMORY}/{leftovers.BUFFERS}_{os.getuid()}_*"
+    return Check(
+        name="shared memory", status=WARNING if files else OK, details={"files": len(files)},
+        found=f"{len(files)} files of ended DeepSpeed runs hold {gigabytes:.2g} GB of memory"
+        if files else "nothing left by ended DeepSpeed runs",
+        fix=f"when no DeepSpeed run is going on: rm {pattern}" if files else "",
+    )  # fmt: skip
 
 
 def entry_point() -> Check:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ds_quant.config import ConfigError, QuantizedCommConfig, parse
-from ds_quant.presets import AUTOTUNE
+_HEADERS = (
+    "scheme", "B/param", "comm s", "step s", "speed-up", "kept GB", "peak GB", "GPU GB",
+)  # fmt: skip
 
-_GIGABIT = 1e9 / 8  # bytes per second
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_HEADERS = ("scheme", "B/param", "comm s", "step s", "speed-up", "GB more", "limited by")
+
+# Apart for colour-blind readers too; the user's own block takes the other one.
+_COLORS = {"full_precision": "#cc79a7", "qsdp": "#d55e00", "sdp4bit": "#0072b2"}
+_OWN_COLOR = "#009e73"
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -23,117 +25,15 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.validate_against is not None:
             _show_measured(arguments.validate_against, as_json=arguments.json)
         else:
-            _show(_plan(arguments), arguments)
+            from ds_quant.tools.planning import make_plan
+
+            _show(make_plan(arguments), arguments)
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError) as error:
         print(f"ds_quant estimate: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _plan(arguments: argparse.Namespace) -> Any:
-    """The plan that the options, a DeepSpeed config and a probe file describe together."""
-    import torch
-
-    from ds_quant.tools import models
-    from ds_quant.tools.forecast import Plan
-
-    settings = _from_deepspeed(arguments.ds_config)
-    stage = _chosen("stage", arguments.stage, settings, 3)
-    dtype = getattr(torch, _DTYPES[_chosen("dtype", arguments.dtype, settings, "bf16")])
-    if arguments.model_config is not None:
-        model = models.of_config(arguments.model_config, dtype=dtype)
-    elif arguments.params is not None:
-        model = models.of_size(arguments.params, dtype=dtype)
-    else:
-        raise ValueError("no model: give --params 7e9 or --model-config config.json")
-    if arguments.step is None:
-        raise ValueError(
-            "--step: seconds that one optimizer step computes, without communication; measure it "
-            "on one GPU, or divide 6 x parameters x tokens per GPU by the flops it reaches"
-        )
-    block: QuantizedCommConfig | None = settings["block"]
-    cluster = _cluster(arguments)
-    if block is not None:
-        _check_block(block, cluster, stage, arguments.ds_config)
-    return Plan(
-        model=model, dtype=dtype, stage=stage, compute=arguments.step, block=block,
-        micro_steps=_chosen("accumulation", arguments.accumulation, settings, 1),
-        cluster=cluster,
-    )  # fmt: skip
-
-
-def _check_block(block: QuantizedCommConfig, cluster: Any, stage: int, path: Path) -> None:
-    """Refuse what the block could not do on this cluster."""
-    block.validate_stage(stage)
-    if block.node_size not in (None, cluster.node_size):
-        raise ConfigError(
-            f"{path}: quantized_comm.node_size={block.node_size}: allowed here: --gpus, which is "
-            f"{cluster.node_size}; make them equal or leave node_size out"
-        )
-
-
-def _chosen(name: str, given: Any, settings: dict[str, Any], default: Any) -> Any:
-    """An option, else what the DeepSpeed config says, else the usual value."""
-    if given is None and settings[name] == "auto":
-        raise ValueError(f'--{name}: "auto" in the DeepSpeed config, which only a Trainer fills in')
-    return given or settings[name] or default
-
-
-def _from_deepspeed(path: Path | None) -> dict[str, Any]:
-    """stage, accumulation, dtype and block of a DeepSpeed config; None for what it leaves open."""
-    if path is None:
-        return dict.fromkeys(("stage", "accumulation", "dtype", "block"))
-    from ds_quant.cli import load
-
-    config = load(path)
-    block = parse(config)
-    sections = {
-        name: section if isinstance(section := config.get(name), dict) else {}
-        for name in ("zero_optimization", "bf16", "fp16")
-    }
-    stage = sections["zero_optimization"].get("stage", 0)
-    if stage not in (1, 2, 3):
-        raise ConfigError(f"{path}: zero_optimization.stage={stage}: allowed: 1, 2 or 3")
-    low = {name: sections[name].get("enabled", False) for name in ("bf16", "fp16")}
-    on = [name for name, enabled in low.items() if enabled is True]
-    return {
-        "stage": stage,
-        "accumulation": config.get("gradient_accumulation_steps"),
-        "dtype": on[0] if on else "auto" if "auto" in low.values() else "fp32",
-        # All that autotune chooses from has a row anyway.
-        "block": None if block is not None and block.scheme == AUTOTUNE else block,
-    }
-
-
-def _cluster(arguments: argparse.Namespace) -> Any:
-    """Rates from options, else from the probe file, else usual ones inside a node."""
-    from ds_quant.cost import Cluster
-    from ds_quant.tools import probe
-
-    found = probe.load(arguments.probe) if arguments.probe else None
-    nodes = arguments.nodes or (found and found.nodes) or 1
-    node_size = arguments.gpus or (found and found.node_size) or 1
-    between, inside = (found.inter, found.intra) if found else (None, None)
-    if nodes > 1 and arguments.link is None and between is None:
-        where = f"; {arguments.probe} was measured on one node" if found else ""
-        raise ValueError(f"--link: Gb/s into one node is needed with {nodes} nodes{where}")
-    if nodes * node_size == 1:
-        raise ValueError("--nodes 1 --gpus 1: one rank sends nothing; allowed: 2 ranks or more")
-    if node_size > 1 and arguments.intra is None and inside is None:
-        raise ValueError(f"--intra: Gb/s into one GPU from its node, with {node_size} per node")
-    latency = max((r.latency for r in (between, inside) if r is not None), default=2e-5)
-    return Cluster(
-        nodes=nodes, node_size=node_size, flops=1.0, encode=arguments.encode,
-        link=_rate(arguments.link, between), intra_link=_rate(arguments.intra, inside),
-        latency=latency if arguments.latency is None else arguments.latency,
-    )  # fmt: skip
-
-
-def _rate(gigabits: float | None, measured: Any) -> float:
-    """Bytes per second; a link that does not exist is never waited for."""
-    if gigabits is not None:
-        return gigabits * _GIGABIT
-    return float("inf") if measured is None else measured.bytes_per_second
 
 
 def _show(plan: Any, arguments: argparse.Namespace) -> None:
@@ -141,28 +41,68 @@ def _show(plan: Any, arguments: argparse.Namespace) -> None:
 
     rows = forecast.forecast(plan)
     chosen = forecast.best(rows)
+    links = forecast.by_link(plan) if plan.cluster.nodes > 1 else {}
     if arguments.plot is not None:
         plot(plan, arguments.plot)
     if arguments.json:
         facts = {
             "model": plan.model.name, "parameters": plan.model.numel, "stage": plan.stage,
             "micro_steps": plan.micro_steps, "compute": plan.compute, "best": chosen.scheme,
+            "gathers": plan.gathers,
             "cluster": {**asdict(plan.cluster), "flops": None}, "rows": forecast.as_json(rows),
+            "links": {str(link): forecast.as_json(found) for link, found in links.items()},
         }  # fmt: skip
         print(json.dumps(_finite(facts), indent=2))
         return
+    print("\n".join([_title(plan), *_tables(rows), *_link_table(links), *_advice(chosen)]))
+
+
+def _title(plan: Any) -> str:
     cluster = plan.cluster
-    print(
+    gathers = f", {plan.gathers:.3g} gathers of the weights each" if plan.stage == 3 else ""
+    return (
         f"{plan.model.name}; ZeRO-{plan.stage}, {cluster.nodes} x {cluster.node_size} ranks, "
-        f"{plan.micro_steps} micro-step(s), {plan.compute:g} s of compute per step"
+        f"{plan.micro_steps} micro-step(s){gathers}, {plan.compute:g} s of compute per step"
     )
-    print("\n".join(table([cells(row) for row in rows])))
-    print("step s and speed-up: communication fully hidden to not hidden at all")
+
+
+def _tables(rows: list[Any]) -> list[str]:
+    """Schemes that may be taken, and the others apart."""
+    good = [(*cells(row), row.limit) for row in rows if not row.note]
+    others = [(*cells(row), row.note) for row in rows if row.note]
+    lines = table(good, (*_HEADERS, "limited by"))
+    if others:
+        lines += ["", "not recommended:", *table(others, (*_HEADERS, "because"))]
+    return [
+        *lines, "",
+        "step s and speed-up: communication fully hidden to not hidden at all; GB per GPU: kept "
+        "between steps, messages and",
+        "sums at most, and all with DeepSpeed's own states under Adam, without activations",
+    ]  # fmt: skip
+
+
+def _link_table(links: dict[int, list[Any]]) -> list[str]:
+    """Speed-up over DeepSpeed as shipped, nothing hidden, by Gb/s into a node."""
+    if not links:
+        return []
+    columns = [[f"{row.speedup_serial:.2f}" for row in found] for found in links.values()]
+    schemes = [row.scheme for row in next(iter(links.values()))]
+    rows = [(name, *own, "") for name, *own in zip(schemes, *columns, strict=True)]
+    headers = ("scheme", *(f"{link} Gb/s" for link in links), "")
+    return ["", "speed-up by link between nodes, nothing hidden:", *table(rows, headers)]
+
+
+def _advice(chosen: Any) -> list[str]:
+    from ds_quant.tools import forecast
+
     if chosen.scheme == forecast.SHIPPED:
-        print("nothing gains 2 %: this link is not what limits the step; leave the block out")
-    else:
-        print(f"shortest step: {chosen.scheme}")
-        print("this is time only: what a scheme costs in loss is in docs/choosing.md")
+        fits = f" ({chosen.note})" if chosen.note else ""
+        return ["", "nothing gains 2 %: this link is not what limits the step; leave the block "
+                f"out{fits}"]  # fmt: skip
+    return [
+        "", f"shortest step: {chosen.scheme}",
+        "this is time only: what a scheme costs in loss is in docs/choosing.md",
+    ]  # fmt: skip
 
 
 def _finite(value: Any) -> Any:
@@ -175,12 +115,12 @@ def _finite(value: Any) -> Any:
 
 
 def cells(row: Any) -> tuple[str, ...]:
-    """A row of the table."""
+    """A row of the table but for its last column."""
     low, high = row.speedups
     return (
         row.scheme, f"{row.inter_bytes:.3f}", f"{row.communication:.3g}",
         f"{row.step_overlapped:.3g} - {row.step_serial:.3g}", f"{low:.2f} - {high:.2f}",
-        f"{row.memory / 1e9:.3g}", row.limit + (f" ({row.note})" if row.note else ""),
+        f"{row.memory / 1e9:.3g}", f"{row.peak / 1e9:.3g}", f"{row.gpu_memory / 1e9:.3g}",
     )  # fmt: skip
 
 
@@ -221,28 +161,62 @@ def _show_measured(path: Path, *, as_json: bool) -> None:
 
 
 def plot(plan: Any, path: Path) -> None:
-    """Speed-up without overlap against link rate, a hundredth to a hundred times the plan's."""
+    """Speed-up without overlap against link rate, for schemes that nothing speaks against."""
     try:
         import matplotlib
     except ImportError as error:
         raise ValueError("--plot needs matplotlib: pip install 'ds_quant[bench]'") from error
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    from ds_quant.tools.forecast import forecast
+    from ds_quant.tools import forecast
 
     if plan.cluster.nodes == 1:
         raise ValueError("--plot: one node has no link between nodes to vary")
-    rates = [plan.cluster.link * 10 ** (i / 8) for i in range(-16, 17)]
-    runs = [forecast(replace(plan, cluster=replace(plan.cluster, link=rate))) for rate in rates]
+    own = plan.cluster.link / forecast.GIGABIT
+    rates = _rates(own)
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for own in zip(*runs, strict=True):
-        gigabits = [rate / _GIGABIT for rate in rates]
-        axes.plot(gigabits, [row.speedup_serial for row in own], label=own[0].scheme)
-    axes.axvline(plan.cluster.link / _GIGABIT, color="grey", linestyle=":")
-    axes.set(xscale="log", xlabel="Gb/s into a node", ylabel="predicted speed-up, no overlap",
+    axes.axhline(1, color="0.4", linestyle="--", linewidth=1.5)
+    axes.annotate("DeepSpeed as shipped", (rates[0], 1), xytext=(6, -14), color="0.4",
+                  textcoords="offset points")  # fmt: skip
+    for scheme, speedups in _curves(plan, rates).items():
+        color = _COLORS.get(scheme, _OWN_COLOR)
+        axes.plot(rates, speedups, color=color, linewidth=2)
+        at = 0 if scheme in _COLORS else len(rates) // 4  # two labels may be of equal curves
+        axes.annotate(scheme, (rates[at], speedups[at]), xytext=(6, 5), color=color,
+                      textcoords="offset points", weight="bold")  # fmt: skip
+    axes.axvline(own, color="0.7", linestyle=":")
+    axes.annotate(f"{own:g} Gb/s", (own, 0), xycoords=("data", "axes fraction"), xytext=(4, 6),
+                  textcoords="offset points", color="0.4")  # fmt: skip
+    axes.set(xscale="log", xlabel="Gb/s into a node from the others", ylim=(0, None),
+             ylabel="predicted speed-up, nothing hidden", xlim=(rates[0], rates[-1]),
              title=f"{plan.model.name}, ZeRO-{plan.stage}")  # fmt: skip
+    marks = (0.1, 1, 2, 5, 10, 25, 50, 100, 200, 400, 1000)
+    ticks = [mark for mark in marks if rates[0] <= mark <= rates[-1]]
+    axes.xaxis.set_major_locator(ticker.FixedLocator(ticks))
+    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g x"))
+    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _rates(own: float) -> list[float]:
+    """Gb/s from 1 to 400, further where the plan's own link lies there."""
+    low, high = min(1.0, own / 2), max(400.0, own * 2)
+    return [low * (high / low) ** (i / 60) for i in range(61)]
+
+
+def _curves(plan: Any, rates: list[float]) -> dict[str, list[float]]:
+    """Speed-ups by scheme; what DeepSpeed as shipped would hide is left out."""
+    from ds_quant.tools import forecast
+
+    runs = [forecast.forecast(forecast.at_link(plan, rate)) for rate in rates]
+    found = {
+        rows[0].scheme: [row.speedup_serial for row in rows]
+        for rows in zip(*runs, strict=True)
+        if not rows[0].note
+    }
+    return {name: line for name, line in found.items() if max(line) > forecast.WORTH_IT}

@@ -51,7 +51,6 @@ def _prepare(torch: object, deepspeed: object) -> str:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         deepspeed.init_distributed("nccl", verbose=False)
         return "nccl"
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build
     deepspeed.init_distributed("gloo", verbose=False)
     return "gloo"
 

@@ -5,24 +5,41 @@ No GPU, no files, no printing: settings in, rows out. May import torch, cost, co
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from ds_quant import cost
+from ds_quant import cost, gathers, memory
 from ds_quant.config import QuantizedCommConfig, parse_block
 from ds_quant.cost import Cluster, Volume, predict
-from ds_quant.presets import preset_names
+from ds_quant.presets import CANDIDATES, preset_names
+from ds_quant.refusals import starts
 from ds_quant.tools.models import Model
 
 SHIPPED = "deepspeed as shipped"
 WORTH_IT = 1.02  # speed-ups below are not worth a change
+TYPICAL_LINKS = (10, 25, 100, 200, 400)  # Gb/s into a node
+GIGABIT = 1e9 / 8  # bytes per second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """What DeepSpeed hands over or gathers at once, in elements."""
+
+    reduce: int = 5 * 10**8
+    allgather: int = 5 * 10**8
+    fetch: gathers.FetchSettings = gathers.FetchSettings()
+    persistence: int = 10**5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run to predict. compute: seconds of an optimizer step without communication."""
+    """A run to predict. compute: seconds of an optimizer step without communication.
+
+    exact_gradients: they take DeepSpeed's own path. gpu_memory: bytes of a GPU, if they matter.
+    """
 
     model: Model
     dtype: torch.dtype
@@ -31,11 +48,46 @@ class Plan:
     compute: float
     cluster: Cluster
     block: QuantizedCommConfig | None = None  # of the user's own config
+    allow_full_replica: bool = False
+    exact_gradients: bool = False
+    gpu_memory: float | None = None
+    buckets: Buckets = field(default_factory=Buckets)
+
+    @property
+    def ranks(self) -> int:
+        return self.cluster.nodes * self.cluster.node_size
+
+    @property
+    def counted(self) -> int:
+        """Parameters that figures per parameter are of: frozen ones travel under ZeRO-3 only."""
+        return self.model.numel if self.stage == 3 else self.model.trained
 
     @property
     def priced_cluster(self) -> Cluster:
         """The cluster with a rate of computing that gives ``compute`` for one token."""
-        return replace(self.cluster, flops=6.0 * self.model.numel / self.compute)
+        return replace(self.cluster, flops=6.0 * self.counted / self.compute)
+
+    @cached_property
+    def gathers(self) -> float:
+        """Of the weights in a micro-step."""
+        if self.stage < 3:
+            return 1.0
+        root = self.model.outline(self.buckets.persistence)
+        return gathers.mean_gathers(root, self.buckets.fetch, micro_steps=self.micro_steps)
+
+    @cached_property
+    def shipped_memory(self) -> float:
+        """Bytes per GPU of DeepSpeed with Adam and without activations: weights, gradients, fp32
+        masters and two states; under ZeRO-3 what is gathered at once.
+        """
+        model, size = self.model, self.dtype.itemsize
+        part = {1: (1, 1), 2: (1, self.ranks), 3: (self.ranks, self.ranks)}[self.stage]
+        held = size * (model.numel / part[0] + model.trained / part[1])
+        held += (12 if size == 2 else 8) * model.trained / self.ranks
+        if self.stage == 3:
+            root = model.outline(self.buckets.persistence)
+            held += size * gathers.most_live(root, self.buckets.fetch)
+        return held + size * min(model.trained, self.buckets.reduce)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +95,9 @@ class Row:
     """One scheme. Bytes per parameter and step as volumes, see cost.py; times in seconds.
 
     step_overlapped, step_serial: communication hidden behind compute entirely, or not at all.
-    speedup_*: over DeepSpeed as shipped, of these two. memory: bytes more on every rank.
-    limit: what takes longest. note: what the scheme needs.
+    speedup_*: over DeepSpeed as shipped, of these two. memory: bytes more on every rank, between
+    steps; peak: besides, in a step, of messages and sums; gpu_memory: all that a GPU holds.
+    limit: what takes longest. note: why it is not recommended; empty if it may be.
     """
 
     scheme: str
@@ -57,6 +110,8 @@ class Row:
     speedup_serial: float
     memory: float
     limit: str
+    peak: float = 0.0
+    gpu_memory: float = 0.0
     note: str = ""
 
     @property
@@ -68,24 +123,59 @@ class Row:
 
 def forecast(plan: Plan) -> list[Row]:
     """A row for DeepSpeed as shipped, for the user's block and for every preset."""
-    blocks = {name: parse_block({"scheme": name}) for name in preset_names()}
+    more = {"allow_full_replica": True} if plan.allow_full_replica else {}
+    blocks = {name: parse_block({"scheme": name, **more}) for name in preset_names()}
     if plan.block is not None:
         blocks = {f"your block ({plan.block.scheme})": plan.block, **blocks}
-    rows = [_row(SHIPPED, _shipped(plan), plan, None)]
+    shipped = _row(SHIPPED, _shipped(plan), plan, None)
+    rows = [_fitted(replace(shipped, gpu_memory=plan.shipped_memory), plan)]
     for name, block in blocks.items():
         costs = _bill(block, plan)
-        note = ""
-        if costs.memory and plan.cluster.node_size == 1:
-            note = "needs allow_full_replica"
-        row = _row(name, _volume(costs, plan), plan, rows[0])
-        rows.append(replace(row, memory=costs.memory * plan.model.numel, note=note))
+        kept, peak = costs.memory * plan.counted, _peak(costs, block, plan)
+        row = replace(
+            _row(name, _volume(costs, plan), plan, rows[0]), memory=kept, peak=peak,
+            gpu_memory=plan.shipped_memory + kept + peak, note=_against(name, block, plan),
+        )  # fmt: skip
+        rows.append(_fitted(row, plan))
     return rows
 
 
+def _against(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
+    """Why start-up or autotune would not take the scheme."""
+    nodes = {"world": plan.ranks, "node_size": plan.cluster.node_size}
+    if not starts(block, stage=plan.stage, **nodes):
+        return "start-up refuses it: needs allow_full_replica"
+    if name in preset_names() and name not in CANDIDATES:
+        return "for research: autotune never takes it"
+    return ""
+
+
+def _fitted(row: Row, plan: Plan) -> Row:
+    if row.note or plan.gpu_memory is None or row.gpu_memory <= plan.gpu_memory:
+        return row
+    return replace(row, note=f"needs {row.gpu_memory / 1e9:.3g} GB per GPU")
+
+
 def best(rows: list[Row]) -> Row:
-    """The scheme with the shortest step without overlap; DeepSpeed as shipped if little is won."""
-    fastest = min(rows, key=lambda row: row.step_serial)
+    """Of the schemes that nothing speaks against, the one with the shortest step without overlap;
+    DeepSpeed as shipped if little is won.
+    """
+    fastest = min((row for row in rows if not row.note), key=lambda row: row.step_serial,
+                  default=rows[0])  # fmt: skip
     return fastest if fastest.speedup_serial >= WORTH_IT else rows[0]
+
+
+def by_link(plan: Plan) -> dict[int, list[Row]]:
+    """Rows at typical links between nodes, in Gb/s, of schemes that nothing speaks against."""
+    return {
+        link: [row for row in forecast(at_link(plan, link)) if not row.note]
+        for link in TYPICAL_LINKS
+    }
+
+
+def at_link(plan: Plan, gigabits: float) -> Plan:
+    """The plan with another link between nodes, in Gb/s."""
+    return replace(plan, cluster=replace(plan.cluster, link=gigabits * GIGABIT))
 
 
 def as_json(rows: list[Row]) -> list[dict[str, Any]]:
@@ -93,28 +183,46 @@ def as_json(rows: list[Row]) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
+def _peak(costs: cost.Bill, block: QuantizedCommConfig, plan: Plan) -> float:
+    buckets, model, fetch = plan.buckets, plan.model, plan.buckets.fetch
+    sizes = memory.Sizes(
+        ranks=plan.ranks, node_size=plan.cluster.node_size, trained=model.trained,
+        largest=model.largest, bucket=buckets.reduce, window=buckets.allgather,
+        prefetch=min(fetch.prefetch_bucket_size, fetch.max_live_parameters),
+        itemsize=plan.dtype.itemsize, exact_own=block.to_scheme().gradients_intra is not None,
+    )  # fmt: skip
+    exact = plan.exact_gradients
+    whole = replace(costs, numel=plan.counted)
+    return memory.peak_bytes(whole, plan.stage, sizes, shipped_gradients=exact)
+
+
 def _bill(block: QuantizedCommConfig, plan: Plan) -> cost.Bill:
     cluster = plan.cluster
     return cost.bill(
         block.to_scheme(), plan.stage, plan.model.cargo, ranks=cluster.nodes * cluster.node_size,
-        node_size=cluster.node_size, gradient_dtype=plan.dtype,
+        node_size=cluster.node_size, gradient_dtype=plan.dtype, gathers=plan.gathers,
+        shipped_gradients=plan.exact_gradients,
     )  # fmt: skip
 
 
 def _volume(costs: cost.Bill, plan: Plan) -> Volume:
-    return cost.volume(costs, plan.stage, micro_steps=plan.micro_steps, layers=plan.model.layers)
+    layers = plan.model.layers
+    return cost.volume(costs, plan.stage, micro_steps=plan.micro_steps, layers=layers)
 
 
 def _shipped(plan: Plan) -> Volume:
     """DeepSpeed's own collectives: rings, which bring each byte into a node once."""
     costs = _bill(parse_block({"scheme": "full_precision"}), plan)
-    nbytes = cost.shipped_bytes(plan.stage, plan.dtype, micro_steps=plan.micro_steps)
+    nbytes = cost.shipped_bytes(
+        plan.stage, plan.dtype, micro_steps=plan.micro_steps, gathers=plan.gathers,
+        trained=costs.trained,
+    )  # fmt: skip
     two_levels = plan.cluster.nodes > 1 and plan.cluster.node_size > 1
     return replace(_volume(costs, plan), inter=nbytes, intra=nbytes if two_levels else 0.0)
 
 
 def _row(scheme: str, volume: Volume, plan: Plan, base: Row | None) -> Row:
-    time = predict(volume, plan.priced_cluster, numel=plan.model.numel, tokens=1)
+    time = predict(volume, plan.priced_cluster, numel=plan.counted, tokens=1)
     overlapped, serial = time.full_overlap, time.no_overlap
     return Row(
         scheme=scheme, inter_bytes=volume.inter, intra_bytes=volume.intra,
@@ -135,7 +243,7 @@ def _limit(volume: Volume, plan: Plan) -> str:
     }
     if not one_node:
         alone["links inside a node"] = Volume(inter=0.0, intra=volume.intra)
-    parts = {name: predict(v, plan.priced_cluster, numel=plan.model.numel, tokens=1)
+    parts = {name: predict(v, plan.priced_cluster, numel=plan.counted, tokens=1)
              for name, v in alone.items()}  # fmt: skip
     seconds = {name: time.communication for name, time in parts.items()}
     seconds["compute"] = plan.compute

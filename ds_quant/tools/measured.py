@@ -27,12 +27,13 @@ import torch
 from ds_quant import cost
 from ds_quant.config import parse_block
 from ds_quant.cost import Cluster, Volume, predict
+from ds_quant.gathers import FetchSettings, Module, Unit, mean_gathers
 from ds_quant.presets import preset_names
 from ds_quant.tools.models import block_cargo
 
 CLOSE = 0.15  # the error that a prediction may have
 TURNS = 0.15  # of the compute hides messages where ranks take turns: see [Note: overlap]
-AHEAD = 0.6  # the same where parameters are fetched ahead
+AHEAD = 0.5  # the same where parameters are fetched ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,9 @@ def compare(path: Path) -> tuple[list[Point], list[str]]:
     result = json.loads(path.read_text("utf-8"))
     if not isinstance(result, dict) or result.get("kind") != "speed":
         raise ValueError(f"--validate-against {path}: allowed: a result file of speed.py")
-    width = result["arguments"]["width"]
-    ahead = bool(result["arguments"].get("prefetch_bucket_size"))
+    arguments = result["arguments"]
+    width, gathered = arguments["width"], _gathers(arguments)
+    ahead = bool(arguments.get("prefetch_bucket_size"))
     points, left_out = [], []
     for place in result["points"]:
         local = {row["scheme"]: row["seconds"] for row in place["rows"] if row["rate"] == 0}
@@ -74,19 +76,37 @@ def compare(path: Path) -> tuple[list[Point], list[str]]:
             elif scheme not in local:
                 left_out.append(f"{where}: no point without a rate limit to take compute from")
             else:
-                points += _points(place, own, local[scheme], width, ahead=ahead)
+                points += _points(place, own, local[scheme], width, gathered=gathered, ahead=ahead)
     return points, left_out
 
 
+def _gathers(arguments: dict[str, Any]) -> float:
+    """Of the weights in a micro-step under ZeRO-3: speed.py's blocks are gathered whole."""
+    cargo = block_cargo(arguments["width"], dtype=torch.bfloat16)
+    numel = sum(torch.Size(item.shape).numel() for item in cargo)
+    blocks = tuple(Module((Unit(i, numel),)) for i in range(arguments.get("layers", 1)))
+    settings = FetchSettings(
+        max_reuse_distance=arguments.get("reuse_distance", 0),
+        prefetch_bucket_size=arguments.get("prefetch_bucket_size") or 0,
+    )
+    return mean_gathers(Module((), blocks), settings)
+
+
 def _points(
-    place: dict[str, Any], rows: list[dict], local: float, width: int, *, ahead: bool
+    place: dict[str, Any],
+    rows: list[dict],
+    local: float,
+    width: int,
+    *,
+    gathered: float,
+    ahead: bool,
 ) -> list[Point]:
     nodes, node_size = map(int, place["topology"].split("x"))
     scheme, stage = rows[0]["scheme"], place["stage"]
     costs = cost.bill(
         parse_block({"scheme": scheme}).to_scheme(), stage,
         block_cargo(width, dtype=torch.bfloat16), ranks=nodes * node_size, node_size=node_size,
-        gradient_dtype=torch.bfloat16,
+        gradient_dtype=torch.bfloat16, gathers=gathered,
     )  # fmt: skip
     volume = Volume(inter=costs.step_bytes(stage))
     takes_turns = stage == 3 and nodes > 1 and node_size > 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+_POWERS = {"k": 3, "m": 6, "b": 9, "t": 12}  # 7b: as models are named
+
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
     """doctor, probe, estimate."""
@@ -31,7 +33,9 @@ def _probe(parser: argparse.ArgumentParser) -> None:
 
 def _estimate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--params", type=count, help="parameters, all of them trained, such as 7e9")
+    add("--params", type=count, help="parameters, such as 7b or 7e9")
+    add("--trained", type=share, default=1.0, metavar="SHARE",
+        help="of the parameters, the others are frozen; LoRA: about 0.01 (1)")  # fmt: skip
     add("--model-config", type=file, help="config.json of a Hugging Face causal language model")
     add("--ds-config", type=file, help="DeepSpeed config: stage, accumulation, dtype, its block")
     add("--stage", type=int, choices=(1, 2, 3), help="ZeRO stage (3)")
@@ -44,6 +48,7 @@ def _estimate(parser: argparse.ArgumentParser) -> None:
     add("--latency", type=positive, help="seconds per collective (2e-5, or as probed)")
     add("--probe", type=file, help="links as measured by 'ds_quant probe'")
     add("--step", type=positive, metavar="SECONDS", help="compute of one optimizer step")
+    add("--gpu-memory", type=positive, metavar="GB", help="per GPU: leave out what does not fit")
     add("--encode", type=positive, default=1e11, help="parameters per second and GPU (1e11)")
     add("--json", action="store_true", help="the rows as JSON")
     add("--plot", type=Path, help="PNG of the speed-up against the link rate")
@@ -63,11 +68,20 @@ def positive(value: str) -> float:
 
 
 def count(value: str) -> int:
-    """A whole number from 1, also as 7e9."""
-    number = positive(value)
+    """A whole number from 1, also as 7e9 or 7b."""
+    power = _POWERS.get(value[-1:].lower(), 0)
+    number = positive(f"{value[:-1]}e{power}" if power else value)
     if number != int(number):
         raise argparse.ArgumentTypeError(f"{value!r}: allowed: whole numbers from 1")
     return int(number)
+
+
+def share(value: str) -> float:
+    """A number above 0 and up to 1."""
+    number = positive(value)
+    if number > 1:
+        raise argparse.ArgumentTypeError(f"{value!r}: allowed: above 0, up to 1")
+    return number
 
 
 def file(value: str) -> Path:

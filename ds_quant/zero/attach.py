@@ -6,12 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+from ds_quant import refusals
 from ds_quant.config import QuantizedCommConfig
 from ds_quant.config_blocks import FallbackConfig, MetricsConfig
 from ds_quant.kernels import dispatch, scratch
 from ds_quant.module_codec import load
 from ds_quant.presets import AUTOTUNE
-from ds_quant.topology import Topology, default_node_size
+from ds_quant.topology import Topology
 from ds_quant.zero import accelerate_seam, checkpoint, guard, parameters, replica_seams, seams
 from ds_quant.zero.agreement import Agreement
 from ds_quant.zero.binding import Binding
@@ -19,14 +20,15 @@ from ds_quant.zero.corruption import Corruption
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.first_step import FirstStep, promised_roles
+from ds_quant.zero.gather_count import GatherCount
 from ds_quant.zero.late import LateReduction
 from ds_quant.zero.owner_reduction import OwnerReduction
 from ds_quant.zero.reduce import ShardReduction
 from ds_quant.zero.rehearsal import rehearse
 from ds_quant.zero.replica import Replica
-from ds_quant.zero.start_line import start_line
+from ds_quant.zero.start_line import announce, start_line
 from ds_quant.zero.state_dict import watch_state_dict
-from ds_quant.zero.telemetry import Telemetry, check_file
+from ds_quant.zero.telemetry import Telemetry, check_file, listened_to
 from ds_quant.zero.tuning import tune
 
 
@@ -35,23 +37,18 @@ def attach(engine: Any, optimizer: Any) -> None:
 
     Raises:
         ConfigError: a setting or a combination that cannot work, before any collective.
-        RuntimeError: ranks without the plugin or with other settings (see ``guard.handshake``).
+        StartError: ranks without the plugin, with other settings, or placed so that they make no
+            nodes (see ``guard.handshake``).
     """
     config = getattr(engine._config, "quantized_comm", None)
     if config is None:
         return
-    guard.refuse_unsupported(seams.facts(engine._config, bf16_optimizer=optimizer is None))
+    refusals.refuse(seams.param_dict(engine), config, bf16_optimizer=optimizer is None)
     rank, world = seams.rank_and_world()
     config.validate_world(world)
     check_file(config.metrics, rank)
     dispatch.use(config.backend)
-    topology = Topology(world=world, node_size=config.node_size or default_node_size(world))
-    settings = f"{config.digest()}, {topology.node_size} ranks per node"
-    own = [load(r.codec) for r in (config.weights, config.gradients) if r.enabled and r.codec]
-    settings += "".join(f", codec {codec.name} {codec.digest}" for codec in own)
-    if kill_file() is not None:  # a vote that some ranks do not take part in would hang
-        settings += f", {KILL_VARIABLE} set"
-    guard.handshake(settings=settings, rank=rank, world=world, timeout=config.handshake_timeout)
+    topology = _agree(config, rank, world)
     binding = engine.ds_quant_binding = _bind(engine, config, topology)
     if world == 1:
         binding.notices.append("world of one, nothing to send")
@@ -75,7 +72,18 @@ def attach(engine: Any, optimizer: Any) -> None:
     device = parameters.device()
     if device.type == "cuda" and world > 1:
         rehearse(binding, device)
-    seams.log_rank0(f"quantized_comm: {start_line(binding)}")
+    announce(binding)
+
+
+def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
+    """The handshake of all ranks, and the nodes that come of it."""
+    own = [load(r.codec) for r in (config.weights, config.gradients) if r.enabled and r.codec]
+    must = {f"codec {codec.name}": codec.digest for codec in own}
+    # A vote in which some ranks take no part would hang.
+    must[KILL_VARIABLE] = "unset" if kill_file() is None else "set"
+    facts = {"kernels": dispatch.describe(parameters.device())}
+    agreed = guard.handshake(config=config, must=must, facts=facts, rank=rank, world=world)
+    return Topology(world=world, node_size=config.node_size or agreed)
 
 
 def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Binding:
@@ -83,7 +91,10 @@ def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Bindi
     tuned = config.scheme == AUTOTUNE
     scheme = (config.picked("full_precision") if tuned else config).to_scheme()
     if engine.zero_optimization_stage() == 3:
-        guard.refuse_full_replica(scheme, topology, parameters.total_bytes(engine.module))
+        refusals.refuse_full_replica(
+            config, world=topology.world, node_size=topology.node_size,
+            model_bytes=parameters.total_bytes(engine.module),
+        )  # fmt: skip
     binding = Binding(engine, scheme, topology)
     if tuned and topology.world > 1:
         binding.scheme = tune(binding, config).to_scheme()
@@ -97,10 +108,12 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
     fetch.attach(params, optimizer)
     binding.note_groups([p.ds_process_group for p in params])
     if binding.scheme.node_shard and binding.topology.nodes > 1:
+        guard.refuse_no_room(binding)
         binding.node = fetch.keep_in_node()
     seams.before_destroy(engine, fetch.close)
     if not seams.steps(optimizer):  # inference: parameters only
         return
+    GatherCount.attach(binding)
     seams.after_step(optimizer, fetch.after_step)
     if binding.node is not None:
         seams.after_step(optimizer, Agreement(binding, binding.node).after_step)
@@ -211,7 +224,8 @@ def _attach_fallback(binding: Binding, optimizer: Any, settings: FallbackConfig)
 
 
 def _attach_telemetry(binding: Binding, optimizer: Any, settings: MetricsConfig) -> None:
-    if settings.interval and _trains(binding, optimizer) and binding.topology.world > 1:
+    listened = listened_to(binding.engine, settings)
+    if listened and _trains(binding, optimizer) and binding.topology.world > 1:
         binding.telemetry = Telemetry(binding, settings)
         seams.after_global_step(binding.engine, binding.telemetry.after_step)
         binding.telemetry.arm()
@@ -258,14 +272,16 @@ def report(engine: Any) -> dict[str, Any] | None:
     Returns:
         scheme, stage, params (elements), steps, micro_steps, received_bytes[role][link] with role
         weights or gradients and link intra or inter (node), collectives[role],
-        full_precision_share (0 to 1, of wire bytes), expected_bytes and expected_intra_bytes (per
-        parameter and optimizer step, volumes as in ``cost``), kept_bytes and expected_kept_bytes
-        (memory on this rank that the scheme keeps between steps), buffer_bytes (host buffers of
-        1 MB and more that messages use again in every step, none on CUDA, where torch's allocator
-        keeps them, and the kernels' scratch memory in this process), resyncs (exact refills after a
-        checksum that differed), nonfinite_steps (found by ``fallback``, unless its policy is
-        skip), exact_steps (in full precision because of that or of a kill file), killed (whether
-        a kill file is there), line (the start-up line).
+        gathers (of an element per micro-step under ZeRO-3, predicted and after the first steps
+        counted, else 1), full_precision_share (0 to 1, of wire bytes), expected_bytes and
+        expected_intra_bytes (per parameter and optimizer step, volumes as in ``cost``), kept_bytes
+        and expected_kept_bytes (memory on this rank that the scheme keeps between steps),
+        expected_peak_bytes (most bytes of messages and sums in a step, by the formula of memory),
+        buffer_bytes (host buffers of 1 MB and more that messages use again in every step, none on
+        CUDA, where torch's allocator keeps them, and the kernels' scratch memory in this process),
+        resyncs (exact refills after a checksum that differed), nonfinite_steps (found by
+        ``fallback``, unless its policy is skip), exact_steps (in full precision because of that or
+        of a kill file), killed (whether a kill file is there), line (the start-up line).
     """
     binding = _binding_of(engine, "report")
     if binding is None:
@@ -282,11 +298,13 @@ def report(engine: Any) -> dict[str, Any] | None:
         "micro_steps": engine.micro_steps,
         "received_bytes": {r: dict(links) for r, links in binding.traffic.received.items()},
         "collectives": dict(binding.traffic.collectives),
+        "gathers": binding.gathers,
         "full_precision_share": bill.full_precision_share,
         "expected_bytes": bill.step_bytes(binding.stage, micro_steps=micro_steps),
         "expected_intra_bytes": bill.intra_bytes(binding.stage, micro_steps=micro_steps),
         "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),
         "expected_kept_bytes": bill.memory * bill.numel,
+        "expected_peak_bytes": binding.peak_bytes(bill),
         "buffer_bytes": binding.buffers.nbytes + scratch.nbytes(),
         "resyncs": binding.state.resyncs,
         "nonfinite_steps": binding.state.nonfinite_steps,

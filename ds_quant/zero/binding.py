@@ -17,11 +17,13 @@ from ds_quant.coding import Coding, exactly
 from ds_quant.cost import Bill, Cargo, bill
 from ds_quant.hops import Hop
 from ds_quant.link import Fabric, Link
+from ds_quant.memory import BUCKETS_AHEAD, Sizes, peak_bytes
 from ds_quant.metrics import Traffic
 from ds_quant.scheme import Scheme
 from ds_quant.slicing import Slicing
 from ds_quant.topology import Topology
 from ds_quant.zero import parameters, seams
+from ds_quant.zero.gather_count import predicted_gathers
 from ds_quant.zero.state import SchemeState, learn
 from ds_quant.zero.streams import GradientStreams, Stream, Streams, Tracked
 from ds_quant.zero.world import new_group
@@ -45,6 +47,8 @@ class Binding:
         self.findings = Findings() if scheme.payload_checksum else None
         self.telemetry: Any = None  # zero.telemetry.Telemetry, if steps are sampled
         self.watch: Any = None  # zero.fallback.Watch, if non-finite gradients are looked for
+        self.gather_count: Any = None  # zero.gather_count.GatherCount, until it has counted
+        self.gathers = predicted_gathers(engine) if self.stage == 3 else 1.0  # in a micro-step
         self._links: dict[int, Link] = {}
         self._fabrics: dict[int, Fabric] = {}
         self._levels = self._make_levels()
@@ -229,6 +233,28 @@ class Binding:
             self.notices.append(f"gradients stay exact: {reason}")
         return reason is None
 
+    def peak_bytes(self, bill: Bill) -> float:
+        """Most bytes of messages and sums on this rank in a step, by formula."""
+        engine = self.engine
+        params = list(engine.module.parameters())
+        numels = [parameters.shape_of(p).numel() for p in params]
+        late = self.stage == 3 and engine.zero_overlap_comm() and parameters.device().type == "cpu"
+        sizes = Sizes(
+            ranks=self.topology.world,
+            node_size=self.topology.node_size,
+            trained=sum(n for p, n in zip(params, numels, strict=True) if p.requires_grad),
+            largest=max(numels, default=0),
+            bucket=engine.zero_reduce_bucket_size(),
+            window=engine.zero_allgather_bucket_size(),
+            prefetch=min(engine.zero_prefetch_bucket_size(), engine.zero_max_live_parameters()),
+            itemsize=seams.gradient_dtype(engine).itemsize,
+            exact_own=self.scheme.gradients_intra is not None,
+            under_way=1 + BUCKETS_AHEAD if late else 1,
+            slicing=self.slicing,
+        )
+        exact = seams.exact_gradient_reason(engine) is not None
+        return peak_bytes(bill, self.stage, sizes, shipped_gradients=exact)
+
     def received_in_full_precision(self) -> dict[str, dict[str, float]]:
         """Bytes that this plugin would bring to a rank per optimizer step, were nothing quantized,
         by role and link as ``Traffic`` counts them.
@@ -258,4 +284,5 @@ class Binding:
             node_size=self.topology.node_size,
             gradient_dtype=seams.gradient_dtype(self.engine),
             shipped_gradients=seams.exact_gradient_reason(self.engine) is not None,
+            gathers=self.gathers,
         )

@@ -17,6 +17,7 @@ import torch
 
 from ds_quant.zero import seams
 from ds_quant.zero.binding import Binding
+from ds_quant.zero.log import log_here
 from ds_quant.zero.world import broadcast, minimum
 
 KILL_VARIABLE = "DS_QUANT_KILL_FILE"
@@ -54,6 +55,7 @@ class Fallback:
     ) -> None:
         self._binding, self._policy, self._steps = binding, on_nonfinite, steps
         self._kill_file = kill_file
+        self._asked = self._blind = False  # whether this rank saw the file, and once could not look
         self._nonfinite = False  # gradients of the step being taken
         self._was_exact = False  # how they travelled
         if on_nonfinite != "skip":
@@ -74,8 +76,8 @@ class Fallback:
         self._was_exact = self._binding.is_exact(step)
         rank, world = seams.rank_and_world()
         bad = None if self._binding.watch is None else self._binding.watch.first()
-        asked = self._kill_file is not None and self._kill_file.exists()
-        finder, killer = minimum([world if bad is None else rank, rank if asked else world])
+        self._look()
+        finder, killer = minimum([world if bad is None else rank, rank if self._asked else world])
         self._switch(killer if killer < world else None)
         self._nonfinite = finder < world
         if self._nonfinite:
@@ -98,6 +100,22 @@ class Fallback:
                 if holder is not None:
                     holder.resync()
         self._nonfinite = False
+
+    def _look(self) -> None:
+        """Look for the kill file. A file system that fails here must not end the run, nor may this
+        rank keep the others waiting: it goes on voting as it did last.
+        """
+        if self._kill_file is None:
+            return
+        try:
+            self._asked = self._kill_file.exists()
+        except OSError as error:
+            if not self._blind:
+                log_here(
+                    f"quantized_comm: rank {seams.rank_and_world()[0]} cannot look for the file of "
+                    f"{KILL_VARIABLE}: {error}; until it can, its last vote stands (logged once)"
+                )
+            self._blind = True
 
     def _switch(self, killer: int | None) -> None:
         state = self._binding.state

@@ -41,8 +41,9 @@ class Fetch:
     def attach(self, params: Iterable[torch.Tensor], optimizer: Any) -> None:
         """Serve the parameters of a module, and what is fetched together with them."""
         self._parameters = list(params)
-        for before in {parameters.owner_of(p) for p in self._parameters} - {None}:
-            before.close()  # an engine on the same module that nobody has destroyed
+        for before in dict.fromkeys(parameters.owner_of(p) for p in self._parameters):
+            if before is not None and before.serves_only(self._parameters):
+                before.close()  # an engine on the same module that nobody has destroyed
         self.meet(self._parameters)
         seams.before_fetch(optimizer, self.meet)
         seams.note_borrowed()
@@ -63,13 +64,17 @@ class Fetch:
             parameters.wrap_partition(parameter, self.node.mark_stale, owner=self)
         return self.node
 
+    def serves_only(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether all parameters of its module are among these."""
+        return {p.ds_id for p in self._parameters} <= {p.ds_id for p in params}
+
     def close(self) -> None:
         """The engine is destroyed: its parameters are DeepSpeed's alone, and none is decoded."""
         self._is_closed = True
         if self.node is not None:
             self.node.close()
         for p in self._met.values():
-            parameters.unwrap(p)
+            parameters.unwrap(p, owner=self)
             if p.ds_id in self._decoded and parameters.is_available(p):
                 p.partition()
         self._met.clear()
@@ -99,6 +104,8 @@ class Fetch:
         """
         self._binding.asked.add("weights")
         params = sorted(params, key=lambda p: p.ds_id)  # the caller's order comes from a set
+        if self._binding.gather_count is not None:
+            self._binding.gather_count.fetched(params)
         groups: dict[int, list[Any]] = {}
         kept, others = [], []
         for p in params:

@@ -1,4 +1,5 @@
-"""Refusals and the handshake: everything that must be settled before the first collective.
+"""Roll calls and room: what must be settled before a collective. Combinations that are refused are
+in ``refusals``, the handshake of the ranks in ``handshake``.
 
 A rank that decides alone can hang the others, so every check reads facts that all ranks share and
 every error names the setting, its value and the way out.
@@ -6,98 +7,33 @@ every error names the setting, its value and the way out.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from datetime import timedelta
-from typing import Any
-
 import torch.distributed as torch_dist
 
-from ds_quant.config import ConfigError
-from ds_quant.scheme import Scheme
-from ds_quant.topology import Topology
-from ds_quant.zero.seams import log_rank0
+from ds_quant.zero import parameters
+from ds_quant.zero.binding import Binding
+from ds_quant.zero.handshake import Board, handshake
+from ds_quant.zero.log import log_rank0
+from ds_quant.zero.world import minimum
 
-WIRE_VERSION = 2  # raised when bytes on the wire change meaning
-
-
-def refuse_unsupported(facts: Mapping[str, Any]) -> None:
-    """Raise ConfigError for combinations that cannot work; ``facts`` as ``seams.facts`` gives."""
-    rules = (
-        (facts["bf16_optimizer"], "data_types.grad_accum_dtype=fp32 with bf16 under ZeRO-1",
-         "DeepSpeed then uses BF16_Optimizer (0.17: FP16_UnfusedOptimizer, without ZeRO), which "
-         "needs full gradients on every rank; use zero_optimization.stage 2, or leave "
-         "data_types.grad_accum_dtype out"),
-        (facts["deepcompile"], "compile.deepcompile=true",
-         "DeepCompile removes the hooks this plugin needs; set compile.deepcompile to false "
-         "(plain engine.compile() works)"),
-        (facts["zeropp"], ", ".join(f"zero_optimization.{k}" for k in facts["zeropp"]),
-         "ZeRO++ and quantized_comm would both quantize; remove the ZeRO++ settings"),
-        (facts["mics"], "zero_optimization.mics_shard_size",
-         "MiCS keeps its own shards; remove mics_shard_size"),
-        (facts["nvme_params"], "zero_optimization.offload_param.device=nvme",
-         "parameters on NVMe are not supported; allowed: cpu, none"),
-        (facts["zenflow"], "zero_optimization.zenflow",
-         "ZenFlow has update paths of its own; remove zenflow"),
-        (facts["super_offload"], "zero_optimization.offload_optimizer.super_offload=true",
-         "SuperOffload is not supported; set it to false"),
-    )  # fmt: skip
-    rules += (
-        (facts["nvme_optimizer"], "zero_optimization.offload_optimizer.device=nvme under ZeRO-3",
-         "not tested; allowed: cpu, none"),
-        (facts["hybrid_engine"], "hybrid_engine.enabled=true",
-         "generation with kernels of its own is not tested; set it to false"),
-        (facts["auto_experts"], "expert_parallel.enabled=true",
-         "AutoEP is not tested; set it to false and use deepspeed.moe.layer.MoE under ZeRO-1 or 2"),
-    )  # fmt: skip
-    for refused, setting, remedy in rules:
-        if refused:
-            raise ConfigError(f"quantized_comm cannot be used with {setting}: {remedy}")
+__all__ = ["handshake", "refuse_no_room", "roll_call"]
 
 
-def refuse_full_replica(scheme: Scheme, topology: Topology, model_bytes: int) -> None:
-    """Raise ConfigError for a node shard that is a full copy of the model on every rank."""
-    if not scheme.node_shard or topology.node_size > 1 or topology.nodes == 1:
-        return
-    if not scheme.allow_full_replica:
-        what = "weights.difference" if scheme.difference else "node_shard"
-        raise ConfigError(
-            f"quantized_comm.{what}=true with one rank per node: under ZeRO-3 the node shard is a "
-            f"full copy of the weights, {model_bytes / 1e9:.3g} GB more on every rank; set "
-            "quantized_comm.allow_full_replica to true to accept that, use zero_optimization.stage "
-            '2 (which keeps that copy anyway), or a scheme without a node shard such as "qsdp"'
-        )
-
-
-def handshake(*, settings: str, rank: int, world: int, timeout: float) -> None:
-    """Check through the store that all ranks run the same plugin with one block and one node size.
-
-    No collective is involved, so a rank without the plugin cannot hang the others.
-
-    Raises:
-        RuntimeError: naming the ranks that did not answer within ``timeout`` seconds, or those
-            whose version or settings differ.
-    """
-    from ds_quant import __version__
-
-    store = torch_dist.distributed_c10d._get_default_store()
-    engine = store.add(f"ds_quant/engines/{rank}", 1)  # the n-th engine of this rank
-    mine = json.dumps({"ds_quant": __version__, "wire": WIRE_VERSION, "settings": settings})
-    prefix = f"ds_quant/handshake/{engine}"
-    store.set(f"{prefix}/{rank}", mine)
-    if absent := _absent(store, prefix, world, timeout):
+def refuse_no_room(binding: Binding) -> None:
+    """Raise RuntimeError on all ranks if the node shard does not fit on one. A collective."""
+    bill = binding.bill()
+    kept, peak = bill.memory * bill.numel, binding.peak_bytes(bill)
+    (free,) = minimum([parameters.free_memory()])
+    shown = f"{free / 1e9:.3g} GB of memory are free on the fullest device"
+    if kept > free:
         raise RuntimeError(
-            f"quantized_comm: no answer from rank(s) {absent} within {timeout:g} s. Is ds_quant "
-            "installed on their hosts, DS_QUANT_DISABLE unset and the same config used there? "
-            "A slow start needs a larger quantized_comm.handshake_timeout"
+            f"quantized_comm: the node shard takes {kept / 1e9:.3g} GB on every rank, but {shown}; "
+            "use more ranks per node, zero_optimization.stage 2, or a scheme without a node shard "
+            'such as "qsdp"'
         )
-    answers = {r: store.get(f"{prefix}/{r}").decode() for r in range(world)}
-    differing = {r: a for r, a in answers.items() if a != answers[0]}
-    if differing:
-        raise RuntimeError(
-            "quantized_comm: ranks disagree; install the same ds_quant everywhere and use one "
-            f"config. rank 0: {answers[0]}; "
-            + "; ".join(f"rank {r}: {a}" for r, a in sorted(differing.items()))
+    if kept + peak > free:
+        binding.notices.append(
+            f"may run out of memory: {kept / 1e9:.3g} GB of node shard and {peak / 1e9:.3g} GB of "
+            f"messages are to come and {shown}"
         )
 
 
@@ -112,22 +48,15 @@ def roll_call(what: str, *, rank: int, world: int, patience: float, timeout: flo
     """
     store = torch_dist.distributed_c10d._get_default_store()
     call = store.add(f"ds_quant/calls/{what}/{rank}", 1)
-    prefix = f"ds_quant/roll_call/{what}/{call}"
-    store.set(f"{prefix}/{rank}", "here")
+    board, ranks = Board(store, f"ds_quant/roll_call/{what}/{call}"), range(world)
+    board.put(rank, "here")
     message = "quantized_comm: {} needs all ranks under ZeRO-1 and 2: not called on rank(s) {}"
-    if absent := _absent(store, prefix, world, patience):
-        log_rank0(message.format(what, absent) + f" after {patience:g} s, still waiting")
-    if absent and (absent := _absent(store, prefix, world, timeout)):
+    if board.arrive(ranks, patience):
+        return
+    if missing := board.missing(ranks):
+        log_rank0(message.format(what, missing) + f" after {patience:g} s, still waiting")
+    if not board.arrive(ranks, timeout) and (missing := board.missing(ranks)):
         raise RuntimeError(
-            message.format(what, absent) + f" within {timeout:g} s. Call it on all ranks and let "
+            message.format(what, missing) + f" within {timeout:g} s. Call it on all ranks and let "
             "one of them write the files, as ZeRO-3 needs it too"
         )
-
-
-def _absent(store: Any, prefix: str, world: int, timeout: float) -> list[int]:
-    """Ranks without a key under ``prefix`` after ``timeout`` seconds."""
-    try:
-        store.wait([f"{prefix}/{r}" for r in range(world)], timedelta(seconds=timeout))
-    except RuntimeError:  # torch.distributed.DistStoreError and friends
-        return [r for r in range(world) if not store.check([f"{prefix}/{r}"])]
-    return []

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
+from ds_quant.memory import BUCKETS_AHEAD
 from ds_quant.zero.reduce import Bucket, ShardReduction
-
-_AHEAD = 2  # buckets under way: one between nodes, one inside
 
 
 class LateReduction:
@@ -74,7 +73,7 @@ class LateReduction:
         self._under_way.append((bucket, partial(_without_grads, original, params)))
         if self._ends:
             bucket.advance()
-        while len(self._under_way) > (0 if self._ends else _AHEAD):
+        while len(self._under_way) > (0 if self._ends else BUCKETS_AHEAD):
             self._finish_oldest()
 
     @contextmanager

@@ -63,6 +63,11 @@ def _accelerator() -> Any:
     return get_accelerator()
 
 
+def free_memory() -> int:
+    """Bytes that can still be allocated where collectives run."""
+    return int(_accelerator().available_memory())
+
+
 def device() -> torch.device:
     """Where collectives run."""
     return torch.device(_accelerator().current_device_name())
@@ -120,11 +125,12 @@ def owner_of(parameter: Any) -> Any:
     return getattr(getattr(parameter, "all_gather_coalesced", None), "ds_quant_owner", None)
 
 
-def unwrap(parameter: Any) -> None:
-    """Give the parameter back its own methods."""
+def unwrap(parameter: Any, *, owner: object) -> None:
+    """Give the parameter back its own methods, unless another owner has wrapped them since."""
     for name in ("all_gather_coalesced", "all_gather", "partition"):
         method = getattr(parameter, name)
-        setattr(parameter, name, getattr(method, "ds_quant_wraps", method))
+        if getattr(method, "ds_quant_owner", None) is owner:
+            setattr(parameter, name, method.ds_quant_wraps)
 
 
 class StepBarrier:

@@ -79,10 +79,11 @@ class ShardReduction:
 def _cast(
     sums: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], link: Link
 ) -> list[torch.Tensor]:
-    """Every sum in its dtype."""
+    """Every sum in its dtype; most are, where kernels write it."""
     found = list(sums)
-    for dtype in set(dtypes) - {torch.float32}:
-        places = [place for place, wanted in enumerate(dtypes) if wanted == dtype]
+    different = [i for i, wanted in enumerate(dtypes) if sums[i].dtype != wanted]
+    for dtype in {dtypes[place] for place in different}:
+        places = [place for place in different if dtypes[place] == dtype]
         whole = [sums[place] for place in places]
         numels, device = [values.numel() for values in whole], whole[0].device
         narrow = link.empties(numels, dtype=dtype, device=device)

@@ -58,6 +58,7 @@ class Replica:
     def __init__(self, binding: Binding, optimizer: Any) -> None:
         self._binding, self._optimizer = binding, optimizer
         self._shows_exact = False
+        self._holds_exact = True  # what was gathered last
         self._plans: dict[tuple[int, range, bool], _Plan] = {}  # do not change between steps
 
     def gather_updated(self) -> None:
@@ -88,8 +89,7 @@ class Replica:
 
     def is_exact(self) -> bool:
         """Whether the replica shows exact weights."""
-        step = self._binding.step
-        return self._shows_exact or step == 0 or self._binding.is_exact(step)
+        return self._holds_exact or self._binding.is_exact(self._binding.step)
 
     def resync(self) -> None:
         """Exact weights on all ranks, from the master weights. A collective."""
@@ -105,6 +105,7 @@ class Replica:
         """Gather all partitions, slice by slice so that the message stays within DeepSpeed's
         ``allgather_bucket_size``; slice i travels while slice i - 1 is decoded.
         """
+        self._holds_exact = exact
         decode: Callable[[], None] = _nothing
         for group in replica_seams.replica_groups(self._optimizer):
             fabric = self._binding.fabric(group.process_group)

@@ -11,14 +11,17 @@ the calling optimizer opened them, on this thread, for the length of one call.
 
 from __future__ import annotations
 
-import functools
-import logging
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
+from ds_quant import config, leftovers, refusals
+from ds_quant.zero.log import log_here
+from ds_quant.zero.log import log_rank0 as log_rank0
 from ds_quant.zero.wrapping import Route, after, moved, require, wrap
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
@@ -30,23 +33,26 @@ def install() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from ds_quant import config
-    from ds_quant.zero import guard
     from ds_quant.zero.attach import attach
+    from ds_quant.zero.deferred import defer_operator
+    from ds_quant.zero.quiet import install_hook
 
     def read_block(original: Callable[..., Any], self: Any, param_dict: dict) -> None:
         self.quantized_comm = config.parse(param_dict)
+        if self.quantized_comm is not None:
+            if refusals.stage_of(param_dict):  # else see judge_stage_0
+                refusals.refuse(param_dict, self.quantized_comm)  # ahead of DeepSpeed's own checks
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                for lock in leftovers.idle_locks():
+                    log_here(f"quantized_comm: {leftovers.lock_sentence(lock)}")
         original(self, param_dict)
-        if self.quantized_comm is not None and self.zero_config.stage != 0:
-            self.quantized_comm.validate_stage(self.zero_config.stage)
-            guard.refuse_unsupported(facts(self))  # before DeepSpeed builds what it refuses
 
     def judge_stage_0(original: Callable[..., Any], self: Any) -> None:
         original(self)
         config = getattr(self._config, "quantized_comm", None)
         if config is not None and self.zero_optimization_stage() == 0:
             if self.optimizer_name():
-                config.validate_stage(0)
+                config.validate_stage(refusals.stage_of(param_dict(self)))
             self._config.quantized_comm = None  # as for the frozen model of a preference trainer
             log_rank0("quantized_comm: inactive in an engine at stage 0 without an optimizer")
 
@@ -59,6 +65,8 @@ def install() -> None:
         attach(self, None)
         return original(self, *args, **kwargs)
 
+    install_hook()
+    defer_operator()
     wrap(DeepSpeedConfig, "_initialize_params", read_block)
     wrap(DeepSpeedEngine, "_do_sanity_check", judge_stage_0)
     wrap(DeepSpeedEngine, "_configure_zero_optimizer", attach_zero)
@@ -71,43 +79,15 @@ def install() -> None:
 _shard_reduction = Route("reduce_scatter_coalesced")
 
 
-def facts(config: Any, *, bf16_optimizer: bool = False) -> dict[str, Any]:
-    """Settings of a DeepSpeedConfig that decide whether the plugin can work; equal on all ranks."""
-    zero = config.zero_config
-    compile_config = getattr(config, "compile_config", None)
-    offload_param, offload_optimizer = zero.offload_param, zero.offload_optimizer
-    flags = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
-    flags = (*flags, "zero_quantized_gradients")
-    zeropp = [f"{flag}=true" for flag in flags if getattr(zero, flag, False)]
-    if zero.zero_hpz_partition_size > 1:
-        zeropp.append(f"zero_hpz_partition_size={zero.zero_hpz_partition_size}")
-    return {
-        "stage": int(zero.stage),
-        "bf16_optimizer": bf16_optimizer,
-        "deepcompile": bool(getattr(compile_config, "deepcompile", False)),
-        "zeropp": zeropp,
-        "mics": getattr(zero, "mics_shard_size", -1) > 0,
-        "nvme_params": offload_param is not None and offload_param.device == "nvme",
-        "nvme_optimizer": int(zero.stage) == 3
-        and offload_optimizer is not None
-        and offload_optimizer.device == "nvme",
-        "hybrid_engine": bool(getattr(config.hybrid_engine, "enabled", False)),
-        "auto_experts": bool(
-            getattr(getattr(config, "expert_parallel_config", None), "enabled", False)
-        ),
-        "zenflow": getattr(zero, "zenflow", None) is not None,
-        "super_offload": bool(getattr(offload_optimizer, "super_offload", False)),
-    }
-
-
 def exact_gradient_reason(engine: Any) -> str | None:
     """The setting that keeps gradients on DeepSpeed's own exact path, if there is one."""
     zero = engine._config.zero_config
-    names = ["reduce_scatter"]
-    if zero.stage < 3:
-        names += ["contiguous_gradients", "use_multi_rank_bucket_allreduce"]
-    off = [name for name in names if not getattr(zero, name)]
-    return f"zero_optimization.{off[0]} is false" if off else None
+    return refusals.exact_gradient_reason(int(zero.stage), partial(getattr, zero))
+
+
+def param_dict(engine: Any) -> dict[str, Any]:
+    """The DeepSpeed config as it was written."""
+    return engine._config._param_dict
 
 
 # ---- parameters of ZeRO-3 ----
@@ -124,6 +104,13 @@ def before_fetch(optimizer: Any, meet: Callable[[Iterable[Any]], None]) -> None:
     coordinator = offload.get_param_coordinator()
     require(coordinator, _FETCH)
     wrap(coordinator, _FETCH, fetch)
+
+
+def is_gathered_whole(module: torch.nn.Module) -> bool:
+    """Whether ZeRO-3 gathers all that is in the module at once (DeepSpeed's leaf modules)."""
+    from deepspeed.utils import z3_leaf_module
+
+    return bool(z3_leaf_module(module))
 
 
 def note_borrowed() -> None:
@@ -155,7 +142,7 @@ def wrap_shard_reduction(
     original = stage3.reduce_scatter_coalesced.ds_quant_wraps
 
     def around(avg_scatter: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
-        with _shard_reduction.through(functools.partial(reduce, original, params)):
+        with _shard_reduction.through(partial(reduce, original, params)):
             return avg_scatter(params, *args, **kwargs)
 
     require(optimizer, _AVG_SCATTER)
@@ -218,7 +205,7 @@ def around_step(optimizer: Any, before: Callable[[], None], after: Callable[[boo
 
 def after_global_step(engine: Any, then: Callable[[], None]) -> None:
     """Run ``then()`` whenever ``engine.global_steps`` has grown, skipped updates included."""
-    after(engine, "_take_model_step", then)
+    after(engine, "_take_model_step", then, stacked=True)
 
 
 def before_destroy(engine: Any, first: Callable[[], None]) -> None:
@@ -231,13 +218,6 @@ def before_destroy(engine: Any, first: Callable[[], None]) -> None:
             original(*args, **kwargs)
 
     wrap(engine, "destroy", destroy)
-
-
-def log_rank0(message: str) -> None:
-    from deepspeed.utils import log_dist
-
-    # DeepSpeed's logger shows nothing below a warning unless the user lowers its level.
-    log_dist(message, ranks=[0], level=logging.WARNING)
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -1,8 +1,7 @@
 """Sampled steps of one engine, written to DeepSpeed's monitors and to a file of JSON lines.
 
-[Note: which steps] Optimizer steps ``interval``, 2 ``interval``, ... as DeepSpeed counts them: all
-ranks sample the same ones without asking each other, and each measures itself alone. Rank 0 writes
-what it has seen.
+[Note: which steps] Optimizer steps ``interval``, 2 ``interval``, ... as DeepSpeed counts them. Rank
+0 measures itself and writes that; nobody would read what other ranks see, so they measure nothing.
 
 [Note: CUDA] In a sampled step the clock waits for the device, else it would time launches. That
 also ends overlap: a sampled step is slower, and its waits are an upper bound.
@@ -15,13 +14,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ds_quant.clock import device_clock
 from ds_quant.config import ConfigError
 from ds_quant.config_blocks import MetricsConfig
-from ds_quant.meter import Sample
+from ds_quant.meter import Sample, normalised
 from ds_quant.zero import parameters, seams
 from ds_quant.zero.binding import Binding
+from ds_quant.zero.log import log_here
 
 PREFIX = "Train/Samples/ds_quant"  # as DeepSpeed names its own events
 
@@ -73,11 +76,10 @@ class Telemetry:
     def __init__(self, binding: Binding, settings: MetricsConfig) -> None:
         self._binding, self._interval = binding, settings.interval
         self._file = None if settings.file is None else Path(settings.file)
-        self._writes = seams.rank_and_world()[0] == 0
         self._clock = device_clock(parameters.device())
+        self._failed = False  # to write, once
         self._steps = 0  # since the last report
         self._last = _copy(binding.traffic.received)
-        self._baseline = binding.received_in_full_precision()
 
     def arm(self) -> None:
         """Sample the next optimizer step if it is its turn. Called between steps."""
@@ -89,18 +91,16 @@ class Telemetry:
         """DeepSpeed has counted an optimizer step, skipped or not."""
         self._steps += 1
         if self._binding.traffic.meter.is_open:
-            sample = self._binding.traffic.meter.close()
-            if self._writes:
-                self._write(self._record(sample))
+            self._write(self._record(self._binding.traffic.meter.close()))
             self._steps, self._last = 0, _copy(self._binding.traffic.received)
         self.arm()
 
     def _record(self, sample: Sample) -> Record:
         engine, state = self._binding.engine, self._binding.state
         values = dict(self._bytes())
+        values |= _errors(sample)
         for (role, link), tally in sample.tallies.items():
             if tally.numel:
-                values[f"{role}/{link}/error"] = tally.normalised_error
                 values[f"{role}/{link}/bits"] = tally.bits
         for name in ("encode", "wait", "decode"):
             values[f"seconds/{name}"] = sample.seconds[name]
@@ -113,22 +113,53 @@ class Telemetry:
 
     def _bytes(self) -> Iterator[tuple[str, float]]:
         """Bytes per step since the last report, and the share of full precision that is saved."""
+        baseline = self._binding.received_in_full_precision()
         for role, links in self._binding.traffic.received.items():
             for link, received in links.items():
                 per_step = (received - self._last[role][link]) / self._steps
-                exact = self._baseline[role][link]
+                exact = baseline[role][link]
                 if per_step:
                     yield f"{role}/{link}/bytes", per_step
                 if per_step and exact:
                     yield f"{role}/{link}/saved", 1 - per_step / exact
 
     def _write(self, record: Record) -> None:
+        """A full disk or a lost folder costs records, not the run."""
+        try:
+            self._append(record)
+        except OSError as error:
+            if not self._failed:
+                log_here(
+                    f"quantized_comm: step {record.step}: the metrics cannot be written: {error}; "
+                    "training goes on, and later ones are tried again (logged once)"
+                )
+            self._failed = True
+
+    def _append(self, record: Record) -> None:
         monitor = self._binding.engine.monitor
         if monitor.enabled:
             monitor.write_events(record.events())
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(record.line() + "\n")
+
+
+def listened_to(engine: Any, settings: MetricsConfig) -> bool:
+    """Whether anybody reads samples of this rank: a monitor, or a file."""
+    reader = settings.file is not None or engine.monitor.enabled
+    return bool(settings.interval) and reader and seams.rank_and_world()[0] == 0
+
+
+def _errors(sample: Sample) -> dict[str, float]:
+    """Errors of what was read back; the one moment at which the device is waited for."""
+    places = [place for place, tally in sample.tallies.items() if tally.squares is not None]
+    if not places:
+        return {}
+    squares = torch.stack([sample.tallies[place].squares for place in places]).tolist()
+    return {
+        f"{role}/{link}/error": normalised(error, norm)
+        for (role, link), (error, norm) in zip(places, squares, strict=True)
+    }
 
 
 def _copy(received: Received) -> Received:

@@ -17,6 +17,7 @@ from ds_quant.config import QuantizedCommConfig
 from ds_quant.link import Link
 from ds_quant.metrics import Traffic
 from ds_quant.presets import CANDIDATES
+from ds_quant.refusals import starts
 from ds_quant.zero import parameters, seams
 from ds_quant.zero.binding import Binding
 from ds_quant.zero.world import broadcast
@@ -32,6 +33,7 @@ def tune(binding: Binding, config: QuantizedCommConfig) -> QuantizedCommConfig:
         nodes=binding.topology.nodes,
         node_size=binding.topology.node_size,
         modules=sum(map(_is_gathered, binding.engine.module.modules())),
+        gathers=binding.gathers,
     )
     links = _links(binding)
     found = [_candidate(binding, config.picked(name), place) for name in _allowed(config, place)]
@@ -52,13 +54,8 @@ def _is_gathered(module: torch.nn.Module) -> bool:
 
 def _allowed(config: QuantizedCommConfig, place: Place) -> list[str]:
     """Candidates without those that start-up would refuse."""
-    full_replica = place.stage == 3 and place.node_size == 1 and place.nodes > 1
-    return [
-        name
-        for name in CANDIDATES
-        if not (full_replica and config.picked(name).to_scheme().node_shard)
-        or config.allow_full_replica
-    ]
+    where = {"world": place.nodes * place.node_size, "node_size": place.node_size}
+    return [n for n in CANDIDATES if starts(config.picked(n), stage=place.stage, **where)]
 
 
 def _links(binding: Binding) -> Links:

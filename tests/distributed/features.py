@@ -19,6 +19,7 @@ from tests.distributed.models import (
     Regression,
     Run,
     digest,
+    plain_descent,
     settings,
     train,
 )
@@ -162,7 +163,8 @@ class Feature:
             **self.top,
         )
         model = partial(_born_sharded, self.model, config) if self.in_zero_init else self.model
-        return train(config, steps, model, groups=self.groups, watched=True)
+        chosen = {"groups": self.groups, "optimizer": plain_descent}
+        return train(config, steps, model, watched=True, **chosen)
 
 
 def _born_sharded(model: Callable[[], nn.Module], config: dict[str, Any]) -> nn.Module:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = ["tests.distributed.preload"]
@@ -38,7 +38,8 @@ def run(
 ) -> list[Any]:
     """``function(*args)`` on every rank of a fresh default process group; results by rank.
 
-    TEST_COLLECTIVE_TIMEOUT in ``environment`` is the seconds after which a collective gives up.
+    TEST_COLLECTIVE_TIMEOUT in ``environment`` is the seconds after which a collective gives up;
+    with TEST_PROCESS_GROUP=own there is no process group until ``function`` makes one.
     ``function`` is a module-level function of a test module; it may use ``deepspeed.comm``,
     initialised, and finds RANK and WORLD_SIZE in the environment. Exceptions come back as
     ``AssertionError`` with the rank's traceback.
@@ -57,12 +58,13 @@ def run_each(
     environment: dict[str, str] | None = None,
 ) -> list[tuple[Any, str | None]]:
     """As ``run``, but returns (result, traceback or None) by rank instead of raising."""
+    # Here, not on rank 0, it takes a port that nobody else can get, and outlives a rank that fails.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as scratch:
         pipes, processes = [], []
-        port = _free_port()
         for rank in range(world):
             receiver, sender = _CONTEXT.Pipe(duplex=False)
-            variables = _environment(rank, world, port, scratch) | (environment or {})
+            variables = _environment(rank, world, store.port, scratch) | (environment or {})
             process = _CONTEXT.Process(target=_rank_main, args=(sender, variables, function, args))
             process.start()
             sender.close()
@@ -99,6 +101,7 @@ def _environment(rank: int, world: int, port: int, scratch: str) -> dict[str, st
         "LOCAL_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
         "OMP_NUM_THREADS": "1",
         "TEST_SCRATCH": scratch,
     }
@@ -116,19 +119,12 @@ def _rank_main(
         from deepspeed import comm as dist
 
         seconds = float(os.environ.get("TEST_COLLECTIVE_TIMEOUT", "600"))
-        dist.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=seconds))
+        if os.environ.get("TEST_PROCESS_GROUP") != "own":
+            dist.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=seconds))
         outcome = (function(*args), None)
         torch.distributed.barrier()
     except BaseException:  # the parent reports it
         outcome = (None, traceback.format_exc())
     sender.send(outcome)
     sender.close()
-    if outcome[1] is not None and variables["RANK"] == "0":
-        time.sleep(1)  # its store goes with it, and others may still read there why they end too
     os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -93,6 +93,11 @@ def build(
     return deepspeed.initialize(model=module, optimizer=make(chosen), config=config)[0]
 
 
+def plain_descent(params: Iterable[Any]) -> torch.optim.Optimizer:
+    """Unlike Adam's, its steps are as large as the gradients: a wrong factor shows in the loss."""
+    return torch.optim.SGD(params, lr=0.5)
+
+
 def batch(seed: int, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
     """Inputs (16, 63) and the targets (16, 61) of a fixed linear teacher, both fp32."""
     generator = torch.Generator().manual_seed(((seed * 1000 + step) * 100 + micro) * 10 + rank)

@@ -2,8 +2,10 @@
 
 # ruff: noqa: E402  (the environment must be set before torch and DeepSpeed are imported)
 
+import contextlib
 import functools
 import gc
+import importlib
 import logging
 import os
 import warnings
@@ -26,9 +28,26 @@ import torch._inductor.compile_fx
 import torch._inductor.config
 from deepspeed.utils import logger
 
+from ds_quant.presets import preset_description, preset_names
+
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build that nothing uses
 logger.setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*|.*reduce_scatter_tensor.*")
+
+# What building an engine would import on every rank, half of the time that an engine takes; older
+# versions of DeepSpeed lack some.
+for name in (
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "torch._subclasses.schema_check_mode",
+    "torch.profiler._cupti_monitor",
+):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+for name in preset_names():
+    preset_description(name)
+torch.set_printoptions(threshold=0, edgeitems=1)  # DeepSpeed formats parameters for nobody
 gc.freeze()
 
 if deepspeed.__version__.startswith("0.18."):

@@ -13,9 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.distributed.models import FEATURES, HIDDEN, TARGETS, WIDTH, Regression, batch, settings
+from tests.distributed.models import (
+    FEATURES,
+    HIDDEN,
+    TARGETS,
+    WIDTH,
+    Regression,
+    batch,
+    plain_descent,
+    settings,
+)
 
-STEPS = 8
+STEPS = 6
 Outcome = tuple[list[float], Any]
 
 
@@ -39,7 +48,7 @@ def initialize(model: nn.Module, config: dict[str, Any], **arguments: Any) -> An
 
     if "optimizer" not in arguments and "optimizer" not in config:
         trained = [p for p in model.parameters() if p.requires_grad]
-        arguments["optimizer"] = torch.optim.AdamW(trained, lr=2e-3)
+        arguments["optimizer"] = plain_descent(trained)
     return deepspeed.initialize(model=model, config=config, **arguments)[0]
 
 
@@ -82,7 +91,7 @@ def experts(stage: int, block: dict[str, Any] | None, ep_size: int) -> Outcome:
 
     model = seeded(lambda: Mixture(ep_size))
     groups = split({"params": list(model.parameters()), "name": "parameters"})
-    optimizer = torch.optim.AdamW(groups, lr=2e-3)
+    optimizer = plain_descent(groups)
     return losses_of(initialize(model, settings(stage, block, dtype="bf16"), optimizer=optimizer))
 
 
@@ -109,7 +118,7 @@ def pipeline(stage: int, block: dict[str, Any] | None, dtype: str = "fp32") -> O
     module = PipelineModule(layers, num_stages=2, loss_fn=mean_square, partition_method="uniform")
     config = settings(stage, block, dtype=dtype)
     engine = deepspeed.initialize(
-        model=module, config=config, optimizer=torch.optim.AdamW(module.parameters(), lr=2e-3)
+        model=module, config=config, optimizer=plain_descent(module.parameters())
     )[0]
     replica = engine.grid.get_data_parallel_rank()
     losses = []

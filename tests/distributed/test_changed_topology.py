@@ -25,7 +25,7 @@ from tests.distributed.models import (
     watch,
 )
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 SCHEMES = {
     "qsdp": {"scheme": "qsdp"},
@@ -100,7 +100,7 @@ class Saved:
 
 @pytest.fixture(
     scope="module",
-    params=[(stage, scheme) for stage in (1, 2, 3) for scheme in SCHEMES],
+    params=[(1, "sdp4bit"), (2, "qsdp"), (3, "qsdp"), (3, "sdp4bit")],
     ids=lambda p: f"zero{p[0]}-{p[1]}",
 )
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:

@@ -291,3 +291,35 @@ def test_edits_inside_gathered_parameters_arrive_in_shards_and_forward() -> None
         assert found["arrived"]
         assert found["bias_used"]  # biases travel exactly
         assert found["losses"][0] != found["losses"][1]
+
+
+# ---- before the first step ----
+
+
+def exported_at_once(stage: int) -> dict[str, Any]:
+    """Saves 16-bit weights and a checkpoint before any step, then trains; once more undisturbed."""
+    from deepspeed import comm as dist
+
+    folder = Path(os.environ["TEST_SCRATCH"])
+    engine = build(config(stage))
+    found: dict[str, Any] = {"exact": exact(engine, "bf16"), "live": live(engine)}
+    engine.save_16bit_model(str(folder), "model.bin")
+    found["live_after_export"] = live(engine)
+    engine.save_checkpoint(str(folder), tag="first")
+    found["live_after_save"] = live(engine)
+    dist.barrier()
+    saved = torch.load(folder / "model.bin", weights_only=True)
+    found["saved"] = {n: digest(t) for n, t in saved.items()}
+    found["losses"] = [train_step(engine, step) for step in range(2)]
+    engine.destroy()
+    undisturbed = build(config(stage))
+    found["undisturbed"] = [train_step(undisturbed, step) for step in range(2)]
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_export_before_the_first_step_is_exact_and_harmless(stage: int) -> None:
+    for found in run(exported_at_once, 2, stage):
+        assert found["saved"] == found["exact"]
+        assert found["live_after_export"] == found["live_after_save"] == found["live"]
+        assert found["losses"] == found["undisturbed"]

@@ -2,12 +2,14 @@
 
 The quantized run is saved and the checkpoint loaded into a plain DeepSpeed engine, which exports
 too. Before every export an evaluation leaves decoded weights behind, where the stage keeps any.
+One start of the ranks per stage and scheme plays all exports.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from tests.distributed.harness import run
 from tests.distributed.models import build, digest, evaluate, settings, train_step, watch
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 # Two nodes of one rank, so that differences are taken from kept weights under ZeRO-3 too.
 SCHEMES = {
@@ -68,29 +70,42 @@ def in_memory(engine: Any, folder: Path) -> Bits:
         return bits_of(engine.module.state_dict())
 
 
-EXPORTS = {"save_16bit_model": save_16bit, "zero_to_fp32": zero_to_fp32, "in memory": in_memory}
+EXPORTS = {"in memory": in_memory, "save_16bit_model": save_16bit, "zero_to_fp32": zero_to_fp32}
 
 
-def _exported(stage: int, block: dict, name: str) -> tuple[Bits, Bits, dict[str, str]]:
-    """What the quantized and the plain engine export, and what an evaluation saw before."""
+def _exported(stage: int, block: dict) -> dict[str, tuple[Bits, Bits, dict[str, str]]]:
+    """By export: what the quantized and the plain engine write, and what an evaluation saw before
+    the former.
+    """
     from deepspeed import comm as dist
 
     scratch = Path(os.environ["TEST_SCRATCH"])
     zero = GATHERED if stage == 3 else {}
     engine = build(settings(stage, block, dtype="bf16", zero=zero))
-    for step in range(3):
-        train_step(engine, step)
-    with watch(engine) as seen:
-        evaluate(engine)
-    quantized = EXPORTS[name](engine, scratch / "quantized")
-    engine.save_checkpoint(str(scratch), tag="here")
-    dist.barrier()
+    quantized = {}
+    train_step(engine, 0)
+    for step, (name, export) in enumerate(EXPORTS.items(), start=1):
+        train_step(engine, step)  # before every one: an export makes kept weights exact
+        with watch(engine) as seen:
+            evaluate(engine)
+        used = {s.name: s.bits for s in seen}
+        quantized[name] = export(engine, scratch / f"quantized {name}"), used
+        engine.save_checkpoint(str(scratch), tag=name)
+        dist.barrier()
     engine.destroy()
 
     engine = build(settings(stage, None, dtype="bf16", zero=zero), seed=7)
-    engine.load_checkpoint(str(scratch), tag="here")
-    plain = EXPORTS[name](engine, scratch / "plain")
-    return quantized, plain, {s.name: s.bits for s in seen}
+    found = {}
+    for name, export in EXPORTS.items():
+        engine.load_checkpoint(str(scratch), tag=name)
+        bits, used = quantized[name]
+        found[name] = bits, export(engine, scratch / f"plain {name}"), used
+    return found
+
+
+@cache
+def exported(stage: int, scheme: str) -> list[dict[str, tuple[Bits, Bits, dict[str, str]]]]:
+    return run(_exported, 2, stage, SCHEMES[scheme])
 
 
 @pytest.mark.parametrize("name", EXPORTS)
@@ -99,7 +114,7 @@ def _exported(stage: int, block: dict, name: str) -> tuple[Bits, Bits, dict[str,
 def test_an_export_equals_that_of_a_plain_engine_with_the_same_shards(
     stage: int, scheme: str, name: str
 ) -> None:
-    for quantized, plain, seen in run(_exported, 2, stage, SCHEMES[scheme], name):
+    for quantized, plain, seen in (rank[name] for rank in exported(stage, scheme)):
         assert list(quantized) == list(plain) and len(plain) == len(seen) == 8
         assert quantized == plain
         if name != "zero_to_fp32":  # else bits of fp32 and bf16 differ anyway

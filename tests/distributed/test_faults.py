@@ -10,7 +10,7 @@ from tests.distributed.faults import FAULTS, TIMEOUT, aftermath, stall
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 # What gloo says, below our sentence or, in DeepSpeed's own collectives, alone.
 CLEAR = ("does not answer", "Timed out", "Connection closed", "Connection reset", "closed by peer")

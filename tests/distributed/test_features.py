@@ -25,6 +25,7 @@ from tests.distributed.models import (
     evaluate,
     masters,
     mean_losses,
+    plain_descent,
     settings,
     train,
     train_step,
@@ -34,15 +35,16 @@ from tests.distributed.models import (
 pytestmark = pytest.mark.distributed
 
 STAGES = (1, 2, 3)
-STEPS = 10
+STEPS = 6
 
 # [Note: noise] Weights start uniform in [-a, a], with root mean square a / sqrt(3). An 8-bit code
 # is off by 2a / 255 / sqrt(12) rms: 0.4 % of the weights' rms, so about 0.7 % of the outputs' after
 # three layers. The loss is a mean over n = 2 ranks * 16 * 61 outputs, in which an error of relative
 # size e changes by 2e / sqrt(n), here 0.03 %, plus e^2. Gradients add unbiased noise of one code, a
-# few per cent of an element, that Adam averages in the same way. 1 % of the loss leaves room for
-# unlucky draws of the few shifts and for ten steps; 2-bit codes exceed it several times over.
-NOISE = 0.01
+# few per cent of an element, of which plain descent makes a few per cent of a step. 0.2 % of the
+# first loss is twice what was measured, and 2-bit codes exceed it several times over; so does a
+# gradient that is a hundredth too long, as six steps take more than half of the loss away.
+NOISE = 0.002
 
 
 def all_features(stage: int) -> dict[str, Any]:
@@ -75,8 +77,8 @@ def test_feature_trains_as_without_quantization(stage: int, name: str) -> None:
         ranks.append(found[name])
     plain, quantized = ([rank[i] for rank in ranks] for i in (0, 1))
     expected, losses = mean_losses(plain), mean_losses(quantized)
-    assert expected[-1] < 0.75 * expected[0]
-    np.testing.assert_allclose(losses, expected, rtol=NOISE)
+    assert expected[-1] < (0.95 if name == "clipping" else 0.75) * expected[0]
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=NOISE * expected[0])
     assert quantized[0].losses != plain[0].losses
     assert quantized[0].report["collectives"]["gradients"] > 0
     assert quantized[0].report["collectives"]["weights"] > 0
@@ -93,14 +95,17 @@ def unsteady(seen: list[Sighting]) -> list[tuple[str, int]]:
 
 def two_bits(stage: int) -> tuple[Run, Run]:
     block = {"weights": {"bits": 2}, "gradients": {"bits": 2}}
-    plain, coarse = (train(settings(stage, b, dtype="bf16"), STEPS) for b in (None, block))
+    plain, coarse = (
+        train(settings(stage, b, dtype="bf16"), STEPS, optimizer=plain_descent)
+        for b in (None, block)
+    )
     return plain, coarse
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_bits_exceed_the_noise_allowed_above(stage: int) -> None:
     plain, coarse = (mean_losses(runs) for runs in zip(*run(two_bits, 2, stage), strict=True))
-    assert abs(coarse[-1] / plain[-1] - 1) > 3 * NOISE
+    assert np.abs(coarse - plain).max() > 3 * NOISE * plain[0]
 
 
 def borrowed() -> tuple[list[str], list[str], str]:
@@ -144,6 +149,7 @@ def exact_gradients(stage: int) -> dict[str, Run]:
         name: train(
             settings(stage, block, zero={"reduce_scatter": False}, gradient_predivide_factor=2.0),
             STEPS,
+            optimizer=plain_descent,
         )
         for name, block in blocks.items()
     }
@@ -161,7 +167,8 @@ def test_without_reduce_scatter_gradients_stay_exact_and_the_line_says_why(stage
         assert digests(found["gradients only"].weights) == digests(found["plain"].weights)
         assert found["quantized"].losses != found["plain"].losses
     losses = {n: mean_losses([found[n] for found in ranks]) for n in ("plain", "quantized")}
-    np.testing.assert_allclose(losses["quantized"], losses["plain"], rtol=NOISE)
+    allowed = NOISE * losses["plain"][0]
+    np.testing.assert_allclose(losses["quantized"], losses["plain"], rtol=0, atol=allowed)
 
 
 # ---- the block's own settings ----

@@ -7,6 +7,7 @@ Collectives are counted by the sequence numbers that torch keeps for every proce
 from __future__ import annotations
 
 import functools
+import os
 import time
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import run, run_each
-from tests.distributed.models import QSDP, build, evaluate, settings, train_step
+from tests.distributed.models import QSDP, Regression, build, evaluate, settings, train_step
 
 pytestmark = pytest.mark.distributed
 
@@ -25,24 +26,30 @@ def collectives_issued() -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
+def _all_refused(configs: list[dict[str, Any]]) -> list[tuple[str, str, int, int]]:
+    return [_refused_rank(config) for config in configs]
+
+
 def _refused_rank(config: dict[str, Any]) -> tuple[str, str, int, int]:
     """Name and text of the error, collectives issued in all and since the plugin's last check."""
-    from ds_quant.zero import guard
+    from ds_quant import refusals
 
     started = checked = collectives_issued()
-    check = guard.refuse_unsupported
+    check = refusals.refuse_unsupported
 
     def noted(facts: Any) -> None:
         nonlocal checked
         checked = collectives_issued()
         check(facts)
 
-    guard.refuse_unsupported = noted
+    refusals.refuse_unsupported = noted
     try:
         build(config)
     except Exception as error:
         now = collectives_issued()
         return type(error).__name__, str(error), now - started, now - checked
+    finally:
+        refusals.refuse_unsupported = check
     return "nothing", "", 0, 0
 
 
@@ -142,10 +149,15 @@ AT_THE_ENGINE = {
 }
 
 
+@functools.cache
+def refused_at_parsing() -> list[list[tuple[str, str, int, int]]]:
+    return run(_all_refused, 2, [config for config, _ in AT_PARSING.values()])
+
+
 @pytest.mark.parametrize("case", AT_PARSING)
 def test_a_wrong_setting_is_refused_before_any_collective(case: str) -> None:
-    config, parts = AT_PARSING[case]
-    for kind, message, collectives, _ in run(_refused_rank, 2, config, timeout=20):
+    parts, place = AT_PARSING[case][1], list(AT_PARSING).index(case)
+    for kind, message, collectives, _ in (rank[place] for rank in refused_at_parsing()):
         assert kind == "ConfigError", (kind, message)
         assert [part for part in parts if part not in message] == [], message
         assert collectives == 0
@@ -238,10 +250,10 @@ def _handshake_rank(configs: list[dict[str, Any]]) -> tuple[str, str, float, int
     begun = 0
     handshake = guard.handshake
 
-    def noted(**facts: Any) -> None:
+    def noted(**facts: Any) -> int:
         nonlocal begun
         begun = collectives_issued()
-        handshake(**facts)
+        return handshake(**facts)
 
     guard.handshake = noted
     started = time.monotonic()
@@ -264,7 +276,7 @@ def test_ranks_without_the_plugin_are_named_within_the_timeout(
     for rank in set(range(3)) - set(absent):
         assert outcomes[rank][0] is not None, outcomes[rank][1]
         kind, message, seconds, collectives = outcomes[rank][0]
-        assert kind == "RuntimeError"
+        assert kind == "StartError"
         assert f"no answer from rank(s) {absent} within {TIMEOUT:g} s" in message
         assert "DS_QUANT_DISABLE" in message and "handshake_timeout" in message
         assert TIMEOUT <= seconds < TIMEOUT + 8  # building the engine is part of it
@@ -272,19 +284,35 @@ def test_ranks_without_the_plugin_are_named_within_the_timeout(
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "named"),
     [
-        {"gradients": {"bits": 4}}, {"seed": 1}, {"scheme": "qsdp_w4g4"}, {"min_numel": 64},
-        {"exclude": ["last*"]}, {"node_size": 1}, {"warmup_steps": 3},
+        ({"gradients": {"bits": 4}}, "gradients.bits=4 (rank 0: 8)"),
+        ({"seed": 1}, "seed=1 (rank 0: 0)"),
+        ({"scheme": "qsdp_w4g4"}, 'scheme="qsdp_w4g4" (rank 0: "qsdp")'),
+        ({"min_numel": 64}, "min_numel=64 (rank 0: 2048)"),
+        ({"exclude": ["last*"]}, 'exclude=["last*"] (rank 0: [])'),
+        ({"node_size": 1}, "node_size=1 (rank 0: null)"),
+        ({"fallback": {"steps": 7}}, "fallback.steps=7 (rank 0: 100)"),
     ],
     ids=str,
-)  # fmt: skip
-def test_ranks_with_other_settings_are_named(other: dict[str, Any]) -> None:
+)
+def test_ranks_with_other_settings_are_named_with_the_keys_that_differ(
+    other: dict[str, Any], named: str
+) -> None:
     configs = [settings(2, CAREFUL), settings(2, CAREFUL), settings(2, CAREFUL | other)]
     for kind, message, _, collectives in run(_handshake_rank, 3, configs):
-        assert kind == "RuntimeError" and "ranks disagree" in message
-        assert "rank 0:" in message and "rank 2:" in message and "rank 1:" not in message
+        assert kind == "StartError" and "ranks disagree" in message
+        assert f"quantized_comm.{named}" in message
+        assert "rank 2:" in message and "rank 1:" not in message
+        assert "handshake_timeout" not in message, "equal keys are left out"
         assert collectives == 0
+
+
+def test_ranks_with_one_other_block_are_named_together() -> None:
+    other, third = CAREFUL | {"seed": 1}, CAREFUL | {"seed": 2}
+    configs = [settings(2, block) for block in (CAREFUL, other, other, third)]
+    for _, message, _, _ in run(_handshake_rank, 4, configs):
+        assert "ranks 1 to 2: quantized_comm.seed=1 (rank 0: 0); rank 3: " in message
 
 
 def test_the_same_settings_written_differently_agree() -> None:
@@ -308,7 +336,7 @@ def _version_rank() -> str:
 def test_ranks_with_another_version_are_named() -> None:
     for message in run(_version_rank, 2):
         assert "install the same ds_quant everywhere" in message
-        assert 'rank 1: {"ds_quant": "0.0.0"' in message
+        assert 'rank 1: ds_quant="0.0.0" (rank 0: "' in message
 
 
 def _several_engines_rank(blocks: list[dict[str, Any]]) -> list[tuple[str, list[float]]]:
@@ -341,3 +369,158 @@ def _second_engine_rank() -> str:
 def test_the_second_engine_is_compared_with_second_engines() -> None:
     for message in run(_second_engine_rank, 2):
         assert "ranks disagree" in message and "rank 1:" in message
+
+
+def _other_bytes_rank() -> tuple[str, str, float, int]:
+    from ds_quant.zero import handshake
+
+    handshake.WIRE_VERSION += torch.distributed.get_rank()
+    return _handshake_rank([settings(2, CAREFUL)] * 2)
+
+
+def test_ranks_with_other_bytes_are_named() -> None:
+    for kind, message, _, collectives in run(_other_bytes_rank, 2):
+        assert kind == "StartError" and "ranks disagree" in message
+        assert "rank 1: wire=3 (rank 0: 2)" in message
+        assert collectives == 0
+
+
+def _launched_otherwise_rank() -> str:
+    import ds_quant
+
+    if torch.distributed.get_rank() == 1:
+        os.environ["LOCAL_SIZE"] = "1"
+    return ds_quant.report(build(settings(2, QSDP)))["line"]
+
+
+def test_hosts_decide_where_launchers_contradict_each_other() -> None:
+    """Rank 0 was told of two ranks on its host, rank 1 of one; they share it."""
+    for line in run(_launched_otherwise_rank, 2):
+        assert "; 1 x 2 ranks; " in line
+
+
+# ---- hosts and kernels ----
+
+
+class _Counted:
+    """The store, counting what is asked of it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.asked = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked += 1
+        return getattr(self._store, name)
+
+
+def _store_rank() -> int:
+    """Questions that one handshake puts to the store."""
+    from unittest.mock import patch
+
+    from ds_quant.config import parse_block
+    from ds_quant.zero import guard
+
+    distributed = torch.distributed.distributed_c10d
+    store = _Counted(distributed._get_default_store())
+    with patch.object(distributed, "_get_default_store", return_value=store):
+        guard.handshake(
+            config=parse_block(CAREFUL), must={}, facts={},
+            rank=torch.distributed.get_rank(), world=torch.distributed.get_world_size(),
+        )  # fmt: skip
+    return store.asked
+
+
+def test_the_handshake_asks_the_store_no_more_with_more_ranks() -> None:
+    assert run(_store_rank, 2) == run(_store_rank, 6)[:2]
+
+
+def _placed_rank(
+    hosts: list[str], config: dict[str, Any], kernels: list[str] | None = None
+) -> tuple[str, list[str]]:
+    """The line of the report or the error, and what rank 0 was told."""
+    import socket
+
+    import ds_quant
+    from ds_quant.kernels import dispatch
+    from ds_quant.zero import handshake
+
+    rank, said = torch.distributed.get_rank(), []
+    socket.gethostname = lambda: hosts[rank]
+    handshake.log_rank0 = said.append
+    if kernels is not None:
+        dispatch.describe = lambda device: kernels[rank]
+    try:
+        return ds_quant.report(build(config))["line"], said
+    except RuntimeError as error:
+        return str(error), said
+
+
+NOBODY_SAYS = {"LOCAL_SIZE": "", "LOCAL_WORLD_SIZE": ""}
+
+
+def test_hosts_make_the_nodes_where_neither_config_nor_launcher_says() -> None:
+    for line, said in run(
+        _placed_rank, 4, list("aabb"), settings(2, QSDP), environment=NOBODY_SAYS
+    ):
+        assert "; 2 x 2 ranks; " in line and said == []
+
+
+def test_a_given_node_on_several_hosts_trains_with_one_warning() -> None:
+    ranks = run(_placed_rank, 4, list("aabb"), block(node_size=4))
+    assert all("; 1 x 4 ranks; " in line for line, _ in ranks)
+    (warning,) = ranks[0][1]
+    assert "node_size=4, but ranks 0 to 3 lie on several hosts (2 on a, 2 on b)" in warning
+
+
+def test_several_declared_nodes_on_one_host_are_silent() -> None:
+    for line, said in run(_placed_rank, 4, ["a"] * 4, block(node_size=2)):
+        assert "; 2 x 2 ranks; " in line and said == []
+
+
+def test_cyclic_ranks_are_refused_on_all_ranks() -> None:
+    ranks = run(_placed_rank, 4, list("abab"), settings(2, QSDP), environment=NOBODY_SAYS)
+    for message, _ in ranks:
+        assert "are not consecutive" in message and "srun --distribution=block" in message
+
+
+def test_ranks_with_other_kernels_are_named_in_one_warning() -> None:
+    kernels = ["CuPy kernels"] * 2 + ["torch kernels"]
+    ranks = run(_placed_rank, 3, list("abc"), block(node_size=1), kernels)
+    assert all("x 1 ranks; " in line for line, _ in ranks)
+    (warning,) = ranks[0][1]
+    assert "kernels differ" in warning
+    assert "Most ranks: CuPy kernels; rank 2 on c: torch kernels" in warning
+
+
+# ---- exclude ----
+
+
+class _Wrapped(torch.nn.Module):
+    """As torch.compile wraps a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod = Regression()
+
+    def forward(self, *batch: Any) -> Any:
+        return self._orig_mod(*batch)
+
+
+def _patterns_rank(patterns: list[str]) -> tuple[str, list[str]]:
+    import ds_quant
+    from ds_quant.zero import seams
+
+    said: list[str] = []
+    seams.log_rank0 = said.append
+    engine = build(block(exclude=patterns), _Wrapped)
+    return ds_quant.report(engine)["line"], said
+
+
+def test_patterns_reach_a_wrapped_model_and_idle_ones_are_named() -> None:
+    line, said = run(_patterns_rank, 2, ["last.weight", "secnd.weight", "*.embed*"])[0]
+    assert "1 excluded" in line
+    assert [warning.split("; ")[0] for warning in said] == [
+        'quantized_comm: exclude pattern "secnd.weight" matches no parameter',
+        'quantized_comm: exclude pattern "*.embed*" matches no parameter',
+    ]
+    assert said[0].endswith("one is called _orig_mod.second.weight")

@@ -22,7 +22,7 @@ from tests.distributed.models import (
     train_step,
 )
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 BLOCKS = {
     "qsdp": {"scheme": "qsdp"},

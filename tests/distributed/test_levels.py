@@ -1,7 +1,7 @@
 """Schemes of several levels on real engines: node shard, weight differences, two-hop gradients.
 
-Topologies are nodes x ranks per node, all on this machine. One start of the ranks plays all
-schemes of a stage and topology.
+Topologies are nodes x ranks per node, all on this machine. One start of the ranks per topology
+plays all schemes, each under one stage, so that every scheme meets every stage and topology.
 """
 
 from __future__ import annotations
@@ -21,36 +21,46 @@ from tests.distributed.models import (
     batch,
     build,
     digest,
+    digests,
+    evaluate,
+    masters,
+    plain_descent,
     settings,
     train,
     train_step,
 )
 from tests.distributed.test_wire_bytes import MEASURED, NUMEL, WARM, Matrices, _step
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 STAGES = (1, 2, 3)
 TOPOLOGIES = ((1, 4), (2, 2), (4, 1), (2, 1))
 SCHEMES = (
-    "full_precision", "qsdp", "sdp4bit", "sdp4bit_paper", "qwd", "qw4", "tlq", "tlq_hs", "ulq",
+    "full_precision", "sdp4bit", "qsdp", "sdp4bit_paper", "qwd", "qw4", "tlq", "tlq_hs", "ulq",
     "zeropp",
 )  # fmt: skip
-STEPS = 5
+KEEPING = ("sdp4bit", "sdp4bit_paper", "qwd", "zeropp")  # a node shard under ZeRO-3
+STEPS = 4
 
 
 def block_of(scheme: str, node_size: int, **keys: Any) -> dict[str, Any]:
     return {"scheme": scheme, "node_size": node_size, "allow_full_replica": True, **keys}
 
 
+def stage_of(scheme: str, topology: tuple[int, int]) -> int:
+    return STAGES[(SCHEMES.index(scheme) + TOPOLOGIES.index(topology)) % len(STAGES)]
+
+
 # ---- training ----
 
 
-def _train_all(stage: int, node_size: int) -> dict[str, tuple[list[float], dict, dict]]:
+def _train_all(topology: tuple[int, int]) -> dict[str, tuple[list[float], dict, dict]]:
     """By scheme: losses, the bits seen of every weight in every step, the report."""
     outcomes = {}
     for scheme in SCHEMES:
-        config = settings(stage, block_of(scheme, node_size), dtype="bf16", accumulation=2)
-        result = train(config, STEPS, watched=True)
+        block = block_of(scheme, topology[1])
+        config = settings(stage_of(scheme, topology), block, dtype="bf16", accumulation=2)
+        result = train(config, STEPS, watched=True, optimizer=plain_descent)
         bits = defaultdict(set)
         for sighting in result.seen:
             bits[sighting.step, sighting.name].add(sighting.bits)
@@ -59,45 +69,45 @@ def _train_all(stage: int, node_size: int) -> dict[str, tuple[list[float], dict,
 
 
 @functools.cache
-def trained(stage: int, nodes: int, node_size: int) -> list[dict[str, tuple]]:
-    return run(_train_all, nodes * node_size, stage, node_size, timeout=280)
+def trained(topology: tuple[int, int]) -> list[dict[str, tuple]]:
+    return run(_train_all, topology[0] * topology[1], topology, timeout=280)
 
 
-@pytest.mark.parametrize(("stage", "topology"), list(product(STAGES, TOPOLOGIES)))
-def test_all_holders_see_equal_bits_in_every_step(stage: int, topology: tuple[int, int]) -> None:
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_all_holders_see_equal_bits_in_every_step(topology: tuple[int, int]) -> None:
     """Forward and backward of all micro-steps, on all ranks."""
-    ranks = trained(stage, *topology)
+    ranks = trained(topology)
     for scheme in SCHEMES:
         first = ranks[0][scheme][1]
         assert first and all(len(seen) == 1 for seen in first.values()), scheme
         assert all(rank[scheme][1] == first for rank in ranks), scheme
 
 
-@pytest.mark.parametrize(("stage", "topology"), list(product(STAGES, TOPOLOGIES)))
-def test_losses_follow_full_precision(stage: int, topology: tuple[int, int]) -> None:
-    """Five steps from 1.4 to 0.5. Measured: 3 % at most, for 4-bit weights without differences."""
-    ranks = trained(stage, *topology)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_losses_follow_full_precision(topology: tuple[int, int]) -> None:
+    """Four steps from 1.35 to 0.65. Measured: 0.3 % at most; 1 % for 4-bit weights without
+    differences.
+    """
+    ranks = trained(topology)
 
     def losses(scheme: str) -> np.ndarray:
         return np.mean([rank[scheme][0] for rank in ranks], axis=0)
 
     exact = losses("full_precision")
-    assert exact[-1] < 0.6 * exact[0]
+    assert exact[-1] < 0.8 * exact[0]
     for scheme in SCHEMES:
-        limit = 0.06 if scheme == "qw4" else 0.03
+        limit = 0.03 if scheme == "qw4" else 0.01
         np.testing.assert_allclose(losses(scheme), exact, rtol=limit, err_msg=scheme)
 
 
-@pytest.mark.parametrize(("stage", "topology"), list(product(STAGES, TOPOLOGIES)))
-def test_memory_is_what_the_report_says(stage: int, topology: tuple[int, int]) -> None:
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_memory_is_what_the_report_says(topology: tuple[int, int]) -> None:
     """2 / ranks per node bytes per bf16 parameter under ZeRO-3, nothing elsewhere."""
     nodes, node_size = topology
     for scheme in SCHEMES:
-        for rank in trained(stage, *topology):
+        keeps = stage_of(scheme, topology) == 3 and nodes > 1 and scheme in KEEPING
+        for rank in trained(topology):
             report = rank[scheme][2]
-            keeps = stage == 3 and nodes > 1 and scheme in (
-                "sdp4bit", "sdp4bit_paper", "qwd", "zeropp"
-            )  # fmt: skip
             formula = 2 / node_size * report["params"] if keeps else 0
             assert report["kept_bytes"] == pytest.approx(formula, rel=0.05)
             assert report["kept_bytes"] == pytest.approx(report["expected_kept_bytes"], rel=0.05)
@@ -105,18 +115,32 @@ def test_memory_is_what_the_report_says(stage: int, topology: tuple[int, int]) -
 
 # ---- bytes ----
 
+# Between nodes, per parameter: sdp4bit.md 5.4. 4 bits in groups of 2048 and one fp32 scale each
+# are 0.502, in groups of 128 0.531; ZeRO++'s 8 and 4 bits 1.0005 and 0.501.
+BETWEEN = {
+    "sdp4bit": (0.502, 0.531), "zeropp": (1.0005, 0.501), "qsdp": (1.008, 1.008),
+    "full_precision": (2, 2),
+}  # fmt: skip
+ONCE_PER_STEP = ("sdp4bit", "zeropp")  # under ZeRO-3, thanks to the node shard
+SEVERAL_NODES = ((2, 2), (4, 1), (2, 1))
 
-def _bytes_rank(stage: int, node_size: int) -> dict[tuple[str, int], tuple[dict, dict]]:
-    """By scheme and accumulation: bytes received per step by link, and the report."""
+
+def accumulation_of(stage: int, scheme: str, topology: tuple[int, int]) -> int:
+    """Every pair of stage, scheme and topology with 1 or 4, every two of them with both."""
+    return (1, 4)[(stage + list(BETWEEN).index(scheme) + SEVERAL_NODES.index(topology)) % 2]
+
+
+def _bytes_rank(topology: tuple[int, int]) -> dict[tuple[int, str], tuple[dict, dict]]:
+    """By stage and scheme: bytes received per step by link, and the report."""
     import ds_quant
 
     results = {}
-    for scheme, accumulation in product(BETWEEN, (1, 4)):
+    for stage, scheme in product(STAGES, BETWEEN):
         config = settings(
             stage,
-            block_of(scheme, node_size),
+            block_of(scheme, topology[1]),
             dtype="bf16",
-            accumulation=accumulation,
+            accumulation=accumulation_of(stage, scheme, topology),
             zero={"reduce_bucket_size": 4 * NUMEL},
         )
         engine = build(config, Matrices)
@@ -131,36 +155,26 @@ def _bytes_rank(stage: int, node_size: int) -> dict[tuple[str, int], tuple[dict,
             link: sum(after[role][link] - before[role][link] for role in after) / MEASURED
             for link in ("intra", "inter")
         }
-        results[scheme, accumulation] = received, report
+        results[stage, scheme] = received, report
         engine.destroy()
     return results
 
 
 @functools.cache
-def bytes_of(stage: int, nodes: int, node_size: int) -> list[dict]:
-    return run(_bytes_rank, nodes * node_size, stage, node_size, timeout=280)
+def bytes_of(topology: tuple[int, int]) -> list[dict]:
+    return run(_bytes_rank, topology[0] * topology[1], topology, timeout=280)
 
 
-# Between nodes, per parameter: sdp4bit.md 5.4. 4 bits in groups of 2048 and one fp32 scale each
-# are 0.502, in groups of 128 0.531; ZeRO++'s 8 and 4 bits 1.0005 and 0.501.
-BETWEEN = {
-    "sdp4bit": (0.502, 0.531), "zeropp": (1.0005, 0.501), "qsdp": (1.008, 1.008),
-    "full_precision": (2, 2),
-}  # fmt: skip
-ONCE_PER_STEP = ("sdp4bit", "zeropp")  # under ZeRO-3, thanks to the node shard
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("topology", [(2, 2), (4, 1), (2, 1)])
-@pytest.mark.parametrize(("stage", "scheme"), list(product(STAGES, BETWEEN)))
-def test_bytes_between_nodes(
-    stage: int, scheme: str, topology: tuple[int, int], accumulation: int
-) -> None:
+@pytest.mark.parametrize("topology", SEVERAL_NODES)
+@pytest.mark.parametrize("scheme", BETWEEN)
+@pytest.mark.parametrize("stage", STAGES)
+def test_bytes_between_nodes(stage: int, scheme: str, topology: tuple[int, int]) -> None:
     """beta (w + g k) into every node, or beta (2 w + g) k under ZeRO-3 without a node shard; ZeRO-1
     reduces once per step, whatever k. Each byte enters a node once.
     """
     nodes, node_size = topology
-    ranks = [result[scheme, accumulation] for result in bytes_of(stage, nodes, node_size)]
+    accumulation = accumulation_of(stage, scheme, topology)
+    ranks = [result[stage, scheme] for result in bytes_of(topology)]
     weights, gradients = BETWEEN[scheme]
     if stage == 3 and scheme not in ONCE_PER_STEP:
         weights *= 2 * accumulation
@@ -195,8 +209,9 @@ def _corrupted(stage: int, node_size: int) -> tuple[list[float], int]:
     return losses, ds_quant.report(engine)["resyncs"]
 
 
-@pytest.mark.parametrize("topology", [(2, 2), (2, 1)])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "topology"), [(1, (2, 1)), (2, (2, 2)), (3, (2, 2)), (3, (2, 1))]
+)
 def test_a_holder_that_drifts_is_found_and_brought_back(
     stage: int, topology: tuple[int, int]
 ) -> None:
@@ -226,46 +241,41 @@ def _saved_and_resumed(stage: int, node_size: int, accumulation: int) -> tuple[l
                 engine.save_checkpoint(folder, tag="middle")
                 dist.barrier()
                 losses = []
-        from tests.distributed.models import digests, masters
-
         outcomes.append((losses, digests(masters(engine))))
         engine.destroy()
     return outcomes
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "accumulation"), [(1, 2), (2, 1), (3, 1), (3, 2)])
 def test_a_resumed_run_equals_the_one_that_saved(stage: int, accumulation: int) -> None:
     """Saving makes kept weights exact, loading too: both go on from the same bits."""
     for went_on, resumed in run(_saved_and_resumed, 4, stage, 2, accumulation):
         assert went_on == resumed
 
 
-def _surgery(stage: int, scheme: str) -> tuple[list[float], bool]:
+def _surgery(stage: int) -> tuple[list[float], bool]:
     """Halves a weight matrix after step 3, and reads what the next forward computes with."""
     import deepspeed
 
     import ds_quant
 
-    engine = build(settings(stage, block_of(scheme, 2), dtype="bf16"))
-    losses = []
-    for step in range(8):
-        losses += train_step(engine, step)
-        if step != 2:
-            continue
-        weight = engine.module.second.weight
-        if stage == 3:
-            with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
-                if torch.distributed.get_rank() == 0:
-                    weight.data.mul_(0.5)
-            part = deepspeed.utils.safe_get_local_fp32_param(weight) / 2
-            deepspeed.utils.safe_set_local_fp32_param(weight, part)
-        else:
-            full = deepspeed.utils.safe_get_full_fp32_param(weight) / 2
-            deepspeed.utils.safe_set_full_fp32_param(weight, full)
-        ds_quant.resync(engine)
-        expected = digest(deepspeed.utils.safe_get_full_fp32_param(weight).bfloat16())
-        seen = [digest(weights) for weights in _computed_with(engine)]
+    config = settings(stage, block_of("sdp4bit", 2), dtype="bf16")
+    engine = build(config, optimizer=plain_descent)
+    losses = [loss for step in range(3) for loss in train_step(engine, step)]
+    weight = engine.module.second.weight
+    if stage == 3:
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                weight.data.mul_(0.5)
+        part = deepspeed.utils.safe_get_local_fp32_param(weight) / 2
+        deepspeed.utils.safe_set_local_fp32_param(weight, part)
+    else:
+        full = deepspeed.utils.safe_get_full_fp32_param(weight) / 2
+        deepspeed.utils.safe_set_full_fp32_param(weight, full)
+    ds_quant.resync(engine)
+    expected = digest(deepspeed.utils.safe_get_full_fp32_param(weight).bfloat16())
+    seen = [digest(weights) for weights in _computed_with(engine)]
+    losses += [loss for step in range(3, 6) for loss in train_step(engine, step)]
     return losses, seen == [expected]
 
 
@@ -283,41 +293,38 @@ def _computed_with(engine: Any) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_weight_surgery_is_seen_at_once_and_costs_no_accuracy(stage: int) -> None:
-    exact = mean_losses_of(run(_surgery, 4, stage, "full_precision"))
-    outcome = run(_surgery, 4, stage, "sdp4bit")
-    assert all(seen for _, seen in outcome)
-    np.testing.assert_allclose(mean_losses_of(outcome), exact, rtol=0.03)
+def test_weight_surgery_is_seen_at_once_and_costs_no_accuracy() -> None:
+    outcomes = {stage: run(_surgery, 4, stage) for stage in STAGES}
+    assert all(seen for outcome in outcomes.values() for _, seen in outcome)
+    losses = [np.mean([losses for losses, _ in outcomes[stage]], axis=0) for stage in STAGES]
+    assert losses[0][-1] < 0.6 * losses[0][0]
+    for of_stage in losses[1:]:
+        np.testing.assert_allclose(of_stage, losses[0], rtol=0.01)
 
 
-def mean_losses_of(outcome: list[tuple[list[float], bool]]) -> np.ndarray:
-    return np.mean([losses for losses, _ in outcome], axis=0)
-
-
-def _skipped(stage: int, scheme: str) -> tuple[list[float], int]:
-    """The fourth step's loss is infinite on one rank: DeepSpeed skips the update."""
-    config = settings(stage, block_of(scheme, 2), dtype="bf16")
+def _skipped(stage: int) -> tuple[bool, int]:
+    """The fourth step's loss is infinite on one rank: DeepSpeed skips the update. Whether an
+    evaluation after it computes what one before it did.
+    """
+    config = settings(stage, block_of("sdp4bit", 2), dtype="bf16")
     config["bf16"]["check_grad_overflow"] = True
     engine = build(config)
-    losses = []
-    for step in range(8):
-        x, y = batch(0, step, 0, torch.distributed.get_rank())
-        loss = engine(x.bfloat16(), y)
-        losses.append(float(loss))
-        bad = step == 3 and torch.distributed.get_rank() == 1
-        engine.backward(loss * float("inf") if bad else loss)
-        engine.step()
-    return losses, engine.skipped_steps
+    for step in range(3):
+        train_step(engine, step)
+    before = evaluate(engine)
+    x, y = batch(0, 3, 0, torch.distributed.get_rank())
+    bad = torch.distributed.get_rank() == 1
+    engine.backward(engine(x.bfloat16(), y) * (float("inf") if bad else 1.0))
+    engine.step()
+    return evaluate(engine) == before, engine.skipped_steps
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_skipped_step_leaves_the_kept_weights_alone(stage: int) -> None:
-    exact, outcome = run(_skipped, 4, stage, "full_precision"), run(_skipped, 4, stage, "sdp4bit")
-    if all(skipped == 0 for _, skipped in exact):
+    ranks = run(_skipped, 4, stage)
+    if all(skipped == 0 for _, skipped in ranks):
         pytest.skip("this DeepSpeed skips no bf16 step: 0.19 does")
-    assert {skipped for _, skipped in exact + outcome} == {1}
-    np.testing.assert_allclose(mean_losses_of(outcome), mean_losses_of(exact), rtol=0.03)
+    assert ranks == [(True, 1)] * 4
 
 
 # ---- refusals ----

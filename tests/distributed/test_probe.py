@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ds_quant.cli import main
 from ds_quant.tools import probe
@@ -19,8 +21,32 @@ pytestmark = pytest.mark.distributed
 SIZES = (1 << 10, 1 << 16, 1 << 20)  # small: four processes on two cores
 
 
+# Of the simulated links: bytes per second into a rank, and seconds per message.
+INSIDE, BETWEEN = (8e8, 1e-4), (1e8, 2e-3)
+
+
+def _simulate(node_size: int) -> None:
+    """Let the clock of this process show what the simulated links take; later ranks are slower."""
+    from ds_quant import bandwidth
+    from ds_quant.link import Link
+
+    now, gather, own = 0.0, Link.all_gather, torch.distributed.get_rank()
+
+    def timed(self: Link, payload: torch.Tensor, **options: Any) -> Any:
+        nonlocal now
+        ranks = torch.distributed.get_process_group_ranks(self.process_group)
+        rate, latency = INSIDE if len({r // node_size for r in ranks}) == 1 else BETWEEN
+        seconds = latency + payload.nbytes * (len(ranks) - 1) / rate
+        now += seconds * (1 + own)
+        return gather(self, payload, **options)
+
+    Link.all_gather = timed
+    bandwidth.device_clock = lambda device: lambda: now
+
+
 def _probe(folder: str, node_size: int | None) -> probe.Found:
     probe.SIZES = SIZES
+    _simulate(node_size or torch.distributed.get_world_size())
     arguments = argparse.Namespace(out=Path(folder, "probe.json"), node_size=node_size)
     return probe.measure_and_write(arguments)
 
@@ -38,9 +64,13 @@ def test_probe_measures_the_levels_that_exist(
     assert probe.load(tmp_path / "probe.json") == found
     assert (found.intra is not None, found.inter is not None) == levels
     assert found.nodes * found.node_size == world and found.backend == "gloo"
-    for rate in (found.intra, found.inter):
+    links = (found.intra, INSIDE, 1), (found.inter, BETWEEN, found.node_size)
+    for rate, (bytes_per_second, latency), ranks_at_once in links:
         if rate is not None:
-            assert 1e5 < rate.bytes_per_second < 1e12 and 0 < rate.latency < 5
+            into_node = ranks_at_once * bytes_per_second / world
+            assert rate.bytes_per_second == pytest.approx(into_node, rel=1e-6)
+            smallest = latency + SIZES[0] / bytes_per_second
+            assert rate.latency == pytest.approx(world * smallest, rel=1e-6)
 
 
 def _started(*command: str, cwd: Path) -> str:
@@ -62,7 +92,6 @@ def _started(*command: str, cwd: Path) -> str:
     return printed
 
 
-@pytest.mark.slow
 def test_probe_starts_itself_on_the_hosts_of_a_hostfile(tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("# this machine\nlocalhost slots=2\n")
     command = (sys.executable, "-m", "ds_quant", "probe", "--hostfile", "hostfile")
@@ -72,7 +101,6 @@ def test_probe_starts_itself_on_the_hosts_of_a_hostfile(tmp_path: Path) -> None:
     assert "2 x 1 ranks over gloo" in printed
 
 
-@pytest.mark.slow
 def test_probe_runs_under_torchrun(tmp_path: Path) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
     own = (sys.executable, "-m", "ds_quant", "probe", "--out", "links.json")

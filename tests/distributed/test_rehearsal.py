@@ -17,7 +17,7 @@ from ds_quant.zero.rehearsal import rehearse
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings, train_step
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 LEARNED = {"rounding": "nearest", "levels": "learned", "level_steps": [1]}
 SCHEMES: tuple[dict[str, Any], ...] = (
@@ -64,7 +64,9 @@ class Recorder:
 
 def _variants(stage: int, block: dict[str, Any]) -> tuple[set, set]:
     """(rehearsed, launched by three optimizer steps)."""
-    engine = build(settings(stage, block | {"allow_full_replica": True}, dtype="bf16"))
+    # Buckets of few owners under ZeRO-2: there, ranks also deliver sums to each other.
+    zero = {"reduce_bucket_size": 20_000} if stage == 2 else {}
+    engine = build(settings(stage, block | {"allow_full_replica": True}, dtype="bf16", zero=zero))
     recorder = Recorder()
     rehearse(engine.ds_quant_binding, torch.device("cpu"))
     rehearsed, recorder.variants = recorder.variants, set()
@@ -73,10 +75,10 @@ def _variants(stage: int, block: dict[str, Any]) -> tuple[set, set]:
     return rehearsed, recorder.variants
 
 
-@pytest.mark.parametrize("node_size", (1, 2, 4))
 @pytest.mark.parametrize("stage", (1, 2, 3))
 @pytest.mark.parametrize("block", SCHEMES, ids=lambda block: block["scheme"])
-def test_training_launches_nothing_new(block: dict[str, Any], stage: int, node_size: int) -> None:
+def test_training_launches_nothing_new(block: dict[str, Any], stage: int) -> None:
+    node_size = (1, 2, 4)[(SCHEMES.index(block) + stage) % 3]  # each scheme and stage has all
     for rehearsed, launched in run(_variants, 4, stage, block | {"node_size": node_size}):
         new = launched - rehearsed
         assert not new, "\n".join(f"{kernel}: {dict(macros)}" for kernel, macros in sorted(new))

@@ -57,6 +57,25 @@ def test_an_exact_state_dict_is_not_told_of(block: dict[str, Any]) -> None:
         assert set(warnings.values()) == {0}
 
 
+def after_a_save() -> int:
+    from ds_quant.zero import seams
+
+    engine = build(settings(2, {"scheme": "sdp4bit"}, dtype="bf16"))
+    logged: list[str] = []
+    seams.log_rank0 = logged.append
+    train_step(engine, 0)
+    engine.save_checkpoint(os.environ["TEST_SCRATCH"], "here")
+    engine.module.state_dict()
+    before = len(logged)
+    train_step(engine, 1)
+    engine.module.state_dict()
+    return len(logged) - before if before == 0 else -1
+
+
+def test_differences_are_exact_after_a_save_until_the_next_step() -> None:
+    assert run(after_a_save, 2) == [1, 1]
+
+
 def mistaken() -> list[str]:
     import ds_quant
 

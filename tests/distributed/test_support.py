@@ -21,25 +21,29 @@ from tests.distributed.models import (
     settings,
     train_step,
 )
-from tests.distributed.support import ELSEWHERE, PAGE, REFUSED, TRAINED, Refused, Trained, page
+from tests.distributed.support import ELSEWHERE, PAGE, REFUSED, TRAINED, Refused, page
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
-# Scheme -> block on four ranks and how far the last loss may be off: see [Note: noise] in
-# test_features.py for 8 bits; two-hop 4-bit gradients and 4-bit differences follow within 3 % in
-# test_levels.py, over as few steps.
+# Scheme -> block on four ranks, and how far a loss may be off, in first losses: about twice what
+# was measured. A wrong factor of the gradients moves the last loss by a multiple of it.
 BLOCKS: dict[str, tuple[dict[str, Any], float]] = {
-    "qsdp": ({"scheme": "qsdp", "node_size": 1}, 0.01),
-    "sdp4bit": ({"scheme": "sdp4bit", "node_size": 2, "checksum_steps": 3}, 0.03),
+    "qsdp": ({"scheme": "qsdp", "node_size": 1}, 0.0012),
+    "sdp4bit": ({"scheme": "sdp4bit", "node_size": 2, "checksum_steps": 3}, 0.006),
 }
 INSTALLED = tuple(int(part) for part in version("deepspeed").split(".")[:2])
+
+
+def scheme_of(place: int, stage: int) -> str:
+    """In turns, so that a row with several stages meets both."""
+    return tuple(BLOCKS)[(place + stage) % 2]
 
 
 def outcomes(place: int) -> dict[tuple[int, str | None], Any]:
     """By stage and scheme: (losses, report), or the traceback."""
     row, found = TRAINED[place], {}
     for stage in row.stages:
-        for scheme in (None, *BLOCKS):
+        for scheme in (None, scheme_of(place, stage)):
             block = BLOCKS[scheme][0] if scheme else None
             try:
                 found[stage, scheme] = row.train(stage, block)
@@ -53,13 +57,12 @@ def tried(place: int) -> list[tuple[dict, str | None]]:
     return run_each(outcomes, 4, place, timeout=200)
 
 
-@pytest.mark.parametrize("scheme", BLOCKS)
 @pytest.mark.parametrize(
     ("place", "stage"),
     [pytest.param(i, s, id=f"{r.feature}, {s}") for i, r in enumerate(TRAINED) for s in r.stages],
 )
-def test_what_works_trains_as_without_the_plugin(place: int, stage: int, scheme: str) -> None:
-    row: Trained = TRAINED[place]
+def test_what_works_trains_as_without_the_plugin(place: int, stage: int) -> None:
+    row, scheme = TRAINED[place], scheme_of(place, stage)
     if stage in row.fails.get(INSTALLED, ()):
         pytest.skip(f"DeepSpeed {INSTALLED} cannot do this without the plugin either")
     losses: dict[str | None, list[list[float]]] = {None: [], scheme: []}
@@ -76,12 +79,26 @@ def test_what_works_trains_as_without_the_plugin(place: int, stage: int, scheme:
         assert ("belong to part of the ranks" in report["line"]) == row.few_ranks
     expected, quantized = (np.mean(losses[name], axis=0) for name in (None, scheme))
     assert expected[-1] < 0.95 * expected[0]
-    np.testing.assert_allclose(quantized, expected, rtol=BLOCKS[scheme][1])
+    allowed = BLOCKS[scheme][1] * expected[0]
+    np.testing.assert_allclose(quantized, expected, rtol=0, atol=allowed)
     assert losses[scheme] != losses[None]
 
 
-def refused(place: int, stage: int) -> None:
-    build(REFUSED[place].config(stage, QSDP))
+def all_refused() -> dict[tuple[int, int], str]:
+    """The error by row and stage."""
+    found = {}
+    for place, row in enumerate(REFUSED):
+        for stage in row.stages:
+            try:
+                build(row.config(stage, QSDP))
+            except Exception as error:
+                found[place, stage] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@functools.cache
+def refused() -> list[dict[tuple[int, int], str]]:
+    return run(all_refused, 2)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +109,7 @@ def test_what_is_refused_names_the_setting_and_the_way_out(place: int, stage: in
     row: Refused = REFUSED[place]
     if INSTALLED < row.since:
         pytest.skip(f"DeepSpeed {INSTALLED} does not know the setting")
-    for _, error in run_each(refused, 2, place, stage):
+    for error in (rank.get((place, stage)) for rank in refused()):
         assert error is not None and "ConfigError" in error
         assert [part for part in row.parts if part not in error] == [], error
 
@@ -147,7 +164,7 @@ def test_engines_trained_in_turn_equal_their_separate_runs() -> None:
 
 def rebuilt(stage: int, scheme: str) -> Bits:
     found = []
-    for _ in range(3):
+    for _ in range(2):
         engine = build(settings(stage, {"scheme": scheme, "node_size": 2}, dtype="bf16"))
         losses = [loss for step in range(4) for loss in train_step(engine, step)]
         found.append((losses, digests(masters(engine))))
@@ -156,8 +173,9 @@ def rebuilt(stage: int, scheme: str) -> Bits:
     return found
 
 
-@pytest.mark.parametrize("scheme", ["qsdp", "sdp4bit"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "scheme"), [(1, "sdp4bit"), (2, "qsdp"), (3, "qsdp"), (3, "sdp4bit")]
+)
 def test_an_engine_rebuilt_in_one_process_trains_as_the_first(stage: int, scheme: str) -> None:
-    for first, second, third in run(rebuilt, 4, stage, scheme):
-        assert first == second == third
+    for first, second in run(rebuilt, 4, stage, scheme):
+        assert first == second

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import run, run_each
-from tests.distributed.models import build, settings, train_step
+from tests.distributed.models import Regression, build, settings, train_step
 
 pytestmark = pytest.mark.distributed
 PREFIX = "Train/Samples/ds_quant/"
@@ -130,7 +130,21 @@ def test_nothing_is_written_before_the_first_interval_and_the_step_before_it_ope
     None
 ):
     assert run(nothing, 2, 4, 2) == [(False, False)] * 2
-    assert run(nothing, 2, 4, 3) == [(False, True)] * 2
+    assert run(nothing, 2, 4, 3) == [(False, True), (False, False)]
+
+
+def unheard() -> list[bool]:
+    """Whether a sample is open before each step; with neither monitor nor file."""
+    engine = build(settings(2, block("qsdp", None) | {"metrics": {"interval": 1}}))
+    found = []
+    for step in range(3):
+        found.append(engine.ds_quant_binding.traffic.meter.is_open)
+        train_step(engine, step)
+    return found
+
+
+def test_nothing_is_sampled_where_nobody_listens() -> None:
+    assert run(unheard, 2) == [[False] * 3] * 2
 
 
 def two_engines() -> list[list[dict]]:
@@ -160,9 +174,8 @@ def same_weights(stage: int) -> list[dict[str, str]]:
 
     found = []
     for interval in (1, 0):
-        engine = build(
-            settings(stage, block("sdp4bit", None) | {"metrics": {"interval": interval}})
-        )
+        metrics = {"interval": interval, "file": str(Path(os.environ["TEST_SCRATCH"], "lines"))}
+        engine = build(settings(stage, block("sdp4bit", None) | {"metrics": metrics}))
         for step in range(3):
             train_step(engine, step)
         found.append(digests(masters(engine)))
@@ -206,12 +219,48 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_sent() -> N
     assert "in handshake" in other, "which is before the first collective"
 
 
+def lost_file() -> tuple[int, list[int], list[str]]:
+    """Steps taken, steps reported, and what rank 0 logs; in step 3 a folder is in the file's place,
+    in step 5 it is gone.
+    """
+    from ds_quant.zero import telemetry
+
+    said: list[str] = []
+    telemetry.log_here = said.append
+    file = Path(os.environ["TEST_SCRATCH"], "lines")
+    engine = build(settings(2, block("qsdp", str(file)) | {"metrics": _every_step(file)}))
+    for step in range(7):
+        if torch.distributed.get_rank() == 0 and step in (3, 5):
+            if step == 3:
+                file.rename(file.with_name("before"))
+            (file.mkdir if step == 3 else file.rmdir)()
+        train_step(engine, step)
+    torch.distributed.barrier()
+    parts = [file.with_name("before").read_text(), file.read_text()]
+    return (
+        engine.global_steps,
+        [json.loads(line)["step"] for part in parts for line in part.splitlines()],
+        said,
+    )
+
+
+def _every_step(file: Path) -> dict[str, Any]:
+    return {"interval": 1, "file": str(file)}
+
+
+def test_a_file_that_becomes_unwritable_costs_records_and_not_the_run() -> None:
+    (steps, reported, said), (_, _, silent) = run(lost_file, 2)
+    assert steps == 7 and reported == [1, 2, 3, 6, 7]
+    assert len(said) == 1 and "step 4: the metrics cannot be written: " in said[0]
+    assert "Is a directory" in said[0] and silent == []
+
+
 def times(repeats: int) -> tuple[float, float]:
     """Shortest ordinary and shortest sampled step, in seconds."""
     shortest = []
     for interval in (0, 1):
-        fields = block("sdp4bit", None) | {"metrics": {"interval": interval}}
-        engine = build(settings(2, fields))
+        metrics = {"interval": interval, "file": str(Path(os.environ["TEST_SCRATCH"], "lines"))}
+        engine = build(settings(2, block("sdp4bit", None) | {"metrics": metrics}))
         found = []
         for step in range(repeats):
             torch.distributed.barrier()
@@ -224,7 +273,25 @@ def times(repeats: int) -> tuple[float, float]:
     return shortest[0], shortest[1]
 
 
+@pytest.mark.alone
 def test_the_default_interval_costs_less_than_one_percent() -> None:
     """One step in a hundred is sampled; it must not take twice as long as another."""
     plain, with_sample = run(times, 2, 30)[0]
     assert (with_sample - plain) / plain / 100 < 0.01
+
+
+def baseline() -> tuple[dict, dict]:
+    """Bytes of a step of two micro-steps by formula, were nothing quantized, and those counted."""
+    engine = build(settings(2, block("full_precision", None), accumulation=2))
+    train_step(engine, 0)
+    return engine.ds_quant_binding.received_in_full_precision(), received(engine)
+
+
+def test_full_precision_saves_nothing() -> None:
+    """fp32, half of it from the other rank: weights once, gradients twice."""
+    numel = sum(p.numel() for p in Regression().parameters())
+    for expected, counted in run(baseline, 2):
+        for role, times in (("weights", 1), ("gradients", 2)):
+            assert expected[role]["intra"] == counted[role]["intra"] == 0
+            assert expected[role]["inter"] == pytest.approx(4 * numel / 2 * times, rel=1e-3)
+            assert counted[role]["inter"] == pytest.approx(expected[role]["inter"], rel=1e-2)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +23,6 @@ from tests.distributed.models import (
 
 pytestmark = pytest.mark.distributed
 
-STAGES = (0, 1, 2, 3)
 STEPS = 4
 
 
@@ -58,8 +54,9 @@ def same(one: Run, other: Run) -> bool:
     return one.losses == other.losses and digests(one.weights) == digests(other.weights)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp32")]
+)
 def test_run_without_the_block_equals_one_without_the_plugin(stage: int, dtype: str) -> None:
     for hooked, unhooked, wrapped in run(hooked_then_unhooked, 2, stage, dtype):
         assert wrapped >= 3
@@ -124,35 +121,3 @@ def test_engine_without_the_block_carries_no_trace_of_the_plugin(stage: int) -> 
     for plain_traces, quantized_traces in run(attributes, 2, stage):
         assert plain_traces == []
         assert len(quantized_traces) >= 4  # else the search is blind
-
-
-DISABLED = """
-import ds_quant
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.engine import DeepSpeedEngine
-for method in (
-    DeepSpeedConfig._initialize_params,
-    DeepSpeedEngine._configure_zero_optimizer,
-    DeepSpeedEngine._configure_bf16_optimizer,
-    DeepSpeedEngine._configure_fp16_optimizer,
-):
-    print(hasattr(method, "ds_quant_wraps"))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("value, active", [("1", "False"), ("0", "True")])
-def test_disable_variable_leaves_deepspeed_as_it_is(
-    value: str, active: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DS_QUANT_DISABLE", value)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    done = subprocess.run(
-        [sys.executable, "-c", DISABLED],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert done.stdout.split()[-4:] == 4 * [active]

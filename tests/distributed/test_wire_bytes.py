@@ -20,14 +20,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_quant.codec import GroupCodec
-from ds_quant.owner_plan import Shape, plan
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
-STAGES, WORLDS, ACCUMULATIONS = (1, 2, 3), (2, 3, 4), (1, 2)
+STAGES, WORLDS = (1, 2, 3), (2, 3, 4)
 SCHEMES = ("full_precision", "qsdp", "qsdp_w4g4")
 WIDTH, LAYERS = 512, 2
 NUMEL = LAYERS * WIDTH * WIDTH
@@ -88,16 +86,22 @@ def _rank(
     return results
 
 
+def cases_of(world: int) -> tuple[tuple[str, int], ...]:
+    """Every scheme with an accumulation, every stage and scheme with both in some world."""
+    return tuple((scheme, 1 + (world + i + 1) % 2) for i, scheme in enumerate(SCHEMES))
+
+
 @functools.cache
 def measured(
     stage: int,
     world: int,
     *,
-    cases: tuple[tuple[str, int], ...] = tuple(product(SCHEMES, ACCUMULATIONS)),
+    cases: tuple[tuple[str, int], ...] | None = None,
     node_size: int | None = None,
     bucket_numel: int = 4 * NUMEL,
 ) -> list[dict]:
     """Results by rank."""
+    cases = cases or cases_of(world)
     return run(_rank, world, stage, cases, node_size, bucket_numel, timeout=280)
 
 
@@ -107,14 +111,16 @@ def per_parameter(results: list[dict], case: tuple[str, int], role: str) -> floa
     return sum(received) / len(received) / NUMEL
 
 
-CASES = list(product(STAGES, WORLDS, ACCUMULATIONS, SCHEMES))
+CASES = [
+    (stage, world, case) for stage, world in product(STAGES, WORLDS) for case in cases_of(world)
+]
 
 
-@pytest.mark.parametrize(("stage", "world", "accumulation", "scheme"), CASES)
+@pytest.mark.parametrize(("stage", "world", "case"), CASES)
 def test_counted_bytes_are_beta_times_the_volume(
-    stage: int, world: int, accumulation: int, scheme: str
+    stage: int, world: int, case: tuple[str, int]
 ) -> None:
-    results, case = measured(stage, world), (scheme, accumulation)
+    results, (scheme, accumulation) = measured(stage, world), case
     beta, one = (world - 1) / world, PER_PASS[scheme]
     passes = {
         1: (1, 1), 2: (1, accumulation), 3: (2 * accumulation, accumulation)
@@ -129,37 +135,36 @@ def test_counted_bytes_are_beta_times_the_volume(
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
-def test_qsdp_zero3_moves_three_and_two_hundredths_bytes_per_micro_step(
-    world: int, accumulation: int
-) -> None:
+def test_qsdp_zero3_moves_three_and_two_hundredths_bytes_per_micro_step(world: int) -> None:
     """architecture.md: QSDP W8G8, 3.02 beta k."""
+    accumulation = dict(cases_of(world))["qsdp"]
     results, case = measured(3, world), ("qsdp", accumulation)
     total = sum(per_parameter(results, case, role) for role in ("weights", "gradients"))
     assert total == pytest.approx((world - 1) / world * 3.02 * accumulation, rel=0.01)
 
 
-@pytest.mark.parametrize(("stage", "world", "accumulation", "scheme"), CASES)
+@pytest.mark.parametrize(("stage", "world", "case"), CASES)
 def test_no_rank_receives_more_than_the_others(
-    stage: int, world: int, accumulation: int, scheme: str
+    stage: int, world: int, case: tuple[str, int]
 ) -> None:
     """Balanced by the even model; a short last shard may save that rank a little."""
     totals = [
-        sum(sum(links.values()) for links in result[scheme, accumulation]["received"].values())
+        sum(sum(links.values()) for links in result[case]["received"].values())
         for result in measured(stage, world)
     ]
     assert max(totals) <= 1.01 * min(totals)
 
 
-@pytest.mark.parametrize(("stage", "world", "accumulation", "scheme"), CASES)
+@pytest.mark.parametrize(("stage", "world", "case"), CASES)
 def test_collectives_per_step_do_not_depend_on_the_scheme(
-    stage: int, world: int, accumulation: int, scheme: str
+    stage: int, world: int, case: tuple[str, int]
 ) -> None:
     """Codes and scales share a message. ZeRO-3 gathers each layer in forward and in backward."""
+    accumulation = case[1]
     passes = 1 if stage == 1 else accumulation
     weights = 1 if stage < 3 else 2 * LAYERS * accumulation
     for result in measured(stage, world):
-        calls = result[scheme, accumulation]["calls"]
+        calls = result[case]["calls"]
         assert calls["gradients"] == passes
         assert calls["weights"] <= weights if stage == 3 else calls["weights"] == weights
 
@@ -168,7 +173,7 @@ QSDP_ONCE = ("qsdp", 1)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("node_size", [1, 2, 4])
+@pytest.mark.parametrize("node_size", [1, 2])
 def test_bytes_are_split_by_node_size(stage: int, node_size: int) -> None:
     """Bytes cross between nodes once and are forwarded or summed inside, so of the 3 shards that a
     rank gets, one per other node comes from there; the sum is that of a run in one node.
@@ -189,19 +194,14 @@ def test_buckets_of_two_owners_bring_the_planned_bytes(stage: int) -> None:
     """One bucket per matrix: ranks 0 and 1 own the first, 2 and 3 the second. Even the slowest
     rank gets at most 0.6 of the 4 beta that the bf16 all-reduce would bring.
     """
-    world, part = 4, NUMEL // 4
-    codec = GroupCodec(bits=8, group_size=1024, range="minmax", rounding="stochastic")
-    expected = [0] * world
-    for owners in ((0, 1), (2, 3)):
-        shapes = tuple(Shape(owner, part, codec) for owner in owners)
-        for piece in plan(shapes, world):
-            nbytes = codec.wire_bytes(piece.stop - piece.start)
-            expected[piece.reducer] += (world - 1) * nbytes
-            owner = shapes[piece.part].owner
-            expected[owner] += nbytes if owner != piece.reducer else 0
+    world = 4
+    piece = NUMEL // 8  # a quarter of a bucket: every rank sums one of each, in rank order
+    nbytes = piece + 8 * (piece // 1024)
     results = measured(stage, world, cases=(QSDP_ONCE,), bucket_numel=NUMEL // 2)
     counted = [sum(r[QSDP_ONCE]["received"]["gradients"].values()) for r in results]
-    assert counted == expected
+    # Two pieces from three ranks each; then the sums of what is owned: ranks 0 and 3 sum one of
+    # their two pieces themselves, 1 and 2 none.
+    assert counted == [(2 * 3 + delivered) * nbytes for delivered in (1, 2, 2, 1)]
     assert max(counted) <= 0.6 * 4 * (world - 1) / world * NUMEL
 
 
@@ -255,8 +255,7 @@ def _tapped_rank(stage: int) -> tuple[list[tuple[str, str, int]], int, int]:
     return [(name, str(dtype), n) for name, dtype, n in tap.seen], counted, calls
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "world"), [(1, 3), (2, 3), (3, 3), (3, 2)])
 def test_the_counters_see_all_that_moves_but_scalars(stage: int, world: int) -> None:
     """Nothing of the exact path is left: DeepSpeed's own collectives carry the norm and flags."""
     for seen, counted, calls in run(_tapped_rank, world, stage):

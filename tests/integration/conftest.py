@@ -4,6 +4,7 @@ deepspeed through a .pth file, so that nothing is downloaded.
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import sys
 import sysconfig
@@ -18,10 +19,19 @@ NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pyc
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, because setuptools leaves build/ and *.egg-info behind."""
+def wheel(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Built by the worker that needs it first, the others wait for it."""
     pytest.importorskip("setuptools", minversion="77")
-    folder = tmp_path_factory.mktemp("wheel")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "wheel"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return next(folder.glob("*.whl"), None) or build(folder)
+
+
+def build(folder: Path) -> Path:
+    """From a copy, because setuptools leaves build/ and *.egg-info behind."""
     source = folder / "source"
     shutil.copytree(ROOT, source, ignore=NOT_SOURCES)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")

@@ -21,7 +21,6 @@ def compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*line, *arguments], capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_schemes_train_on_the_same_data_and_count_their_bytes(tmp_path: Path) -> None:
     finished = compare(tmp_path, "--schemes=full_precision,qsdp:min_numel=0")
@@ -43,10 +42,44 @@ def test_two_schemes_train_on_the_same_data_and_count_their_bytes(tmp_path: Path
     assert [report["steps"] for report in quantized["reports"]] == [6, 6]
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_failing_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
     finished = compare(tmp_path, "--schemes=qsdp", "--lr=-1")
     assert finished.returncode == 1
     assert "failed with exit code" in finished.stderr
     assert "Invalid learning rate" in finished.stderr
+
+
+OWN_MODEL = """
+import torch
+
+class Net(torch.nn.Linear):
+    def forward(self, x, y):
+        return (super().forward(x) - y).float().square().mean()
+
+def build(seed):
+    def batch(step, rank, size):
+        x = torch.randn(size, 64, generator=torch.Generator().manual_seed(step * 64 + rank))
+        return x.bfloat16(), x.sum(1, keepdim=True).bfloat16()
+    return Net(64, 64), batch
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_schemes_are_compared_on_a_model_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN_MODEL)
+    options = ["--model=mine:build", "--schemes=full_precision,qsdp", "--world=2", "--steps=4"]
+    line = [sys.executable, str(COMPARE), *options, "--out=out", "--timeout=200"]
+    finished = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    results = json.loads((tmp_path / "out" / "compare.json").read_text("utf-8"))
+    exact, quantized = (run["result"] for run in results["runs"])
+    assert exact["parameters"] == 64 * 64 + 64 and exact["losses"][-1] < exact["losses"][0]
+    assert quantized["losses"][-1] == pytest.approx(exact["losses"][-1], rel=0.05)
+
+
+def test_a_model_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    finished = compare(tmp_path, "--schemes=qsdp", "--model=missing:build")
+    assert finished.returncode == 1 and "--model=missing:build" in finished.stderr
+    assert not (tmp_path / "out").exists()

@@ -19,7 +19,7 @@ for library in ("transformers", "accelerate", "peft"):
     pytest.importorskip(library, reason=f"needs {library}: pip install 'ds_quant[hf]'")
 harness.preload("tests.integration.hf_preload")
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+pytestmark = pytest.mark.distributed
 
 WORLD = 2
 QSDP = {"scheme": "qsdp", "min_numel": 512}  # else half of so small a model is exempt
@@ -363,7 +363,13 @@ os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
 """
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torchrun",
+        pytest.param("deepspeed", marks=pytest.mark.slow),  # see also test_readme.py
+    ],
+)
 def test_a_trainer_script_with_the_block_in_its_json_is_quantized(
     python: Path, tmp_path: Path, launcher: str
 ) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import tarfile
 import zipfile
 from pathlib import Path
-
-import pytest
 
 from tests.integration.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
-
-pytestmark = pytest.mark.slow
 
 
 def test_wheel_carries_sources_resources_and_entry_points(wheel: Path) -> None:
@@ -23,6 +22,7 @@ def test_wheel_carries_sources_resources_and_entry_points(wheel: Path) -> None:
     expected = {f"ds_quant/{p.relative_to(ROOT)}" for p in ROOT.glob("configs/*.*")}
     expected |= {f"ds_quant/{p.relative_to(ROOT)}" for p in ROOT.glob("cuda/**/*.cu*")}
     expected |= {str(p.relative_to(ROOT)) for p in ROOT.glob("ds_quant/**/*.py")}
+    expected.add("ds_quant/py.typed")
     assert expected <= names, sorted(expected - names)
     assert any(name.startswith("ds_quant/cuda/") for name in names)
     assert any(name.endswith("/LICENSE") for name in names)
@@ -30,6 +30,28 @@ def test_wheel_carries_sources_resources_and_entry_points(wheel: Path) -> None:
     assert not outside, "the wheel must not claim other top-level names"
     assert "[torch.backends]\nds_quant = ds_quant._autoload:activate" in entry_points
     assert "[console_scripts]\nds_quant = ds_quant.cli:main" in entry_points
+
+
+def test_wheel_fits_every_version_of_python(wheel: Path) -> None:
+    """The library is loaded by ctypes; without a compiler there is none."""
+    assert "-py3-none-" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        libraries = [name for name in archive.namelist() if name.endswith(".so")]
+    assert libraries in ([], ["ds_quant/kernels/_native.so"])
+    assert libraries or shutil.which("c++") is None
+
+
+def test_source_archive_holds_tests_and_docs(wheel: Path, tmp_path: Path) -> None:
+    source = wheel.parent / "source"  # the copy that the wheel was built from
+    code = (
+        "from ds_quant.kernels import building as b; import sys; print(b.build_sdist(sys.argv[1]))"
+    )
+    run(sys.executable, "-c", code, tmp_path, cwd=source)
+    (packed,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"tests/conftest.py", "docs/install.md", "Makefile", "constraints.txt"} <= names
+    assert {"ds_quant/kernels/native.cpp", "cuda/encode.cu", "benchmarks/compare.py"} <= names
 
 
 def test_import_torch_activates_the_installed_plugin(python: Path, tmp_path: Path) -> None:

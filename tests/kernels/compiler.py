@@ -14,13 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ds_quant.kernels import cuda
 from ds_quant.kernels.jobs import Launch
 from ds_quant.kernels.source import source
 
 ARCHITECTURES = ("80", "90", "100")
 
 # As CuPy compiles (it appends -ftz=true after our options), and the report of ptxas in the log.
-OPTIONS = ("--std=c++17", "-fmad=false", "-ftz=true", "--ptxas-options=-v")
+OPTIONS = (*cuda.OPTIONS, "-ftz=true", "--ptxas-options=-v")
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill (?:stores|loads)")
@@ -35,6 +36,7 @@ class Report(NamedTuple):
     instructions: int | None  # static, the padding after the end left out; None: no nvdisasm
     wide_loads: int | None  # 16 bytes from global memory
     narrow_loads: int | None
+    flushing: int | None  # instructions that take denormals for zeros
 
     def per_element(self, elements: int) -> float | None:
         """Static instructions per element of a thread."""
@@ -62,11 +64,13 @@ def report(launch: Launch, architecture: str, *, count: bool = True) -> Report:
     registers = int(_REGISTERS.search(log)[1])
     opcodes = _disassemble(cubin) if count else None
     if opcodes is None:
-        return Report(registers, spills, None, None, None)
+        return Report(registers, spills, None, None, None, None)
     loads = [opcode for opcode in opcodes if opcode.startswith("LDG")]
     wide = sum(".128" in opcode for opcode in loads)
     instructions = sum(opcode != "NOP" for opcode in opcodes)
-    return Report(registers, spills, instructions, wide, len(loads) - wide)
+    # F2I is part of every integer division.
+    flushing = sum(".FTZ" in opcode and not opcode.startswith("F2I") for opcode in opcodes)
+    return Report(registers, spills, instructions, wide, len(loads) - wide, flushing)
 
 
 def nvrtc_version() -> str | None:

@@ -29,7 +29,6 @@ def test_help_names_the_dry_run(script: str) -> None:
     assert "dry run" in run(sys.executable, script, "--help")
 
 
-@pytest.mark.slow
 def test_dry_run_writes_rows_and_a_plot(tmp_path: Path) -> None:
     sizes = ["--min-bytes", "1e5", "--max-bytes", "1e5", "--repeats", "1", "--dtypes", "fp32"]
     files = ["--json", str(tmp_path / "k.json"), "--plot", str(tmp_path / "k.png")]
@@ -56,8 +55,9 @@ def test_simulated_ranks_agree_with_the_reference(tmp_path: Path) -> None:
     assert found["relative_error"] < 0.3  # one step of 4 bits is a seventh of the largest value
 
 
-def test_suite_is_valid_shell() -> None:
+@pytest.mark.parametrize("script", ("gpu_suite.sh", "gpu/collect_wheels.sh"))
+def test_scripts_are_valid_shell(script: str) -> None:
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("needs bash")
-    run(bash, "-n", "gpu_suite.sh")
+    run(bash, "-n", script)

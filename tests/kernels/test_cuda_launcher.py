@@ -6,8 +6,12 @@ import ctypes
 import logging
 import os
 import sys
+import tempfile
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +19,10 @@ import torch
 from ds_quant.codec import GroupCodec
 from ds_quant.kernels import cuda, dispatch, launch, reference
 from ds_quant.kernels.arguments import is_aligned
-from ds_quant.kernels.jobs import Launch, place_of
+from ds_quant.kernels.jobs import Launch, merge, place_of
 from ds_quant.kernels.source import source
 from ds_quant.rng import Address
+from tests.kernels import tables
 
 CODEC = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
 ADDRESS = Address(key=5, step=6)
@@ -35,7 +40,9 @@ class FakeCupy(types.ModuleType):
         self.cuda = types.SimpleNamespace(runtime=runtime, Device=device)
 
     def RawKernel(self, code: str, name: str, options: tuple[str, ...]):  # noqa: N802
-        assert code == source(name) and "-fmad=false" in options
+        assert code == source(name)
+        assert options[: len(cuda.OPTIONS)] == cuda.OPTIONS
+        assert all(option.startswith("-D") for option in options[len(cuda.OPTIONS) :])
         self.compiled += 1
         pairs = (o[2:].split("=") for o in options if o.startswith("-D"))
         macros = tuple((key, int(value)) for key, value in pairs)
@@ -91,6 +98,43 @@ def test_launches_compile_once_and_go_to_the_current_stream(cupy, runner) -> Non
     assert cupy.devices == [0]
 
 
+def test_every_launch_asks_for_the_stream(cupy, runner, monkeypatch) -> None:
+    """DeepSpeed reduces on a stream of its own, and a graph capture records on another one."""
+    x, out = torch.randn(1, 130), torch.empty(1, CODEC.wire_bytes(130), dtype=torch.uint8)
+    for current in (5, 6, 5):
+        stream = types.SimpleNamespace(cuda_stream=current)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda index, stream=stream: stream)
+        launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=runner)
+    assert cupy.streams == [5, 6, 5]
+
+
+def test_no_option_lets_the_compiler_round_differently() -> None:
+    """Kernels equal the reference bit for bit; --use_fast_math would fuse, flush and approximate.
+    test_compile.py takes the same options.
+    """
+    assert cuda.OPTIONS == ("--std=c++17", "-fmad=false")
+
+
+def test_threads_launch_on_their_own_streams(cupy, runner, monkeypatch) -> None:
+    """Both have said which stream they want before either launch looks."""
+    mine, met, launched = threading.local(), threading.Barrier(2, timeout=30), {}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: mine)
+
+    def function(grid, block, arguments, shared_mem, stream) -> None:
+        met.wait()
+        launched[threading.get_ident()] = stream.ptr
+
+    def work(address: int) -> tuple[int, int]:
+        mine.cuda_stream = address
+        x, out = torch.randn(1, 128), torch.empty(1, CODEC.wire_bytes(128), dtype=torch.uint8)
+        launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=runner)
+        return address, launched[threading.get_ident()]
+
+    monkeypatch.setattr(cuda, "compiled", lambda kernel, macros: function)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(work, (100, 200))) == [(100, 100), (200, 200)]
+
+
 def test_probe_passes_on_working_kernels(cupy, runner) -> None:
     cuda._check_versions()
     cuda._probe(runner)
@@ -108,6 +152,31 @@ def test_many_tensors_of_a_bucket_take_one_launch(cupy, runner) -> None:
     assert len(cupy.streams) == 1
     for x, out in zip(tensors, outs, strict=True):
         assert torch.equal(out, wire_of(x))
+
+
+@pytest.mark.parametrize("kind", tables.KINDS)
+def test_tables_of_every_kernel(kind: str, cupy, runner) -> None:
+    """Training mostly launches these: many tensors of a bucket at once."""
+    cases, launches = list(tables.KINDS[kind](CPU)), []
+    for case in cases:
+        case.call(launches.append)
+    runner.run_many(launches)
+    assert len(cupy.streams) == 1, "one table"
+    for case in cases:
+        assert torch.equal(case.found, case.wanted)
+
+
+def test_a_launch_of_its_own_kind_takes_no_table(cupy, runner, monkeypatch) -> None:
+    tables = []
+    monkeypatch.setattr(runner, "run_table", lambda table, buffer: tables.append(table.num_jobs))
+    outs, wanted, launches = [], [], []
+    for x in (torch.randn(1, 999), torch.randn(1, 999).bfloat16(), torch.randn(1, 77)):
+        outs.append(torch.empty(1, CODEC.wire_bytes(x.shape[1]), dtype=torch.uint8))
+        wanted.append(wire_of(x))
+        launch.encode(x, outs[-1], CODEC, address=ADDRESS, levels=None, run=launches.append)
+    runner.run_many(launches)  # two in fp32, one in bf16
+    assert tables == [2] and len(cupy.streams) == 1
+    assert torch.equal(outs[1], wanted[1])
 
 
 @pytest.fixture
@@ -165,8 +234,8 @@ def test_step_of_a_table_can_change_between_launches(cupy, runner) -> None:
     x, launches = torch.randn(1, 1000), []
     out = torch.empty(1, CODEC.wire_bytes(1000), dtype=torch.uint8)
     launch.encode(x, out, CODEC, address=Address(key=5, step=0), levels=None, run=launches.append)
-    (table,) = cuda.merge(launches)
-    buffer = torch.frombuffer(bytearray(table.jobs), dtype=torch.uint8)
+    (table,) = merge(launches)
+    buffer = torch.frombuffer(bytearray(table.written), dtype=torch.uint8)
     for step in (1, 6):
         buffer.view(torch.int64)[place_of("encode", "step")] = step
         runner.run_table(table, buffer)
@@ -187,15 +256,21 @@ def test_broken_cupy_gives_one_line_and_the_torch_path(
         monkeypatch.setitem(sys.modules, "cupy", FakeCupy(shim, version=12090))
     monkeypatch.setattr(cuda, "_probe", broken)
     cuda.runner_of.cache_clear()
+    cuda._failures.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert dispatch.runner_for(CODEC, torch.device("cuda", 0)) is None
+    found = cuda.failure_of(torch.device("cuda", 0))
+    assert "Traceback" in found.traceback
+    assert ("second line" in found.traceback) == (fault == "compiler")
     cuda.runner_of.cache_clear()
     (record,) = caplog.records
     message = record.getMessage()
     assert "\n" not in message and "torch path" in message and "ds_quant[cuda13]" in message
     wanted = {"missing": "cupy", "other version": "CUDA 12", "compiler": "no NVRTC"}[fault]
     assert wanted in message
+    shown = logging.Formatter().format(record)
+    assert ("in broken" in shown and "second line" in shown) == (fault == "compiler")
 
 
 def test_torch_backend_is_never_asked_about_cupy(monkeypatch) -> None:
@@ -215,6 +290,30 @@ def test_unwritable_home_moves_the_cache(cupy, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(cuda.os, "access", lambda path, mode: False)
     cuda._import_cupy()
     assert "ds_quant_cupy" in os.environ.pop("CUPY_CACHE_DIR")
+
+
+@pytest.mark.parametrize("prepared", ["nothing", "own", "open to others", "link", "other user"])
+def test_a_cache_that_somebody_else_may_have_filled_is_not_used(
+    prepared: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    user = os.getuid()
+    path = tmp_path / f"ds_quant_cupy_{user}"
+    if prepared == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif prepared != "nothing":
+        path.mkdir()
+        path.chmod(0o777 if prepared == "open to others" else 0o700)
+    monkeypatch.setattr(cuda.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if prepared == "other user":
+        stranger = tmp_path / f"ds_quant_cupy_{user + 1}"
+        path.rename(stranger)
+        monkeypatch.setattr(cuda.os, "getuid", lambda: user + 1)
+    folder = Path(cuda._own_folder())
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder == path) is (prepared in ("nothing", "own"))
+    assert folder != tmp_path / f"ds_quant_cupy_{user + 1}"
 
 
 def test_sources_are_flat_ascii_and_named() -> None:

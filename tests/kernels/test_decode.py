@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ds_quant.codec import GroupCodec
 from ds_quant.kernels import launch, reference
 from ds_quant.kernels.arguments import Own
+from ds_quant.kernels.geometry import Stores
 from ds_quant.kernels.rotation import Rotation
 from ds_quant.rng import Address
 from tests.kernels.inputs import (
@@ -71,6 +72,55 @@ def test_decoded_rows_equal_the_reference(shim, codec) -> None:
         assert_same(codec, out, wanted)
 
     check()
+
+
+WAYS = [Stores(run, staged) for run in (1, 2, 4, 8) for staged in (False, True)]
+
+
+@pytest.mark.parametrize("stores", WAYS, ids=str)
+def test_every_way_of_storing_writes_the_same_values(shim, stores: Stores) -> None:
+    """Rows of any length and address, added to what is there; and whole blocks of sums."""
+    codec = GroupCodec(bits=4, group_size=64)
+
+    @EXAMPLES
+    @given(case=cases(codec.group_size, max_groups=40))
+    def check(case) -> None:
+        wire = message(codec, case.values(codec.group_size, torch.float32))
+        values = torch.empty(case.rows, case.numel)
+        reference.decode(wire, values, codec, levels=None)
+        out = output(case.rows, case.numel, torch.bfloat16, case.skew)
+        wanted = values + out.float()
+        launch.decode(wire, out, codec, levels=None, run=shim, add=True, stores=stores)
+        assert_same(codec, out, wanted)
+
+    check()
+    codec, numel, launches = GroupCodec(bits=8, group_size=2048, range="absmax"), 1 << 14, []
+    wire = message(codec, torch.randn(3, numel))
+    out, wanted = output(1, numel, torch.float32, 0)[0], torch.empty(numel)
+    reference.decode_sum(wire, wanted, codec, scale=0.5, own=None, levels=None)
+    options = {"scale": 0.5, "levels": None, "stores": stores}
+    launch.decode_sum(wire, out, codec, run=launches.append, **options)
+    shim(launches[0])
+    assert_same(codec, out, wanted)
+    macros = dict(launches[0].macros)
+    assert on_whole_blocks(launches)
+    assert (macros["DSQ_RUN"], macros["DSQ_STAGED"]) == (stores.run, stores.staged)
+
+
+def test_rotated_sums_can_be_staged_and_other_runs_are_refused(shim) -> None:
+    codec, numel = GroupCodec(bits=4, group_size=128, range="absmax"), 5000
+    x = rotated(torch.randn(3, numel), 64, 77)
+    wire, out = message(codec, x), output(1, numel, torch.bfloat16, 0)[0]
+    wanted = rotated_back(sum_of(codec, wire, x.shape[1], None, 1.0), 64, 77, 0.5)[:numel]
+    options = {"scale": 0.5, "levels": None, "run": shim}
+    rotation = Rotation(64, 77)
+    launch.decode_sum(wire, out, codec, rotation=rotation, stores=Stores(4, True), **options)
+    assert_same(codec, out, wanted)
+    with pytest.raises(ValueError, match=r"stores.run = 8: allowed .* are \[4\]"):
+        launch.decode_sum(wire, out, codec, rotation=rotation, stores=Stores(8), **options)
+    narrow = GroupCodec(bits=4, group_size=32)
+    with pytest.raises(ValueError, match=r"stores.run = 8: allowed .* are \[1, 2, 4\]"):
+        launch.decode(message(narrow, x), x, narrow, levels=None, run=shim, stores=Stores(8))
 
 
 def source_rows(codec, case, sources: int) -> torch.Tensor:

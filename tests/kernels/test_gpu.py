@@ -6,6 +6,7 @@ The reference is computed on the CPU. Needs CuPy: without it every test fails, n
 from __future__ import annotations
 
 import threading
+import types
 
 import pytest
 import torch
@@ -13,10 +14,14 @@ import torch
 from ds_quant.codec import GroupCodec
 from ds_quant.kernels import cuda, dispatch, launch, reference
 from ds_quant.kernels.arguments import Own
+from ds_quant.kernels.geometry import Stores
 from ds_quant.kernels.jobs import merge, place_of
 from ds_quant.kernels.rotation import Rotation
 from ds_quant.kernels.source import source
+from ds_quant.link import Link
+from ds_quant.meter import Meter
 from ds_quant.rng import Address
+from tests.kernels import tables
 from tests.kernels.inputs import (
     CODECS,
     DTYPES,
@@ -149,7 +154,7 @@ def test_reciprocal_is_correctly_rounded_for_every_mantissa(runner) -> None:
     import cupy
 
     text = source("encode").split('extern "C"')[0] + RECIPROCALS
-    kernel = cupy.RawKernel(text, "reciprocals", options=("--std=c++17", "-fmad=false"))
+    kernel = cupy.RawKernel(text, "reciprocals", options=cuda.OPTIONS)
     out = torch.empty(1 << 23, device=DEVICE)
     for exponent in (20, 28, 127, 252):  # 2^-107 to below 2^126
         kernel(((1 << 23) // 256,), (256,), (out.data_ptr(), cupy.uint32(exponent)))
@@ -159,21 +164,129 @@ def test_reciprocal_is_correctly_rounded_for_every_mantissa(runner) -> None:
 
 
 def test_side_streams_and_threads(runner) -> None:
+    """Threads that launch at once, each on a stream of its own behind a sleep of its own."""
     x = torch.randn(1, 1 << 20)
-    wanted, found = wire_of(INT4, x), []
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found.append(encoded(runner, INT4, on_gpu(x)))
-    threads = [
-        threading.Thread(target=lambda: found.append(encoded(runner, INT4, on_gpu(x))))
-        for _ in range(3)
-    ]
+    wanted, found, errors = wire_of(INT4, x), {}, []
+    met = threading.Barrier(4, timeout=60)
+
+    def work(number: int) -> None:
+        try:
+            torch.cuda.set_device(DEVICE)
+            stream = torch.cuda.Stream(DEVICE)
+            with torch.cuda.stream(stream):
+                values = torch.zeros(1, 1 << 20, device=DEVICE)
+                met.wait()
+                torch.cuda._sleep(2_000_000 * (1 + number))
+                values.copy_(on_gpu(x))  # a launch on another stream would read zeros
+                outs = []
+                for _ in range(20):
+                    outs.append(torch.empty(wanted.shape, dtype=torch.uint8, device=DEVICE))
+                    launch.encode(values, outs[-1], INT4, address=ADDRESS, levels=None, run=runner)
+                stream.synchronize()
+            found[number] = [out.cpu() for out in outs]
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 4 and all(torch.equal(one, wanted) for one in found)
+    assert not errors
+    for outs in found.values():
+        assert all(torch.equal(out, wanted) for out in outs)
+
+
+@pytest.mark.parametrize("codec", CODECS[::5], ids=id_of)
+def test_torch_path_on_two_streams_at_once(codec) -> None:
+    """One thread, the first stream asleep while the second one is given its work."""
+    inputs = [torch.randn(1, 300_001), torch.randn(1, 400_001)]
+    wanted = [wire_of(codec, x) for x in inputs]
+    gpu, levels = [on_gpu(x) for x in inputs], on_gpu(table(codec))
+    outs = [torch.empty(wire.shape, dtype=torch.uint8, device=DEVICE) for wire in wanted]
+    torch.cuda.synchronize()
+    for x, out in zip(gpu, outs, strict=True):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(50_000_000)
+            reference.encode(x, out, codec, address=ADDRESS, levels=levels)
+    torch.cuda.synchronize()
+    for out, wire in zip(outs, wanted, strict=True):
+        assert torch.equal(out.cpu(), wire)
+
+
+def test_torch_path_does_not_wait_for_its_stream() -> None:
+    x = on_gpu(torch.randn(1, 100_000))
+    out = torch.empty(1, INT4.wire_bytes(100_000), dtype=torch.uint8, device=DEVICE)
+    for _ in range(2):  # the first one loads torch's kernels
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        end = torch.cuda.Event()
+        reference.encode(x, out, INT4, address=ADDRESS, levels=None)
+        end.record()
+        asleep = not end.query()
+    assert asleep, "the host has waited for the device"
+    torch.cuda.synchronize()
+    assert torch.equal(out.cpu(), wire_of(INT4, x.cpu()))
+
+
+@pytest.fixture
+def link():
+    """Over a process group of this process alone, without DeepSpeed."""
+    torch.distributed.init_process_group(
+        "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    made = object.__new__(Link)
+    made._dist, made.process_group = torch.distributed, None
+    made._findings, made._gloo, made._near = None, False, [True]
+    made.size, made.rank = 1, 0
+    made.empty = lambda numel, device: torch.empty(numel, dtype=torch.uint8, device=device)
+    made._traffic = types.SimpleNamespace(meter=Meter(), count=lambda *_, **__: None)
+    yield made
+    torch.distributed.destroy_process_group()
+
+
+def test_an_exchange_waited_for_on_another_stream_keeps_its_buffers(link) -> None:
+    numel = 1 << 22
+    posting, waiting = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for turn in range(4):
+        with torch.cuda.stream(posting):
+            payload = torch.full((numel,), turn, dtype=torch.uint8, device=DEVICE)
+            exchange = link.all_gather(payload, role="weights")
+            del payload
+        with torch.cuda.stream(waiting):
+            received = exchange.wait()
+            torch.cuda._sleep(20_000_000)
+            read = received.clone()
+        del exchange, received
+        with torch.cuda.stream(posting):  # takes freed memory of its stream at once
+            others = [torch.full((numel,), 0x55, dtype=torch.uint8, device=DEVICE) for _ in "abc"]
+        torch.cuda.synchronize()
+        assert bool((read == turn).all())
+        del others
+
+
+@pytest.mark.parametrize("kind", tables.KINDS)
+def test_tables_of_every_kernel(kind: str, runner) -> None:
+    cases, launches = list(tables.KINDS[kind](DEVICE)), []
+    for case in cases:
+        case.call(launches.append)
+    runner.run_many(launches)
+    for case in cases:
+        assert torch.equal(case.found.cpu(), case.wanted)
+
+
+@pytest.mark.parametrize("staged", (False, True), ids=("by lane", "through shared_memory"))
+@pytest.mark.parametrize("run", (1, 2, 4, 8))
+def test_every_way_of_storing_writes_the_same_values(runner, run: int, staged: bool) -> None:
+    for numel, dtype in ((1 << 16, torch.float32), (70_001, torch.bfloat16)):
+        wire = wire_of(INT4, torch.randn(4, numel))
+        wanted = torch.empty(numel)
+        reference.decode_sum(wire, wanted, INT4, scale=0.25, own=None, levels=None)
+        out = torch.zeros(numel, dtype=dtype, device=DEVICE)
+        options = {"scale": 0.25, "levels": None, "stores": Stores(run, staged)}
+        launch.decode_sum(on_gpu(wire), out, INT4, run=runner, **options)
+        assert_values(out, wanted)
 
 
 def test_replayed_graph_takes_the_step_from_its_buffer(runner) -> None:
@@ -182,7 +295,7 @@ def test_replayed_graph_takes_the_step_from_its_buffer(runner) -> None:
     zero = Address(key=ADDRESS.key, step=0, first_vector=ADDRESS.first_vector)
     launch.encode(x, out, INT4, address=zero, levels=None, run=launches.append)
     (work,) = merge(launches)
-    buffer = torch.frombuffer(bytearray(work.jobs), dtype=torch.uint8).to(DEVICE)
+    buffer = torch.frombuffer(bytearray(work.written), dtype=torch.uint8).to(DEVICE)
     step = buffer.view(torch.int64)[place_of("encode", "step")]
     runner.run_table(work, buffer)  # compiles
     graph = torch.cuda.CUDAGraph()

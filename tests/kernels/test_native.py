@@ -222,3 +222,20 @@ def test_a_library_that_does_not_fit_is_not_used(monkeypatch, version, reason: s
         assert dispatch.describe(torch.device("cpu")).startswith("torch kernels (C++")
     finally:
         native.problem.cache_clear()
+
+
+@needs_library
+def test_backend_torch_takes_the_reference_and_auto_the_library(monkeypatch) -> None:
+    used = []
+    monkeypatch.setattr(native, "encode", lambda *args, **options: used.append("library"))
+    x = torch.randn(1, 300)
+    wire = torch.empty(1, INT4.wire_bytes(300), dtype=torch.uint8)
+    INT4.encode(x, wire, address=ADDRESS)
+    assert used == ["library"] and dispatch.describe(x.device) == "C++ kernels"
+    dispatch.use("torch")
+    try:
+        INT4.encode(x, wire, address=ADDRESS)
+        assert used == ["library"] and dispatch.describe(x.device) == "torch kernels"
+    finally:
+        dispatch.use("auto")
+    assert_same(INT4, wire, expected(INT4, x, ADDRESS))

@@ -9,6 +9,7 @@ import torch
 from ds_quant.codec import GroupCodec
 from ds_quant.kernels import launch
 from ds_quant.kernels.arguments import Own
+from ds_quant.kernels.geometry import Stores
 from ds_quant.kernels.jobs import Launch, merge
 from ds_quant.kernels.rotation import Rotation
 from ds_quant.rng import Address
@@ -41,23 +42,25 @@ def encode(codec, dtype, *, numel=_RAGGED, rotation=None, base=None) -> Launch:
     return _one(lambda run: launch.encode(x, out, codec, run=run, **options))
 
 
-def decode(codec, dtype, *, numel=_RAGGED, add=False) -> Launch:
+def decode(codec, dtype, *, numel=_RAGGED, add=False, stores=None) -> Launch:
     """The launch of a decode of single rows."""
     wire = _aligned(1, codec.wire_bytes(numel), torch.uint8)
     out = _aligned(1, numel, dtype)
-    options = {"levels": table(codec), "add": add}
+    options = {"levels": table(codec), "add": add, "stores": stores}
     return _one(lambda run: launch.decode(wire, out, codec, run=run, **options))
 
 
 def decode_sum(
-    codec, sources, dtype=torch.float32, *, numel=_WHOLE, scale=1.0, own=False, rotation=None
-):
+    codec, sources, dtype=torch.float32, *, numel=_WHOLE, scale=1.0, own=False, rotation=None,
+    stores=None,
+):  # fmt: skip
     """The launch of a sum."""
     padded = -(-numel // rotation.block) * rotation.block if rotation else numel
     wire = _aligned(sources - own, codec.wire_bytes(padded), torch.uint8)
     out = _aligned(1, numel, dtype)[0]
     replaced = Own(0, _aligned(1, padded, torch.float32)[0]) if own else None
     options = {"scale": scale, "levels": table(codec), "own": replaced, "rotation": rotation}
+    options["stores"] = stores
     return _one(lambda run: launch.decode_sum(wire, out, codec, run=run, **options))
 
 
@@ -103,10 +106,20 @@ def headline() -> dict[str, Launch]:
         "encode int4 minmax stochastic g1024 bf16": encode(coin, bf16, **whole),
         "decode int4 g128 bf16": decode(int4, bf16, **whole),
         "decode int8 random shift g1024 bf16": decode(qsdp, bf16, **whole),
+        "decode int4 g128 bf16, runs of 1": decode(int4, bf16, stores=Stores(1), **whole),
+        "decode int4 g128 bf16, runs of 4 staged": decode(
+            int4, bf16, stores=Stores(4, True), **whole
+        ),
         "decode int4 g2048, added to bf16": decode(int4_2048, bf16, add=True, **whole),
         "decode_sum 8 x int4 g128 fp32": decode_sum(int4, 8),
         "decode_sum 8 x int4 g128 fp32, ragged": decode_sum(int4, 8, numel=_RAGGED),
         "decode_sum 8 x int4 g128 bf16": decode_sum(int4, 8, bf16),
+        "decode_sum 8 x int4 g128 fp32, runs of 4 staged": decode_sum(
+            int4, 8, stores=Stores(4, True)
+        ),
+        "decode_sum 8 x int4 g128 fp32, runs of 8 staged": decode_sum(
+            int4, 8, stores=Stores(8, True)
+        ),
         "decode_sum 8 x int4 g128 Hadamard-32 fp32": decode_sum(int4, 8, rotation=_HADAMARD),
         "decode_sum 8 x int8 g128 fp32": decode_sum(int8, 8),
         "recode 8 x int8 -> int4 nearest g128": recode(int8, _absmax(4, 128), 8),
@@ -141,6 +154,11 @@ def others() -> dict[str, Launch]:
         numel=_RAGGED,
         own=True,
     )
+    for run in (1, 2, 4, 8):
+        for staged in (False, True):
+            found[f"decode_sum 8 x int8 g2048 bf16, runs of {run}{' staged' * staged}"] = (
+                decode_sum(_absmax(8, 2048), 8, bf16, stores=Stores(run, staged))
+            )
     for name in ("encode int4 stochastic g128 bf16", "decode_sum 8 x int4 g128 fp32"):
         found[f"{name}, from a table"] = _tabled(headline()[name])
     return found

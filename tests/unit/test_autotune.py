@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ds_quant import cost
+from ds_quant import bandwidth, cost
 from ds_quant.autotune import Candidate, Links, Place, choose, codec_seconds, messages, slice_pace
 from ds_quant.bandwidth import Rate
 from ds_quant.codec_speed import Speed, Speeds, speeds_of
@@ -169,6 +170,24 @@ def test_a_rank_pays_for_what_it_encodes_and_decodes(
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("scheme", ["qsdp", "sdp4bit"])
+def test_weights_that_stay_gathered_cost_one_gather_less_per_micro_step(scheme: str) -> None:
+    twice = Place(stage=3, micro_steps=3, nodes=2, node_size=2, modules=10)
+    once = replace(twice, gathers=1.0)
+    settings = parse_block({"scheme": scheme}).to_scheme()
+    costs = [codec_seconds(settings, SPEEDS, place) for place in (twice, once)]
+    inner = SPEEDS.weights_intra if scheme == "sdp4bit" else SPEEDS.weights
+    ranks = 2 if scheme == "sdp4bit" else 4
+    assert costs[0] - costs[1] == pytest.approx(3 * (inner.encode / ranks + inner.decode))
+    bill = replace(candidate("a", 1.0).bill, once_per_step=scheme == "sdp4bit")
+    rates = [Rate(bytes_per_second=float("inf"), latency=s) for s in (1.0, 5.0)]
+    waits = Links(intra=rates[0], inter=rates[1])
+    slow, fast = (
+        messages(Candidate(name="a", bill=bill, codec=0), p, waits) for p in (twice, once)
+    )
+    assert slow == 2 * fast > 0
+
+
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_codecs_of_every_candidate_can_be_measured(name: str) -> None:
     state = torch.get_rng_state()
@@ -241,3 +260,19 @@ def test_where_messages_take_no_time_weights_and_gradients_stay_exact() -> None:
     for _, place, rate in _points():
         choice = picked(place, rate, compute_is_known=True)
         assert (choice == "full_precision") == (rate == 0)
+
+
+@pytest.mark.parametrize(("ranks", "largest"), [(2, 1 << 24), (64, 1 << 22), (1024, 1 << 18)])
+def test_messages_of_a_measurement_are_bounded_by_what_a_rank_receives(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, largest: int
+) -> None:
+    """On a link so fast that nothing else ends it."""
+    sizes = []
+
+    def instantly(link: object, nbytes: int, device: object, *, repeats: int) -> float:
+        sizes.append(nbytes)
+        return 1e-9 * nbytes
+
+    monkeypatch.setattr(bandwidth, "_seconds", instantly)
+    bandwidth.measure_shortly(SimpleNamespace(size=ranks), torch.device("cpu"))
+    assert max(sizes) == largest and largest * ranks <= 1 << 28

@@ -29,14 +29,12 @@ def documentation() -> str:
     return text.documentation()
 
 
-@pytest.mark.slow
 def test_documentation_is_long_ascii_and_the_same_every_time(documentation: str) -> None:
     assert text.documentation() == documentation
     assert documentation.isascii()
     assert len(documentation) > 1_500_000
 
 
-@pytest.mark.slow
 def test_documentation_is_english(documentation: str) -> None:
     words = documentation.lower().split()
     assert words.count("the") > 0.03 * len(words)
@@ -194,8 +192,8 @@ def test_configs_of_all_schemes_differ_in_the_block_only() -> None:
 
 def test_demo_is_the_default() -> None:
     args = compare.parse_args([])
-    assert [entry.name for entry in args.schemes] == ["full_precision", "qsdp", "qsdp_w4g4"]
-    assert (args.stage, args.world, args.steps) == (3, 4, 300)
+    assert [entry.name for entry in args.schemes] == ["full_precision", "qsdp", "sdp4bit"]
+    assert (args.stage, args.world, args.node_size, args.steps) == (3, 4, 2, 150)
     compare.check(args)
 
 
@@ -269,8 +267,43 @@ def test_table_and_picture_do_without_counters_and_baseline(tmp_path: Path) -> N
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_smoothing_averages_the_last_values() -> None:
-    assert report.smoothed([4.0, 2.0, 0.0], window=2) == [4.0, 3.0, 1.0]
+def test_table_fits_a_terminal_of_80_columns() -> None:
+    from rich.console import Console
+
+    console = Console(width=80, record=True, file=io.StringIO())
+    label = "deepspeed_plain"  # as long as the names of the schemes are
+    console.print(report.table(report.rows([finished(label, loss=2.0, received=2500)])))
+    printed = console.export_text()
+    assert label in printed and "2.0000" in printed and "3.000" in printed and "…" not in printed
+
+
+def test_conclusions_name_what_was_saved_and_what_it_cost() -> None:
+    runs = [
+        finished("full_precision", loss=2.0, received=2500),
+        finished("x", loss=2.1, received=500),
+    ]
+    for run in runs[:1]:
+        run["result"]["reports"][0]["received_bytes"]["gradients"]["inter"] = 2000
+    units, saved, _ = report.conclusions(report.rows(runs), world=4)
+    assert "4/3 times" in units
+    assert saved == "x: 4.0x fewer bytes between nodes than full_precision, loss +5.00 %."
+
+
+def test_smoothing_leaves_a_spike_out() -> None:
+    assert report.smoothed([3.0, 2.0, 9.0, 2.0, 1.0], window=3) == [3.0, 2.5, 3.0, 2.0, 2.0]
+
+
+def test_progress_is_printed_where_there_is_no_terminal(capsys) -> None:
+    progress = launch.Progress(runs=2, steps=100)
+    progress.begin("full_precision", world=4)
+    progress.begin("qsdp", world=4)
+    for step in range(10, 101, 10):
+        progress.show(step, 2.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "2 of 2: qsdp, starting 4 ranks"
+    assert lines[2:4] == ["2 of 2: qsdp, step 20 of 100, loss 2.500",
+                          "2 of 2: qsdp, step 40 of 100, loss 2.500"]  # fmt: skip
+    assert len(lines) == 7
 
 
 def test_provenance_is_json_and_names_versions_and_hardware() -> None:

@@ -23,11 +23,10 @@ def write(folder: Path, content: object, name: str = "ds_config.json") -> str:
     return str(path)
 
 
-def test_validate_prints_the_resolved_block_and_its_meaning(tmp_path, capsys) -> None:
+def test_validate_says_what_the_block_means(tmp_path, capsys) -> None:
     config = {**GOOD, "quantized_comm": {"warmup_steps": 10, **GOOD["quantized_comm"]}}
     assert main(["validate", write(tmp_path, config)]) == 0
     out = capsys.readouterr().out
-    assert '"group_size": 1024' in out
     # 8 bits, and 8 bytes of scale and offset per 1024 elements
     assert "weights: 8-bit minmax codes, groups of 1024, 1.008 bytes per element" in out
     assert "random_shift rounding" in out
@@ -47,8 +46,11 @@ def test_validate_accepts_every_shipped_config(capsys) -> None:
     [
         ({"quantized_comm": {"gradients": {"bits": 9}}}, "quantized_comm.gradients.bits=9"),
         ({"quantised_comm": {}}, "did you mean quantized_comm?"),
-        ({"quantized_comm": {}}, "zero_optimization.stage=0"),
-        ({**GOOD, "zero_optimization": True}, "zero_optimization.stage=0"),
+        ({"quantized_comm": {}}, "zero_optimization.stage is not set: allowed"),
+        ({**GOOD, "zero_optimization": {"stage": 0}}, "zero_optimization.stage=0: allowed"),
+        # DeepSpeed 0.19 refuses it by itself.
+        ({**GOOD, "zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "MiCS keeps its own"),
+        ({**GOOD, "zero_optimization": False}, "zero_optimization.stage=0: allowed"),
         ('{"seed": 1, "seed": 2}', "seed: set twice"),
         ("{]", "char"),
         ("[1]", "an object in braces"),
@@ -99,7 +101,85 @@ def test_autotune_is_valid_and_says_what_it_chooses_from(tmp_path, capsys) -> No
     assert main(["validate", write(tmp_path, {**GOOD, "quantized_comm": block})]) == 0
     out = capsys.readouterr().out
     assert "scheme: full_precision, qsdp, sdp4bit, as links and codecs measured" in out
-    assert '"weights"' not in out and '"node_shard"' not in out and "names matching a.*" in out
+    assert "names matching a.*" in out
+    assert main(["validate", "--json", str(tmp_path / "ds_config.json")]) == 0
+    out = capsys.readouterr().out
+    assert '"weights"' not in out and '"node_shard"' not in out
+
+
+def test_json_alone_is_the_resolved_block(tmp_path, capsys) -> None:
+    assert main(["validate", "--json", write(tmp_path, GOOD)]) == 0
+    block = json.loads(capsys.readouterr().out)["quantized_comm"]
+    assert (block["node_size"], block["weights"]["group_size"]) == (4, 1024)
+
+
+@pytest.mark.parametrize("world", ["0", "-1", "two"])
+def test_a_world_without_ranks_is_refused(tmp_path, capsys, world: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["validate", write(tmp_path, GOOD), "--world", world])
+    assert "argument --world" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), "node shard: 2 / (ranks per node) bytes per parameter more on every rank"),
+        (("--node-size", "8", "--params", "7b"), "0.25 bytes per parameter more on every rank (1."),
+        (("--node-size", "8", "--world", "8"), "node shard: none, all ranks are on one node"),
+    ],
+)
+def test_the_node_shard_and_its_memory_are_named(
+    tmp_path, capsys, options: tuple[str, ...], expected: str
+) -> None:
+    config = {"bf16": {"enabled": True}, "quantized_comm": {"scheme": "sdp4bit"}}
+    path = write(tmp_path, {**config, "zero_optimization": {"stage": 3}})
+    assert main(["validate", path, *options]) == 0
+    assert expected in capsys.readouterr().out
+    path = write(tmp_path, {**config, "zero_optimization": {"stage": 2}})
+    assert main(["validate", path, *options]) == 0
+    assert "node shard" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("scheme", ["qsdp", "autotune"])
+def test_gradients_that_stay_exact_are_not_promised_in_8_bits(tmp_path, capsys, scheme) -> None:
+    zero = {"stage": 2, "reduce_scatter": False}
+    path = write(tmp_path, {"zero_optimization": zero, "quantized_comm": {"scheme": scheme}})
+    assert main(["validate", path]) == 0
+    out = capsys.readouterr().out
+    assert "gradients: full precision, because zero_optimization.reduce_scatter is false" in out
+    assert "gradients: 8-bit" not in out
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_code_that_a_config_names_runs_only_when_asked_for(
+    tmp_path, capsys, monkeypatch, enabled: bool
+) -> None:
+    (tmp_path / "trap.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    block = {"enabled": enabled, "weights": {"codec": "trap"}}
+    path = write(tmp_path, {"zero_optimization": {"stage": 2}, "quantized_comm": block})
+    assert main(["validate", path]) == 0
+    assert (
+        "codec trap, not tried (--load-codecs imports it)" in capsys.readouterr().out
+    ) == enabled
+    if enabled:
+        with pytest.raises(SystemExit, match="imported"):
+            main(["validate", path, "--load-codecs"])
+    else:
+        assert main(["validate", path, "--load-codecs"]) == 0
+
+
+ESTIMATE = "estimate --params 7b --nodes 2 --link 10 --step 1".split()
+
+
+@pytest.mark.parametrize("command", [["schema"], ["validate", "--json"], ESTIMATE])
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, command: list[str]) -> None:
+    if "validate" in command:
+        command = [*command, *[write(tmp_path, GOOD)] * 200]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-m", "ds_quant", *command], **pipes) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(timeout=60)) == (b"", 0)
 
 
 def test_schema_is_printed(capsys) -> None:

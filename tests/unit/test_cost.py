@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.cost import Bill, Cargo, bill, shipped_bytes
+from ds_quant.cost import Bill, Cargo, Cluster, Volume, bill, predict, shipped_bytes, volume
 from ds_quant.layout import ceil_div
 from ds_quant.scheme import Scheme
 
@@ -71,6 +71,24 @@ def test_frozen_parameters_travel_only_under_zero3_and_only_as_weights() -> None
     assert bytes_of(sharded) == pytest.approx((2 * (98304 + 4096), 2 * 98304))
 
 
+@pytest.mark.parametrize(("gathers", "volume"), [(1.0, 4), (1.5, 5), (2.0, 6)])
+def test_weights_that_stay_gathered_travel_once(gathers: float, volume: float) -> None:
+    result = bill(FULL, 3, [MATRIX], ranks=4, gradient_dtype=BF16, gathers=gathers)
+    assert result.step_bytes(3) == volume == shipped_bytes(3, BF16, gathers=gathers)
+    assert result.step_bytes(3, micro_steps=3) == 3 * volume
+    assert sum(
+        sum(links.values())
+        for links in result.received(3, micro_steps=3, nodes=1, node_size=4).values()
+    ) == pytest.approx(3 * volume * 0.75 * result.numel)
+
+
+def test_gradients_of_frozen_parameters_are_not_shipped() -> None:
+    cargo = [MATRIX, MATRIX._replace(name="b.weight", trainable=False)]
+    result = bill(FULL, 3, cargo, ranks=4, gradient_dtype=BF16)
+    assert result.trained == 0.5
+    assert result.step_bytes(3) == 5 == shipped_bytes(3, BF16, trained=result.trained)
+
+
 def test_shipped_gradients_are_priced_as_an_all_reduce_in_full_precision() -> None:
     result = bill(SCHEME, 1, [MATRIX], ranks=2, gradient_dtype=BF16, shipped_gradients=True)
     assert bytes_of(result) == (98304 + 96 * 8, 2 * 2 * 98304)
@@ -130,3 +148,23 @@ def test_a_frozen_int8_weight_is_gathered_by_deepspeed_one_byte_per_element() ->
     result = bill(SCHEME, 3, [base], ranks=4, gradient_dtype=BF16)
     assert bytes_of(result) == (2048, 0)
     assert result.full_precision_share == 1 and result.kept == {"not floating point": 1}
+
+
+def test_every_collective_pays_the_latency() -> None:
+    cluster = Cluster(nodes=2, node_size=1, link=1e9, intra_link=1e9, flops=1e9, latency=0.5)
+    time = predict(Volume(inter=0.0, collectives=12), cluster, numel=1000, tokens=0)
+    assert time.communication == 12 * 0.5
+
+
+@pytest.mark.parametrize(
+    ("stage", "micro_steps", "collectives"),
+    # per layer: two gathers and a reduction per micro-step; one gather, a reduction per micro-step
+    # under ZeRO-2 and one per step under ZeRO-1
+    [(3, 1, 3 * 10), (3, 4, 12 * 10), (2, 1, 2 * 10), (2, 4, 5 * 10), (1, 4, 2 * 10)],
+)
+def test_every_layer_has_collectives_of_its_own(
+    stage: int, micro_steps: int, collectives: int
+) -> None:
+    costs = bill(QSDP, stage, [LARGE], ranks=4, gradient_dtype=BF16)
+    found = volume(costs, stage, micro_steps=micro_steps, layers=10)
+    assert found.collectives == collectives

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def test_every_key_has_allowed_values_a_default_and_an_effect() -> None:
         assert effect.rstrip(" |").endswith("."), "a whole sentence"
 
 
+@functools.cache
 def strings_of_the_package() -> list[str]:
     """Every string constant, with the constant parts of an f-string one by one."""
     found = []

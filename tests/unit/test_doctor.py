@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ds_quant.cli import main
-from ds_quant.kernels import native
+from ds_quant.kernels import cuda, native
 from ds_quant.tools import checks, environment, selftest
 from ds_quant.tools.checks import OK, PROBLEM, WARNING, Check
 
@@ -112,6 +112,21 @@ def test_two_cupy_flavours_are_a_problem(monkeypatch) -> None:
     assert check.status == PROBLEM and "pip uninstall cupy-cuda12x cupy-cuda13x" in check.fix
 
 
+def test_a_cupy_that_fails_is_a_warning_with_its_traceback(monkeypatch) -> None:
+    def broken(*_args) -> None:
+        raise RuntimeError("no NVRTC\nsecond line")
+
+    monkeypatch.setattr(cuda, "_check_versions", broken)
+    cuda.runner_of.cache_clear()
+    check = environment.cuda_kernels(torch.device("cuda", 0))
+    cuda.runner_of.cache_clear()
+    assert check.status == WARNING and "torch path" in check.found and "no NVRTC" in check.found
+    assert "ds_quant[cuda" in check.fix
+    shown = "\n".join(checks.lines([check]))
+    assert "Traceback" in shown and "in broken" in shown and "second line" in shown
+    assert environment.cuda_kernels(torch.device("cpu")).status == OK
+
+
 def test_codecs_are_exact_to_half_a_step_and_a_broken_one_is_found(monkeypatch) -> None:
     assert selftest.codecs().status == OK
     from ds_quant.codec import GroupCodec
@@ -150,8 +165,9 @@ def test_a_problem_without_a_fix_is_our_own_mistake() -> None:
     assert checks.healthy([Check(name="x", status=WARNING, found="y")])
 
 
-def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys) -> None:
+def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys, tmp_path: Path) -> None:
     monkeypatch.delenv("DS_QUANT_DISABLE", raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # a lock there may be this user's
     assert main(["doctor", "--no-processes", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["healthy"] is True
@@ -163,7 +179,6 @@ def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys) -> None:
     assert "fix: unset DS_QUANT_DISABLE" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("disabled", "code"), [("", 0), ("1", 1)])
 def test_doctor_trains_two_processes_and_sees_a_disabled_plugin(disabled: str, code: int) -> None:

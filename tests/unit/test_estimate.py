@@ -25,9 +25,13 @@ def rows(capsys, *arguments: str) -> dict[str, dict]:
     return {"": facts, **{row["scheme"]: row for row in facts["rows"]}}
 
 
-def test_rows_are_the_published_floor_of_wire_time(capsys) -> None:
-    """field of 7 B, 2 nodes, 10 Gb/s: bytes x 7e9 / 2 at full line rate."""
-    found = rows(capsys, *PLAN, "--step", "1", "--latency", "1e-9", "--encode", "1e18")
+def test_rows_are_the_published_floor_of_wire_time(capsys, tmp_path: Path) -> None:
+    """field of 7 B, 2 nodes, 10 Gb/s: bytes x 7e9 / 2 at full line rate, two gathers."""
+    released = {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"zero_optimization": released, "bf16": {"enabled": True}}))
+    config = ("--ds-config", str(path))
+    found = rows(capsys, *PLAN, *config, "--step", "1", "--latency", "1e-9", "--encode", "1e18")
     assert set(found) == {"", "deepspeed as shipped", *preset_names()}
     for scheme, nbytes in {"full_precision": 6.0, "qsdp": 3.02, "sdp4bit": 1.033}.items():
         row = found[scheme]
@@ -105,6 +109,7 @@ def test_full_replica_is_marked(capsys) -> None:
     shown = capsys.readouterr().out.splitlines()
     (line,) = (line for line in shown if line.startswith("sdp4bit "))
     assert "14" in line and "needs allow_full_replica" in line
+    assert shown.index(line) > shown.index("not recommended:")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +120,7 @@ def test_full_replica_is_marked(capsys) -> None:
         (["--params", "7e9", "--nodes", "2", "--step", "1"], "--link: Gb/s into one node"),
         (["--params", "7e9", "--gpus", "8", "--step", "1"], "--intra: Gb/s into one GPU"),
         (["--params", "7e9", "--step", "1"], "allowed: 2 ranks or more"),
-        (PLAN + ["--step", "1", "--ds-config", "{bad}"], "zero_optimization.stage=0"),
+        (PLAN + ["--step", "1", "--ds-config", "{bad}"], "zero_optimization.stage is not set"),
         (PLAN + ["--step", "1", "--probe", "{bad}"], "allowed: a file of this version's"),
         (PLAN[2:] + ["--step", "1", "--model-config", "{bad}"], "no model_type"),
         (PLAN + ["--step", "1", "--ds-config", "{block}"], "node_size=4: allowed here: --gpus"),
@@ -152,6 +157,145 @@ def test_plot_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "estimate.png"
     assert main(["estimate", *PLAN, "--step", "1", "--plot", str(path)]) == 0
     assert path.stat().st_size > 10_000
+
+
+# ---- what is recommended ----
+
+
+@pytest.mark.parametrize(
+    ("options", "best", "against"),
+    [
+        # qsdp_w4g4 and zeropp would take less time than qsdp.
+        (["--nodes", "2", "--gpus", "4", "--intra", "200"], "sdp4bit", {"qsdp_w4g4": "research"}),
+        (["--nodes", "2"], "qsdp", {"sdp4bit": "allow_full_replica", "zeropp": "start-up refuses"}),
+        (["--nodes", "2", "--stage", "2"], "sdp4bit", {"qw4": "research"}),
+        (
+            ["--nodes", "2", "--gpus", "4", "--intra", "200", "--gpu-memory", "20"], "qsdp",
+            {"sdp4bit": "needs 2", "qsdp_w4g4": "research"},
+        ),
+    ],
+)  # fmt: skip
+def test_only_what_autotune_may_take_and_start_up_accepts_is_recommended(
+    capsys, options: list[str], best: str, against: dict[str, str]
+) -> None:
+    found = rows(capsys, "--params", "7b", "--link", "10", "--step", "1", *options)
+    assert found[""]["best"] == best
+    taken = {name for name, row in found.items() if name and not row["note"]}
+    assert taken <= {"deepspeed as shipped", "full_precision", "qsdp", "sdp4bit"}
+    for name, reason in against.items():
+        assert reason in found[name]["note"]
+        assert name not in [row["scheme"] for row in found[""]["links"]["10"]]
+
+
+def test_a_block_that_accepts_full_replicas_lets_them_be_recommended(capsys, tmp_path) -> None:
+    path = tmp_path / "ds_config.json"
+    block = {"scheme": "autotune", "allow_full_replica": True}
+    config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "quantized_comm": block}
+    path.write_text(json.dumps(config))
+    options = ("--params", "7b", "--nodes", "2", "--link", "10", "--step", "1")
+    assert rows(capsys, *options, "--ds-config", str(path))[""]["best"] == "sdp4bit"
+
+
+def test_what_start_up_refuses_is_not_priced(capsys, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    zero = {"stage": 3, "zero_quantized_weights": True}
+    path.write_text(json.dumps({"zero_optimization": zero, "quantized_comm": {"scheme": "qsdp"}}))
+    assert main(["estimate", *PLAN, "--step", "1", "--ds-config", str(path)]) == 1
+    assert "cannot be used with zero_optimization.zero_quantized_weights" in capsys.readouterr().err
+
+
+def test_everything_that_is_missing_is_named_at_once(capsys) -> None:
+    lora = str(resource_dir("configs") / "ds_lora_zero3.json")
+    assert main(["estimate", "--nodes", "2", "--gpus", "8", "--ds-config", lora]) == 1
+    said = capsys.readouterr().err
+    assert "6 are missing:" in said
+    for option in (
+        "--dtype: ",
+        "--accumulation: ",
+        "--params 7b",
+        "--step: ",
+        "--link: ",
+        "--intra: ",
+    ):
+        assert option in said
+    assert "gradient_accumulation_steps of" in said and "give bf16, fp16 or fp32" in said
+
+
+@pytest.mark.parametrize(
+    ("written", "numel"),
+    [("7b", 7e9), ("1.3B", 1.3e9), ("350m", 3.5e8), ("7e9", 7e9)],
+)
+def test_parameters_are_written_as_models_are_named(capsys, written: str, numel: float) -> None:
+    found = rows(capsys, "--params", written, "--nodes", "2", "--link", "10", "--step", "1")
+    assert found[""]["parameters"] == numel
+
+
+def test_frozen_weights_travel_under_zero3_only(capsys) -> None:
+    lora = (*PLAN, "--step", "1", "--trained", "0.01")
+    sharded, replicated = rows(capsys, *lora), rows(capsys, *lora, "--stage", "2")
+    gathers = sharded[""]["gathers"]
+    shipped = "deepspeed as shipped"
+    assert sharded[shipped]["inter_bytes"] == pytest.approx(2 * (gathers + 0.01), rel=0.01)
+    assert sharded["full_precision"]["inter_bytes"] == pytest.approx(2 * (gathers + 0.01), rel=0.01)
+    # Between nodes a node shard exchanges what is trained.
+    assert sharded["sdp4bit"]["inter_bytes"] < 0.02
+    seconds = 6 * 0.01 * 7e9 / 2 / 1.25e9
+    assert replicated[shipped]["communication"] == pytest.approx(seconds, rel=0.1)
+    assert replicated[shipped]["gpu_memory"] < 16.5e9  # 2 bytes per weight and little besides
+
+
+def test_settings_of_the_fetch_decide_how_often_weights_are_gathered(capsys, tmp_path) -> None:
+    path = tmp_path / "ds_config.json"
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": "auto", "stage3_max_live_parameters": 1e9}
+    path.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}}))
+    small = ("--params", "400m", *PLAN[2:], "--step", "1", "--ds-config", str(path))
+    found = rows(capsys, *small)
+    assert found[""]["gathers"] == 1 and found["deepspeed as shipped"]["inter_bytes"] == 4
+    zero |= {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    path.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}}))
+    assert rows(capsys, *small)[""]["gathers"] == pytest.approx(2, rel=1e-3)
+
+
+def test_memory_of_a_gpu_is_that_of_its_parts(capsys) -> None:
+    found = rows(capsys, *PLAN, "--step", "1", "--stage", "2")
+    shipped = (2 + 2 / 16 + 12 / 16) * 7e9 + 2 * 5e8
+    assert found["deepspeed as shipped"]["gpu_memory"] == pytest.approx(shipped)
+    row = found["sdp4bit"]
+    assert row["gpu_memory"] == pytest.approx(shipped + row["memory"] + row["peak"])
+    assert 0.5e9 < row["peak"] < 3e9
+
+
+def test_typical_links_are_in_the_table(capsys) -> None:
+    assert main(["estimate", *PLAN, "--step", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (header,) = (line for line in lines if line.startswith("scheme") and "25 Gb/s" in line)
+    assert all(f"{link} Gb/s" in header for link in (10, 25, 100, 200, 400))
+    own = next(line for line in lines[lines.index(header) :] if line.startswith("sdp4bit"))
+    figures = [float(figure) for figure in own.split()[1:]]
+    assert figures == sorted(figures, reverse=True) and len(figures) == 5
+
+
+def test_the_plot_has_few_lines_of_colours_of_their_own_and_a_name_each(
+    tmp_path: Path, monkeypatch
+) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="needs matplotlib")
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    block = tmp_path / "ds_config.json"
+    config = {"zero_optimization": {"stage": 2}, "quantized_comm": {"gradients": {"bits": 4}}}
+    block.write_text(json.dumps({**config, "bf16": {"enabled": True}}))
+    path = tmp_path / "estimate.png"
+    command = [*PLAN, "--step", "1", "--plot", str(path), "--ds-config", str(block)]
+    assert main(["estimate", *command]) == 0
+    (axes,) = drawn[0].axes
+    curves = [line for line in axes.lines if len(line.get_xdata()) > 2]
+    names = [text.get_text() for text in axes.texts]
+    assert len(curves) == 4 and len({line.get_color() for line in curves}) == 4
+    assert {"qsdp", "sdp4bit", "full_precision", "your block (qsdp)"} < set(names)
+    assert axes.get_legend() is None
+    drawn[0].canvas.draw()
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert {"1", "10", "25", "100", "400"} <= set(labels) and not any("^" in x for x in labels)
 
 
 # ---- against measurement ----

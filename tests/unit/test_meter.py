@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from ds_quant import meter as meter_module
 from ds_quant.codec import CastCodec, GroupCodec
 from ds_quant.coding import Coding
-from ds_quant.meter import Meter, Tally
+from ds_quant.meter import Meter, Tally, normalised
 from ds_quant.rotation import Rotation
 
 
@@ -60,7 +62,7 @@ def test_what_was_encoded_is_read_back_outside_the_sections() -> None:
     coding.decode(wire, decoded)
     tally = sample.tallies["gradients", "inter"]
     expected = (decoded - values).square().sum() / values.square().sum()
-    assert tally.normalised_error == pytest.approx(expected.item()) and expected > 0
+    assert normalised(*tally.squares.tolist()) == pytest.approx(expected.item()) and expected > 0
     assert (tally.numel, tally.bits) == (32, 8 * wire.numel() / 32)
     assert sample.seconds["encode"] == 1, "reading back takes from 5 to 9 and is not encoding"
 
@@ -102,5 +104,75 @@ def test_a_cast_to_its_own_dtype_loses_nothing() -> None:
 
 
 def test_normalised_error_of_zeros() -> None:
-    assert Tally().normalised_error == 0
-    assert Tally(error=1.0).normalised_error == float("inf")
+    assert normalised(0.0, 0.0) == 0
+    assert normalised(1.0, 0.0) == float("inf")
+
+
+class _Slow:
+    """Stands for a coding; counts bytes that are read back. ``tolist`` and such would wait."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def error(self, values: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
+        self.read.append(wire.numel())
+        return torch.tensor([float(values[0]), 1.0], dtype=torch.float64)
+
+
+def _sampled(meter: Meter, coding: _Slow, pieces: int, nbytes: int) -> tuple[list[int], Tally]:
+    """One sample of messages of two pieces each; places of the pieces that were read back."""
+    before = len(coding.read)
+    meter.open(lambda: 0.0)
+    wire, found = torch.empty(nbytes, dtype=torch.uint8), []
+    for first in range(0, pieces, 2):
+        with meter.encoding("gradients", "inter") as notes:
+            for place in (first, first + 1):
+                make = functools.partial(_made, found, place, nbytes)
+                notes.note(coding, make, wire, numel=nbytes)
+    (tally,) = meter.close().tallies.values()
+    assert coding.read[before:] == [nbytes] * len(found)
+    return found, tally
+
+
+def _made(found: list[int], place: int, numel: int) -> torch.Tensor:
+    found.append(place)
+    return torch.full((numel,), float(place))
+
+
+def test_a_sample_reads_back_a_bounded_part_and_the_next_one_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meter_module, "CHECKED", 300)
+    meter, coding = Meter(), _Slow()
+    seen = [_sampled(meter, coding, pieces=8, nbytes=100) for _ in range(4)]
+    assert [places for places, _ in seen] == [[0, 1, 2], [3, 4, 5], [6, 7], [0, 1, 2]]
+    assert {(tally.numel, tally.nbytes) for _, tally in seen} == {(800, 800)}, "all is counted"
+    assert seen[1][1].squares.tolist() == [3 + 4 + 5, 3]
+
+
+def test_a_piece_larger_than_the_bound_is_read_back_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter_module, "CHECKED", 30)
+    meter, coding = Meter(), _Slow()
+    seen = [_sampled(meter, coding, pieces=2, nbytes=100)[0] for _ in range(8)]
+    assert seen == [[0], [0], [0], [0], [1], [1], [1], [0]]
+
+
+def test_nothing_waits_for_the_device_while_a_sample_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def waits(*_: object) -> None:
+        raise AssertionError("the device is waited for")
+
+    meter, values = Meter(), torch.randn(64)
+    coding = Coding(codec=GroupCodec(bits=4, group_size=32))
+    wire = torch.empty(coding.codec.wire_bytes(64), dtype=torch.uint8)
+    meter.open(lambda: 0.0)
+    coding.encode(values, wire)
+    for name in ("tolist", "item", "__float__", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, waits)
+    with meter.encoding("weights", "inter") as notes:
+        notes.note(coding, values, wire)
+    (tally,) = meter.close().tallies.values()
+    monkeypatch.undo()
+    error, norm = tally.squares.tolist()
+    assert 0 < error < 0.1 * norm

@@ -154,5 +154,5 @@ def test_validate_imports_the_module_from_the_working_folder(
     config = '{"zero_optimization": {"stage": 2}, "quantized_comm": {"weights": {"codec": "%s"}}}'
     (tmp_path / "ds_config.json").write_text(config % written(GOOD))
     monkeypatch.chdir(tmp_path)
-    assert main(["validate", "ds_config.json"]) == 0
+    assert main(["validate", "--load-codecs", "ds_config.json"]) == 0
     assert "weights: codec my_codec, 2.000 bytes per element" in capsys.readouterr().out

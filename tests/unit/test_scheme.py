@@ -84,3 +84,23 @@ def test_scheme_is_frozen_and_hashable() -> None:
     assert hash(scheme()) == hash(scheme())
     with pytest.raises(AttributeError):
         scheme().seed = 1
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "excluded"),
+    [
+        ("_orig_mod.lm_head.weight", "lm_head.*", True),  # torch.compile of the model
+        ("layers.0._orig_mod.mlp.weight", "layers.0.mlp.*", True),  # and of a block
+        ("base_model.model.lm_head.weight", "lm_head.*", True),  # PEFT
+        ("_orig_mod.base_model.model.model.embed.weight", "model.embed.weight", True),
+        ("_orig_mod.lm_head.weight", "_orig_mod.lm_head.*", True),  # written as it is called
+        ("my_orig_mod.lm_head.weight", "lm_head.*", False),
+        ("other_base_model.model.head.weight", "head.*", False),
+        ("_orig_mod.lm_head.weight", "embed.*", False),
+    ],
+)
+def test_patterns_match_without_what_wrappers_put_into_names(
+    name: str, pattern: str, excluded: bool
+) -> None:
+    reason = scheme(exclude=(pattern,)).skip_reason(name, (64, 64), torch.bfloat16)
+    assert (reason == "excluded") is excluded

@@ -61,6 +61,18 @@ def test_engines_differ_in_their_block_only() -> None:
     assert hpz == plain
 
 
+@pytest.mark.parametrize(("flags", "distance"), [([], 0), (["--reuse-distance", "10"], 10)])
+def test_weights_are_released_after_forward_or_stay_as_asked(
+    flags: list[str], distance: int
+) -> None:
+    zero = speed.config_of("qsdp", 3, 2, speed.parse_args(flags))["zero_optimization"]
+    assert zero["stage3_max_reuse_distance"] == distance
+    assert (
+        "stage3_max_reuse_distance"
+        not in speed.config_of("qsdp", 2, 2, speed.parse_args(flags))["zero_optimization"]
+    )
+
+
 def test_a_lab_refuses_names_that_tear_down_would_not_find_and_bad_rates() -> None:
     with pytest.raises(lab.LabError, match="must start with 'dsqlab'"):
         lab.Lab(2, name="mine")
@@ -137,7 +149,6 @@ def test_what_a_crashed_run_left_behind_is_removed(network: lab.Lab) -> None:
 TINY = ["--layers", "1", "--width", "64", "--heads", "2", "--seq-len", "16", "--batch", "1"]
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_without_a_lab_one_point_over_loopback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -179,7 +190,6 @@ if engine.global_rank == 0:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_launcher_trains_across_hosts_of_a_lab(network: lab.Lab, tmp_path: Path) -> None:
     """torchrun on both hosts, as on two machines; a host is a node without being told."""
@@ -214,7 +224,6 @@ def test_the_launcher_trains_across_hosts_of_a_lab(network: lab.Lab, tmp_path: P
     assert network.counters(0).received - before > inter
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_collectives_are_timed_over_loopback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -18,6 +18,7 @@ from ds_quant.collectives import all_gather, lay_out, reduce_scatter
 from ds_quant.kernels import rotation
 from ds_quant.meter import Meter, Notes
 from ds_quant.rotation import Rotation
+from ds_quant.slicing import Slicing
 from tests.unit import wire_oracle as oracle
 
 SIZES = (0, 1, 7, 8, 33, 64, 200, 321)
@@ -189,3 +190,8 @@ def test_checksum_is_that_of_the_page(sizes: list[int]) -> None:
     payload = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8)
     sealed = seal(payload, sizes, sender=3).numpy().tobytes()
     assert sealed == b"".join(oracle.sealed(message, 3) for message in messages)
+
+
+def test_slices_are_as_many_as_the_page_says() -> None:
+    for total in (0, 1, 499_999, 500_001, 4_499_999, 4_500_001, 10**8, 10**10):
+        assert oracle.slice_count(total) == Slicing().slices(total)

@@ -5,7 +5,7 @@ Section numbers are those of the page.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -161,6 +161,152 @@ def unrotate(x: np.ndarray, h: int, scale: float) -> np.ndarray:
                 x[:, i], x[:, i + distance] = a + b, a - b
         distance *= 2
     return x.reshape(-1) * F32(scale / h)
+
+
+def rotate(x: np.ndarray, h: int) -> np.ndarray:
+    """Rotation of a run, filled up to whole blocks."""
+    filled = np.concatenate([x.astype(F32), np.zeros(-len(x) % h, F32)])
+    return unrotate(filled, h, h)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Elements [start, stop) of a tensor and where they are summed. ``formats`` by hop, None for
+    raw fp32; ``h`` of the rotation, 0 for none.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+    reducer: int
+    formats: tuple[Format | None, ...]
+    h: int = 0
+
+    @property
+    def on_wire(self) -> int:
+        """Elements of a row: whole blocks."""
+        n = self.stop - self.start
+        return n + -n % self.h if self.h else n
+
+
+def row_bytes(fmt: Format | None, n: int) -> int:
+    return pad16(4 * n) if fmt is None else sections(fmt, n)[3]
+
+
+def read(row: bytes, fmt: Format | None, n: int) -> np.ndarray:
+    return np.frombuffer(row, "<f4", n) if fmt is None else decode(row, fmt, n)
+
+
+def shards(tensor: int, numel: int, ranks: int, formats: tuple, h: int) -> list[Piece]:
+    """The pieces of a tensor under ZeRO-3."""
+    c = -(-numel // ranks)
+    return [
+        Piece(tensor=tensor, start=min(r * c, numel), stop=min(r * c + c, numel), reducer=r,
+              formats=formats, h=h)
+        for r in range(ranks)
+    ]  # fmt: skip
+
+
+def slice_count(total: int) -> int:
+    return max(1, min(16, round((total * 5e-7) ** 0.5)))
+
+
+def slices(pieces: list[Piece], count: int | None) -> list[list[Piece]]:
+    """The parts of every slice of a reduction over two hops."""
+    count = count or slice_count(sum(p.stop - p.start for p in pieces))
+    found: list[list[Piece]] = [[] for _ in range(count)]
+    for p in pieces:
+        n = p.stop - p.start
+        unit = np.lcm.reduce([8, p.h or 1, *(f.group for f in p.formats if f)])
+        cuts = [n * i // count // unit * unit for i in range(count)] + [n]
+        for part, first, last in zip(found, cuts[:-1], cuts[1:], strict=True):
+            if first < last:
+                part.append(replace(p, start=p.start + int(first), stop=p.start + int(last)))
+    return [part for part in found if part]
+
+
+def cut_message(message: bytes, pieces: list[Piece], hop: int) -> list[bytes]:
+    """The rows of a message, one per piece, each as long as it needs."""
+    rows, position = [], 0
+    for p in pieces:
+        nbytes = row_bytes(p.formats[hop], p.on_wire)
+        rows.append(message[position : position + nbytes])
+        position += nbytes
+    assert position == len(message), "a message is its slots and nothing else"
+    return rows
+
+
+def add_up(
+    own: dict[Piece, np.ndarray], mine: int, messages: dict[int, bytes], hop: int
+) -> dict[Piece, np.ndarray]:
+    """Sums of a hop in the order of the sources, the own place taken by unquantized values."""
+    rows = {s: cut_message(m, list(own), hop) for s, m in messages.items() if s != mine}
+    sums = {}
+    for place, (p, values) in enumerate(own.items()):
+        total = None
+        for source in sorted({mine, *rows}):
+            row = values
+            if source != mine:
+                row = read(rows[source][place], p.formats[hop], p.on_wire)
+            total = row if total is None else total + row
+        sums[p] = total
+    return sums
+
+
+def finished(p: Piece, total: np.ndarray, scale: float) -> np.ndarray:
+    """The last sum of a piece, unrotated and scaled."""
+    total = unrotate(total, p.h, scale) if p.h else total * F32(scale)
+    return total[: p.stop - p.start]
+
+
+def delivered(fmt: Format | None) -> Format | None:
+    return replace(fmt, bits=8) if fmt else None
+
+
+def owner_pieces(
+    runs: list[tuple[int, int, tuple, int]], ranks: int, node_size: int
+) -> list[Piece]:
+    """Of runs (owner, elements, formats, h) over two hops."""
+    nodes = [tuple(range(n, n + node_size)) for n in range(0, ranks, node_size)]
+    ways = [[(r,) for r in range(ranks)], [nodes[r // node_size] for r in range(ranks)]]
+    ways.append([tuple(range(ranks))] * ranks)
+    found = [_cut(runs, teams) for teams in ways]
+    owners = [owner for owner, *_ in runs]
+    return min(found, key=lambda pieces: _busiest(pieces, owners, ranks, node_size))
+
+
+def _cut(runs: list, teams: list[tuple[int, ...]]) -> list[Piece]:
+    pieces = []
+    for team in sorted(set(teams)):
+        members = [i for i, (owner, *_) in enumerate(runs) if teams[owner] == team]
+        part, position = -(-sum(runs[i][1] for i in members) // len(team)), 0
+        for i in members:
+            _, n, formats, h = runs[i]
+            borders = {position, position + n}
+            borders |= set(range(part, position + n, part)) if part else set()
+            inside = sorted(b for b in borders if position <= b <= position + n)
+            for a, b in zip(inside, inside[1:], strict=False):
+                pieces.append(Piece(tensor=i, start=a - position, stop=b - position,
+                                    reducer=team[a // part], formats=formats, h=h))  # fmt: skip
+            position += n
+    return sorted(pieces, key=lambda p: (p.tensor, p.start))
+
+
+def _busiest(pieces: list[Piece], owners: list[int], ranks: int, node_size: int) -> tuple[int, int]:
+    into_rank, into_node = [0] * ranks, [0] * (ranks // node_size)
+    for p in pieces:
+        n, owner = p.stop - p.start, owners[p.tensor]
+        across = row_bytes(p.formats[1], n) * (ranks // node_size - 1)
+        into_node[p.reducer // node_size] += across
+        into_rank[p.reducer] += across
+        for r in range(p.reducer % node_size, ranks, node_size):
+            into_rank[r] += row_bytes(p.formats[0], n) * (node_size - 1)
+        if p.reducer != owner:
+            nbytes = row_bytes(delivered(p.formats[1]), n)
+            into_rank[owner] += nbytes
+            if p.reducer // node_size != owner // node_size:
+                into_node[owner // node_size] += nbytes
+    return max(into_node), max(into_rank)
 
 
 # ---- section 7 ----

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Collects what benchmarks/gpu_suite.sh needs besides torch, CuPy and pytest, on a machine with a
+# network, for one without.
+#
+#     benchmarks/gpu/collect_wheels.sh [DEST] [PYTHON_VERSION]    # default wheels/ 3.12
+#
+# DeepSpeed is built without its operators (pure Python); the others are wheels for Linux x86-64 and
+# the Python of the GPU machine. Fails if all together take more than 64 MiB.
+set -euo pipefail
+
+DEST="${1:-wheels}"
+VERSION="${2:-3.12}"
+PYTHON="${PYTHON:-python3}"
+mkdir -p "$DEST"
+platforms=()
+for n in 2_28 2_27 2_17; do platforms+=(--platform "manylinux_${n}_x86_64"); done
+platforms+=(--platform manylinux2014_x86_64)
+
+DS_BUILD_OPS=0 "$PYTHON" -m pip wheel --no-deps --no-build-isolation --wheel-dir "$DEST" \
+    "deepspeed>=0.17.6,<0.20"
+# pip takes the pydantic_core that fits this pydantic.
+"$PYTHON" -m pip download --only-binary=:all: --implementation cp --python-version "$VERSION" \
+    "${platforms[@]}" --dest "$DEST" "pydantic>=2" hjson
+rm -f "$DEST"/typing_extensions-*.whl # comes with torch
+
+size="$(du -sk "$DEST" | cut -f1)"
+ls -l "$DEST"
+if [ "$size" -gt 65536 ]; then
+    echo "collect_wheels.sh: $size KiB, more than 64 MiB" >&2
+    exit 1
+fi

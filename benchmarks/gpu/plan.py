@@ -1,0 +1,163 @@
+"""The sections of each part of benchmarks/gpu_suite.sh: command, seconds, and what they need.
+
+In a command {work}, {name} and {limit} are replaced: the folder for files, the section's name and
+the seconds it has. A section leaves its figures in {work}/{name}.json. What matters most comes
+first: later sections get what time is left. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+
+PYTHON = os.environ.get("PYTHON", sys.executable)
+JSON = ("--json", "{work}/{name}.json")
+
+_CUPY = ("torch", "cupy")
+_PYTEST = ("torch", "cupy", "pytest", "hypothesis")
+_DEEPSPEED = ("torch", "deepspeed", "pydantic")
+_EAGER = {"TORCHDYNAMO_DISABLE": "1"}  # DeepSpeed compiles helpers, for which there is no time
+
+# Without setup.cfg: its warnings are errors, and fit the versions of the development environment.
+_GPU_TESTS = (
+    *(PYTHON, "-m", "pytest", "-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider"),
+    *("-W", "ignore", "-q", "tests/kernels/test_gpu.py"),
+)
+_METRICS = (
+    "gpu__time_duration.sum",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "smsp__inst_executed.sum",
+    # 32-byte sectors that a warp's load or store touches; twice what it needs shows half sectors.
+    "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio",
+    "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio",
+)
+# Sums of rows through shared memory and rows of any length: what a checker can find races in.
+_RACES = "ragged and (g96 or g8192) or shared_memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One command of a part."""
+
+    name: str
+    seconds: float  # at most
+    command: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def _script(name: str, *arguments: str) -> tuple[str, ...]:
+    return (PYTHON, f"benchmarks/{name}", *arguments, *JSON)
+
+
+def equality(dry: bool) -> list[Section]:
+    """Part A: what the machine is, whether the kernels' bytes are right, what a launch costs."""
+    device = ("--device", "cpu" if dry else "cuda")
+    size = "1e5" if dry else "1e9"
+    tests = (*_GPU_TESTS, "--collect-only") if dry else _GPU_TESTS
+    workers = () if dry else ("-n", "6", "--dist", "worksteal")
+    cupy = ("torch",) if dry else _CUPY
+    pytest = tuple(name for name in _PYTEST if not dry or name != "cupy")
+    rivals = ("torch",) if dry else ()
+    sizes = ("--min-bytes", size, "--max-bytes", size, "--limit", "{limit}")
+    kernels = _script("kernels.py", *device, *sizes, "--dtypes", "bf16", "--rivals", *rivals)
+    return [
+        Section(name="facts", seconds=30, command=_script("gpu/facts.py", *device)),
+        Section(name="probe", seconds=60, command=_script("gpu/probe.py", *device)),
+        Section(
+            name="equality", seconds=300, command=(*tests, *workers),
+            packages=pytest if dry else (*pytest, "xdist"),
+        ),
+        Section(
+            name="overhead", seconds=40, packages=cupy,
+            command=_script("kernels.py", *device, "--overhead"),
+        ),
+        Section(name="one_size", seconds=150, command=kernels, packages=cupy),
+    ]  # fmt: skip
+
+
+def speed(dry: bool) -> list[Section]:
+    """Part B: which layout is fastest, and how fast beside a copy and what others would write."""
+    device = ("--device", "cpu" if dry else "cuda")
+    size = ("1e5", "1e5") if dry else ("5e8", "5e8")
+    sizes = ("1e4", "1e5") if dry else ("4096", "2e9")
+    cupy = ("torch",) if dry else _CUPY
+    rivals = ("torch",) if dry else ("compile", "triton")
+
+    def sweep(name: str, seconds: float) -> Section:
+        options = ("--sweep", name, *device, "--bytes", size[0], "--limit", "{limit}")
+        return Section(
+            name=name, seconds=seconds, command=_script("gpu/sweeps.py", *options), packages=cupy
+        )
+
+    def kernels(name: str, seconds: float, between: tuple[str, str], *more: str) -> Section:
+        options = ("--min-bytes", between[0], "--max-bytes", between[1], "--limit", "{limit}")
+        command = _script("kernels.py", *device, *options, *more)
+        return Section(name=name, seconds=seconds, command=command, packages=cupy)
+
+    five = (PYTHON, "benchmarks/gpu/sweeps.py", "--sweep", "five", *device, "--bytes", size[0])
+    profiler = ("ncu", "--clock-control", "none", "--csv", "--metrics", ",".join(_METRICS),
+                "--kernel-name", "regex:encode|decode_sum|recode")  # fmt: skip
+    return [
+        sweep("stores", 130),
+        sweep("tables", 50),
+        sweep("ragged", 50),
+        kernels("sizes", 120, sizes, "--dtypes", "bf16", "--codecs", "int4", "--rivals"),
+        Section(
+            name="counters", seconds=70, command=five if dry else (*profiler, *five),
+            packages=cupy, programs=() if dry else ("ncu",),
+        ),
+        kernels("rivals", 120, size, "--dtypes", "bf16", "--rivals", *rivals),
+    ]  # fmt: skip
+
+
+def training(dry: bool) -> list[Section]:
+    """Part C: DeepSpeed with several ranks on one GPU, one of many ranks, and memory checks."""
+    device = ("--device", "cpu" if dry else "cuda")
+    numel, steps = ("100000", "3") if dry else (str(1 << 26), "20")
+    schemes = ("qsdp",) if dry else ("full_precision", "qsdp", "sdp4bit", "zeropp")
+    cupy = ("torch",) if dry else _CUPY
+
+    def ranks(stage: int, world: int) -> Section:
+        size = 2 if dry else world  # a dry run starts as few processes as show the same
+        nodes = ("--node-size", str(size // 2)) if world == 4 else ()
+        options = ("--world", str(size), "--stage", str(stage), "--steps", steps, "--width", "128")
+        return Section(
+            name=f"zero{stage}_world{world}", seconds=75, packages=_DEEPSPEED, environment=_EAGER,
+            command=_script("one_gpu.py", *device, *options, *nodes, "--schemes", *schemes),
+        )  # fmt: skip
+
+    def checker(tool: str, seconds: float, tests: str, **environment: str) -> Section:
+        command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *_GPU_TESTS)
+        if dry:
+            command = (*_GPU_TESTS, "--collect-only")
+        return Section(
+            name=tool, seconds=seconds, command=(*command, "-x", "-k", tests),
+            packages=tuple(name for name in _PYTEST if not dry or name != "cupy"),
+            programs=() if dry else ("compute-sanitizer",), environment=environment,
+        )  # fmt: skip
+
+    simulate = ("--simulate", "8", *device, "--numel", numel)
+    world = ("--ranks", "32", "--node-size", "8", *device, *(("--width", "64") if dry else ()))
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return [
+        Section(
+            name="simulation", seconds=40, command=_script("one_gpu.py", *simulate), packages=cupy
+        ),
+        ranks(3, 2),
+        ranks(2, 2),
+        ranks(3, 4),
+        ranks(2, 4),
+        Section(
+            name="world32", seconds=60, command=_script("gpu/world.py", *world),
+            packages=_DEEPSPEED, environment=_EAGER,
+        ),
+        checker("memcheck", 90, "ragged and (g96 or g8192) or table or recode", **uncached),
+        checker("racecheck", 70, _RACES),
+    ]  # fmt: skip
+
+
+PARTS = {"A": equality, "B": speed, "C": training}

@@ -1,0 +1,86 @@
+"""How often an engine under ZeRO-3 gathers its weights: predicted at start-up, then counted.
+
+[Note: what is counted] DeepSpeed records the order of modules in a first pass and decides by it
+from then on; an evaluation in between makes it record anew. So the first optimizer step counts that
+began after two undisturbed micro-steps and was not disturbed itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ds_quant.gathers import FetchSettings, Module, Unit, mean_gathers
+from ds_quant.zero import parameters, seams
+
+_RECORDING = 2  # micro-steps, see [Note: what is counted]
+_CLOSE = 0.03  # a relative error that nobody is told of
+
+
+def predicted_gathers(engine: Any) -> float:
+    """Gathers of an element per micro-step by the rules of ``gathers``."""
+    settings = FetchSettings(
+        max_reuse_distance=engine.zero_max_reuse_distance(),
+        max_live_parameters=engine.zero_max_live_parameters(),
+        prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
+    )
+    accumulation = engine.gradient_accumulation_steps()
+    return mean_gathers(_outline(engine.module), settings, micro_steps=accumulation)
+
+
+def _outline(module: torch.nn.Module) -> Module:
+    whole = seams.is_gathered_whole(module)
+    units = (
+        Unit(id(p), parameters.shape_of(p).numel(), bool(getattr(p, "ds_persist", False)))
+        for p in module.parameters(recurse=whole)
+    )
+    return Module(tuple(units), () if whole else tuple(map(_outline, module.children())))
+
+
+class GatherCount:
+    """Counts elements that are fetched until one optimizer step tells the steady number."""
+
+    def __init__(self, binding: Any) -> None:
+        self._binding = binding
+        params = list(binding.engine.module.parameters())
+        self._numel = sum(parameters.shape_of(p).numel() for p in params)
+        self._persistent = sum(p.ds_numel for p in params if p.ds_persist)
+        self._fetched = 0
+        self._undisturbed = 0  # micro-steps before this optimizer step
+        self._disturbed = False
+
+    @classmethod
+    def attach(cls, binding: Any) -> None:
+        """Count the first steps of an engine that trains."""
+        binding.gather_count = cls(binding)
+        seams.after_global_step(binding.engine, binding.gather_count.after_step)
+
+    def fetched(self, params: Iterable[Any]) -> None:
+        """DeepSpeed gathers these for forward or backward."""
+        self._fetched += sum(p.ds_numel for p in params if not p.ds_persist)
+        self._disturbed |= not self._binding.engine.module.training
+
+    def after_step(self) -> None:
+        """An optimizer step has ended: take its count, if DeepSpeed was steady."""
+        if self._binding.gather_count is None:
+            return
+        micro_steps = self._binding.engine.gradient_accumulation_steps()
+        if not self._disturbed and self._undisturbed >= _RECORDING:
+            fetched = (self._fetched + self._persistent) / micro_steps
+            self._settle(fetched / max(1, self._numel))
+            return
+        self._undisturbed = 0 if self._disturbed else self._undisturbed + micro_steps
+        self._fetched, self._disturbed = 0, False
+
+    def _settle(self, counted: float) -> None:
+        from ds_quant.zero.start_line import start_line
+
+        binding = self._binding
+        predicted, binding.gathers, binding.gather_count = binding.gathers, counted, None
+        if abs(counted - predicted) > _CLOSE * predicted:
+            seams.log_rank0(
+                f"quantized_comm: {counted:.3g} gathers of the weights per micro-step were counted,"
+                f" {predicted:.3g} predicted, so the line at start-up is now: {start_line(binding)}"
+            )

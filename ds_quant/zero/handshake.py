@@ -1,0 +1,187 @@
+"""The handshake at start-up: one plugin, one block and one idea of the nodes on all ranks.
+
+[Note: rank 0 judges] Every rank leaves a card in the store; rank 0 reads all cards and leaves its
+verdict, for which the others wait. So the store answers a few questions per rank, however many
+ranks there are. No collective is involved: a rank without the plugin cannot hang the others.
+
+[Note: blocks] Cards hold a digest of the block. Only where digests differ rank 0 asks one rank of
+each digest for the block itself, to name the keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as torch_dist
+
+from ds_quant.config import QuantizedCommConfig
+from ds_quant.topology import PlacementError, host_name, launched_size, place
+from ds_quant.zero.cards import SETTINGS, Card, card_from, disagreement, mixed_facts, strangers
+from ds_quant.zero.log import log_rank0
+
+WIRE_VERSION = 2  # raised when bytes on the wire change meaning
+_CARDS = 2  # raised when cards change meaning
+_PATIENCE = 10.0  # seconds for what another rank does at once
+
+
+class StartError(RuntimeError):
+    """The ranks cannot start together."""
+
+
+def handshake(
+    *,
+    config: QuantizedCommConfig,
+    must: Mapping[str, str],
+    facts: Mapping[str, str],
+    rank: int,
+    world: int,
+) -> int:
+    """Check through the store that all ranks fit together, and return the ranks per node.
+
+    Args:
+        must: what has to be equal on all ranks besides versions and the block, by name.
+        facts: what may differ, but slows all ranks down if it does, by name; one warning each.
+
+    Raises:
+        StartError: naming the ranks that did not answer within ``handshake_timeout`` seconds,
+            those whose version or settings differ, or a placement that makes no nodes.
+    """
+    from ds_quant import __version__
+
+    store = torch_dist.distributed_c10d._get_default_store()
+    engine = store.add(f"ds_quant/engines/{rank}", 1)  # the n-th engine of this rank
+    meeting = _Meeting(Board(store, f"ds_quant/handshake/{engine}"), config, world)
+    versions = {"ds_quant": __version__, "wire": WIRE_VERSION, "cards": _CARDS}
+    card = Card(
+        equal={**versions, **must, SETTINGS: config.digest()},
+        facts=dict(facts),
+        host=host_name(),
+        launched=launched_size(world),
+    )
+    verdict = meeting.lead(card) if rank == 0 else meeting.follow(card, rank)
+    if "error" in verdict:
+        raise StartError(f"quantized_comm: {verdict['error']}")
+    for warning in verdict["warnings"]:
+        log_rank0(f"quantized_comm: {warning}")
+    return verdict["node_size"]
+
+
+class Board:
+    """Texts under names with a common prefix in the store."""
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def put(self, name: object, text: str) -> None:
+        self._store.set(f"{self._prefix}/{name}", text)
+
+    def read(self, names: Sequence[object]) -> list[str]:
+        """Texts that are there, in one question where the store has it."""
+        keys = [f"{self._prefix}/{name}" for name in names]
+        if self._store.has_extended_api():
+            return [text.decode() for text in self._store.multi_get(keys)]
+        return [self._store.get(key).decode() for key in keys]
+
+    def arrive(self, names: Sequence[object], seconds: float) -> bool:
+        """Wait for texts; whether all are there in time."""
+        try:
+            keys = [f"{self._prefix}/{name}" for name in names]
+            self._store.wait(keys, timedelta(seconds=seconds))
+        except RuntimeError:  # torch.distributed.DistStoreError and friends
+            return False
+        return True
+
+    def missing(self, names: Sequence[int]) -> list[int]:
+        """Those not there, found by halving: a few questions where few are missing."""
+        if not names or self._store.check([f"{self._prefix}/{name}" for name in names]):
+            return []
+        if len(names) == 1:
+            return list(names)
+        half = len(names) // 2
+        return self.missing(names[:half]) + self.missing(names[half:])
+
+
+class _Meeting:
+    """One handshake. A verdict has "error", or "node_size" and "warnings"."""
+
+    def __init__(self, board: Board, config: QuantizedCommConfig, world: int) -> None:
+        self._board, self._config = board, config
+        self._ranks = list(range(world))
+
+    def lead(self, card: Card) -> dict[str, Any]:
+        """Rank 0: judge and tell the others."""
+        board, timeout = self._board, self._config.handshake_timeout
+        board.put(0, card.to_json())
+        missing = [] if board.arrive(self._ranks, timeout) else board.missing(self._ranks)
+        if missing:
+            board.put("asked", "[]")
+        verdict = self._no_answer(missing) if missing else self._judge()
+        board.put("verdict", json.dumps(verdict))
+        if "error" in verdict:  # this process may hold the store: it leaves last
+            present = sorted({*self._ranks[1:]} - {*missing})
+            board.arrive([f"left/{rank}" for rank in present], _PATIENCE)
+        return verdict
+
+    def follow(self, card: Card, rank: int) -> dict[str, Any]:
+        """Every other rank: hear the verdict, and show the block before if asked for it."""
+        board = self._board
+        board.put(rank, card.to_json())
+        verdict = self._hear(rank)
+        if "error" in verdict:
+            board.put(f"left/{rank}", "")
+        return verdict
+
+    def _hear(self, rank: int) -> dict[str, Any]:
+        board, unheard = self._board, {"error": "rank 0 has left the handshake; see its log"}
+        if not board.arrive(["asked"], self._config.handshake_timeout):
+            if missing := board.missing(self._ranks):
+                return self._no_answer(missing)
+            if not board.arrive(["asked"], _PATIENCE):
+                return unheard
+        (asked,) = board.read(["asked"])
+        if rank in json.loads(asked):
+            board.put(f"block/{rank}", json.dumps(self._config.resolved()))
+        if not board.arrive(["verdict"], 2 * _PATIENCE):
+            return unheard
+        (verdict,) = board.read(["verdict"])
+        return json.loads(verdict)
+
+    def _no_answer(self, missing: list[int]) -> dict[str, Any]:
+        error = (
+            f"no answer from rank(s) {missing} within {self._config.handshake_timeout:g} s. Is "
+            "ds_quant installed on their hosts, DS_QUANT_DISABLE unset and the same config used "
+            "there? A slow start needs a larger quantized_comm.handshake_timeout"
+        )
+        return {"error": error}
+
+    def _judge(self) -> dict[str, Any]:
+        cards = [card_from(text) for text in self._board.read(self._ranks)]
+        groups = strangers(cards)
+        blocks = self._blocks(cards, [ranks[0] for ranks in groups])
+        if groups:
+            return {"error": disagreement(cards, groups, blocks)}
+        try:
+            placement = place(
+                [card.host for card in cards],
+                given=self._config.node_size,
+                launched=[card.launched for card in cards],
+            )
+        except PlacementError as error:
+            return {"error": str(error)}
+        warnings = [placement.warning] if placement.warning else []
+        return {"node_size": placement.node_size, "warnings": warnings + mixed_facts(cards)}
+
+    def _blocks(self, cards: Sequence[Card], ranks: Sequence[int]) -> dict[int, Any]:
+        """Blocks of rank 0 and of those of ``ranks`` that have another. See [Note: blocks]."""
+        mine, board = cards[0].equal, self._board
+        readable = [r for r in ranks if cards[r].equal.get("cards") == _CARDS]
+        asked = [r for r in readable if cards[r].equal[SETTINGS] != mine[SETTINGS]]
+        board.put("asked", json.dumps(asked))
+        names = [f"block/{rank}" for rank in asked]
+        if not asked or not board.arrive(names, _PATIENCE):
+            return {}
+        blocks = dict(zip(asked, map(json.loads, board.read(names)), strict=True))
+        return {0: self._config.resolved(), **blocks}

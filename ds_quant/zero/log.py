@@ -1,0 +1,54 @@
+"""Lines of the plugin in the log. Each begins with what it is about, so that grep finds it.
+
+DeepSpeed's logger would put time, level and file in front, and shows nothing below a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+from deepspeed import comm as dist
+
+
+class _Stdout(logging.StreamHandler):
+    """Writes to where ``sys.stdout`` points now, as DeepSpeed's lines do."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stdout
+
+
+def _logger() -> logging.Logger:
+    logger = logging.getLogger("ds_quant.run")
+    if not logger.handlers:  # a program may have given it its own
+        logger.addHandler(_Stdout())
+        logger.propagate = False
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    return logger
+
+
+def log_here(message: str) -> None:
+    """Warn on this rank."""
+    _logger().warning(message)
+
+
+def log_rank0(message: str) -> None:
+    """Warn if this is rank 0, or if ranks have no numbers yet."""
+    if _is_first():
+        _logger().warning(message)
+
+
+def info_rank0(message: str) -> None:
+    """The same for what is no cause for worry. Shown as well."""
+    if _is_first():
+        _logger().info(message)
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

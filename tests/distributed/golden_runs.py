@@ -1,0 +1,258 @@
+"""Compare training runs with recorded ones, bit by bit: losses, weights, bytes and messages.
+
+    python -m tests.distributed.golden_runs           # print what differs, exit 1 if anything does
+    python -m tests.distributed.golden_runs --write   # the same, and record it in golden_runs.json
+
+A row is a preset x ZeRO stage x topology (nodes x ranks per node) x dtype, gradient accumulation,
+slices and buckets, thinned to all pairs. Only after a deliberate change of what a run computes or
+sends may it be recorded again. The digests hold on any x86-64 CPU, see ``exact_model``, and for
+C++ and torch kernels alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.distributed import harness
+from tests.distributed.exact_model import ExactModel, sgd
+from tests.distributed.models import build, digests, masters, settings
+from tests.pairwise import all_pairs
+
+FILE = Path(__file__).with_name("golden_runs.json")
+STEPS = 6
+TOPOLOGIES = {"1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2), "4x1": (4, 1)}
+FACTORS: dict[str, Sequence[Any]] = {
+    # In the order in which they were added: a new one goes last and only adds rows.
+    "scheme": (
+        "full_precision", "qsdp", "qsdp_w4g4", "qw4", "qwd", "sdp4bit", "sdp4bit_paper", "tlq",
+        "tlq_hs", "ulq", "zeropp",
+    ),
+    "topology": tuple(TOPOLOGIES),
+    "stage": (1, 2, 3),
+    "dtype": ("bf16", "fp32"),
+    "accumulation": (1, 2),
+    "slices": (1, 3),
+    "bucket": (20_000, 10**6),  # elements; several and one
+}  # fmt: skip
+
+Outcome = dict[str, Any]
+Golden = dict[str, Outcome]  # by the name of a row
+
+
+class Row(NamedTuple):
+    scheme: str
+    topology: str
+    stage: int
+    dtype: str
+    accumulation: int
+    slices: int
+    bucket: int
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.scheme} zero{self.stage} {self.topology} {self.dtype} k{self.accumulation} "
+            f"slices{self.slices} bucket{self.bucket}"
+        )
+
+    def config(self, backend: str) -> dict[str, Any]:
+        """For DeepSpeed. Under ZeRO-3 parameters are prefetched, several in a message."""
+        zero: dict[str, Any] = {"reduce_bucket_size": self.bucket}
+        if self.stage == 3 and self.bucket < 10**6:
+            zero |= {"stage3_prefetch_bucket_size": 40_000, "stage3_max_live_parameters": 70_000}
+        block = {
+            "scheme": self.scheme,
+            "node_size": TOPOLOGIES[self.topology][1],
+            "slices": self.slices,
+            "allow_full_replica": True,
+            "metrics": {"interval": 0},
+        }
+        if backend != "auto":
+            block["backend"] = backend
+        return settings(
+            self.stage, block, dtype=self.dtype, accumulation=self.accumulation, zero=zero
+        )
+
+
+# Two levels are where most can go wrong: a few schemes in every stage, in slices.
+_TWO_LEVELS = tuple(
+    Row(scheme, "2x2", stage, dtype="bf16", accumulation=1, slices=3, bucket=20_000)
+    for scheme in ("qsdp", "sdp4bit", "zeropp")
+    for stage in FACTORS["stage"]
+)
+ROWS = tuple(dict.fromkeys((*map(Row._make, all_pairs(FACTORS)), *_TWO_LEVELS)))
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries whose order of work the bits, buckets and messages follow."""
+    return {name: version(name).split("+")[0] for name in ("torch", "deepspeed")}
+
+
+# ---- in the ranks ----
+
+
+def train_rows(rows: Sequence[Row], backend: str) -> dict[str, Outcome]:
+    """Train every row on this rank; what it saw, by the row's name."""
+    from deepspeed.utils import logger
+
+    logger.setLevel("ERROR")
+    return {row.name: _train(row, backend) for row in rows}
+
+
+def _train(row: Row, backend: str) -> Outcome:
+    import ds_quant
+
+    rank, node_size = torch.distributed.get_rank(), TOPOLOGIES[row.topology][1]
+    with _ReceivedMessages(rank, node_size) as received:
+        engine = build(row.config(backend), ExactModel, optimizer=sgd)
+        losses = []
+        for step in range(STEPS):
+            for micro in range(row.accumulation):
+                loss = engine((step * 10 + micro) * 10 + rank)
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss.detach()))
+    report = ds_quant.report(engine)
+    weights = masters(engine)
+    engine.destroy()
+    return {
+        "losses": losses,
+        "weights": digests(weights),
+        "bytes": report["received_bytes"],
+        "collectives": report["collectives"],
+        "messages": received.counts,
+    }
+
+
+class _ReceivedMessages:
+    """Messages that arrive from ranks of this node and of others, while entered."""
+
+    def __init__(self, rank: int, node_size: int) -> None:
+        self._node, self._node_size = rank // node_size, node_size
+        self.counts = {"intra": 0, "inter": 0}
+
+    def __enter__(self) -> _ReceivedMessages:
+        self._original = torch.distributed.irecv
+        torch.distributed.irecv = self._irecv
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.distributed.irecv = self._original
+
+    def _irecv(self, tensor: torch.Tensor, src: int, **keywords: Any) -> Any:
+        self.counts["intra" if src // self._node_size == self._node else "inter"] += 1
+        return self._original(tensor, src=src, **keywords)
+
+
+# ---- in the parent ----
+
+
+def run_topology(topology: str, rows: Sequence[Row] = ROWS, backend: str = "auto") -> Golden:
+    """Train the rows of a topology on fresh ranks; what the file holds of them."""
+    nodes, node_size = TOPOLOGIES[topology]
+    own = [row for row in rows if row.topology == topology]
+    ranks = harness.run(train_rows, nodes * node_size, own, backend, timeout=280)
+    return {row.name: _summary([rank[row.name] for rank in ranks]) for row in own}
+
+
+def _summary(ranks: Sequence[Outcome]) -> Outcome:
+    """One row of the file: digests, and counts by rank where ranks differ.
+
+    Weights are equal on all ranks or the first one that differs says so.
+    """
+    for number, rank in enumerate(ranks):
+        assert rank["weights"] == ranks[0]["weights"], f"weights of ranks 0 and {number} differ"
+    losses = [rank["losses"] for rank in ranks]
+    counts = {
+        f"{role} bytes {link}": [rank["bytes"][role][link] for rank in ranks]
+        for role in ("weights", "gradients")
+        for link in ("intra", "inter")
+    }
+    counts |= {
+        f"{role} collectives": [rank["collectives"][role] for rank in ranks]
+        for role in ("weights", "gradients")
+    }
+    counts |= {
+        f"messages {link}": [rank["messages"][link] for rank in ranks]
+        for link in ("intra", "inter")
+    }
+    return {
+        "losses": _digest_of([[loss.hex() for loss in rank] for rank in losses]),
+        "first and last loss": [fmean(rank[i] for rank in losses) for i in (0, -1)],
+        "weights": _digest_of(ranks[0]["weights"]),
+        **{key: _once(values) for key, values in counts.items()},
+    }
+
+
+def _digest_of(value: Any) -> str:
+    return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _once(values: list[int]) -> int | list[int]:
+    """The value of all ranks, or their list."""
+    return values[0] if len(set(values)) == 1 else values
+
+
+def recorded() -> dict[str, Any]:
+    """The file; empty before the first run."""
+    return json.loads(FILE.read_text("utf-8")) if FILE.exists() else {"versions": {}, "rows": {}}
+
+
+def differences(before: Golden, now: Golden) -> Iterator[str]:
+    """A line for every value that differs, and for every row that is in one of them only."""
+    for name in dict.fromkeys((*before, *now)):
+        if name not in now:
+            yield f"- {name}"
+        elif name not in before:
+            yield f"+ {name}"
+        else:
+            for key in dict.fromkeys((*before[name], *now[name])):
+                old, new = before[name].get(key), now[name].get(key)
+                if old != new:
+                    yield f"{name}: {key}: {old} -> {new}"
+
+
+def save(rows: Golden) -> None:
+    """One line per row, so that a difference between two versions of the file reads well."""
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+    head = f'{{\n "versions": {json.dumps(versions())},\n "rows": {{\n'
+    FILE.write_text(f"{head}{lines}\n }}\n}}\n", "utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--write", action="store_true", help=f"record the runs in {FILE.name}")
+    add("--only", default="", metavar="TEXT", help="rows with this in their name")
+    add("--backend", choices=("auto", "torch"), default="auto")
+    args = parser.parse_args(argv)
+    before, rows = recorded(), [row for row in ROWS if args.only in row.name]
+    names = [row.name for row in ROWS]
+    compared = {n: row for n, row in before["rows"].items() if args.only in n or n not in names}
+    now: Golden = {}
+    for topology in dict.fromkeys(row.topology for row in rows):
+        now |= run_topology(topology, rows, args.backend)
+    lines = list(differences(compared, now))
+    if before["versions"] != versions():
+        lines.insert(0, f"versions: {before['versions']} -> {versions()}")
+    print("\n".join(lines) or f"no difference in {len(now)} rows")
+    if args.write:
+        found = {**before["rows"], **now}
+        save({name: found[name] for name in names if name in found})
+    return 1 if lines and not args.write else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""What a training step costs the host as one rank of many: calls, views, launches and messages.
+
+    python -m tests.distributed.host_cost                # the rows of test_host_cost.py
+    python -m tests.distributed.host_cost --llama-layer  # one layer of Llama-7B on 4 nodes of 8
+
+Every row is a process of its own in a fake world, see benchmarks/fake_world.py. Counts are of rank
+0 in one steady step. Times are of the process and only mean something on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_quant.slicing import Slicing
+from tests.distributed import harness
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import fake_world  # noqa: E402
+from fake_world import World  # noqa: E402
+
+LAYERS, WIDTH = 4, 256
+WARM = 3  # ZeRO-3 records its trace in the second step
+TIMED = 5
+SHOWN = ("calls", "views", "launches", "torch", "messages", "all views", "all torch")
+
+# Dimensions of a Llama-7B layer over SCALE: memory and arithmetic, which are not the host's part on
+# a GPU, take a 16th; tensors, ranks and slices are as many. With a larger scale shards have fewer
+# groups than there are slices, and norms are small enough to share a message.
+SCALE = 4
+HIDDEN, INTERMEDIATE = 4096 // SCALE, 11008 // SCALE
+LLAMA_NUMEL = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE + 2 * HIDDEN
+
+
+class Block(nn.Module):
+    """Six parameters: a norm and two matrices with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.relu(self.first(self.norm(x))))
+
+
+class LlamaLayer(nn.Module):
+    """Seven matrices and two norms; what is computed with them does not matter."""
+
+    width = HIDDEN
+
+    def __init__(self) -> None:
+        super().__init__()
+        square = lambda: nn.Linear(HIDDEN, HIDDEN, bias=False)  # noqa: E731
+        self.before, self.after = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
+        self.q, self.k, self.v, self.o = square(), square(), square(), square()
+        self.gate = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+        self.up = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+        self.down = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        x = x + self.o(self.v(y) * torch.sigmoid(self.q(y) * self.k(y)))
+        y = self.after(x)
+        return x + self.down(torch.relu(self.gate(y)) * self.up(y))
+
+
+class Blocks(nn.Module):
+    """24 parameters."""
+
+    width = WIDTH
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """``block``: ``quantized_comm``, None for DeepSpeed alone. ``zero``: keys besides the stage."""
+
+    world: World
+    stage: int
+    block: dict[str, Any] | None
+    zero: dict[str, Any]
+    model: Callable[[], nn.Module]
+
+    def config(self) -> dict[str, Any]:
+        """For DeepSpeed."""
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": self.stage, "overlap_comm": False, **self.zero},
+            "bf16": {"enabled": True},
+        }
+        if self.block is not None:
+            node = {"node_size": self.world.ranks_per_node}
+            quiet = {"checksum_steps": 0, "metrics": {"interval": 0}}
+            config["quantized_comm"] = {**node, **quiet, **self.block}
+        return config
+
+
+# ---- in a rank ----
+
+
+def cost(case: Case) -> dict[str, float]:
+    """Counts and CPU milliseconds of a steady step of rank 0."""
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel("ERROR")
+    fake_world.join(case.world)
+    with fake_world.without_handshake(), fake_world.faked_cuda() as runner:
+        model = case.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=case.config())[0]
+        for _ in range(WARM):
+            _step(engine)
+        runner.launches.clear()
+        before = _messages(engine)
+        with fake_world.counted_calls() as counts:
+            _step(engine)
+        counts["messages"] = _messages(engine) - before
+        counts["launches"] = runner.launches.total()
+        with fake_world.counted_operations() as operations:
+            _step(engine)
+        milliseconds = min(_timed(engine) for _ in range(TIMED))
+        if engine.skipped_steps:
+            raise RuntimeError(f"{engine.skipped_steps} steps were skipped")
+    parameters = sum(1 for _ in model.parameters())
+    return {**counts, **operations, "parameters": parameters, "milliseconds": milliseconds}
+
+
+def _step(engine: Any) -> None:
+    x = torch.ones(1, engine.module.width, dtype=torch.bfloat16)
+    engine.backward(engine(x).sum())
+    engine.step()
+
+
+def _timed(engine: Any) -> float:
+    start = time.process_time()
+    _step(engine)
+    return 1e3 * (time.process_time() - start)
+
+
+def _messages(engine: Any) -> int:
+    """Collectives of the plugin so far; 0 without it."""
+    import ds_quant
+
+    if engine._config.quantized_comm is None:
+        return 0
+    return sum(ds_quant.report(engine)["collectives"].values())
+
+
+# ---- in the parent ----
+
+
+def measure(case: Case) -> dict[str, float]:
+    """Run a case in a process of its own."""
+    return harness.run(cost, 1, case, environment={"TEST_PROCESS_GROUP": "own"})[0]
+
+
+def small_layers(world: World, stage: int, scheme: str | None) -> Case:
+    """Buckets of about a layer under ZeRO-3, DeepSpeed's default otherwise."""
+    zero = {}
+    if stage == 3:
+        bucket = 2 * WIDTH * WIDTH + 8 * WIDTH
+        zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": bucket}
+    block = None if scheme is None else {"scheme": scheme}
+    return Case(world=world, stage=stage, block=block, zero=zero, model=Blocks)
+
+
+def llama_layer(scheme: str | None, slices: int | None) -> Case:
+    """ZeRO-3; norms persist, weights are fetched again for backward, one bucket of gradients.
+
+    ``slices``: None for as many as the full size would take.
+    """
+    block = None
+    if scheme is not None:
+        count = slices or Slicing().slices(LLAMA_NUMEL * SCALE**2)
+        block = {"scheme": scheme, "slices": count}
+    zero = {
+        "stage3_param_persistence_threshold": HIDDEN,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 50_000_000 // SCALE**2,
+        "reduce_bucket_size": 2 * LLAMA_NUMEL,
+    }
+    return Case(world=World(4, 8), stage=3, block=block, zero=zero, model=LlamaLayer)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--worlds", nargs="+", type=World.parse, default=[World(n, n) for n in (2, 4, 8)])
+    add("--stages", nargs="+", type=int, default=[2, 3])
+    add("--schemes", nargs="+", default=["none", "qsdp", "sdp4bit"], help="none: DeepSpeed alone")
+    add("--llama-layer", action="store_true", help="that, under ZeRO-3 on 4 nodes of 8 ranks")
+    add("--slices", type=int, help="of the Llama layer's gradients")
+    args = parser.parse_args(argv)
+    for name in args.schemes:
+        scheme = None if name == "none" else name
+        if args.llama_layer:
+            _show(name, llama_layer(scheme, args.slices))
+            continue
+        for stage in args.stages:
+            for world in args.worlds:
+                _show(name, small_layers(world, stage, scheme))
+    return 0
+
+
+def _show(name: str, case: Case) -> None:
+    found = measure(case)
+    calls, views, launches, others, messages, all_views, all_others = (
+        round(found.get(key, 0)) for key in SHOWN
+    )
+    print(
+        f"{name} ZeRO-{case.stage} {case.world}: {found['milliseconds']:.1f} ms, "
+        f"{messages} messages; {calls} calls ({calls / found['parameters']:.1f} per parameter), "
+        f"{views} views and {launches} + {others} kernels of the plugin; {all_views} views and "
+        f"{launches + all_others} kernels in all",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

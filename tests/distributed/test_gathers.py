@@ -1,0 +1,160 @@
+"""ZeRO-3's gathers per micro-step: predicted at start-up, counted after the first steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.harness import run
+from tests.distributed.models import build, settings
+
+pytestmark = pytest.mark.distributed
+
+WIDTH, LAYERS = 128, 6
+LAYER = WIDTH * WIDTH
+STEPS = 5
+
+
+class Tower(nn.Module):
+    """Square layers with norms and a weight that is used at both ends."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        blocks = (
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False), nn.GELU())
+            for _ in range(LAYERS)
+        )
+        self.blocks = nn.ModuleList(blocks)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.last(x).float().square().mean()
+
+
+def tower(case: dict[str, Any]) -> Tower:
+    import deepspeed
+
+    made = Tower(case.get("recompute", False))
+    if case.get("leaves"):
+        deepspeed.utils.set_z3_leaf_modules(made, [nn.Sequential])
+    return made
+
+
+def facts(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per case the gathers predicted and counted, bytes of the last step, and what was logged."""
+    import ds_quant
+    from ds_quant.zero import seams
+
+    found = []
+    for case in cases:
+        logged: list[str] = []
+        seams.log_rank0 = logged.append
+        config = settings(
+            3, {"node_size": case.get("node_size", 1), "allow_full_replica": True, **case["block"]},
+            dtype="bf16", accumulation=case.get("accumulation", 1), zero=case["zero"],
+        )  # fmt: skip
+        engine = build(config, lambda case=case: tower(case))
+        reports = [ds_quant.report(engine)]
+        for step in range(STEPS):
+            for _ in range(engine.gradient_accumulation_steps()):
+                engine.backward(engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)))
+                engine.step()
+            if step == case.get("evaluated_after"):
+                engine.eval()
+                with torch.no_grad():
+                    engine(torch.ones(1, WIDTH, dtype=torch.bfloat16))
+                engine.train()
+            reports.append(ds_quant.report(engine))
+        received = [
+            sum(sum(links.values()) for links in r["received_bytes"].values()) for r in reports
+        ]
+        found.append({
+            "gathers": [r["gathers"] for r in reports], "params": reports[0]["params"],
+            "received": received[-1] - received[-2], "expected": reports[-1]["expected_bytes"],
+            "lines": [reports[0]["line"], reports[-1]["line"]], "logged": logged,
+        })  # fmt: skip
+        engine.destroy()
+    return found
+
+
+def zero(reuse: int, prefetch: int, live: int, persistent: int = 0) -> dict[str, int]:
+    return {
+        "stage3_max_reuse_distance": reuse, "stage3_prefetch_bucket_size": prefetch,
+        "stage3_max_live_parameters": live, "stage3_param_persistence_threshold": persistent,
+    }  # fmt: skip
+
+
+QSDP, EXACT = {"scheme": "qsdp"}, {"scheme": "full_precision"}
+DEFAULT = zero(10**9, 5 * 10**7, 10**9)
+PREDICTED = [
+    {"block": EXACT, "zero": DEFAULT},
+    {"block": QSDP, "zero": zero(0, 0, 0), "accumulation": 2},
+    {"block": QSDP, "zero": zero(5 * LAYER, 0, 10**9)},
+    {"block": QSDP, "zero": zero(0, LAYER, 3 * LAYER)},
+    {"block": EXACT, "zero": zero(0, 3 * LAYER, 10**9), "leaves": True},
+    {"block": QSDP, "zero": zero(2 * LAYER, 2 * LAYER, 4 * LAYER, persistent=1000)},
+]
+
+
+def test_gathers_are_predicted_whether_weights_stay_for_backward_or_not() -> None:
+    every = run(facts, 2, PREDICTED, timeout=240)
+    for case, *ranks in zip(PREDICTED, *every, strict=True):
+        for found in ranks:
+            assert found["gathers"][0] == pytest.approx(found["gathers"][-1], rel=0.005), case
+        counted = sum(found["received"] for found in ranks) / 2 / found["params"]
+        # Nobody counts what DeepSpeed gathers of persistent parameters by itself.
+        assert counted == pytest.approx(found["expected"] / 2, rel=0.02), case
+    first, twice = every[0][:2]
+    assert first["gathers"][-1] == 1 and "4.00 B/param/micro-step (bf16 4.00)" in first["lines"][0]
+    assert twice["gathers"][-1] > 2 and "1 gathers of the weights" in first["lines"][0]
+    assert {found["gathers"][-1] for found in every[0]} > {1.0}
+
+
+def test_what_was_predicted_wrongly_is_counted_corrected_and_told_once() -> None:
+    """Nobody tells at start-up that blocks are computed again in backward."""
+    again = {"recompute": True, "zero": zero(0, 0, 0), "block": QSDP}
+    spoilt = {"evaluated_after": 0, "zero": zero(0, 0, 0), "block": QSDP, "recompute": True}
+    shard = {**again, "node_size": 2, "block": {"scheme": "sdp4bit", "node_size": 1}}
+    for first, other, kept in run(facts, 2, [again, spoilt, shard], timeout=240):
+        predicted, *_, counted = first["gathers"]
+        assert counted > predicted + 0.5
+        (line,) = [text for text in first["logged"] if "were counted" in text]
+        assert f"{counted:.3g} gathers" in line and f"{predicted:.3g} predicted" in line
+        shipped = f"(bf16 {2 * (1 + counted):.2f})"
+        assert shipped in first["lines"][1] and shipped not in first["lines"][0]
+        assert shipped in line
+        # The evaluation spoils a step and what DeepSpeed had recorded.
+        assert first["gathers"][3] == counted == other["gathers"][5] != other["gathers"][4]
+        assert kept["expected"] < 1.2 and kept["gathers"][-1] == counted
+
+
+def tuned(zero: dict[str, int]) -> float:
+    """Gathers with which autotune prices its candidates."""
+    from ds_quant.zero import tuning
+
+    choose, seen = tuning.choose, []
+
+    def noted(candidates: Any, place: Any, links: Any) -> Any:
+        seen.append((place.gathers, {c.bill.gathers for c in candidates}))
+        return choose(candidates, place, links)
+
+    tuning.choose = noted
+    build(settings(3, {"scheme": "autotune"}, dtype="bf16", zero=zero), Tower)
+    ((gathers, priced),) = seen
+    assert priced == {gathers}
+    return gathers
+
+
+def test_autotune_prices_the_gathers_that_the_settings_bring() -> None:
+    assert run(tuned, 2, DEFAULT) == [1.0, 1.0]
+    assert min(run(tuned, 2, zero(0, 0, 0))) > 2

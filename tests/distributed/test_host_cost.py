@@ -1,0 +1,81 @@
+"""A budget of what a training step costs the host as one rank of 4, 16 and 64.
+
+The figures are those of the code as it is; python -m tests.distributed.host_cost prints them again.
+A change that needs less lowers them here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import pytest
+
+from tests.distributed.host_cost import World as W
+from tests.distributed.host_cost import main, measure, small_layers
+
+pytestmark = pytest.mark.distributed
+
+
+class Budget(NamedTuple):
+    calls: int  # of the plugin's Python functions, per parameter; all else per step
+    views: int  # of tensors, made by the plugin
+    kernels: int  # launches on CUDA: the plugin's own kernels and torch's
+    messages: int
+
+
+# 24 parameters. Nodes x ranks per node.
+BUDGETS = {
+    ("qsdp", 2, W(2, 2)): Budget(calls=54, views=228, kernels=40, messages=4),
+    ("qsdp", 2, W(4, 4)): Budget(calls=100, views=422, kernels=69, messages=4),
+    ("qsdp", 2, W(8, 8)): Budget(calls=292, views=1034, kernels=117, messages=4),
+    ("qsdp", 3, W(2, 2)): Budget(calls=199, views=756, kernels=115, messages=10),
+    ("qsdp", 3, W(4, 4)): Budget(calls=498, views=1756, kernels=265, messages=10),
+    ("qsdp", 3, W(8, 8)): Budget(calls=1581, views=5388, kernels=861, messages=10),
+    ("sdp4bit", 2, W(2, 2)): Budget(calls=62, views=425, kernels=98, messages=4),
+    ("sdp4bit", 2, W(4, 4)): Budget(calls=110, views=615, kernels=125, messages=4),
+    ("sdp4bit", 2, W(8, 8)): Budget(calls=319, views=1415, kernels=229, messages=4),
+    ("sdp4bit", 3, W(2, 2)): Budget(calls=333, views=2318, kernels=458, messages=10),
+    ("sdp4bit", 3, W(4, 4)): Budget(calls=730, views=4310, kernels=878, messages=10),
+    ("sdp4bit", 3, W(8, 8)): Budget(calls=2128, views=9926, kernels=2014, messages=10),
+}
+GROWTH = 8.0  # of calls from 4 to 64 ranks, at most; 1.0 would be independent of the ranks
+
+
+@functools.cache
+def spent(scheme: str, stage: int, world: W) -> dict[str, float]:
+    return measure(small_layers(world, stage, scheme))
+
+
+@pytest.mark.parametrize(("scheme", "stage", "world"), BUDGETS, ids=str)
+def test_a_step_stays_within_its_budget(scheme: str, stage: int, world: W) -> None:
+    budget, counts = BUDGETS[scheme, stage, world], spent(scheme, stage, world)
+    found = Budget(
+        calls=counts["calls"] / counts["parameters"],
+        views=counts["views"],
+        kernels=counts["launches"] + counts["torch"],
+        messages=counts["messages"],
+    )
+    assert all(0 < now <= most for now, most in zip(found, budget, strict=True)), found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("scheme", ["qsdp", "sdp4bit"])
+def test_growth_of_calls_with_the_ranks_is_bounded(scheme: str, stage: int) -> None:
+    few, many = (spent(scheme, stage, W(n, n))["calls"] for n in (2, 8))
+    assert many <= GROWTH * few
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nothing_of_deepspeed_alone_is_counted(stage: int) -> None:
+    counts = measure(small_layers(W(2, 2), stage, None))
+    ours = [counts.get(key, 0) for key in ("calls", "views", "torch", "launches", "messages")]
+    assert ours == [0] * 5
+    assert counts["all views"] > 0 and counts["all torch"] > 0
+
+
+def test_figures_of_a_llama_layer_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--llama-layer", "--schemes", "none", "qsdp", "--slices", "2"]) == 0
+    alone, ours = capsys.readouterr().out.splitlines()
+    assert alone.startswith("none ZeRO-3 4x8: ") and " 0 calls " in alone
+    assert ours.startswith("qsdp ZeRO-3 4x8: ") and " 0 calls " not in ours

@@ -1,0 +1,106 @@
+"""Predicted memory of messages and sums against what is alive, and no node shard without room."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import ds_quant
+from ds_quant import memory
+from ds_quant.buffers import Buffers
+from tests.distributed.harness import run, run_each
+from tests.distributed.models import build, settings
+from tests.distributed.test_steady import Stack, step
+
+pytestmark = pytest.mark.distributed
+STEPS, LEAST = 3, 1 << 12
+SHAPE = (512, 3)
+SMALL = {"allgather_bucket_size": 200_000, "reduce_bucket_size": 300_000}
+Case = tuple[int, str, int, dict[str, Any]]  # stage, scheme, ranks per node, zero_optimization
+
+
+class Alive:
+    """Bytes of the plugin's buffers, each a tensor of its own instead of the pool's."""
+
+    def __init__(self) -> None:
+        self.bytes = self.peak = 0
+        alive = self
+
+        def empty(
+            self: Any, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device
+        ) -> torch.Tensor:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            nbytes = math.prod(shape) * dtype.itemsize
+            if nbytes >= LEAST:
+                alive.bytes += nbytes
+                alive.peak = max(alive.peak, alive.bytes)
+                weakref.finalize(tensor.untyped_storage(), alive.freed, nbytes)
+            return tensor
+
+        Buffers.empty = empty  # of this process
+
+    def freed(self, nbytes: int) -> None:
+        self.bytes -= nbytes
+
+
+def predicted_and_alive(cases: list[Case]) -> list[tuple[float, int]]:
+    alive, found = Alive(), []
+    for stage, scheme, node_size, zero in cases:
+        block = {"scheme": scheme, "node_size": node_size, "allow_full_replica": True}
+        zero = {"reduce_bucket_size": 10**9, "overlap_comm": True, **zero}
+        engine = build(settings(stage, block, dtype="bf16", zero=zero), lambda: Stack(*SHAPE))
+        alive.peak = alive.bytes
+        for _ in range(STEPS):
+            step(engine)
+        found.append((ds_quant.report(engine)["expected_peak_bytes"], alive.peak))
+        engine.destroy()
+    return found
+
+
+CASES: list[Case] = [
+    *((3, scheme, size, {}) for scheme in ("full_precision", "qsdp", "sdp4bit") for size in (2, 4)),
+    *((2, scheme, size, {}) for scheme in ("full_precision", "qsdp", "sdp4bit") for size in (2, 4)),
+    (3, "sdp4bit", 1, {}),
+    (3, "qsdp", 2, {"reduce_bucket_size": 300_000}),
+    (2, "qsdp", 2, SMALL),
+    (2, "sdp4bit", 2, SMALL),
+    (2, "sdp4bit", 4, SMALL),
+    (1, "zeropp", 2, {"allgather_bucket_size": 200_000}),
+]  # fmt: skip
+
+
+def test_the_peak_is_what_is_alive_at_once_or_somewhat_more() -> None:
+    """On the rank where that is most: under ZeRO-2 the owners of a bucket have more to hold."""
+    for case, *ranks in zip(CASES, *run(predicted_and_alive, 4, CASES, timeout=280), strict=True):
+        (predicted, *_), found = zip(*ranks, strict=True)
+        assert 0.99 * max(found) <= predicted <= 1.5 * max(found), case
+
+
+def test_the_constants_are_those_of_the_exchange() -> None:
+    from ds_quant.zero import node, spread
+
+    assert spread._IN_FLIGHT == memory.EXCHANGED_AT_ONCE
+    assert (node._LEAST_NUMEL, node._MOST_NUMEL) == (memory.LEAST_NUMEL, memory.MOST_NUMEL)
+
+
+def with_room(free: tuple[int, ...]) -> str:
+    """The start-up line of an engine on whose ranks ``free`` bytes are left."""
+    from ds_quant.zero import parameters
+
+    parameters.free_memory = lambda: free[torch.distributed.get_rank()]
+    block = {"scheme": "sdp4bit", "node_size": 1, "allow_full_replica": True}
+    engine = build(settings(3, block, dtype="bf16"), lambda: Stack(*SHAPE))
+    return ds_quant.report(engine)["line"]
+
+
+def test_a_node_shard_that_does_not_fit_on_one_rank_is_refused_on_all() -> None:
+    for _, error in run_each(with_room, 2, (10**12, 10**6)):
+        assert "node shard takes 0.00158 GB on every rank, but 0.001 GB of memory are free" in error
+    for line in run(with_room, 2, (10**12, 2 * 10**6)):
+        assert "may run out of memory: 0.00158 GB of node shard and" in line
+    for line in run(with_room, 2, (10**12, 10**12)):
+        assert "run out" not in line and "messages and sums of up to 0.00" in line

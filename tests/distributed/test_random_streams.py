@@ -1,0 +1,187 @@
+"""No two values of a training step are rounded by the same random bits, and errors average out.
+
+Bits are noted where they are drawn, in the torch kernels, so nothing here repeats the rules by
+which streams get their names.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.harness import run
+from tests.distributed.models import (
+    FEATURES,
+    TARGETS,
+    Regression,
+    batch,
+    build,
+    settings,
+    train_step,
+)
+
+pytestmark = pytest.mark.distributed
+
+PLACES = [(role, link) for role in ("weights", "gradients") for link in ("intra", "inter")]
+DELIVERED = 1 << 62  # from this vector on, bits of what a reducer delivers to an owner
+
+
+class Draws(NamedTuple):
+    """Vectors [first, first + count) of the stream (key, step), one entry per draw; ``place`` is
+    the role and the level of what they were drawn for.
+    """
+
+    key: np.ndarray
+    step: np.ndarray
+    first: np.ndarray
+    count: np.ndarray
+    place: np.ndarray
+
+
+class Even(nn.Module):
+    """97k parameters. ``first.weight`` has one owner of four and is cut into halves of whole
+    groups, so that to balance its bucket costs no byte more and is done.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 256, bias=False)
+        self.second = nn.Linear(256, 256, bias=False)
+        self.last = nn.Linear(256, TARGETS)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.last(torch.tanh(self.second(self.first(x)))) - y).square().mean()
+
+
+def config(stage: int, node_size: int, **block: Any) -> dict[str, Any]:
+    """All roles are rounded stochastically, by the torch kernels."""
+    fields = {
+        "scheme": "qsdp",
+        "backend": "torch",
+        "node_size": node_size,
+        "weights": {"rounding": "stochastic", "intra": {"bits": 8}},
+        **block,
+    }
+    if stage == 3:
+        # Weights are gathered once per step: forward and backward share bits on purpose.
+        once = {"stage3_max_reuse_distance": 10**9, "stage3_max_live_parameters": 10**9}
+        return settings(3, fields, zero=once)
+    small = {"reduce_bucket_size": 1000, "allgather_bucket_size": 20_000}
+    return settings(2, fields, zero=small, accumulation=2)
+
+
+TWO_LEVELS = {"gradients": {"bits": 4, "intra": {"bits": 8}}, "slices": 3}
+CASES: dict[str, tuple[dict[str, Any], type[nn.Module]]] = {
+    "ZeRO-3, one level": (config(3, 4), Regression),
+    "ZeRO-3, two levels": (config(3, 2, node_shard=True, **TWO_LEVELS), Regression),
+    "ZeRO-2, one level": (config(2, 4), Even),
+    "ZeRO-2, two levels": (config(2, 2, **TWO_LEVELS), Even),
+}
+
+
+def _drawn_rank() -> dict[str, Draws]:
+    """By case what this rank has drawn from the second step on: in its first one, ZeRO-3 gathers
+    everything twice.
+    """
+    from ds_quant.kernels import philox
+    from ds_quant.meter import Meter
+
+    drawn: list[tuple[int, int, int, int, int]] = []
+    draw, encoding = philox.random_bits, Meter.encoding
+    place = 0
+
+    def placed(self: Meter, role: str, link: str) -> Any:
+        nonlocal place
+        place = PLACES.index((role, link))
+        return encoding(self, role, link)
+
+    def noted(address: Any, first_vector: int, out: torch.Tensor) -> None:
+        drawn.append((address.key, address.step, first_vector, out.shape[0], place))
+        draw(address, first_vector, out)
+
+    philox.random_bits, Meter.encoding = noted, placed
+    found = {}
+    for name, (settings_of_case, model) in CASES.items():
+        engine = build(settings_of_case, model)
+        for step in range(3):
+            train_step(engine, step)
+            if step == 0:
+                drawn.clear()
+        engine.destroy()
+        found[name] = Draws(*np.array(drawn, dtype=np.uint64).T)
+    return found
+
+
+@cache
+def drawn() -> list[dict[str, Draws]]:
+    return run(_drawn_rank, 4)
+
+
+def of_all_ranks(case: str) -> Draws:
+    """In the order of streams and vectors."""
+    columns = Draws(*map(np.concatenate, zip(*(found[case] for found in drawn()), strict=True)))
+    order = np.lexsort((columns.first, columns.step, columns.key))
+    return Draws(*(column[order] for column in columns))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_random_bits_are_drawn_twice(case: str) -> None:
+    """By no other rank, parameter, shard, slice, run, delivery or micro-step."""
+    key, step, first, count, _ = of_all_ranks(case)
+    same = (key[1:] == key[:-1]) & (step[1:] == step[:-1])
+    again = same & (first[1:] < first[:-1] + count[:-1])
+    assert not again.any(), f"{again.sum()} of {len(again)} draws"
+    assert same.any() and len(np.unique(key)) > 3 * 4, "several draws per stream, many streams"
+    assert ("ZeRO-2" in case) == (first >= DELIVERED).any(), "buckets of one owner are balanced"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_gradients_and_both_hops_have_streams_of_their_own(case: str) -> None:
+    """A rank keeps its own part on the first hop and sends it on the second one, so streams that
+    both shared would not show above.
+    """
+    key, _, _, _, place = of_all_ranks(case)
+    assert len(np.unique(np.stack([key, place]), axis=1).T) == len(np.unique(key))
+    assert len(np.unique(place)) > 1
+
+
+def _errors_rank() -> dict[int, float]:
+    """Mean square error of 4-bit gradients, by stage; all ranks have the same batch."""
+    from deepspeed.utils import safe_get_full_grad
+
+    x, y = batch(0, 0, 0, rank=0)
+    torch.manual_seed(0)
+    model = Regression()
+    model(x, y).backward()
+    exact = {n: p.grad for n, p in model.named_parameters()}
+    block = {"weights": {"enabled": False}, "gradients": {"bits": 4}}
+    errors = {}
+    for stage in (2, 3):
+        engine = build(settings(stage, block))
+        engine.backward(engine(x, y))
+        differences = [
+            (safe_get_full_grad(p) - exact[n]).double().flatten()
+            for n, p in engine.module.named_parameters()
+            if len(getattr(p, "ds_shape", p.shape)) > 1
+        ]
+        errors[stage] = float(torch.cat(differences).square().mean())
+        engine.destroy()
+    return errors
+
+
+@cache
+def errors(world: int) -> dict[int, float]:
+    return run(_errors_rank, world)[0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_twice_the_ranks_halve_the_variance_of_gradients(stage: int) -> None:
+    """Errors of 96,000 elements: two estimates of the variance differ by about 1 %. Ranks that
+    rounded alike would give 1.
+    """
+    assert errors(4)[stage] / errors(2)[stage] == pytest.approx(0.5, rel=0.1)

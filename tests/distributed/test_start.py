@@ -1,0 +1,141 @@
+"""The start of a run on the CPU: what is built, what is said about it, how mistakes are told."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.harness import run
+from tests.distributed.models import QSDP, build, settings
+
+pytestmark = pytest.mark.distributed
+
+
+# ---- DeepSpeed's shared-memory operator ----
+
+
+class _Operator:
+    """Stands for the compiled one."""
+
+    def __init__(self) -> None:
+        self.opened: list[tuple[int, int]] = []
+
+    def initialize(self, world: int, rank: int) -> None:
+        self.opened.append((world, rank))
+
+    def vector_kernel_level(self) -> int:
+        return 2
+
+
+def first_use() -> tuple[list[int], list[tuple[int, int]], float]:
+    """Operators built when the backend is made, and after one and two reductions of inference; how
+    they were opened; the sum.
+    """
+    module = importlib.import_module("deepspeed.comm.torch")
+    built: list[_Operator] = []
+
+    def compile_it() -> _Operator:
+        built.append(_Operator())
+        return built[-1]
+
+    module.build_shm_op.ds_quant_wraps = compile_it
+    backend = module.TorchBackend("gloo", None, None)
+    counts, value = [len(built)], torch.ones(3)
+    for _ in range(2):
+        backend.inference_all_reduce(value, module.ReduceOp.SUM)
+        counts.append(len(built))
+    return counts, built[0].opened, float(value.sum())
+
+
+def test_the_operator_is_built_when_inference_first_reduces() -> None:
+    for rank, (counts, opened, total) in enumerate(run(first_use, 2)):
+        assert counts == [0, 1, 1]
+        assert opened == [(2, rank)]
+        assert total == 3 * 2 * 2
+
+
+# ---- interrupted builds ----
+
+
+def interrupted() -> list[str]:
+    from ds_quant.zero import seams
+
+    said: list[str] = []
+    seams.log_here = said.append
+    folder = Path(os.environ["TEST_SCRATCH"])
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    if torch.distributed.get_rank() == 0:
+        (folder / "py311_cpu" / "cpu_adam").mkdir(parents=True)
+        (folder / "py311_cpu" / "cpu_adam" / "lock").touch()
+    torch.distributed.barrier()
+    build(settings(2, QSDP))
+    return said
+
+
+def test_the_lock_of_an_interrupted_build_is_named_once_before_deepspeed_waits_for_it() -> None:
+    (line,), silent = run(interrupted, 2)
+    assert line.startswith("quantized_comm: ") and "operator cpu_adam that did not end" in line
+    assert "rm " in line and "/py311_cpu/cpu_adam/lock" in line
+    assert silent == []
+
+
+# ---- mistakes ----
+
+
+def told(configs: list[dict[str, Any]]) -> str:
+    """What this rank prints when its mistake is caught by nobody."""
+    printed = io.StringIO()
+    try:
+        build(configs[torch.distributed.get_rank()])
+    except Exception as error:
+        with contextlib.redirect_stderr(printed):
+            sys.excepthook(type(error), error, error.__traceback__)
+    return printed.getvalue().replace(f"[rank{torch.distributed.get_rank()}]: ", "")  # torch's
+
+
+TYPO = settings(2, {"gradients": {"bit": 4}})
+SHORT = "rank 1 ends: see the message of rank 0\n"
+
+
+def test_a_mistake_in_the_config_is_told_once_without_a_traceback() -> None:
+    first, second = run(told, 2, [TYPO, TYPO])
+    assert first.startswith("ConfigError: quantized_comm.gradients.bit=4: unknown key")
+    assert first.count("\n") == 1 and second == SHORT
+
+
+def test_ranks_that_disagree_are_told_once() -> None:
+    careful = {"scheme": "qsdp", "handshake_timeout": 5.0}
+    first, second = run(told, 2, [settings(2, careful), settings(2, careful | {"seed": 1})])
+    assert first.startswith("StartError: quantized_comm: ranks disagree") and second == SHORT
+
+
+def test_a_mistake_of_one_rank_is_told_by_that_rank() -> None:
+    other = settings(2, {"weights": {"bits": 1}})
+    _, second = run(told, 2, [TYPO, other])
+    assert second.startswith("ConfigError on rank 1: quantized_comm.weights.bits=1: allowed: ")
+
+
+def broken() -> tuple[str, bool]:
+    from ds_quant.zero import seams
+
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("a bug")
+
+    seams.facts = fails
+    return told([settings(2, QSDP)] * 2), sys.excepthook is not sys.__excepthook__
+
+
+def test_a_bug_keeps_its_traceback_on_every_rank() -> None:
+    for printed, installed in run(broken, 2):
+        assert installed
+        assert printed.startswith("Traceback (most recent call last):")
+        assert "in read_block" in printed
+        assert printed.endswith("ValueError: a bug\n")

@@ -1,0 +1,88 @@
+"""The whole start-up line, every figure of it by hand."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.distributed.harness import run
+from tests.distributed.models import build, settings
+
+pytestmark = pytest.mark.distributed
+
+
+class Small(nn.Module):
+    """Weights of 8192 and 4096 elements and a bias of 128: 12,416 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 32, bias=False)
+
+
+def config(stage: int, scheme: str, node_size: int, micro_steps: int, **block: Any) -> dict:
+    fields = {"scheme": scheme, "node_size": node_size, "backend": "torch", **block}
+    zero = {"overlap_comm": stage == 3 and scheme == "qsdp"}
+    return settings(stage, fields, dtype="bf16", accumulation=micro_steps, zero=zero)
+
+
+# Bytes of the up weight, the down weight and the bias, which is sent in bf16: 256. Codes and scales
+# are filled up to 16 bytes each.
+LINES = {
+    # 4 rows of 2048 + 16 + 16 and of 1024 + 16 + 16: 8320 + 4224 + 256 = 12,800 for weights and for
+    # gradients. A micro-step gathers twice and reduces once: 38,400 / 12,416. In full precision
+    # 512 of 25,600.
+    "qsdp ZeRO-3": (
+        config(3, "qsdp", 4, 2),
+        "qsdp on ZeRO-3, 3.09 B/param/micro-step (bf16 6.00), 2.0 % of bytes left in full "
+        "precision (1 1-D); 1 x 4 ranks; torch kernels; no gradient travels during backward, "
+        "because reduce_bucket_size=1000000 holds all 12416 elements; 1552 would let them",
+    ),
+    # Between nodes: weights once, 4160 + 2112 + 256 = 6528; gradients twice, 4352 + 2176 + 256 =
+    # 6784: 20,096 / 12,416, and 512 of 13,312 in full precision. Inside: 4 gathers in bf16, 24,832;
+    # gradients twice, 8448 + 4224 + 256 = 12,928: 125,184 / 12,416. Half of the weights is kept.
+    "sdp4bit ZeRO-3": (
+        config(3, "sdp4bit", 2, 2, warmup_steps=7),
+        "sdp4bit on ZeRO-3, 1.62 B/param/step between nodes (bf16 12.00), 3.8 % of bytes left in "
+        "full precision (1 1-D); 2 x 2 ranks; torch kernels; 10.08 B/param inside a node; keeps "
+        "1.00 B/param (1.24e-05 GB) more on every rank; from step 7 on",
+    ),
+    # One row: weights 4112 + 2064 + 256 = 6432, gradients 6784 per micro-step: 26,784 / 12,416, and
+    # 512 of 13,216 in full precision. Inside: the same weights, gradients 12,928 per micro-step:
+    # 45,216 / 12,416.
+    "sdp4bit ZeRO-2": (
+        config(2, "sdp4bit", 2, 3),
+        "sdp4bit on ZeRO-2, 2.16 B/param/step between nodes (bf16 14.00), 3.9 % of bytes left in "
+        "full precision (1 1-D); 2 x 2 ranks; torch kernels; 3.64 B/param inside a node",
+    ),
+}
+
+
+def _logged_rank() -> dict[str, tuple[list[str], str]]:
+    """By case what was logged at start-up, on this rank if it were rank 0, and what is reported."""
+    import ds_quant
+    from ds_quant.zero import seams
+
+    logged: list[str] = []
+    seams.log_rank0 = logged.append
+    found = {}
+    for name, (settings_of_case, _) in LINES.items():
+        logged.clear()
+        engine = build(settings_of_case, Small)
+        found[name] = list(logged), ds_quant.report(engine)["line"]
+        engine.destroy()
+    return found
+
+
+@cache
+def logged() -> list[dict[str, tuple[list[str], str]]]:
+    return run(_logged_rank, 4)
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_the_line_says_what_crosses_the_wire_and_what_is_kept(case: str) -> None:
+    line = LINES[case][1]
+    for found in logged():
+        assert found[case] == ([f"quantized_comm: {line}"], line)

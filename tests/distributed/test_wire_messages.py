@@ -1,0 +1,261 @@
+"""Messages of two-level reductions, caught on real links and read by wire_oracle.py, which was
+written from docs/wire_format.md alone: the sums are ours, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ds_quant.codec import GroupCodec
+from tests.distributed.harness import run
+from tests.distributed.models import Regression, build, settings, train_step
+from tests.unit import wire_oracle as oracle
+
+pytestmark = pytest.mark.distributed
+
+NODE_SIZE, RANKS = 2, 4
+LEVELS = [[(0, 1), (2, 3)], [(0, 2), (1, 3)]]
+Message = tuple[list[int], bytes]  # bytes for every place of the link, end to end
+Messages = dict[tuple[int, ...], list[Message]]  # by the ranks of the link
+Kind = tuple[tuple[oracle.Format | None, ...], int]  # formats by hop, block of the rotation
+
+
+class Uneven(Regression):
+    """Has matrices of which the last ranks get less or nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiny, self.thin = nn.Linear(3, 3, bias=False), nn.Linear(5, 1, bias=False)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return super().body(x) + self.tiny(x[:, :3]).sum(1, keepdim=True) + self.thin(x[:, :5])
+
+
+class Call(NamedTuple):
+    """One reduction on one rank: whole tensors, their kinds, owners (ZeRO-1/2), what this rank got
+    of them, and the messages it sent.
+    """
+
+    tensors: list[np.ndarray]
+    kinds: list[Kind]
+    owners: list[int]
+    sums: list[np.ndarray | None]
+    scale: float
+    messages: Messages
+
+
+def kind_of(codings: Any, rotation: Any) -> Kind:
+    formats = [
+        oracle.Format(bits=c.codec.bits, group=c.codec.group_size, minmax=c.codec.range == "minmax")
+        if isinstance(c.codec, GroupCodec) else None for c in codings
+    ]  # fmt: skip
+    return tuple(formats), rotation.block if rotation else 0
+
+
+def fp32(values: torch.Tensor) -> np.ndarray:
+    return values.detach().reshape(-1).float().numpy().copy()
+
+
+def catch() -> Messages:
+    """What the links of this process are given from now on."""
+    from ds_quant.link import Link
+
+    caught: Messages = defaultdict(list)
+    original = Link.all_to_all
+
+    def all_to_all(link: Any, payload: torch.Tensor, *, sent: Any, **how: Any) -> Any:
+        caught[tuple(link.ranks)].append((list(sent), payload.numpy().tobytes()))
+        return original(link, payload, sent=sent, **how)
+
+    Link.all_to_all = all_to_all
+    return caught
+
+
+def taken(caught: Messages) -> Messages:
+    messages = dict(caught)
+    caught.clear()
+    return messages
+
+
+def reduced_to_shards(block: dict[str, Any]) -> list[Call]:
+    """Every bucket of a step under ZeRO-3; small tensors in full precision as the page bundles."""
+    from ds_quant.zero.reduce import ShardReduction
+    from ds_quant.zero.streams import codings_of
+
+    engine = build(settings(3, block, zero={"overlap_comm": False}), Uneven)
+    caught, calls, original = catch(), [], ShardReduction.__call__
+
+    def reduce(self: Any, ours: Any, params: Any, tensors: Any, group: Any = None) -> Any:
+        whole = [fp32(t) for t in tensors]
+        shards = original(self, ours, params, tensors, group)
+        binding = self._binding
+        route, kinds = binding.route(group), []
+        for p, t in zip(params, tensors, strict=True):
+            found = binding.gradient_streams(binding.tracked(p), t.dtype, rank=0, route=route)
+            kinds.append(kind_of(*codings_of(found, t.dtype, hops=len(route), step=0)))
+        got = [fp32(s) for s in shards]
+        calls.append(Call(whole, kinds, [], got, 1 / RANKS, taken(caught)))
+        return shards
+
+    ShardReduction.__call__ = reduce
+    train_step(engine, 0)
+    return calls
+
+
+def reduced_to_owners(block: dict[str, Any]) -> list[Call]:
+    """Every bucket of a step under ZeRO-2."""
+    from ds_quant.zero import owner_reduction
+
+    engine = build(settings(2, block, zero={"reduce_bucket_size": 20_000}), Uneven)
+    caught, calls, original = catch(), [], owner_reduction.reduce_to_owners
+
+    def reduce(shares: Any, *rest: Any, scale: float) -> Any:
+        values = [fp32(s.values) for s in shares]
+        sums = original(shares, *rest, scale=scale)
+        kinds = [kind_of(s.codings, s.rotation) for s in shares]
+        got = [None if s is None else fp32(s) for s in sums]
+        owners = [s.owner for s in shares]
+        calls.append(Call(values, kinds, owners, got, scale, taken(caught)))
+        return sums
+
+    owner_reduction.reduce_to_owners = reduce
+    train_step(engine, 0)
+    return calls
+
+
+# ---- the receiving side, from the page ----
+
+
+def bundled(call: Call) -> tuple[list[np.ndarray], list[Kind], list[int]]:
+    """The tensors of a ZeRO-3 message: small raw ones are one behind the others, shard by shard."""
+    small = [i for i, (formats, _) in enumerate(call.kinds) if formats[0] is None]
+    alone = [i for i in range(len(call.tensors)) if i not in small]
+    assert all(call.tensors[i].size <= 16_384 for i in small)
+    rows = []
+    for r in range(RANKS):
+        for i in small:
+            c = -(-call.tensors[i].size // RANKS)
+            row = call.tensors[i][r * c : r * c + c]
+            rows.append(np.concatenate([row, np.zeros(c - row.size, np.float32)]))
+    tensors = [call.tensors[i] for i in alone] + ([np.concatenate(rows)] if small else [])
+    kinds = [call.kinds[i] for i in alone] + [((None, None), 0)] * bool(small)
+    return tensors, kinds, [*alone, *small]
+
+
+def received(calls: list[Call], link: tuple[int, ...], rank: int, nth: int) -> dict[int, bytes]:
+    """By place in the link, what the n-th exchange of a call brings to a rank."""
+    mine, found = link.index(rank), {}
+    for place, source in enumerate(link):
+        sent, payload = calls[source].messages[link][nth]
+        start = sum(sent[:mine])
+        found[place] = payload[start : start + sent[mine]]
+    return found
+
+
+def link_of(level: int, rank: int) -> tuple[int, ...]:
+    return next(link for link in LEVELS[level] if rank in link)
+
+
+def sums_of(
+    calls: list[Call], tensors: list[list[np.ndarray]], pieces: list[oracle.Piece], count: Any
+) -> dict[oracle.Piece, np.ndarray]:
+    """The final sum of every part, read off the messages of both hops."""
+    found = {}
+    for nth, parts in enumerate(oracle.slices(pieces, count)):
+        for rank in range(RANKS):
+            node, local = divmod(rank, NODE_SIZE)
+            own = {}
+            for p in parts:
+                if p.reducer % NODE_SIZE == local:
+                    values = tensors[rank][p.tensor][p.start : p.stop]
+                    own[p] = oracle.rotate(values, p.h) if p.h else values
+            inside = received(calls, link_of(0, rank), rank, nth)
+            partial = oracle.add_up(own, local, inside, 0)
+            last = {p: values for p, values in partial.items() if p.reducer == rank}
+            between = received(calls, link_of(1, rank), rank, nth)
+            for p, total in oracle.add_up(last, node, between, 1).items():
+                found[p] = oracle.finished(p, total, calls[rank].scale)
+    return found
+
+
+def joined(found: dict[oracle.Piece, np.ndarray], tensor: int, reducer: int | None) -> np.ndarray:
+    parts = [p for p in found if p.tensor == tensor and reducer in (None, p.reducer)]
+    values = [found[p] for p in sorted(parts, key=lambda p: p.start)]
+    return np.concatenate([np.zeros(0, np.float32), *values])
+
+
+TWO_LEVELS = [
+    {"scheme": "sdp4bit", "node_size": NODE_SIZE, "min_numel": 1},
+    {"scheme": "sdp4bit", "node_size": NODE_SIZE, "min_numel": 1, "slices": 3},
+    {"scheme": "qsdp", "node_size": NODE_SIZE, "min_numel": 1, "slices": 2},
+]
+
+
+@pytest.mark.parametrize("block", TWO_LEVELS, ids=["sdp4bit", "3 slices", "qsdp"])
+def test_shards_are_read_off_the_messages_as_the_page_says(block: dict[str, Any]) -> None:
+    for calls in zip(*run(reduced_to_shards, RANKS, block), strict=True):
+        whole = [bundled(call) for call in calls]
+        _, kinds, order = whole[0]
+        tensors = [tensors for tensors, _, _ in whole]
+        pieces = [
+            piece
+            for i, (formats, h) in enumerate(kinds)
+            for piece in oracle.shards(i, tensors[0][i].size, RANKS, formats, h)
+        ]
+        found = sums_of(calls, tensors, pieces, block.get("slices"))
+        for rank, call in enumerate(calls):
+            expected = [joined(found, i, rank) for i in range(len(kinds))]
+            start = 0
+            for place, index in enumerate(order):
+                shard = call.sums[index]
+                if kinds[min(place, len(kinds) - 1)][0][0] is not None:
+                    np.testing.assert_array_equal(expected[place], shard)
+                    continue
+                values = expected[-1][start : start + shard.size]
+                np.testing.assert_array_equal(values, shard)
+                start += -(-call.tensors[index].size // RANKS)
+
+
+@pytest.mark.parametrize("block", TWO_LEVELS, ids=["sdp4bit", "3 slices", "qsdp"])
+def test_owners_read_sums_off_the_messages_as_the_page_says(block: dict[str, Any]) -> None:
+    ways = set()
+    for calls in zip(*run(reduced_to_owners, RANKS, block), strict=True):
+        owners, kinds = calls[0].owners, calls[0].kinds
+        runs = [(o, t.size, *k) for o, t, k in zip(owners, calls[0].tensors, kinds, strict=True)]
+        pieces = oracle.owner_pieces(runs, RANKS, NODE_SIZE)
+        found = sums_of(calls, [call.tensors for call in calls], pieces, block.get("slices"))
+        whole = {p: joined({q: v for q, v in found.items() if p.tensor == q.tensor
+                            and p.start <= q.start < p.stop}, p.tensor, None)
+                 for p in pieces}  # fmt: skip
+        away = [p for p in pieces if p.reducer != owners[p.tensor]]
+        ways.add(bool(away))
+        for rank, call in enumerate(calls):
+            for source in range(RANKS):
+                coming = [p for p in away if p.reducer == source and owners[p.tensor] == rank]
+                if away and source != rank:
+                    message = received(calls, tuple(range(RANKS)), rank, 0)[source]
+                    read_delivery(message, coming, whole)
+            for i, owner in enumerate(owners):
+                if owner == rank:
+                    parts = {p: v for p, v in whole.items() if p.tensor == i}
+                    np.testing.assert_array_equal(joined(parts, i, None), call.sums[i])
+    if block["scheme"] == "qsdp":
+        assert True in ways, "some sums are delivered"
+
+
+def read_delivery(
+    message: bytes, coming: list[oracle.Piece], whole: dict[oracle.Piece, np.ndarray]
+) -> None:
+    """Replace sums by what the owner decodes."""
+    position = 0
+    for p in coming:
+        fmt, n = oracle.delivered(p.formats[1]), p.stop - p.start
+        whole[p] = oracle.read(message[position:], fmt, n)
+        position += oracle.row_bytes(fmt, n)
+    assert position == len(message)

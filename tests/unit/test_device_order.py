@@ -1,0 +1,89 @@
+"""What waits for a CUDA device, on stand-ins for one: the clock, and gathers behind a step."""
+
+from __future__ import annotations
+
+import types
+
+import deepspeed.accelerator
+import pytest
+import torch
+
+from ds_quant import clock
+from ds_quant.zero.parameters import StepBarrier
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was done, in order."""
+    found: list[object] = []
+
+    def read() -> float:
+        found.append("read")
+        return 3.0
+
+    monkeypatch.setattr(clock.time, "perf_counter", read)
+    monkeypatch.setattr(torch.cuda, "synchronize", found.append)
+    return found
+
+
+def test_a_clock_on_cuda_is_read_when_the_device_has_done_its_work(done: list[object]) -> None:
+    device = torch.device("cuda", 1)
+    now = clock.device_clock(device)
+    assert (now(), now()) == (3.0, 3.0)
+    assert done == [device, "read"] * 2
+
+
+def test_a_clock_on_the_cpu_waits_for_nothing(done: list[object]) -> None:
+    assert clock.device_clock(torch.device("cpu"))() == 3.0
+    assert done == ["read"]
+
+
+class FakeAccelerator:
+    """One with streams that run by themselves, or, ``ordered``, one that waits by itself."""
+
+    def __init__(self, *, ordered: bool) -> None:
+        self.ordered, self.events, self.did = ordered, 0, []
+        self.stream = "optimizer"
+
+    def resolves_data_dependency(self) -> bool:
+        return self.ordered
+
+    def Event(self) -> types.SimpleNamespace:  # noqa: N802
+        self.events += 1
+        number = self.events
+        record = lambda stream: self.did.append(("record", number, stream.name))  # noqa: E731
+        return types.SimpleNamespace(number=number, record=record)
+
+    def current_stream(self) -> types.SimpleNamespace:
+        name = self.stream
+        wait = lambda event: self.did.append(("wait", event.number, name))  # noqa: E731
+        return types.SimpleNamespace(name=name, wait_event=wait)
+
+
+def use(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> StepBarrier:
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: accelerator)
+    return StepBarrier()
+
+
+def test_a_gather_waits_for_the_last_step_on_its_own_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator = FakeAccelerator(ordered=False)
+    barrier = use(accelerator, monkeypatch)
+    barrier.wait()
+    assert accelerator.did == [], "nothing was written yet"
+    for step in (1, 2):
+        accelerator.stream = "optimizer"
+        barrier.record()
+        accelerator.stream = "gather"
+        barrier.wait()
+        wanted = [("record", step, "optimizer"), ("wait", step, "gather")]
+        assert accelerator.did[-2:] == wanted
+
+
+def test_where_the_device_keeps_order_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = FakeAccelerator(ordered=True)
+    barrier = use(accelerator, monkeypatch)
+    barrier.record()
+    barrier.wait()
+    assert accelerator.did == [] and accelerator.events == 0

@@ -1,0 +1,67 @@
+"""What ended runs leave behind is found, and what a living process uses is not taken for it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from ds_quant import leftovers
+from ds_quant.tools import environment
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    path = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def test_a_lock_that_nobody_holds_is_named_with_its_operator_and_remedy(lock: Path) -> None:
+    assert environment.builds().status == "ok"
+    lock.touch()
+    assert leftovers.idle_locks() == [lock]
+    check = environment.builds()
+    assert check.status == "problem" and check.fix == f"rm {lock}"
+    assert "operator cpu_adam that did not end" in check.found
+
+
+def test_a_lock_of_a_build_that_goes_on_is_left_alone(lock: Path) -> None:
+    """torch opens it so, and closes it when the operator is built."""
+    descriptor = os.open(lock, os.O_CREAT | os.O_EXCL)
+    try:
+        assert leftovers.idle_locks() == []
+    finally:
+        os.close(descriptor)
+    assert leftovers.idle_locks() == [lock]
+
+
+def test_builds_lie_where_torch_puts_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch.utils import cpp_extension
+
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    assert str(leftovers.build_folder()) == cpp_extension.get_default_build_root()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert str(leftovers.build_folder()) == cpp_extension.get_default_build_root()
+
+
+def test_shared_memory_of_ended_runs_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
+    prefix = f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_29500"
+    used, left = tmp_path / f"{prefix}_0", tmp_path / f"{prefix}_1"
+    for path in (used, left, tmp_path / "deepspeed_allreduce_buffer_99999_x_0", tmp_path / "other"):
+        path.write_bytes(bytes(4096))
+    with used.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        assert leftovers.idle_buffers() == [left]
+    check = environment.shared_memory()
+    assert check.status == "warning" and "2 files of ended DeepSpeed runs" in check.found
+    for path in (used, left):
+        path.unlink()
+    assert environment.shared_memory().status == "ok"

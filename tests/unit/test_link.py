@@ -1,0 +1,68 @@
+"""Links without a process group: what a posted collective keeps alive for the stream it ends on."""
+
+from __future__ import annotations
+
+import types
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from ds_quant.link import Exchange, Link
+
+
+class DeviceBytes:
+    """A CUDA tensor that notes the streams it was recorded on."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        self.streams: list[str] = []
+
+    def numel(self) -> int:
+        return 8
+
+    def record_stream(self, stream: str) -> None:
+        self.streams.append(stream)
+
+
+class Device:
+    """The process group of a link and the streams of its device."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now, self.waited = "posting", []
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.now)
+        work = types.SimpleNamespace(wait=lambda: self.waited.append(self.now))
+        self.link = object.__new__(Link)
+        self.link._findings, self.link._gloo, self.link.process_group = None, False, None
+        self.link.size, self.link.rank, self.link._near = 2, 0, [True, False]
+        self.link.empty = lambda numel, device: DeviceBytes()
+        meter = types.SimpleNamespace(section=lambda name: nullcontext())
+        count = lambda role, intra, inter: None  # noqa: E731
+        self.link._traffic = types.SimpleNamespace(meter=meter, count=count)
+        collective = lambda *args, **options: work  # noqa: E731
+        self.link._dist = types.SimpleNamespace(
+            all_gather_into_tensor=collective, all_to_all_single=collective
+        )
+
+    def post(self, collective: str) -> Exchange:
+        if collective == "all_gather":
+            return self.link.all_gather(DeviceBytes(), role="weights")
+        return self.link.all_to_all(DeviceBytes(), sent=[4, 4], received=[4, 4], role="weights")
+
+
+@pytest.mark.parametrize("collective", ("all_gather", "all_to_all"))
+def test_buffers_are_kept_for_the_stream_that_waits(collective: str, monkeypatch) -> None:
+    device = Device(monkeypatch)
+    exchange = device.post(collective)
+    device.now = "waiting"
+    assert exchange.wait() is exchange.received
+    assert device.waited == ["waiting"]
+    assert exchange.payload.streams == exchange.received.streams == ["waiting"]
+
+
+@pytest.mark.parametrize("collective", ("all_gather", "all_to_all"))
+def test_on_the_posting_stream_nothing_is_recorded(collective: str, monkeypatch) -> None:
+    exchange = Device(monkeypatch).post(collective)
+    exchange.wait()
+    assert exchange.payload.streams == exchange.received.streams == []

@@ -156,7 +156,7 @@ def grpo(config: dict[str, Any], folder: Path) -> Trained:
 
 
 def lightning(config: dict[str, Any], folder: Path) -> Trained:
-    """lightning.Trainer with DeepSpeedStrategy, which Lightning offers for CUDA only."""
+    """lightning.Trainer with DeepSpeedStrategy, which refuses devices other than CUDA."""
     import lightning as pl
     from lightning.pytorch.strategies import DeepSpeedStrategy
     from torch.utils.data import DataLoader
@@ -177,19 +177,13 @@ def lightning(config: dict[str, Any], folder: Path) -> Trained:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=5e-3)
 
-    class OnCPU(DeepSpeedStrategy):
-        """Without the refusal of devices other than CUDA; all else is Lightning's."""
-
-        def setup_environment(self) -> None:
-            super(DeepSpeedStrategy, self).setup_environment()
-
     own = {k: v for k, v in config.items() if v != "auto" and k not in ("optimizer", "bf16")}
     own["train_micro_batch_size_per_gpu"] = 4
     own["zero_allow_untested_optimizer"] = True
     own["zero_optimization"] = {k: v for k, v in own["zero_optimization"].items() if v != "auto"}
     runner = pl.Trainer(
-        accelerator="cpu", devices=2, precision="bf16-true", max_steps=STEPS,
-        strategy=OnCPU(config=own, process_group_backend="gloo"),
+        accelerator="cuda", devices=2, precision="bf16-true", max_steps=STEPS,
+        strategy=DeepSpeedStrategy(config=own),
         default_root_dir=folder, logger=False, enable_progress_bar=False,
         enable_checkpointing=False, enable_model_summary=False,
     )  # fmt: skip

@@ -7,6 +7,7 @@ docs/clients.md.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed import harness
 from tests.integration import hf
+from tests.integration.processes import free_port, run_both
 
 for library in ("transformers", "peft", "trl", "lightning"):
     pytest.importorskip(library, reason=f"needs {library}: pip install 'ds_quant[clients]'")
@@ -36,6 +39,9 @@ CLIENTS = {
     "trainer": "transformers", "resumed": "transformers", "lora": "peft", "sft": "trl",
     "dpo": "trl", "grpo": "trl", "lightning": "lightning",
 }  # fmt: skip
+NEEDS_CUDA = pytest.mark.skipif(
+    torch.cuda.device_count() < WORLD, reason="needs cuda: Lightning's strategy refuses CPUs"
+)
 STAGES = (2, 3)
 BLOCKS: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -72,7 +78,7 @@ def _train(client: str, config: dict[str, Any], folder: str) -> dict[str, Any]:
     with _printed(log):
         trained = programs.PROGRAMS[client](config, Path(folder))
     seconds = time.monotonic() - start
-    lines = re.findall(r"quantized_comm: .* on ZeRO-\d, .*", log.read_text("utf-8", "replace"))
+    lines = re.findall(r"quantized_comm: \S+ on ZeRO-\d, .*", log.read_text("utf-8", "replace"))
     return {
         "losses": trained.losses,
         "seconds": seconds,
@@ -113,7 +119,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any
 
 @pytest.mark.parametrize("block", ["qsdp", "sdp4bit"])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    "client", [pytest.param(c, marks=NEEDS_CUDA) if c == "lightning" else c for c in CLIENTS]
+)
 def test_client_trains_as_without_the_block(
     client: str, stage: int, block: str, plain: dict, tmp_path: Path
 ) -> None:
@@ -148,6 +156,57 @@ def check(client: str, expected: list[dict[str, Any]], found: list[dict[str, Any
             assert (hf.as_array(saved) == hf.rounded(master, saved.dtype)).all(), name
 
 
+SCRIPT = """
+import torch
+if not torch.cuda.is_available():  # accelerate does not tell DeepSpeed, so zero.Init sees 1 rank
+    import deepspeed
+    deepspeed.init_distributed("gloo")
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+
+args = TrainingArguments(
+    output_dir="out", per_device_train_batch_size=4, max_steps=4, bf16=True, report_to=[],
+    use_cpu=not torch.cuda.is_available(), save_strategy="no", disable_tqdm=True, logging_steps=1,
+    learning_rate=5e-3,
+)
+config = LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=4,
+)
+model = AutoModelForCausalLM.from_config(config)
+rows = [torch.arange(16) + i for i in range(24)]
+data = [{"input_ids": row, "labels": row} for row in rows]
+trainer = Trainer(model=model, args=args, train_dataset=data)
+trainer.train()
+trainer.save_model("out")
+"""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_accelerate_launch_takes_the_block_from_its_config_file(stage: int, tmp_path: Path) -> None:
+    """On GPUs the script says nothing of DeepSpeed: accelerate launch does."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    config = hf.ds_config(stage, BLOCKS["qsdp"])
+    config["train_micro_batch_size_per_gpu"] = 4
+    config["optimizer"]["params"] = {"lr": 5e-3, "torch_adam": True}
+    config["gradient_clipping"], config["gradient_accumulation_steps"] = 1.0, 1
+    config["bf16"], config["train_batch_size"] = {"enabled": True}, 4 * WORLD
+    for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size",
+                "stage3_param_persistence_threshold"):  # fmt: skip
+        config["zero_optimization"].pop(key, None)
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    command = (
+        sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed",
+        "--deepspeed_config_file", "ds_config.json", "--num_processes", str(WORLD),
+        "--num_machines", "1", "--main_process_port", free_port(), "train.py",
+    )  # fmt: skip
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    printed = "".join(run_both(*command, cwd=tmp_path, **quiet))
+    assert printed.count(f"quantized_comm: qsdp on ZeRO-{stage}, ") == 1, printed
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 100_000
+
+
 # ---- the page's table ----
 
 
@@ -159,6 +218,8 @@ def table() -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for client, library in CLIENTS.items():
+        if client == "lightning" and torch.cuda.device_count() < WORLD:
+            continue
         for stage in STAGES:
             with tempfile.TemporaryDirectory() as folder:
                 theirs = run(client, stage, "plain", Path(folder))

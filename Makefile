@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: install demo report test test-all lint wheel clean
+.PHONY: install demo report test test-all test-clients lint wheel clean
 
 install: $(STAMP)
 
@@ -30,11 +30,16 @@ report: install
 
 # What the markers leave out: test-all takes what is slow, too. Two workers, as ranks mostly wait for
 # each other; tests that compare times come last and alone.
-test: LEFT_OUT := gpu or slow
-test-all: LEFT_OUT := gpu
+test: LEFT_OUT := gpu or slow or clients
+test-all: LEFT_OUT := gpu or clients
 test test-all: install
 	$(BIN)/python -m pytest -m "not ($(LEFT_OUT) or alone)" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m "alone and not ($(LEFT_OUT))"
+
+# Trains with Trainer, accelerate, TRL, peft and Lightning; their versions are pinned with the rest.
+test-clients: install
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[clients]"
+	$(BIN)/python -m pytest -m clients tests/clients
 
 lint: install
 	$(BIN)/ruff check .

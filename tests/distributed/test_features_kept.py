@@ -86,7 +86,7 @@ def featured() -> list[tuple[dict[str, Any], str | None]]:
     return run_each(all_features, 2, timeout=240)
 
 
-# Of the loss in 4 steps; measured: up to 0.73 %.
+# Of the first loss, in 4 steps; measured: up to 0.8 %.
 NOISE = 0.01
 
 
@@ -98,7 +98,8 @@ def test_feature_trains_as_without_the_plugin(name: str, stage: int, scheme: str
         assert not isinstance(found[name], str), found[name]
         ranks.append(found[name])
     plain, quantized = ([rank[i] for rank in ranks] for i in (0, 1))
-    np.testing.assert_allclose(mean_losses(quantized), mean_losses(plain), rtol=NOISE)
+    wanted = mean_losses(plain)
+    np.testing.assert_allclose(mean_losses(quantized), wanted, rtol=0, atol=NOISE * wanted[0])
     assert quantized[0].losses != plain[0].losses
     assert quantized[0].report["scheme"] == scheme and quantized[0].report["stage"] == stage
     assert quantized[0].report["collectives"]["gradients"] > 0

@@ -124,12 +124,12 @@ def test_a_mistake_of_one_rank_is_told_by_that_rank() -> None:
 
 
 def broken() -> tuple[str, bool]:
-    from ds_quant.zero import seams
+    from ds_quant import refusals
 
     def fails(*_: object, **__: object) -> None:
         raise ValueError("a bug")
 
-    seams.facts = fails
+    refusals.refuse = fails
     return told([settings(2, QSDP)] * 2), sys.excepthook is not sys.__excepthook__
 
 

@@ -37,8 +37,9 @@ LINES = {
     "qsdp ZeRO-3": (
         config(3, "qsdp", 4, 2),
         "qsdp on ZeRO-3, 3.09 B/param/micro-step (bf16 6.00), 2.0 % of bytes left in full "
-        "precision (1 1-D); 1 x 4 ranks; torch kernels; no gradient travels during backward, "
-        "because reduce_bucket_size=1000000 holds all 12416 elements; 1552 would let them",
+        "precision (1 1-D); 1 x 4 ranks; torch kernels; 2 gathers of the weights per "
+        "micro-step; no gradient travels during backward, because reduce_bucket_size=1000000 holds "
+        "all 12416 elements; 1552 would let them",
     ),
     # Between nodes: weights once, 4160 + 2112 + 256 = 6528; gradients twice, 4352 + 2176 + 256 =
     # 6784: 20,096 / 12,416, and 512 of 13,312 in full precision. Inside: 4 gathers in bf16, 24,832;
@@ -46,8 +47,9 @@ LINES = {
     "sdp4bit ZeRO-3": (
         config(3, "sdp4bit", 2, 2, warmup_steps=7),
         "sdp4bit on ZeRO-3, 1.62 B/param/step between nodes (bf16 12.00), 3.8 % of bytes left in "
-        "full precision (1 1-D); 2 x 2 ranks; torch kernels; 10.08 B/param inside a node; keeps "
-        "1.00 B/param (1.24e-05 GB) more on every rank; from step 7 on",
+        "full precision (1 1-D); 2 x 2 ranks; torch kernels; 2 gathers of the weights per "
+        "micro-step; 10.08 B/param inside a node; keeps 1.00 B/param (1.24e-05 GB) more on every "
+        "rank; from step 7 on",
     ),
     # One row: weights 4112 + 2064 + 256 = 6432, gradients 6784 per micro-step: 26,784 / 12,416, and
     # 512 of 13,216 in full precision. Inside: the same weights, gradients 12,928 per micro-step:
@@ -60,24 +62,24 @@ LINES = {
 }
 
 
-def _logged_rank() -> dict[str, tuple[list[str], str]]:
+def _logged_rank() -> dict[str, tuple[list[str], dict]]:
     """By case what was logged at start-up, on this rank if it were rank 0, and what is reported."""
     import ds_quant
-    from ds_quant.zero import seams
+    from ds_quant.zero import start_line
 
     logged: list[str] = []
-    seams.log_rank0 = logged.append
+    start_line.info_rank0 = logged.append
     found = {}
     for name, (settings_of_case, _) in LINES.items():
         logged.clear()
         engine = build(settings_of_case, Small)
-        found[name] = list(logged), ds_quant.report(engine)["line"]
+        found[name] = list(logged), ds_quant.report(engine)
         engine.destroy()
     return found
 
 
 @cache
-def logged() -> list[dict[str, tuple[list[str], str]]]:
+def logged() -> list[dict[str, tuple[list[str], dict]]]:
     return run(_logged_rank, 4)
 
 
@@ -85,4 +87,7 @@ def logged() -> list[dict[str, tuple[list[str], str]]]:
 def test_the_line_says_what_crosses_the_wire_and_what_is_kept(case: str) -> None:
     line = LINES[case][1]
     for found in logged():
-        assert found[case] == ([f"quantized_comm: {line}"], line)
+        lines, report = found[case]
+        assert lines == [f"quantized_comm: {report['line']}"]
+        peak = f"; messages and sums of up to {report['expected_peak_bytes'] / 1e9:.2g} GB"
+        assert report["line"].replace(peak, "", 1) == line and peak in report["line"]

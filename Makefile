@@ -46,8 +46,9 @@ lint: install
 	$(BIN)/ruff format --check .
 
 # What is published, in dist/: source archive, a manylinux wheel with the C++ library, and a wheel
-# without it for all other platforms. build/ is removed because setuptools would pack modules left
-# there by an earlier build.
+# without it for all other platforms; HOMEPAGE=URL puts links to the repository into them. build/ is
+# removed because setuptools would pack modules left there by an earlier build.
+wheel: export DS_QUANT_HOMEPAGE := $(HOMEPAGE)
 wheel: install
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[release]"
 	rm -rf build dist

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/world.py --ranks 32 --node-size 8 --json world.json
 
-torch's "fake" process group sends nothing; what would be received is zeros. So seconds are the
-host's and the kernels', never a network's. Counts launches and collectives of one step.
+As fake_world.py, but on a real device: seconds are the host's and the kernels', never a network's.
+Counts launches and collectives of one step.
 """
 
 from __future__ import annotations
@@ -16,35 +16,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
-COLLECTIVES = ("all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor")
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-
-def join(ranks: int, node_size: int) -> None:
-    """Be rank 0 of `ranks`."""
-    import deepspeed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_SIZE=str(node_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build, of no use here
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
-
-
-def zeroing(name: str, posted: list[str]) -> Callable[..., Any]:
-    """The collective `name`, with zeros for what would arrive."""
-    original = getattr(torch.distributed, name)
-
-    def call(output: torch.Tensor, *args: Any, **options: Any) -> Any:
-        posted.append(name)
-        output.zero_()
-        return original(output, *args, **options)
-
-    return call
+from fake_world import World, join, without_handshake  # noqa: E402
 
 
 def engine_of(args: argparse.Namespace, stage: int) -> Any:
@@ -83,8 +60,10 @@ def launches_of(step: Callable[[], None]) -> int | None:
     return sum(event.count for event in found.key_averages() if event.key in calls)
 
 
-def measure(args: argparse.Namespace, stage: int, posted: list[str]) -> dict[str, Any]:
+def measure(args: argparse.Namespace, stage: int) -> dict[str, Any]:
     """Host and whole seconds of the fastest of some steps, and what one of them launches."""
+    import ds_quant
+
     engine = engine_of(args, stage)
     x = torch.ones(1, args.width, dtype=torch.bfloat16, device=args.device)
 
@@ -103,9 +82,11 @@ def measure(args: argparse.Namespace, stage: int, posted: list[str]) -> dict[str
     for _ in range(3):
         step()
     times = [seconds() for _ in range(args.steps)]
-    posted.clear()
+    posted = ds_quant.report(engine)["collectives"]
     launches = launches_of(step) if args.device == "cuda" else step()
-    found = {"stage": stage, "parameters": 2 * args.layers, "collectives": len(posted)}
+    now = ds_quant.report(engine)["collectives"]
+    collectives = sum(now.values()) - sum(posted.values())
+    found = {"stage": stage, "parameters": 2 * args.layers, "collectives": collectives}
     found |= {"host_seconds": min(h for h, _ in times), "seconds": min(s for _, s in times)}
     return found | {"launches": launches}
 
@@ -123,15 +104,9 @@ def main() -> None:
     add("--json", type=Path)
     args = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = args.device
-    join(args.ranks, args.node_size)
-    from ds_quant.zero import guard
-
-    posted: list[str] = []
-    for name in COLLECTIVES:
-        setattr(torch.distributed, name, zeroing(name, posted))
-    size = int(os.environ["LOCAL_SIZE"])
-    with patch.object(guard, "handshake", return_value=size):  # the other ranks cannot answer
-        rows = [measure(args, stage, posted) for stage in (3, 2)]
+    join(World(args.ranks // args.node_size, args.node_size))
+    with without_handshake():
+        rows = [measure(args, stage) for stage in (3, 2)]
     shown = [
         f"ZeRO-{row['stage']}, {args.ranks} ranks: {1e3 * row['host_seconds']:.1f} ms of host, "
         f"{1e3 * row['seconds']:.1f} ms, {row['launches']} launches, "

@@ -2,13 +2,17 @@
 
 pyproject.toml names this module, so it runs without torch. Without a working C++ compiler the
 build says so and goes on; the torch reference then does the work on CPU tensors. With
-DS_QUANT_PURE=1 in the environment the wheel holds no library and fits every platform.
+DS_QUANT_PURE=1 in the environment the wheel holds no library and fits every platform. With
+DS_QUANT_HOMEPAGE, the address of the repository, a package index gets project links, and those of
+the README lead there instead of to files beside it.
 May import setuptools.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 import setuptools
 from setuptools import build_meta
@@ -17,6 +21,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
 PURE = "DS_QUANT_PURE"
+HOMEPAGE = "DS_QUANT_HOMEPAGE"
 
 NATIVE = setuptools.Extension(
     "ds_quant.kernels._native",
@@ -63,13 +68,30 @@ class _Source(sdist):
         super().make_distribution()
 
 
+def links(homepage: str) -> dict[str, object]:
+    """Metadata with links to a repository's address."""
+    readme = Path("README.md").read_text("utf-8")
+    documents = f"{homepage.rstrip('/')}/blob/main"
+    return {
+        "url": homepage,
+        "project_urls": {
+            "Documentation": f"{documents}/docs",
+            "Changes": f"{homepage.rstrip('/')}/releases",
+            "Issues": f"{homepage.rstrip('/')}/issues",
+        },
+        "long_description": re.sub(r"\]\((?!https?:|#)", f"]({documents}/", readme),
+    }
+
+
 class _Backend(build_meta._BuildMetaBackend):
     """The hook that setuptools documents for backends of a project's own."""
 
     def run_setup(self, setup_script: str = "setup.py") -> None:
         commands = {"build_ext": _Library, "bdist_wheel": _Wheel, "sdist": _Source}
         modules = [] if os.environ.get(PURE) == "1" else [NATIVE]
-        setuptools.setup(ext_modules=modules, cmdclass=commands)
+        homepage = os.environ.get(HOMEPAGE, "")
+        more = links(homepage) if homepage else {}
+        setuptools.setup(ext_modules=modules, cmdclass=commands, **more)
 
 
 _backend = _Backend()

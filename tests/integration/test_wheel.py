@@ -54,6 +54,20 @@ def test_source_archive_holds_tests_and_docs(wheel: Path, tmp_path: Path) -> Non
     assert {"ds_quant/kernels/native.cpp", "cuda/encode.cu", "benchmarks/compare.py"} <= names
 
 
+def test_a_homepage_makes_links_absolute(wheel: Path, tmp_path: Path) -> None:
+    source = wheel.parent / "source"
+    code = "from ds_quant.kernels import building as b; import sys; b.build_sdist(sys.argv[1])"
+    home = "https://example.org/ds_quant"
+    run(sys.executable, "-c", code, tmp_path, cwd=source, DS_QUANT_HOMEPAGE=home)
+    (packed,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        (facts,) = (m for m in archive.getmembers() if m.name.count("/") == 1
+                    and m.name.endswith("/PKG-INFO"))  # fmt: skip
+        text = archive.extractfile(facts).read().decode()
+    assert f"Project-URL: Issues, {home}/issues" in text
+    assert f"]({home}/blob/main/docs/install.md)" in text and "](docs/" not in text
+
+
 def test_import_torch_activates_the_installed_plugin(python: Path, tmp_path: Path) -> None:
     code = (
         "import sys, torch; assert 'ds_quant' in sys.modules; import ds_quant; "

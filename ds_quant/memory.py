@@ -78,15 +78,14 @@ def _gradients(bill: Bill, stage: int, sizes: Sizes) -> float:
     summed = even
     if stage < 3 and sizes.two_levels:
         summed = min(bucket, trained / sizes.nodes) / sizes.node_size
-    copied = _FP32 if first < sizes.itemsize else 0
     if sizes.two_levels:
         near, share = 1 - 1 / sizes.node_size, bucket / sizes.node_size
-        hops = 2 * near * bucket * first + share * copied
+        hops = 2 * near * bucket * first + share * _FP32
         hops += (1 - 1 / sizes.nodes) * share * outer + (sizes.nodes - 1) * summed * outer
         hops += summed * _FP32
         hops *= min(1.0, 2 / sizes.slicing.slices(bucket))
     elif sizes.exact_own:
-        hops = 2 * (1 - 1 / ranks) * bucket * first + summed * copied
+        hops = 2 * (1 - 1 / ranks) * bucket * first + summed * _FP32
     else:
         hops = 2 * bucket * first
     sums = owned * _FP32

@@ -86,17 +86,15 @@ def _everything() -> dict[str, list[np.ndarray | None]]:
     shapes = test_owners.LAYOUTS["two owners"](test_owners.INT8, link.size)
     assert test_owners.is_balanced(shapes, link.size)  # delivers too
     values = test_owners.contributions(shapes, link.size, link.rank)
-    shares = test_owners.shares(shapes, values, link.rank)
     found["owners"] = [
         None if total is None else bits(total)
-        for total in test_owners.reduce_flat(shares, link, scale=1.0)
+        for total in test_owners.reduce_flat(shapes, values, link, scale=1.0)
     ]
     for node_size in (NODE_SIZE, link.size):
         fabric, _ = test_hops.fabric_of(node_size)
-        route = test_hops.route_of(fabric, node_size, exact_own=True)
+        route = list(test_hops.route_of(fabric, node_size, exact_own=True))
         codecs = test_hops.CODECS["int8/int4"][: len(route)]
-        pieces = test_hops.pieces_of(link.rank, link.size, codecs, None)
-        sums = test_hops.Reduction(pieces, route, scale=0.5).wait()
+        sums = test_hops.reduce(route, codecs, None, link.rank, link.size)
         found[f"hops {len(route)}"] = [None if s is None else bits(s) for s in sums]
         rows = fabric.all_gather(torch.full((48,), link.rank, dtype=torch.uint8), role="weights")
         found[f"rows {len(route)}"] = [np.array(rows.wait()).copy()]

@@ -110,21 +110,29 @@ def reduced_to_shards(block: dict[str, Any]) -> list[Call]:
 
 def reduced_to_owners(block: dict[str, Any]) -> list[Call]:
     """Every bucket of a step under ZeRO-2."""
-    from ds_quant.zero import owner_reduction
+    from ds_quant.owners import OwnerSums
 
     engine = build(settings(2, block, zero={"reduce_bucket_size": 20_000}), Uneven)
-    caught, calls, original = catch(), [], owner_reduction.reduce_to_owners
+    caught, calls = catch(), []
+    made, original = OwnerSums.__init__, OwnerSums.add_up
 
-    def reduce(shares: Any, *rest: Any, scale: float) -> Any:
-        values = [fp32(s.values) for s in shares]
-        sums = original(shares, *rest, scale=scale)
-        kinds = [kind_of(s.codings, s.rotation) for s in shares]
-        got = [None if s is None else fp32(s) for s in sums]
-        owners = [s.owner for s in shares]
-        calls.append(Call(values, kinds, owners, got, scale, taken(caught)))
+    def make(self: Any, shares: Any, *rest: Any, scale: float) -> None:
+        self.seen = list(shares), scale
+        made(self, shares, *rest, scale=scale)
+
+    def add_up(self: Any, tensors: Any, codings: Any, rotations: Any) -> Any:
+        shares, scale = self.seen
+        values = [fp32(tensors[s.tensor].view(-1)[s.start : s.start + s.numel]) for s in shares]
+        sums = original(self, tensors, codings, rotations)
+        kinds = [kind_of(codings[s.gradient], rotations[s.gradient]) for s in shares]
+        got = [
+            None if total is None else fp32(sums[total : total + s.numel])
+            for s, total in zip(shares, self.totals, strict=True)
+        ]
+        calls.append(Call(values, kinds, [s.owner for s in shares], got, scale, taken(caught)))
         return sums
 
-    owner_reduction.reduce_to_owners = reduce
+    OwnerSums.__init__, OwnerSums.add_up = make, add_up
     train_step(engine, 0)
     return calls
 

@@ -1,4 +1,4 @@
-"""Every `pip install` of the README, docs/install.md and the Makefile resolves, with torch's CUDA
+"""Every `pip install` of the README, docs/install.md and `make install` resolves, with torch's CUDA
 build and with its CPU build.
 
 pip resolves against wheels that hold nothing but metadata: that of the packages installed here
@@ -81,7 +81,8 @@ def commands() -> list[str]:
     """The arguments of every `pip install`, the checkout replaced by the package's name."""
     text = "\n".join((ROOT / page).read_text("utf-8") for page in ("README.md", "docs/install.md"))
     found = re.findall(r"(?:^|`)pip install ([^`\n#]+)", text, re.MULTILINE)
-    found += re.findall(r"pip install --quiet (.+)", (ROOT / "Makefile").read_text("utf-8"))
+    install = (ROOT / "Makefile").read_text("utf-8").partition("\ndemo:")[0]
+    found += re.findall(r"pip install --quiet (.+)", install)
     found = [re.sub(r"\$\(.*?\)", "", arguments).strip() for arguments in found]
     return sorted({re.sub(r'(-e )?"?\.(\[[\w,]+\])?"?$', r"ds_quant\2", a) for a in found})
 

@@ -35,7 +35,7 @@ class Device:
         work = types.SimpleNamespace(wait=lambda: self.waited.append(self.now))
         self.link = object.__new__(Link)
         self.link._findings, self.link._gloo, self.link.process_group = None, False, None
-        self.link.size, self.link.rank, self.link._near = 2, 0, [True, False]
+        self.link.size, self.link.rank, self.link._near, self.link._far = 2, 0, [], [1]
         self.link.empty = lambda numel, device: DeviceBytes()
         meter = types.SimpleNamespace(section=lambda name: nullcontext())
         count = lambda role, intra, inter: None  # noqa: E731

@@ -34,7 +34,7 @@ test: LEFT_OUT := gpu or slow or clients
 test-all: LEFT_OUT := gpu or clients
 test test-all: install
 	$(BIN)/python -m pytest -m "not ($(LEFT_OUT) or alone)" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m "alone and not ($(LEFT_OUT))"
+	$(BIN)/python -m pytest -m "alone and not ($(LEFT_OUT))" $$(grep -rl mark.alone tests)
 
 # Trains with Trainer, accelerate, TRL, peft and Lightning; their versions are pinned with the rest.
 test-clients: install

@@ -111,7 +111,11 @@ def test_there_are_commands_with_and_without_constraints() -> None:
 
 
 @pytest.mark.parametrize("build", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("arguments", commands())
+@pytest.mark.parametrize(
+    "arguments",
+    # What follows no constraints cannot contradict them.
+    [a if "-c " in a else pytest.param(a, marks=pytest.mark.slow) for a in commands()],
+)
 def test_command_resolves(arguments: str, build: str, indexes: dict[str, Path]) -> None:
     chosen = resolve(arguments, indexes[build])
     torch = [name for name in chosen if name.startswith("torch-")]

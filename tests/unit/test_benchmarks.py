@@ -29,12 +29,14 @@ def documentation() -> str:
     return text.documentation()
 
 
+@pytest.mark.slow
 def test_documentation_is_long_ascii_and_the_same_every_time(documentation: str) -> None:
     assert text.documentation() == documentation
     assert documentation.isascii()
     assert len(documentation) > 1_500_000
 
 
+@pytest.mark.slow
 def test_documentation_is_english(documentation: str) -> None:
     words = documentation.lower().split()
     assert words.count("the") > 0.03 * len(words)

@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.cable import obstacle
 from tests.distributed.network import PHASES, RUNS, STEPS, Measured, measure
 
-pytestmark = [pytest.mark.distributed, pytest.mark.alone]
+pytestmark = [pytest.mark.distributed, pytest.mark.alone, pytest.mark.slow]
 
 
 @cache

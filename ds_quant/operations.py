@@ -5,6 +5,7 @@ May import: numpy, torch, codec, coding, kernels, meter, pieces, rotation.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -67,17 +68,19 @@ class Operations:
     def __init__(self, tasks: Iterable[Task]) -> None:
         self.tasks = tuple(tasks)
         self._compiled: dict[Hashable, _Compiled] = {}
+        self._turn = threading.Lock()
 
     def run(self, buffers: Sequence[Tensor], streams: Streams, notes: Notes | None = None) -> None:
         """Carry them out. None reads what another writes. ``notes``: of what is encoded."""
         if not self.tasks:
             return
         variant = dispatch.variant_of(buffers)
-        if variant not in self._compiled:
-            if len(self._compiled) >= _VARIANTS:
-                self._compiled.clear()
-            self._compiled[variant] = _compile(self.tasks, buffers)
-        self._compiled[variant].run(buffers, streams)
+        with self._turn:
+            if variant not in self._compiled:
+                if len(self._compiled) >= _VARIANTS:
+                    self._compiled.clear()
+                self._compiled[variant] = _compile(self.tasks, buffers)
+            self._compiled[variant].run(buffers, streams)
         if notes is not None and notes.are_read:
             for task in self.tasks:
                 _note(task, buffers, streams, notes)

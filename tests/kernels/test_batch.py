@@ -5,12 +5,14 @@ the same operations one by one with the torch reference: every bit of every buff
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from ds_quant.codec import CastCodec, Codec, GroupCodec
 from ds_quant.coding import Coding
+from ds_quant.collectives import shard_decoding
 from ds_quant.kernels import dispatch, native
 from ds_quant.kernels.batch import Decode, Encode, Recode, Rotate, Sum, Task, rows_of
 from ds_quant.layout import round_up
@@ -207,3 +209,26 @@ def test_pieces_at_equal_distances_become_rows() -> None:
     assert all(step >= 0 for found in backwards for step in found.steps[0])
     ragged = [*tasks[:-1], (operation._replace(numel=49), tasks[-1][1])]
     assert [found.shape for found in rows_of(ragged, 2)] == [(2, 2), (1, 1), (1, 1)]
+
+
+@pytest.mark.skipif(native.problem() is not None, reason=f"the C++ kernels {native.problem()}")
+def test_threads_that_share_a_plan_do_not_mix_their_buffers() -> None:
+    """Two engines in two threads gather tensors of equal sizes: they share what decodes them."""
+    codec, ranks, width = GroupCodec(range="absmax", group_size=128), 4, 50_000
+    decoding = shard_decoding(((codec, ranks * width),), ranks, None)
+
+    def wrong(seed: int) -> int:
+        x = torch.randn(ranks, width, generator=torch.Generator().manual_seed(seed))
+        wire = torch.empty(ranks, codec.wire_bytes(width), dtype=torch.uint8)
+        codec.encode(x, wire)
+        wanted = torch.empty_like(x)
+        codec.decode(wire, wanted)
+        differing = 0
+        for _ in range(150):
+            found = torch.zeros(ranks * width)
+            decoding.run([wire.view(-1), found], Streams([Coding(codec)], [None]))
+            differing += not torch.equal(found, wanted.view(-1))
+        return differing
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(wrong, range(4))) == [0] * 4

@@ -30,7 +30,9 @@ from tests.kernels.test_encode import ADDRESS, assert_same, expected, one_by_one
 EXAMPLES = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
 
-needs_library = pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")
+needs_library = pytest.mark.skipif(
+    native.problem() is not None, reason=f"the C++ kernels {native.problem()}"
+)
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def calls_of(case: str, nodes: int, node_size: int, slices: int = 1) -> tuple[in
     return calls, sum(hop.link.messages for hop in route) - sum(sent)
 
 
-@pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")
+@pytest.mark.skipif(native.problem() is not None, reason=f"the C++ kernels {native.problem()}")
 @pytest.mark.parametrize("case", CASES)
 def test_calls_of_a_step_do_not_grow_with_the_ranks(case: str) -> None:
     few, _ = calls_of(case, 2, 2)
@@ -114,7 +114,7 @@ def test_calls_of_a_step_do_not_grow_with_the_ranks(case: str) -> None:
         assert many <= 1.5 * few, f"{few} calls at 2 x 2, {many} at {nodes} x {node_size}"
 
 
-@pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")
+@pytest.mark.skipif(native.problem() is not None, reason=f"the C++ kernels {native.problem()}")
 def test_a_slice_costs_as_much_as_a_reduction_whatever_it_holds() -> None:
     case = "8 and 4 bits, rotated"
     whole, _ = calls_of(case, 4, 4)

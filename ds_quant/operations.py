@@ -63,6 +63,9 @@ class Operations:
 
     Those that the kernels cover take one call for each kind of operation, casts of equal sizes at
     equal distances one; codecs of the user's own and the torch reference go piece by piece.
+
+    A run fills in the arguments of the kernels, which equal collectives of all engines share, and
+    kernels run without Python's lock: runs in several threads take turns.
     """
 
     def __init__(self, tasks: Iterable[Task]) -> None:

@@ -168,23 +168,13 @@ args = TrainingArguments(
     use_cpu=not torch.cuda.is_available(), save_strategy="no", disable_tqdm=True, logging_steps=1,
     learning_rate=5e-3,
 )
-config = LlamaConfig(
-    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=4,
-)
-model = AutoModelForCausalLM.from_config(config)
-rows = [torch.arange(16) + i for i in range(24)]
-data = [{"input_ids": row, "labels": row} for row in rows]
-trainer = Trainer(model=model, args=args, train_dataset=data)
-trainer.train()
-trainer.save_model("out")
 """
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_accelerate_launch_takes_the_block_from_its_config_file(stage: int, tmp_path: Path) -> None:
     """On GPUs the script says nothing of DeepSpeed: accelerate launch does."""
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(SCRIPT + hf.TRAINING)
     config = hf.ds_config(stage, BLOCKS["qsdp"])
     config["train_micro_batch_size_per_gpu"] = 4
     config["optimizer"]["params"] = {"lr": 5e-3, "torch_adam": True}

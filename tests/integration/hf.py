@@ -16,6 +16,20 @@ VOCABULARY, LENGTH, SAMPLES = 96, 16, 64
 # A model this small would stay gathered from forward to backward.
 REFETCH = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
 
+# The end of a user's script, behind its ``args``.
+TRAINING = """
+config = LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=4,
+)
+model = AutoModelForCausalLM.from_config(config)
+rows = [torch.arange(16) + i for i in range(24)]
+data = [{"input_ids": row, "labels": row} for row in rows]
+trainer = Trainer(model=model, args=args, train_dataset=data)
+trainer.train()
+trainer.save_model("out")
+"""
+
 
 def ds_config(stage: int, block: dict[str, Any] | None, **zero: Any) -> dict[str, Any]:
     """A config as the Hugging Face documentation shows it, every "auto" in DeepSpeed's keys."""

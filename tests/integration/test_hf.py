@@ -337,9 +337,8 @@ def test_accelerate_reads_exact_weights_and_names_the_rank_that_is_missing(tmp_p
 # ---- as a user starts it ----
 
 SCRIPT = """
-import os, sys
-import deepspeed  # for two oddities of CPU runs, which GPUs do not need:
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build that nothing uses
+import os
+import deepspeed  # for an oddity of CPU runs, which GPUs do not need:
 deepspeed.init_distributed("gloo")  # accelerate does not tell DeepSpeed, so zero.Init sees 1 rank
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 import torch
@@ -348,16 +347,8 @@ args = TrainingArguments(
     output_dir="out", deepspeed="ds_config.json", per_device_train_batch_size=2, max_steps=3,
     bf16=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
 )
-config = LlamaConfig(
-    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=4,
-)
-model = AutoModelForCausalLM.from_config(config)
-rows = [torch.arange(16) + i for i in range(24)]
-data = [{"input_ids": row, "labels": row} for row in rows]
-trainer = Trainer(model=model, args=args, train_dataset=data)
-trainer.train()
-trainer.save_model("out")
+"""
+END = """
 deepspeed.comm.barrier()
 os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
 """
@@ -373,7 +364,7 @@ os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
 def test_a_trainer_script_with_the_block_in_its_json_is_quantized(
     python: Path, tmp_path: Path, launcher: str
 ) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(SCRIPT + hf.TRAINING + END)
     (tmp_path / "ds_config.json").write_text(json.dumps(hf.ds_config(3, QSDP)))
     command = (python, "-m", *LAUNCHERS[launcher], free_port(), "train.py")
     quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}

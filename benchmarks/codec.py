@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 from results_schema import CodecRow
 
-from ds_quant.codec import CAST_NAMES, CastCodec, Codec, GroupCodec
+from ds_quant.codec.codec import CAST_NAMES, CastCodec, Codec, GroupCodec
 from ds_quant.kernels import dispatch
-from ds_quant.rng import Role, address
+from ds_quant.kernels.random_bits import Role, address
 
 DTYPES = {name: dtype for dtype, name in CAST_NAMES.items()}
 WHERE = address(seed=0, role=Role.GRADIENTS, step=1, parameter=0)

@@ -21,19 +21,18 @@ from deepspeed import comm as dist
 from netlab import lab
 from torch import Tensor
 
-from ds_quant.codec import CastCodec, Codec
-from ds_quant.coding import Coding
-from ds_quant.collectives import all_gather
-from ds_quant.config import parse_block
-from ds_quant.hops import Reduction
-from ds_quant.layout import shard_range
-from ds_quant.link import Fabric, Link
-from ds_quant.metrics import Traffic
-from ds_quant.reduction_plan import Form, Hop, ReductionPlan, Segment, own_totals
-from ds_quant.rng import Role, address
-from ds_quant.rotation import Rotation
-from ds_quant.scheme import Scheme
-from ds_quant.topology import Topology
+from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.codec import CastCodec, Codec
+from ds_quant.comm.gather import all_gather
+from ds_quant.comm.reduce import Reduction
+from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, own_totals
+from ds_quant.comm.topology import Topology
+from ds_quant.comm.traffic import Traffic
+from ds_quant.comm.transport import Fabric, Link
+from ds_quant.config.schema import parse_block
+from ds_quant.kernels.random_bits import Role, address
+from ds_quant.kernels.wire import shard_range
+from ds_quant.policy.scheme import Scheme
 
 
 def fabric_of(topology: Topology, traffic: Traffic) -> Fabric:

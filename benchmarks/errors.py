@@ -23,12 +23,11 @@ from gpt import GPT, GPTConfig
 from rich.progress import track
 from torch import Tensor
 
-from ds_quant.codec import GroupCodec
-from ds_quant.coding import Coding
-from ds_quant.config import parse_block
-from ds_quant.rng import Role, address
-from ds_quant.rotation import Rotation
-from ds_quant.scheme import Scheme
+from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.config.schema import parse_block
+from ds_quant.kernels.random_bits import Role, address
+from ds_quant.policy.scheme import Scheme
 
 WEIGHT_SCHEMES = ("sdp4bit", "sdp4bit_paper")  # nearest and stochastic differences
 GRADIENT_SCHEMES = ("ulq", "tlq", "tlq_hs", "zeropp")

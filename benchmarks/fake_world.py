@@ -76,9 +76,9 @@ def _receives_zeros(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 def without_handshake() -> AbstractContextManager[Any]:
     """Inside, an engine starts although the other ranks cannot answer."""
-    from ds_quant.zero import guard
+    from ds_quant.zero import safety
 
-    return patch.object(guard, "handshake", return_value=int(os.environ["LOCAL_SIZE"]))
+    return patch.object(safety, "handshake", return_value=int(os.environ["LOCAL_SIZE"]))
 
 
 class CountingRunner:
@@ -92,7 +92,7 @@ class CountingRunner:
         self._write(work)
 
     def run_many(self, launches: list[Any]) -> None:
-        from ds_quant.kernels.jobs import merge
+        from ds_quant.kernels.launch import merge
 
         self.run_tables(merge(launches))
         for work in launches:

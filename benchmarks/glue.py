@@ -95,8 +95,8 @@ def emptied(codec: str) -> Iterator[None]:
     """The quantizer does nothing inside, but for zeros: what memory happens to hold may be NaN, and
     DeepSpeed would skip the optimizer's step.
     """
-    from ds_quant.codec import GroupCodec
-    from ds_quant.coding import Coding
+    from ds_quant.codec.bound import Coding
+    from ds_quant.codec.codec import GroupCodec
 
     def nothing(*_: Any, **__: Any) -> None:
         pass

@@ -20,8 +20,8 @@ import text
 import torch
 from gpt import GPT, GPTConfig
 
-from ds_quant.codec import GroupCodec
-from ds_quant.levels import initial_levels, update_levels
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.codec.levels import initial_levels, update_levels
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 UPDATES = (0, 1, 4)  # 0 is the uniform table

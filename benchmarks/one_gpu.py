@@ -88,9 +88,9 @@ def train(args: argparse.Namespace, scheme: str) -> list[float]:
 
 def simulate(args: argparse.Namespace) -> dict:
     """Reduction of `args.simulate` ranks by the codecs: equal to the reference, and how fast."""
-    from ds_quant.codec import GroupCodec
+    from ds_quant.codec.codec import GroupCodec
     from ds_quant.kernels import dispatch, reference
-    from ds_quant.rng import Role, address
+    from ds_quant.kernels.random_bits import Role, address
 
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     ranks, numel = args.simulate, args.numel

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ds_quant.codec import CAST_NAMES, GroupCodec
+from ds_quant.codec.codec import CAST_NAMES, GroupCodec
 from ds_quant.kernels import dispatch, launch, reference
 from ds_quant.kernels.geometry import Stores
-from ds_quant.rng import Address
+from ds_quant.kernels.random_bits import Address
 
 SOURCES = 8  # rows of decode_sum and recode
 UNIT = 1 << 14  # sizes are multiples of it: whole blocks for everyone

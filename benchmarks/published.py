@@ -4,7 +4,7 @@ The paper's baseline reduces fp32 gradients: 6 bytes per parameter and step ente
 weights, 4 gradients), SDP4Bit's two hops bring 1.033. Nothing overlaps on either side (App. D).
 A baseline's step time follows from its TFLOPs with Megatron's formula (accumulation 1, micro-batch
 1, sequence 2048); what is not communication at the assumed rate is compute, and the same compute
-stands under SDP4Bit. May import ds_quant.cost.
+stands under SDP4Bit. May import ds_quant.policy.cost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ds_quant.cost import Cluster, Volume, predict
+from ds_quant.policy.cost import Cluster, Volume, predict
 
 BASE_BYTES, OUR_BYTES = 6.0, 1.033  # per parameter and step, into a node
 SEQUENCE, VOCABULARY = 2048, 51200

@@ -3,12 +3,12 @@
     python benchmarks/scaling.py --json scaling.json --plot scaling.png
     python benchmarks/scaling.py --models 7B --ranks 64 --rates 10 100 --stages 3 --node-sizes 8
 
-Bytes are those of ds_quant.cost, taken from one transformer block (the rest of a model has the same
-bytes per parameter to within its embedding). Compute is 6 flops per parameter and token. Everything
-else is an assumption given as a flag. Speed-ups are over full_precision (bf16) at the same point,
-without any overlap of communication and compute, and with perfect overlap. Ends with two checks:
-SDP4Bit's Table 2, which rows the model reproduces and why not, and every point that speed.py has
-measured in the network lab.
+Bytes are those of ds_quant.policy.cost, taken from one transformer block (the rest of a model has
+the same bytes per parameter to within its embedding). Compute is 6 flops per parameter and
+token. Everything else is an assumption given as a flag. Speed-ups are over full_precision (bf16)
+at the same point, without any overlap of communication and compute, and with perfect overlap. Ends
+with two checks: SDP4Bit's Table 2, which rows the model reproduces and why not, and every point
+that speed.py has measured in the network lab.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ds_quant import cost
-from ds_quant.config import parse_block
-from ds_quant.cost import Bill, Cluster, Volume, bill, predict
-from ds_quant.presets import preset_names
+from ds_quant.config.presets import preset_names
+from ds_quant.config.schema import parse_block
+from ds_quant.policy import cost
+from ds_quant.policy.cost import Bill, Cluster, Volume, bill, predict
 from ds_quant.tools import measured
-from ds_quant.tools.models import block_cargo
+from ds_quant.tools.forecast import block_cargo
 
 BASELINE = "full_precision"
 RESULTS = Path(__file__).with_name("results")

@@ -24,7 +24,7 @@ from netlab import lab
 from timeline import Timeline
 
 import ds_quant
-from ds_quant.link import Exchange, Link
+from ds_quant.comm.transport import Exchange, Link
 
 
 def build(scheme: dict[str, Any], plan: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ds_quant.link import Exchange, Link
+from ds_quant.comm.transport import Exchange, Link
 
 _TRACKS = ("does", "waits")  # lines of the picture, besides the messages
 

@@ -15,13 +15,13 @@ from ds_quant import _autoload
 __version__ = "0.1.0"
 
 _HOME = {
-    "CastCodec": "ds_quant.codec",
-    "ConfigError": "ds_quant.config",
-    "GroupCodec": "ds_quant.codec",
-    "QuantizedCommConfig": "ds_quant.config",
-    "Scheme": "ds_quant.scheme",
+    "CastCodec": "ds_quant.codec.codec",
+    "ConfigError": "ds_quant.config.schema",
+    "GroupCodec": "ds_quant.codec.codec",
+    "QuantizedCommConfig": "ds_quant.config.schema",
+    "Scheme": "ds_quant.policy.scheme",
     "exact_weights": "ds_quant.zero.attach",
-    "json_schema": "ds_quant.config",
+    "json_schema": "ds_quant.config.schema",
     "report": "ds_quant.zero.attach",
     "resync": "ds_quant.zero.attach",
 }

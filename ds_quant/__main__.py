@@ -2,7 +2,7 @@
 
 import sys
 
-from ds_quant.cli import main
+from ds_quant.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

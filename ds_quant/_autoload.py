@@ -33,7 +33,7 @@ def activate() -> None:
 
 def _install() -> None:
     try:
-        from ds_quant.zero.seams import install
+        from ds_quant.zero.install import install
 
         install()
     except Exception as error:  # never break a program that may not use the plugin

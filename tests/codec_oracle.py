@@ -14,8 +14,8 @@ import struct
 import numpy as np
 import torch
 
-from ds_quant import rng
-from ds_quant.codec import LEVELS, RANGES, ROUNDINGS, GroupCodec
+from ds_quant.codec.codec import LEVELS, RANGES, ROUNDINGS, GroupCodec
+from ds_quant.kernels import random_bits
 
 F32 = np.float32
 PLANES = {8: [8], 7: [4, 2, 1], 6: [4, 2], 5: [4, 1], 4: [4], 3: [2, 1], 2: [2]}
@@ -88,9 +88,9 @@ def oracle_row(values, codec, row, address, levels=None) -> bytes:
     for vector in range(vectors):
         index = address.first_vector + row * vectors + vector
         counter = (index % 2**32, index >> 32, address.step % 2**32, address.step >> 32)
-        words = rng.philox4x32(counter, (address.key % 2**32, address.key >> 32))
+        words = random_bits.philox4x32(counter, (address.key % 2**32, address.key >> 32))
         random += [half for word in words for half in (word % 2**16, word >> 16)]
-    shift = rng.shift_of(address)
+    shift = random_bits.shift_of(address)
     codes, scales, offsets = [], [], []
     for start in range(0, numel, codec.group_size):
         stop = min(start + codec.group_size, numel)

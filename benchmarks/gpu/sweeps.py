@@ -24,9 +24,9 @@ from operations import UNIT, Bench, Operation, absmax
 
 from ds_quant.kernels import dispatch, launch
 from ds_quant.kernels.geometry import Stores, runs_of
-from ds_quant.kernels.jobs import merge
-from ds_quant.kernels.rotation import Rotation
-from ds_quant.rng import Address
+from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.launch import merge
+from ds_quant.kernels.random_bits import Address
 
 ADDRESS = Address(key=1, step=1)
 INT4, INT4_2048, INT8 = absmax(4, 128, "stochastic"), absmax(4, 2048, "stochastic"), absmax(8, 128)

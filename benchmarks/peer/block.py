@@ -53,7 +53,9 @@ def insert() -> None:
     block = json.loads(os.environ[BLOCK] or "null")
     if block is None:
         return
-    from ds_quant import config  # this also plants the hook that waits for DeepSpeed's engine
+    from ds_quant.config import (
+        schema,  # this also plants the hook that waits for DeepSpeed's engine
+    )
 
-    original = config.parse
-    config.parse = lambda param_dict: original(with_block(param_dict, block))
+    original = schema.parse
+    schema.parse = lambda param_dict: original(with_block(param_dict, block))

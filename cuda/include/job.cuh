@@ -5,7 +5,7 @@
 // u32, the job of every block; grid (blocks of all jobs). Key and step then live in device memory,
 // where they can change between replays of a CUDA graph.
 //
-// All fields are u64; strides and offsets count bytes; ds_quant/kernels/jobs.py writes the same
+// All fields are u64; strides and offsets count bytes; ds_quant/kernels/launch.py writes the same
 // fields in the same order, and a test compares the two.
 #ifndef DSQ_JOB_CUH
 #define DSQ_JOB_CUH

@@ -1,7 +1,7 @@
 // Philox4x32 (Salmon et al., SC 2011): four random 32-bit words of a counter and a key.
 //
 // Inputs:  counter (c0, c1, c2, c3) = (vector low, vector high, step low, step high),
-//          key (k0, k1) = (low, high), see [Note: who gets which bits] in ds_quant/rng.py.
+//          key (k0, k1) = (low, high), see [Note: who gets which bits] in ds_quant/kernels/random_bits.py.
 // Output:  words w0..w3; element 2i of the vector of 8 takes the low 16 bits of w_i, element
 //          2i + 1 the high 16 bits.
 // Exactness: integers only, bit-equal to rng.philox4x32 and kernels/philox.py.

@@ -1,7 +1,7 @@
 // Scale, offset and inverse of a group from its smallest and largest value.
 //
 // Exactness: [Note: numbers] of ds_quant/kernels/reference.py, [Note: exceptional groups] of
-// ranges.py. A group without a usable range has inverse 0: all its codes are the code of zero.
+// reference.py. A group without a usable range has inverse 0: all its codes are the code of zero.
 #ifndef DSQ_RANGES_CUH
 #define DSQ_RANGES_CUH
 

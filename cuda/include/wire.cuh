@@ -1,4 +1,4 @@
-// Codes in registers and as bit planes on the wire, [Note: wire layout] of ds_quant/layout.py.
+// Codes in registers and as bit planes on the wire, [Note: wire layout] of ds_quant/kernels/wire.py.
 //
 // In registers the 8 codes of a vector are two words of bytes: byte k of `even` is code 2k, byte k
 // of `odd` code 2k + 1. Plane p of a vector is `width` bytes, code i in bits [i * width, ...).

@@ -5,8 +5,6 @@ encode the sum. An operation says what is done and in which buffers, its places 
 follow from sizes alone, so they are made once per kind of bucket; a step hands over the buffers and
 the streams of random bits, whose numbers are filled into one array. So the host's work does not
 grow with the ranks. Places are in items of a buffer, and vectors count from the stream's first.
-
-May import torch, numpy, layout, rng and its sister modules.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ds_quant.kernels.blocks import Format
-from ds_quant.layout import round_up
+from ds_quant.kernels.packing import Format
+from ds_quant.kernels.wire import round_up
 
 Places = tuple[int, ...]
 

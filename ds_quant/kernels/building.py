@@ -5,7 +5,6 @@ build says so and goes on; the torch reference then does the work on CPU tensors
 DS_QUANT_PURE=1 in the environment the wheel holds no library and fits every platform. With
 DS_QUANT_HOMEPAGE, the address of the repository, a package index gets project links, and those of
 the README lead there instead of to files beside it.
-May import setuptools.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """CUDA kernels through CuPy: compile once per (kernel, macros, device), launch on torch's stream.
 
 torch allocates everything; CuPy compiles, loads and launches. Arguments are one struct of 64-bit
-integers, see jobs.py. Kernels are compiled at their first launch, which must not happen inside a
-CUDA graph capture: run every variant once before. May import torch, cupy (inside functions),
-layout, rng and its sister modules.
+integers, see launch.py. Kernels are compiled at their first launch, which must not happen inside a
+CUDA graph capture: run every variant once before.
+
+CuPy's disk cache hashes the source text, not the files behind ``-I``, so an edited header would
+silently run the old binary.
 """
 
 from __future__ import annotations
@@ -11,21 +13,55 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import stat
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterable
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ds_quant.kernels import launch
-from ds_quant.kernels.blocks import layout_of
-from ds_quant.kernels.jobs import Launch, Table, merge
-from ds_quant.kernels.source import source
+from ds_quant.kernels.launch import Launch, Table, merge
+from ds_quant.kernels.packing import layout_of
+from ds_quant.resources import resource_dir
+
+# ---- source text ----
+
+
+KERNELS = ("encode", "decode_sum", "recode", "rotate")
+
+_INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
+
+
+@cache
+def source(kernel: str) -> str:
+    """Source text of a kernel without includes; ValueError for a name not in KERNELS."""
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel = {kernel!r}: allowed are {', '.join(KERNELS)}")
+    return _flatten(resource_dir("cuda") / f"{kernel}.cu", set())
+
+
+def _flatten(path: Path, seen: set[Path]) -> str:
+    """Text of a file; every header once, where it is first included."""
+
+    def text_of(match: re.Match[str]) -> str:
+        header = (path.parent / match[1]).resolve()
+        if header in seen:
+            return ""
+        seen.add(header)
+        return _flatten(header, seen)
+
+    return _INCLUDE.sub(text_of, path.read_text("ascii"))
+
+
+# ---- compile and launch ----
+
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 The torch reference also serves codecs that the CUDA kernels do not cover, and machines where CuPy
 or the library does not work, which is reported once. Same signatures and same bytes everywhere.
-May import torch, rng and its sister modules.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from types import ModuleType
 
 import torch
 
-from ds_quant import rng
 from ds_quant.kernels import (
     cuda,
     launch,
     launch_batch,
     native,
     native_batch,
+    random_bits,
     reference,
     scratch,
 )
-from ds_quant.kernels.arguments import Own
 from ds_quant.kernels.batch import Runnable, Task
-from ds_quant.kernels.blocks import Format
 from ds_quant.kernels.geometry import MAX_GROUP
-from ds_quant.kernels.rotation import Rotation
-from ds_quant.layout import ALIGNMENT
+from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.launch import Own
+from ds_quant.kernels.packing import Format
+from ds_quant.kernels.wire import ALIGNMENT
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +154,7 @@ def encode(
     out: torch.Tensor,  # (rows, nbytes) uint8
     fmt: Format,
     *,
-    address: rng.Address | None,
+    address: random_bits.Address | None,
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
     base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
     rotation: Rotation | None = None,  # of x, or x - base; the wire holds whole blocks
@@ -227,7 +226,7 @@ def recode(
     *,
     numel: int,
     own: tuple[int, torch.Tensor] | None,  # place and values, (numel,) floating point
-    address: rng.Address | None,
+    address: random_bits.Address | None,
     source_levels: torch.Tensor | None,  # learned levels only
     levels: torch.Tensor | None,
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from ds_quant.layout import VECTOR_NUMEL, ceil_div
+from ds_quant.kernels.wire import VECTOR_NUMEL, ceil_div
 
 THREADS = 256  # of a block
 MAX_GROUP = 8192  # elements; larger groups would need more registers or a second pass

@@ -1,53 +1,324 @@
-"""From tensors to kernel launches: macros, grids, addresses and tails of the CUDA kernels.
+"""From tensors to kernel launches: argument structs, macros, grids and addresses.
 
 Everything between a codec and a launch that can go wrong without a GPU is here, so tests run it on
 CPU tensors with a runner that executes the CUDA sources on the host. The signatures are those of
 reference.py with a ``run`` argument; messages at odd addresses go through an aligned copy. What
 follows from codecs and shapes is kept in plans: a launch must take few microseconds.
-May import torch, layout, rng and its sister modules.
+
+All fields are unsigned 64-bit integers: addresses, strides and offsets in bytes, counts, bit
+patterns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
-from ds_quant import rng
-from ds_quant.kernels.arguments import (
-    DTYPES,
-    Own,
-    aligned,
-    dense,
-    encode_macros,
-    flip_fields,
-    float_bits,
-    is_aligned,
-    own_as_fp32,
-    own_fields,
-    pointer,
-    rotation_macros,
-    row_chunks,
-    rows_at,
-    source_macros,
-    stream_fields,
-    stride,
-)
-from ds_quant.kernels.blocks import Format, layout_of
+from ds_quant.kernels import random_bits
 from ds_quant.kernels.geometry import (
     MAX_GROUP,
     THREADS,
     Stores,
+    Tiling,
     runs_of,
     stores_of,
     sum_threads,
     tiling,
 )
-from ds_quant.kernels.jobs import Launch, Plan, wire_fields
-from ds_quant.kernels.rotation import Rotation
-from ds_quant.layout import VECTOR_NUMEL, ceil_div, round_up
+from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.packing import Format, layout_of
+from ds_quant.kernels.wire import ALIGNMENT, VECTOR_NUMEL, WireLayout, ceil_div, round_up
+
+# ---- argument structs ----
+
+
+_WIRE = ("bytes", "stride", "plane1", "plane2", "scales", "offsets", "end", "numel")
+_PLACE = ("first_block", "row_blocks")  # first, and used by tables only
+
+FIELDS = {
+    "encode": (
+        *_PLACE,
+        *(f"wire.{field}" for field in _WIRE),
+        *("values", "values_stride", "numel", "base", "base_stride"),
+        *("key", "step", "first_vector", "row_vectors", "levels", "flips_low", "flips_high"),
+    ),
+    "decode_sum": (
+        *_PLACE,
+        *(f"wire.{field}" for field in _WIRE),
+        *("sources", "source_stride", "values", "values_stride", "numel"),
+        *("own", "own_values", "factor", "levels", "flips_low", "flips_high"),
+    ),
+    "recode": (
+        *_PLACE,
+        *(f"wire.{field}" for field in _WIRE),
+        *(f"source.{field}" for field in _WIRE),
+        *("sources", "source_stride", "own", "own_values"),
+        *("key", "step", "first_vector", "row_vectors", "levels", "source_levels"),
+    ),
+}
+
+FIELDS["rotate"] = (
+    *_PLACE,
+    *("values", "values_stride", "numel", "rotated", "rotated_stride", "padded"),
+    *("flips_low", "flips_high"),
+)
+
+NO_SOURCE = (1 << 64) - 1  # `own` when no source is given as values
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel, whoever carries it out."""
+
+    kernel: str
+    macros: tuple[tuple[str, int], ...]  # sorted by name; the defaults of the sources left out
+    grid: tuple[int, int]
+    threads: int
+    job: bytes
+    tensors: tuple[object, ...] = ()  # behind the addresses: they live as long as this
+    at_once: bool = False  # what it writes is read by the next line of Python
+
+
+class Table(NamedTuple):
+    """Several launches of one kernel as one: their jobs in a device buffer, one grid for all."""
+
+    kernel: str
+    macros: tuple[tuple[str, int], ...]
+    blocks: int
+    threads: int
+    jobs: bytes
+    num_jobs: int
+    job_of_block: bytes  # behind the jobs in the buffer, whole 8 bytes
+
+    @property
+    def written(self) -> bytes:
+        """What the buffer holds."""
+        return self.jobs + self.job_of_block
+
+    def alone(self) -> Launch:
+        """The launch of the only job, which needs no buffer; it points into the same tensors."""
+        _, row_blocks = struct.unpack_from("<2Q", self.jobs)
+        macros = tuple(macro for macro in self.macros if macro[0] != "DSQ_TABLE")
+        grid = row_blocks, self.blocks // row_blocks
+        return Launch(self.kernel, macros, grid, self.threads, self.jobs)
+
+
+def merge(launches: Iterable[Launch]) -> list[Table]:
+    """One table per kernel and set of macros; launches must not depend on each other."""
+    alike: dict[tuple, list[Launch]] = {}
+    for launch in launches:
+        alike.setdefault((launch.kernel, launch.macros, launch.threads), []).append(launch)
+    tables = []
+    for (kernel, macros, threads), members in alike.items():
+        blocks, jobs, job_of_block = 0, [], []
+        for index, member in enumerate(members):
+            jobs.append(struct.pack("<2Q", blocks, member.grid[0]) + member.job[16:])
+            count = member.grid[0] * member.grid[1]
+            job_of_block.append(struct.pack("<I", index) * count)
+            blocks += count
+        job_of_block.append(b"\0" * (blocks % 2 * 4))
+        macros = tuple(sorted((*macros, ("DSQ_TABLE", 1))))
+        written = b"".join(jobs), len(jobs), b"".join(job_of_block)
+        tables.append(Table(kernel, macros, blocks, threads, *written))
+    return tables
+
+
+def place_of(kernel: str, field: str) -> int:
+    """Index of a field among the 64-bit integers of a job, to change it in a device buffer."""
+    return FIELDS[kernel].index(field)
+
+
+class Plan:
+    """What all launches on tensors of one shape have in common; made once, used at every call."""
+
+    def __init__(
+        self,
+        kernel: str,
+        macros: Mapping[str, int],
+        *,
+        blocks: int,
+        threads: int,
+        fields: Mapping[str, int],
+    ) -> None:
+        """blocks: of a row; fields: those of the job that are the same at every launch."""
+        self.kernel, self.macros = kernel, tuple(sorted(macros.items()))
+        self.blocks, self.threads = blocks, threads
+        self._places = {name: place for place, name in enumerate(FIELDS[kernel])}
+        self._struct = struct.Struct(f"<{len(self._places)}Q")
+        self._numbers = [0] * len(self._places)
+        self._set(self._numbers, fields)
+
+    def launch(
+        self, rows: int, fields: Mapping[str, int], *tensors: object, at_once: bool = False
+    ) -> Launch:
+        """A launch on `rows` rows with the remaining fields, which point into the tensors."""
+        numbers = self._numbers.copy()
+        self._set(numbers, fields)
+        job = self._struct.pack(*numbers)
+        grid = self.blocks, rows
+        return Launch(self.kernel, self.macros, grid, self.threads, job, tensors, at_once)
+
+    def _set(self, numbers: list[int], fields: Mapping[str, int]) -> None:
+        for name, number in fields.items():
+            numbers[self._places[name]] = number
+
+
+def wire_fields(name: str, layout: WireLayout) -> dict[str, int]:
+    """Fields of a WireJob that follow from the layout of a row."""
+    planes = (*layout.plane_offsets, 0, 0)
+    return {
+        f"{name}.plane1": planes[1],
+        f"{name}.plane2": planes[2],
+        f"{name}.scales": layout.scale_offset,
+        f"{name}.offsets": layout.offset_offset or 0,
+        f"{name}.end": layout.nbytes,
+        f"{name}.numel": layout.numel,
+    }
+
+
+# ---- macros, fields and addresses ----
+
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_ROUNDINGS = {"nearest": 0, "stochastic": 1, "random_shift": 2}
+_LEARNED = 3
+_MAX_UNROLLED_SOURCES = 8
+_MAX_GRID_ROWS = 65535
+_WORD = (1 << 64) - 1
+
+
+class Own(NamedTuple):
+    """Values of a row of a sum, which the wire leaves out."""
+
+    row: int
+    values: torch.Tensor  # (elements on the wire,) floating point
+
+
+def encode_macros(fmt: Format, tiles: Tiling) -> dict[str, int]:
+    learned = fmt.levels == "learned"
+    return {
+        "DSQ_BITS": fmt.bits,
+        "DSQ_GROUP": fmt.group_size,
+        "DSQ_MINMAX": int(fmt.has_offset),
+        "DSQ_ROUNDING": _LEARNED if learned else _ROUNDINGS[fmt.rounding],
+        "DSQ_RUN": tiles.run,
+        "DSQ_LANES": tiles.lanes,
+        "DSQ_WARPS": tiles.warps,
+        "DSQ_VECTORS": tiles.vectors,
+        "DSQ_SLOTS": tiles.slots,
+        "DSQ_THREADS": THREADS,
+    }
+
+
+def source_macros(fmt: Format, sources: int, has_own: bool) -> dict[str, int]:
+    return {
+        "DSQ_SOURCE_BITS": fmt.bits,
+        "DSQ_SOURCE_GROUP": fmt.group_size,
+        "DSQ_SOURCE_MINMAX": int(fmt.has_offset),
+        "DSQ_SOURCE_LEARNED": int(fmt.levels == "learned"),
+        "DSQ_SOURCES": sources if sources <= _MAX_UNROLLED_SOURCES else 0,
+        "DSQ_OWN": int(has_own),
+    }
+
+
+def rotation_macros(rotation: Rotation | None) -> dict[str, int]:
+    """Block of the rotation and whether signs flip; 0 and 0 without one."""
+    if rotation is None:
+        return {"DSQ_ROTATION": 0, "DSQ_FLIPS": 0}
+    return {"DSQ_ROTATION": rotation.block, "DSQ_FLIPS": int(rotation.flips is not None)}
+
+
+def flip_fields(rotation: Rotation | None) -> dict[str, int]:
+    flips = (rotation.flips or 0) if rotation else 0
+    return {"flips_low": flips & _WORD, "flips_high": flips >> 64 & _WORD}
+
+
+def own_as_fp32(own: Own | None) -> torch.Tensor | None:
+    """As contiguous fp32; the caller keeps it until the launch."""
+    return None if own is None else own.values.detach().to(torch.float32).contiguous()
+
+
+def own_fields(own: Own | None, values: torch.Tensor | None) -> dict[str, int]:
+    return {"own": NO_SOURCE if own is None else own.row, "own_values": pointer(values)}
+
+
+def stream_fields(address: random_bits.Address | None, row: int, numel: int) -> dict[str, int]:
+    """Random bits of row ``row`` and those behind it, ``numel`` elements on the wire each."""
+    if address is None:
+        return {}
+    step = address.vectors_per_row(numel)
+    first = address.first_vector + row * step
+    return {
+        "key": address.key,
+        "step": address.step,
+        "first_vector": first & _WORD,
+        "row_vectors": step,
+    }
+
+
+def float_bits(number: float) -> int:
+    return struct.unpack("<I", struct.pack("<f", number))[0]
+
+
+# --- addresses
+
+
+def pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def stride(tensor: torch.Tensor, dim: int = 0) -> int:
+    return tensor.stride(dim) * tensor.element_size()
+
+
+def rows_at(address: str, step: str, rows: torch.Tensor, first: int) -> dict[str, int]:
+    """The fields named `address` and `step`: of row `first`, and to the next one, in bytes."""
+    nbytes = stride(rows)
+    return {address: rows.data_ptr() + first * nbytes, step: nbytes}
+
+
+def row_chunks(rows: int) -> Sequence[tuple[int, int]]:
+    """(first row, rows) of each launch: the second grid dimension is limited."""
+    if rows <= _MAX_GRID_ROWS:
+        return ((0, rows),)
+    starts = range(0, rows, _MAX_GRID_ROWS)
+    return [(row, min(_MAX_GRID_ROWS, rows - row)) for row in starts]
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """x with a dtype that the kernels load and store and rows without holes, copied if need be."""
+    x = x.detach()
+    if x.dtype not in DTYPES:
+        x = x.to(torch.float32)
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes and has no holes."""
+    if tensor.data_ptr() % ALIGNMENT:
+        return False
+    if tensor.is_contiguous() and tensor.shape[-1] * tensor.element_size() % ALIGNMENT == 0:
+        return True
+    *outer, last = zip(tensor.stride(), tensor.shape, strict=True)
+    steps = (step * tensor.element_size() for step, size in outer if size > 1)
+    return (last[0] == 1 or last[1] == 1) and not any(step % ALIGNMENT for step in steps)
+
+
+def aligned(wire: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    """`wire`, or a buffer of its shape that is aligned; `copy`: with the same content."""
+    if is_aligned(wire):
+        return wire
+    buffer = torch.empty(wire.shape, dtype=wire.dtype, device=wire.device)
+    return buffer.copy_(wire) if copy else buffer
+
+
+# ---- launches ----
+
 
 Runner = Callable[[Launch], None]
 
@@ -76,7 +347,7 @@ def encode(
     out: torch.Tensor,  # (rows, nbytes) uint8
     fmt: Format,
     *,
-    address: rng.Address | None,
+    address: random_bits.Address | None,
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
     run: Runner,
     base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x
@@ -254,7 +525,7 @@ def recode(
     fmt: Format,
     *,
     numel: int,  # of a row on the wire
-    address: rng.Address | None,
+    address: random_bits.Address | None,
     run: Runner,
     source_levels: torch.Tensor | None = None,  # (2^bits,) fp32, learned levels only
     levels: torch.Tensor | None = None,  # (2^bits,) fp32, learned levels only

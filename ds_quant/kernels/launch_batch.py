@@ -1,7 +1,7 @@
 """Operations of batch.py by the CUDA kernels: one launch for all of a kind that share their macros.
 
 The arguments of a launch are a table of jobs; a run fills in its part of them and hands the table
-to the device. May import torch, numpy, layout and its sister modules.
+to the device.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ds_quant.kernels.batch import (
     initial_tables,
     rows_of,
 )
-from ds_quant.kernels.blocks import Format
-from ds_quant.kernels.jobs import FIELDS, NO_SOURCE, Launch, Table, merge
-from ds_quant.kernels.rotation import Rotation
-from ds_quant.layout import ALIGNMENT
+from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.launch import FIELDS, NO_SOURCE, Launch, Table, merge
+from ds_quant.kernels.packing import Format
+from ds_quant.kernels.wire import ALIGNMENT
 
 _FP32_BYTES = 4
 

@@ -1,6 +1,6 @@
-// GroupCodec and rotations on the CPU, bit for bit as kernels/reference.py and kernels/rotation.py
+// GroupCodec and rotations on the CPU, bit for bit as reference.py and hadamard.py
 // specify them: [Note: numbers], [Note: exceptional groups], [Note: rotation numbers] there, and
-// [Note: wire layout] of layout.py.
+// [Note: wire layout] of wire.py.
 //
 // A group is loaded as fp32 into a buffer that stays in cache, and every step is a plain loop over
 // it, which compilers vectorize: once per instruction set, and the dynamic loader picks. No fused
@@ -197,7 +197,7 @@ INLINE void unpack(const Job &job, const u8 *row, i64 start, u8 *codes, i64 coun
     }
 }
 
-// --- random bits, [Note: who gets which bits] of rng.py
+// --- random bits, [Note: who gets which bits] of random_bits.py
 
 struct Key {
     u32 k0, k1;
@@ -264,7 +264,7 @@ static void random_words(const Job &job, u64 first, i64 count, u32 *words) {
     philox(job, first + done, count - done, words + 4 * done);
 }
 
-// --- rotation, [Note: rotation numbers] of rotation.py
+// --- rotation, [Note: rotation numbers] of hadamard.py
 
 typedef float Lanes __attribute__((vector_size(32)));
 

@@ -1,8 +1,7 @@
 """The C++ kernels for CPU tensors: native.cpp, built with the wheel where a compiler exists.
 
-Signatures are those of reference.py and rotation.py, and so are the bytes. Without the library, or
+Signatures are those of reference.py and hadamard.py, and so are the bytes. Without the library, or
 with one of another version, the torch reference does the work; ``problem()`` says why.
-May import torch, layout, rng and its sister modules.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from importlib.util import find_spec
 
 import torch
 
-from ds_quant import rng
-from ds_quant.kernels.blocks import Format, layout_of
-from ds_quant.kernels.rotation import Rotation
-from ds_quant.layout import round_up
+from ds_quant.kernels import random_bits
+from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.packing import Format, layout_of
+from ds_quant.kernels.wire import round_up
 
 VERSION = 3  # of Job, as dsq_version() of native.cpp
 
@@ -81,7 +80,7 @@ def encode(
     out: torch.Tensor,  # (rows, nbytes) uint8
     fmt: Format,
     *,
-    address: rng.Address | None,
+    address: random_bits.Address | None,
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
     base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
     rotation: Rotation | None = None,  # of x, or x - base; the wire holds whole blocks

@@ -1,7 +1,4 @@
-"""Operations of batch.py by the C++ kernels: one call for all of a kind.
-
-May import torch, numpy, layout and its sister modules.
-"""
+"""Operations of batch.py by the C++ kernels: one call for all of a kind."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from ds_quant.kernels.batch import (
     initial_tables,
     rows_of,
 )
-from ds_quant.kernels.blocks import Format
+from ds_quant.kernels.packing import Format
 
 _FIELDS = np.dtype(native.Job)
 _FP32_BYTES = 4

@@ -1,6 +1,6 @@
 """Philox4x32-7 in int64 tensor operations: random bits of whole ranges of vectors at once.
 
-Bit-equal to rng.philox4x32. May import torch, layout, rng.
+Bit-equal to rng.philox4x32.
 
 [Note: Philox in few operations]
 An int64 product wraps but keeps all 64 bits of a 32 x 32 product. The counter words c0 and c2 are
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from ds_quant import rng
+from ds_quant.kernels import random_bits as rng
 from ds_quant.kernels import scratch
 
 _MASK32 = 0xFFFFFFFF
@@ -32,7 +32,7 @@ _BLOCK_VECTORS = 1 << 17  # 1 MB per word; measured: below 2^16 the cost of a ca
 def random_bits(address: rng.Address, first_vector: int, out: torch.Tensor) -> None:
     """Fill `out` (vectors, 8) uint16, contiguous, with the bits of vectors first_vector, ...
 
-    first_vector is absolute. See [Note: who gets which bits] in ds_quant/rng.py.
+    first_vector is absolute. See [Note: who gets which bits] in ds_quant/kernels/random_bits.py.
     """
     words = out.view(torch.int32)  # (vectors, 4)
     keys = _constants(address.key_words, out.device)

@@ -3,7 +3,7 @@
 Fresh 64 MB temporaries cost more in page faults than the arithmetic done on them, so the chunked
 CPU path reuses a few cache-sized buffers. They hold nothing between calls: a slot's content is
 undefined when it is taken, and valid until the same slot is taken again on the same thread.
-Views are kept too, because making one costs as much as a small operation. May import torch only.
+Views are kept too, because making one costs as much as a small operation.
 
 [Note: scratch and streams] A device works later than its calls return, and on several streams at
 once: DeepSpeed gathers on one and reduces on another, from one thread. A buffer that is used again

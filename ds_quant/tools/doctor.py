@@ -1,4 +1,7 @@
-"""``ds_quant doctor``: is everything there, is it on, does it work? Exit code 0 if so."""
+"""``ds_quant doctor``: check versions, devices, kernels and two training processes.
+
+Checks of the environment only read; the self-test tries codecs and a training step.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,456 @@ import argparse
 import json
 import os
 import platform
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_quant import leftovers
+from ds_quant._autoload import DISABLE_VARIABLE
+
+# ---- checks ----
+
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One finding. A ``problem`` makes the machine unhealthy and carries a fix; so may a warning.
+
+    details: facts as JSON types, for ``--json``.
+    """
+
+    name: str
+    status: str
+    found: str
+    fix: str = ""
+    details: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.status in (OK, WARNING, PROBLEM), self.status
+        assert self.fix or self.status != PROBLEM, f"{self.name}: a problem without a fix"
+
+
+def healthy(checks: Sequence[Check]) -> bool:
+    """Whether nothing stands in the way."""
+    return all(check.status != PROBLEM for check in checks)
+
+
+def lines(checks: Sequence[Check]) -> list[str]:
+    """One line per check, its fix below it; tracebacks at the end."""
+    width = max((len(check.name) for check in checks), default=0)
+    shown = []
+    for check in checks:
+        shown.append(f"{check.status:7}  {check.name:{width}}  {check.found}")
+        if check.fix:
+            shown.append(f"{'':7}  {'':{width}}  fix: {check.fix}")
+    for check in checks:
+        if (check.details or {}).get("traceback"):
+            shown.append(f"\n{check.name}:\n{check.details['traceback']}\n")
+    return shown
+
+
+# ---- the environment ----
+
+
+if TYPE_CHECKING:
+    import torch
+
+# As in setup.cfg, which a checkout on PYTHONPATH cannot read; a test compares the two.
+SUPPORTED = {"python": ">=3.10", "torch": ">=2.5", "deepspeed": ">=0.17.6,<0.20", "pydantic": ">=2"}
+OPTIONAL = ("numpy", "transformers", "accelerate", "peft")
+CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+NETWORK_VARIABLES = (*SOCKET_VARIABLES, "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_IB_HCA")
+
+
+def survey() -> list[Check]:
+    """All checks that only read."""
+    import torch
+
+    place = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    kernels = [cupy(), cuda_kernels(place), cpu_kernels()]
+    machine = [device(), *kernels, backend(), interfaces(), builds(), shared_memory()]
+    return [*versions(), *machine, entry_point()]
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> list[Check]:
+    """Required packages against the supported ranges."""
+    found = {name: _installed(name) for name in (*SUPPORTED, *OPTIONAL) if name != "python"}
+    found["python"] = ".".join(map(str, sys.version_info[:3]))
+    checks = [version_check(name, found[name], spec) for name, spec in SUPPORTED.items()]
+    others = {name: found[name] for name in OPTIONAL if found[name]}
+    shown = ", ".join(f"{name} {version}" for name, version in others.items()) or "none"
+    return [*checks, Check(name="other packages", status=OK, found=shown, details=others)]
+
+
+def version_check(name: str, version: str | None, supported: str) -> Check:
+    """Verdict on one version."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    details = {"version": version, "supported": supported}
+    install = f"pip install '{name}{supported}'" if name != "python" else f"use Python {supported}"
+    if version is None:
+        return Check(name=name, status=PROBLEM, found="not installed", fix=install, details=details)
+    fits = SpecifierSet(supported).contains(Version(version).base_version)
+    return Check(
+        name=name, status=OK if fits else PROBLEM, details=details,
+        found=f"{version} ({'supported' if fits else 'not supported'}: {supported})",
+        fix="" if fits else install,
+    )  # fmt: skip
+
+
+def device() -> Check:
+    """What tensors will live on."""
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = f"torch {torch.__version__} " + (f"for CUDA {built}" if built else "without CUDA")
+        return Check(name="device", status=OK, found=f"CPU ({why})", details={"cuda": False})
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    capability = torch.cuda.get_device_capability()
+    return Check(
+        name="device", status=OK, details={"cuda": True, "gpus": gpus, "capability": capability},
+        found=f"{len(gpus)} x {gpus[0]}, sm_{capability[0]}{capability[1]}, "
+        f"CUDA {torch.version.cuda}",
+    )  # fmt: skip
+
+
+def cupy() -> Check:
+    """Whether CUDA tensors get kernels; without CuPy they take the slower torch path."""
+    import torch
+
+    needed = torch.cuda.is_available()
+    flavours = {name: version for name in CUPY if (version := _installed(name))}
+    extra = f"cuda{(torch.version.cuda or '12').split('.')[0]}"
+    fix = f"pip install 'ds_quant[{extra}]'"
+    if not flavours:
+        return Check(
+            name="CuPy", status=WARNING if needed else OK, details={}, fix=fix if needed else "",
+            found="not installed: "
+            + ("CUDA tensors take the torch path" if needed else "not needed without CUDA"),
+        )  # fmt: skip
+    if len(flavours) > 1:
+        both = " and ".join(flavours)
+        remove = f"pip uninstall {' '.join(flavours)}, then {fix}"
+        return Check(name="CuPy", status=PROBLEM, found=both, fix=remove, details=flavours)
+    shown = " ".join(*flavours.items())
+    try:
+        from cupy.cuda import nvrtc
+
+        compiler = ".".join(map(str, nvrtc.getVersion()))
+    except Exception as error:  # a broken CUDA installation raises anything
+        status = WARNING if needed else OK
+        return Check(
+            name="CuPy", status=status, found=f"{shown}, NVRTC does not load: {error}",
+            fix=fix if needed else "", details=flavours,
+        )  # fmt: skip
+    return Check(
+        name="CuPy", status=OK, found=f"{shown}, NVRTC {compiler}",
+        details={**flavours, "nvrtc": compiler},
+    )  # fmt: skip
+
+
+def cuda_kernels(device: torch.device) -> Check:
+    """Whether tensors of a device get CuPy kernels: compiles one and runs it."""
+    import torch
+
+    from ds_quant.kernels import cuda
+
+    if device.type != "cuda":
+        return Check(name="CUDA kernels", status=OK, found="not needed without CUDA", details={})
+    failure = cuda.failure_of(device)
+    if failure is None:
+        return Check(name="CUDA kernels", status=OK, found="CuPy kernels", details={"works": True})
+    extra = f"cuda{(torch.version.cuda or '12').split('.')[0]}"
+    return Check(
+        name="CUDA kernels", status=WARNING,
+        details={"works": False, "traceback": failure.traceback},
+        found=f"CUDA tensors take the slower torch path: {failure.reason}",
+        fix=f"pip install 'ds_quant[{extra}]', or mend what the traceback below names",
+    )  # fmt: skip
+
+
+def cpu_kernels() -> Check:
+    """Whether CPU tensors get compiled kernels; without them plain torch does the work."""
+    import torch
+
+    from ds_quant.kernels import native
+
+    problem = native.problem()
+    if problem is None:
+        return Check(name="CPU kernels", status=OK, found="C++ kernels", details={"built": True})
+    on_gpu = torch.cuda.is_available()
+    return Check(
+        name="CPU kernels", status=OK if on_gpu else WARNING, details={"built": False},
+        found=f"plain torch, slower: C++ kernels {problem}",
+        fix="" if on_gpu else "install a C++ compiler, then ds_quant again",
+    )  # fmt: skip
+
+
+def backend() -> Check:
+    """The library that will carry the bytes."""
+    import torch
+    import torch.distributed as dist
+
+    nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    name = "nccl" if nccl else "gloo"
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "part of torch"
+    there = nccl or dist.is_gloo_available()
+    set_here = {name: os.environ[name] for name in NETWORK_VARIABLES if name in os.environ}
+    variables = "".join(f", {key}={value}" for key, value in set_here.items())
+    return Check(
+        name="backend", status=OK if there else PROBLEM,
+        found=f"{name} ({version}){variables}" if there else "neither NCCL nor gloo",
+        fix="" if there else "install a torch with torch.distributed",
+        details={"backend": name, "variables": set_here},
+    )  # fmt: skip
+
+
+def interfaces() -> Check:
+    """Network interfaces that are up, with their rates in Mbit/s; 0 means not known."""
+    import psutil
+
+    found = {
+        name: {"mbit_s": stats.speed, "mtu": stats.mtu, "up": stats.isup}
+        for name, stats in sorted(psutil.net_if_stats().items())
+    }
+    ports = {str(path.parent.name): path.read_text().strip() for path in _infiniband()}
+    shown = [
+        f"{name} {facts['mbit_s'] or '?'} Mbit/s"
+        for name, facts in found.items()
+        if facts["up"] and not name.startswith("lo")
+    ]
+    shown += [f"InfiniBand port {port}: {rate}" for port, rate in ports.items()]
+    missing = socket_problems(set(found))
+    return Check(
+        name="network", status=PROBLEM if missing else OK,
+        found="; ".join(missing) or ", ".join(shown) or "loopback only",
+        fix=f"name one of {', '.join(found)}, or unset it" if missing else "",
+        details={"interfaces": found, "infiniband": ports},
+    )  # fmt: skip
+
+
+def socket_problems(present: set[str]) -> list[str]:
+    """Interfaces that NCCL or gloo are told to use and that do not exist, one sentence each."""
+    problems = []
+    for variable in SOCKET_VARIABLES:
+        value = os.environ.get(variable, "")
+        if not value or value[0] == "^":  # NCCL: all but these
+            continue
+        exact = value.startswith("=") or variable.startswith("GLOO")
+        for name in value.lstrip("=").split(","):
+            if not any(i == name if exact else i.startswith(name) for i in present):
+                problems.append(f"{variable}={value}: no interface {name}")
+    return problems
+
+
+def _infiniband() -> list[Path]:
+    return sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate"))
+
+
+def builds() -> Check:
+    """Whether builds of DeepSpeed's operators were interrupted, which stops the next ones."""
+    locks = leftovers.idle_locks()
+    details = {"folder": str(leftovers.build_folder()), "locks": [str(lock) for lock in locks]}
+    return Check(
+        name="operator builds", status=PROBLEM if locks else OK, details=details,
+        found=" ".join(map(leftovers.lock_sentence, locks)) or "none was interrupted",
+        fix=f"rm {' '.join(details['locks'])}" if locks else "",
+    )  # fmt: skip
+
+
+def shared_memory() -> Check:
+    """What DeepSpeed's shared-memory operator has left in memory."""
+    files = leftovers.idle_buffers()
+    gigabytes = sum(path.stat().st_size for path in files) / 1e9
+    pattern = f"{leftovers.SHARED_MEMORY}/{leftovers.BUFFERS}_{os.getuid()}_*"
+    return Check(
+        name="shared memory", status=WARNING if files else OK, details={"files": len(files)},
+        found=f"{len(files)} files of ended DeepSpeed runs hold {gigabytes:.2g} GB of memory"
+        if files else "nothing left by ended DeepSpeed runs",
+        fix=f"when no DeepSpeed run is going on: rm {pattern}" if files else "",
+    )  # fmt: skip
+
+
+def entry_point() -> Check:
+    """Whether ``import torch`` will plant the hook. The self-test tries it."""
+    import ds_quant
+
+    details: dict[str, Any] = {"version": ds_quant.__version__, "path": ds_quant.__file__}
+    if os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no"):
+        return Check(
+            name="activation", status=PROBLEM, details=details,
+            found=f"off: {DISABLE_VARIABLE}={os.environ[DISABLE_VARIABLE]}",
+            fix=f"unset {DISABLE_VARIABLE} on all ranks",
+        )  # fmt: skip
+    by_hand = "put 'import ds_quant' before deepspeed.initialize"
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        return Check(
+            name="activation", status=WARNING, details=details,
+            found="by import only: TORCH_DEVICE_BACKEND_AUTOLOAD=0",
+            fix=f"unset it, or {by_hand}",
+        )  # fmt: skip
+    if not any(e.name == "ds_quant" for e in metadata.entry_points(group="torch.backends")):
+        return Check(
+            name="activation", status=WARNING, details=details,
+            found=f"by import only: {Path(ds_quant.__file__).parent} is not installed",
+            fix=f"pip install it, or {by_hand}",
+        )  # fmt: skip
+    return Check(
+        name="activation", status=OK, details=details,
+        found=f"on: import torch loads ds_quant {ds_quant.__version__}",
+    )  # fmt: skip
+
+
+# ---- self-test ----
+
+
+RANKS = 2
+CODECS = (("minmax", 8), ("minmax", 4), ("absmax", 4))
+_NUMEL = 1 << 20
+
+
+def codecs() -> Check:
+    """Encode and decode on the device; no element may be off by more than half a step."""
+    import torch
+
+    from ds_quant.kernels import dispatch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    values = torch.randn(1, _NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
+    worst = {}
+    for value_range, bits in CODECS:
+        worst[f"{bits}-bit {value_range}"] = _worst_error(values, value_range, bits)
+    wrong = {name: steps for name, steps in worst.items() if not steps <= 0.51}
+    path = dispatch.describe(device)
+    shown = ", ".join(f"{name} {steps:.2f}" for name, steps in (wrong or worst).items())
+    return Check(
+        name="encode, decode", status=PROBLEM if wrong else OK,
+        found=f"{path} on {device.type}; largest error in steps: {shown}",
+        fix="set DS_QUANT_DISABLE=1 and report this with the output of doctor --json"
+        if wrong else "",
+        details={"device": device.type, "path": path, "worst_error_steps": worst},
+    )  # fmt: skip
+
+
+def _worst_error(values: object, value_range: str, bits: int) -> float:
+    """Largest |decoded - value| in units of its group's step."""
+    import torch
+
+    from ds_quant.codec.codec import GroupCodec
+
+    codec = GroupCodec(bits=bits, group_size=1024, range=value_range)
+    wire = torch.empty(1, codec.wire_bytes(_NUMEL), dtype=torch.uint8, device=values.device)
+    decoded = torch.empty_like(values)
+    codec.encode(values, wire)
+    codec.decode(wire, decoded)
+    groups = values.view(-1, codec.group_size)
+    if value_range == "minmax":
+        step = (groups.amax(1) - groups.amin(1)) / (2**bits - 1)
+    else:
+        step = groups.abs().amax(1) / (2 ** (bits - 1) - 1)
+    errors = (decoded - values).view_as(groups).abs().amax(1)
+    return float((errors / step).max())
+
+
+def exchange(timeout: float) -> Check:
+    """Two processes train one step under ZeRO-2 with the block in the config and no other line."""
+    with tempfile.TemporaryDirectory() as folder:
+        failure = _run_ranks(folder, timeout)
+        if failure:
+            return Check(
+                name="two processes", status=PROBLEM, found=failure,
+                fix="see the last line; doctor --timeout SECONDS waits longer",
+            )  # fmt: skip
+        ranks = [json.loads(Path(folder, f"rank{r}.json").read_text()) for r in range(RANKS)]
+    return verdict(ranks)
+
+
+def verdict(ranks: list[dict]) -> Check:
+    """What the two ranks found, as they wrote it (see selftest_worker.py)."""
+    first, details = ranks[0], {"ranks": ranks}
+    if not all(rank["active"] for rank in ranks):
+        return Check(
+            name="two processes", status=PROBLEM, details=details,
+            found="the block had no effect: the plugin is not active in a script without "
+            "'import ds_quant'",
+            fix="pip install ds_quant into this environment, unset DS_QUANT_DISABLE and "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD, or import ds_quant before deepspeed.initialize",
+        )  # fmt: skip
+    if len({rank["digest"] for rank in ranks}) != 1 or not first["received"]:
+        return Check(
+            name="two processes", status=PROBLEM, details=details,
+            found=f"weights differ after a step, or nothing moved ({first['received']} bytes)",
+            fix="set DS_QUANT_DISABLE=1 and report this with the output of doctor --json",
+        )  # fmt: skip
+    by_import = any(rank["imported"] for rank in ranks)
+    return Check(
+        name="two processes", status=WARNING if by_import else OK, details=details,
+        found=f"{first['line']}; {first['received']} bytes over {first['backend']}"
+        + ("; needed import ds_quant" if by_import else ""),
+        fix="put 'import ds_quant' into your script, or install the package" if by_import else "",
+    )  # fmt: skip
+
+
+def _run_ranks(folder: str, timeout: float) -> str:
+    """Start the ranks; what went wrong, or nothing."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = Path(__file__).with_name("selftest_worker.py")
+    processes = []
+    for rank in range(RANKS):
+        environment = {
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS),
+            "LOCAL_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        with open(Path(folder, f"log{rank}"), "wb") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(script), folder],
+                    env=environment,
+                    cwd=folder,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )  # fmt: skip
+            )
+    late = False
+    try:
+        for process in processes:
+            process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        late = True
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    failed = [r for r, process in enumerate(processes) if process.returncode]
+    if not failed:
+        return ""
+    tail = Path(folder, f"log{failed[0]}").read_text("utf-8", "replace").strip().splitlines()
+    why = f"not done after {timeout:g} s" if late else "failed"
+    return f"rank {failed[0]} {why}: {' | '.join(tail[-3:]) or 'no output'}"
+
+
+# ---- the command ----
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -15,17 +468,17 @@ def main(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         # DeepSpeed guesses the accelerator from what is installed; the machine has none.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from ds_quant.tools import checks, environment, selftest
+    pass
 
-    found = environment.survey()
-    found.append(selftest.codecs())
+    found = survey()
+    found.append(codecs())
     if not arguments.no_processes:
-        found.append(selftest.exchange(arguments.timeout))
-    good = checks.healthy(found)
+        found.append(exchange(arguments.timeout))
+    good = healthy(found)
     if arguments.json:
         facts = {"healthy": good, "host": platform.node(), "checks": [vars(c) for c in found]}
         print(json.dumps(facts, indent=2))
     else:
-        print("\n".join(checks.lines(found)))
+        print("\n".join(lines(found)))
         print("healthy" if good else "not healthy: see the lines marked problem")
     return 0 if good else 1

@@ -1,6 +1,6 @@
 """Prediction against measurement: the cost model on the points of a result file of speed.py.
 
-[Note: calibration] Bytes come from ``ds_quant.cost`` through the start-up lines' schemes, the link
+[Note: calibration] Bytes come from ``policy.cost`` through the start-up lines' schemes, the link
 from the rate that the lab set. What a step does without any link (compute, encoding, links inside
 a host) is not predicted but taken from the point that was measured without a rate limit, once per
 stage and scheme; those points test nothing and are left out.
@@ -10,8 +10,6 @@ and one bucket holds all gradients, and under ZeRO-1/2 on the CPU, messages and 
 Under ZeRO-3 with several ranks per node they were seen to add up to less even so: those ranks
 gather layer by layer, each on its own, so one may compute on the shared cores while another waits.
 ``TURNS`` and, with ``--prefetch-bucket-size``, ``AHEAD`` are fitted to the lab's files.
-
-May import torch, cost, config.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from typing import Any
 
 import torch
 
-from ds_quant import cost
-from ds_quant.config import parse_block
-from ds_quant.cost import Cluster, Volume, predict
-from ds_quant.gathers import FetchSettings, Module, Unit, mean_gathers
-from ds_quant.presets import preset_names
-from ds_quant.tools.models import block_cargo
+from ds_quant.config.presets import preset_names
+from ds_quant.config.schema import parse_block
+from ds_quant.policy import cost
+from ds_quant.policy.cost import Cluster, Volume, predict
+from ds_quant.policy.gathers import FetchSettings, Module, Unit, mean_gathers
+from ds_quant.tools.forecast import block_cargo
 
 CLOSE = 0.15  # the error that a prediction may have
 TURNS = 0.15  # of the compute hides messages where ranks take turns: see [Note: overlap]

@@ -1,6 +1,6 @@
 """The plan that the options of ``ds_quant estimate``, a DeepSpeed config and a probe file describe.
 
-Whatever is missing is said at once. May import torch, config, cost, refusals and the tools.
+Whatever is missing is said at once.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ds_quant import refusals
-from ds_quant.config import ConfigError, QuantizedCommConfig, parse
-from ds_quant.cost import Cluster
-from ds_quant.gathers import FetchSettings
-from ds_quant.presets import AUTOTUNE
-from ds_quant.tools import models, probe
+from ds_quant.config.presets import AUTOTUNE
+from ds_quant.config.schema import ConfigError, QuantizedCommConfig, parse
+from ds_quant.policy import refusals
+from ds_quant.policy.cost import Cluster
+from ds_quant.policy.gathers import FetchSettings
+from ds_quant.tools import forecast, probe
 from ds_quant.tools.forecast import GIGABIT, Buckets, Plan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -73,10 +73,10 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     )  # fmt: skip
 
 
-def _model(arguments: argparse.Namespace, dtype: torch.dtype) -> models.Model:
+def _model(arguments: argparse.Namespace, dtype: torch.dtype) -> forecast.Model:
     if arguments.model_config is not None:
-        return models.of_config(arguments.model_config, dtype=dtype, trained=arguments.trained)
-    return models.of_size(arguments.params, dtype=dtype, trained=arguments.trained)
+        return forecast.of_config(arguments.model_config, dtype=dtype, trained=arguments.trained)
+    return forecast.of_size(arguments.params, dtype=dtype, trained=arguments.trained)
 
 
 def _keeps_gradients_exact(stage: int, zero: dict[str, Any]) -> bool:
@@ -141,7 +141,7 @@ def _chosen(name: str, default: Any, given: Any, settings: _Settings, missing: l
 def _from_deepspeed(path: Path | None) -> _Settings:
     if path is None:
         return _Settings()
-    from ds_quant.cli import load
+    from ds_quant.tools.cli import load
 
     config = load(path)
     block = parse(config)

@@ -3,7 +3,7 @@
 Run it as a training script is run, one process per GPU, or with ``--hostfile``: the groups, the
 backend and the calls are those of the plugin. All nodes send at once, as they do in a step. Writes
 JSON for
-``ds_quant estimate --probe``. May import torch, bandwidth, link, topology.
+``ds_quant estimate --probe``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_quant import bandwidth
-from ds_quant.bandwidth import Rate
-from ds_quant.topology import Topology, default_node_size
+from ds_quant.comm.topology import Topology, default_node_size
+from ds_quant.policy import autotune
+from ds_quant.policy.autotune import Rate
 
 SIZES = (1 << 10, 1 << 20, 1 << 23, 1 << 25)  # bytes from each rank; the first gives the latency
 KIND, VERSION = "probe", 1
@@ -153,12 +153,12 @@ def _measure(arguments: argparse.Namespace) -> Found:
 
 def _rate_of(name: str, group: Any, topology: Topology, device: Any, rank: int) -> Rate:
     """Of the slowest rank, so that the estimate waits as the step would."""
-    from ds_quant.link import Link
-    from ds_quant.metrics import Traffic
+    from ds_quant.comm.traffic import Traffic
+    from ds_quant.comm.transport import Link
 
     def show(nbytes: int) -> None:
         if rank == 0 and sys.stderr.isatty():
             print(f"  {name}: {nbytes} bytes per rank", file=sys.stderr)
 
     link = Link(group, topology=topology, traffic=Traffic())
-    return bandwidth.measure(link, SIZES, device, show=show)
+    return autotune.measure(link, SIZES, device, show=show)

@@ -1,35 +1,208 @@
-"""Attaches a scheme to a DeepSpeed engine, and what a user may ask of an attached engine."""
+"""Attach a scheme to a DeepSpeed engine, and answer what a user asks of it.
+
+Every rank measures, because links are measured together and codecs under the load that a step
+brings; rank 0 decides for all.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ds_quant import refusals
-from ds_quant.config import QuantizedCommConfig
-from ds_quant.config_blocks import FallbackConfig, MetricsConfig
+import torch
+
+from ds_quant.codec.plugin import load
+from ds_quant.comm.topology import Topology
+from ds_quant.comm.traffic import Traffic
+from ds_quant.comm.transport import Link
+from ds_quant.config.errors import did_you_mean
+from ds_quant.config.presets import AUTOTUNE, CANDIDATES
+from ds_quant.config.schema import FallbackConfig, MetricsConfig, QuantizedCommConfig
 from ds_quant.kernels import dispatch, scratch
-from ds_quant.module_codec import load
-from ds_quant.presets import AUTOTUNE
-from ds_quant.topology import Topology
-from ds_quant.zero import accelerate_seam, checkpoint, guard, parameters, replica_seams, seams
-from ds_quant.zero.agreement import Agreement
-from ds_quant.zero.binding import Binding
-from ds_quant.zero.corruption import Corruption
-from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
-from ds_quant.zero.fetch import Fetch
-from ds_quant.zero.first_step import FirstStep, promised_roles
+from ds_quant.policy import autotune, refusals
+from ds_quant.policy.autotune import (
+    Candidate,
+    Links,
+    Place,
+    Rate,
+    choose,
+    codec_seconds,
+    slice_pace,
+)
+from ds_quant.policy.cost import shipped_bytes
+from ds_quant.policy.refusals import starts
+from ds_quant.policy.scheme import matches
+from ds_quant.zero import checkpoint, hooks, optimizer_hooks, safety, stage12
+from ds_quant.zero.checkpoint import watch_state_dict
+from ds_quant.zero.cpu_overlap import LateReduction
+from ds_quant.zero.engine import Binding, broadcast
 from ds_quant.zero.gather_count import GatherCount
-from ds_quant.zero.late import LateReduction
-from ds_quant.zero.owner_reduction import OwnerReduction
-from ds_quant.zero.reduce import ShardReduction
-from ds_quant.zero.rehearsal import rehearse
-from ds_quant.zero.replica import Replica
-from ds_quant.zero.start_line import announce, start_line
-from ds_quant.zero.state_dict import watch_state_dict
+from ds_quant.zero.log import info_rank0
+from ds_quant.zero.safety import (
+    KILL_VARIABLE,
+    Agreement,
+    Corruption,
+    Fallback,
+    FirstStep,
+    kill_file,
+    promised_roles,
+)
+from ds_quant.zero.stage3 import Fetch, ShardReduction
+from ds_quant.zero.stage12 import OwnerReduction, Replica
 from ds_quant.zero.telemetry import Telemetry, check_file, listened_to
-from ds_quant.zero.tuning import tune
+from ds_quant.zero.warmup import rehearse
+
+# ---- the start-up line ----
+
+
+def start_line(binding: Binding) -> str:
+    """What is on, its bytes against DeepSpeed's, what stays exact, which kernels work."""
+    costs, stage = binding.bill(), binding.stage
+    per_micro_step = stage == 3 and not costs.once_per_step
+    micro_steps = 1 if per_micro_step else binding.engine.gradient_accumulation_steps()
+    dtype = hooks.gradient_dtype(binding.engine)
+    label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+    kept = [f"{n} {reason}" for reason, n in sorted(costs.kept.items())]
+    if _weights_stay(binding):
+        kept.insert(0, "all weights")
+    shipped = shipped_bytes(
+        stage, dtype, micro_steps=micro_steps, gathers=costs.gathers, trained=costs.trained
+    )
+    inside = costs.intra_bytes(stage, micro_steps=micro_steps)
+    parts = [
+        f"{binding.scheme.name} on ZeRO-{stage}, "
+        f"{costs.step_bytes(stage, micro_steps=micro_steps):.2f} "
+        f"B/param/{'micro-step' if per_micro_step else 'step'}"
+        f"{' between nodes' if inside else ''} "
+        f"({label} {shipped:.2f}), "
+        f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision "
+        f"({', '.join(kept) or 'none'})",
+        f"{binding.topology.nodes} x {binding.topology.node_size} ranks",
+        dispatch.describe(hooks.device()),
+    ]
+    if stage == 3:
+        parts.append(f"{costs.gathers:.3g} gathers of the weights per micro-step")
+    if inside:
+        parts.append(f"{inside:.2f} B/param inside a node")
+    if costs.memory:
+        gigabytes = costs.memory * costs.numel / 1e9
+        parts.append(f"keeps {costs.memory:.2f} B/param ({gigabytes:.3g} GB) more on every rank")
+    if binding.topology.world > 1:
+        parts.append(f"messages and sums of up to {binding.peak_bytes(costs) / 1e9:.2g} GB")
+    if binding.scheme.warmup_steps:
+        parts.append(f"from step {binding.scheme.warmup_steps} on")
+    if _weights_stay(binding):
+        parts.append(
+            "weights stay exact, because this scheme quantizes what they cross between nodes and "
+            'there is one node: weights.intra, such as {"bits": 8}, quantizes gathers inside it, '
+            'scheme "qsdp" all weights'
+        )
+    return "; ".join(parts + binding.notices)
+
+
+def _weights_stay(binding: Binding) -> bool:
+    """Whether a node shard has nobody to exchange quantized weights with."""
+    scheme, topology = binding.scheme, binding.topology
+    keeps = binding.stage == 3 and scheme.node_shard and scheme.weights is not None
+    return keeps and scheme.weights_intra is None and topology.nodes == 1 < topology.world
+
+
+def announce(binding: Binding) -> None:
+    """Log what rank 0 has to say once an engine is ready."""
+    for sentence in _idle_patterns(binding):
+        hooks.log_rank0(f"quantized_comm: {sentence}")
+    info_rank0(f"quantized_comm: {start_line(binding)}")
+
+
+def _idle_patterns(binding: Binding) -> list[str]:
+    """One sentence per ``exclude`` pattern that matches no parameter."""
+    names = [tracked.name for tracked in binding.all_tracked()]
+    sentences = []
+    for pattern in binding.scheme.exclude:
+        if not any(matches(name, pattern) for name in names):
+            near = did_you_mean(pattern, names, cutoff=0.4) or next(iter(names), "nothing")
+            sentences.append(
+                f'exclude pattern "{pattern}" matches no parameter; one is called {near}'
+            )
+    return sentences
+
+
+# ---- autotune ----
+
+
+def tune(binding: Binding, config: QuantizedCommConfig) -> QuantizedCommConfig:
+    """The settings with the scheme that suits this engine; notes the reason, and the pace of slices
+    on these links. A collective.
+    """
+    place = Place(
+        stage=binding.stage,
+        micro_steps=binding.engine.gradient_accumulation_steps(),
+        nodes=binding.topology.nodes,
+        node_size=binding.topology.node_size,
+        modules=sum(map(_is_gathered, binding.engine.module.modules())),
+        gathers=binding.gathers,
+    )
+    links = _links(binding)
+    found = [_candidate(binding, config.picked(name), place) for name in _allowed(config, place)]
+    choice = choose(found, place, links)
+    (chosen,) = (c for c in found if c.name == choice.scheme)
+    decided = choice.scheme, choice.reason(links), slice_pace(chosen, place, links)
+    scheme, reason, pace = broadcast(decided, source=0)
+    binding.notices.append(reason)
+    if pace is not None:
+        binding.slicing = replace(binding.slicing, pace=pace)
+    return config.picked(scheme)
+
+
+def _is_gathered(module: torch.nn.Module) -> bool:
+    """Whether it has parameters of its own that do not stay gathered."""
+    return any(not getattr(p, "ds_persist", True) for p in module.parameters(recurse=False))
+
+
+def _allowed(config: QuantizedCommConfig, place: Place) -> list[str]:
+    """Candidates without those that start-up would refuse."""
+    where = {"world": place.nodes * place.node_size, "node_size": place.node_size}
+    return [n for n in CANDIDATES if starts(config.picked(n), stage=place.stage, **where)]
+
+
+def _links(binding: Binding) -> Links:
+    """Measure both levels. On links of their own, so that nothing is counted as training."""
+    fabric, topology = binding.fabric(None), binding.topology  # None: the world
+    intra, inter = fabric.intra, fabric.inter
+    if intra is None and topology.nodes == 1:
+        intra = fabric.whole
+    elif inter is None:
+        inter = fabric.whole
+    rates: list[Rate | None] = []
+    for link in (intra, inter):
+        if link is None:
+            rates.append(None)
+            continue
+        uncounted = Link(link.process_group, topology=topology, traffic=Traffic())
+        rates.append(autotune.measure_shortly(uncounted, hooks.device()))
+    inside, between = rates
+    if between is not None:  # every rank of a node receives its own share at the same time
+        whole = between.bytes_per_second * topology.node_size
+        between = Rate(bytes_per_second=whole, latency=between.latency)
+    return Links(intra=inside, inter=between)
+
+
+def _candidate(binding: Binding, config: QuantizedCommConfig, place: Place) -> Candidate:
+    scheme = config.to_scheme()
+    dtypes = [p.dtype for p in binding.engine.module.parameters() if p.is_floating_point()]
+    speeds = autotune.speeds_of(
+        scheme,
+        weights=dtypes[0] if dtypes else torch.float32,
+        gradients=hooks.gradient_dtype(binding.engine),
+        device=hooks.device(),
+    )
+    codec = codec_seconds(scheme, speeds, place)
+    return Candidate(name=config.scheme, bill=binding.bill(scheme), codec=codec)
+
+
+# ---- attach ----
 
 
 def attach(engine: Any, optimizer: Any) -> None:
@@ -43,8 +216,8 @@ def attach(engine: Any, optimizer: Any) -> None:
     config = getattr(engine._config, "quantized_comm", None)
     if config is None:
         return
-    refusals.refuse(seams.param_dict(engine), config, bf16_optimizer=optimizer is None)
-    rank, world = seams.rank_and_world()
+    refusals.refuse(hooks.param_dict(engine), config, bf16_optimizer=optimizer is None)
+    rank, world = hooks.rank_and_world()
     config.validate_world(world)
     check_file(config.metrics, rank)
     dispatch.use(config.backend)
@@ -62,14 +235,14 @@ def attach(engine: Any, optimizer: Any) -> None:
     _attach_first_step(binding, optimizer)
     _attach_fallback(binding, optimizer, config.fallback)
     _attach_telemetry(binding, optimizer, config.metrics)
-    seams.wrap_checkpoints(
+    hooks.wrap_checkpoints(
         engine,
         checkpoint.KEY,
         partial(checkpoint.dump, binding),
         partial(checkpoint.restore, binding),
     )
     _attach_checksums(binding, engine, optimizer)
-    device = parameters.device()
+    device = hooks.device()
     if device.type == "cuda" and world > 1:
         rehearse(binding, device)
     announce(binding)
@@ -81,8 +254,8 @@ def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
     must = {f"codec {codec.name}": codec.digest for codec in own}
     # A vote in which some ranks take no part would hang.
     must[KILL_VARIABLE] = "unset" if kill_file() is None else "set"
-    facts = {"kernels": dispatch.describe(parameters.device())}
-    agreed = guard.handshake(config=config, must=must, facts=facts, rank=rank, world=world)
+    facts = {"kernels": dispatch.describe(hooks.device())}
+    agreed = safety.handshake(config=config, must=must, facts=facts, rank=rank, world=world)
     return Topology(world=world, node_size=config.node_size or agreed)
 
 
@@ -93,7 +266,7 @@ def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Bindi
     if engine.zero_optimization_stage() == 3:
         refusals.refuse_full_replica(
             config, world=topology.world, node_size=topology.node_size,
-            model_bytes=parameters.total_bytes(engine.module),
+            model_bytes=hooks.total_bytes(engine.module),
         )  # fmt: skip
     binding = Binding(engine, scheme, topology)
     if tuned and topology.world > 1:
@@ -108,16 +281,16 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
     fetch.attach(params, optimizer)
     binding.note_groups([p.ds_process_group for p in params])
     if binding.scheme.node_shard and binding.topology.nodes > 1:
-        guard.refuse_no_room(binding)
+        safety.refuse_no_room(binding)
         binding.node = fetch.keep_in_node()
-    seams.before_destroy(engine, fetch.close)
-    if not seams.steps(optimizer):  # inference: parameters only
+    hooks.before_destroy(engine, fetch.close)
+    if not hooks.steps(optimizer):  # inference: parameters only
         return
     GatherCount.attach(binding)
-    seams.after_step(optimizer, fetch.after_step)
+    hooks.after_step(optimizer, fetch.after_step)
     if binding.node is not None:
-        seams.after_step(optimizer, Agreement(binding, binding.node).after_step)
-        seams.after_checkpoint_event(optimizer, binding.node.resync)
+        hooks.after_step(optimizer, Agreement(binding, binding.node).after_step)
+        hooks.after_checkpoint_event(optimizer, binding.node.resync)
     if binding.gradients_travel():
         _attach_reduction(binding, engine, optimizer)
 
@@ -125,18 +298,18 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
 def _attach_reduction(binding: Binding, engine: Any, optimizer: Any) -> None:
     _note_one_bucket(binding, engine)
     reduction = ShardReduction(binding)
-    if parameters.device().type != "cpu" or not engine.zero_overlap_comm():
-        seams.wrap_shard_reduction(optimizer, reduction)
-        seams.after_backward(optimizer, binding.after_backward)
+    if hooks.device().type != "cpu" or not engine.zero_overlap_comm():
+        hooks.wrap_shard_reduction(optimizer, reduction)
+        hooks.after_backward(optimizer, binding.after_backward)
         return
     late = LateReduction(reduction)
-    seams.wrap_shard_reduction(optimizer, late.reduce, late.put_away)
-    seams.after_backward(optimizer, binding.after_backward, late.last_buckets)
+    hooks.wrap_shard_reduction(optimizer, late.reduce, late.put_away)
+    hooks.after_backward(optimizer, binding.after_backward, late.last_buckets)
 
 
 def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
     """ZeRO-1 and 2."""
-    groups = list(replica_seams.replica_groups(optimizer))
+    groups = list(optimizer_hooks.replica_groups(optimizer))
     strangers = sum(binding.tracked(p) is None for group in groups for p in group.params)
     if strangers:
         raise RuntimeError(
@@ -145,20 +318,20 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
         )
     binding.note_groups([group.process_group for group in groups for _ in group.params])
     binding.replica = Replica(binding, optimizer)
-    replica_seams.wrap_weight_gather(
+    optimizer_hooks.wrap_weight_gather(
         optimizer, binding.replica.gather_updated, keep_replica=binding.scheme.difference
     )
     if binding.scheme.difference:
-        seams.after_step(optimizer, Agreement(binding, binding.replica).after_step)
-    replica_seams.wrap_exports(engine, optimizer, binding.replica.exact)
-    accelerate_seam.wrap_state_dict()
+        hooks.after_step(optimizer, Agreement(binding, binding.replica).after_step)
+    optimizer_hooks.wrap_exports(engine, optimizer, binding.replica.exact)
+    stage12.wrap_state_dict()
     watch_state_dict(binding)
     if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
         binding.notices.append("buckets with Muon matrices split over ranks stay exact")
     if binding.gradients_travel():
         reduction = OwnerReduction(binding, optimizer)
-        replica_seams.wrap_owner_reduction(optimizer, reduction.bucket, reduction.reduce)
-        seams.after_backward(optimizer, binding.after_backward)
+        optimizer_hooks.wrap_owner_reduction(optimizer, reduction.bucket, reduction.reduce)
+        hooks.after_backward(optimizer, binding.after_backward)
 
 
 def _note_one_bucket(binding: Binding, engine: Any) -> None:
@@ -166,8 +339,8 @@ def _note_one_bucket(binding: Binding, engine: Any) -> None:
     frozen, little is to be handed over at all.
     """
     room, params = engine.zero_reduce_bucket_size(), list(engine.module.parameters())
-    numel = sum(parameters.shape_of(p).numel() for p in params)
-    trained = sum(parameters.shape_of(p).numel() for p in params if p.requires_grad)
+    numel = sum(hooks.shape_of(p).numel() for p in params)
+    trained = sum(hooks.shape_of(p).numel() for p in params if p.requires_grad)
     if engine.zero_overlap_comm() and len(params) > 1 and numel / 2 < trained <= room:
         binding.notices.append(
             f"no gradient travels during backward, because reduce_bucket_size={room} holds all "
@@ -182,17 +355,17 @@ def _attach_first_step(binding: Binding, optimizer: Any) -> None:
     if binding.stage == 3:
         served = [(p, p.ds_process_group) for p in params]
     else:
-        groups = replica_seams.replica_groups(optimizer)
+        groups = optimizer_hooks.replica_groups(optimizer)
         served = [(p, group.process_group) for group in groups for p in group.params]
     # Muon's whole matrices take a way of DeepSpeed's own.
     exact = any(getattr(p, "use_muon", False) for p in params)
-    exact = exact or seams.exact_gradient_reason(binding.engine) is not None
+    exact = exact or hooks.exact_gradient_reason(binding.engine) is not None
     first = FirstStep(binding, promised_roles(binding, served, gradients=not exact))
-    seams.around_step(optimizer, lambda: None, first.after_step)
+    hooks.around_step(optimizer, lambda: None, first.after_step)
 
 
 def _trains(binding: Binding, optimizer: Any) -> bool:
-    return seams.steps(optimizer) or binding.stage < 3
+    return hooks.steps(optimizer) or binding.stage < 3
 
 
 def _attach_checksums(binding: Binding, engine: Any, optimizer: Any) -> None:
@@ -202,8 +375,8 @@ def _attach_checksums(binding: Binding, engine: Any, optimizer: Any) -> None:
     binding.notices.append("every message carries a checksum")
     corruption = Corruption(binding)
     if _trains(binding, optimizer):
-        seams.around_step(optimizer, corruption.check, lambda skipped: None)
-        seams.after_save(engine, corruption.check)
+        hooks.around_step(optimizer, corruption.check, lambda skipped: None)
+        hooks.after_save(engine, corruption.check)
     else:
         binding.findings.at_once = corruption.end_alone
 
@@ -220,14 +393,14 @@ def _attach_fallback(binding: Binding, optimizer: Any, settings: FallbackConfig)
         binding.notices.append(f"{KILL_VARIABLE} watched")
         fallback.vote()  # the file may be there already
     if _trains(binding, optimizer):
-        seams.around_step(optimizer, fallback.vote, fallback.after_step)
+        hooks.around_step(optimizer, fallback.vote, fallback.after_step)
 
 
 def _attach_telemetry(binding: Binding, optimizer: Any, settings: MetricsConfig) -> None:
     listened = listened_to(binding.engine, settings)
     if listened and _trains(binding, optimizer) and binding.topology.world > 1:
         binding.telemetry = Telemetry(binding, settings)
-        seams.after_global_step(binding.engine, binding.telemetry.after_step)
+        hooks.after_global_step(binding.engine, binding.telemetry.after_step)
         binding.telemetry.arm()
 
 

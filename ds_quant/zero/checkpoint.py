@@ -1,18 +1,19 @@
-"""What a scheme remembers, inside DeepSpeed's checkpoint: small, versioned, by parameter name.
+"""Save and restore the scheme's state with DeepSpeed's checkpoints.
 
 Weights that are kept between steps are not in it: saving and loading make them exact, so both runs
-go on from the same bits (see replica.py and node.py). Nothing depends on world or node size.
+go on from the same bits (see stage12.py and node_shard.py). Nothing depends on world or node size.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
-from ds_quant.codec import GroupCodec
-from ds_quant.zero import seams
-from ds_quant.zero.binding import Binding
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.zero import hooks
+from ds_quant.zero.engine import Binding
 
 KEY = "ds_quant"  # in DeepSpeed's client state
 VERSION = 1
@@ -51,7 +52,7 @@ def restore(binding: Binding, saved: Any) -> None:
     if binding.telemetry is not None:
         binding.telemetry.arm()  # DeepSpeed's count of steps has jumped
     if saved is None:
-        seams.log_rank0(
+        hooks.log_rank0(
             f"quantized_comm: the checkpoint holds no state {KEY!r}, as one that was saved without "
             "this plugin; the scheme starts afresh"
         )
@@ -106,7 +107,7 @@ def _is_table(table: Any) -> bool:
 def _take_over(binding: Binding, saved: dict[str, Any]) -> None:
     ranks = (binding.topology.nodes, binding.topology.node_size)
     if (saved["scheme"], tuple(saved["ranks"])) != (binding.scheme.name, ranks):
-        seams.log_rank0(
+        hooks.log_rank0(
             f"quantized_comm: resuming {saved['scheme']} of {saved['ranks'][0]} x "
             f"{saved['ranks'][1]} ranks as {binding.scheme.name} on {ranks[0]} x {ranks[1]}"
             + ("; weights kept between steps start exact" if _keeps_weights(binding) else "")
@@ -134,7 +135,40 @@ def _restore_levels(binding: Binding, saved: dict[str, Any]) -> None:
     device = binding.engine.device
     binding.state.levels.update({indices[n]: table.to(device) for n, table in fitting.items()})
     if lost := len(saved["levels"]) - len(fitting):
-        seams.log_rank0(
+        hooks.log_rank0(
             f"quantized_comm: learned levels of {lost} parameter(s) in the checkpoint fit no "
             f"parameter with {codec.bits} bits here; those start uniform"
+        )
+
+
+# ---- state_dict of ZeRO-1 and 2 ----
+
+
+def watch_state_dict(binding: Binding) -> None:
+    """Log the first such call, until the engine is destroyed."""
+    if binding.scheme.weights is None:
+        return
+    hook = binding.engine.module.register_state_dict_pre_hook(_Hook(binding))
+    hooks.before_destroy(binding.engine, hook.remove)
+
+
+class _Hook:
+    """Does not keep the engine alive; inert in a copy of the module and in a pickled one."""
+
+    def __init__(self, binding: Binding | None = None) -> None:
+        self._find = (lambda: None) if binding is None else weakref.ref(binding)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+    def __call__(self, *_: Any) -> None:
+        binding = self._find()
+        if binding is None or binding.replica.is_exact():
+            return
+        self._find = lambda: None
+        hooks.log_rank0(
+            f"quantized_comm: module.state_dict() under ZeRO-{binding.stage} gives decoded "
+            "weights, which are not those of a checkpoint: call it inside `with "
+            "ds_quant.exact_weights(engine):`, entered by all ranks, or use "
+            "engine.save_16bit_model (logged once)"
         )

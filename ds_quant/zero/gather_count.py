@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ds_quant.gathers import FetchSettings, Module, Unit, mean_gathers
-from ds_quant.zero import parameters, seams
+from ds_quant.policy.gathers import FetchSettings, Module, Unit, mean_gathers
+from ds_quant.zero import hooks
 
 _RECORDING = 2  # micro-steps, see [Note: what is counted]
 _CLOSE = 0.03  # a relative error that nobody is told of
@@ -31,9 +31,9 @@ def predicted_gathers(engine: Any) -> float:
 
 
 def _outline(module: torch.nn.Module) -> Module:
-    whole = seams.is_gathered_whole(module)
+    whole = hooks.is_gathered_whole(module)
     units = (
-        Unit(id(p), parameters.shape_of(p).numel(), bool(getattr(p, "ds_persist", False)))
+        Unit(id(p), hooks.shape_of(p).numel(), bool(getattr(p, "ds_persist", False)))
         for p in module.parameters(recurse=whole)
     )
     return Module(tuple(units), () if whole else tuple(map(_outline, module.children())))
@@ -45,7 +45,7 @@ class GatherCount:
     def __init__(self, binding: Any) -> None:
         self._binding = binding
         params = list(binding.engine.module.parameters())
-        self._numel = sum(parameters.shape_of(p).numel() for p in params)
+        self._numel = sum(hooks.shape_of(p).numel() for p in params)
         self._persistent = sum(p.ds_numel for p in params if p.ds_persist)
         self._fetched = 0
         self._undisturbed = 0  # micro-steps before this optimizer step
@@ -55,7 +55,7 @@ class GatherCount:
     def attach(cls, binding: Any) -> None:
         """Count the first steps of an engine that trains."""
         binding.gather_count = cls(binding)
-        seams.after_global_step(binding.engine, binding.gather_count.after_step)
+        hooks.after_global_step(binding.engine, binding.gather_count.after_step)
 
     def fetched(self, params: Iterable[Any]) -> None:
         """DeepSpeed gathers these for forward or backward."""
@@ -75,12 +75,12 @@ class GatherCount:
         self._fetched, self._disturbed = 0, False
 
     def _settle(self, counted: float) -> None:
-        from ds_quant.zero.start_line import start_line
+        from ds_quant.zero.attach import start_line
 
         binding = self._binding
         predicted, binding.gathers, binding.gather_count = binding.gathers, counted, None
         if abs(counted - predicted) > _CLOSE * predicted:
-            seams.log_rank0(
+            hooks.log_rank0(
                 f"quantized_comm: {counted:.3g} gathers of the weights per micro-step were counted,"
                 f" {predicted:.3g} predicted, so the line at start-up is now: {start_line(binding)}"
             )

@@ -9,8 +9,6 @@ import logging
 import sys
 from typing import TextIO
 
-from deepspeed import comm as dist
-
 
 class _Stdout(logging.StreamHandler):
     """Writes to where ``sys.stdout`` points now, as DeepSpeed's lines do."""
@@ -51,4 +49,6 @@ def info_rank0(message: str) -> None:
 
 
 def _is_first() -> bool:
+    from deepspeed import comm as dist
+
     return not dist.is_initialized() or dist.get_rank() == 0

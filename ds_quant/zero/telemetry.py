@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from ds_quant.clock import device_clock
-from ds_quant.config import ConfigError
-from ds_quant.config_blocks import MetricsConfig
-from ds_quant.meter import Sample, normalised
-from ds_quant.zero import parameters, seams
-from ds_quant.zero.binding import Binding
+from ds_quant.comm.traffic import Sample, normalised
+from ds_quant.config.schema import ConfigError, MetricsConfig
+from ds_quant.policy.autotune import device_clock
+from ds_quant.zero import hooks
+from ds_quant.zero.engine import Binding
 from ds_quant.zero.log import log_here
 
 PREFIX = "Train/Samples/ds_quant"  # as DeepSpeed names its own events
@@ -76,7 +75,7 @@ class Telemetry:
     def __init__(self, binding: Binding, settings: MetricsConfig) -> None:
         self._binding, self._interval = binding, settings.interval
         self._file = None if settings.file is None else Path(settings.file)
-        self._clock = device_clock(parameters.device())
+        self._clock = device_clock(hooks.device())
         self._failed = False  # to write, once
         self._steps = 0  # since the last report
         self._last = _copy(binding.traffic.received)
@@ -147,7 +146,7 @@ class Telemetry:
 def listened_to(engine: Any, settings: MetricsConfig) -> bool:
     """Whether anybody reads samples of this rank: a monitor, or a file."""
     reader = settings.file is not None or engine.monitor.enabled
-    return bool(settings.interval) and reader and seams.rank_and_world()[0] == 0
+    return bool(settings.interval) and reader and hooks.rank_and_world()[0] == 0
 
 
 def _errors(sample: Sample) -> dict[str, float]:

@@ -107,7 +107,7 @@ FAULTS = {
 
 def strike_in(fault: Fault, engine: Any, folder: str) -> None:
     """Arm the victim: at its first send of the role in step ``FAULT_STEP``."""
-    from ds_quant.link import Link
+    from ds_quant.comm.transport import Link
 
     count, send, role = Link._count, torch.distributed.isend, [""]
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_quant.slicing import Slicing
+from ds_quant.comm.reduction_plan import Slicing
 from tests.distributed import harness
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.coding import Coding
-from ds_quant.layout import shard_range
-from ds_quant.link import Link
-from ds_quant.metrics import Traffic
-from ds_quant.rng import Role, address
-from ds_quant.topology import Topology
+from ds_quant.codec.bound import Coding
+from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.comm.topology import Topology
+from ds_quant.comm.traffic import Traffic
+from ds_quant.comm.transport import Link
+from ds_quant.kernels.random_bits import Role, address
+from ds_quant.kernels.wire import shard_range
 
 Runs = Iterable[tuple[int, int]]  # [start, stop) of the rows that a codec sees one by one
 

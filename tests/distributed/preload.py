@@ -28,7 +28,7 @@ import torch._inductor.compile_fx
 import torch._inductor.config
 from deepspeed.utils import logger
 
-from ds_quant.presets import preset_description, preset_names
+from ds_quant.config.presets import preset_description, preset_names
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build that nothing uses
 logger.setLevel(logging.WARNING)

@@ -18,23 +18,23 @@ def force(inter: float, codec: float, node_size: int) -> None:
     """Links between nodes carry ``inter`` bytes per second, those inside 1e12, and codecs take
     ``codec`` seconds per element; on rank 0. The others measure something else, and must follow.
     """
-    from ds_quant import bandwidth, codec_speed
-    from ds_quant.codec_speed import Speed, Speeds
+    from ds_quant.policy import autotune
+    from ds_quant.policy.autotune import Speed, Speeds
 
     rank = torch.distributed.get_rank()
 
-    def rate(link: Any, device: Any) -> bandwidth.Rate:
+    def rate(link: Any, device: Any) -> autotune.Rate:
         one_node = len({r // node_size for r in link.ranks}) == 1
         found = 1e12 if one_node else inter
-        return bandwidth.Rate(bytes_per_second=found if rank == 0 else 1e12, latency=0.0)
+        return autotune.Rate(bytes_per_second=found if rank == 0 else 1e12, latency=0.0)
 
     def speeds(scheme: Any, **_: Any) -> Speeds:
         cost = codec if scheme.gradients is not None else 0.0
         speed = Speed(encode=cost, decode=cost)
         return Speeds(weights=speed, weights_intra=speed, gradients=speed, gradients_intra=speed)
 
-    bandwidth.measure_shortly = rate
-    codec_speed.speeds_of = speeds
+    autotune.measure_shortly = rate
+    autotune.speeds_of = speeds
 
 
 def tuned(stage: int, inter: float, codec: float, more: dict[str, Any]) -> tuple[str, str, float]:

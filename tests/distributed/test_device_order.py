@@ -19,8 +19,8 @@ pytestmark = pytest.mark.distributed
 
 def _ordered_rank() -> list[list[str]]:
     """What three steps of ZeRO-3 do, in order."""
-    from ds_quant.link import Link
-    from ds_quant.zero import parameters
+    from ds_quant.comm.transport import Link
+    from ds_quant.zero import hooks
 
     did: list[str] = []
 
@@ -46,7 +46,7 @@ def _ordered_rank() -> list[list[str]]:
         did.append("gather")
         return gather(self, payload, role=role)
 
-    parameters.StepBarrier, Link.all_gather = Barrier, noted
+    hooks.StepBarrier, Link.all_gather = Barrier, noted
     engine = build(settings(3, QSDP), optimizer=optimizer)
     steps = []
     for step in range(3):

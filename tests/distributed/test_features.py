@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.zero.start_line import start_line
+from ds_quant.zero.attach import start_line
 from tests.distributed.features import DEEPSPEED_FEATURES, Borrowed
 from tests.distributed.harness import run, run_each
 from tests.distributed.models import (

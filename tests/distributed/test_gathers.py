@@ -53,12 +53,12 @@ def tower(case: dict[str, Any]) -> Tower:
 def facts(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per case the gathers predicted and counted, bytes of the last step, and what was logged."""
     import ds_quant
-    from ds_quant.zero import seams
+    from ds_quant.zero import hooks
 
     found = []
     for case in cases:
         logged: list[str] = []
-        seams.log_rank0 = logged.append
+        hooks.log_rank0 = logged.append
         config = settings(
             3, {"node_size": case.get("node_size", 1), "allow_full_replica": True, **case["block"]},
             dtype="bf16", accumulation=case.get("accumulation", 1), zero=case["zero"],
@@ -140,15 +140,15 @@ def test_what_was_predicted_wrongly_is_counted_corrected_and_told_once() -> None
 
 def tuned(zero: dict[str, int]) -> float:
     """Gathers with which autotune prices its candidates."""
-    from ds_quant.zero import tuning
+    from ds_quant.zero import attach
 
-    choose, seen = tuning.choose, []
+    choose, seen = attach.choose, []
 
     def noted(candidates: Any, place: Any, links: Any) -> Any:
         seen.append((place.gathers, {c.bill.gathers for c in candidates}))
         return choose(candidates, place, links)
 
-    tuning.choose = noted
+    attach.choose = noted
     build(settings(3, {"scheme": "autotune"}, dtype="bf16", zero=zero), Tower)
     ((gathers, priced),) = seen
     assert priced == {gathers}

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from ds_quant.presets import preset_names
+from ds_quant.config.presets import preset_names
 from tests.distributed import golden_runs
 from tests.distributed.golden_runs import FACTORS, ROWS, TOPOLOGIES, differences, recorded
 from tests.pairwise import all_pairs, pairs_of

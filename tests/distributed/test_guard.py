@@ -32,7 +32,7 @@ def _all_refused(configs: list[dict[str, Any]]) -> list[tuple[str, str, int, int
 
 def _refused_rank(config: dict[str, Any]) -> tuple[str, str, int, int]:
     """Name and text of the error, collectives issued in all and since the plugin's last check."""
-    from ds_quant import refusals
+    from ds_quant.policy import refusals
 
     started = checked = collectives_issued()
     check = refusals.refuse_unsupported
@@ -245,17 +245,17 @@ CAREFUL = {"scheme": "qsdp", "handshake_timeout": TIMEOUT}
 
 def _handshake_rank(configs: list[dict[str, Any]]) -> tuple[str, str, float, int]:
     """``configs[rank]`` is this rank's; error or "built", its text, seconds, own collectives."""
-    from ds_quant.zero import guard
+    from ds_quant.zero import safety
 
     begun = 0
-    handshake = guard.handshake
+    handshake = safety.handshake
 
     def noted(**facts: Any) -> int:
         nonlocal begun
         begun = collectives_issued()
         return handshake(**facts)
 
-    guard.handshake = noted
+    safety.handshake = noted
     started = time.monotonic()
     try:
         build(configs[torch.distributed.get_rank()])
@@ -417,13 +417,13 @@ def _store_rank() -> int:
     """Questions that one handshake puts to the store."""
     from unittest.mock import patch
 
-    from ds_quant.config import parse_block
-    from ds_quant.zero import guard
+    from ds_quant.config.schema import parse_block
+    from ds_quant.zero import safety
 
     distributed = torch.distributed.distributed_c10d
     store = _Counted(distributed._get_default_store())
     with patch.object(distributed, "_get_default_store", return_value=store):
-        guard.handshake(
+        safety.handshake(
             config=parse_block(CAREFUL), must={}, facts={},
             rank=torch.distributed.get_rank(), world=torch.distributed.get_world_size(),
         )  # fmt: skip
@@ -508,10 +508,10 @@ class _Wrapped(torch.nn.Module):
 
 def _patterns_rank(patterns: list[str]) -> tuple[str, list[str]]:
     import ds_quant
-    from ds_quant.zero import seams
+    from ds_quant.zero import hooks
 
     said: list[str] = []
-    seams.log_rank0 = said.append
+    hooks.log_rank0 = said.append
     engine = build(block(exclude=patterns), _Wrapped)
     return ds_quant.report(engine)["line"], said
 

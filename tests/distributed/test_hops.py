@@ -13,16 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.coding import Coding
-from ds_quant.hops import Reduction
-from ds_quant.link import Fabric, Link
-from ds_quant.metrics import Traffic
-from ds_quant.reduction_plan import Form, Hop, ReductionPlan, Segment, own_totals
-from ds_quant.rng import Role, address
-from ds_quant.rotation import Rotation
-from ds_quant.slicing import Slicing
-from ds_quant.topology import Topology
+from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.comm.reduce import Reduction
+from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, Slicing, own_totals
+from ds_quant.comm.topology import Topology
+from ds_quant.comm.traffic import Traffic
+from ds_quant.comm.transport import Fabric, Link
+from ds_quant.kernels.random_bits import Role, address
 from tests.distributed.harness import run
 
 pytestmark = pytest.mark.distributed

@@ -111,7 +111,7 @@ def nested(method: Any) -> int:
 
 def node_shards() -> list[int]:
     """Bytes of every node shard alive in this process."""
-    from ds_quant.zero.node import NodeShard
+    from ds_quant.zero.node_shard import NodeShard
 
     gc.collect()
     return [o.nbytes() for o in gc.get_objects() if isinstance(o, NodeShard)]

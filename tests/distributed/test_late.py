@@ -63,7 +63,7 @@ def outcomes(block: dict[str, Any], names: tuple[str, ...]) -> dict[str, list[An
     """Name of a case -> losses, weights and bytes, without and with overlap, and how many buckets
     were under way with each when the next was posted.
     """
-    from ds_quant.zero.late import LateReduction
+    from ds_quant.zero.cpu_overlap import LateReduction
 
     depths: list[int] = []
     put_away = LateReduction.put_away

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ds_quant
-from ds_quant.zero.fetch import Fetch
+from ds_quant.zero.stage3 import Fetch
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings
 

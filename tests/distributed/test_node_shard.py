@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.coding import Coding
-from ds_quant.layout import shard_range
-from ds_quant.node_shard import Kept, exchange, gather
+from ds_quant.codec.bound import Coding
+from ds_quant.codec.codec import CastCodec, GroupCodec
+from ds_quant.comm.gather import Kept, exchange, gather
+from ds_quant.kernels.wire import shard_range
 from tests.distributed.harness import run
 from tests.distributed.messages import bits
 from tests.distributed.test_hops import fabric_of

@@ -1,4 +1,4 @@
-"""OwnerSums and OwnerGather of ds_quant.owners on real gloo ranks.
+"""OwnerSums and OwnerGather of ds_quant.comm.reduce on real gloo ranks.
 
 One start of the ranks per world size plays all layouts; the expected sums are computed here. Which
 exchange a layout takes is asserted, so that both are known to be covered.
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.layout import shard_range
-from ds_quant.link import Fabric, Link
-from ds_quant.owner_plan import Piece, Shape, delivery_codec, inbound, plan
-from ds_quant.owners import Own, OwnerGather, OwnerSums, Part, Share
-from ds_quant.reduction_plan import Form, Hop
+from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.comm.owners import Piece, Shape, delivery_codec, inbound, plan
+from ds_quant.comm.reduce import Own, OwnerGather, OwnerSums, Part, Share
+from ds_quant.comm.reduction_plan import Form, Hop
+from ds_quant.comm.transport import Fabric, Link
+from ds_quant.kernels.wire import shard_range
 from tests.distributed.harness import run
 from tests.distributed.messages import Item, bits, make_link
 

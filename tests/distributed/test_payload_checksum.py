@@ -37,7 +37,7 @@ class Fault:
     """From now on the next message of ``role`` on this rank, from ``sender`` of two, is changed."""
 
     def __init__(self, role: str, sender: int) -> None:
-        from ds_quant.link import Link
+        from ds_quant.comm.transport import Link
 
         self.role, self.sender, self.armed = role, sender, False
         for name in ("_all_gather", "_all_to_all"):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ds_quant
-from ds_quant import memory
-from ds_quant.buffers import Buffers
+from ds_quant.comm.buffers import Buffers
+from ds_quant.policy import memory
 from tests.distributed.harness import run, run_each
 from tests.distributed.models import build, settings
 from tests.distributed.test_steady import Stack, step
@@ -81,17 +81,20 @@ def test_the_peak_is_what_is_alive_at_once_or_somewhat_more() -> None:
 
 
 def test_the_constants_are_those_of_the_exchange() -> None:
-    from ds_quant.zero import node, spread
+    from ds_quant.zero import node_shard
 
-    assert spread._IN_FLIGHT == memory.EXCHANGED_AT_ONCE
-    assert (node._LEAST_NUMEL, node._MOST_NUMEL) == (memory.LEAST_NUMEL, memory.MOST_NUMEL)
+    assert node_shard._IN_FLIGHT == memory.EXCHANGED_AT_ONCE
+    assert (node_shard._LEAST_NUMEL, node_shard._MOST_NUMEL) == (
+        memory.LEAST_NUMEL,
+        memory.MOST_NUMEL,
+    )
 
 
 def with_room(free: tuple[int, ...]) -> str:
     """The start-up line of an engine on whose ranks ``free`` bytes are left."""
-    from ds_quant.zero import parameters
+    from ds_quant.zero import hooks
 
-    parameters.free_memory = lambda: free[torch.distributed.get_rank()]
+    hooks.free_memory = lambda: free[torch.distributed.get_rank()]
     block = {"scheme": "sdp4bit", "node_size": 1, "allow_full_replica": True}
     engine = build(settings(3, block, dtype="bf16"), lambda: Stack(*SHAPE))
     return ds_quant.report(engine)["line"]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_quant.cli import main
 from ds_quant.tools import probe
+from ds_quant.tools.cli import main
 from tests.distributed.harness import run
 
 pytestmark = pytest.mark.distributed
@@ -27,8 +27,8 @@ INSIDE, BETWEEN = (8e8, 1e-4), (1e8, 2e-3)
 
 def _simulate(node_size: int) -> None:
     """Let the clock of this process show what the simulated links take; later ranks are slower."""
-    from ds_quant import bandwidth
-    from ds_quant.link import Link
+    from ds_quant.comm.transport import Link
+    from ds_quant.policy import autotune
 
     now, gather, own = 0.0, Link.all_gather, torch.distributed.get_rank()
 
@@ -41,7 +41,7 @@ def _simulate(node_size: int) -> None:
         return gather(self, payload, **options)
 
     Link.all_gather = timed
-    bandwidth.device_clock = lambda device: lambda: now
+    autotune.device_clock = lambda device: lambda: now
 
 
 def _probe(folder: str, node_size: int | None) -> probe.Found:

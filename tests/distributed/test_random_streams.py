@@ -88,8 +88,8 @@ def _drawn_rank() -> dict[str, Draws]:
     """By case what this rank has drawn from the second step on: in its first one, ZeRO-3 gathers
     everything twice.
     """
+    from ds_quant.comm.traffic import Meter
     from ds_quant.kernels import philox
-    from ds_quant.meter import Meter
 
     drawn: list[tuple[int, int, int, int, int]] = []
     draw, encoding = philox.random_bits, Meter.encoding

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ds_quant.kernels import dispatch, launch, launch_batch
-from ds_quant.kernels.arguments import Own
-from ds_quant.zero.rehearsal import rehearse
+from ds_quant.kernels.launch import Own
+from ds_quant.zero.warmup import rehearse
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings, train_step
 

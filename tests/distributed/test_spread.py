@@ -46,22 +46,22 @@ def config(node_size: int, zero: dict[str, Any] | None = None, **block: Any) -> 
 @contextmanager
 def small_chunks(*, in_flight: int = 2, at_once: bool = False) -> Iterator[None]:
     """``at_once``: every exchange is finished before the optimizer step returns."""
-    from ds_quant.zero import node, spread
+    from ds_quant.zero import node_shard
 
-    after_step = node.NodeShard.after_step
+    after_step = node_shard.NodeShard.after_step
 
     def then_finish(self: Any) -> None:
         after_step(self)
         self.finish()
 
-    kept = node._LEAST_NUMEL, spread._IN_FLIGHT
-    node._LEAST_NUMEL, spread._IN_FLIGHT = 500, in_flight
-    node.NodeShard.after_step = then_finish if at_once else after_step
+    kept = node_shard._LEAST_NUMEL, node_shard._IN_FLIGHT
+    node_shard._LEAST_NUMEL, node_shard._IN_FLIGHT = 500, in_flight
+    node_shard.NodeShard.after_step = then_finish if at_once else after_step
     try:
         yield
     finally:
-        node._LEAST_NUMEL, spread._IN_FLIGHT = kept
-        node.NodeShard.after_step = after_step
+        node_shard._LEAST_NUMEL, node_shard._IN_FLIGHT = kept
+        node_shard.NodeShard.after_step = after_step
 
 
 class Detour(nn.Module):
@@ -112,14 +112,14 @@ def test_spreading_changes_no_weight_no_loss_and_no_byte(
     nodes: int, node_size: int, names: tuple[str, ...]
 ) -> None:
     for found in run(both_ways, nodes * node_size, node_size, names, timeout=240):
-        for name, (at_once, spread) in found.items():
-            for one, other in zip(at_once, spread, strict=True):
+        for name, (at_once, spread_out) in found.items():
+            for one, other in zip(at_once, spread_out, strict=True):
                 assert one == other, name
 
 
 def missing() -> list[list[str]]:
     """Names still to arrive: after a step, then whenever a gather of the forward has arrived."""
-    from ds_quant.zero import fetch
+    from ds_quant.zero import stage3
 
     names: dict[int, str] = {}
     seen: list[list[str]] = []
@@ -127,17 +127,17 @@ def missing() -> list[list[str]]:
     with small_chunks(in_flight=8):
         engine = build(config(2))
         names = {t.index: t.name for t in engine.ds_quant_binding.all_tracked()}
-        spread = engine.ds_quant_binding.node._spread
+        arriving = engine.ds_quant_binding.node._spread
         for step in range(2):
             train_step(engine, step)
-        wait = fetch._FetchHandle.wait
+        wait = stage3._FetchHandle.wait
 
         def noted(self: Any, **kwargs: Any) -> None:
             wait(self, **kwargs)
-            seen.append([names[i] for i in sorted(spread._missing)])
+            seen.append([names[i] for i in sorted(arriving._missing)])
 
-        seen.append([names[i] for i in sorted(spread._missing)])
-        fetch._FetchHandle.wait = noted
+        seen.append([names[i] for i in sorted(arriving._missing)])
+        stage3._FetchHandle.wait = noted
         train_step(engine, 2)
     return seen
 
@@ -194,9 +194,9 @@ def readers(node_size: int, names: tuple[str, ...]) -> dict[str, bool]:
                     losses.append(train_step(engine, step))
                     if step == 2:
                         acts[name](engine)
-                node = engine.ds_quant_binding.node
-                node.finish()
-                rows = [digest(item.rows) for item in node._kept.values()]
+                shard = engine.ds_quant_binding.node
+                shard.finish()
+                rows = [digest(item.rows) for item in shard._kept.values()]
                 report = ds_quant.report(engine)
                 outcomes.append((losses, rows, digests(masters(engine)), report["resyncs"]))
                 engine.destroy()

@@ -66,10 +66,10 @@ def test_the_operator_is_built_when_inference_first_reduces() -> None:
 
 
 def interrupted() -> list[str]:
-    from ds_quant.zero import seams
+    from ds_quant.zero import hooks
 
     said: list[str] = []
-    seams.log_here = said.append
+    hooks.log_here = said.append
     folder = Path(os.environ["TEST_SCRATCH"])
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     if torch.distributed.get_rank() == 0:
@@ -124,7 +124,7 @@ def test_a_mistake_of_one_rank_is_told_by_that_rank() -> None:
 
 
 def broken() -> tuple[str, bool]:
-    from ds_quant import refusals
+    from ds_quant.policy import refusals
 
     def fails(*_: object, **__: object) -> None:
         raise ValueError("a bug")

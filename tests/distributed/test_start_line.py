@@ -65,10 +65,10 @@ LINES = {
 def _logged_rank() -> dict[str, tuple[list[str], dict]]:
     """By case what was logged at start-up, on this rank if it were rank 0, and what is reported."""
     import ds_quant
-    from ds_quant.zero import start_line
+    from ds_quant.zero import attach
 
     logged: list[str] = []
-    start_line.info_rank0 = logged.append
+    attach.info_rank0 = logged.append
     found = {}
     for name, (settings_of_case, _) in LINES.items():
         logged.clear()

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ds_quant
-from ds_quant import buffers
+from ds_quant.comm import buffers
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_quant.cli import main
+from ds_quant.tools.cli import main
 from tests.distributed.harness import run
 from tests.distributed.models import QSDP, Regression, build, settings
 from tests.distributed.test_guard import AT_PARSING, AT_THE_ENGINE

@@ -1,4 +1,4 @@
-"""Bytes that real engines move, against the formula of ds_quant.cost and architecture.md.
+"""Bytes that real engines move, against the formula of ds_quant.policy.cost and architecture.md.
 
 The model holds 2-D matrices only (no biases, no norms), so that the published figures apply as
 they stand. What is compared: bytes received per parameter and optimizer step, averaged over the

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_quant.codec import GroupCodec
+from ds_quant.codec.codec import GroupCodec
 from tests.distributed.harness import run
 from tests.distributed.models import Regression, build, settings, train_step
 from tests.unit import wire_oracle as oracle
@@ -64,7 +64,7 @@ def fp32(values: torch.Tensor) -> np.ndarray:
 
 def catch() -> Messages:
     """What the links of this process are given from now on."""
-    from ds_quant.link import Link
+    from ds_quant.comm.transport import Link
 
     caught: Messages = defaultdict(list)
     original = Link.all_to_all
@@ -85,8 +85,8 @@ def taken(caught: Messages) -> Messages:
 
 def reduced_to_shards(block: dict[str, Any]) -> list[Call]:
     """Every bucket of a step under ZeRO-3; small tensors in full precision as the page bundles."""
-    from ds_quant.zero.reduce import ShardReduction
-    from ds_quant.zero.streams import codings_of
+    from ds_quant.zero.param import codings_of
+    from ds_quant.zero.stage3 import ShardReduction
 
     engine = build(settings(3, block, zero={"overlap_comm": False}), Uneven)
     caught, calls, original = catch(), [], ShardReduction.__call__
@@ -110,7 +110,7 @@ def reduced_to_shards(block: dict[str, Any]) -> list[Call]:
 
 def reduced_to_owners(block: dict[str, Any]) -> list[Call]:
     """Every bucket of a step under ZeRO-2."""
-    from ds_quant.owners import OwnerSums
+    from ds_quant.comm.reduce import OwnerSums
 
     engine = build(settings(2, block, zero={"reduce_bucket_size": 20_000}), Uneven)
     caught, calls = catch(), []

@@ -145,7 +145,7 @@ def test_what_switches_the_plugin_on_and_off(
     assert printed.splitlines()[-1] == expected
 
 
-BREAK = "import sys\nsys.modules['ds_quant.zero.seams'] = None  # importing it now fails\n"
+BREAK = "import sys\nsys.modules['ds_quant.zero.hooks'] = None  # importing it now fails\n"
 
 
 @pytest.mark.parametrize(
@@ -161,14 +161,14 @@ def test_a_broken_install_only_warns(
     )
     assert printed.splitlines()[-1] == "inactive"
     assert warned.count("quantized_comm is NOT active") == 1
-    assert "RuntimeWarning" in warned and "ds_quant.zero.seams" in warned
+    assert "RuntimeWarning" in warned and "ds_quant.zero.hooks" in warned
 
 
 def test_a_broken_install_does_not_raise_where_warnings_are_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """pytest runs with warnings as errors here, as ``python -W error`` does."""
-    monkeypatch.setitem(sys.modules, "ds_quant.zero.seams", None)
+    monkeypatch.setitem(sys.modules, "ds_quant.zero.hooks", None)
     _autoload._install()
     assert "quantized_comm is NOT active" in capsys.readouterr().err
 
@@ -294,6 +294,6 @@ def test_the_variable_disables_the_hook(
 
 
 def test_a_failing_install_warns_and_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ds_quant.zero.seams", None)
+    monkeypatch.setitem(sys.modules, "ds_quant.zero.hooks", None)
     with pytest.warns(RuntimeWarning, match="quantized_comm is NOT active.*seams"):
         _autoload._install()

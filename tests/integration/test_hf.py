@@ -53,7 +53,7 @@ def _train(kind: str, stage: int, block: dict | None, folder: str, options: dict
 
 def _watch_addresses() -> set[int]:
     """Fills with the addresses that gradients of the following backwards are rounded with."""
-    from ds_quant.zero.streams import GradientStreams
+    from ds_quant.zero.param import GradientStreams
 
     seen: set[int] = set()
     original = GradientStreams.codings
@@ -307,9 +307,9 @@ def _accelerate(folder: str) -> dict:
 
 
 def _state_dict_on_one_rank(accelerator: Any, model: Any) -> str:
-    from ds_quant.zero import accelerate_seam
+    from ds_quant.zero import stage12
 
-    accelerate_seam._PATIENCE, accelerate_seam._TIMEOUT = 0.2, 0.5
+    stage12._PATIENCE, stage12._TIMEOUT = 0.2, 0.5
     try:
         if torch.distributed.get_rank() == 0:
             accelerator.get_state_dict(model)

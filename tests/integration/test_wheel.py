@@ -29,7 +29,7 @@ def test_wheel_carries_sources_resources_and_entry_points(wheel: Path) -> None:
     outside = {name for name in names if name.split("/")[0].split("-")[0] != "ds_quant"}
     assert not outside, "the wheel must not claim other top-level names"
     assert "[torch.backends]\nds_quant = ds_quant._autoload:activate" in entry_points
-    assert "[console_scripts]\nds_quant = ds_quant.cli:main" in entry_points
+    assert "[console_scripts]\nds_quant = ds_quant.tools.cli:main" in entry_points
 
 
 def test_wheel_fits_every_version_of_python(wheel: Path) -> None:
@@ -84,7 +84,8 @@ def test_activation_can_be_left_to_an_import(python: Path, tmp_path: Path) -> No
 
 def test_resources_are_found_in_the_installed_package(python: Path, tmp_path: Path) -> None:
     code = (
-        "from ds_quant.config import parse_block; from ds_quant.presets import preset_names\n"
+        "from ds_quant.config.schema import parse_block\n"
+        "from ds_quant.config.presets import preset_names\n"
         "from ds_quant.resources import resource_dir\n"
         "[parse_block({'scheme': name}).to_scheme() for name in preset_names()]\n"
         "print(*preset_names(), resource_dir('cuda').is_dir(), resource_dir('configs'))"

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ds_quant.kernels import cuda
-from ds_quant.kernels.jobs import Launch
-from ds_quant.kernels.source import source
+from ds_quant.kernels.cuda import source
+from ds_quant.kernels.launch import Launch
 
 ARCHITECTURES = ("80", "90", "100")
 

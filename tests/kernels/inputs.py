@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from ds_quant.codec import GroupCodec
-from ds_quant.layout import round_up
-from ds_quant.rng import Address
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.wire import round_up
 
 PAGE = mmap.PAGESIZE
 FLT_MAX = torch.finfo(torch.float32).max

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_quant.kernels.jobs import FIELDS, Launch
-from ds_quant.kernels.source import source
+from ds_quant.kernels.cuda import source
+from ds_quant.kernels.launch import FIELDS, Launch
 
 HEADER = Path(__file__).with_name("shim.h")
 # -O1: the whole run is a few thousand blocks, compiling dominates. No contraction into fused

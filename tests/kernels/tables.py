@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from ds_quant.codec import GroupCodec
+from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, reference
-from ds_quant.kernels.arguments import Own
-from ds_quant.kernels.rotation import Rotation
-from ds_quant.rng import Address
+from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.launch import Own
+from ds_quant.kernels.random_bits import Address
 
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
 INT8 = GroupCodec(bits=8, group_size=128, range="absmax")

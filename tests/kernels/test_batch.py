@@ -10,15 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.coding import Coding
-from ds_quant.collectives import shard_decoding
+from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.comm.gather import shard_decoding
+from ds_quant.comm.operations import Operations, Streams
 from ds_quant.kernels import dispatch, native
 from ds_quant.kernels.batch import Decode, Encode, Recode, Rotate, Sum, Task, rows_of
-from ds_quant.layout import round_up
-from ds_quant.operations import Operations, Streams
-from ds_quant.rng import Address
-from ds_quant.rotation import Rotation
+from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.wire import round_up
 from tests.kernels.test_cuda_launcher import cupy, runner  # noqa: F401
 
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_quant.codec import GroupCodec
+from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import cuda, dispatch, launch, reference
-from ds_quant.kernels.arguments import is_aligned
-from ds_quant.kernels.jobs import Launch, merge, place_of
-from ds_quant.kernels.source import source
-from ds_quant.rng import Address
+from ds_quant.kernels.cuda import source
+from ds_quant.kernels.launch import Launch, is_aligned, merge, place_of
+from ds_quant.kernels.random_bits import Address
 from tests.kernels import tables
 
 CODEC = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_quant.codec import GroupCodec
+from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, reference
-from ds_quant.kernels.arguments import Own
 from ds_quant.kernels.geometry import Stores
-from ds_quant.kernels.rotation import Rotation
-from ds_quant.rng import Address
+from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.launch import Own
+from ds_quant.kernels.random_bits import Address
 from tests.kernels.inputs import (
     CODECS,
     DTYPES,

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_quant.codec import GroupCodec
+from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, reference
 from ds_quant.kernels.geometry import tiling
-from ds_quant.kernels.rotation import Rotation
-from ds_quant.layout import round_up
+from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.wire import round_up
 from ds_quant.resources import resource_dir
-from ds_quant.rng import Address
 from tests.kernels.inputs import (
     CODECS,
     DTYPES,

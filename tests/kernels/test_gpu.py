@@ -11,16 +11,15 @@ import types
 import pytest
 import torch
 
-from ds_quant.codec import GroupCodec
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.comm.traffic import Meter
+from ds_quant.comm.transport import Link
 from ds_quant.kernels import cuda, dispatch, launch, reference
-from ds_quant.kernels.arguments import Own
+from ds_quant.kernels.cuda import source
 from ds_quant.kernels.geometry import Stores
-from ds_quant.kernels.jobs import merge, place_of
-from ds_quant.kernels.rotation import Rotation
-from ds_quant.kernels.source import source
-from ds_quant.link import Link
-from ds_quant.meter import Meter
-from ds_quant.rng import Address
+from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.launch import Own, merge, place_of
+from ds_quant.kernels.random_bits import Address
 from tests.kernels import tables
 from tests.kernels.inputs import (
     CODECS,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ds_quant.kernels import dispatch
-from ds_quant.kernels.jobs import merge
+from ds_quant.kernels.launch import merge
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks")]

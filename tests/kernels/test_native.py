@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_quant.codec import GroupCodec
+from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import dispatch, native, reference
-from ds_quant.kernels.rotation import Rotation, rotate, unrotate_
+from ds_quant.kernels.hadamard import Rotation, rotate, unrotate_
 from tests.kernels.inputs import (
     CODECS,
     DTYPES,

@@ -10,8 +10,7 @@ import subprocess
 import pytest
 import torch
 
-from ds_quant import rng
-from ds_quant.kernels import philox
+from ds_quant.kernels import philox, random_bits
 from ds_quant.resources import resource_dir
 
 INCLUDE = resource_dir("cuda") / "include"
@@ -54,12 +53,12 @@ def test_host_words_equal_the_oracle(library):
     for numbers in inputs:
         out = (ctypes.c_uint32 * 4)()
         library.words_of((ctypes.c_uint32 * 6)(*numbers), out)
-        assert tuple(out) == rng.philox4x32(tuple(numbers[:4]), tuple(numbers[4:]))
+        assert tuple(out) == random_bits.philox4x32(tuple(numbers[:4]), tuple(numbers[4:]))
 
 
 @pytest.mark.parametrize("first", (0, (1 << 32) - 100, 1 << 40))
 def test_host_bits_equal_the_torch_reference(library, first):
-    address = rng.Address(key=0xC0FFEE1234567890, step=(9 << 32) | 77)
+    address = random_bits.Address(key=0xC0FFEE1234567890, step=(9 << 32) | 77)
     count = 1000
     out = torch.empty(count, 4, dtype=torch.int32)
     library.bits_of(

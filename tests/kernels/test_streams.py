@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_quant.kernels import dispatch, philox, reference, rotation, scratch
-from ds_quant.kernels.rotation import Rotation
-from ds_quant.rng import Address
+from ds_quant.kernels import dispatch, hadamard, philox, reference, scratch
+from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.random_bits import Address
 from tests.kernels.inputs import CODECS, KINDS, awkward, id_of, table
 from tests.kernels.streams import Recorder, in_turns, spoiled
 
@@ -19,7 +19,7 @@ def become_a_device(monkeypatch) -> None:
     """CPU tensors are treated as those of a device from here on."""
     monkeypatch.setattr(scratch, "is_synchronous", lambda device: False)
     philox._cpu_ramp.cache_clear()
-    rotation._cpu_signs.cache_clear()
+    hadamard._cpu_signs.cache_clear()
 
 
 def values_of(codec, seed: int) -> torch.Tensor:

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from ds_quant.codec import GroupCodec
+from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch
-from ds_quant.kernels.arguments import Own
 from ds_quant.kernels.geometry import Stores
-from ds_quant.kernels.jobs import Launch, merge
-from ds_quant.kernels.rotation import Rotation
-from ds_quant.rng import Address
+from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.launch import Launch, Own, merge
+from ds_quant.kernels.random_bits import Address
 from tests.kernels.inputs import CODECS, DTYPES, table
 
 _WHOLE, _RAGGED = 1 << 16, (1 << 16) + 5

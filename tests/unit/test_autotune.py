@@ -11,15 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from ds_quant import bandwidth, cost
-from ds_quant.autotune import Candidate, Links, Place, choose, codec_seconds, messages, slice_pace
-from ds_quant.bandwidth import Rate
-from ds_quant.codec_speed import Speed, Speeds, speeds_of
-from ds_quant.config import parse_block
-from ds_quant.cost import Bill
-from ds_quant.presets import CANDIDATES
-from ds_quant.slicing import MOST, SLICE_SECONDS, Slicing
-from ds_quant.tools.models import block_cargo
+from ds_quant.comm.reduction_plan import MOST, SLICE_SECONDS, Slicing
+from ds_quant.config.presets import CANDIDATES
+from ds_quant.config.schema import parse_block
+from ds_quant.policy import autotune, cost
+from ds_quant.policy.autotune import (
+    Candidate,
+    Links,
+    Place,
+    Rate,
+    Speed,
+    Speeds,
+    choose,
+    codec_seconds,
+    messages,
+    slice_pace,
+    speeds_of,
+)
+from ds_quant.policy.cost import Bill
+from ds_quant.tools.forecast import block_cargo
 
 RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/speed_*.json"))
 CLOSE = 1.05
@@ -273,6 +283,6 @@ def test_messages_of_a_measurement_are_bounded_by_what_a_rank_receives(
         sizes.append(nbytes)
         return 1e-9 * nbytes
 
-    monkeypatch.setattr(bandwidth, "_seconds", instantly)
-    bandwidth.measure_shortly(SimpleNamespace(size=ranks), torch.device("cpu"))
+    monkeypatch.setattr(autotune, "_seconds", instantly)
+    autotune.measure_shortly(SimpleNamespace(size=ranks), torch.device("cpu"))
     assert max(sizes) == largest and largest * ranks <= 1 << 28

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ds_quant.buffers import MIN_BYTES, Buffers
+from ds_quant.comm.buffers import MIN_BYTES, Buffers
 from ds_quant.kernels import scratch
 
 CPU = torch.device("cpu")

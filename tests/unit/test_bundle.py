@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_quant.bundle import MAX_NUMEL, Copies, Cuts, Scattered, bundle_of, joined, sort_out
-from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.coding import Coding
-from ds_quant.layout import ceil_div, shard_range
+from ds_quant.codec.bound import Coding
+from ds_quant.codec.codec import CastCodec, GroupCodec
+from ds_quant.comm.message import MAX_NUMEL, Copies, Cuts, Scattered, bundle_of, joined, sort_out
+from ds_quant.kernels.wire import ceil_div, shard_range
 
 NUMELS = (5, 1, 12, 0, 7)
 

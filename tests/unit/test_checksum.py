@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_quant.checksum import Findings, seal, sealed_bytes, unseal
+from ds_quant.comm.checksum import Findings, seal, sealed_bytes, unseal
 
 SIZES = [0, 1, 16, 40, 40, 40, 0, 208]  # bytes that ranks 0 to 7 send
 

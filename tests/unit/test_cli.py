@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import ds_quant
-from ds_quant.cli import main
-from ds_quant.config import json_schema
+from ds_quant.config.schema import json_schema
 from ds_quant.resources import resource_dir
+from ds_quant.tools.cli import main
 
 GOOD = {"zero_optimization": {"stage": 2}, "quantized_comm": {"node_size": 4, "exclude": ["a.*"]}}
 
@@ -197,7 +197,7 @@ def test_version(capsys) -> None:
 def test_command_loads_neither_torch_nor_deepspeed() -> None:
     path = resource_dir("configs") / "ds_qsdp_zero3.json"
     code = (
-        "import sys; from ds_quant.cli import main; "
+        "import sys; from ds_quant.tools.cli import main; "
         f"assert main(['validate', {str(path)!r}]) == 0 and main(['schema']) == 0; "
         "loaded = {'torch', 'deepspeed', 'cupy', 'numpy'} & set(sys.modules); "
         "assert not loaded, loaded"

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant import rng
-from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.kernels import blocks
+from ds_quant.codec.codec import CastCodec, GroupCodec
+from ds_quant.kernels import packing, random_bits
 from tests.codec_oracle import F32, awkward_groups, codecs, oracle_row
 
-ADDRESS = rng.Address(key=0x0123456789ABCDEF, step=(3 << 32) | 5, first_vector=(1 << 32) - 2)
+ADDRESS = random_bits.Address(
+    key=0x0123456789ABCDEF, step=(3 << 32) | 5, first_vector=(1 << 32) - 2
+)
 
 
 def encoded(codec, x, address=ADDRESS, levels=None) -> torch.Tensor:
@@ -64,7 +65,7 @@ def test_values_on_the_grid_come_back_equal(codec):
         return
     # A shift moves the grid by u * d, so that is the error of every element, up to the fp32
     # roundings of offset' (|.| < 1/2) and of the sum (|.| < 4): 2^-26 + 2^-23 < 2^-22.
-    shift = rng.shift_of(ADDRESS) * 2.0**-6
+    shift = random_bits.shift_of(ADDRESS) * 2.0**-6
     assert torch.allclose(round_trip(codec, x) - x, torch.tensor(shift), rtol=0, atol=2.0**-22)
 
 
@@ -110,7 +111,7 @@ def test_long_rows_and_many_rows_equal_their_pieces(monkeypatch):
         codec.decode_sum(whole, sums)
         for chunk in (64, 2000):
             with monkeypatch.context() as patch:
-                patch.setitem(blocks._CHUNK_NUMEL, "cpu", chunk)
+                patch.setitem(packing._CHUNK_NUMEL, "cpu", chunk)
                 assert torch.equal(encoded(codec, x), whole)
                 assert torch.equal(
                     decoded(codec, whole, 1000).nan_to_num(), round_trip(codec, x).nan_to_num()

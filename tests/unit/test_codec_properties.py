@@ -12,9 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_quant import rng
-from ds_quant.codec import GroupCodec
-from ds_quant.kernels import dispatch, philox
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.kernels import dispatch, philox, random_bits
 from tests.codec_oracle import codecs
 
 SHIFT = GroupCodec(bits=4, group_size=32, rounding="random_shift")
@@ -22,11 +21,13 @@ COIN = GroupCodec(bits=4, group_size=32, rounding="stochastic")
 NEAREST = GroupCodec(bits=4, group_size=32)
 
 
-def address(step: int = 0, *, rank: int = 0) -> rng.Address:
-    return rng.address(seed=1, role=rng.Role.GRADIENTS, step=step, parameter=3, rank=rank)
+def address(step: int = 0, *, rank: int = 0) -> random_bits.Address:
+    return random_bits.address(
+        seed=1, role=random_bits.Role.GRADIENTS, step=step, parameter=3, rank=rank
+    )
 
 
-def round_trip(codec, x, where: rng.Address) -> torch.Tensor:
+def round_trip(codec, x, where: random_bits.Address) -> torch.Tensor:
     """Decoded (rows, numel) fp32 of x."""
     wire = torch.empty(x.shape[0], codec.wire_bytes(x.shape[1]), dtype=torch.uint8)
     codec.encode(x, wire, address=where)
@@ -274,7 +275,7 @@ def test_bits_depend_on_the_address_and_not_on_the_message():
     together = round_trip(COIN, x, address())
     base = address()
     for row in range(5):
-        alone = rng.Address(key=base.key, step=base.step, first_vector=row * 13)
+        alone = random_bits.Address(key=base.key, step=base.step, first_vector=row * 13)
         assert torch.equal(round_trip(COIN, x[row : row + 1], alone)[0], together[row])
     same = round_trip(COIN, x[:1].expand(2, -1), address())
     assert not torch.equal(same[0], same[1])

@@ -8,13 +8,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from ds_quant.buffers import Buffers
-from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.coding import Coding
-from ds_quant.collectives import reduce_scatter
+from ds_quant.codec.bound import Coding
+from ds_quant.codec.codec import CastCodec, GroupCodec
+from ds_quant.comm.buffers import Buffers
+from ds_quant.comm.gather import reduce_scatter
 from ds_quant.kernels import dispatch
-from ds_quant.rng import Address
-from ds_quant.zero.reduce import _cast
+from ds_quant.kernels.random_bits import Address
+from ds_quant.zero.stage3 import _cast
 from tests.kernels.conftest import shim  # noqa: F401
 
 RANKS = 4

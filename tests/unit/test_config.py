@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_quant.codec import GroupCodec
-from ds_quant.config import (
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.config.presets import apply_preset, preset_description, preset_names
+from ds_quant.config.schema import (
     KEY,
     ConfigError,
     QuantizedCommConfig,
@@ -20,7 +21,6 @@ from ds_quant.config import (
     parse,
     parse_block,
 )
-from ds_quant.presets import apply_preset, preset_description, preset_names
 from ds_quant.resources import resource_dir
 
 LEARNED = {"levels": "learned", "rounding": "nearest"}

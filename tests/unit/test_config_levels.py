@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ds_quant.codec import GroupCodec
-from ds_quant.config import ConfigError, parse_block
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.config.schema import ConfigError, parse_block
 
 
 def absmax(bits: int, group_size: int, rounding: str) -> GroupCodec:

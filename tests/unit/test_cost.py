@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.cost import Bill, Cargo, Cluster, Volume, bill, predict, shipped_bytes, volume
-from ds_quant.layout import ceil_div
-from ds_quant.scheme import Scheme
+from ds_quant.codec.codec import CastCodec, GroupCodec
+from ds_quant.kernels.wire import ceil_div
+from ds_quant.policy.cost import Bill, Cargo, Cluster, Volume, bill, predict, shipped_bytes, volume
+from ds_quant.policy.scheme import Scheme
 
 BF16, FP32 = torch.bfloat16, torch.float32
 W8 = GroupCodec(bits=8, group_size=1024, range="minmax", rounding="random_shift")

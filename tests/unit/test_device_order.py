@@ -8,8 +8,8 @@ import deepspeed.accelerator
 import pytest
 import torch
 
-from ds_quant import clock
-from ds_quant.zero.parameters import StepBarrier
+from ds_quant.policy import autotune
+from ds_quant.zero.hooks import StepBarrier
 
 
 @pytest.fixture
@@ -21,20 +21,20 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         found.append("read")
         return 3.0
 
-    monkeypatch.setattr(clock.time, "perf_counter", read)
+    monkeypatch.setattr(autotune.time, "perf_counter", read)
     monkeypatch.setattr(torch.cuda, "synchronize", found.append)
     return found
 
 
 def test_a_clock_on_cuda_is_read_when_the_device_has_done_its_work(done: list[object]) -> None:
     device = torch.device("cuda", 1)
-    now = clock.device_clock(device)
+    now = autotune.device_clock(device)
     assert (now(), now()) == (3.0, 3.0)
     assert done == [device, "read"] * 2
 
 
 def test_a_clock_on_the_cpu_waits_for_nothing(done: list[object]) -> None:
-    assert clock.device_clock(torch.device("cpu"))() == 3.0
+    assert autotune.device_clock(torch.device("cpu"))() == 3.0
     assert done == ["read"]
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_quant.cli import _parser, main
+from ds_quant.tools.cli import _parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_quant.cli import main
-from ds_quant.tools import keys
+from ds_quant.tools import docs
+from ds_quant.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -25,7 +25,7 @@ def test_keys_page_is_what_the_models_say(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_every_key_has_allowed_values_a_default_and_an_effect() -> None:
-    rows = [line.split(" | ") for line in keys.markdown().splitlines() if line.startswith("| `")]
+    rows = [line.split(" | ") for line in docs.markdown().splitlines() if line.startswith("| `")]
     table = [row for row in rows if len(row) == 4]
     assert len(table) > 30
     for key, allowed, default, effect in table:

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 
-from ds_quant.cli import main
 from ds_quant.kernels import cuda, native
-from ds_quant.tools import checks, environment, selftest
-from ds_quant.tools.checks import OK, PROBLEM, WARNING, Check
+from ds_quant.tools import doctor
+from ds_quant.tools.cli import main
+from ds_quant.tools.doctor import OK, PROBLEM, WARNING, Check
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = {
@@ -30,8 +30,8 @@ def test_supported_versions_are_those_of_setup_cfg() -> None:
     setup.read(ROOT / "setup.cfg")
     required = setup["options"]["install_requires"].split()
     for name in ("torch", "deepspeed", "pydantic"):
-        assert f"{name}{environment.SUPPORTED[name]}" in required
-    assert environment.SUPPORTED["python"] == setup["options"]["python_requires"]
+        assert f"{name}{doctor.SUPPORTED[name]}" in required
+    assert doctor.SUPPORTED["python"] == setup["options"]["python_requires"]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_supported_versions_are_those_of_setup_cfg() -> None:
      (None, PROBLEM)],
 )  # fmt: skip
 def test_version_verdict_names_range_and_fix(version: str | None, status: str) -> None:
-    check = environment.version_check("deepspeed", version, ">=0.17.6,<0.20")
+    check = doctor.version_check("deepspeed", version, ">=0.17.6,<0.20")
     assert check.status == status and bool(check.fix) == (status == PROBLEM)
     assert ">=0.17.6,<0.20" in check.found + check.fix
 
@@ -57,17 +57,17 @@ def test_version_verdict_names_range_and_fix(version: str | None, status: str) -
     ],
 )
 def test_interfaces_that_do_not_exist_are_named(monkeypatch, variable, value, wrong) -> None:
-    for name in environment.SOCKET_VARIABLES:
+    for name in doctor.SOCKET_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, value)
-    problems = environment.socket_problems({"lo", "eth0"})
+    problems = doctor.socket_problems({"lo", "eth0"})
     assert [p.split(": ")[1] for p in problems] == ([wrong] if wrong else [])
     if wrong:
         assert problems[0].startswith(f"{variable}={value}")
 
 
 def test_every_interface_of_the_machine_is_listed_with_its_rate() -> None:
-    details = environment.interfaces().details
+    details = doctor.interfaces().details
     expected = {name: stats.speed for name, stats in psutil.net_if_stats().items()}
     assert {n: facts["mbit_s"] for n, facts in details["interfaces"].items()} == expected
 
@@ -84,31 +84,31 @@ def test_activation_says_why_it_is_off(monkeypatch, variables, status, words) ->
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    check = environment.entry_point()
+    check = doctor.entry_point()
     assert check.status == status and check.found.startswith(words) and check.fix
 
 
 def test_not_installed_is_told_apart_from_installed(monkeypatch) -> None:
     for name in ("DS_QUANT_DISABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(environment.metadata, "entry_points", lambda group: [])
-    assert environment.entry_point().status == WARNING
-    point = environment.metadata.EntryPoint("ds_quant", "ds_quant._autoload:activate", "torch")
-    monkeypatch.setattr(environment.metadata, "entry_points", lambda group: [point])
-    assert environment.entry_point().status == OK
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [])
+    assert doctor.entry_point().status == WARNING
+    point = doctor.metadata.EntryPoint("ds_quant", "ds_quant._autoload:activate", "torch")
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [point])
+    assert doctor.entry_point().status == OK
 
 
 def test_missing_cpu_kernels_are_a_warning_without_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(native, "problem", lambda: "are not built")
-    check = environment.cpu_kernels()
+    check = doctor.cpu_kernels()
     assert check.status == WARNING and "are not built" in check.found and "compiler" in check.fix
     monkeypatch.setattr(native, "problem", lambda: None)
-    assert environment.cpu_kernels().status == OK
+    assert doctor.cpu_kernels().status == OK
 
 
 def test_two_cupy_flavours_are_a_problem(monkeypatch) -> None:
-    monkeypatch.setattr(environment, "_installed", lambda name: "14.0")
-    check = environment.cupy()
+    monkeypatch.setattr(doctor, "_installed", lambda name: "14.0")
+    check = doctor.cupy()
     assert check.status == PROBLEM and "pip uninstall cupy-cuda12x cupy-cuda13x" in check.fix
 
 
@@ -118,18 +118,18 @@ def test_a_cupy_that_fails_is_a_warning_with_its_traceback(monkeypatch) -> None:
 
     monkeypatch.setattr(cuda, "_check_versions", broken)
     cuda.runner_of.cache_clear()
-    check = environment.cuda_kernels(torch.device("cuda", 0))
+    check = doctor.cuda_kernels(torch.device("cuda", 0))
     cuda.runner_of.cache_clear()
     assert check.status == WARNING and "torch path" in check.found and "no NVRTC" in check.found
     assert "ds_quant[cuda" in check.fix
-    shown = "\n".join(checks.lines([check]))
+    shown = "\n".join(doctor.lines([check]))
     assert "Traceback" in shown and "in broken" in shown and "second line" in shown
-    assert environment.cuda_kernels(torch.device("cpu")).status == OK
+    assert doctor.cuda_kernels(torch.device("cpu")).status == OK
 
 
 def test_codecs_are_exact_to_half_a_step_and_a_broken_one_is_found(monkeypatch) -> None:
-    assert selftest.codecs().status == OK
-    from ds_quant.codec import GroupCodec
+    assert doctor.codecs().status == OK
+    from ds_quant.codec.codec import GroupCodec
 
     decode = GroupCodec.decode
 
@@ -138,7 +138,7 @@ def test_codecs_are_exact_to_half_a_step_and_a_broken_one_is_found(monkeypatch) 
         out[0, 77_777] += 0.1
 
     monkeypatch.setattr(GroupCodec, "decode", one_wrong)
-    assert selftest.codecs().status == PROBLEM
+    assert doctor.codecs().status == PROBLEM
 
 
 @pytest.mark.parametrize(
@@ -151,18 +151,18 @@ def test_codecs_are_exact_to_half_a_step_and_a_broken_one_is_found(monkeypatch) 
     ],
 )
 def test_verdict_on_what_two_ranks_wrote(second: dict, status: str, words: str) -> None:
-    check = selftest.verdict([GOOD, GOOD | second])
+    check = doctor.verdict([GOOD, GOOD | second])
     assert check.status == status and words in check.found
 
 
 def test_nothing_moved_is_a_problem() -> None:
-    assert selftest.verdict([GOOD | {"received": 0}] * 2).status == PROBLEM
+    assert doctor.verdict([GOOD | {"received": 0}] * 2).status == PROBLEM
 
 
 def test_a_problem_without_a_fix_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="without a fix"):
         Check(name="x", status=PROBLEM, found="y")
-    assert checks.healthy([Check(name="x", status=WARNING, found="y")])
+    assert doctor.healthy([Check(name="x", status=WARNING, found="y")])
 
 
 def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys, tmp_path: Path) -> None:
@@ -182,7 +182,9 @@ def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys, tmp_path: Pat
 @pytest.mark.distributed
 @pytest.mark.parametrize(("disabled", "code"), [("", 0), ("1", 1)])
 def test_doctor_trains_two_processes_and_sees_a_disabled_plugin(disabled: str, code: int) -> None:
-    command = "import sys; from ds_quant.cli import main; sys.exit(main(['doctor', '--json']))"
+    command = (
+        "import sys; from ds_quant.tools.cli import main; sys.exit(main(['doctor', '--json']))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", command], capture_output=True, text=True, timeout=120,
         env={**os.environ, "DS_QUANT_DISABLE": disabled, "PYTHONPATH": str(ROOT)},
@@ -200,6 +202,6 @@ def test_doctor_trains_two_processes_and_sees_a_disabled_plugin(disabled: str, c
 
 
 def test_a_rank_that_dies_is_reported_with_its_last_words(monkeypatch) -> None:
-    monkeypatch.setattr(selftest.sys, "executable", "/bin/false")
-    check = selftest.exchange(30.0)
+    monkeypatch.setattr(doctor.sys, "executable", "/bin/false")
+    check = doctor.exchange(30.0)
     assert check.status == PROBLEM and check.found.startswith("rank 0 failed")

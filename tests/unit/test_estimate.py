@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ds_quant.bandwidth import Rate, rate_from
-from ds_quant.cli import main
-from ds_quant.presets import preset_names
+from ds_quant.config.presets import preset_names
+from ds_quant.policy.autotune import Rate, rate_from
 from ds_quant.resources import resource_dir
 from ds_quant.tools import measured
+from ds_quant.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "benchmarks" / "results" / "speed_2x2_cpu.json"

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_quant.codec import CAST_NAMES, CastCodec, Codec, GroupCodec
-from ds_quant.coding import Coding
-from ds_quant.config import KEY, ConfigError, json_schema, parse
-from ds_quant.presets import preset_names
+from ds_quant.codec.bound import Coding
+from ds_quant.codec.codec import CAST_NAMES, CastCodec, Codec, GroupCodec
+from ds_quant.config.presets import preset_names
+from ds_quant.config.schema import KEY, ConfigError, json_schema, parse
 from tests.codec_oracle import codecs
 
 FUZZ = settings(max_examples=500, deadline=None, derandomize=True)

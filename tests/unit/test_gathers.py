@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from ds_quant.gathers import FetchSettings, Module, Unit, mean_gathers, most_live
+from ds_quant.policy.gathers import FetchSettings, Module, Unit, mean_gathers, most_live
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ds_quant.config import ConfigError, parse
+from ds_quant.config.schema import ConfigError, parse
 
 GOLDEN = Path(__file__).with_name("golden") / "wrong_configs.yaml"
 WORLD = 8

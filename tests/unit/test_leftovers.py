@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds_quant import leftovers
-from ds_quant.tools import environment
+from ds_quant.tools import doctor
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
 
@@ -23,10 +23,10 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_lock_that_nobody_holds_is_named_with_its_operator_and_remedy(lock: Path) -> None:
-    assert environment.builds().status == "ok"
+    assert doctor.builds().status == "ok"
     lock.touch()
     assert leftovers.idle_locks() == [lock]
-    check = environment.builds()
+    check = doctor.builds()
     assert check.status == "problem" and check.fix == f"rm {lock}"
     assert "operator cpu_adam that did not end" in check.found
 
@@ -60,8 +60,8 @@ def test_shared_memory_of_ended_runs_is_counted(
         path.write_bytes(bytes(4096))
     with used.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
         assert leftovers.idle_buffers() == [left]
-    check = environment.shared_memory()
+    check = doctor.shared_memory()
     assert check.status == "warning" and "2 files of ended DeepSpeed runs" in check.found
     for path in (used, left):
         path.unlink()
-    assert environment.shared_memory().status == "ok"
+    assert doctor.shared_memory().status == "ok"

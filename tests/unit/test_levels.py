@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec import GroupCodec
-from ds_quant.levels import initial_levels, merge_levels, update_levels
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.codec.levels import initial_levels, merge_levels, update_levels
 
 SIZE = 1024
 

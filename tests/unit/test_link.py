@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from ds_quant.link import Exchange, Link
+from ds_quant.comm.transport import Exchange, Link
 
 
 class DeviceBytes:

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ds_quant import meter as meter_module
-from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.coding import Coding
-from ds_quant.meter import Meter, Tally, normalised
-from ds_quant.rotation import Rotation
+from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.codec import CastCodec, GroupCodec
+from ds_quant.comm import traffic as meter_module
+from ds_quant.comm.traffic import Meter, Tally, normalised
 
 
 def ticking(*times: float) -> Iterator[float]:

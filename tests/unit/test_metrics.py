@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_quant.metrics import Traffic
+from ds_quant.comm.traffic import Traffic
 
 ROLES, LINKS = ("weights", "gradients"), ("intra", "inter")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_quant.cli import main
-from ds_quant.config import ConfigError, parse_block
-from ds_quant.module_codec import CodecError, ModuleCodec, load
-from ds_quant.rng import Address
+from ds_quant.codec.plugin import CodecError, ModuleCodec, load
+from ds_quant.config.schema import ConfigError, parse_block
+from ds_quant.kernels.random_bits import Address
+from ds_quant.tools.cli import main
 
 # 16 bits of fp32, rounded up at random: any mistake below is a change of this one.
 GOOD = """

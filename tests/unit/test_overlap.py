@@ -17,8 +17,8 @@ sys.path.append(str(BENCHMARKS))
 import overlap  # noqa: E402
 import timeline  # noqa: E402
 
-from ds_quant.link import Link  # noqa: E402
-from ds_quant.meter import Meter  # noqa: E402
+from ds_quant.comm.traffic import Meter  # noqa: E402
+from ds_quant.comm.transport import Link  # noqa: E402
 
 
 def blocks(seconds: dict[tuple[str, float], list[float]]) -> list[dict[str, Any]]:

@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.layout import ALIGNMENT, ceil_div
-from ds_quant.owner_plan import Piece, Shape, delivery_codec, inbound, plan
-from ds_quant.owners import OwnerSums, Share
-from ds_quant.reduction_plan import Form, Hop
-from ds_quant.rng import Role
-from ds_quant.scheme import Scheme
+from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.comm.owners import Piece, Shape, delivery_codec, inbound, plan
+from ds_quant.comm.reduce import OwnerSums, Share
+from ds_quant.comm.reduction_plan import Form, Hop
+from ds_quant.kernels.random_bits import Role
+from ds_quant.kernels.wire import ALIGNMENT, ceil_div
+from ds_quant.policy.scheme import Scheme
 
 CODECS: tuple[Codec, ...] = (
     *(GroupCodec(bits=b, group_size=64) for b in (2, 4, 8)),

@@ -12,16 +12,14 @@ import pytest
 import torch
 
 import ds_quant
-from ds_quant.codec import CastCodec, Codec, GroupCodec
-from ds_quant.coding import Coding
-from ds_quant.hops import Reduction
+from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.comm.reduce import Reduction
+from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, Slicing, own_totals
+from ds_quant.comm.traffic import Meter
 from ds_quant.kernels import native
-from ds_quant.layout import shard_range
-from ds_quant.meter import Meter
-from ds_quant.reduction_plan import Form, Hop, ReductionPlan, Segment, own_totals
-from ds_quant.rng import Address
-from ds_quant.rotation import Rotation
-from ds_quant.slicing import Slicing
+from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.wire import shard_range
 
 PACKAGE = str(Path(ds_quant.__file__).parent)
 INT8 = GroupCodec(bits=8, group_size=128, range="absmax", rounding="stochastic")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from ds_quant import cost
-from ds_quant.config import parse_block
-from ds_quant.presets import CANDIDATES
+from ds_quant.config.presets import CANDIDATES
+from ds_quant.config.schema import parse_block
+from ds_quant.policy import cost
 from ds_quant.tools import measured
-from ds_quant.tools.models import block_cargo
+from ds_quant.tools.forecast import block_cargo
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))

@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from ds_quant import rng
-from ds_quant.kernels import philox
+from ds_quant.kernels import philox, random_bits
 
 MASK32 = 0xFFFFFFFF
 
@@ -29,24 +28,24 @@ KNOWN_ANSWERS = (
 
 @pytest.mark.parametrize("rounds, counter, key, words", KNOWN_ANSWERS)
 def test_philox_gives_the_published_answers(rounds, counter, key, words):
-    assert rng.philox4x32(counter, key, rounds) == words
+    assert random_bits.philox4x32(counter, key, rounds) == words
 
 
 @pytest.mark.parametrize("first", (0, 1, (1 << 32) - 5, (1 << 40) + 3, (1 << 63) + (1 << 32) - 2))
 @pytest.mark.parametrize("step", (0, 1, (1 << 31) + 7, (1 << 64) - 1))
 def test_tensor_philox_equals_the_oracle_word_for_word(first, step):
-    address = rng.Address(key=0xFEDCBA9876543210, step=step)
+    address = random_bits.Address(key=0xFEDCBA9876543210, step=step)
     bits = torch.empty(40, 8, dtype=torch.uint16)
     philox.random_bits(address, first, bits)
     for index, row in enumerate(bits.tolist()):
         vector = (first + index) & ((1 << 64) - 1)
         counter = (vector & MASK32, vector >> 32, step & MASK32, step >> 32)
-        words = rng.philox4x32(counter, address.key_words)
+        words = random_bits.philox4x32(counter, address.key_words)
         assert row == [half for word in words for half in (word & 0xFFFF, word >> 16)]
 
 
 def test_tensor_philox_does_not_depend_on_how_a_range_is_cut():
-    address = rng.Address(key=7, step=3)
+    address = random_bits.Address(key=7, step=3)
     whole = torch.empty(140_001, 8, dtype=torch.uint16)
     assert len(whole) > philox._BLOCK_VECTORS
     philox.random_bits(address, 5, whole)
@@ -57,9 +56,11 @@ def test_tensor_philox_does_not_depend_on_how_a_range_is_cut():
 
 
 def test_distinct_names_give_distinct_keys():
-    names = itertools.product(range(4), rng.Role, range(40), range(12), range(2))
+    names = itertools.product(range(4), random_bits.Role, range(40), range(12), range(2))
     keys = [
-        rng.address(seed=seed, role=role, step=9, parameter=parameter, rank=rank, hop=hop).key
+        random_bits.address(
+            seed=seed, role=role, step=9, parameter=parameter, rank=rank, hop=hop
+        ).key
         for seed, role, parameter, rank, hop in names
     ]
     assert len(set(keys)) == len(keys) == 4 * 2 * 40 * 12 * 2
@@ -70,27 +71,28 @@ def test_distinct_names_give_distinct_keys():
 
 
 def test_exchanged_field_values_do_not_collide():
-    base = dict(seed=1, role=rng.Role.GRADIENTS, step=0)
+    base = dict(seed=1, role=random_bits.Role.GRADIENTS, step=0)
     pair = [
-        rng.address(parameter=2, rank=3, **base).key,
-        rng.address(parameter=3, rank=2, **base).key,
-        rng.address(parameter=2, rank=0, hop=3, **base).key,
+        random_bits.address(parameter=2, rank=3, **base).key,
+        random_bits.address(parameter=3, rank=2, **base).key,
+        random_bits.address(parameter=2, rank=0, hop=3, **base).key,
     ]
     assert len(set(pair)) == 3
 
 
 def test_step_is_a_counter_word_and_leaves_the_key():
     first, second = (
-        rng.address(seed=-5, role=rng.Role.WEIGHTS, step=step, parameter=1) for step in (3, 4)
+        random_bits.address(seed=-5, role=random_bits.Role.WEIGHTS, step=step, parameter=1)
+        for step in (3, 4)
     )
     assert first.key == second.key
     assert (first.step, second.step) == (3, 4)
-    assert rng.Address(key=0, step=(5 << 32) | 6).step_words == (6, 5)
-    assert rng.Address(key=(5 << 32) | 6, step=0).key_words == (6, 5)
+    assert random_bits.Address(key=0, step=(5 << 32) | 6).step_words == (6, 5)
+    assert random_bits.Address(key=(5 << 32) | 6, step=0).key_words == (6, 5)
 
 
 def test_shifts_are_exact_in_fp32_and_cover_the_half_open_unit_interval():
-    shifts = [rng.shift_of(rng.Address(key=11, step=step)) for step in range(4000)]
+    shifts = [random_bits.shift_of(random_bits.Address(key=11, step=step)) for step in range(4000)]
     assert all(-0.5 <= shift < 0.5 for shift in shifts)
     assert all(torch.tensor(shift, dtype=torch.float32).item() == shift for shift in shifts)
     # Uniform: the mean of N has deviation 1 / sqrt(12 N), the largest gap to the ends ~ 1 / N.
@@ -99,6 +101,6 @@ def test_shifts_are_exact_in_fp32_and_cover_the_half_open_unit_interval():
 
 
 def test_shift_uses_the_high_24_bits_of_word_0_of_vector_0():
-    address = rng.Address(key=99, step=(7 << 32) | 1, first_vector=12)
-    word = rng.philox4x32((0, 0, 1, 7), (99, 0))[0]
-    assert rng.shift_of(address) == (word >> 8) / 2**24 - 0.5
+    address = random_bits.Address(key=99, step=(7 << 32) | 1, first_vector=12)
+    word = random_bits.philox4x32((0, 0, 1, 7), (99, 0))[0]
+    assert random_bits.shift_of(address) == (word >> 8) / 2**24 - 0.5

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from ds_quant.codec.bound import BLOCKS, Rotation
 from ds_quant.kernels import dispatch
-from ds_quant.kernels import rotation as kernel
-from ds_quant.rng import Role, address
-from ds_quant.rotation import BLOCKS, Rotation
+from ds_quant.kernels import hadamard as kernel
+from ds_quant.kernels.random_bits import Role, address
 
 SIGNS = address(seed=3, role=Role.GRADIENTS, step=5, parameter=2, hop=99)
 

@@ -16,7 +16,7 @@ import published  # noqa: E402
 import results_schema  # noqa: E402
 import scaling  # noqa: E402
 
-from ds_quant.cost import Cluster, Volume, predict  # noqa: E402
+from ds_quant.policy.cost import Cluster, Volume, predict  # noqa: E402
 
 CLUSTER = Cluster(nodes=4, node_size=2, link=100.0, intra_link=1000.0, flops=6e4)
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.rng import Role
-from ds_quant.scheme import Scheme
+from ds_quant.codec.codec import CastCodec, GroupCodec
+from ds_quant.kernels.random_bits import Role
+from ds_quant.policy.scheme import Scheme
 
 WEIGHTS = GroupCodec(bits=8, rounding="random_shift")
 GRADIENTS = GroupCodec(bits=4, rounding="stochastic")

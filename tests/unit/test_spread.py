@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ds_quant.zero.spread import Chunk, Spread
+from ds_quant.zero.node_shard import Chunk, Spread
 
 
 def chunks(events: list[str], count: int, fails: int = -1) -> list[Chunk]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ds_quant.config_blocks import MetricsConfig
-from ds_quant.metrics import Traffic
+from ds_quant.comm.traffic import Traffic
+from ds_quant.config.schema import MetricsConfig
 from ds_quant.zero import telemetry
 from ds_quant.zero.telemetry import PREFIX, Telemetry
 

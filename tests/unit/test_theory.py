@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec import GroupCodec
-from ds_quant.coding import Coding
-from ds_quant.rng import Role, address
-from ds_quant.rotation import Rotation
+from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.kernels.random_bits import Role, address
 
 INT4_2048 = GroupCodec(bits=4, group_size=2048, range="absmax")
 

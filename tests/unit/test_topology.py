@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_quant.topology import PlacementError, Topology, default_node_size, launched_size, place
+from ds_quant.comm.topology import PlacementError, Topology, default_node_size, launched_size, place
 
 
 @pytest.mark.parametrize(

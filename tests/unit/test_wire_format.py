@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant import rng
-from ds_quant.buffers import Buffers
-from ds_quant.checksum import seal
-from ds_quant.codec import CastCodec, GroupCodec
-from ds_quant.coding import Coding
-from ds_quant.collectives import all_gather, lay_out, reduce_scatter
-from ds_quant.kernels import rotation
-from ds_quant.meter import Meter, Notes
-from ds_quant.rotation import Rotation
-from ds_quant.slicing import Slicing
+from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.codec import CastCodec, GroupCodec
+from ds_quant.comm.buffers import Buffers
+from ds_quant.comm.checksum import seal
+from ds_quant.comm.gather import all_gather, lay_out, reduce_scatter
+from ds_quant.comm.reduction_plan import Slicing
+from ds_quant.comm.traffic import Meter, Notes
+from ds_quant.kernels import hadamard, random_bits
 from tests.unit import wire_oracle as oracle
 
 SIZES = (0, 1, 7, 8, 33, 64, 200, 321)
@@ -34,7 +32,9 @@ def codec_of(bits: int, minmax: bool, rounding: str = "nearest") -> GroupCodec:
     return GroupCodec(bits=bits, group_size=64, range=name, rounding=rounding)
 
 
-def encoded(codec: GroupCodec, x: torch.Tensor, address: rng.Address | None = None) -> bytes:
+def encoded(
+    codec: GroupCodec, x: torch.Tensor, address: random_bits.Address | None = None
+) -> bytes:
     wire = torch.full((1, codec.wire_bytes(len(x))), 255, dtype=torch.uint8)
     codec.encode(x.view(1, -1), wire, address=address)
     return wire.numpy().tobytes()
@@ -63,7 +63,7 @@ def test_rows_are_read_and_written_alike(bits: int, minmax: bool, n: int) -> Non
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_random_bits_are_those_of_section_4(bits: int, rounding: str) -> None:
     names = {"seed": 5, "parameter": 3, "hop": 1}
-    address = rng.address(role=rng.Role.GRADIENTS, step=2**33 + 7, rank=4, **names)
+    address = random_bits.address(role=random_bits.Role.GRADIENTS, step=2**33 + 7, rank=4, **names)
     key = oracle.key_of(role=1, stream=4, **names)
     x = values(321)
     row = encoded(codec_of(bits, True, rounding), x, address)
@@ -72,7 +72,7 @@ def test_random_bits_are_those_of_section_4(bits: int, rounding: str) -> None:
 
 
 def test_absmax_stochastic_too() -> None:
-    address = rng.address(seed=0, role=rng.Role.WEIGHTS, step=1, parameter=0)
+    address = random_bits.address(seed=0, role=random_bits.Role.WEIGHTS, step=1, parameter=0)
     key = oracle.key_of(seed=0, role=0, parameter=0, stream=0, hop=0)
     row = encoded(codec_of(4, False, "stochastic"), values(200), address)
     fmt = oracle.Format(bits=4, group=64, minmax=False)
@@ -112,16 +112,16 @@ def test_sums_are_taken_in_source_order() -> None:
 def test_rotation_is_undone_by_the_page(block: int) -> None:
     x = values(256)
     rotated = torch.empty(256)
-    turn = rotation.Rotation(block)
-    rotation.rotate(x, rotated, turn)
+    turn = hadamard.Rotation(block)
+    hadamard.rotate(x, rotated, turn)
     back = rotated.clone()
-    rotation.unrotate_(back, turn, scale=0.25)
+    hadamard.unrotate_(back, turn, scale=0.25)
     assert np.array_equal(oracle.unrotate(rotated.numpy(), block, 0.25), back.numpy())
 
 
 def test_sign_flips_are_those_of_the_page() -> None:
     names = {"seed": 5, "parameter": 3, "hop": 99}
-    signs = rng.address(role=rng.Role.GRADIENTS, step=8, rank=0, **names)
+    signs = random_bits.address(role=random_bits.Role.GRADIENTS, step=8, rank=0, **names)
     words = oracle.philox(oracle.key_of(role=1, stream=0, **names), 8, 0)
     expected = np.array([words[i // 32] >> i % 32 & 1 for i in range(64)]) * 2.0 - 1
     x = values(128)

@@ -1,0 +1,1 @@
+"""Quantized collectives over torch process groups; nothing here knows DeepSpeed's optimizers."""

@@ -1,0 +1,337 @@
+"""Reduce gradients over one or two hops, each with a codec of its own.
+
+Which rank sums what is decided in owners.py.
+
+[Note: two hops] Ranks are numbered node by node, r = node * node_size + local. The first hop sums
+over the ranks of a node: rank (n, g) collects from its node what is bound for any (n', g). The
+second hop sums those partial sums over the nodes: each byte enters a node once. Between the two a
+segment is decoded, added in fp32 and encoded again (`Recode`); a rotation spans both hops.
+Own contributions are exact where a hop says so: nobody else sees them, so they need no bits and no
+place in a message, and with two nodes that halves the variance of the inter-node hop.
+
+[Note: slices] Large reductions over two hops are cut into slices. While slice i crosses between
+the nodes, slice i + 1 is inside them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding, Rotation
+from ds_quant.codec.codec import Codec
+from ds_quant.comm.gather import cut, lay_out, row_place
+from ds_quant.comm.operations import Operations, Streams
+from ds_quant.comm.owners import Piece, delivery_codec
+from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, SlicePlan
+from ds_quant.comm.transport import Fabric, Link
+from ds_quant.kernels.batch import Decode, Encode, Task
+from ds_quant.kernels.dispatch import together
+from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
+
+# ---- over one or two hops ----
+
+
+class Reduction:
+    """Every segment of a plan on its way to become its sum over all ranks: see [Note: two hops].
+
+    Sums are fp32 in rank order within a hop, nodes in order across hops; the plan's scale is
+    applied once at the end. Once this is made, values may change.
+
+    Args:
+        tensors: those of the plan's segments, 1-D contiguous.
+        codings: per gradient one for each hop; the addresses are this rank's own.
+        rotations: per gradient.
+        sums: (elements,) fp32, where the segments that this rank reduces have their places.
+    """
+
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        tensors: Sequence[Tensor],
+        codings: Sequence[tuple[Coding, ...]],
+        rotations: Sequence[Rotation | None],
+        sums: Tensor,
+    ) -> None:
+        self._plan, self._sums = plan, sums
+        by_hop = list(zip(*codings, strict=True))
+        self._streams = [
+            Streams(hop, rotations, by_hop[max(depth - 1, 0)]) for depth, hop in enumerate(by_hop)
+        ]
+        self._running: deque[tuple[Iterator[None], int]] = deque()  # and hops still to be posted
+        for part in plan.slices:
+            started = self._reduce(part, tensors)
+            next(started)
+            self.advance()
+            if len(self._running) > 1:
+                self._finish_oldest()
+            self._running.append((started, len(plan.hops) - 1))
+
+    def advance(self) -> None:
+        """Post the last hop of every slice, waiting for the hops before."""
+        for _ in range(len(self._running)):
+            steps, hops = self._running.popleft()
+            for _ in range(hops):
+                next(steps)
+            self._running.append((steps, 0))
+
+    def wait(self) -> None:
+        """Return when the sums are written."""
+        self.advance()
+        while self._running:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        steps, _ = self._running.popleft()
+        for _ in steps:
+            pass
+
+    def _reduce(self, part: SlicePlan, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Yields after every exchange it has posted; writes its part of the sums at the end."""
+        nothing, sums = self._sums[:0], self._sums
+        arrived = before = nothing
+        for depth, (hop, step) in enumerate(zip(self._plan.hops, part.steps, strict=True)):
+            link, streams = hop.link, self._streams[depth]
+            wire = link.empty(sum(step.sent), device=sums.device)
+            kept = nothing
+            if step.kept:
+                kept = link.empty(step.kept, dtype=torch.float32, device=sums.device)
+            buffers = [wire, kept, arrived, before, sums, *tensors]
+            tensors = ()
+            with link.encoding("gradients") as notes:
+                step.encode.run(buffers, streams, notes)
+            sizes = {"sent": step.sent, "received": step.received}
+            exchange = link.all_to_all(wire, **sizes, role="gradients")
+            with link.decoding():
+                step.own.run(buffers, self._streams[max(depth - 1, 0)])
+            del buffers
+            yield
+            arrived, before = exchange.wait(), kept
+        with self._plan.hops[-1].link.decoding():
+            buffers = [nothing, nothing, arrived, before, sums]
+            part.total.run(buffers, self._streams[-1])
+
+
+# ---- of pieces that single ranks own ----
+
+
+class Part(NamedTuple):
+    """Consecutive elements of one parameter that belong to rank ``owner``, to be gathered."""
+
+    owner: int
+    tensor: int  # where they lie, from element ``start`` on
+    start: int
+    numel: int
+    weight: int  # its codec
+
+
+class Own(NamedTuple):
+    """What this rank sends of a part: how, and what it wants the elements to be, (numel,) or
+    (1, numel); None for what they are.
+    """
+
+    coding: Coding
+    target: Tensor | None = None
+
+
+class OwnerGather:
+    """Brings every part, on all ranks and the owner too, to its owner's decoded values.
+
+    1. encode this rank's parts into one row  2. all-gather the rows, asynchronously  3. the
+    returned function waits and decodes. Until then the elements keep what they hold; only the
+    owner's are read, except that a difference is added to what every rank holds.
+
+    weights: per weight its codec, and whether differences are sent.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], weights: Sequence[tuple[Codec, bool]], fabric: Fabric
+    ) -> None:
+        self._fabric, self._weights = fabric, weights
+        rows: list[list[Part]] = [[] for _ in range(fabric.size)]
+        for part in parts:
+            rows[part.owner].append(part)
+        layouts = [lay_out([(weights[p.weight][0], p.numel) for p in row]) for row in rows]
+        self._nbytes = max(nbytes for _, nbytes in layouts)
+        self._own, self._layout = rows[fabric.rank], layouts[fabric.rank]
+        node_size = None if fabric.intra is None else fabric.intra.size
+        tasks: list[Task] = []
+        for owner, (row, (slots, _)) in enumerate(zip(rows, layouts, strict=True)):
+            begin = row_place(owner, fabric.size, node_size) * self._nbytes
+            for part, slot in zip(row, slots, strict=True):
+                codec, add = weights[part.weight]
+                operation = Decode(codec, part.numel, 0, 1 + part.tensor, part.weight, add)
+                if part.numel:
+                    tasks.append((operation, (begin + slot.start, part.start)))
+        self._decode = Operations(tasks)
+
+    def post(
+        self, tensors: Sequence[Tensor], own: Sequence[Own], codings: Sequence[Coding]
+    ) -> Callable[[], None]:
+        """Begin. tensors: 1-D contiguous. own: of this rank's parts in their order. codings: of
+        the weights, without addresses.
+        """
+        if self._nbytes == 0:
+            return lambda: None
+        link, device = self._fabric.whole, tensors[0].device
+        row = link.empty(self._nbytes, device=device)
+        with link.encoding("weights") as notes, together():
+            wires = cut(row, [self._layout])
+            for part, (coding, target), wire in zip(self._own, own, wires, strict=True):
+                values = tensors[part.tensor][part.start : part.start + part.numel]
+                wanted = values if target is None else target.to(device)
+                coding.encode(wanted, wire, held=values)
+                notes.note(coding, wanted, wire, held=values)
+        arriving = self._fabric.all_gather(row, role="weights")
+
+        def decode() -> None:
+            arrived = arriving.wait()
+            with link.decoding():
+                streams = Streams(codings, [None] * len(codings))
+                self._decode.run([arrived, *tensors], streams)
+
+        return decode
+
+
+class Share(NamedTuple):
+    """Consecutive elements of one gradient whose sum belongs to rank ``owner``."""
+
+    owner: int
+    tensor: int  # where they lie, from element ``start`` on
+    start: int
+    numel: int
+    gradient: int  # its form and streams
+    first: int = 0  # of its elements
+
+
+class OwnerSums:
+    """Sums shares over the ranks for their owners, in every step.
+
+    1. reduce each of ``pieces``, as from ``owner_plan``, on its reducer, over the hops of ``route``
+    2. balanced only: encode the sums for the owners, all-to-all over ``link``, the whole group.
+
+    forms: of every gradient. ``scale`` multiplies the sums.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        pieces: Sequence[Piece],
+        forms: Sequence[Form],
+        route: Sequence[Hop],
+        link: Link,
+        *,
+        scale: float,
+    ) -> None:
+        self._link, self._numel = link, 0
+        self.totals = [self._room(s.numel) if s.owner == link.rank else None for s in shares]
+        segments = [self._segment(shares[p.part], self.totals[p.part], p) for p in pieces]
+        self._reduction = ReductionPlan(segments, forms, route, scale=scale)
+        moved = [
+            (segment, shares[piece.part].owner)
+            for segment, piece in zip(segments, pieces, strict=True)
+            if piece.reducer != shares[piece.part].owner
+        ]
+        self._delivery = _Delivery(moved, forms, link) if moved else None
+
+    def _room(self, numel: int) -> int:
+        """Where so many sums begin."""
+        start = self._numel
+        self._numel += round_up(numel, VECTOR_NUMEL)
+        return start
+
+    def _segment(self, share: Share, total: int | None, piece: Piece) -> Segment:
+        numel = piece.stop - piece.start
+        if total is not None:
+            total += piece.start
+        elif piece.reducer == self._link.rank:
+            total = self._room(numel)
+        return Segment(
+            tensor=share.tensor,
+            start=share.start + piece.start,
+            numel=numel,
+            gradient=share.gradient,
+            first=share.first + piece.start,
+            reducer=piece.reducer,
+            total=total or 0,
+        )
+
+    def add_up(
+        self,
+        tensors: Sequence[Tensor],
+        codings: Sequence[tuple[Coding, ...]],
+        rotations: Sequence[Rotation | None],
+    ) -> Tensor:
+        """The sums of this rank's shares, fp32; ``totals`` says where each begins. Codings and
+        rotations are those of the gradients, one coding per hop.
+        """
+        device = tensors[0].device
+        sums = self._link.empty(self._numel, dtype=torch.float32, device=device)
+        Reduction(self._reduction, tensors, codings, rotations, sums).wait()
+        if self._delivery is not None:
+            self._delivery.run(sums, [hops[-1] for hops in codings])
+        return sums
+
+
+class _Delivery:
+    """Moves sums from their reducers to the owners."""
+
+    def __init__(
+        self, moved: Sequence[tuple[Segment, int]], forms: Sequence[Form], link: Link
+    ) -> None:
+        self._link = link
+        outgoing: list[list[Segment]] = [[] for _ in range(link.size)]  # by owner
+        incoming: list[list[Segment]] = [[] for _ in range(link.size)]  # by reducer
+        for segment, owner in moved:
+            if segment.reducer == link.rank:
+                outgoing[owner].append(segment)
+            elif owner == link.rank:
+                incoming[segment.reducer].append(segment)
+        codecs = [delivery_codec(form.codecs[-1]) for form in forms]
+        self._sent, sent = _placed(outgoing, codecs)
+        self._received, received = _placed(incoming, codecs)
+        self._encode = Operations(
+            (
+                Encode(codecs[s.gradient], s.numel, values=1, wire=0, stream=s.gradient),
+                (s.total, place, _DELIVERED + VECTORS_PER_ELEMENT * s.first),
+            )
+            for s, place in sent
+        )
+        self._decode = Operations(
+            (Decode(codecs[s.gradient], s.numel, 0, 1, s.gradient), (place, s.total))
+            for s, place in received
+        )
+
+    def run(self, sums: Tensor, codings: Sequence[Coding]) -> None:
+        """Fill what this rank's shares lack in ``sums``."""
+        link = self._link
+        streams = Streams(
+            [c._replace(codec=delivery_codec(c.codec)) for c in codings], [None] * len(codings)
+        )
+        payload = link.empty(sum(self._sent), device=sums.device)
+        with link.encoding("gradients") as notes:
+            self._encode.run([payload, sums], streams, notes)
+        sizes = {"sent": self._sent, "received": self._received}
+        exchange = link.all_to_all(payload, **sizes, role="gradients")
+        arrived = exchange.wait()
+        with link.decoding():
+            self._decode.run([arrived, sums], streams)
+
+
+# Vectors of delivered pieces: far from those of the hops.
+_DELIVERED = 1 << 62
+
+
+def _placed(
+    rows: Sequence[Sequence[Segment]], codecs: Sequence[Codec]
+) -> tuple[list[int], list[tuple[Segment, int]]]:
+    """Bytes of every row, and where each segment begins in the message."""
+    sizes = [[codecs[s.gradient].wire_bytes(s.numel) for s in row] for row in rows]
+    starts = accumulate((nbytes for row in sizes for nbytes in row), initial=0)
+    segments = (segment for row in rows for segment in row)
+    return [sum(row) for row in sizes], list(zip(segments, starts, strict=False))

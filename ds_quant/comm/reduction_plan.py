@@ -1,0 +1,287 @@
+"""What every step of a reduction does, planned once from sizes: [Note: two hops] of reduce.py.
+
+While one slice crosses between the nodes, the next is inside them. With n slices that takes
+longer + shorter / n + n * overhead: the two hops' seconds, and what a slice costs beyond its bytes.
+It takes least with n = sqrt(shorter / overhead). To the host a slice is two messages and five calls
+of kernels, of however many tensors and ranks: 0.13 ms for a layer of Llama-7B on 4 x 8 ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding, Rotation
+from ds_quant.codec.codec import Codec, GroupCodec
+from ds_quant.comm.operations import Operations
+from ds_quant.comm.transport import Link
+from ds_quant.kernels.batch import Encode, Recode, Rotate, Sum, Task
+from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
+
+# ---- slices ----
+
+
+SLICE_SECONDS = 1e-4  # what a slice costs beyond its bytes and the links' latency
+MOST = 16  # slices, unless more are asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slicing:
+    """Number of slices: ``count``, or the best one for a ``pace``, which is the shorter hop's
+    seconds per element over a slice's overhead in seconds. Where no link is measured it is that of
+    8 bits at 20 GB/s inside a node.
+    """
+
+    count: int | None = None
+    pace: float = 5e-11 / SLICE_SECONDS
+
+    def slices(self, numel: int) -> int:
+        """For ``numel`` elements of this rank's input."""
+        if self.count is not None:
+            return self.count
+        return max(1, min(MOST, round(math.sqrt(numel * self.pace))))
+
+
+# ---- plans ----
+
+
+# Buffers of the operations: the message that is made, fp32 values that this rank adds as they are,
+# the message and those values of the hop before, the sums; then the tensors.
+WIRE, KEPT, ARRIVED, KEPT_BEFORE, SUMS, TENSORS = range(6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """One exchange of a reduction over a larger group of ranks.
+
+    divisor: rank r of the larger group has the place r // divisor % link.size in ``link``.
+    exact_own: whether a rank adds its own contribution as it is.
+    slicing: of a reduction whose last of two hops this is.
+    """
+
+    link: Link
+    divisor: int = 1
+    exact_own: bool = False
+    slicing: Slicing = Slicing()
+
+    def place(self, rank: int) -> int:
+        """Where in ``link`` the data bound for ``rank`` goes."""
+        return rank // self.divisor % self.link.size
+
+
+class Form(NamedTuple):
+    """The codec of a gradient on every hop, the block of its rotation, 0 for none, and whether
+    signs flip before it.
+    """
+
+    codecs: tuple[Codec, ...]
+    block: int = 0
+    flips: bool = False
+
+    @classmethod
+    def of(cls, codings: Sequence[Coding], rotation: Rotation | None) -> Form:
+        """As the codings of its hops and its rotation in any step say."""
+        codecs = tuple([coding.codec for coding in codings])
+        if rotation is None:
+            return cls(codecs)
+        return cls(codecs, rotation.block, rotation.signs is not None)
+
+    @property
+    def unit(self) -> int:
+        """Elements after which it can be cut without changing a group."""
+        sizes = [c.group_size for c in self.codecs if isinstance(c, GroupCodec)]
+        return math.lcm(VECTOR_NUMEL, *sizes, self.block or 1)
+
+
+class Segment(NamedTuple):
+    """Consecutive elements of one gradient, to be summed by rank ``reducer``."""
+
+    tensor: int
+    start: int  # in the tensor
+    numel: int
+    gradient: int  # its form and streams
+    first: int  # in the gradient: names the random bits
+    reducer: int
+    total: int = 0  # where its sum begins, on the reducer
+
+    def part(self, start: int, stop: int) -> Segment:
+        """Elements [start, stop) of it."""
+        return self._replace(
+            start=self.start + start,
+            numel=stop - start,
+            first=self.first + start,
+            total=self.total + start,
+        )
+
+
+class Step(NamedTuple):
+    """One hop of one slice. ``own`` makes the ``kept`` fp32 values that are added as they are."""
+
+    sent: list[int]
+    received: list[int]
+    encode: Operations
+    own: Operations
+    kept: int
+
+
+class SlicePlan(NamedTuple):
+    """The hops of one slice, and the sums at the end."""
+
+    steps: list[Step]
+    total: Operations
+
+
+class ReductionPlan:
+    """What a reduction of segments does, the same in all steps.
+
+    forms: of every gradient. ``scale`` multiplies the sums.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        forms: Sequence[Form],
+        hops: Sequence[Hop],
+        *,
+        scale: float,
+    ) -> None:
+        self.hops, self.slices = hops, []
+        for part in _slices(segments, forms, hops):
+            self.slices.append(_Compiler(part, forms, scale).compile(hops))
+
+
+def own_totals(segments: Sequence[Segment], hops: Sequence[Hop]) -> tuple[list[Segment], int]:
+    """The segments with places for the sums of those that this rank reduces, and their size."""
+    found, end = [], 0
+    for segment in segments:
+        if all(hop.place(segment.reducer) == hop.link.rank for hop in hops):
+            segment, end = segment._replace(total=end), end + round_up(segment.numel, VECTOR_NUMEL)
+        found.append(segment)
+    return found, end
+
+
+def _slices(
+    segments: Sequence[Segment], forms: Sequence[Form], hops: Sequence[Hop]
+) -> list[list[Segment]]:
+    """The segments of each slice. Sizes alone decide, so that all ranks cut alike."""
+    total = sum(segment.numel for segment in segments)
+    count = hops[-1].slicing.slices(total) if len(hops) > 1 else 1
+    slices: list[list[Segment]] = [[] for _ in range(count)]
+    units = [form.unit for form in forms]
+    for segment in segments:
+        numel, unit = segment.numel, units[segment.gradient]
+        borders = [numel * i // count // unit * unit for i in range(count)] + [numel]
+        for part, (start, stop) in zip(slices, pairwise(borders), strict=True):
+            if start < stop:
+                part.append(segment.part(start, stop))
+    return [part for part in slices if part]
+
+
+class _Compiler:
+    """Works out the hops of one slice."""
+
+    def __init__(self, segments: list[Segment], forms: Sequence[Form], scale: float) -> None:
+        self._segments, self._forms, self._scale = segments, forms, scale
+        self._on_wire = [round_up(s.numel, forms[s.gradient].block or 1) for s in segments]
+        # Of the hop before: where segments lie in a row, its bytes, and their kept values.
+        self._columns: dict[int, int] = {}
+        self._row_bytes = 0
+        self._kept: dict[int, int] = {}
+
+    def compile(self, hops: Sequence[Hop]) -> SlicePlan:
+        here = list(range(len(self._segments)))  # still to be added up by this rank
+        steps = []
+        for depth, hop in enumerate(hops):
+            rows: list[list[int]] = [[] for _ in range(hop.link.size)]
+            for index in here:
+                rows[hop.place(self._segments[index].reducer)].append(index)
+            steps.append(self._step(rows, depth, hops))
+            here = rows[hop.link.rank]
+        total = [self._sum(index, hops, len(hops), SUMS) for index in here]
+        return SlicePlan(steps, Operations(total))
+
+    def _step(self, rows: list[list[int]], depth: int, hops: Sequence[Hop]) -> Step:
+        hop, mine = hops[depth], hops[depth].link.rank
+        leaving = [[] if hop.exact_own and place == mine else row for place, row in enumerate(rows)]
+        sizes = [[self._bytes(index, depth) for index in row] for row in leaving]
+        sent = [sum(row) for row in sizes]
+        starts = accumulate((nbytes for row in sizes for nbytes in row), initial=0)
+        order = zip((index for row in leaving for index in row), starts, strict=False)
+        encode = [self._encode(index, start, depth, hops) for index, start in order]
+        encode.sort(key=lambda task: task[0].stream)  # those of one gradient form rows
+        kept: dict[int, int] = {}
+        own, end = [], 0
+        if hop.exact_own:
+            for index in rows[mine]:
+                kept[index], end = end, end + round_up(self._on_wire[index], VECTOR_NUMEL)
+            own = [self._own(index, place, depth, hops) for index, place in kept.items()]
+        ends = list(accumulate((self._bytes(index, depth) for index in rows[mine]), initial=0))
+        self._columns = dict(zip(rows[mine], ends, strict=False))
+        self._row_bytes, self._kept = ends[-1], kept
+        received = [self._row_bytes] * hop.link.size
+        if hop.exact_own:
+            received[mine] = 0
+        return Step(sent, received, Operations(encode), Operations(own), end)
+
+    def _bytes(self, index: int, depth: int) -> int:
+        codec = self._forms[self._segments[index].gradient].codecs[depth]
+        return codec.wire_bytes(self._on_wire[index])
+
+    def _encode(self, index: int, start: int, depth: int, hops: Sequence[Hop]) -> Task:
+        segment = self._segments[index]
+        codecs, block, flips = self._forms[segment.gradient]
+        vector = VECTORS_PER_ELEMENT * segment.first
+        if depth == 0:
+            tensor, numel = TENSORS + segment.tensor, segment.numel
+            operation = Encode(codecs[0], numel, tensor, WIRE, segment.gradient, block, flips)
+            return operation, (segment.start, start, vector)
+        sources = self._sources(hops[depth - 1])
+        operation = Recode(
+            codecs[depth - 1],
+            codecs[depth],
+            segment.numel,
+            wire=WIRE,
+            stream=segment.gradient,
+            block=block,
+            **sources,
+        )
+        return operation, (self._columns[index], start, self._kept.get(index, 0), vector)
+
+    def _own(self, index: int, place: int, depth: int, hops: Sequence[Hop]) -> Task:
+        """What this rank adds as it is: rotated values, or what has arrived so far."""
+        segment = self._segments[index]
+        if depth:
+            return self._sum(index, hops, depth, KEPT, place)
+        tensor, (_, *rotation) = TENSORS + segment.tensor, self._forms[segment.gradient]
+        operation = Rotate(segment.numel, tensor, KEPT, segment.gradient, *rotation)
+        return operation, (segment.start, place)
+
+    def _sum(self, index: int, hops: Sequence[Hop], depth: int, into: int, place: int = 0) -> Task:
+        """Of what has arrived on the hop before ``depth``; at the end rotated back and scaled."""
+        segment = self._segments[index]
+        codecs, block, flips = self._forms[segment.gradient]
+        how = {"numel": self._on_wire[index]}
+        if into == SUMS:
+            place = segment.total
+            how = {"numel": segment.numel, "block": block, "flips": flips, "scale": self._scale}
+        operation = Sum(
+            codecs[depth - 1],
+            values=into,
+            stream=segment.gradient,
+            **self._sources(hops[depth - 1]),
+            **how,
+        )
+        return operation, (self._columns[index], place, self._kept.get(index, 0))
+
+    def _sources(self, hop: Hop) -> dict[str, int | None]:
+        """Of an operation that adds up what has arrived on a hop."""
+        return {
+            "wire_in": ARRIVED,
+            "sources": hop.link.size - hop.exact_own,
+            "stride": self._row_bytes,
+            "place": hop.link.rank if hop.exact_own else None,
+            "own": KEPT_BEFORE,
+        }

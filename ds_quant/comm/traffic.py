@@ -1,0 +1,230 @@
+"""Count what the collectives move, and sample their seconds and errors.
+
+[Note: sampling] Outside a sampled step every method here returns at once: no clock is read, nothing
+is decoded, nothing waits for the device.
+
+[Note: sections] A section is charged with its own time, without that of the sections inside it. The
+clock must count what was asked of the device, see ``zero.telemetry``. A kernel that decodes, sums
+and encodes at once counts as encoding.
+
+[Note: what is read back] Of every role and link ``CHECKED`` bytes of messages per sample, in whole
+pieces, at least one piece. The window moves on from sample to sample, so that all parameters have
+their turn. Errors stay on the device: nothing is waited for before the sample is over.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+# ---- sampled steps ----
+
+
+CHECKED = 1 << 22  # bytes, see [Note: what is read back]
+SECTIONS = ("encode", "wait", "decode")
+_CHECKING = "check"  # reading back what was encoded: charged to no section that is reported
+
+Place = tuple[str, str]  # (role, link), as in Traffic
+
+
+class Measures(Protocol):
+    """What ``coding.Coding`` offers."""
+
+    def error(self, values: Any, wire: Any, **how: Any) -> Any:
+        """Squared error and squared norm of values on the wire, (2,) on their device."""
+
+
+@dataclass
+class Tally:
+    """What was encoded for one role and link: elements, bytes, and what was read back of it.
+
+    squares: sums of squared errors and squared norms, (2,) on the device; None if nothing was read
+    back. window: where in the messages of a step reading back begins, in bytes.
+    """
+
+    window: int = 0
+    numel: int = 0
+    nbytes: int = 0
+    checked: int = 0
+    squares: Any = None
+
+    @property
+    def bits(self) -> float:
+        """Bits on the wire per element, with scales and padding."""
+        return 8 * self.nbytes / self.numel
+
+    def add(self, note: Note) -> None:
+        """Count a piece, and read it back if it is its turn."""
+        self.numel += note.numel
+        self.nbytes += note.wire.numel()
+        if self.nbytes <= self.window or self.checked >= CHECKED or not note.numel:
+            return
+        values = note.values() if callable(note.values) else note.values
+        squares = note.coding.error(values, note.wire, **note.how)
+        self.squares = squares if self.squares is None else self.squares + squares
+        self.checked += note.wire.numel()
+
+    def next_window(self) -> int:
+        """Where the next sample goes on."""
+        end = self.window + CHECKED
+        return end if end < self.nbytes else 0
+
+
+def normalised(error: float, norm: float) -> float:
+    """Squared error over squared norm; of zeros only, 0 if they stay zero."""
+    if norm == 0:
+        return 0.0 if error == 0 else float("inf")
+    return error / norm
+
+
+@dataclass
+class Sample:
+    """What a sampled step has shown so far."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
+    tallies: dict[Place, Tally] = field(default_factory=dict)
+
+
+class Note(NamedTuple):
+    """A piece of a message: what encoded it, its values or what makes them, its bytes (uint8)."""
+
+    coding: Measures
+    values: Any
+    wire: Any
+    numel: int
+    how: dict[str, Any]
+
+
+class Notes:
+    """The pieces of one message while it is encoded."""
+
+    are_read = True
+
+    def __init__(self) -> None:
+        self._noted: list[Note] = []
+
+    def note(
+        self, coding: Measures, values: Any, wire: Any, *, numel: int | None = None, **how: Any
+    ) -> None:
+        """``values`` were encoded into ``wire``, or what a function returns, which has ``numel``
+        elements.
+        """
+        count = values.numel() if numel is None else numel
+        self._noted.append(Note(coding, values, wire, count, how))
+
+    def add_to(self, tally: Tally) -> None:
+        for note in self._noted:
+            tally.add(note)
+
+
+class _NoNotes(Notes):
+    """Between samples."""
+
+    are_read = False
+
+    def note(
+        self, coding: Measures, values: Any, wire: Any, *, numel: int | None = None, **how: Any
+    ) -> None:
+        pass
+
+
+_OFF = nullcontext(_NoNotes())
+
+
+class Meter:
+    """Measures while a sample is open."""
+
+    def __init__(self) -> None:
+        self._sample: Sample | None = None
+        self._clock: Callable[[], float] = lambda: 0.0
+        self._inside = 0.0  # seconds of sections within the current one
+        self._windows: dict[Place, int] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is being sampled."""
+        return self._sample is not None
+
+    def open(self, clock: Callable[[], float]) -> None:
+        """Measure from now on; ``clock`` gives seconds."""
+        self._sample, self._clock, self._inside = Sample(), clock, 0.0
+
+    def close(self) -> Sample:
+        """What was measured since ``open``."""
+        sample, self._sample = self._sample, None
+        assert sample is not None
+        for place, tally in sample.tallies.items():
+            self._windows[place] = tally.next_window()
+        return sample
+
+    def section(self, name: str) -> AbstractContextManager[Any]:
+        """Around what counts as ``name``. See [Note: sections]."""
+        return _OFF if self._sample is None else self._timed(name)
+
+    def encoding(self, role: str, link: str) -> AbstractContextManager[Notes]:
+        """Around the encoding of a message; some of what is noted is read back when it is over.
+
+        It must enclose ``together()``, whose block writes nothing before its end.
+        """
+        return _OFF if self._sample is None else self._checked((role, link))
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        outer, self._inside = self._inside, 0.0
+        start = self._clock()
+        try:
+            yield
+        finally:
+            spent = self._clock() - start
+            if self._sample is not None:
+                seconds = self._sample.seconds
+                seconds[name] = seconds.get(name, 0.0) + spent - self._inside
+            self._inside = outer + spent
+
+    @contextmanager
+    def _checked(self, place: Place) -> Iterator[Notes]:
+        notes = Notes()
+        with self._timed("encode"):
+            yield notes
+        if self._sample is not None:
+            with self._timed(_CHECKING):
+                tallies = self._sample.tallies
+                if place not in tallies:
+                    tallies[place] = Tally(window=self._windows.get(place, 0))
+                notes.add_to(tallies[place])
+
+
+# ---- counters of all steps ----
+
+
+@dataclass
+class Traffic:
+    """Bytes this rank received and messages it posted, since the engine was built.
+
+    ``received[role][link]`` is in bytes; role is ``weights`` or ``gradients``, link is ``intra``
+    (from ranks of the same node) or ``inter`` (from other nodes). A rank's own payload never
+    crosses a link and is not counted. ``collectives[role]`` counts collectives issued.
+    ``meter`` measures the same collectives in sampled steps.
+    """
+
+    received: dict[str, dict[str, int]] = field(
+        default_factory=lambda: {
+            role: {"intra": 0, "inter": 0} for role in ("weights", "gradients")
+        }
+    )
+    collectives: dict[str, int] = field(default_factory=lambda: {"weights": 0, "gradients": 0})
+    meter: Meter = field(default_factory=Meter)
+
+    def count(self, role: str, *, intra: int, inter: int) -> None:
+        """Add one collective that brought ``intra`` + ``inter`` bytes to this rank."""
+        self.received[role]["intra"] += intra
+        self.received[role]["inter"] += inter
+        self.collectives[role] += 1
+
+    def total(self) -> int:
+        """All bytes received."""
+        return sum(sum(links.values()) for links in self.received.values())

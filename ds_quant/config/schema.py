@@ -1,0 +1,498 @@
+"""The "quantized_comm" block of a DeepSpeed config: fields, presets, checks, JSON schema.
+
+DeepSpeed ignores top-level keys that it does not know, so this module is the only one that can
+tell a user about a mistake: nothing unknown, misspelt, contradictory or without effect passes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from ds_quant.config.errors import (
+    KEY,
+    ConfigError,
+    auto_values,
+    explain,
+    misplaced_block,
+    not_an_object,
+    path_of,
+    show,
+    without_effect,
+)
+from ds_quant.config.presets import AUTOTUNE, apply_preset, preset_description, preset_names
+
+# ---- parts of the block ----
+
+
+def whole(value: Any) -> Any:
+    """1e6 is a float in JSON, and how DeepSpeed users write a million."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Whole = Annotated[int, BeforeValidator(whole)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(whole)]
+Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple)]
+Range = Literal["minmax", "absmax"]
+Rounding = Literal["nearest", "stochastic", "random_shift"]
+
+
+def conflict(block: BaseModel, *keys: str, fix: str) -> PydanticCustomError:
+    dump = block.model_dump(mode="json", include=set(keys))
+    settings = {key: dump[key] for key in keys}
+    return PydanticCustomError("conflict", "{fix}", {"settings": settings, "fix": fix})
+
+
+def rule(allowed: str) -> PydanticCustomError:
+    return PydanticCustomError("rule", "{allowed}", {"allowed": allowed})
+
+
+class Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class _Quantizer(Block):
+    """How one role is quantized."""
+
+    enabled: bool = Field(True, description="false: this role travels in full precision.")
+    codec: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="Python module with a number format of your own, in place of bits, group_size, "
+        "range, rounding and levels (docs/adding_a_codec.md). null: none.",
+    )
+    bits: Whole = Field(8, ge=2, le=8, description="Bits per code.")
+    group_size: Whole = Field(
+        1024,
+        ge=32,
+        le=65536,
+        multiple_of=32,
+        description="Elements that share a scale. Smaller groups: less error, more bytes.",
+    )
+    range: Range = Field(
+        "minmax",
+        description="minmax: codes span smallest to largest value (scale and offset per group); "
+        "absmax: symmetric around zero (scale only).",
+    )
+
+    @model_validator(mode="after")
+    def _shift_needs_minmax(self) -> _Quantizer:
+        if self.rounding == "random_shift" and self.range != "minmax":
+            fix = 'a shift moves the min-max grid: set range to "minmax" or rounding to "nearest"'
+            raise conflict(self, "range", "rounding", fix=fix)
+        return self
+
+
+class IntraConfig(Block):
+    """Inside a node; range and rounding are those of the role."""
+
+    bits: Whole = Field(8, ge=2, le=8, description="Bits per code.")
+    group_size: Whole = Field(
+        128, ge=32, le=65536, multiple_of=32, description="Elements that share a scale."
+    )
+
+
+class FallbackConfig(Block):
+    """When quantized traffic gives way to full precision while a job runs."""
+
+    on_nonfinite: Literal["skip", "raise", "full_precision"] = Field(
+        "skip",
+        description="When the gradients of a step hold NaN or Inf. skip: whatever DeepSpeed does; "
+        "raise: end all ranks, naming step and parameter, before the optimizer uses them; "
+        "full_precision: what DeepSpeed does, and the next steps travel in full precision.",
+    )
+    steps: Positive = Field(
+        100, description="Optimizer steps in full precision after such a step (full_precision)."
+    )
+
+
+class MetricsConfig(Block):
+    """What rank 0 writes about its messages, to DeepSpeed's monitors and to a file."""
+
+    interval: Whole = Field(
+        100,
+        ge=0,
+        description="Every so many optimizer steps one is sampled and bytes, errors, bits and "
+        "seconds are written to the monitors of the DeepSpeed config. 0: never.",
+    )
+    file: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="File to which rank 0 appends the same as a line of JSON. null: none."
+    )
+
+
+class WeightsConfig(_Quantizer):
+    """Weights that are gathered: ZeRO-3 parameters, updated parameters of ZeRO-1 and 2."""
+
+    rounding: Rounding = Field(
+        "random_shift",
+        description="nearest: ties to even; stochastic: up with the probability of the fraction; "
+        "random_shift: nearest on a grid shifted once per parameter and step (QSDP).",
+    )
+    difference: bool = Field(
+        False,
+        description="true: send what changed since the last weights that everybody received "
+        "(SDP4Bit); what is lost stays in the next difference. Under ZeRO-3 it needs node_shard.",
+    )
+    intra: IntraConfig | None = Field(
+        None,
+        description="Codec of the gathers inside a node, with node_shard. null: the weights' own "
+        "dtype.",
+    )
+    levels: Literal["uniform", "learned"] = Field(
+        "uniform",
+        description="learned: a table of 2^bits levels per parameter, fitted at level_steps. "
+        "Worth it at 5 bits and below.",
+    )
+    level_steps: Annotated[tuple[Positive, ...], BeforeValidator(as_tuple)] = Field(
+        (400, 1900, 3800, 5600),
+        description="Optimizer steps after which learned levels are fitted, increasing.",
+    )
+    level_rate: float = Field(
+        0.01,
+        gt=0,
+        lt=1,
+        description="Share of its distance to a value by which the nearest learned level moves.",
+    )
+
+    @property
+    def differ(self) -> bool:
+        """Whether differences travel."""
+        return self.enabled and self.difference
+
+    @field_validator("level_steps")
+    @classmethod
+    def _increasing(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
+        if not steps or any(b <= a for a, b in pairwise(steps)):
+            raise rule("one or more step numbers in increasing order, such as [400, 1900]")
+        return steps
+
+    @model_validator(mode="after")
+    def _learned_is_nearest(self) -> WeightsConfig:
+        if self.levels == "learned" and self.range != "minmax":
+            fix = 'learned levels divide the min-max range: set range to "minmax"'
+            raise conflict(self, "levels", "range", fix=fix)
+        if self.levels == "learned" and self.difference:
+            fix = "levels are fitted to weights, not to differences: switch one of them off"
+            raise conflict(self, "levels", "difference", fix=fix)
+        if self.levels == "learned" and self.rounding != "nearest":
+            fix = 'a value goes to its nearest learned level: set rounding to "nearest"'
+            raise conflict(self, "levels", "rounding", fix=fix)
+        return self
+
+
+class GradientsConfig(_Quantizer):
+    """Gradients that are reduced."""
+
+    rounding: Rounding = Field(
+        "stochastic",
+        description="As for weights. Only stochastic keeps every gradient element unbiased "
+        "independently of the others.",
+    )
+    intra: IntraConfig | None = Field(
+        None,
+        description="With several nodes of several ranks gradients are summed inside each node "
+        "with this codec and the partial sums between nodes with the outer one. null: the outer "
+        "one on both hops.",
+    )
+    rotation: Literal[0, 32, 64, 128] = Field(
+        0,
+        description="Block of the Hadamard transform that spreads outliers before the first hop "
+        "and is undone after the last sum (SDP4Bit); 0: none.",
+    )
+    rotation_signs: bool = Field(
+        False, description="Random sign flips before the transform, anew in every step."
+    )
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> GradientsConfig:
+        fix = "a group holds whole rotation blocks: use a multiple, or a smaller rotation"
+        if self.rotation and self.group_size % self.rotation:
+            raise conflict(self, "group_size", "rotation", fix=fix)
+        if self.rotation and self.intra and self.intra.group_size % self.rotation:
+            raise conflict(self, "intra", "rotation", fix=fix)
+        return self
+
+
+# ---- the block ----
+
+
+if TYPE_CHECKING:
+    from ds_quant.codec.codec import Codec
+    from ds_quant.policy.scheme import Scheme
+
+__all__ = ["KEY", "ConfigError", "QuantizedCommConfig", "json_schema", "parse", "parse_block"]
+
+MAX_SEED = 2**63 - 1
+
+
+class QuantizedCommConfig(Block):
+    """Quantized ZeRO communication. Every key is optional; the scheme sets what is left out."""
+
+    enabled: bool = Field(True, description="false: checked, then ignored.")
+    scheme: str = Field(
+        "qsdp",
+        description="Preset whose values the other keys replace, or autotune: measures links and "
+        "codecs at start-up and takes full_precision, qsdp or sdp4bit, whichever has the shortest "
+        "step.",
+    )
+    weights: WeightsConfig = Field(WeightsConfig(), description="How weights are quantized.")
+    gradients: GradientsConfig = Field(
+        GradientsConfig(), description="How gradients are quantized."
+    )
+    node_size: Positive | None = Field(
+        None,
+        description="Ranks per node; must divide the world size. null: by launcher or hosts.",
+    )
+    exclude: Patterns = Field(
+        (), description='Parameter names left in full precision; patterns: ["*.embed*"].'
+    )
+    min_numel: Whole = Field(
+        2048, ge=0, description="Parameters with fewer elements stay in full precision."
+    )
+    node_shard: bool | None = Field(
+        None,
+        description="ZeRO-3: keep the weights in every node, sharded over its ranks, and cross "
+        "between nodes once per optimizer step; gathers stay inside the node. Costs "
+        "2 / node_size bytes per parameter. null: only where weights.difference needs it.",
+    )
+    allow_full_replica: bool = Field(
+        False,
+        description="With one rank per node the node shard is a full copy of the weights: "
+        "true accepts that.",
+    )
+    slices: Positive | None = Field(
+        None,
+        le=64,
+        description="Slices of a gradient bucket on two levels: one crosses between nodes, the "
+        "next is inside them. null: by its size and, with autotune, the links' measured rates.",
+    )
+    fallback: FallbackConfig = Field(
+        FallbackConfig(), description="When a running job returns to full precision."
+    )
+    metrics: MetricsConfig = Field(
+        MetricsConfig(), description="Sampled steps: what travels, what it loses and costs."
+    )
+    checksum_steps: Whole = Field(
+        100,
+        ge=0,
+        description="Every so many optimizer steps all holders of weights that are kept between "
+        "steps compare a checksum, and bring them back exactly if it differs. 0: never.",
+    )
+    payload_checksum: bool = Field(
+        False,
+        description="true: every message carries a checksum, and a message that was changed on its "
+        "way ends all ranks, naming role, sender and step, before the optimizer uses it. Costs 16 "
+        "bytes per message and one all-reduce of 8 bytes per optimizer step.",
+    )
+    warmup_steps: Whole = Field(
+        0, ge=0, description="Optimizer steps in full precision before quantization starts."
+    )
+    backend: Literal["auto", "torch"] = Field(
+        "auto",
+        description="Kernels, for the whole process: CuPy ones on CUDA and C++ ones on the CPU "
+        "where they work, or always plain torch, the slower reference. Same bytes either way.",
+    )
+    seed: Whole = Field(0, ge=0, le=MAX_SEED, description="Seed of all random rounding.")
+    handshake_timeout: float = Field(
+        60.0,
+        gt=0,
+        le=86_400,
+        description="Seconds to wait at start-up for ranks without this block, a day at most.",
+    )
+
+    @field_validator("scheme")
+    @classmethod
+    def _known_scheme(cls, name: str) -> str:
+        if name not in (*preset_names(), AUTOTUNE):
+            raise PydanticCustomError("unknown_scheme", "unknown scheme")
+        return name
+
+    def resolved(self) -> dict[str, Any]:
+        """Every effective value as JSON types: what the log shows and the ranks compare."""
+        chosen = {"weights", "gradients", "node_shard"} if self.scheme == AUTOTUNE else None
+        return self.model_dump(mode="json", exclude=chosen)
+
+    def picked(self, name: str) -> QuantizedCommConfig:
+        """The settings with scheme ``name`` in place of "autotune"."""
+        written = self.model_dump(mode="json", exclude_unset=True)
+        return parse_block({**written, "scheme": name})
+
+    def digest(self) -> str:
+        """16 hex digits, equal on two ranks exactly when ``resolved`` is."""
+        text = json.dumps(self.resolved(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def validate_world(self, world: int) -> None:
+        """Raise ``ConfigError`` unless ``node_size`` divides the number of ranks."""
+        if self.node_size is None or world % self.node_size == 0:
+            return
+        divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        path = path_of(("node_size",))
+        raise ConfigError(f"{path}={self.node_size}: allowed with {world} ranks: {divisors}")
+
+    @property
+    def keeps_node_shard(self) -> bool:
+        """Whether ZeRO-3 keeps the weights in every node, if there are several."""
+        return self.weights.differ if self.node_shard is None else self.node_shard
+
+    def validate_stage(self, stage: int | None) -> None:
+        """Raise ``ConfigError`` for a ZeRO stage, None if not set, that cannot be quantized."""
+        if stage not in (1, 2, 3):
+            found = " is not set" if stage is None else f"={show(stage)}"
+            raise ConfigError(
+                f"zero_optimization.stage{found}: allowed with {KEY}: 1, 2 or 3; "
+                f"set one of them or remove {KEY}"
+            )
+        if stage == 3 and self.weights.differ and self.node_shard is False:
+            raise ConfigError(
+                f"{path_of(('weights', 'difference'))}=true conflicts with "
+                f"{path_of(('node_shard',))}=false under zero_optimization.stage=3: a difference "
+                "is added to weights that every node keeps; set node_shard to true, or difference "
+                "to false"
+            )
+
+    def to_scheme(self) -> Scheme:
+        """The scheme these settings describe; ConfigError for "autotune", see ``picked``."""
+        if self.scheme == AUTOTUNE:
+            raise ConfigError(
+                f'{path_of(("scheme",))}="{AUTOTUNE}": no scheme before links are measured: '
+                "allowed here: a preset"
+            )
+        from ds_quant.policy.scheme import Scheme  # here, so that checks do not load torch
+
+        weights, gradients = self.weights, self.gradients
+        learned = weights.enabled and weights.levels == "learned"
+        return Scheme(
+            name=self.scheme,
+            weights=_codec(weights),
+            weights_intra=_codec(weights, weights.intra),
+            gradients=_codec(gradients),
+            gradients_intra=_codec(gradients, gradients.intra),
+            difference=self.weights.differ,
+            node_shard=self.keeps_node_shard,
+            allow_full_replica=self.allow_full_replica,
+            checksum_steps=self.checksum_steps,
+            payload_checksum=self.payload_checksum,
+            rotation=gradients.rotation if gradients.enabled else 0,
+            rotation_signs=gradients.rotation_signs,
+            exclude=self.exclude,
+            min_numel=self.min_numel,
+            warmup_steps=self.warmup_steps,
+            seed=self.seed,
+            node_size=self.node_size,
+            slices=self.slices,
+            level_steps=self.weights.level_steps if learned else (),
+            level_rate=self.weights.level_rate,
+        )
+
+
+def _codec(
+    role: WeightsConfig | GradientsConfig, intra: IntraConfig | None | Literal[False] = False
+) -> Codec | None:
+    """The codec of a role, or with ``intra`` that of its exchanges inside a node."""
+    from ds_quant.codec.codec import GroupCodec
+    from ds_quant.codec.plugin import load
+
+    if not role.enabled or intra is None:
+        return None
+    if role.codec is not None and not intra:
+        return load(role.codec)
+    fields = ("bits", "group_size", "range", "rounding", "levels")
+    given = {name: getattr(role, name) for name in fields if hasattr(role, name)}
+    if intra:
+        given |= {"bits": intra.bits, "group_size": intra.group_size, "levels": "uniform"}
+    return GroupCodec(**given)
+
+
+def parse(param_dict: dict[str, Any], *, load_codecs: bool = True) -> QuantizedCommConfig | None:
+    """The settings of a whole DeepSpeed config, or ``None`` if it asks for no quantization.
+
+    Raises ``ConfigError``, also for mistakes in a disabled block and for a misspelt or misplaced
+    one. ``load_codecs``: import and try codecs of the user's own, if enabled.
+    """
+    if problems := misplaced_block(param_dict):
+        raise ConfigError(*problems)
+    if KEY not in param_dict:
+        return None
+    config = parse_block(param_dict[KEY], load_codecs=load_codecs)
+    if config.fallback.on_nonfinite == "raise" and _finds_its_loss_scale(param_dict.get("fp16")):
+        raise ConfigError(
+            f'{path_of(("fallback", "on_nonfinite"))}="raise" conflicts with fp16.loss_scale=0 '
+            '(dynamic), which is found by steps that overflow: allowed are "skip" and '
+            '"full_precision"; or give fp16.loss_scale a value'
+        )
+    return config if config.enabled else None
+
+
+def _finds_its_loss_scale(fp16: Any) -> bool:
+    """Whether a section "fp16" of the DeepSpeed config asks for dynamic loss scaling."""
+    return isinstance(fp16, dict) and fp16.get("enabled") is True and not fp16.get("loss_scale")
+
+
+def parse_block(block: Any, *, load_codecs: bool = True) -> QuantizedCommConfig:
+    """The settings of the block alone, with the values of its scheme merged under the user's."""
+    if not isinstance(block, dict):
+        raise ConfigError(not_an_object(block, (*preset_names(), AUTOTUNE)))
+    if problems := auto_values(block):
+        raise ConfigError(*problems)
+    name = block.get("scheme", QuantizedCommConfig.model_fields["scheme"].default)
+    try:
+        config = QuantizedCommConfig.model_validate(apply_preset(name, block))
+    except ValidationError as error:
+        raise ConfigError(*explain(error, schema=_block_schema(), block=block)) from None
+    own = _unusable_codecs if config.enabled and load_codecs else lambda _: []
+    if problems := without_effect(config, block) or own(config):
+        raise ConfigError(*problems)
+    return config
+
+
+def _unusable_codecs(config: QuantizedCommConfig) -> list[str]:
+    """Modules named in the block that are no codecs."""
+    problems = []
+    for role in ("weights", "gradients"):
+        settings = getattr(config, role)
+        try:
+            if settings.codec is not None:
+                _codec(settings)
+        except ValueError as error:
+            problems.append(f"{path_of((role, 'codec'))}={show(settings.codec)}: {error}")
+    return problems
+
+
+def _block_schema() -> dict[str, Any]:
+    """JSON Schema of the block alone, with the names of the schemes."""
+    schema = QuantizedCommConfig.model_json_schema()
+    scheme = schema["properties"]["scheme"]
+    scheme["enum"] = [*preset_names(), AUTOTUNE]
+    described = "; ".join(f"{name}: {preset_description(name)}" for name in preset_names())
+    scheme["description"] += f" {described}."
+    return schema
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a DeepSpeed config file, for editors: only our block is described."""
+    block = _block_schema()
+    definitions = block.pop("$defs")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "DeepSpeed config with ds_quant",
+        "type": "object",
+        "properties": {KEY: {"$ref": "#/$defs/QuantizedCommConfig"}},
+        "$defs": {**definitions, "QuantizedCommConfig": block},
+    }

@@ -1,0 +1,304 @@
+"""Bytes of a step by formula, from the same codecs that do the work.
+
+[Note: bytes per parameter] All figures are volumes: what would enter one rank from the others if
+there were infinitely many ranks. A rank of W really receives (W - 1) / W of them, a node of N
+nodes (N - 1) / N, if each byte enters once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ds_quant.codec.codec import CAST_NAMES, CastCodec, Codec
+from ds_quant.kernels.random_bits import Role
+from ds_quant.kernels.wire import ceil_div, round_up
+from ds_quant.policy.scheme import Scheme
+
+
+class Cargo(NamedTuple):
+    """A parameter as the formula sees it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bill:
+    """Volumes in bytes per parameter. See [Note: bytes per parameter].
+
+    weights: one exchange of all weights between nodes, or of a gather over all ranks.
+    gradients: one reduction of all gradients between nodes, or over all ranks (direct).
+    weights_intra: one gather from the node shard. gradients_intra: the hop inside the nodes.
+    once_per_step: ZeRO-3 exchanges weights once per optimizer step (node shard), not per gather.
+    kept: why parameters are not quantized, reason -> number of tensors.
+    full_precision_share: part of weights + gradients bytes that no quantizer touches.
+    memory: what the scheme keeps on every rank between steps.
+    gathers: of an element under ZeRO-3, in a micro-step. trained: share of the elements.
+    """
+
+    numel: int
+    weights: float
+    gradients: float
+    weights_intra: float = 0.0
+    gradients_intra: float = 0.0
+    once_per_step: bool = False
+    full_precision_share: float
+    kept: dict[str, int]
+    memory: float = 0.0
+    gathers: float = 2.0
+    trained: float = 1.0
+
+    def step_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
+        """Bytes per parameter and optimizer step between nodes, or over all ranks with one level.
+
+        ZeRO-3 gathers and reduces in every micro-step; ZeRO-2 reduces per micro-step and ZeRO-1
+        once per step, both gather the updated weights once.
+        """
+        gathers = 1.0 if self.once_per_step else self.step_gathers(stage, micro_steps)
+        return gathers * self.weights + self._reductions(stage, micro_steps) * self.gradients
+
+    def intra_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
+        """The same for what stays inside a node: gathers from the node shard, the first hop."""
+        gathers = self.step_gathers(stage, micro_steps)
+        reductions = self._reductions(stage, micro_steps)
+        return gathers * self.weights_intra + reductions * self.gradients_intra
+
+    def step_gathers(self, stage: int, micro_steps: int) -> float:
+        """Times that an optimizer step gathers the weights."""
+        return self.gathers * micro_steps if stage == 3 else 1.0
+
+    def received(
+        self, stage: int, *, micro_steps: int, nodes: int, node_size: int
+    ) -> dict[str, dict[str, float]]:
+        """Bytes into one rank per step, on average over the ranks, by role and link."""
+        gathers = self.step_gathers(stage, micro_steps)
+        between = 1.0 if self.once_per_step else gathers
+        reductions = self._reductions(stage, micro_steps)
+        away, near = (1 - 1 / nodes) / node_size, 1 - 1 / node_size
+        found = {}
+        for role, outer, inner in (
+            ("weights", between * self.weights, gathers * self.weights_intra),
+            ("gradients", reductions * self.gradients, reductions * self.gradients_intra),
+        ):
+            if nodes == 1:  # then the volume over all ranks stays inside
+                outer, inner = 0.0, outer
+            found[role] = {
+                "intra": inner * near * self.numel, "inter": outer * away * self.numel,
+            }  # fmt: skip
+        return found
+
+    @staticmethod
+    def _reductions(stage: int, micro_steps: int) -> int:
+        return 1 if stage == 1 else micro_steps
+
+
+def bill(
+    scheme: Scheme,
+    stage: int,
+    cargo: Iterable[Cargo],
+    *,
+    ranks: int,
+    gradient_dtype: torch.dtype,
+    node_size: int | None = None,
+    shipped_gradients: bool = False,
+    gathers: float = 2.0,
+) -> Bill:
+    """Add up the wire bytes of every parameter under ``scheme``, scales and padding included.
+
+    ``node_size``: ranks per node, None for one node. ``shipped_gradients``: gradients take
+    DeepSpeed's own exact path, an all-reduce. ``gathers``: under ZeRO-3, in a micro-step.
+    """
+    route = _Route.of(scheme, stage, ranks=ranks, node_size=node_size or ranks)
+    total: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+    for item in cargo:
+        if stage < 3 and not item.trainable:
+            continue
+        total["numel"] += torch.Size(item.shape).numel()
+        reason = scheme.skip_reason(item.name, item.shape, item.dtype)
+        if reason is not None:
+            kept[reason] += 1
+        total.update(route.weight_bytes(item))
+        if item.trainable and shipped_gradients:
+            nbytes = 2 * torch.Size(item.shape).numel() * gradient_dtype.itemsize
+            total.update({"gradients": nbytes, "plain": nbytes})
+        elif item.trainable:
+            total.update(route.gradient_bytes(item, gradient_dtype))
+        total["trained"] += torch.Size(item.shape).numel() * item.trainable
+    numel = max(1, total["numel"])
+    sent = ("weights", "gradients", "weights_intra", "gradients_intra")
+    return Bill(
+        numel=total["numel"],
+        **{field: total[field] / numel for field in (*sent, "memory")},
+        once_per_step=route.node_shard,
+        full_precision_share=total["plain"] / max(1, total["weights"] + total["gradients"]),
+        kept=dict(kept),
+        gathers=gathers,
+        trained=total["trained"] / numel if total["numel"] else 1.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Route:
+    """Which codec carries what in one stage and topology."""
+
+    scheme: Scheme
+    stage: int
+    shards: int  # a parameter travels in so many rows
+    two_levels: bool  # several nodes of several ranks
+    one_node: bool
+    node_shard: bool
+    node_size: int
+
+    @classmethod
+    def of(cls, scheme: Scheme, stage: int, *, ranks: int, node_size: int) -> _Route:
+        one_node = node_size == ranks
+        return cls(
+            scheme=scheme,
+            stage=stage,
+            shards=ranks if stage == 3 else 1,
+            two_levels=not one_node and node_size > 1,
+            one_node=one_node,
+            node_shard=stage == 3 and scheme.node_shard and not one_node,
+            node_size=node_size,
+        )
+
+    def weight_bytes(self, item: Cargo) -> dict[str, int]:
+        if item.dtype not in CAST_NAMES:  # such as an int8 base: DeepSpeed gathers it
+            nbytes = torch.Size(item.shape).numel() * item.dtype.itemsize
+            return {"weights": nbytes, "plain": nbytes}
+        facts = (Role.WEIGHTS, item.name, item.shape, item.dtype)
+        outer, inner = self.scheme.codec_for(*facts), self.scheme.intra_codec_for(*facts)
+        if self.stage == 3 and self.scheme.node_shard and self.one_node:
+            outer = inner  # nothing to exchange: gathers as from a node shard
+        between = self._rows(outer, item) if item.trainable or not self.node_shard else 0
+        found = {"weights": between, "plain": between if isinstance(outer, CastCodec) else 0}
+        if self.two_levels:
+            found["weights_intra"] = between  # forwarded as they came
+        if self.node_shard:
+            rows = self.shards * ceil_div(torch.Size(item.shape).numel(), self.shards)
+            found["memory"] = rows // self.node_size * item.dtype.itemsize
+            found["weights_intra"] = self._rows(inner, item) if self.two_levels else 0
+        return found
+
+    def gradient_bytes(self, item: Cargo, dtype: torch.dtype) -> dict[str, int]:
+        facts = (Role.GRADIENTS, item.name, item.shape, dtype)
+        outer, inner = self.scheme.codec_for(*facts), self.scheme.intra_codec_for(*facts)
+        if self.scheme.gradients_intra is None:
+            inner = outer
+        if self.one_node:
+            outer = inner
+        nbytes = self._rows(outer, item, rotated=True)
+        found = {"gradients": nbytes, "plain": nbytes if isinstance(outer, CastCodec) else 0}
+        if self.two_levels:
+            found["gradients_intra"] = self._rows(inner, item, rotated=True)
+        return found
+
+    def _rows(self, codec: Codec, item: Cargo, *, rotated: bool = False) -> int:
+        width = ceil_div(torch.Size(item.shape).numel(), self.shards)
+        if rotated and self.scheme.rotation and not isinstance(codec, CastCodec):
+            width = round_up(width, self.scheme.rotation)
+        return self.shards * codec.wire_bytes(width)
+
+
+def shipped_bytes(
+    stage: int,
+    dtype: torch.dtype,
+    *,
+    micro_steps: int = 1,
+    gathers: float = 2.0,
+    trained: float = 1,
+) -> float:
+    """The same volume for DeepSpeed as shipped, which all-reduces gradients under ZeRO-1 and 2."""
+    if stage == 3:
+        return (gathers + trained) * dtype.itemsize * micro_steps
+    return dtype.itemsize * (1.0 + 2.0 * (micro_steps if stage == 2 else 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Where a step runs. Rates in bytes per second: ``link`` into one node, ``intra_link`` into
+    one rank from its node; ``flops``: reached per rank; ``encode``: parameters that a rank encodes
+    or decodes per second; ``latency``: seconds of one collective.
+    """
+
+    nodes: int
+    node_size: int
+    link: float
+    intra_link: float
+    flops: float
+    encode: float = float("inf")
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("nodes", "node_size", "link", "intra_link", "flops", "encode"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field}={getattr(self, field)}: allowed: above 0")
+        if self.latency < 0:
+            raise ValueError(f"latency={self.latency}: allowed: 0 or more, in seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume:
+    """Bytes per parameter and step, as from ``Bill.step_bytes`` and ``Bill.intra_bytes``.
+
+    encoded: parameters encoded or decoded per rank and step, over all parameters.
+    collectives: number of them per step.
+    """
+
+    inter: float
+    intra: float = 0.0
+    encoded: float = 0.0
+    collectives: float = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one optimizer step; communication and compute one after the other, or at once."""
+
+    communication: float
+    compute: float
+
+    @property
+    def no_overlap(self) -> float:
+        return self.communication + self.compute
+
+    @property
+    def full_overlap(self) -> float:
+        return max(self.communication, self.compute)
+
+
+def volume(costs: Bill, stage: int, *, micro_steps: int, layers: int) -> Volume:
+    """What an optimizer step moves and encodes; one collective per layer and exchange."""
+    exchanges = costs.step_gathers(stage, micro_steps) + (micro_steps if stage > 1 else 1)
+    return Volume(
+        inter=costs.step_bytes(stage, micro_steps=micro_steps),
+        intra=costs.intra_bytes(stage, micro_steps=micro_steps),
+        encoded=0.0 if costs.full_precision_share == 1 else exchanges,
+        collectives=exchanges * layers,
+    )
+
+
+def predict(volume: Volume, cluster: Cluster, *, numel: int, tokens: int) -> StepTime:
+    """Step time of a model of ``numel`` parameters, ``tokens`` per rank and step.
+
+    Compute is 6 flops per parameter and token. A link carries its volume less the share that is
+    already there, see [Note: bytes per parameter]; hops do not overlap each other.
+    """
+    away, near = 1 - 1 / cluster.nodes, 1 - 1 / cluster.node_size
+    if cluster.nodes == 1:  # then the volume over all ranks stays inside
+        wire = volume.inter * near / cluster.intra_link
+    else:
+        wire = volume.inter * away / cluster.link + volume.intra * near / cluster.intra_link
+    seconds = numel * (wire + volume.encoded / cluster.encode)
+    return StepTime(
+        communication=seconds + volume.collectives * cluster.latency,
+        compute=6.0 * numel * tokens / cluster.flops,
+    )

@@ -1,0 +1,119 @@
+"""Most memory that the plugin's messages and sums take in a step, by formula.
+
+[Note: what is counted] Buffers of one rank that DeepSpeed alone would not have, apart from what a
+scheme keeps between steps. Of gradients: the messages of a bucket on every hop, fp32 copies of the
+own contributions and the fp32 sums; under ZeRO-1/2 a rank may own all of a bucket, whose sums are
+then delivered. Of weights: under ZeRO-1/2 two windows of ``allgather_bucket_size``, one being
+decoded and one on its way; under ZeRO-3 the message of the largest gather, and what is under way
+into the node shard. Buffers are added up as if none was used again within its phase; the phase that
+takes most counts. CUDA's allocator holds somewhat more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_quant.comm.reduction_plan import Slicing
+from ds_quant.kernels.wire import ceil_div
+from ds_quant.policy.cost import Bill
+
+BUCKETS_AHEAD = 2  # of gradients, under way on the CPU: one between nodes, one inside
+EXCHANGED_AT_ONCE = 16  # messages on their way into the node shard, see zero/node_shard.py
+LEAST_NUMEL, MOST_NUMEL = 1 << 18, 1 << 21  # own elements of one of them, likewise
+_FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Elements that decide. bucket, window, prefetch: DeepSpeed's reduce_bucket_size,
+    allgather_bucket_size and stage3_prefetch_bucket_size.
+
+    trained, largest: parameters that are trained, and the largest of all. exact_own: own
+    contributions stay exact on one level too. under_way: buckets at once.
+    """
+
+    ranks: int
+    node_size: int
+    trained: int
+    largest: int
+    bucket: int = 5 * 10**8
+    window: int = 5 * 10**8
+    prefetch: int = 5 * 10**7
+    itemsize: int = 2
+    exact_own: bool = False
+    under_way: int = 1
+    slicing: Slicing = Slicing()
+
+    @property
+    def nodes(self) -> int:
+        return self.ranks // self.node_size
+
+    @property
+    def two_levels(self) -> bool:
+        return 1 < self.node_size < self.ranks
+
+
+def peak_bytes(bill: Bill, stage: int, sizes: Sizes, *, shipped_gradients: bool = False) -> float:
+    """See [Note: what is counted]. ``shipped_gradients``: they take DeepSpeed's own path."""
+    if sizes.ranks == 1 or not bill.numel:
+        return 0.0
+    gradients = 0.0 if shipped_gradients else _gradients(bill, stage, sizes)
+    if stage < 3:
+        return max(gradients, _window(bill, sizes))
+    return _gather(bill, sizes) + max(gradients, _exchange(bill, sizes))
+
+
+def _gradients(bill: Bill, stage: int, sizes: Sizes) -> float:
+    """Of the largest bucket, times those under way."""
+    trained, ranks = sizes.trained, sizes.ranks
+    if not trained:
+        return 0.0
+    bucket = min(trained, max(sizes.bucket, sizes.largest))
+    outer = bill.gradients * bill.numel / trained
+    first = bill.gradients_intra * bill.numel / trained if sizes.two_levels else outer
+    # The most that one rank owns of it and that one rank sums: evenly over the ranks or, under
+    # ZeRO-1/2, over those of one node.
+    even = bucket / ranks
+    owned = even if stage == 3 else min(bucket, trained / ranks)
+    summed = even
+    if stage < 3 and sizes.two_levels:
+        summed = min(bucket, trained / sizes.nodes) / sizes.node_size
+    if sizes.two_levels:
+        near, share = 1 - 1 / sizes.node_size, bucket / sizes.node_size
+        hops = 2 * near * bucket * first + share * _FP32
+        hops += (1 - 1 / sizes.nodes) * share * outer + (sizes.nodes - 1) * summed * outer
+        hops += summed * _FP32
+        hops *= min(1.0, 2 / sizes.slicing.slices(bucket))
+    elif sizes.exact_own:
+        hops = 2 * (1 - 1 / ranks) * bucket * first + summed * _FP32
+    else:
+        hops = 2 * bucket * first
+    sums = owned * _FP32
+    if owned > summed:  # delivered in 8 bits at least
+        sums += summed * _FP32 + (owned + summed) * max(1.0, outer)
+    in_all = min(sizes.under_way, ceil_div(trained, bucket))
+    return in_all * (hops + sums)
+
+
+def _window(bill: Bill, sizes: Sizes) -> float:
+    window = min(bill.numel, sizes.window)
+    forwarded = 1 / sizes.node_size if sizes.two_levels else 0.0
+    message = window * bill.weights * (1 + 1 / sizes.ranks + forwarded)
+    return message * min(2, ceil_div(bill.numel, window))
+
+
+def _gather(bill: Bill, sizes: Sizes) -> float:
+    gathered = max(sizes.largest, min(sizes.prefetch, bill.numel))
+    if bill.once_per_step:
+        return gathered * bill.weights_intra * (1 + 1 / sizes.node_size)
+    forwarded = 1 / sizes.node_size if sizes.two_levels else 0.0
+    return gathered * bill.weights * (1 + 1 / sizes.ranks + forwarded)
+
+
+def _exchange(bill: Bill, sizes: Sizes) -> float:
+    """Into the node shard: own elements that are sent, and as many from every node."""
+    if not bill.once_per_step:
+        return 0.0
+    own = sizes.trained / sizes.ranks
+    message = min(max(own / 8, LEAST_NUMEL), MOST_NUMEL)
+    return min(own, EXCHANGED_AT_ONCE * message) * (1 + sizes.nodes) * bill.weights

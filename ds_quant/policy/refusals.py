@@ -1,0 +1,159 @@
+"""What cannot work together, said alike at start-up and by ``ds_quant validate``.
+
+Only the text of the DeepSpeed config is read, so that both see the same facts. Loads neither torch
+nor deepspeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ds_quant.config.schema import KEY, ConfigError, QuantizedCommConfig
+
+_YES = ("true", "1", "yes", "on", "t", "y")  # as pydantic, which DeepSpeed reads its config with
+_FLAGS = (
+    "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
+)  # fmt: skip
+
+
+def section(param_dict: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A part of a DeepSpeed config, without the values that a Trainer would fill in."""
+    value = param_dict.get(name)
+    if name == "zero_optimization" and isinstance(value, bool):  # how it was written once
+        return {"stage": int(value)}
+    found = value if isinstance(value, dict) else {}
+    return {key: item for key, item in found.items() if item != "auto"}
+
+
+def stage_of(param_dict: Mapping[str, Any]) -> Any:
+    """The ZeRO stage as it is written, None if it is not."""
+    stage = section(param_dict, "zero_optimization").get("stage")
+    return int(stage) if _number(stage) in (0, 1, 2, 3) else stage
+
+
+def facts(param_dict: Mapping[str, Any], *, bf16_optimizer: bool = False) -> dict[str, Any]:
+    """Settings that decide whether the plugin can work; equal on all ranks.
+
+    ``bf16_optimizer``: DeepSpeed is seen to use an optimizer without ZeRO's shards.
+    """
+    zero, stage = section(param_dict, "zero_optimization"), stage_of(param_dict)
+    offload_param, offload_optimizer = (
+        section(zero, name) for name in ("offload_param", "offload_optimizer")
+    )
+    full_gradients = (
+        stage == 1
+        and _on(section(param_dict, "bf16").get("enabled"))
+        and section(param_dict, "data_types").get("grad_accum_dtype") == "fp32"
+        and offload_optimizer.get("device", "none") == "none"
+    )
+    zeropp = [f"{flag}=true" for flag in _FLAGS if _on(zero.get(flag))]
+    if _number(zero.get("zero_hpz_partition_size")) > 1:
+        zeropp.append(f"zero_hpz_partition_size={zero['zero_hpz_partition_size']}")
+    return {
+        "stage": stage,
+        "bf16_optimizer": bf16_optimizer or full_gradients,
+        "deepcompile": _on(section(param_dict, "compile").get("deepcompile")),
+        "zeropp": zeropp,
+        "mics": _number(zero.get("mics_shard_size")) > 0,
+        "nvme_params": offload_param.get("device") == "nvme",
+        "nvme_optimizer": stage == 3 and offload_optimizer.get("device") == "nvme",
+        "hybrid_engine": _on(section(param_dict, "hybrid_engine").get("enabled")),
+        "auto_experts": _on(section(param_dict, "expert_parallel").get("enabled")),
+        "zenflow": zero.get("zenflow") is not None,
+        "super_offload": _on(offload_optimizer.get("super_offload")),
+    }
+
+
+def _on(value: Any) -> bool:
+    return str(value).lower() in _YES
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return -1.0
+
+
+def refuse(
+    param_dict: Mapping[str, Any], config: QuantizedCommConfig, *, bf16_optimizer: bool = False
+) -> None:
+    """Raise ConfigError for a DeepSpeed config whose block ``config`` cannot work in it."""
+    config.validate_stage(stage_of(param_dict))
+    refuse_unsupported(facts(param_dict, bf16_optimizer=bf16_optimizer))
+
+
+def refuse_unsupported(facts: Mapping[str, Any]) -> None:
+    """Raise ConfigError for combinations that cannot work."""
+    rules = (
+        (facts["bf16_optimizer"], "data_types.grad_accum_dtype=fp32 with bf16 under ZeRO-1",
+         "DeepSpeed then uses BF16_Optimizer (0.17: FP16_UnfusedOptimizer, without ZeRO), which "
+         "needs full gradients on every rank; use zero_optimization.stage 2, or leave "
+         "data_types.grad_accum_dtype out"),
+        (facts["deepcompile"], "compile.deepcompile=true",
+         "DeepCompile removes the hooks this plugin needs; set compile.deepcompile to false "
+         "(plain engine.compile() works)"),
+        (facts["zeropp"], ", ".join(f"zero_optimization.{k}" for k in facts["zeropp"]),
+         "ZeRO++ and quantized_comm would both quantize; remove the ZeRO++ settings"),
+        (facts["mics"], "zero_optimization.mics_shard_size",
+         "MiCS keeps its own shards; remove mics_shard_size"),
+        (facts["nvme_params"], "zero_optimization.offload_param.device=nvme",
+         "parameters on NVMe are not supported; allowed: cpu, none"),
+        (facts["zenflow"], "zero_optimization.zenflow",
+         "ZenFlow has update paths of its own; remove zenflow"),
+        (facts["super_offload"], "zero_optimization.offload_optimizer.super_offload=true",
+         "SuperOffload is not supported; set it to false"),
+    )  # fmt: skip
+    rules += (
+        (facts["nvme_optimizer"], "zero_optimization.offload_optimizer.device=nvme under ZeRO-3",
+         "not tested; allowed: cpu, none"),
+        (facts["hybrid_engine"], "hybrid_engine.enabled=true",
+         "generation with kernels of its own is not tested; set it to false"),
+        (facts["auto_experts"], "expert_parallel.enabled=true",
+         "AutoEP is not tested; set it to false and use deepspeed.moe.layer.MoE under ZeRO-1 or 2"),
+    )  # fmt: skip
+    for refused, setting, remedy in rules:
+        if refused:
+            raise ConfigError(f"quantized_comm cannot be used with {setting}: {remedy}")
+
+
+def refuse_full_replica(
+    config: QuantizedCommConfig, *, world: int, node_size: int, model_bytes: float | None
+) -> None:
+    """Raise ConfigError for a node shard that is a full copy of the model on every rank, under
+    ZeRO-3. ``model_bytes``: None where the model is not known.
+    """
+    if not config.keeps_node_shard or node_size > 1 or world == 1 or config.allow_full_replica:
+        return
+    what = "weights.difference" if config.weights.difference else "node_shard"
+    more = "" if model_bytes is None else f", {model_bytes / 1e9:.3g} GB more"
+    raise ConfigError(
+        f"{KEY}.{what}=true with one rank per node: under ZeRO-3 the node shard is a "
+        f"full copy of the weights{more} on every rank; set "
+        f"{KEY}.allow_full_replica to true to accept that, use zero_optimization.stage "
+        '2 (which keeps that copy anyway), or a scheme without a node shard such as "qsdp"'
+    )
+
+
+def starts(config: QuantizedCommConfig, *, stage: int, world: int, node_size: int) -> bool:
+    """Whether start-up accepts the block under a stage and on such nodes."""
+    try:
+        config.validate_stage(stage)
+        if stage == 3:
+            refuse_full_replica(config, world=world, node_size=node_size, model_bytes=None)
+    except ConfigError:
+        return False
+    return True
+
+
+def exact_gradient_reason(stage: int, value_of: Callable[[str], Any]) -> str | None:
+    """The setting that keeps gradients on DeepSpeed's own exact path, if there is one.
+
+    ``value_of``: a key of zero_optimization.
+    """
+    names = ["reduce_scatter"]
+    if stage < 3:
+        names += ["contiguous_gradients", "use_multi_rank_bucket_allreduce"]
+    off = [name for name in names if not value_of(name)]
+    return f"zero_optimization.{off[0]} is false" if off else None

@@ -1,0 +1,299 @@
+"""The ``ds_quant`` command: check a config, a machine or a plan before a job starts.
+
+``validate`` and ``schema`` load neither torch nor deepspeed, so that they answer at once; the
+other commands are in tools/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import ds_quant
+from ds_quant.config.presets import AUTOTUNE, CANDIDATES
+from ds_quant.config.schema import KEY, ConfigError, QuantizedCommConfig, json_schema, parse
+from ds_quant.kernels.wire import wire_layout
+from ds_quant.policy import refusals
+from ds_quant.tools import docs
+
+_STAGES = {
+    1: "ZeRO-1: gradients reduced once per step, updated weights gathered after it",
+    2: "ZeRO-2: gradients reduced every micro-step, updated weights gathered after the step",
+    3: "ZeRO-3: weights gathered for forward and backward, gradients reduced every micro-step",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the console script; the exit code is 1 if anything is wrong."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _run(arguments)
+    except BrokenPipeError:  # as of "| head": nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command != "validate" or arguments.load_codecs:
+        sys.path.append(os.getcwd())  # where a codec of the user's own may lie
+    if arguments.command == "schema":
+        print(docs.markdown() if arguments.markdown else json.dumps(json_schema(), indent=2))
+        code = 0
+    elif arguments.command == "validate":
+        code = max([_validate(path, arguments) for path in arguments.paths])
+    else:
+        code = importlib.import_module(f"ds_quant.tools.{arguments.command}").main(arguments)
+    sys.stdout.flush()  # inside the try of main
+    return code
+
+
+def _validate(path: Path, arguments: argparse.Namespace) -> int:
+    try:
+        print("\n".join(_report(path, load(path), arguments)))
+    except (OSError, ValueError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        print(f"{path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds_quant", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"ds_quant {ds_quant.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    validate = commands.add_parser("validate", help="check the quantized_comm block of a config")
+    add = validate.add_argument
+    add("paths", nargs="+", type=Path, metavar="PATH", help="ds_config.json")
+    add("--world", type=count, help="number of ranks, to check node_size")
+    add("--node-size", type=count, help="ranks per node, where the launcher says so")
+    add("--params", type=count, help="parameters such as 7b, for memory in GB")
+    add("--load-codecs", action="store_true", help="import and try codecs that the config names")
+    add("--json", action="store_true", help="print the block with every key instead")
+    schema = commands.add_parser("schema", help="print the JSON schema of the block, for editors")
+    schema.add_argument("--markdown", action="store_true", help="as docs/keys.md")
+    add_commands(commands)
+    return parser
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Reads the file as DeepSpeed does: JSON with comments, duplicate keys refused."""
+    import hjson
+
+    with path.open(encoding="utf-8") as file:
+        config = hjson.load(file, object_pairs_hook=_without_duplicates)
+    if not isinstance(config, dict):
+        raise ConfigError("a DeepSpeed config is an object in braces")
+    return config
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [key for key, _ in pairs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{', '.join(twice)}: set twice in one object")
+    return dict(pairs)
+
+
+def _report(path: Path, param_dict: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
+    """What the file asks for. Raises ``ConfigError`` where start-up would."""
+    config = parse(param_dict, load_codecs=arguments.load_codecs)
+    if config is None:
+        reason = f"{KEY} is disabled" if KEY in param_dict else f"no {KEY} block"
+        return [f"{path}: {reason}: DeepSpeed communicates as without ds_quant"]
+    refusals.refuse(param_dict, config)
+    if arguments.world is not None:
+        config.validate_world(arguments.world)
+    stage = refusals.stage_of(param_dict)
+    shard = _node_shard(param_dict, config, arguments) if stage == 3 else []
+    if arguments.json:
+        return [json.dumps({KEY: config.resolved()}, indent=2)]
+    zero = refusals.section(param_dict, "zero_optimization")
+    exact = refusals.exact_gradient_reason(stage, lambda name: zero.get(name, True))
+    return [
+        f"{path}: valid",
+        *_meaning(config, exact, loaded=arguments.load_codecs),
+        *shard,
+        _STAGES[stage],
+    ]
+
+
+def _node_shard(
+    param_dict: dict[str, Any], config: QuantizedCommConfig, arguments: argparse.Namespace
+) -> list[str]:
+    """What ZeRO-3 keeps on every rank. Raises ``ConfigError`` where that is a full copy."""
+    if config.scheme == AUTOTUNE or not config.keeps_node_shard:
+        return []
+    size, numel = config.node_size or arguments.node_size, arguments.params
+    low = any(
+        refusals.section(param_dict, name).get("enabled") is True for name in ("bf16", "fp16")
+    )
+    each = 2 if low else 4
+    if size is None:
+        return [
+            f"node shard: {each} / (ranks per node) bytes per parameter more on every rank; refused"
+            " with one rank per node (--node-size and --params check it and give the memory)"
+        ]
+    world = arguments.world or 2 * size  # taken for several nodes
+    memory = None if numel is None else numel * each
+    refusals.refuse_full_replica(config, world=world, node_size=size, model_bytes=memory)
+    if world == size:
+        return ["node shard: none, all ranks are on one node"]
+    gigabytes = "" if memory is None else f" ({memory / size / 1e9:.3g} GB)"
+    return [f"node shard: {each / size:.3g} bytes per parameter more on every rank{gigabytes}"]
+
+
+def _meaning(config: QuantizedCommConfig, exact: str | None, *, loaded: bool) -> list[str]:
+    """``exact``: why gradients stay on DeepSpeed's own path, if they do."""
+    gradients = f"gradients: full precision, because {exact}"
+    if config.scheme == AUTOTUNE:
+        lines = [f"scheme: {', '.join(CANDIDATES)}, as links and codecs measured at start-up say"]
+        lines += [gradients] if exact else []
+    else:
+        lines = [_role_line("weights", config.weights, loaded)]
+        lines.append(gradients if exact else _role_line("gradients", config.gradients, loaded))
+    kept = f"full precision: 1-D parameters, parameters under {config.min_numel} elements"
+    if config.exclude:
+        kept += ", names matching " + " ".join(config.exclude)
+    lines.append(kept)
+    if config.warmup_steps:
+        lines.append(f"warm-up: the first {config.warmup_steps} steps are in full precision")
+    return lines
+
+
+def _role_line(role: str, settings: Any, loaded: bool) -> str:
+    if not settings.enabled:
+        return f"{role}: full precision"
+    if settings.codec is not None:
+        return f"{role}: {_codec_of(settings, loaded)}"
+    extras = [f"{settings.rounding} rounding"]
+    if getattr(settings, "levels", "") == "learned":
+        extras.append("learned levels")
+    if getattr(settings, "difference", False):
+        extras.append("of differences")
+    if getattr(settings, "rotation", 0):
+        extras.append(f"Hadamard blocks of {settings.rotation}")
+    line = f"{role}: {_codes(settings, settings.range)}, {', '.join(extras)}"
+    if settings.intra is not None:
+        line += f"; inside a node {_codes(settings.intra, settings.range)}"
+    return line
+
+
+def _codec_of(settings: Any, loaded: bool) -> str:
+    """A codec of the user's own."""
+    if not loaded:
+        return f"codec {settings.codec}, not tried (--load-codecs imports it)"
+    from ds_quant.codec.plugin import load
+
+    numel = 2**20
+    nbytes = load(settings.codec).wire_bytes(numel)
+    line = f"codec {settings.codec}, {nbytes / numel:.3f} bytes per element (bf16: 2)"
+    return line + (", of differences" if getattr(settings, "difference", False) else "")
+
+
+def _codes(settings: Any, value_range: str) -> str:
+    numel = 2**20
+    nbytes = wire_layout(
+        numel,
+        bits=settings.bits,
+        group_size=settings.group_size,
+        has_offset=value_range == "minmax",
+    ).nbytes
+    return (
+        f"{settings.bits}-bit {value_range} codes, groups of {settings.group_size}, "
+        f"{nbytes / numel:.3f} bytes per element (bf16: 2)"
+    )
+
+
+# ---- arguments of the commands ----
+
+
+_POWERS = {"k": 3, "m": 6, "b": 9, "t": 12}  # 7b: as models are named
+
+
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    """doctor, probe, estimate."""
+    _doctor(commands.add_parser("doctor", help="check this machine and try the plugin on it"))
+    _probe(commands.add_parser("probe", help="measure the links between processes"))
+    _estimate(commands.add_parser("estimate", help="predict what each scheme would bring"))
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="all facts as JSON")
+    parser.add_argument("--no-processes", action="store_true", help="leave out the exchange")
+    parser.add_argument(
+        "--timeout", type=positive, default=120.0, metavar="SECONDS",
+        help="limit of the exchange between two processes (120)",
+    )  # fmt: skip
+
+
+def _probe(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("probe.json"), help="JSON for estimate (probe.json)")
+    add("--node-size", type=count, help="ranks per node (as launched)")
+    add("--hostfile", type=file, help="start it on these hosts with the deepspeed launcher")
+
+
+def _estimate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--params", type=count, help="parameters, such as 7b or 7e9")
+    add("--trained", type=share, default=1.0, metavar="SHARE",
+        help="of the parameters, the others are frozen; LoRA: about 0.01 (1)")  # fmt: skip
+    add("--model-config", type=file, help="config.json of a Hugging Face causal language model")
+    add("--ds-config", type=file, help="DeepSpeed config: stage, accumulation, dtype, its block")
+    add("--stage", type=int, choices=(1, 2, 3), help="ZeRO stage (3)")
+    add("--accumulation", type=count, help="micro-steps per optimizer step (1)")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), help="of weights and gradients (bf16)")
+    add("--nodes", type=count, help="(1, or as probed)")
+    add("--gpus", type=count, help="per node (1, or as probed)")
+    add("--link", type=positive, metavar="GBIT", help="Gb/s into one node from the others")
+    add("--intra", type=positive, metavar="GBIT", help="Gb/s into one GPU from its node")
+    add("--latency", type=positive, help="seconds per collective (2e-5, or as probed)")
+    add("--probe", type=file, help="links as measured by 'ds_quant probe'")
+    add("--step", type=positive, metavar="SECONDS", help="compute of one optimizer step")
+    add("--gpu-memory", type=positive, metavar="GB", help="per GPU: leave out what does not fit")
+    add("--encode", type=positive, default=1e11, help="parameters per second and GPU (1e11)")
+    add("--json", action="store_true", help="the rows as JSON")
+    add("--plot", type=Path, help="PNG of the speed-up against the link rate")
+    add("--validate-against", type=file, metavar="RESULTS",
+        help="show prediction against the step times of a result file of speed.py")  # fmt: skip
+
+
+def positive(value: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value!r}: allowed: numbers above 0")
+    return number
+
+
+def count(value: str) -> int:
+    """A whole number from 1, also as 7e9 or 7b."""
+    power = _POWERS.get(value[-1:].lower(), 0)
+    number = positive(f"{value[:-1]}e{power}" if power else value)
+    if number != int(number):
+        raise argparse.ArgumentTypeError(f"{value!r}: allowed: whole numbers from 1")
+    return int(number)
+
+
+def share(value: str) -> float:
+    """A number above 0 and up to 1."""
+    number = positive(value)
+    if number > 1:
+        raise argparse.ArgumentTypeError(f"{value!r}: allowed: above 0, up to 1")
+    return number
+
+
+def file(value: str) -> Path:
+    """A file that exists."""
+    path = Path(value)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{value!r}: no such file")
+    return path

@@ -1,0 +1,385 @@
+"""One engine's scheme, links, parameters and counters.
+
+Everything is per engine, so that two engines of one process may run two schemes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_quant.codec.bound import Coding, exactly
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.codec.levels import initial_levels, merge_levels, update_levels
+from ds_quant.comm.buffers import Buffers
+from ds_quant.comm.checksum import Findings
+from ds_quant.comm.reduction_plan import Hop, Slicing
+from ds_quant.comm.topology import Topology
+from ds_quant.comm.traffic import Traffic
+from ds_quant.comm.transport import Fabric, Link
+from ds_quant.policy.cost import Bill, Cargo, bill
+from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes
+from ds_quant.policy.scheme import Scheme
+from ds_quant.zero import hooks
+from ds_quant.zero.gather_count import predicted_gathers
+from ds_quant.zero.param import GradientStreams, Stream, Streams, Tracked
+
+# ---- collectives of the whole world ----
+
+
+def minimum(numbers: list[int]) -> list[int]:
+    """The smallest of each number over all ranks. A collective of the whole world."""
+    from deepspeed import comm as dist
+
+    votes = torch.tensor(numbers, device=hooks.device())
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return votes.tolist()
+
+
+def broadcast(value: Any, *, source: int) -> Any:
+    """The value that rank ``source`` gives. A collective of the whole world."""
+    from deepspeed import comm as dist
+
+    values = [value]
+    dist.broadcast_object_list(values, src=source)
+    return values[0]
+
+
+def new_group(ranks: list[int]) -> Any:
+    """A process group of global ranks, as patient as the world's: without being told, torch gives
+    every new group half an hour. A collective of the whole world.
+    """
+    whole = torch.distributed.distributed_c10d._get_default_group()
+    world = whole._get_backend(hooks.device())
+    timeout = getattr(getattr(world, "options", None), "_timeout", None)
+    return torch.distributed.new_group(ranks, timeout=timeout)
+
+
+# ---- state between steps ----
+
+
+@dataclass
+class SchemeState:
+    """Learned levels by parameter index, (2^bits,) fp32, identical on all ranks.
+
+    ``learned_at`` is the last optimizer step at which the schedule was consulted, ``resyncs``
+    counts refills after checksums that differed.
+
+    Of ``fallback``: steps below ``exact_until`` travel in full precision, and all while ``killed``;
+    ``nonfinite_steps`` and ``exact_steps`` count what it has found and caused.
+    """
+
+    levels: dict[int, Tensor] = field(default_factory=dict)
+    learned_at: int = 0
+    resyncs: int = 0
+    exact_until: int = 0
+    killed: bool = False
+    nonfinite_steps: int = 0
+    exact_steps: int = 0
+
+    def due(self, schedule: Sequence[int], step: int) -> bool:
+        """True once per entry of ``schedule`` that lies behind ``step``; remembers ``step``."""
+        due = any(self.learned_at < entry <= step for entry in schedule)
+        self.learned_at = max(self.learned_at, step)
+        return due
+
+
+def learn(
+    state: SchemeState,
+    shards: Sequence[tuple[int, Tensor]],
+    *,
+    codec: GroupCodec,
+    rate: float,
+    link: Link,
+) -> None:
+    """Learn the levels of all parameters anew (QSDP's learned levels), the same on all ranks.
+
+    Until then a parameter has no table and its levels are uniform. Every rank moves its copy of
+    each table over its own shard, then all take the mean of the tables, weighted by shard size and
+    added in rank order.
+
+    Args:
+        shards: (parameter index, this rank's elements, 1-D, possibly empty), the same indices in
+            the same order on all ranks.
+    """
+    if not shards:
+        return
+    device = shards[0][1].device
+    tables, counts = [], []
+    for index, values in shards:
+        table = state.levels.get(index)
+        table = initial_levels(codec.bits).to(device) if table is None else table
+        tables.append(update_levels(table, values.float(), group_size=codec.group_size, rate=rate))
+        counts.append(float(values.numel()))
+    own = torch.cat(
+        [torch.stack(tables), torch.tensor(counts, device=device).unsqueeze(1)], dim=1
+    )  # (parameters, levels + 1) fp32
+    payload = own.contiguous().view(torch.uint8).view(-1)
+    received = link.all_gather(payload, role="weights").wait()
+    rows = received.view(torch.float32).view(link.size, *own.shape)
+    for place, (index, _) in enumerate(shards):
+        state.levels[index] = merge_levels(rows[:, place, :-1], rows[:, place, -1])
+
+
+# ---- the engine ----
+
+
+class Binding:
+    """Scheme, topology, counters and state of one engine; the ``zero`` modules share it."""
+
+    def __init__(self, engine: Any, scheme: Scheme, topology: Topology) -> None:
+        self.engine, self.topology = engine, topology
+        self.scheme = scheme
+        self.stage: int = engine.zero_optimization_stage()
+        self.traffic, self.buffers = Traffic(), Buffers()
+        self.state = SchemeState()
+        self.slicing = Slicing(count=scheme.slices)
+        self.notices: list[str] = []  # what the start-up line must add
+        self.asked: set[str] = set()  # roles for which DeepSpeed has called the plugin
+        self.has_few_ranks = False  # some parameters belong to part of the world
+        self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
+        self.node: Any = None  # zero.node.NodeShard under ZeRO-3, if the scheme keeps one
+        self.findings = Findings() if scheme.payload_checksum else None
+        self.telemetry: Any = None  # zero.telemetry.Telemetry, if steps are sampled
+        self.watch: Any = None  # zero.fallback.Watch, if non-finite gradients are looked for
+        self.gather_count: Any = None  # zero.gather_count.GatherCount, until it has counted
+        self.gathers = predicted_gathers(engine) if self.stage == 3 else 1.0  # in a micro-step
+        self._links: dict[int, Link] = {}
+        self._fabrics: dict[int, Fabric] = {}
+        self._levels = self._make_levels()
+        self._backwards: dict[int, int] = {}  # those done in the current optimizer step
+        self._tracked = {
+            id(p): Tracked(index=i, name=name, shape=hooks.shape_of(p), trained=p.requires_grad)
+            for i, (name, p) in enumerate(engine.module.named_parameters())
+        }
+
+    @property
+    def scheme(self) -> Scheme:
+        return self._scheme
+
+    @scheme.setter
+    def scheme(self, scheme: Scheme) -> None:
+        self._scheme = scheme
+        self._streams = Streams(scheme, one_node=self.topology.nodes == 1)
+
+    def tracked(self, parameter: torch.Tensor) -> Tracked | None:
+        """The engine's record of a parameter, None for one that appeared later."""
+        return self._tracked.get(id(parameter))
+
+    def all_tracked(self) -> Iterable[Tracked]:
+        """Every parameter of the module when the engine was built."""
+        return self._tracked.values()
+
+    def note_groups(self, process_groups: Sequence[Any]) -> None:
+        """Tell of parameters whose ranks are not the world (experts, pipeline, tensor parallel);
+        ``process_groups`` has one entry per parameter.
+        """
+        world = list(range(self.topology.world))
+        few = sum(self.link(group).ranks != world for group in process_groups)
+        self.has_few_ranks = few > 0
+        if few:
+            self.notices.append(
+                f"{few} of {len(process_groups)} parameters belong to part of the ranks and take "
+                "one level, without a node shard"
+            )
+
+    def link(self, process_group: Any) -> Link:
+        """The byte collectives of a process group."""
+        key = id(process_group)
+        if key not in self._links:
+            self._links[key] = Link(
+                process_group,
+                topology=self.topology,
+                traffic=self.traffic,
+                findings=self.findings,
+                buffers=self.buffers,
+            )
+        return self._links[key]
+
+    def _make_levels(self) -> tuple[Link, Link] | None:
+        """Links inside this rank's node and between nodes, where the world has both levels."""
+        topology = self.topology
+        if topology.nodes == 1 or topology.node_size == 1:
+            return None
+        own, mine = [], hooks.rank_and_world()[0]
+        for ranks_of_level in topology.levels():
+            groups = [(ranks, new_group(ranks)) for ranks in ranks_of_level]
+            own += [group for ranks, group in groups if mine in ranks]
+        return self.link(own[0]), self.link(own[1])
+
+    def fabric(self, process_group: Any) -> Fabric:
+        """The links of a process group, on two levels if it is the world and that has them."""
+        key = id(process_group)
+        if key not in self._fabrics:
+            whole, levels = self.link(process_group), ()
+            if self._levels is not None and whole.ranks == list(range(self.topology.world)):
+                levels = self._levels
+            self._fabrics[key] = Fabric(whole, *levels)
+        return self._fabrics[key]
+
+    def route(self, process_group: Any) -> tuple[Hop, ...]:
+        """The hops of a gradient reduction over a process group."""
+        fabric = self.fabric(process_group)
+        if fabric.intra is None or fabric.inter is None:
+            # As published: SDP4Bit's variants gain from exact own contributions, QSDP has none.
+            exact_own = self.scheme.gradients_intra is not None
+            return (Hop(link=fabric.whole, exact_own=exact_own),)
+        return (
+            Hop(link=fabric.intra, exact_own=True),
+            Hop(link=fabric.inter, divisor=fabric.intra.size, exact_own=True, slicing=self.slicing),
+        )
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, restored by DeepSpeed from a checkpoint. Steps that it skipped
+        (overflow) changed no weight and do not count: equal step, equal weights.
+        """
+        return self.engine.global_steps - self.engine.skipped_steps
+
+    def is_exact(self, step: int) -> bool:
+        """Whether everything travels in full precision in an optimizer step."""
+        until = max(self.scheme.warmup_steps, self.state.exact_until)
+        return self.state.killed or step < until
+
+    @property
+    def gradient_step(self) -> int:
+        """Address of the current backward: unique within a run, equal after a resume."""
+        step = self.engine.global_steps  # with skipped ones: their gradients were new
+        return (step << 24) + self._backwards.get(step, 0)
+
+    def after_backward(self) -> None:
+        """The last gradient of a backward is reduced. Counted here, because accelerate advances
+        ``engine.micro_steps`` once per optimizer step only.
+        """
+        step = self.engine.global_steps
+        self._backwards = {step: self._backwards.get(step, 0) + 1}
+
+    def weight_coding(
+        self,
+        tracked: Tracked,
+        dtype: torch.dtype,
+        *,
+        step: int,
+        rank: int | None,
+        intra: bool = False,
+    ) -> Coding:
+        """How the weights of one parameter travel; ``dtype`` is that of exact ones.
+
+        ``step`` is the optimizer step whose forward uses them. ``intra``: from the node shard.
+        ``rank`` None: they are only received, which takes no random bits.
+        """
+        stream = self.weight_stream(tracked, dtype, rank=rank, intra=intra)
+        if stream is None or self.is_exact(step):
+            return exactly(dtype)
+        return self.coding_of(stream, tracked, step=step, intra=intra)
+
+    def weight_stream(
+        self, tracked: Tracked, dtype: torch.dtype, *, rank: int | None, intra: bool = False
+    ) -> Stream | None:
+        """What carries weights unless everything is exact; None if they are always. Does not change
+        between steps.
+        """
+        return self._streams.of_weights(tracked, dtype, rank=rank, intra=intra)
+
+    def coding_of(
+        self, stream: Stream, tracked: Tracked, *, step: int, intra: bool = False
+    ) -> Coding:
+        """What a stream of weights is in one step."""
+        return Coding(
+            codec=stream.codec,
+            address=stream.address(step),
+            levels=None if intra else self.state.levels.get(tracked.index),
+            difference=self.scheme.difference and not intra,
+        )
+
+    def gradient_streams(
+        self, tracked: Tracked, dtype: torch.dtype, *, rank: int, route: Sequence[Hop]
+    ) -> GradientStreams | None:
+        """What carries a gradient over ``route`` unless everything is exact; None if it is always.
+        Does not change between steps.
+        """
+        return self._streams.of_gradient(tracked, dtype, rank=rank, hops=len(route))
+
+    def learn_levels(
+        self, step: int, own_values: Iterator[tuple[torch.Tensor, torch.Tensor, Link]]
+    ) -> None:
+        """Learn levels if the schedule says so; ``own_values`` is (parameter, shard, link)."""
+        codec = self.scheme.weights
+        if not isinstance(codec, GroupCodec) or codec.levels != "learned":
+            return
+        if not self.state.due(self.scheme.level_steps, step):
+            return
+        by_link: dict[Link, list[tuple[int, torch.Tensor]]] = {}
+        for parameter, values, link in own_values:
+            tracked = self.tracked(parameter)
+            if tracked is None or tracked.shape.numel() == 0:
+                continue
+            if self.scheme.skip_reason(tracked.name, tracked.shape, values.dtype) is None:
+                by_link.setdefault(link, []).append((tracked.index, values))
+        for link, shards in by_link.items():
+            learn(self.state, shards, codec=codec, rate=self.scheme.level_rate, link=link)
+
+    def gradients_travel(self) -> bool:
+        """Whether gradients take this plugin's collectives; notes the setting if they do not."""
+        reason = hooks.exact_gradient_reason(self.engine)
+        if reason is not None:
+            self.notices.append(f"gradients stay exact: {reason}")
+        return reason is None
+
+    def peak_bytes(self, bill: Bill) -> float:
+        """Most bytes of messages and sums on this rank in a step, by formula."""
+        engine = self.engine
+        params = list(engine.module.parameters())
+        numels = [hooks.shape_of(p).numel() for p in params]
+        late = self.stage == 3 and engine.zero_overlap_comm() and hooks.device().type == "cpu"
+        sizes = Sizes(
+            ranks=self.topology.world,
+            node_size=self.topology.node_size,
+            trained=sum(n for p, n in zip(params, numels, strict=True) if p.requires_grad),
+            largest=max(numels, default=0),
+            bucket=engine.zero_reduce_bucket_size(),
+            window=engine.zero_allgather_bucket_size(),
+            prefetch=min(engine.zero_prefetch_bucket_size(), engine.zero_max_live_parameters()),
+            itemsize=hooks.gradient_dtype(engine).itemsize,
+            exact_own=self.scheme.gradients_intra is not None,
+            under_way=1 + BUCKETS_AHEAD if late else 1,
+            slicing=self.slicing,
+        )
+        exact = hooks.exact_gradient_reason(engine) is not None
+        return peak_bytes(bill, self.stage, sizes, shipped_gradients=exact)
+
+    def received_in_full_precision(self) -> dict[str, dict[str, float]]:
+        """Bytes that this plugin would bring to a rank per optimizer step, were nothing quantized,
+        by role and link as ``Traffic`` counts them.
+        """
+        plain = Scheme(name="full_precision", weights=None, gradients=None)
+        found = self.bill(plain).received(
+            self.stage,
+            micro_steps=self.engine.gradient_accumulation_steps(),
+            nodes=self.topology.nodes,
+            node_size=self.topology.node_size,
+        )
+        if hooks.exact_gradient_reason(self.engine) is not None:
+            found["gradients"] = {"intra": 0.0, "inter": 0.0}  # DeepSpeed's, which nobody counts
+        return found
+
+    def bill(self, scheme: Scheme | None = None) -> Bill:
+        """Bytes per parameter by formula, of the engine's scheme or of another."""
+        cargo = [
+            Cargo(name, hooks.shape_of(p), p.dtype, p.requires_grad)
+            for name, p in self.engine.module.named_parameters()
+        ]
+        return bill(
+            scheme or self.scheme,
+            self.stage,
+            cargo,
+            ranks=self.topology.world,
+            node_size=self.topology.node_size,
+            gradient_dtype=hooks.gradient_dtype(self.engine),
+            shipped_gradients=hooks.exact_gradient_reason(self.engine) is not None,
+            gathers=self.gathers,
+        )

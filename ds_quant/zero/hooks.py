@@ -1,0 +1,470 @@
+"""Every contact with DeepSpeed's private names, here and in optimizer_hooks.py.
+
+[Note: what is replaced] Methods are wrapped per engine, on instances. Two functions that the
+optimizers call by module name (gradient reduce-scatter of ZeRO-3, weight gather of ZeRO-1, 2) are
+*routes*: inert unless the calling optimizer opened them, on this thread, during one call.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from ds_quant.policy import refusals
+from ds_quant.zero.log import log_rank0 as log_rank0
+
+# ---- wrapping ----
+
+
+_TESTED = "0.17.6, 0.18.9 and 0.19.8"
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any], *, stacked: bool = False) -> None:
+    """Replace ``owner.name`` by ``around(original, ...)``; a class or an instance.
+
+    Once, unless it is ``stacked`` on wrappers that are there already.
+    """
+    original = getattr(owner, name)
+    if getattr(original, "ds_quant_wraps", None) is not None and not stacked:
+        return
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    wrapper.ds_quant_wraps = original  # type: ignore[attr-defined]
+    setattr(owner, name, wrapper)
+
+
+def after(owner: Any, name: str, then: Callable[[], None], *, stacked: bool = False) -> None:
+    """Run ``then()`` behind every call of ``owner.name``."""
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then()
+        return result
+
+    require(owner, name)
+    wrap(owner, name, around, stacked=stacked)
+
+
+class Seam(threading.local):
+    """A function of DeepSpeed that must be called while another one runs: were it moved, what the
+    plugin should carry would travel past it without a word.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.calls = name, 0
+
+    @contextmanager
+    def expected(self, excused: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Raise RuntimeError at the end if it was not called inside and that is not ``excused``."""
+        before = self.calls
+        yield
+        if self.calls == before and not excused():
+            raise moved(self.name)
+
+
+class Route(Seam):
+    """A module-level function of DeepSpeed that goes elsewhere while ``through`` is open."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.target: Callable[..., Any] | None = None
+
+    def install(self, module: Any) -> None:
+        def dispatch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return (self.target or original)(*args, **kwargs)
+
+        require(module, self.name)
+        wrap(module, self.name, dispatch)
+
+    @contextmanager
+    def through(
+        self, target: Callable[..., Any], excused: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
+        """Inside, ``target`` is called instead; raises as ``expected``."""
+        previous, self.target = self.target, target
+        try:
+            with self.expected(excused):
+                yield
+        finally:
+            self.target = previous
+
+
+def moved(what: str) -> RuntimeError:
+    """The error where DeepSpeed does not call what it is known to call."""
+    return RuntimeError(
+        f"quantized_comm: {deepspeed_version()} did not call {what}, so what this plugin should "
+        f"carry travelled without it; use a tested version ({_TESTED}) or remove the "
+        "quantized_comm block"
+    )
+
+
+def require(owner: Any, name: str) -> None:
+    if not hasattr(owner, name):
+        raise RuntimeError(
+            f"quantized_comm: {deepspeed_version()} has no {name} on {type(owner).__name__}; "
+            f"tested versions are {_TESTED}"
+        )
+
+
+def deepspeed_version() -> str:
+    """For messages."""
+    import deepspeed
+
+    return f"DeepSpeed {deepspeed.__version__}"
+
+
+# ---- DeepSpeed's engine and optimizers ----
+
+
+_AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+_FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
+
+
+_shard_reduction = Route("reduce_scatter_coalesced")
+
+
+def exact_gradient_reason(engine: Any) -> str | None:
+    """The setting that keeps gradients on DeepSpeed's own exact path, if there is one."""
+    zero = engine._config.zero_config
+    return refusals.exact_gradient_reason(int(zero.stage), partial(getattr, zero))
+
+
+def param_dict(engine: Any) -> dict[str, Any]:
+    """The DeepSpeed config as it was written."""
+    return engine._config._param_dict
+
+
+# ---- parameters of ZeRO-3 ----
+
+
+def before_fetch(optimizer: Any, meet: Callable[[Iterable[Any]], None]) -> None:
+    """``meet(params)`` sees parameters that are about to be fetched together."""
+
+    def fetch(original: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+        meet(params)
+        return original(params, *args, **kwargs)
+
+    offload = getattr(optimizer, "parameter_offload", optimizer)  # itself without an optimizer
+    coordinator = offload.get_param_coordinator()
+    require(coordinator, _FETCH)
+    wrap(coordinator, _FETCH, fetch)
+
+
+def is_gathered_whole(module: torch.nn.Module) -> bool:
+    """Whether ZeRO-3 gathers all that is in the module at once (DeepSpeed's leaf modules)."""
+    from deepspeed.utils import z3_leaf_module
+
+    return bool(z3_leaf_module(module))
+
+
+def note_borrowed() -> None:
+    """Mark parameters that a module uses in its forward though they are not its own: DeepSpeed
+    learns of it then, once per use and run, and gathers them on the spot with ``all_gather()``.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+
+    def register(original: Callable[..., Any], module: Any, parameter: Any) -> None:
+        original(module, parameter)
+        parameter.ds_quant_borrowed = True
+
+    require(parameter_offload, "register_external_parameter")
+    wrap(parameter_offload, "register_external_parameter", register)
+
+
+# ---- gradients ----
+
+
+def wrap_shard_reduction(
+    optimizer: Any, reduce: Callable[..., Any], put_away: Callable[..., Any] | None = None
+) -> None:
+    """ZeRO-3: ``reduce(original, params, tensors, group)`` replaces the reduce-scatter and
+    ``put_away(original, params, shards)`` what follows it.
+    """
+    from deepspeed.runtime.zero import stage3
+
+    _shard_reduction.install(stage3)
+    original = stage3.reduce_scatter_coalesced.ds_quant_wraps
+
+    def around(avg_scatter: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+        with _shard_reduction.through(partial(reduce, original, params)):
+            return avg_scatter(params, *args, **kwargs)
+
+    require(optimizer, _AVG_SCATTER)
+    wrap(optimizer, _AVG_SCATTER, around)
+    if put_away is not None:
+        require(optimizer, "partition_grads")
+        wrap(optimizer, "partition_grads", put_away)
+
+
+def after_backward(
+    optimizer: Any,
+    then: Callable[[], None],
+    last_buckets: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Run ``then()`` after every backward, whose last buckets go in ``last_buckets()``."""
+
+    def epilogue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with last_buckets():
+            result = original(*args, **kwargs)
+        then()
+        return result
+
+    require(optimizer, "independent_gradient_partition_epilogue")
+    wrap(optimizer, "independent_gradient_partition_epilogue", epilogue)
+
+
+def unasked(role: str) -> RuntimeError:
+    """The error where a step was taken without a call of what carries ``role``."""
+    gradients = "__avg_scatter_grads (ZeRO-3) or average_tensor (ZeRO-1 and 2)"
+    carriers = {"weights": "all_gather_coalesced of a parameter", "gradients": gradients}
+    return moved(f"{carriers[role]} in the first step")
+
+
+# ---- the optimizer step ----
+
+
+def after_step(optimizer: Any, then: Callable[[], None]) -> None:
+    """Run ``then()`` after every ``optimizer.step`` that was not skipped (overflow)."""
+
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not optimizer.overflow:
+            then()
+        return result
+
+    wrap(optimizer, "step", step, stacked=True)
+
+
+def around_step(optimizer: Any, before: Callable[[], None], after: Callable[[bool], None]) -> None:
+    """Run ``before()`` ahead of every ``optimizer.step`` and ``after(skipped)`` behind it."""
+
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before()
+        result = original(*args, **kwargs)
+        after(bool(optimizer.overflow))
+        return result
+
+    wrap(optimizer, "step", step, stacked=True)
+
+
+def after_global_step(engine: Any, then: Callable[[], None]) -> None:
+    """Run ``then()`` whenever ``engine.global_steps`` has grown, skipped updates included."""
+    after(engine, "_take_model_step", then, stacked=True)
+
+
+def before_destroy(engine: Any, first: Callable[[], None]) -> None:
+    """Run ``first()`` when the engine is destroyed: asked to, or collected."""
+
+    def destroy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            first()
+        finally:
+            original(*args, **kwargs)
+
+    wrap(engine, "destroy", destroy)
+
+
+def rank_and_world() -> tuple[int, int]:
+    from deepspeed import comm as dist
+
+    return dist.get_rank(), dist.get_world_size()
+
+
+def after_checkpoint_event(optimizer: Any, then: Callable[[], None]) -> None:
+    """ZeRO-3: run ``then()`` after a checkpoint was saved or loaded."""
+    after(optimizer, "checkpoint_event_epilogue", then, stacked=True)
+
+
+def wrap_checkpoints(
+    engine: Any, key: str, dump: Callable[[], Any], restore: Callable[[Any], None]
+) -> None:
+    """Save ``dump()`` as ``key`` of the client state, hand it to ``restore`` on load (None if the
+    checkpoint has none). The caller's client state does not show it.
+    """
+
+    def save(
+        original: Callable[..., Any], save_dir: Any, tag: Any = None, client_state: Any = None,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        return original(save_dir, tag, {**(client_state or {}), key: dump()}, *args, **kwargs)
+
+    def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        path, client_state = original(*args, **kwargs)
+        if path is not None:
+            restore(client_state.pop(key, None))
+        return path, client_state
+
+    wrap(engine, "save_checkpoint", save)
+    wrap(engine, "load_checkpoint", load)
+
+
+def after_save(engine: Any, then: Callable[[], None]) -> None:
+    """Run ``then()`` when a checkpoint or 16-bit weights have been saved."""
+    for name in ("save_checkpoint", "save_16bit_model"):
+        after(engine, name, then, stacked=True)
+
+
+def gradient_dtype(engine: Any) -> torch.dtype:
+    """What DeepSpeed sends gradients in: ``communication_data_type``, by default the model's."""
+    return engine.communication_data_type
+
+
+def steps(optimizer: Any) -> bool:
+    """False for ZeRO-3 without an optimizer (inference)."""
+    return hasattr(optimizer, "step") and hasattr(optimizer, _AVG_SCATTER)
+
+
+# ---- ZeRO-3's parameters ----
+
+
+def shape_of(parameter: torch.Tensor) -> torch.Size:
+    """The full shape, also while a ZeRO-3 parameter is partitioned."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def total_bytes(module: torch.nn.Module) -> int:
+    """Bytes of all parameters of a model, whole ones also where they are partitioned."""
+    return sum(shape_of(p).numel() * p.element_size() for p in module.parameters())
+
+
+def travels(parameter: Any) -> bool:
+    """Whether a codec can carry the dtype of a ZeRO-3 parameter's shard."""
+    return parameter.ds_tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_unavailable(parameter: torch.Tensor) -> bool:
+    return parameter.ds_status == type(parameter.ds_status).NOT_AVAILABLE
+
+
+def is_available(parameter: torch.Tensor) -> bool:
+    return parameter.ds_status == type(parameter.ds_status).AVAILABLE
+
+
+def set_inflight(parameter: torch.Tensor) -> None:
+    parameter.ds_status = type(parameter.ds_status).INFLIGHT
+
+
+def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a parameter its gathered values, (numel,), and mark it available."""
+    parameter.data = values.view(parameter.ds_shape)
+    parameter.ds_status = type(parameter.ds_status).AVAILABLE
+
+
+def forget_values(parameter: torch.Tensor) -> None:
+    """Mark a gathered parameter as not gathered, so that the next gather fetches it anew."""
+    accelerator = _accelerator()
+    if not accelerator.is_synchronized_device() and accelerator.on_accelerator(parameter.data):
+        parameter.data.record_stream(accelerator.current_stream())
+    parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
+
+
+def valid_shard(parameter: Any, rank: int) -> torch.Tensor:
+    """This rank's shard without its uninitialised padding, 1-D, possibly empty."""
+    width = parameter.ds_tensor.ds_numel
+    used = min(max(parameter.ds_numel - rank * width, 0), width)
+    return parameter.ds_tensor.data.view(-1)[:used]
+
+
+def _accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
+
+
+def free_memory() -> int:
+    """Bytes that can still be allocated where collectives run."""
+    return int(_accelerator().available_memory())
+
+
+def device() -> torch.device:
+    """Where collectives run."""
+    return torch.device(_accelerator().current_device_name())
+
+
+# ---- its methods, for as long as an engine serves it ----
+
+
+def wrap_fetch(
+    parameter: Any,
+    fetch: Callable[..., Any],
+    gather_exactly: Callable[..., Any],
+    *,
+    owner: object,
+) -> None:
+    """``fetch(original, params, ...)`` serves forward and backward; ``gather_exactly(original,
+    param, param_list, ...)`` everything that must see exact weights.
+    """
+
+    def gather(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return gather_exactly(original, parameter, *args, **kwargs)
+
+    _wrap(parameter, "all_gather_coalesced", fetch, owner)
+    _wrap(parameter, "all_gather", gather, owner)
+
+
+def wrap_partition(parameter: Any, updated: Callable[[list[Any]], None], *, owner: object) -> None:
+    """``updated(params)`` learns which parameters are partitioned again with new values."""
+
+    def around(
+        partition: Callable[..., Any], param_list: Any = None, *args: Any,
+        has_been_updated: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        if has_been_updated:
+            updated([parameter] if param_list is None else param_list)
+        return partition(param_list, *args, has_been_updated=has_been_updated, **kwargs)
+
+    _wrap(parameter, "partition", around, owner)
+
+
+def _wrap(parameter: Any, name: str, around: Callable[..., Any], owner: object) -> None:
+    original = getattr(parameter, name)
+    wrapper = functools.partial(around, original)
+    wrapper.ds_quant_wraps, wrapper.ds_quant_owner = original, owner
+    setattr(parameter, name, wrapper)
+
+
+def take_borrowed(parameter: Any) -> bool:
+    """Whether the parameter was marked as borrowed since the last call."""
+    return vars(parameter).pop("ds_quant_borrowed", False)
+
+
+def owner_of(parameter: Any) -> Any:
+    """The owner of the wrapped fetch, None if it is DeepSpeed's."""
+    return getattr(getattr(parameter, "all_gather_coalesced", None), "ds_quant_owner", None)
+
+
+def unwrap(parameter: Any, *, owner: object) -> None:
+    """Give the parameter back its own methods, unless another owner has wrapped them since."""
+    for name in ("all_gather_coalesced", "all_gather", "partition"):
+        method = getattr(parameter, name)
+        if getattr(method, "ds_quant_owner", None) is owner:
+            setattr(parameter, name, method.ds_quant_wraps)
+
+
+class StepBarrier:
+    """Orders the gather stream behind what wrote shards or kept weights on another one (the
+    optimizer step), on devices whose streams run by themselves; does nothing on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self._event: Any = None
+
+    def record(self) -> None:
+        accelerator = _accelerator()
+        if not accelerator.resolves_data_dependency():
+            self._event = accelerator.Event()
+            self._event.record(accelerator.current_stream())
+
+    def wait(self) -> None:
+        if self._event is not None:
+            _accelerator().current_stream().wait_event(self._event)

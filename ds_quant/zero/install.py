@@ -1,0 +1,192 @@
+"""Install the plugin into DeepSpeed, once per process.
+
+[Note: what is shortened] Only errors that are messages to the user by their type: a wrong setting,
+and ranks that do not fit together at start-up. Everything else goes to the hook that was there:
+Python's or the one of torch.distributed. A program with another one of its own keeps that. Other
+ranks stay short only if rank 0 has said the very same thing; with a mistake of their own, or
+without an answer, they tell it themselves.
+
+[Note: where the plugin enters] Five methods are wrapped once, when the engine module is imported:
+the config parser reads the block, the engine's first check refuses stage 0 where there is an
+optimizer, and the places that build an optimizer attach to it or refuse. Everything else is set
+per engine, see hooks.py.
+
+On the CPU ``deepspeed.init_distributed`` compiles it, for a minute and more, and lets it open 69 MB
+of shared memory per rank that nothing removes. Only ``inference_all_reduce`` uses it: inference and
+tensor parallelism. So it is built and opened at the first such call, which all ranks make, and
+training without one does without it. Results are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ds_quant import leftovers
+from ds_quant.config import schema
+from ds_quant.config.schema import ConfigError
+from ds_quant.policy import refusals
+from ds_quant.zero import hooks
+from ds_quant.zero.handshake import Board, StartError
+from ds_quant.zero.hooks import wrap
+from ds_quant.zero.log import log_here, log_rank0
+
+
+def install() -> None:
+    """Wrap the config parser and the optimizer factories. Idempotent; starts no CUDA."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    def read_block(original: Callable[..., Any], self: Any, param_dict: dict) -> None:
+        self.quantized_comm = schema.parse(param_dict)
+        if self.quantized_comm is not None:
+            if refusals.stage_of(param_dict):  # else see judge_stage_0
+                refusals.refuse(param_dict, self.quantized_comm)  # ahead of DeepSpeed's own checks
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                for lock in leftovers.idle_locks():
+                    log_here(f"quantized_comm: {leftovers.lock_sentence(lock)}")
+        original(self, param_dict)
+
+    def judge_stage_0(original: Callable[..., Any], self: Any) -> None:
+        original(self)
+        block = getattr(self._config, "quantized_comm", None)
+        if block is not None and self.zero_optimization_stage() == 0:
+            if self.optimizer_name():
+                block.validate_stage(refusals.stage_of(hooks.param_dict(self)))
+            self._config.quantized_comm = None  # as for the frozen model of a preference trainer
+            log_rank0("quantized_comm: inactive in an engine at stage 0 without an optimizer")
+
+    def attach_zero(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = original(self, *args, **kwargs)
+        _attach(self, optimizer)
+        return optimizer
+
+    def refuse_other(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        _attach(self, None)
+        return original(self, *args, **kwargs)
+
+    shorten_messages()
+    defer_operator()
+    wrap(DeepSpeedConfig, "_initialize_params", read_block)
+    wrap(DeepSpeedEngine, "_do_sanity_check", judge_stage_0)
+    wrap(DeepSpeedEngine, "_configure_zero_optimizer", attach_zero)
+    wrap(DeepSpeedEngine, "_configure_bf16_optimizer", refuse_other)
+    # 0.17 takes "bf16" for a model without ZeRO and gives ZeRO-1 this one, under which nothing
+    # is sharded; with a block, whose stage is 1 or more, no other config comes here.
+    wrap(DeepSpeedEngine, "_configure_fp16_optimizer", refuse_other)
+
+
+def _attach(engine: Any, optimizer: Any) -> None:
+    """``attach`` imports DeepSpeed, whose import brings us here: so late."""
+    from ds_quant.zero.attach import attach
+
+    attach(engine, optimizer)
+
+
+# ---- the shared-memory operator ----
+
+
+_BUILD = "build_shm_op"
+
+
+def defer_operator() -> None:
+    """Wrap DeepSpeed's backend, before it is made. Idempotent; nothing where it has no operator."""
+    backend = importlib.import_module("deepspeed.comm.torch")
+    if hasattr(backend, _BUILD) and hasattr(backend.TorchBackend, "inference_all_reduce"):
+        wrap(backend, _BUILD, lambda original: None)
+        wrap(backend.TorchBackend, "inference_all_reduce", _reduce)
+
+
+def _reduce(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not getattr(self, "ds_quant_asked", False):
+        self.ds_quant_asked = True
+        _open(self)
+    return original(self, *args, **kwargs)
+
+
+def _open(backend: Any) -> None:
+    """What the backend's constructor does with the operator."""
+    module = importlib.import_module("deepspeed.comm.torch")
+    operator = getattr(module, _BUILD).ds_quant_wraps()
+    if operator is None:
+        return
+    operator.initialize(backend.get_world_size(), backend.get_rank())
+    backend.shm_comm_op = operator
+    if hasattr(operator, "vector_kernel_level"):  # from 0.19.6 on
+        backend.shm_vector_kernel_level = operator.vector_kernel_level()
+
+
+# ---- uncaught mistakes of the user ----
+
+
+_PATIENCE = 3.0  # seconds for ranks that fail together to hear of each other
+
+
+def shorten_messages() -> None:
+    """Shorten what Python or torch.distributed would print. Idempotent."""
+    previous = sys.excepthook
+    of_torch = getattr(previous, "__module__", "").startswith("torch.distributed")
+    if previous is sys.__excepthook__ or of_torch:
+        sys.excepthook = functools.partial(_hook, previous)
+
+
+def _hook(
+    previous: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    if kind not in (ConfigError, StartError):
+        previous(kind, error, traceback)
+        return
+    rank, world = _place()
+    if rank and _said_by_rank0(rank, str(error)):
+        print(f"rank {rank} ends: see the message of rank 0", file=sys.stderr, flush=True)
+        return
+    who = f"{kind.__name__} on rank {rank}" if rank else kind.__name__
+    print(f"{who}: {error}", file=sys.stderr, flush=True)
+    if world > 1 and not rank:
+        _tell(str(error), world)
+
+
+def _place() -> tuple[int, int]:
+    """Rank and world, by the launcher where processes have not met yet."""
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return int(rank) if rank.isdigit() else 0, int(world) if world.isdigit() else 1
+
+
+def _board(message: str) -> Board | None:
+    if not torch.distributed.is_initialized():
+        return None
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    return Board(store, "ds_quant/said/" + hashlib.sha256(message.encode()).hexdigest()[:16])
+
+
+def _tell(message: str, world: int) -> None:
+    """Rank 0, whose process may hold the store, waits for those who ask."""
+    board = _board(message)
+    if board is not None:
+        board.put("said", "")
+        board.arrive([f"heard/{rank}" for rank in range(1, world)], _PATIENCE)
+
+
+def _said_by_rank0(rank: int, message: str) -> bool:
+    board = _board(message)
+    if board is None:
+        return False
+    try:
+        said = board.arrive(["said"], _PATIENCE)
+        board.put(f"heard/{rank}", "")
+    except RuntimeError:  # the store is gone with rank 0, which has said something then
+        return False
+    return said

@@ -1,0 +1,284 @@
+"""The node-level copy of the ZeRO-3 weights: filled exactly, updated after every step.
+
+[Note: what keeps it right] The exchange after a step serves every parameter that was trained when
+the engine was built, because the optimizer may still move it, and goes on during the next forward
+(``Spread``): a gather waits for its own parameters, and what else reads or writes rows finishes it
+first. Everything else that writes weights (a loaded checkpoint, GatheredParameters with a modifier
+rank) marks its parameters stale on all ranks alike, and the next fetch fills those exactly. Saving
+a checkpoint marks all of them, so that a run that saves continues like one that loads. The primary
+shard is not the node shard's row: it stays exact, because exports and GatheredParameters read it.
+
+[Note: first needed first] The exchange after an optimizer step is cut into chunks of parameters, in
+the order in which the last step gathered them. They are posted at once, and each is waited for when
+a parameter of it is gathered. Chunks are finished in the order of their posting, whichever is asked
+for: over one link they arrive in that order, and a forward that takes another way than the last
+one changes nothing of what the ranks post.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_quant.codec.bound import Coding
+from ds_quant.codec.codec import CastCodec
+from ds_quant.comm.gather import Kept, exchange, gather
+from ds_quant.kernels.wire import ceil_div
+from ds_quant.zero import hooks
+from ds_quant.zero.engine import Binding
+
+# ---- spread over the next forward ----
+
+
+_IN_FLIGHT = 16  # chunks; bounds the memory of messages, the others are posted as these arrive
+
+
+class Chunk(NamedTuple):
+    """Parameters by index, and what posts their exchange; that returns what waits and decodes."""
+
+    indices: Collection[int]
+    post: Callable[[], Callable[[], None]]
+
+
+class Spread:
+    """The chunks of one exchange."""
+
+    def __init__(self) -> None:
+        self._ahead: deque[Chunk] = deque()
+        self._posted: deque[tuple[Collection[int], Callable[[], None]]] = deque()
+        self._missing: set[int] = set()
+
+    def begin(self, chunks: Iterable[Chunk]) -> None:
+        """Post the first chunks; the exchange before must be finished."""
+        assert not self._missing
+        self._ahead.extend(chunks)
+        self._missing.update(index for chunk in self._ahead for index in chunk.indices)
+        for _ in range(_IN_FLIGHT):
+            self._post_next()
+
+    def misses(self, indices: Iterable[int]) -> bool:
+        """Whether a parameter of these is still to arrive. Equal on all ranks: it tells what was
+        finished here, not what the network has brought.
+        """
+        return not self._missing.isdisjoint(indices)
+
+    def finish(self, indices: Iterable[int] | None = None) -> None:
+        """Wait until these parameters have arrived, or all if None.
+
+        Raises:
+            RuntimeError: a rank does not answer; also at every later call.
+        """
+        while self._missing if indices is None else self.misses(indices):
+            if not self._posted:
+                raise RuntimeError(
+                    "quantized_comm: an exchange of weights has failed before: resume from the "
+                    "last checkpoint"
+                )
+            arrived, decode = self._posted.popleft()
+            try:
+                decode()
+            except BaseException:
+                self._ahead.clear()
+                self._posted.clear()  # nobody waits for a lost rank twice
+                raise
+            self._missing.difference_update(arrived)
+            self._post_next()
+
+    def close(self) -> None:
+        """Wait for what was posted, since others may use the same link later; post no more."""
+        self._ahead.clear()
+        self._missing = {index for arriving, _ in self._posted for index in arriving}
+        self.finish()
+
+    def _post_next(self) -> None:
+        if self._ahead:
+            chunk = self._ahead.popleft()
+            self._posted.append((chunk.indices, chunk.post()))
+
+
+# ---- the node shard ----
+
+
+# Own elements per message of an exchange: an eighth of them, as far as that is neither so little
+# that a message's latency counts nor more than memory should hold.
+_CHUNKS, _LEAST_NUMEL, _MOST_NUMEL = 8, 1 << 18, 1 << 21
+
+
+@dataclass
+class _Asked:
+    """A gather, and once it is posted what waits and decodes."""
+
+    indices: Sequence[int]
+    decode: Callable[[], list[torch.Tensor]] | None = None
+
+
+class NodeShard:
+    """Weights of the parameters it serves, by their index in the module."""
+
+    def __init__(self, binding: Binding, params: Iterable[Any], barrier: hooks.StepBarrier) -> None:
+        self._binding, self._barrier = binding, barrier
+        fabric, topology = binding.fabric(None), binding.topology  # None: the world
+        # One rank per node: all links are between nodes.
+        self._inter, self._intra = fabric.inter or fabric.whole, fabric.intra
+        self._rank = fabric.whole.rank
+        self._params: dict[int, Any] = {}
+        self._trained: set[int] = set()
+        self._kept: dict[int, Kept] = {}
+        for p in params:
+            if not self._belongs(p):
+                continue
+            tracked = binding.tracked(p)
+            index = tracked.index
+            self._params[index] = p
+            if tracked.trained:
+                self._trained.add(index)
+            self._kept[index] = Kept.allocate(
+                p.ds_numel,
+                nodes=topology.nodes,
+                node_size=topology.node_size,
+                local=self._rank % topology.node_size,
+                dtype=p.ds_tensor.dtype,
+                device=hooks.device(),
+            )
+        self._stale = set(self._kept)
+        self._spread = Spread()
+        self._gathered: dict[int, None] = {}  # since the last step, in order of their first gather
+        self._asked: deque[_Asked] = deque()  # not posted yet
+
+    def _belongs(self, p: Any) -> bool:
+        """Rank-invariant. Persistent parameters stay gathered; expert groups are not the world."""
+        ranks = self._binding.link(p.ds_process_group).ranks
+        world = list(range(self._binding.topology.world))
+        return hooks.travels(p) and not p.ds_persist and ranks == world
+
+    def serves(self, parameter: Any) -> bool:
+        """Whether ``gather`` knows the parameter."""
+        tracked = self._binding.tracked(parameter)
+        return tracked is not None and tracked.index in self._kept
+
+    def nbytes(self) -> int:
+        """Memory of the node shard on this rank."""
+        return sum(item.rows.nbytes for item in self._kept.values())
+
+    def mark_stale(self, params: Iterable[Any] | None = None) -> None:
+        """Weights were written outside the optimizer step, of all parameters if None. A collective:
+        what is on its way must arrive first.
+        """
+        self.finish()
+        if params is None:
+            self._stale = set(self._kept)
+        else:
+            self._stale.update(self._binding.tracked(p).index for p in params if self.serves(p))
+
+    def copies(self) -> Iterable[tuple[int, list[torch.Tensor]]]:
+        """See Holder. Ranks of equal place in their nodes hold equal rows."""
+        self.finish()
+        # Stale rows are about to be refilled; the set is the same on all ranks.
+        rows = [item.rows for index, item in self._kept.items() if index not in self._stale]
+        yield self._rank % self._binding.topology.node_size, rows
+
+    def resync(self) -> None:
+        """See Holder: the next fetches fill all parameters exactly."""
+        self.mark_stale()
+
+    def after_step(self) -> None:
+        """Begin to exchange what the optimizer has changed."""
+        self.finish()  # also what no forward has asked for
+        step = self._binding.step + 1  # DeepSpeed counts the step only after it
+        order, self._gathered = self._gathered | dict.fromkeys(self._params), {}
+        moved = [i for i in order if i in self._trained and i not in self._stale]
+        self._spread.begin(self._chunk(indices, step) for indices in self._runs(moved))
+
+    def finish(self) -> None:
+        """Wait until every row is that of the last step, and post what was asked for."""
+        if self._asked:
+            self._post_until(self._asked[-1])
+        self._spread.finish()
+        self._barrier.record()
+
+    def close(self) -> None:
+        """The engine is destroyed: free the rows."""
+        self._spread.close()
+        self._asked.clear()
+        self._kept, self._params, self._stale = {}, {}, set()
+
+    def gather(self, params: Sequence[Any]) -> tuple[Callable[[], list[torch.Tensor]], list[bool]]:
+        """Full weights of served parameters, and which of them may differ from the exact ones.
+
+        What has not arrived yet is not waited for before the returned function is called.
+        """
+        asked = _Asked([self._binding.tracked(p).index for p in params])
+        self._gathered |= dict.fromkeys(asked.indices)
+        step = self._binding.step
+        lossy = [
+            not isinstance(self._inside(index, step).codec, CastCodec)
+            or not isinstance(self._between(index, step).codec, CastCodec)
+            for index in asked.indices
+        ]
+        at_once = not self._asked and not self._spread.misses(asked.indices)
+        self._asked.append(asked)
+        if at_once:
+            self._post_until(asked)
+
+        def wait() -> list[torch.Tensor]:
+            self._post_until(asked)
+            return asked.decode()
+
+        return wait, lossy
+
+    def _post_until(self, asked: _Asked) -> None:
+        """Post gathers up to this one, in the order in which they were asked for. DeepSpeed's waits
+        come from sets, in another order on every rank.
+        """
+        while asked.decode is None:
+            first = self._asked.popleft()
+            first.decode = self._post(first.indices)
+
+    def _post(self, indices: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
+        self._spread.finish(indices)
+        stale = [index for index in indices if index in self._stale]
+        if stale:
+            exact = [Coding(codec=CastCodec(self._kept[index].rows.dtype)) for index in stale]
+            self._exchange(stale, exact)()
+            self._stale.difference_update(stale)
+        codings = [self._inside(index, self._binding.step) for index in indices]
+        return gather([self._kept[index] for index in indices], codings, self._intra)
+
+    def _runs(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """Consecutive parameters of bounded size; at least one each."""
+        widths = [self._kept[index].rows.shape[1] for index in indices]
+        most = min(max(ceil_div(sum(widths), _CHUNKS), _LEAST_NUMEL), _MOST_NUMEL)
+        run: list[int] = []
+        numel = 0
+        for index, width in zip(indices, widths, strict=True):
+            if run and numel + width > most:
+                yield run
+                run, numel = [], 0
+            run.append(index)
+            numel += width
+        if run:
+            yield run
+
+    def _chunk(self, indices: list[int], step: int) -> Chunk:
+        codings = [self._between(index, step) for index in indices]
+        return Chunk(indices, partial(self._exchange, indices, codings))
+
+    def _exchange(self, indices: Sequence[int], codings: Sequence[Coding]) -> Callable[[], None]:
+        device = hooks.device()
+        shards = [hooks.valid_shard(self._params[i], self._rank).to(device) for i in indices]
+        return exchange([self._kept[i] for i in indices], shards, codings, self._inter)
+
+    def _between(self, index: int, step: int) -> Coding:
+        return self._coding(index, step, intra=False)
+
+    def _inside(self, index: int, step: int) -> Coding:
+        return self._coding(index, step, intra=True)
+
+    def _coding(self, index: int, step: int, *, intra: bool) -> Coding:
+        tracked, dtype = self._binding.tracked(self._params[index]), self._kept[index].rows.dtype
+        return self._binding.weight_coding(tracked, dtype, step=step, rank=self._rank, intra=intra)

@@ -1,0 +1,188 @@
+"""Contacts with DeepSpeed's private names that only ZeRO-1 and 2 need; see hooks.py."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_quant.zero.hooks import Route, Seam, moved, require, wrap
+
+_BUCKET, _REDUCE_TO_OWNERS = "average_tensor", "allreduce_and_copy_with_multiple_ranks"
+
+_weight_gather = Route("all_gather_dp_groups")
+_to_owners = Seam(_REDUCE_TO_OWNERS)
+
+
+# ---- gradients ----
+
+
+def wrap_owner_reduction(
+    optimizer: Any,
+    around_bucket: Callable[..., AbstractContextManager[None]],
+    reduce: Callable[..., Any],
+) -> None:
+    """ZeRO-1/2: ``around_bucket(tensor, params, divisor)`` is open while a bucket is cut into
+    slices by owner, ``reduce(original, call)`` replaces the reduction of slices and divides by
+    ``divisor``, with the call's bound arguments.
+    """
+    require(optimizer, _BUCKET)
+    require(optimizer, _REDUCE_TO_OWNERS)
+    signature = inspect.signature(getattr(optimizer, _REDUCE_TO_OWNERS))
+    is_open = False
+
+    def bucket(original: Callable[..., Any], tensor: torch.Tensor, dtype: Any, **kw: Any) -> Any:
+        groups = optimizer.bit16_groups
+        params = [groups[i][k] for i, k, _ in optimizer.ipg_buckets[dtype].params]
+        called = _to_owners.expected(excused=lambda: tensor.numel() == 0)
+        nonlocal is_open
+        is_open = True
+        try:
+            with _undivided(optimizer) as divisor, around_bucket(tensor, params, divisor), called:
+                return original(tensor, dtype, **kw)
+        finally:
+            is_open = False
+
+    def slices(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not is_open:
+            raise moved(_BUCKET)
+        _to_owners.calls += 1
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        return reduce(functools.partial(original, *args, **kwargs), call.arguments)
+
+    wrap(optimizer, _BUCKET, bucket)
+    wrap(optimizer, _REDUCE_TO_OWNERS, slices)
+
+
+@contextmanager
+def _undivided(optimizer: Any) -> Iterator[float]:
+    """Inside, DeepSpeed does not divide a bucket ahead of its reduction, which would take a pass of
+    its own; yields what is left to divide by. Before 0.19 it cannot be told and leaves nothing.
+    """
+    from deepspeed import comm as dist
+
+    if not getattr(optimizer, "gradient_average", False):
+        yield 1.0
+        return
+    optimizer.gradient_average = False
+    try:
+        ranks = dist.get_world_size(group=optimizer.dp_process_group)
+        yield ranks / optimizer.sequence_parallel_size
+    finally:
+        optimizer.gradient_average = True
+
+
+def add_to_partition(optimizer: Any, output: torch.Tensor | None, values: torch.Tensor) -> None:
+    """Accumulate into DeepSpeed's fp32 gradient partition, where this version has one."""
+    if output is not None:
+        optimizer._add_to_grad_partition_buffer(output, values)
+
+
+# ---- updated weights ----
+
+
+class _Untouched:
+    """Stands for this rank's partition of the replica during ``optimizer.step``: what DeepSpeed
+    copies into it is dropped, because the next difference is taken from what the replica holds.
+    """
+
+    @property
+    def data(self) -> _Untouched:
+        return self
+
+    def copy_(self, *_: Any, **__: Any) -> _Untouched:
+        return self
+
+
+@contextmanager
+def _replica_untouched(optimizer: Any) -> Iterator[None]:
+    from deepspeed import comm as dist
+
+    rows = optimizer.parallel_partitioned_bit16_groups
+    ranks = [dist.get_rank(group=group) for group in optimizer.real_dp_process_group]
+    kept = [row[rank] for row, rank in zip(rows, ranks, strict=True)]
+    for row, rank in zip(rows, ranks, strict=True):
+        row[rank] = _Untouched()
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        if _Untouched.__name__ in str(error):  # read, as only its own gather does
+            raise moved(_weight_gather.name) from error
+        raise
+    finally:
+        for row, rank, partition in zip(rows, ranks, kept, strict=True):
+            row[rank] = partition
+
+
+def wrap_weight_gather(optimizer: Any, gather: Callable[[], None], *, keep_replica: bool) -> None:
+    """ZeRO-1/2: ``gather()`` replaces the gather of updated weights inside ``optimizer.step``.
+
+    ``keep_replica``: this rank's partition of the replica still holds the old weights then.
+    """
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    _weight_gather.install(stage_1_and_2)
+    require(optimizer, "parallel_partitioned_bit16_groups")
+
+    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        untouched = _replica_untouched(optimizer) if keep_replica else nullcontext()
+        gathering = _weight_gather.through(
+            lambda *a, **k: gather(), excused=lambda: bool(optimizer.overflow)
+        )
+        with untouched, gathering:
+            return original(*args, **kwargs)
+
+    wrap(optimizer, "step", step)
+
+
+def wrap_exports(engine: Any, optimizer: Any, exact: Callable[[], Any]) -> None:
+    """ZeRO-1/2: hold ``exact()`` open around checkpoint save and load and ``save_16bit_model``."""
+    held: list[Any] = []
+
+    def prologue() -> None:
+        held.append(exact())
+        held[-1].__enter__()
+
+    def epilogue() -> None:
+        held.pop().__exit__(None, None, None)
+
+    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with exact():
+            return original(*args, **kwargs)
+
+    optimizer.checkpoint_event_prologue = prologue
+    optimizer.checkpoint_event_epilogue = epilogue
+    wrap(engine, "save_16bit_model", save)
+
+
+def refresh_replica(optimizer: Any, gather: Callable[[], None]) -> None:
+    """ZeRO-1/2: copy the master weights into the own partition, then ``gather()``."""
+    with _weight_gather.through(lambda *a, **k: gather()):
+        optimizer.update_lp_params()
+
+
+class ReplicaGroup(NamedTuple):
+    """One parameter group of ZeRO-1/2."""
+
+    index: int
+    flat: torch.Tensor  # the replica, (ranks * partition,)
+    params: list[torch.Tensor]  # views of it
+    process_group: Any
+    master: torch.Tensor  # fp32 weights of this rank's partition, (partition,), on any device
+
+
+def replica_groups(optimizer: Any) -> Iterator[ReplicaGroup]:
+    """The parameter groups of a ZeRO-1/2 optimizer."""
+    fields = zip(
+        optimizer.bit16_groups_flat,
+        optimizer.bit16_groups,
+        optimizer.real_dp_process_group,
+        optimizer.single_partition_of_fp32_groups,
+        strict=True,
+    )
+    yield from (ReplicaGroup(index, *values) for index, values in enumerate(fields))

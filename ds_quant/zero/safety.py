@@ -1,0 +1,403 @@
+"""Refuse what has no room, detect drift and corruption, fall back to full precision.
+
+A function that DeepSpeed does not call any more fails without a word: what it carried travels past
+the plugin. Where its caller is known, ``wrapping.Seam`` notices it at once. What is left is noticed
+here, when the first step has changed the weights: a role that was never asked for ends the run, one
+that has brought few bytes is logged.
+
+A rank that decides alone can hang the others, so every check reads facts that all ranks share and
+every error names the setting, its value and the way out.
+
+Differences are added to what a rank holds, so one lost or changed bit would stay for ever and
+nobody would see it. All ranks learn all checksums and decide alike.
+
+What the links of an engine have found is read before every optimizer step, when nothing has been
+made of the messages yet, and after every save, whose weights have travelled too. All ranks learn
+of it together: one that ended alone would leave the others waiting.
+
+[Note: one vote] What one rank sees (a NaN in its shard, a file on its disk) must change the traffic
+of all ranks in the same step, else they wait for messages of different lengths. So all ranks take
+the minimum of two numbers when the optimizer is about to step: where nothing was sent since the
+gradients, and before anything is made of them. Nobody votes unless a policy or a kill file asks
+for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from ds_quant.zero import hooks
+from ds_quant.zero.engine import Binding, broadcast, minimum
+from ds_quant.zero.handshake import Board, handshake
+from ds_quant.zero.hooks import deepspeed_version
+from ds_quant.zero.log import log_here, log_rank0
+
+# ---- start-up ----
+
+
+__all__ = ["handshake", "refuse_no_room", "roll_call"]
+
+
+def refuse_no_room(binding: Binding) -> None:
+    """Raise RuntimeError on all ranks if the node shard does not fit on one. A collective."""
+    bill = binding.bill()
+    kept, peak = bill.memory * bill.numel, binding.peak_bytes(bill)
+    (free,) = minimum([hooks.free_memory()])
+    shown = f"{free / 1e9:.3g} GB of memory are free on the fullest device"
+    if kept > free:
+        raise RuntimeError(
+            f"quantized_comm: the node shard takes {kept / 1e9:.3g} GB on every rank, but {shown}; "
+            "use more ranks per node, zero_optimization.stage 2, or a scheme without a node shard "
+            'such as "qsdp"'
+        )
+    if kept + peak > free:
+        binding.notices.append(
+            f"may run out of memory: {kept / 1e9:.3g} GB of node shard and {peak / 1e9:.3g} GB of "
+            f"messages are to come and {shown}"
+        )
+
+
+def roll_call(what: str, *, rank: int, world: int, patience: float, timeout: float) -> None:
+    """Wait through the store until every rank has called ``what``, which is a collective.
+
+    Rank 0 warns after ``patience`` seconds, because it may be alone by mistake; others may also be
+    late because they write a large file.
+
+    Raises:
+        RuntimeError: naming the ranks that have not called it within ``timeout`` seconds.
+    """
+    store = torch_dist.distributed_c10d._get_default_store()
+    call = store.add(f"ds_quant/calls/{what}/{rank}", 1)
+    board, ranks = Board(store, f"ds_quant/roll_call/{what}/{call}"), range(world)
+    board.put(rank, "here")
+    message = "quantized_comm: {} needs all ranks under ZeRO-1 and 2: not called on rank(s) {}"
+    if board.arrive(ranks, patience):
+        return
+    if missing := board.missing(ranks):
+        log_rank0(message.format(what, missing) + f" after {patience:g} s, still waiting")
+    if not board.arrive(ranks, timeout) and (missing := board.missing(ranks)):
+        raise RuntimeError(
+            message.format(what, missing) + f" within {timeout:g} s. Call it on all ranks and let "
+            "one of them write the files, as ZeRO-3 needs it too"
+        )
+
+
+# ---- drifted replicas ----
+
+
+_ROW = 4096  # elements of equal weight in the position-dependent sum
+
+
+class Holder(Protocol):
+    """Something that keeps weights."""
+
+    def copies(self) -> Iterable[tuple[int, list[Tensor]]]:
+        """(who, weights): ranks that report equal ``who`` in the same place hold equal weights."""
+
+    def resync(self) -> None:
+        """Exact weights everywhere. All ranks call it."""
+
+
+def checksum(tensors: Iterable[Tensor]) -> Tensor:
+    """(2,) int64: sum of all bit patterns, and one that depends on their order. Wraps."""
+    plain, ordered = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    for tensor in tensors:
+        bits = tensor.detach().reshape(-1)
+        bits = bits.view(torch.int16 if bits.element_size() == 2 else torch.int32)
+        whole = bits.numel() // _ROW * _ROW
+        rows = bits[:whole].view(-1, _ROW).sum(1, dtype=torch.int64)
+        rows = torch.cat([rows, bits[whole:].to(torch.int64)])
+        plain = plain.to(bits.device) + rows.sum()
+        places = torch.arange(1, rows.numel() + 1, device=bits.device)
+        ordered = ordered.to(bits.device) * 1_000_003 + (rows * places).sum()
+    return torch.stack([plain, ordered])
+
+
+class Agreement:
+    """Compares every ``checksum_steps`` optimizer steps."""
+
+    def __init__(self, binding: Binding, holder: Holder) -> None:
+        self._binding, self._holder = binding, holder
+
+    def after_step(self) -> None:
+        """The optimizer step is done, kept weights are brought along."""
+        every, step = self._binding.scheme.checksum_steps, self._binding.step + 1
+        if every and step % every == 0 and (differing := self._differing()):
+            self._binding.state.resyncs += 1
+            hooks.log_rank0(
+                f"quantized_comm: step {step}: the weights that rank(s) {differing} keep differ "
+                "from those of the other holders; all are brought back exactly. Something writes "
+                "weights outside the optimizer: call ds_quant.resync(engine) after it"
+            )
+            self._holder.resync()
+
+    def _differing(self) -> list[int]:
+        """Ranks whose checksum is not that of most holders of the same weights."""
+        copies = [(who, checksum(tensors)) for who, tensors in self._holder.copies()]
+        device = hooks.device()
+        own = torch.stack(
+            [torch.cat([torch.tensor([who]), sums.cpu()]) for who, sums in copies]
+        ).to(device)  # (copies, 3) int64
+        link = self._binding.fabric(None).whole
+        received = link.all_gather(own.view(torch.uint8).view(-1), role="weights").wait()
+        by_rank = received.view(torch.int64).view(link.size, len(copies), 3).tolist()
+        holders: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = {}
+        for rank, rows in enumerate(by_rank):
+            for place, (who, *sums) in enumerate(rows):
+                versions = holders.setdefault((place, who), {})
+                versions.setdefault(tuple(sums), []).append(rank)
+        return sorted({rank for versions in holders.values() for rank in _minority(versions)})
+
+
+def _minority(versions: dict[tuple[int, int], list[int]]) -> list[int]:
+    """Holders of another version than most have; all of them where there is no majority."""
+    sizes = sorted((len(ranks) for ranks in versions.values()), reverse=True)
+    common = sizes[0] if len(sizes) == 1 or sizes[0] > sizes[1] else 0
+    return [rank for ranks in versions.values() if len(ranks) != common for rank in ranks]
+
+
+# ---- corrupted messages ----
+
+
+class Corruption:
+    """Asks the links of one engine whether a checksum was wrong."""
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+
+    def check(self) -> None:
+        """A collective of the whole world.
+
+        Raises:
+            RuntimeError: on all ranks, naming the message that the first of them found changed.
+        """
+        rank, world = hooks.rank_and_world()
+        found = self._binding.findings.first()
+        (receiver,) = minimum([world if found is None else rank])
+        if receiver < world:
+            self._end(*broadcast(found, source=receiver), receiver)
+
+    def end_alone(self, role: str, sender: int) -> None:
+        """For an engine without steps.
+
+        Raises:
+            RuntimeError: always, on this rank.
+        """
+        self._end(role, sender, hooks.rank_and_world()[0])
+
+    def _end(self, role: str, sender: int, receiver: int) -> None:
+        step = self._binding.engine.global_steps
+        raise RuntimeError(
+            f"quantized_comm: step {step}: {role} from rank {sender} were changed on their way to "
+            f"rank {receiver}: their checksum is wrong. Training ends because "
+            "quantized_comm.payload_checksum=true; look for faulty memory or a faulty network on "
+            "the hosts of these two, and resume from a checkpoint that was saved before this step"
+        )
+
+
+# ---- fallback to full precision ----
+
+
+KILL_VARIABLE = "DS_QUANT_KILL_FILE"
+
+
+def kill_file() -> Path | None:
+    """The file whose presence switches quantization off, None if none is watched."""
+    path = os.environ.get(KILL_VARIABLE, "").strip()
+    return Path(path) if path else None
+
+
+class Watch:
+    """Remembers, without waiting for the device, whether reduced gradients were finite."""
+
+    def __init__(self) -> None:
+        self._finite: list[tuple[int, torch.Tensor]] = []
+
+    def note(self, index: int, reduced: torch.Tensor) -> None:
+        """``reduced``: what this rank has received for the parameter of that index."""
+        self._finite.append((index, torch.isfinite(reduced).all()))
+
+    def first(self) -> int | None:
+        """The first parameter with NaN or Inf since the last call, and forget all."""
+        noted, self._finite = self._finite, []
+        finite = torch.stack([flag for _, flag in noted]).tolist() if noted else []
+        bad = [index for (index, _), good in zip(noted, finite, strict=True) if not good]
+        return bad[0] if bad else None
+
+
+class Fallback:
+    """Votes when the optimizer steps and decides which steps travel in full precision."""
+
+    def __init__(
+        self, binding: Binding, *, on_nonfinite: str, steps: int, kill_file: Path | None
+    ) -> None:
+        self._binding, self._policy, self._steps = binding, on_nonfinite, steps
+        self._kill_file = kill_file
+        self._asked = self._blind = False  # whether this rank saw the file, and once could not look
+        self._nonfinite = False  # gradients of the step being taken
+        self._was_exact = False  # how they travelled
+        if on_nonfinite != "skip":
+            binding.watch = Watch()
+
+    def votes(self) -> bool:
+        """Whether there is anything to watch at all."""
+        return self._policy != "skip" or self._kill_file is not None
+
+    def vote(self) -> None:
+        """Before the optimizer steps. A collective of the whole world.
+
+        Raises:
+            FloatingPointError: on all ranks, with the policy "raise".
+        """
+        state, step = self._binding.state, self._binding.step
+        state.exact_steps += state.killed or step < state.exact_until
+        self._was_exact = self._binding.is_exact(step)
+        rank, world = hooks.rank_and_world()
+        bad = None if self._binding.watch is None else self._binding.watch.first()
+        self._look()
+        finder, killer = minimum([world if bad is None else rank, rank if self._asked else world])
+        self._switch(killer if killer < world else None)
+        self._nonfinite = finder < world
+        if self._nonfinite:
+            self._found(finder, bad if finder == rank else None)
+
+    def after_step(self, skipped: bool) -> None:
+        """The optimizer has stepped, or DeepSpeed has ``skipped`` the update.
+
+        Raises:
+            FloatingPointError: DeepSpeed has found what did not travel through this plugin.
+        """
+        if skipped and not self._nonfinite and self._policy != "skip":
+            self._nonfinite = True
+            self._found(None, None)
+        if skipped and self._nonfinite and self._policy == "full_precision":
+            self._binding.state.exact_until -= 1  # the n steps begin with this one, taken again
+        if skipped and self._binding.is_exact(self._binding.step) and not self._was_exact:
+            # What this step would have brought along exactly is still what quantized steps left.
+            for holder in (self._binding.replica, self._binding.node):
+                if holder is not None:
+                    holder.resync()
+        self._nonfinite = False
+
+    def _look(self) -> None:
+        """Look for the kill file. A file system that fails here must not end the run, nor may this
+        rank keep the others waiting: it goes on voting as it did last.
+        """
+        if self._kill_file is None:
+            return
+        try:
+            self._asked = self._kill_file.exists()
+        except OSError as error:
+            if not self._blind:
+                log_here(
+                    f"quantized_comm: rank {hooks.rank_and_world()[0]} cannot look for the file of "
+                    f"{KILL_VARIABLE}: {error}; until it can, its last vote stands (logged once)"
+                )
+            self._blind = True
+
+    def _switch(self, killer: int | None) -> None:
+        state = self._binding.state
+        if state.killed == (killer is not None):
+            return
+        state.killed = killer is not None
+        what = (
+            f"{KILL_VARIABLE} names a file that exists on rank {killer}: full precision from the "
+            "next step on, as long as it does"
+            if state.killed
+            else f"the file of {KILL_VARIABLE} is gone on all ranks: quantized again"
+        )
+        hooks.log_rank0(f"quantized_comm: step {self._binding.engine.global_steps}: {what}")
+
+    def _found(self, finder: int | None, index: int | None) -> None:
+        """``finder``: rank that holds NaN or Inf, in the gradient of parameter ``index``."""
+        state, step = self._binding.state, self._binding.engine.global_steps
+        state.nonfinite_steps += 1
+        if self._policy == "raise":
+            raise FloatingPointError(
+                f"quantized_comm: step {step}: NaN or Inf in the gradient of "
+                f"{self._name(finder, index)}. Training ends because "
+                'quantized_comm.fallback.on_nonfinite="raise"; resume from the last checkpoint, '
+                'or set it to "skip" or "full_precision"'
+            )
+        state.exact_until = self._binding.step + 1 + self._steps
+        if state.nonfinite_steps == 1:
+            hooks.log_rank0(
+                f"quantized_comm: step {step}: gradients hold NaN or Inf; the next {self._steps} "
+                "steps travel in full precision (logged once, ds_quant.report counts)"
+            )
+
+    def _name(self, finder: int | None, index: int | None) -> str:
+        if finder is None:
+            return "a parameter that DeepSpeed reduces itself"
+        names = {tracked.index: tracked.name for tracked in self._binding.all_tracked()}
+        name: Any = broadcast(names.get(index), source=finder)
+        return f"{name}, received by rank {finder}"
+
+
+# ---- the first step ----
+
+
+# Of the bytes of one exchange of all weights and one reduction of all gradients. What a rank
+# receives varies with what it owns and with parameters that a step leaves unused.
+_LEAST_SHARE = 0.5
+
+
+class FirstStep:
+    """Judges one engine once."""
+
+    def __init__(self, binding: Binding, promised: Iterable[str]) -> None:
+        """``promised``: roles that must be asked for."""
+        self._binding, self._promised = binding, tuple(promised)
+        self._done = False
+        # As for ZeRO-1: one exchange and one reduction, the least that a step of any stage needs.
+        received = binding.bill().received(
+            1, micro_steps=1,
+            nodes=binding.topology.nodes, node_size=binding.topology.node_size,
+        )  # fmt: skip
+        self._least = {role: _LEAST_SHARE * sum(received[role].values()) for role in self._promised}
+        if binding.has_few_ranks:  # then other ranks send what the formula counts
+            self._least.clear()
+
+    def after_step(self, skipped: bool) -> None:
+        """The optimizer has stepped, or DeepSpeed has ``skipped`` the update.
+
+        Raises:
+            RuntimeError: DeepSpeed has not asked for a role that was promised.
+        """
+        if self._done or skipped:
+            return
+        self._done = True
+        for role in self._promised:
+            if role not in self._binding.asked:
+                raise hooks.unasked(role)
+        for role, least in self._least.items():
+            brought = sum(self._binding.traffic.received[role].values())
+            if brought < least:
+                self._warn(role, brought, least / _LEAST_SHARE)
+
+    def _warn(self, role: str, brought: int, expected: float) -> None:
+        hooks.log_rank0(
+            f"quantized_comm: the first step has brought {brought} bytes of {role} to rank 0, and "
+            f"{expected:.0f} or more were expected: unless many parameters were unused in it, "
+            f"{deepspeed_version()} sends {role} past this plugin, and the start-up line is wrong"
+        )
+
+
+def promised_roles(
+    binding: Binding, parameters: Iterable[tuple[Any, Any]], *, gradients: bool
+) -> list[str]:
+    """The roles that a step must ask for, given (parameter, its process group)."""
+    shared = [p for p, group in parameters if binding.tracked(p) and binding.link(group).size > 1]
+    roles = []
+    if any(not getattr(p, "ds_persist", False) for p in shared):
+        roles.append("weights")
+    if gradients and any(p.requires_grad for p in shared):
+        roles.append("gradients")
+    return roles

@@ -1,0 +1,531 @@
+"""ZeRO-1 and 2: gather updated weights and reduce gradients to their owners.
+
+``Accelerator.get_state_dict``, from which Trainer.save_model and the usual save_pretrained recipe
+take what they write, reads ``module.state_dict()`` there, which holds decoded weights. It is
+wrapped once, when an engine attaches; accelerate is loaded by then if it built the engine.
+
+The replica then holds decoded weights on all ranks, the owner too, bit for bit. The fp32 master
+weights stay untouched, and exact replicas come back on demand (checkpoints, exports).
+
+[Note: differences] With difference coding the replica itself is the reference: the owner encodes
+what its master weights differ from it, everybody adds the decoded difference, in place and without
+a copy. What one step loses is in the next difference. A replica that was made exact stays so, on
+all ranks: a run that saves continues like a run that loads what was saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_quant.codec.bound import Coding, exactly
+from ds_quant.codec.codec import CastCodec
+from ds_quant.comm.message import Copies, Cuts, Scattered, is_small, joined
+from ds_quant.comm.owners import Shape, plan
+from ds_quant.comm.reduce import Own, OwnerGather, OwnerSums, Part, Share
+from ds_quant.comm.reduction_plan import Form, Hop
+from ds_quant.comm.transport import Fabric, Link
+from ds_quant.kernels.wire import ceil_div
+from ds_quant.zero import hooks, optimizer_hooks, safety
+from ds_quant.zero.engine import Binding
+from ds_quant.zero.hooks import wrap
+from ds_quant.zero.optimizer_hooks import ReplicaGroup
+from ds_quant.zero.param import GradientStreams, Stream, Tracked, codings_of
+
+# ---- weights ----
+
+
+class _GatherRun(NamedTuple):
+    """What is one tensor of the message: [start, stop) of the flat replica, elements of one
+    parameter from ``first`` on or, in full precision, several small ones of one owner. See
+    [Note: bundles]. ``stream`` is None in full precision.
+    """
+
+    owner: int
+    tracked: Tracked
+    stream: Stream | None
+    first: int
+    ranges: list[tuple[int, int]]
+
+
+class _GatherPlan(NamedTuple):
+    """How a window of the partitions is gathered: its parameters with their streams, what is laid
+    end to end for it and spread again, and this rank's own runs, also in its master weights.
+    """
+
+    weights: list[tuple[Tracked, Stream | None]]
+    gather: OwnerGather
+    scattered: Scattered
+    spread: Copies
+    own_runs: list[_GatherRun]
+    own_cuts: Cuts
+
+    @classmethod
+    def make(
+        cls,
+        runs: list[_GatherRun],
+        dtype: torch.dtype,
+        fabric: Fabric,
+        first: int,
+        *,
+        difference: bool,
+    ) -> _GatherPlan:
+        """first: element of the flat replica with which this rank's partition begins."""
+        places: dict[tuple[int, bool], int] = {}  # of parameters among the weights
+        weights, parts, moved, back, end = [], [], [], [], 0
+        for run in runs:
+            key = run.tracked.index, run.stream is None
+            if key not in places:
+                places[key] = len(weights)
+                weights.append((run.tracked, run.stream))
+            tensor, start = 0, run.ranges[0][0]
+            numel = sum(stop - start for start, stop in run.ranges)
+            if len(run.ranges) > 1:
+                tensor, start, end = 1, end, end + numel
+                moved += run.ranges
+                back.append((run.ranges, start))
+            parts.append(Part(run.owner, tensor, start, numel, places[key]))
+        codecs = [
+            (CastCodec(dtype), False) if s is None else (s.codec, difference) for _, s in weights
+        ]
+        own = [run for run in runs if run.owner == fabric.rank]
+        cuts = Cuts([[(start - first, stop - first) for start, stop in run.ranges] for run in own])
+        gather = OwnerGather(parts, codecs, fabric)
+        return cls(weights, gather, Scattered(moved), Copies(back), own, cuts)
+
+
+class Replica:
+    """The 16-bit (or fp32) replica of one ZeRO-1/2 engine."""
+
+    def __init__(self, binding: Binding, optimizer: Any) -> None:
+        self._binding, self._optimizer = binding, optimizer
+        self._shows_exact = False
+        self._holds_exact = True  # what was gathered last
+        self._plans: dict[tuple[int, range, bool], _GatherPlan] = {}  # do not change between steps
+
+    def gather_updated(self) -> None:
+        """Inside ``optimizer.step``: the own partition holds new exact weights, gather them."""
+        self._binding.asked.add("weights")
+        self._shows_exact = False  # also where a save that raised has left ``exact`` open
+        step = self._binding.step + 1  # DeepSpeed counts the step only after it
+        self._binding.learn_levels(step, self._own_values())
+        self._gather(step)
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Exact weights inside, the decoded ones again outside. All ranks must enter and leave.
+
+        With difference coding the exact ones stay: see [Note: differences].
+        """
+        nested = self._shows_exact
+        if not nested:
+            self.resync()
+            self._shows_exact = True
+        try:
+            yield
+        finally:
+            if self._shows_exact and not nested:
+                self._shows_exact = False
+                if self._binding.step > 0 and not self._binding.scheme.difference:
+                    self._gather(self._binding.step)  # equal step, equal bits
+
+    def is_exact(self) -> bool:
+        """Whether the replica shows exact weights."""
+        return self._holds_exact or self._binding.is_exact(self._binding.step)
+
+    def resync(self) -> None:
+        """Exact weights on all ranks, from the master weights. A collective."""
+        gather = partial(self._gather, self._binding.step, exact=True)
+        optimizer_hooks.refresh_replica(self._optimizer, gather)
+
+    def copies(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """See Holder. The ranks of a process group hold equal replicas."""
+        for group in optimizer_hooks.replica_groups(self._optimizer):
+            yield self._binding.link(group.process_group).ranks[0], list(group.params)
+
+    def _gather(self, step: int, *, exact: bool = False) -> None:
+        """Gather all partitions, slice by slice so that the message stays within DeepSpeed's
+        ``allgather_bucket_size``; slice i travels while slice i - 1 is decoded.
+        """
+        self._holds_exact = exact
+        decode: Callable[[], None] = _nothing
+        for group in optimizer_hooks.replica_groups(self._optimizer):
+            fabric = self._binding.fabric(group.process_group)
+            link = fabric.whole
+            if link.size == 1:
+                continue
+            width = group.flat.numel() // link.size
+            stride = max(1, self._optimizer.allgather_bucket_size // link.size)
+            for first in range(0, width, stride):
+                window = range(first, min(first + stride, width))
+                previous, decode = decode, self._post(group, fabric, window, step, exact)
+                previous()
+        decode()
+
+    def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
+        """(parameter, this rank's elements of it, link) of every parameter."""
+        for group in optimizer_hooks.replica_groups(self._optimizer):
+            link = self._binding.link(group.process_group)
+            for p in group.params:
+                start, stop = _own_range(group.flat, p, link)
+                yield p, group.flat[start:stop], link
+
+    def _post(
+        self, group: ReplicaGroup, fabric: Fabric, window: range, step: int, exact: bool
+    ) -> Callable[[], None]:
+        """Gather what lies in ``window`` of the partitions; the returned function waits for it."""
+        from_master = self._binding.scheme.difference and not exact
+        exact = exact or self._binding.is_exact(step)
+        plan, dtype = self._plan(group, fabric, window, exact), group.flat.dtype
+        codings = [self._coding(tracked, stream, dtype, step) for tracked, stream in plan.weights]
+        # Else the new weights are in the replica already: exact ones, or absolute codes.
+        targets: Iterable[list[torch.Tensor] | None] = [None] * len(plan.own_runs)
+        if from_master:
+            targets = plan.own_cuts.views(group.master.view(1, -1))
+        own = [
+            Own(
+                self._coding(run.tracked, run.stream, dtype, step).at(run.first),
+                None if target is None else joined(target),
+            )
+            for run, target in zip(plan.own_runs, targets, strict=True)
+        ]
+        flat = group.flat.view(-1)
+        tensors = [flat, *plan.scattered.joined(flat)]
+        arrived = plan.gather.post(tensors, own, codings)
+
+        def decode() -> None:
+            arrived()
+            plan.spread.copy(flat, tensors[-1])
+
+        return decode
+
+    def _plan(self, group: ReplicaGroup, fabric: Fabric, window: range, exact: bool) -> _GatherPlan:
+        """Cut the flat replica at parameter and partition borders, keeping the elements that lie
+        in ``window`` of their partition; alignment gaps stay out.
+        """
+        key = group.index, window, exact
+        if key not in self._plans:
+            runs = self._runs(group, fabric.whole, window, exact)
+            first = fabric.rank * (group.flat.numel() // fabric.size)
+            difference = self._binding.scheme.difference
+            dtype = group.flat.dtype
+            self._plans[key] = _GatherPlan.make(runs, dtype, fabric, first, difference=difference)
+        return self._plans[key]
+
+    def _runs(
+        self, group: ReplicaGroup, link: Link, window: range, exact: bool
+    ) -> list[_GatherRun]:
+        flat, width = group.flat, group.flat.numel() // link.size
+        runs: list[_GatherRun] = []
+        bundles: dict[int, _GatherRun] = {}  # by owner
+        for p in group.params:
+            begin = _offset(flat, p)
+            end = begin + p.numel()
+            tracked = self._binding.tracked(p)
+            for owner in range(begin // width, ceil_div(end, width)):
+                start = max(begin, owner * width + window.start)
+                stop = min(end, owner * width + window.stop)
+                if start >= stop:
+                    continue
+                sender, stream = link.rank if owner == link.rank else None, None
+                if not exact:
+                    stream = self._binding.weight_stream(tracked, flat.dtype, rank=sender)
+                small = stream is None and is_small(stop - start, exactly(flat.dtype))
+                if small and owner in bundles:
+                    _extend(bundles[owner].ranges, start, stop)
+                    continue
+                runs.append(_GatherRun(owner, tracked, stream, start - begin, [(start, stop)]))
+                if small:
+                    bundles[owner] = runs[-1]
+        return runs
+
+    def _coding(
+        self, tracked: Tracked, stream: Stream | None, dtype: torch.dtype, step: int
+    ) -> Coding:
+        if stream is None:
+            return exactly(dtype)
+        return self._binding.coding_of(stream, tracked, step=step)
+
+
+def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
+    """Append a range, or let it continue the last one."""
+    if ranges[-1][1] == start:
+        ranges[-1] = ranges[-1][0], stop
+    else:
+        ranges.append((start, stop))
+
+
+def _nothing() -> None:
+    """Stands for the decoding that precedes the first slice."""
+
+
+def _offset(flat: torch.Tensor, parameter: torch.Tensor) -> int:
+    """First element of a parameter, a view of the flat buffer."""
+    return (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+
+
+def _own_range(flat: torch.Tensor, parameter: torch.Tensor, link: Link) -> tuple[int, int]:
+    width = flat.numel() // link.size
+    begin = _offset(flat, parameter)
+    start = max(begin, link.rank * width)
+    return start, max(start, min(begin + parameter.numel(), (link.rank + 1) * width))
+
+
+# ---- gradients ----
+
+
+_PLANS = 1000  # remembered
+
+
+class _SumRun(NamedTuple):
+    """What is one tensor of the message: elements [start, stop) of a bucket, of one parameter from
+    ``first`` on or, in full precision, of several small ones of one owner.
+
+    streams: None in full precision. members: (index of a parameter, first element in the bucket,
+    last one exclusive).
+    """
+
+    owner: int
+    streams: GradientStreams | None
+    first: int
+    members: list[tuple[int, int, int]]
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Its elements of the bucket; members side by side are one."""
+        ranges: list[tuple[int, int]] = []
+        for _, start, stop in self.members:
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = ranges[-1][0], stop
+            else:
+                ranges.append((start, stop))
+        return ranges
+
+    def shape(self, dtype: torch.dtype, *, hops: int) -> Shape:
+        """What decides who sums it."""
+        codings, _ = codings_of(self.streams, dtype, hops=hops, step=0)
+        numel = sum(stop - start for _, start, stop in self.members)
+        inner = codings[0].codec if hops > 1 else None
+        return Shape(self.owner, numel, codings[-1].codec, inner)
+
+
+class _SumPlan(NamedTuple):
+    """How a bucket is reduced: the gradients in it (None for what stays in full precision), what
+    must be laid end to end first, and where this rank's runs and their sums lie.
+    """
+
+    gradients: list[GradientStreams | None]
+    sums: OwnerSums
+    scattered: Scattered
+    own: Copies
+    own_runs: list[_SumRun]
+
+    @classmethod
+    def make(
+        cls,
+        runs: list[_SumRun],
+        dtype: torch.dtype,
+        route: Sequence[Hop],
+        link: Link,
+        *,
+        scale: float,
+    ) -> _SumPlan:
+        shapes = tuple([run.shape(dtype, hops=len(route)) for run in runs])
+        pieces = plan(shapes, link.size, route[0].link.size if len(route) > 1 else None)
+        places: dict[int, int] = {}  # of streams among the gradients
+        shares, gradients, moved, end = [], [], [], 0
+        for run, shape in zip(runs, shapes, strict=True):
+            if id(run.streams) not in places:
+                places[id(run.streams)] = len(gradients)
+                gradients.append(run.streams)
+            tensor, start = 0, run.ranges[0][0]
+            if len(run.ranges) > 1:
+                tensor, start, end = 1, end, end + shape.numel
+                moved += run.ranges
+            place = places[id(run.streams)]
+            shares.append(Share(run.owner, tensor, start, shape.numel, place, run.first))
+        forms = [_form(streams, dtype, hops=len(route)) for streams in gradients]
+        sums = OwnerSums(shares, pieces, forms, route, link, scale=scale)
+        own = [(r, total) for r, total in zip(runs, sums.totals, strict=True) if total is not None]
+        into = [(run.ranges, total) for run, total in own]
+        return cls(gradients, sums, Scattered(moved), Copies(into), [run for run, _ in own])
+
+
+def _form(streams: GradientStreams | None, dtype: torch.dtype, *, hops: int) -> Form:
+    return Form.of(*codings_of(streams, dtype, hops=hops, step=0))
+
+
+class OwnerReduction:
+    """ZeRO-1/2: replaces ``allreduce_and_copy_with_multiple_ranks``.
+
+    DeepSpeed hands over slices of its bucket by owner, with parameters run together. Where one
+    parameter ends is read off the bucket, so that no group of a codec straddles two. See [Note:
+    bundles] for small ones in full precision, which have no groups.
+    """
+
+    def __init__(self, binding: Binding, optimizer: Any) -> None:
+        self._binding, self._optimizer = binding, optimizer
+        self._bucket: torch.Tensor | None = None
+        self._divisor = 1.0
+        self._params: list[torch.Tensor] = []
+        self._starts: list[int] = []
+        self._plans: dict[tuple, _SumPlan] = {}
+
+    @contextmanager
+    def bucket(
+        self, tensor: torch.Tensor, params: list[torch.Tensor], divisor: float
+    ) -> Iterator[None]:
+        """Inside, ``tensor`` is reduced, the sum divided by ``divisor``: ``params``, end to end.
+        DeepSpeed frees its buffer at the end of a backward, so nothing may hold on to it.
+        """
+        self._bucket, self._params, self._divisor = tensor.view(-1), params, divisor
+        self._starts = list(accumulate((p.numel() for p in params), initial=0))
+        try:
+            yield
+        finally:
+            self._bucket = None
+
+    def reduce(self, original: Callable[[], None], call: dict[str, Any]) -> None:
+        """Sum every slice for its owner, in place; other ranks' slices keep their old values."""
+        self._binding.asked.add("gradients")
+        owners = [_single(owner) for owner in call["bucket_ranks"]]
+        slices: list[torch.Tensor] = call["small_bucket"]
+        group = call["process_group"] or self._optimizer.dp_process_group
+        link = self._binding.link(group)
+        if link.size == 1 or None in owners:  # several owners (Muon) need a full all-reduce
+            for values in slices if self._divisor != 1 else ():
+                values.div_(self._divisor)
+            original()
+            return
+        dtype = call["communication_data_type"]
+        route = self._binding.route(group)
+        ranges = [self._range(values) for values in slices]
+        plan = self._plan(ranges, owners, dtype, route, link)
+        step = self._binding.gradient_step
+        coded = [codings_of(s, dtype, hops=len(route), step=step) for s in plan.gradients]
+        tensors = [self._bucket, *plan.scattered.joined(self._bucket)]
+        sums = plan.sums.add_up(tensors, *zip(*coded, strict=True))
+        plan.own.copy(self._bucket, sums)
+        self._watch(plan.own_runs)
+        outputs = call.get("output_bucket") or [None] * len(slices)
+        for owner, values, output in zip(owners, slices, outputs, strict=True):
+            if owner == link.rank:
+                optimizer_hooks.add_to_partition(self._optimizer, output, values)
+
+    def _watch(self, runs: Iterable[_SumRun]) -> None:
+        if self._binding.watch is not None:
+            for index, start, stop in (member for run in runs for member in run.members):
+                self._binding.watch.note(index, self._bucket[start:stop])
+
+    def _plan(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        owners: Sequence[int],
+        dtype: torch.dtype,
+        route: tuple[Hop, ...],
+        link: Link,
+    ) -> _SumPlan:
+        """Cut ranges of the bucket at parameter borders. Buckets come in the same order in every
+        step, unless a parameter is without a gradient: what few there are is remembered.
+        """
+        exact = self._binding.is_exact(self._binding.step)
+        params = tuple(map(id, self._params))
+        key = tuple(ranges), tuple(owners), params, dtype, exact, link, route, self._divisor
+        if key not in self._plans:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            runs = self._runs(ranges, owners, dtype, route, link.rank, exact)
+            scale = 1 / self._divisor
+            self._plans[key] = _SumPlan.make(runs, dtype, route, link, scale=scale)
+        return self._plans[key]
+
+    def _runs(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        owners: Sequence[int],
+        dtype: torch.dtype,
+        route: Sequence[Hop],
+        rank: int,
+        exact: bool,
+    ) -> list[_SumRun]:
+        runs: list[_SumRun] = []
+        bundles: dict[int, _SumRun] = {}  # by owner
+        for (position, end), owner in zip(ranges, owners, strict=True):
+            place = bisect_right(self._starts, position) - 1
+            while position < end:
+                start, stop = self._starts[place], min(end, self._starts[place + 1])
+                tracked = self._binding.tracked(self._params[place])
+                streams = None
+                if not exact:
+                    streams = self._binding.gradient_streams(tracked, dtype, rank=rank, route=route)
+                member = tracked.index, position, stop
+                small = streams is None and is_small(stop - position, exactly(dtype))
+                if small and owner in bundles:
+                    bundles[owner].members.append(member)
+                elif position < stop:
+                    runs.append(_SumRun(owner, streams, position - start, [member]))
+                    if small:
+                        bundles[owner] = runs[-1]
+                position, place = stop, place + 1
+        return runs
+
+    def _range(self, values: torch.Tensor) -> tuple[int, int]:
+        """First and last element of a slice in the bucket."""
+        first = (values.data_ptr() - self._bucket.data_ptr()) // values.element_size()
+        if not 0 <= first <= self._bucket.numel() - values.numel():
+            raise RuntimeError("quantized_comm: a gradient slice lies outside its bucket")
+        return first, first + values.numel()
+
+
+def _single(owner: Any) -> int | None:
+    """DeepSpeed names an owner by rank or, from 0.19.3 on, by a set of ranks."""
+    if isinstance(owner, frozenset):
+        return next(iter(owner)) if len(owner) == 1 else None
+    return owner
+
+
+# ---- accelerate ----
+
+
+_PATIENCE = 60.0  # seconds until rank 0 says whom it waits for
+_TIMEOUT = 1800.0  # seconds; torch's own limit for a collective
+
+
+def wrap_state_dict() -> None:
+    """Make ``Accelerator.get_state_dict`` see exact weights of engines that quantize. Idempotent.
+
+    It becomes a collective under ZeRO-1 and 2, as it is under ZeRO-3.
+    """
+    accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
+    if accelerator is not None:
+        wrap(accelerator, "get_state_dict", _exactly)
+
+
+def _exactly(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kw: Any) -> Any:
+    replica = _replica_of(model, getattr(self, "_models", ()))
+    if replica is None:
+        return original(self, model, *args, **kw)
+    rank, world = hooks.rank_and_world()
+    safety.roll_call(
+        "Accelerator.get_state_dict", rank=rank, world=world,
+        patience=_PATIENCE, timeout=_TIMEOUT,
+    )  # fmt: skip
+    with replica.exact():
+        return original(self, model, *args, **kw)
+
+
+def _replica_of(model: Any, engines: Any) -> Any:
+    """The decoded replica behind an engine or behind its module, None if there is none."""
+    for engine in (model, *engines):
+        if engine is model or getattr(engine, "module", None) is model:
+            binding = getattr(engine, "ds_quant_binding", None)
+            if binding is not None:
+                return binding.replica
+    return None

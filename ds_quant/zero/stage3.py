@@ -1,0 +1,429 @@
+"""ZeRO-3: fetch weights and reduce gradients.
+
+[Note: two gathers] DeepSpeed fetches for computation through ``all_gather_coalesced`` and gathers
+everything that must be exact (GatheredParameters, checkpoints, persistent parameters) through
+``all_gather``. Only the first is quantized. A parameter can stay gathered with decoded values
+after an evaluation, so the second drops such values and fetches exactly; else GatheredParameters
+with a modifier rank would write decoded weights into the master shards. A parameter that a module
+borrows from another one comes through the second in the first forward of a run, though it is
+computed with: it is sent to the first, so that this forward equals later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.codec import CastCodec
+from ds_quant.comm.gather import all_gather, reduce_scatter
+from ds_quant.comm.message import sort_out
+from ds_quant.comm.reduce import Reduction
+from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, own_totals
+from ds_quant.comm.transport import Link
+from ds_quant.kernels.wire import VECTOR_NUMEL, round_up, shard_range
+from ds_quant.zero import hooks
+from ds_quant.zero.engine import Binding
+from ds_quant.zero.node_shard import NodeShard
+from ds_quant.zero.param import Tracked, codings_of
+
+# ---- weights ----
+
+
+class Fetch:
+    """Serves the parameter fetches of one engine."""
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+        self._decoded: set[int] = set()  # ds_id of parameters whose last gather was quantized
+        self._barrier = hooks.StepBarrier()
+        self._parameters: list[torch.Tensor] = []
+        self._met: dict[int, Any] = {}  # wrapped parameters by ds_id
+        self._is_closed = False  # then hooks that nobody has removed may still call
+        self.node: NodeShard | None = None
+
+    def attach(self, params: Iterable[torch.Tensor], optimizer: Any) -> None:
+        """Serve the parameters of a module, and what is fetched together with them."""
+        self._parameters = list(params)
+        for before in dict.fromkeys(hooks.owner_of(p) for p in self._parameters):
+            if before is not None and before.serves_only(self._parameters):
+                before.close()  # an engine on the same module that nobody has destroyed
+        self.meet(self._parameters)
+        hooks.before_fetch(optimizer, self.meet)
+        hooks.note_borrowed()
+
+    def meet(self, params: Iterable[Any]) -> None:
+        """Wrap every parameter, also those that were made later and that nobody quantizes: which
+        one of a fetch DeepSpeed calls, the first of a set, differs from rank to rank.
+        """
+        for p in params:
+            if p.ds_id not in self._met and not self._is_closed:
+                self._met[p.ds_id] = p
+                hooks.wrap_fetch(p, self.fetch, self.gather_exactly, owner=self)
+
+    def keep_in_node(self) -> NodeShard:
+        """From now on gathers come from a node shard."""
+        self.node = NodeShard(self._binding, self._parameters, self._barrier)
+        for parameter in self._parameters:
+            hooks.wrap_partition(parameter, self.node.mark_stale, owner=self)
+        return self.node
+
+    def serves_only(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether all parameters of its module are among these."""
+        return {p.ds_id for p in self._parameters} <= {p.ds_id for p in params}
+
+    def close(self) -> None:
+        """The engine is destroyed: its parameters are DeepSpeed's alone, and none is decoded."""
+        self._is_closed = True
+        if self.node is not None:
+            self.node.close()
+        for p in self._met.values():
+            hooks.unwrap(p, owner=self)
+            if p.ds_id in self._decoded and hooks.is_available(p):
+                p.partition()
+        self._met.clear()
+        self._decoded.clear()
+        self._parameters = []
+
+    def after_step(self) -> None:
+        """The optimizer has written new shards (DeepSpeed counts the step only after it)."""
+        self._binding.learn_levels(self._binding.step + 1, self._own_values())
+        if self.node is not None:
+            self.node.after_step()
+        self._barrier.record()
+
+    def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
+        """(parameter, this rank's shard, link) of every parameter."""
+        for p in self._parameters:
+            link = self._binding.link(p.ds_process_group)
+            yield p, hooks.valid_shard(p, link.rank).to(hooks.device()), link
+
+    def fetch(
+        self, original: Callable[..., Any], params: Iterable[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Replaces ``all_gather_coalesced``: posts one gather per process group.
+
+        Parameters that this engine does not know (created later) or that hold no floats go to
+        DeepSpeed. The split and the order depend on rank-invariant facts only.
+        """
+        self._binding.asked.add("weights")
+        params = sorted(params, key=lambda p: p.ds_id)  # the caller's order comes from a set
+        if self._binding.gather_count is not None:
+            self._binding.gather_count.fetched(params)
+        groups: dict[int, list[Any]] = {}
+        kept, others = [], []
+        for p in params:
+            if self.node is not None and self.node.serves(p):
+                kept.append(p)
+            elif self._is_ours(p):
+                groups.setdefault(id(p.ds_process_group), []).append(p)
+            else:
+                others.append(p)
+        self._barrier.wait()
+        handles: list[Any] = [self._gather(group) for group in groups.values()]
+        if kept:
+            handles.append(self._gather_in_node(kept))
+        if others:
+            self._decoded.difference_update(p.ds_id for p in others)
+            handles.append(original(others, *args, **kwargs))
+        return handles[0] if len(handles) == 1 else _JointHandle(handles)
+
+    def _is_ours(self, parameter: Any) -> bool:
+        return (
+            self._binding.tracked(parameter) is not None
+            and hooks.travels(parameter)
+            and self._binding.link(parameter.ds_process_group).size > 1
+        )
+
+    def _gather(self, params: list[Any]) -> _FetchHandle:
+        fabric = self._binding.fabric(params[0].ds_process_group)
+        for p in params:
+            _begin(p)
+        codings = [self._coding(p, fabric.rank) for p in params]
+        lossy = [not isinstance(c.codec, CastCodec) for c in codings]
+        alone, bundles = sort_out([p.ds_numel for p in params], codings, fabric.size)
+        shards = [hooks.valid_shard(params[i], fabric.rank) for i in alone]
+        shards += [torch.cat([params[i].ds_tensor.data for i in members]) for _, members in bundles]
+        device = hooks.device()
+        handle = all_gather(
+            [s.to(device, non_blocking=True) for s in shards],
+            [params[i].ds_numel for i in alone] + [bundle.numel for bundle, _ in bundles],
+            [codings[i] for i in (*alone, *(members[0] for _, members in bundles))],
+            fabric,
+        )
+
+        def gathered() -> list[torch.Tensor]:
+            tensors = handle.wait()
+            values = tensors[: len(alone)]
+            for (bundle, _), packed in zip(bundles, tensors[len(alone) :], strict=True):
+                values += bundle.unpack(packed)
+            return values
+
+        order = [*alone, *(i for _, members in bundles for i in members)]
+        params, lossy = [params[i] for i in order], [lossy[i] for i in order]
+        return _FetchHandle(params, gathered, lossy, self._decoded)
+
+    def _gather_in_node(self, params: list[Any]) -> _FetchHandle:
+        for p in params:
+            _begin(p)
+        wait, lossy = self.node.gather(params)
+        return _FetchHandle(params, wait, lossy, self._decoded)
+
+    def _coding(self, parameter: Any, rank: int) -> Coding:
+        dtype = parameter.ds_tensor.dtype
+        if parameter.ds_persist:  # stays gathered between steps and is refreshed exactly
+            return Coding(codec=CastCodec(dtype))
+        tracked = self._binding.tracked(parameter)
+        # What a node shard does not serve is gathered as it would be inside a node.
+        return self._binding.weight_coding(
+            tracked,
+            dtype,
+            step=self._binding.step,
+            rank=rank,
+            intra=self._binding.scheme.node_shard,
+        )
+
+    def gather_exactly(
+        self,
+        original: Callable[..., Any],
+        parameter: Any,
+        param_list: Sequence[Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Replaces ``all_gather``. See [Note: two gathers]."""
+        if param_list is None and hooks.take_borrowed(parameter):
+            if hooks.is_unavailable(parameter):
+                parameter.all_gather_coalesced([parameter]).wait()
+            return None
+        for p in [parameter] if param_list is None else param_list:
+            if p.ds_id in self._decoded and hooks.is_available(p):
+                hooks.forget_values(p)
+                self._decoded.discard(p.ds_id)
+        return original(param_list, *args, **kwargs)
+
+
+def _begin(parameter: Any) -> None:
+    """Checks DeepSpeed's contract and marks the parameter as on its way."""
+    if not hooks.is_unavailable(parameter):
+        raise RuntimeError(
+            f"fetch of a parameter that is not partitioned: {parameter.ds_summary()}"
+        )
+    hooks.set_inflight(parameter)
+
+
+class _FetchHandle:
+    """DeepSpeed's gather handle: ``wait`` is called once per parameter and must be idempotent."""
+
+    def __init__(
+        self,
+        params: list[Any],
+        gathered: Callable[[], list[torch.Tensor]],
+        lossy: list[bool],
+        decoded: set[int],
+    ) -> None:
+        self._params, self._lossy, self._decoded = params, lossy, decoded
+        self._gathered: Callable[[], list[torch.Tensor]] | None = gathered
+
+    def wait(self, **_: Any) -> None:
+        if self._gathered is None:
+            return
+        for p, values, lossy in zip(self._params, self._gathered(), self._lossy, strict=True):
+            hooks.fill(p, values)
+            if lossy:
+                self._decoded.add(p.ds_id)
+            else:
+                self._decoded.discard(p.ds_id)
+        # It holds the values of all parameters, while DeepSpeed, which keeps this handle until the
+        # last one is used, releases them one by one.
+        self._gathered = None
+
+
+class _JointHandle:
+    def __init__(self, handles: list[Any]) -> None:
+        self._handles = handles
+
+    def wait(self, **kwargs: Any) -> None:
+        for handle in self._handles:
+            handle.wait(**kwargs)
+
+
+# ---- gradients ----
+
+
+_PLANS = 1000  # remembered
+
+# What posts the rest, and what waits for this rank's shards of the means.
+Posted = tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]
+
+
+class ShardReduction:
+    """ZeRO-3: replaces ``reduce_scatter_coalesced``."""
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+        self._plans: dict[tuple, _Plan] = {}  # by sizes: buckets of equal layers share one
+
+    def __call__(
+        self,
+        original: Callable[..., Any],
+        params: Sequence[Any],
+        tensors: list[torch.Tensor],
+        group: Any = None,
+    ) -> list[torch.Tensor]:
+        """Mean over ``group`` of each tensor; returns this rank's unpadded shard, input dtype."""
+        bucket = self.begin(params, tensors, group)
+        return original(tensors, group) if bucket is None else bucket.finish()
+
+    def begin(
+        self, params: Sequence[Any], tensors: list[torch.Tensor], group: Any
+    ) -> Bucket | None:
+        """Post the reduction; None if it is DeepSpeed's own. Then the tensors may change."""
+        binding = self._binding
+        binding.asked.add("gradients")
+        link = binding.link(group)
+        tracked = [binding.tracked(p) for p in params]
+        if link.size == 1 or not tensors or None in tracked:
+            return None
+        route = binding.route(group)
+        exact, step, hops = binding.is_exact(binding.step), binding.gradient_step, len(route)
+        codings, rotations = [], []
+        for parameter, gradient in zip(tracked, tensors, strict=True):
+            streams, dtype = None, gradient.dtype
+            if not exact:
+                streams = binding.gradient_streams(parameter, dtype, rank=link.rank, route=route)
+            coding, rotation = codings_of(streams, dtype, hops=hops, step=step)
+            codings.append(coding)
+            rotations.append(rotation)
+        # See [Note: bundles].
+        alone, bundles = sort_out([g.numel() for g in tensors], [c[-1] for c in codings], link.size)
+        sent = [tensors[i] for i in alone]
+        sent += [bundle.pack([tensors[i] for i in members]) for bundle, members in bundles]
+        first = [*alone, *(members[0] for _, members in bundles)]
+        codings, rotations = [codings[i] for i in first], [rotations[i] for i in first]
+        advance, sums = self._post(sent, codings, rotations, route, link)
+        dtypes = [g.dtype for g in sent]
+
+        def shards() -> list[torch.Tensor]:
+            cast = _cast(sums(), dtypes, link)
+            reduced = dict(zip(alone, cast, strict=False))
+            for (bundle, members), shard in zip(bundles, cast[len(alone) :], strict=True):
+                reduced |= zip(members, bundle.unpack_shard(shard, link.rank), strict=True)
+            return [reduced[index] for index in range(len(tracked))]
+
+        return Bucket(binding, tracked, tensors, advance, shards)
+
+    def _post(
+        self,
+        tensors: Sequence[torch.Tensor],
+        codings: Sequence[tuple[Coding, ...]],
+        rotations: Sequence[Rotation | None],
+        route: tuple[Hop, ...],
+        link: Link,
+    ) -> Posted:
+        if len(route) == 1 and not route[0].exact_own and not any(rotations):
+            handle = reduce_scatter(tensors, [c for (c,) in codings], link, scale=1.0 / link.size)
+            return _nothing, handle.wait
+        numels = tuple([t.numel() for t in tensors])
+        forms = tuple(map(Form.of, codings, rotations))
+        key = numels, forms, route, link
+        if key not in self._plans:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            self._plans[key] = _Plan.make(numels, forms, route, link)
+        return self._plans[key].post(tensors, codings, rotations, link)
+
+
+def _cast(
+    sums: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], link: Link
+) -> list[torch.Tensor]:
+    """Every sum in its dtype; most are, where kernels write it."""
+    found = list(sums)
+    different = [i for i, wanted in enumerate(dtypes) if sums[i].dtype != wanted]
+    for dtype in {dtypes[place] for place in different}:
+        places = [place for place in different if dtypes[place] == dtype]
+        whole = [sums[place] for place in places]
+        numels, device = [values.numel() for values in whole], whole[0].device
+        narrow = link.empties(numels, dtype=dtype, device=device)
+        torch._foreach_copy_(narrow, whole)
+        for place, values in zip(places, narrow, strict=True):
+            found[place] = values
+    return found
+
+
+class Bucket:
+    """The gradients of some parameters, on their way to this rank's shards.
+
+    shards: (length,) each, in the gradients' dtype; valid once ``finish`` has returned them.
+    ``advance`` posts what was not posted yet, waiting for what comes before it.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        tracked: Sequence[Tracked],
+        tensors: Sequence[torch.Tensor],
+        advance: Callable[[], None],
+        reduced: Callable[[], list[torch.Tensor]],
+    ) -> None:
+        self._binding, self._tracked = binding, tracked
+        self.advance, self._reduced = advance, reduced
+        self.shards = [g.new_empty(0) for g in tensors]
+        self.finished = False
+
+    def finish(self) -> list[torch.Tensor]:
+        """Wait for them."""
+        watch = self._binding.watch
+        reduced = self._reduced()
+        for parameter, shard, values in zip(self._tracked, self.shards, reduced, strict=True):
+            shard.data = values
+            if watch is not None:
+                watch.note(parameter.index, shard)
+        self.finished = True
+        return self.shards
+
+
+class _Plan(NamedTuple):
+    """The reduction of some tensors to ceil-division shards, and the elements of this rank's."""
+
+    reduction: ReductionPlan
+    own: list[int]
+
+    @classmethod
+    def make(
+        cls, numels: Sequence[int], forms: Sequence[Form], route: Sequence[Hop], link: Link
+    ) -> _Plan:
+        segments = []
+        for tensor, numel in enumerate(numels):
+            for rank in range(link.size):
+                start, stop = shard_range(numel, link.size, rank)
+                segments.append(Segment(tensor, start, stop - start, tensor, start, rank))
+        placed, _ = own_totals(segments, route)
+        own = [segment.numel for segment in segments if segment.reducer == link.rank]
+        return cls(ReductionPlan(placed, forms, route, scale=1.0 / link.size), own)
+
+    def post(
+        self,
+        tensors: Sequence[torch.Tensor],
+        codings: Sequence[tuple[Coding, ...]],
+        rotations: Sequence[Rotation | None],
+        link: Link,
+    ) -> Posted:
+        """Begin to reduce."""
+        rooms = [round_up(numel, VECTOR_NUMEL) for numel in self.own]
+        sums = link.empty(sum(rooms), dtype=torch.float32, device=tensors[0].device)
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        under_way = Reduction(self.reduction, flat, codings, rotations, sums)
+
+        def shards() -> list[torch.Tensor]:
+            under_way.wait()
+            parts = zip(sums.split(rooms), self.own, strict=True)
+            return [part if part.numel() == n else part[:n] for part, n in parts]
+
+        return under_way.advance, shards
+
+
+def _nothing() -> None:
+    """A reduction over one hop has posted everything."""

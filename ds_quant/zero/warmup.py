@@ -1,0 +1,116 @@
+"""Compiles the CUDA kernels of a run before its first step, by using each once on a few elements.
+
+A kernel is compiled at its first launch, which takes a second or so and must not happen inside a
+CUDA graph capture. What a run launches follows from its scheme, stage and hops; rows of whole
+blocks and others are different variants of a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.comm.operations import Operations, Streams
+from ds_quant.comm.owners import delivery_codec
+from ds_quant.kernels.batch import Rotate
+from ds_quant.kernels.cuda import Batch
+from ds_quant.kernels.dispatch import together
+from ds_quant.kernels.launch import whole_numel
+from ds_quant.kernels.random_bits import Address
+from ds_quant.zero import hooks
+from ds_quant.zero.engine import Binding
+from ds_quant.zero.param import by_hop
+
+_RAGGED = 9  # elements: more than a vector, less than anything else
+
+
+class _Use(NamedTuple):
+    """An operation on some elements, and the codecs whose blocks they may fill."""
+
+    codecs: tuple[GroupCodec, ...]
+    run: Callable[[int], None]
+
+
+def rehearse(binding: Binding, device: torch.device) -> None:
+    """Use every kernel of the engine once on ``device``."""
+    for codecs, run in _uses(binding, device):
+        for numel in (_RAGGED, whole_numel(codecs)):
+            run(numel)
+            with together():  # tables of launches are variants of their own
+                for _ in range(Batch.FEW):
+                    run(numel)
+
+
+def _uses(binding: Binding, device: torch.device) -> Iterator[_Use]:
+    scheme, stage = binding.scheme, binding.stage
+    dtypes = {p.dtype for p in binding.engine.module.parameters() if p.is_floating_point()}
+    for dtype in sorted(dtypes, key=str):
+        if isinstance(scheme.weights, GroupCodec):
+            # A replica is rewritten in place; shards that nobody keeps are encoded as they are.
+            differs = scheme.difference and (stage < 3 or binding.topology.nodes > 1)
+            yield from _weights(_coding(scheme.weights, differs), dtype, device)
+        if scheme.weights_intra is not None and stage == 3 and scheme.node_shard:
+            yield from _weights(_coding(scheme.weights_intra), dtype, device)
+    if isinstance(scheme.gradients, GroupCodec):
+        yield from _gradients(binding, hooks.gradient_dtype(binding.engine), device)
+
+
+def _coding(codec: GroupCodec, difference: bool = False) -> Coding:
+    return Coding(codec=codec, address=Address(key=0, step=0), difference=difference)
+
+
+def _weights(coding: Coding, dtype: torch.dtype, device: torch.device) -> Iterator[_Use]:
+    def encode_and_decode(numel: int) -> None:
+        values = torch.zeros(numel, dtype=dtype, device=device)
+        wire = _wire(coding, numel, device)
+        coding.encode(values, wire, held=values)
+        coding.decode(wire, values)
+
+    yield _Use((coding.codec,), encode_and_decode)
+
+
+def _gradients(binding: Binding, dtype: torch.dtype, device: torch.device) -> Iterator[_Use]:
+    scheme, route = binding.scheme, binding.route(None)
+    inner, one_node = scheme.gradients_intra or scheme.gradients, binding.topology.nodes == 1
+    codecs = by_hop(inner, scheme.gradients, hops=len(route), one_node=one_node)
+    codings = [_coding(codec) for codec in codecs]
+    rotation = Rotation(block=scheme.rotation) if scheme.rotation else None
+    if scheme.rotation_signs:
+        rotation = Rotation(block=scheme.rotation, signs=Address(key=0, step=0))
+
+    def reduce(numel: int) -> None:
+        values = torch.zeros(numel, dtype=dtype, device=device)
+        on_wire = numel if rotation is None else rotation.padded(numel)
+        wire = _wire(codings[0], on_wire, device)
+        codings[0].encode(values, wire, rotation=rotation)
+        if rotation is not None:  # of what a rank adds as it is; the others launch as they do here
+            block, flips = rotation.block, rotation.signs is not None
+            rotated = torch.empty(on_wire, device=device).float()
+            turn = Operations([(Rotate(numel, 0, 1, 0, block, flips), (0, 0))])
+            turn.run([values, rotated], Streams(codings[:1], [rotation]))
+        for depth, (hop, coding) in enumerate(zip(route, codings, strict=True)):
+            rows = wire.expand(hop.link.size - hop.exact_own, -1)
+            own = (0, values.new_zeros(on_wire).float()) if hop.exact_own else None
+            if depth + 1 == len(route):
+                total = torch.empty(numel, device=device).float()
+                for scale in (1.0, 1 / 3):  # DeepSpeed may divide by itself
+                    coding.decode_sum(rows, total, own=own, scale=scale, rotation=rotation)
+                return
+            following = codings[depth + 1]
+            wire = _wire(following, on_wire, device)
+            following.recode(coding, rows, wire, numel=on_wire, own=own)
+            if route[depth + 1].exact_own:
+                coding.decode_sum(rows, torch.empty(on_wire, device=device).float(), own=own)
+
+    yield _Use(tuple(codecs), reduce)
+    if binding.stage < 3:  # sums that balanced buckets deliver to their owners
+        delivery = _coding(delivery_codec(codecs[-1]))
+        yield from _weights(delivery, torch.float32, device)
+
+
+def _wire(coding: Coding, numel: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(coding.codec.wire_bytes(numel), dtype=torch.uint8, device=device)

@@ -141,6 +141,7 @@ class Binding:
         self.notices: list[str] = []  # what the start-up line must add
         self.asked: set[str] = set()  # roles for which DeepSpeed has called the plugin
         self.has_few_ranks = False  # some parameters belong to part of the world
+        self.hooks: Any = None  # zero.hooks.Hooks
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
         self.node: Any = None  # zero.node.NodeShard under ZeRO-3, if the scheme keeps one
         self.findings = Findings() if scheme.payload_checksum else None

@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.zero.hooks import Route, Seam, moved, require, wrap
+from ds_quant.zero.hooks import ExpectedCall, Hooks, Redirect, moved, require
 
 _BUCKET, _REDUCE_TO_OWNERS = "average_tensor", "allreduce_and_copy_with_multiple_ranks"
 
-_weight_gather = Route("all_gather_dp_groups")
-_to_owners = Seam(_REDUCE_TO_OWNERS)
+_weight_gather = Redirect("all_gather_dp_groups")
+_to_owners = ExpectedCall(_REDUCE_TO_OWNERS)
 
 
 # ---- gradients ----
 
 
 def wrap_owner_reduction(
-    optimizer: Any,
+    hooks: Hooks,
     around_bucket: Callable[..., AbstractContextManager[None]],
     reduce: Callable[..., Any],
 ) -> None:
@@ -30,7 +30,7 @@ def wrap_owner_reduction(
     slices by owner, ``reduce(original, call)`` replaces the reduction of slices and divides by
     ``divisor``, with the call's bound arguments.
     """
-    require(optimizer, _BUCKET)
+    optimizer = hooks.optimizer
     require(optimizer, _REDUCE_TO_OWNERS)
     signature = inspect.signature(getattr(optimizer, _REDUCE_TO_OWNERS))
     is_open = False
@@ -55,8 +55,8 @@ def wrap_owner_reduction(
         call.apply_defaults()
         return reduce(functools.partial(original, *args, **kwargs), call.arguments)
 
-    wrap(optimizer, _BUCKET, bucket)
-    wrap(optimizer, _REDUCE_TO_OWNERS, slices)
+    hooks.wrap(optimizer, _BUCKET, bucket)
+    hooks.wrap(optimizer, _REDUCE_TO_OWNERS, slices)
 
 
 @contextmanager
@@ -119,28 +119,31 @@ def _replica_untouched(optimizer: Any) -> Iterator[None]:
             row[rank] = partition
 
 
-def wrap_weight_gather(optimizer: Any, gather: Callable[[], None], *, keep_replica: bool) -> None:
-    """ZeRO-1/2: ``gather()`` replaces the gather of updated weights inside ``optimizer.step``.
-
-    ``keep_replica``: this rank's partition of the replica still holds the old weights then.
+def weight_gather(
+    optimizer: Any, gather: Callable[[], None], *, keep_replica: bool
+) -> Callable[[], AbstractContextManager[None]]:
+    """ZeRO-1/2: a context for ``optimizer.step`` in which ``gather()`` replaces the gather of
+    updated weights. ``keep_replica``: this rank's partition of the replica keeps the old weights
+    until then.
     """
     from deepspeed.runtime.zero import stage_1_and_2
 
     _weight_gather.install(stage_1_and_2)
     require(optimizer, "parallel_partitioned_bit16_groups")
 
-    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def replaced() -> Iterator[None]:
         untouched = _replica_untouched(optimizer) if keep_replica else nullcontext()
         gathering = _weight_gather.through(
             lambda *a, **k: gather(), excused=lambda: bool(optimizer.overflow)
         )
         with untouched, gathering:
-            return original(*args, **kwargs)
+            yield
 
-    wrap(optimizer, "step", step)
+    return replaced
 
 
-def wrap_exports(engine: Any, optimizer: Any, exact: Callable[[], Any]) -> None:
+def wrap_exports(hooks: Hooks, exact: Callable[[], AbstractContextManager[Any]]) -> None:
     """ZeRO-1/2: hold ``exact()`` open around checkpoint save and load and ``save_16bit_model``."""
     held: list[Any] = []
 
@@ -151,13 +154,9 @@ def wrap_exports(engine: Any, optimizer: Any, exact: Callable[[], Any]) -> None:
     def epilogue() -> None:
         held.pop().__exit__(None, None, None)
 
-    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with exact():
-            return original(*args, **kwargs)
-
-    optimizer.checkpoint_event_prologue = prologue
-    optimizer.checkpoint_event_epilogue = epilogue
-    wrap(engine, "save_16bit_model", save)
+    hooks.add(hooks.optimizer, "checkpoint_event_prologue", prologue)
+    hooks.add(hooks.optimizer, "checkpoint_event_epilogue", epilogue)
+    hooks.around_export.append(exact)
 
 
 def refresh_replica(optimizer: Any, gather: Callable[[], None]) -> None:

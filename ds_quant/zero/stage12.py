@@ -35,7 +35,6 @@ from ds_quant.comm.transport import Fabric, Link
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import hooks, optimizer_hooks, safety
 from ds_quant.zero.engine import Binding
-from ds_quant.zero.hooks import wrap
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 from ds_quant.zero.param import GradientStreams, Stream, Tracked, codings_of
 
@@ -505,7 +504,7 @@ def wrap_state_dict() -> None:
     """
     accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
     if accelerator is not None:
-        wrap(accelerator, "get_state_dict", _exactly)
+        hooks.wrap_once(accelerator, "get_state_dict", _exactly)
 
 
 def _exactly(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kw: Any) -> Any:

@@ -44,14 +44,14 @@ class Fetch:
         self._is_closed = False  # then hooks that nobody has removed may still call
         self.node: NodeShard | None = None
 
-    def attach(self, params: Iterable[torch.Tensor], optimizer: Any) -> None:
+    def attach(self, params: Iterable[torch.Tensor]) -> None:
         """Serve the parameters of a module, and what is fetched together with them."""
         self._parameters = list(params)
         for before in dict.fromkeys(hooks.owner_of(p) for p in self._parameters):
             if before is not None and before.serves_only(self._parameters):
                 before.close()  # an engine on the same module that nobody has destroyed
         self.meet(self._parameters)
-        hooks.before_fetch(optimizer, self.meet)
+        hooks.before_fetch(self._binding.hooks, self.meet)
         hooks.note_borrowed()
 
     def meet(self, params: Iterable[Any]) -> None:

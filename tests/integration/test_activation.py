@@ -295,5 +295,5 @@ def test_the_variable_disables_the_hook(
 
 def test_a_failing_install_warns_and_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ds_quant.zero.hooks", None)
-    with pytest.warns(RuntimeWarning, match="quantized_comm is NOT active.*seams"):
+    with pytest.warns(RuntimeWarning, match="quantized_comm is NOT active.*hooks"):
         _autoload._install()

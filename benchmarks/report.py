@@ -174,7 +174,7 @@ def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 
 
 # Flags that say where to write or what to print, not what is measured.
-_ABOUT_OUTPUT = ("json", "out", "plot", "trace", "profile", "lab")
+_ABOUT_OUTPUT = ("json", "out", "plot", "trace", "profile")
 
 
 def save(path: Path, kind: str, args: argparse.Namespace, **content: Any) -> None:

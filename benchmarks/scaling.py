@@ -7,8 +7,8 @@ Bytes are those of ds_quant.policy.cost, taken from one transformer block (the r
 the same bytes per parameter to within its embedding). Compute is 6 flops per parameter and
 token. Everything else is an assumption given as a flag. Speed-ups are over full_precision (bf16)
 at the same point, without any overlap of communication and compute, and with perfect overlap. Ends
-with two checks: SDP4Bit's Table 2, which rows the model reproduces and why not, and every point
-that speed.py has measured in the network lab.
+with SDP4Bit's Table 2: which rows the model reproduces, and why not. predicted.py holds the model
+against the step times of the network lab.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +31,9 @@ from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import cost
 from ds_quant.policy.cost import Bill, Cluster, Volume, bill, predict
-from ds_quant.tools import measured
 from ds_quant.tools.forecast import block_cargo
 
 BASELINE = "full_precision"
-RESULTS = Path(__file__).with_name("results")
 
 
 class Model(NamedTuple):
@@ -76,8 +73,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--utilisation", type=_positive_float, default=0.4, help="share of the peak reached")
     add("--latency", type=float, default=2e-5, help="seconds per collective")
     add("--encode", type=_positive_float, default=1e11, help="parameters per second and GPU")
-    add("--lab", type=Path, nargs="*", default=sorted(RESULTS.glob("speed_*.json")),
-        help="results of speed.py to check the model against")  # fmt: skip
     add("--json", type=Path)
     add("--plot", type=Path)
     return parser.parse_args(argv)
@@ -220,18 +215,6 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def lab_table(points: Sequence[measured.Point]) -> Table:
-    grid = Table(title="Network lab, seconds per step")
-    for header in ("ranks, ZeRO, scheme", "Mbit/s", "measured", "predicted", "error"):
-        grid.add_column(header, justify="right")
-    for point in points:
-        grid.add_row(
-            f"{point.topology}, {point.stage}, {point.scheme}", f"{point.rate:g}",
-            f"{point.measured:.3f}", f"{point.predicted:.3f}", f"{point.error:+.1%}",
-        )  # fmt: skip
-    return grid
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args, console = parse_args(argv), Console()
     found = points(args)
@@ -243,20 +226,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     papers = published.compare()
     console.print(table(rows))
     console.print(published_table(papers))
-    lab = [point for path in args.lab for point in measured.compare(path)[0]]
-    if lab:
-        console.print(lab_table(lab), measured.summary(lab))
     if args.plot is not None:
         plot(rows, args.plot)
     if args.json is not None:
-        report.save(
-            args.json,
-            "scaling",
-            args,
-            rows=rows,
-            published=papers,
-            lab=[{**asdict(point), "error": point.error} for point in lab],
-        )
+        report.save(args.json, "scaling", args, rows=rows, published=papers)
     return 0
 
 

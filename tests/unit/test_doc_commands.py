@@ -42,6 +42,8 @@ COVERED = {
     "torchrun --nproc-per-node 8 --nnodes 2 --rdzv-endpoint HOST:29400 --no-python ds_quant probe":
     "tests/distributed/test_probe.py::test_probe_runs_under_torchrun",
     "make install": INSTALLED,
+    "python benchmarks/predicted.py benchmarks/results/speed_*.json":
+    "tests/unit/test_predicted.py::test_predictions_of_the_network_lab_are_as_close_as_we_say",
     "make report": "tests/unit/test_results.py::test_page_of_results_is_up_to_date",
     ".venv/bin/python -m tests.distributed.fault_page": "tests/distributed/test_faults.py::",
     ".venv/bin/ds_quant schema --markdown > docs/keys.md": "tests/unit/test_docs.py::"

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import published
 import report
+import sections
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -213,6 +214,38 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py; the largest stage, node size and number of GPUs."""
+    keys = ("stage", "ranks", "node_size")
+    top = {key: max(row[key] for row in result["rows"]) for key in keys}
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if all(row[key] == top[key] for key in keys):
+            found.setdefault((row["model"], row["scheme"]), []).append(row)
+    rates = [f"{row['rate']:g} Gb/s" for row in next(iter(found.values()))]
+    rows = [
+        [f"{model}, `{scheme}`",
+         *(f"{r['speedup_no_overlap']:.2f} / {r['speedup_full_overlap']:.2f}" for r in own)]
+        for (model, scheme), own in found.items()
+    ]  # fmt: skip
+    papers = [
+        [f"{row['cluster']} {row['model']}", f"{row['published']:.2f}",
+         f"{report.number(row['at_stated_rate'], '.2f')} ({row['stated_rate']:g} Gb/s)",
+         f"{row['at_fitted_rate']:.2f} ({row['fitted_rate']:.0f} Gb/s)"]
+        for row in result["published"]
+    ]  # fmt: skip
+    return "Predicted for larger clusters", (
+        "A cost model, nothing measured: speed-up over bf16 without and with perfect overlap,\n"
+        f"ZeRO-{top['stage']}, {top['ranks']} GPUs, {top['node_size']} per node; assumptions are "
+        "in the command.\n\n"
+        + sections.table(["model, scheme", *rates], rows)
+        + "\n\nSDP4Bit's Table 2, whose baseline reduces fp32 gradients (6 B/param/step), with the"
+        "\nlink rate its clusters state, and with one rate per cluster fitted to its rows; n/a: "
+        "the\nbaseline's bytes alone take longer than its step.\n\n"
+        + sections.table(["row", "published", "stated rate", "fitted rate"], papers)
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -112,7 +112,7 @@ def test_command_runs(command: str, tmp_path: Path, monkeypatch, capsys) -> None
 
 def test_ds_quant_commands_outside_of_blocks_parse() -> None:
     """Those in running text, with what stands for a value or the rest left out."""
-    tools = "validate|schema|doctor|probe|estimate"
+    tools = "validate|schema|doctor|probe|estimate|plot"
     for page in PAGES:
         for command in re.findall(rf"`(ds_quant (?:{tools}) [^`]*)`", page.read_text("utf-8")):
             if "..." not in command:

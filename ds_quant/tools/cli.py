@@ -216,10 +216,11 @@ _POWERS = {"k": 3, "m": 6, "b": 9, "t": 12}  # 7b: as models are named
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    """doctor, probe, estimate."""
+    """doctor, probe, estimate, plot."""
     _doctor(commands.add_parser("doctor", help="check this machine and try the plugin on it"))
     _probe(commands.add_parser("probe", help="measure the links between processes"))
     _estimate(commands.add_parser("estimate", help="predict what each scheme would bring"))
+    _plot(commands.add_parser("plot", help="draw the metrics of a run: bytes, error, seconds"))
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
@@ -259,6 +260,12 @@ def _estimate(parser: argparse.ArgumentParser) -> None:
     add("--encode", type=positive, default=1e11, help="parameters per second and GPU (1e11)")
     add("--json", action="store_true", help="the rows as JSON")
     add("--plot", type=Path, help="PNG of the speed-up against the link rate")
+
+
+def _plot(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("metrics", type=file, metavar="METRICS", help="the file of quantized_comm.metrics.file")
+    add("--out", type=Path, metavar="FILE", help=".png, .svg or .pdf (METRICS with .png)")
 
 
 def positive(value: str) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 import ds_quant
 from ds_quant.config.presets import AUTOTUNE, CANDIDATES
 from ds_quant.config.schema import KEY, ConfigError, QuantizedCommConfig, json_schema, parse
-from ds_quant.kernels.wire import wire_layout
+from ds_quant.kernels.wire import BF16_BYTES, FP32_BYTES, wire_layout
 from ds_quant.policy import refusals
 from ds_quant.tools import docs
 
@@ -179,7 +179,8 @@ def _role_line(role: str, settings: Any, loaded: bool) -> str:
         extras.append(f"Hadamard blocks of {settings.rotation}")
     line = f"{role}: {_codes(settings, settings.range)}, {', '.join(extras)}"
     if settings.intra is not None:
-        line += f"; inside a node {_codes(settings.intra, settings.range)}"
+        inside = "absmax" if settings.range == "gaussian" else settings.range
+        line += f"; inside a node {_codes(settings.intra, inside)}"
     return line
 
 
@@ -202,6 +203,7 @@ def _codes(settings: Any, value_range: str) -> str:
         bits=settings.bits,
         group_size=settings.group_size,
         has_offset=value_range == "minmax",
+        scale_bytes=BF16_BYTES if value_range == "gaussian" else FP32_BYTES,
     ).nbytes
     return (
         f"{settings.bits}-bit {value_range} codes, groups of {settings.group_size}, "

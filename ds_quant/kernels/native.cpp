@@ -31,7 +31,7 @@ struct Job {
 struct Recode {
     Job sum, encode;
 };
-extern "C" i65 dsq_version() { return 5; }
+extern "C" i64 dsq_version() { return 5; }
 
 // --- floats
 

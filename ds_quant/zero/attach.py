@@ -319,9 +319,9 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
     binding.note_groups([group.process_group for group in groups for _ in group.params])
     binding.replica = Replica(binding, optimizer)
     optimizer_hooks.wrap_weight_gather(
-        optimizer, binding.replica.gather_updated, keep_replica=binding.scheme.difference
+        optimizer, binding.replica.gather_updated, keep_replica=binding.scheme.keeps_reference
     )
-    if binding.scheme.difference:
+    if binding.scheme.keeps_reference:
         hooks.after_step(optimizer, Agreement(binding, binding.replica).after_step)
     optimizer_hooks.wrap_exports(engine, optimizer, binding.replica.exact)
     stage12.wrap_state_dict()

@@ -117,7 +117,9 @@ def _take_over(binding: Binding, saved: dict[str, Any]) -> None:
 
 
 def _keeps_weights(binding: Binding) -> bool:
-    return binding.node is not None or (binding.replica is not None and binding.scheme.difference)
+    return binding.node is not None or (
+        binding.replica is not None and binding.scheme.keeps_reference
+    )
 
 
 def _restore_levels(binding: Binding, saved: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Gather exact differences of 16-bit weights, whose messages are as long as the values ask for.
 
-1. encode all messages of an optimizer step  2. all-gather their lengths, 8 bytes each  3. all-gather
-every message by itself, filled up to the longest of any rank  4. decode what each rank has sent.
+1. encode all messages of an optimizer step  2. all-gather their lengths, 8 bytes each
+3. all-gather every message by itself, filled up to the longest of any rank  4. decode them all.
 
 [Note: lengths] A rank knows its lengths once everything is encoded, and needs those of the others
 to post the first gather. So a step has one exchange of lengths, whatever the number of messages;
@@ -27,7 +27,7 @@ from ds_quant.comm.transport import Fabric, Link
 from ds_quant.kernels.wire import ALIGNMENT
 
 CODEC = LosslessCodec()
-DTYPES = (torch.bfloat16, torch.float16)  # that it serves
+MOST_NUMEL = 1 << 24  # elements of one rank in a message: more would only be decoded later
 
 
 class Parcel(NamedTuple):
@@ -75,7 +75,9 @@ class Outbox:
             for place, (parcel, out) in enumerate(zip(parcels, self._messages, strict=True)):
                 CODEC.encode(*parcel.values(), out, own[place : place + 1])
         arriving = link.all_gather(own.view(torch.uint8), role="weights")
-        self._lengths: list[list[int]] = arriving.wait().view(torch.int64).view(link.size, -1).tolist()
+        self._lengths: list[list[int]] = (
+            arriving.wait().view(torch.int64).view(link.size, -1).tolist()
+        )
         self._check()
         self._count(parcels, traffic)
         with link.encoding("weights") as notes:

@@ -286,8 +286,8 @@ class QuantizedCommConfig(Block):
         None,
         description="ZeRO-3: keep the weights in every node, sharded over its ranks, and cross "
         "between nodes once per optimizer step; gathers stay inside the node. Costs "
-        "2 / node_size bytes per parameter. null: only where weights.difference or weights.lossless "
-        "needs it.",
+        "2 / node_size bytes per parameter. null: only where weights.difference or "
+        "weights.lossless needs it.",
     )
     allow_full_replica: bool = Field(
         False,

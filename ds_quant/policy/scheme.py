@@ -105,6 +105,12 @@ class Scheme:
         """Whether differences are added to weights that everybody holds."""
         return self.difference or self.lossless
 
+    def differs_exactly(self, dtype: torch.dtype) -> bool:
+        """Whether weights of this dtype travel as exact differences, wherever something is kept
+        that they can differ from.
+        """
+        return self.lossless and dtype in (torch.bfloat16, torch.float16)
+
     def skip_reason(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
         """Why the parameter stays in full precision in every role, or ``None``."""
         if not dtype.is_floating_point:

@@ -31,7 +31,7 @@ from ds_quant.policy.autotune import (
     codec_seconds,
     slice_pace,
 )
-from ds_quant.policy.cost import shipped_bytes
+from ds_quant.policy.cost import LOSSLESS_BITS, shipped_bytes
 from ds_quant.policy.refusals import starts
 from ds_quant.policy.scheme import matches
 from ds_quant.zero import checkpoint, hooks, optimizer_hooks, safety, stage12
@@ -93,7 +93,18 @@ def start_line(binding: Binding) -> str:
         parts.append(f"messages and sums of up to {binding.peak_bytes(costs) / 1e9:.2g} GB")
     if binding.scheme.warmup_steps:
         parts.append(f"from step {binding.scheme.warmup_steps} on")
-    if _weights_stay(binding):
+    if costs.varies:
+        most = costs.step_bytes(stage, micro_steps=micro_steps, most=True)
+        parts.append(
+            f"exact differences take {LOSSLESS_BITS} bits per weight at a learning rate of 3e-4, "
+            f"fewer below it, and {most:.2f} B/param/step at most"
+        )
+    if _weights_stay(binding) and binding.scheme.lossless:
+        parts.append(
+            "weights travel in full precision, because their differences cross between nodes and "
+            "there is one node: zero_optimization.stage 2 sends differences inside a node, too"
+        )
+    elif _weights_stay(binding):
         parts.append(
             "weights stay exact, because this scheme quantizes what they cross between nodes and "
             'there is one node: weights.intra, such as {"bits": 8}, quantizes gathers inside it, '
@@ -105,7 +116,8 @@ def start_line(binding: Binding) -> str:
 def _weights_stay(binding: Binding) -> bool:
     """Whether a node shard has nobody to exchange quantized weights with."""
     scheme, topology = binding.scheme, binding.topology
-    keeps = binding.stage == 3 and scheme.node_shard and scheme.weights is not None
+    sends = scheme.weights is not None or scheme.lossless
+    keeps = binding.stage == 3 and scheme.node_shard and sends
     return keeps and scheme.weights_intra is None and topology.nodes == 1 < topology.world
 
 
@@ -447,7 +459,10 @@ def report(engine: Any) -> dict[str, Any] | None:
         weights or gradients and link intra or inter (node), collectives[role],
         gathers (of an element per micro-step under ZeRO-3, predicted and after the first steps
         counted, else 1), full_precision_share (0 to 1, of wire bytes), expected_bytes and
-        expected_intra_bytes (per parameter and optimizer step, volumes as in ``cost``), kept_bytes
+        expected_intra_bytes (per parameter and optimizer step, volumes as in ``cost``),
+        expected_most_bytes (the same at most: exact differences of weights are as long as the
+        training makes them), lossless_bits (per weight, as measured so far, None without exact
+        differences), lossless_padding (what moves besides them, a share of them), kept_bytes
         and expected_kept_bytes (memory on this rank that the scheme keeps between steps),
         expected_peak_bytes (most bytes of messages and sums in a step, by the formula of memory),
         buffer_bytes (host buffers of 1 MB and more that messages use again in every step, none on
@@ -475,6 +490,9 @@ def report(engine: Any) -> dict[str, Any] | None:
         "full_precision_share": bill.full_precision_share,
         "expected_bytes": bill.step_bytes(binding.stage, micro_steps=micro_steps),
         "expected_intra_bytes": bill.intra_bytes(binding.stage, micro_steps=micro_steps),
+        "expected_most_bytes": bill.step_bytes(binding.stage, micro_steps=micro_steps, most=True),
+        "lossless_bits": binding.traffic.exact.bits,
+        "lossless_padding": binding.traffic.exact.padding,
         "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),
         "expected_kept_bytes": bill.memory * bill.numel,
         "expected_peak_bytes": binding.peak_bytes(bill),

@@ -16,14 +16,10 @@ from torch import Tensor
 
 from ds_quant.comm.gather import Kept
 from ds_quant.comm.lossless import CODEC, Outbox, Parcel
-from ds_quant.comm.lossless import DTYPES as DTYPES
 from ds_quant.comm.message import joined
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
-
-# Elements of one rank in a message: more would only be decoded later.
-MOST_NUMEL = 1 << 24
 
 Post = Callable[[], Callable[[], None]]  # begins a gather; what it returns waits and decodes
 

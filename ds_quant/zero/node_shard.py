@@ -268,12 +268,14 @@ class NodeShard:
         """Those of exact differences are encoded at once, see [Note: lengths] of comm/lossless.py,
         the others when they are posted.
         """
-        left, runs = list(indices), []
-        if self._binding.scheme.lossless and not self._binding.is_exact(step):
-            for dtype in lossless.DTYPES:
-                runs += self._runs([i for i in indices if self._kept[i].rows.dtype == dtype])
-            served = {index for run in runs for index in run}
-            left = [index for index in indices if index not in served]
+        exact = self._binding.is_exact(step)
+        left: list[int] = []
+        alike: dict[torch.dtype, list[int]] = {}  # served by exact differences
+        for index in indices:
+            dtype = self._kept[index].rows.dtype
+            served = self._binding.scheme.differs_exactly(dtype)
+            (alike.setdefault(dtype, []) if served and not exact else left).append(index)
+        runs = [run for served in alike.values() for run in self._runs(served)]
         yield from map(Chunk._make, zip(runs, self._exact_differences(runs), strict=True))
         for run in self._runs(left):
             codings = [self._between(index, step) for index in run]
@@ -281,7 +283,9 @@ class NodeShard:
 
     def _exact_differences(self, runs: Sequence[Sequence[int]]) -> Iterator[lossless.Post]:
         messages = [
-            lossless.Rows([self._kept[i] for i in run], partial(self._shards, run), self._inter.rank)
+            lossless.Rows(
+                [self._kept[i] for i in run], partial(self._shards, run), self._inter.rank
+            )
             for run in runs
         ]
         traffic = self._binding.traffic

@@ -27,16 +27,17 @@ import torch
 
 from ds_quant.codec.bound import Coding, exactly
 from ds_quant.codec.codec import CastCodec
+from ds_quant.comm.lossless import MOST_NUMEL
 from ds_quant.comm.message import Copies, Cuts, Scattered, is_small, joined
 from ds_quant.comm.owners import Shape, plan
 from ds_quant.comm.reduce import Own, OwnerGather, OwnerSums, Part, Share
 from ds_quant.comm.reduction_plan import Form, Hop
 from ds_quant.comm.transport import Fabric, Link
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.zero import hooks, lossless, optimizer_hooks, safety
+from ds_quant.zero import hooks, optimizer_hooks, safety
 from ds_quant.zero.engine import Binding
 from ds_quant.zero.hooks import wrap
-from ds_quant.zero.lossless import Post, Window
+from ds_quant.zero.lossless import Post, Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 from ds_quant.zero.param import GradientStreams, Stream, Tracked, codings_of
 
@@ -166,20 +167,20 @@ class Replica:
 
     def _posts(self, step: int, exact: bool) -> Iterator[Post]:
         """What posts the gather of each window."""
-        differing = self._binding.scheme.lossless and not exact and not self._binding.is_exact(step)
+        scheme, exact_step = self._binding.scheme, exact or self._binding.is_exact(step)
         exactly: list[Window] = []
         for group in optimizer_hooks.replica_groups(self._optimizer):
             fabric = self._binding.fabric(group.process_group)
             if fabric.size == 1:
                 continue
             most = self._optimizer.allgather_bucket_size // fabric.size
-            if differing and group.flat.dtype in lossless.DTYPES:
-                most = min(most, lossless.MOST_NUMEL)
+            if scheme.differs_exactly(group.flat.dtype) and not exact_step:
+                most = min(most, MOST_NUMEL)
                 exactly += [Window(group, fabric, w) for w in _windows(group, fabric.size, most)]
                 continue
             for window in _windows(group, fabric.size, most):
                 yield partial(self._post, group, fabric, window, step, exact)
-        yield from lossless.replica_posts(exactly, self._binding.traffic)
+        yield from replica_posts(exactly, self._binding.traffic)
 
     def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
         """(parameter, this rank's elements of it, link) of every parameter."""

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
-import torch
 
 from tests.distributed.harness import run
 from tests.distributed.models import build, digests, masters, settings, train_step

@@ -253,13 +253,13 @@ def test_a_resumed_run_equals_the_one_that_saved(stage: int, accumulation: int) 
         assert went_on == resumed
 
 
-def _surgery(stage: int) -> tuple[list[float], bool]:
+def _surgery(stage: int, scheme: str = "sdp4bit") -> tuple[list[float], bool]:
     """Halves a weight matrix after step 3, and reads what the next forward computes with."""
     import deepspeed
 
     import ds_quant
 
-    config = settings(stage, block_of("sdp4bit", 2), dtype="bf16")
+    config = settings(stage, block_of(scheme, 2), dtype="bf16")
     engine = build(config, optimizer=plain_descent)
     losses = [loss for step in range(3) for loss in train_step(engine, step)]
     weight = engine.module.second.weight

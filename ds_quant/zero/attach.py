@@ -65,6 +65,8 @@ def start_line(binding: Binding) -> str:
     dtype = hooks.gradient_dtype(binding.engine)
     label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
     kept = [f"{n} {reason}" for reason, n in sorted(costs.kept.items())]
+    if binding.scheme.lossless and binding.scheme.gradients is None:
+        kept.insert(0, "all gradients")
     if _weights_stay(binding):
         kept.insert(0, "all weights")
     shipped = shipped_bytes(
@@ -302,7 +304,8 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
     hooks.after_step(optimizer, fetch.after_step)
     if binding.node is not None:
         hooks.after_step(optimizer, Agreement(binding, binding.node).after_step)
-        hooks.after_checkpoint_event(optimizer, binding.node.resync)
+        if not binding.scheme.lossless:  # rows that are exact need only follow what is loaded
+            hooks.after_checkpoint_event(optimizer, binding.node.resync)
     if binding.gradients_travel():
         _attach_reduction(binding, engine, optimizer)
 

@@ -59,6 +59,8 @@ def restore(binding: Binding, saved: Any) -> None:
     else:
         _require_usable(saved)
         _take_over(binding, saved)
+    if binding.node is not None:
+        binding.node.resync()
     if binding.replica is not None and _gathered_otherwise(binding):
         with binding.replica.exact():
             pass

@@ -37,9 +37,9 @@ STAGES = (1, 2, 3)
 TOPOLOGIES = ((1, 4), (2, 2), (4, 1), (2, 1))
 SCHEMES = (
     "full_precision", "sdp4bit", "qsdp", "sdp4bit_paper", "qwd", "qw4", "tlq", "tlq_hs", "ulq",
-    "zeropp",
+    "zeropp", "lossless",
 )  # fmt: skip
-KEEPING = ("sdp4bit", "sdp4bit_paper", "qwd", "zeropp")  # a node shard under ZeRO-3
+KEEPING = ("sdp4bit", "sdp4bit_paper", "qwd", "zeropp", "lossless")  # a node shard under ZeRO-3
 STEPS = 4
 
 

@@ -22,6 +22,7 @@ from ds_quant.kernels import (
     lossless,
     native,
     native_batch,
+    native_lossless,
     random_bits,
     reference,
     scratch,
@@ -275,7 +276,7 @@ def encode_lossless(
     nbytes: torch.Tensor,  # (1,) int64, receives the bytes used
 ) -> None:
     """Write the message of the exact differences."""
-    lossless.encode(values, reference, out, nbytes)
+    _lossless_on(values.device).encode(values, reference, out, nbytes)
 
 
 def decode_lossless(
@@ -284,4 +285,8 @@ def decode_lossless(
     out: torch.Tensor,  # (numel,) of the same dtype; may be the reference
 ) -> None:
     """Overwrite `out` with the values. ValueError for a message that cannot be."""
-    lossless.decode(wire, reference, out)
+    _lossless_on(wire.device).decode(wire, reference, out)
+
+
+def _lossless_on(device: torch.device) -> ModuleType:
+    return native_lossless if _on_host(device) is native else lossless

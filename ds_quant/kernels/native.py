@@ -17,7 +17,7 @@ from ds_quant.kernels.hadamard import Rotation
 from ds_quant.kernels.packing import Format, layout_of
 from ds_quant.kernels.wire import round_up
 
-VERSION = 3  # of Job, as dsq_version() of native.cpp
+VERSION = 4  # of the jobs, as dsq_version() of native.cpp
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ROUNDINGS = {"nearest": 0, "stochastic": 1, "random_shift": 2}

@@ -27,6 +27,7 @@ _ABSENT = {
 }
 # Keys that a codec of the user's own replaces.
 _QUANTIZER = ("bits", "group_size", "range", "rounding", "levels")
+_LEVELS = ("level_steps", "level_rate")  # of learned levels
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -134,11 +135,20 @@ def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
             for key, value in written.items()
         ]
     weights = block.get("weights", {})
+    if config.weights.exactly_differ:
+        by = "" if "lossless" in weights else f" (set by scheme {config.scheme})"
+        return problems + [
+            f"{path_of(('weights', key))}={show(weights[key])}: no effect with "
+            f"{path_of(('weights', 'lossless'))}=true{by}: leave {key} out, or set lossless to "
+            "false"
+            for key in (*_QUANTIZER, *_LEVELS, "codec", "difference")
+            if key in weights
+        ]
     if config.weights.enabled and config.weights.levels == "uniform":
         problems += [
             f"{path_of(('weights', key))}={show(weights[key])}: no effect with uniform levels: "
             f'set {path_of(("weights", "levels"))} to "learned" or leave {key} out'
-            for key in ("level_steps", "level_rate")
+            for key in _LEVELS
             if key in weights
         ]
     return problems

@@ -106,8 +106,10 @@ INLINE i32 bit_length(u32 number) {  // below 2^24; of 0 some negative number
 // Part of the checksum.
 INLINE u32 checksum_of(const u16 *values, i64 start, i32 count) {
     u32 sum = 0;
-    const u32 first = (u32)(2 * start + 1);
-    for (i32 i = 0; i < count; ++i) sum += values[i] * (first + 2 * (u32)i);
+    for (i32 i = 0; i < count; ++i) {
+        const u32 x = ((u32)start + (u32)i) * 0x9E3779B1u;
+        sum += values[i] * ((x ^ x >> 15) * 0x85EBCA77u | 1);
+    }
     return sum;
 }
 
@@ -155,16 +157,18 @@ INLINE i32 mean_size(const List &all) {
 
 // Gaps, as a list with the exponent 0, and u - 1 of the changed elements.
 INLINE void changes_of(const List &all, List &gaps, List &rest) {
-    i32 found = 0;
+    i32 places[BLOCK], found = 0;
     for (i32 i = 0; i < all.count; ++i) {
-        rest.symbols[found] = all.symbols[i] - 1;
-        rest.exponents[found] = all.exponents[i];
-        gaps.symbols[found] = (u32)i;
+        places[found] = i;
         found += all.symbols[i] > 0;
     }
     gaps.count = rest.count = found;
-    for (i32 i = found - 1; i > 0; --i) gaps.symbols[i] -= gaps.symbols[i - 1] + 1;
-    for (i32 i = 0; i < found; ++i) gaps.exponents[i] = 0;
+    for (i32 i = 0; i < found; ++i) {
+        rest.symbols[i] = all.symbols[places[i]] - 1;
+        rest.exponents[i] = all.exponents[places[i]];
+        gaps.symbols[i] = (u32)(places[i] - (i ? places[i - 1] : -1) - 1);
+        gaps.exponents[i] = 0;
+    }
 }
 
 INLINE i32 words_of(i32 bits) { return (bits + 31) / 32; }
@@ -222,7 +226,7 @@ struct Writer {
 };
 
 INLINE void write_list(const List &list, i32 scale, Writer &writer) {
-    u32 k[BLOCK + 1], low[BLOCK + 1], q[BLOCK], escaped = 0;
+    u32 k[BLOCK + 1], low[BLOCK + 1], q[BLOCK], escaped = 0;  // one more: fields go in pairs
     const i32 count = list.count;
     for (i32 i = 0; i < count; ++i) {
         k[i] = (u32)parameter(scale, list.exponents[i]);
@@ -234,7 +238,10 @@ INLINE void write_list(const List &list, i32 scale, Writer &writer) {
     for (i32 i = 0; i < count; i += 2) {
         writer.put(low[i] | (u64)low[i + 1] << k[i], k[i] + k[i + 1]);
     }
-    for (i32 i = 0; i < count; ++i) writer.put(1ull << q[i], q[i] + 1);
+    for (i32 i = 0; i + 1 < count; i += 2) {
+        writer.put((2ull << q[i + 1] | 1) << q[i], q[i] + q[i + 1] + 2);
+    }
+    if (count % 2) writer.put(1ull << q[count - 1], q[count - 1] + 1);
     for (i32 i = 0; escaped > 0; ++i) {
         if (q[i] < ESCAPE) continue;
         writer.put(list.symbols[i], 16);
@@ -452,13 +459,16 @@ INLINE Problem read_block(const Call &call, i64 block, List &all, List &rest, Re
 static EVERY_CPU void read_blocks(Call *call, i64 first, i64 last) {
     List all, rest;
     Reader reader;
+    u32 checksum = 0;
     for (i64 block = first; block < last; ++block) {
         const Problem problem = read_block(*call, block, all, rest, reader);
         if (problem) {
             call->problem = problem;
             return;
         }
+        checksum += checksum_of(call->job->values + block * BLOCK, block * BLOCK, all.count);
     }
+    call->checksum += checksum;
 }
 
 static EVERY_CPU void sum_blocks(Call *call, i64 first, i64 last) {
@@ -495,7 +505,7 @@ static i64 decode(LosslessJob *job, i64 threads) {
         return MODE;
     }
     if (call.problem) return call.problem;
-    spread(&call, 1, threads, sum_blocks, blocks_of);
+    if (header[0] != BLOCKS) spread(&call, 1, threads, sum_blocks, blocks_of);
     return call.checksum == header[1] ? NONE : CHECKSUM;
 }
 

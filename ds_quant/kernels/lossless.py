@@ -11,8 +11,10 @@ All integers are little-endian, bit strings start at the lowest bit. A message o
 
     mode u32 | checksum u32 | bytes u64 | body, filled with zeros to a multiple of 16 bytes
 
-checksum  sum of bits(value i) * (2 i + 1) modulo 2^32: what was decoded is what was sent, and both
-          sides held the same reference
+checksum  sum of bits(value i) * w(i) modulo 2^32: what was decoded is what was sent, and both sides
+          held the same reference. w(i) = y * 0x85EBCA77 | 1 with y = x ^ x >> 15 and
+          x = i * 0x9E3779B1, all modulo 2^32: a field in the wrong place changes many neighbours
+          by a little, whose sum under weights in a row is zero too often
 mode 0    every element unchanged; no body
 mode 1    the bits of the values, 2 bytes each; when mode 2 would take at least as many bytes
 mode 2    blocks of 2048 elements, the last may be short: one entry of 8 bytes per block, then the
@@ -160,7 +162,8 @@ def _offsets(numbers: torch.Tensor, block: torch.Tensor, sums: torch.Tensor) -> 
 
 def _checksum(values: torch.Tensor, start: int) -> int:
     """Part of the message's checksum that elements from `start` on contribute."""
-    weights = (_places(values) + start) * 2 + 1 & _U32
+    x = (_places(values) + start) * 0x9E3779B1 & _U32
+    weights = (x ^ x >> 15) * 0x85EBCA77 & _U32 | 1
     return int((_bits(values) * weights & _U32).sum()) & _U32
 
 

@@ -168,6 +168,13 @@ def _meaning(config: QuantizedCommConfig, exact: str | None, *, loaded: bool) ->
 def _role_line(role: str, settings: Any, loaded: bool) -> str:
     if not settings.enabled:
         return f"{role}: full precision"
+    if getattr(settings, "lossless", False):
+        from ds_quant.policy.cost import LOSSLESS_BITS
+
+        return (
+            f"{role}: exact differences, {LOSSLESS_BITS} bits per element at a learning rate of "
+            "3e-4, 16 at most"
+        )
     if settings.codec is not None:
         return f"{role}: {_codec_of(settings, loaded)}"
     extras = [f"{settings.rounding} rounding"]

@@ -22,6 +22,14 @@ All keys lie in `"{KEY}"`; steps are optimizer steps, sizes are elements of a pa
 | --- | --- | --- | --- |
 """
 _ROLES = ("weights", "gradients")
+# Without effect where weights.lossless is true.
+_NOT_EXACT = tuple(
+    f"weights.{key}"
+    for key in (
+        "codec", "bits", "group_size", "range", "rounding", "difference", "levels", "level_steps",
+        "level_rate",
+    )
+)  # fmt: skip
 
 
 def markdown() -> str:
@@ -110,4 +118,5 @@ def _value(block: dict[str, Any], key: str) -> str:
     """What a scheme sets; nothing where the role is off or the key does not exist."""
     role = key.split(".")[0]
     off = role in _ROLES and key != f"{role}.enabled" and not block[f"{role}.enabled"]
+    off = off or (key in _NOT_EXACT and block["weights.lossless"])
     return "" if off or block.get(key) is None else f"`{show(block[key])}`"

@@ -62,11 +62,18 @@ def _title(plan: Any) -> str:
 
 def _tables(rows: list[Any]) -> list[str]:
     """Schemes that may be taken, and the others apart."""
+    from ds_quant.policy.cost import LOSSLESS_BITS
+
     good = [(*cells(row), row.limit) for row in rows if not row.note]
     others = [(*cells(row), row.note) for row in rows if row.note]
     lines = table(good, (*_HEADERS, "limited by"))
     if others:
         lines += ["", "not recommended:", *table(others, (*_HEADERS, "because"))]
+    for row in rows:
+        if row.most_bytes is not None:
+            lines += ["", f"{row.scheme}: exact differences of {LOSSLESS_BITS} bits per weight, as "
+                      "at a learning rate of 3e-4; fewer below it, and at most "
+                      f"{row.most_bytes:.3f} B/param"]  # fmt: skip
     return [
         *lines, "",
         "step s and speed-up: communication fully hidden to not hidden at all; GB per GPU: kept "

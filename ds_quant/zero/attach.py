@@ -31,7 +31,7 @@ from ds_quant.policy.autotune import (
     codec_seconds,
     slice_pace,
 )
-from ds_quant.policy.cost import shipped_bytes
+from ds_quant.policy.cost import LOSSLESS_BITS, shipped_bytes
 from ds_quant.policy.refusals import starts
 from ds_quant.policy.scheme import matches
 from ds_quant.zero import checkpoint, hooks, optimizer_hooks, safety, stage12
@@ -65,6 +65,8 @@ def start_line(binding: Binding) -> str:
     dtype = hooks.gradient_dtype(binding.engine)
     label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
     kept = [f"{n} {reason}" for reason, n in sorted(costs.kept.items())]
+    if binding.scheme.lossless and binding.scheme.gradients is None:
+        kept.insert(0, "all gradients")
     if _weights_stay(binding):
         kept.insert(0, "all weights")
     shipped = shipped_bytes(
@@ -93,7 +95,18 @@ def start_line(binding: Binding) -> str:
         parts.append(f"messages and sums of up to {binding.peak_bytes(costs) / 1e9:.2g} GB")
     if binding.scheme.warmup_steps:
         parts.append(f"from step {binding.scheme.warmup_steps} on")
-    if _weights_stay(binding):
+    if costs.varies:
+        most = costs.step_bytes(stage, micro_steps=micro_steps, most=True)
+        parts.append(
+            f"exact differences take {LOSSLESS_BITS} bits per weight at a learning rate of 3e-4, "
+            f"fewer below it, and {most:.2f} B/param/step at most"
+        )
+    if _weights_stay(binding) and binding.scheme.lossless:
+        parts.append(
+            "weights travel in full precision, because their differences cross between nodes and "
+            "there is one node: zero_optimization.stage 2 sends differences inside a node, too"
+        )
+    elif _weights_stay(binding):
         parts.append(
             "weights stay exact, because this scheme quantizes what they cross between nodes and "
             'there is one node: weights.intra, such as {"bits": 8}, quantizes gathers inside it, '
@@ -105,7 +118,8 @@ def start_line(binding: Binding) -> str:
 def _weights_stay(binding: Binding) -> bool:
     """Whether a node shard has nobody to exchange quantized weights with."""
     scheme, topology = binding.scheme, binding.topology
-    keeps = binding.stage == 3 and scheme.node_shard and scheme.weights is not None
+    sends = scheme.weights is not None or scheme.lossless
+    keeps = binding.stage == 3 and scheme.node_shard and sends
     return keeps and scheme.weights_intra is None and topology.nodes == 1 < topology.world
 
 
@@ -259,7 +273,7 @@ def _connect(
             events.before_step.append(fallback.vote)
         if fetch is not None:  # levels and the node shard follow the new weights
             events.after_update.append(fetch.after_step)
-        holder = binding.node or (binding.replica if binding.scheme.difference else None)
+        holder = binding.node or (binding.replica if binding.scheme.keeps_reference else None)
         if holder is not None:  # compares what the line above has updated
             events.after_update.append(Agreement(binding, holder).after_step)
         if not alone:
@@ -314,7 +328,8 @@ def _attach_shards(binding: Binding, optimizer: Any) -> Fetch:
         binding.node = fetch.keep_in_node()
     binding.hooks.on_destroy.append(fetch.close)
     if hooks.steps(optimizer):  # else inference: parameters only
-        if binding.node is not None:
+        # Rows of exact differences need only follow what is loaded.
+        if binding.node is not None and not binding.scheme.lossless:
             binding.hooks.after_checkpoint_event.append(binding.node.resync)
         if binding.gradients_travel():
             _attach_reduction(binding)
@@ -346,7 +361,7 @@ def _attach_replica(binding: Binding, optimizer: Any) -> None:
         )
     binding.note_groups([group.process_group for group in groups for _ in group.params])
     binding.replica = replica = Replica(binding, optimizer)
-    keep = binding.scheme.difference
+    keep = binding.scheme.keeps_reference
     gathering = optimizer_hooks.weight_gather(optimizer, replica.gather_updated, keep_replica=keep)
     events.around_step.append(gathering)
     optimizer_hooks.wrap_exports(events, replica.exact)
@@ -455,7 +470,10 @@ def report(engine: Any) -> dict[str, Any] | None:
         weights or gradients and link intra or inter (node), collectives[role],
         gathers (of an element per micro-step under ZeRO-3, predicted and after the first steps
         counted, else 1), full_precision_share (0 to 1, of wire bytes), expected_bytes and
-        expected_intra_bytes (per parameter and optimizer step, volumes as in ``cost``), kept_bytes
+        expected_intra_bytes (per parameter and optimizer step, volumes as in ``cost``),
+        expected_most_bytes (the same at most: exact differences of weights are as long as the
+        training makes them), lossless_bits (per weight, as measured so far, None without exact
+        differences), lossless_padding (what moves besides them, a share of them), kept_bytes
         and expected_kept_bytes (memory on this rank that the scheme keeps between steps),
         expected_peak_bytes (most bytes of messages and sums in a step, by the formula of memory),
         buffer_bytes (host buffers of 1 MB and more that messages use again in every step, none on
@@ -483,6 +501,9 @@ def report(engine: Any) -> dict[str, Any] | None:
         "full_precision_share": bill.full_precision_share,
         "expected_bytes": bill.step_bytes(binding.stage, micro_steps=micro_steps),
         "expected_intra_bytes": bill.intra_bytes(binding.stage, micro_steps=micro_steps),
+        "expected_most_bytes": bill.step_bytes(binding.stage, micro_steps=micro_steps, most=True),
+        "lossless_bits": binding.traffic.exact.bits,
+        "lossless_padding": binding.traffic.exact.padding,
         "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),
         "expected_kept_bytes": bill.memory * bill.numel,
         "expected_peak_bytes": binding.peak_bytes(bill),

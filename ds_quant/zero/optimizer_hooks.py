@@ -89,6 +89,7 @@ def add_to_partition(optimizer: Any, output: torch.Tensor | None, values: torch.
 class _Untouched:
     """Stands for this rank's partition of the replica during ``optimizer.step``: what DeepSpeed
     copies into it is dropped, because the next difference is taken from what the replica holds.
+    A group of one rank gathers nothing and keeps what is copied.
     """
 
     @property
@@ -107,7 +108,8 @@ def _replica_untouched(optimizer: Any) -> Iterator[None]:
     ranks = [dist.get_rank(group=group) for group in optimizer.real_dp_process_group]
     kept = [row[rank] for row, rank in zip(rows, ranks, strict=True)]
     for row, rank in zip(rows, ranks, strict=True):
-        row[rank] = _Untouched()
+        if len(row) > 1:
+            row[rank] = _Untouched()
     try:
         yield
     except (AttributeError, TypeError) as error:

@@ -27,6 +27,7 @@ import torch
 
 from ds_quant.codec.bound import Coding, exactly
 from ds_quant.codec.codec import CastCodec
+from ds_quant.comm.lossless import MOST_NUMEL
 from ds_quant.comm.message import Copies, Cuts, Scattered, is_small, joined
 from ds_quant.comm.owners import Shape, plan
 from ds_quant.comm.reduce import Own, OwnerGather, OwnerSums, Part, Share
@@ -35,6 +36,7 @@ from ds_quant.comm.transport import Fabric, Link
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import hooks, optimizer_hooks, safety
 from ds_quant.zero.engine import Binding
+from ds_quant.zero.lossless import Post, Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 from ds_quant.zero.param import GradientStreams, Stream, Tracked, codings_of
 
@@ -121,9 +123,10 @@ class Replica:
     def exact(self) -> Iterator[None]:
         """Exact weights inside, the decoded ones again outside. All ranks must enter and leave.
 
-        With difference coding the exact ones stay: see [Note: differences].
+        With difference coding the exact ones stay: see [Note: differences]. With exact differences
+        they were never left.
         """
-        nested = self._shows_exact
+        nested = self._shows_exact or self._binding.scheme.lossless
         if not nested:
             self.resync()
             self._shows_exact = True
@@ -137,7 +140,8 @@ class Replica:
 
     def is_exact(self) -> bool:
         """Whether the replica shows exact weights."""
-        return self._holds_exact or self._binding.is_exact(self._binding.step)
+        always = self._binding.scheme.lossless
+        return always or self._holds_exact or self._binding.is_exact(self._binding.step)
 
     def resync(self) -> None:
         """Exact weights on all ranks, from the master weights. A collective."""
@@ -155,18 +159,27 @@ class Replica:
         """
         self._holds_exact = exact
         decode: Callable[[], None] = _nothing
+        for post in self._posts(step, exact):
+            previous, decode = decode, post()
+            previous()
+        decode()
+
+    def _posts(self, step: int, exact: bool) -> Iterator[Post]:
+        """What posts the gather of each window."""
+        scheme, exact_step = self._binding.scheme, exact or self._binding.is_exact(step)
+        exactly: list[Window] = []
         for group in optimizer_hooks.replica_groups(self._optimizer):
             fabric = self._binding.fabric(group.process_group)
-            link = fabric.whole
-            if link.size == 1:
+            if fabric.size == 1:
                 continue
-            width = group.flat.numel() // link.size
-            stride = max(1, self._optimizer.allgather_bucket_size // link.size)
-            for first in range(0, width, stride):
-                window = range(first, min(first + stride, width))
-                previous, decode = decode, self._post(group, fabric, window, step, exact)
-                previous()
-        decode()
+            most = self._optimizer.allgather_bucket_size // fabric.size
+            if scheme.differs_exactly(group.flat.dtype) and not exact_step:
+                most = min(most, MOST_NUMEL)
+                exactly += [Window(group, fabric, w) for w in _windows(group, fabric.size, most)]
+                continue
+            for window in _windows(group, fabric.size, most):
+                yield partial(self._post, group, fabric, window, step, exact)
+        yield from replica_posts(exactly, self._binding.traffic)
 
     def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
         """(parameter, this rank's elements of it, link) of every parameter."""
@@ -180,7 +193,7 @@ class Replica:
         self, group: ReplicaGroup, fabric: Fabric, window: range, step: int, exact: bool
     ) -> Callable[[], None]:
         """Gather what lies in ``window`` of the partitions; the returned function waits for it."""
-        from_master = self._binding.scheme.difference and not exact
+        from_master = self._binding.scheme.keeps_reference and not exact
         exact = exact or self._binding.is_exact(step)
         plan, dtype = self._plan(group, fabric, window, exact), group.flat.dtype
         codings = [self._coding(tracked, stream, dtype, step) for tracked, stream in plan.weights]
@@ -251,6 +264,13 @@ class Replica:
         if stream is None:
             return exactly(dtype)
         return self._binding.coding_of(stream, tracked, step=step)
+
+
+def _windows(group: ReplicaGroup, ranks: int, most: int) -> Iterator[range]:
+    """Ranges of at most ``most`` elements that make up a partition."""
+    width, stride = group.flat.numel() // ranks, max(1, most)
+    for first in range(0, width, stride):
+        yield range(first, min(first + stride, width))
 
 
 def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:

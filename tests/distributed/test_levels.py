@@ -37,10 +37,10 @@ STAGES = (1, 2, 3)
 TOPOLOGIES = ((1, 4), (2, 2), (4, 1), (2, 1))
 SCHEMES = (
     "full_precision", "sdp4bit", "qsdp", "sdp4bit_paper", "qwd", "qw4", "tlq", "tlq_hs", "ulq",
-    "zeropp", "eden4", "eden3", "eden2",
+    "zeropp", "eden4", "eden3", "eden2", "lossless",
 )  # fmt: skip
 # A node shard under ZeRO-3.
-KEEPING = ("sdp4bit", "sdp4bit_paper", "qwd", "zeropp", "eden4", "eden3", "eden2")
+KEEPING = ("sdp4bit", "sdp4bit_paper", "qwd", "zeropp", "eden4", "eden3", "eden2", "lossless")
 STEPS = 4
 
 
@@ -255,13 +255,13 @@ def test_a_resumed_run_equals_the_one_that_saved(stage: int, accumulation: int) 
         assert went_on == resumed
 
 
-def _surgery(stage: int) -> tuple[list[float], bool]:
+def _surgery(stage: int, scheme: str = "sdp4bit") -> tuple[list[float], bool]:
     """Halves a weight matrix after step 3, and reads what the next forward computes with."""
     import deepspeed
 
     import ds_quant
 
-    config = settings(stage, block_of("sdp4bit", 2), dtype="bf16")
+    config = settings(stage, block_of(scheme, 2), dtype="bf16")
     engine = build(config, optimizer=plain_descent)
     losses = [loss for step in range(3) for loss in train_step(engine, step)]
     weight = engine.module.second.weight

@@ -61,8 +61,13 @@ def decode(message: bytes, reference: list[int], exponent_at: int) -> list[int]:
         values = list(struct.unpack_from(f"<{len(reference)}H", message, 16))
     else:
         values = _blocks(message[16:], reference, exponent_at)
-    assert checksum == sum(v * (2 * i + 1) for i, v in enumerate(values)) % 2**32
+    assert checksum == sum(v * weight(i) for i, v in enumerate(values)) % 2**32
     return values
+
+
+def weight(i: int) -> int:
+    x = i * 0x9E3779B1 % 2**32
+    return (x ^ x >> 15) * 0x85EBCA77 % 2**32 | 1
 
 
 def _blocks(body: bytes, reference: list[int], exponent_at: int) -> list[int]:

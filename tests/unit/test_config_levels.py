@@ -32,7 +32,9 @@ PRESETS = {
     "qwd": (W4, None, None, True, True, 0),
     "qw4": (W4, None, None, False, False, 0),
     "zeropp": (absmax(8, 8192, "nearest"), ZEROPP, ZEROPP, False, True, 0),
+    "lossless": (None, None, None, False, True, 0),
 }
+LOSSLESS = ("lossless",)  # presets with exact weight differences
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -40,6 +42,16 @@ def test_preset_is_what_its_comment_says(name: str) -> None:
     s = parse_block({"scheme": name}).to_scheme()
     found = (s.weights, s.gradients, s.gradients_intra, s.difference, s.node_shard, s.rotation)
     assert found == PRESETS[name]
+    assert s.lossless == (name in LOSSLESS)
+
+
+def test_exact_differences_take_the_place_of_any_weights() -> None:
+    for name, row in PRESETS.items():
+        if parse_block({"scheme": name}).weights.enabled:
+            s = parse_block({"scheme": name, "weights": {"lossless": True}}).to_scheme()
+            found = (s.weights, s.gradients, s.gradients_intra, s.difference, s.rotation)
+            assert found == (None, row[1], row[2], False, row[5])
+            assert s.lossless and s.keeps_reference and s.node_shard
 
 
 def test_gaussian_levels_come_with_signs_in_every_preset_and_in_a_block_of_ones_own() -> None:

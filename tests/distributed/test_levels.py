@@ -38,9 +38,20 @@ TOPOLOGIES = ((1, 4), (2, 2), (4, 1), (2, 1))
 SCHEMES = (
     "full_precision", "sdp4bit", "qsdp", "sdp4bit_paper", "qwd", "qw4", "tlq", "tlq_hs", "ulq",
     "zeropp", "eden4", "eden3", "eden2", "lossless",
+    "lossless_g3",
 )  # fmt: skip
 # A node shard under ZeRO-3.
-KEEPING = ("sdp4bit", "sdp4bit_paper", "qwd", "zeropp", "eden4", "eden3", "eden2", "lossless")
+KEEPING = (
+    "sdp4bit",
+    "sdp4bit_paper",
+    "qwd",
+    "zeropp",
+    "eden4",
+    "eden3",
+    "eden2",
+    "lossless",
+    "lossless_g3",
+)
 STEPS = 4
 
 

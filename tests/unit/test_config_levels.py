@@ -33,8 +33,14 @@ PRESETS = {
     "qw4": (W4, None, None, False, False, 0),
     "zeropp": (absmax(8, 8192, "nearest"), ZEROPP, ZEROPP, False, True, 0),
     "lossless": (None, None, None, False, True, 0),
+    **{f"lossless_g{b}": (None, codec, G8, False, True, 128) for b, codec in GAUSSIAN.items()},
 }
-LOSSLESS = ("lossless",)  # presets with exact weight differences
+LOSSLESS = (
+    "lossless",
+    "lossless_g4",
+    "lossless_g3",
+    "lossless_g2",
+)  # presets with exact weight differences
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -21,11 +21,9 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python benchmarks/compare.py $(if $(TEXT),--text $(TEXT))
 
-# A page beside every committed result file and their list in docs/results.md; docs/support.md from
-# the table of its tests
+# A page beside every committed result file, and their list in docs/results.md
 report: install
 	$(BIN)/python benchmarks/sections.py
-	$(BIN)/python -m tests.distributed.support
 
 # The documentation as a site, in build/site; a link that leads nowhere ends the build.
 docs: install

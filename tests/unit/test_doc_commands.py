@@ -60,7 +60,6 @@ COVERED = {
     "python benchmarks/predicted.py benchmarks/results/speed_*.json":
     "tests/unit/test_predicted.py::test_predictions_of_the_network_lab_are_as_close_as_we_say",
     "make report": "tests/unit/test_results.py::test_pages_of_the_results_are_up_to_date",
-    ".venv/bin/python -m tests.distributed.fault_page": "tests/distributed/test_faults.py::",
     ".venv/bin/ds_quant schema --markdown > docs/keys.md": "tests/unit/test_docs.py::"
     "test_keys_page_is_what_the_models_say",
     ".venv/bin/python benchmarks/levels.py --steps 400 --json levels.json":

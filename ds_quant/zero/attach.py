@@ -6,7 +6,8 @@ brings; rank 0 decides for all.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,6 +40,7 @@ from ds_quant.zero.checkpoint import watch_state_dict
 from ds_quant.zero.cpu_overlap import LateReduction
 from ds_quant.zero.engine import Binding, broadcast
 from ds_quant.zero.gather_count import GatherCount
+from ds_quant.zero.held import HeldGradients
 from ds_quant.zero.log import info_rank0
 from ds_quant.zero.safety import (
     KILL_VARIABLE,
@@ -297,14 +299,37 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
 
 def _attach_reduction(binding: Binding, engine: Any, optimizer: Any) -> None:
     _note_one_bucket(binding, engine)
-    reduction = ShardReduction(binding)
+    reduction, last_buckets = ShardReduction(binding), nullcontext
     if hooks.device().type != "cpu" or not engine.zero_overlap_comm():
         hooks.wrap_shard_reduction(optimizer, reduction)
-        hooks.after_backward(optimizer, binding.after_backward)
-        return
-    late = LateReduction(reduction)
-    hooks.wrap_shard_reduction(optimizer, late.reduce, late.put_away)
-    hooks.after_backward(optimizer, binding.after_backward, late.last_buckets)
+    else:
+        late = LateReduction(reduction)
+        hooks.wrap_shard_reduction(optimizer, late.reduce, late.put_away)
+        last_buckets = late.last_buckets
+    if binding.crosses_at_boundary():
+        last_buckets = _hold(binding, optimizer, hooks.ShardBuckets(optimizer), last_buckets)
+        # As what it holds itself, DeepSpeed forgets it then.
+        hooks.after_zero_grad(optimizer, binding.held.drop)
+    hooks.after_backward(optimizer, binding.after_backward, last_buckets)
+
+
+def _hold(
+    binding: Binding,
+    optimizer: Any,
+    buckets: hooks.GradientBuckets,
+    last_buckets: Callable[[], AbstractContextManager[None]],
+) -> Callable[[], AbstractContextManager[None]]:
+    """Hold gradients between micro-steps; what a backward's last buckets go in."""
+    held = binding.held = HeldGradients(binding.engine)
+    held.attach(optimizer)
+
+    @contextmanager
+    def with_the_rest() -> Iterator[None]:
+        with last_buckets():
+            held.reduce_rest(buckets)
+            yield
+
+    return with_the_rest
 
 
 def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:

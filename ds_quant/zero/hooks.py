@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -127,6 +127,7 @@ def deepspeed_version() -> str:
 
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+_FLUSH = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 _FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
 
 
@@ -221,6 +222,60 @@ def after_backward(
 
     require(optimizer, "independent_gradient_partition_epilogue")
     wrap(optimizer, "independent_gradient_partition_epilogue", epilogue)
+
+
+def at_boundary(engine: Any) -> bool:
+    """Whether gradients of the current backward are the last ones of an optimizer step."""
+    return bool(engine.is_gradient_accumulation_boundary())
+
+
+class GradientBuckets(Protocol):
+    """Buckets in which DeepSpeed collects gradients until they are reduced."""
+
+    def flush(self) -> None:
+        """Reduce what is in them."""
+
+    def reduce_zeros(self, params: Sequence[Any]) -> None:
+        """Put a gradient of zeros for each into them; what is full is reduced."""
+
+
+class ShardBuckets:
+    """Those of ZeRO-3."""
+
+    def __init__(self, optimizer: Any) -> None:
+        require(optimizer, _FLUSH)
+        self._optimizer = optimizer
+
+    def flush(self) -> None:
+        """Reduce what is in them."""
+        for dtype in sorted(self._optimizer.ipg_buckets, key=str):
+            getattr(self._optimizer, _FLUSH)(dtype)
+
+    def reduce_zeros(self, params: Sequence[Any]) -> None:
+        """Put a gradient of zeros for each into them; what is full is reduced."""
+        for p in params:
+            p.grad = torch.empty_like(p)  # of a partitioned parameter: of no elements
+            p.grad.data = torch.zeros(p.ds_shape, dtype=p.dtype, device=device())
+            self._optimizer.reduce_ready_partitions_and_remove_grads(p)
+
+
+def before_optimizer(optimizer: Any, first: Callable[[], None]) -> None:
+    """Run ``first()`` before gradients are used: by ``step`` and, where the accumulation is not
+    DeepSpeed's, by what it does ahead of that.
+    """
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        first()
+        return original(*args, **kwargs)
+
+    for name in ("step", "finalize_gradient_accumulation_boundary"):
+        if hasattr(optimizer, name):
+            wrap(optimizer, name, around, stacked=True)
+
+
+def after_zero_grad(optimizer: Any, then: Callable[[], None]) -> None:
+    """Run ``then()`` when the gradients of an optimizer step are dropped."""
+    after(optimizer, "zero_grad", then, stacked=True)
 
 
 def unasked(role: str) -> RuntimeError:

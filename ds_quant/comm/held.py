@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.comm.operations import Streams
-from ds_quant.comm.reduce import Pipeline, exchange_of
+from ds_quant.comm.reduce import OwnerSums, Pipeline, exchange_of
 from ds_quant.comm.reduction_plan import HeldSlice, ReductionPlan
 
 
@@ -82,3 +82,17 @@ class HeldReduction(Pipeline):
             part.partial.run([nothing, into, arrived, kept, nothing], self._streams[0])
             if not self._fresh:
                 held.add_(into)
+
+
+def add_up_held(
+    sums: OwnerSums,
+    held: Tensor,
+    codings: Sequence[tuple[Coding, ...]],
+    rotations: Sequence[Rotation | None],
+    tensors: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """As ``sums.add_up``, with what is held; ``tensors`` None: of nothing else."""
+    totals = sums.room(held.device)
+    HeldReduction(sums.plan, held, codings, rotations, tensors=tensors, sums=totals).wait()
+    sums.deliver(totals, codings)
+    return totals

@@ -256,7 +256,7 @@ class OwnerSums:
         self._link, self._numel = link, 0
         self.totals = [self._room(s.numel) if s.owner == link.rank else None for s in shares]
         segments = [self._segment(shares[p.part], self.totals[p.part], p) for p in pieces]
-        self._reduction = ReductionPlan(segments, forms, route, scale=scale)
+        self.plan = ReductionPlan(segments, forms, route, scale=scale)
         moved = [
             (segment, shares[piece.part].owner)
             for segment, piece in zip(segments, pieces, strict=True)
@@ -295,12 +295,23 @@ class OwnerSums:
         """The sums of this rank's shares, fp32; ``totals`` says where each begins. Codings and
         rotations are those of the gradients, one coding per hop.
         """
-        device = tensors[0].device
-        sums = self._link.empty(self._numel, dtype=torch.float32, device=device)
-        Reduction(self._reduction, tensors, codings, rotations, sums).wait()
+        sums = self.room(tensors[0].device)
+        Reduction(self.plan, tensors, codings, rotations, sums).wait()
+        self.deliver(sums, codings)
+        return sums
+
+    def room(self, device: torch.device) -> Tensor:
+        """Where sums are to be written."""
+        return self._link.empty(self._numel, dtype=torch.float32, device=device)
+
+    def held_room(self, device: torch.device) -> Tensor:
+        """Where the sums of the first of two hops rest."""
+        return self._link.empty(self.plan.held_numel, dtype=torch.float32, device=device)
+
+    def deliver(self, sums: Tensor, codings: Sequence[tuple[Coding, ...]]) -> None:
+        """Fill what this rank's shares lack in ``sums`` once ``plan`` has written its part."""
         if self._delivery is not None:
             self._delivery.run(sums, [hops[-1] for hops in codings])
-        return sums
 
 
 class _Delivery:

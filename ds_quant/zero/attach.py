@@ -356,7 +356,11 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
     if binding.gradients_travel():
         reduction = OwnerReduction(binding, optimizer)
         optimizer_hooks.wrap_owner_reduction(optimizer, reduction.bucket, reduction.reduce)
-        hooks.after_backward(optimizer, binding.after_backward)
+        last_buckets = nullcontext
+        if binding.crosses_at_boundary():
+            buckets = optimizer_hooks.OwnerBuckets(optimizer)
+            last_buckets = _hold(binding, optimizer, buckets, last_buckets)
+        hooks.after_backward(optimizer, binding.after_backward, last_buckets)
 
 
 def _note_one_bucket(binding: Binding, engine: Any) -> None:

@@ -21,18 +21,21 @@ from torch import Tensor
 from ds_quant.comm.held import HeldReduction
 from ds_quant.zero import hooks
 
+Member = tuple[int, int]  # a parameter by index, and the rank that owns this part of it or -1
 
-@dataclass(kw_only=True)
+
+@dataclass(frozen=True, kw_only=True)
 class HeldBucket:
-    """Partial sums of the parameters ``members``, by index.
+    """Partial sums of some parameters.
 
-    cross: takes the second hop; this rank's sums by parameter, fp32.
+    cross: takes the second hop; this rank's sums by member, fp32, of no elements where another
+    rank's.
     """
 
-    members: Sequence[int]
+    members: Sequence[Member]
     values: Tensor
     added: HeldReduction
-    cross: Callable[[], dict[int, Tensor]]
+    cross: Callable[[], dict[Member, Tensor]]
 
 
 class HeldGradients:
@@ -43,8 +46,8 @@ class HeldGradients:
         self._parameters = list(engine.module.parameters())  # by index
         self._step = -1
         self._buckets: dict[Hashable, HeldBucket] = {}
-        self._keys: dict[int, Hashable] = {}  # of the bucket that held a parameter last
-        self._crossed: dict[int, Tensor] = {}  # sums that wait, by parameter
+        self._keys: dict[Member, Hashable] = {}  # of the bucket that held it last
+        self._crossed: dict[Member, Tensor] = {}  # sums that wait for their bucket
         self._left: set[int] = set()  # parameters that are given zeros now
         self._is_over = False  # the accumulation, whatever the engine says
 
@@ -57,7 +60,7 @@ class HeldGradients:
         """What is held now."""
         return sum(b.values.nbytes for b in self._buckets.values())
 
-    def take(self, key: Hashable, members: Sequence[int]) -> HeldBucket | None:
+    def take(self, key: Hashable, members: Sequence[Member]) -> HeldBucket | None:
         """What is held of a make-up, which is forgotten. Others that hold any of its parameters
         cross. All ranks call it in the same order.
         """
@@ -67,7 +70,7 @@ class HeldGradients:
             self._step = step
         found = self._buckets.pop(key, None)
         if found is None and self._buckets:
-            keys = dict.fromkeys(self._keys.get(index) for index in members)
+            keys = dict.fromkeys(self._keys.get(member) for member in members)
             for bucket in [self._buckets.pop(k) for k in keys if k in self._buckets]:
                 self._cross(bucket)
         return found
@@ -84,15 +87,15 @@ class HeldGradients:
         self._keys.clear()
         self._crossed.clear()
 
-    def are_left(self, members: Sequence[int]) -> bool:
+    def are_left(self, members: Sequence[Member]) -> bool:
         """Whether a bucket has the zeros of ``reduce_rest`` only."""
-        return bool(self._left) and self._left.issuperset(members)
+        return bool(self._left) and all(index in self._left for index, _ in members)
 
-    def take_crossed(self, members: Sequence[int]) -> dict[int, Tensor]:
-        """Sums that waited for a bucket at the boundary, by parameter."""
+    def take_crossed(self, members: Sequence[Member]) -> dict[Member, Tensor]:
+        """Sums that waited for a bucket at the boundary."""
         if not self._crossed:
             return {}
-        return {i: self._crossed.pop(i) for i in members if i in self._crossed}
+        return {m: self._crossed.pop(m) for m in members if m in self._crossed}
 
     def reduce_rest(self, buckets: hooks.GradientBuckets) -> None:
         """At the boundary, when backward has computed its last gradient: reduce what is left of
@@ -103,8 +106,8 @@ class HeldGradients:
         if not self._is_over and not hooks.at_boundary(self._engine):
             return
         buckets.flush()
-        held = [i for bucket in self._buckets.values() for i in bucket.members]
-        self._left = {*held, *self._crossed}
+        held = [member for bucket in self._buckets.values() for member in bucket.members]
+        self._left = {index for index, _ in (*held, *self._crossed)}
         try:
             buckets.reduce_zeros([self._parameters[index] for index in sorted(self._left)])
             if self._left:
@@ -122,6 +125,6 @@ class HeldGradients:
                 self._is_over = False
 
     def _cross(self, bucket: HeldBucket) -> None:
-        for index, sums in bucket.cross().items():
-            waiting = self._crossed.get(index)
-            self._crossed[index] = sums if waiting is None else waiting + sums
+        for member, sums in bucket.cross().items():
+            waiting = self._crossed.get(member)
+            self._crossed[member] = sums if waiting is None else waiting + sums

@@ -441,6 +441,12 @@ def free_memory() -> int:
     return int(_accelerator().available_memory())
 
 
+def synchronize() -> None:
+    """Wait until the device has done all it was asked to, where it runs by itself."""
+    if not _accelerator().resolves_data_dependency():
+        _accelerator().synchronize()
+
+
 def device() -> torch.device:
     """Where collectives run."""
     return torch.device(_accelerator().current_device_name())

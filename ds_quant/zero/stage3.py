@@ -29,7 +29,7 @@ from ds_quant.comm.transport import Link
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up, shard_range
 from ds_quant.zero import hooks
 from ds_quant.zero.engine import Binding
-from ds_quant.zero.held import HeldBucket
+from ds_quant.zero.held import HeldBucket, Member
 from ds_quant.zero.node_shard import NodeShard
 from ds_quant.zero.param import Tracked, codings_of
 
@@ -350,7 +350,7 @@ class ShardReduction:
     ) -> Posted:
         """Post a bucket that crosses between nodes at the boundary only: [Note: held gradients]."""
         held, unpack = self._binding.held, sent.unpack
-        members = tuple([parameter.index for parameter in tracked])
+        members = tuple([(parameter.index, -1) for parameter in tracked])
         plan = self._plan(sent, route, link)
         zeros = partial(plan.zeros, unpack.dtypes, sent.tensors[0].device)
         if held.are_left(members):  # what is held of them takes the second hop alone
@@ -368,7 +368,7 @@ class ShardReduction:
         else:
             advance, sums = plan.post(sent, link, held.take((plan, members), members))
         crossed = held.take_crossed(members)
-        waited = {members.index(index): values for index, values in crossed.items()}
+        waited = {members.index(member): values for member, values in crossed.items()}
         return advance, lambda: unpack.shards(sums(), link, waited)
 
 
@@ -497,7 +497,7 @@ class _Plan(NamedTuple):
         return under_way.advance, shards
 
     def hold(
-        self, sent: _Sent, link: Link, members: tuple[int, ...], held: HeldBucket | None
+        self, sent: _Sent, link: Link, members: tuple[Member, ...], held: HeldBucket | None
     ) -> HeldBucket:
         """Begin to add the tensors, summed inside the node, to what is held of them."""
         device, how = sent.tensors[0].device, (sent.codings, sent.rotations)
@@ -510,7 +510,7 @@ class _Plan(NamedTuple):
         added = HeldReduction(self.reduction, values, *how, tensors=flat, fresh=held is None)
         unpack = sent.unpack
 
-        def cross() -> dict[int, torch.Tensor]:
+        def cross() -> dict[Member, torch.Tensor]:
             added.wait()
             sums = self._room(device, link)
             HeldReduction(self.reduction, values, *how, sums=sums).wait()

@@ -15,14 +15,13 @@ from tests.distributed.models import (
     build,
     forward,
     settings,
-    train_step,
 )
 
 pytestmark = pytest.mark.distributed
 
 NODES, NODE_SIZE = 2, 2
 WORLD = NODES * NODE_SIZE
-STAGES = (3,)
+STAGES = (2, 3)
 BUCKETS = (20_000, 10**6)  # elements; several buckets, and one
 
 

@@ -129,6 +129,7 @@ def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
             f"{path_of((role, key))}={show(value)}: no effect, {path_of((role, 'enabled'))}=false "
             f"(set by scheme {config.scheme}): set it to true or choose another scheme"
             for key, value in written.items()
+            if key != "cross"  # how often they travel, quantized or not
         ]
     weights = block.get("weights", {})
     if config.weights.exactly_differ:

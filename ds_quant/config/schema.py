@@ -234,6 +234,13 @@ class GradientsConfig(_Quantizer):
         "with this codec and the partial sums between nodes with the outer one. null: the outer "
         "one on both hops.",
     )
+    cross: Literal["step", "micro_step"] = Field(
+        "step",
+        description="How often gradients cross between nodes of several ranks under ZeRO-2 and 3. "
+        "step: they are summed inside each node in every micro-step and cross at the last one, so "
+        "bytes between nodes do not grow with gradient accumulation; keeps 4 / ranks per node "
+        "bytes per parameter until then. micro_step: in every micro-step.",
+    )
     rotation: Literal[0, 32, 64, 128] = Field(
         0,
         description="Block of the Hadamard transform that spreads outliers before the first hop "
@@ -433,6 +440,7 @@ class QuantizedCommConfig(Block):
             allow_full_replica=self.allow_full_replica,
             checksum_steps=self.checksum_steps,
             payload_checksum=self.payload_checksum,
+            cross=gradients.cross,
             rotation=gradients.rotation if gradients.enabled else 0,
             rotation_signs=gradients.rotation_signs,
             exclude=self.exclude,

@@ -6,6 +6,7 @@ brings; rank 0 decides for all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,7 @@ from ds_quant.zero.checkpoint import watch_state_dict
 from ds_quant.zero.cpu_overlap import LateReduction
 from ds_quant.zero.engine import Binding, broadcast
 from ds_quant.zero.gather_count import GatherCount
+from ds_quant.zero.held import HeldGradients
 from ds_quant.zero.log import info_rank0
 from ds_quant.zero.safety import (
     KILL_VARIABLE,
@@ -340,13 +342,26 @@ def _attach_reduction(binding: Binding) -> None:
     events, overlaps = binding.hooks, binding.engine.zero_overlap_comm()
     _note_one_bucket(binding, binding.engine)
     reduction = ShardReduction(binding)
-    events.after_backward.append(binding.after_backward)
     if hooks.device().type != "cpu" or not overlaps:
         hooks.wrap_shard_reduction(events, reduction)
+    else:
+        late = LateReduction(reduction)
+        hooks.wrap_shard_reduction(events, late.reduce, late.put_away)
+        events.around_last_buckets.append(late.last_buckets)
+    _hold(binding, hooks.ShardBuckets)
+    events.after_backward.append(binding.after_backward)
+
+
+def _hold(binding: Binding, buckets: Callable[[Any], hooks.GradientBuckets]) -> None:
+    """Hold gradients between micro-steps, if they cross between nodes once per step."""
+    if not binding.crosses_at_boundary():
         return
-    late = LateReduction(reduction)
-    hooks.wrap_shard_reduction(events, late.reduce, late.put_away)
-    events.around_last_buckets.append(late.last_buckets)
+    events = binding.hooks
+    held = binding.held = HeldGradients(binding.engine)
+    rest = partial(held.reduce_rest, buckets(events.optimizer))
+    events.before_last_buckets.append(rest)
+    events.before_gradients.append(partial(held.finish, events.optimizer))
+    events.after_zero_grad.append(held.drop)  # DeepSpeed drops its own gradients there, too
 
 
 def _attach_replica(binding: Binding, optimizer: Any) -> None:
@@ -372,6 +387,7 @@ def _attach_replica(binding: Binding, optimizer: Any) -> None:
     if binding.gradients_travel():
         reduction = OwnerReduction(binding, optimizer)
         optimizer_hooks.wrap_owner_reduction(events, reduction.bucket, reduction.reduce)
+        _hold(binding, optimizer_hooks.OwnerBuckets)
         events.after_backward.append(binding.after_backward)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -57,8 +57,11 @@ class Hooks:
         self.after_update: list[Callable[[], None]] = []  # a step that was not skipped (overflow)
         self.after_step: list[Callable[[bool], None]] = []  # told whether it was skipped
         self.after_count: list[Callable[[], None]] = []  # global_steps has grown, also if skipped
+        self.before_gradients: list[Callable[[], None]] = []  # are used, by step or ahead of it
+        self.before_last_buckets: list[Callable[[], None]] = []  # of a backward are reduced
         self.around_last_buckets: list[Callable[[], AbstractContextManager[Any]]] = []
         self.after_backward: list[Callable[[], None]] = []
+        self.after_zero_grad: list[Callable[[], None]] = []
         self.around_export: list[Callable[[], AbstractContextManager[Any]]] = []
         self.after_save: list[Callable[[], None]] = []  # a checkpoint or 16-bit weights
         self.after_checkpoint_event: list[Callable[[], None]] = []  # ZeRO-3: saved or loaded
@@ -99,11 +102,17 @@ class Hooks:
 
     def connect(self) -> None:
         """Wrap the methods behind the events that have something to run."""
-        if self.before_step or self.around_step or self.after_update or self.after_step:
+        step = self.before_gradients, self.before_step, self.around_step, self.after_update
+        if any(step) or self.after_step:
             self.wrap(self.optimizer, "step", self._step)
+        finalize = "finalize_gradient_accumulation_boundary"  # where DeepSpeed does not manage it
+        if self.before_gradients and hasattr(self.optimizer, finalize):
+            self.wrap(self.optimizer, finalize, self._finalize)
         if self.after_count:
             self.wrap(self.engine, "_take_model_step", _then(self.after_count))
-        if self.after_backward or self.around_last_buckets:
+        if self.after_zero_grad:
+            self.wrap(self.optimizer, "zero_grad", _then(self.after_zero_grad))
+        if self.after_backward or self.around_last_buckets or self.before_last_buckets:
             self.wrap(self.optimizer, "independent_gradient_partition_epilogue", self._epilogue)
         if self.around_export or self.after_save:
             self.wrap(self.engine, "save_16bit_model", self._export)
@@ -137,6 +146,7 @@ class Hooks:
         self.wrap(self.engine, "load_checkpoint", load)
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        _run(self.before_gradients)
         _run(self.before_step)
         with _opened(self.around_step):
             result = original(*args, **kwargs)
@@ -149,9 +159,14 @@ class Hooks:
 
     def _epilogue(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _opened(self.around_last_buckets):
+            _run(self.before_last_buckets)
             result = original(*args, **kwargs)
         _run(self.after_backward)
         return result
+
+    def _finalize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        _run(self.before_gradients)
+        return original(*args, **kwargs)
 
     def _export(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _opened(self.around_export):
@@ -262,6 +277,7 @@ def deepspeed_version() -> str:
 
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+_FLUSH = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 _FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
 
 
@@ -335,6 +351,41 @@ def wrap_shard_reduction(
     hooks.wrap(hooks.optimizer, _AVG_SCATTER, around)
     if put_away is not None:
         hooks.wrap(hooks.optimizer, "partition_grads", put_away)
+
+
+def at_boundary(engine: Any) -> bool:
+    """Whether gradients of the current backward are the last ones of an optimizer step."""
+    return bool(engine.is_gradient_accumulation_boundary())
+
+
+class GradientBuckets(Protocol):
+    """Buckets in which DeepSpeed collects gradients until they are reduced."""
+
+    def flush(self) -> None:
+        """Reduce what is in them."""
+
+    def reduce_zeros(self, params: Sequence[Any]) -> None:
+        """Put a gradient of zeros for each into them; what is full is reduced."""
+
+
+class ShardBuckets:
+    """Those of ZeRO-3."""
+
+    def __init__(self, optimizer: Any) -> None:
+        require(optimizer, _FLUSH)
+        self._optimizer = optimizer
+
+    def flush(self) -> None:
+        """Reduce what is in them."""
+        for dtype in sorted(self._optimizer.ipg_buckets, key=str):
+            getattr(self._optimizer, _FLUSH)(dtype)
+
+    def reduce_zeros(self, params: Sequence[Any]) -> None:
+        """Put a gradient of zeros for each into them; what is full is reduced."""
+        for p in params:
+            p.grad = torch.empty_like(p)  # of a partitioned parameter: of no elements
+            p.grad.data = torch.zeros(p.ds_shape, dtype=p.dtype, device=device())
+            self._optimizer.reduce_ready_partitions_and_remove_grads(p)
 
 
 def unasked(role: str) -> RuntimeError:
@@ -423,6 +474,12 @@ def _accelerator() -> Any:
 def free_memory() -> int:
     """Bytes that can still be allocated where collectives run."""
     return int(_accelerator().available_memory())
+
+
+def synchronize() -> None:
+    """Wait until the device has done all it was asked to, where it runs by itself."""
+    if not _accelerator().resolves_data_dependency():
+        _accelerator().synchronize()
 
 
 def device() -> torch.device:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
+from ds_quant.zero import hooks
 from ds_quant.zero.hooks import ExpectedCall, Hooks, Redirect, moved, require
 
 _BUCKET, _REDUCE_TO_OWNERS = "average_tensor", "allreduce_and_copy_with_multiple_ranks"
@@ -75,6 +76,30 @@ def _undivided(optimizer: Any) -> Iterator[float]:
         yield ranks / optimizer.sequence_parallel_size
     finally:
         optimizer.gradient_average = True
+
+
+class OwnerBuckets:
+    """Buckets in which ZeRO-2 collects gradients until they are reduced."""
+
+    def __init__(self, optimizer: Any) -> None:
+        require(optimizer, "reduce_ipg_grads")
+        self._optimizer = optimizer
+
+    def flush(self) -> None:
+        """Reduce what is in them."""
+        optimizer = self._optimizer
+        optimizer.setup_buckets()
+        optimizer.reduce_ipg_grads()
+        if optimizer.overlap_comm:  # on a stream that may still read what is filled next
+            hooks.synchronize()
+
+    def reduce_zeros(self, params: Sequence[Any]) -> None:
+        """Put a gradient of zeros for each into them; what is full is reduced."""
+        optimizer = self._optimizer
+        groups = {id(p): i for i, group in enumerate(optimizer.bit16_groups) for p in group}
+        for p in params:
+            p.grad = torch.zeros_like(p)
+            optimizer.reduce_ready_partitions_and_remove_grads(p, groups[id(p)])
 
 
 def add_to_partition(optimizer: Any, output: torch.Tensor | None, values: torch.Tensor) -> None:

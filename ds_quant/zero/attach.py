@@ -35,7 +35,7 @@ from ds_quant.policy.autotune import (
 from ds_quant.policy.cost import LOSSLESS_BITS, shipped_bytes
 from ds_quant.policy.refusals import starts
 from ds_quant.policy.scheme import matches
-from ds_quant.zero import checkpoint, hooks, optimizer_hooks, safety, stage12
+from ds_quant.zero import accelerate, checkpoint, hooks, optimizer_hooks, safety
 from ds_quant.zero.checkpoint import watch_state_dict
 from ds_quant.zero.cpu_overlap import LateReduction
 from ds_quant.zero.engine import Binding, broadcast
@@ -380,7 +380,7 @@ def _attach_replica(binding: Binding, optimizer: Any) -> None:
     gathering = optimizer_hooks.weight_gather(optimizer, replica.gather_updated, keep_replica=keep)
     events.around_step.append(gathering)
     optimizer_hooks.wrap_exports(events, replica.exact)
-    stage12.wrap_state_dict()
+    accelerate.wrap_state_dict()
     watch_state_dict(binding)
     if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
         binding.notices.append("buckets with Muon matrices split over ranks stay exact")

@@ -15,7 +15,6 @@ all ranks: a run that saves continues like a run that loads what was saved.
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ from ds_quant.comm.reduce import Own, OwnerGather, OwnerSums, Part, Share
 from ds_quant.comm.reduction_plan import Form, Hop
 from ds_quant.comm.transport import Fabric, Link
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.zero import hooks, optimizer_hooks, safety
+from ds_quant.zero import hooks, optimizer_hooks
 from ds_quant.zero.engine import Binding
 from ds_quant.zero.held import HeldBucket, Member
 from ds_quant.zero.lossless import Post, Window, replica_posts
@@ -576,43 +575,3 @@ def _single(owner: Any) -> int | None:
     if isinstance(owner, frozenset):
         return next(iter(owner)) if len(owner) == 1 else None
     return owner
-
-
-# ---- accelerate ----
-
-
-_PATIENCE = 60.0  # seconds until rank 0 says whom it waits for
-_TIMEOUT = 1800.0  # seconds; torch's own limit for a collective
-
-
-def wrap_state_dict() -> None:
-    """Make ``Accelerator.get_state_dict`` see exact weights of engines that quantize. Idempotent.
-
-    It becomes a collective under ZeRO-1 and 2, as it is under ZeRO-3.
-    """
-    accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
-    if accelerator is not None:
-        hooks.wrap_once(accelerator, "get_state_dict", _exactly)
-
-
-def _exactly(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kw: Any) -> Any:
-    replica = _replica_of(model, getattr(self, "_models", ()))
-    if replica is None:
-        return original(self, model, *args, **kw)
-    rank, world = hooks.rank_and_world()
-    safety.roll_call(
-        "Accelerator.get_state_dict", rank=rank, world=world,
-        patience=_PATIENCE, timeout=_TIMEOUT,
-    )  # fmt: skip
-    with replica.exact():
-        return original(self, model, *args, **kw)
-
-
-def _replica_of(model: Any, engines: Any) -> Any:
-    """The decoded replica behind an engine or behind its module, None if there is none."""
-    for engine in (model, *engines):
-        if engine is model or getattr(engine, "module", None) is model:
-            binding = getattr(engine, "ds_quant_binding", None)
-            if binding is not None:
-                return binding.replica
-    return None

@@ -21,6 +21,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -31,7 +32,9 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed one comes first
 
+import convergence_page
 import paired
+import report
 import text
 import torch
 from gpt import GPT, GPTConfig
@@ -42,6 +45,7 @@ from tqdm import tqdm
 
 from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import parse_block
+from ds_quant.policy import cost
 from ds_quant.policy.scheme import Scheme
 
 BASELINE = "full_precision"
@@ -255,6 +259,9 @@ def missing_runs(
 
 def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[str, Any]]:
     """Do what is missing; all runs, and what the result file says about the base model."""
+    entries = {entry.label: entry for entry in parse_schemes(f"{BASELINE},{args.schemes}")}
+    for entry in entries.values():
+        settings.scheme(entry, 0)  # a wrong one is refused now, not in an hour
     corpus = Corpus(args.text, settings)
     about = {"settings": asdict(settings), "text": corpus.about}
     path = args.out / f"base-{_digest(about)}.pt"
@@ -262,9 +269,6 @@ def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[st
     weights = hashlib.sha256(base["master"].numpy().tobytes()).hexdigest()
     about["base"] = {"sha256": weights, "curve": base["curve"]}
     ledger = Ledger(args.out / "runs.jsonl", _digest(about))
-    entries = {entry.label: entry for entry in parse_schemes(f"{BASELINE},{args.schemes}")}
-    for entry in entries.values():
-        settings.scheme(entry, 0)  # a wrong one is refused now, not in an hour
     labels = [label for label in entries if label != BASELINE]
     for label, seed in missing_runs(ledger, labels, args) if not args.report else ():
         run = branch(settings, corpus, base, entries[label], seed, constant=args.constant)
@@ -272,6 +276,81 @@ def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[st
         if label != BASELINE:
             tqdm.write(f"{label}: {ledger.gap(label, constant=args.constant)}")
     return ledger, about
+
+
+def result(
+    args: argparse.Namespace, settings: Settings, ledger: Ledger, about: dict[str, Any]
+) -> dict[str, Any]:
+    """The result file: every scheme that has pairs."""
+    entries = parse_schemes(args.schemes)
+    extra = dict.fromkeys(run["scheme"] for run in ledger.runs)  # also those of other calls
+    known = {entry.label for entry in entries} | {BASELINE}
+    entries += [one for label in extra if label not in known for one in parse_schemes(label)]
+    found = [row(settings, ledger, entry) for entry in entries]
+    return {
+        "kind": "convergence", "version": 1,
+        "command": "python benchmarks/convergence.py " + shlex.join(_flags(args)),
+        "arguments": {"schemes": [entry.label for entry in entries]},
+        **report.provenance(), **about,
+        "parameters": sum(p.numel() for p in settings.model().parameters()),
+        "rows": [one for one in found if one["gap"] is not None],
+        "constant": [one for entry in entries if (one := both_ways(ledger, entry.label))],
+    }  # fmt: skip
+
+
+def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any]:
+    """Gaps, errors and bits of one scheme."""
+    cargo = [
+        cost.Cargo(name, tuple(p.shape), p.dtype, True)
+        for name, p in settings.model().named_parameters()
+    ]
+    bill = cost.bill(
+        settings.scheme(entry, 0), 3, cargo, ranks=settings.topology.world,
+        node_size=settings.node_size, gradient_dtype=torch.bfloat16,
+    )  # fmt: skip
+    errors = {
+        key: fmean(ledger.by_seed(entry.label, key).values() or [0.0])
+        for key in ("gradient_error", "weight_error")
+    }
+    return {
+        "scheme": entry.label,
+        "gap": _plain(ledger.gap(entry.label)),
+        "gap_travelled": _plain(ledger.gap(entry.label, "held_out_travelled")),
+        "held_out": ledger.by_seed(entry.label, "held_out"),
+        **errors,
+        "weight_bits": 8 * bill.weights,
+        "gradient_bits": 8 * bill.gradients,
+    }
+
+
+def both_ways(ledger: Ledger, label: str) -> dict[str, Any] | None:
+    """Training loss at a constant rate and held-out loss of one scheme, if it was run so."""
+    if (training := ledger.gap(label, "training", constant=True)) is None:
+        return None
+    return {
+        "scheme": label,
+        "training": _plain(training),
+        "held_out": _plain(ledger.gap(label, constant=True)),
+        "decayed": _plain(ledger.gap(label)),
+    }
+
+
+def _plain(gap: paired.Gap | None) -> dict[str, Any] | None:
+    return None if gap is None else asdict(gap)
+
+
+def _flags(args: argparse.Namespace) -> list[str]:
+    """The command line that makes the same runs."""
+    values = {f.name: getattr(args, f.name) for f in fields(Settings)} | {
+        "pairs": args.pairs, "interval": args.interval, "schemes": args.schemes,
+        "text": None if args.text is None else args.text.name,
+    }  # fmt: skip
+    given = {name: value for name, value in values.items() if value is not None}
+    return [
+        word
+        for name, value in given.items()
+        for word in (f"--{name.replace('_', '-')}", f"{value}")
+    ]
 
 
 def _digest(value: Any) -> str:
@@ -312,6 +391,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"convergence.py: {error}", file=sys.stderr)
         return 1
+    found = result(args, settings, ledger, about)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    page = convergence_page.page(found, args.json.name)
+    args.json.with_suffix(".md").write_text(page, "utf-8")
+    print(page)
     return 0
 
 

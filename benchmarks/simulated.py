@@ -10,6 +10,7 @@ real ranks. May import torch, DeepSpeed (which the plugin needs) and the plugin.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -202,7 +203,7 @@ class Simulation:
         """Go on from what ``state`` returned; nothing is quantized in it, steps count from 0."""
         with torch.no_grad():
             self.master.copy_(state["master"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # else it is stepped in place
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""

@@ -21,11 +21,10 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python benchmarks/compare.py $(if $(TEXT),--text $(TEXT))
 
-# docs/results.md and peer_suite.md from the committed result files, docs/support.md from the table
-# of its tests
+# A page beside every committed result file and their list in docs/results.md; docs/support.md from
+# the table of its tests
 report: install
-	$(BIN)/python benchmarks/make_report.py
-	$(BIN)/python benchmarks/peer_page.py
+	$(BIN)/python benchmarks/sections.py
 	$(BIN)/python -m tests.distributed.support
 
 # What the markers leave out: test-all takes what is slow, too. Two workers, as ranks mostly wait for

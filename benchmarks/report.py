@@ -1,6 +1,7 @@
 """What a comparison shows: figures of each run, a table, a picture, a result file's header.
 
-May import the standard library and, inside the functions that need them, rich, matplotlib, torch.
+May import sections, the standard library and, inside the functions that need them, rich,
+matplotlib, torch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -16,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+
+import sections
 
 FINAL_STEPS = 50  # the final loss is the mean over the last 50 steps
 BASELINES = ("full_precision", "deepspeed_plain")  # the first one present
@@ -92,9 +96,9 @@ def table(entries: Sequence[Row]) -> Any:
     for header in (*headers, "step\nms"):
         grid.add_column(header, justify="right")
     for row in entries:
-        cells = [f"{row.final_loss:.4f}", _number(row.gap_percent, "+.2f")]
-        cells += [f"{row.validation_loss:.4f}", _number(row.wire_bytes, ".3f")]
-        cells += [_number(row.inter_bytes, ".3f")] if between_nodes else []
+        cells = [f"{row.final_loss:.4f}", number(row.gap_percent, "+.2f")]
+        cells += [f"{row.validation_loss:.4f}", number(row.wire_bytes, ".3f")]
+        cells += [number(row.inter_bytes, ".3f")] if between_nodes else []
         grid.add_row(row.label, *cells, f"{1e3 * row.step_seconds:.0f}")
     return grid
 
@@ -124,7 +128,7 @@ def conclusions(entries: Sequence[Row], *, world: int) -> list[str]:
     return lines
 
 
-def _number(value: float | None, spec: str) -> str:
+def number(value: float | None, spec: str) -> str:
     return "n/a" if value is None else format(value, spec)
 
 
@@ -150,7 +154,7 @@ def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     for row in rows(runs):
         curve = losses[row.label]
         (line,) = left.plot(smoothed(curve), linewidth=1.4)
-        label = f"{row.label}: {row.final_loss:.3f}, {_number(row.wire_bytes, '.2f')} B/param"
+        label = f"{row.label}: {row.final_loss:.3f}, {number(row.wire_bytes, '.2f')} B/param"
         line.set_label(label)
         if baseline is not None and curve is not baseline:
             apart = smoothed([100 * (a / b - 1) for a, b in zip(curve, baseline, strict=True)])
@@ -174,16 +178,49 @@ def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 
 
 # Flags that say where to write or what to print, not what is measured.
-_ABOUT_OUTPUT = ("json", "out", "plot", "trace", "profile", "lab")
+_ABOUT_OUTPUT = ("json", "out", "plot", "trace", "profile")
 
 
-def save(path: Path, kind: str, args: argparse.Namespace, **content: Any) -> None:
-    """Write the result file of benchmarks/``kind``.py: what it ran with, where, and ``content``."""
-    arguments = {k: v for k, v in vars(args).items() if k not in _ABOUT_OUTPUT}
-    written = {"kind": kind, "version": 1, "command": f"python benchmarks/{kind}.py",
-               "arguments": arguments, **provenance(), **content}  # fmt: skip
+def save(
+    path: Path,
+    kind: str,
+    args: argparse.Namespace | dict[str, Any],
+    *,
+    commas: Sequence[str] = (),
+    **content: Any,
+) -> None:
+    """Write the result file of benchmarks/``kind``.py, and the page that shows it."""
+    given = args if isinstance(args, dict) else vars(args)
+    arguments = {k: v for k, v in given.items() if k not in _ABOUT_OUTPUT}
+    command = command_line(f"benchmarks/{kind}.py", arguments, commas=commas)
+    written = {"kind": kind, "version": 1, "command": command, "arguments": arguments,
+               **provenance(), **content}  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+    path.with_suffix(".md").write_text(sections.section_of(path) or "", "utf-8")
+
+
+def command_line(script: str, arguments: dict[str, Any], *, commas: Sequence[str] = ()) -> str:
+    """Return the command with its arguments; lists named in ``commas`` are joined by commas."""
+    words = ["python", script]
+    for name, value in arguments.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list) and name == "override":
+            for key, setting in value:
+                text = setting if isinstance(setting, str) else json.dumps(setting)
+                words += [flag, f"{key}={text}"]
+        elif isinstance(value, list) and value:
+            plain = [_plain(item) for item in value]
+            words += [flag, *([",".join(plain)] if name in commas else plain)]
+        elif value is not None and value is not False and value != []:
+            words += [flag, _plain(value)]
+    return shlex.join(words)
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def provenance() -> dict[str, Any]:

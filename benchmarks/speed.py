@@ -26,6 +26,7 @@ from typing import Any
 
 import launch
 import report
+import sections
 from netlab.lab import Lab, LabError, Loopback, obstacle, remove
 from rich.console import Console
 from rich.progress import Progress
@@ -271,6 +272,45 @@ def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+USUAL = (BASELINE, "qsdp", "zeropp", "sdp4bit", "deepspeed_plain")
+
+
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py; step times and ranges are in the file."""
+    points = result["points"]
+    stages, topologies = ({str(p[key]): None for p in points} for key in ("stage", "topology"))
+    schemes, rates = (result["arguments"][key] for key in ("schemes", "rates"))
+    links = "/".join(f"{rate:g}" for rate in rates if rate)
+    links = f"{links} Mbit/s" if links else "not shaped"
+    others = "".join(f", {name}" for name in schemes if name not in USUAL)
+    heading = f"Step times: ZeRO-{'/'.join(stages)}, {'/'.join(topologies)} ranks, {links}{others}"
+    parts = []
+    for point in points:
+        cells: dict[float, dict[str, Any]] = {}
+        for row in point["rows"]:
+            cells.setdefault(row["rate"], {})[row["scheme"]] = row
+        first = next(iter(cells.values()))
+        names = [name for name in first if name != BASELINE]
+        rows = [
+            [f"{rate:g} Mbit/s" if rate else "not shaped", f"{by_scheme[BASELINE]['seconds']:.3f}",
+             *(_speed_up(by_scheme[name]) for name in names)]
+            for rate, by_scheme in cells.items()
+        ]  # fmt: skip
+        rows.append(["bytes allow", "", *(f"{first[name]['bytes_bound']:.2f}" for name in names)])
+        header = ["link", f"`{BASELINE}`, s", *(f"`{name}`" for name in names)]
+        parts.append(f"## {point['title']}\n\n{sections.table(header, rows)}")
+    return heading, (
+        "Seconds of a step in full precision, and speed-ups over it in the same block: median and\n"
+        f"range of {result['arguments']['blocks']} blocks. The last row is what the bytes at the\n"
+        "interfaces allow.\n\n" + "\n\n".join(parts)
+    )
+
+
+def _speed_up(row: dict[str, Any]) -> str:
+    noise = "" if row["clean_blocks"] else " (no quiet block)"
+    return f"{row['speedup']:.2f} ({row['speedup_min']:.2f}-{row['speedup_max']:.2f}){noise}"
 
 
 def main() -> int:

@@ -24,7 +24,9 @@ from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 # ---- slices ----
 
 
-SLICE_SECONDS = 1e-4  # what a slice costs beyond its bytes and the links' latency
+# What a slice costs the host beyond its bytes and the links' latency: an order of magnitude, from
+# its few calls, not fitted to any link.
+SLICE_SECONDS = 1e-4
 MOST = 16  # slices, unless more are asked for
 
 

@@ -259,8 +259,6 @@ def _estimate(parser: argparse.ArgumentParser) -> None:
     add("--encode", type=positive, default=1e11, help="parameters per second and GPU (1e11)")
     add("--json", action="store_true", help="the rows as JSON")
     add("--plot", type=Path, help="PNG of the speed-up against the link rate")
-    add("--validate-against", type=file, metavar="RESULTS",
-        help="show prediction against the step times of a result file of speed.py")  # fmt: skip
 
 
 def positive(value: str) -> float:

@@ -22,12 +22,9 @@ _OWN_COLOR = "#009e73"
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; 1 with a sentence on standard error for settings that cannot work."""
     try:
-        if arguments.validate_against is not None:
-            _show_measured(arguments.validate_against, as_json=arguments.json)
-        else:
-            from ds_quant.tools.planning import make_plan
+        from ds_quant.tools.planning import make_plan
 
-            _show(make_plan(arguments), arguments)
+        _show(make_plan(arguments), arguments)
     except BrokenPipeError:
         raise
     except (OSError, ValueError) as error:
@@ -136,28 +133,6 @@ def table(rows: list[tuple[str, ...]], headers: tuple[str, ...] = _HEADERS) -> l
         ).rstrip()
         for row in every
     ]
-
-
-def _show_measured(path: Path, *, as_json: bool) -> None:
-    from ds_quant.tools import measured
-
-    points, left_out = measured.compare(path)
-    if not points:
-        raise ValueError(
-            f"--validate-against {path}: no scheme has points both with and without a rate limit"
-        )
-    if as_json:
-        facts = [{**asdict(point), "error": point.error} for point in points]
-        print(json.dumps({"points": facts, "left_out": left_out}, indent=2))
-        return
-    shown = [
-        (f"ZeRO-{p.stage} {p.scheme}", f"{p.rate:g}", f"{p.measured:.3f}", f"{p.predicted:.3f}",
-         f"{p.error:+.1%}")
-        for p in points
-    ]  # fmt: skip
-    print("\n".join(table(shown, ("scheme", "Mbit/s", "measured s", "predicted s", "error"))))
-    print("\n".join(f"not predicted: {line}" for line in left_out))
-    print(measured.summary(points))
 
 
 def plot(plan: Any, path: Path) -> None:

@@ -31,4 +31,6 @@ def test_benchmark_writes_its_file(script: str, tmp_path: Path) -> None:
         [*command, "--json", str(out)], capture_output=True, text=True, timeout=240, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(out.read_text("utf-8"))
+    written = json.loads(out.read_text("utf-8"))
+    assert written["kind"] == script.removesuffix(".py") and written["versions"]["torch"]
+    assert "\n| --- |" in out.with_suffix(".md").read_text("utf-8")

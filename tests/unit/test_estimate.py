@@ -1,21 +1,17 @@
-"""ds_quant estimate: rows against the cost model by hand, inputs, refusals, measured points."""
+"""ds_quant estimate: rows against the cost model by hand, inputs, refusals, probes."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ds_quant.config.presets import preset_names
 from ds_quant.policy.autotune import Rate, rate_from
 from ds_quant.resources import resource_dir
-from ds_quant.tools import measured
 from ds_quant.tools.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
-MEASURED = ROOT / "benchmarks" / "results" / "speed_2x2_cpu.json"
 PLAN = ["--params", "7e9", "--nodes", "2", "--gpus", "8", "--link", "10", "--intra", "1e5"]
 
 
@@ -125,7 +121,6 @@ def test_full_replica_is_marked(capsys) -> None:
         (PLAN[2:] + ["--step", "1", "--model-config", "{bad}"], "no model_type"),
         (PLAN + ["--step", "1", "--ds-config", "{block}"], "node_size=4: allowed here: --gpus"),
         (PLAN + ["--step", "1", "--ds-config", "{auto}"], '--dtype: "auto" in the DeepSpeed'),
-        (["--validate-against", "{bad}"], "allowed: a result file of speed.py"),
     ],
 )
 def test_what_cannot_work_is_said_with_its_option(
@@ -296,59 +291,6 @@ def test_the_plot_has_few_lines_of_colours_of_their_own_and_a_name_each(
     drawn[0].canvas.draw()
     labels = [label.get_text() for label in axes.get_xticklabels()]
     assert {"1", "10", "25", "100", "400"} <= set(labels) and not any("^" in x for x in labels)
-
-
-# ---- against measurement ----
-
-
-def test_predictions_of_the_network_lab_are_as_close_as_we_say(capsys) -> None:
-    """docs/choosing.md states these figures; a change of the model must not make them worse."""
-    points, left_out = measured.compare(MEASURED)
-    assert len(points) == 2 * 4 * 2 and len(left_out) == 2
-    errors = sorted(abs(point.error) for point in points)
-    assert sum(errors) / len(errors) < 0.05 and errors[-1] < 0.115
-    assert main(["estimate", "--validate-against", str(MEASURED)]) == 0
-    printed = capsys.readouterr().out
-    assert "16 of 16 points within 15%" in printed
-    assert "not predicted: ZeRO-2 deepspeed_plain: another program's" in printed
-
-
-def test_a_run_that_fetches_nothing_ahead_is_predicted_to_hide_less() -> None:
-    points, _ = measured.compare(MEASURED.with_name("speed_hpz_2x2_cpu.json"))
-    assert len(points) == 2 and all(abs(point.error) < 0.1 for point in points)
-
-
-def speed_file(path: Path, rows: dict[float, float], **place: Any) -> Path:
-    """Seconds of full precision by rate, as speed.py writes them."""
-    found = [{"scheme": "full_precision", "rate": r, "seconds": s} for r, s in rows.items()]
-    point = {"stage": 3, "topology": "2x2", "parameters": 10**6, "rows": found, **place}
-    path.write_text(json.dumps({"kind": "speed", "arguments": {"width": 256}, "points": [point]}))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("place", "hidden"),
-    [
-        ({"topology": "4x1"}, 0.0),
-        ({"topology": "2x2"}, 0.15 * 2.0),
-        ({"topology": "2x2", "stage": 2}, 0.0),
-    ],
-)
-def test_a_prediction_is_the_unshaped_step_plus_what_it_does_not_hide(
-    place: dict[str, Any], hidden: float, tmp_path: Path
-) -> None:
-    path = speed_file(tmp_path / "speed.json", {0: 2.0, 40.0: 10.0}, **place)
-    ((found,), _) = measured.compare(path)
-    nodes, nbytes = int(place["topology"][0]), 4 if place.get("stage") == 2 else 6
-    wire = nbytes * 10**6 * (1 - 1 / nodes) / 5e6
-    assert found.predicted == pytest.approx(2.0 + wire - hidden, rel=1e-6)
-    assert found.error == pytest.approx(found.predicted / 10 - 1)
-
-
-def test_points_without_a_rate_limit_alone_predict_nothing(capsys, tmp_path: Path) -> None:
-    path = speed_file(tmp_path / "speed.json", {0: 2.0})
-    assert main(["estimate", "--validate-against", str(path)]) == 1
-    assert "no scheme has points both with and without a rate limit" in capsys.readouterr().err
 
 
 # ---- with a probe ----

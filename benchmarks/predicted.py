@@ -1,4 +1,6 @@
-"""Prediction against measurement: the cost model on the points of a result file of speed.py.
+"""Prediction against measurement: the cost model on the points of result files of speed.py.
+
+    python benchmarks/predicted.py benchmarks/results/speed_*.json
 
 [Note: calibration] Bytes come from ``policy.cost`` through the start-up lines' schemes, the link
 from the rate that the lab set. What a step does without any link (compute, encoding, links inside
@@ -14,13 +16,18 @@ gather layer by layer, each on its own, so one may compute on the shared cores w
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
@@ -59,7 +66,7 @@ def compare(path: Path) -> tuple[list[Point], list[str]]:
     """
     result = json.loads(path.read_text("utf-8"))
     if not isinstance(result, dict) or result.get("kind") != "speed":
-        raise ValueError(f"--validate-against {path}: allowed: a result file of speed.py")
+        raise ValueError(f"{path}: allowed: a result file of speed.py")
     arguments = result["arguments"]
     width, gathered = arguments["width"], _gathers(arguments)
     ahead = bool(arguments.get("prefetch_bucket_size"))
@@ -138,3 +145,38 @@ def summary(points: list[Point]) -> str:
         f"{close} of {len(points)} points within {CLOSE:.0%}; mean error {mean(errors):.1%}, "
         f"largest {max(errors):.1%}"
     )
+
+
+def table(points: Sequence[Point]) -> Table:
+    grid = Table(title="Network lab, seconds per step")
+    for header in ("ranks, ZeRO, scheme", "Mbit/s", "measured", "predicted", "error"):
+        grid.add_column(header, justify="right")
+    for point in points:
+        grid.add_row(
+            f"{point.topology}, {point.stage}, {point.scheme}", f"{point.rate:g}",
+            f"{point.measured:.3f}", f"{point.predicted:.3f}", f"{point.error:+.1%}",
+        )  # fmt: skip
+    return grid
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+", help="written by speed.py")
+    try:
+        compared = [compare(path) for path in parser.parse_args(argv).results]
+    except (OSError, ValueError) as error:
+        print(f"predicted.py: {error}", file=sys.stderr)
+        return 1
+    points = [point for found, _ in compared for point in found]
+    for line in dict.fromkeys(line for _, left_out in compared for line in left_out):
+        print(f"not predicted: {line}")
+    if not points:
+        print("predicted.py: no scheme has points both with and without a rate limit",
+              file=sys.stderr)  # fmt: skip
+        return 1
+    Console().print(table(points), summary(points))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

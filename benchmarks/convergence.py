@@ -21,7 +21,6 @@ import argparse
 import hashlib
 import json
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -287,11 +286,15 @@ def result(
     known = {entry.label for entry in entries} | {BASELINE}
     entries += [one for label in extra if label not in known for one in parse_schemes(label)]
     found = [row(settings, ledger, entry) for entry in entries]
+    arguments = {
+        **asdict(settings), "pairs": args.pairs, "interval": args.interval,
+        "text": None if args.text is None else args.text.name,
+        "schemes": [entry.label for entry in entries],
+    }  # fmt: skip
     return {
         "kind": "convergence", "version": 1,
-        "command": "python benchmarks/convergence.py " + shlex.join(_flags(args)),
-        "arguments": {"schemes": [entry.label for entry in entries]},
-        **report.provenance(), **about,
+        "command": report.command_line("benchmarks/convergence.py", arguments, commas=["schemes"]),
+        "arguments": arguments, **report.provenance(), **about,
         "parameters": sum(p.numel() for p in settings.model().parameters()),
         "rows": [one for one in found if one["gap"] is not None],
         "constant": [one for entry in entries if (one := both_ways(ledger, entry.label))],
@@ -337,20 +340,6 @@ def both_ways(ledger: Ledger, label: str) -> dict[str, Any] | None:
 
 def _plain(gap: paired.Gap | None) -> dict[str, Any] | None:
     return None if gap is None else asdict(gap)
-
-
-def _flags(args: argparse.Namespace) -> list[str]:
-    """The command line that makes the same runs."""
-    values = {f.name: getattr(args, f.name) for f in fields(Settings)} | {
-        "pairs": args.pairs, "interval": args.interval, "schemes": args.schemes,
-        "text": None if args.text is None else args.text.name,
-    }  # fmt: skip
-    given = {name: value for name, value in values.items() if value is not None}
-    return [
-        word
-        for name, value in given.items()
-        for word in (f"--{name.replace('_', '-')}", f"{value}")
-    ]
 
 
 def _digest(value: Any) -> str:

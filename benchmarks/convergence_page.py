@@ -1,11 +1,13 @@
 """The page of convergence.py: what every scheme costs in loss, and why training loss cannot tell.
 
-Standard library only.
+May import sections.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import sections
 
 ABOUT = """\
 Gap to `full_precision` in per cent, with its 95 % interval (Student's): loss of the exact weights
@@ -39,11 +41,6 @@ PUBLISHED = {
 }
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, rule, *rows])
-
-
 def shown(gap: dict[str, Any] | None) -> list[str]:
     """Mean and half-width of a gap as cells."""
     if gap is None:
@@ -61,7 +58,13 @@ def body(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     header = ["scheme", "gap", "95 %", "pairs", "error of gradients", "bits of weights",
               "bits of gradients"]  # fmt: skip
-    parts = [ABOUT, setting(result), table(header, rows), *artefact(result), *published(result)]
+    parts = [
+        ABOUT,
+        setting(result),
+        sections.table(header, rows),
+        *artefact(result),
+        *published(result),
+    ]
     return "\n\n".join(part.strip() for part in parts)
 
 
@@ -89,7 +92,7 @@ def artefact(result: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     header = ["scheme", "training, constant rate", "95 %", "held out, constant rate", "95 %",
               "held out, decayed", "95 %"]  # fmt: skip
-    return [ARTEFACT, table(header, rows)] if rows else []
+    return [ARTEFACT, sections.table(header, rows)] if rows else []
 
 
 def published(result: dict[str, Any]) -> list[str]:
@@ -106,19 +109,8 @@ def published(result: dict[str, Any]) -> list[str]:
         "trains from the first weights under the codec, once per row; here the codec acts during\n"
         "the decay."
     )
-    return [about, table(header, rows)] if rows else []
-
-
-def origin(result: dict[str, Any], name: str) -> str:
-    """What a number needs to be quoted."""
-    machine = result["hardware"]
-    versions = ", ".join(f"{package} {found}" for package, found in result["versions"].items())
-    return (
-        f"- File: [`{name}`]({name})\n- Date: {result['created']}\n"
-        f"- Hardware: {machine['cores']} cores of {machine['cpu']}\n"
-        f"- Versions: {versions}\n- Command: `{result['command']}`\n"
-    )
+    return [about, sections.table(header, rows)] if rows else []
 
 
 def page(result: dict[str, Any], name: str) -> str:
-    return f"# What a scheme costs in loss\n\n{body(result)}\n\n{origin(result, name)}"
+    return f"# What a scheme costs in loss\n\n{body(result)}\n\n{sections.origin(result, name)}"

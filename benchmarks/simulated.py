@@ -1,15 +1,17 @@
 """Train on R ranks in one process: ZeRO-3 with the plugin's own plans, codecs and random bits.
 
 Every rank has a binding of its own, as in a real run, and links whose messages stay in memory. All
-ranks do a part of a step before any does the next one, so a message is always there when somebody
-waits for it. What ranks would compute alike is computed once: the weights that they decode, and
-the optimizer step, over whole parameters instead of shards. A step ends with the same bits as on
-real ranks. May import torch, DeepSpeed (which the plugin needs) and the plugin.
+ranks do a part of a step before any does the next one, so a message is there when somebody waits.
+What ranks would compute alike is computed once: the weights that they decode, and the optimizer
+step, over whole parameters instead of shards. A step ends with the same bits as on real ranks. May
+import torch, DeepSpeed (which the plugin needs) and the plugin.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +34,8 @@ from ds_quant.zero.stage3 import ShardReduction
 Batch = Callable[[int, int], Sequence[Tensor]]  # micro-step and rank -> what the module takes
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
+PATIENCE = 60  # seconds; a message that has not come by then was not sent
+
 # ---- messages that stay in memory ----
 
 
@@ -41,6 +45,7 @@ class Round:
 
     payloads: dict[int, Tensor] = field(default_factory=dict)
     sent: dict[int, Sequence[int]] = field(default_factory=dict)
+    complete: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +58,8 @@ class Arriving:
 
     def wait(self) -> Tensor:
         """What this rank receives, (bytes,) uint8."""
-        assert len(self.round.payloads) == self.size, "a rank waits before all have sent"
+        if not self.round.complete.wait(PATIENCE):
+            raise RuntimeError(f"rank {self.rank} of {self.size} waits, and others have not sent")
         payloads = [self.round.payloads[rank] for rank in range(self.size)]
         if self.round.sent:
             cut = [p.split(list(self.round.sent[r])) for r, p in enumerate(payloads)]
@@ -67,18 +73,21 @@ class Group:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = list(ranks)
         self._open: list[Round] = []
+        self._lock = threading.Lock()
 
     def join(self, rank: int, payload: Tensor, sent: Sequence[int] | None = None) -> Arriving:
         """Send in the first round that this rank has not joined."""
-        found = next((one for one in self._open if rank not in one.payloads), None)
-        if found is None:
-            found = Round()
-            self._open.append(found)
-        found.payloads[rank] = payload
-        if sent is not None:
-            found.sent[rank] = sent
-        if len(found.payloads) == len(self.ranks):
-            self._open.remove(found)
+        with self._lock:
+            found = next((one for one in self._open if rank not in one.payloads), None)
+            if found is None:
+                found = Round()
+                self._open.append(found)
+            found.payloads[rank] = payload
+            if sent is not None:
+                found.sent[rank] = sent
+            if len(found.payloads) == len(self.ranks):
+                self._open.remove(found)
+                found.complete.set()
         return Arriving(round=found, size=len(self.ranks), rank=rank)
 
 
@@ -245,6 +254,7 @@ class Simulation:
             error = self._error(exact, reduced) if measure else None
         self.master.grad = self._clipped(self._gradient.float())
         self.optimizer.step()
+        self._learn_levels()
         if self._kept:
             self._exchange(partial(self._codings, intra=False, ahead=1))
         self._engine.global_steps += 1
@@ -313,6 +323,21 @@ class Simulation:
         """Of all weights in the current step, or in one ``ahead``."""
         where = {"step": rank.step + ahead, "rank": rank.number, "intra": intra}
         return [rank.weight_coding(t, self._dtype, **where) for t in rank.all_tracked()]
+
+    def _learn_levels(self) -> None:
+        """Ranks wait for each other in the middle of it, so that each has a thread."""
+        if not self.scheme.level_steps:
+            return
+
+        def learn(rank: SimulatedRank, shards: list[Tensor]) -> Future[None]:
+            values = [
+                (p, s, rank.link(None)) for p, s in zip(self._parameters, shards, strict=True)
+            ]
+            return pool.submit(rank.learn_levels, rank.step + 1, iter(values))
+
+        with ThreadPoolExecutor(len(self._ranks)) as pool:
+            for learnt in self._each(learn):
+                learnt.result()
 
     def _node_weights(self) -> list[Tensor]:
         """From the rows that the ranks of the first node keep; those of the others are equal."""

@@ -35,9 +35,16 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=2e-3)
 
 
+def block_of(scheme: str) -> dict[str, Any]:
+    block = {"scheme": scheme.removesuffix(" learned"), "node_size": 2, "seed": 5}
+    if scheme.endswith(" learned"):
+        block["weights"] = {"levels": "learned", "rounding": "nearest", "level_steps": [1, 2]}
+    return block
+
+
 def train_for_real(scheme: str, accumulation: int) -> tuple[list[float], dict[str, np.ndarray]]:
     """On a gloo rank: its losses, and the master weights."""
-    block = {"scheme": scheme, "node_size": 2, "seed": 5}
+    block = block_of(scheme)
     config = models.settings(3, block, dtype="bf16", accumulation=accumulation)
     engine = models.build(config, optimizer=adam)
     losses = [loss for step in range(STEPS) for loss in models.train_step(engine, step)]
@@ -45,14 +52,16 @@ def train_for_real(scheme: str, accumulation: int) -> tuple[list[float], dict[st
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("scheme", ["sdp4bit", "qsdp"])
+@pytest.mark.parametrize(
+    ("scheme", "accumulation"),
+    [("sdp4bit", 1), ("sdp4bit", 2), ("qsdp", 1), ("qsdp", 2), ("qsdp_w4g4 learned", 1)],
+)
 def test_a_simulated_step_ends_with_the_bits_of_a_real_one(scheme: str, accumulation: int) -> None:
     real = harness.run(train_for_real, 4, scheme, accumulation)
     torch.manual_seed(0)
     simulation = Simulation(
         models.Regression().bfloat16(),
-        parse_block({"scheme": scheme, "node_size": 2, "seed": 5}).to_scheme(),
+        parse_block(block_of(scheme)).to_scheme(),
         adam,
         topology=TWO_NODES,
         micro_steps=accumulation,

@@ -157,15 +157,15 @@ def run(
 
 def run_file(file: str, scheme: str, args: argparse.Namespace) -> dict[str, Ended]:
     """Return the tests of a file, none if it did not end in time."""
-    stem = args.work / scheme / file.replace("/", ".").removesuffix(".py")
-    xml = stem.with_suffix(".xml")
+    stem = str(args.work / scheme / file.replace("/", "_").removesuffix(".py"))
+    xml, log = Path(f"{stem}.xml"), Path(f"{stem}.log")
     xml.parent.mkdir(parents=True, exist_ok=True)
     if not xml.exists():
         command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "peer.plugin",
                    f"--basetemp={stem}.tmp", f"--junitxml={xml}"]  # fmt: skip
         command += ["-k", args.keyword] if args.keyword else []
         command += [f"--deselect=unit/{test}" for test in LEFT_OUT]
-        run([*command, f"unit/{file}"], stem.with_suffix(".log"), scheme, args, args.timeout)
+        run([*command, f"unit/{file}"], log, scheme, args, args.timeout)
     return read(xml) if xml.exists() else {}
 
 

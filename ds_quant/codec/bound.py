@@ -139,7 +139,8 @@ class Coding(NamedTuple):
         if isinstance(source.codec, GroupCodec) and isinstance(self.codec, GroupCodec):
             dispatch.recode(
                 wire, out, source.codec, self.codec, numel=numel, own=own, address=self.address,
-                source_levels=source.levels, levels=self.levels,
+                source_levels=source.codec.table(source.levels, wire.device),
+                levels=self.codec.table(self.levels, wire.device),
             )  # fmt: skip
             return
         total = temporary((numel,), torch.float32, wire.device)
@@ -198,7 +199,7 @@ class Coding(NamedTuple):
             else:
                 found = values.new_empty(values.shape, dtype=torch.float32)
                 self.decode(wire, found)
-        return _squares(found, values)
+        return squares(found, values)
 
     def decode(self, wire: Tensor, values: Tensor) -> None:
         """wire (bytes,) -> values (numel,), or (rows, bytes) -> (rows, numel): overwritten, or the
@@ -234,7 +235,7 @@ def temporary(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     return scratch.take("temporary", shape, dtype=dtype, device=device)
 
 
-def _squares(found: Tensor, exact: Tensor) -> Tensor:
+def squares(found: Tensor, exact: Tensor) -> Tensor:
     """|found - exact|^2 and |exact|^2, run by run: a gradient may be large, and memory scarce."""
     sums = torch.zeros(2, dtype=torch.float64, device=exact.device)
     runs = found.reshape(-1).split(_RUN), exact.reshape(-1).split(_RUN)

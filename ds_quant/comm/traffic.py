@@ -202,13 +202,35 @@ class Meter:
 
 
 @dataclass
+class ExactDifferences:
+    """Messages whose length the values decide, of all ranks of a gather: ``numel`` weights in
+    ``used`` bytes, and ``moved`` ones with what fills messages up to the longest.
+    """
+
+    numel: int = 0
+    used: int = 0
+    moved: int = 0
+
+    @property
+    def bits(self) -> float | None:
+        """Per weight, without what fills up; None before the first message."""
+        return 8 * self.used / self.numel if self.numel else None
+
+    @property
+    def padding(self) -> float | None:
+        """Share of what is used that moves besides."""
+        return self.moved / self.used - 1 if self.used else None
+
+
+@dataclass
 class Traffic:
     """Bytes this rank received and messages it posted, since the engine was built.
 
     ``received[role][link]`` is in bytes; role is ``weights`` or ``gradients``, link is ``intra``
     (from ranks of the same node) or ``inter`` (from other nodes). A rank's own payload never
     crosses a link and is not counted. ``collectives[role]`` counts collectives issued.
-    ``meter`` measures the same collectives in sampled steps.
+    ``meter`` measures the same collectives in sampled steps, ``exact`` counts what exact
+    differences of weights have taken.
     """
 
     received: dict[str, dict[str, int]] = field(
@@ -218,6 +240,7 @@ class Traffic:
     )
     collectives: dict[str, int] = field(default_factory=lambda: {"weights": 0, "gradients": 0})
     meter: Meter = field(default_factory=Meter)
+    exact: ExactDifferences = field(default_factory=ExactDifferences)
 
     def count(self, role: str, *, intra: int, inter: int) -> None:
         """Add one collective that brought ``intra`` + ``inter`` bytes to this rank."""

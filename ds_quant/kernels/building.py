@@ -1,4 +1,4 @@
-"""Build backend: setuptools, told about native.cpp and what else setup.cfg cannot express.
+"""Build backend: setuptools, told about the C++ kernels and what else setup.cfg cannot express.
 
 pyproject.toml names this module, so it runs without torch. Without a working C++ compiler the
 build says so and goes on; the torch reference then does the work on CPU tensors. With
@@ -24,7 +24,8 @@ HOMEPAGE = "DS_QUANT_HOMEPAGE"
 
 NATIVE = setuptools.Extension(
     "ds_quant.kernels._native",
-    ["ds_quant/kernels/native.cpp"],
+    ["ds_quant/kernels/native.cpp", "ds_quant/kernels/lossless.cpp"],
+    depends=["ds_quant/kernels/native.hpp"],
     language="c++",
     extra_compile_args=[
         "-std=c++17",
@@ -58,9 +59,12 @@ class _Source(sdist):
 
     def make_distribution(self) -> None:
         for rule in (
-            *(f"graft {folder}" for folder in ("tests", "docs", "benchmarks", "cuda", "configs")),
+            *(
+                f"graft {folder}"
+                for folder in ("tests", "docs", "benchmarks", "cuda", "configs", ".ci")
+            ),
             "include Makefile constraints.txt",
-            "recursive-include ds_quant *.cpp",
+            "recursive-include ds_quant *.cpp *.hpp",
             "global-exclude *.py[co] *.so",
         ):
             self.filelist.process_template_line(rule)

@@ -19,8 +19,10 @@ from ds_quant.kernels import (
     cuda,
     launch,
     launch_batch,
+    lossless,
     native,
     native_batch,
+    native_lossless,
     random_bits,
     reference,
     scratch,
@@ -265,3 +267,26 @@ def unrotate_(
 ) -> None:
     """x = signs * (H x * (scale / block)), in place: the inverse of ``rotate``, times scale."""
     _on_host(x.device).unrotate_(x, rotation, scale=scale)
+
+
+def encode_lossless(
+    values: torch.Tensor,  # (numel,) bf16 or fp16
+    reference: torch.Tensor,  # (numel,) of the same dtype
+    out: torch.Tensor,  # (lossless.max_bytes(numel),) uint8
+    nbytes: torch.Tensor,  # (1,) int64, receives the bytes used
+) -> None:
+    """Write the message of the exact differences."""
+    _lossless_on(values.device).encode(values, reference, out, nbytes)
+
+
+def decode_lossless(
+    wire: torch.Tensor,  # (bytes used,) uint8
+    reference: torch.Tensor,  # (numel,) bf16 or fp16
+    out: torch.Tensor,  # (numel,) of the same dtype; may be the reference
+) -> None:
+    """Overwrite `out` with the values. ValueError for a message that cannot be."""
+    _lossless_on(wire.device).decode(wire, reference, out)
+
+
+def _lossless_on(device: torch.device) -> ModuleType:
+    return native_lossless if _on_host(device) is native else lossless

@@ -3,6 +3,11 @@
 [Note: bytes per parameter] All figures are volumes: what would enter one rank from the others if
 there were infinitely many ranks. A rank of W really receives (W - 1) / W of them, a node of N
 nodes (N - 1) / N, if each byte enters once.
+
+[Note: exact differences] How many bits an exact difference takes is up to the training: more at a
+higher learning rate, fewer the more weights stay as they are. ``LOSSLESS_BITS`` is the entropy of
+bf16 differences under Adam at a learning rate of 3e-4 (1e-3: 4.4, 1e-4: 1.9, 1e-5: 0.45). A message
+is never longer than the weights themselves: that is the most, which is given beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from ds_quant.kernels.random_bits import Role
 from ds_quant.kernels.wire import ceil_div, round_up
 from ds_quant.policy.scheme import Scheme
 
+LOSSLESS_BITS = 2.9  # see [Note: exact differences]
+
 
 class Cargo(NamedTuple):
     """A parameter as the formula sees it."""
@@ -34,6 +41,7 @@ class Bill:
     """Volumes in bytes per parameter. See [Note: bytes per parameter].
 
     weights: one exchange of all weights between nodes, or of a gather over all ranks.
+    weights_most: the same at most, more only where the length of messages depends on the weights.
     gradients: one reduction of all gradients between nodes, or over all ranks (direct).
     weights_intra: one gather from the node shard. gradients_intra: the hop inside the nodes.
     once_per_step: ZeRO-3 exchanges weights once per optimizer step (node shard), not per gather.
@@ -54,15 +62,23 @@ class Bill:
     memory: float = 0.0
     gathers: float = 2.0
     trained: float = 1.0
+    weights_most: float = 0.0
 
-    def step_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
-        """Bytes per parameter and optimizer step between nodes, or over all ranks with one level.
+    @property
+    def varies(self) -> bool:
+        """Whether the length of messages depends on the weights."""
+        return self.weights_most > self.weights
+
+    def step_bytes(self, stage: int, *, micro_steps: int = 1, most: bool = False) -> float:
+        """Bytes per parameter and optimizer step between nodes, or over all ranks with one level;
+        ``most``: at most.
 
         ZeRO-3 gathers and reduces in every micro-step; ZeRO-2 reduces per micro-step and ZeRO-1
         once per step, both gather the updated weights once.
         """
         gathers = 1.0 if self.once_per_step else self.step_gathers(stage, micro_steps)
-        return gathers * self.weights + self._reductions(stage, micro_steps) * self.gradients
+        weights = self.weights_most if most and self.varies else self.weights
+        return gathers * weights + self._reductions(stage, micro_steps) * self.gradients
 
     def intra_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
         """The same for what stays inside a node: gathers from the node shard, the first hop."""
@@ -122,7 +138,7 @@ def bill(
         if stage < 3 and not item.trainable:
             continue
         total["numel"] += torch.Size(item.shape).numel()
-        reason = scheme.skip_reason(item.name, item.shape, item.dtype)
+        reason = _kept_reason(scheme, item)
         if reason is not None:
             kept[reason] += 1
         total.update(route.weight_bytes(item))
@@ -133,7 +149,7 @@ def bill(
             total.update(route.gradient_bytes(item, gradient_dtype))
         total["trained"] += torch.Size(item.shape).numel() * item.trainable
     numel = max(1, total["numel"])
-    sent = ("weights", "gradients", "weights_intra", "gradients_intra")
+    sent = ("weights", "weights_most", "gradients", "weights_intra", "gradients_intra")
     return Bill(
         numel=total["numel"],
         **{field: total[field] / numel for field in (*sent, "memory")},
@@ -143,6 +159,16 @@ def bill(
         gathers=gathers,
         trained=total["trained"] / numel if total["numel"] else 1.0,
     )
+
+
+def _kept_reason(scheme: Scheme, item: Cargo) -> str | None:
+    """Why a parameter stays in full precision in a role that has a codec."""
+    reason = scheme.skip_reason(item.name, item.shape, item.dtype)
+    if not scheme.lossless or reason == "not floating point":
+        return reason
+    if not scheme.differs_exactly(item.dtype):
+        return "fp32 weights"
+    return None if scheme.gradients is None else reason  # exact differences leave none out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,13 +199,18 @@ class _Route:
     def weight_bytes(self, item: Cargo) -> dict[str, int]:
         if item.dtype not in CAST_NAMES:  # such as an int8 base: DeepSpeed gathers it
             nbytes = torch.Size(item.shape).numel() * item.dtype.itemsize
-            return {"weights": nbytes, "plain": nbytes}
+            return {"weights": nbytes, "weights_most": nbytes, "plain": nbytes}
         facts = (Role.WEIGHTS, item.name, item.shape, item.dtype)
         outer, inner = self.scheme.codec_for(*facts), self.scheme.intra_codec_for(*facts)
         if self.stage == 3 and self.scheme.node_shard and self.one_node:
             outer = inner  # nothing to exchange: gathers as from a node shard
         between = self._rows(outer, item) if item.trainable or not self.node_shard else 0
-        found = {"weights": between, "plain": between if isinstance(outer, CastCodec) else 0}
+        plain = between if isinstance(outer, CastCodec) else 0
+        most = between
+        if self.scheme.differs_exactly(item.dtype) and (self.stage < 3 or self.node_shard):
+            numel = torch.Size(item.shape).numel()
+            between, plain = ceil_div(round(numel * LOSSLESS_BITS), 8) if between else 0, 0
+        found = {"weights": between, "weights_most": most, "plain": plain}
         if self.two_levels:
             found["weights_intra"] = between  # forwarded as they came
         if self.node_shard:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_quant.comm.lossless import MOST_NUMEL as MOST_EXACT_NUMEL
 from ds_quant.comm.reduction_plan import Slicing
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy.cost import Bill
@@ -96,8 +97,12 @@ def _gradients(bill: Bill, stage: int, sizes: Sizes) -> float:
 
 
 def _window(bill: Bill, sizes: Sizes) -> float:
-    window = min(bill.numel, sizes.window)
     forwarded = 1 / sizes.node_size if sizes.two_levels else 0.0
+    if bill.varies:  # all own messages stand encoded; see [Note: lengths] of comm/lossless.py
+        window = min(bill.numel, sizes.window, MOST_EXACT_NUMEL * sizes.ranks)
+        messages = window * (1 + forwarded) * min(2, ceil_div(bill.numel, window))
+        return (bill.numel / sizes.ranks + messages) * bill.weights_most
+    window = min(bill.numel, sizes.window)
     message = window * bill.weights * (1 + 1 / sizes.ranks + forwarded)
     return message * min(2, ceil_div(bill.numel, window))
 
@@ -116,4 +121,7 @@ def _exchange(bill: Bill, sizes: Sizes) -> float:
         return 0.0
     own = sizes.trained / sizes.ranks
     message = min(max(own / 8, LEAST_NUMEL), MOST_NUMEL)
-    return min(own, EXCHANGED_AT_ONCE * message) * (1 + sizes.nodes) * bill.weights
+    at_once = min(own, EXCHANGED_AT_ONCE * message)
+    if bill.varies:
+        return (own + at_once * sizes.nodes) * bill.weights_most
+    return at_once * (1 + sizes.nodes) * bill.weights

@@ -126,7 +126,8 @@ def refuse_full_replica(
     """
     if not config.keeps_node_shard or node_size > 1 or world == 1 or config.allow_full_replica:
         return
-    what = "weights.difference" if config.weights.difference else "node_shard"
+    key = config.weights.reference
+    what = "node_shard" if key is None else f"weights.{key}"
     more = "" if model_bytes is None else f", {model_bytes / 1e9:.3g} GB more"
     raise ConfigError(
         f"{KEY}.{what}=true with one rank per node: under ZeRO-3 the node shard is a "

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from typing import Literal
 
 import torch
 
@@ -39,10 +40,13 @@ class Scheme:
     weights_intra: codec of gathers from the node shard, ``None`` for the weights' own dtype.
     gradients_intra: codec of the hop inside a node; ``None``: that of ``gradients``.
     difference: weights travel as their difference to what everybody holds (SDP4Bit's qWD).
+    lossless: weights of 16 bits travel as their exact difference to what everybody holds, whatever
+        they are called and however small; ``weights`` is None then.
     node_shard: ZeRO-3 keeps the weights in every node, sharded over its ranks.
     allow_full_replica: a node shard of one rank, which is a full copy, is accepted.
     checksum_steps: optimizer steps between comparisons of kept weights; 0 for never.
     payload_checksum: every message carries a checksum.
+    cross: gradients cross between nodes once per optimizer step, or in every micro-step.
     rotation: block of the Hadamard transform around the gradients' reduction, 0 for none.
     rotation_signs: random sign flips before it.
     exclude: fnmatch patterns on parameter names, case-sensitive, see ``matches``; these
@@ -62,10 +66,12 @@ class Scheme:
     weights_intra: GroupCodec | None = None
     gradients_intra: GroupCodec | None = None
     difference: bool = False
+    lossless: bool = False
     node_shard: bool = False
     allow_full_replica: bool = False
     checksum_steps: int = 0
     payload_checksum: bool = False
+    cross: Literal["step", "micro_step"] = "step"
     rotation: int = 0
     rotation_signs: bool = False
     exclude: tuple[str, ...] = ()
@@ -96,6 +102,17 @@ class Scheme:
             )
         if not 0 < self.level_rate < 1:
             raise ValueError(f"level_rate={self.level_rate}: allowed: above 0 and below 1")
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether differences are added to weights that everybody holds."""
+        return self.difference or self.lossless
+
+    def differs_exactly(self, dtype: torch.dtype) -> bool:
+        """Whether weights of this dtype travel as exact differences, wherever something is kept
+        that they can differ from.
+        """
+        return self.lossless and dtype in (torch.bfloat16, torch.float16)
 
     def skip_reason(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
         """Why the parameter stays in full precision in every role, or ``None``."""

@@ -9,14 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ds_quant.tools import plot_style
+
 _HEADERS = (
     "scheme", "B/param", "comm s", "step s", "speed-up", "kept GB", "peak GB", "GPU GB",
 )  # fmt: skip
-
-
-# Apart for colour-blind readers too; the user's own block takes the other one.
-_COLORS = {"full_precision": "#cc79a7", "qsdp": "#d55e00", "sdp4bit": "#0072b2"}
-_OWN_COLOR = "#009e73"
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -65,11 +62,18 @@ def _title(plan: Any) -> str:
 
 def _tables(rows: list[Any]) -> list[str]:
     """Schemes that may be taken, and the others apart."""
+    from ds_quant.policy.cost import LOSSLESS_BITS
+
     good = [(*cells(row), row.limit) for row in rows if not row.note]
     others = [(*cells(row), row.note) for row in rows if row.note]
     lines = table(good, (*_HEADERS, "limited by"))
     if others:
         lines += ["", "not recommended:", *table(others, (*_HEADERS, "because"))]
+    for row in rows:
+        if row.most_bytes is not None:
+            lines += ["", f"{row.scheme}: exact differences of {LOSSLESS_BITS} bits per weight, as "
+                      "at a learning rate of 3e-4; fewer below it, and at most "
+                      f"{row.most_bytes:.3f} B/param"]  # fmt: skip
     return [
         *lines, "",
         "step s and speed-up: communication fully hidden to not hidden at all; GB per GPU: kept "
@@ -137,28 +141,23 @@ def table(rows: list[tuple[str, ...]], headers: tuple[str, ...] = _HEADERS) -> l
 
 def plot(plan: Any, path: Path) -> None:
     """Speed-up without overlap against link rate, for schemes that nothing speaks against."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install 'ds_quant[bench]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
     from ds_quant.tools import forecast
 
+    pyplot = plot_style.pyplot()
     if plan.cluster.nodes == 1:
         raise ValueError("--plot: one node has no link between nodes to vary")
     own = plan.cluster.link / forecast.GIGABIT
     rates = _rates(own)
+    curves = _curves(plan, rates)
+    colors = plot_style.colors(curves)
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     axes.axhline(1, color="0.4", linestyle="--", linewidth=1.5)
     axes.annotate("DeepSpeed as shipped", (rates[0], 1), xytext=(6, -14), color="0.4",
                   textcoords="offset points")  # fmt: skip
-    for scheme, speedups in _curves(plan, rates).items():
-        color = _COLORS.get(scheme, _OWN_COLOR)
-        axes.plot(rates, speedups, color=color, linewidth=2)
-        at = 0 if scheme in _COLORS else len(rates) // 4  # two labels may be of equal curves
-        axes.annotate(scheme, (rates[at], speedups[at]), xytext=(6, 5), color=color,
+    for scheme, speedups in curves.items():
+        axes.plot(rates, speedups, color=colors[scheme], linewidth=2)
+        at = 0 if scheme in plot_style.COLORS else len(rates) // 4  # two curves may be equal
+        axes.annotate(scheme, (rates[at], speedups[at]), xytext=(6, 5), color=colors[scheme],
                       textcoords="offset points", weight="bold")  # fmt: skip
     axes.axvline(own, color="0.7", linestyle=":")
     axes.annotate(f"{own:g} Gb/s", (own, 0), xycoords=("data", "axes fraction"), xytext=(4, 6),
@@ -167,15 +166,9 @@ def plot(plan: Any, path: Path) -> None:
              ylabel="predicted speed-up, nothing hidden", xlim=(rates[0], rates[-1]),
              title=f"{plan.model.name}, ZeRO-{plan.stage}")  # fmt: skip
     marks = (0.1, 1, 2, 5, 10, 25, 50, 100, 200, 400, 1000)
-    ticks = [mark for mark in marks if rates[0] <= mark <= rates[-1]]
-    axes.xaxis.set_major_locator(ticker.FixedLocator(ticks))
-    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axes.xaxis.set_minor_locator(ticker.NullLocator())
-    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g x"))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    plot_style.plain_ticks(axes.xaxis, [mark for mark in marks if rates[0] <= mark <= rates[-1]])
+    plot_style.finish(axes)
+    plot_style.save(figure, path)
 
 
 def _rates(own: float) -> list[float]:

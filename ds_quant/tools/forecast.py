@@ -212,6 +212,8 @@ class Plan:
 class Row:
     """One scheme. Bytes per parameter and step as volumes, see cost.py; times in seconds.
 
+    most_bytes: inter_bytes at most, where they depend on the learning rate, else None.
+
     step_overlapped, step_serial: communication hidden behind compute entirely, or not at all.
     speedup_*: over DeepSpeed as shipped, of these two. memory: bytes more on every rank, between
     steps; peak: besides, in a step, of messages and sums; gpu_memory: all that a GPU holds.
@@ -231,6 +233,7 @@ class Row:
     peak: float = 0.0
     gpu_memory: float = 0.0
     note: str = ""
+    most_bytes: float | None = None
 
     @property
     def speedups(self) -> tuple[float, float]:
@@ -253,9 +256,16 @@ def forecast(plan: Plan) -> list[Row]:
         row = replace(
             _row(name, _volume(costs, plan), plan, rows[0]), memory=kept, peak=peak,
             gpu_memory=plan.shipped_memory + kept + peak, note=_against(name, block, plan),
+            most_bytes=_most(costs, plan),
         )  # fmt: skip
         rows.append(_fitted(row, plan))
     return rows
+
+
+def _most(costs: cost.Bill, plan: Plan) -> float | None:
+    if not costs.varies:
+        return None
+    return costs.step_bytes(plan.stage, micro_steps=plan.micro_steps, most=True)
 
 
 def _against(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
@@ -264,7 +274,11 @@ def _against(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
     if not starts(block, stage=plan.stage, **nodes):
         return "start-up refuses it: needs allow_full_replica"
     if name in preset_names() and name not in CANDIDATES:
-        return "for research: autotune never takes it"
+        varies = block.weights.exactly_differ
+        return (
+            "its bytes depend on the learning rate: autotune does not take it" if varies
+            else "for research: autotune never takes it"
+        )  # fmt: skip
     return ""
 
 

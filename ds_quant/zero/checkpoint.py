@@ -59,6 +59,8 @@ def restore(binding: Binding, saved: Any) -> None:
     else:
         _require_usable(saved)
         _take_over(binding, saved)
+    if binding.node is not None:
+        binding.node.resync()
     if binding.replica is not None and _gathered_otherwise(binding):
         with binding.replica.exact():
             pass
@@ -117,7 +119,9 @@ def _take_over(binding: Binding, saved: dict[str, Any]) -> None:
 
 
 def _keeps_weights(binding: Binding) -> bool:
-    return binding.node is not None or (binding.replica is not None and binding.scheme.difference)
+    return binding.node is not None or (
+        binding.replica is not None and binding.scheme.keeps_reference
+    )
 
 
 def _restore_levels(binding: Binding, saved: dict[str, Any]) -> None:
@@ -149,7 +153,7 @@ def watch_state_dict(binding: Binding) -> None:
     if binding.scheme.weights is None:
         return
     hook = binding.engine.module.register_state_dict_pre_hook(_Hook(binding))
-    hooks.before_destroy(binding.engine, hook.remove)
+    binding.hooks.on_destroy.append(hook.remove)
 
 
 class _Hook:

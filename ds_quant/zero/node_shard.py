@@ -29,7 +29,7 @@ from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.gather import Kept, exchange, gather
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.zero import hooks
+from ds_quant.zero import hooks, lossless
 from ds_quant.zero.engine import Binding
 
 # ---- spread over the next forward ----
@@ -192,7 +192,7 @@ class NodeShard:
         step = self._binding.step + 1  # DeepSpeed counts the step only after it
         order, self._gathered = self._gathered | dict.fromkeys(self._params), {}
         moved = [i for i in order if i in self._trained and i not in self._stale]
-        self._spread.begin(self._chunk(indices, step) for indices in self._runs(moved))
+        self._spread.begin(self._chunks(moved, step))
 
     def finish(self) -> None:
         """Wait until every row is that of the last step, and post what was asked for."""
@@ -264,14 +264,41 @@ class NodeShard:
         if run:
             yield run
 
-    def _chunk(self, indices: list[int], step: int) -> Chunk:
-        codings = [self._between(index, step) for index in indices]
-        return Chunk(indices, partial(self._exchange, indices, codings))
+    def _chunks(self, indices: Sequence[int], step: int) -> Iterator[Chunk]:
+        """Those of exact differences are encoded at once, see [Note: lengths] of comm/lossless.py,
+        the others when they are posted.
+        """
+        exact = self._binding.is_exact(step)
+        left: list[int] = []
+        alike: dict[torch.dtype, list[int]] = {}  # served by exact differences
+        for index in indices:
+            dtype = self._kept[index].rows.dtype
+            served = self._binding.scheme.differs_exactly(dtype)
+            (alike.setdefault(dtype, []) if served and not exact else left).append(index)
+        runs = [run for served in alike.values() for run in self._runs(served)]
+        yield from map(Chunk._make, zip(runs, self._exact_differences(runs), strict=True))
+        for run in self._runs(left):
+            codings = [self._between(index, step) for index in run]
+            yield Chunk(run, partial(self._exchange, run, codings))
+
+    def _exact_differences(self, runs: Sequence[Sequence[int]]) -> Iterator[lossless.Post]:
+        messages = [
+            lossless.Rows(
+                [self._kept[i] for i in run], partial(self._shards, run), self._inter.rank
+            )
+            for run in runs
+        ]
+        traffic = self._binding.traffic
+        return lossless.shard_posts(messages, self._inter, device=hooks.device(), traffic=traffic)
+
+    def _shards(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """This rank's own, as the optimizer has left them."""
+        device = hooks.device()
+        return [hooks.valid_shard(self._params[i], self._rank).to(device) for i in indices]
 
     def _exchange(self, indices: Sequence[int], codings: Sequence[Coding]) -> Callable[[], None]:
-        device = hooks.device()
-        shards = [hooks.valid_shard(self._params[i], self._rank).to(device) for i in indices]
-        return exchange([self._kept[i] for i in indices], shards, codings, self._inter)
+        kept = [self._kept[i] for i in indices]
+        return exchange(kept, self._shards(indices), codings, self._inter)
 
     def _between(self, index: int, step: int) -> Coding:
         return self._coding(index, step, intra=False)

@@ -52,21 +52,29 @@ class GradientStreams(NamedTuple):
     rotation: Rotation | None
     signs: int | None
 
-    def codings(self, step: int) -> tuple[tuple[Coding, ...], Rotation | None]:
-        """One coding per hop and the rotation, in one step."""
+    def codings(self, step: int, signed: int) -> tuple[tuple[Coding, ...], Rotation | None]:
+        """One coding per hop and the rotation, in one step; ``signed``: that of the sign flips."""
         rotation = self.rotation
         if rotation is not None and self.signs is not None:
-            rotation = Rotation(block=rotation.block, signs=Address(self.signs, step))
+            rotation = Rotation(block=rotation.block, signs=Address(self.signs, signed))
         return tuple([Coding(hop.codec, hop.address(step)) for hop in self.hops]), rotation
 
 
 def codings_of(
-    streams: GradientStreams | None, dtype: torch.dtype, *, hops: int, step: int
+    streams: GradientStreams | None,
+    dtype: torch.dtype,
+    *,
+    hops: int,
+    step: int,
+    signed: int | None = None,
 ) -> tuple[tuple[Coding, ...], Rotation | None]:
-    """How a gradient travels on each hop in one step, and what wraps the whole reduction."""
+    """How a gradient travels on each hop in one step, and what wraps the whole reduction.
+
+    ``signed``: the step of its sign flips, if it is another one.
+    """
     if streams is None:
         return (exactly(dtype),) * hops, None
-    return streams.codings(step)
+    return streams.codings(step, step if signed is None else signed)
 
 
 def by_hop(inner: Codec, outer: Codec, *, hops: int, one_node: bool) -> list[Codec]:

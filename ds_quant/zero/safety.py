@@ -362,6 +362,8 @@ class FirstStep:
             nodes=binding.topology.nodes, node_size=binding.topology.node_size,
         )  # fmt: skip
         self._least = {role: _LEAST_SHARE * sum(received[role].values()) for role in self._promised}
+        if binding.scheme.lossless:  # how little has changed decides
+            self._least.pop("weights", None)
         if binding.has_few_ranks:  # then other ranks send what the formula counts
             self._least.clear()
 

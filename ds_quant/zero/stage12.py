@@ -25,8 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.codec.bound import Coding, exactly
+from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec
+from ds_quant.comm.held import HeldReduction, add_up_held
+from ds_quant.comm.lossless import MOST_NUMEL
 from ds_quant.comm.message import Copies, Cuts, Scattered, is_small, joined
 from ds_quant.comm.owners import Shape, plan
 from ds_quant.comm.reduce import Own, OwnerGather, OwnerSums, Part, Share
@@ -35,7 +37,8 @@ from ds_quant.comm.transport import Fabric, Link
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import hooks, optimizer_hooks, safety
 from ds_quant.zero.engine import Binding
-from ds_quant.zero.hooks import wrap
+from ds_quant.zero.held import HeldBucket, Member
+from ds_quant.zero.lossless import Post, Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 from ds_quant.zero.param import GradientStreams, Stream, Tracked, codings_of
 
@@ -122,9 +125,10 @@ class Replica:
     def exact(self) -> Iterator[None]:
         """Exact weights inside, the decoded ones again outside. All ranks must enter and leave.
 
-        With difference coding the exact ones stay: see [Note: differences].
+        With difference coding the exact ones stay: see [Note: differences]. With exact differences
+        they were never left.
         """
-        nested = self._shows_exact
+        nested = self._shows_exact or self._binding.scheme.lossless
         if not nested:
             self.resync()
             self._shows_exact = True
@@ -138,7 +142,8 @@ class Replica:
 
     def is_exact(self) -> bool:
         """Whether the replica shows exact weights."""
-        return self._holds_exact or self._binding.is_exact(self._binding.step)
+        always = self._binding.scheme.lossless
+        return always or self._holds_exact or self._binding.is_exact(self._binding.step)
 
     def resync(self) -> None:
         """Exact weights on all ranks, from the master weights. A collective."""
@@ -156,18 +161,27 @@ class Replica:
         """
         self._holds_exact = exact
         decode: Callable[[], None] = _nothing
+        for post in self._posts(step, exact):
+            previous, decode = decode, post()
+            previous()
+        decode()
+
+    def _posts(self, step: int, exact: bool) -> Iterator[Post]:
+        """What posts the gather of each window."""
+        scheme, exact_step = self._binding.scheme, exact or self._binding.is_exact(step)
+        exactly: list[Window] = []
         for group in optimizer_hooks.replica_groups(self._optimizer):
             fabric = self._binding.fabric(group.process_group)
-            link = fabric.whole
-            if link.size == 1:
+            if fabric.size == 1:
                 continue
-            width = group.flat.numel() // link.size
-            stride = max(1, self._optimizer.allgather_bucket_size // link.size)
-            for first in range(0, width, stride):
-                window = range(first, min(first + stride, width))
-                previous, decode = decode, self._post(group, fabric, window, step, exact)
-                previous()
-        decode()
+            most = self._optimizer.allgather_bucket_size // fabric.size
+            if scheme.differs_exactly(group.flat.dtype) and not exact_step:
+                most = min(most, MOST_NUMEL)
+                exactly += [Window(group, fabric, w) for w in _windows(group, fabric.size, most)]
+                continue
+            for window in _windows(group, fabric.size, most):
+                yield partial(self._post, group, fabric, window, step, exact)
+        yield from replica_posts(exactly, self._binding.traffic)
 
     def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
         """(parameter, this rank's elements of it, link) of every parameter."""
@@ -181,7 +195,7 @@ class Replica:
         self, group: ReplicaGroup, fabric: Fabric, window: range, step: int, exact: bool
     ) -> Callable[[], None]:
         """Gather what lies in ``window`` of the partitions; the returned function waits for it."""
-        from_master = self._binding.scheme.difference and not exact
+        from_master = self._binding.scheme.keeps_reference and not exact
         exact = exact or self._binding.is_exact(step)
         plan, dtype = self._plan(group, fabric, window, exact), group.flat.dtype
         codings = [self._coding(tracked, stream, dtype, step) for tracked, stream in plan.weights]
@@ -252,6 +266,13 @@ class Replica:
         if stream is None:
             return exactly(dtype)
         return self._binding.coding_of(stream, tracked, step=step)
+
+
+def _windows(group: ReplicaGroup, ranks: int, most: int) -> Iterator[range]:
+    """Ranges of at most ``most`` elements that make up a partition."""
+    width, stride = group.flat.numel() // ranks, max(1, most)
+    for first in range(0, width, stride):
+        yield range(first, min(first + stride, width))
 
 
 def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
@@ -326,6 +347,8 @@ class _SumPlan(NamedTuple):
     scattered: Scattered
     own: Copies
     own_runs: list[_SumRun]
+    members: tuple[Member, ...]
+    own_places: dict[Member, tuple[int, int]]  # among the sums
 
     @classmethod
     def make(
@@ -355,7 +378,35 @@ class _SumPlan(NamedTuple):
         sums = OwnerSums(shares, pieces, forms, route, link, scale=scale)
         own = [(r, total) for r, total in zip(runs, sums.totals, strict=True) if total is not None]
         into = [(run.ranges, total) for run, total in own]
-        return cls(gradients, sums, Scattered(moved), Copies(into), [run for run, _ in own])
+        own_places = {}
+        for run, place in own:
+            for index, start, stop in run.members:
+                own_places[index, run.owner] = place, place + stop - start
+                place += stop - start
+        members = tuple([(index, run.owner) for run in runs for index, _, _ in run.members])
+        own_runs = [run for run, _ in own]
+        return cls(gradients, sums, Scattered(moved), Copies(into), own_runs, members, own_places)
+
+    def hold(
+        self,
+        tensors: Sequence[torch.Tensor],
+        codings: Sequence[tuple[Coding, ...]],
+        rotations: Sequence[Rotation | None],
+        held: HeldBucket | None,
+    ) -> HeldBucket:
+        """Add the tensors, summed inside the node, to what is held of them."""
+        values = self.sums.held_room(tensors[0].device) if held is None else held.values
+        how = codings, rotations
+        added = HeldReduction(self.sums.plan, values, *how, tensors=tensors, fresh=held is None)
+        added.wait()
+
+        def cross() -> dict[Member, torch.Tensor]:
+            totals = add_up_held(self.sums, values, *how)
+            places = [self.own_places.get(member, (0, 0)) for member in self.members]
+            parts = [totals[start:stop] for start, stop in places]
+            return dict(zip(self.members, parts, strict=True))
+
+        return HeldBucket(members=self.members, values=values, added=added, cross=cross)
 
 
 def _form(streams: GradientStreams | None, dtype: torch.dtype, *, hops: int) -> Form:
@@ -408,16 +459,52 @@ class OwnerReduction:
         route = self._binding.route(group)
         ranges = [self._range(values) for values in slices]
         plan = self._plan(ranges, owners, dtype, route, link)
-        step = self._binding.gradient_step
-        coded = [codings_of(s, dtype, hops=len(route), step=step) for s in plan.gradients]
+        steps = {"step": self._binding.gradient_step, "signed": self._binding.signed_step(route)}
+        coded = [codings_of(s, dtype, hops=len(route), **steps) for s in plan.gradients]
         tensors = [self._bucket, *plan.scattered.joined(self._bucket)]
-        sums = plan.sums.add_up(tensors, *zip(*coded, strict=True))
+        if self._binding.crosses_once(route):
+            sums = self._rest(plan, tensors, *zip(*coded, strict=True))
+        else:
+            sums = plan.sums.add_up(tensors, *zip(*coded, strict=True))
+        if sums is None:
+            for owner, values in zip(owners, slices, strict=True):
+                if owner == link.rank:
+                    values.zero_()
+            return
         plan.own.copy(self._bucket, sums)
         self._watch(plan.own_runs)
         outputs = call.get("output_bucket") or [None] * len(slices)
         for owner, values, output in zip(owners, slices, outputs, strict=True):
             if owner == link.rank:
                 optimizer_hooks.add_to_partition(self._optimizer, output, values)
+
+    def _rest(
+        self,
+        plan: _SumPlan,
+        tensors: Sequence[torch.Tensor],
+        codings: Sequence[tuple[Coding, ...]],
+        rotations: Sequence[Rotation | None],
+    ) -> torch.Tensor | None:
+        """Reduce what crosses between nodes at the boundary only, None before it: see [Note: held
+        gradients].
+        """
+        held, sums, how = self._binding.held, plan.sums, (codings, rotations)
+        if held.are_left(plan.members):  # what is held of them takes the second hop alone
+            held.take(None, plan.members)
+            totals = sums.room(tensors[0].device).zero_()
+        else:
+            kept = held.take(sums, plan.members)
+            if not hooks.at_boundary(self._binding.engine):
+                held.put(sums, plan.hold(tensors, *how, kept))
+                return None
+            if kept is None:
+                totals = sums.add_up(tensors, *how)
+            else:
+                totals = add_up_held(sums, kept.values, *how, tensors)
+        for member, values in held.take_crossed(plan.members).items():
+            start, stop = plan.own_places.get(member, (0, 0))
+            totals[start:stop] += values
+        return totals
 
     def _watch(self, runs: Iterable[_SumRun]) -> None:
         if self._binding.watch is not None:
@@ -505,7 +592,7 @@ def wrap_state_dict() -> None:
     """
     accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
     if accelerator is not None:
-        wrap(accelerator, "get_state_dict", _exactly)
+        hooks.wrap_once(accelerator, "get_state_dict", _exactly)
 
 
 def _exactly(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kw: Any) -> Any:

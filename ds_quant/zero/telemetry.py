@@ -101,6 +101,8 @@ class Telemetry:
         for (role, link), tally in sample.tallies.items():
             if tally.numel:
                 values[f"{role}/{link}/bits"] = tally.bits
+        if (padding := self._binding.traffic.exact.padding) is not None:
+            values["weights/padding"] = padding
         for name in ("encode", "wait", "decode"):
             values[f"seconds/{name}"] = sample.seconds[name]
         values |= {

@@ -14,6 +14,7 @@ import torch
 
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import GroupCodec
+from ds_quant.comm.lossless import CODEC
 from ds_quant.comm.operations import Operations, Streams
 from ds_quant.comm.owners import delivery_codec
 from ds_quant.kernels.batch import Rotate
@@ -37,12 +38,25 @@ class _Use(NamedTuple):
 
 def rehearse(binding: Binding, device: torch.device) -> None:
     """Use every kernel of the engine once on ``device``."""
+    if binding.scheme.lossless:
+        _rehearse_exact_differences(binding, device)
     for codecs, run in _uses(binding, device):
         for numel in (_RAGGED, whole_numel(codecs)):
             run(numel)
             with together():  # tables of launches are variants of their own
                 for _ in range(Batch.FEW):
                     run(numel)
+
+
+def _rehearse_exact_differences(binding: Binding, device: torch.device) -> None:
+    dtypes = {p.dtype for p in binding.engine.module.parameters()}
+    for dtype in sorted(filter(binding.scheme.differs_exactly, dtypes), key=str):
+        for held in (torch.zeros(numel, dtype=dtype, device=device) for numel in (_RAGGED, 4096)):
+            wire = torch.empty(CODEC.max_bytes(held.numel()), dtype=torch.uint8, device=device)
+            used = torch.zeros(1, dtype=torch.int64, device=device)
+            for values in (held, held + 1):
+                CODEC.encode(values, held, wire, used)
+                CODEC.decode(wire[: int(used)], held, torch.empty_like(held))
 
 
 def _uses(binding: Binding, device: torch.device) -> Iterator[_Use]:

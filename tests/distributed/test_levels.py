@@ -37,9 +37,21 @@ STAGES = (1, 2, 3)
 TOPOLOGIES = ((1, 4), (2, 2), (4, 1), (2, 1))
 SCHEMES = (
     "full_precision", "sdp4bit", "qsdp", "sdp4bit_paper", "qwd", "qw4", "tlq", "tlq_hs", "ulq",
-    "zeropp",
+    "zeropp", "eden4", "eden3", "eden2", "lossless",
+    "lossless_g3",
 )  # fmt: skip
-KEEPING = ("sdp4bit", "sdp4bit_paper", "qwd", "zeropp")  # a node shard under ZeRO-3
+# A node shard under ZeRO-3.
+KEEPING = (
+    "sdp4bit",
+    "sdp4bit_paper",
+    "qwd",
+    "zeropp",
+    "eden4",
+    "eden3",
+    "eden2",
+    "lossless",
+    "lossless_g3",
+)
 STEPS = 4
 
 
@@ -116,12 +128,13 @@ def test_memory_is_what_the_report_says(topology: tuple[int, int]) -> None:
 # ---- bytes ----
 
 # Between nodes, per parameter: sdp4bit.md 5.4. 4 bits in groups of 2048 and one fp32 scale each
-# are 0.502, in groups of 128 0.531; ZeRO++'s 8 and 4 bits 1.0005 and 0.501.
+# are 0.502, in groups of 128 0.531; ZeRO++'s 8 and 4 bits 1.0005 and 0.501. EDEN's 3 bits and one
+# bf16 scale per 128 are 0.391.
 BETWEEN = {
     "sdp4bit": (0.502, 0.531), "zeropp": (1.0005, 0.501), "qsdp": (1.008, 1.008),
-    "full_precision": (2, 2),
+    "full_precision": (2, 2), "eden3": (0.502, 0.391),
 }  # fmt: skip
-ONCE_PER_STEP = ("sdp4bit", "zeropp")  # under ZeRO-3, thanks to the node shard
+ONCE_PER_STEP = ("sdp4bit", "zeropp", "eden3")  # under ZeRO-3, thanks to the node shard
 SEVERAL_NODES = ((2, 2), (4, 1), (2, 1))
 
 
@@ -253,13 +266,13 @@ def test_a_resumed_run_equals_the_one_that_saved(stage: int, accumulation: int) 
         assert went_on == resumed
 
 
-def _surgery(stage: int) -> tuple[list[float], bool]:
+def _surgery(stage: int, scheme: str = "sdp4bit") -> tuple[list[float], bool]:
     """Halves a weight matrix after step 3, and reads what the next forward computes with."""
     import deepspeed
 
     import ds_quant
 
-    config = settings(stage, block_of("sdp4bit", 2), dtype="bf16")
+    config = settings(stage, block_of(scheme, 2), dtype="bf16")
     engine = build(config, optimizer=plain_descent)
     losses = [loss for step in range(3) for loss in train_step(engine, step)]
     weight = engine.module.second.weight

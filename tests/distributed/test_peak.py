@@ -70,6 +70,10 @@ CASES: list[Case] = [
     (2, "sdp4bit", 2, SMALL),
     (2, "sdp4bit", 4, SMALL),
     (1, "zeropp", 2, {"allgather_bucket_size": 200_000}),
+    (2, "lossless", 4, {"reduce_bucket_size": 300_000}),
+    (2, "lossless", 2, SMALL),
+    (3, "lossless", 2, {}),
+    (3, "lossless", 1, {}),
 ]  # fmt: skip
 
 

@@ -21,7 +21,12 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("script", RUNS)
+LONG = ("glue.py", "threshold.py")  # they train
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(s, marks=pytest.mark.slow) if s in LONG else s for s in RUNS]
+)
 def test_benchmark_writes_its_file(script: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT)
     arguments = RUNS[script].replace("TEXT", str(tmp_path / "text")).split()

@@ -168,3 +168,36 @@ def test_every_layer_has_collectives_of_its_own(
     costs = bill(QSDP, stage, [LARGE], ranks=4, gradient_dtype=BF16)
     found = volume(costs, stage, micro_steps=micro_steps, layers=10)
     assert found.collectives == collectives
+
+
+LOSSLESS = Scheme(name="lossless", weights=None, gradients=G4, lossless=True, node_shard=True)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_exact_differences_are_priced_at_a_learning_rate_and_at_most(stage: int) -> None:
+    """2.9 bits of every 16-bit weight, whatever its shape; 16 at most; fp32 weights as they are."""
+    cargo = [
+        MATRIX,
+        Cargo("a.bias", (1024,), BF16, True),
+        Cargo("b.weight", (64, 64), FP32, True),
+        Cargo("frozen", (4096, 8), BF16, False),
+    ]
+    result = bill(LOSSLESS, stage, cargo, ranks=4, node_size=2, gradient_dtype=BF16)
+    sent, plain = 98304 + 1024, 4 * 4096
+    expected = -(-round(98304 * 2.9) // 8) + -(-round(1024 * 2.9) // 8) + plain
+    assert result.weights * result.numel == expected
+    assert result.weights_most * result.numel == 2 * sent + plain
+    assert result.varies and result.once_per_step == (stage == 3)
+    assert result.kept == {"1-D": 1, "fp32 weights": 1}
+    low, most = (result.step_bytes(stage, micro_steps=8, most=most) for most in (False, True))
+    assert (most - low) * result.numel == pytest.approx(2 * sent + plain - expected)
+    if stage == 2:
+        assert result.weights_intra == result.weights  # forwarded as they came
+
+
+def test_exact_differences_need_nodes_under_zero3() -> None:
+    """Where nothing is kept, weights are gathered in full precision."""
+    result = bill(LOSSLESS, 3, [MATRIX], ranks=4, gradient_dtype=BF16)
+    assert result.weights * result.numel == 2 * 98304 and not result.varies
+    exact = Scheme(name="exact", weights=None, gradients=None, lossless=True)
+    assert bill(exact, 2, [MATRIX], ranks=4, gradient_dtype=BF16).kept == {}

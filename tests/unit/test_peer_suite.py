@@ -86,6 +86,7 @@ def pytest_runtest_call(item):
 """,
     "tests/pytest.ini": "[pytest]\n",
     "tests/unit/__init__.py": "",
+    "tests/unit/zero/__init__.py": "",
     "tests/unit/common.py": """
 import os, subprocess, sys, time
 import pytest
@@ -110,7 +111,7 @@ class DistributedExec:
             time.sleep(600)
         pool.terminate()
 """,
-    "tests/unit/test_small.py": f"""
+    "tests/unit/zero/test_small.py": f"""
 import pytest
 from peer import plugin
 from unit.common import DistributedExec
@@ -138,7 +139,11 @@ def test_fails(): assert 1 == 2
 @pytest.mark.skip(reason="not here")
 def test_is_skipped(): pass
 """,
-    "tests/unit/test_endless.py": "import time\ndef test_endless(): time.sleep(600)\n",
+    "tests/unit/zero/test_other.py": "def test_other(): pass",
+    "tests/unit/zero/test_endless.py": """
+import subprocess, sys
+def test_endless(): subprocess.run([sys.executable, "-c", "import time; time.sleep(600)"])
+""",
 }
 
 
@@ -170,9 +175,11 @@ def sleepers() -> set[int]:
 def test_every_outcome_is_told_apart_and_a_test_that_hangs_is_ended(tree: Path) -> None:
     before = sleepers()
     args = arguments(tree, "--timeout", "100")
-    found = peer_suite.run_file("test_small.py", PLAIN, args)
+    found = peer_suite.run_file("zero/test_small.py", PLAIN, args)
     assert sleepers() <= before
-    assert {name.removeprefix("unit/test_small.py::"): test for name, test in found.items()} == {
+    assert {
+        name.removeprefix("unit/zero/test_small.py::"): test for name, test in found.items()
+    } == {
         "TestHangs::test": Ended(
             "failed",
             "Failed: hung: no end within 10 s; before that, on a rank: ValueError: one rank",
@@ -184,15 +191,16 @@ def test_every_outcome_is_told_apart_and_a_test_that_hangs_is_ended(tree: Path) 
         "test_fails": Ended("failed", "assert 1 == 2"),
         "test_is_skipped": Ended("skipped", "not here"),
     }
-    (tree / "tests" / "unit" / "test_small.py").unlink()
-    assert peer_suite.run_file("test_small.py", PLAIN, args) == found, "kept in --work"
+    (tree / "tests" / "unit" / "zero" / "test_small.py").unlink()
+    assert peer_suite.run_file("zero/test_small.py", PLAIN, args) == found, "kept in --work"
+    other = peer_suite.run_file("zero/test_other.py", PLAIN, args)
+    assert other == {"unit/zero/test_other.py::test_other": Ended("passed")}
 
 
 def test_time_limit_of_a_file_ends_it_with_its_processes(tree: Path) -> None:
-    args = arguments(tree, "--timeout", "6")
-    assert peer_suite.run_file("test_endless.py", "qsdp", args) == {}
-    running = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
-    assert not [line for line in running if "unit/test_endless.py" in line]
+    before, args = sleepers(), arguments(tree, "--timeout", "20")
+    assert peer_suite.run_file("zero/test_endless.py", "qsdp", args) == {}
+    assert sleepers() <= before
 
 
 def test_what_a_failed_start_printed_is_shown(tree: Path) -> None:

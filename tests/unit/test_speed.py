@@ -189,6 +189,7 @@ if engine.global_rank == 0:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_launcher_trains_across_hosts_of_a_lab(network: lab.Lab, tmp_path: Path) -> None:
     """torchrun on both hosts, as on two machines; a host is a node without being told."""

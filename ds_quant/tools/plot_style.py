@@ -1,0 +1,112 @@
+"""Draw every plot in one style: direct labels, plain ticks, colours that stay apart.
+
+matplotlib is imported on first use, so that commands without a plot do not need it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+# Apart for colour-blind readers too (Okabe and Ito), in the order in which lines take them.
+PALETTE = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5b3a")
+COLORS = {
+    "full_precision": "#444444", "deepspeed_plain": "#999999",
+    "qsdp": PALETTE[0], "sdp4bit": PALETTE[1], "zeropp": PALETTE[2],
+}  # fmt: skip
+_SPARE = PALETTE[3:]
+_LABEL_POINTS = 9.0
+_LINE_POINTS = 11.0  # from one label to the next
+
+
+def pyplot() -> Any:
+    """Import matplotlib.pyplot, drawing into files only.
+
+    Raises:
+        ValueError: matplotlib is missing; the message names the extra that brings it.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("plots need matplotlib: pip install 'ds_quant[bench]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def colors(names: Iterable[str]) -> dict[str, str]:
+    """Return one colour per name; a scheme has the same one in every plot."""
+    found: dict[str, str] = {}
+    others = 0
+    for name in names:
+        if name not in COLORS:
+            found[name] = _SPARE[others % len(_SPARE)]
+            others += 1
+        else:
+            found[name] = COLORS[name]
+    return found
+
+
+def finish(axes: Any) -> None:
+    """Remove the box around the axes and add a light grid."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+
+
+def plain_ticks(axis: Any, marks: Sequence[float]) -> None:
+    """Mark these values and write them as people do: 10, 50, 200."""
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.FixedLocator(list(marks)))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(ticker.NullLocator())
+
+
+def label_lines(axes: Any) -> None:
+    """Write every labelled line's name at its right end, in its colour, instead of a legend.
+
+    Call it when everything is drawn and the scales are set: names that would cover each other are
+    moved apart. Names that begin with ``_`` are left out, as in a legend.
+    """
+    ends = []
+    for line in axes.get_lines():
+        points = [(x, y) for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)]
+        if points and not line.get_label().startswith("_"):
+            ends.append((points[-1], line))
+    axes.figure.draw_without_rendering()  # settles scales and layout
+    to_points = 72 / axes.figure.dpi
+    heights = [float(axes.transData.transform(end)[1]) * to_points for end, _ in ends]
+    for (end, line), own, placed in zip(ends, heights, spread(heights), strict=True):
+        axes.annotate(
+            line.get_label(), end, xytext=(5, placed - own), textcoords="offset points",
+            va="center", color=line.get_color(), fontsize=_LABEL_POINTS, annotation_clip=False,
+        )  # fmt: skip
+
+
+def spread(heights: Sequence[float], gap: float = _LINE_POINTS) -> list[float]:
+    """Move heights at least ``gap`` apart, each as little as possible, in the same order."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    blocks: list[tuple[float, int]] = []  # mean of the lowest heights of a block, its size
+    for rank, i in enumerate(order):
+        mean, size = heights[i] - rank * gap, 1
+        while blocks and blocks[-1][0] >= mean:
+            other, more = blocks.pop()
+            mean, size = (mean * size + other * more) / (size + more), size + more
+        blocks.append((mean, size))
+    lowest = [mean for mean, size in blocks for _ in range(size)]
+    placed = [0.0] * len(heights)
+    for rank, i in enumerate(order):
+        placed[i] = lowest[rank] + rank * gap
+    return placed
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the figure in the format of the file's name, and free it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(path, dpi=120)
+    finally:
+        pyplot().close(figure)

@@ -1,0 +1,123 @@
+"""Exact differences of the weights: what their messages hold under ZeRO-1, 2 and 3.
+
+Every holder has what the owner has: the 16-bit replica under ZeRO-1 and 2, the rows of the node
+shard under ZeRO-3. A message is a stretch of the flat replica or some parameters' rows end to end,
+whatever parameters lie in it, small and excluded ones too: nothing of them is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_quant.comm.gather import Kept
+from ds_quant.comm.lossless import CODEC, Outbox, Parcel
+from ds_quant.comm.message import joined
+from ds_quant.comm.traffic import Traffic
+from ds_quant.comm.transport import Fabric, Link
+from ds_quant.zero.optimizer_hooks import ReplicaGroup
+
+Post = Callable[[], Callable[[], None]]  # begins a gather; what it returns waits and decodes
+
+# ---- the replica of ZeRO-1 and 2 ----
+
+
+class Window(NamedTuple):
+    """Elements ``within`` the partition of every rank of a group's process group."""
+
+    group: ReplicaGroup
+    fabric: Fabric
+    within: range
+
+    def of(self, rank: int) -> Tensor:
+        """What the replica holds of a rank's partition."""
+        flat = self.group.flat.view(-1)
+        first = rank * (flat.numel() // self.fabric.size)
+        return flat[first + self.within.start : first + self.within.stop]
+
+    def values(self) -> tuple[Tensor, Tensor]:
+        """The new weights of this rank's partition in 16 bits, and those held."""
+        held = self.of(self.fabric.rank)
+        wanted = self.fabric.empty(held.numel(), dtype=held.dtype, device=held.device)
+        return wanted.copy_(self.group.master[self.within.start : self.within.stop]), held
+
+    def decode(self, rank: int, wire: Tensor) -> None:
+        held = self.of(rank)
+        CODEC.decode(wire, held, held)
+
+
+def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]:
+    """What gathers each window in turn; those of one process group agree on lengths together."""
+    by_fabric: dict[Fabric, list[Window]] = {}
+    for window in windows:
+        by_fabric.setdefault(window.fabric, []).append(window)
+    for fabric, own in by_fabric.items():
+        parcels = [Parcel(len(window.within), window.values) for window in own]
+        device = own[0].group.flat.device
+        outbox = Outbox(parcels, fabric.whole, fabric, device=device, traffic=traffic)
+        for place, window in enumerate(own):
+            yield partial(outbox.post, place, window.decode)
+
+
+# ---- the node shard of ZeRO-3 ----
+
+
+class Rows(NamedTuple):
+    """Parameters of one dtype in the node shard, and this rank's new shards of them.
+
+    Rows are filled up with zeros to equal width, and zeros they stay.
+    """
+
+    kept: Sequence[Kept]
+    shards: Callable[[], Sequence[Tensor]]
+    node: int
+
+    @property
+    def numel(self) -> int:
+        return sum(item.rows.shape[1] for item in self.kept)
+
+    def values(self) -> tuple[Tensor, Tensor]:
+        """This rank's new rows end to end, and those held."""
+        parts = []
+        for item, shard in zip(self.kept, self.shards(), strict=True):
+            parts.append(shard)
+            missing = item.rows.shape[1] - shard.numel()
+            if missing:
+                parts.append(shard.new_zeros(missing))
+        return joined(parts), joined([item.rows[self.node] for item in self.kept])
+
+    def decode_all(self, outbox: Outbox, place: int) -> Callable[[], None]:
+        """Begin to gather; the returned function waits and decodes into the rows of all nodes."""
+        held: list[Tensor] = []
+
+        def decode(node: int, wire: Tensor) -> None:
+            if not held:
+                held.append(joined([item.rows for item in self.kept]))
+            CODEC.decode(wire, held[0][node], held[0][node])
+
+        arrived = outbox.post(place, decode)
+
+        def finish() -> None:
+            arrived()
+            if len(self.kept) > 1:
+                widths = [item.rows.shape[1] for item in self.kept]
+                rows = [item.rows for item in self.kept]
+                torch._foreach_copy_(rows, held[0].split(widths, dim=1))
+
+        return finish
+
+
+def shard_posts(
+    messages: Sequence[Rows], inter: Link, *, device: torch.device, traffic: Traffic
+) -> Iterator[Post]:
+    """What brings the rows of each message to the shards of their owners, in turn."""
+    if not messages:
+        return
+    parcels = [Parcel(rows.numel, rows.values) for rows in messages]
+    outbox = Outbox(parcels, inter, inter, device=device, traffic=traffic)
+    for place, rows in enumerate(messages):
+        yield partial(rows.decode_all, outbox, place)

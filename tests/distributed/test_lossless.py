@@ -1,0 +1,447 @@
+"""Exact weight differences train like full precision, bit for bit, and their bytes are counted.
+
+Both schemes send gradients alike, so every loss and every master weight must be equal, not close.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from itertools import product
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ds_quant.codec.lossless import LosslessCodec
+from ds_quant.comm import lossless
+from ds_quant.comm.lossless import Outbox, Parcel
+from tests.distributed import scenarios
+from tests.distributed.harness import run, run_each
+from tests.distributed.models import (
+    Regression,
+    batch,
+    build,
+    digest,
+    digests,
+    masters,
+    settings,
+    train_step,
+)
+from tests.distributed.test_exactness import live
+from tests.distributed.test_hops import fabric_of
+from tests.distributed.test_levels import _surgery
+
+pytestmark = pytest.mark.distributed
+
+STAGES = (1, 2, 3)
+TOPOLOGIES = ((2, 2), (4, 1), (2, 1))
+SCHEMES = ("full_precision", "lossless")
+
+
+def block_of(scheme: str, node_size: int, **keys: Any) -> dict[str, Any]:
+    return {"scheme": scheme, "node_size": node_size, "allow_full_replica": True, **keys}
+
+
+def config_of(
+    scheme: str,
+    stage: int,
+    node_size: int,
+    *,
+    accumulation: int = 1,
+    dtype: str = "bf16",
+    **keys: Any,
+) -> dict[str, Any]:
+    zero = {"allgather_bucket_size": 50_000} if stage < 3 else {}  # several windows
+    block = block_of(scheme, node_size, **keys)
+    config = settings(stage, block, dtype=dtype, accumulation=accumulation, zero=zero)
+    if dtype == "bf16":
+        config["bf16"]["check_grad_overflow"] = True
+    return config
+
+
+def skipped_step(engine: Any, step: int) -> None:
+    """The loss is NaN on one rank: DeepSpeed skips the update."""
+    x, y = batch(0, step, 0, torch.distributed.get_rank())
+    bad = torch.distributed.get_rank() == 1
+    engine.backward(engine(x.to(engine.get_data_types()[0]), y) * (float("nan") if bad else 1.0))
+    engine.step()
+
+
+# ---- trained like full precision ----
+
+
+def _eventful(scheme: str, stage: int, node_size: int, steps: int) -> dict[str, Any]:
+    """Train with a skipped step, a save and a resume, and surgery in between."""
+    import ds_quant
+
+    folder = os.path.join(os.environ["TEST_SCRATCH"], scheme)
+    engine = build(config_of(scheme, stage, node_size))
+    losses = []
+    for step in range(steps):
+        if step == steps // 3:
+            skipped_step(engine, step)
+        losses += train_step(engine, step)
+        if step == steps // 2:
+            engine.save_checkpoint(folder, tag="middle")
+            torch.distributed.barrier()
+    found = {"losses": losses, "masters": digests(masters(engine)), "live": live(engine)}
+    found["skipped"], found["report"] = engine.skipped_steps, ds_quant.report(engine)
+    engine.destroy()
+    engine = build(config_of(scheme, stage, node_size), seed=7)
+    engine.load_checkpoint(folder, tag="middle")
+    resumed = [loss for step in range(steps // 2 + 1, steps) for loss in train_step(engine, step)]
+    found["resumed"] = resumed, digests(masters(engine)), live(engine)
+    engine.destroy()
+    return found
+
+
+def _both(stage: int, node_size: int, steps: int) -> list[dict[str, Any]]:
+    return [_eventful(scheme, stage, node_size, steps) for scheme in SCHEMES]
+
+
+def _require_equal(ranks: list[list[dict[str, Any]]], *, kept: bool) -> None:
+    for plain, exact in ranks:
+        for key in ("losses", "masters", "live", "resumed", "skipped"):
+            assert exact[key] == plain[key], key
+        went_on = exact["losses"][len(exact["losses"]) // 2 + 1 :], exact["masters"], exact["live"]
+        assert exact["resumed"] == went_on
+        assert plain["report"]["lossless_bits"] is None
+        if kept:  # something to differ from
+            assert 0 < exact["report"]["lossless_bits"] < 12
+            assert 0 <= exact["report"]["lossless_padding"] < 0.1
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_twelve_steps_equal_full_precision(stage: int, topology: tuple[int, int]) -> None:
+    nodes, node_size = topology
+    ranks = run(_both, nodes * node_size, stage, node_size, 12, timeout=280)
+    _require_equal(ranks, kept=True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_node_equals_full_precision(stage: int) -> None:
+    _require_equal(run(_both, 2, stage, 2, 6, timeout=280), kept=stage < 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "topology"), list(product(STAGES, TOPOLOGIES)))
+def test_two_hundred_steps_equal_full_precision(stage: int, topology: tuple[int, int]) -> None:
+    nodes, node_size = topology
+    ranks = run(_both, nodes * node_size, stage, node_size, 200, timeout=1200)
+    _require_equal(ranks, kept=True)
+
+
+def _with(keys: dict[str, Any], stage: int, dtype: str) -> list[tuple[list[float], dict, Any]]:
+    import ds_quant
+
+    outcomes = []
+    for scheme in SCHEMES:
+        engine = build(config_of(scheme, stage, 2, dtype=dtype, **keys))
+        losses = [loss for step in range(4) for loss in train_step(engine, step)]
+        outcomes.append((losses, digests(masters(engine)), ds_quant.report(engine)))
+        engine.destroy()
+    return outcomes
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("keys", [{"warmup_steps": 2}, {"payload_checksum": True}], ids=str)
+def test_settings_of_the_block_change_no_bit(stage: int, keys: dict[str, Any]) -> None:
+    for plain, exact in run(_with, 4, keys, stage, "bf16"):
+        assert exact[:2] == plain[:2]
+        assert exact[2]["lossless_bits"] < 12
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp32_weights_travel_in_full_precision_and_the_line_says_so(stage: int) -> None:
+    for plain, exact in run(_with, 4, {}, stage, "fp32"):
+        assert exact[:2] == plain[:2]
+        assert exact[2]["lossless_bits"] is None
+        assert "fp32 weights" in exact[2]["line"] and "exact differences" not in exact[2]["line"]
+
+
+def _to_full_precision(stage: int) -> list[tuple[list[float], int]]:
+    outcomes = []
+    for scheme in SCHEMES:
+        keys = {"fallback": {"on_nonfinite": "full_precision", "steps": 2}}
+        engine = build(config_of(scheme, stage, 2, **keys))
+        losses = []
+        for step in range(7):
+            if step == 2:
+                skipped_step(engine, step)
+            losses += train_step(engine, step)
+        outcomes.append((losses, engine.ds_quant_binding.state.exact_steps))
+        engine.destroy()
+    return outcomes
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_fallback_to_full_precision_and_back_changes_no_bit(stage: int) -> None:
+    for plain, exact in run(_to_full_precision, 4, stage):
+        assert exact == plain
+        assert exact[1] == 2
+
+
+def _surgeries(stage: int) -> list[tuple[list[float], bool]]:
+    return [_surgery(stage, scheme) for scheme in SCHEMES]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_changed_by_hand_are_used_at_once(stage: int) -> None:
+    for plain, exact in run(_surgeries, 4, stage):
+        assert exact == plain
+        assert exact[1]
+
+
+def _experts(ep_size: int) -> list[list[float]]:
+    blocks = [{"scheme": scheme} for scheme in SCHEMES]
+    return [scenarios.experts(2, block, ep_size)[0] for block in blocks]
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])  # in groups of two ranks, and of one
+def test_experts_equal_full_precision(ep_size: int) -> None:
+    for plain, exact in run(_experts, 4, ep_size):
+        assert exact == plain
+
+
+# ---- what is exact needs no refill ----
+
+
+def _looked_at(stage: int) -> dict[str, Any]:
+    """Weights that are shown, saved and compared between steps, messages that this takes, and bytes
+    between nodes of the steps before and after.
+    """
+    import ds_quant
+
+    engine = build(config_of("lossless", stage, 2, checksum_steps=2))
+
+    def bytes_of(step: int) -> int:
+        before = ds_quant.report(engine)["received_bytes"]["weights"]["inter"]
+        train_step(engine, step)
+        return ds_quant.report(engine)["received_bytes"]["weights"]["inter"] - before
+
+    counts = [bytes_of(step) for step in range(5)]
+    exact = {n: digest(torch.from_numpy(a).bfloat16()) for n, a in masters(engine).items()}
+    before = ds_quant.report(engine)
+    with ds_quant.exact_weights(engine):
+        inside = live(engine)
+    engine.save_16bit_model(os.environ["TEST_SCRATCH"], "model.bin")
+    engine.save_checkpoint(os.environ["TEST_SCRATCH"], tag="here")
+    after = ds_quant.report(engine)
+    return {
+        "bytes": (counts[3:], [bytes_of(step) for step in (5, 6)]),
+        "exact": exact,
+        "live": inside,
+        "messages": after["collectives"]["weights"] - before["collectives"]["weights"],
+        "resyncs": after["resyncs"],
+    }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_always_exact_is_not_brought_back(stage: int) -> None:
+    for found in run(_looked_at, 4, stage):
+        if stage < 3:
+            assert found["live"] == found["exact"]
+        assert found["messages"] == 0
+        assert found["resyncs"] == 0
+        before, after = map(sum, found["bytes"])
+        assert after == pytest.approx(before, rel=0.15)
+
+
+def _drifted(stage: int) -> None:
+    engine = build(config_of("lossless", stage, 2))
+    train_step(engine, 0)
+    if torch.distributed.get_rank() == 1:
+        if stage == 3:
+            engine.ds_quant_binding.node.finish()
+            next(iter(engine.ds_quant_binding.node._kept.values())).rows[0, 0] += 1
+        else:
+            engine.module.first.weight.data.view(-1)[3] += 1
+    train_step(engine, 1)
+    train_step(engine, 2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_holder_that_drifts_is_told_by_the_next_difference(stage: int) -> None:
+    environment = {"TEST_COLLECTIVE_TIMEOUT": "20"}
+    outcomes = run_each(_drifted, 4, stage, environment=environment)
+    told = [error for _, error in outcomes if "cannot be decoded" in (error or "")]
+    assert told and all(error is not None for _, error in outcomes)
+    assert "quantized_comm: weights from rank" in told[0] and "different references" in told[0]
+    assert "resume from the last checkpoint" in told[0]
+
+
+# ---- announced lengths ----
+
+
+class _Announcing(LosslessCodec):
+    """Announces a wrong length on rank 1."""
+
+    wrong: ClassVar[int] = 0
+
+    def encode(
+        self, values: torch.Tensor, reference: torch.Tensor, out: torch.Tensor, nbytes: torch.Tensor
+    ) -> None:
+        super().encode(values, reference, out, nbytes)
+        if torch.distributed.get_rank() == 1:
+            nbytes.fill_(self.wrong)
+
+
+WRONG = (-16, 0, 8, 40, 1 << 20, 1 << 62)
+
+
+def _announced(node_size: int) -> tuple[list[str], int]:
+    """What an outbox says to every wrong length, and the messages it has posted since."""
+    lossless.CODEC = _Announcing()
+    fabric, traffic = fabric_of(node_size)
+    held = torch.zeros(100, dtype=torch.bfloat16)
+    said = []
+    for _Announcing.wrong in WRONG:
+        parcels = [Parcel(100, lambda: (held + 1, held))] * 2
+        try:
+            Outbox(parcels, fabric.whole, fabric, device=held.device, traffic=traffic)
+        except RuntimeError as error:
+            said.append(str(error))
+    return said, sum(traffic.collectives.values())
+
+
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_a_length_that_cannot_be_ends_all_ranks_before_anything_is_received(node_size: int) -> None:
+    for said, collectives in run(_announced, 4, node_size):
+        assert len(said) == len(WRONG) == collectives  # lengths alone
+        for message, wrong in zip(said, WRONG, strict=True):
+            assert f"rank 1 announces {wrong} bytes of weights" in message
+            assert "multiples of 16 up to" in message
+
+
+# ---- bytes ----
+
+
+class Wide(nn.Module):
+    """512 -> 512 -> 512 without biases: 524,288 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2)))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.layers(x).float() - y).square().mean()
+
+
+NUMEL = 2 * 512 * 512
+RATES = (3e-4, 1e-5)
+
+
+def _counted(stage: int, node_size: int, accumulation: int, rate: float) -> dict[str, Any]:
+    """Bytes per step after ten of them."""
+    import ds_quant
+
+    engine = build(
+        config_of("lossless", stage, node_size, accumulation=accumulation),
+        Wide,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=rate),
+    )
+    draw = torch.Generator().manual_seed(torch.distributed.get_rank())
+
+    def step() -> None:
+        for _ in range(accumulation):
+            x = torch.randn(4, 512, generator=draw)
+            engine.backward(engine(x.bfloat16(), x.flip(1)))
+            engine.step()
+
+    for _ in range(10):
+        step()
+    before = ds_quant.report(engine)["received_bytes"]
+    for _ in range(2):
+        step()
+    if stage == 3:
+        engine.ds_quant_binding.node.finish()
+    after = ds_quant.report(engine)
+    received = {
+        role: {link: (n - before[role][link]) / 2 for link, n in links.items()}
+        for role, links in after["received_bytes"].items()
+    }
+    engine.destroy()
+    return {"received": received, "report": after}
+
+
+def _all_counted(stage: int, node_size: int) -> dict[tuple[int, float], dict[str, Any]]:
+    cases = product((1, 8), RATES)
+    return {case: _counted(stage, node_size, *case) for case in cases}
+
+
+@functools.cache
+def counted(stage: int, topology: tuple[int, int]) -> list[dict]:
+    nodes, node_size = topology
+    return run(_all_counted, nodes * node_size, stage, node_size, timeout=280)
+
+
+@pytest.mark.parametrize("topology", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_bytes_follow_the_learning_rate_and_not_the_accumulation(
+    stage: int, topology: tuple[int, int]
+) -> None:
+    """Between nodes the weights cross once per step, whatever k."""
+    nodes, node_size = topology
+    share = (nodes - 1) / nodes
+    for case in product((1, 8), RATES):
+        into = [rank[case]["received"]["weights"]["inter"] for rank in counted(stage, topology)]
+        bits = 8 * sum(into) / nodes / NUMEL / share
+        report = counted(stage, topology)[0][case]["report"]
+        assert bits <= 16.1
+        assert bits == pytest.approx(report["lossless_bits"], rel=0.3)  # of all steps
+        assert report["expected_bytes"] < report["expected_most_bytes"]
+        print("BITS", stage, topology, case, round(bits, 3), report["lossless_padding"])
+        low = 8 * sum(
+            rank[case[0], RATES[1]]["received"]["weights"]["inter"]
+            for rank in counted(stage, topology)
+        )
+        if case[1] == RATES[0]:
+            assert low / nodes / NUMEL / share < 0.5 * bits
+
+
+def _unchanged(stage: int) -> int:
+    """Bytes of weights between nodes in a step at learning rate 0."""
+    import ds_quant
+
+    engine = build(
+        config_of("lossless", stage, 1),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+    )
+    train_step(engine, 0)
+    train_step(engine, 1)
+    before = ds_quant.report(engine)["received_bytes"]["weights"]["inter"]
+    train_step(engine, 2)
+    return ds_quant.report(engine)["received_bytes"]["weights"]["inter"] - before
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_changes_nothing_sends_a_few_bytes(stage: int) -> None:
+    numel = sum(p.numel() for p in Regression().parameters())
+    for nbytes in run(_unchanged, 2, stage):
+        assert 0 < nbytes < 400 < 0.005 * numel
+
+
+def _sampled(stage: int) -> dict[str, float]:
+    import json
+
+    path = os.path.join(os.environ["TEST_SCRATCH"], "metrics")
+    keys = {"metrics": {"interval": 2, "file": path}}
+    engine = build(config_of("lossless", stage, 1, **keys))
+    for step in range(4):
+        train_step(engine, step)
+    torch.distributed.barrier()
+    with open(path) as file:
+        return json.loads(file.readlines()[-1])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_metrics_show_bits_padding_and_no_error(stage: int) -> None:
+    for found in run(_sampled, 2, stage):
+        assert found["weights/inter/error"] == 0
+        assert 0 < found["weights/inter/bits"] < 12
+        assert 0 <= found["weights/padding"] < 0.2
+        assert np.isfinite(found["weights/inter/bytes"])

@@ -1,0 +1,63 @@
+"""16-bit floats and what they were a step before, for tests of lossless differences."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = (torch.bfloat16, torch.float16)
+NUMELS = (0, 1, 2, 7, 1023, 1025, 2047, 2048, 2049, 4096, 2**16 + 3)
+# Of one block: none changed, a step at a learning rate, any bits, equal but for a few any bits,
+# zeros that became something.
+SORTS = ("same", 1e-3, 3e-4, 1e-4, 1e-5, 1e-7, "any", "few", "zeros")
+
+# NaN with two payloads, both infinities, both zeros, both smallest, both largest.
+SPECIAL = (0x7FC0, -1, 0x7F80, -0x80, 0x7C00, -0x400, 0, -0x8000, 1, -0x7FFF, 0x7F7F, -0x81)
+
+
+def any_bits(numel: int, generator: torch.Generator) -> torch.Tensor:
+    """Every 16 bits alike, with special values strewn in; int16."""
+    bits = torch.randint(-(2**15), 2**15, (numel,), generator=generator, dtype=torch.int16)
+    special = torch.tensor(SPECIAL, dtype=torch.int16)
+    chosen = torch.randint(0, len(SPECIAL), (numel,), generator=generator)
+    return bits.where(torch.rand(numel, generator=generator) < 0.9, special[chosen])
+
+
+def step(
+    numel: int, rate: float, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of a model before and after a step of Adam: (after, before)."""
+    master = torch.randn(numel, generator=generator) * 0.02
+    moved = master - 0.3 * rate * torch.randn(numel, generator=generator)
+    return moved.to(dtype), master.to(dtype)
+
+
+def pair(
+    sort: str | float, numel: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, reference) of a sort."""
+    if isinstance(sort, float):
+        return step(numel, sort, dtype, generator)
+    reference = any_bits(numel, generator)
+    values = any_bits(numel, generator)
+    if sort == "same":
+        values = reference
+    elif sort == "few":
+        values = values.where(torch.rand(numel, generator=generator) < 0.02, reference)
+    elif sort == "zeros":
+        reference = torch.zeros_like(reference)
+    return values.view(dtype).clone(), reference.view(dtype).clone()
+
+
+def mixed(
+    sorts: list[str | float], numel: int, dtype: torch.dtype, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of 2048 elements of these sorts in turn: (values, reference)."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [
+        pair(sorts[index % len(sorts)], min(2048, numel - start), dtype, generator)
+        for index, start in enumerate(range(0, numel, 2048))
+    ]
+    if not parts:
+        return torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype)
+    values, references = zip(*parts, strict=True)
+    return torch.cat(values), torch.cat(references)

@@ -1,0 +1,268 @@
+"""Lossless differences: every bit arrives, and a damaged message is an error and nothing worse."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ds_quant.codec.lossless import LosslessCodec
+from ds_quant.kernels import dispatch, native
+from tests.lossless_inputs import DTYPES, NUMELS, SORTS, mixed
+from tests.unit import lossless_oracle
+
+CODEC = LosslessCodec()
+GUARD = 64  # bytes or elements around what may be written
+PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+@pytest.fixture(params=["torch", "auto"], autouse=True)
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The reference, and whatever works on the CPU."""
+    if request.param == "auto" and native.problem() is not None:
+        pytest.skip("needs the C++ library")
+    dispatch.use(request.param)
+    yield
+    dispatch.use("auto")
+
+
+def encoded(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The message, after a look at the bytes around the space it has."""
+    most = CODEC.max_bytes(values.numel())
+    room = torch.full((most + 2 * GUARD,), 77, dtype=torch.uint8)
+    nbytes = torch.tensor([-1])
+    CODEC.encode(values, reference, room[GUARD : GUARD + most], nbytes)
+    assert (room[:GUARD] == 77).all() and (room[GUARD + most :] == 77).all()
+    used = nbytes.item()
+    assert 0 <= used <= most and used % 16 == 0 and most % 16 == 0
+    return room[GUARD : GUARD + used].clone()
+
+
+def decoded(message: torch.Tensor, reference: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+    """The values; fails if anything around them was written, also after an error."""
+    numel = reference.numel()
+    room = torch.full((numel + 2 * GUARD,), 77, dtype=torch.int16)
+    out = room[GUARD : GUARD + numel].view(reference.dtype)
+    if in_place:
+        out.copy_(reference)
+    try:
+        CODEC.decode(message, out if in_place else reference, out)
+    finally:
+        assert (room[:GUARD] == 77).all() and (room[GUARD + numel :] == 77).all()
+    return out
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def kinds(message: torch.Tensor, numel: int) -> set[int]:
+    """Kinds of the blocks of a message of mode 2."""
+    entries = message[16 : 16 + 8 * math.ceil(numel / 2048)]
+    return set(entries[7::8].tolist())
+
+
+@PROPERTY
+@given(
+    data=st.binary(max_size=600),
+    dtype=st.sampled_from(DTYPES),
+    in_place=st.booleans(),
+)
+def test_any_bits_arrive(data: bytes, dtype: torch.dtype, in_place: bool) -> None:
+    numel = len(data) // 4
+    both = torch.tensor(list(data[: 4 * numel]), dtype=torch.uint8).view(torch.int16)
+    values, reference = both[:numel].view(dtype), both[numel:].clone().view(dtype)
+    message = encoded(values, reference)
+    assert same_bits(decoded(message, reference, in_place=in_place), values)
+
+
+@PROPERTY
+@given(
+    sorts=st.lists(st.sampled_from(SORTS), min_size=1, max_size=5),
+    numel=st.sampled_from(NUMELS) | st.integers(0, 9000),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+    in_place=st.booleans(),
+)
+@example(sorts=[3e-4, "any", 1e-5, "same"], numel=2**20 + 5, dtype=DTYPES[0], seed=1, in_place=True)
+def test_blocks_of_all_sorts_arrive(
+    sorts: list, numel: int, dtype: torch.dtype, seed: int, in_place: bool
+) -> None:
+    values, reference = mixed(sorts, numel, dtype, seed)
+    message = encoded(values, reference)
+    assert same_bits(decoded(message, reference, in_place=in_place), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [n for n in NUMELS if n < 10000])
+def test_the_page_says_enough_to_decode(numel: int, dtype: torch.dtype) -> None:
+    for sorts in ([3e-4, 1e-5, "few"], ["same"], ["any"], ["zeros", "same", "any"], [1e-7]):
+        values, reference = mixed(sorts, numel, dtype, seed=5)
+        message = bytes(encoded(values, reference).tolist())
+        held = [bits & 0xFFFF for bits in reference.view(torch.int16).tolist()]
+        found = lossless_oracle.decode(message, held, 7 if dtype == torch.bfloat16 else 10)
+        assert found == [bits & 0xFFFF for bits in values.view(torch.int16).tolist()]
+
+
+def test_every_mode_and_kind_is_reached() -> None:
+    numel = 5 * 2048 + 100
+    values, reference = mixed([3e-4, 1e-5, "any", "same"], numel, torch.bfloat16, seed=0)
+    message = encoded(values, reference)
+    assert message[0] == 2
+    assert {0, 1, 2} < kinds(message, numel) and max(kinds(message, numel)) >= 16
+    assert encoded(reference, reference)[0] == 0 and len(encoded(reference, reference)) == 16
+    values, reference = mixed(["any"], numel, torch.bfloat16, seed=0)
+    message = encoded(values, reference)
+    assert message[0] == 1 and len(message) == CODEC.max_bytes(numel)
+
+
+@pytest.mark.parametrize(
+    "rate, most", [(1e-3, 5.0), (3e-4, 3.25), (1e-4, 2.1), (1e-5, 0.68), (1e-7, 0.10)]
+)
+def test_bits_per_weight(rate: float, most: float) -> None:
+    """Of weights of one size; 0.03 of them are entries of blocks."""
+    values, reference = mixed([rate], 2**17, torch.bfloat16, seed=3)
+    assert len(encoded(values, reference)) * 8 / 2**17 < most
+
+
+# ---- damaged messages ----
+
+
+DAMAGED = {
+    "unchanged": ["same"],
+    "raw": ["any"],
+    "blocks": [3e-4, 1e-5, "any", "same", "few", "zeros"],
+    "rice": [3e-4],
+    "gaps": [1e-5, 1e-7],
+}
+
+
+def check_damaged(message: torch.Tensor, reference: torch.Tensor, values: torch.Tensor) -> bool:
+    """Exact or ValueError; whether it was an error."""
+    for in_place in (False, True):
+        try:
+            assert same_bits(decoded(message, reference, in_place=in_place), values)
+        except ValueError as error:
+            assert "lossless message" in str(error)
+            return True
+    return False
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    sorts=st.sampled_from(sorted(DAMAGED)),
+    numel=st.sampled_from([1, 100, 2048, 2500, 3 * 2048]),
+    seed=st.integers(0, 2**31),
+    where=st.lists(st.integers(0, 2**20), min_size=1, max_size=3),
+    near=st.sampled_from([16, 64, 2**20]),
+    byte=st.integers(0, 255) | st.none(),
+)
+def test_flipped_bits_are_an_error(
+    sorts: str, numel: int, seed: int, where: list[int], near: int, byte: int | None
+) -> None:
+    values, reference = mixed(DAMAGED[sorts], numel, torch.bfloat16, seed)
+    message = encoded(values, reference)
+    for place in where:
+        at = place // 8 % min(near, len(message))
+        message[at] = message[at] ^ 1 << place % 8 if byte is None else byte
+    check_damaged(message, reference, values)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    sorts=st.sampled_from(sorted(DAMAGED)),
+    numel=st.sampled_from([0, 1, 2048, 2500, 3 * 2048]),
+    change=st.integers(-5000, 5000) | st.integers(-40, 40),
+    told=st.booleans(),
+)
+def test_another_length_is_an_error(sorts: str, numel: int, change: int, told: bool) -> None:
+    values, reference = mixed(DAMAGED[sorts], numel, torch.bfloat16, seed=7)
+    message = encoded(values, reference)
+    length = max(0, len(message) + change)
+    if length == len(message):
+        return
+    kept = message[:length]
+    other = torch.cat([kept, torch.zeros(length - len(kept), dtype=torch.uint8)])
+    if told and length >= 16:
+        other[8:16] = torch.tensor(list(struct.pack("<Q", length)), dtype=torch.uint8)
+    assert check_damaged(other, reference, values)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    data=st.binary(min_size=16, max_size=400), mode=st.integers(0, 3), numel=st.integers(0, 4100)
+)
+def test_noise_with_a_right_header_is_an_error(data: bytes, mode: int, numel: int) -> None:
+    data = data[: len(data) // 16 * 16]
+    data = struct.pack("<IIQ", mode, 0, len(data)) + data[16:]
+    message = torch.tensor(list(data), dtype=torch.uint8)
+    values, reference = mixed([3e-4], numel, torch.bfloat16, seed=2)
+    assert check_damaged(message, reference, values)
+
+
+@pytest.mark.parametrize(
+    "place, value, what",
+    [
+        ("mode", 3, "mode"),
+        ("bytes", 1 << 40, "length"),
+        ("checksum", 5, "checksum"),
+        ("end", 2**32 - 1, "offset"),
+        ("end", 0, "offset"),
+        ("count", 2049, "count"),
+        ("scale", 255, ""),
+        ("kind", 3, "kind"),
+        ("kind", 32, "kind"),
+        ("kind", 1, ""),
+    ],
+)
+def test_the_error_says_what_cannot_be(place: str, value: int, what: str) -> None:
+    values, reference = mixed([1e-5, 3e-4], 2 * 2048, torch.bfloat16, seed=0)
+    message = encoded(values, reference)
+    at, form = {
+        "mode": (0, "<I"),
+        "checksum": (4, "<I"),
+        "bytes": (8, "<Q"),
+        "end": (16, "<I"),
+        "count": (20, "<H"),
+        "scale": (22, "<B"),
+        "kind": (23, "<B"),
+    }[place]
+    written = torch.tensor(list(struct.pack(form, value)), dtype=torch.uint8)
+    message[at : at + len(written)] = written
+    with pytest.raises(ValueError, match=f"lossless message: wrong {what}"):
+        decoded(message, reference, in_place=False)
+
+
+def test_another_reference_is_an_error() -> None:
+    values, reference = mixed([3e-4, "same"], 5000, torch.bfloat16, seed=0)
+    message = encoded(values, reference)
+    reference.view(torch.int16)[4000] += 1  # in an unchanged block
+    with pytest.raises(ValueError, match="checksum"):
+        decoded(message, reference, in_place=False)
+
+
+# ---- arguments ----
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    bf16 = torch.zeros(8, dtype=torch.bfloat16)
+    out, nbytes = torch.zeros(32, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    for values, reference, room, length, what in (
+        (bf16.float(), bf16.float(), out, nbytes, "float32"),
+        (bf16.half(), bf16, out, nbytes, "values"),
+        (bf16[:7], bf16, out, nbytes, "values"),
+        (bf16, bf16, out[:16], nbytes, "out"),
+        (bf16, bf16, out, nbytes.int(), "nbytes"),
+        (bf16, torch.zeros(16, dtype=torch.bfloat16)[::2], out, nbytes, "reference"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            CODEC.encode(values, reference, room, length)
+    with pytest.raises(ValueError, match="out"):
+        CODEC.decode(out, bf16, bf16[:7])
+    with pytest.raises(ValueError, match="numel = "):
+        CODEC.max_bytes(2**32 + 1)

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 sys.path.append(str(ROOT / "benchmarks"))
 
+import convergence_page  # noqa: E402
 import report  # noqa: E402
 import sections  # noqa: E402
 
@@ -124,10 +125,10 @@ def table_of_results_is_that_of_the_files_and_formulas() -> None:
     shown = {row.scheme: row for row in result("speed_2x2_cpu").points[0].rows if row.rate == 10}
     faster = {row.scheme: row for row in result("speed_2x2_cpu").points[0].rows if row.rate == 50}
     assert result("speed_2x2_cpu").points[0].stage == 3
-    gap = gaps("convergence_sdp4bit_groups_cpu") | gaps("convergence_sdp4bit_cpu")
-    found = gaps("convergence_qsdp_cpu")
-    gap |= {"qsdp": found[QSDP["8 / 8 (`qsdp`)"]], "full_precision": ("", "")}
-    gap["qsdp_w4g4"] = found[QSDP["4 / 4, random shift (`qsdp_w4g4`)"]]
+    gap = {
+        row.scheme: f"{row.gap.mean:+.2f} % +-{row.gap.half_width:.2f}"
+        for row in result("convergence").rows
+    }
     page = (ROOT / "docs" / "results.md").read_text("utf-8")
     rows = table(page, "| scheme | B/param/step, k = 1 |")[1:]
     assert len(rows) > 10
@@ -142,69 +143,15 @@ def table_of_results_is_that_of_the_files_and_formulas() -> None:
             f"{rows[scheme].speedup:.2f}" if scheme in rows else "" for rows in (shown, faster)
         ]
         nbytes = [f"{bill.step_bytes(3, micro_steps=k):.2f}" for k in (1, 8)]
-        lost = " ".join(gap.get(scheme, ("",))).strip()
-        assert cells == [*nbytes, *speed, lost, f"{bill.memory:.2f}"], name
+        assert cells == [*nbytes, *speed, gap.get(scheme, ""), f"{bill.memory:.2f}"], name
 
 
-def gaps(name: str) -> dict[str, tuple[str, str]]:
-    """Mean gap and 95 % interval by label, as the pages show them."""
-    return {
-        gap.label: (f"{gap.mean:+.2f} %", f"+-{gap.half_width:.2f}") for gap in result(name).gaps
-    }
-
-
-def gaps_of_the_schemes_are_those_of_the_result_file() -> None:
-    given, found = result("convergence_sdp4bit_cpu").arguments, gaps("convergence_sdp4bit_cpu")
-    away = 1 - given["node_size"] / given["world"]  # what enters a node of the volume by formula
-    rows = table(CHOOSING, "| scheme | mean gap |")[1:]
-    assert len(rows) == len(found) - 1, "all but the baseline"
-    for name, *cells in rows:
-        bill = cost.bill(
-            parse_block({"scheme": name.strip("`")}).to_scheme(), given["stage"],
-            block_cargo(given["width"], dtype=torch.bfloat16), ranks=given["world"],
-            node_size=given["node_size"], gradient_dtype=torch.bfloat16,
-        )  # fmt: skip
-        between = f"{away * bill.step_bytes(given['stage']):.2f}"
-        assert tuple(cells) == (*found[name.strip("`")], between), name
-
-
-def gaps_by_group_size_are_those_of_the_result_file() -> None:
-    found = gaps("convergence_sdp4bit_groups_cpu")
-    default = parse_block({"scheme": "qw4"}).to_scheme().weights.group_size
-    rows = table(CHOOSING, "| scheme | group size |")[1:]
-    assert len(rows) == sum(label.startswith("qw4") for label in found)
-    for name, size, *cells in rows:
-        plain = name.strip("`")
-        label = plain if int(size) == default else f"{plain}:weights.group_size={size}"
-        assert tuple(cells) == found[label]
-
-
-QSDP = {
-    "8 / 8 (`qsdp`)": "qsdp:weights.bits=8,gradients.bits=8",
-    "6 / 4": "qsdp:weights.bits=6,gradients.bits=4",
-    "5 / 4": "qsdp:weights.bits=5,gradients.bits=4",
-    "4 / 4, random shift (`qsdp_w4g4`)": "qsdp:weights.bits=4,gradients.bits=4",
-    "4 / 4, nearest": "qsdp_w4g4:weights.rounding=nearest",
-    "4 / 4, stochastic": "qsdp_w4g4:weights.rounding=stochastic",
-}
-
-
-def gaps_of_qsdp_are_those_of_the_result_file() -> None:
-    found = gaps("convergence_qsdp_cpu")
-    rows = table(CHOOSING, "| weights / gradients |")[1:]
-    assert [row[0] for row in rows] == list(QSDP)
-    for name, *cells in rows:
-        learned = next((v for k, v in found.items() if k.startswith(QSDP[name] + ",w")), ("", ""))
-        assert tuple(cells) == (*found[QSDP[name]], *learned), name
+def page_of_the_convergence_study_is_that_of_its_file() -> None:
+    page = (sections.RESULTS / "convergence.md").read_text("utf-8")
+    assert page == convergence_page.page(result("convergence"), "convergence.json")
 
 
 def figures_in_running_text_are_those_of_the_result_files() -> None:
-    found = gaps("convergence_qsdp_cpu") | gaps("convergence_sdp4bit_cpu")
-    found["qsdp"] = found[QSDP["8 / 8 (`qsdp`)"]]
-    for scheme in ("qsdp", "sdp4bit"):
-        assert f"`{scheme}` {' '.join(found[scheme])}" in README
-    (w4g4,) = (s for s in result("demo_zero3_cpu").summary if s.label == "qsdp_w4g4")
-    assert f"`qsdp_w4g4` loses\n{w4g4.gap_percent:.2f} %" in CHOOSING
     runs = [run for run in result("errors_cpu").runs if run.scheme == "sdp4bit"]
     later = sorted(fmean(run.ratio[len(run.ratio) // 2 :]) for run in runs)
     assert f"{later[0]:.2f} to {later[-1]:.2f} times as far" in CHOOSING
@@ -242,9 +189,7 @@ def autotune_took_the_best_without_a_rate_limit_or_one_close_to_it() -> None:
 def test_figures_on_the_pages_are_those_of_the_result_files() -> None:
     speed_ups_in_the_readme_are_those_of_the_result_file()
     table_of_results_is_that_of_the_files_and_formulas()
-    gaps_of_the_schemes_are_those_of_the_result_file()
-    gaps_by_group_size_are_those_of_the_result_file()
-    gaps_of_qsdp_are_those_of_the_result_file()
+    page_of_the_convergence_study_is_that_of_its_file()
     figures_in_running_text_are_those_of_the_result_files()
     at_the_slow_end_every_scheme_comes_close_to_what_its_bytes_allow()
     exposed_communication_is_that_of_the_result_file()

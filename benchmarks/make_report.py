@@ -142,6 +142,32 @@ def _bits(bits: dict[str, dict[str, float]]) -> str:
 
 
 @section.register
+def _(result: schema.GradientErrors) -> tuple[str, str]:
+    codecs = [
+        [f"`{name}`", f"{bits:.3f}",
+         *[f"{pick(row.alone[name] for row in result.rows):.4f}" for pick in (fmean, max)]]
+        for name, bits in sorted(result.bits.items(), key=lambda item: -item[1])
+    ]  # fmt: skip
+    schemes = list(dict.fromkeys(s.scheme for s in result.rows[0].sums))
+    sums = [
+        [str(row.step), str(row.batch), f"{row.cosine:.2f}", str(nodes),
+         *[f"{s.common:.4f} / {s.own:.4f}" for s in row.sums if s.nodes == nodes]]
+        for row in result.rows
+        for nodes in dict.fromkeys(s.nodes for s in row.sums)
+    ]  # fmt: skip
+    header = ["step", "rows per node", "cosine", "nodes", *[f"`{name}`" for name in schemes]]
+    body = (
+        "Squared error of what crosses between nodes over its energy, on gradients of a training:\n"
+        "one message, mean and largest of all looks.\n\n"
+        + table(["codec of", "bits", "mean", "largest"], codecs)
+        + "\n\nOf the sum over nodes that all quantize, with the same random signs on all nodes\n"
+        "(as built) / with signs of each node's own. Cosine: of the gradients of two nodes.\n\n"
+        + table(header, sums)
+    )
+    return "What gradients lose", body
+
+
+@section.register
 def _(result: schema.Convergence) -> tuple[str, str]:
     given = result.arguments
     rows = [

@@ -177,6 +177,35 @@ class ErrorStudy(MadeHere):
         return command_line("benchmarks/errors.py", {**self.arguments, "lr": rates})
 
 
+class GradientSum(Model):
+    """Errors of a sum over nodes with common signs, and with signs of each node's own."""
+
+    nodes: int
+    scheme: str
+    common: float
+    own: float
+
+
+class GradientLook(Model):
+    """At one step, with so many rows per node: errors of a message by codec, of sums, and the
+    cosine of two nodes' gradients.
+    """
+
+    step: int
+    batch: int
+    cosine: float
+    alone: dict[str, float]
+    sums: list[GradientSum]
+
+
+class GradientErrors(Versioned):
+    """Of gradient_errors.py. bits: by codec, per element with scales."""
+
+    kind: Literal["gradient_errors"]
+    bits: dict[str, float]
+    rows: list[GradientLook]
+
+
 class Gap(Model):
     """Paired gaps to full precision in per cent, one per seed; half_width of the 95 % interval."""
 
@@ -453,6 +482,7 @@ Result = (
     | CodecTable
     | LevelTable
     | ErrorStudy
+    | GradientErrors
     | Convergence
     | Speed
     | Overlap
@@ -465,6 +495,7 @@ Result = (
 
 _KINDS: dict[str, type[Any]] = {
     "convergence": Convergence,
+    "gradient_errors": GradientErrors,
     "speed": Speed,
     "overlap": Overlap,
     "collectives": Collectives,

@@ -58,6 +58,8 @@ COVERED = {
     "torchrun --nproc-per-node 8 --nnodes 2 --rdzv-endpoint HOST:29400 --no-python ds_quant probe":
     "tests/distributed/test_probe.py::test_probe_runs_under_torchrun",
     "make install": INSTALLED,
+    "make test": "tests/unit/test_release.py::test_public_ci_runs_what_this_repository_runs",
+    "make lint": "tests/unit/test_release.py::test_public_ci_runs_what_this_repository_runs",
     "make report": "tests/unit/test_results.py::test_page_of_results_is_up_to_date",
     ".venv/bin/python -m tests.distributed.fault_page": "tests/distributed/test_faults.py::",
     ".venv/bin/ds_quant schema --markdown > docs/keys.md": "tests/unit/test_docs.py::"
@@ -117,6 +119,7 @@ def test_command_runs(command: str, tmp_path: Path, monkeypatch, capsys) -> None
     facts = {"kind": "probe", "version": 1, "nodes": 2, "node_size": 8, "backend": "nccl",
              "intra": rate, "inter": rate}  # fmt: skip
     (tmp_path / "probe.json").write_text(json.dumps(facts))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 100, "weights/inter/bytes": 1e6}\n')
     monkeypatch.chdir(tmp_path)
     program, *arguments = shlex.split(command)
     if program == "ds_quant":

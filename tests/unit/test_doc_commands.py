@@ -59,6 +59,8 @@ COVERED = {
     "make install": INSTALLED,
     "python benchmarks/predicted.py benchmarks/results/speed_*.json":
     "tests/unit/test_predicted.py::test_predictions_of_the_network_lab_are_as_close_as_we_say",
+    "make test": "tests/unit/test_release.py::test_public_ci_runs_what_this_repository_runs",
+    "make lint": "tests/unit/test_release.py::test_public_ci_runs_what_this_repository_runs",
     "make report": "tests/unit/test_results.py::test_pages_of_the_results_are_up_to_date",
     ".venv/bin/ds_quant schema --markdown > docs/keys.md": "tests/unit/test_docs.py::"
     "test_keys_page_is_what_the_models_say",
@@ -117,6 +119,7 @@ def test_command_runs(command: str, tmp_path: Path, monkeypatch, capsys) -> None
     facts = {"kind": "probe", "version": 1, "nodes": 2, "node_size": 8, "backend": "nccl",
              "intra": rate, "inter": rate}  # fmt: skip
     (tmp_path / "probe.json").write_text(json.dumps(facts))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 100, "weights/inter/bytes": 1e6}\n')
     monkeypatch.chdir(tmp_path)
     program, *arguments = shlex.split(command)
     if program == "ds_quant":

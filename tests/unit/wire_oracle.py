@@ -217,6 +217,12 @@ def unrotate(x: np.ndarray, h: int, scale: float) -> np.ndarray:
     return x.reshape(-1) * F32(scale / h)
 
 
+def signs_of(key: int, step: int, h: int) -> np.ndarray:
+    """+1 or -1 of the elements of a block; the key is that of hop 99, stream 0."""
+    bits = sum(word << 32 * i for i, word in enumerate(philox(key, step, 0)))
+    return np.array([1 if bits >> i & 1 else -1 for i in range(h)], F32)
+
+
 def rotate(x: np.ndarray, h: int) -> np.ndarray:
     """Rotation of a run, filled up to whole blocks."""
     filled = np.concatenate([x.astype(F32), np.zeros(-len(x) % h, F32)])
@@ -314,7 +320,7 @@ def finished(p: Piece, total: np.ndarray, scale: float) -> np.ndarray:
 
 
 def delivered(fmt: Format | None) -> Format | None:
-    return replace(fmt, bits=8) if fmt else None
+    return replace(fmt, bits=8, gaussian=False) if fmt else None
 
 
 def owner_pieces(

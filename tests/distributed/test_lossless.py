@@ -19,6 +19,7 @@ from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm import lossless
 from ds_quant.comm.lossless import Outbox, Parcel
 from tests.distributed import scenarios
+from tests.distributed.features import DEEPSPEED_FEATURES
 from tests.distributed.harness import run, run_each
 from tests.distributed.models import (
     Regression,
@@ -207,6 +208,24 @@ def test_experts_equal_full_precision(ep_size: int) -> None:
         assert exact == plain
 
 
+def _features(stage: int) -> dict[str, list[tuple]]:
+    found = {}
+    for name, feature in DEEPSPEED_FEATURES.items():
+        if stage in feature.stages:
+            both = [feature.train(stage, block_of(scheme, 1), 4) for scheme in SCHEMES]
+            found[name] = [(one.losses, digests(one.weights), one.seen) for one in both]
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_features_of_deepspeed_equal_full_precision(stage: int) -> None:
+    """Every weight that a forward or a backward sees, too."""
+    for found in run(_features, 2, stage, timeout=280):
+        assert len(found) > 15
+        for name, (plain, exact) in found.items():
+            assert exact == plain, name
+
+
 # ---- what is exact needs no refill ----
 
 
@@ -306,6 +325,33 @@ def _announced(node_size: int) -> tuple[list[str], int]:
         except RuntimeError as error:
             said.append(str(error))
     return said, sum(traffic.collectives.values())
+
+
+def _gathered(node_size: int) -> list[list[float]]:
+    """What ranks hold after messages of three sizes, one of them none."""
+    fabric, traffic = fabric_of(node_size)
+    rank = fabric.rank
+    held = [torch.zeros(fabric.size, numel, dtype=torch.bfloat16) for numel in (5, 0, 3000)]
+    parcels = [
+        Parcel(rows.shape[1], lambda rows=rows: (rows[rank] + 1 + rank, rows[rank]))
+        for rows in held
+    ]
+    device = held[0].device
+    outbox = Outbox(parcels, fabric.whole, fabric, device=device, traffic=traffic)
+    for place, rows in enumerate(held):
+
+        def decode(sender: int, wire: torch.Tensor, rows: torch.Tensor = rows) -> None:
+            lossless.CODEC.decode(wire, rows[sender], rows[sender])
+
+        outbox.post(place, decode)()
+    assert traffic.exact.numel == fabric.size * 3005
+    return [rows.float().unique(dim=1).tolist() for rows in held if rows.numel()]
+
+
+@pytest.mark.parametrize("node_size", [1, 2, 4])
+def test_every_rank_gets_the_values_of_every_other(node_size: int) -> None:
+    for found in run(_gathered, 4, node_size):
+        assert found == [[[1.0], [2.0], [3.0], [4.0]]] * 2
 
 
 @pytest.mark.parametrize("node_size", [1, 2])

@@ -65,6 +65,14 @@ struct RotateJob {
     u64 flips_low, flips_high;
 };
 
+struct LosslessJob {
+    u64 first_block, row_blocks;
+    u64 values, reference, wire;  // values: read by the sender, written by the receiver
+    u64 numel;
+    u64 nbytes;  // sender: where the bytes of the message are written; receiver: how many there are
+    u64 status;  // receiver: u32 problem, u32 checksum found - checksum told, both 0 before
+};
+
 #if DSQ_TABLE
 #define DSQ_JOB_PARAMETERS(Job) const Job *jobs, const u64 num_jobs
 #define DSQ_FIND_JOB(Job)                                                            \

@@ -93,7 +93,27 @@ DSQ_DEVICE void store16(void* p, Words4 x) {
     *(Words4*)p = x;
 }
 
+// One thread at a time.
+DSQ_DEVICE void add_atomically(u32* p, u32 x) { *p += x; }
+DSQ_DEVICE void or_atomically(u32* p, u32 x) { *p |= x; }
+DSQ_DEVICE void max_atomically(u32* p, u32 x) { *p = x > *p ? x : *p; }
+DSQ_DEVICE u32 count_ones(u32 x) { return (u32)__builtin_popcount(x); }
+DSQ_DEVICE u32 lowest_one(u32 x) { return (u32)__builtin_ctz(x); }  // x is not 0
+DSQ_DEVICE u32 bit_length(u32 x) { return x ? 32 - (u32)__builtin_clz(x) : 0; }
+// Of memory that this kernel writes.
+DSQ_DEVICE u32 load2_again(const void* p) { return load2(p); }
+DSQ_DEVICE u32 load4_again(const void* p) { return load4(p); }
+
 #else  // device
+
+DSQ_DEVICE void add_atomically(u32* p, u32 x) { atomicAdd(p, x); }
+DSQ_DEVICE void or_atomically(u32* p, u32 x) { atomicOr(p, x); }
+DSQ_DEVICE void max_atomically(u32* p, u32 x) { atomicMax(p, x); }
+DSQ_DEVICE u32 count_ones(u32 x) { return (u32)__popc(x); }
+DSQ_DEVICE u32 lowest_one(u32 x) { return (u32)__ffs(x) - 1; }
+DSQ_DEVICE u32 bit_length(u32 x) { return 32 - (u32)__clz(x); }
+DSQ_DEVICE u32 load2_again(const void* p) { return *(const volatile u16*)p; }
+DSQ_DEVICE u32 load4_again(const void* p) { return *(const volatile u32*)p; }
 
 DSQ_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
 DSQ_DEVICE float float_of(u32 b) { return __uint_as_float(b); }

@@ -34,7 +34,7 @@ from ds_quant.resources import resource_dir
 # ---- source text ----
 
 
-KERNELS = ("encode", "decode_sum", "recode", "rotate")
+KERNELS = ("encode", "decode_sum", "recode", "rotate", "lossless")
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 

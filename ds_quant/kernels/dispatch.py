@@ -19,6 +19,7 @@ from ds_quant.kernels import (
     cuda,
     launch,
     launch_batch,
+    launch_lossless,
     lossless,
     native,
     native_batch,
@@ -276,7 +277,11 @@ def encode_lossless(
     nbytes: torch.Tensor,  # (1,) int64, receives the bytes used
 ) -> None:
     """Write the message of the exact differences."""
-    _lossless_on(values.device).encode(values, reference, out, nbytes)
+    run = cuda_runner(values.device)
+    if run is None:
+        _lossless_on(values.device).encode(values, reference, out, nbytes)
+    else:
+        launch_lossless.encode(values, reference, out, nbytes, run=run)
 
 
 def decode_lossless(
@@ -284,8 +289,14 @@ def decode_lossless(
     reference: torch.Tensor,  # (numel,) bf16 or fp16
     out: torch.Tensor,  # (numel,) of the same dtype; may be the reference
 ) -> None:
-    """Overwrite `out` with the values. ValueError for a message that cannot be."""
-    _lossless_on(wire.device).decode(wire, reference, out)
+    """Overwrite `out` with the values. ValueError for a message that cannot be: on CUDA that waits
+    for the device.
+    """
+    run = cuda_runner(wire.device)
+    if run is None:
+        _lossless_on(wire.device).decode(wire, reference, out)
+    else:
+        launch_lossless.decode(wire, reference, out, run=run)
 
 
 def _lossless_on(device: torch.device) -> ModuleType:

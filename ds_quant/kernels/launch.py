@@ -68,6 +68,11 @@ FIELDS["rotate"] = (
     *("flips_low", "flips_high"),
 )
 
+FIELDS["lossless"] = (
+    *_PLACE,
+    *("values", "reference", "wire", "numel", "nbytes", "status"),
+)
+
 NO_SOURCE = (1 << 64) - 1  # `own` when no source is given as values
 
 

@@ -46,6 +46,8 @@ class Report(NamedTuple):
 def elements_of(launch: Launch) -> int:
     """Elements that a thread of a launch works on."""
     macros = dict(launch.macros)
+    if launch.kernel == "lossless":
+        return 8
     vectors = macros["DSQ_RUN"]
     if launch.kernel != "decode_sum":
         vectors = macros["DSQ_VECTORS"] * macros["DSQ_SLOTS"]

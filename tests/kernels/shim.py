@@ -71,4 +71,10 @@ class Shim:
         return ctypes.CDLL(str(stem.with_suffix(".so")))
 
 
-JOBS = {"encode": "EncodeJob", "decode_sum": "SumJob", "recode": "RecodeJob", "rotate": "RotateJob"}
+JOBS = {
+    "encode": "EncodeJob",
+    "decode_sum": "SumJob",
+    "recode": "RecodeJob",
+    "rotate": "RotateJob",
+    "lossless": "LosslessJob",
+}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.kernels import launch
+from ds_quant.kernels import launch, launch_lossless
 from ds_quant.kernels.geometry import Stores
 from ds_quant.kernels.hadamard import Rotation
 from ds_quant.kernels.launch import Launch, Own, merge
@@ -73,6 +73,12 @@ def recode(source, codec, sources, *, numel=_WHOLE, own=False) -> Launch:
     return _one(lambda run: launch.recode(wire, out, source, codec, run=run, **options))
 
 
+def lossless(phase: int, dtype=torch.bfloat16) -> Launch:
+    """A launch of lossless differences."""
+    plan = launch_lossless.plan_of(phase, _WHOLE, dtype)
+    return plan.launch(1, {})
+
+
 def _absmax(bits: int, group_size: int, rounding: str = "nearest") -> GroupCodec:
     return GroupCodec(bits=bits, group_size=group_size, range="absmax", rounding=rounding)
 
@@ -124,6 +130,9 @@ def headline() -> dict[str, Launch]:
         "recode 8 x int8 -> int4 nearest g128": recode(int8, _absmax(4, 128), 8),
         "recode 8 x int8 -> int4 stochastic g128": recode(int8, int4, 8),
         "recode 8 x int4 -> int4 stochastic g128": recode(int4, int4, 8),
+        "lossless plan bf16": lossless(launch_lossless.PLAN),
+        "lossless write bf16": lossless(launch_lossless.WRITE),
+        "lossless read bf16": lossless(launch_lossless.READ),
     }
 
 
@@ -153,6 +162,8 @@ def others() -> dict[str, Launch]:
         numel=_RAGGED,
         own=True,
     )
+    for phase in range(4):
+        found[f"lossless phase {phase} fp16"] = lossless(phase, torch.float16)
     for dtype, rotation in ((bf16, Rotation(32)), (torch.float32, _FLIPPED)):
         alone = launch.rotate_plan(_RAGGED, dtype, rotation).launch(1, {})
         found[f"rotate Hadamard-{rotation.block} {dtype}, from a table"] = _tabled(alone)

@@ -1,0 +1,103 @@
+"""The CUDA kernels of lossless differences, run on the host: the reference's bytes and errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_quant.kernels import launch_lossless, lossless
+from tests.kernels.inputs import guarded
+from tests.lossless_inputs import DTYPES, SORTS, mixed
+
+EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def with_guard(values: torch.Tensor, skew: int = 0) -> torch.Tensor:
+    """A copy that ends at an inaccessible page, or `skew` elements before it."""
+    room = guarded(values.numel() + skew, values.dtype)
+    return room[: values.numel()].copy_(values)
+
+
+def message_of(shim, values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    out = guarded(lossless.max_bytes(values.numel()), torch.uint8).fill_(0x55)
+    nbytes = torch.zeros(1, dtype=torch.int64)
+    launch_lossless.encode(values, reference, out, nbytes, run=shim)
+    return with_guard(out[: nbytes.item()])
+
+
+def expected(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(lossless.max_bytes(values.numel()), dtype=torch.uint8)
+    nbytes = torch.zeros(1, dtype=torch.int64)
+    lossless.encode(values, reference, out, nbytes)
+    return out[: nbytes.item()]
+
+
+@pytest.mark.parametrize("is_reversed", (False, True))
+def test_bytes_equal_the_reference_and_come_back(shim, is_reversed: bool) -> None:
+    @EXAMPLES
+    @given(
+        sorts=st.lists(st.sampled_from(SORTS), min_size=1, max_size=5),
+        numel=st.sampled_from([0, 1, 2047, 2048, 2049, 4096]) | st.integers(0, 9000),
+        dtype=st.sampled_from(DTYPES),
+        seed=st.integers(0, 2**31),
+        skew=st.sampled_from([0, 0, 1, 3, 8]),
+        in_place=st.booleans(),
+    )
+    def check(sorts, numel: int, dtype, seed: int, skew: int, in_place: bool) -> None:
+        values, reference = (with_guard(x, skew) for x in mixed(sorts, numel, dtype, seed))
+        message = message_of(shim, values, reference)
+        assert torch.equal(message, expected(values, reference))
+        out = reference if in_place else guarded(numel, dtype)
+        launch_lossless.decode(message, reference, out, run=shim)
+        assert torch.equal(out.view(torch.int16), values.view(torch.int16))
+
+    shim.reversed_warps = is_reversed
+    try:
+        check()
+    finally:
+        shim.reversed_warps = False
+
+
+def test_ends_are_scanned_over_more_blocks_than_a_turn_has(shim) -> None:
+    numel = 2048 * 2048 + 3000  # a turn of the scan holds 2048 blocks
+    plan = launch_lossless.plan_of(launch_lossless.SCAN, numel, torch.bfloat16)
+    blocks = lossless.blocks_of(numel)
+    words = torch.randint(0, 300, (blocks,), generator=torch.Generator().manual_seed(0))
+    wire = torch.zeros(4 + 2 * blocks, dtype=torch.int32)
+    wire[4::2] = words
+    nbytes = torch.zeros(1, dtype=torch.int64)
+    fields = {"wire": wire.data_ptr(), "nbytes": nbytes.data_ptr()}
+    shim(plan.launch(1, fields, wire, nbytes))
+    assert torch.equal(wire[4::2].long(), words.cumsum(0))
+    used = -(-(16 + 8 * blocks + 4 * int(words.sum())) // 16) * 16
+    assert wire[:4].tolist() == [2, 0, used, 0] and nbytes.item() == used
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    sorts=st.sampled_from([["same"], ["any"], [3e-4], [1e-5], [1e-5, 3e-4, "any", "same", "few"]]),
+    numel=st.sampled_from([1, 2048, 2500, 3 * 2048]),
+    places=st.lists(st.tuples(st.integers(0, 2**20), st.integers(0, 255)), max_size=3),
+    near=st.sampled_from([16, 48, 2**20]),
+    change=st.sampled_from([0, 0, 0, -16, 16, -64, 3]),
+    in_place=st.booleans(),
+)
+def test_damaged_messages_are_errors(shim, sorts, numel, places, near, change, in_place) -> None:
+    values, reference = (with_guard(x) for x in mixed(sorts, numel, torch.bfloat16, seed=1))
+    message = expected(values, reference)
+    length = max(0, message.numel() + change)
+    other = torch.zeros(length, dtype=torch.uint8)
+    other[: message.numel()] = message[:length]
+    if change and length >= 16:
+        other[8:12] = torch.tensor([length], dtype=torch.int32).view(torch.uint8)
+    for place, byte in places if length else ():
+        other[place % min(near, length)] = byte
+    out = reference if in_place else guarded(numel, torch.bfloat16)
+    try:
+        launch_lossless.decode(with_guard(other), reference, out, run=shim)
+    except ValueError as error:
+        assert "lossless message" in str(error)
+    else:
+        assert torch.equal(out.view(torch.int16), values.view(torch.int16))

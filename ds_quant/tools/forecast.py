@@ -212,12 +212,11 @@ class Plan:
 class Row:
     """One scheme. Bytes per parameter and step as volumes, see cost.py; times in seconds.
 
-    most_bytes: inter_bytes at most, where they depend on the learning rate, else None.
-
     step_overlapped, step_serial: communication hidden behind compute entirely, or not at all.
     speedup_*: over DeepSpeed as shipped, of these two. memory: bytes more on every rank, between
     steps; peak: besides, in a step, of messages and sums; gpu_memory: all that a GPU holds.
     limit: what takes longest. note: why it is not recommended; empty if it may be.
+    most_bytes: inter_bytes at most, where they depend on the learning rate, else None.
     """
 
     scheme: str

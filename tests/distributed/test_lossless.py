@@ -19,6 +19,7 @@ from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm import lossless
 from ds_quant.comm.lossless import Outbox, Parcel
 from tests.distributed import scenarios
+from tests.distributed.features import DEEPSPEED_FEATURES
 from tests.distributed.harness import run, run_each
 from tests.distributed.models import (
     Regression,
@@ -73,6 +74,11 @@ def skipped_step(engine: Any, step: int) -> None:
 # ---- trained like full precision ----
 
 
+def _replica(engine: Any) -> dict[str, str]:
+    """Digests of what this rank computes with between steps; nothing under ZeRO-3."""
+    return live(engine) if engine.zero_optimization_stage() < 3 else {}
+
+
 def _eventful(scheme: str, stage: int, node_size: int, steps: int) -> dict[str, Any]:
     """Train with a skipped step, a save and a resume, and surgery in between."""
     import ds_quant
@@ -87,13 +93,13 @@ def _eventful(scheme: str, stage: int, node_size: int, steps: int) -> dict[str, 
         if step == steps // 2:
             engine.save_checkpoint(folder, tag="middle")
             torch.distributed.barrier()
-    found = {"losses": losses, "masters": digests(masters(engine)), "live": live(engine)}
+    found = {"losses": losses, "masters": digests(masters(engine)), "live": _replica(engine)}
     found["skipped"], found["report"] = engine.skipped_steps, ds_quant.report(engine)
     engine.destroy()
     engine = build(config_of(scheme, stage, node_size), seed=7)
     engine.load_checkpoint(folder, tag="middle")
     resumed = [loss for step in range(steps // 2 + 1, steps) for loss in train_step(engine, step)]
-    found["resumed"] = resumed, digests(masters(engine)), live(engine)
+    found["resumed"] = resumed, digests(masters(engine)), _replica(engine)
     engine.destroy()
     return found
 
@@ -207,6 +213,24 @@ def test_experts_equal_full_precision(ep_size: int) -> None:
         assert exact == plain
 
 
+def _features(stage: int) -> dict[str, list[tuple]]:
+    found = {}
+    for name, feature in DEEPSPEED_FEATURES.items():
+        if stage in feature.stages:
+            both = [feature.train(stage, block_of(scheme, 1), 4) for scheme in SCHEMES]
+            found[name] = [(one.losses, digests(one.weights), one.seen) for one in both]
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_features_of_deepspeed_equal_full_precision(stage: int) -> None:
+    """Every weight that a forward or a backward sees, too."""
+    for found in run(_features, 2, stage, timeout=280):
+        assert len(found) > 15
+        for name, (plain, exact) in found.items():
+            assert exact == plain, name
+
+
 # ---- what is exact needs no refill ----
 
 
@@ -306,6 +330,33 @@ def _announced(node_size: int) -> tuple[list[str], int]:
         except RuntimeError as error:
             said.append(str(error))
     return said, sum(traffic.collectives.values())
+
+
+def _gathered(node_size: int) -> list[list[float]]:
+    """What ranks hold after messages of three sizes, one of them none."""
+    fabric, traffic = fabric_of(node_size)
+    rank = fabric.rank
+    held = [torch.zeros(fabric.size, numel, dtype=torch.bfloat16) for numel in (5, 0, 3000)]
+    parcels = [
+        Parcel(rows.shape[1], lambda rows=rows: (rows[rank] + 1 + rank, rows[rank]))
+        for rows in held
+    ]
+    device = held[0].device
+    outbox = Outbox(parcels, fabric.whole, fabric, device=device, traffic=traffic)
+    for place, rows in enumerate(held):
+
+        def decode(sender: int, wire: torch.Tensor, rows: torch.Tensor = rows) -> None:
+            lossless.CODEC.decode(wire, rows[sender], rows[sender])
+
+        outbox.post(place, decode)()
+    assert traffic.exact.numel == fabric.size * 3005
+    return [rows.float().unique(dim=1).tolist() for rows in held if rows.numel()]
+
+
+@pytest.mark.parametrize("node_size", [1, 2, 4])
+def test_every_rank_gets_the_values_of_every_other(node_size: int) -> None:
+    for found in run(_gathered, 4, node_size):
+        assert found == [[[1.0], [2.0], [3.0], [4.0]]] * 2
 
 
 @pytest.mark.parametrize("node_size", [1, 2])

@@ -62,8 +62,10 @@ from ds_quant.zero.warmup import rehearse
 def start_line(binding: Binding) -> str:
     """What is on, its bytes against DeepSpeed's, what stays exact, which kernels work."""
     costs, stage = binding.bill(), binding.stage
-    per_micro_step = stage == 3 and not costs.once_per_step
-    micro_steps = 1 if per_micro_step else binding.engine.gradient_accumulation_steps()
+    micro_steps = binding.engine.gradient_accumulation_steps()
+    waits = costs.crosses_once and hooks.accumulates(binding.engine)
+    per_micro_step = stage == 3 and not costs.once_per_step and not (waits and micro_steps > 1)
+    micro_steps = 1 if per_micro_step else micro_steps
     dtype = hooks.gradient_dtype(binding.engine)
     label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
     kept = [f"{n} {reason}" for reason, n in sorted(costs.kept.items())]
@@ -91,6 +93,12 @@ def start_line(binding: Binding) -> str:
     if costs.memory:
         gigabytes = costs.memory * costs.numel / 1e9
         parts.append(f"keeps {costs.memory:.2f} B/param ({gigabytes:.3g} GB) more on every rank")
+    if waits:
+        gigabytes = costs.held * costs.numel / 1e9
+        parts.append(
+            f"gradients cross once per step and are held until then, {costs.held:.2f} B/param "
+            f"({gigabytes:.3g} GB) on every rank"
+        )
     if binding.topology.world > 1:
         parts.append(f"messages and sums of up to {binding.peak_bytes(costs) / 1e9:.2g} GB")
     if binding.scheme.warmup_steps:
@@ -299,6 +307,7 @@ def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
 
 def _attach_reduction(binding: Binding, engine: Any, optimizer: Any) -> None:
     _note_one_bucket(binding, engine)
+    _note_single_ranks(binding)
     reduction, last_buckets = ShardReduction(binding), nullcontext
     if hooks.device().type != "cpu" or not engine.zero_overlap_comm():
         hooks.wrap_shard_reduction(optimizer, reduction)
@@ -332,6 +341,18 @@ def _hold(
     return with_the_rest
 
 
+def _note_single_ranks(binding: Binding) -> None:
+    """With one rank per node there is nothing to sum inside of it."""
+    asked = binding.scheme.cross == "step" and binding.stage > 1
+    alone = binding.topology.node_size == 1 < binding.topology.nodes
+    if asked and alone and hooks.accumulates(binding.engine):
+        binding.notices.append(
+            "gradients cross between nodes in every micro-step, because a rank that is alone in "
+            "its node would hold all of them until the last one; zero_optimization.stage 1 keeps "
+            "them and crosses once"
+        )
+
+
 def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
     """ZeRO-1 and 2."""
     groups = list(optimizer_hooks.replica_groups(optimizer))
@@ -356,6 +377,7 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
     if binding.gradients_travel():
         reduction = OwnerReduction(binding, optimizer)
         optimizer_hooks.wrap_owner_reduction(optimizer, reduction.bucket, reduction.reduce)
+        _note_single_ranks(binding)
         last_buckets = nullcontext
         if binding.crosses_at_boundary():
             buckets = optimizer_hooks.OwnerBuckets(optimizer)
@@ -478,6 +500,8 @@ def report(engine: Any) -> dict[str, Any] | None:
         counted, else 1), full_precision_share (0 to 1, of wire bytes), expected_bytes and
         expected_intra_bytes (per parameter and optimizer step, volumes as in ``cost``), kept_bytes
         and expected_kept_bytes (memory on this rank that the scheme keeps between steps),
+        held_bytes (most bytes of gradients that waited for the last micro-step so far) and
+        expected_held_bytes (the same by formula, if they wait),
         expected_peak_bytes (most bytes of messages and sums in a step, by the formula of memory),
         buffer_bytes (host buffers of 1 MB and more that messages use again in every step, none on
         CUDA, where torch's allocator keeps them, and the kernels' scratch memory in this process),
@@ -506,6 +530,8 @@ def report(engine: Any) -> dict[str, Any] | None:
         "expected_intra_bytes": bill.intra_bytes(binding.stage, micro_steps=micro_steps),
         "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),
         "expected_kept_bytes": bill.memory * bill.numel,
+        "held_bytes": 0 if binding.held is None else binding.held.most_nbytes,
+        "expected_held_bytes": bill.held * bill.numel if hooks.accumulates(engine) else 0,
         "expected_peak_bytes": binding.peak_bytes(bill),
         "buffer_bytes": binding.buffers.nbytes + scratch.nbytes(),
         "resyncs": binding.state.resyncs,

@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import run
-from tests.distributed.models import (
-    Regression,
-    batch,
-    build,
-    forward,
-    settings,
-)
+from tests.distributed.models import Regression, batch, build, forward, settings, train_step
 
 pytestmark = pytest.mark.distributed
 
@@ -167,3 +161,45 @@ def test_bytes_between_nodes_do_not_grow_with_accumulation(accumulation: int) ->
             assert report["held_bytes"] == pytest.approx(held, rel=0.05), case
             assert report["expected_held_bytes"] == pytest.approx(held, rel=0.05), case
             assert ("gradients cross once per step" in report["line"]) == (accumulation > 1)
+
+
+# ---- losses ----
+
+
+def gentle_descent(params: Any) -> torch.optim.Optimizer:
+    """Adam would divide by gradients near zero, whose rounding is all they are."""
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _losses_rank(stage: int, accumulation: int, steps: int) -> dict[str, list[float]]:
+    cases = {
+        "step": config(stage, accumulation),
+        "micro_step": config(stage, accumulation, "micro_step"),
+    }
+    if stage == 3:
+        cases["shard"] = config(stage, accumulation)
+        cases["shard"]["quantized_comm"]["node_shard"] = True
+    found = {}
+    for name, made in cases.items():
+        engine = build(made, optimizer=gentle_descent)
+        found[name] = [loss for step in range(steps) for loss in train_step(engine, step)]
+        engine.destroy()
+    return found
+
+
+LONG = [pytest.param(k, 50, marks=pytest.mark.slow) for k in (1, 3, 4, 16)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("accumulation", "steps"), [(1, 10), (3, 10), *LONG])
+def test_losses_are_those_of_crossing_in_every_micro_step(
+    accumulation: int, steps: int, stage: int
+) -> None:
+    """To fp32 rounding; bit for bit without accumulation, and where exact weights cross once."""
+    for found in run(_losses_rank, WORLD, stage, accumulation, steps, timeout=560):
+        once, often = found["step"], found["micro_step"]
+        assert once[-1] < 0.8 * once[0]
+        if accumulation == 1:
+            assert once == often
+        np.testing.assert_allclose(once, often, rtol=1e-5)
+        assert found.get("shard", once) == once

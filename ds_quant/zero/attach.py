@@ -62,8 +62,10 @@ from ds_quant.zero.warmup import rehearse
 def start_line(binding: Binding) -> str:
     """What is on, its bytes against DeepSpeed's, what stays exact, which kernels work."""
     costs, stage = binding.bill(), binding.stage
-    per_micro_step = stage == 3 and not costs.once_per_step
-    micro_steps = 1 if per_micro_step else binding.engine.gradient_accumulation_steps()
+    micro_steps = binding.engine.gradient_accumulation_steps()
+    waits = costs.crosses_once and hooks.accumulates(binding.engine)
+    per_micro_step = stage == 3 and not costs.once_per_step and not (waits and micro_steps > 1)
+    micro_steps = 1 if per_micro_step else micro_steps
     dtype = hooks.gradient_dtype(binding.engine)
     label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
     kept = [f"{n} {reason}" for reason, n in sorted(costs.kept.items())]
@@ -93,6 +95,12 @@ def start_line(binding: Binding) -> str:
     if costs.memory:
         gigabytes = costs.memory * costs.numel / 1e9
         parts.append(f"keeps {costs.memory:.2f} B/param ({gigabytes:.3g} GB) more on every rank")
+    if waits:
+        gigabytes = costs.held * costs.numel / 1e9
+        parts.append(
+            f"gradients cross once per step and are held until then, {costs.held:.2f} B/param "
+            f"({gigabytes:.3g} GB) on every rank"
+        )
     if binding.topology.world > 1:
         parts.append(f"messages and sums of up to {binding.peak_bytes(costs) / 1e9:.2g} GB")
     if binding.scheme.warmup_steps:
@@ -341,6 +349,7 @@ def _attach_shards(binding: Binding, optimizer: Any) -> Fetch:
 def _attach_reduction(binding: Binding) -> None:
     events, overlaps = binding.hooks, binding.engine.zero_overlap_comm()
     _note_one_bucket(binding, binding.engine)
+    _note_single_ranks(binding)
     reduction = ShardReduction(binding)
     if hooks.device().type != "cpu" or not overlaps:
         hooks.wrap_shard_reduction(events, reduction)
@@ -362,6 +371,18 @@ def _hold(binding: Binding, buckets: Callable[[Any], hooks.GradientBuckets]) -> 
     events.before_last_buckets.append(rest)
     events.before_gradients.append(partial(held.finish, events.optimizer))
     events.after_zero_grad.append(held.drop)  # DeepSpeed drops its own gradients there, too
+
+
+def _note_single_ranks(binding: Binding) -> None:
+    """With one rank per node there is nothing to sum inside of it."""
+    asked = binding.scheme.cross == "step" and binding.stage > 1
+    alone = binding.topology.node_size == 1 < binding.topology.nodes
+    if asked and alone and hooks.accumulates(binding.engine):
+        binding.notices.append(
+            "gradients cross between nodes in every micro-step, because a rank that is alone in "
+            "its node would hold all of them until the last one; zero_optimization.stage 1 keeps "
+            "them and crosses once"
+        )
 
 
 def _attach_replica(binding: Binding, optimizer: Any) -> None:
@@ -387,6 +408,7 @@ def _attach_replica(binding: Binding, optimizer: Any) -> None:
     if binding.gradients_travel():
         reduction = OwnerReduction(binding, optimizer)
         optimizer_hooks.wrap_owner_reduction(events, reduction.bucket, reduction.reduce)
+        _note_single_ranks(binding)
         _hold(binding, optimizer_hooks.OwnerBuckets)
         events.after_backward.append(binding.after_backward)
 
@@ -491,6 +513,8 @@ def report(engine: Any) -> dict[str, Any] | None:
         training makes them), lossless_bits (per weight, as measured so far, None without exact
         differences), lossless_padding (what moves besides them, a share of them), kept_bytes
         and expected_kept_bytes (memory on this rank that the scheme keeps between steps),
+        held_bytes (most bytes of gradients that waited for the last micro-step so far) and
+        expected_held_bytes (the same by formula, if they wait),
         expected_peak_bytes (most bytes of messages and sums in a step, by the formula of memory),
         buffer_bytes (host buffers of 1 MB and more that messages use again in every step, none on
         CUDA, where torch's allocator keeps them, and the kernels' scratch memory in this process),
@@ -522,6 +546,8 @@ def report(engine: Any) -> dict[str, Any] | None:
         "lossless_padding": binding.traffic.exact.padding,
         "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),
         "expected_kept_bytes": bill.memory * bill.numel,
+        "held_bytes": 0 if binding.held is None else binding.held.most_nbytes,
+        "expected_held_bytes": bill.held * bill.numel if hooks.accumulates(engine) else 0,
         "expected_peak_bytes": binding.peak_bytes(bill),
         "buffer_bytes": binding.buffers.nbytes + scratch.nbytes(),
         "resyncs": binding.state.resyncs,

@@ -370,7 +370,7 @@ class Binding:
         """Bytes that this plugin would bring to a rank per optimizer step, were nothing quantized,
         by role and link as ``Traffic`` counts them.
         """
-        plain = Scheme(name="full_precision", weights=None, gradients=None)
+        plain = Scheme(name="full_precision", weights=None, gradients=None, cross=self.scheme.cross)
         found = self.bill(plain).received(
             self.stage,
             micro_steps=self.engine.gradient_accumulation_steps(),

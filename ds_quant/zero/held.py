@@ -47,13 +47,9 @@ class HeldGradients:
         self._buckets: dict[Hashable, HeldBucket] = {}
         self._keys: dict[Member, Hashable] = {}  # of the bucket that held it last
         self._crossed: dict[Member, Tensor] = {}  # sums that wait for their bucket
+        self.nbytes = self.most_nbytes = 0  # held now, and at most so far
         self._left: set[int] = set()  # parameters that are given zeros now
         self._is_over = False  # the accumulation, whatever the engine says
-
-    @property
-    def nbytes(self) -> int:
-        """What is held now."""
-        return sum(b.values.nbytes for b in self._buckets.values())
 
     def take(self, key: Hashable, members: Sequence[Member]) -> HeldBucket | None:
         """What is held of a make-up, which is forgotten. Others that hold any of its parameters
@@ -63,11 +59,18 @@ class HeldGradients:
         if step != self._step:
             self.drop()
             self._step = step
-        found = self._buckets.pop(key, None)
+        found = self._pop(key)
         if found is None and self._buckets:
             keys = dict.fromkeys(self._keys.get(member) for member in members)
-            for bucket in [self._buckets.pop(k) for k in keys if k in self._buckets]:
-                self._cross(bucket)
+            for bucket in map(self._pop, keys):
+                if bucket is not None:
+                    self._cross(bucket)
+        return found
+
+    def _pop(self, key: Hashable) -> HeldBucket | None:
+        found = self._buckets.pop(key, None)
+        if found is not None:
+            self.nbytes -= found.values.nbytes
         return found
 
     def put(self, key: Hashable, bucket: HeldBucket) -> None:
@@ -75,12 +78,15 @@ class HeldGradients:
         if self._keys.get(bucket.members[0]) != key:
             self._keys.update(dict.fromkeys(bucket.members, key))
         self._buckets[key] = bucket
+        self.nbytes += bucket.values.nbytes
+        self.most_nbytes = max(self.most_nbytes, self.nbytes)
 
     def drop(self) -> None:
         """Forget what is held: an accumulation was abandoned."""
         self._buckets.clear()
         self._keys.clear()
         self._crossed.clear()
+        self.nbytes = 0
 
     def are_left(self, members: Sequence[Member]) -> bool:
         """Whether a bucket has the zeros of ``reduce_rest`` only."""

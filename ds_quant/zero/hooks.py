@@ -358,6 +358,12 @@ def at_boundary(engine: Any) -> bool:
     return bool(engine.is_gradient_accumulation_boundary())
 
 
+def accumulates(engine: Any) -> bool:
+    """Whether an optimizer step may take several backwards."""
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    return engine.gradient_accumulation_steps() > 1 or (managed is not None and not managed())
+
+
 class GradientBuckets(Protocol):
     """Buckets in which DeepSpeed collects gradients until they are reduced."""
 

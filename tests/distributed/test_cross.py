@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import run
-from tests.distributed.models import (
-    Regression,
-    batch,
-    build,
-    forward,
-    settings,
-)
+from tests.distributed.models import Regression, batch, build, forward, settings, train_step
 
 pytestmark = pytest.mark.distributed
 
@@ -97,3 +91,115 @@ def test_the_optimizer_gets_the_plain_sum_bit_for_bit(stage: int) -> None:
             for name, got in gradients.items():
                 expected = plain_mean(name, accumulation)
                 np.testing.assert_array_equal(got, expected, err_msg=f"{name} {accumulation}")
+
+
+# ---- bytes ----
+
+
+WIDTH, LAYERS = 512, 2
+NUMEL = LAYERS * WIDTH * WIDTH
+# Volumes between nodes per parameter and optimizer step, for any accumulation: 16 bits twice;
+# 8 bits and 8 bytes per 1024 elements twice; 4 bits and a scale per 2048, and per 128.
+VOLUMES: dict[tuple[int, str], tuple[dict[str, Any], float]] = {
+    (2, "sdp4bit"): ({}, 1.033),
+    (3, "sdp4bit"): ({}, 1.033),
+    (2, "full_precision"): ({}, 4.0),
+    (3, "full_precision"): ({"node_shard": True}, 4.0),
+    (2, "qsdp"): ({}, 2.016),
+    (3, "qsdp"): ({"node_shard": True}, 2.016),
+    (3, "qsdp_shard"): ({}, 2.016),
+}
+ACCUMULATIONS = (1, 4, 16)
+
+
+class Matrices(torch.nn.Module):
+    """512 -> 512 -> 512 without biases: 524,288 parameters, nothing small and no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.layers = torch.nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.bfloat16()).float().square().mean()
+
+
+def _bytes_rank(accumulation: int) -> dict[tuple, tuple[dict, dict]]:
+    """Bytes between nodes in the third step, and the report."""
+    import ds_quant
+
+    found = {}
+    for (stage, scheme), (more, _) in VOLUMES.items():
+        block = {"scheme": scheme, "node_size": NODE_SIZE, "metrics": {"interval": 0}, **more}
+        zero = {"reduce_bucket_size": 4 * NUMEL}
+        made = settings(stage, block, dtype="bf16", accumulation=accumulation, zero=zero)
+        engine = build(made, Matrices)
+        for step in range(3):
+            if step == 2:
+                before = ds_quant.report(engine)["received_bytes"]
+            for _ in range(accumulation):
+                engine.backward(engine(torch.randn(1, WIDTH)))
+                engine.step()
+        report = ds_quant.report(engine)
+        received = {r: report["received_bytes"][r]["inter"] - before[r]["inter"] for r in before}
+        found[stage, scheme] = received, report
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+def test_bytes_between_nodes_do_not_grow_with_accumulation(accumulation: int) -> None:
+    ranks = run(_bytes_rank, WORLD, accumulation, timeout=280)
+    away = 1 - 1 / NODES
+    for case, (_, volume) in VOLUMES.items():
+        counted = sum(sum(rank[case][0].values()) for rank in ranks) / NODES / NUMEL
+        assert counted == pytest.approx(away * volume, rel=0.01), case
+        for rank in ranks:
+            report = rank[case][1]
+            assert report["expected_bytes"] == pytest.approx(volume, rel=0.01), case
+            held = 4 * NUMEL / NODE_SIZE if accumulation > 1 else 0
+            assert report["held_bytes"] == pytest.approx(held, rel=0.05), case
+            assert report["expected_held_bytes"] == pytest.approx(held, rel=0.05), case
+            assert ("gradients cross once per step" in report["line"]) == (accumulation > 1)
+
+
+# ---- losses ----
+
+
+def gentle_descent(params: Any) -> torch.optim.Optimizer:
+    """Adam would divide by gradients near zero, whose rounding is all they are."""
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _losses_rank(stage: int, accumulation: int, steps: int) -> dict[str, list[float]]:
+    cases = {
+        "step": config(stage, accumulation),
+        "micro_step": config(stage, accumulation, "micro_step"),
+    }
+    if stage == 3:
+        cases["shard"] = config(stage, accumulation)
+        cases["shard"]["quantized_comm"]["node_shard"] = True
+    found = {}
+    for name, made in cases.items():
+        engine = build(made, optimizer=gentle_descent)
+        found[name] = [loss for step in range(steps) for loss in train_step(engine, step)]
+        engine.destroy()
+    return found
+
+
+LONG = [pytest.param(k, 50, marks=pytest.mark.slow) for k in (1, 3, 4, 16)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("accumulation", "steps"), [(1, 10), (3, 10), *LONG])
+def test_losses_are_those_of_crossing_in_every_micro_step(
+    accumulation: int, steps: int, stage: int
+) -> None:
+    """To fp32 rounding; bit for bit without accumulation, and where exact weights cross once."""
+    for found in run(_losses_rank, WORLD, stage, accumulation, steps, timeout=560):
+        once, often = found["step"], found["micro_step"]
+        assert once[-1] < 0.8 * once[0]
+        if accumulation == 1:
+            assert once == often
+        np.testing.assert_allclose(once, often, rtol=1e-5)
+        assert found.get("shard", once) == once

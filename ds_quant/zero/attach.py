@@ -111,18 +111,7 @@ def start_line(binding: Binding) -> str:
             f"exact differences take {LOSSLESS_BITS} bits per weight at a learning rate of 3e-4, "
             f"fewer below it, and {most:.2f} B/param/step at most"
         )
-    if _weights_stay(binding) and binding.scheme.lossless:
-        parts.append(
-            "weights travel in full precision, because their differences cross between nodes and "
-            "there is one node: zero_optimization.stage 2 sends differences inside a node, too"
-        )
-    elif _weights_stay(binding):
-        parts.append(
-            "weights stay exact, because this scheme quantizes what they cross between nodes and "
-            'there is one node: weights.intra, such as {"bits": 8}, quantizes gathers inside it, '
-            'scheme "qsdp" all weights'
-        )
-    return "; ".join(parts + binding.notices)
+    return "; ".join([*parts, *_why_weights_stay(binding), *binding.notices])
 
 
 def _weights_stay(binding: Binding) -> bool:
@@ -131,6 +120,22 @@ def _weights_stay(binding: Binding) -> bool:
     sends = scheme.weights is not None or scheme.lossless
     keeps = binding.stage == 3 and scheme.node_shard and sends
     return keeps and scheme.weights_intra is None and topology.nodes == 1 < topology.world
+
+
+def _why_weights_stay(binding: Binding) -> list[str]:
+    """Say why and what would help, if they do."""
+    if not _weights_stay(binding):
+        return []
+    if binding.scheme.lossless:
+        return [
+            "weights travel in full precision, because their differences cross between nodes and "
+            "there is one node: zero_optimization.stage 2 sends differences inside a node, too"
+        ]
+    return [
+        "weights stay exact, because this scheme quantizes what they cross between nodes and "
+        'there is one node: weights.intra, such as {"bits": 8}, quantizes gathers inside it, '
+        'scheme "qsdp" all weights'
+    ]
 
 
 def announce(binding: Binding) -> None:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_quant.kernels import launch_lossless, lossless
+from ds_quant.codec.lossless import LosslessCodec
+from ds_quant.kernels import dispatch, launch_lossless, lossless
 from tests.kernels.inputs import guarded
 from tests.lossless_inputs import DTYPES, SORTS, mixed
 
@@ -101,3 +102,41 @@ def test_damaged_messages_are_errors(shim, sorts, numel, places, near, change, i
         assert "lossless message" in str(error)
     else:
         assert torch.equal(out.view(torch.int16), values.view(torch.int16))
+
+
+def through_codec(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The message, after a look at what it decodes to."""
+    codec, numel, device = LosslessCodec(), values.numel(), values.device
+    out = torch.empty(codec.max_bytes(numel), dtype=torch.uint8, device=device)
+    nbytes = torch.zeros(1, dtype=torch.int64, device=device)
+    codec.encode(values, reference, out, nbytes)
+    message, found = out[: nbytes.item()], reference.clone()
+    codec.decode(message, found, found)
+    assert torch.equal(found.view(torch.int16), values.view(torch.int16))
+    return message
+
+
+def test_codec_takes_the_kernels_where_there_is_a_runner(shim, monkeypatch) -> None:
+    values, reference = mixed([3e-4, 1e-5], 5000, torch.bfloat16, seed=3)
+    launched = []
+
+    def run(launch) -> None:
+        launched.append(dict(launch.macros)["DSQ_PHASE"])
+        shim(launch)
+
+    monkeypatch.setattr(dispatch, "cuda_runner", lambda device: run)
+    assert torch.equal(through_codec(values, reference), expected(values, reference))
+    assert launched == [0, 1, 2, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_on_a_gpu(dtype: torch.dtype) -> None:
+    for numel, seed in ((1, 0), (2049, 1), (5_000_003, 2)):
+        values, reference = mixed(list(SORTS), numel, dtype, seed)
+        message = through_codec(values.cuda(), reference.cuda())
+        assert torch.equal(message.cpu(), expected(values, reference))
+        damaged = message.clone()
+        damaged[4] ^= 1  # the checksum
+        with pytest.raises(ValueError, match="lossless message"):
+            LosslessCodec().decode(damaged, reference.cuda(), values.cuda())

@@ -12,6 +12,7 @@ import torch
 
 from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.comm.owners import delivery_codec
 from ds_quant.kernels.random_bits import Address, Role, key_of
 from ds_quant.policy.scheme import Scheme
 
@@ -139,7 +140,9 @@ class Streams:
     def _stream(
         self, role: Role, tracked: Tracked, codec: Codec, rank: int | None, *, hop: int
     ) -> Stream:
-        rounding = codec.rounding if isinstance(codec, GroupCodec) else None
+        rounding = None
+        if isinstance(codec, GroupCodec):  # sums may be rounded once more, on their way to owners
+            rounding = delivery_codec(codec).rounding
         if rank is None or isinstance(codec, CastCodec) or rounding == "nearest":
             return Stream(codec, None)
         # QSDP: one shift per parameter and step, shared by all shards; all else differs by rank.

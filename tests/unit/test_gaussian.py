@@ -13,8 +13,10 @@ import torch
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.owners import delivery_codec
+from ds_quant.config.schema import parse_block
 from ds_quant.kernels import dispatch, gaussian, native
 from ds_quant.kernels.random_bits import Address
+from ds_quant.zero.param import Streams, Tracked
 from tests.unit import wire_oracle as oracle
 
 BITS = (2, 3, 4)
@@ -287,3 +289,12 @@ def test_sums_are_delivered_to_their_owners_without_bias() -> None:
     """They are no longer rotated, so Gaussian levels would not fit."""
     wanted = GroupCodec(bits=8, group_size=128, range="absmax", rounding="stochastic")
     assert delivery_codec(CODECS[2]) == wanted
+
+
+def test_the_delivery_has_random_bits_of_each_rank() -> None:
+    streams = Streams(parse_block({"scheme": "eden3"}).to_scheme(), one_node=False)
+    weight = Tracked(index=4, name="weight", shape=torch.Size((64, 64)), trained=True)
+    ranks = [streams.of_gradient(weight, torch.bfloat16, rank=rank, hops=2) for rank in range(2)]
+    keys = [hop.key for rank in ranks for hop in rank.hops]
+    assert None not in keys and len(set(keys)) == 4
+    assert ranks[0].signs == ranks[1].signs is not None, "sums are taken of rotated values"

@@ -156,8 +156,8 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
     ]  # fmt: skip
     return "Exact weights: bits per difference", (
         "Bits per weight and step of the exact differences between the bf16 roundings of the\n"
-        f"{result['rows'][0]['numel']} weights of a GPT in training, and entropies of the same data."
-        "\n\n" + sections.table(header, rows)
+        f"{result['rows'][0]['numel']} weights of a GPT in training, and entropies of the same\n"
+        "data.\n\n" + sections.table(header, rows)
     )
 
 

@@ -139,42 +139,51 @@ def smoothed(values: Sequence[float], *, window: int = 20) -> list[float]:
     return [median(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
+def quartiles(values: Sequence[float], *, window: int = 20) -> tuple[list[float], list[float]]:
+    """Lower and upper quartiles of the last `window` values (fewer at the start)."""
+    low, high = [], []
+    for i in range(len(values)):
+        last = sorted(values[max(0, i + 1 - window) : i + 1])
+        low.append(last[(len(last) - 1) // 4])
+        high.append(last[(3 * len(last) - 1) // 4])
+    return low, high
+
+
 def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Write a PNG: smoothed loss curves, and the difference of each step's loss to the baseline's,
-    which sees the same data.
+    which sees the same data, with the quartiles of the last 20 steps as a band.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from ds_quant.tools import plot_style
 
     losses = {run["label"]: run["result"]["losses"] for run in runs}
-    baseline = next((losses[name] for name in BASELINES if name in losses), None)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    base = next((name for name in BASELINES if name in losses), None)
+    colors = plot_style.colors(losses)
+    figure, panels = plot_style.pyplot().subplots(
+        1, 1 if base is None else 2, figsize=(7 if base is None else 13, 5),
+        layout="constrained", squeeze=False,
+    )  # fmt: skip
+    left, right = panels[0][0], panels[0][-1]
     for row in rows(runs):
-        curve = losses[row.label]
-        (line,) = left.plot(smoothed(curve), linewidth=1.4)
-        label = f"{row.label}: {row.final_loss:.3f}, {number(row.wire_bytes, '.2f')} B/param"
-        line.set_label(label)
-        if baseline is not None and curve is not baseline:
-            apart = smoothed([100 * (a / b - 1) for a, b in zip(curve, baseline, strict=True)])
-            right.plot(apart, linewidth=1.4, color=line.get_color())
-            right.annotate(f" {row.label}", (len(apart) - 1, apart[-1]), va="center",
-                           color=line.get_color())  # fmt: skip
-    left.legend(frameon=False, title="final loss, bytes received per step")
-    left.set(xlabel="optimizer step", ylabel="loss, nats per byte (median of 20 steps)",
-             title="Training loss")  # fmt: skip
-    right.axhline(0, color="0.5", linewidth=0.8)
-    right.margins(x=0.16)
-    right.set(xlabel="optimizer step", ylabel="% (median of 20 steps)",
-              title="Loss against full precision, same data")  # fmt: skip
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
+        label = f"{row.label}, {number(row.wire_bytes, '.2f')} B/param"
+        left.plot(smoothed(losses[row.label]), color=colors[row.label], label=label)
+    left.set(xlabel="optimizer step", ylabel="nats per byte, median of 20 steps",
+             title="Training loss, and bytes received per step")  # fmt: skip
+    if base is not None:
+        for row in (row for row in rows(runs) if row.label != base):
+            pairs = zip(losses[row.label], losses[base], strict=True)
+            apart = [100 * (ours / exact - 1) for ours, exact in pairs]
+            label = f"{row.label} {number(row.gap_percent, '+.2f')} %"
+            right.plot(smoothed(apart), color=colors[row.label], label=label)
+            right.fill_between(range(len(apart)), *quartiles(apart), color=colors[row.label],
+                               alpha=0.15, linewidth=0)  # fmt: skip
+        right.axhline(0, color="0.5", linewidth=0.8, label="_")
+        right.set(xlabel="optimizer step", ylabel="%, median and quartiles of 20 steps",
+                  title=f"Loss against {base}, same data")  # fmt: skip
+    for axes in panels[0]:
+        plot_style.finish(axes)
+        plot_style.label_lines(axes)
     figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plot_style.save(figure, path)
 
 
 # Flags that say where to write or what to print, not what is measured.

@@ -185,35 +185,36 @@ def published_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Speed-up against link rate at the largest stage, node size and number of GPUs, per model."""
-    import matplotlib
+    """Speed-up against link rate at the largest stage, node size and number of GPUs, per model.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    The band reaches from no overlap to perfect overlap.
+    """
+    from ds_quant.tools import plot_style
 
     top = {key: max(row[key] for row in rows) for key in ("stage", "ranks", "node_size")}
     shown = [row for row in rows if all(row[key] == value for key, value in top.items())]
     models = list(dict.fromkeys(row["model"] for row in shown))
-    figure, axes = pyplot.subplots(
-        1, max(1, len(models)), figsize=(4.5 * max(1, len(models)), 5), layout="constrained",
+    colors = plot_style.colors(dict.fromkeys(row["scheme"] for row in shown))
+    figure, axes = plot_style.pyplot().subplots(
+        1, max(1, len(models)), figsize=(5.5 * max(1, len(models)), 5), layout="constrained",
         squeeze=False, sharey=True,
     )  # fmt: skip
     for each, model in zip(axes[0], models, strict=False):
-        for scheme in dict.fromkeys(row["scheme"] for row in shown):
+        for scheme, color in colors.items():
             own = [row for row in shown if (row["scheme"], row["model"]) == (scheme, model)]
             rates = [row["rate"] for row in own]
-            (line,) = each.plot(rates, [r["speedup_no_overlap"] for r in own], label=scheme)
-            overlapped = [r["speedup_full_overlap"] for r in own]
-            each.plot(rates, overlapped, color=line.get_color(), linestyle=":")
+            serial = [row["speedup_no_overlap"] for row in own]
+            each.plot(rates, serial, color=color, label=scheme)
+            hidden = [row["speedup_full_overlap"] for row in own]
+            each.fill_between(rates, serial, hidden, color=color, alpha=0.1, linewidth=0)
         each.set(title=model, xscale="log", xlabel="link, Gb/s per node")
-        each.grid(alpha=0.3)
-    axes[0][0].set_ylabel("predicted speed-up (dotted: perfect overlap)")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=7)
-    figure.suptitle(f"ZeRO-{top['stage']}, {top['ranks']} GPUs, {top['node_size']} per node")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+        plot_style.plain_ticks(each.xaxis, sorted({row["rate"] for row in shown}))
+        plot_style.finish(each)
+        plot_style.label_lines(each, at_start=True)
+    axes[0][0].set_ylabel("predicted speed-up (line: no overlap, band: up to all)")
+    figure.suptitle(f"The slower the link, the larger the gain: ZeRO-{top['stage']}, "
+                    f"{top['ranks']} GPUs, {top['node_size']} per node")  # fmt: skip
+    plot_style.save(figure, path)
 
 
 def section(result: dict[str, Any]) -> tuple[str, str]:

@@ -244,34 +244,47 @@ def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
     """Per point: step time and speed-up against link rate, with what the bytes allow."""
-    import matplotlib
+    from ds_quant.tools import plot_style
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        2, len(points), figsize=(5 * len(points), 8), layout="constrained", squeeze=False
+    figure, axes = plot_style.pyplot().subplots(
+        2, len(points), figsize=(6 * len(points), 8), layout="constrained", squeeze=False
     )
     for column, point in enumerate(points):
         shaped = [row for row in point["rows"] if row["rate"]]
         times, ratios = axes[0][column], axes[1][column]
-        for scheme in dict.fromkeys(row["scheme"] for row in shaped):
+        colors = plot_style.colors(dict.fromkeys(row["scheme"] for row in shaped))
+        for scheme, color in colors.items():
             own = [row for row in shaped if row["scheme"] == scheme]
-            rates = [row["rate"] for row in own]
-            times.plot(rates, [row["seconds"] for row in own], marker="o", label=scheme)
-            (line,) = ratios.plot(rates, [row["speedup"] for row in own], marker="o")
-            if scheme not in (BASELINE, *SHIPPED):
-                ratios.axhline(own[0]["bytes_bound"], color=line.get_color(), linestyle=":")
-        times.set(title=point["title"], xscale="log", yscale="log", ylabel="seconds per step")
-        ratios.set(xscale="log", xlabel="link, Mbit/s", ylabel="speed-up (dotted: bytes allow)")
+            _curves(times, ratios, own, scheme, color)
+        best = max((row for row in shaped if row["scheme"] not in SHIPPED),
+                   key=lambda row: row["speedup"], default=None)  # fmt: skip
+        found = "" if best is None else (
+            f"\n{best['scheme']} is up to {best['speedup']:.1f}x as fast as {BASELINE}"
+        )  # fmt: skip
+        times.set(title=point["title"] + found, xscale="log", yscale="log",
+                  ylabel="seconds per step")  # fmt: skip
+        ratios.set(xscale="log", xlabel="link, Mbit/s",
+                   ylabel="speed-up (band: spread, dotted: bytes allow)")  # fmt: skip
+        for each in (times, ratios):
+            plot_style.plain_ticks(each.xaxis, sorted({row["rate"] for row in shaped}))
+            plot_style.finish(each)
+            plot_style.label_lines(each)
         if shaped:
-            times.legend()
-    for row in axes:
-        for each in row:
-            each.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+            plot_style.plain_ticks(times.yaxis, plot_style.round_marks(*times.get_ylim()))
+    plot_style.save(figure, path)
+
+
+def _curves(
+    times: Any, ratios: Any, own: Sequence[dict[str, Any]], scheme: str, color: str
+) -> None:
+    """One scheme in both panels."""
+    rates = [row["rate"] for row in own]
+    times.plot(rates, [row["seconds"] for row in own], marker="o", label=scheme, color=color)
+    ratios.plot(rates, [row["speedup"] for row in own], marker="o", label=scheme, color=color)
+    low, high = ([row[key] for row in own] for key in ("speedup_min", "speedup_max"))
+    ratios.fill_between(rates, low, high, color=color, alpha=0.15, linewidth=0)
+    if scheme not in (BASELINE, *SHIPPED):
+        ratios.axhline(own[0]["bytes_bound"], color=color, linestyle=":", label="_")
 
 
 USUAL = (BASELINE, "qsdp", "zeropp", "sdp4bit", "deepspeed_plain")

@@ -6,6 +6,8 @@ matplotlib is imported on first use, so that commands without a plot do not need
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,29 +67,52 @@ def plain_ticks(axis: Any, marks: Sequence[float]) -> None:
     axis.set_minor_locator(ticker.NullLocator())
 
 
-def label_lines(axes: Any) -> None:
+def round_marks(low: float, high: float) -> list[float]:
+    """Return the values 1, 2 and 5 times a power of ten from ``low`` to ``high``."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    marks = (float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5))
+    return [mark for mark in marks if low <= mark <= high]
+
+
+def label_lines(axes: Any, *, at_start: bool = False) -> None:
     """Write every labelled line's name at its right end, in its colour, instead of a legend.
 
     Call it when everything is drawn and the scales are set: names that would cover each other are
-    moved apart. Names that begin with ``_`` are left out, as in a legend.
+    moved apart. Names that begin with ``_`` are left out, as in a legend. With ``at_start`` they
+    stand above the left ends, for lines that meet on the right.
     """
     ends = []
     for line in axes.get_lines():
         points = [(x, y) for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)]
         if points and not line.get_label().startswith("_"):
-            ends.append((points[-1], line))
+            ends.append((points[0 if at_start else -1], line))
+    names = [_wrapped(line.get_label()) for _, line in ends]
     axes.figure.draw_without_rendering()  # settles scales and layout
     to_points = 72 / axes.figure.dpi
     heights = [float(axes.transData.transform(end)[1]) * to_points for end, _ in ends]
-    for (end, line), own, placed in zip(ends, heights, spread(heights), strict=True):
+    places = spread(
+        [height + (8 if at_start else 0) for height in heights],
+        gap=_LINE_POINTS * max((name.count("\n") + 1 for name in names), default=1),
+        floor=axes.get_window_extent().y0 * to_points + _LINE_POINTS / 2,
+    )
+    for (end, line), name, own, placed in zip(ends, names, heights, places, strict=True):
         axes.annotate(
-            line.get_label(), end, xytext=(5, placed - own), textcoords="offset points",
-            va="center", color=line.get_color(), fontsize=_LABEL_POINTS, annotation_clip=False,
+            name, end, xytext=(5, placed - own), textcoords="offset points", va="center",
+            color=line.get_color(), fontsize=_LABEL_POINTS, annotation_clip=False,
         )  # fmt: skip
 
 
-def spread(heights: Sequence[float], gap: float = _LINE_POINTS) -> list[float]:
-    """Move heights at least ``gap`` apart, each as little as possible, in the same order."""
+def _wrapped(name: str) -> str:
+    """In lines of about 28 characters: a scheme with settings is longer than a plot has room."""
+    spaced = re.sub(r"([,:])(?=\S)", r"\1 ", name)
+    return "\n".join(textwrap.wrap(spaced, 28, break_long_words=False, break_on_hyphens=False))
+
+
+def spread(heights: Sequence[float], gap: float, floor: float = -math.inf) -> list[float]:
+    """Move heights at least ``gap`` apart, each as little as possible, in the same order.
+
+    None ends below ``floor``.
+    """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     blocks: list[tuple[float, int]] = []  # mean of the lowest heights of a block, its size
     for rank, i in enumerate(order):
@@ -96,7 +121,7 @@ def spread(heights: Sequence[float], gap: float = _LINE_POINTS) -> list[float]:
             other, more = blocks.pop()
             mean, size = (mean * size + other * more) / (size + more), size + more
         blocks.append((mean, size))
-    lowest = [mean for mean, size in blocks for _ in range(size)]
+    lowest = [max(mean, floor) for mean, size in blocks for _ in range(size)]
     placed = [0.0] * len(heights)
     for rank, i in enumerate(order):
         placed[i] = lowest[rank] + rank * gap

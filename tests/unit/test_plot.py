@@ -126,19 +126,29 @@ def test_without_matplotlib_the_extra_is_named(
 
 
 @pytest.mark.parametrize(
-    ("heights", "expected"),
+    ("heights", "expected", "above_zero"),
     [
-        ([], []),
-        ([0, 30, 100], [0, 30, 100]),
-        ([50, 50], [45, 55]),
-        ([100, 3, 0], [100, 6.5, -3.5]),  # in the same order
-        ([0, 9, 18], [-1, 9, 19]),
+        ([], [], []),
+        ([0, 30, 100], [0, 30, 100], [0, 30, 100]),
+        ([50, 50], [45, 55], [45, 55]),
+        ([100, 3, 0], [100, 6.5, -3.5], [100, 10, 0]),  # in the same order
+        ([0, 9, 18], [-1, 9, 19], [0, 10, 20]),
     ],
 )
 def test_labels_are_moved_apart_as_little_as_possible(
-    heights: list[float], expected: list[float]
+    heights: list[float], expected: list[float], above_zero: list[float]
 ) -> None:
     assert plot_style.spread(heights, gap=10) == pytest.approx(expected)
+    assert plot_style.spread(heights, gap=10, floor=0) == pytest.approx(above_zero)
+
+
+def test_long_names_are_wrapped_and_marks_are_round() -> None:
+    assert plot_style._wrapped("qsdp") == "qsdp"
+    long = "qsdp_w4g4:weights.levels=learned,gradients.bits=6, 1.15 B/param"
+    assert plot_style._wrapped(long).split("\n") == [
+        "qsdp_w4g4:", "weights.levels=learned,", "gradients.bits=6, 1.15", "B/param"
+    ]  # fmt: skip
+    assert plot_style.round_marks(0.7, 60) == [1, 2, 5, 10, 20, 50]
 
 
 def test_a_scheme_has_its_colour_in_every_plot_and_others_differ() -> None:

@@ -49,9 +49,11 @@ from ds_quant.policy.scheme import Scheme
 
 BASELINE = "full_precision"
 # In the order in which a study begins: a study that is cut short has the first ones.
+_LEARNED = "weights.levels=learned,weights.rounding=nearest,weights.level_steps=[1,75,150,225]"
 SCHEMES = (
-    "sdp4bit,qsdp,zeropp,qsdp_w4g4,ulq,tlq,tlq_hs,qwd,qw4,sdp4bit_paper,"
-    "qw4:weights.group_size=32,qw4:weights.group_size=128"
+    "sdp4bit,qsdp,zeropp,qsdp_w4g4,ulq,tlq,tlq_hs,qwd,qw4,lossless_g4,lossless_g3,lossless_g2,"
+    "eden4,eden3,eden2,sdp4bit_paper,qw4:weights.group_size=32,qw4:weights.group_size=128,"
+    f"qsdp_w4g4:{_LEARNED},qsdp:weights.bits=6,gradients.bits=4,qsdp:weights.bits=5,gradients.bits=4"
 )
 FLOOR = 0.03  # of the rate, at the end of its decay
 LAST = 50  # steps over which training loss is averaged

@@ -299,6 +299,7 @@ def result(
         "arguments": arguments, **report.provenance(), **about,
         "parameters": sum(p.numel() for p in settings.model().parameters()),
         "rows": [one for one in found if one["gap"] is not None],
+        "runs": ledger.runs,
         "constant": [one for entry in entries if (one := both_ways(ledger, entry.label))],
     }  # fmt: skip
 
@@ -321,7 +322,6 @@ def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any
         "scheme": entry.label,
         "gap": _plain(ledger.gap(entry.label)),
         "gap_travelled": _plain(ledger.gap(entry.label, "held_out_travelled")),
-        "held_out": ledger.by_seed(entry.label, "held_out"),
         **errors,
         "weight_bits": 8 * bill.weights,
         "gradient_bits": 8 * bill.gradients,

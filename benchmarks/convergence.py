@@ -49,9 +49,11 @@ from ds_quant.policy.scheme import Scheme
 
 BASELINE = "full_precision"
 # In the order in which a study begins: a study that is cut short has the first ones.
+_LEARNED = "weights.levels=learned,weights.rounding=nearest,weights.level_steps=[1,75,150,225]"
 SCHEMES = (
-    "sdp4bit,qsdp,zeropp,qsdp_w4g4,ulq,tlq,tlq_hs,qwd,qw4,sdp4bit_paper,"
-    "qw4:weights.group_size=32,qw4:weights.group_size=128"
+    "sdp4bit,qsdp,zeropp,qsdp_w4g4,ulq,tlq,tlq_hs,qwd,qw4,lossless_g4,lossless_g3,lossless_g2,"
+    "eden4,eden3,eden2,sdp4bit_paper,qw4:weights.group_size=32,qw4:weights.group_size=128,"
+    f"qsdp_w4g4:{_LEARNED},qsdp:weights.bits=6,gradients.bits=4,qsdp:weights.bits=5,gradients.bits=4"
 )
 FLOOR = 0.03  # of the rate, at the end of its decay
 LAST = 50  # steps over which training loss is averaged
@@ -297,6 +299,7 @@ def result(
         "arguments": arguments, **report.provenance(), **about,
         "parameters": sum(p.numel() for p in settings.model().parameters()),
         "rows": [one for one in found if one["gap"] is not None],
+        "runs": ledger.runs,
         "constant": [one for entry in entries if (one := both_ways(ledger, entry.label))],
     }  # fmt: skip
 
@@ -319,7 +322,6 @@ def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any
         "scheme": entry.label,
         "gap": _plain(ledger.gap(entry.label)),
         "gap_travelled": _plain(ledger.gap(entry.label, "held_out_travelled")),
-        "held_out": ledger.by_seed(entry.label, "held_out"),
         **errors,
         "weight_bits": 8 * bill.weights,
         "gradient_bits": 8 * bill.gradients,

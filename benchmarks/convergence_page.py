@@ -71,15 +71,15 @@ def body(result: dict[str, Any]) -> str:
 def setting(result: dict[str, Any]) -> str:
     """What was trained, in a sentence or two."""
     given, curve = result["settings"], result["base"]["curve"]
-    ranks = given["nodes"] * given["node_size"]
+    ranks, half = given["nodes"] * given["node_size"], curve[len(curve) // 2]
+    nbytes = ranks * given["batch"] * given["micro_steps"] * given["seq_len"]
     return (
         f"A byte-level GPT of {result['parameters'] / 1e6:.2f} M parameters on {ranks} ranks in "
-        f"{given['nodes']} nodes (ZeRO-3, simulated with the bits of real ranks), bf16, "
-        f"{ranks * given['batch'] * given['micro_steps'] * given['seq_len']} bytes of text and "
-        f"{given['micro_steps']} micro-step(s) per optimizer step; {given['base_steps']} steps of "
-        f"AdamW at {given['lr']:g} (held out: {curve[-1]['held_out']:.3f} nats per byte; "
-        f"{curve[len(curve) // 2]['held_out']:.3f} at step {curve[len(curve) // 2]['step']}), then "
-        f"{given['steps']} steps of decay."
+        f"{given['nodes']} nodes (ZeRO-3, simulated with the bits of real ranks), bf16,\n"
+        f"{nbytes} bytes of text and k = {given['micro_steps']} micro-steps per optimizer step; "
+        f"{given['base_steps']} steps of AdamW at {given['lr']:g} (held out:\n"
+        f"{curve[-1]['held_out']:.3f} nats per byte, {half['held_out']:.3f} at step "
+        f"{half['step']}), then {given['steps']} steps of decay."
     )
 
 
@@ -113,4 +113,7 @@ def published(result: dict[str, Any]) -> list[str]:
 
 
 def page(result: dict[str, Any], name: str) -> str:
-    return f"# What a scheme costs in loss\n\n{body(result)}\n\n{sections.origin(result, name)}"
+    """The whole page, to lie beside the result file ``name``."""
+    size, steps = f"{result['parameters'] / 1e6:.2f} M", result["settings"]["micro_steps"]
+    heading = f"What a scheme costs in loss: {size} parameters, k = {steps}"
+    return f"# {heading}\n\n{body(result)}\n\n{sections.origin(result, name)}"

@@ -29,6 +29,7 @@ from ds_quant.comm.transport import Link
 from ds_quant.kernels.wire import shard_range
 from ds_quant.policy.scheme import Scheme
 from ds_quant.zero.engine import Binding
+from ds_quant.zero.held import HeldGradients
 from ds_quant.zero.stage3 import ShardReduction
 
 Batch = Callable[[int, int], Sequence[Tensor]]  # micro-step and rank -> what the module takes
@@ -133,6 +134,10 @@ class EngineOfNobody:
     micro_steps: int
     global_steps: int = 0
     skipped_steps: int = 0
+    is_last_micro_step: bool = True
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.is_last_micro_step
 
     def zero_optimization_stage(self) -> int:
         return 3
@@ -153,6 +158,8 @@ class SimulatedRank(Binding):
         self.number, self._network = rank, network
         super().__init__(engine, scheme, network.topology)
         self.reduction = ShardReduction(self)
+        if self.crosses_at_boundary():
+            self.held = HeldGradients(engine)
 
     def link(self, process_group: Any) -> Link:
         return self._links.setdefault(0, self._link(self._network.world, self.number))
@@ -240,18 +247,19 @@ class Simulation:
 
     def step(self, batch: Batch, *, measure: bool = False) -> tuple[float, float | None]:
         """One optimizer step. The loss, mean over ranks and micro-steps, and if asked for the
-        normalised error of the reduced gradients of its last micro-step.
+        normalised error of the reduced gradients.
         """
         self.compute_with(self.travelled_weights())
-        loss, error = 0.0, None
+        loss, exact = 0.0, self.master.new_zeros(self.master.shape) if measure else None
         for micro_step in range(self._micro_steps):
-            losses, exact, reduced = self._backward(micro_step, batch, keep=measure)
-            loss += losses / self._micro_steps
+            self._engine.is_last_micro_step = micro_step == self._micro_steps - 1
+            mean, reduced = self._backward(micro_step, batch, exact)
+            loss += mean / self._micro_steps
             if micro_step == 0:
                 self._gradient.copy_(reduced)
             else:
                 self._gradient.add_(reduced)
-            error = self._error(exact, reduced) if measure else None
+        error = None if exact is None else self._error(exact)
         self.master.grad = self._clipped(self._gradient.float())
         self.optimizer.step()
         self._learn_levels()
@@ -261,17 +269,17 @@ class Simulation:
         return loss, error
 
     def _backward(
-        self, micro_step: int, batch: Batch, *, keep: bool
-    ) -> tuple[float, Tensor | None, Tensor]:
-        """Mean loss, mean gradient if it is to be kept, and the mean as it was reduced."""
-        total, exact, buckets = 0.0, None, []
+        self, micro_step: int, batch: Batch, exact: Tensor | None
+    ) -> tuple[float, Tensor]:
+        """Mean loss, and the mean gradient as it was reduced; ``exact`` takes it unreduced, too."""
+        total, buckets = 0.0, []
         for rank in self._ranks:
             loss = self.module(*batch(micro_step, rank.number))
             gradients = torch.autograd.grad(loss / self._micro_steps, self._parameters)
             total += loss.item() / len(self._ranks)
-            if keep:
-                flat = torch.cat([g.reshape(-1).float() for g in gradients]) / len(self._ranks)
-                exact = flat if exact is None else exact + flat
+            if exact is not None:
+                flat = torch.cat([g.reshape(-1).float() for g in gradients])
+                exact.add_(flat, alpha=1 / len(self._ranks))
             buckets.append(rank.reduction.begin(self._parameters, list(gradients), None))
         for bucket in buckets:
             bucket.advance()
@@ -279,7 +287,7 @@ class Simulation:
         for rank in self._ranks:
             rank.after_backward()
         pieces = [shard for of_ranks in zip(*shards, strict=True) for shard in of_ranks]
-        return total, exact, torch.cat(pieces)
+        return total, torch.cat(pieces)
 
     @staticmethod
     def _clipped(gradient: Tensor) -> Tensor:
@@ -287,10 +295,10 @@ class Simulation:
         norm = gradient.double().norm()
         return gradient.mul_(1 / (norm + 1e-6).clamp(min=1.0))
 
-    def _error(self, exact: Tensor, reduced: Tensor) -> float:
+    def _error(self, exact: Tensor) -> float:
         """Squared error over squared norm of what is quantized."""
         norms = torch.zeros(2, dtype=torch.float64)
-        pairs = zip(exact.split(self._sizes), reduced.split(self._sizes), strict=True)
+        pairs = zip(exact.split(self._sizes), self._gradient.split(self._sizes), strict=True)
         for tracked, (want, got) in zip(self._ranks[0].all_tracked(), pairs, strict=True):
             if self.scheme.skip_reason(tracked.name, tracked.shape, self._dtype) is None:
                 squares = [(got.float() - want).square(), want.square()]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ds_quant.codec.codec import CAST_NAMES
-from ds_quant.kernels import dispatch
+from ds_quant.kernels import dispatch, launch_lossless
 from ds_quant.kernels.lossless import MAX_NUMEL, max_bytes
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -53,14 +54,22 @@ class LosslessCodec:
         wire: torch.Tensor,  # (bytes of the message,) uint8
         reference: torch.Tensor,  # (numel,) bf16 or fp16
         out: torch.Tensor,  # (numel,) of the same dtype; may be the reference itself
+        *,
+        status: torch.Tensor | None = None,  # (2,) int32 zeros on the device
     ) -> None:
         """Overwrite `out` with the values. ValueError for a message that cannot be or was made
         against another reference; `out` then holds nothing of use.
+
+        With a status nothing waits for a CUDA device: ``check`` raises what is found there.
         """
         _check_values("out", out, reference)
         _check_tensor("wire", wire, wire.numel(), torch.uint8)
         self.max_bytes(reference.numel())
-        dispatch.decode_lossless(wire, reference, out)
+        dispatch.decode_lossless(wire, reference, out, status=status)
+
+    def check(self, status: Sequence[int]) -> None:
+        """ValueError for a status, read back from the device, of a decoding that went wrong."""
+        launch_lossless.check(*status)
 
 
 def _check_values(name: str, values: torch.Tensor, reference: torch.Tensor) -> None:

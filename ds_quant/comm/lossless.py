@@ -12,7 +12,8 @@ changed one ends in an error and never in a read or a write past a buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -28,6 +29,10 @@ from ds_quant.kernels.wire import ALIGNMENT
 
 CODEC = LosslessCodec()
 MOST_NUMEL = 1 << 24  # elements of one rank in a message: more would only be decoded later
+
+
+# (rank, wire, status): decodes what a rank has sent; ``status`` is for the codec.
+Decode = Callable[[int, Tensor, Tensor], None]
 
 
 class Parcel(NamedTuple):
@@ -103,9 +108,9 @@ class Outbox:
         traffic.exact.used += sum(map(sum, self._lengths))
         traffic.exact.moved += self._link.size * sum(map(max, *self._lengths))
 
-    def post(self, place: int, decode: Callable[[int, Tensor], None]) -> Callable[[], None]:
-        """Begin to gather a message; the returned function waits for it and calls ``decode(rank,
-        wire)`` for every rank, this one too.
+    def post(self, place: int, decode: Decode) -> Callable[[], None]:
+        """Begin to gather a message; the returned function waits for it and calls ``decode`` for
+        every rank, this one too.
         """
         lengths = [of_rank[place] for of_rank in self._lengths]
         if not max(lengths):  # of parameters without elements
@@ -118,16 +123,23 @@ class Outbox:
             node_size = node_size_of(rows)
             if node_size is None:
                 rows = rows.view(self._link.size, -1)
+            status = torch.zeros(len(lengths), 2, dtype=torch.int32, device=rows.device)
             with self._link.decoding():
                 for rank, nbytes in enumerate(lengths):
                     row = rows[rank] if node_size is None else rows[divmod(rank, node_size)]
-                    self._decode(decode, rank, row[:nbytes])
+                    with self._named(rank):
+                        decode(rank, row[:nbytes], status[rank])
+                for rank, found in enumerate(status.tolist()):  # waits for the device once
+                    with self._named(rank):
+                        CODEC.check(found)
 
         return arrived
 
-    def _decode(self, decode: Callable[[int, Tensor], None], rank: int, wire: Tensor) -> None:
+    @contextmanager
+    def _named(self, rank: int) -> Iterator[None]:
+        """Names the rank whose message cannot be."""
         try:
-            decode(rank, wire)
+            yield
         except ValueError as error:
             raise RuntimeError(
                 f"quantized_comm: weights from rank {self._link.ranks[rank]} cannot be decoded "

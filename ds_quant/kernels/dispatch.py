@@ -288,15 +288,17 @@ def decode_lossless(
     wire: torch.Tensor,  # (bytes used,) uint8
     reference: torch.Tensor,  # (numel,) bf16 or fp16
     out: torch.Tensor,  # (numel,) of the same dtype; may be the reference
+    *,
+    status: torch.Tensor | None = None,  # (2,) int32 zeros on the device
 ) -> None:
     """Overwrite `out` with the values. ValueError for a message that cannot be: on CUDA that waits
-    for the device.
+    for the device, unless there is a `status` for ``launch_lossless.check``.
     """
     run = cuda_runner(wire.device)
     if run is None:
         _lossless_on(wire.device).decode(wire, reference, out)
     else:
-        launch_lossless.decode(wire, reference, out, run=run)
+        launch_lossless.decode(wire, reference, out, run=run, status=status)
 
 
 def _lossless_on(device: torch.device) -> ModuleType:

@@ -45,9 +45,9 @@ class Window(NamedTuple):
         wanted = self.fabric.empty(held.numel(), dtype=held.dtype, device=held.device)
         return wanted.copy_(self.group.master[self.within.start : self.within.stop]), held
 
-    def decode(self, rank: int, wire: Tensor) -> None:
+    def decode(self, rank: int, wire: Tensor, status: Tensor) -> None:
         held = self.of(rank)
-        CODEC.decode(wire, held, held)
+        CODEC.decode(wire, held, held, status=status)
 
 
 def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]:
@@ -94,10 +94,10 @@ class Rows(NamedTuple):
         """Begin to gather; the returned function waits and decodes into the rows of all nodes."""
         held: list[Tensor] = []
 
-        def decode(node: int, wire: Tensor) -> None:
+        def decode(node: int, wire: Tensor, status: Tensor) -> None:
             if not held:
                 held.append(joined([item.rows for item in self.kept]))
-            CODEC.decode(wire, held[0][node], held[0][node])
+            CODEC.decode(wire, held[0][node], held[0][node], status=status)
 
         arrived = outbox.post(place, decode)
 

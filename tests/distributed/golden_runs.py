@@ -87,7 +87,7 @@ class Row(NamedTuple):
 # Two levels are where most can go wrong: a few schemes in every stage, in slices.
 _TWO_LEVELS = tuple(
     Row(scheme, "2x2", stage, dtype="bf16", accumulation=1, slices=3, bucket=20_000)
-    for scheme in ("qsdp", "sdp4bit", "zeropp")
+    for scheme in ("qsdp", "sdp4bit", "zeropp", "lossless")
     for stage in FACTORS["stage"]
 )
 ROWS = tuple(dict.fromkeys((*map(Row._make, all_pairs(FACTORS)), *_TWO_LEVELS)))

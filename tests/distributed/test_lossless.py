@@ -345,8 +345,10 @@ def _gathered(node_size: int) -> list[list[float]]:
     outbox = Outbox(parcels, fabric.whole, fabric, device=device, traffic=traffic)
     for place, rows in enumerate(held):
 
-        def decode(sender: int, wire: torch.Tensor, rows: torch.Tensor = rows) -> None:
-            lossless.CODEC.decode(wire, rows[sender], rows[sender])
+        def decode(
+            sender: int, wire: torch.Tensor, status: torch.Tensor, rows: torch.Tensor = rows
+        ) -> None:
+            lossless.CODEC.decode(wire, rows[sender], rows[sender], status=status)
 
         outbox.post(place, decode)()
     assert traffic.exact.numel == fabric.size * 3005

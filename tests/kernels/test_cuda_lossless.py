@@ -96,8 +96,11 @@ def test_damaged_messages_are_errors(shim, sorts, numel, places, near, change, i
     for place, byte in places if length else ():
         other[place % min(near, length)] = byte
     out = reference if in_place else guarded(numel, torch.bfloat16)
+    status = torch.zeros(2, dtype=torch.int32) if places else None
     try:
-        launch_lossless.decode(with_guard(other), reference, out, run=shim)
+        launch_lossless.decode(with_guard(other), reference, out, run=shim, status=status)
+        if status is not None:  # nothing is raised before it is asked for
+            launch_lossless.check(*status.tolist())
     except ValueError as error:
         assert "lossless message" in str(error)
     else:
@@ -140,3 +143,16 @@ def test_bytes_on_a_gpu(dtype: torch.dtype) -> None:
         damaged[4] ^= 1  # the checksum
         with pytest.raises(ValueError, match="lossless message"):
             LosslessCodec().decode(damaged, reference.cuda(), values.cuda())
+
+
+def test_a_status_is_filled_without_waiting_and_says_the_same(shim) -> None:
+    values, reference = (with_guard(x) for x in mixed([3e-4], 5000, torch.bfloat16, seed=1))
+    other = reference.clone()
+    other[7] += 1
+    status = torch.zeros(2, 2, dtype=torch.int32)
+    message = message_of(shim, values, reference)
+    for row, held in zip(status, (reference, other), strict=True):
+        launch_lossless.decode(message, held, torch.empty_like(held), run=shim, status=row)
+    launch_lossless.check(*status[0].tolist())
+    with pytest.raises(ValueError, match="different references|hold different"):
+        launch_lossless.check(*status[1].tolist())

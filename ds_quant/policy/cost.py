@@ -20,6 +20,7 @@ from ds_quant.kernels.wire import ceil_div, round_up
 from ds_quant.policy.scheme import Scheme
 
 _FP32 = 4
+LABELS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class Cargo(NamedTuple):

@@ -26,6 +26,7 @@ from ds_quant.policy.scheme import Scheme
 
 LOSSLESS_BITS = 2.9  # see [Note: exact differences]
 _FP32 = 4
+LABELS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class Cargo(NamedTuple):

@@ -36,6 +36,7 @@ def _show(plan: Any, arguments: argparse.Namespace) -> None:
     rows = forecast.forecast(plan)
     chosen = forecast.best(rows)
     links = forecast.by_link(plan) if plan.cluster.nodes > 1 else {}
+    accumulated = forecast.by_micro_steps(plan) if plan.cluster.nodes > 1 else {}
     if arguments.plot is not None:
         plot(plan, arguments.plot)
     if arguments.json:
@@ -45,10 +46,13 @@ def _show(plan: Any, arguments: argparse.Namespace) -> None:
             "gathers": plan.gathers,
             "cluster": {**asdict(plan.cluster), "flops": None}, "rows": forecast.as_json(rows),
             "links": {str(link): forecast.as_json(found) for link, found in links.items()},
+            "accumulations": {str(count): found for count, found in accumulated.items()},
         }  # fmt: skip
         print(json.dumps(_finite(facts), indent=2))
         return
-    print("\n".join([_title(plan), *_tables(rows), *_link_table(links), *_advice(chosen)]))
+    shown = [row.scheme for row in rows if not row.note or row.scheme.startswith("HSDP")]
+    lines = [*_tables(rows), *_link_table(links), *_accumulation_table(accumulated, shown)]
+    print("\n".join([_title(plan), *lines, *_advice(chosen)]))
 
 
 def _title(plan: Any) -> str:
@@ -91,6 +95,19 @@ def _link_table(links: dict[int, list[Any]]) -> list[str]:
     rows = [(name, *own, "") for name, *own in zip(schemes, *columns, strict=True)]
     headers = ("scheme", *(f"{link} Gb/s" for link in links), "")
     return ["", "speed-up by link between nodes, nothing hidden:", *table(rows, headers)]
+
+
+def _accumulation_table(accumulated: dict[int, dict[str, float]], schemes: list[str]) -> list[str]:
+    """Bytes between nodes by micro-steps of an optimizer step."""
+    if not accumulated:
+        return []
+    rows = [
+        (scheme, *(f"{found[scheme]:.3f}" for found in accumulated.values()), "")
+        for scheme in schemes
+    ]
+    headers = ("scheme", *(f"k = {count}" for count in accumulated), "")
+    title = "B/param between nodes and step, by micro-steps k of an optimizer step:"
+    return ["", title, *table(rows, headers)]
 
 
 def _advice(chosen: Any) -> list[str]:

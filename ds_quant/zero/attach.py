@@ -32,7 +32,7 @@ from ds_quant.policy.autotune import (
     codec_seconds,
     slice_pace,
 )
-from ds_quant.policy.cost import LOSSLESS_BITS, shipped_bytes
+from ds_quant.policy.cost import LABELS, LOSSLESS_BITS, shipped_bytes
 from ds_quant.policy.refusals import starts
 from ds_quant.policy.scheme import matches
 from ds_quant.zero import accelerate, checkpoint, hooks, optimizer_hooks, safety
@@ -67,7 +67,7 @@ def start_line(binding: Binding) -> str:
     per_micro_step = stage == 3 and not costs.once_per_step and not (waits and micro_steps > 1)
     micro_steps = 1 if per_micro_step else micro_steps
     dtype = hooks.gradient_dtype(binding.engine)
-    label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+    label = LABELS.get(dtype, "fp32")
     kept = [f"{n} {reason}" for reason, n in sorted(costs.kept.items())]
     if binding.scheme.lossless and binding.scheme.gradients is None:
         kept.insert(0, "all gradients")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.kernels import dispatch, launch_lossless, lossless
 from tests.kernels.inputs import guarded
-from tests.lossless_inputs import DTYPES, SORTS, mixed
+from tests.lossless_inputs import DTYPES, SORTS, mixed, wrong_entries
 
 EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -40,7 +40,7 @@ def test_bytes_equal_the_reference_and_come_back(shim, is_reversed: bool) -> Non
     @EXAMPLES
     @given(
         sorts=st.lists(st.sampled_from(SORTS), min_size=1, max_size=5),
-        numel=st.sampled_from([0, 1, 2047, 2048, 2049, 4096]) | st.integers(0, 9000),
+        numel=st.sampled_from([0, 1, 2048, 2049]) | st.integers(2, 99) | st.integers(0, 9000),
         dtype=st.sampled_from(DTYPES),
         seed=st.integers(0, 2**31),
         skew=st.sampled_from([0, 0, 1, 3, 8]),
@@ -95,16 +95,29 @@ def test_damaged_messages_are_errors(shim, sorts, numel, places, near, change, i
         other[8:12] = torch.tensor([length], dtype=torch.int32).view(torch.uint8)
     for place, byte in places if length else ():
         other[place % min(near, length)] = byte
-    out = reference if in_place else guarded(numel, torch.bfloat16)
-    status = torch.zeros(2, dtype=torch.int32) if places else None
+    check_damaged(shim, other, values, reference, in_place, wait=not places)
+
+
+def check_damaged(shim, message, values, reference, in_place: bool, wait: bool = True) -> None:
+    """Exact or ValueError."""
+    out = reference.clone() if in_place else guarded(values.numel(), values.dtype)
+    status = None if wait else torch.zeros(2, dtype=torch.int32)
     try:
-        launch_lossless.decode(with_guard(other), reference, out, run=shim, status=status)
+        held = out if in_place else reference
+        launch_lossless.decode(with_guard(message), held, out, run=shim, status=status)
         if status is not None:  # nothing is raised before it is asked for
             launch_lossless.check(*status.tolist())
     except ValueError as error:
         assert "lossless message" in str(error)
     else:
         assert torch.equal(out.view(torch.int16), values.view(torch.int16))
+
+
+def test_wrong_entries_are_errors(shim) -> None:
+    for sorts, numel in (([1e-5, 3e-4, "any"], 3 * 2048 - 5), ([1e-7], 2 * 2048), ([3e-4], 30)):
+        values, reference = (with_guard(x) for x in mixed(sorts, numel, torch.bfloat16, seed=0))
+        for other in wrong_entries(expected(values, reference), numel):
+            check_damaged(shim, other, values, reference, in_place=False)
 
 
 def through_codec(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -328,6 +328,7 @@ def _speed_up(row: dict[str, Any]) -> str:
 
 def main() -> int:
     args, console = parse_args(), Console()
+    sys.path.append(str(launch.HERE.parent))  # last: an installed ds_quant comes first
     reason = "--loopback" if args.loopback else obstacle()
     args.loopback = reason is not None
     if args.loopback:
@@ -357,8 +358,8 @@ def main() -> int:
     finally:
         if not args.loopback:
             remove()
-    plot(points, args.plot)
     report.save(args.json, "speed", args, points=points)
+    plot(points, args.plot)
     console.print(f"results: {args.json}, plot: {args.plot}")
     return 0
 

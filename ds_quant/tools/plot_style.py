@@ -68,10 +68,17 @@ def plain_ticks(axis: Any, marks: Sequence[float]) -> None:
 
 
 def round_marks(low: float, high: float) -> list[float]:
-    """Return the values 1, 2 and 5 times a power of ten from ``low`` to ``high``."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    marks = (float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5))
-    return [mark for mark in marks if low <= mark <= high]
+    """Return the values 1, 2 and 5 times a power of ten from ``low`` to ``high``.
+
+    Where fewer than three lie there, return multiples of the largest such step that has three.
+    """
+    powers = range(math.floor(math.log10(low)) - 2, math.ceil(math.log10(high)) + 1)
+    steps = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
+    marks = [step for step in steps if low <= step <= high]
+    while len(marks) < 3 and steps:
+        step = steps.pop()
+        marks = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return marks
 
 
 def label_lines(axes: Any, *, at_start: bool = False) -> None:
@@ -92,7 +99,7 @@ def label_lines(axes: Any, *, at_start: bool = False) -> None:
     heights = [float(axes.transData.transform(end)[1]) * to_points for end, _ in ends]
     places = spread(
         [height + (8 if at_start else 0) for height in heights],
-        gap=_LINE_POINTS * max((name.count("\n") + 1 for name in names), default=1),
+        sizes=[_LINE_POINTS * (name.count("\n") + 1) for name in names],
         floor=axes.get_window_extent().y0 * to_points + _LINE_POINTS / 2,
     )
     for (end, line), name, own, placed in zip(ends, names, heights, places, strict=True):
@@ -108,23 +115,29 @@ def _wrapped(name: str) -> str:
     return "\n".join(textwrap.wrap(spaced, 28, break_long_words=False, break_on_hyphens=False))
 
 
-def spread(heights: Sequence[float], gap: float, floor: float = -math.inf) -> list[float]:
-    """Move heights at least ``gap`` apart, each as little as possible, in the same order.
+def spread(
+    heights: Sequence[float], sizes: Sequence[float], floor: float = -math.inf
+) -> list[float]:
+    """Move things of these sizes apart, each as little as possible, in the same order.
 
-    None ends below ``floor``.
+    heights: where their middles belong. No middle ends below ``floor``.
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
-    blocks: list[tuple[float, int]] = []  # mean of the lowest heights of a block, its size
+    above: list[float] = []  # how far each middle lies above the lowest where they touch
     for rank, i in enumerate(order):
-        mean, size = heights[i] - rank * gap, 1
+        before = order[rank - 1]
+        above.append(above[-1] + (sizes[before] + sizes[i]) / 2 if rank else 0.0)
+    blocks: list[tuple[float, int]] = []  # where the lowest belongs on the average, members
+    for offset, i in zip(above, order, strict=True):
+        mean, members = heights[i] - offset, 1
         while blocks and blocks[-1][0] >= mean:
             other, more = blocks.pop()
-            mean, size = (mean * size + other * more) / (size + more), size + more
-        blocks.append((mean, size))
-    lowest = [max(mean, floor) for mean, size in blocks for _ in range(size)]
+            mean, members = (mean * members + other * more) / (members + more), members + more
+        blocks.append((mean, members))
+    lowest = [max(mean, floor) for mean, members in blocks for _ in range(members)]
     placed = [0.0] * len(heights)
-    for rank, i in enumerate(order):
-        placed[i] = lowest[rank] + rank * gap
+    for low, offset, i in zip(lowest, above, order, strict=True):
+        placed[i] = low + offset
     return placed
 
 

@@ -138,8 +138,9 @@ def test_without_matplotlib_the_extra_is_named(
 def test_labels_are_moved_apart_as_little_as_possible(
     heights: list[float], expected: list[float], above_zero: list[float]
 ) -> None:
-    assert plot_style.spread(heights, gap=10) == pytest.approx(expected)
-    assert plot_style.spread(heights, gap=10, floor=0) == pytest.approx(above_zero)
+    sizes = [10.0] * len(heights)
+    assert plot_style.spread(heights, sizes) == pytest.approx(expected)
+    assert plot_style.spread(heights, sizes, floor=0) == pytest.approx(above_zero)
 
 
 def test_long_names_are_wrapped_and_marks_are_round() -> None:
@@ -149,6 +150,11 @@ def test_long_names_are_wrapped_and_marks_are_round() -> None:
         "qsdp_w4g4:", "weights.levels=learned,", "gradients.bits=6, 1.15", "B/param"
     ]  # fmt: skip
     assert plot_style.round_marks(0.7, 60) == [1, 2, 5, 10, 20, 50]
+    assert plot_style.round_marks(1.3, 3.4) == [1.5, 2, 2.5, 3]
+
+
+def test_names_of_several_lines_take_their_own_room() -> None:
+    assert plot_style.spread([0, 0], [10, 30]) == [-10, 10]
 
 
 def test_a_scheme_has_its_colour_in_every_plot_and_others_differ() -> None:

@@ -87,7 +87,7 @@ def test_all_holders_see_equal_bits_in_every_step(topology: tuple[int, int]) -> 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_losses_follow_full_precision(topology: tuple[int, int]) -> None:
     """Four steps from 1.35 to 0.65. Measured: 0.3 % at most; 1 % for 4-bit weights without
-    differences.
+    differences and for gradients of 2 bits.
     """
     ranks = trained(topology)
 
@@ -97,7 +97,7 @@ def test_losses_follow_full_precision(topology: tuple[int, int]) -> None:
     exact = losses("full_precision")
     assert exact[-1] < 0.8 * exact[0]
     for scheme in SCHEMES:
-        limit = 0.03 if scheme == "qw4" else 0.01
+        limit = 0.03 if scheme in ("qw4", "eden2") else 0.01
         np.testing.assert_allclose(losses(scheme), exact, rtol=limit, err_msg=scheme)
 
 

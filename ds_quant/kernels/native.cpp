@@ -302,10 +302,16 @@ INLINE Signs signs_of(const Job &job) {
     return signs;
 }
 
+INLINE void flip_signs(float *values, i64 padded, i64 block, const Signs &signs) {
+    for (i64 start = 0; signs.any && start < padded; start += block) {
+        for (i64 i = 0; i < block; ++i) values[start + i] *= signs.of[i];
+    }
+}
+
 // values = H (signs * values), `count` of them filled up with zeros to whole blocks.
 INLINE void rotate_forward(float *values, i64 count, i64 padded, i64 block, const Signs &signs) {
     for (i64 i = count; i < padded; ++i) values[i] = 0.0f;
-    for (i64 i = 0; signs.any && i < padded; ++i) values[i] *= signs.of[i % block];
+    flip_signs(values, padded, block, signs);
     rotate(values, padded, block);
 }
 
@@ -313,7 +319,7 @@ INLINE void rotate_forward(float *values, i64 count, i64 padded, i64 block, cons
 INLINE void rotate_back(float *values, i64 padded, i64 block, const Signs &signs, float factor) {
     rotate(values, padded, block);
     for (i64 i = 0; i < padded; ++i) values[i] *= factor;
-    for (i64 i = 0; signs.any && i < padded; ++i) values[i] *= signs.of[i % block];
+    flip_signs(values, padded, block, signs);
 }
 
 // --- encode

@@ -177,7 +177,8 @@ def _role_line(role: str, settings: Any, loaded: bool) -> str:
         )
     if settings.codec is not None:
         return f"{role}: {_codec_of(settings, loaded)}"
-    extras = [f"{settings.rounding} rounding"]
+    gaussian, rounding = settings.range == "gaussian", f"{settings.rounding} rounding"
+    extras = ["nearest level, scale of EDEN" if gaussian else rounding]
     if getattr(settings, "levels", "") == "learned":
         extras.append("learned levels")
     if getattr(settings, "difference", False):
@@ -186,8 +187,9 @@ def _role_line(role: str, settings: Any, loaded: bool) -> str:
         extras.append(f"Hadamard blocks of {settings.rotation}")
     line = f"{role}: {_codes(settings, settings.range)}, {', '.join(extras)}"
     if settings.intra is not None:
-        inside = "absmax" if settings.range == "gaussian" else settings.range
+        inside = "absmax" if gaussian else settings.range
         line += f"; inside a node {_codes(settings.intra, inside)}"
+        line += f", {rounding}" if gaussian else ""
     return line
 
 

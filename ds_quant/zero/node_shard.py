@@ -282,10 +282,9 @@ class NodeShard:
             yield Chunk(run, partial(self._exchange, run, codings))
 
     def _exact_differences(self, runs: Sequence[Sequence[int]]) -> Iterator[lossless.Post]:
+        node = self._inter.rank
         messages = [
-            lossless.Rows(
-                [self._kept[i] for i in run], partial(self._shards, run), self._inter.rank
-            )
+            lossless.Rows([self._kept[i] for i in run], partial(self._shards, run), node)
             for run in runs
         ]
         traffic = self._binding.traffic

@@ -127,14 +127,14 @@ class Replica:
         With difference coding the exact ones stay: see [Note: differences]. With exact differences
         they were never left.
         """
-        nested = self._shows_exact or self._binding.scheme.lossless
-        if not nested:
+        shown = self._shows_exact or self._binding.scheme.lossless
+        if not shown:
             self.resync()
             self._shows_exact = True
         try:
             yield
         finally:
-            if self._shows_exact and not nested:
+            if self._shows_exact and not shown:
                 self._shows_exact = False
                 if self._binding.step > 0 and not self._binding.scheme.difference:
                     self._gather(self._binding.step)  # equal step, equal bits

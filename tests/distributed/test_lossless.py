@@ -437,23 +437,23 @@ def counted(stage: int, topology: tuple[int, int]) -> list[dict]:
 def test_bytes_follow_the_learning_rate_and_not_the_accumulation(
     stage: int, topology: tuple[int, int]
 ) -> None:
-    """Between nodes the weights cross once per step, whatever k."""
+    """Between nodes the weights cross once per step, whatever k. Measured: 2.62 to 3.24 bits at
+    3e-4, 0.47 to 0.69 at 1e-5, and messages filled up by 0.7 and 2.7 % at most.
+    """
     nodes, node_size = topology
-    share = (nodes - 1) / nodes
+    limits = {3e-4: (2.2, 3.6, 0.012), 1e-5: (0.3, 0.9, 0.04)}
     for case in product((1, 8), RATES):
-        into = [rank[case]["received"]["weights"]["inter"] for rank in counted(stage, topology)]
-        bits = 8 * sum(into) / nodes / NUMEL / share
-        report = counted(stage, topology)[0][case]["report"]
-        assert bits <= 16.1
+        ranks = [rank[case] for rank in counted(stage, topology)]
+        into = sum(rank["received"]["weights"]["inter"] for rank in ranks) / nodes
+        bits = 8 * into / NUMEL / ((nodes - 1) / nodes)
+        least, most, padding = limits[case[1]]
+        assert least < bits < most
+        report = ranks[0]["report"]
         assert bits == pytest.approx(report["lossless_bits"], rel=0.3)  # of all steps
-        assert report["expected_bytes"] < report["expected_most_bytes"]
-        print("BITS", stage, topology, case, round(bits, 3), report["lossless_padding"])
-        low = 8 * sum(
-            rank[case[0], RATES[1]]["received"]["weights"]["inter"]
-            for rank in counted(stage, topology)
-        )
-        if case[1] == RATES[0]:
-            assert low / nodes / NUMEL / share < 0.5 * bits
+        assert 0 <= report["lossless_padding"] < padding
+        gradients = 2 * case[0] if stage > 1 else 2
+        assert report["expected_bytes"] == pytest.approx(gradients + 2.9 / 8, rel=1e-3)
+        assert report["expected_most_bytes"] == pytest.approx(gradients + 2, rel=1e-3)
 
 
 def _unchanged(stage: int) -> int:

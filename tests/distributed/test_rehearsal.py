@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_quant.kernels import dispatch, launch, launch_batch
+from ds_quant.kernels import dispatch, launch, launch_batch, launch_lossless
 from ds_quant.kernels.launch import Own
 from ds_quant.zero.warmup import rehearse
 from tests.distributed.harness import run
@@ -26,6 +26,7 @@ SCHEMES: tuple[dict[str, Any], ...] = (
     {"scheme": "sdp4bit", "gradients": {"rotation_signs": True}},
     {"scheme": "zeropp"},
     {"scheme": "qw4"},
+    {"scheme": "lossless", "gradients": {"enabled": True}},
 )
 
 
@@ -37,6 +38,11 @@ class Recorder:
         self.originals = {n: getattr(dispatch, n) for n in ("encode", "decode", "decode_sum")}
         for name, original in self.originals.items():
             setattr(dispatch, name, self._both(getattr(launch, name), original))
+        for name in ("encode", "decode"):
+            original, launched = (
+                getattr(dispatch, f"{name}_lossless"), getattr(launch_lossless, name)
+            )  # fmt: skip
+            setattr(dispatch, f"{name}_lossless", self._both(launched, original))
         compile_tasks = dispatch.compile_tasks
         dispatch.compile_tasks = lambda *args: self._compile(compile_tasks, *args)
         recode = dispatch.recode

@@ -35,6 +35,14 @@ def test_validate_says_what_the_block_means(tmp_path, capsys) -> None:
     assert "ZeRO-2" in out
 
 
+def test_validate_says_what_exact_differences_cost(tmp_path, capsys) -> None:
+    config = {**GOOD, "quantized_comm": {"scheme": "sdp4bit", "weights": {"lossless": True}}}
+    assert main(["validate", write(tmp_path, config)]) == 0
+    out = capsys.readouterr().out
+    assert "weights: exact differences, 2.9 bits per element at a learning rate of 3e-4, 16 " in out
+    assert "gradients: 4-bit absmax codes, groups of 128" in out
+
+
 def test_validate_accepts_every_shipped_config(capsys) -> None:
     paths = [str(path) for path in resource_dir("configs").glob("*.json")]
     assert paths and main(["validate", *paths]) == 0

@@ -8,6 +8,7 @@ import pytest
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.config.schema import ConfigError, parse_block
+from ds_quant.policy import refusals
 
 
 def absmax(bits: int, group_size: int, rounding: str) -> GroupCodec:
@@ -49,6 +50,12 @@ def test_preset_is_what_its_comment_says(name: str) -> None:
     found = (s.weights, s.gradients, s.gradients_intra, s.difference, s.node_shard, s.rotation)
     assert found == PRESETS[name]
     assert s.lossless == (name in LOSSLESS)
+
+
+def test_exact_differences_on_one_rank_per_node_need_a_full_copy() -> None:
+    config, where = parse_block({"scheme": "lossless"}), {"world": 2, "node_size": 1}
+    with pytest.raises(ConfigError, match="weights.lossless=true with one rank per node"):
+        refusals.refuse_full_replica(config, **where, model_bytes=None)
 
 
 def test_exact_differences_take_the_place_of_any_weights() -> None:

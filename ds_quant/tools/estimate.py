@@ -15,7 +15,9 @@ _HEADERS = (
 
 
 # Apart for colour-blind readers too; the user's own block takes the other one.
-_COLORS = {"full_precision": "#cc79a7", "qsdp": "#d55e00", "sdp4bit": "#0072b2"}
+_COLORS = {
+    "full_precision": "#cc79a7", "qsdp": "#d55e00", "qsdp_shard": "#e69f00", "sdp4bit": "#0072b2",
+}  # fmt: skip
 _OWN_COLOR = "#009e73"
 
 
@@ -199,7 +201,8 @@ def plot(plan: Any, path: Path) -> None:
     for scheme, speedups in _curves(plan, rates).items():
         color = _COLORS.get(scheme, _OWN_COLOR)
         axes.plot(rates, speedups, color=color, linewidth=2)
-        at = 0 if scheme in _COLORS else len(rates) // 4  # two labels may be of equal curves
+        # Labels of equal curves apart.
+        at = len(rates) // 8 * {"qsdp_shard": 1}.get(scheme, 0 if scheme in _COLORS else 2)
         axes.annotate(scheme, (rates[at], speedups[at]), xytext=(6, 5), color=color,
                       textcoords="offset points", weight="bold")  # fmt: skip
     axes.axvline(own, color="0.7", linestyle=":")

@@ -309,6 +309,8 @@ def _attach_reduction(binding: Binding, engine: Any, optimizer: Any) -> None:
     _note_one_bucket(binding, engine)
     _note_single_ranks(binding)
     reduction, last_buckets = ShardReduction(binding), nullcontext
+    if binding.crosses_at_boundary():
+        hooks.skip_zero_shards(optimizer, partial(_waits, binding, -1))
     if hooks.device().type != "cpu" or not engine.zero_overlap_comm():
         hooks.wrap_shard_reduction(optimizer, reduction)
     else:
@@ -339,6 +341,12 @@ def _hold(
             yield
 
     return with_the_rest
+
+
+def _waits(binding: Binding, owner: int, parameter: torch.Tensor) -> bool:
+    """Whether gradients of a parameter are held; what DeepSpeed was given of it is zeros."""
+    tracked = binding.tracked(parameter)
+    return tracked is not None and binding.held.waits((tracked.index, owner))
 
 
 def _note_single_ranks(binding: Binding) -> None:
@@ -382,6 +390,8 @@ def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
         if binding.crosses_at_boundary():
             buckets = optimizer_hooks.OwnerBuckets(optimizer)
             last_buckets = _hold(binding, optimizer, buckets, last_buckets)
+            rank = binding.link(optimizer.dp_process_group).rank
+            optimizer_hooks.skip_zero_gradients(optimizer, partial(_waits, binding, rank))
         hooks.after_backward(optimizer, binding.after_backward, last_buckets)
 
 

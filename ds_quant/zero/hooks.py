@@ -204,7 +204,7 @@ def wrap_shard_reduction(
     wrap(optimizer, _AVG_SCATTER, around)
     if put_away is not None:
         require(optimizer, "partition_grads")
-        wrap(optimizer, "partition_grads", put_away)
+        wrap(optimizer, "partition_grads", put_away, stacked=True)
 
 
 def after_backward(
@@ -263,6 +263,23 @@ class ShardBuckets:
             p.grad = torch.empty_like(p)  # of a partitioned parameter: of no elements
             p.grad.data = torch.zeros(p.ds_shape, dtype=p.dtype, device=device())
             self._optimizer.reduce_ready_partitions_and_remove_grads(p)
+
+
+def skip_zero_shards(optimizer: Any, waits: Callable[[Any], bool]) -> None:
+    """ZeRO-3: do not add the shards of parameters that wait, zeros, to those that DeepSpeed has
+    from the first micro-step: an offloaded optimizer has them on the host.
+    """
+
+    def put_away(original: Callable[..., Any], params: Any, shards: Any) -> Any:
+        if optimizer.micro_step_id == 0 or not all(map(waits, params)):
+            return original(params, shards)
+        for p in params:
+            p.grad = None
+        return []
+
+    require(optimizer, "micro_step_id")
+    require(optimizer, "partition_grads")
+    wrap(optimizer, "partition_grads", put_away)
 
 
 def before_optimizer(optimizer: Any, first: Callable[[], None]) -> None:

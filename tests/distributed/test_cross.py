@@ -163,6 +163,46 @@ def test_bytes_between_nodes_do_not_grow_with_accumulation(accumulation: int) ->
             assert ("gradients cross once per step" in report["line"]) == (accumulation > 1)
 
 
+def _boundary_rank(stage: int) -> dict[str, list[tuple[int, int]]]:
+    """Of steps of 1, 3 and 2 micro-steps: gradient bytes between nodes before and inside ``step``,
+    where the user says that a backward is the last one, and where the user says so afterwards.
+    """
+    import ds_quant
+
+    def received(engine: Any) -> int:
+        return ds_quant.report(engine)["received_bytes"]["gradients"]["inter"]
+
+    found: dict[str, list[tuple[int, int]]] = {"told": [], "unmanaged": []}
+    for name, steps in found.items():
+        more = {} if name == "told" else {"managed_gradient_accumulation": False}
+        block = {"scheme": "full_precision", "node_size": NODE_SIZE, "metrics": {"interval": 0}}
+        zero = {"reduce_bucket_size": WIDTH * WIDTH, "overlap_comm": False}
+        made = settings(stage, block, dtype="bf16", accumulation=1, zero=zero, **more)
+        engine = build(made, Matrices)
+        for count in (1, 3, 2):
+            begin = received(engine)
+            for micro in range(count):
+                if name == "told":
+                    engine.set_gradient_accumulation_boundary(micro == count - 1)
+                engine.backward(engine(torch.randn(1, WIDTH)))
+            middle = received(engine)
+            engine.step()
+            steps.append((middle - begin, received(engine) - middle))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_boundary_is_the_users(stage: int) -> None:
+    """As accelerate says it, gradients cross during the last backward; unmanaged, inside step."""
+    ranks = run(_boundary_rank, WORLD, stage, timeout=120)
+    once = NUMEL * 2 * (NODES - 1) // WORLD
+    for found in ranks:
+        assert [sum(both) for name in found for both in found[name]] == [once] * 6
+        assert all(inside == 0 for _, inside in found["told"])
+        assert all(before == 0 for before, _ in found["unmanaged"])
+
+
 # ---- losses ----
 
 

@@ -49,6 +49,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=int, default=6)
     add("--seq-len", type=int, default=64)
     add("--batch", type=int, default=4, help="sequences per rank")
+    add("--accumulation", type=int, default=1, help="micro-steps of an optimizer step")
     add("--max-foreign", type=float, default=0.25, help="cores in other use, above: block left out")
     add("--reduce-bucket-size", type=int,
         help="elements; default: ZeRO-3 2 million, several that travel during backward, as a large "
@@ -103,6 +104,7 @@ def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> 
                  "stage3_prefetch_bucket_size": args.prefetch_bucket_size}  # fmt: skip
     config = {
         "train_micro_batch_size_per_gpu": args.batch,
+        "gradient_accumulation_steps": args.accumulation,
         "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "bf16": {"enabled": True},

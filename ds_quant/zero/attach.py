@@ -355,12 +355,15 @@ def _attach_reduction(binding: Binding) -> None:
     events, overlaps = binding.hooks, binding.engine.zero_overlap_comm()
     _note_one_bucket(binding, binding.engine)
     _note_single_ranks(binding)
-    reduction = ShardReduction(binding)
+    reduction, skip = ShardReduction(binding), None
+    if binding.crosses_at_boundary():
+        skip = hooks.skip_zero_shards(events.optimizer, partial(_waits, binding, -1))
     if hooks.device().type != "cpu" or not overlaps:
-        hooks.wrap_shard_reduction(events, reduction)
+        hooks.wrap_shard_reduction(events, reduction, skip)
     else:
         late = LateReduction(reduction)
-        hooks.wrap_shard_reduction(events, late.reduce, late.put_away)
+        put_away = late.put_away if skip is None else hooks.inside(late.put_away, skip)
+        hooks.wrap_shard_reduction(events, late.reduce, put_away)
         events.around_last_buckets.append(late.last_buckets)
     _hold(binding, hooks.ShardBuckets)
     events.after_backward.append(binding.after_backward)
@@ -376,6 +379,12 @@ def _hold(binding: Binding, buckets: Callable[[Any], hooks.GradientBuckets]) -> 
     events.before_last_buckets.append(rest)
     events.before_gradients.append(partial(held.finish, events.optimizer))
     events.after_zero_grad.append(held.drop)  # DeepSpeed drops its own gradients there, too
+
+
+def _waits(binding: Binding, owner: int, parameter: torch.Tensor) -> bool:
+    """Whether gradients of a parameter are held; what DeepSpeed was given of it is zeros."""
+    tracked = binding.tracked(parameter)
+    return tracked is not None and binding.held.waits((tracked.index, owner))
 
 
 def _note_single_ranks(binding: Binding) -> None:
@@ -415,6 +424,9 @@ def _attach_replica(binding: Binding, optimizer: Any) -> None:
         optimizer_hooks.wrap_owner_reduction(events, reduction.bucket, reduction.reduce)
         _note_single_ranks(binding)
         _hold(binding, optimizer_hooks.OwnerBuckets)
+        if binding.crosses_at_boundary():
+            rank = binding.link(optimizer.dp_process_group).rank
+            optimizer_hooks.skip_zero_gradients(events, partial(_waits, binding, rank))
         events.after_backward.append(binding.after_backward)
 
 

@@ -88,6 +88,10 @@ class HeldGradients:
         self._crossed.clear()
         self.nbytes = 0
 
+    def waits(self, member: Member) -> bool:
+        """Whether something is held of it."""
+        return self._keys.get(member) in self._buckets
+
     def are_left(self, members: Sequence[Member]) -> bool:
         """Whether a bucket has the zeros of ``reduce_rest`` only."""
         return bool(self._left) and all(index in self._left for index, _ in members)

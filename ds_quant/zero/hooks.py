@@ -353,6 +353,15 @@ def wrap_shard_reduction(
         hooks.wrap(hooks.optimizer, "partition_grads", put_away)
 
 
+def inside(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``around`` functions ``outer(original, ...)`` and ``inner(original, ...)`` as one."""
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return outer(partial(inner, original), *args, **kwargs)
+
+    return around
+
+
 def at_boundary(engine: Any) -> bool:
     """Whether gradients of the current backward are the last ones of an optimizer step."""
     return bool(engine.is_gradient_accumulation_boundary())
@@ -392,6 +401,23 @@ class ShardBuckets:
             p.grad = torch.empty_like(p)  # of a partitioned parameter: of no elements
             p.grad.data = torch.zeros(p.ds_shape, dtype=p.dtype, device=device())
             self._optimizer.reduce_ready_partitions_and_remove_grads(p)
+
+
+def skip_zero_shards(optimizer: Any, waits: Callable[[Any], bool]) -> Callable[..., Any]:
+    """ZeRO-3: return what goes around ``partition_grads``, so that shards of parameters that wait,
+    zeros, are not added to those that DeepSpeed has from the first micro-step: an offloaded
+    optimizer has them on the host.
+    """
+    require(optimizer, "micro_step_id")
+
+    def put_away(original: Callable[..., Any], params: Any, shards: Any) -> Any:
+        if optimizer.micro_step_id == 0 or not all(map(waits, params)):
+            return original(params, shards)
+        for p in params:
+            p.grad = None
+        return []
+
+    return put_away
 
 
 def unasked(role: str) -> RuntimeError:

@@ -15,6 +15,8 @@ from ds_quant.zero.hooks import ExpectedCall, Hooks, Redirect, moved, require
 
 _BUCKET, _REDUCE_TO_OWNERS = "average_tensor", "allreduce_and_copy_with_multiple_ranks"
 
+_TO_HOST = "async_accumulate_grad_in_cpu_via_gpu"
+
 _weight_gather = Redirect("all_gather_dp_groups")
 _to_owners = ExpectedCall(_REDUCE_TO_OWNERS)
 
@@ -100,6 +102,21 @@ class OwnerBuckets:
         for p in params:
             p.grad = torch.zeros_like(p)
             optimizer.reduce_ready_partitions_and_remove_grads(p, groups[id(p)])
+
+
+def skip_zero_gradients(hooks: Hooks, waits: Callable[[Any], bool]) -> None:
+    """ZeRO-2 with an offloaded optimizer: do not add gradients of parameters that wait, zeros, to
+    those of the first micro-step on the host.
+    """
+    optimizer = hooks.optimizer
+
+    def accumulate(original: Callable[..., Any], param: Any) -> Any:
+        known = optimizer.get_param_id(param) in optimizer.accumulated_grads_in_cpu
+        if not known or optimizer.micro_step_id == 0 or not waits(param):
+            original(param)
+
+    if getattr(optimizer, "cpu_offload", False):
+        hooks.wrap(optimizer, _TO_HOST, accumulate)
 
 
 def add_to_partition(optimizer: Any, output: torch.Tensor | None, values: torch.Tensor) -> None:

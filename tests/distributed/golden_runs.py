@@ -90,7 +90,13 @@ _TWO_LEVELS = tuple(
     for scheme in ("qsdp", "sdp4bit", "zeropp", "lossless")
     for stage in FACTORS["stage"]
 )
-ROWS = tuple(dict.fromkeys((*map(Row._make, all_pairs(FACTORS)), *_TWO_LEVELS)))
+# What waits inside the nodes until the last micro-step.
+_ACCUMULATED = tuple(
+    Row(scheme, "2x2", stage, dtype="bf16", accumulation=3, slices=3, bucket=20_000)
+    for scheme in ("full_precision", "qsdp", "sdp4bit")
+    for stage in (2, 3)
+)
+ROWS = tuple(dict.fromkeys((*map(Row._make, all_pairs(FACTORS)), *_TWO_LEVELS, *_ACCUMULATED)))
 
 
 def versions() -> dict[str, str]:

@@ -163,6 +163,46 @@ def test_bytes_between_nodes_do_not_grow_with_accumulation(accumulation: int) ->
             assert ("gradients cross once per step" in report["line"]) == (accumulation > 1)
 
 
+def _boundary_rank(stage: int) -> dict[str, list[tuple[int, int]]]:
+    """Of steps of 1, 3 and 2 micro-steps: gradient bytes between nodes before and inside ``step``,
+    where the user says that a backward is the last one, and where the user says so afterwards.
+    """
+    import ds_quant
+
+    def received(engine: Any) -> int:
+        return ds_quant.report(engine)["received_bytes"]["gradients"]["inter"]
+
+    found: dict[str, list[tuple[int, int]]] = {"told": [], "unmanaged": []}
+    for name, steps in found.items():
+        more = {} if name == "told" else {"managed_gradient_accumulation": False}
+        block = {"scheme": "full_precision", "node_size": NODE_SIZE, "metrics": {"interval": 0}}
+        zero = {"reduce_bucket_size": WIDTH * WIDTH, "overlap_comm": False}
+        made = settings(stage, block, dtype="bf16", accumulation=1, zero=zero, **more)
+        engine = build(made, Matrices)
+        for count in (1, 3, 2):
+            begin = received(engine)
+            for micro in range(count):
+                if name == "told":
+                    engine.set_gradient_accumulation_boundary(micro == count - 1)
+                engine.backward(engine(torch.randn(1, WIDTH)))
+            middle = received(engine)
+            engine.step()
+            steps.append((middle - begin, received(engine) - middle))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_boundary_is_the_users(stage: int) -> None:
+    """As accelerate says it, gradients cross during the last backward; unmanaged, inside step."""
+    ranks = run(_boundary_rank, WORLD, stage, timeout=120)
+    once = NUMEL * 2 * (NODES - 1) // WORLD
+    for found in ranks:
+        assert [sum(both) for name in found for both in found[name]] == [once] * 6
+        assert all(inside == 0 for _, inside in found["told"])
+        assert all(before == 0 for before, _ in found["unmanaged"])
+
+
 # ---- losses ----
 
 
@@ -203,3 +243,63 @@ def test_losses_are_those_of_crossing_in_every_micro_step(
             assert once == often
         np.testing.assert_allclose(once, often, rtol=1e-5)
         assert found.get("shard", once) == once
+
+
+# ---- what is not finite ----
+
+
+def _nonfinite_rank(stage: int) -> list[tuple[int, bool, str]]:
+    """By bad micro-step: the gradients that the optimizer is about to use, and what it says."""
+    found = []
+    for bad in (None, 0, 2):
+        made = config(stage, 3, scheme="sdp4bit", dtype="bf16")
+        made["quantized_comm"]["fallback"] = {"on_nonfinite": "raise"}
+        engine, error = build(made), ""
+        for micro in range(3):
+            x, y = batch(0, 0, micro, torch.distributed.get_rank())
+            if micro == bad and torch.distributed.get_rank() == 1:
+                x[0, 0] = torch.nan
+            engine.backward(engine(x.bfloat16(), y))
+            if micro == 2:
+                finite = [np.isfinite(g).all() for g in full_gradients(engine).values()]
+            try:
+                engine.step()
+            except FloatingPointError as raised:
+                error = str(raised)
+        found.append((sum(finite), len(finite), error))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_nan_in_any_micro_step_reaches_the_optimizer(stage: int) -> None:
+    for good, first, last in run(_nonfinite_rank, WORLD, stage, timeout=120):
+        assert good[0] == good[1] and not good[2]
+        for finite, _, error in (first, last):
+            assert finite == 0
+            assert "NaN or Inf" in error
+
+
+# ---- one rank per node ----
+
+
+def _alone_rank() -> tuple[str, str, bool]:
+    import ds_quant
+
+    lines = []
+    for accumulation in (1, 2):
+        made = config(3, accumulation, scheme="qsdp", dtype="bf16")
+        made["quantized_comm"]["node_size"] = 1
+        engine = build(made)
+        lines.append(ds_quant.report(engine)["line"])
+        alone = engine.ds_quant_binding.held is None
+        engine.destroy()
+    return lines[0], lines[1], alone
+
+
+def test_a_rank_alone_in_its_node_crosses_in_every_micro_step_and_says_so() -> None:
+    for once, twice, alone in run(_alone_rank, 2):
+        assert alone
+        assert "cross" not in once
+        assert "gradients cross between nodes in every micro-step" in twice
+        assert "stage 1" in twice

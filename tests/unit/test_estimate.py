@@ -311,7 +311,7 @@ def test_the_plot_has_few_lines_of_colours_of_their_own_and_a_name_each(
     (axes,) = drawn[0].axes
     curves = [line for line in axes.lines if len(line.get_xdata()) > 2]
     names = [text.get_text() for text in axes.texts]
-    assert len(curves) == 4 and len({line.get_color() for line in curves}) == 4
+    assert len(curves) == 5 and len({line.get_color() for line in curves}) == 5
     assert {"qsdp", "sdp4bit", "full_precision", "your block (qsdp)"} < set(names)
     assert axes.get_legend() is None
     drawn[0].canvas.draw()

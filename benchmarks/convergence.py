@@ -103,34 +103,43 @@ def table(entries: Sequence[Gap], seeds: Sequence[int]) -> Any:
 
 
 def plot(studies: Sequence[dict[str, Any]], entries: Sequence[Gap], path: Path) -> None:
-    """Difference of the mean curves to full precision, and the final gaps with their intervals."""
-    import matplotlib
+    """Difference of the mean curves to full precision, and the final gaps with their intervals.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    A band reaches from the lowest to the highest seed.
+    """
+    from ds_quant.tools import plot_style
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.6), layout="constrained")
-    curves = {
-        e.label: [_losses(study, e.label) for study in studies]
-        for e in entries
-    }  # fmt: skip
-    exact = curves[next(b for b in report.BASELINES if b in curves)]
+    figure, (left, right) = plot_style.pyplot().subplots(
+        1, 2, figsize=(14, 5.6), layout="constrained"
+    )
+    base = next(b for b in report.BASELINES if any(e.label == b for e in entries))
+    exact = [_losses(study, base) for study in studies]
+    colors = plot_style.colors(entry.label for entry in entries)
     for place, entry in enumerate(entries):
-        pairs = zip(curves[entry.label], exact, strict=True)
-        paired = [[a - b for a, b in zip(ours, base, strict=True)] for ours, base in pairs]
-        mean = [fmean(values) for values in zip(*paired, strict=True)]
-        left.plot(report.smoothed(mean), linewidth=1.3, label=entry.label)
-        right.errorbar(place, entry.mean, yerr=entry.half_width or 0, marker="o", capsize=4)
-        right.scatter([place] * len(entry.gaps), entry.gaps, s=8, color="grey", zorder=3)
-    left.set(xlabel="optimizer step", ylabel="difference to full precision, nats per byte")
-    right.set(ylabel="gap of the last 50 steps, % (bars: 95 %)", xticks=range(len(entries)))
-    right.set_xticklabels([e.label for e in entries], rotation=30, ha="right", fontsize=7)
-    figure.legend(loc="outside lower left", ncols=3, fontsize=7)
+        color = colors[entry.label]
+        curves = [_losses(study, entry.label) for study in studies]
+        apart = [report.smoothed([a - b for a, b in zip(ours, theirs, strict=True)])
+                 for ours, theirs in zip(curves, exact, strict=True)]  # fmt: skip
+        steps = list(zip(*apart, strict=True))
+        left.plot([fmean(step) for step in steps], color=color, label=entry.label)
+        left.fill_between(range(len(steps)), *([f(step) for step in steps] for f in (min, max)),
+                          color=color, alpha=0.12, linewidth=0)  # fmt: skip
+        right.errorbar(entry.mean, place, xerr=entry.half_width or 0, marker="o", capsize=4,
+                       color=color)  # fmt: skip
+        right.scatter(entry.gaps, [place] * len(entry.gaps), s=8, color="grey", zorder=3)
+    left.set(xlabel="optimizer step", ylabel="nats per byte, median of 20 steps",
+             title=f"Loss against {base}: mean and range of {len(studies)} seeds")  # fmt: skip
+    right.axvline(0, color="0.5", linewidth=0.8)
+    right.set(xlabel="%", title="Gap of the last 50 steps (bars: 95 %, dots: seeds)", yticks=[])
+    for place, entry in enumerate(entries):
+        right.annotate(plot_style.wrapped(entry.label), (1, place), xytext=(5, 0), va="center",
+                       xycoords=("axes fraction", "data"), textcoords="offset points",
+                       color=colors[entry.label], fontsize=9)  # fmt: skip
     for axes in (left, right):
-        axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+        plot_style.finish(axes)
+    if len(entries) <= 6:  # else the names at the right are enough
+        plot_style.label_lines(left)
+    plot_style.save(figure, path)
 
 
 def _losses(study: dict[str, Any], label: str) -> list[float]:

@@ -5,6 +5,7 @@ matplotlib is imported on first use, so that commands without a plot do not need
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import textwrap
@@ -18,7 +19,6 @@ COLORS = {
     "full_precision": "#444444", "deepspeed_plain": "#999999",
     "qsdp": PALETTE[0], "sdp4bit": PALETTE[1], "zeropp": PALETTE[2],
 }  # fmt: skip
-_SPARE = PALETTE[3:]
 _LABEL_POINTS = 9.0
 _LINE_POINTS = 11.0  # from one label to the next
 
@@ -41,15 +41,10 @@ def pyplot() -> Any:
 
 def colors(names: Iterable[str]) -> dict[str, str]:
     """Return one colour per name; a scheme has the same one in every plot."""
-    found: dict[str, str] = {}
-    others = 0
-    for name in names:
-        if name not in COLORS:
-            found[name] = _SPARE[others % len(_SPARE)]
-            others += 1
-        else:
-            found[name] = COLORS[name]
-    return found
+    wanted = list(names)
+    taken = {COLORS[name] for name in wanted if name in COLORS}
+    spare = itertools.cycle(color for color in reversed(PALETTE) if color not in taken)
+    return {name: COLORS[name] if name in COLORS else next(spare) for name in wanted}
 
 
 def finish(axes: Any) -> None:
@@ -93,7 +88,7 @@ def label_lines(axes: Any, *, at_start: bool = False) -> None:
         points = [(x, y) for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)]
         if points and not line.get_label().startswith("_"):
             ends.append((points[0 if at_start else -1], line))
-    names = [_wrapped(line.get_label()) for _, line in ends]
+    names = [wrapped(line.get_label()) for _, line in ends]
     axes.figure.draw_without_rendering()  # settles scales and layout
     to_points = 72 / axes.figure.dpi
     heights = [float(axes.transData.transform(end)[1]) * to_points for end, _ in ends]
@@ -109,7 +104,7 @@ def label_lines(axes: Any, *, at_start: bool = False) -> None:
         )  # fmt: skip
 
 
-def _wrapped(name: str) -> str:
+def wrapped(name: str) -> str:
     """In lines of about 28 characters: a scheme with settings is longer than a plot has room."""
     spaced = re.sub(r"([,:])(?=\S)", r"\1 ", name)
     return "\n".join(textwrap.wrap(spaced, 28, break_long_words=False, break_on_hyphens=False))

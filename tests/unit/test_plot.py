@@ -144,9 +144,9 @@ def test_labels_are_moved_apart_as_little_as_possible(
 
 
 def test_long_names_are_wrapped_and_marks_are_round() -> None:
-    assert plot_style._wrapped("qsdp") == "qsdp"
+    assert plot_style.wrapped("qsdp") == "qsdp"
     long = "qsdp_w4g4:weights.levels=learned,gradients.bits=6, 1.15 B/param"
-    assert plot_style._wrapped(long).split("\n") == [
+    assert plot_style.wrapped(long).split("\n") == [
         "qsdp_w4g4:", "weights.levels=learned,", "gradients.bits=6, 1.15", "B/param"
     ]  # fmt: skip
     assert plot_style.round_marks(0.7, 60) == [1, 2, 5, 10, 20, 50]
@@ -161,6 +161,9 @@ def test_a_scheme_has_its_colour_in_every_plot_and_others_differ() -> None:
     found = plot_style.colors(["mine", "qsdp", "sdp4bit", "yours"])
     assert found["qsdp"] == plot_style.colors(["qsdp"])["qsdp"]
     assert len(set(found.values())) == 4
+    assert (
+        len(set(plot_style.colors(f"qsdp:weights.bits={bits}" for bits in range(7)).values())) == 7
+    )
 
 
 def test_files_of_a_run_are_json_lines_with_a_step() -> None:

@@ -15,7 +15,8 @@ AUTOTUNE = "autotune"  # in place of a preset: one of CANDIDATES, chosen at star
 # In the order of what they lose, the most exact one first. Only schemes whose loss stays with that
 # of full precision in our own trainings (results/convergence*.json) and in their papers. Left out:
 # zeropp, whose gradients have six to eight times the error of sdp4bit's (results/errors*.json);
-# qsdp_w4g4 and qw4, which lose 2 to 4 % of loss; the others are parts or variants of sdp4bit.
+# qsdp_w4g4 and qw4, which lose 2 to 4 % of loss; eden4 and below, whose loss has not been measured
+# yet; the others are parts or variants of sdp4bit.
 CANDIDATES = ("full_precision", "qsdp", "sdp4bit")
 
 

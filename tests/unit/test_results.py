@@ -160,6 +160,33 @@ def figures_in_running_text_are_those_of_the_result_files() -> None:
         assert 5.5 < errors["zeropp"] / errors["tlq_hs"] < 8.5, "six to eight times"
 
 
+def errors_of_gaussian_levels_are_those_of_the_result_file() -> None:
+    rows, said = result("gradient_errors_cpu")["rows"], " ".join(CHOOSING.split())
+    alone = {name: fmean(row["alone"][name] for row in rows) for name in rows[0]["alone"]}
+    assert alone["eden4"] < 0.010 and alone["eden3"] < 0.038 and alone["eden2"] < 0.135
+    figures = f"{alone['eden4']:.4f}, {alone['eden3']:.3f} and {alone['eden2']:.3f}"
+    assert f"a message loses {figures} of its energy" in said
+    assert all(s["common"] <= row["alone"][s["scheme"]] for row in rows for s in row["sums"])
+
+    def ratios(low: float, high: float, *schemes: str, steps: range) -> str:
+        """Errors with common signs over those with own ones, of sums over eight nodes."""
+        found = [
+            s["common"] / s["own"]
+            for row in rows
+            if low < row["cosine"] < high and row["step"] in steps
+            for s in row["sums"]
+            if s["nodes"] == 8 and s["scheme"] in schemes
+        ]
+        return f"{min(found):.1f} to {max(found):.1f}"
+
+    every, later = ("eden4", "eden3", "eden2"), range(100, 10_000)
+    assert f"is {ratios(0.1, 0.2, *every, steps=later)} times as large" in said
+    large = [ratios(0.5, 0.8, name, steps=later) for name in ("eden4", "eden2")]
+    assert f"{large[0]} (4 bits) and {large[1]} times (2 bits) from 0.56 to 0.77" in said
+    first = ratios(0.8, 1.0, *every, steps=range(100)).split(" to ")
+    assert f"{round(float(first[0]))} to {round(float(first[1]))} times in the first steps" in said
+
+
 def at_the_slow_end_every_scheme_comes_close_to_what_its_bytes_allow() -> None:
     for point in result("speed_2x2_cpu").points:
         for row in point.rows:
@@ -191,6 +218,7 @@ def test_figures_on_the_pages_are_those_of_the_result_files() -> None:
     table_of_results_is_that_of_the_files_and_formulas()
     page_of_the_convergence_study_is_that_of_its_file()
     figures_in_running_text_are_those_of_the_result_files()
+    errors_of_gaussian_levels_are_those_of_the_result_file()
     at_the_slow_end_every_scheme_comes_close_to_what_its_bytes_allow()
     exposed_communication_is_that_of_the_result_file()
     autotune_took_the_best_without_a_rate_limit_or_one_close_to_it()

@@ -259,6 +259,21 @@ def _(result: schema.Threshold) -> tuple[str, str]:
 
 
 @section.register
+def _(result: schema.LosslessBits) -> tuple[str, str]:
+    header = ["learning rate", "unchanged", "codec", "entropy", "given the exponent"]
+    rows = [
+        [f"{row.lr:g}", f"{100 * row.unchanged:.0f} %",
+         *(f"{bits:.2f}" for bits in (row.bits, row.entropy, row.entropy_given_exponent))]
+        for row in result.rows
+    ]  # fmt: skip
+    body = (
+        "Bits per weight and step of the exact differences between the bf16 roundings of the\n"
+        f"{result.rows[0].numel} weights of a GPT in training, and entropies of the same data.\n\n"
+    )
+    return "Exact weights: bits per difference", body + table(header, rows)
+
+
+@section.register
 def _(result: schema.Scaling) -> tuple[str, str]:
     given = result.arguments
     ranks, node_size = max(row.ranks for row in result.rows), max(given["node_sizes"])

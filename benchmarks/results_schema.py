@@ -336,6 +336,26 @@ class Threshold(Versioned):
     rows: list[ThresholdRow]
 
 
+class LosslessRow(Model):
+    """Bits per weight and step at a learning rate: of the codec's messages, and the entropy of the
+    same differences, given the exponent before the step too; unchanged: share of weights.
+    """
+
+    lr: float
+    unchanged: float
+    bits: float
+    entropy: float
+    entropy_given_exponent: float
+    numel: int = Field(ge=1)
+
+
+class LosslessBits(Versioned):
+    """Of lossless_bits.py."""
+
+    kind: Literal["lossless_bits"]
+    rows: list[LosslessRow]
+
+
 class ScalingRow(Model):
     """One predicted point; see scaling.py."""
 
@@ -459,6 +479,7 @@ Result = (
     | Collectives
     | Glue
     | Threshold
+    | LosslessBits
     | Scaling
     | PeerSuite
 )
@@ -470,6 +491,7 @@ _KINDS: dict[str, type[Any]] = {
     "collectives": Collectives,
     "glue": Glue,
     "threshold": Threshold,
+    "lossless_bits": LosslessBits,
     "scaling": Scaling,
     "peer_suite": PeerSuite,
 }

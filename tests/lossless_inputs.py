@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
+
 import torch
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -61,3 +64,24 @@ def mixed(
         return torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype)
     values, references = zip(*parts, strict=True)
     return torch.cat(values), torch.cat(references)
+
+
+# Of an entry: where it lies, how it is written, what it may wrongly say.
+ENTRY_FIELDS = (
+    (0, "<I", (0, 1, 2, 40, 600, 1000, 2**31, 2**32 - 1)),
+    (4, "<H", (0, 1, 2, 500, 2047, 2048, 2049, 65535)),
+    (6, "<B", (0, 1, 120, 130, 255)),
+    (7, "<B", (*range(4), *range(15, 33), 255)),
+)
+
+
+def wrong_entries(message: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
+    """A message of mode 2 with one field of one entry changed, in all ways of ENTRY_FIELDS."""
+    for entry in range(16, 16 + 8 * -(-numel // 2048), 8):
+        for place, form, values in ENTRY_FIELDS:
+            for value in values:
+                written = list(struct.pack(form, value))
+                other = message.clone()
+                other[entry + place :][: len(written)] = torch.tensor(written, dtype=torch.uint8)
+                if not torch.equal(other, message):
+                    yield other

@@ -51,7 +51,8 @@ def test_source_archive_holds_tests_and_docs(wheel: Path, tmp_path: Path) -> Non
     with tarfile.open(packed) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"tests/conftest.py", "docs/install.md", "Makefile", "constraints.txt"} <= names
-    assert {"ds_quant/kernels/native.cpp", "cuda/encode.cu", "benchmarks/compare.py"} <= names
+    sources = {f"ds_quant/kernels/{name}" for name in ("native.cpp", "lossless.cpp", "native.hpp")}
+    assert sources | {"cuda/encode.cu", "benchmarks/compare.py"} <= names
 
 
 def test_a_homepage_makes_links_absolute(wheel: Path, tmp_path: Path) -> None:

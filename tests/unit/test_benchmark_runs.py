@@ -15,6 +15,7 @@ RUNS = {
     "codec.py": "--numel 4096 --codecs int4 --repeats 1",
     "levels.py": "--steps 2 --layers 1 --width 32 --text TEXT",
     "errors.py": "--steps 4 --every 2 --lr 1e-3 --layers 1 --width 32 --text TEXT",
+    "lossless_bits.py": "--warmup 2 --settle 1 --measured 2 --layers 1 --width 32 --text TEXT",
     "glue.py": "--cases 2 --codecs empty cuda --layers 5 --rounds 2 --worlds 1x2 2x2",
     "threshold.py": "--schemes sdp4bit --widths 16 --layers 5 --rounds 2",
     "scaling.py": "--models 1.3B --stages 3 --ranks 16 --node-sizes 8 --rates 10",

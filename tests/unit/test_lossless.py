@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.kernels import dispatch, native
-from tests.lossless_inputs import DTYPES, NUMELS, SORTS, mixed
+from tests.kernels.inputs import guarded
+from tests.lossless_inputs import DTYPES, NUMELS, SORTS, mixed, wrong_entries
 from tests.unit import lossless_oracle
 
 CODEC = LosslessCodec()
@@ -171,6 +172,13 @@ def test_flipped_bits_are_an_error(
         at = place // 8 % min(near, len(message))
         message[at] = message[at] ^ 1 << place % 8 if byte is None else byte
     check_damaged(message, reference, values)
+
+
+def test_wrong_entries_are_errors() -> None:
+    for sorts, numel in (([1e-5, 3e-4, "any"], 3 * 2048 - 5), ([1e-7], 2 * 2048), ([3e-4], 30)):
+        values, reference = mixed(sorts, numel, torch.bfloat16, seed=0)
+        for other in wrong_entries(encoded(values, reference), numel):
+            check_damaged(guarded(len(other), torch.uint8).copy_(other), reference, values)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

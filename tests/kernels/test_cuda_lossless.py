@@ -167,5 +167,5 @@ def test_a_status_is_filled_without_waiting_and_says_the_same(shim) -> None:
     for row, held in zip(status, (reference, other), strict=True):
         launch_lossless.decode(message, held, torch.empty_like(held), run=shim, status=row)
     launch_lossless.check(*status[0].tolist())
-    with pytest.raises(ValueError, match="different references|hold different"):
+    with pytest.raises(ValueError, match="hold different"):
         launch_lossless.check(*status[1].tolist())

@@ -45,7 +45,7 @@ class HeldReduction(Pipeline):
         self._held, self._fresh, self._sums = held, fresh, sums
         self._streams = [Streams(hop, rotations) for hop in zip(*codings, strict=True)]
         exchanges = (tensors is not None) + (sums is not None)
-        super().__init__((self._reduce(part, tensors) for part in plan.held), exchanges)
+        super().__init__([self._reduce(part, tensors) for part in plan.held], exchanges)
 
     def _reduce(self, part: HeldSlice, tensors: Sequence[Tensor] | None) -> Iterator[None]:
         """Yields after every exchange it has posted."""

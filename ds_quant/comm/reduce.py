@@ -98,7 +98,7 @@ class Reduction(Pipeline):
         self._streams = [
             Streams(hop, rotations, by_hop[max(depth - 1, 0)]) for depth, hop in enumerate(by_hop)
         ]
-        super().__init__((self._reduce(part, tensors) for part in plan.slices), len(plan.hops))
+        super().__init__([self._reduce(part, tensors) for part in plan.slices], len(plan.hops))
 
     def _reduce(self, part: SlicePlan, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Yields after every exchange it has posted; writes its part of the sums at the end."""

@@ -352,13 +352,14 @@ class ShardReduction:
         held, unpack = self._binding.held, sent.unpack
         members = tuple([(parameter.index, -1) for parameter in tracked])
         plan = self._plan(sent, route, link)
+        key = plan.reduction, members
         zeros = partial(plan.zeros, unpack.dtypes, sent.tensors[0].device)
         if held.are_left(members):  # what is held of them takes the second hop alone
             held.take(None, members)
             advance, sums = _nothing, zeros
         elif not hooks.at_boundary(self._binding.engine):
-            kept = plan.hold(sent, link, members, held.take((plan, members), members))
-            held.put((plan, members), kept)
+            kept = plan.hold(sent, link, members, held.take(key, members))
+            held.put(key, kept)
 
             def nothing_yet() -> list[torch.Tensor]:
                 kept.added.wait()
@@ -366,7 +367,7 @@ class ShardReduction:
 
             return kept.added.advance, nothing_yet
         else:
-            advance, sums = plan.post(sent, link, held.take((plan, members), members))
+            advance, sums = plan.post(sent, link, held.take(key, members))
         crossed = held.take_crossed(members)
         waited = {members.index(member): values for member, values in crossed.items()}
         return advance, lambda: unpack.shards(sums(), link, waited)
@@ -466,6 +467,7 @@ class _Plan(NamedTuple):
 
     reduction: ReductionPlan
     own: tuple[int, ...]
+    rooms: list[int]  # of the own elements among the sums
 
     @classmethod
     def make(
@@ -478,11 +480,13 @@ class _Plan(NamedTuple):
                 segments.append(Segment(tensor, start, stop - start, tensor, start, rank))
         placed, _ = own_totals(segments, route)
         own = tuple([segment.numel for segment in segments if segment.reducer == link.rank])
-        return cls(ReductionPlan(placed, forms, route, scale=1.0 / link.size), own)
+        rooms = [round_up(numel, VECTOR_NUMEL) for numel in own]
+        return cls(ReductionPlan(placed, forms, route, scale=1.0 / link.size), own, rooms)
 
     def post(self, sent: _Sent, link: Link, held: HeldBucket | None = None) -> Posted:
         """Begin to reduce, with what is held of the tensors."""
-        sums = self._room(sent.tensors[0].device, link)
+        device = sent.tensors[0].device
+        sums = link.empty(sum(self.rooms), dtype=torch.float32, device=device)
         flat, how = [tensor.reshape(-1) for tensor in sent.tensors], (sent.codings, sent.rotations)
         if held is None:
             under_way: Pipeline = Reduction(self.reduction, flat, *how, sums)
@@ -512,7 +516,7 @@ class _Plan(NamedTuple):
 
         def cross() -> dict[Member, torch.Tensor]:
             added.wait()
-            sums = self._room(device, link)
+            sums = link.empty(sum(self.rooms), dtype=torch.float32, device=device)
             HeldReduction(self.reduction, values, *how, sums=sums).wait()
             return dict(zip(members, unpack.tensors(self._shards(sums), link.rank), strict=True))
 
@@ -524,13 +528,8 @@ class _Plan(NamedTuple):
         memory = {dtype: torch.zeros(most, dtype=dtype, device=device) for dtype in set(dtypes)}
         return [memory[dtype][:n] for dtype, n in zip(dtypes, self.own, strict=True)]
 
-    def _room(self, device: torch.device, link: Link) -> torch.Tensor:
-        rooms = sum(round_up(numel, VECTOR_NUMEL) for numel in self.own)
-        return link.empty(rooms, dtype=torch.float32, device=device)
-
     def _shards(self, sums: torch.Tensor) -> list[torch.Tensor]:
-        rooms = [round_up(numel, VECTOR_NUMEL) for numel in self.own]
-        parts = zip(sums.split(rooms), self.own, strict=True)
+        parts = zip(sums.split(self.rooms), self.own, strict=True)
         return [part if part.numel() == n else part[:n] for part, n in parts]
 
 

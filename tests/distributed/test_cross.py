@@ -216,7 +216,7 @@ def _losses_rank(stage: int, accumulation: int, steps: int) -> dict[str, list[fl
         "step": config(stage, accumulation),
         "micro_step": config(stage, accumulation, "micro_step"),
     }
-    if stage == 3:
+    if stage == 3 and accumulation < 16:
         cases["shard"] = config(stage, accumulation)
         cases["shard"]["quantized_comm"]["node_shard"] = True
     found = {}
@@ -227,7 +227,9 @@ def _losses_rank(stage: int, accumulation: int, steps: int) -> dict[str, list[fl
     return found
 
 
-LONG = [pytest.param(k, 50, marks=pytest.mark.slow) for k in (1, 3, 4, 16)]
+LONG = [
+    pytest.param(k, 50, marks=[pytest.mark.slow, pytest.mark.timeout(900)]) for k in (1, 3, 4, 16)
+]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -236,7 +238,7 @@ def test_losses_are_those_of_crossing_in_every_micro_step(
     accumulation: int, steps: int, stage: int
 ) -> None:
     """To fp32 rounding; bit for bit without accumulation, and where exact weights cross once."""
-    for found in run(_losses_rank, WORLD, stage, accumulation, steps, timeout=560):
+    for found in run(_losses_rank, WORLD, stage, accumulation, steps, timeout=880):
         once, often = found["step"], found["micro_step"]
         assert once[-1] < 0.8 * once[0]
         if accumulation == 1:

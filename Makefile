@@ -1,4 +1,4 @@
-# One command each: install once into .venv, then demo, test, test-all, lint, wheel.
+# One command each: install once into .venv, then demo, docs, test, test-all, lint, wheel.
 # Without a GPU: make install TORCH_INDEX=URL, the index of torch's CPU build; the default build
 # brings 5.6 GB of CUDA libraries.
 PYTHON ?= python3
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: install demo report test test-all test-clients lint wheel clean
+.PHONY: install demo report docs test test-all test-clients lint wheel clean
 
 install: $(STAMP)
 
@@ -21,12 +21,13 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python benchmarks/compare.py $(if $(TEXT),--text $(TEXT))
 
-# docs/results.md and peer_suite.md from the committed result files, docs/support.md from the table
-# of its tests
+# A page beside every committed result file, and their list in docs/results.md
 report: install
-	$(BIN)/python benchmarks/make_report.py
-	$(BIN)/python benchmarks/peer_page.py
-	$(BIN)/python -m tests.distributed.support
+	$(BIN)/python benchmarks/sections.py
+
+# The documentation as a site, in build/site; a link that leads nowhere ends the build.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f .ci/mkdocs.yml
 
 # What the markers leave out: test-all takes what is slow, too. Two workers, as ranks mostly wait for
 # each other; tests that compare times come last and alone.

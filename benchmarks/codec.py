@@ -13,16 +13,17 @@ Gaussian data.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import report
+import sections
 import torch
-from results_schema import CodecRow
+from rich.console import Console
+from rich.table import Table
 
 from ds_quant.codec.codec import CAST_NAMES, CastCodec, Codec, GroupCodec
 from ds_quant.kernels import dispatch
@@ -82,26 +83,22 @@ class Case:
             work()
             self.samples[name].append(time.perf_counter() - start)
 
-    def row(self) -> CodecRow:
+    def row(self) -> dict[str, Any]:
         """What the samples say."""
         numel = self.x.shape[1]
         best = {name: min(samples) for name, samples in self.samples.items()}
         middle = {name: statistics.median(samples) for name, samples in self.samples.items()}
-        return CodecRow(
-            input=CAST_NAMES[self.x.dtype],
-            codec=self.codec.name,
-            encode_s=best["encode"],
-            encode_median_s=middle["encode"],
-            encode_gelem_s=numel / best["encode"] / 1e9,
-            encode_copy_ratio=best["copy"] / best["encode"],
-            decode_s=best["decode"],
-            decode_median_s=middle["decode"],
-            decode_gelem_s=numel / best["decode"] / 1e9,
-            decode_copy_ratio=best["copy"] / best["decode"],
-            squared_error=self.squared_error,
-            wire_bytes=self.nbytes,
-            bits_per_element=self.nbytes * 8 / numel,
-        )
+        row = {"input": CAST_NAMES[self.x.dtype], "codec": self.codec.name}
+        for work in ("encode", "decode"):
+            row |= {
+                f"{work}_s": best[work], f"{work}_median_s": middle[work],
+                f"{work}_gelem_s": numel / best[work] / 1e9,
+                f"{work}_copy_ratio": best["copy"] / best[work],
+            }  # fmt: skip
+        return row | {
+            "squared_error": self.squared_error, "wire_bytes": self.nbytes,
+            "bits_per_element": self.nbytes * 8 / numel,
+        }  # fmt: skip
 
 
 def relative_squared_error(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -113,7 +110,7 @@ def relative_squared_error(x: torch.Tensor, y: torch.Tensor) -> float:
     return error / norm
 
 
-def measure(cases: list[Case], repeats: int) -> list[CodecRow]:
+def measure(cases: list[Case], repeats: int) -> list[dict[str, Any]]:
     """Rows of all cases, after one untimed round, variants interleaved."""
     for case in cases:
         case.warm_up()
@@ -135,53 +132,46 @@ def make_cases(codecs: list[Codec], dtypes: list[torch.dtype], numel: int) -> li
     return cases
 
 
-def environment(threads: int) -> dict[str, str | int]:
-    """What a number needs beside it."""
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].partition(":")[2].strip() if names else cpu
-    return {
-        "cpu": cpu,
-        "vectors": torch.backends.cpu.get_cpu_capability(),
-        "kernels": dispatch.describe(torch.device("cpu")),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": threads,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-    }
-
-
-def cells(row: CodecRow) -> list[str]:
-    """The row as text, in the order of COLUMNS."""
-    timings = []
-    for kind in ("encode", "decode"):
-        seconds, speed, ratio = (
-            getattr(row, f"{kind}_{name}") for name in ("s", "gelem_s", "copy_ratio")
-        )
-        timings += [f"{seconds * 1e3:.3g}", f"{speed:.3f}", f"{ratio:.2f}"]
-    error, bits = f"{row.squared_error:.1e}", f"{row.bits_per_element:.3f}"
-    return [row.input, row.codec, *timings, error, str(row.wire_bytes), bits]
-
-
-def show(rows: list[CodecRow]) -> None:
-    """Print the table, with rich where it is installed."""
-    lines = [cells(row) for row in rows]
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(len(line[i]) for line in [COLUMNS, *lines]) for i in range(len(COLUMNS))]
-        for line in [COLUMNS, *lines]:
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-        return
-    table = Table(*COLUMNS)
-    for column in table.columns[2:]:
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    grid = Table(*COLUMNS)
+    for column in grid.columns[2:]:
         column.justify = "right"
-    for line in lines:
-        table.add_row(*line)
-    Console(width=None if Console().is_terminal else 140).print(table)
+    for row in rows:
+        timings = [
+            cell
+            for work in ("encode", "decode")
+            for cell in (
+                f"{row[f'{work}_s'] * 1e3:.3g}", f"{row[f'{work}_gelem_s']:.3f}",
+                f"{row[f'{work}_copy_ratio']:.2f}",
+            )
+        ]  # fmt: skip
+        error, bits = f"{row['squared_error']:.1e}", f"{row['bits_per_element']:.3f}"
+        grid.add_row(
+            row["input"], row["codec"], *timings, error, str(row["wire_bytes"]), bits
+        )  # fmt: skip
+    Console(width=None if Console().is_terminal else 140).print(grid)
+
+
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py; inputs of the first dtype."""
+    first = result["rows"][0]["input"]
+    rows = [
+        [
+            row["codec"], f"{row['encode_gelem_s']:.2f}", f"{row['decode_gelem_s']:.2f}",
+            f"{row['encode_copy_ratio']:.2f} / {row['decode_copy_ratio']:.2f}",
+            f"{row['squared_error']:.1e}", f"{row['bits_per_element']:.3f}",
+        ]
+        for row in result["rows"]
+        if row["input"] == first
+    ]  # fmt: skip
+    header = ["codec", "encode Gelem/s", "decode Gelem/s", "share of a copy's speed",
+              "squared error", "bits"]  # fmt: skip
+    threads = result["arguments"]["threads"]
+    return "Codecs", (
+        f"Gaussian {first} on {threads} thread, {result['kernels']}, {result['vectors']}. Other\n"
+        f"inputs are in the file.\n\n{sections.table(header, rows)}"
+    )
 
 
 def parse_args() -> argparse.Namespace:
@@ -198,20 +188,17 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_args()
     torch.set_num_threads(arguments.threads)
-    print(", ".join(f"{key} {value}" for key, value in environment(arguments.threads).items()))
     print(f"{arguments.numel} Gaussian elements, minimum of {arguments.repeats} interleaved runs")
     chosen = [codec for codec in all_codecs() if arguments.codecs in codec.name]
     dtypes = [DTYPES[name] for name in arguments.dtypes]
     rows = measure(make_cases(chosen, dtypes, arguments.numel), arguments.repeats)
     show(rows)
     if arguments.json:
-        settings = {"numel": arguments.numel, "repeats": arguments.repeats, "data": "gaussian"}
-        report = {
-            "environment": environment(arguments.threads),
-            "settings": settings,
-            "rows": [row.model_dump() for row in rows],
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        report.save(
+            arguments.json, "codec", arguments, rows=rows,
+            vectors=torch.backends.cpu.get_cpu_capability(),
+            kernels=dispatch.describe(torch.device("cpu")),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

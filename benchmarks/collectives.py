@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import report
+import sections
 from netlab.lab import Lab, LabError, Loopback, obstacle
 from rich.console import Console
 from rich.table import Table
@@ -78,6 +79,27 @@ def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
             f"{row['speedup']:.2f}",
         )  # fmt: skip
     return grid
+
+
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py; messages below a megabyte, where latency decides, are in the file."""
+    schemes = list(dict.fromkeys(row["scheme"] for row in result["rows"]))
+    found = {(r["rate"], r["operation"], r["numel"], r["scheme"]): r for r in result["rows"]}
+    rows = [
+        [f"{f'{rate:g} Mbit/s' if rate else 'not shaped'}, {operation}, {2 * numel / 1e6:.0f} MB",
+         f"{found[rate, operation, numel, BASELINE]['bus_bandwidth'] / 1e6:.1f}",
+         *(f"{found[rate, operation, numel, name]['speedup']:.2f}"
+           for name in schemes if name != BASELINE)]
+        for rate, operation, numel in dict.fromkeys(key[:3] for key in found)
+        if 2 * numel >= 1e6
+    ]  # fmt: skip
+    header = ["link, operation, bf16 bytes", f"`{BASELINE}` bus MB/s",
+              *(f"`{name}`" for name in schemes if name != BASELINE)]  # fmt: skip
+    return "Bandwidth of collectives", (
+        f"On {result['arguments']['topology']} ranks: bandwidth in full precision as nccl-tests\n"
+        "count it, and speed-ups over it, encoding and decoding included.\n\n"
+        + sections.table(header, rows)
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

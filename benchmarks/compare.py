@@ -11,7 +11,6 @@ Prints a table and what it means, writes a JSON file with everything and a PNG o
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import launch
 import report
+import sections
 import task
 import text
 from schemes import block_of, deepspeed_config, parse_override, parse_schemes
@@ -170,17 +170,12 @@ def main(argv: list[str] | None = None) -> int:
         tokens = text.load(args.text)
         corpus = args.out.resolve() / "text.bin"  # built once, not once per rank
         corpus.write_bytes(tokens.numpy().tobytes())
-        about = {
-            **report.provenance(),
-            "device": device,
-            "arguments": _arguments(args),
-            "text": {"bytes": len(tokens), "sha256": text.fingerprint(tokens)},
-        }
+        trained_on = {"bytes": len(tokens), "sha256": text.fingerprint(tokens)}
         runs = run_all(args, device, corpus)
     except (ValueError, OSError, launch.RunFailed) as error:
         print(error, file=sys.stderr)
         return 1
-    show(args, about, runs)
+    show(args, runs, device=device, text=trained_on)
     return 0
 
 
@@ -195,14 +190,36 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
 _PATHS = ("out", "json", "plot")
 
 
-def show(args: argparse.Namespace, about: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py."""
+    given = result["arguments"]
+    rows = [
+        [
+            f"`{row['label']}`", f"{row['final_loss']:.4f}",
+            report.number(row["gap_percent"], "+.2f"), f"{row['validation_loss']:.4f}",
+            report.number(row["wire_bytes"], ".3f"),
+            f"{1e3 * row['step_seconds']:.0f}",
+        ]
+        for row in result["summary"]
+    ]  # fmt: skip
+    header = ["scheme", "final loss", "gap %", "held-out loss", "B/param/step", "step ms"]
+    heading = f"Comparison: ZeRO-{given['stage']}, {given['world']} ranks, {given['steps']} steps"
+    return heading, (
+        "Loss in nats per byte of text, mean of the last 50 steps; bytes received by a rank per\n"
+        f"parameter and optimizer step.\n\n{sections.table(header, rows)}"
+    )
+
+
+def show(args: argparse.Namespace, runs: list[dict[str, Any]], **about: Any) -> None:
     """Print the table, write the JSON file and the picture."""
     from rich.console import Console
 
     rows = report.rows(runs)
     summary = [asdict(row) for row in rows]
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({**about, "summary": summary, "runs": runs}) + "\n", "utf-8")
+    arguments = _arguments(args)
+    report.save(
+        args.json, "compare", arguments, commas=("schemes",), **about, summary=summary, runs=runs
+    )
     millions = runs[0]["result"]["parameters"] / 1e6
     model = args.model or "GPT"
     nodes = "" if args.node_size is None else f" in {args.world // args.node_size} nodes"

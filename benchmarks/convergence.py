@@ -1,205 +1,393 @@
-"""Loss gaps of schemes over seeds: same start, same data, paired with full precision seed by seed.
+"""What a scheme costs in loss: held out, after the rate's decay, in pairs that differ in it alone.
 
-    python benchmarks/convergence.py --grid sdp4bit --seeds 0 1 2
-    python benchmarks/convergence.py --from runs/seed0 runs/seed1     # of compare.py, as they are
+    python benchmarks/convergence.py                                # every preset, hours
+    python benchmarks/convergence.py --schemes sdp4bit,qsdp --text my.txt --interval 0.1
 
-Runs benchmarks/compare.py once per seed; a seed whose results are there with equal arguments is not
-repeated, so an interrupted study continues. Prints the paired gap of the mean over the last 50
-steps with its 95 % confidence interval, and writes JSON and a plot of mean curves and gaps.
+A base model is trained in full precision past its plateau, once. From its checkpoint each scheme
+trains on while the rate falls to 3 %; the loss is that of the exact weights on text that nobody
+trained on. A pair shares checkpoint and data order, which is the seed, with full precision. Every
+scheme gets the least number of pairs, then the widest interval gets one more, until all are narrow.
+Ranks are simulated in one process, with the bits of real ones (simulated.py).
+
+Every finished run is a line in OUT/runs.jsonl: call it again to go on. `--report` only writes the
+result file and its section.
+
+`--constant` leaves the rate as it is, to compare training loss there with held-out loss.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-import compare
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed one comes first
+
+import convergence_page
+import paired
 import report
+import text
+import torch
+from gpt import GPT, GPTConfig
+from schemes import SchemeEntry, parse_schemes, with_overrides
+from simulated import Simulation
+from torch import Tensor
+from tqdm import tqdm
 
-_LEARNED = "weights.levels=learned,weights.rounding=nearest,weights.level_steps=[30,80,150,220]"
+from ds_quant.comm.topology import Topology
+from ds_quant.config.schema import parse_block
+from ds_quant.policy import cost
+from ds_quant.policy.scheme import Scheme
 
-GRIDS = {
-    "sdp4bit": "full_precision,sdp4bit,qwd,qw4,tlq,tlq_hs",
-    # SDP4Bit, Table 3: group sizes of weights; and what its Table 1 leaves out
-    "sdp4bit_groups": "full_precision,qw4:weights.group_size=32,qw4:weights.group_size=128,qw4,"
-    "ulq,sdp4bit_paper",
-    # QSDP, widths with uniform and learned levels, and how W4G4 rounds the weights (unpublished)
-    "qsdp": ",".join(
-        ["full_precision"]
-        + [
-            f"qsdp:weights.bits={w},gradients.bits={g}{levels}"
-            for w, g in ((8, 8), (6, 4), (5, 4), (4, 4))
-            for levels in ("", f",{_LEARNED}")
-        ]
-        + [f"qsdp_w4g4:weights.rounding={rounding}" for rounding in ("nearest", "stochastic")]
-    ),
-}
-
-# Student's t for a two-sided 95 % interval, by degrees of freedom; 1.96 beyond.
-_T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+BASELINE = "full_precision"
+# In the order in which a study begins: a study that is cut short has the first ones.
+_LEARNED = "weights.levels=learned,weights.rounding=nearest,weights.level_steps=[1,75,150,225]"
+SCHEMES = (
+    "sdp4bit,qsdp,zeropp,qsdp_w4g4,ulq,tlq,tlq_hs,qwd,qw4,lossless_g4,lossless_g3,lossless_g2,"
+    "eden4,eden3,eden2,sdp4bit_paper,qw4:weights.group_size=32,qw4:weights.group_size=128,"
+    f"qsdp_w4g4:{_LEARNED},qsdp:weights.bits=6,gradients.bits=4,qsdp:weights.bits=5,gradients.bits=4"
+)
+FLOOR = 0.03  # of the rate, at the end of its decay
+LAST = 50  # steps over which training loss is averaged
+MEASURED = 20  # steps of a run whose reduced gradients are compared with exact ones
+BASE_SEED = 1 << 20  # data order of the base model, apart from those of the pairs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gap:
-    """Gaps to full precision in per cent of its final loss, one per seed, and their interval."""
+class Settings:
+    """What all runs of a study share. Batches are sequences per rank and micro-step."""
 
-    label: str
-    gaps: list[float]
-    mean: float
-    spread: float  # sample standard deviation, 0 for one seed
-    half_width: float | None  # of the 95 % interval of the mean; None for one seed
+    layers: int = 2
+    width: int = 128
+    heads: int = 4
+    seq_len: int = 128
+    batch: int = 4
+    nodes: int = 2
+    node_size: int = 2
+    micro_steps: int = 1
+    base_steps: int = 3000
+    steps: int = 300
+    lr: float = 2e-3
 
+    @property
+    def topology(self) -> Topology:
+        return Topology(world=self.nodes * self.node_size, node_size=self.node_size)
 
-def gap(label: str, ours: Sequence[float], exact: Sequence[float]) -> Gap:
-    """Paired gap of final losses, seed by seed."""
-    gaps = [100 * (a / b - 1) for a, b in zip(ours, exact, strict=True)]
-    count = len(gaps)
-    spread = stdev(gaps) if count > 1 else 0.0
-    t = _T95[count - 2] if 2 <= count < len(_T95) + 2 else 1.96
-    half_width = t * spread / count**0.5 if count > 1 else None
-    return Gap(label=label, gaps=gaps, mean=fmean(gaps), spread=spread, half_width=half_width)
+    def model(self) -> GPT:
+        """With the first weights, in bf16 and computing in fp32, see gpt.py."""
+        torch.manual_seed(0)
+        config = GPTConfig(
+            layers=self.layers, width=self.width, heads=self.heads, seq_len=self.seq_len,
+            compute_dtype=torch.float32,
+        )  # fmt: skip
+        return GPT(config).bfloat16()
 
+    def scheme(self, entry: SchemeEntry, seed: int) -> Scheme:
+        """Of an entry of --schemes, with random bits of ``seed``."""
+        block = {"scheme": entry.name, "seed": seed, "node_size": self.node_size}
+        config = parse_block(with_overrides(block, entry.overrides))
+        config.validate_world(self.topology.world)
+        return config.to_scheme()
 
-def gaps(studies: Sequence[dict[str, Any]]) -> list[Gap]:
-    """Of every scheme that all seeds have, in the order of the first.
+    def simulation(self, entry: SchemeEntry, seed: int) -> Simulation:
+        def adam(params: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(params, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.1)
 
-    Raises:
-        ValueError: no full_precision, or studies that differ in more than the seed.
-    """
-    arguments = [{k: v for k, v in s["arguments"].items() if k != "seed"} for s in studies]
-    differing = sorted({k for a in arguments for k in a if a[k] != arguments[0].get(k)})
-    if differing:
-        raise ValueError(f"the studies differ in {', '.join(differing)}: only the seed may differ")
-    final = [
-        {run["label"]: report.final_loss(run["result"]["losses"]) for run in study["runs"]}
-        for study in studies
-    ]
-    baseline = next((b for b in report.BASELINES if all(b in losses for losses in final)), None)
-    if baseline is None:
-        raise ValueError(f"no baseline: run one of {', '.join(report.BASELINES)} in every study")
-    labels = [label for label in final[0] if all(label in losses for losses in final)]
-    exact = [losses[baseline] for losses in final]
-    return [gap(label, [losses[label] for losses in final], exact) for label in labels]
-
-
-def table(entries: Sequence[Gap], seeds: Sequence[int]) -> Any:
-    from rich.table import Table
-
-    grid = Table()
-    grid.add_column("scheme")
-    for header in (*(f"seed {seed}" for seed in seeds), "mean gap %", "95 %", "spread"):
-        grid.add_column(header, justify="right")
-    for entry in entries:
-        half = "n/a" if entry.half_width is None else f"+-{entry.half_width:.2f}"
-        cells = [f"{value:+.2f}" for value in entry.gaps]
-        grid.add_row(entry.label, *cells, f"{entry.mean:+.3f}", half, f"{entry.spread:.2f}")
-    return grid
+        return Simulation(
+            self.model(), self.scheme(entry, seed), adam,
+            topology=self.topology, micro_steps=self.micro_steps,
+        )  # fmt: skip
 
 
-def plot(studies: Sequence[dict[str, Any]], entries: Sequence[Gap], path: Path) -> None:
-    """Difference of the mean curves to full precision, and the final gaps with their intervals."""
-    import matplotlib
+# ---- runs ----
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.6), layout="constrained")
-    curves = {
-        e.label: [_losses(study, e.label) for study in studies]
-        for e in entries
-    }  # fmt: skip
-    exact = curves[next(b for b in report.BASELINES if b in curves)]
-    for place, entry in enumerate(entries):
-        pairs = zip(curves[entry.label], exact, strict=True)
-        paired = [[a - b for a, b in zip(ours, base, strict=True)] for ours, base in pairs]
-        mean = [fmean(values) for values in zip(*paired, strict=True)]
-        left.plot(report.smoothed(mean), linewidth=1.3, label=entry.label)
-        right.errorbar(place, entry.mean, yerr=entry.half_width or 0, marker="o", capsize=4)
-        right.scatter([place] * len(entry.gaps), entry.gaps, s=8, color="grey", zorder=3)
-    left.set(xlabel="optimizer step", ylabel="difference to full precision, nats per byte")
-    right.set(ylabel="gap of the last 50 steps, % (bars: 95 %)", xticks=range(len(entries)))
-    right.set_xticklabels([e.label for e in entries], rotation=30, ha="right", fontsize=7)
-    figure.legend(loc="outside lower left", ncols=3, fontsize=7)
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
+class Corpus:
+    """Text to train on, and text to measure on."""
+
+    def __init__(self, path: Path | None, settings: Settings) -> None:
+        tokens = text.load(path)
+        self.about = {"bytes": len(tokens), "sha256": text.fingerprint(tokens)}
+        self._training, self._held_out = text.split(tokens)
+        self._settings = settings
+
+    def batch(self, seed: int, step: int, micro_step: int, rank: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets; `step` counts optimizer steps."""
+        s = self._settings
+        return text.batch(
+            self._training, seed=seed, step=step * s.micro_steps + micro_step, rank=rank,
+            batch_size=s.batch, seq_len=s.seq_len,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def held_out_loss(self, module: torch.nn.Module) -> float:
+        """Mean over all of the text, in windows that do not overlap, nats per byte."""
+        seq_len = self._settings.seq_len
+        count = (len(self._held_out) - 1) // seq_len
+        inputs = self._held_out[: count * seq_len].long().view(count, seq_len)
+        targets = self._held_out[1 : count * seq_len + 1].long().view(count, seq_len)
+        total = 0.0
+        for x, y in zip(inputs.split(32), targets.split(32), strict=True):
+            total += float(module(x, y)) * len(x)
+        return total / count
+
+
+def train_base(settings: Settings, corpus: Corpus, path: Path) -> dict[str, Any]:
+    """Train the base model at a constant rate, and write its checkpoint."""
+    (entry,) = parse_schemes(BASELINE)
+    simulation, curve = settings.simulation(entry, 0), []
+    warmup = max(1, settings.base_steps // 40)
+    bar = tqdm(range(settings.base_steps), desc="base model", disable=None, leave=False)
+    for step in bar:
+        simulation.set_rate(settings.lr * min(1, (step + 1) / warmup))
+        loss, _ = simulation.step(lambda m, r, s=step: corpus.batch(BASE_SEED, s, m, r))
+        if (step + 1) % max(1, settings.base_steps // 10) == 0:
+            simulation.compute_with(simulation.exact_weights())
+            curve.append({"step": step + 1, "held_out": corpus.held_out_loss(simulation.module)})
+            tqdm.write(f"base model, step {step + 1}: held out {curve[-1]['held_out']:.4f}")
+        bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+    state = {**simulation.state(), "curve": curve}
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    torch.save(state, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
+    return state
 
 
-def _losses(study: dict[str, Any], label: str) -> list[float]:
-    return next(run["result"]["losses"] for run in study["runs"] if run["label"] == label)
+def branch(
+    settings: Settings,
+    corpus: Corpus,
+    base: dict[str, Any],
+    entry: SchemeEntry,
+    seed: int,
+    *,
+    constant: bool,
+) -> dict[str, Any]:
+    """Train on from the base model; losses and errors of one run."""
+    simulation = settings.simulation(entry, seed)
+    simulation.load(base)
+    losses, errors = [], []
+    title = f"{entry.label}, seed {seed}"
+    every = max(1, settings.steps // MEASURED)
+    for step in tqdm(range(settings.steps), desc=title, disable=None, leave=False):
+        share = 1.0 if constant else 1 - (1 - FLOOR) * (step + 1) / settings.steps
+        simulation.set_rate(settings.lr * share)
+        loss, error = simulation.step(
+            lambda m, r, s=step: corpus.batch(seed, s, m, r), measure=step % every == 0
+        )
+        losses.append(loss)
+        if error is not None:
+            errors.append(error)
+    simulation.compute_with(simulation.exact_weights())
+    held_out = travelled = corpus.held_out_loss(simulation.module)
+    if simulation.scheme.weights is not None:
+        simulation.compute_with(simulation.travelled_weights())
+        travelled = corpus.held_out_loss(simulation.module)
+    return {
+        "held_out": held_out,
+        "held_out_travelled": travelled,
+        "training": fmean(losses[-LAST:]),
+        "gradient_error": fmean(errors),
+        "weight_error": simulation.drift(),
+    }
 
 
-def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """Our own flags, and the rest for compare.py."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other flags are those of compare.py (--stage, --world, --steps, --lr, ...).",
+# ---- the study ----
+
+
+class Ledger:
+    """Finished runs of one study, each a line of a file that other studies may share."""
+
+    def __init__(self, path: Path, study: str) -> None:
+        self._path, self._study = path, study
+        self.runs: list[dict[str, Any]] = []
+        for line in path.read_text("utf-8").splitlines() if path.exists() else []:
+            run = json.loads(line)
+            if run.pop("study") == study:  # same settings, text and base model
+                self.runs.append(run)
+
+    def add(self, run: dict[str, Any]) -> None:
+        """Also to the file, at once."""
+        self.runs.append(run)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"study": self._study, **run}) + "\n")
+
+    def by_seed(self, label: str, key: str, *, constant: bool = False) -> dict[int, float]:
+        """A figure of the runs of a scheme."""
+        chosen = (r for r in self.runs if r["scheme"] == label and r["constant"] == constant)
+        return {run["seed"]: run[key] for run in chosen}
+
+    def gap(
+        self, label: str, key: str = "held_out", *, constant: bool = False
+    ) -> paired.Gap | None:
+        """To full precision in per cent."""
+        ours, exact = (self.by_seed(name, key, constant=constant) for name in (label, BASELINE))
+        return paired.gap(ours, exact)
+
+
+def missing_runs(
+    ledger: Ledger, labels: Sequence[str], args: argparse.Namespace
+) -> Iterator[tuple[str, int]]:
+    """Scheme and seed of the next run, until every interval is narrow; asked after every run."""
+
+    def pairs(label: str) -> int:
+        return len(ledger.by_seed(label, "held_out", constant=args.constant))
+
+    while True:
+        gaps = {label: ledger.gap(label, constant=args.constant) for label in labels}
+        open_ = [
+            label
+            for label, gap in gaps.items()
+            if gap is None or not gap.is_settled(interval=args.interval, least=args.pairs)
+        ]
+        open_ = [label for label in open_ if pairs(label) < args.most_pairs]
+        if not open_:
+            return
+        few = [label for label in open_ if pairs(label) < args.pairs]
+        label = few[0] if few else max(open_, key=lambda one: gaps[one].half_width)
+        seed = pairs(label)
+        for name in (BASELINE, label):
+            if seed not in ledger.by_seed(name, "held_out", constant=args.constant):
+                yield name, seed
+
+
+def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[str, Any]]:
+    """Do what is missing; all runs, and what the result file says about the base model."""
+    entries = {entry.label: entry for entry in parse_schemes(f"{BASELINE},{args.schemes}")}
+    for entry in entries.values():
+        settings.scheme(entry, 0)  # a wrong one is refused now, not in an hour
+    corpus = Corpus(args.text, settings)
+    about = {"settings": asdict(settings), "text": corpus.about}
+    path = args.out / f"base-{_digest(about)}.pt"
+    base = torch.load(path) if path.exists() else train_base(settings, corpus, path)
+    weights = hashlib.sha256(base["master"].numpy().tobytes()).hexdigest()
+    about["base"] = {"sha256": weights, "curve": base["curve"]}
+    ledger = Ledger(args.out / "runs.jsonl", _digest(about))
+    labels = [label for label in entries if label != BASELINE]
+    for label, seed in missing_runs(ledger, labels, args) if not args.report else ():
+        run = branch(settings, corpus, base, entries[label], seed, constant=args.constant)
+        ledger.add({"scheme": label, "seed": seed, "constant": args.constant, **run})
+        if label != BASELINE:
+            tqdm.write(f"{label}: {ledger.gap(label, constant=args.constant)}")
+    return ledger, about
+
+
+def result(
+    args: argparse.Namespace, settings: Settings, ledger: Ledger, about: dict[str, Any]
+) -> dict[str, Any]:
+    """The result file: every scheme that has pairs."""
+    entries = parse_schemes(args.schemes)
+    extra = dict.fromkeys(run["scheme"] for run in ledger.runs)  # also those of other calls
+    known = {entry.label for entry in entries} | {BASELINE}
+    entries += [one for label in extra if label not in known for one in parse_schemes(label)]
+    found = [row(settings, ledger, entry) for entry in entries]
+    arguments = {
+        **asdict(settings), "pairs": args.pairs, "interval": args.interval,
+        "text": None if args.text is None else args.text.name,
+        "schemes": [entry.label for entry in entries],
+    }  # fmt: skip
+    return {
+        "kind": "convergence", "version": 1,
+        "command": report.command_line("benchmarks/convergence.py", arguments, commas=["schemes"]),
+        "arguments": arguments, **report.provenance(), **about,
+        "parameters": sum(p.numel() for p in settings.model().parameters()),
+        "rows": [one for one in found if one["gap"] is not None],
+        "runs": ledger.runs,
+        "constant": [one for entry in entries if (one := both_ways(ledger, entry.label))],
+    }  # fmt: skip
+
+
+def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any]:
+    """Gaps, errors and bits of one scheme."""
+    cargo = [
+        cost.Cargo(name, tuple(p.shape), p.dtype, True)
+        for name, p in settings.model().named_parameters()
+    ]
+    bill = cost.bill(
+        settings.scheme(entry, 0), 3, cargo, ranks=settings.topology.world,
+        node_size=settings.node_size, gradient_dtype=torch.bfloat16,
     )  # fmt: skip
-    parser.add_argument("--grid", choices=sorted(GRIDS), help="schemes to compare")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--from", dest="folders", type=Path, nargs="+", metavar="FOLDER",
-                        help="finished results of compare.py, one folder per seed")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("convergence_out"))
-    parser.add_argument("--json", type=Path, help="default: OUT/convergence.json")
-    parser.add_argument("--plot", type=Path, help="default: OUT/convergence.png")
-    args, rest = parser.parse_known_args(argv)
+    errors = {
+        key: fmean(ledger.by_seed(entry.label, key).values() or [0.0])
+        for key in ("gradient_error", "weight_error")
+    }
+    return {
+        "scheme": entry.label,
+        "gap": _plain(ledger.gap(entry.label)),
+        "gap_travelled": _plain(ledger.gap(entry.label, "held_out_travelled")),
+        **errors,
+        "weight_bits": 8 * bill.weights,
+        "gradient_bits": 8 * bill.gradients,
+    }
+
+
+def both_ways(ledger: Ledger, label: str) -> dict[str, Any] | None:
+    """Training loss at a constant rate and held-out loss of one scheme, if it was run so."""
+    if (training := ledger.gap(label, "training", constant=True)) is None:
+        return None
+    return {
+        "scheme": label,
+        "training": _plain(training),
+        "held_out": _plain(ledger.gap(label, constant=True)),
+        "decayed": _plain(ledger.gap(label)),
+    }
+
+
+def _plain(gap: paired.Gap | None) -> dict[str, Any] | None:
+    return None if gap is None else asdict(gap)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Settings]:
+    """The command line, and the part of it that all runs of a study share."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--schemes", default=SCHEMES, metavar="A,B:KEY=VALUE,...", help="default: every preset")
+    add("--pairs", type=int, default=8, help="least number of pairs")
+    add("--most-pairs", type=int, default=32, help="after which an interval may stay wide")
+    add("--interval", type=float, default=0.05, help="half-width that is narrow enough, in %%")
+    add("--constant", action="store_true", help="do not let the rate decay")
+    add("--text", type=Path, help="your own; default: the documentation of CPython")
+    add("--report", action="store_true", help="run nothing, write the result file and its section")
+    add("--out", type=Path, default=Path("convergence_out"), help="checkpoint and finished runs")
+    add("--json", type=Path, help="default: OUT/convergence.json, its section beside it")
+    for field in fields(Settings):
+        add(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    args = parser.parse_args(argv)
     args.json = args.json or args.out / "convergence.json"
-    args.plot = args.plot or args.out / "convergence.png"
-    return args, rest
-
-
-def run_seed(args: argparse.Namespace, rest: Sequence[str], seed: int) -> Path:
-    """Folder with the finished comparison of one seed.
-
-    Raises:
-        RuntimeError: compare.py failed; it has said why.
-    """
-    folder = args.out / f"seed{seed}"
-    schemes = [f"--schemes={GRIDS[args.grid]}"] if args.grid else []
-    argv = [*schemes, *rest, f"--seed={seed}", f"--out={folder}"]
-    wanted = compare._arguments(compare.parse_args(argv))
-    done = folder / "compare.json"
-    if done.exists() and json.loads(done.read_text("utf-8"))["arguments"] == wanted:
-        print(f"seed {seed}: taken from {done}")
-        return folder
-    if compare.main(argv) != 0:
-        raise RuntimeError(f"seed {seed}: the comparison failed")
-    return folder
+    given = {field.name: getattr(args, field.name) for field in fields(Settings)}
+    for name, value in given.items():
+        if value <= 0:
+            parser.error(f"--{name.replace('_', '-')}={value}: allowed: above 0")
+    return args, Settings(**given)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args, rest = parse_args(argv)
+    args, settings = parse_args(argv)
+    torch.set_num_threads(1)  # sums of several threads differ in their last bits
     try:
-        folders = args.folders or [run_seed(args, rest, seed) for seed in args.seeds]
-        studies = [json.loads((f / "compare.json").read_text("utf-8")) for f in folders]
-        entries = gaps(studies)
-    except (OSError, ValueError, RuntimeError) as error:
+        ledger, about = study(args, settings)
+    except (OSError, ValueError) as error:
         print(f"convergence.py: {error}", file=sys.stderr)
         return 1
-    from rich.console import Console
-
-    seeds = [study["arguments"]["seed"] for study in studies]
-    Console().print(table(entries, seeds))
-    plot(studies, entries, args.plot)
-    first = {k: studies[0][k] for k in ("versions", "hardware", "device", "text")}
-    result = {
-        "kind": "convergence", "version": 1, "command": "python benchmarks/convergence.py",
-        "created": studies[-1]["created"], **first,
-        "arguments": {**studies[0]["arguments"], "seed": seeds},
-        "gaps": [asdict(entry) for entry in entries],
-        "summaries": [study["summary"] for study in studies],
-    }  # fmt: skip
+    found = result(args, settings, ledger, about)
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-    print(f"results: {args.json}\nplot: {args.plot}")
+    args.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    page = convergence_page.page(found, args.json.name)
+    args.json.with_suffix(".md").write_text(page, "utf-8")
+    print(page)
     return 0
 
 

@@ -11,12 +11,13 @@ goes through each scheme's hops. Everything in one process, with the codecs that
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import report
+import sections
 import text
 import torch
 from gpt import GPT, GPTConfig
@@ -236,6 +237,34 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py; single matrices are in the file."""
+    runs, roles = result["runs"], ("weights", "gradients", "gradients inside a node")
+    weights = [
+        [f"`{run['scheme']}`, lr {run['lr']:g}", f"{max(run['ratio']):.3f}",
+         f"{fmean(run['ratio'][len(run['ratio']) // 2 :]):.3f}", f"{run['loss']:.3f}"]
+        for run in runs
+    ]  # fmt: skip
+    measured = [run for run in runs if run["gradients"]]
+    gradients = [
+        [f"`{name}`", *(f"{fmean(g[name] for g in run['gradients']):.4f}" for run in measured)]
+        for name in measured[0]["gradients"][0]
+    ]
+    bits = [
+        [f"`{name}`", *(report.number(codecs.get(role), ".3f") for role in roles)]
+        for name, codecs in result["bits"].items()
+    ]
+    rates = [f"lr {run['lr']:g}" for run in measured]
+    return "What the codecs lose in training", (
+        "Error of the weights over that of a plain bf16 copy (1.00: nothing lost beyond bf16).\n\n"
+        + sections.table(["scheme", "largest", "mean of the second half", "last loss"], weights)
+        + "\n\nSquared error of summed gradients over their energy, mean over the training.\n\n"
+        + sections.table(["scheme", *rates], gradients)
+        + "\n\nEffective bits per element, scales included.\n\n"
+        + sections.table(["scheme", *roles], bits)
+    )
+
+
 def main() -> None:
     args = parse_args()
     tokens, _ = text.split(text.load(args.text))
@@ -252,10 +281,9 @@ def main() -> None:
     if args.plot is not None:
         plot(runs, args.plot)
     if args.json is not None:
-        arguments = {k: str(v) for k, v in vars(args).items() if k not in ("json", "plot", "text")}
         bits = {name: effective_bits(name) for name in (*WEIGHT_SCHEMES, *GRADIENT_SCHEMES)}
-        result = {"arguments": arguments, **report.provenance(), "bits": bits, "runs": runs}
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        args.text = None if args.text is None else args.text.name
+        report.save(args.json, "errors", args, bits=bits, runs=runs)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from typing import Any
 from unittest.mock import patch
 
 import report
+import sections
 from fake_world import World, faked_cuda, join, without_handshake
 from rich.console import Console
 from rich.table import Table
@@ -213,6 +214,24 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['added_us']:.1f} ({spread})", f"{row['added_us_least']:.1f}",
         )  # fmt: skip
     return grid
+
+
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py."""
+    rows = [
+        [f"{row.get('world', '1x2')}, ZeRO-{row['case']}, {row['codec']}",
+         f"{1e3 * row['plain_seconds']:.0f}", f"{1e3 * row['seconds']:.0f}",
+         f"{row['added_us']:.1f} ({row['added_us_low']:.1f} to {row['added_us_high']:.1f})",
+         f"{row['added_us_least']:.1f}"]
+        for row in result["rows"]
+    ]  # fmt: skip
+    header = ["ranks, case, codec", "DeepSpeed ms", "with plugin ms", "added us per parameter",
+              "of the fastest steps"]  # fmt: skip
+    return "Python time around the collectives", (
+        f"CPU time of an optimizer step with {result['rows'][0]['parameters']} tiny parameters, "
+        'without transport;\nmedian and quartiles. "empty": matrices take a quantizer that does '
+        f"nothing, which leaves\nwhat Python does for it.\n\n{sections.table(header, rows)}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -101,6 +101,7 @@ class Progress:
         from tqdm import tqdm
 
         self._runs, self._steps, self._begun, self._lines = runs, steps, 0, 0
+        self._start = time.monotonic()
         self._bar = tqdm(total=runs * steps, unit="step", disable=None, leave=False)
 
     def begin(self, label: str, *, world: int) -> None:
@@ -116,7 +117,15 @@ class Progress:
         self._bar.update((self._begun - 1) * self._steps + steps - self._bar.n)
         if steps * LINES_PER_RUN >= (self._lines + 1) * self._steps:
             self._lines = steps * LINES_PER_RUN // self._steps
-            self._print(f"{self._head}, step {steps} of {self._steps}, loss {loss:.3f}")
+            left = self._seconds_left((self._begun - 1) * self._steps + steps)
+            when = f"{left / 60:.0f} min" if left > 90 else f"{left:.0f} s"
+            step = f"step {steps} of {self._steps}, loss {loss:.3f}"
+            self._print(f"{self._head}, {step}, about {when} left")
+
+    def _seconds_left(self, done: int) -> float:
+        """Of all runs, if they go on as fast as until now, start-up included."""
+        spent = time.monotonic() - self._start
+        return spent * (self._runs * self._steps - done) / done
 
     def close(self) -> None:
         """Remove the bar."""

@@ -11,11 +11,11 @@ four). The wire is the same size for all columns.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
 from pathlib import Path
+from typing import Any
 
+import report
+import sections
 import text
 import torch
 from gpt import GPT, GPTConfig
@@ -91,6 +91,22 @@ def measure(matrices: list[torch.Tensor], args: argparse.Namespace) -> list[dict
     return rows
 
 
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py."""
+    rows = [
+        [
+            str(row["bits"]), *(f"{row[f'error_after_{update}']:.2e}" for update in UPDATES),
+            f"{row['error_after_4'] / row['error_after_0']:.2f}",
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    header = ["bits", "uniform", "after 1 update", "after 4 updates", "ratio"]
+    return "Learned levels", (
+        "Squared error of trained weights over their energy, uniform and learned levels.\n\n"
+        + sections.table(header, rows)
+    )
+
+
 def main() -> None:
     args = parse_args()
     matrices, loss = trained_matrices(args)
@@ -105,16 +121,8 @@ def main() -> None:
             f"   {often:.2e}  ({often / uniform:.2f})"
         )
     if args.json is not None:
-        result = {
-            "date": datetime.date.today().isoformat(),
-            "torch": torch.__version__,
-            "machine": f"{platform.machine()} {platform.system()}",
-            "arguments": {k: str(v) for k, v in vars(args).items()},
-            "loss": loss,
-            "weights": numel,
-            "rows": rows,
-        }
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        args.text = None if args.text is None else args.text.name
+        report.save(args.json, "levels", args, loss=loss, weights=numel, rows=rows)
 
 
 if __name__ == "__main__":

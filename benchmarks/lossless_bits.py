@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import report
+import sections
 import text
 import torch
 from gpt import GPT, GPTConfig
@@ -143,6 +144,21 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         shares = f"{row['lr']:g}", f"{100 * row['unchanged']:.0f} %"
         grid.add_row(*shares, *(f"{number:.2f}" for number in numbers))
     return grid
+
+
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py."""
+    header = ["learning rate", "unchanged", "codec", "entropy", "given the exponent"]
+    rows = [
+        [f"{row['lr']:g}", f"{100 * row['unchanged']:.0f} %",
+         *(f"{row[key]:.2f}" for key in ("bits", "entropy", "entropy_given_exponent"))]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return "Exact weights: bits per difference", (
+        "Bits per weight and step of the exact differences between the bf16 roundings of the\n"
+        f"{result['rows'][0]['numel']} weights of a GPT in training, and entropies of the same\n"
+        "data.\n\n" + sections.table(header, rows)
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import report
+import sections
 from netlab.lab import Lab, LabError, obstacle, remove
 from rich.console import Console
 from rich.table import Table
@@ -110,6 +111,24 @@ def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
             str(row["clean_blocks"]),
         )  # fmt: skip
     return grid
+
+
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py."""
+    header = ["Mbit/s, scheme", "step s", "compute s", "exposed s", "every message awaited, s",
+              "ratio (range)", "quiet blocks"]  # fmt: skip
+    rows = [
+        [f"{row['rate']:g} `{row['scheme']}`", f"{row['seconds']:.3f}", f"{row['compute']:.3f}",
+         f"{row['exposed']:.3f}", f"{row['exposed_waiting']:.3f}",
+         f"{row['ratio']:.2f} ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})",
+         f"{row['clean_blocks']} of {result['arguments']['blocks']}"]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return "Exposed communication", (
+        f"{result['title']}. Compute is the step without a rate limit, exposed what a step takes\n"
+        "beyond it; beside it the same engine with every message awaited where it is posted. The\n"
+        f"ratio is the median of neighbouring blocks.\n\n{sections.table(header, rows)}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

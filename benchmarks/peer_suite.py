@@ -4,38 +4,60 @@
     python benchmarks/peer_suite.py --tree ... --select test_zero.py checkpoint --keyword Frozen
 
 Every file runs without the plugin and once per scheme, on the CPU. The tests stay as they are and
-where they are: a pytest plugin puts the block into every config that enables ZeRO 1 to 3. Quantized
+where they are: peer/plugin.py puts the block into every config that enables ZeRO 1 to 3. Quantized
 schemes get min_numel 0, because the models of these tests have a few dozen weights. Listed is
 every test that passes without the plugin and does not with it, with its explanation from
-peer/explained.json; the exit code is 1 if one has none. With --work, what has been run is kept
-there and not run again. May import the package peer and rich.
+peer/explained.json; the exit code is 1 if one has none. A file whose JUnit XML is in --work is not
+run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import os
+import re
 import signal
+import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
-from peer import block, facts, outcomes, process, results
-from peer.files import FILES
-from peer.outcomes import PLAIN, Test
-from peer.process import Setting, SuiteError
-from peer.runner import Runner
+import report
+import sections
+from peer import plugin
+from peer.files import FILES, LEFT_OUT
 from rich.console import Console
+from rich.table import Table
 
-BLOCKS: dict[str, dict[str, Any] | None] = {
-    PLAIN: None,
-    "full_precision": {"scheme": "full_precision"},
-}
+BENCHMARKS = Path(__file__).resolve().parent
+EXPLAINED = BENCHMARKS / "peer" / "explained.json"
+BUILD_SECONDS = 3600  # of two operators, on a busy machine
+PLAIN = "without"  # the runs without the plugin
+REFUSAL = re.compile(r"quantized_comm cannot be used with .*")
+COUNTS = ("collected", "passed", "failed", "refused", "skipped", "not_run", "with_plugin",
+          "communicating")  # fmt: skip
+
+
+class SuiteError(Exception):
+    """The suite cannot run at all; the message says what to do."""
+
+
+class Ended(NamedTuple):
+    """One test under one scheme; world: largest number of ranks with the block, 0 without one."""
+
+    outcome: str  # passed, failed, refused, skipped
+    error: str = ""  # of skipped ones the reason
+    world: int = 0
+
+
+Found = dict[str, dict[str, dict[str, Ended]]]  # by file, scheme and test
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,10 +71,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--keyword", help="pytest's -k")
     add("--ranks", type=int, default=4, help="tests that need more are skipped")
     add("--timeout", type=float, default=1200, help="seconds per file and scheme")
-    add("--test-timeout", type=float, default=120, help="seconds without news from a test")
-    add("--build-timeout", type=float, default=1800, help="seconds to compile CPU operators")
-    add("--jobs", type=int, default=1, help="schemes that run at the same time")
-    add("--work", type=Path, help="folder that keeps what has been run, logs too")
+    add("--test-timeout", type=int, default=120, help="seconds of a test")
+    add("--work", type=Path, help="folder that keeps JUnit files and logs")
     add("--json", type=Path, help="result file")
     args = parser.parse_args(argv)
     if PLAIN in args.schemes:
@@ -60,45 +80,27 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# ---- the tree ----
-
-
 def find_tree(given: Path | None) -> Path:
-    """The folder of DeepSpeed's sources.
+    """Return the folder of DeepSpeed's sources.
 
     Raises:
         SuiteError: there are no tests in it.
     """
-    installed = metadata.version("deepspeed")
     if given is None:
-        spec = importlib.util.find_spec("deepspeed")
-        given = Path(spec.origin or "").parents[1]
-        hint = "an installed package comes without tests"
-    else:
-        hint = "not a source tree of DeepSpeed"
+        given = Path(importlib.util.find_spec("deepspeed").origin).parents[1]
     tree = given.resolve()
     for part in ("tests/conftest.py", "tests/unit/common.py"):
         if not (tree / part).is_file():
             raise SuiteError(
-                f"no {part} in {tree}: {hint}. Give one with --tree, for example that of\n"
-                f"  git clone --depth 1 --branch v{installed} "
-                "https://github.com/deepspeedai/DeepSpeed"
+                f"no {part} in {tree}: an installed package comes without tests. Give a source "
+                f"tree with --tree, for example that of\n  git clone --depth 1 --branch "
+                f"v{metadata.version('deepspeed')} https://github.com/deepspeedai/DeepSpeed"
             )
     return tree
 
 
-def version_of(tree: Path) -> str:
-    path = tree / "version.txt"
-    return path.read_text("utf-8").strip() if path.exists() else "unknown"
-
-
-def require_pytest() -> None:
-    if importlib.util.find_spec("pytest") is None:
-        raise SuiteError('pytest is not installed: pip install ".[dev]"')
-
-
-def choose(tree: Path, patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Files to run, and those that this version of DeepSpeed lacks.
+def choose(tree: Path, patterns: Sequence[str]) -> list[str]:
+    """Return the files to run.
 
     Raises:
         SuiteError: no file is left.
@@ -106,126 +108,225 @@ def choose(tree: Path, patterns: Sequence[str]) -> tuple[list[str], list[str]]:
     wanted = [file for file in FILES if not patterns or any(part in file for part in patterns)]
     present = [file for file in wanted if (tree / "tests" / "unit" / file).is_file()]
     if not present:
-        raise SuiteError(f"no test file left; --select {patterns}, known files:\n{_lines(FILES)}")
-    return present, [file for file in wanted if file not in present]
-
-
-def _lines(words: Sequence[str]) -> str:
-    return "\n".join(f"  {word}" for word in words)
-
-
-# ---- running ----
+        known = "\n  ".join(FILES)
+        raise SuiteError(f"no test file left; --select {patterns}, known files:\n  {known}")
+    return present
 
 
 def block_of(scheme: str) -> dict[str, Any] | None:
-    """The block of a scheme; quantized ones reach the smallest matrices."""
-    return BLOCKS[scheme] if scheme in BLOCKS else {"scheme": scheme, "min_numel": 0}
+    """Return the block of a scheme; quantized ones reach the smallest matrices."""
+    if scheme == PLAIN:
+        return None
+    return {"scheme": scheme} | ({} if scheme == "full_precision" else {"min_numel": 0})
 
 
 def run(
-    args: argparse.Namespace, tree: Path, files: Sequence[str], console: Console
-) -> results.Found:
-    """All files without the plugin and under all schemes."""
-    settings = {
-        scheme: Setting(
-            tree=tree,
-            block=block_of(scheme),
-            ranks=args.ranks,
-            file_limit=args.timeout,
-            test_limit=args.test_timeout,
-            keyword=args.keyword,
-        )
-        for scheme in (PLAIN, *args.schemes)
+    command: Sequence[str], log: Path, scheme: str, args: argparse.Namespace, limit: float
+) -> None:
+    """Run a command of Python's in the tree for ``limit`` seconds at most; end all of it."""
+    block = block_of(scheme)
+    paths = [BENCHMARKS, BENCHMARKS.parent, args.tree / "tests", os.environ.get("PYTHONPATH", "")]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
+        "PYTHONDONTWRITEBYTECODE": "1",  # the sources are not ours
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",  # several ranks share the cores
+        "LOCAL_SIZE": str(args.ranks),  # what DeepSpeed takes for the number of accelerators
+        "DS_UNITTEST_TIMEOUT": str(args.test_timeout),
+        "DS_QUANT_DISABLE": "1" if block is None else "0",
+        plugin.BLOCK: "" if block is None else json.dumps(block),
+        plugin.NOTES: str(log.with_suffix(".notes")),
     }
-    process.check_start(settings[args.schemes[0]], args.build_timeout)
-    stop = threading.Event()
-
-    def run_scheme(scheme: str) -> dict[str, dict[str, Test]]:
-        events = _events(args, tree, scheme)
-        Runner(setting=settings[scheme], events=events, stop=stop).run(files)
-        found = facts.read(events)
-        _tell(console, scheme, found)
-        return {file: outcomes.tests_of(file, found) for file in files}
-
-    with ThreadPoolExecutor(args.jobs) as pool:
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=args.tree / "tests", env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
         try:
-            by_scheme = dict(zip(settings, pool.map(run_scheme, settings), strict=True))
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            pass
         finally:
-            stop.set()  # when interrupted: the threads end their processes
-    return {file: {scheme: by_scheme[scheme][file] for scheme in settings} for file in files}
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # all of it has ended
+            process.wait()
 
 
-def _events(args: argparse.Namespace, tree: Path, scheme: str) -> Path:
-    """The file of facts of a scheme; with another tree, version or setting it begins anew."""
-    from ds_quant import __version__
+def run_file(file: str, scheme: str, args: argparse.Namespace) -> dict[str, Ended]:
+    """Return the tests of a file, none if it did not end in time."""
+    stem = str(args.work / scheme / file.replace("/", "_").removesuffix(".py"))
+    xml, log = Path(f"{stem}.xml"), Path(f"{stem}.log")
+    xml.parent.mkdir(parents=True, exist_ok=True)
+    if not xml.exists():
+        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "peer.plugin",
+                   f"--basetemp={stem}.tmp", f"--junitxml={xml}"]  # fmt: skip
+        command += ["-k", args.keyword] if args.keyword else []
+        command += [f"--deselect=unit/{test}" for test in LEFT_OUT]
+        run([*command, f"unit/{file}"], log, scheme, args, args.timeout)
+    return read(xml) if xml.exists() else {}
 
-    how = {
-        "event": "how",
-        "versions": [version_of(tree), metadata.version("deepspeed"), __version__],
-        "block": block_of(scheme),
-        "keyword": args.keyword,
-        "ranks": args.ranks,
+
+def check_start(args: argparse.Namespace) -> None:
+    """Compile DeepSpeed's CPU operators and import what the ranks need, which are silent about it.
+
+    Raises:
+        SuiteError: with the end of what was printed.
+    """
+    log, done = args.work / "start.log", "peer.ranks can be imported"
+    run(["-c", f"import peer.ranks; print({done!r})"], log, args.schemes[0], args, BUILD_SECONDS)
+    printed = log.read_text("utf-8", "replace").splitlines()
+    if done not in printed:
+        tail = "\n".join(printed[-15:])
+        raise SuiteError(
+            "DeepSpeed's operators and test helpers cannot be loaded (a file 'lock' that an "
+            f"interrupted build left in torch's extensions folder makes it wait, too):\n{tail}"
+        )
+
+
+# ---- what came out ----
+
+
+def read(xml: Path) -> dict[str, Ended]:
+    """Return the tests of a JUnit file by name; one that fails when it is torn down has failed."""
+    found: dict[str, Ended] = {}
+    for case in ElementTree.parse(xml).iter("testcase"):
+        facts = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
+        parts = {part.tag: part for part in case}
+        bad = parts.get("failure", parts.get("error"))
+        outcome = "failed" if bad is not None else "skipped" if "skipped" in parts else "passed"
+        part = parts.get("skipped") if bad is None else bad
+        error = "" if part is None else part.get("message", "")
+        if outcome == "failed" and (on_rank := facts.get("rank_error", "")) not in error:
+            error = f"{error}; before that, on a rank: {on_rank}"
+        if outcome == "failed" and (refusal := REFUSAL.search(error)):
+            outcome, error = "refused", refusal.group()
+        error = " ".join(re.sub(r"/\S*/tests/(?=unit/)", "", error).split())[:400]
+        name = facts.get("test", case.get("name", ""))
+        if found.get(name, Ended("passed")).outcome in ("passed", "skipped"):
+            found[name] = Ended(outcome, error, int(facts.get("world", 0)))
+    return found
+
+
+def counts(names: Iterable[str], tests: Mapping[str, Ended]) -> dict[str, int]:
+    """Count how the tests of a file ended, and how many the plugin took part in."""
+    names = set(names)
+    by_outcome = Counter(test.outcome for test in tests.values())
+    return {
+        "collected": len(names),
+        **{name: by_outcome[name] for name in ("passed", "failed", "refused", "skipped")},
+        "not_run": len(names - tests.keys()),
+        "with_plugin": sum(test.world > 0 for test in tests.values()),
+        "communicating": sum(test.world > 1 for test in tests.values()),
     }
-    events = args.work / f"{scheme}.jsonl"
-    if facts.read(events)[:1] != [how]:
-        events.parent.mkdir(parents=True, exist_ok=True)
-        events.unlink(missing_ok=True)
-        block.append(events, **how)
-    return events
 
 
-def _tell(console: Console, scheme: str, found: facts.Facts) -> None:
-    numbers = outcomes.counts(outcomes.tests(found).values())
-    shown = ", ".join(f"{count} {name}" for name, count in numbers.items() if count)
-    console.print(f"{scheme}: {shown or 'nothing'}")
-    for fact in found:
-        if fact["event"] == "unreadable":
-            console.print(f"[yellow]{fact['file']} cannot be collected: {fact['error']}")
-        if fact["event"] == "given_up":
-            console.print(f"[yellow]{fact['file']} was not finished within --timeout")
-        if fact["event"] == "left_behind":
-            console.print(f"[yellow]{fact['processes']} processes outlived pytest and were ended")
+def differences(
+    plain: Mapping[str, Ended], active: Mapping[str, Ended], scheme: str, known: Sequence[dict]
+) -> list[dict[str, str | None]]:
+    """Return tests that pass without the plugin and not with it; a refusal is its own reason."""
+    rows: list[dict[str, str | None]] = []
+    for name, before in plain.items():
+        test = active.get(name, Ended("not_run"))
+        if before.outcome != "passed" or test.outcome == "passed":
+            continue
+        whys = [
+            entry["why"]
+            for entry in known
+            if scheme in entry["schemes"]
+            and re.search(entry["test"], name)
+            and re.search(entry["error"], test.error)
+        ]
+        why = "refused by the plugin" if test.outcome == "refused" else (whys or [None])[0]
+        rows.append({"test": name, "scheme": scheme, "outcome": test.outcome, "error": test.error,
+                     "why": why})  # fmt: skip
+    return rows
 
 
-def _arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """What made the result, without this machine's paths."""
-    given = {
-        k: v for k, v in vars(args).items() if k not in ("work", "json", "build_timeout", "jobs")
+def content(found: Found, schemes: Sequence[str]) -> dict[str, Any]:
+    """Return what the result file holds besides its origin."""
+    known = json.loads(EXPLAINED.read_text("utf-8"))
+    plain = {name: test for tests in found.values() for name, test in tests[PLAIN].items()}
+    broken = {name: test.error for name, test in plain.items() if test.outcome == "failed"}
+    skipped = Counter(test.error for test in plain.values() if test.outcome == "skipped")
+    files = []
+    for file, tests in found.items():
+        names = {name for by_name in tests.values() for name in by_name}
+        files.append({"file": file, "counts": {s: counts(names, tests[s]) for s in tests}})
+    return {
+        "blocks": {scheme: block_of(scheme) for scheme in (PLAIN, *schemes)},
+        "files": files,
+        "differences": [
+            row
+            for tests in found.values()
+            for scheme in schemes
+            for row in differences(tests[PLAIN], tests[scheme], scheme, known)
+        ],
+        "broken": [{"test": name, "error": error} for name, error in broken.items()],
+        "skipped": dict(skipped.most_common()),
     }
-    return {**given, "tree": "PATH_TO_DEEPSPEED_SOURCE"}
+
+
+def totals(result: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Add up the counts of all files, by scheme."""
+    return {
+        scheme: {name: sum(f["counts"][scheme][name] for f in result["files"]) for name in COUNTS}
+        for scheme in result["blocks"]
+    }
+
+
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py."""
+    rows = [[f"`{s}`", *(str(count[n]) for n in COUNTS)] for s, count in totals(result).items()]
+    return "DeepSpeed's own tests", (
+        f"Tests of DeepSpeed {result['tree_version']} without and with the plugin; every "
+        "difference is explained in\n[peer_suite.md](../../docs/peer_suite.md).\n\n"
+        + sections.table(["scheme", *(name.replace("_", " ") for name in COUNTS)], rows)
+    )
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Print a table of counts, then every difference."""
+    grid = Table("file", "scheme", *COUNTS, title="DeepSpeed's own tests")
+    files = [*((f["file"], f["counts"]) for f in result["files"]), ("total", totals(result))]
+    for file, by_scheme in files:
+        for scheme, count in by_scheme.items():
+            grid.add_row(file, scheme, *(str(count[name]) for name in COUNTS))
+    console.print(grid)
+    for row in result["differences"]:
+        console.print(f"{row['scheme']}: {row['outcome']}: {row['test']}", markup=False)
+        console.print(f"    {row['error']}\n    {row['why'] or 'UNEXPLAINED'}", markup=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    console = Console()
+    args, console = parse_args(argv), Console()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing is left behind
+    schemes = (PLAIN, *args.schemes)
+    given = {k: v for k, v in vars(args).items() if k != "work"}
     with tempfile.TemporaryDirectory() as scratch:
         args.work = (args.work or Path(scratch)).resolve()
+        args.work.mkdir(parents=True, exist_ok=True)
         try:
-            require_pytest()
-            tree = find_tree(args.tree)
-            files, missing = choose(tree, args.select)
-            installed = metadata.version("deepspeed")
-            if version_of(tree) != installed:
-                console.print(f"[yellow]tests of {version_of(tree)}, DeepSpeed {installed}: some "
-                              "may fail without the plugin too")  # fmt: skip
-            if missing:
-                console.print(f"[yellow]not in this tree: {', '.join(missing)}")
-            found = run(args, tree, files, console)
+            args.tree = find_tree(args.tree)
+            files = choose(args.tree, args.select)
+            check_start(args)
         except SuiteError as error:
             print(f"peer_suite.py: {error}", file=sys.stderr)
             return 2
-    result = results.result_of(
-        found,
-        arguments=_arguments(args),
-        blocks={scheme: block_of(scheme) for scheme in (PLAIN, *args.schemes)},
-        tree_version=version_of(tree),
-    )
-    results.show(result, console)
+        found = {}
+        for file in files:
+            console.print(file)
+            found[file] = {scheme: run_file(file, scheme, args) for scheme in schemes}
+    result = content(found, args.schemes)
+    show(result, console)
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(result.model_dump_json(indent=1) + "\n", "utf-8")
-    return int(any(row.why is None for row in result.differences))
+        path = args.tree / "version.txt"
+        version = path.read_text("utf-8").strip() if path.exists() else "unknown"
+        given["tree"] = "PATH_TO_DEEPSPEED_SOURCE"
+        report.save(args.json, "peer_suite", given, tree_version=version, **result)
+    return int(any(row["why"] is None for row in result["differences"]))
 
 
 if __name__ == "__main__":

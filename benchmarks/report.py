@@ -1,6 +1,7 @@
 """What a comparison shows: figures of each run, a table, a picture, a result file's header.
 
-May import the standard library and, inside the functions that need them, rich, matplotlib, torch.
+May import sections, the standard library and, inside the functions that need them, rich,
+matplotlib, torch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -16,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+
+import sections
 
 FINAL_STEPS = 50  # the final loss is the mean over the last 50 steps
 BASELINES = ("full_precision", "deepspeed_plain")  # the first one present
@@ -92,9 +96,9 @@ def table(entries: Sequence[Row]) -> Any:
     for header in (*headers, "step\nms"):
         grid.add_column(header, justify="right")
     for row in entries:
-        cells = [f"{row.final_loss:.4f}", _number(row.gap_percent, "+.2f")]
-        cells += [f"{row.validation_loss:.4f}", _number(row.wire_bytes, ".3f")]
-        cells += [_number(row.inter_bytes, ".3f")] if between_nodes else []
+        cells = [f"{row.final_loss:.4f}", number(row.gap_percent, "+.2f")]
+        cells += [f"{row.validation_loss:.4f}", number(row.wire_bytes, ".3f")]
+        cells += [number(row.inter_bytes, ".3f")] if between_nodes else []
         grid.add_row(row.label, *cells, f"{1e3 * row.step_seconds:.0f}")
     return grid
 
@@ -124,7 +128,7 @@ def conclusions(entries: Sequence[Row], *, world: int) -> list[str]:
     return lines
 
 
-def _number(value: float | None, spec: str) -> str:
+def number(value: float | None, spec: str) -> str:
     return "n/a" if value is None else format(value, spec)
 
 
@@ -135,55 +139,97 @@ def smoothed(values: Sequence[float], *, window: int = 20) -> list[float]:
     return [median(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
+def quartiles(values: Sequence[float], *, window: int = 20) -> tuple[list[float], list[float]]:
+    """Lower and upper quartiles of the last `window` values (fewer at the start)."""
+    low, high = [], []
+    for i in range(len(values)):
+        last = sorted(values[max(0, i + 1 - window) : i + 1])
+        low.append(last[(len(last) - 1) // 4])
+        high.append(last[(3 * len(last) - 1) // 4])
+    return low, high
+
+
 def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Write a PNG: smoothed loss curves, and the difference of each step's loss to the baseline's,
-    which sees the same data.
+    which sees the same data, with the quartiles of the last 20 steps as a band.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from ds_quant.tools import plot_style
 
     losses = {run["label"]: run["result"]["losses"] for run in runs}
-    baseline = next((losses[name] for name in BASELINES if name in losses), None)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    base = next((name for name in BASELINES if name in losses), None)
+    colors = plot_style.colors(losses)
+    figure, panels = plot_style.pyplot().subplots(
+        1, 1 if base is None else 2, figsize=(7 if base is None else 13, 5),
+        layout="constrained", squeeze=False,
+    )  # fmt: skip
+    left, right = panels[0][0], panels[0][-1]
     for row in rows(runs):
-        curve = losses[row.label]
-        (line,) = left.plot(smoothed(curve), linewidth=1.4)
-        label = f"{row.label}: {row.final_loss:.3f}, {_number(row.wire_bytes, '.2f')} B/param"
-        line.set_label(label)
-        if baseline is not None and curve is not baseline:
-            apart = smoothed([100 * (a / b - 1) for a, b in zip(curve, baseline, strict=True)])
-            right.plot(apart, linewidth=1.4, color=line.get_color())
-            right.annotate(f" {row.label}", (len(apart) - 1, apart[-1]), va="center",
-                           color=line.get_color())  # fmt: skip
-    left.legend(frameon=False, title="final loss, bytes received per step")
-    left.set(xlabel="optimizer step", ylabel="loss, nats per byte (median of 20 steps)",
-             title="Training loss")  # fmt: skip
-    right.axhline(0, color="0.5", linewidth=0.8)
-    right.margins(x=0.16)
-    right.set(xlabel="optimizer step", ylabel="% (median of 20 steps)",
-              title="Loss against full precision, same data")  # fmt: skip
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
+        label = f"{row.label}, {number(row.wire_bytes, '.2f')} B/param"
+        left.plot(smoothed(losses[row.label]), color=colors[row.label], label=label)
+    left.set(xlabel="optimizer step", ylabel="nats per byte, median of 20 steps",
+             title="Training loss, and bytes received per step")  # fmt: skip
+    if base is not None:
+        for row in (row for row in rows(runs) if row.label != base):
+            pairs = zip(losses[row.label], losses[base], strict=True)
+            apart = [100 * (ours / exact - 1) for ours, exact in pairs]
+            label = f"{row.label} {number(row.gap_percent, '+.2f')} %"
+            right.plot(smoothed(apart), color=colors[row.label], label=label)
+            right.fill_between(range(len(apart)), *quartiles(apart), color=colors[row.label],
+                               alpha=0.15, linewidth=0)  # fmt: skip
+        right.axhline(0, color="0.5", linewidth=0.8, label="_")
+        right.set(xlabel="optimizer step", ylabel="%, median and quartiles of 20 steps",
+                  title=f"Loss against {base}, same data")  # fmt: skip
+    for axes in panels[0]:
+        plot_style.finish(axes)
+        plot_style.label_lines(axes)
     figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plot_style.save(figure, path)
 
 
 # Flags that say where to write or what to print, not what is measured.
-_ABOUT_OUTPUT = ("json", "out", "plot", "trace", "profile", "lab")
+_ABOUT_OUTPUT = ("json", "out", "plot", "trace", "profile")
 
 
-def save(path: Path, kind: str, args: argparse.Namespace, **content: Any) -> None:
-    """Write the result file of benchmarks/``kind``.py: what it ran with, where, and ``content``."""
-    arguments = {k: v for k, v in vars(args).items() if k not in _ABOUT_OUTPUT}
-    written = {"kind": kind, "version": 1, "command": f"python benchmarks/{kind}.py",
-               "arguments": arguments, **provenance(), **content}  # fmt: skip
+def save(
+    path: Path,
+    kind: str,
+    args: argparse.Namespace | dict[str, Any],
+    *,
+    commas: Sequence[str] = (),
+    **content: Any,
+) -> None:
+    """Write the result file of benchmarks/``kind``.py, and the page that shows it."""
+    given = args if isinstance(args, dict) else vars(args)
+    arguments = {k: v for k, v in given.items() if k not in _ABOUT_OUTPUT}
+    command = command_line(f"benchmarks/{kind}.py", arguments, commas=commas)
+    written = {"kind": kind, "version": 1, "command": command, "arguments": arguments,
+               **provenance(), **content}  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+    path.with_suffix(".md").write_text(sections.section_of(path) or "", "utf-8")
+
+
+def command_line(script: str, arguments: dict[str, Any], *, commas: Sequence[str] = ()) -> str:
+    """Return the command with its arguments; lists named in ``commas`` are joined by commas."""
+    words = ["python", script]
+    for name, value in arguments.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list) and name == "override":
+            for key, setting in value:
+                text = setting if isinstance(setting, str) else json.dumps(setting)
+                words += [flag, f"{key}={text}"]
+        elif isinstance(value, list) and value:
+            plain = [_plain(item) for item in value]
+            words += [flag, *([",".join(plain)] if name in commas else plain)]
+        elif value is not None and value is not False and value != []:
+            words += [flag, _plain(value)]
+    return shlex.join(words)
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def provenance() -> dict[str, Any]:

@@ -7,8 +7,8 @@ Bytes are those of ds_quant.policy.cost, taken from one transformer block (the r
 the same bytes per parameter to within its embedding). Compute is 6 flops per parameter and
 token. Everything else is an assumption given as a flag. Speed-ups are over full_precision (bf16)
 at the same point, without any overlap of communication and compute, and with perfect overlap. Ends
-with two checks: SDP4Bit's Table 2, which rows the model reproduces and why not, and every point
-that speed.py has measured in the network lab.
+with SDP4Bit's Table 2: which rows the model reproduces, and why not. predicted.py holds the model
+against the step times of the network lab.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import published
 import report
+import sections
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -32,11 +32,9 @@ from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import cost
 from ds_quant.policy.cost import Bill, Cluster, Volume, bill, predict
-from ds_quant.tools import measured
 from ds_quant.tools.forecast import block_cargo
 
 BASELINE = "full_precision"
-RESULTS = Path(__file__).with_name("results")
 
 
 class Model(NamedTuple):
@@ -76,8 +74,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--utilisation", type=_positive_float, default=0.4, help="share of the peak reached")
     add("--latency", type=float, default=2e-5, help="seconds per collective")
     add("--encode", type=_positive_float, default=1e11, help="parameters per second and GPU")
-    add("--lab", type=Path, nargs="*", default=sorted(RESULTS.glob("speed_*.json")),
-        help="results of speed.py to check the model against")  # fmt: skip
     add("--json", type=Path)
     add("--plot", type=Path)
     return parser.parse_args(argv)
@@ -189,47 +185,68 @@ def published_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Speed-up against link rate at the largest stage, node size and number of GPUs, per model."""
-    import matplotlib
+    """Speed-up against link rate at the largest stage, node size and number of GPUs, per model.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    The band reaches from no overlap to perfect overlap.
+    """
+    from ds_quant.tools import plot_style
 
     top = {key: max(row[key] for row in rows) for key in ("stage", "ranks", "node_size")}
     shown = [row for row in rows if all(row[key] == value for key, value in top.items())]
     models = list(dict.fromkeys(row["model"] for row in shown))
-    figure, axes = pyplot.subplots(
-        1, max(1, len(models)), figsize=(4.5 * max(1, len(models)), 5), layout="constrained",
+    colors = plot_style.colors(dict.fromkeys(row["scheme"] for row in shown))
+    figure, axes = plot_style.pyplot().subplots(
+        1, max(1, len(models)), figsize=(5.5 * max(1, len(models)), 5), layout="constrained",
         squeeze=False, sharey=True,
     )  # fmt: skip
     for each, model in zip(axes[0], models, strict=False):
-        for scheme in dict.fromkeys(row["scheme"] for row in shown):
+        for scheme, color in colors.items():
             own = [row for row in shown if (row["scheme"], row["model"]) == (scheme, model)]
             rates = [row["rate"] for row in own]
-            (line,) = each.plot(rates, [r["speedup_no_overlap"] for r in own], label=scheme)
-            overlapped = [r["speedup_full_overlap"] for r in own]
-            each.plot(rates, overlapped, color=line.get_color(), linestyle=":")
+            serial = [row["speedup_no_overlap"] for row in own]
+            each.plot(rates, serial, color=color, label=scheme)
+            hidden = [row["speedup_full_overlap"] for row in own]
+            each.fill_between(rates, serial, hidden, color=color, alpha=0.1, linewidth=0)
         each.set(title=model, xscale="log", xlabel="link, Gb/s per node")
-        each.grid(alpha=0.3)
-    axes[0][0].set_ylabel("predicted speed-up (dotted: perfect overlap)")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=7)
-    figure.suptitle(f"ZeRO-{top['stage']}, {top['ranks']} GPUs, {top['node_size']} per node")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+        plot_style.plain_ticks(each.xaxis, sorted({row["rate"] for row in shown}))
+        plot_style.finish(each)
+        plot_style.label_lines(each, at_start=True)
+    axes[0][0].set_ylabel("predicted speed-up (line: no overlap, band: up to all)")
+    figure.suptitle(f"The slower the link, the larger the gain: ZeRO-{top['stage']}, "
+                    f"{top['ranks']} GPUs, {top['node_size']} per node")  # fmt: skip
+    plot_style.save(figure, path)
 
 
-def lab_table(points: Sequence[measured.Point]) -> Table:
-    grid = Table(title="Network lab, seconds per step")
-    for header in ("ranks, ZeRO, scheme", "Mbit/s", "measured", "predicted", "error"):
-        grid.add_column(header, justify="right")
-    for point in points:
-        grid.add_row(
-            f"{point.topology}, {point.stage}, {point.scheme}", f"{point.rate:g}",
-            f"{point.measured:.3f}", f"{point.predicted:.3f}", f"{point.error:+.1%}",
-        )  # fmt: skip
-    return grid
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py; the largest stage, node size and number of GPUs."""
+    keys = ("stage", "ranks", "node_size")
+    top = {key: max(row[key] for row in result["rows"]) for key in keys}
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if all(row[key] == top[key] for key in keys):
+            found.setdefault((row["model"], row["scheme"]), []).append(row)
+    rates = [f"{row['rate']:g} Gb/s" for row in next(iter(found.values()))]
+    rows = [
+        [f"{model}, `{scheme}`",
+         *(f"{r['speedup_no_overlap']:.2f} / {r['speedup_full_overlap']:.2f}" for r in own)]
+        for (model, scheme), own in found.items()
+    ]  # fmt: skip
+    papers = [
+        [f"{row['cluster']} {row['model']}", f"{row['published']:.2f}",
+         f"{report.number(row['at_stated_rate'], '.2f')} ({row['stated_rate']:g} Gb/s)",
+         f"{row['at_fitted_rate']:.2f} ({row['fitted_rate']:.0f} Gb/s)"]
+        for row in result["published"]
+    ]  # fmt: skip
+    return "Predicted for larger clusters", (
+        "A cost model, nothing measured: speed-up over bf16 without and with perfect overlap,\n"
+        f"ZeRO-{top['stage']}, {top['ranks']} GPUs, {top['node_size']} per node; assumptions are "
+        "in the command.\n\n"
+        + sections.table(["model, scheme", *rates], rows)
+        + "\n\nSDP4Bit's Table 2, whose baseline reduces fp32 gradients (6 B/param/step), with the"
+        "\nlink rate its clusters state, and with one rate per cluster fitted to its rows; n/a: "
+        "the\nbaseline's bytes alone take longer than its step.\n\n"
+        + sections.table(["row", "published", "stated rate", "fitted rate"], papers)
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -243,20 +260,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     papers = published.compare()
     console.print(table(rows))
     console.print(published_table(papers))
-    lab = [point for path in args.lab for point in measured.compare(path)[0]]
-    if lab:
-        console.print(lab_table(lab), measured.summary(lab))
     if args.plot is not None:
         plot(rows, args.plot)
     if args.json is not None:
-        report.save(
-            args.json,
-            "scaling",
-            args,
-            rows=rows,
-            published=papers,
-            lab=[{**asdict(point), "error": point.error} for point in lab],
-        )
+        report.save(args.json, "scaling", args, rows=rows, published=papers)
     return 0
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import launch
 import report
+import sections
 from netlab.lab import Lab, LabError, Loopback, obstacle, remove
 from rich.console import Console
 from rich.progress import Progress
@@ -48,6 +49,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=int, default=6)
     add("--seq-len", type=int, default=64)
     add("--batch", type=int, default=4, help="sequences per rank")
+    add("--accumulation", type=int, default=1, help="micro-steps of an optimizer step")
     add("--max-foreign", type=float, default=0.25, help="cores in other use, above: block left out")
     add("--reduce-bucket-size", type=int,
         help="elements; default: ZeRO-3 2 million, several that travel during backward, as a large "
@@ -102,6 +104,7 @@ def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> 
                  "stage3_prefetch_bucket_size": args.prefetch_bucket_size}  # fmt: skip
     config = {
         "train_micro_batch_size_per_gpu": args.batch,
+        "gradient_accumulation_steps": args.accumulation,
         "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "bf16": {"enabled": True},
@@ -243,38 +246,91 @@ def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
     """Per point: step time and speed-up against link rate, with what the bytes allow."""
-    import matplotlib
+    from ds_quant.tools import plot_style
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        2, len(points), figsize=(5 * len(points), 8), layout="constrained", squeeze=False
+    figure, axes = plot_style.pyplot().subplots(
+        2, len(points), figsize=(6 * len(points), 8), layout="constrained", squeeze=False
     )
     for column, point in enumerate(points):
         shaped = [row for row in point["rows"] if row["rate"]]
         times, ratios = axes[0][column], axes[1][column]
-        for scheme in dict.fromkeys(row["scheme"] for row in shaped):
+        colors = plot_style.colors(dict.fromkeys(row["scheme"] for row in shaped))
+        for scheme, color in colors.items():
             own = [row for row in shaped if row["scheme"] == scheme]
-            rates = [row["rate"] for row in own]
-            times.plot(rates, [row["seconds"] for row in own], marker="o", label=scheme)
-            (line,) = ratios.plot(rates, [row["speedup"] for row in own], marker="o")
-            if scheme not in (BASELINE, *SHIPPED):
-                ratios.axhline(own[0]["bytes_bound"], color=line.get_color(), linestyle=":")
-        times.set(title=point["title"], xscale="log", yscale="log", ylabel="seconds per step")
-        ratios.set(xscale="log", xlabel="link, Mbit/s", ylabel="speed-up (dotted: bytes allow)")
+            _curves(times, ratios, own, scheme, color)
+        best = max((row for row in shaped if row["scheme"] not in SHIPPED),
+                   key=lambda row: row["speedup"], default=None)  # fmt: skip
+        found = "" if best is None else (
+            f"\n{best['scheme']} is up to {best['speedup']:.1f}x as fast as {BASELINE}"
+        )  # fmt: skip
+        times.set(title=point["title"] + found, xscale="log", yscale="log",
+                  ylabel="seconds per step")  # fmt: skip
+        ratios.set(xscale="log", xlabel="link, Mbit/s",
+                   ylabel="speed-up (band: spread, dotted: bytes allow)")  # fmt: skip
+        for each in (times, ratios):
+            plot_style.plain_ticks(each.xaxis, sorted({row["rate"] for row in shaped}))
+            plot_style.finish(each)
+            plot_style.label_lines(each)
         if shaped:
-            times.legend()
-    for row in axes:
-        for each in row:
-            each.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+            plot_style.plain_ticks(times.yaxis, plot_style.round_marks(*times.get_ylim()))
+    plot_style.save(figure, path)
+
+
+def _curves(
+    times: Any, ratios: Any, own: Sequence[dict[str, Any]], scheme: str, color: str
+) -> None:
+    """One scheme in both panels."""
+    rates = [row["rate"] for row in own]
+    times.plot(rates, [row["seconds"] for row in own], marker="o", label=scheme, color=color)
+    ratios.plot(rates, [row["speedup"] for row in own], marker="o", label=scheme, color=color)
+    low, high = ([row[key] for row in own] for key in ("speedup_min", "speedup_max"))
+    ratios.fill_between(rates, low, high, color=color, alpha=0.15, linewidth=0)
+    if scheme not in (BASELINE, *SHIPPED):
+        ratios.axhline(own[0]["bytes_bound"], color=color, linestyle=":", label="_")
+
+
+USUAL = (BASELINE, "qsdp", "zeropp", "sdp4bit", "deepspeed_plain")
+
+
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py; step times and ranges are in the file."""
+    points = result["points"]
+    stages, topologies = ({str(p[key]): None for p in points} for key in ("stage", "topology"))
+    schemes, rates = (result["arguments"][key] for key in ("schemes", "rates"))
+    links = "/".join(f"{rate:g}" for rate in rates if rate)
+    links = f"{links} Mbit/s" if links else "not shaped"
+    others = "".join(f", {name}" for name in schemes if name not in USUAL)
+    heading = f"Step times: ZeRO-{'/'.join(stages)}, {'/'.join(topologies)} ranks, {links}{others}"
+    parts = []
+    for point in points:
+        cells: dict[float, dict[str, Any]] = {}
+        for row in point["rows"]:
+            cells.setdefault(row["rate"], {})[row["scheme"]] = row
+        first = next(iter(cells.values()))
+        names = [name for name in first if name != BASELINE]
+        rows = [
+            [f"{rate:g} Mbit/s" if rate else "not shaped", f"{by_scheme[BASELINE]['seconds']:.3f}",
+             *(_speed_up(by_scheme[name]) for name in names)]
+            for rate, by_scheme in cells.items()
+        ]  # fmt: skip
+        rows.append(["bytes allow", "", *(f"{first[name]['bytes_bound']:.2f}" for name in names)])
+        header = ["link", f"`{BASELINE}`, s", *(f"`{name}`" for name in names)]
+        parts.append(f"## {point['title']}\n\n{sections.table(header, rows)}")
+    return heading, (
+        "Seconds of a step in full precision, and speed-ups over it in the same block: median and\n"
+        f"range of {result['arguments']['blocks']} blocks. The last row is what the bytes at the\n"
+        "interfaces allow.\n\n" + "\n\n".join(parts)
+    )
+
+
+def _speed_up(row: dict[str, Any]) -> str:
+    noise = "" if row["clean_blocks"] else " (no quiet block)"
+    return f"{row['speedup']:.2f} ({row['speedup_min']:.2f}-{row['speedup_max']:.2f}){noise}"
 
 
 def main() -> int:
     args, console = parse_args(), Console()
+    sys.path.append(str(launch.HERE.parent))  # last: an installed ds_quant comes first
     reason = "--loopback" if args.loopback else obstacle()
     args.loopback = reason is not None
     if args.loopback:
@@ -304,8 +360,8 @@ def main() -> int:
     finally:
         if not args.loopback:
             remove()
-    plot(points, args.plot)
     report.save(args.json, "speed", args, points=points)
+    plot(points, args.plot)
     console.print(f"results: {args.json}, plot: {args.plot}")
     return 0
 

@@ -71,13 +71,16 @@ def steps(
         if step == 1:
             dist.barrier()
             start = time.perf_counter()
-        inputs, targets = (torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
-        with span("forward"):
-            loss = engine(inputs, targets)
-        with span("backward"):
-            engine.backward(loss)
-        with span("step"):
-            engine.step()
+        for _ in range(engine.gradient_accumulation_steps()):
+            inputs, targets = (
+                torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2)
+            )
+            with span("forward"):
+                loss = engine(inputs, targets)
+            with span("backward"):
+                engine.backward(loss)
+            with span("step"):
+                engine.step()
     dist.barrier()
     seconds = time.perf_counter() - start
     if (node := getattr(getattr(engine, "ds_quant_binding", None), "node", None)) is not None:

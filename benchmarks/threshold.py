@@ -21,6 +21,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import report
+import sections
 from fake_world import World, join, without_handshake
 from glue import build, in_turns
 from rich.console import Console
@@ -76,6 +77,23 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['added_us']:.0f} ({spread})", f"{row['saved_bytes']:.0f}", even,
         )  # fmt: skip
     return grid
+
+
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py."""
+    rows = [
+        [f"ZeRO-{row['stage']} `{row['scheme']}` {row['numel']}",
+         f"{row['added_us']:.0f} ({row['added_us_low']:.0f} to {row['added_us_high']:.0f})",
+         f"{row['saved_bytes']:.0f}", report.number(row["break_even"], ".0f")]
+        for row in result["rows"]
+    ]  # fmt: skip
+    header = ["stage, scheme, elements", "added us (quartiles)", "saved bytes", "pays below Mbit/s"]
+    return "From which size on a matrix is worth quantizing", (
+        "CPU time that a quantized matrix adds to an optimizer step, against one in full\n"
+        "precision through the same collectives, and the bytes that a rank no longer receives\n"
+        "(two ranks). Below that link rate it is better quantized: `min_numel`.\n\n"
+        + sections.table(header, rows)
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS) decode_sum(DSQ_JOB_PAR
     DSQ_FIND_JOB(SumJob)
     const SourceRow source =
         source_row(job.wire, row, job.sources, job.source_stride, job.own, job.own_values);
-#if DSQ_SOURCE_LEARNED
+#if DSQ_SOURCE_TABLE
     load_levels((const float*)job.levels, DSQ_THREADS);
 #endif
     u64 j = (block * DSQ_THREADS + threadIdx.x) * DSQ_RUN;

@@ -5,6 +5,7 @@
 // Grid:    one block per DSQ_BLOCK_GROUPS groups of a row, see include/tile.cuh and job.cuh.
 // Exactness: equal to ds_quant/kernels/reference.py and hadamard.py byte for byte.
 #include "include/encoder.cuh"
+#include "include/gaussian.cuh"
 #include "include/hadamard.cuh"
 #include "include/job.cuh"
 
@@ -132,5 +133,5 @@ extern "C" __global__ void DSQ_BOUNDS encode(DSQ_JOB_PARAMETERS(EncodeJob)) {
     if (DSQ_ROTATION) rotate(held, job, tile);
 #endif
     const Stream stream = {job.key, job.step, job.first_vector + row * job.row_vectors};
-    encode_tile(held, tile, wire, stream);
+    encode_groups(held, tile, wire, stream, (const float*)job.levels);
 }

@@ -6,6 +6,7 @@
 // Exactness: decode_sum in fp32 without a factor, then encode, byte for byte.
 #include "include/decoder.cuh"
 #include "include/encoder.cuh"
+#include "include/gaussian.cuh"
 #include "include/job.cuh"
 
 // Positions that are absent repeat the first value of their run, which is present.
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS, 2) recode(DSQ_JOB_PARA
     const SourceRow source =
         source_row(job.source, row, job.sources, job.source_stride, job.own, job.own_values);
     const Stream stream = {job.key, job.step, job.first_vector + row * job.row_vectors};
-#if DSQ_SOURCE_LEARNED
+#if DSQ_SOURCE_TABLE
     load_levels((const float*)job.source_levels, DSQ_THREADS);
 #endif
 #if DSQ_ROUNDING == DSQ_LEARNED
@@ -54,5 +55,5 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS, 2) recode(DSQ_JOB_PARA
     }
     const u64 end = (tile.group + slot_group(DSQ_SLOTS - 1) + 1) * DSQ_GROUP;
     if (!DSQ_WHOLE && end > wire.numel) repeat_present(held, tile, wire.numel);
-    encode_tile(held, tile, wire, stream);
+    encode_groups(held, tile, wire, stream, (const float*)job.levels);
 }

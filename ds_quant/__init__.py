@@ -12,7 +12,7 @@ from typing import Any
 
 from ds_quant import _autoload
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "CastCodec": "ds_quant.codec.codec",

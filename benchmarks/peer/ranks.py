@@ -12,9 +12,9 @@ import functools
 import gc
 from typing import Any
 
-from peer import block
+from peer import plugin
 
-block.insert()
+plugin.insert()
 
 import deepspeed
 import deepspeed.runtime.zero.stage3
@@ -37,14 +37,14 @@ if not hasattr(DeepSpeedEngine, "sparse_tensor_module_names"):
 
 
 def _report_errors(original: Any) -> Any:
-    """The suite hears of a failed rank only when all others have given up waiting for it."""
+    """Note errors: pytest hears of a failed rank only when no other one waits for it."""
 
     @functools.wraps(original)  # a rank is sent the method by its name
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except Exception as error:
-            block.note("rank_error", error=block.on_one_line(f"{type(error).__name__}: {error}"))
+            plugin.note("rank_error", f"{type(error).__name__}: {error}")
             raise
 
     return run

@@ -23,6 +23,9 @@
 #ifndef DSQ_SOURCE_LEARNED
 #define DSQ_SOURCE_LEARNED 0
 #endif
+#ifndef DSQ_SOURCE_GAUSSIAN  // Gaussian levels: a table, too, and scales in bf16
+#define DSQ_SOURCE_GAUSSIAN 0
+#endif
 #ifndef DSQ_SOURCES  // number of sources, 0 if only the launch knows it
 #define DSQ_SOURCES 8
 #endif
@@ -37,7 +40,9 @@
 
 static_assert(DSQ_SOURCE_GROUP % (DSQ_RUN * 8) == 0, "a run lies in one group");
 
-#if DSQ_SOURCE_LEARNED
+#define DSQ_SOURCE_TABLE (DSQ_SOURCE_LEARNED || DSQ_SOURCE_GAUSSIAN)
+
+#if DSQ_SOURCE_TABLE
 __shared__ float source_level[1 << DSQ_SOURCE_BITS];
 
 DSQ_DEVICE void load_levels(const float* levels, u32 threads) {
@@ -100,12 +105,16 @@ struct SourceRun {
         if (Planes<DSQ_SOURCE_BITS>::COUNT > 1) plane1.load(row, source, j);
         if (Planes<DSQ_SOURCE_BITS>::COUNT > 2) plane2.load(row, source, j);
         const u64 group = j / (DSQ_SOURCE_GROUP / 8);
-        scale = float_of(load4(source + row.scales + group * 4));
+        if (DSQ_SOURCE_GAUSSIAN) {
+            scale = float_of(load2(source + row.scales + group * 2) << 16);
+        } else {
+            scale = float_of(load4(source + row.scales + group * 4));
+        }
         if (DSQ_SOURCE_MINMAX) offset = float_of(load4(source + row.offsets + group * 4));
     }
 
     DSQ_MEMBER void decode(int v, float (&x)[8]) const {
-        if constexpr (Planes<DSQ_SOURCE_BITS>::COUNT == 1 && !DSQ_SOURCE_LEARNED) {
+        if constexpr (Planes<DSQ_SOURCE_BITS>::COUNT == 1 && !DSQ_SOURCE_TABLE) {
             decode_in_place(v, x);
         } else {
             Codes codes = {0, 0};
@@ -124,7 +133,7 @@ struct SourceRun {
     // The code of an element as a number: q, or its level.
     DSQ_MEMBER float number_of(Codes codes, int e) const {
         const u32 bytes = e & 1 ? codes.odd : codes.even;
-#if DSQ_SOURCE_LEARNED
+#if DSQ_SOURCE_TABLE
         return source_level[bytes >> (e / 2 * 8) & 0xFF];
 #else
         // The code becomes the lowest byte of the mantissa of 2^23.

@@ -28,6 +28,7 @@
 #define DSQ_FRACTION (DSQ_ROUNDING != DSQ_STOCHASTIC ? 0 : DSQ_BITS == 8 ? 15 : 16)
 #define DSQ_ZERO (DSQ_MINMAX ? 0 : 1 << (DSQ_BITS - 1))  // code of zero
 #define DSQ_TOP ((1 << DSQ_BITS) - 1)                    // largest code
+#define DSQ_SCALE_BYTES (DSQ_ROUNDING == DSQ_GAUSSIAN ? 2 : 4)
 // Three roundings stand between x and T: |T| exceeds its largest value by less than 1/2, which
 // rounding forgives, as long as T has at most 21 bits. Above, and with a shift, T is clamped.
 #define DSQ_STEPS (DSQ_MINMAX ? DSQ_TOP : DSQ_TOP - DSQ_ZERO)
@@ -35,7 +36,8 @@
     (DSQ_ROUNDING == DSQ_RANDOM_SHIFT ||             \
      (DSQ_FRACTION > 0 && ((u64)DSQ_STEPS << DSQ_FRACTION) >= (1u << 21)))
 
-static_assert(!DSQ_MINMAX ? DSQ_ROUNDING <= DSQ_STOCHASTIC : true, "shift and levels need offsets");
+static_assert(DSQ_MINMAX || DSQ_ROUNDING <= DSQ_STOCHASTIC || DSQ_ROUNDING == DSQ_GAUSSIAN,
+              "shift and levels need offsets");
 
 // One row on the wire.
 struct WireRow {
@@ -249,6 +251,14 @@ DSQ_DEVICE u32 rounded(float x, Range range, u32 random) {
 #endif
 }
 
+DSQ_DEVICE Codes packed(const u32 (&even)[4], const u32 (&odd)[4]) {
+    const u32 two = DSQ_CODE_BYTE | (DSQ_CODE_BYTE + 4) << 4, four = 0x5410;
+    const Codes codes = {
+        permute(permute(even[0], even[1], two), permute(even[2], even[3], two), four),
+        permute(permute(odd[0], odd[1], two), permute(odd[2], odd[3], two), four)};
+    return codes;
+}
+
 template <int DTYPE>
 DSQ_DEVICE Codes codes_of_vector(const Raw<DTYPE>& vector, Range range, Stream stream, u64 j) {
     u32 random[4] = {0, 0, 0, 0};
@@ -268,11 +278,7 @@ DSQ_DEVICE Codes codes_of_vector(const Raw<DTYPE>& vector, Range range, Stream s
         even[i] = rounded(vector.at(2 * i), range, random[i] & 0xFFFFu);
         odd[i] = rounded(vector.at(2 * i + 1), range, random[i] >> 16);
     }
-    const u32 two = DSQ_CODE_BYTE | (DSQ_CODE_BYTE + 4) << 4, four = 0x5410;
-    const Codes codes = {
-        permute(permute(even[0], even[1], two), permute(even[2], even[3], two), four),
-        permute(permute(odd[0], odd[1], two), permute(odd[2], odd[3], two), four)};
-    return codes;
+    return packed(even, odd);
 }
 
 template <int PLANE>
@@ -317,7 +323,8 @@ DSQ_DEVICE void zero_gaps(const WireRow& row, u64 num_groups) {
         const u64 end = row.plane[p] + row.vectors * Planes<DSQ_BITS>::width(p);
         zero_gap(row.bytes, end, p + 1 < count ? row.plane[(p + 1) % DSQ_MAX_PLANES] : row.scales);
     }
-    zero_gap(row.bytes, row.scales + num_groups * 4, DSQ_MINMAX ? row.offsets : row.end);
+    const u64 scales_end = row.scales + num_groups * DSQ_SCALE_BYTES;
+    zero_gap(row.bytes, scales_end, DSQ_MINMAX ? row.offsets : row.end);
     if (DSQ_MINMAX) zero_gap(row.bytes, row.offsets + num_groups * 4, row.end);
 }
 

@@ -11,6 +11,7 @@
 #define DSQ_STOCHASTIC 1
 #define DSQ_RANDOM_SHIFT 2
 #define DSQ_LEARNED 3
+#define DSQ_GAUSSIAN 4
 
 #define DSQ_NAN_BITS 0x7FC00000u  // of the scale of a non-finite group, on every device
 

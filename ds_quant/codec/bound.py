@@ -139,7 +139,8 @@ class Coding(NamedTuple):
         if isinstance(source.codec, GroupCodec) and isinstance(self.codec, GroupCodec):
             dispatch.recode(
                 wire, out, source.codec, self.codec, numel=numel, own=own, address=self.address,
-                source_levels=source.levels, levels=self.levels,
+                source_levels=source.codec.table(source.levels, wire.device),
+                levels=self.codec.table(self.levels, wire.device),
             )  # fmt: skip
             return
         total = temporary((numel,), torch.float32, wire.device)

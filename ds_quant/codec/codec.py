@@ -17,13 +17,13 @@ from typing import Protocol
 
 import torch
 
-from ds_quant.kernels import dispatch
+from ds_quant.kernels import dispatch, gaussian
 from ds_quant.kernels.hadamard import Rotation
 from ds_quant.kernels.packing import layout_of
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import ALIGNMENT, round_up
 
-RANGES = ("minmax", "absmax")
+RANGES = ("minmax", "absmax", "gaussian")
 ROUNDINGS = ("nearest", "stochastic", "random_shift")
 LEVELS = ("uniform", "learned")
 CAST_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -81,7 +81,9 @@ class GroupCodec:
     bits: 2 to 8 bits per code; fewer bytes, more error.
     group_size: elements that share a range; multiple of 32, 32 to 65536; smaller is more exact
         and costs 4 or 8 bytes per group.
-    range: "minmax" (scale and offset) or "absmax" (scale only, symmetric).
+    range: "minmax" (scale and offset), "absmax" (scale only, symmetric) or "gaussian" (scale only,
+        levels of a normal distribution; 2 to 4 bits, whole groups of 128, nearest), which takes
+        values that a rotation of 128 has made look normal and is unbiased over its signs.
     rounding: "nearest", "stochastic" (unbiased per element) or "random_shift" (unbiased, one
         shift per address, min-max only). The last two need an address to encode.
     levels: "uniform", or "learned" with a table of 2^bits fp32 values in units of code steps
@@ -104,16 +106,32 @@ class GroupCodec:
             raise ValueError(
                 f"rounding = 'random_shift' with range = {self.range!r}: it needs range 'minmax'"
             )
+        if self.range == "gaussian":
+            self._check_gaussian()
         if self.levels == "learned" and (self.range, self.rounding) != ("minmax", "nearest"):
             raise ValueError(
                 f"levels = 'learned' with range = {self.range!r} and rounding = "
                 f"{self.rounding!r}: it needs range 'minmax' and rounding 'nearest'"
             )
 
+    def _check_gaussian(self) -> None:
+        allowed = {"bits": gaussian.BITS, "group_size": (gaussian.GROUP,), "rounding": ("nearest",)}
+        for field, values in allowed.items():
+            if getattr(self, field) not in values:
+                raise ValueError(
+                    f"{field} = {getattr(self, field)!r} with range = 'gaussian': allowed are "
+                    + ", ".join(map(repr, values))
+                )
+
     @property
     def has_offset(self) -> bool:
         """Whether groups carry an offset (zero point) besides their scale."""
         return self.range == "minmax"
+
+    @property
+    def is_gaussian(self) -> bool:
+        """Whether codes name levels of a normal distribution."""
+        return self.range == "gaussian"
 
     @property
     def name(self) -> str:
@@ -142,9 +160,10 @@ class GroupCodec:
         """
         self._check_rotation(rotation)
         check_rows("x", x, "out", out, self, block=rotation.block if rotation else 1)
+        self._check_whole(x.shape[1], rotation)
         if self.rounding != "nearest" and address is None:
             raise ValueError(f"address = None: rounding {self.rounding!r} needs an Address")
-        levels = self._table(levels, x.device)
+        levels = self.table(levels, x.device)
         options = {"levels": levels, "base": base, "rotation": rotation}
         dispatch.encode(x, out, self, address=address, **options)
 
@@ -158,7 +177,8 @@ class GroupCodec:
     ) -> None:
         """See Codec. ``add``: to what `out` holds, in fp32, before the cast."""
         check_rows("out", out, "wire", wire, self)
-        levels = self._table(levels, wire.device)
+        self._check_whole(out.shape[1])
+        levels = self.table(levels, wire.device)
         dispatch.decode(wire, out.detach(), self, levels=levels, add=add)
 
     def decode_sum(
@@ -175,7 +195,8 @@ class GroupCodec:
         self._check_rotation(rotation)
         block = rotation.block if rotation else 1
         check_sum(wire, out, self, block=block, dtypes=CAST_NAMES)
-        options = {"levels": self._table(levels, wire.device), "rotation": rotation}
+        self._check_whole(out.shape[0], rotation)
+        options = {"levels": self.table(levels, wire.device), "rotation": rotation}
         dispatch.decode_sum(wire, out.detach(), self, scale=scale, own=own, **options)
 
     def _check_rotation(self, rotation: Rotation | None) -> None:
@@ -184,11 +205,21 @@ class GroupCodec:
                 f"rotation block = {rotation.block}: must divide group_size = {self.group_size}"
             )
 
-    def _table(self, levels: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    def _check_whole(self, numel: int, rotation: Rotation | None = None) -> None:
+        """Gaussian groups are whole: a rotation fills them up."""
+        on_wire = round_up(numel, rotation.block) if rotation else numel
+        if self.is_gaussian and on_wire % self.group_size:
+            raise ValueError(
+                f"numel = {numel} with range = 'gaussian': allowed are multiples of "
+                f"{self.group_size}, or a rotation of {self.group_size}"
+            )
+
+    def table(self, levels: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+        """The levels that the kernels need: those given, or else the initial or Gaussian ones."""
         if self.levels != "learned":
             if levels is not None:
                 raise ValueError("levels: a table was passed to a codec with levels 'uniform'")
-            return None
+            return gaussian.table_of(self.bits, device) if self.is_gaussian else None
         count = 1 << self.bits
         if levels is None:
             return torch.arange(count, device=device).to(torch.float32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -138,82 +138,75 @@ def load(module: str) -> ModuleCodec:
         raise CodecError(f"{allowed}: it has no function {' and no '.join(missing)}")
     codec = ModuleCodec(module, functions)
     with torch.no_grad():
-        _check_sizes(codec)
-        for numel in _SIZES:
-            for dtype in (torch.float32, torch.bfloat16):
-                _check_values(codec, _waves(numel, dtype))
-        _check_special(codec)
+        for holds, found, rule in _trials(codec):
+            if not holds:
+                raise CodecError(f"{found}: allowed: {rule}")
     return codec
 
 
-def _require(fact: bool, found: str, allowed: str) -> None:
-    if not fact:
-        raise CodecError(f"{found}: allowed: {allowed}")
-
-
-def _check_sizes(codec: ModuleCodec) -> None:
-    before = 0
+def _trials(codec: ModuleCodec) -> Iterator[tuple[bool, str, str]]:
+    """Yield for every rule of the contract whether it holds, what was found, and the rule."""
     for numel in range(1, 2 * max(_SIZES)):
-        found = _called(codec, "wire_bytes", numel)
-        shown = f"wire_bytes({numel}) is {found!r}"
-        whole = isinstance(found, int) and found > 0 and found % ALIGNMENT == 0
-        _require(whole, shown, f"a positive multiple of {ALIGNMENT}")
-        _require(found >= before, f"{shown}, of one element less {before}", "no less than that")
-        before = found
-
-
-def _check_values(codec: ModuleCodec, x: Tensor) -> None:
-    """Bytes and values of two rows, in the shapes and strides in which they really come."""
-    rows, numel = x.shape
-    kept, what = x.clone(), f"of {rows} rows of {numel} {str(x.dtype).removeprefix('torch.')}"
-    wires = []
-    for fill in (0, 255):
-        wide = _full(rows, codec.wire_bytes(numel) + ALIGNMENT, fill, dtype=torch.uint8)
-        wires.append(wide[:, :-ALIGNMENT])
-        _called(codec, "encode", x, wires[-1], partial(_uniform, x, Address(key=1, step=1)))
-        intact = bool((wide[:, -ALIGNMENT:] == fill).all())
-        _require(intact, f"encode {what} writes past `out`", "the bytes of `out`")
-    _require(torch.equal(x, kept), f"encode {what} changes x", "reading it")
-    _require(
-        torch.equal(*wires), f"encode {what} gives other bytes when it is called again",
-        "the same ones: write every byte of `out`, take random numbers from uniform()",
-    )  # fmt: skip
-    found = [_full(rows, numel, fill) for fill in (0, 7)]
-    for values in found:
-        _called(codec, "decode", wires[0], values)
-    _require(
-        torch.equal(*found), f"decode {what} gives other values when it is called again",
-        "the same ones: write every element of `out`",
-    )  # fmt: skip
-    alone = _full(1, numel, 0)
-    _called(codec, "decode", wires[0][1:], alone)
-    same = torch.equal(alone[0], found[0][1])
-    _require(same, f"decode {what} gives other values than of each row alone", "equal ones")
-    alike = float((found[0] * x.float()).sum()) > 0 if numel >= 100 else True
-    _require(alike, f"decode {what} gives values that have nothing to do with x", "near ones")
-
-
-def _check_special(codec: ModuleCodec) -> None:
-    """Zeros stay zeros; NaN and Inf do not turn into plausible numbers."""
+        size, less = _call(codec, "wire_bytes", numel), codec.wire_bytes(numel - 1)
+        found = f"wire_bytes({numel}) is {size!r}"
+        whole = isinstance(size, int) and size > 0 and size % ALIGNMENT == 0
+        yield whole, found, f"a positive multiple of {ALIGNMENT}"
+        yield size >= less, f"{found}, of one element less {less}", "no less than that"
+    for numel in _SIZES:
+        for dtype in (torch.float32, torch.bfloat16):
+            yield from _trials_of(codec, _waves(numel, dtype))
     for value, rule in ((0.0, "zeros"), (float("nan"), "NaN"), (float("inf"), "Inf or NaN")):
-        x = _full(1, 130, 0) if value == 0 else _waves(130, torch.float32)[:1]
+        x = _waves(130, torch.float32)[:1] * bool(value)
         x[0, 5] = value
-        wire, found = _full(1, codec.wire_bytes(130), 0, dtype=torch.uint8), _full(1, 130, 0)
-        _called(codec, "encode", x, wire, partial(_uniform, x, Address(key=1, step=1)))
-        _called(codec, "decode", wire, found)
-        kept = not found.any() if value == 0 else not bool(found.isfinite().all())
-        what = "zeros" if value == 0 else f"values with one {value}"
-        _require(kept, f"decode of {what} gives {float(found[0, 5])}", f"{rule}")
+        out = _decoded(codec, _encoded(codec, x)[:, :-ALIGNMENT], 130)
+        kept = not bool(out.isfinite().all()) if value else not out.any()
+        what = f"values with one {value}" if value else "zeros"
+        yield kept, f"decode of {what} gives {float(out[0, 5])}", rule
 
 
-def _called(codec: ModuleCodec, function: str, *arguments: Any) -> Any:
-    call: Callable[..., Any] = getattr(codec.functions, function)
+def _trials_of(codec: ModuleCodec, x: Tensor) -> Iterator[tuple[bool, str, str]]:
+    """The same for the values x, in the shapes and strides in which rows really come."""
+    (rows, numel), before = x.shape, x.clone()
+    what = f"of {rows} rows of {numel} {str(x.dtype).removeprefix('torch.')}"
+    wide, other = (_encoded(codec, x, fill) for fill in (0, 255))
+    wire, again = wide[:, :-ALIGNMENT], other[:, :-ALIGNMENT]
+    intact = bool((other[:, -ALIGNMENT:] == 255).all())
+    yield intact, f"encode {what} writes past `out`", "the bytes of `out`"
+    yield torch.equal(x, before), f"encode {what} changes x", "reading it"
+    rule = "the same ones: write every {} of `out`, take random numbers from uniform()"
+    found = f"encode {what} gives other bytes when it is called again"
+    yield torch.equal(wire, again), found, rule.format("byte")
+    out = _decoded(codec, wire, numel)
+    found = f"decode {what} gives other values when it is called again"
+    yield torch.equal(out, _decoded(codec, wire, numel, 7)), found, rule.format("element")
+    alone = torch.equal(out[1:], _decoded(codec, wire[1:], numel))
+    yield alone, f"decode {what} gives other values than of each row alone", "equal ones"
+    alike = numel < 100 or float((out * x.float()).sum()) > 0
+    yield alike, f"decode {what} gives values that have nothing to do with x", "near ones"
+
+
+def _encoded(codec: ModuleCodec, x: Tensor, fill: int = 0) -> Tensor:
+    """Return the wire of x in bytes of ``fill``, with some more of them at the end of each row."""
+    shape = len(x), codec.wire_bytes(x.shape[1]) + ALIGNMENT
+    wide = torch.full(shape, fill, dtype=torch.uint8, device="cpu")  # whatever the user's default
+    uniform = partial(_uniform, x, Address(key=1, step=1))
+    _call(codec, "encode", x, wide[:, :-ALIGNMENT], uniform)
+    return wide
+
+
+def _decoded(codec: ModuleCodec, wire: Tensor, numel: int, fill: float = 0.0) -> Tensor:
+    out = torch.full((len(wire), numel), fill, dtype=torch.float32, device="cpu")
+    _call(codec, "decode", wire, out)
+    return out
+
+
+def _call(codec: ModuleCodec, function: str, *arguments: Any) -> Any:
     try:
-        return call(*arguments)
+        return getattr(codec.functions, function)(*arguments)
     except Exception as error:
         shown = ", ".join(
             f"{tuple(a.shape)} {str(a.dtype).removeprefix('torch.')}" if isinstance(a, Tensor)
-            else getattr(a, "__name__", "uniform" if callable(a) else repr(a))
+            else "uniform" if callable(a) else repr(a)
             for a in arguments
         )  # fmt: skip
         raise CodecError(
@@ -221,14 +214,9 @@ def _called(codec: ModuleCodec, function: str, *arguments: Any) -> Any:
         ) from error
 
 
-def _full(rows: int, width: int, fill: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """On the CPU, whatever the user's defaults are."""
-    return torch.full((rows, width), fill, dtype=dtype, device="cpu")
-
-
 def _waves(numel: int, dtype: torch.dtype) -> Tensor:
-    """Two different rows that look like gradients; not random, which would change the random
-    numbers that the user's program draws. Rows are strided.
+    """Return two different strided rows that look like gradients; not random, which would change
+    the random numbers that the user's program draws.
     """
     angle = torch.arange(2 * (numel + 8), dtype=torch.float32, device="cpu")
     angle = angle.view(2, -1)[:, :numel]

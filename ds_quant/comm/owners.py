@@ -89,8 +89,15 @@ def inbound(
 
 
 def delivery_codec(codec: Codec) -> Codec:
-    """Codec of the delivery: at least 8 bits, as its error is not averaged over the ranks."""
-    return replace(codec, bits=8) if isinstance(codec, GroupCodec) else codec
+    """Codec of the delivery: at least 8 bits, as its error is not averaged over the ranks.
+
+    Gaussian levels need a rotation, and sums are no longer rotated.
+    """
+    if not isinstance(codec, GroupCodec):
+        return codec
+    if codec.is_gaussian:
+        return replace(codec, bits=8, range="absmax", rounding="stochastic")
+    return replace(codec, bits=8)
 
 
 def _cut_evenly(shapes: Sequence[Shape], team_of: Sequence[tuple[int, ...]]) -> tuple[Piece, ...]:

@@ -16,7 +16,7 @@ the nodes, slice i + 1 is inside them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,8 +28,8 @@ from ds_quant.codec.codec import Codec
 from ds_quant.comm.gather import cut, lay_out, row_place
 from ds_quant.comm.operations import Operations, Streams
 from ds_quant.comm.owners import Piece, delivery_codec
-from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, SlicePlan
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, SlicePlan, Step
+from ds_quant.comm.transport import Exchange, Fabric, Link
 from ds_quant.kernels.batch import Decode, Encode, Task
 from ds_quant.kernels.dispatch import together
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
@@ -37,7 +37,42 @@ from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 # ---- over one or two hops ----
 
 
-class Reduction:
+class Pipeline:
+    """The slices of a reduction on their way: see [Note: slices].
+
+    started: per slice what yields after every exchange that it has posted, ``exchanges`` of them.
+    """
+
+    def __init__(self, started: Iterable[Iterator[None]], exchanges: int) -> None:
+        self._running: deque[tuple[Iterator[None], int]] = deque()  # and exchanges still to post
+        for steps in started:
+            next(steps)
+            self.advance()
+            if len(self._running) > 1:
+                self._finish_oldest()
+            self._running.append((steps, exchanges - 1))
+
+    def advance(self) -> None:
+        """Post the last exchange of every slice, waiting for those before."""
+        for _ in range(len(self._running)):
+            steps, exchanges = self._running.popleft()
+            for _ in range(exchanges):
+                next(steps)
+            self._running.append((steps, 0))
+
+    def wait(self) -> None:
+        """Return when every slice is done."""
+        self.advance()
+        while self._running:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        steps, _ = self._running.popleft()
+        for _ in steps:
+            pass
+
+
+class Reduction(Pipeline):
     """Every segment of a plan on its way to become its sum over all ranks: see [Note: two hops].
 
     Sums are fp32 in rank order within a hop, nodes in order across hops; the plan's scale is
@@ -63,33 +98,7 @@ class Reduction:
         self._streams = [
             Streams(hop, rotations, by_hop[max(depth - 1, 0)]) for depth, hop in enumerate(by_hop)
         ]
-        self._running: deque[tuple[Iterator[None], int]] = deque()  # and hops still to be posted
-        for part in plan.slices:
-            started = self._reduce(part, tensors)
-            next(started)
-            self.advance()
-            if len(self._running) > 1:
-                self._finish_oldest()
-            self._running.append((started, len(plan.hops) - 1))
-
-    def advance(self) -> None:
-        """Post the last hop of every slice, waiting for the hops before."""
-        for _ in range(len(self._running)):
-            steps, hops = self._running.popleft()
-            for _ in range(hops):
-                next(steps)
-            self._running.append((steps, 0))
-
-    def wait(self) -> None:
-        """Return when the sums are written."""
-        self.advance()
-        while self._running:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        steps, _ = self._running.popleft()
-        for _ in steps:
-            pass
+        super().__init__([self._reduce(part, tensors) for part in plan.slices], len(plan.hops))
 
     def _reduce(self, part: SlicePlan, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Yields after every exchange it has posted; writes its part of the sums at the end."""
@@ -97,24 +106,40 @@ class Reduction:
         arrived = before = nothing
         for depth, (hop, step) in enumerate(zip(self._plan.hops, part.steps, strict=True)):
             link, streams = hop.link, self._streams[depth]
-            wire = link.empty(sum(step.sent), device=sums.device)
             kept = nothing
             if step.kept:
                 kept = link.empty(step.kept, dtype=torch.float32, device=sums.device)
-            buffers = [wire, kept, arrived, before, sums, *tensors]
+            buffers = [kept, arrived, before, sums, *tensors]
             tensors = ()
-            with link.encoding("gradients") as notes:
-                step.encode.run(buffers, streams, notes)
-            sizes = {"sent": step.sent, "received": step.received}
-            exchange = link.all_to_all(wire, **sizes, role="gradients")
-            with link.decoding():
-                step.own.run(buffers, self._streams[max(depth - 1, 0)])
+            own = step.own, self._streams[max(depth - 1, 0)]
+            exchange = exchange_of(link, step, buffers, streams, own)
             del buffers
             yield
             arrived, before = exchange.wait(), kept
         with self._plan.hops[-1].link.decoding():
             buffers = [nothing, nothing, arrived, before, sums]
             part.total.run(buffers, self._streams[-1])
+
+
+def exchange_of(
+    link: Link,
+    step: Step,
+    buffers: Sequence[Tensor],
+    streams: Streams,
+    own: tuple[Operations, Streams],
+) -> Exchange:
+    """Encode the message of a step, post it, and make what this rank adds up as it is.
+
+    buffers: all but that of the message.
+    """
+    wire = link.empty(sum(step.sent), device=buffers[0].device)
+    with link.encoding("gradients") as notes:
+        step.encode.run([wire, *buffers], streams, notes)
+    sizes = {"sent": step.sent, "received": step.received}
+    exchange = link.all_to_all(wire, **sizes, role="gradients")
+    with link.decoding():
+        own[0].run([wire, *buffers], own[1])
+    return exchange
 
 
 # ---- of pieces that single ranks own ----
@@ -231,7 +256,7 @@ class OwnerSums:
         self._link, self._numel = link, 0
         self.totals = [self._room(s.numel) if s.owner == link.rank else None for s in shares]
         segments = [self._segment(shares[p.part], self.totals[p.part], p) for p in pieces]
-        self._reduction = ReductionPlan(segments, forms, route, scale=scale)
+        self.plan = ReductionPlan(segments, forms, route, scale=scale)
         moved = [
             (segment, shares[piece.part].owner)
             for segment, piece in zip(segments, pieces, strict=True)
@@ -270,12 +295,23 @@ class OwnerSums:
         """The sums of this rank's shares, fp32; ``totals`` says where each begins. Codings and
         rotations are those of the gradients, one coding per hop.
         """
-        device = tensors[0].device
-        sums = self._link.empty(self._numel, dtype=torch.float32, device=device)
-        Reduction(self._reduction, tensors, codings, rotations, sums).wait()
+        sums = self.room(tensors[0].device)
+        Reduction(self.plan, tensors, codings, rotations, sums).wait()
+        self.deliver(sums, codings)
+        return sums
+
+    def room(self, device: torch.device) -> Tensor:
+        """Where sums are to be written."""
+        return self._link.empty(self._numel, dtype=torch.float32, device=device)
+
+    def held_room(self, device: torch.device) -> Tensor:
+        """Where the sums of the first of two hops rest."""
+        return self._link.empty(self.plan.held_numel, dtype=torch.float32, device=device)
+
+    def deliver(self, sums: Tensor, codings: Sequence[tuple[Coding, ...]]) -> None:
+        """Fill what this rank's shares lack in ``sums`` once ``plan`` has written its part."""
         if self._delivery is not None:
             self._delivery.run(sums, [hops[-1] for hops in codings])
-        return sums
 
 
 class _Delivery:

@@ -9,8 +9,9 @@ of kernels, of however many tensors and ranks: 0.13 ms for a layer of Llama-7B o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -24,7 +25,9 @@ from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 # ---- slices ----
 
 
-SLICE_SECONDS = 1e-4  # what a slice costs beyond its bytes and the links' latency
+# What a slice costs the host beyond its bytes and the links' latency: an order of magnitude, from
+# its few calls, not fitted to any link.
+SLICE_SECONDS = 1e-4
 MOST = 16  # slices, unless more are asked for
 
 
@@ -134,6 +137,21 @@ class SlicePlan(NamedTuple):
     total: Operations
 
 
+class HeldSlice(NamedTuple):
+    """One slice of a reduction that rests between its two hops: see [Note: held sums] of held.py.
+
+    ``partial`` adds up what the first hop has brought, rotated, into [start, stop) of what is held;
+    ``second`` encodes that, and ``total`` makes the sums.
+    """
+
+    first: Step
+    partial: Operations
+    start: int
+    stop: int
+    second: Step
+    total: Operations
+
+
 class ReductionPlan:
     """What a reduction of segments does, the same in all steps.
 
@@ -148,9 +166,27 @@ class ReductionPlan:
         *,
         scale: float,
     ) -> None:
-        self.hops, self.slices = hops, []
-        for part in _slices(segments, forms, hops):
-            self.slices.append(_Compiler(part, forms, scale).compile(hops))
+        self.hops, self._forms, self._scale = hops, forms, scale
+        self._parts = _slices(segments, forms, hops)
+
+    @cached_property
+    def slices(self) -> list[SlicePlan]:
+        """Both hops at once."""
+        return [_Compiler(p, self._forms, self._scale).compile(self.hops) for p in self._parts]
+
+    @cached_property
+    def held(self) -> list[HeldSlice]:
+        """The same slices of a reduction over two hops, with a rest between them."""
+        found, end = [], 0
+        for part in self._parts:
+            found.append(_Compiler(part, self._forms, self._scale).compile_held(self.hops, end))
+            end = found[-1].stop
+        return found
+
+    @property
+    def held_numel(self) -> int:
+        """Elements that this rank holds between the hops, fp32."""
+        return self.held[-1].stop if self.held else 0
 
 
 def own_totals(segments: Sequence[Segment], hops: Sequence[Hop]) -> tuple[list[Segment], int]:
@@ -190,18 +226,39 @@ class _Compiler:
         self._columns: dict[int, int] = {}
         self._row_bytes = 0
         self._kept: dict[int, int] = {}
+        self._held: dict[int, int] | None = None  # where the partial sums of the first hop rest
 
     def compile(self, hops: Sequence[Hop]) -> SlicePlan:
         here = list(range(len(self._segments)))  # still to be added up by this rank
         steps = []
         for depth, hop in enumerate(hops):
-            rows: list[list[int]] = [[] for _ in range(hop.link.size)]
-            for index in here:
-                rows[hop.place(self._segments[index].reducer)].append(index)
+            rows = self._rows(here, hop)
             steps.append(self._step(rows, depth, hops))
             here = rows[hop.link.rank]
         total = [self._sum(index, hops, len(hops), SUMS) for index in here]
         return SlicePlan(steps, Operations(total))
+
+    def compile_held(self, hops: Sequence[Hop], start: int) -> HeldSlice:
+        """``start``: where the partial sums of this slice begin in what is held."""
+        inner, outer = hops
+        first = self._step(self._rows(range(len(self._segments)), inner), 0, hops)
+        held, end = {}, 0
+        for index in self._columns:
+            held[index], end = end, end + round_up(self._on_wire[index], VECTOR_NUMEL)
+        partial = [self._sum(index, hops, 1, KEPT, place) for index, place in held.items()]
+        self._held = held
+        rows = self._rows(held, outer)
+        second = self._step(rows, 1, hops)
+        total = [self._sum(index, hops, 2, SUMS) for index in rows[outer.link.rank]]
+        stop = start + end
+        return HeldSlice(first, Operations(partial), start, stop, second, Operations(total))
+
+    def _rows(self, indices: Iterable[int], hop: Hop) -> list[list[int]]:
+        """Segments by the rank that they go to."""
+        rows: list[list[int]] = [[] for _ in range(hop.link.size)]
+        for index in indices:
+            rows[hop.place(self._segments[index].reducer)].append(index)
+        return rows
 
     def _step(self, rows: list[list[int]], depth: int, hops: Sequence[Hop]) -> Step:
         hop, mine = hops[depth], hops[depth].link.rank
@@ -214,7 +271,9 @@ class _Compiler:
         encode.sort(key=lambda task: task[0].stream)  # those of one gradient form rows
         kept: dict[int, int] = {}
         own, end = [], 0
-        if hop.exact_own:
+        if hop.exact_own and depth and self._held is not None:
+            kept = {index: self._held[index] for index in rows[mine]}  # added where it rests
+        elif hop.exact_own:
             for index in rows[mine]:
                 kept[index], end = end, end + round_up(self._on_wire[index], VECTOR_NUMEL)
             own = [self._own(index, place, depth, hops) for index, place in kept.items()]
@@ -238,6 +297,10 @@ class _Compiler:
             tensor, numel = TENSORS + segment.tensor, segment.numel
             operation = Encode(codecs[0], numel, tensor, WIRE, segment.gradient, block, flips)
             return operation, (segment.start, start, vector)
+        if self._held is not None:  # rotated already
+            numel = self._on_wire[index]
+            operation = Encode(codecs[depth], numel, KEPT_BEFORE, WIRE, segment.gradient)
+            return operation, (self._held[index], start, vector)
         sources = self._sources(hops[depth - 1])
         operation = Recode(
             codecs[depth - 1],

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,6 @@ _ABSENT = {
 # Keys that a codec of the user's own replaces.
 _QUANTIZER = ("bits", "group_size", "range", "rounding", "levels")
 _LEVELS = ("level_steps", "level_rate")  # of learned levels
-_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 class ConfigError(ValueError):
@@ -82,10 +80,8 @@ def misplaced_block(param_dict: Mapping[Any, Any]) -> list[str]:
 
 def not_an_object(block: Any, schemes: Sequence[str]) -> str:
     """The block is something else than {...}."""
-    near: Any = {"enabled": block} if isinstance(block, bool) else None
-    if isinstance(block, str) and (scheme := did_you_mean(block, schemes)):
-        near = {"scheme": scheme}
-    hint = "" if near is None else f"; did you mean {show(near)}?"
+    scheme = did_you_mean(block, schemes) if isinstance(block, str) else None
+    hint = "" if scheme is None else f'; did you mean {{"scheme": "{scheme}"}}?'
     return f'{KEY}={show(block)}: allowed: an object such as {{"scheme": "qsdp"}}{hint}'
 
 
@@ -133,6 +129,7 @@ def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
             f"{path_of((role, key))}={show(value)}: no effect, {path_of((role, 'enabled'))}=false "
             f"(set by scheme {config.scheme}): set it to true or choose another scheme"
             for key, value in written.items()
+            if key != "cross"  # how often they travel, quantized or not
         ]
     weights = block.get("weights", {})
     if config.weights.exactly_differ:
@@ -175,7 +172,7 @@ def _sentence(error: Mapping[str, Any], schema: dict[str, Any], block: dict) -> 
     if node is None:  # a key that is not a string
         return f"{path_of(location)}: {error['msg']}"
     allowed = context["allowed"] if error["type"] == "rule" else _allowed(node)
-    hint = "" if error["type"] == "rule" else _value_hint(error["input"], node)
+    hint = "" if error["type"] == "rule" else _spelling_hint(error["input"], node)
     return f"{path_of(location)}={show(error['input'])}: allowed: {allowed}{hint}"
 
 
@@ -267,41 +264,8 @@ def _bounds(node: dict[str, Any]) -> str:
     return " " + " and ".join(parts) if parts else ""
 
 
-def _value_hint(value: Any, node: dict[str, Any]) -> str:
-    kind = node.get("type")
-    if "anyOf" in node:
-        node = node["anyOf"][0]
-        kind = node.get("type")
-    near: Any = None
-    if "enum" in node and isinstance(value, str):
-        near = did_you_mean(value, node["enum"])
-    elif kind == "boolean":
-        near = _WORDS.get(str(value).strip().lower(), {"0": False, "1": True}.get(str(value)))
-    elif "enum" in node and isinstance(value, int) and not isinstance(value, bool):
-        numbers = [choice for choice in node["enum"] if isinstance(choice, int)]
-        near = min(numbers, key=lambda choice: abs(choice - value), default=None)
-    elif kind in ("integer", "number"):
-        near = _nearest_number(value, node)
-    elif kind == "object" and isinstance(value, bool) and "enabled" in node["properties"]:
-        near = {"enabled": value}
-    elif kind == "array" and isinstance(value, str | int) and not isinstance(value, bool):
-        near = [value]
+def _spelling_hint(value: Any, node: dict[str, Any]) -> str:
+    options = node.get("anyOf", [node])
+    choices = [c for option in options for c in option.get("enum", ()) if isinstance(c, str)]
+    near = did_you_mean(value, choices) if isinstance(value, str) else None
     return "" if near is None else f"; did you mean {show(near)}?"
-
-
-def _nearest_number(value: Any, node: dict[str, Any]) -> int | float | None:
-    """The allowed number next to ``value``; ``None`` for what is no number at all."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    if not math.isfinite(number):
-        return None
-    if node["type"] == "number":
-        return number if isinstance(value, str) else None
-    step = node.get("multipleOf", 1)
-    nearest = round(number / step) * step
-    low = node.get("minimum", node.get("exclusiveMinimum", -math.inf) + 1)
-    return int(min(max(nearest, low), node.get("maximum", math.inf)))

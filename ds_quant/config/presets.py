@@ -13,10 +13,13 @@ from ds_quant.resources import resource_dir
 AUTOTUNE = "autotune"  # in place of a preset: one of CANDIDATES, chosen at start-up
 
 # In the order of what they lose, the most exact one first. Only schemes whose loss stays with that
-# of full precision in our own trainings (results/convergence*.json) and in their papers. Left out:
-# zeropp, whose gradients have six to eight times the error of sdp4bit's (results/errors*.json);
-# qsdp_w4g4 and qw4, which lose 2 to 4 % of loss; the others are parts or variants of sdp4bit.
+# of full precision (benchmarks/results/convergence.json, and in their papers). Left out: zeropp,
+# whose gradients have six to eight times the error of sdp4bit's (errors_cpu.json); qsdp_w4g4 and
+# qw4, whose weights themselves have 4 bits; the families eden and lossless, whose loss is being
+# studied and whose bytes depend on the learning rate; the others are parts or variants of sdp4bit.
 CANDIDATES = ("full_precision", "qsdp", "sdp4bit")
+# Loses what qsdp loses and keeps a node shard for it: whether that is worth the memory says a user.
+BY_HAND = ("qsdp_shard",)
 
 
 @lru_cache

@@ -100,7 +100,7 @@ class _Quantizer(Block):
 
 
 class IntraConfig(Block):
-    """Inside a node; range and rounding are those of the role."""
+    """Inside a node; range (beside "gaussian": absmax) and rounding are those of the role."""
 
     bits: Whole = Field(8, ge=2, le=8, description="Bits per code.")
     group_size: Whole = Field(
@@ -216,16 +216,30 @@ class WeightsConfig(_Quantizer):
 class GradientsConfig(_Quantizer):
     """Gradients that are reduced."""
 
+    range: Literal["minmax", "absmax", "gaussian"] = Field(
+        "minmax",
+        description="As for weights; gaussian: levels of a normal distribution and EDEN's scale, "
+        "unbiased over random signs (2 to 4 bits; needs group_size 128, rotation 128 and "
+        "rotation_signs).",
+    )
     rounding: Rounding = Field(
         "stochastic",
         description="As for weights. Only stochastic keeps every gradient element unbiased "
-        "independently of the others.",
+        "independently of the others. With Gaussian levels, which take the nearest, of the hop "
+        "inside a node.",
     )
     intra: IntraConfig | None = Field(
         None,
         description="With several nodes of several ranks gradients are summed inside each node "
         "with this codec and the partial sums between nodes with the outer one. null: the outer "
         "one on both hops.",
+    )
+    cross: Literal["step", "micro_step"] = Field(
+        "step",
+        description="How often gradients cross between nodes of several ranks under ZeRO-2 and 3. "
+        "step: they are summed inside each node in every micro-step and cross at the last one, so "
+        "bytes between nodes do not grow with gradient accumulation; keeps 4 / ranks per node "
+        "bytes per parameter until then. micro_step: in every micro-step.",
     )
     rotation: Literal[0, 32, 64, 128] = Field(
         0,
@@ -235,6 +249,22 @@ class GradientsConfig(_Quantizer):
     rotation_signs: bool = Field(
         False, description="Random sign flips before the transform, anew in every step."
     )
+
+    @model_validator(mode="after")
+    def _gaussian_groups(self) -> GradientsConfig:
+        if self.range != "gaussian":
+            return self
+        if not 2 <= self.bits <= 4:
+            fix = "Gaussian levels are those of 2, 3 and 4 bits: set bits to one of them"
+            raise conflict(self, "range", "bits", fix=fix)
+        for key, needed in {"group_size": 128, "rotation": 128, "rotation_signs": True}.items():
+            if getattr(self, key) != needed:
+                fix = (
+                    "Gaussian levels are for groups of 128 that random signs and a Hadamard "
+                    f"transform have made look normal: set {key} to {show(needed)}"
+                )
+                raise conflict(self, "range", key, fix=fix)
+        return self
 
     @model_validator(mode="after")
     def _whole_blocks(self) -> GradientsConfig:
@@ -410,6 +440,7 @@ class QuantizedCommConfig(Block):
             allow_full_replica=self.allow_full_replica,
             checksum_steps=self.checksum_steps,
             payload_checksum=self.payload_checksum,
+            cross=gradients.cross,
             rotation=gradients.rotation if gradients.enabled else 0,
             rotation_signs=gradients.rotation_signs,
             exclude=self.exclude,
@@ -438,6 +469,8 @@ def _codec(
     given = {name: getattr(role, name) for name in fields if hasattr(role, name)}
     if intra:
         given |= {"bits": intra.bits, "group_size": intra.group_size, "levels": "uniform"}
+    if role.range == "gaussian":
+        given |= {"range": "absmax"} if intra else {"rounding": "nearest"}
     return GroupCodec(**given)
 
 

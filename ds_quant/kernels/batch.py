@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ds_quant.kernels.packing import Format
+from ds_quant.kernels.gaussian import table_of
+from ds_quant.kernels.packing import Format, has_table
 from ds_quant.kernels.wire import round_up
 
 Places = tuple[int, ...]
@@ -206,10 +207,13 @@ def addresses_of(buffers: Sequence[torch.Tensor]) -> np.ndarray:
 def initial_tables(
     codecs: Sequence[Format], device: torch.device
 ) -> tuple[list[torch.Tensor], np.ndarray]:
-    """The initial levels of codecs, if any is learned, and their addresses."""
-    if all(codec.levels != "learned" for codec in codecs):
+    """The initial levels of codecs, if any has a table, and their addresses."""
+    if not any(map(has_table, codecs)):
         return [], np.zeros(0, dtype=np.uint64)
-    tables = [_initial_table(codec.bits, device) for codec in codecs]
+    tables = [
+        table_of(codec.bits, device) if codec.is_gaussian else _initial_table(codec.bits, device)
+        for codec in codecs
+    ]
     return tables, np.array([table.data_ptr() for table in tables], dtype=np.uint64)
 
 

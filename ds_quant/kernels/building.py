@@ -59,7 +59,10 @@ class _Source(sdist):
 
     def make_distribution(self) -> None:
         for rule in (
-            *(f"graft {folder}" for folder in ("tests", "docs", "benchmarks", "cuda", "configs")),
+            *(
+                f"graft {folder}"
+                for folder in ("tests", "docs", "benchmarks", "cuda", "configs", ".ci")
+            ),
             "include Makefile constraints.txt",
             "recursive-include ds_quant *.cpp *.hpp",
             "global-exclude *.py[co] *.so",

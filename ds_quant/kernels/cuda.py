@@ -268,6 +268,7 @@ class _ProbeFormat(NamedTuple):
     rounding: str = "nearest"
     levels: str = "uniform"
     has_offset: bool = False
+    is_gaussian: bool = False
 
 
 def _probe(runner: Runner) -> None:

@@ -191,7 +191,7 @@ def wire_fields(name: str, layout: WireLayout) -> dict[str, int]:
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _ROUNDINGS = {"nearest": 0, "stochastic": 1, "random_shift": 2}
-_LEARNED = 3
+_LEARNED, _GAUSSIAN = 3, 4
 _MAX_UNROLLED_SOURCES = 8
 _MAX_GRID_ROWS = 65535
 _WORD = (1 << 64) - 1
@@ -205,12 +205,12 @@ class Own(NamedTuple):
 
 
 def encode_macros(fmt: Format, tiles: Tiling) -> dict[str, int]:
-    learned = fmt.levels == "learned"
+    rounding = _LEARNED if fmt.levels == "learned" else _ROUNDINGS[fmt.rounding]
     return {
         "DSQ_BITS": fmt.bits,
         "DSQ_GROUP": fmt.group_size,
         "DSQ_MINMAX": int(fmt.has_offset),
-        "DSQ_ROUNDING": _LEARNED if learned else _ROUNDINGS[fmt.rounding],
+        "DSQ_ROUNDING": _GAUSSIAN if fmt.is_gaussian else rounding,
         "DSQ_RUN": tiles.run,
         "DSQ_LANES": tiles.lanes,
         "DSQ_WARPS": tiles.warps,
@@ -226,6 +226,7 @@ def source_macros(fmt: Format, sources: int, has_own: bool) -> dict[str, int]:
         "DSQ_SOURCE_GROUP": fmt.group_size,
         "DSQ_SOURCE_MINMAX": int(fmt.has_offset),
         "DSQ_SOURCE_LEARNED": int(fmt.levels == "learned"),
+        "DSQ_SOURCE_GAUSSIAN": int(fmt.is_gaussian),
         "DSQ_SOURCES": sources if sources <= _MAX_UNROLLED_SOURCES else 0,
         "DSQ_OWN": int(has_own),
     }
@@ -353,7 +354,7 @@ def encode(
     fmt: Format,
     *,
     address: random_bits.Address | None,
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     run: Runner,
     base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x
     rotation: Rotation | None = None,  # of rows filled up with zeros to whole blocks
@@ -393,7 +394,7 @@ def encode_plan(
 ) -> Plan:
     """Of launches on rows of ``numel`` elements; is_easy: aligned ones."""
     layout = layout_of(fmt, round_up(numel, rotation.block) if rotation else numel)
-    tiles = tiling(fmt.group_size, ROTATION_RUN if rotation else 1)
+    tiles = tiling(fmt.group_size, ROTATION_RUN if rotation or fmt.is_gaussian else 1)
     macros = encode_macros(fmt, tiles) | rotation_macros(rotation)
     macros |= {
         "DSQ_VALUES": DTYPES[dtype],
@@ -410,7 +411,7 @@ def decode(
     out: torch.Tensor,  # (rows, numel) floating point
     fmt: Format,
     *,
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     run: Runner,
     add: bool = False,
     stores: Stores | None = None,  # None: as geometry.py chooses
@@ -429,7 +430,7 @@ def decode_sum(
     fmt: Format,
     *,
     scale: float,
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     run: Runner,
     own: Own | None = None,
     rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
@@ -532,8 +533,8 @@ def recode(
     numel: int,  # of a row on the wire
     address: random_bits.Address | None,
     run: Runner,
-    source_levels: torch.Tensor | None = None,  # (2^bits,) fp32, learned levels only
-    levels: torch.Tensor | None = None,  # (2^bits,) fp32, learned levels only
+    source_levels: torch.Tensor | None = None,  # (2^bits,) fp32, learned and Gaussian levels only
+    levels: torch.Tensor | None = None,  # (2^bits,) fp32, learned and Gaussian levels only
     own: Own | None = None,
 ) -> None:
     """Decode and add up the sources of every row in fp32, in order, and encode the sum."""

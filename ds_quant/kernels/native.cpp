@@ -1,6 +1,6 @@
 // GroupCodec and rotations on the CPU, bit for bit as reference.py and hadamard.py
-// specify them: [Note: numbers], [Note: exceptional groups], [Note: rotation numbers] there, and
-// [Note: wire layout] of wire.py.
+// specify them: [Note: numbers], [Note: exceptional groups], [Note: rotation numbers] there,
+// [Note: Gaussian levels] of gaussian.py and [Note: wire layout] of wire.py.
 //
 // A group is loaded as fp32 into a buffer that stays in cache, and every step is a plain loop over
 // it, which compilers vectorize: once per instruction set, and the dynamic loader picks. No fused
@@ -10,7 +10,7 @@
 #include "native.hpp"
 
 enum Dtype { FP32, BF16 };
-enum Rounding { NEAREST, STOCHASTIC, RANDOM_SHIFT, LEARNED };
+enum Rounding { NEAREST, STOCHASTIC, RANDOM_SHIFT, LEARNED, GAUSSIAN };
 
 // Mirrored by kernels/native.py. A change of the fields or their meaning changes the version.
 struct Job {
@@ -22,7 +22,7 @@ struct Job {
     i64 planes[3], scales, offsets, nbytes;  // where the sections of a row lie
     u64 key, step, first_vector, row_vectors;  // of the random bits; vectors from row to row
     u64 flips_low, flips_high;                 // bit i set: element i of a rotation block is negated
-    const float *levels;  // learned: 2^bits levels
+    const float *levels;  // learned and Gaussian: 2^bits levels
     u8 *own_values;       // fp32 values of row `own` of a sum, which the wire leaves out
     i64 own;              // -1 for none
     float factor, unused;  // whole words
@@ -31,7 +31,7 @@ struct Job {
 struct Recode {
     Job sum, encode;
 };
-extern "C" i64 dsq_version() { return 4; }
+extern "C" i64 dsq_version() { return 5; }
 
 // --- floats
 
@@ -302,10 +302,16 @@ INLINE Signs signs_of(const Job &job) {
     return signs;
 }
 
+INLINE void flip_signs(float *values, i64 padded, i64 block, const Signs &signs) {
+    for (i64 start = 0; signs.any && start < padded; start += block) {
+        for (i64 i = 0; i < block; ++i) values[start + i] *= signs.of[i];
+    }
+}
+
 // values = H (signs * values), `count` of them filled up with zeros to whole blocks.
 INLINE void rotate_forward(float *values, i64 count, i64 padded, i64 block, const Signs &signs) {
     for (i64 i = count; i < padded; ++i) values[i] = 0.0f;
-    for (i64 i = 0; signs.any && i < padded; ++i) values[i] *= signs.of[i % block];
+    flip_signs(values, padded, block, signs);
     rotate(values, padded, block);
 }
 
@@ -313,7 +319,7 @@ INLINE void rotate_forward(float *values, i64 count, i64 padded, i64 block, cons
 INLINE void rotate_back(float *values, i64 padded, i64 block, const Signs &signs, float factor) {
     rotate(values, padded, block);
     for (i64 i = 0; i < padded; ++i) values[i] *= factor;
-    for (i64 i = 0; signs.any && i < padded; ++i) values[i] *= signs.of[i % block];
+    flip_signs(values, padded, block, signs);
 }
 
 // --- encode
@@ -423,6 +429,65 @@ INLINE void nearest_level(const Job &job, const float *values, const Range &rang
     }
 }
 
+// --- Gaussian levels, [Note: Gaussian levels] of gaussian.py
+
+static const i64 GAUSSIAN_GROUP = 128;
+
+INLINE float folded(const float *values) {
+    float runs[4];
+    for (int run = 0; run < 4; ++run) {
+        const float *v = values + 32 * run;
+        float sums[8];
+        for (int i = 0; i < 8; ++i) sums[i] = (v[i] + v[i + 8]) + (v[i + 16] + v[i + 24]);
+        runs[run] = ((sums[0] + sums[1]) + (sums[2] + sums[3])) +
+                    ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+    }
+    return (runs[0] + runs[1]) + (runs[2] + runs[3]);
+}
+
+// Codes of a group, and its scale as bf16.
+INLINE u16 gaussian_group(const Job &job, const float *values, u8 *codes) {
+    const int half = 1 << (job.bits - 1);
+    i32 largest = 0;
+    for (i64 i = 0; i < GAUSSIAN_GROUP; ++i) {
+        const i32 x = (i32)(bits_of(values[i]) & 0x7FFFFFFF);
+        largest = x > largest ? x : largest;
+    }
+    const bool tiny = float_of((u32)largest) < 0x1p-99f;
+    if (tiny || largest >= (i32)bits_of(0x1p127f)) {  // or Inf or NaN
+        memset(codes, half, GAUSSIAN_GROUP);
+        return tiny ? 0 : 0x7FC0;
+    }
+    const i32 exponent = largest >> 23;
+    const float unit = float_of((u32)(254 - exponent) << 23);
+    const float *levels = job.levels + half;
+    float units[GAUSSIAN_GROUP], squares[GAUSSIAN_GROUP], chosen[GAUSSIAN_GROUP];
+    i32 found[GAUSSIAN_GROUP];
+    for (i64 i = 0; i < GAUSSIAN_GROUP; ++i) {
+        const float x = values[i] * unit;
+        squares[i] = x * x;
+        units[i] = x < 0.0f ? -x : x;
+        found[i] = bits_of(values[i]) >> 31 ? 0 : half;
+        chosen[i] = levels[0];
+    }
+    const float energy = folded(squares);
+    const float inverse = 1.0f / (energy / (float)GAUSSIAN_GROUP);
+    for (i64 i = 0; i < GAUSSIAN_GROUP; ++i) squares[i] *= inverse;
+    for (int k = 0; k + 1 < half; ++k) {
+        const float middle = (levels[k + 1] + levels[k]) / 2.0f, border = middle * middle;
+        const float level = levels[k + 1];
+        for (i64 i = 0; i < GAUSSIAN_GROUP; ++i) {
+            found[i] += squares[i] > border;
+            chosen[i] = squares[i] > border ? level : chosen[i];
+        }
+    }
+    for (i64 i = 0; i < GAUSSIAN_GROUP; ++i) {
+        codes[i] = (u8)found[i];
+        chosen[i] *= units[i];
+    }
+    return to_bf16(energy * (1.0f / folded(chosen)) * float_of((u32)exponent << 23));
+}
+
 // Groups first .. last - 1 of all rows, counted through.
 static EVERY_CPU void encode_groups(const Job *pointer, i64 first, i64 last) {
     const Job &job = *pointer;
@@ -451,6 +516,12 @@ static EVERY_CPU void encode_groups(const Job *pointer, i64 first, i64 last) {
             for (i64 j = 0; j < valid; ++j) values[j] -= base[j];
         }
         if (job.rotation) rotate_forward(values.data(), valid, count, job.rotation, signs);
+        if (job.rounding == GAUSSIAN) {
+            const u16 scale = gaussian_group(job, values.data(), codes.data());
+            pack(job, wire, start, codes.data(), padded);
+            memcpy(wire + job.scales + 2 * index, &scale, 2);
+            continue;
+        }
         const Range range = range_of(job, values.data(), count, shift);
         if (range.forced) {
             memset(codes.data(), job.has_offset ? 0 : 1 << (job.bits - 1), count);
@@ -472,6 +543,8 @@ static EVERY_CPU void encode_groups(const Job *pointer, i64 first, i64 last) {
     }
 }
 
+INLINE i64 scale_width(const Job &job) { return job.rounding == GAUSSIAN ? 2 : 4; }
+
 // The bytes of a row that no section uses.
 static void clear_gaps(const Job &job, u8 *row) {
     const i64 vectors = (job.numel + 7) / 8, groups = (job.numel + job.group - 1) / job.group;
@@ -481,7 +554,7 @@ static void clear_gaps(const Job &job, u8 *row) {
         const i64 end = job.planes[p] + vectors * planes[p].width;
         memset(row + end, 0, (p + 1 < found ? job.planes[p + 1] : job.scales) - end);
     }
-    const i64 end = job.scales + 4 * groups;
+    const i64 end = job.scales + scale_width(job) * groups;
     memset(row + end, 0, (job.has_offset ? job.offsets : job.nbytes) - end);
     if (job.has_offset) memset(row + job.offsets + 4 * groups, 0, job.nbytes - job.offsets - 4 * groups);
 }
@@ -494,9 +567,10 @@ INLINE void decode_group(const Job &job, const u8 *row, i64 index, i64 count, u8
     const i64 start = index * job.group;
     unpack(job, row, start, codes, (count + 7) / 8 * 8);
     float scale, offset = 0.0f;
-    memcpy(&scale, row + job.scales + 4 * index, 4);
+    load(&scale, row + job.scales + scale_width(job) * index, job.rounding == GAUSSIAN ? BF16 : FP32,
+         1);
     const i32 zero = job.has_offset ? 0 : 1 << (job.bits - 1);
-    if (job.rounding == LEARNED) {
+    if (job.rounding == LEARNED || job.rounding == GAUSSIAN) {
         for (i64 i = 0; i < count; ++i) values[i] = job.levels[codes[i]] * scale;
     } else {
         for (i64 i = 0; i < count; ++i) values[i] = (float)((i32)codes[i] - zero) * scale;

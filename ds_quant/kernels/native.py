@@ -17,11 +17,11 @@ from ds_quant.kernels.hadamard import Rotation
 from ds_quant.kernels.packing import Format, layout_of
 from ds_quant.kernels.wire import round_up
 
-VERSION = 4  # of the jobs, as dsq_version() of native.cpp
+VERSION = 5  # of the jobs, as dsq_version() of native.cpp
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ROUNDINGS = {"nearest": 0, "stochastic": 1, "random_shift": 2}
-_LEARNED = 3
+_LEARNED, _GAUSSIAN = 3, 4
 _NUMEL_PER_THREAD = 1 << 18  # starting a thread costs as much as a tenth of this work
 _WORD = (1 << 64) - 1
 
@@ -81,7 +81,7 @@ def encode(
     fmt: Format,
     *,
     address: random_bits.Address | None,
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
     rotation: Rotation | None = None,  # of x, or x - base; the wire holds whole blocks
 ) -> None:
@@ -114,7 +114,7 @@ def decode(
     out: torch.Tensor,  # (rows, numel) floating point
     fmt: Format,
     *,
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     add: bool = False,  # in fp32 to what `out` holds
 ) -> None:
     """Decode every row and cast once to the dtype of `out`."""
@@ -137,7 +137,7 @@ def decode_sum(
     *,
     scale: float,
     own: tuple[int, torch.Tensor] | None,  # place and values, (numel on the wire,) floating point
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
 ) -> None:
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
@@ -235,6 +235,8 @@ def _template(fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int
     job.rotation = block
     job.bits, job.group, job.has_offset = fmt.bits, fmt.group_size, fmt.has_offset
     job.rounding = _LEARNED if fmt.levels == "learned" else _ROUNDINGS[fmt.rounding]
+    if fmt.is_gaussian:
+        job.rounding = _GAUSSIAN
     job.planes[: len(layout.plane_offsets)] = layout.plane_offsets
     job.scales, job.offsets = layout.scale_offset, layout.offset_offset or 0
     job.nbytes, job.own, job.factor = layout.nbytes, -1, 1.0

@@ -17,6 +17,7 @@ import torch
 
 from ds_quant.kernels import scratch
 from ds_quant.kernels.wire import (
+    BF16_BYTES,
     FP32_BYTES,
     VECTOR_NUMEL,
     WireLayout,
@@ -111,6 +112,9 @@ class Format(Protocol):
     @property
     def has_offset(self) -> bool: ...
 
+    @property
+    def is_gaussian(self) -> bool: ...  # [Note: Gaussian levels] of gaussian.py
+
 
 class Block(NamedTuple):
     """Rows [row, row + num_rows) and elements [start, start + numel), start on a group."""
@@ -125,7 +129,20 @@ class Block(NamedTuple):
 
 def layout_of(fmt: Format, numel: int) -> WireLayout:
     """Wire layout of one row of `numel` elements."""
-    return wire_layout(numel, bits=fmt.bits, group_size=fmt.group_size, has_offset=fmt.has_offset)
+    return wire_layout(
+        numel, bits=fmt.bits, group_size=fmt.group_size, has_offset=fmt.has_offset,
+        scale_bytes=scale_bytes(fmt),
+    )  # fmt: skip
+
+
+def scale_bytes(fmt: Format) -> int:
+    """Bytes of the scale of a group."""
+    return BF16_BYTES if fmt.is_gaussian else FP32_BYTES
+
+
+def has_table(fmt: Format) -> bool:
+    """Whether a code is the index of a level."""
+    return fmt.is_gaussian or fmt.levels == "learned"
 
 
 def blocks(rows: int, numel: int, *, group_size: int, device: torch.device) -> tuple[Block, ...]:
@@ -171,24 +188,25 @@ def plane_sections(
     return sections
 
 
-def fp32_section(wire: torch.Tensor, base: int, block: Block, group_size: int) -> torch.Tensor:
-    """Bytes (num_rows, 4 * groups) of the scales or offsets of a block; any alignment."""
-    first = base + block.start // group_size * FP32_BYTES
-    return section(wire, block, first, block.padded_numel // group_size * FP32_BYTES)
+def group_section(
+    wire: torch.Tensor, base: int, block: Block, group_size: int, width: int
+) -> torch.Tensor:
+    """Bytes (num_rows, width * groups) of the scales or offsets of a block; any alignment."""
+    first = base + block.start // group_size * width
+    return section(wire, block, first, block.padded_numel // group_size * width)
 
 
 @lru_cache(maxsize=4096)
-def gaps(layout: WireLayout, bits: int) -> tuple[tuple[int, int], ...]:
+def gaps(layout: WireLayout, bits: int, scale_bytes: int) -> tuple[tuple[int, int], ...]:
     """(start, length) of the bytes of a row between and after its sections."""
     vectors = ceil_div(layout.numel, VECTOR_NUMEL)
-    group_bytes = layout.num_groups * FP32_BYTES
     sections = [
         (base, plane_bytes(vectors * VECTOR_NUMEL, width))
         for base, width in zip(layout.plane_offsets, planes(bits), strict=True)
     ]
-    sections.append((layout.scale_offset, group_bytes))
+    sections.append((layout.scale_offset, layout.num_groups * scale_bytes))
     if layout.offset_offset is not None:
-        sections.append((layout.offset_offset, group_bytes))
+        sections.append((layout.offset_offset, layout.num_groups * FP32_BYTES))
     ends = [start + length for start, length in sections]
     following = [*(start for start, _ in sections[1:]), layout.nbytes]
     return tuple((end, stop - end) for end, stop in zip(ends, following, strict=True) if end < stop)

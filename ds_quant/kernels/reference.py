@@ -19,7 +19,8 @@ decode   fl(q * scale), or fl(fl(table[q] * scale) + offset), then one cast to t
 
 q is clamped to its range. T and q are read off the mantissa: 2^23 + zero + t is rounded to an
 integer by the addition itself. Clamping T before r is added gives the same q.
-Groups without a usable range: [Note: exceptional groups].
+Groups without a usable range: [Note: exceptional groups]. Gaussian levels are an affair of their
+own, [Note: Gaussian levels] of gaussian.py.
 
 [Note: exceptional groups]
 tiny        m < 2^-99, or max - min < 2^-99: scale 0 and the code of 0; offset = min, or 0 when
@@ -39,19 +40,21 @@ from typing import NamedTuple
 
 import torch
 
-from ds_quant.kernels import packing, philox, random_bits, scratch
+from ds_quant.kernels import gaussian, packing, philox, random_bits, scratch
 from ds_quant.kernels.hadamard import Rotation, rotate, rotated_rows, unrotate_  # noqa: F401
 from ds_quant.kernels.packing import (
     Block,
     Format,
     blocks,
-    fp32_section,
     gaps,
+    group_section,
+    has_table,
     layout_of,
     plane_sections,
+    scale_bytes,
     section,
 )
-from ds_quant.kernels.wire import VECTOR_NUMEL, WireLayout, round_up
+from ds_quant.kernels.wire import FP32_BYTES, VECTOR_NUMEL, WireLayout, round_up
 
 # ---- ranges of groups ----
 
@@ -179,7 +182,7 @@ def encode(
     fmt: Format,
     *,
     address: random_bits.Address | None,
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
     rotation: Rotation | None = None,  # of x, or x - base; the wire holds whole blocks
 ) -> None:
@@ -189,7 +192,7 @@ def encode(
     rows, numel = x.shape
     layout = layout_of(fmt, numel)
     x = x.detach()
-    for start, length in gaps(layout, fmt.bits):
+    for start, length in gaps(layout, fmt.bits, scale_bytes(fmt)):
         out.narrow(1, start, length).zero_()
     shift = random_bits.shift_of(address) if fmt.rounding == "random_shift" else None
     for block in blocks(rows, numel, group_size=fmt.group_size, device=x.device):
@@ -197,6 +200,11 @@ def encode(
         if fmt.rounding == "stochastic":  # first, because it uses the scratch of the values
             random = _random(block, fmt, address, numel, x.device)
         groups = _load_groups(x, base, block, fmt.group_size)
+        if fmt.is_gaussian:
+            codes, scales = gaussian.quantize(groups, levels)
+            _store_codes(codes, plane_sections(out, layout, block, fmt.bits), block, fmt)
+            _store_numbers(scales, out, layout.scale_offset, block, fmt)
+            continue
         ranges = ranges_of(groups, fmt, shift)
         codes = _codes(groups, ranges, fmt, levels)
         if random is not None:
@@ -206,9 +214,9 @@ def encode(
         if ranges.code_of_zero is not None:
             codes.masked_fill_(ranges.code_of_zero, 0 if fmt.has_offset else 1 << (fmt.bits - 1))
         _store_codes(codes, plane_sections(out, layout, block, fmt.bits), block, fmt)
-        _store_fp32(ranges.scale, out, layout.scale_offset, block, fmt)
+        _store_numbers(ranges.scale, out, layout.scale_offset, block, fmt)
         if layout.offset_offset is not None:
-            _store_fp32(ranges.offset, out, layout.offset_offset, block, fmt)
+            _store_numbers(ranges.offset, out, layout.offset_offset, block, fmt)
 
 
 def _take_values(block: Block, device: torch.device) -> torch.Tensor:
@@ -304,10 +312,10 @@ def _store_codes(
     packing.pack(narrow, sections, bits=fmt.bits)
 
 
-def _store_fp32(
+def _store_numbers(
     numbers: torch.Tensor, out: torch.Tensor, base: int, block: Block, fmt: Format
 ) -> None:
-    target = fp32_section(out, base, block, fmt.group_size)
+    target = group_section(out, base, block, fmt.group_size, numbers.element_size())
     target.copy_(numbers.view(block.num_rows, -1).view(torch.uint8))
 
 
@@ -319,7 +327,7 @@ def decode(
     out: torch.Tensor,  # (rows, numel) floating point
     fmt: Format,
     *,
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     add: bool = False,  # in fp32 to what `out` holds
 ) -> None:
     """Decode every row and cast once to the dtype of `out`."""
@@ -342,7 +350,7 @@ def decode_sum(
     *,
     scale: float,
     own: tuple[int, torch.Tensor] | None,  # place and values, (numel on the wire,) floating point
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
+    levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
 ) -> None:
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
@@ -386,7 +394,7 @@ def _decode_block(
     decoded = values
     if block.vector_numel != block.padded_numel:
         decoded = values[:, : block.vector_numel]
-    if fmt.levels == "learned":
+    if has_table(fmt):
         shape, device = tuple(codes.shape), wire.device
         index = scratch.take("codes", shape, dtype=torch.int32, device=device).copy_(codes)
         looked_up = scratch.take("looked up", shape, dtype=torch.float32, device=device)
@@ -394,9 +402,9 @@ def _decode_block(
         codes = looked_up
     decoded.copy_(codes)
     groups = values.view(-1, fmt.group_size)
-    groups.mul_(_load_fp32(wire, layout.scale_offset, block, fmt.group_size, "scale"))
+    groups.mul_(_load_numbers(wire, layout.scale_offset, block, fmt.group_size, scale_bytes(fmt)))
     if layout.offset_offset is not None:
-        groups.add_(_load_fp32(wire, layout.offset_offset, block, fmt.group_size, "offset"))
+        groups.add_(_load_numbers(wire, layout.offset_offset, block, fmt.group_size, FP32_BYTES))
 
 
 def _load_codes(wire: torch.Tensor, layout: WireLayout, block: Block, fmt: Format) -> torch.Tensor:
@@ -406,19 +414,20 @@ def _load_codes(wire: torch.Tensor, layout: WireLayout, block: Block, fmt: Forma
         return sections[0]
     shape = (block.num_rows, block.vector_numel)
     codes = scratch.take("narrow", shape, dtype=torch.uint8, device=wire.device)
-    zero = 0 if fmt.has_offset else 1 << (fmt.bits - 1)
+    zero = 0 if fmt.has_offset or fmt.is_gaussian else 1 << (fmt.bits - 1)
     if fmt.bits == 8:
         return torch.sub(sections[0], zero, out=codes).view(torch.int8)
     packing.unpack(sections, codes, bits=fmt.bits)
     return codes.sub_(zero).view(torch.int8) if zero else codes
 
 
-def _load_fp32(
-    wire: torch.Tensor, base: int, block: Block, group_size: int, slot: str
+def _load_numbers(
+    wire: torch.Tensor, base: int, block: Block, group_size: int, width: int
 ) -> torch.Tensor:
-    """Scales or offsets of a block as (groups, 1) fp32 scratch."""
-    source = fp32_section(wire, base, block, group_size)
+    """Scales or offsets of a block, fp32 or bf16, as (groups, 1) scratch."""
+    source = group_section(wire, base, block, group_size, width)
     shape = (block.num_rows, block.padded_numel // group_size)
-    numbers = scratch.take(slot, shape, dtype=torch.float32, device=wire.device)
+    dtype = torch.float32 if width == FP32_BYTES else torch.bfloat16
+    numbers = scratch.take("numbers", shape, dtype=dtype, device=wire.device)
     numbers.view(torch.uint8).copy_(source)
     return numbers.view(-1, 1)

@@ -7,6 +7,8 @@ One row of a message holds, each section on a 16-byte boundary and the gaps fill
 
     plane 0 | plane 1 | ... | scales (num_groups fp32) | offsets (num_groups fp32, min-max only)
 
+The scales of Gaussian levels are bf16.
+
 Codes of b bits travel as bit planes whose widths are powers of two (5 bits = 4 + 1), the first
 plane holding the lowest bits of every code. Element i of a plane of width p sits in bits
 [i * p, i * p + p) of a little-endian bit string: at 4 bits element 0 is the low nibble of byte 0.
@@ -20,6 +22,7 @@ from functools import lru_cache
 
 ALIGNMENT = 16  # bytes; one vector load of the kernels
 FP32_BYTES = 4
+BF16_BYTES = 2
 VECTOR_NUMEL = 8  # elements served by one Philox call; planes are padded to whole vectors
 
 _PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
@@ -55,7 +58,9 @@ class WireLayout:
 
 
 @lru_cache(maxsize=4096)
-def wire_layout(numel: int, *, bits: int, group_size: int, has_offset: bool) -> WireLayout:
+def wire_layout(
+    numel: int, *, bits: int, group_size: int, has_offset: bool, scale_bytes: int = FP32_BYTES
+) -> WireLayout:
     """Layout of a row of `numel` elements; 0 elements take 0 bytes.
 
     The last group may be short; it has its own range over the elements that exist.
@@ -71,7 +76,7 @@ def wire_layout(numel: int, *, bits: int, group_size: int, has_offset: bool) -> 
         offsets.append(position)
         position = round_up(position + ceil_div(numel, VECTOR_NUMEL) * width, ALIGNMENT)
     scale_offset = position
-    position = round_up(position + num_groups * FP32_BYTES, ALIGNMENT)
+    position = round_up(position + num_groups * scale_bytes, ALIGNMENT)
     offset_offset = None
     if has_offset:
         offset_offset = position

@@ -343,11 +343,12 @@ def codec_seconds(scheme: Scheme, speeds: Speeds, place: Place) -> float:
         used = inner if kept else outer
         weights = gathers * (used.encode / world + used.decode)
     first = speeds.gradients if size == 1 else speeds.gradients_intra
-    gradients = first.encode + first.decode
+    gradients = reductions * (first.encode + first.decode)
     if place.nodes > 1 and size > 1:
         gradients *= 1 - 1 / size
         second = speeds.gradients.encode + speeds.gradients.decode
-        gradients += second * (1 - 1 / place.nodes) / size
+        crossings = 1 if scheme.cross == "step" else reductions
+        gradients += crossings * second * (1 - 1 / place.nodes) / size
     elif scheme.gradients_intra is not None:
         gradients *= 1 - 1 / world
-    return weights + reductions * gradients
+    return weights + gradients

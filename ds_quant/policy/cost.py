@@ -25,6 +25,8 @@ from ds_quant.kernels.wire import ceil_div, round_up
 from ds_quant.policy.scheme import Scheme
 
 LOSSLESS_BITS = 2.9  # see [Note: exact differences]
+_FP32 = 4
+LABELS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class Cargo(NamedTuple):
@@ -45,9 +47,11 @@ class Bill:
     gradients: one reduction of all gradients between nodes, or over all ranks (direct).
     weights_intra: one gather from the node shard. gradients_intra: the hop inside the nodes.
     once_per_step: ZeRO-3 exchanges weights once per optimizer step (node shard), not per gather.
+    crosses_once: gradients cross between nodes once per optimizer step, not per micro-step.
     kept: why parameters are not quantized, reason -> number of tensors.
     full_precision_share: part of weights + gradients bytes that no quantizer touches.
-    memory: what the scheme keeps on every rank between steps.
+    memory: what the scheme keeps on every rank between steps. held: what it keeps besides while
+        gradients accumulate, if they cross once.
     gathers: of an element under ZeRO-3, in a micro-step. trained: share of the elements.
     """
 
@@ -57,9 +61,11 @@ class Bill:
     weights_intra: float = 0.0
     gradients_intra: float = 0.0
     once_per_step: bool = False
+    crosses_once: bool = False
     full_precision_share: float
     kept: dict[str, int]
     memory: float = 0.0
+    held: float = 0.0
     gathers: float = 2.0
     trained: float = 1.0
     weights_most: float = 0.0
@@ -78,7 +84,11 @@ class Bill:
         """
         gathers = 1.0 if self.once_per_step else self.step_gathers(stage, micro_steps)
         weights = self.weights_most if most and self.varies else self.weights
-        return gathers * weights + self._reductions(stage, micro_steps) * self.gradients
+        return gathers * weights + self.crossings(stage, micro_steps) * self.gradients
+
+    def crossings(self, stage: int, micro_steps: int) -> int:
+        """How often gradients cross between nodes in an optimizer step."""
+        return 1 if self.crosses_once else self._reductions(stage, micro_steps)
 
     def intra_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
         """The same for what stays inside a node: gathers from the node shard, the first hop."""
@@ -97,11 +107,12 @@ class Bill:
         gathers = self.step_gathers(stage, micro_steps)
         between = 1.0 if self.once_per_step else gathers
         reductions = self._reductions(stage, micro_steps)
+        crossings = self.crossings(stage, micro_steps)
         away, near = (1 - 1 / nodes) / node_size, 1 - 1 / node_size
         found = {}
         for role, outer, inner in (
             ("weights", between * self.weights, gathers * self.weights_intra),
-            ("gradients", reductions * self.gradients, reductions * self.gradients_intra),
+            ("gradients", crossings * self.gradients, reductions * self.gradients_intra),
         ):
             if nodes == 1:  # then the volume over all ranks stays inside
                 outer, inner = 0.0, outer
@@ -149,11 +160,14 @@ def bill(
             total.update(route.gradient_bytes(item, gradient_dtype))
         total["trained"] += torch.Size(item.shape).numel() * item.trainable
     numel = max(1, total["numel"])
+    crosses_once = route.crosses_once and not shipped_gradients
     sent = ("weights", "weights_most", "gradients", "weights_intra", "gradients_intra")
     return Bill(
         numel=total["numel"],
         **{field: total[field] / numel for field in (*sent, "memory")},
         once_per_step=route.node_shard,
+        crosses_once=crosses_once,
+        held=_FP32 * total["trained"] / numel / route.node_size if crosses_once else 0.0,
         full_precision_share=total["plain"] / max(1, total["weights"] + total["gradients"]),
         kept=dict(kept),
         gathers=gathers,
@@ -182,6 +196,11 @@ class _Route:
     one_node: bool
     node_shard: bool
     node_size: int
+
+    @property
+    def crosses_once(self) -> bool:
+        """Whether gradients cross between nodes once per optimizer step."""
+        return self.two_levels and self.stage > 1 and self.scheme.cross == "step"
 
     @classmethod
     def of(cls, scheme: Scheme, stage: int, *, ranks: int, node_size: int) -> _Route:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from typing import Literal
 
 import torch
 
@@ -45,6 +46,7 @@ class Scheme:
     allow_full_replica: a node shard of one rank, which is a full copy, is accepted.
     checksum_steps: optimizer steps between comparisons of kept weights; 0 for never.
     payload_checksum: every message carries a checksum.
+    cross: gradients cross between nodes once per optimizer step, or in every micro-step.
     rotation: block of the Hadamard transform around the gradients' reduction, 0 for none.
     rotation_signs: random sign flips before it.
     exclude: fnmatch patterns on parameter names, case-sensitive, see ``matches``; these
@@ -69,6 +71,7 @@ class Scheme:
     allow_full_replica: bool = False
     checksum_steps: int = 0
     payload_checksum: bool = False
+    cross: Literal["step", "micro_step"] = "step"
     rotation: int = 0
     rotation_signs: bool = False
     exclude: tuple[str, ...] = ()

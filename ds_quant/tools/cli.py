@@ -17,7 +17,7 @@ from typing import Any
 import ds_quant
 from ds_quant.config.presets import AUTOTUNE, CANDIDATES
 from ds_quant.config.schema import KEY, ConfigError, QuantizedCommConfig, json_schema, parse
-from ds_quant.kernels.wire import wire_layout
+from ds_quant.kernels.wire import BF16_BYTES, FP32_BYTES, wire_layout
 from ds_quant.policy import refusals
 from ds_quant.tools import docs
 
@@ -177,7 +177,8 @@ def _role_line(role: str, settings: Any, loaded: bool) -> str:
         )
     if settings.codec is not None:
         return f"{role}: {_codec_of(settings, loaded)}"
-    extras = [f"{settings.rounding} rounding"]
+    gaussian, rounding = settings.range == "gaussian", f"{settings.rounding} rounding"
+    extras = ["nearest level, scale of EDEN" if gaussian else rounding]
     if getattr(settings, "levels", "") == "learned":
         extras.append("learned levels")
     if getattr(settings, "difference", False):
@@ -186,7 +187,9 @@ def _role_line(role: str, settings: Any, loaded: bool) -> str:
         extras.append(f"Hadamard blocks of {settings.rotation}")
     line = f"{role}: {_codes(settings, settings.range)}, {', '.join(extras)}"
     if settings.intra is not None:
-        line += f"; inside a node {_codes(settings.intra, settings.range)}"
+        inside = "absmax" if gaussian else settings.range
+        line += f"; inside a node {_codes(settings.intra, inside)}"
+        line += f", {rounding}" if gaussian else ""
     return line
 
 
@@ -209,6 +212,7 @@ def _codes(settings: Any, value_range: str) -> str:
         bits=settings.bits,
         group_size=settings.group_size,
         has_offset=value_range == "minmax",
+        scale_bytes=BF16_BYTES if value_range == "gaussian" else FP32_BYTES,
     ).nbytes
     return (
         f"{settings.bits}-bit {value_range} codes, groups of {settings.group_size}, "
@@ -223,10 +227,11 @@ _POWERS = {"k": 3, "m": 6, "b": 9, "t": 12}  # 7b: as models are named
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    """doctor, probe, estimate."""
+    """doctor, probe, estimate, plot."""
     _doctor(commands.add_parser("doctor", help="check this machine and try the plugin on it"))
     _probe(commands.add_parser("probe", help="measure the links between processes"))
     _estimate(commands.add_parser("estimate", help="predict what each scheme would bring"))
+    _plot(commands.add_parser("plot", help="draw the metrics of a run: bytes, error, seconds"))
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
@@ -266,8 +271,12 @@ def _estimate(parser: argparse.ArgumentParser) -> None:
     add("--encode", type=positive, default=1e11, help="parameters per second and GPU (1e11)")
     add("--json", action="store_true", help="the rows as JSON")
     add("--plot", type=Path, help="PNG of the speed-up against the link rate")
-    add("--validate-against", type=file, metavar="RESULTS",
-        help="show prediction against the step times of a result file of speed.py")  # fmt: skip
+
+
+def _plot(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("metrics", type=file, metavar="METRICS", help="the file of quantized_comm.metrics.file")
+    add("--out", type=Path, metavar="FILE", help=".png, .svg or .pdf (METRICS with .png)")
 
 
 def positive(value: str) -> float:

@@ -9,25 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ds_quant.tools import plot_style
+
 _HEADERS = (
     "scheme", "B/param", "comm s", "step s", "speed-up", "kept GB", "peak GB", "GPU GB",
 )  # fmt: skip
 
 
-# Apart for colour-blind readers too; the user's own block takes the other one.
-_COLORS = {"full_precision": "#cc79a7", "qsdp": "#d55e00", "sdp4bit": "#0072b2"}
-_OWN_COLOR = "#009e73"
-
-
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; 1 with a sentence on standard error for settings that cannot work."""
     try:
-        if arguments.validate_against is not None:
-            _show_measured(arguments.validate_against, as_json=arguments.json)
-        else:
-            from ds_quant.tools.planning import make_plan
+        from ds_quant.tools.planning import make_plan
 
-            _show(make_plan(arguments), arguments)
+        _show(make_plan(arguments), arguments)
     except BrokenPipeError:
         raise
     except (OSError, ValueError) as error:
@@ -42,6 +36,7 @@ def _show(plan: Any, arguments: argparse.Namespace) -> None:
     rows = forecast.forecast(plan)
     chosen = forecast.best(rows)
     links = forecast.by_link(plan) if plan.cluster.nodes > 1 else {}
+    accumulated = forecast.by_micro_steps(plan) if plan.cluster.nodes > 1 else {}
     if arguments.plot is not None:
         plot(plan, arguments.plot)
     if arguments.json:
@@ -51,10 +46,13 @@ def _show(plan: Any, arguments: argparse.Namespace) -> None:
             "gathers": plan.gathers,
             "cluster": {**asdict(plan.cluster), "flops": None}, "rows": forecast.as_json(rows),
             "links": {str(link): forecast.as_json(found) for link, found in links.items()},
+            "accumulations": {str(count): found for count, found in accumulated.items()},
         }  # fmt: skip
         print(json.dumps(_finite(facts), indent=2))
         return
-    print("\n".join([_title(plan), *_tables(rows), *_link_table(links), *_advice(chosen)]))
+    shown = [row.scheme for row in rows if not row.note or row.scheme.startswith("HSDP")]
+    lines = [*_tables(rows), *_link_table(links), *_accumulation_table(accumulated, shown)]
+    print("\n".join([_title(plan), *lines, *_advice(chosen)]))
 
 
 def _title(plan: Any) -> str:
@@ -97,6 +95,19 @@ def _link_table(links: dict[int, list[Any]]) -> list[str]:
     rows = [(name, *own, "") for name, *own in zip(schemes, *columns, strict=True)]
     headers = ("scheme", *(f"{link} Gb/s" for link in links), "")
     return ["", "speed-up by link between nodes, nothing hidden:", *table(rows, headers)]
+
+
+def _accumulation_table(accumulated: dict[int, dict[str, float]], schemes: list[str]) -> list[str]:
+    """Bytes between nodes by micro-steps of an optimizer step."""
+    if not accumulated:
+        return []
+    rows = [
+        (scheme, *(f"{found[scheme]:.3f}" for found in accumulated.values()), "")
+        for scheme in schemes
+    ]
+    headers = ("scheme", *(f"k = {count}" for count in accumulated), "")
+    title = "B/param between nodes and step, by micro-steps k of an optimizer step:"
+    return ["", title, *table(rows, headers)]
 
 
 def _advice(chosen: Any) -> list[str]:
@@ -145,52 +156,25 @@ def table(rows: list[tuple[str, ...]], headers: tuple[str, ...] = _HEADERS) -> l
     ]
 
 
-def _show_measured(path: Path, *, as_json: bool) -> None:
-    from ds_quant.tools import measured
-
-    points, left_out = measured.compare(path)
-    if not points:
-        raise ValueError(
-            f"--validate-against {path}: no scheme has points both with and without a rate limit"
-        )
-    if as_json:
-        facts = [{**asdict(point), "error": point.error} for point in points]
-        print(json.dumps({"points": facts, "left_out": left_out}, indent=2))
-        return
-    shown = [
-        (f"ZeRO-{p.stage} {p.scheme}", f"{p.rate:g}", f"{p.measured:.3f}", f"{p.predicted:.3f}",
-         f"{p.error:+.1%}")
-        for p in points
-    ]  # fmt: skip
-    print("\n".join(table(shown, ("scheme", "Mbit/s", "measured s", "predicted s", "error"))))
-    print("\n".join(f"not predicted: {line}" for line in left_out))
-    print(measured.summary(points))
-
-
 def plot(plan: Any, path: Path) -> None:
     """Speed-up without overlap against link rate, for schemes that nothing speaks against."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install 'ds_quant[bench]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
     from ds_quant.tools import forecast
 
+    pyplot = plot_style.pyplot()
     if plan.cluster.nodes == 1:
         raise ValueError("--plot: one node has no link between nodes to vary")
     own = plan.cluster.link / forecast.GIGABIT
     rates = _rates(own)
+    curves = _curves(plan, rates)
+    colors = plot_style.colors(curves)
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     axes.axhline(1, color="0.4", linestyle="--", linewidth=1.5)
     axes.annotate("DeepSpeed as shipped", (rates[0], 1), xytext=(6, -14), color="0.4",
                   textcoords="offset points")  # fmt: skip
-    for scheme, speedups in _curves(plan, rates).items():
-        color = _COLORS.get(scheme, _OWN_COLOR)
-        axes.plot(rates, speedups, color=color, linewidth=2)
-        at = 0 if scheme in _COLORS else len(rates) // 4  # two labels may be of equal curves
-        axes.annotate(scheme, (rates[at], speedups[at]), xytext=(6, 5), color=color,
+    for scheme, speedups in curves.items():
+        axes.plot(rates, speedups, color=colors[scheme], linewidth=2)
+        at = 0 if scheme in plot_style.COLORS else len(rates) // 4  # two curves may be equal
+        axes.annotate(scheme, (rates[at], speedups[at]), xytext=(6, 5), color=colors[scheme],
                       textcoords="offset points", weight="bold")  # fmt: skip
     axes.axvline(own, color="0.7", linestyle=":")
     axes.annotate(f"{own:g} Gb/s", (own, 0), xycoords=("data", "axes fraction"), xytext=(4, 6),
@@ -199,15 +183,9 @@ def plot(plan: Any, path: Path) -> None:
              ylabel="predicted speed-up, nothing hidden", xlim=(rates[0], rates[-1]),
              title=f"{plan.model.name}, ZeRO-{plan.stage}")  # fmt: skip
     marks = (0.1, 1, 2, 5, 10, 25, 50, 100, 200, 400, 1000)
-    ticks = [mark for mark in marks if rates[0] <= mark <= rates[-1]]
-    axes.xaxis.set_major_locator(ticker.FixedLocator(ticks))
-    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axes.xaxis.set_minor_locator(ticker.NullLocator())
-    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g x"))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    plot_style.plain_ticks(axes.xaxis, [mark for mark in marks if rates[0] <= mark <= rates[-1]])
+    plot_style.finish(axes)
+    plot_style.save(figure, path)
 
 
 def _rates(own: float) -> list[float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ds_quant.config.presets import CANDIDATES, preset_names
+from ds_quant.config.presets import BY_HAND, CANDIDATES, preset_names
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy import cost, gathers, memory
@@ -137,8 +137,10 @@ def _outline(module: torch.nn.Module) -> gathers.Module:
 
 
 SHIPPED = "deepspeed as shipped"
+HYBRID = "HSDP {}, crossing once"
 WORTH_IT = 1.02  # speed-ups below are not worth a change
 TYPICAL_LINKS = (10, 25, 100, 200, 400)  # Gb/s into a node
+TYPICAL_MICRO_STEPS = (1, 4, 16)
 GIGABIT = 1e9 / 8  # bytes per second
 
 
@@ -252,12 +254,16 @@ def forecast(plan: Plan) -> list[Row]:
     for name, block in blocks.items():
         costs = _bill(block, plan)
         kept, peak = costs.memory * plan.counted, _peak(costs, block, plan)
+        if plan.micro_steps > 1:
+            peak += costs.held * plan.counted
         row = replace(
             _row(name, _volume(costs, plan), plan, rows[0]), memory=kept, peak=peak,
             gpu_memory=plan.shipped_memory + kept + peak, note=_against(name, block, plan),
             most_bytes=_most(costs, plan),
         )  # fmt: skip
         rows.append(_fitted(row, plan))
+    if plan.stage == 3 and plan.cluster.nodes > 1 < plan.cluster.node_size:
+        rows.append(_hybrid(plan, rows[0]))
     return rows
 
 
@@ -267,12 +273,28 @@ def _most(costs: cost.Bill, plan: Plan) -> float | None:
     return costs.step_bytes(plan.stage, micro_steps=plan.micro_steps, most=True)
 
 
+def _hybrid(plan: Plan, shipped: Row) -> Row:
+    """Hybrid sharding: every node has all states, and gradients are all-reduced between nodes at
+    the last micro-step. FSDP2 and Megatron-FSDP have it, DeepSpeed has not.
+    """
+    costs, size = _bill(parse_block({"scheme": "full_precision"}), plan), plan.dtype.itemsize
+    inside = plan.micro_steps * size * (plan.gathers + costs.trained)
+    volume = replace(_volume(costs, plan), inter=2.0 * size * costs.trained, intra=inside)
+    row = _row(HYBRID.format(cost.LABELS[plan.dtype]), volume, plan, shipped)
+    states = size * plan.model.numel + (size + (12 if size == 2 else 8)) * plan.model.trained
+    memory = states * (1 / plan.cluster.node_size - 1 / plan.ranks)
+    return replace(
+        row, memory=memory, gpu_memory=plan.shipped_memory + memory,
+        note="not this plugin's: FSDP2 and Megatron-FSDP",
+    )  # fmt: skip
+
+
 def _against(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
     """Why start-up or autotune would not take the scheme."""
     nodes = {"world": plan.ranks, "node_size": plan.cluster.node_size}
     if not starts(block, stage=plan.stage, **nodes):
         return "start-up refuses it: needs allow_full_replica"
-    if name in preset_names() and name not in CANDIDATES:
+    if name in preset_names() and name not in (*CANDIDATES, *BY_HAND):
         varies = block.weights.exactly_differ
         return (
             "its bytes depend on the learning rate: autotune does not take it" if varies
@@ -301,6 +323,14 @@ def by_link(plan: Plan) -> dict[int, list[Row]]:
     return {
         link: [row for row in forecast(at_link(plan, link)) if not row.note]
         for link in TYPICAL_LINKS
+    }
+
+
+def by_micro_steps(plan: Plan) -> dict[int, dict[str, float]]:
+    """Bytes between nodes per parameter and optimizer step by scheme, at usual accumulations."""
+    return {
+        count: {row.scheme: row.inter_bytes for row in forecast(replace(plan, micro_steps=count))}
+        for count in TYPICAL_MICRO_STEPS
     }
 
 

@@ -1,1 +1,1 @@
-"""The DeepSpeed glue: binds a scheme to one engine. Only ``seams`` names DeepSpeed internals."""
+"""The DeepSpeed glue: attach a scheme to one engine. Only the hooks name DeepSpeed internals."""

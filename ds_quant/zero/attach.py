@@ -6,6 +6,7 @@ brings; rank 0 decides for all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Link
 from ds_quant.config.errors import did_you_mean
 from ds_quant.config.presets import AUTOTUNE, CANDIDATES
-from ds_quant.config.schema import FallbackConfig, MetricsConfig, QuantizedCommConfig
+from ds_quant.config.schema import FallbackConfig, QuantizedCommConfig
 from ds_quant.kernels import dispatch, scratch
 from ds_quant.policy import autotune, refusals
 from ds_quant.policy.autotune import (
@@ -31,14 +32,15 @@ from ds_quant.policy.autotune import (
     codec_seconds,
     slice_pace,
 )
-from ds_quant.policy.cost import LOSSLESS_BITS, shipped_bytes
+from ds_quant.policy.cost import LABELS, LOSSLESS_BITS, shipped_bytes
 from ds_quant.policy.refusals import starts
 from ds_quant.policy.scheme import matches
-from ds_quant.zero import checkpoint, hooks, optimizer_hooks, safety, stage12
+from ds_quant.zero import accelerate, checkpoint, hooks, optimizer_hooks, safety
 from ds_quant.zero.checkpoint import watch_state_dict
 from ds_quant.zero.cpu_overlap import LateReduction
 from ds_quant.zero.engine import Binding, broadcast
 from ds_quant.zero.gather_count import GatherCount
+from ds_quant.zero.held import HeldGradients
 from ds_quant.zero.log import info_rank0
 from ds_quant.zero.safety import (
     KILL_VARIABLE,
@@ -60,10 +62,12 @@ from ds_quant.zero.warmup import rehearse
 def start_line(binding: Binding) -> str:
     """What is on, its bytes against DeepSpeed's, what stays exact, which kernels work."""
     costs, stage = binding.bill(), binding.stage
-    per_micro_step = stage == 3 and not costs.once_per_step
-    micro_steps = 1 if per_micro_step else binding.engine.gradient_accumulation_steps()
+    micro_steps = binding.engine.gradient_accumulation_steps()
+    waits = costs.crosses_once and hooks.accumulates(binding.engine)
+    per_micro_step = stage == 3 and not costs.once_per_step and not (waits and micro_steps > 1)
+    micro_steps = 1 if per_micro_step else micro_steps
     dtype = hooks.gradient_dtype(binding.engine)
-    label = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+    label = LABELS.get(dtype, "fp32")
     kept = [f"{n} {reason}" for reason, n in sorted(costs.kept.items())]
     if binding.scheme.lossless and binding.scheme.gradients is None:
         kept.insert(0, "all gradients")
@@ -91,6 +95,12 @@ def start_line(binding: Binding) -> str:
     if costs.memory:
         gigabytes = costs.memory * costs.numel / 1e9
         parts.append(f"keeps {costs.memory:.2f} B/param ({gigabytes:.3g} GB) more on every rank")
+    if waits:
+        gigabytes = costs.held * costs.numel / 1e9
+        parts.append(
+            f"gradients cross once per step and are held until then, {costs.held:.2f} B/param "
+            f"({gigabytes:.3g} GB) on every rank"
+        )
     if binding.topology.world > 1:
         parts.append(f"messages and sums of up to {binding.peak_bytes(costs) / 1e9:.2g} GB")
     if binding.scheme.warmup_steps:
@@ -101,18 +111,7 @@ def start_line(binding: Binding) -> str:
             f"exact differences take {LOSSLESS_BITS} bits per weight at a learning rate of 3e-4, "
             f"fewer below it, and {most:.2f} B/param/step at most"
         )
-    if _weights_stay(binding) and binding.scheme.lossless:
-        parts.append(
-            "weights travel in full precision, because their differences cross between nodes and "
-            "there is one node: zero_optimization.stage 2 sends differences inside a node, too"
-        )
-    elif _weights_stay(binding):
-        parts.append(
-            "weights stay exact, because this scheme quantizes what they cross between nodes and "
-            'there is one node: weights.intra, such as {"bits": 8}, quantizes gathers inside it, '
-            'scheme "qsdp" all weights'
-        )
-    return "; ".join(parts + binding.notices)
+    return "; ".join([*parts, *_why_weights_stay(binding), *binding.notices])
 
 
 def _weights_stay(binding: Binding) -> bool:
@@ -121,6 +120,22 @@ def _weights_stay(binding: Binding) -> bool:
     sends = scheme.weights is not None or scheme.lossless
     keeps = binding.stage == 3 and scheme.node_shard and sends
     return keeps and scheme.weights_intra is None and topology.nodes == 1 < topology.world
+
+
+def _why_weights_stay(binding: Binding) -> list[str]:
+    """Say why and what would help, if they do."""
+    if not _weights_stay(binding):
+        return []
+    if binding.scheme.lossless:
+        return [
+            "weights travel in full precision, because their differences cross between nodes and "
+            "there is one node: zero_optimization.stage 2 sends differences inside a node, too"
+        ]
+    return [
+        "weights stay exact, because this scheme quantizes what they cross between nodes and "
+        'there is one node: weights.intra, such as {"bits": 8}, quantizes gathers inside it, '
+        'scheme "qsdp" all weights'
+    ]
 
 
 def announce(binding: Binding) -> None:
@@ -220,12 +235,12 @@ def _candidate(binding: Binding, config: QuantizedCommConfig, place: Place) -> C
 
 
 def attach(engine: Any, optimizer: Any) -> None:
-    """Called by DeepSpeed's engine once its ZeRO optimizer exists. No block, no effect.
+    """Attach to an engine whose ZeRO optimizer exists. No block, no effect.
 
     Raises:
         ConfigError: a setting or a combination that cannot work, before any collective.
         StartError: ranks without the plugin, with other settings, or placed so that they make no
-            nodes (see ``guard.handshake``).
+            nodes (see ``handshake``).
     """
     config = getattr(engine._config, "quantized_comm", None)
     if config is None:
@@ -237,29 +252,58 @@ def attach(engine: Any, optimizer: Any) -> None:
     dispatch.use(config.backend)
     topology = _agree(config, rank, world)
     binding = engine.ds_quant_binding = _bind(engine, config, topology)
+    binding.hooks = hooks.Hooks(engine, optimizer)
+    fetch = None
     if world == 1:
         binding.notices.append("world of one, nothing to send")
     elif binding.stage == 3:
-        _attach_shards(binding, engine, optimizer)
+        fetch = _attach_shards(binding, optimizer)
     else:
-        _attach_replica(binding, engine, optimizer)
+        _attach_replica(binding, optimizer)
     for role, settings in (("weights", config.weights), ("gradients", config.gradients)):
         if settings.enabled and settings.codec is not None:
             binding.notices.append(f"{role} in codec {settings.codec}")
-    _attach_first_step(binding, optimizer)
-    _attach_fallback(binding, optimizer, config.fallback)
-    _attach_telemetry(binding, optimizer, config.metrics)
-    hooks.wrap_checkpoints(
-        engine,
-        checkpoint.KEY,
-        partial(checkpoint.dump, binding),
-        partial(checkpoint.restore, binding),
-    )
-    _attach_checksums(binding, engine, optimizer)
+    _connect(binding, config, fetch, trains=binding.stage < 3 or hooks.steps(optimizer))
     device = hooks.device()
     if device.type == "cuda" and world > 1:
         rehearse(binding, device)
     announce(binding)
+
+
+def _connect(
+    binding: Binding, config: QuantizedCommConfig, fetch: Fetch | None, *, trains: bool
+) -> None:
+    """Fill the lists of events, whose order is decided here and nowhere else, and wrap.
+
+    trains: False for inference, which has no optimizer step.
+    """
+    events, alone = binding.hooks, binding.topology.world == 1
+    fallback = _fallback(binding, config.fallback)
+    corruption = _corruption(binding, trains=trains)
+    if trains:
+        if corruption is not None:  # before the messages of the step are used for anything
+            events.before_step.append(corruption.check)
+            events.after_save.append(corruption.check)
+        if fallback is not None:  # then all ranks agree how the next step is sent
+            events.before_step.append(fallback.vote)
+        if fetch is not None:  # levels and the node shard follow the new weights
+            events.after_update.append(fetch.after_step)
+        holder = binding.node or (binding.replica if binding.scheme.keeps_reference else None)
+        if holder is not None:  # compares what the line above has updated
+            events.after_update.append(Agreement(binding, holder).after_step)
+        if not alone:
+            events.after_step.append(_first_step(binding).after_step)
+        if fallback is not None:  # may refresh what a skipped step left behind
+            events.after_step.append(fallback.after_step)
+        if fetch is not None:
+            GatherCount.attach(binding)
+        if listened_to(binding.engine, config.metrics) and not alone:
+            binding.telemetry = Telemetry(binding, config.metrics)
+            events.after_count.append(binding.telemetry.after_step)
+            binding.telemetry.arm()
+    dump, restore = partial(checkpoint.dump, binding), partial(checkpoint.restore, binding)
+    events.keep_state(checkpoint.KEY, dump, restore)
+    events.connect()
 
 
 def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
@@ -288,65 +332,102 @@ def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Bindi
     return binding
 
 
-def _attach_shards(binding: Binding, engine: Any, optimizer: Any) -> None:
+def _attach_shards(binding: Binding, optimizer: Any) -> Fetch:
     """ZeRO-3."""
     fetch = Fetch(binding)
-    params = list(engine.module.parameters())
-    fetch.attach(params, optimizer)
+    params = list(binding.engine.module.parameters())
+    fetch.attach(params)
     binding.note_groups([p.ds_process_group for p in params])
     if binding.scheme.node_shard and binding.topology.nodes > 1:
         safety.refuse_no_room(binding)
         binding.node = fetch.keep_in_node()
-    hooks.before_destroy(engine, fetch.close)
-    if not hooks.steps(optimizer):  # inference: parameters only
+    binding.hooks.on_destroy.append(fetch.close)
+    if hooks.steps(optimizer):  # else inference: parameters only
+        # Rows of exact differences need only follow what is loaded.
+        if binding.node is not None and not binding.scheme.lossless:
+            binding.hooks.after_checkpoint_event.append(binding.node.resync)
+        if binding.gradients_travel():
+            _attach_reduction(binding)
+    return fetch
+
+
+def _attach_reduction(binding: Binding) -> None:
+    events, overlaps = binding.hooks, binding.engine.zero_overlap_comm()
+    _note_one_bucket(binding, binding.engine)
+    _note_single_ranks(binding)
+    reduction, skip = ShardReduction(binding), None
+    if binding.crosses_at_boundary():
+        skip = hooks.skip_zero_shards(events.optimizer, partial(_waits, binding, -1))
+    if hooks.device().type != "cpu" or not overlaps:
+        hooks.wrap_shard_reduction(events, reduction, skip)
+    else:
+        late = LateReduction(reduction)
+        put_away = late.put_away if skip is None else hooks.inside(late.put_away, skip)
+        hooks.wrap_shard_reduction(events, late.reduce, put_away)
+        events.around_last_buckets.append(late.last_buckets)
+    _hold(binding, hooks.ShardBuckets)
+    events.after_backward.append(binding.after_backward)
+
+
+def _hold(binding: Binding, buckets: Callable[[Any], hooks.GradientBuckets]) -> None:
+    """Hold gradients between micro-steps, if they cross between nodes once per step."""
+    if not binding.crosses_at_boundary():
         return
-    GatherCount.attach(binding)
-    hooks.after_step(optimizer, fetch.after_step)
-    if binding.node is not None:
-        hooks.after_step(optimizer, Agreement(binding, binding.node).after_step)
-        if not binding.scheme.lossless:  # rows that are exact need only follow what is loaded
-            hooks.after_checkpoint_event(optimizer, binding.node.resync)
-    if binding.gradients_travel():
-        _attach_reduction(binding, engine, optimizer)
+    events = binding.hooks
+    held = binding.held = HeldGradients(binding.engine)
+    rest = partial(held.reduce_rest, buckets(events.optimizer))
+    events.before_last_buckets.append(rest)
+    events.before_gradients.append(partial(held.finish, events.optimizer))
+    events.after_zero_grad.append(held.drop)  # DeepSpeed drops its own gradients there, too
 
 
-def _attach_reduction(binding: Binding, engine: Any, optimizer: Any) -> None:
-    _note_one_bucket(binding, engine)
-    reduction = ShardReduction(binding)
-    if hooks.device().type != "cpu" or not engine.zero_overlap_comm():
-        hooks.wrap_shard_reduction(optimizer, reduction)
-        hooks.after_backward(optimizer, binding.after_backward)
-        return
-    late = LateReduction(reduction)
-    hooks.wrap_shard_reduction(optimizer, late.reduce, late.put_away)
-    hooks.after_backward(optimizer, binding.after_backward, late.last_buckets)
+def _waits(binding: Binding, owner: int, parameter: torch.Tensor) -> bool:
+    """Whether gradients of a parameter are held; what DeepSpeed was given of it is zeros."""
+    tracked = binding.tracked(parameter)
+    return tracked is not None and binding.held.waits((tracked.index, owner))
 
 
-def _attach_replica(binding: Binding, engine: Any, optimizer: Any) -> None:
+def _note_single_ranks(binding: Binding) -> None:
+    """With one rank per node there is nothing to sum inside of it."""
+    asked = binding.scheme.cross == "step" and binding.stage > 1
+    alone = binding.topology.node_size == 1 < binding.topology.nodes
+    if asked and alone and hooks.accumulates(binding.engine):
+        binding.notices.append(
+            "gradients cross between nodes in every micro-step, because a rank that is alone in "
+            "its node would hold all of them until the last one; zero_optimization.stage 1 keeps "
+            "them and crosses once"
+        )
+
+
+def _attach_replica(binding: Binding, optimizer: Any) -> None:
     """ZeRO-1 and 2."""
+    engine, events = binding.engine, binding.hooks
     groups = list(optimizer_hooks.replica_groups(optimizer))
-    strangers = sum(binding.tracked(p) is None for group in groups for p in group.params)
-    if strangers:
+    foreign = sum(binding.tracked(p) is None for group in groups for p in group.params)
+    if foreign:
         raise RuntimeError(
-            f"quantized_comm: the optimizer holds {strangers} parameter(s) that are not in "
+            f"quantized_comm: the optimizer holds {foreign} parameter(s) that are not in "
             "engine.module; pass the module's own parameters to the optimizer"
         )
     binding.note_groups([group.process_group for group in groups for _ in group.params])
-    binding.replica = Replica(binding, optimizer)
-    optimizer_hooks.wrap_weight_gather(
-        optimizer, binding.replica.gather_updated, keep_replica=binding.scheme.keeps_reference
-    )
-    if binding.scheme.keeps_reference:
-        hooks.after_step(optimizer, Agreement(binding, binding.replica).after_step)
-    optimizer_hooks.wrap_exports(engine, optimizer, binding.replica.exact)
-    stage12.wrap_state_dict()
+    binding.replica = replica = Replica(binding, optimizer)
+    keep = binding.scheme.keeps_reference
+    gathering = optimizer_hooks.weight_gather(optimizer, replica.gather_updated, keep_replica=keep)
+    events.around_step.append(gathering)
+    optimizer_hooks.wrap_exports(events, replica.exact)
+    accelerate.wrap_state_dict()
     watch_state_dict(binding)
     if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
         binding.notices.append("buckets with Muon matrices split over ranks stay exact")
     if binding.gradients_travel():
         reduction = OwnerReduction(binding, optimizer)
-        optimizer_hooks.wrap_owner_reduction(optimizer, reduction.bucket, reduction.reduce)
-        hooks.after_backward(optimizer, binding.after_backward)
+        optimizer_hooks.wrap_owner_reduction(events, reduction.bucket, reduction.reduce)
+        _note_single_ranks(binding)
+        _hold(binding, optimizer_hooks.OwnerBuckets)
+        if binding.crosses_at_boundary():
+            rank = binding.link(optimizer.dp_process_group).rank
+            optimizer_hooks.skip_zero_gradients(events, partial(_waits, binding, rank))
+        events.after_backward.append(binding.after_backward)
 
 
 def _note_one_bucket(binding: Binding, engine: Any) -> None:
@@ -363,60 +444,42 @@ def _note_one_bucket(binding: Binding, engine: Any) -> None:
         )
 
 
-def _attach_first_step(binding: Binding, optimizer: Any) -> None:
-    if binding.topology.world == 1 or not _trains(binding, optimizer):
-        return
+def _first_step(binding: Binding) -> FirstStep:
     params = list(binding.engine.module.parameters())
     if binding.stage == 3:
         served = [(p, p.ds_process_group) for p in params]
     else:
-        groups = optimizer_hooks.replica_groups(optimizer)
+        groups = optimizer_hooks.replica_groups(binding.hooks.optimizer)
         served = [(p, group.process_group) for group in groups for p in group.params]
-    # Muon's whole matrices take a way of DeepSpeed's own.
+    # DeepSpeed reduces Muon's whole matrices through its own code path.
     exact = any(getattr(p, "use_muon", False) for p in params)
     exact = exact or hooks.exact_gradient_reason(binding.engine) is not None
-    first = FirstStep(binding, promised_roles(binding, served, gradients=not exact))
-    hooks.around_step(optimizer, lambda: None, first.after_step)
+    return FirstStep(binding, promised_roles(binding, served, gradients=not exact))
 
 
-def _trains(binding: Binding, optimizer: Any) -> bool:
-    return hooks.steps(optimizer) or binding.stage < 3
-
-
-def _attach_checksums(binding: Binding, engine: Any, optimizer: Any) -> None:
-    """After everything that travels, before it in every step."""
+def _corruption(binding: Binding, *, trains: bool) -> Corruption | None:
+    """The check of payload checksums, if messages have them."""
     if binding.findings is None or binding.topology.world == 1:
-        return
+        return None
     binding.notices.append("every message carries a checksum")
     corruption = Corruption(binding)
-    if _trains(binding, optimizer):
-        hooks.around_step(optimizer, corruption.check, lambda skipped: None)
-        hooks.after_save(engine, corruption.check)
-    else:
+    if not trains:  # no step at which all ranks could agree
         binding.findings.at_once = corruption.end_alone
+    return corruption
 
 
-def _attach_fallback(binding: Binding, optimizer: Any, settings: FallbackConfig) -> None:
-    """Late, so that its vote precedes everything else but checksums around a step."""
+def _fallback(binding: Binding, settings: FallbackConfig) -> Fallback | None:
+    """The vote on full precision, if there is anything to vote on."""
     watched = kill_file()
     fallback = Fallback(
         binding, on_nonfinite=settings.on_nonfinite, steps=settings.steps, kill_file=watched
     )
     if not fallback.votes():
-        return
+        return None
     if watched is not None:
         binding.notices.append(f"{KILL_VARIABLE} watched")
         fallback.vote()  # the file may be there already
-    if _trains(binding, optimizer):
-        hooks.around_step(optimizer, fallback.vote, fallback.after_step)
-
-
-def _attach_telemetry(binding: Binding, optimizer: Any, settings: MetricsConfig) -> None:
-    listened = listened_to(binding.engine, settings)
-    if listened and _trains(binding, optimizer) and binding.topology.world > 1:
-        binding.telemetry = Telemetry(binding, settings)
-        hooks.after_global_step(binding.engine, binding.telemetry.after_step)
-        binding.telemetry.arm()
+    return fallback
 
 
 def _binding_of(engine: Any, function: str) -> Binding | None:
@@ -467,6 +530,8 @@ def report(engine: Any) -> dict[str, Any] | None:
         training makes them), lossless_bits (per weight, as measured so far, None without exact
         differences), lossless_padding (what moves besides them, a share of them), kept_bytes
         and expected_kept_bytes (memory on this rank that the scheme keeps between steps),
+        held_bytes (most bytes of gradients that waited for the last micro-step so far) and
+        expected_held_bytes (the same by formula, if they wait),
         expected_peak_bytes (most bytes of messages and sums in a step, by the formula of memory),
         buffer_bytes (host buffers of 1 MB and more that messages use again in every step, none on
         CUDA, where torch's allocator keeps them, and the kernels' scratch memory in this process),
@@ -498,6 +563,8 @@ def report(engine: Any) -> dict[str, Any] | None:
         "lossless_padding": binding.traffic.exact.padding,
         "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),
         "expected_kept_bytes": bill.memory * bill.numel,
+        "held_bytes": 0 if binding.held is None else binding.held.most_nbytes,
+        "expected_held_bytes": bill.held * bill.numel if hooks.accumulates(engine) else 0,
         "expected_peak_bytes": binding.peak_bytes(bill),
         "buffer_bytes": binding.buffers.nbytes + scratch.nbytes(),
         "resyncs": binding.state.resyncs,

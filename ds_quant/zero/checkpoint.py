@@ -153,7 +153,7 @@ def watch_state_dict(binding: Binding) -> None:
     if binding.scheme.weights is None:
         return
     hook = binding.engine.module.register_state_dict_pre_hook(_Hook(binding))
-    hooks.before_destroy(binding.engine, hook.remove)
+    binding.hooks.on_destroy.append(hook.remove)
 
 
 class _Hook:

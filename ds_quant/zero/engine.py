@@ -141,11 +141,13 @@ class Binding:
         self.notices: list[str] = []  # what the start-up line must add
         self.asked: set[str] = set()  # roles for which DeepSpeed has called the plugin
         self.has_few_ranks = False  # some parameters belong to part of the world
+        self.hooks: Any = None  # zero.hooks.Hooks
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
         self.node: Any = None  # zero.node.NodeShard under ZeRO-3, if the scheme keeps one
         self.findings = Findings() if scheme.payload_checksum else None
         self.telemetry: Any = None  # zero.telemetry.Telemetry, if steps are sampled
         self.watch: Any = None  # zero.fallback.Watch, if non-finite gradients are looked for
+        self.held: Any = None  # zero.held.HeldGradients, if gradients wait for the last micro-step
         self.gather_count: Any = None  # zero.gather_count.GatherCount, until it has counted
         self.gathers = predicted_gathers(engine) if self.stage == 3 else 1.0  # in a micro-step
         self._links: dict[int, Link] = {}
@@ -232,6 +234,18 @@ class Binding:
             Hop(link=fabric.intra, exact_own=True),
             Hop(link=fabric.inter, divisor=fabric.intra.size, exact_own=True, slicing=self.slicing),
         )
+
+    def crosses_at_boundary(self) -> bool:
+        """Whether gradients are to wait, summed inside their node, for the last micro-step."""
+        return self.stage > 1 and self.scheme.cross == "step" and self._levels is not None
+
+    def crosses_once(self, route: Sequence[Hop]) -> bool:
+        """Whether gradients that take ``route`` cross between nodes once per optimizer step."""
+        return self.held is not None and len(route) == 2
+
+    def signed_step(self, route: Sequence[Hop]) -> int:
+        """Address of sign flips: one for all micro-steps whose rotated values are added up."""
+        return self.engine.global_steps << 24 if self.crosses_once(route) else self.gradient_step
 
     @property
     def step(self) -> int:
@@ -356,7 +370,7 @@ class Binding:
         """Bytes that this plugin would bring to a rank per optimizer step, were nothing quantized,
         by role and link as ``Traffic`` counts them.
         """
-        plain = Scheme(name="full_precision", weights=None, gradients=None)
+        plain = Scheme(name="full_precision", weights=None, gradients=None, cross=self.scheme.cross)
         found = self.bill(plain).received(
             self.stage,
             micro_steps=self.engine.gradient_accumulation_steps(),

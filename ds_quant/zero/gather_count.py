@@ -55,7 +55,7 @@ class GatherCount:
     def attach(cls, binding: Any) -> None:
         """Count the first steps of an engine that trains."""
         binding.gather_count = cls(binding)
-        hooks.after_global_step(binding.engine, binding.gather_count.after_step)
+        binding.hooks.after_count.append(binding.gather_count.after_step)
 
     def fetched(self, params: Iterable[Any]) -> None:
         """DeepSpeed gathers these for forward or backward."""

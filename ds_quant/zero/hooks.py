@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,38 +25,188 @@ from ds_quant.zero.log import log_rank0 as log_rank0
 _TESTED = "0.17.6, 0.18.9 and 0.19.8"
 
 
-def wrap(owner: Any, name: str, around: Callable[..., Any], *, stacked: bool = False) -> None:
-    """Replace ``owner.name`` by ``around(original, ...)``; a class or an instance.
-
-    Once, unless it is ``stacked`` on wrappers that are there already.
+def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` of a class or module by ``around(original, ...)`` for the whole
+    process. Idempotent.
     """
     original = getattr(owner, name)
-    if getattr(original, "ds_quant_wraps", None) is not None and not stacked:
-        return
+    if not hasattr(original, "ds_quant_wraps"):
+        setattr(owner, name, _wrapper(original, around))
 
+
+def _wrapper(original: Any, around: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
     wrapper.ds_quant_wraps = original  # type: ignore[attr-defined]
-    setattr(owner, name, wrapper)
+    return wrapper
 
 
-def after(owner: Any, name: str, then: Callable[[], None], *, stacked: bool = False) -> None:
-    """Run ``then()`` behind every call of ``owner.name``."""
+class Hooks:
+    """What is replaced on one engine, and what runs at each event, in the order of its list.
 
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        then()
+    Fill the lists, then ``connect``: an event with an empty list stays DeepSpeed's. ``remove`` puts
+    everything back, and runs when the engine is destroyed.
+    """
+
+    def __init__(self, engine: Any, optimizer: Any) -> None:
+        self.engine, self.optimizer = engine, optimizer
+        self.before_step: list[Callable[[], None]] = []
+        self.around_step: list[Callable[[], AbstractContextManager[Any]]] = []
+        self.after_update: list[Callable[[], None]] = []  # a step that was not skipped (overflow)
+        self.after_step: list[Callable[[bool], None]] = []  # told whether it was skipped
+        self.after_count: list[Callable[[], None]] = []  # global_steps has grown, also if skipped
+        self.before_gradients: list[Callable[[], None]] = []  # are used, by step or ahead of it
+        self.before_last_buckets: list[Callable[[], None]] = []  # of a backward are reduced
+        self.around_last_buckets: list[Callable[[], AbstractContextManager[Any]]] = []
+        self.after_backward: list[Callable[[], None]] = []
+        self.after_zero_grad: list[Callable[[], None]] = []
+        self.around_export: list[Callable[[], AbstractContextManager[Any]]] = []
+        self.after_save: list[Callable[[], None]] = []  # a checkpoint or 16-bit weights
+        self.after_checkpoint_event: list[Callable[[], None]] = []  # ZeRO-3: saved or loaded
+        self.on_destroy: list[Callable[[], None]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Replace the method ``name`` of an instance by ``around(original, ...)``.
+
+        Raises:
+            RuntimeError: there is no such method, or this plugin has wrapped it already.
+        """
+        require(owner, name)
+        original = getattr(owner, name)
+        if hasattr(original, "ds_quant_wraps"):
+            raise RuntimeError(
+                f"quantized_comm: {name} of {type(owner).__name__} is wrapped already; build one "
+                "engine per optimizer"
+            )
+        self._replaced.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, _wrapper(original, around))
+
+    def add(self, owner: Any, name: str, call: Callable[[], None]) -> None:
+        """Give an instance a method that DeepSpeed calls where there is one."""
+        self._replaced.append((owner, name, None))
+        setattr(owner, name, _wrapper(call, lambda original: original()))
+
+    def remove(self) -> None:
+        """Give back what was wrapped, unless somebody has replaced it since. Idempotent."""
+        while self._replaced:
+            owner, name, own = self._replaced.pop()
+            if not hasattr(vars(owner).get(name), "ds_quant_wraps"):
+                continue
+            if own is None:
+                delattr(owner, name)  # the method of its class
+            else:
+                setattr(owner, name, own)
+
+    def connect(self) -> None:
+        """Wrap the methods behind the events that have something to run."""
+        step = self.before_gradients, self.before_step, self.around_step, self.after_update
+        if any(step) or self.after_step:
+            self.wrap(self.optimizer, "step", self._step)
+        finalize = "finalize_gradient_accumulation_boundary"  # where DeepSpeed does not manage it
+        if self.before_gradients and hasattr(self.optimizer, finalize):
+            self.wrap(self.optimizer, finalize, self._finalize)
+        if self.after_count:
+            self.wrap(self.engine, "_take_model_step", _then(self.after_count))
+        if self.after_zero_grad:
+            self.wrap(self.optimizer, "zero_grad", _then(self.after_zero_grad))
+        if self.after_backward or self.around_last_buckets or self.before_last_buckets:
+            self.wrap(self.optimizer, "independent_gradient_partition_epilogue", self._epilogue)
+        if self.around_export or self.after_save:
+            self.wrap(self.engine, "save_16bit_model", self._export)
+        if self.after_checkpoint_event:
+            then = _then(self.after_checkpoint_event)
+            self.wrap(self.optimizer, "checkpoint_event_epilogue", then)
+        if self._replaced or self.on_destroy:
+            self.wrap(self.engine, "destroy", self._destroy)
+
+    def keep_state(self, key: str, dump: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+        """Save ``dump()`` as ``key`` of the client state, hand it to ``restore`` on load (None if
+        the checkpoint has none). The caller's client state does not show it.
+        """
+
+        def save(
+            original: Callable[..., Any], save_dir: Any, tag: Any = None, client_state: Any = None,
+            *args: Any, **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            state = {**(client_state or {}), key: dump()}
+            result = original(save_dir, tag, state, *args, **kwargs)
+            _run(self.after_save)
+            return result
+
+        def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            path, client_state = original(*args, **kwargs)
+            if path is not None:
+                restore(client_state.pop(key, None))
+            return path, client_state
+
+        self.wrap(self.engine, "save_checkpoint", save)
+        self.wrap(self.engine, "load_checkpoint", load)
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        _run(self.before_gradients)
+        _run(self.before_step)
+        with _opened(self.around_step):
+            result = original(*args, **kwargs)
+        skipped = bool(self.optimizer.overflow)
+        if not skipped:
+            _run(self.after_update)
+        for call in self.after_step:
+            call(skipped)
         return result
 
-    require(owner, name)
-    wrap(owner, name, around, stacked=stacked)
+    def _epilogue(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with _opened(self.around_last_buckets):
+            _run(self.before_last_buckets)
+            result = original(*args, **kwargs)
+        _run(self.after_backward)
+        return result
+
+    def _finalize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        _run(self.before_gradients)
+        return original(*args, **kwargs)
+
+    def _export(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with _opened(self.around_export):
+            result = original(*args, **kwargs)
+        _run(self.after_save)
+        return result
+
+    def _destroy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            _run(self.on_destroy)
+        finally:
+            self.remove()
+            original(*args, **kwargs)
 
 
-class Seam(threading.local):
-    """A function of DeepSpeed that must be called while another one runs: were it moved, what the
-    plugin should carry would travel past it without a word.
+def _run(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def _opened(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> ExitStack:
+    """Enter the contexts, the first one outermost."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        return stack.pop_all()
+
+
+def _then(calls: Iterable[Callable[[], None]]) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        _run(calls)
+        return result
+
+    return around
+
+
+class ExpectedCall(threading.local):
+    """A function of DeepSpeed that must be called while another one runs. If DeepSpeed moved it,
+    messages would bypass the plugin without a word.
     """
 
     def __init__(self, name: str) -> None:
@@ -71,8 +221,8 @@ class Seam(threading.local):
             raise moved(self.name)
 
 
-class Route(Seam):
-    """A module-level function of DeepSpeed that goes elsewhere while ``through`` is open."""
+class Redirect(ExpectedCall):
+    """A module-level function of DeepSpeed that is replaced while ``through`` is open."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -84,7 +234,7 @@ class Route(Seam):
             return (self.target or original)(*args, **kwargs)
 
         require(module, self.name)
-        wrap(module, self.name, dispatch)
+        wrap_once(module, self.name, dispatch)
 
     @contextmanager
     def through(
@@ -127,10 +277,11 @@ def deepspeed_version() -> str:
 
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+_FLUSH = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 _FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
 
 
-_shard_reduction = Route("reduce_scatter_coalesced")
+_shard_reduction = Redirect("reduce_scatter_coalesced")
 
 
 def exact_gradient_reason(engine: Any) -> str | None:
@@ -147,17 +298,15 @@ def param_dict(engine: Any) -> dict[str, Any]:
 # ---- parameters of ZeRO-3 ----
 
 
-def before_fetch(optimizer: Any, meet: Callable[[Iterable[Any]], None]) -> None:
-    """``meet(params)`` sees parameters that are about to be fetched together."""
+def before_fetch(hooks: Hooks, meet: Callable[[Iterable[Any]], None]) -> None:
+    """Call ``meet(params)`` with parameters that are about to be fetched together."""
 
     def fetch(original: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
         meet(params)
         return original(params, *args, **kwargs)
 
-    offload = getattr(optimizer, "parameter_offload", optimizer)  # itself without an optimizer
-    coordinator = offload.get_param_coordinator()
-    require(coordinator, _FETCH)
-    wrap(coordinator, _FETCH, fetch)
+    offload = getattr(hooks.optimizer, "parameter_offload", hooks.optimizer)  # of inference: itself
+    hooks.wrap(offload.get_param_coordinator(), _FETCH, fetch)
 
 
 def is_gathered_whole(module: torch.nn.Module) -> bool:
@@ -178,14 +327,14 @@ def note_borrowed() -> None:
         parameter.ds_quant_borrowed = True
 
     require(parameter_offload, "register_external_parameter")
-    wrap(parameter_offload, "register_external_parameter", register)
+    wrap_once(parameter_offload, "register_external_parameter", register)
 
 
 # ---- gradients ----
 
 
 def wrap_shard_reduction(
-    optimizer: Any, reduce: Callable[..., Any], put_away: Callable[..., Any] | None = None
+    hooks: Hooks, reduce: Callable[..., Any], put_away: Callable[..., Any] | None = None
 ) -> None:
     """ZeRO-3: ``reduce(original, params, tensors, group)`` replaces the reduce-scatter and
     ``put_away(original, params, shards)`` what follows it.
@@ -199,28 +348,76 @@ def wrap_shard_reduction(
         with _shard_reduction.through(partial(reduce, original, params)):
             return avg_scatter(params, *args, **kwargs)
 
-    require(optimizer, _AVG_SCATTER)
-    wrap(optimizer, _AVG_SCATTER, around)
+    hooks.wrap(hooks.optimizer, _AVG_SCATTER, around)
     if put_away is not None:
-        require(optimizer, "partition_grads")
-        wrap(optimizer, "partition_grads", put_away)
+        hooks.wrap(hooks.optimizer, "partition_grads", put_away)
 
 
-def after_backward(
-    optimizer: Any,
-    then: Callable[[], None],
-    last_buckets: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> None:
-    """Run ``then()`` after every backward, whose last buckets go in ``last_buckets()``."""
+def inside(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``around`` functions ``outer(original, ...)`` and ``inner(original, ...)`` as one."""
 
-    def epilogue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with last_buckets():
-            result = original(*args, **kwargs)
-        then()
-        return result
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return outer(partial(inner, original), *args, **kwargs)
 
-    require(optimizer, "independent_gradient_partition_epilogue")
-    wrap(optimizer, "independent_gradient_partition_epilogue", epilogue)
+    return around
+
+
+def at_boundary(engine: Any) -> bool:
+    """Whether gradients of the current backward are the last ones of an optimizer step."""
+    return bool(engine.is_gradient_accumulation_boundary())
+
+
+def accumulates(engine: Any) -> bool:
+    """Whether an optimizer step may take several backwards."""
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    return engine.gradient_accumulation_steps() > 1 or (managed is not None and not managed())
+
+
+class GradientBuckets(Protocol):
+    """Buckets in which DeepSpeed collects gradients until they are reduced."""
+
+    def flush(self) -> None:
+        """Reduce what is in them."""
+
+    def reduce_zeros(self, params: Sequence[Any]) -> None:
+        """Put a gradient of zeros for each into them; what is full is reduced."""
+
+
+class ShardBuckets:
+    """Those of ZeRO-3."""
+
+    def __init__(self, optimizer: Any) -> None:
+        require(optimizer, _FLUSH)
+        self._optimizer = optimizer
+
+    def flush(self) -> None:
+        """Reduce what is in them."""
+        for dtype in sorted(self._optimizer.ipg_buckets, key=str):
+            getattr(self._optimizer, _FLUSH)(dtype)
+
+    def reduce_zeros(self, params: Sequence[Any]) -> None:
+        """Put a gradient of zeros for each into them; what is full is reduced."""
+        for p in params:
+            p.grad = torch.empty_like(p)  # of a partitioned parameter: of no elements
+            p.grad.data = torch.zeros(p.ds_shape, dtype=p.dtype, device=device())
+            self._optimizer.reduce_ready_partitions_and_remove_grads(p)
+
+
+def skip_zero_shards(optimizer: Any, waits: Callable[[Any], bool]) -> Callable[..., Any]:
+    """ZeRO-3: return what goes around ``partition_grads``, so that shards of parameters that wait,
+    zeros, are not added to those that DeepSpeed has from the first micro-step: an offloaded
+    optimizer has them on the host.
+    """
+    require(optimizer, "micro_step_id")
+
+    def put_away(original: Callable[..., Any], params: Any, shards: Any) -> Any:
+        if optimizer.micro_step_id == 0 or not all(map(waits, params)):
+            return original(params, shards)
+        for p in params:
+            p.grad = None
+        return []
+
+    return put_away
 
 
 def unasked(role: str) -> RuntimeError:
@@ -230,88 +427,13 @@ def unasked(role: str) -> RuntimeError:
     return moved(f"{carriers[role]} in the first step")
 
 
-# ---- the optimizer step ----
-
-
-def after_step(optimizer: Any, then: Callable[[], None]) -> None:
-    """Run ``then()`` after every ``optimizer.step`` that was not skipped (overflow)."""
-
-    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if not optimizer.overflow:
-            then()
-        return result
-
-    wrap(optimizer, "step", step, stacked=True)
-
-
-def around_step(optimizer: Any, before: Callable[[], None], after: Callable[[bool], None]) -> None:
-    """Run ``before()`` ahead of every ``optimizer.step`` and ``after(skipped)`` behind it."""
-
-    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before()
-        result = original(*args, **kwargs)
-        after(bool(optimizer.overflow))
-        return result
-
-    wrap(optimizer, "step", step, stacked=True)
-
-
-def after_global_step(engine: Any, then: Callable[[], None]) -> None:
-    """Run ``then()`` whenever ``engine.global_steps`` has grown, skipped updates included."""
-    after(engine, "_take_model_step", then, stacked=True)
-
-
-def before_destroy(engine: Any, first: Callable[[], None]) -> None:
-    """Run ``first()`` when the engine is destroyed: asked to, or collected."""
-
-    def destroy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            first()
-        finally:
-            original(*args, **kwargs)
-
-    wrap(engine, "destroy", destroy)
+# ---- facts ----
 
 
 def rank_and_world() -> tuple[int, int]:
     from deepspeed import comm as dist
 
     return dist.get_rank(), dist.get_world_size()
-
-
-def after_checkpoint_event(optimizer: Any, then: Callable[[], None]) -> None:
-    """ZeRO-3: run ``then()`` after a checkpoint was saved or loaded."""
-    after(optimizer, "checkpoint_event_epilogue", then, stacked=True)
-
-
-def wrap_checkpoints(
-    engine: Any, key: str, dump: Callable[[], Any], restore: Callable[[Any], None]
-) -> None:
-    """Save ``dump()`` as ``key`` of the client state, hand it to ``restore`` on load (None if the
-    checkpoint has none). The caller's client state does not show it.
-    """
-
-    def save(
-        original: Callable[..., Any], save_dir: Any, tag: Any = None, client_state: Any = None,
-        *args: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        return original(save_dir, tag, {**(client_state or {}), key: dump()}, *args, **kwargs)
-
-    def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        path, client_state = original(*args, **kwargs)
-        if path is not None:
-            restore(client_state.pop(key, None))
-        return path, client_state
-
-    wrap(engine, "save_checkpoint", save)
-    wrap(engine, "load_checkpoint", load)
-
-
-def after_save(engine: Any, then: Callable[[], None]) -> None:
-    """Run ``then()`` when a checkpoint or 16-bit weights have been saved."""
-    for name in ("save_checkpoint", "save_16bit_model"):
-        after(engine, name, then, stacked=True)
 
 
 def gradient_dtype(engine: Any) -> torch.dtype:
@@ -384,6 +506,12 @@ def _accelerator() -> Any:
 def free_memory() -> int:
     """Bytes that can still be allocated where collectives run."""
     return int(_accelerator().available_memory())
+
+
+def synchronize() -> None:
+    """Wait until the device has done all it was asked to, where it runs by itself."""
+    if not _accelerator().resolves_data_dependency():
+        _accelerator().synchronize()
 
 
 def device() -> torch.device:

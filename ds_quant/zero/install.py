@@ -36,7 +36,7 @@ from ds_quant.config.schema import ConfigError
 from ds_quant.policy import refusals
 from ds_quant.zero import hooks
 from ds_quant.zero.handshake import Board, StartError
-from ds_quant.zero.hooks import wrap
+from ds_quant.zero.hooks import wrap_once
 from ds_quant.zero.log import log_here, log_rank0
 
 
@@ -75,13 +75,13 @@ def install() -> None:
 
     shorten_messages()
     defer_operator()
-    wrap(DeepSpeedConfig, "_initialize_params", read_block)
-    wrap(DeepSpeedEngine, "_do_sanity_check", judge_stage_0)
-    wrap(DeepSpeedEngine, "_configure_zero_optimizer", attach_zero)
-    wrap(DeepSpeedEngine, "_configure_bf16_optimizer", refuse_other)
+    wrap_once(DeepSpeedConfig, "_initialize_params", read_block)
+    wrap_once(DeepSpeedEngine, "_do_sanity_check", judge_stage_0)
+    wrap_once(DeepSpeedEngine, "_configure_zero_optimizer", attach_zero)
+    wrap_once(DeepSpeedEngine, "_configure_bf16_optimizer", refuse_other)
     # 0.17 takes "bf16" for a model without ZeRO and gives ZeRO-1 this one, under which nothing
     # is sharded; with a block, whose stage is 1 or more, no other config comes here.
-    wrap(DeepSpeedEngine, "_configure_fp16_optimizer", refuse_other)
+    wrap_once(DeepSpeedEngine, "_configure_fp16_optimizer", refuse_other)
 
 
 def _attach(engine: Any, optimizer: Any) -> None:
@@ -101,8 +101,8 @@ def defer_operator() -> None:
     """Wrap DeepSpeed's backend, before it is made. Idempotent; nothing where it has no operator."""
     backend = importlib.import_module("deepspeed.comm.torch")
     if hasattr(backend, _BUILD) and hasattr(backend.TorchBackend, "inference_all_reduce"):
-        wrap(backend, _BUILD, lambda original: None)
-        wrap(backend.TorchBackend, "inference_all_reduce", _reduce)
+        wrap_once(backend, _BUILD, lambda original: None)
+        wrap_once(backend.TorchBackend, "inference_all_reduce", _reduce)
 
 
 def _reduce(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.zero.hooks import Route, Seam, moved, require, wrap
+from ds_quant.zero import hooks
+from ds_quant.zero.hooks import ExpectedCall, Hooks, Redirect, moved, require
 
 _BUCKET, _REDUCE_TO_OWNERS = "average_tensor", "allreduce_and_copy_with_multiple_ranks"
 
-_weight_gather = Route("all_gather_dp_groups")
-_to_owners = Seam(_REDUCE_TO_OWNERS)
+_TO_HOST = "async_accumulate_grad_in_cpu_via_gpu"
+
+_weight_gather = Redirect("all_gather_dp_groups")
+_to_owners = ExpectedCall(_REDUCE_TO_OWNERS)
 
 
 # ---- gradients ----
 
 
 def wrap_owner_reduction(
-    optimizer: Any,
+    hooks: Hooks,
     around_bucket: Callable[..., AbstractContextManager[None]],
     reduce: Callable[..., Any],
 ) -> None:
@@ -30,7 +33,7 @@ def wrap_owner_reduction(
     slices by owner, ``reduce(original, call)`` replaces the reduction of slices and divides by
     ``divisor``, with the call's bound arguments.
     """
-    require(optimizer, _BUCKET)
+    optimizer = hooks.optimizer
     require(optimizer, _REDUCE_TO_OWNERS)
     signature = inspect.signature(getattr(optimizer, _REDUCE_TO_OWNERS))
     is_open = False
@@ -55,8 +58,8 @@ def wrap_owner_reduction(
         call.apply_defaults()
         return reduce(functools.partial(original, *args, **kwargs), call.arguments)
 
-    wrap(optimizer, _BUCKET, bucket)
-    wrap(optimizer, _REDUCE_TO_OWNERS, slices)
+    hooks.wrap(optimizer, _BUCKET, bucket)
+    hooks.wrap(optimizer, _REDUCE_TO_OWNERS, slices)
 
 
 @contextmanager
@@ -75,6 +78,45 @@ def _undivided(optimizer: Any) -> Iterator[float]:
         yield ranks / optimizer.sequence_parallel_size
     finally:
         optimizer.gradient_average = True
+
+
+class OwnerBuckets:
+    """Buckets in which ZeRO-2 collects gradients until they are reduced."""
+
+    def __init__(self, optimizer: Any) -> None:
+        require(optimizer, "reduce_ipg_grads")
+        self._optimizer = optimizer
+
+    def flush(self) -> None:
+        """Reduce what is in them."""
+        optimizer = self._optimizer
+        optimizer.setup_buckets()
+        optimizer.reduce_ipg_grads()
+        if optimizer.overlap_comm:  # on a stream that may still read what is filled next
+            hooks.synchronize()
+
+    def reduce_zeros(self, params: Sequence[Any]) -> None:
+        """Put a gradient of zeros for each into them; what is full is reduced."""
+        optimizer = self._optimizer
+        groups = {id(p): i for i, group in enumerate(optimizer.bit16_groups) for p in group}
+        for p in params:
+            p.grad = torch.zeros_like(p)
+            optimizer.reduce_ready_partitions_and_remove_grads(p, groups[id(p)])
+
+
+def skip_zero_gradients(hooks: Hooks, waits: Callable[[Any], bool]) -> None:
+    """ZeRO-2 with an offloaded optimizer: do not add gradients of parameters that wait, zeros, to
+    those of the first micro-step on the host.
+    """
+    optimizer = hooks.optimizer
+
+    def accumulate(original: Callable[..., Any], param: Any) -> Any:
+        known = optimizer.get_param_id(param) in optimizer.accumulated_grads_in_cpu
+        if not known or optimizer.micro_step_id == 0 or not waits(param):
+            original(param)
+
+    if getattr(optimizer, "cpu_offload", False):
+        hooks.wrap(optimizer, _TO_HOST, accumulate)
 
 
 def add_to_partition(optimizer: Any, output: torch.Tensor | None, values: torch.Tensor) -> None:
@@ -121,28 +163,31 @@ def _replica_untouched(optimizer: Any) -> Iterator[None]:
             row[rank] = partition
 
 
-def wrap_weight_gather(optimizer: Any, gather: Callable[[], None], *, keep_replica: bool) -> None:
-    """ZeRO-1/2: ``gather()`` replaces the gather of updated weights inside ``optimizer.step``.
-
-    ``keep_replica``: this rank's partition of the replica still holds the old weights then.
+def weight_gather(
+    optimizer: Any, gather: Callable[[], None], *, keep_replica: bool
+) -> Callable[[], AbstractContextManager[None]]:
+    """ZeRO-1/2: a context for ``optimizer.step`` in which ``gather()`` replaces the gather of
+    updated weights. ``keep_replica``: this rank's partition of the replica keeps the old weights
+    until then.
     """
     from deepspeed.runtime.zero import stage_1_and_2
 
     _weight_gather.install(stage_1_and_2)
     require(optimizer, "parallel_partitioned_bit16_groups")
 
-    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def replaced() -> Iterator[None]:
         untouched = _replica_untouched(optimizer) if keep_replica else nullcontext()
         gathering = _weight_gather.through(
             lambda *a, **k: gather(), excused=lambda: bool(optimizer.overflow)
         )
         with untouched, gathering:
-            return original(*args, **kwargs)
+            yield
 
-    wrap(optimizer, "step", step)
+    return replaced
 
 
-def wrap_exports(engine: Any, optimizer: Any, exact: Callable[[], Any]) -> None:
+def wrap_exports(hooks: Hooks, exact: Callable[[], AbstractContextManager[Any]]) -> None:
     """ZeRO-1/2: hold ``exact()`` open around checkpoint save and load and ``save_16bit_model``."""
     held: list[Any] = []
 
@@ -153,13 +198,9 @@ def wrap_exports(engine: Any, optimizer: Any, exact: Callable[[], Any]) -> None:
     def epilogue() -> None:
         held.pop().__exit__(None, None, None)
 
-    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with exact():
-            return original(*args, **kwargs)
-
-    optimizer.checkpoint_event_prologue = prologue
-    optimizer.checkpoint_event_epilogue = epilogue
-    wrap(engine, "save_16bit_model", save)
+    hooks.add(hooks.optimizer, "checkpoint_event_prologue", prologue)
+    hooks.add(hooks.optimizer, "checkpoint_event_epilogue", epilogue)
+    hooks.around_export.append(exact)
 
 
 def refresh_replica(optimizer: Any, gather: Callable[[], None]) -> None:

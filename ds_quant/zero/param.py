@@ -12,6 +12,7 @@ import torch
 
 from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.comm.owners import delivery_codec
 from ds_quant.kernels.random_bits import Address, Role, key_of
 from ds_quant.policy.scheme import Scheme
 
@@ -52,21 +53,29 @@ class GradientStreams(NamedTuple):
     rotation: Rotation | None
     signs: int | None
 
-    def codings(self, step: int) -> tuple[tuple[Coding, ...], Rotation | None]:
-        """One coding per hop and the rotation, in one step."""
+    def codings(self, step: int, signed: int) -> tuple[tuple[Coding, ...], Rotation | None]:
+        """One coding per hop and the rotation, in one step; ``signed``: that of the sign flips."""
         rotation = self.rotation
         if rotation is not None and self.signs is not None:
-            rotation = Rotation(block=rotation.block, signs=Address(self.signs, step))
+            rotation = Rotation(block=rotation.block, signs=Address(self.signs, signed))
         return tuple([Coding(hop.codec, hop.address(step)) for hop in self.hops]), rotation
 
 
 def codings_of(
-    streams: GradientStreams | None, dtype: torch.dtype, *, hops: int, step: int
+    streams: GradientStreams | None,
+    dtype: torch.dtype,
+    *,
+    hops: int,
+    step: int,
+    signed: int | None = None,
 ) -> tuple[tuple[Coding, ...], Rotation | None]:
-    """How a gradient travels on each hop in one step, and what wraps the whole reduction."""
+    """How a gradient travels on each hop in one step, and what wraps the whole reduction.
+
+    ``signed``: the step of its sign flips, if it is another one.
+    """
     if streams is None:
         return (exactly(dtype),) * hops, None
-    return streams.codings(step)
+    return streams.codings(step, step if signed is None else signed)
 
 
 def by_hop(inner: Codec, outer: Codec, *, hops: int, one_node: bool) -> list[Codec]:
@@ -131,7 +140,9 @@ class Streams:
     def _stream(
         self, role: Role, tracked: Tracked, codec: Codec, rank: int | None, *, hop: int
     ) -> Stream:
-        rounding = codec.rounding if isinstance(codec, GroupCodec) else None
+        rounding = None
+        if isinstance(codec, GroupCodec):  # sums may be rounded once more, on their way to owners
+            rounding = delivery_codec(codec).rounding
         if rank is None or isinstance(codec, CastCodec) or rounding == "nearest":
             return Stream(codec, None)
         # QSDP: one shift per parameter and step, shared by all shards; all else differs by rank.

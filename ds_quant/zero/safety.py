@@ -49,6 +49,8 @@ def refuse_no_room(binding: Binding) -> None:
     """Raise RuntimeError on all ranks if the node shard does not fit on one. A collective."""
     bill = binding.bill()
     kept, peak = bill.memory * bill.numel, binding.peak_bytes(bill)
+    if hooks.accumulates(binding.engine):
+        peak += bill.held * bill.numel
     (free,) = minimum([hooks.free_memory()])
     shown = f"{free / 1e9:.3g} GB of memory are free on the fullest device"
     if kept > free:

@@ -15,7 +15,6 @@ all ranks: a run that saves continues like a run that loads what was saved.
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.codec.bound import Coding, exactly
+from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec
+from ds_quant.comm.held import HeldReduction, add_up_held
 from ds_quant.comm.lossless import MOST_NUMEL
 from ds_quant.comm.message import Copies, Cuts, Scattered, is_small, joined
 from ds_quant.comm.owners import Shape, plan
@@ -34,9 +34,9 @@ from ds_quant.comm.reduce import Own, OwnerGather, OwnerSums, Part, Share
 from ds_quant.comm.reduction_plan import Form, Hop
 from ds_quant.comm.transport import Fabric, Link
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.zero import hooks, optimizer_hooks, safety
+from ds_quant.zero import hooks, optimizer_hooks
 from ds_quant.zero.engine import Binding
-from ds_quant.zero.hooks import wrap
+from ds_quant.zero.held import HeldBucket, Member
 from ds_quant.zero.lossless import Post, Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 from ds_quant.zero.param import GradientStreams, Stream, Tracked, codings_of
@@ -346,6 +346,8 @@ class _SumPlan(NamedTuple):
     scattered: Scattered
     own: Copies
     own_runs: list[_SumRun]
+    members: tuple[Member, ...]
+    own_places: dict[Member, tuple[int, int]]  # among the sums
 
     @classmethod
     def make(
@@ -375,7 +377,35 @@ class _SumPlan(NamedTuple):
         sums = OwnerSums(shares, pieces, forms, route, link, scale=scale)
         own = [(r, total) for r, total in zip(runs, sums.totals, strict=True) if total is not None]
         into = [(run.ranges, total) for run, total in own]
-        return cls(gradients, sums, Scattered(moved), Copies(into), [run for run, _ in own])
+        own_places = {}
+        for run, place in own:
+            for index, start, stop in run.members:
+                own_places[index, run.owner] = place, place + stop - start
+                place += stop - start
+        members = tuple([(index, run.owner) for run in runs for index, _, _ in run.members])
+        own_runs = [run for run, _ in own]
+        return cls(gradients, sums, Scattered(moved), Copies(into), own_runs, members, own_places)
+
+    def hold(
+        self,
+        tensors: Sequence[torch.Tensor],
+        codings: Sequence[tuple[Coding, ...]],
+        rotations: Sequence[Rotation | None],
+        held: HeldBucket | None,
+    ) -> HeldBucket:
+        """Add the tensors, summed inside the node, to what is held of them."""
+        values = self.sums.held_room(tensors[0].device) if held is None else held.values
+        how = codings, rotations
+        added = HeldReduction(self.sums.plan, values, *how, tensors=tensors, fresh=held is None)
+        added.wait()
+
+        def cross() -> dict[Member, torch.Tensor]:
+            totals = add_up_held(self.sums, values, *how)
+            places = [self.own_places.get(member, (0, 0)) for member in self.members]
+            parts = [totals[start:stop] for start, stop in places]
+            return dict(zip(self.members, parts, strict=True))
+
+        return HeldBucket(members=self.members, values=values, added=added, cross=cross)
 
 
 def _form(streams: GradientStreams | None, dtype: torch.dtype, *, hops: int) -> Form:
@@ -428,16 +458,52 @@ class OwnerReduction:
         route = self._binding.route(group)
         ranges = [self._range(values) for values in slices]
         plan = self._plan(ranges, owners, dtype, route, link)
-        step = self._binding.gradient_step
-        coded = [codings_of(s, dtype, hops=len(route), step=step) for s in plan.gradients]
+        steps = {"step": self._binding.gradient_step, "signed": self._binding.signed_step(route)}
+        coded = [codings_of(s, dtype, hops=len(route), **steps) for s in plan.gradients]
         tensors = [self._bucket, *plan.scattered.joined(self._bucket)]
-        sums = plan.sums.add_up(tensors, *zip(*coded, strict=True))
+        if self._binding.crosses_once(route):
+            sums = self._rest(plan, tensors, *zip(*coded, strict=True))
+        else:
+            sums = plan.sums.add_up(tensors, *zip(*coded, strict=True))
+        if sums is None:
+            for owner, values in zip(owners, slices, strict=True):
+                if owner == link.rank:
+                    values.zero_()
+            return
         plan.own.copy(self._bucket, sums)
         self._watch(plan.own_runs)
         outputs = call.get("output_bucket") or [None] * len(slices)
         for owner, values, output in zip(owners, slices, outputs, strict=True):
             if owner == link.rank:
                 optimizer_hooks.add_to_partition(self._optimizer, output, values)
+
+    def _rest(
+        self,
+        plan: _SumPlan,
+        tensors: Sequence[torch.Tensor],
+        codings: Sequence[tuple[Coding, ...]],
+        rotations: Sequence[Rotation | None],
+    ) -> torch.Tensor | None:
+        """Reduce what crosses between nodes at the boundary only, None before it: see [Note: held
+        gradients].
+        """
+        held, sums, how = self._binding.held, plan.sums, (codings, rotations)
+        if held.are_left(plan.members):  # what is held of them takes the second hop alone
+            held.take(None, plan.members)
+            totals = sums.room(tensors[0].device).zero_()
+        else:
+            kept = held.take(sums, plan.members)
+            if not hooks.at_boundary(self._binding.engine):
+                held.put(sums, plan.hold(tensors, *how, kept))
+                return None
+            if kept is None:
+                totals = sums.add_up(tensors, *how)
+            else:
+                totals = add_up_held(sums, kept.values, *how, tensors)
+        for member, values in held.take_crossed(plan.members).items():
+            start, stop = plan.own_places.get(member, (0, 0))
+            totals[start:stop] += values
+        return totals
 
     def _watch(self, runs: Iterable[_SumRun]) -> None:
         if self._binding.watch is not None:
@@ -509,43 +575,3 @@ def _single(owner: Any) -> int | None:
     if isinstance(owner, frozenset):
         return next(iter(owner)) if len(owner) == 1 else None
     return owner
-
-
-# ---- accelerate ----
-
-
-_PATIENCE = 60.0  # seconds until rank 0 says whom it waits for
-_TIMEOUT = 1800.0  # seconds; torch's own limit for a collective
-
-
-def wrap_state_dict() -> None:
-    """Make ``Accelerator.get_state_dict`` see exact weights of engines that quantize. Idempotent.
-
-    It becomes a collective under ZeRO-1 and 2, as it is under ZeRO-3.
-    """
-    accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
-    if accelerator is not None:
-        wrap(accelerator, "get_state_dict", _exactly)
-
-
-def _exactly(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kw: Any) -> Any:
-    replica = _replica_of(model, getattr(self, "_models", ()))
-    if replica is None:
-        return original(self, model, *args, **kw)
-    rank, world = hooks.rank_and_world()
-    safety.roll_call(
-        "Accelerator.get_state_dict", rank=rank, world=world,
-        patience=_PATIENCE, timeout=_TIMEOUT,
-    )  # fmt: skip
-    with replica.exact():
-        return original(self, model, *args, **kw)
-
-
-def _replica_of(model: Any, engines: Any) -> Any:
-    """The decoded replica behind an engine or behind its module, None if there is none."""
-    for engine in (model, *engines):
-        if engine is model or getattr(engine, "module", None) is model:
-            binding = getattr(engine, "ds_quant_binding", None)
-            if binding is not None:
-                return binding.replica
-    return None

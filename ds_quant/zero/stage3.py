@@ -11,7 +11,9 @@ computed with: it is sent to the first, so that this forward equals later ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +21,15 @@ import torch
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.gather import all_gather, reduce_scatter
-from ds_quant.comm.message import sort_out
-from ds_quant.comm.reduce import Reduction
+from ds_quant.comm.held import HeldReduction
+from ds_quant.comm.message import Bundle, sort_out
+from ds_quant.comm.reduce import Pipeline, Reduction
 from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, own_totals
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up, shard_range
 from ds_quant.zero import hooks
 from ds_quant.zero.engine import Binding
+from ds_quant.zero.held import HeldBucket, Member
 from ds_quant.zero.node_shard import NodeShard
 from ds_quant.zero.param import Tracked, codings_of
 
@@ -44,14 +48,14 @@ class Fetch:
         self._is_closed = False  # then hooks that nobody has removed may still call
         self.node: NodeShard | None = None
 
-    def attach(self, params: Iterable[torch.Tensor], optimizer: Any) -> None:
+    def attach(self, params: Iterable[torch.Tensor]) -> None:
         """Serve the parameters of a module, and what is fetched together with them."""
         self._parameters = list(params)
         for before in dict.fromkeys(hooks.owner_of(p) for p in self._parameters):
             if before is not None and before.serves_only(self._parameters):
                 before.close()  # an engine on the same module that nobody has destroyed
         self.meet(self._parameters)
-        hooks.before_fetch(optimizer, self.meet)
+        hooks.before_fetch(self._binding.hooks, self.meet)
         hooks.note_borrowed()
 
     def meet(self, params: Iterable[Any]) -> None:
@@ -254,6 +258,7 @@ class _JointHandle:
 
 
 _PLANS = 1000  # remembered
+_NONE: Mapping[int, torch.Tensor] = MappingProxyType({})
 
 # What posts the rest, and what waits for this rank's shards of the means.
 Posted = tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]
@@ -288,13 +293,31 @@ class ShardReduction:
         if link.size == 1 or not tensors or None in tracked:
             return None
         route = binding.route(group)
+        sent = self._sent(tracked, tensors, route, link)
+        if binding.crosses_once(route):
+            advance, shards = self._rest(sent, tracked, route, link)
+        else:
+            advance, sums = self._post(sent, route, link)
+            unpack = sent.unpack
+            shards = lambda: unpack.shards(sums(), link)  # noqa: E731
+        return Bucket(binding, tracked, tensors, advance, shards)
+
+    def _sent(
+        self,
+        tracked: Sequence[Tracked],
+        tensors: Sequence[torch.Tensor],
+        route: tuple[Hop, ...],
+        link: Link,
+    ) -> _Sent:
+        binding = self._binding
         exact, step, hops = binding.is_exact(binding.step), binding.gradient_step, len(route)
+        signed = binding.signed_step(route)
         codings, rotations = [], []
         for parameter, gradient in zip(tracked, tensors, strict=True):
             streams, dtype = None, gradient.dtype
             if not exact:
                 streams = binding.gradient_streams(parameter, dtype, rank=link.rank, route=route)
-            coding, rotation = codings_of(streams, dtype, hops=hops, step=step)
+            coding, rotation = codings_of(streams, dtype, hops=hops, step=step, signed=signed)
             codings.append(coding)
             rotations.append(rotation)
         # See [Note: bundles].
@@ -302,38 +325,92 @@ class ShardReduction:
         sent = [tensors[i] for i in alone]
         sent += [bundle.pack([tensors[i] for i in members]) for bundle, members in bundles]
         first = [*alone, *(members[0] for _, members in bundles)]
-        codings, rotations = [codings[i] for i in first], [rotations[i] for i in first]
-        advance, sums = self._post(sent, codings, rotations, route, link)
-        dtypes = [g.dtype for g in sent]
+        unpack = _Unpack(alone, bundles, [g.dtype for g in sent])
+        return _Sent(sent, [codings[i] for i in first], [rotations[i] for i in first], unpack)
 
-        def shards() -> list[torch.Tensor]:
-            cast = _cast(sums(), dtypes, link)
-            reduced = dict(zip(alone, cast, strict=False))
-            for (bundle, members), shard in zip(bundles, cast[len(alone) :], strict=True):
-                reduced |= zip(members, bundle.unpack_shard(shard, link.rank), strict=True)
-            return [reduced[index] for index in range(len(tracked))]
-
-        return Bucket(binding, tracked, tensors, advance, shards)
-
-    def _post(
-        self,
-        tensors: Sequence[torch.Tensor],
-        codings: Sequence[tuple[Coding, ...]],
-        rotations: Sequence[Rotation | None],
-        route: tuple[Hop, ...],
-        link: Link,
-    ) -> Posted:
-        if len(route) == 1 and not route[0].exact_own and not any(rotations):
-            handle = reduce_scatter(tensors, [c for (c,) in codings], link, scale=1.0 / link.size)
+    def _post(self, sent: _Sent, route: tuple[Hop, ...], link: Link) -> Posted:
+        if len(route) == 1 and not route[0].exact_own and not any(sent.rotations):
+            codings = [c for (c,) in sent.codings]
+            handle = reduce_scatter(sent.tensors, codings, link, scale=1.0 / link.size)
             return _nothing, handle.wait
-        numels = tuple([t.numel() for t in tensors])
-        forms = tuple(map(Form.of, codings, rotations))
+        return self._plan(sent, route, link).post(sent, link)
+
+    def _plan(self, sent: _Sent, route: tuple[Hop, ...], link: Link) -> _Plan:
+        numels = tuple([t.numel() for t in sent.tensors])
+        forms = tuple(map(Form.of, sent.codings, sent.rotations))
         key = numels, forms, route, link
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
             self._plans[key] = _Plan.make(numels, forms, route, link)
-        return self._plans[key].post(tensors, codings, rotations, link)
+        return self._plans[key]
+
+    def _rest(
+        self, sent: _Sent, tracked: Sequence[Tracked], route: tuple[Hop, ...], link: Link
+    ) -> Posted:
+        """Post a bucket that crosses between nodes at the boundary only: [Note: held gradients]."""
+        held, unpack = self._binding.held, sent.unpack
+        members = tuple([(parameter.index, -1) for parameter in tracked])
+        plan = self._plan(sent, route, link)
+        key = plan.reduction, members
+        zeros = partial(plan.zeros, unpack.dtypes, sent.tensors[0].device)
+        if held.are_left(members):  # what is held of them takes the second hop alone
+            held.take(None, members)
+            advance, sums = _nothing, zeros
+        elif not hooks.at_boundary(self._binding.engine):
+            kept = plan.hold(sent, link, members, held.take(key, members))
+            held.put(key, kept)
+
+            def nothing_yet() -> list[torch.Tensor]:
+                kept.added.wait()
+                return unpack.tensors(zeros(), link.rank)
+
+            return kept.added.advance, nothing_yet
+        else:
+            advance, sums = plan.post(sent, link, held.take(key, members))
+        crossed = held.take_crossed(members)
+        waited = {members.index(member): values for member, values in crossed.items()}
+        return advance, lambda: unpack.shards(sums(), link, waited)
+
+
+class _Unpack(NamedTuple):
+    """How the gradients of a bucket come out of what was sent: by themselves, then bundles with
+    their members. See [Note: bundles]. ``dtypes``: of what was sent.
+    """
+
+    alone: list[int]
+    bundles: list[tuple[Bundle, list[int]]]
+    dtypes: list[torch.dtype]
+
+    def shards(
+        self, sums: Sequence[torch.Tensor], link: Link, waited: Mapping[int, torch.Tensor] = _NONE
+    ) -> list[torch.Tensor]:
+        """This rank's shards in the gradients' dtypes. ``waited``: added to some of them first."""
+        if not waited:
+            return self.tensors(_cast(sums, self.dtypes, link), link.rank)
+        dtypes = dict(zip(self.alone, self.dtypes, strict=False))
+        for (_, members), dtype in zip(self.bundles, self.dtypes[len(self.alone) :], strict=True):
+            dtypes |= dict.fromkeys(members, dtype)
+        parts = self.tensors(sums, link.rank)
+        for place, values in waited.items():
+            parts[place] = parts[place] + values
+        return _cast(parts, [dtypes[place] for place in range(len(parts))], link)
+
+    def tensors(self, sent: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+        """The gradients' shards of ``rank``."""
+        found = dict(zip(self.alone, sent, strict=False))
+        for (bundle, members), shard in zip(self.bundles, sent[len(self.alone) :], strict=True):
+            found |= zip(members, bundle.unpack_shard(shard, rank), strict=True)
+        return [found[index] for index in range(len(found))]
+
+
+class _Sent(NamedTuple):
+    """The gradients of a bucket as they travel, and how."""
+
+    tensors: list[torch.Tensor]
+    codings: list[tuple[Coding, ...]]
+    rotations: list[Rotation | None]
+    unpack: _Unpack
 
 
 def _cast(
@@ -389,7 +466,8 @@ class _Plan(NamedTuple):
     """The reduction of some tensors to ceil-division shards, and the elements of this rank's."""
 
     reduction: ReductionPlan
-    own: list[int]
+    own: tuple[int, ...]
+    rooms: list[int]  # of the own elements among the sums
 
     @classmethod
     def make(
@@ -401,28 +479,58 @@ class _Plan(NamedTuple):
                 start, stop = shard_range(numel, link.size, rank)
                 segments.append(Segment(tensor, start, stop - start, tensor, start, rank))
         placed, _ = own_totals(segments, route)
-        own = [segment.numel for segment in segments if segment.reducer == link.rank]
-        return cls(ReductionPlan(placed, forms, route, scale=1.0 / link.size), own)
+        own = tuple([segment.numel for segment in segments if segment.reducer == link.rank])
+        rooms = [round_up(numel, VECTOR_NUMEL) for numel in own]
+        return cls(ReductionPlan(placed, forms, route, scale=1.0 / link.size), own, rooms)
 
-    def post(
-        self,
-        tensors: Sequence[torch.Tensor],
-        codings: Sequence[tuple[Coding, ...]],
-        rotations: Sequence[Rotation | None],
-        link: Link,
-    ) -> Posted:
-        """Begin to reduce."""
-        rooms = [round_up(numel, VECTOR_NUMEL) for numel in self.own]
-        sums = link.empty(sum(rooms), dtype=torch.float32, device=tensors[0].device)
-        flat = [tensor.reshape(-1) for tensor in tensors]
-        under_way = Reduction(self.reduction, flat, codings, rotations, sums)
+    def post(self, sent: _Sent, link: Link, held: HeldBucket | None = None) -> Posted:
+        """Begin to reduce, with what is held of the tensors."""
+        device = sent.tensors[0].device
+        sums = link.empty(sum(self.rooms), dtype=torch.float32, device=device)
+        flat, how = [tensor.reshape(-1) for tensor in sent.tensors], (sent.codings, sent.rotations)
+        if held is None:
+            under_way: Pipeline = Reduction(self.reduction, flat, *how, sums)
+        else:
+            held.added.wait()
+            under_way = HeldReduction(self.reduction, held.values, *how, tensors=flat, sums=sums)
 
         def shards() -> list[torch.Tensor]:
             under_way.wait()
-            parts = zip(sums.split(rooms), self.own, strict=True)
-            return [part if part.numel() == n else part[:n] for part, n in parts]
+            return self._shards(sums)
 
         return under_way.advance, shards
+
+    def hold(
+        self, sent: _Sent, link: Link, members: tuple[Member, ...], held: HeldBucket | None
+    ) -> HeldBucket:
+        """Begin to add the tensors, summed inside the node, to what is held of them."""
+        device, how = sent.tensors[0].device, (sent.codings, sent.rotations)
+        if held is not None:
+            held.added.wait()
+            values = held.values
+        else:
+            values = link.empty(self.reduction.held_numel, dtype=torch.float32, device=device)
+        flat = [tensor.reshape(-1) for tensor in sent.tensors]
+        added = HeldReduction(self.reduction, values, *how, tensors=flat, fresh=held is None)
+        unpack = sent.unpack
+
+        def cross() -> dict[Member, torch.Tensor]:
+            added.wait()
+            sums = link.empty(sum(self.rooms), dtype=torch.float32, device=device)
+            HeldReduction(self.reduction, values, *how, sums=sums).wait()
+            return dict(zip(members, unpack.tensors(self._shards(sums), link.rank), strict=True))
+
+        return HeldBucket(members=members, values=values, added=added, cross=cross)
+
+    def zeros(self, dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
+        """Shards of zeros, which share memory."""
+        most = max(self.own, default=0)
+        memory = {dtype: torch.zeros(most, dtype=dtype, device=device) for dtype in set(dtypes)}
+        return [memory[dtype][:n] for dtype, n in zip(dtypes, self.own, strict=True)]
+
+    def _shards(self, sums: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(sums.split(self.rooms), self.own, strict=True)
+        return [part if part.numel() == n else part[:n] for part, n in parts]
 
 
 def _nothing() -> None:

@@ -117,7 +117,9 @@ def _gradients(binding: Binding, dtype: torch.dtype, device: torch.device) -> It
             following = codings[depth + 1]
             wire = _wire(following, on_wire, device)
             following.recode(coding, rows, wire, numel=on_wire, own=own)
-            if route[depth + 1].exact_own:
+            if binding.crosses_once(route):  # encoded from what is held instead
+                following.encode(torch.zeros(on_wire, device=device).float(), wire)
+            if route[depth + 1].exact_own or binding.crosses_once(route):
                 coding.decode_sum(rows, torch.empty(on_wire, device=device).float(), own=own)
 
     yield _Use(tuple(codecs), reduce)

@@ -1,7 +1,7 @@
-"""Faults of real processes, for ``test_faults`` and for docs/faults.md.
+"""Faults of real processes, for ``test_faults``.
 
 A rank does something to itself while it takes part in a collective: its receives are posted, its
-sends are not. ``python -m tests.distributed.faults`` measures all rows and writes the page.
+sends are not.
 """
 
 from __future__ import annotations

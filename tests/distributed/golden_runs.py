@@ -35,7 +35,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     # In the order in which they were added: a new one goes last and only adds rows.
     "scheme": (
         "full_precision", "qsdp", "qsdp_w4g4", "qw4", "qwd", "sdp4bit", "sdp4bit_paper", "tlq",
-        "tlq_hs", "ulq", "zeropp", "lossless",
+        "tlq_hs", "ulq", "zeropp", "lossless", "eden4", "eden3", "eden2", "lossless_g2",
     ),
     "topology": tuple(TOPOLOGIES),
     "stage": (1, 2, 3),
@@ -90,7 +90,13 @@ _TWO_LEVELS = tuple(
     for scheme in ("qsdp", "sdp4bit", "zeropp", "lossless")
     for stage in FACTORS["stage"]
 )
-ROWS = tuple(dict.fromkeys((*map(Row._make, all_pairs(FACTORS)), *_TWO_LEVELS)))
+# What waits inside the nodes until the last micro-step.
+_ACCUMULATED = tuple(
+    Row(scheme, "2x2", stage, dtype="bf16", accumulation=3, slices=3, bucket=20_000)
+    for scheme in ("full_precision", "qsdp", "sdp4bit")
+    for stage in (2, 3)
+)
+ROWS = tuple(dict.fromkeys((*map(Row._make, all_pairs(FACTORS)), *_TWO_LEVELS, *_ACCUMULATED)))
 
 
 def versions() -> dict[str, str]:

@@ -69,7 +69,7 @@ def _rehearsed_rank() -> dict[str, list[tuple[str, bool]]]:
     from ds_quant.zero import attach
 
     found = {}
-    device_of, seen = attach.parameters, []
+    device_of, seen = attach.hooks, []
 
     def noted(binding: Any, device: torch.device) -> None:
         seen.append((device.type, binding))
@@ -77,7 +77,7 @@ def _rehearsed_rank() -> dict[str, list[tuple[str, bool]]]:
     attach.rehearse = noted
     for kind in ("cpu", "cuda"):
         device = torch.device(kind)
-        attach.parameters = SimpleNamespace(**vars(device_of) | {"device": lambda d=device: d})
+        attach.hooks = SimpleNamespace(**vars(device_of) | {"device": lambda d=device: d})
         seen.clear()
         engine = build(settings(2, QSDP))
         found[kind] = [(where, binding is engine.ds_quant_binding) for where, binding in seen]

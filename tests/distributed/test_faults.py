@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.faults import FAULTS, TIMEOUT, aftermath, stall
+from tests.distributed.network import RUNS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
@@ -41,3 +42,5 @@ def test_the_page_has_a_row_of_every_fault() -> None:
         (row,) = [line for line in rows if line.startswith(f"| {name} |")]
         *_, seconds, resumed, _ = row.split("|")
         assert float(seconds) < fault.within and resumed.strip() == "equal"
+    for run in RUNS:
+        assert [line for line in rows if line.startswith(f"| {run} |")], run

@@ -41,23 +41,27 @@ LINES = {
         "micro-step; no gradient travels during backward, because reduce_bucket_size=1000000 holds "
         "all 12416 elements; 1552 would let them",
     ),
-    # Between nodes: weights once, 4160 + 2112 + 256 = 6528; gradients twice, 4352 + 2176 + 256 =
-    # 6784: 20,096 / 12,416, and 512 of 13,312 in full precision. Inside: 4 gathers in bf16, 24,832;
-    # gradients twice, 8448 + 4224 + 256 = 12,928: 125,184 / 12,416. Half of the weights is kept.
+    # Between nodes: weights once, 4160 + 2112 + 256 = 6528; gradients once, 4352 + 2176 + 256 =
+    # 6784: 13,312 / 12,416, and 512 of 13,312 in full precision. Inside: 4 gathers in bf16, 24,832;
+    # gradients twice, 8448 + 4224 + 256 = 12,928: 125,184 / 12,416. Half of the weights is kept,
+    # half of the gradients is held in fp32.
     "sdp4bit ZeRO-3": (
         config(3, "sdp4bit", 2, 2, warmup_steps=7),
-        "sdp4bit on ZeRO-3, 1.62 B/param/step between nodes (bf16 12.00), 3.8 % of bytes left in "
+        "sdp4bit on ZeRO-3, 1.07 B/param/step between nodes (bf16 12.00), 3.8 % of bytes left in "
         "full precision (1 1-D); 2 x 2 ranks; torch kernels; 2 gathers of the weights per "
         "micro-step; 10.08 B/param inside a node; keeps 1.00 B/param (1.24e-05 GB) more on every "
-        "rank; from step 7 on",
+        "rank; gradients cross once per step and are held until then, 2.00 B/param (2.48e-05 GB) "
+        "on every rank; from step 7 on",
     ),
-    # One row: weights 4112 + 2064 + 256 = 6432, gradients 6784 per micro-step: 26,784 / 12,416, and
+    # One row: weights 4112 + 2064 + 256 = 6432, gradients 6784 once: 13,216 / 12,416, and
     # 512 of 13,216 in full precision. Inside: the same weights, gradients 12,928 per micro-step:
     # 45,216 / 12,416.
     "sdp4bit ZeRO-2": (
         config(2, "sdp4bit", 2, 3),
-        "sdp4bit on ZeRO-2, 2.16 B/param/step between nodes (bf16 14.00), 3.9 % of bytes left in "
-        "full precision (1 1-D); 2 x 2 ranks; torch kernels; 3.64 B/param inside a node",
+        "sdp4bit on ZeRO-2, 1.06 B/param/step between nodes (bf16 14.00), 3.9 % of bytes left in "
+        "full precision (1 1-D); 2 x 2 ranks; torch kernels; 3.64 B/param inside a node; "
+        "gradients cross once per step and are held until then, 2.00 B/param (2.48e-05 GB) on "
+        "every rank",
     ),
     # 2.9 bits of every weight: 2970 + 1485 + 47 = 4502 bytes, gradients 24,832 per micro-step:
     # 78,998 / 12,416, and with 16 bits 8.00. In full precision 24,832 of 29,334.

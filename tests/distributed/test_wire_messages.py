@@ -24,6 +24,7 @@ LEVELS = [[(0, 1), (2, 3)], [(0, 2), (1, 3)]]
 Message = tuple[list[int], bytes]  # bytes for every place of the link, end to end
 Messages = dict[tuple[int, ...], list[Message]]  # by the ranks of the link
 Kind = tuple[tuple[oracle.Format | None, ...], int]  # formats by hop, block of the rotation
+Signs = np.ndarray | None  # of the elements of a block
 
 
 class Uneven(Regression):
@@ -38,12 +39,13 @@ class Uneven(Regression):
 
 
 class Call(NamedTuple):
-    """One reduction on one rank: whole tensors, their kinds, owners (ZeRO-1/2), what this rank got
-    of them, and the messages it sent.
+    """One reduction on one rank: whole tensors, their kinds and sign flips, owners (ZeRO-1/2), what
+    this rank got of them, and the messages it sent.
     """
 
     tensors: list[np.ndarray]
     kinds: list[Kind]
+    signs: list[Signs]
     owners: list[int]
     sums: list[np.ndarray | None]
     scale: float
@@ -52,10 +54,22 @@ class Call(NamedTuple):
 
 def kind_of(codings: Any, rotation: Any) -> Kind:
     formats = [
-        oracle.Format(bits=c.codec.bits, group=c.codec.group_size, minmax=c.codec.range == "minmax")
-        if isinstance(c.codec, GroupCodec) else None for c in codings
+        oracle.Format(
+            bits=c.codec.bits, group=c.codec.group_size,
+            minmax=c.codec.range == "minmax", gaussian=c.codec.range == "gaussian",
+        ) if isinstance(c.codec, GroupCodec) else None for c in codings
     ]  # fmt: skip
     return tuple(formats), rotation.block if rotation else 0
+
+
+def signs_of(rotation: Any) -> Signs:
+    if rotation is None or rotation.signs is None:
+        return None
+    return oracle.signs_of(rotation.signs.key, rotation.signs.step, rotation.block)
+
+
+def flipped(values: np.ndarray, signs: Signs) -> np.ndarray:
+    return values if signs is None else values * np.resize(signs, values.size)
 
 
 def fp32(values: torch.Tensor) -> np.ndarray:
@@ -95,12 +109,14 @@ def reduced_to_shards(block: dict[str, Any]) -> list[Call]:
         whole = [fp32(t) for t in tensors]
         shards = original(self, ours, params, tensors, group)
         binding = self._binding
-        route, kinds = binding.route(group), []
+        route, kinds, signs = binding.route(group), [], []
         for p, t in zip(params, tensors, strict=True):
             found = binding.gradient_streams(binding.tracked(p), t.dtype, rank=0, route=route)
-            kinds.append(kind_of(*codings_of(found, t.dtype, hops=len(route), step=0)))
+            how = codings_of(found, t.dtype, hops=len(route), step=0)
+            kinds.append(kind_of(*how))
+            signs.append(signs_of(how[1]))
         got = [fp32(s) for s in shards]
-        calls.append(Call(whole, kinds, [], got, 1 / RANKS, taken(caught)))
+        calls.append(Call(whole, kinds, signs, [], got, 1 / RANKS, taken(caught)))
         return shards
 
     ShardReduction.__call__ = reduce
@@ -125,11 +141,13 @@ def reduced_to_owners(block: dict[str, Any]) -> list[Call]:
         values = [fp32(tensors[s.tensor].view(-1)[s.start : s.start + s.numel]) for s in shares]
         sums = original(self, tensors, codings, rotations)
         kinds = [kind_of(codings[s.gradient], rotations[s.gradient]) for s in shares]
+        signs = [signs_of(rotations[s.gradient]) for s in shares]
         got = [
             None if total is None else fp32(sums[total : total + s.numel])
             for s, total in zip(shares, self.totals, strict=True)
         ]
-        calls.append(Call(values, kinds, [s.owner for s in shares], got, scale, taken(caught)))
+        owners = [s.owner for s in shares]
+        calls.append(Call(values, kinds, signs, owners, got, scale, taken(caught)))
         return sums
 
     OwnerSums.__init__, OwnerSums.add_up = make, add_up
@@ -171,7 +189,11 @@ def link_of(level: int, rank: int) -> tuple[int, ...]:
 
 
 def sums_of(
-    calls: list[Call], tensors: list[list[np.ndarray]], pieces: list[oracle.Piece], count: Any
+    calls: list[Call],
+    tensors: list[list[np.ndarray]],
+    signs: list[Signs],
+    pieces: list[oracle.Piece],
+    count: Any,
 ) -> dict[oracle.Piece, np.ndarray]:
     """The final sum of every part, read off the messages of both hops."""
     found = {}
@@ -181,14 +203,15 @@ def sums_of(
             own = {}
             for p in parts:
                 if p.reducer % NODE_SIZE == local:
-                    values = tensors[rank][p.tensor][p.start : p.stop]
+                    values = flipped(tensors[rank][p.tensor][p.start : p.stop], signs[p.tensor])
                     own[p] = oracle.rotate(values, p.h) if p.h else values
             inside = received(calls, link_of(0, rank), rank, nth)
             partial = oracle.add_up(own, local, inside, 0)
             last = {p: values for p, values in partial.items() if p.reducer == rank}
             between = received(calls, link_of(1, rank), rank, nth)
             for p, total in oracle.add_up(last, node, between, 1).items():
-                found[p] = oracle.finished(p, total, calls[rank].scale)
+                last_sum = oracle.finished(p, total, calls[rank].scale)
+                found[p] = flipped(last_sum, signs[p.tensor])
     return found
 
 
@@ -202,10 +225,12 @@ TWO_LEVELS = [
     {"scheme": "sdp4bit", "node_size": NODE_SIZE, "min_numel": 1},
     {"scheme": "sdp4bit", "node_size": NODE_SIZE, "min_numel": 1, "slices": 3},
     {"scheme": "qsdp", "node_size": NODE_SIZE, "min_numel": 1, "slices": 2},
+    {"scheme": "eden3", "node_size": NODE_SIZE, "min_numel": 1, "slices": 2},
 ]
+NAMES = ["sdp4bit", "3 slices", "qsdp", "eden3"]
 
 
-@pytest.mark.parametrize("block", TWO_LEVELS, ids=["sdp4bit", "3 slices", "qsdp"])
+@pytest.mark.parametrize("block", TWO_LEVELS, ids=NAMES)
 def test_shards_are_read_off_the_messages_as_the_page_says(block: dict[str, Any]) -> None:
     for calls in zip(*run(reduced_to_shards, RANKS, block), strict=True):
         whole = [bundled(call) for call in calls]
@@ -216,7 +241,8 @@ def test_shards_are_read_off_the_messages_as_the_page_says(block: dict[str, Any]
             for i, (formats, h) in enumerate(kinds)
             for piece in oracle.shards(i, tensors[0][i].size, RANKS, formats, h)
         ]
-        found = sums_of(calls, tensors, pieces, block.get("slices"))
+        signs = [calls[0].signs[i] for i in order]
+        found = sums_of(calls, tensors, signs, pieces, block.get("slices"))
         for rank, call in enumerate(calls):
             expected = [joined(found, i, rank) for i in range(len(kinds))]
             start = 0
@@ -230,14 +256,15 @@ def test_shards_are_read_off_the_messages_as_the_page_says(block: dict[str, Any]
                 start += -(-call.tensors[index].size // RANKS)
 
 
-@pytest.mark.parametrize("block", TWO_LEVELS, ids=["sdp4bit", "3 slices", "qsdp"])
+@pytest.mark.parametrize("block", TWO_LEVELS, ids=NAMES)
 def test_owners_read_sums_off_the_messages_as_the_page_says(block: dict[str, Any]) -> None:
     ways = set()
     for calls in zip(*run(reduced_to_owners, RANKS, block), strict=True):
         owners, kinds = calls[0].owners, calls[0].kinds
         runs = [(o, t.size, *k) for o, t, k in zip(owners, calls[0].tensors, kinds, strict=True)]
         pieces = oracle.owner_pieces(runs, RANKS, NODE_SIZE)
-        found = sums_of(calls, [call.tensors for call in calls], pieces, block.get("slices"))
+        tensors = [call.tensors for call in calls]
+        found = sums_of(calls, tensors, calls[0].signs, pieces, block.get("slices"))
         whole = {p: joined({q: v for q, v in found.items() if p.tensor == q.tensor
                             and p.start <= q.start < p.stop}, p.tensor, None)
                  for p in pieces}  # fmt: skip

@@ -168,7 +168,7 @@ def test_a_broken_install_does_not_raise_where_warnings_are_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """pytest runs with warnings as errors here, as ``python -W error`` does."""
-    monkeypatch.setitem(sys.modules, "ds_quant.zero.hooks", None)
+    monkeypatch.setitem(sys.modules, "ds_quant.zero.install", None)
     _autoload._install()
     assert "quantized_comm is NOT active" in capsys.readouterr().err
 
@@ -294,6 +294,6 @@ def test_the_variable_disables_the_hook(
 
 
 def test_a_failing_install_warns_and_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ds_quant.zero.hooks", None)
-    with pytest.warns(RuntimeWarning, match="quantized_comm is NOT active.*seams"):
+    monkeypatch.setitem(sys.modules, "ds_quant.zero.install", None)
+    with pytest.warns(RuntimeWarning, match="quantized_comm is NOT active.*install"):
         _autoload._install()

@@ -21,6 +21,7 @@ def compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*line, *arguments], capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_schemes_train_on_the_same_data_and_count_their_bytes(tmp_path: Path) -> None:
     finished = compare(tmp_path, "--schemes=full_precision,qsdp:min_numel=0")

@@ -307,9 +307,9 @@ def _accelerate(folder: str) -> dict:
 
 
 def _state_dict_on_one_rank(accelerator: Any, model: Any) -> str:
-    from ds_quant.zero import stage12
+    from ds_quant.zero import accelerate
 
-    stage12._PATIENCE, stage12._TIMEOUT = 0.2, 0.5
+    accelerate._PATIENCE, accelerate._TIMEOUT = 0.2, 0.5
     try:
         if torch.distributed.get_rank() == 0:
             accelerator.get_state_dict(model)

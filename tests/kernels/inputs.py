@@ -32,6 +32,7 @@ CODECS = tuple(
     for bits in range(2, 9)
     for index, formula in enumerate(FORMULAS)
 )
+GAUSSIAN = tuple(GroupCodec(bits=bits, group_size=128, range="gaussian") for bits in (2, 3, 4))
 
 # What a group may hold. Values below fp16's range become zeros there, those above Inf.
 KINDS = {
@@ -63,9 +64,9 @@ def awkward(numel: int, group_size: int, kinds: list[str], seed: int) -> torch.T
 
 
 def table(codec: GroupCodec) -> torch.Tensor | None:
-    """Uneven levels for learned codecs."""
+    """Uneven levels for learned codecs, those of Gaussian ones."""
     if codec.levels != "learned":
-        return None
+        return codec.table(None, torch.device("cpu"))
     generator = torch.Generator().manual_seed(codec.bits)
     steps = torch.rand(1 << codec.bits, generator=generator) + 0.5
     return steps.cumsum(0) - steps[0]

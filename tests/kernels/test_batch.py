@@ -18,6 +18,7 @@ from ds_quant.kernels import dispatch, native
 from ds_quant.kernels.batch import Decode, Encode, Recode, Rotate, Sum, Task, rows_of
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import round_up
+from tests.kernels.inputs import GAUSSIAN
 from tests.kernels.test_cuda_launcher import cupy, runner  # noqa: F401
 
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
@@ -26,6 +27,8 @@ LEARNED = GroupCodec(bits=3, group_size=32, levels="learned")
 SHIFTED = GroupCodec(bits=8, group_size=32, rounding="random_shift")
 BF16 = CastCodec(torch.bfloat16)
 CODECS = (INT4, INT8, LEARNED, SHIFTED, BF16)
+IN_128 = (*GAUSSIAN, INT4)  # whose groups are blocks of 128
+RECODED = ((INT8, INT4), (INT4, SHIFTED), (BF16, BF16), (BF16, INT8))
 NUMELS = (1, 129, 500, 500, 500, 4096)
 LEVELS = torch.tensor([0.0, 0.5, 2.0, 3.0, 4.5, 5.0, 6.25, 7.0])
 FLIPS = Address(key=77, step=5)
@@ -87,10 +90,10 @@ def buffers_for(tasks: Sequence[Task], dtype: torch.dtype) -> list[torch.Tensor]
     return [torch.randn(numel).to(dtype), torch.full((nbytes,), 7, dtype=torch.uint8)]
 
 
-@pytest.mark.parametrize("block, flips", [(0, False), (32, False), (32, True)])
+@pytest.mark.parametrize("block, flips", [(0, False), (32, False), (32, True), (128, True)])
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 def test_encode(kernels, dtype: torch.dtype, block: int, flips: bool) -> None:
-    codecs = CODECS + CODECS
+    codecs = IN_128 if block == 128 else CODECS + CODECS
     tasks = encodes(codecs, block=block, flips=flips)
     check(tasks, lambda: buffers_for(tasks, dtype), streams_of(codecs, block=block, flips=flips))
 
@@ -126,14 +129,16 @@ def test_decode(kernels, add: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "block, flips, scale", [(0, False, 1.0), (0, False, 1 / 3), (32, True, 0.5)]
+    "block, flips, scale",
+    [(0, False, 1.0), (0, False, 1 / 3), (32, True, 0.5), (128, True, 0.25)],
 )
 @pytest.mark.parametrize("place", (None, 0, 2))
 def test_sum(kernels, place: int | None, block: int, flips: bool, scale: float) -> None:
     tasks, out, own, wire = [], 0, 0, 0
+    codecs = IN_128 if block == 128 else CODECS
     sizes = [round_up(numel, block or 1) for numel in NUMELS]
-    row = sum(codec.wire_bytes(size) for codec in CODECS for size in sizes)
-    for stream, codec in enumerate(CODECS):
+    row = sum(codec.wire_bytes(size) for codec in codecs for size in sizes)
+    for stream, codec in enumerate(codecs):
         for numel, size in zip(NUMELS, sizes, strict=True):
             operation = Sum(
                 codec, numel, wire_in=0, values=2, stream=stream, sources=2, stride=row,
@@ -143,15 +148,19 @@ def test_sum(kernels, place: int | None, block: int, flips: bool, scale: float) 
             out, own, wire = out + numel, own + round_up(size, 8), wire + codec.wire_bytes(size)
 
     def make() -> list[torch.Tensor]:
-        return [arrived(CODECS, sizes, 2), torch.randn(own), torch.zeros(out)]
+        return [arrived(codecs, sizes, 2), torch.randn(own), torch.zeros(out)]
 
-    check(tasks, make, streams_of(CODECS, block=block, flips=flips))
+    check(tasks, make, streams_of(codecs, block=block, flips=flips))
 
 
-@pytest.mark.parametrize("block", (0, 32))
 @pytest.mark.parametrize("place", (None, 1))
 @pytest.mark.parametrize(
-    "source, codec", [(INT8, INT4), (INT4, SHIFTED), (BF16, BF16), (BF16, INT8)]
+    "source, codec, block",
+    [
+        *((*pair, block) for pair in RECODED for block in (0, 32)),
+        (INT4, GAUSSIAN[1], 128),
+        (GAUSSIAN[2], GAUSSIAN[0], 128),
+    ],
 )
 def test_recode(kernels, source: Codec, codec: Codec, place: int | None, block: int) -> None:
     tasks, own, read, written = [], 0, 0, 0

@@ -24,6 +24,7 @@ from tests.kernels import tables
 from tests.kernels.inputs import (
     CODECS,
     DTYPES,
+    GAUSSIAN,
     KINDS,
     awkward,
     id_of,
@@ -120,6 +121,26 @@ def test_rotation_difference_and_own_rows(runner, block: int, flips: int | None)
     assert_values(out, rotated_back(total, block, flips, 0.125)[:numel])
 
 
+@pytest.mark.parametrize("codec", GAUSSIAN, ids=id_of)
+def test_gaussian_levels(runner, codec: GroupCodec) -> None:
+    flips, numel, levels = (5 << 96) | 77, 50_001, on_gpu(table(codec))
+    rotation = Rotation(128, flips)
+    x = awkward(4 * numel, 128, sorted(KINDS), seed=codec.bits).view(4, numel).bfloat16()
+    turned = rotated(x.float(), 128, flips)
+    wire, total = wire_of(codec, turned), torch.empty(turned.shape[1])
+    options = {"rotation": rotation, "on_wire": turned.shape[1]}
+    assert torch.equal(encoded(runner, codec, on_gpu(x), **options), wire)
+
+    reference.decode_sum(wire, total, codec, scale=1.0, own=None, levels=table(codec))
+    out, anew = torch.empty(numel, device=DEVICE), on_gpu(torch.empty_like(wire[:1]))
+    options = {"scale": 0.25, "levels": levels, "rotation": rotation, "run": runner}
+    launch.decode_sum(on_gpu(wire), out, codec, **options)
+    assert_values(out, rotated_back(total, 128, flips, 0.25)[:numel])
+    options = {"numel": total.numel(), "address": None, "levels": levels, "source_levels": levels}
+    launch.recode(on_gpu(wire)[None], anew, codec, codec, run=runner, **options)
+    assert torch.equal(anew.cpu(), wire_of(codec, total[None]))
+
+
 def test_recode_equals_decode_sum_encode(runner) -> None:
     source_codec = GroupCodec(bits=8, group_size=128, range="absmax")
     numel = 100_003
@@ -133,9 +154,10 @@ def test_recode_equals_decode_sum_encode(runner) -> None:
 
 
 def test_torch_path_on_the_gpu_gives_the_same_bytes() -> None:
-    for codec in CODECS:
-        x = torch.randn(2, 10_001).bfloat16()
-        out = torch.empty(2, codec.wire_bytes(10_001), dtype=torch.uint8, device=DEVICE)
+    for codec in (*CODECS, *GAUSSIAN):
+        numel = 79 * 128 if codec.is_gaussian else 10_001
+        x = torch.randn(2, numel).bfloat16()
+        out = torch.empty(2, codec.wire_bytes(numel), dtype=torch.uint8, device=DEVICE)
         levels = on_gpu(table(codec))
         reference.encode(on_gpu(x), out, codec, address=ADDRESS, levels=levels)
         assert torch.equal(out.cpu(), wire_of(codec, x)), codec.name

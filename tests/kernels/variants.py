@@ -12,7 +12,7 @@ from ds_quant.kernels.geometry import Stores
 from ds_quant.kernels.hadamard import Rotation
 from ds_quant.kernels.launch import Launch, Own, merge
 from ds_quant.kernels.random_bits import Address
-from tests.kernels.inputs import CODECS, DTYPES, table
+from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, table
 
 _WHOLE, _RAGGED = 1 << 16, (1 << 16) + 5
 _HADAMARD = Rotation(32)
@@ -90,7 +90,7 @@ def headline() -> dict[str, Launch]:
     int8 = _absmax(8, 128)
     qsdp = GroupCodec(bits=8, group_size=1024, rounding="random_shift")
     coin = GroupCodec(bits=4, group_size=1024, rounding="stochastic")
-    whole = {"numel": _WHOLE}
+    whole, gaussian = {"numel": _WHOLE}, GAUSSIAN[2]
     return {
         "encode int4 stochastic g128 bf16": encode(int4, bf16, **whole),
         "encode int4 stochastic g128 bf16, ragged": encode(int4, bf16),
@@ -133,6 +133,13 @@ def headline() -> dict[str, Launch]:
         "lossless plan bf16": lossless(launch_lossless.PLAN),
         "lossless write bf16": lossless(launch_lossless.WRITE),
         "lossless read bf16": lossless(launch_lossless.READ),
+        "encode Hadamard-128 with signs, 4 Gaussian bits, bf16": encode(
+            gaussian, bf16, rotation=_FLIPPED, **whole
+        ),
+        "decode_sum 8 x 4 Gaussian bits, Hadamard-128 with signs": decode_sum(
+            gaussian, 8, rotation=_FLIPPED
+        ),
+        "recode 8 x int8 -> 4 Gaussian bits": recode(int8, gaussian, 8),
     }
 
 
@@ -144,6 +151,15 @@ def others() -> dict[str, Launch]:
         if codec.rounding == "nearest":
             found[f"decode {codec.name}"] = decode(codec, DTYPES[codec.bits % 3])
     bf16 = torch.bfloat16
+    for codec in GAUSSIAN:
+        ragged = {"numel": _RAGGED, "rotation": _FLIPPED}
+        for dtype in (bf16, torch.float32):
+            found[f"encode {codec.name} Hadamard-128 {dtype}"] = encode(codec, dtype, **ragged)
+        found[f"decode {codec.name}"] = decode(codec, bf16, numel=_WHOLE)
+        found[f"decode_sum 3 x {codec.name}, own row"] = decode_sum(codec, 3, own=True, **ragged)
+        found[f"recode 3 x {codec.name}, own row"] = recode(
+            codec, codec, 3, numel=_WHOLE + 128, own=True
+        )
     wide = GroupCodec(bits=7, group_size=8192, rounding="stochastic")
     found["encode Hadamard-128 with signs int8 g2048"] = encode(
         _absmax(8, 2048), bf16, rotation=_FLIPPED

@@ -16,13 +16,19 @@ RUNS = {
     "levels.py": "--steps 2 --layers 1 --width 32 --text TEXT",
     "errors.py": "--steps 4 --every 2 --lr 1e-3 --layers 1 --width 32 --text TEXT",
     "lossless_bits.py": "--warmup 2 --settle 1 --measured 2 --layers 1 --width 32 --text TEXT",
+    "gradient_errors.py": "--looks 1 --nodes 2 --batch 2 --layers 1 --width 32 --text TEXT",
     "glue.py": "--cases 2 --codecs empty cuda --layers 5 --rounds 2 --worlds 1x2 2x2",
     "threshold.py": "--schemes sdp4bit --widths 16 --layers 5 --rounds 2",
     "scaling.py": "--models 1.3B --stages 3 --ranks 16 --node-sizes 8 --rates 10",
 }
 
 
-@pytest.mark.parametrize("script", RUNS)
+LONG = ("glue.py", "threshold.py")  # they train
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(s, marks=pytest.mark.slow) if s in LONG else s for s in RUNS]
+)
 def test_benchmark_writes_its_file(script: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT)
     arguments = RUNS[script].replace("TEXT", str(tmp_path / "text")).split()
@@ -32,4 +38,6 @@ def test_benchmark_writes_its_file(script: str, tmp_path: Path) -> None:
         [*command, "--json", str(out)], capture_output=True, text=True, timeout=240, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(out.read_text("utf-8"))
+    written = json.loads(out.read_text("utf-8"))
+    assert written["kind"] == script.removesuffix(".py") and written["versions"]["torch"]
+    assert "\n| --- |" in out.with_suffix(".md").read_text("utf-8")

@@ -295,7 +295,9 @@ def test_smoothing_leaves_a_spike_out() -> None:
     assert report.smoothed([3.0, 2.0, 9.0, 2.0, 1.0], window=3) == [3.0, 2.5, 3.0, 2.0, 2.0]
 
 
-def test_progress_is_printed_where_there_is_no_terminal(capsys) -> None:
+def test_progress_is_printed_where_there_is_no_terminal(capsys, monkeypatch) -> None:
+    times = iter([1000.0, 1240.0, 1280.0, 1320.0, 1360.0, 1400.0])
+    monkeypatch.setattr(launch.time, "monotonic", lambda: next(times))
     progress = launch.Progress(runs=2, steps=100)
     progress.begin("full_precision", world=4)
     progress.begin("qsdp", world=4)
@@ -303,8 +305,10 @@ def test_progress_is_printed_where_there_is_no_terminal(capsys) -> None:
         progress.show(step, 2.5)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "2 of 2: qsdp, starting 4 ranks"
-    assert lines[2:4] == ["2 of 2: qsdp, step 20 of 100, loss 2.500",
-                          "2 of 2: qsdp, step 40 of 100, loss 2.500"]  # fmt: skip
+    # 120 of 200 steps in 240 s, 140 in 280 s: 2 s per step
+    assert lines[2:4] == ["2 of 2: qsdp, step 20 of 100, loss 2.500, about 3 min left",
+                          "2 of 2: qsdp, step 40 of 100, loss 2.500, about 2 min left"]  # fmt: skip
+    assert lines[-1].endswith("step 100 of 100, loss 2.500, about 0 s left")
     assert len(lines) == 7
 
 

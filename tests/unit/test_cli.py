@@ -43,6 +43,17 @@ def test_validate_says_what_exact_differences_cost(tmp_path, capsys) -> None:
     assert "gradients: 4-bit absmax codes, groups of 128" in out
 
 
+def test_validate_says_how_gaussian_levels_travel(tmp_path, capsys) -> None:
+    config = {"zero_optimization": {"stage": 3}, "quantized_comm": {"scheme": "eden3"}}
+    assert main(["validate", write(tmp_path, config)]) == 0
+    out = capsys.readouterr().out
+    # 3 bits, and 2 bytes of scale per 128 elements
+    assert "gradients: 3-bit gaussian codes, groups of 128, 0.391 bytes per element" in out
+    assert "nearest level, scale of EDEN, Hadamard blocks of 128" in out
+    assert "inside a node 8-bit absmax codes, groups of 128, 1.031 bytes per element" in out
+    assert out.count("stochastic rounding") == 1
+
+
 def test_validate_accepts_every_shipped_config(capsys) -> None:
     paths = [str(path) for path in resource_dir("configs").glob("*.json")]
     assert paths and main(["validate", *paths]) == 0

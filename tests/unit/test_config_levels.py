@@ -18,8 +18,13 @@ def absmax(bits: int, group_size: int, rounding: str) -> GroupCodec:
 W4, W4_PAPER = absmax(4, 2048, "nearest"), absmax(4, 2048, "stochastic")
 G4, G8 = absmax(4, 128, "stochastic"), absmax(8, 128, "stochastic")
 ZEROPP = absmax(4, 4096, "nearest")
+GAUSSIAN = {
+    bits: GroupCodec(bits=bits, group_size=128, range="gaussian", rounding="nearest")
+    for bits in (2, 3, 4)
+}
 # scheme: weights, gradients, gradients inside a node, difference, node shard, rotation
 PRESETS = {
+    **{f"eden{bits}": (W4, codec, G8, True, True, 128) for bits, codec in GAUSSIAN.items()},
     "sdp4bit": (W4, G4, G8, True, True, 32),
     "sdp4bit_paper": (W4_PAPER, G4, G8, True, True, 32),
     "tlq": (None, G4, G8, False, False, 0),
@@ -29,8 +34,14 @@ PRESETS = {
     "qw4": (W4, None, None, False, False, 0),
     "zeropp": (absmax(8, 8192, "nearest"), ZEROPP, ZEROPP, False, True, 0),
     "lossless": (None, None, None, False, True, 0),
+    **{f"lossless_g{b}": (None, codec, G8, False, True, 128) for b, codec in GAUSSIAN.items()},
 }
-LOSSLESS = ("lossless",)  # presets with exact weight differences
+LOSSLESS = (
+    "lossless",
+    "lossless_g4",
+    "lossless_g3",
+    "lossless_g2",
+)  # presets with exact weight differences
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -54,6 +65,45 @@ def test_exact_differences_take_the_place_of_any_weights() -> None:
             found = (s.weights, s.gradients, s.gradients_intra, s.difference, s.rotation)
             assert found == (None, row[1], row[2], False, row[5])
             assert s.lossless and s.keeps_reference and s.node_shard
+
+
+def test_gaussian_levels_come_with_signs_in_every_preset_and_in_a_block_of_ones_own() -> None:
+    own = {"range": "gaussian", "bits": 3, "rotation": 128, "rotation_signs": True}
+    for block in ({"scheme": "sdp4bit", "gradients": own}, {"scheme": "eden3"}):
+        scheme = parse_block(block).to_scheme()
+        assert scheme.gradients == GAUSSIAN[3]
+        assert scheme.gradients_intra == G8
+        assert (scheme.rotation, scheme.rotation_signs) == (128, True)
+    one_codec = parse_block({"scheme": "eden2", "gradients": {"intra": None}}).to_scheme()
+    assert one_codec.gradients == GAUSSIAN[2] and one_codec.gradients_intra is None
+
+
+@pytest.mark.parametrize(
+    ("gradients", "texts"),
+    [
+        ({"bits": 5}, ["gradients.bits=5", "2, 3 and 4 bits: set bits to one of them"]),
+        ({"group_size": 256}, ["gradients.group_size=256", "set group_size to 128"]),
+        ({"rotation": 0}, ["gradients.rotation=0", "set rotation to 128"]),
+        ({"rotation": 64}, ["gradients.rotation=64", "set rotation to 128"]),
+        (
+            {"rotation_signs": False},
+            ["gradients.rotation_signs=false", "set rotation_signs to true"],
+        ),
+        ({"rounding": "random_shift"}, ['gradients.rounding="random_shift"', "nearest"]),
+        ({"intra": {"group_size": 96}}, ["gradients.intra=", "use a multiple"]),
+    ],
+)
+def test_gaussian_levels_refuse_what_they_cannot_have(gradients: dict, texts: list) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_block({"scheme": "eden4", "gradients": gradients})
+    assert [text for text in texts if text not in str(caught.value)] == [], str(caught.value)
+
+
+def test_weights_have_no_gaussian_levels() -> None:
+    with pytest.raises(
+        ConfigError, match='weights.range="gaussian": allowed: "minmax" or "absmax"'
+    ):
+        parse_block({"scheme": "qsdp", "weights": {"range": "gaussian"}})
 
 
 def test_null_takes_the_outer_codec_on_both_hops() -> None:

@@ -1,102 +1,150 @@
-"""benchmarks/convergence.py: paired statistics, and studies read from finished comparisons."""
+"""benchmarks/convergence.py: statistics of pairs, the order of runs, going on, and the page."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import compare  # noqa: E402
 import convergence  # noqa: E402
+import convergence_page  # noqa: E402
+import paired  # noqa: E402
+from schemes import parse_schemes  # noqa: E402
+
+TINY = [
+    "--layers=1", "--width=8", "--heads=1", "--seq-len=8", "--batch=1", "--base-steps=3",
+    "--steps=2", "--nodes=2", "--node-size=1", "--pairs=2", "--most-pairs=3", "--interval=0.0001",
+]  # fmt: skip
 
 
-def study(seed: int, final: dict[str, float], **arguments: Any) -> dict[str, Any]:
-    """As compare.py writes it; every loss curve ends in 50 equal values."""
-    runs = [
-        {"label": label, "result": {"losses": [5.0] * 10 + [loss] * 50}}
-        for label, loss in final.items()
-    ]
-    about = {"created": "2026-01-01", "versions": {}, "hardware": {}, "device": "cpu", "text": {}}
-    settings = {"seed": seed, "steps": 60, **arguments}
-    return {**about, "arguments": settings, "summary": [], "runs": runs}
+# ---- pairs ----
 
 
 def test_gaps_are_paired_by_seed() -> None:
     """Seeds differ by 10 %, schemes by 1 % and 3 %: mean 2 %, spread sqrt(2), t of one degree."""
-    studies = [
-        study(0, {"full_precision": 2.0, "qsdp": 2.02}),
-        study(1, {"full_precision": 2.2, "qsdp": 2.266}),
-    ]
-    exact, ours = convergence.gaps(studies)
-    assert exact.gaps == [0, 0] and exact.half_width == 0
-    assert ours.gaps == pytest.approx([1, 3])
-    assert (ours.mean, ours.spread) == pytest.approx((2, 2**0.5))
-    assert ours.half_width == pytest.approx(12.71)
+    found = paired.gap({1: 2.266, 0: 2.02, 7: 9.0}, {0: 2.0, 1: 2.2, 5: 1.0})
+    assert found.pairs == pytest.approx([1, 3])
+    assert found.mean == pytest.approx(2) and found.half_width == pytest.approx(12.706)
 
 
-def test_one_seed_has_no_interval() -> None:
-    (_, ours) = convergence.gaps([study(0, {"full_precision": 2.0, "qsdp": 1.99})])
-    assert ours.mean == pytest.approx(-0.5) and ours.half_width is None
+def test_one_pair_has_no_interval_and_none_no_gap() -> None:
+    assert paired.of_pairs([0.5]) == paired.Gap(pairs=[0.5], mean=0.5, half_width=None)
+    assert paired.gap({0: 1.0}, {1: 1.0}) is None
 
 
-def test_studies_that_differ_in_more_than_the_seed_are_refused() -> None:
-    studies = [study(0, {"full_precision": 2.0}), study(1, {"full_precision": 2.0}, lr=1)]
-    with pytest.raises(ValueError, match="the studies differ in lr: only the seed may differ"):
-        convergence.gaps(studies)
-    with pytest.raises(ValueError, match="no baseline: run one of full_precision"):
-        convergence.gaps([study(0, {"qsdp": 2.0})])
+def test_students_t_falls_to_that_of_the_normal_distribution() -> None:
+    assert paired.student(9) == 2.306 and paired.student(31) == 2.042
+    assert paired.student(61) == pytest.approx(2.0003, abs=1e-3)
+    assert paired.student(100_001) == pytest.approx(1.96, abs=1e-3)
 
 
-def test_finished_comparisons_become_a_study(tmp_path: Path, capsys) -> None:
-    for seed in (0, 1, 2):
-        folder = tmp_path / f"seed{seed}"
-        folder.mkdir()
-        losses = {"full_precision": 2.0, "sdp4bit": 2.0 + 0.002 * seed}
-        (folder / "compare.json").write_text(json.dumps(study(seed, losses)))
-    folders = [str(tmp_path / f"seed{seed}") for seed in (0, 1, 2)]
-    assert convergence.main(["--from", *folders, "--out", str(tmp_path)]) == 0
-    written = json.loads((tmp_path / "convergence.json").read_text())
-    assert written["arguments"]["seed"] == [0, 1, 2]
-    assert written["gaps"][1]["mean"] == pytest.approx(0.1)
-    assert (tmp_path / "convergence.png").stat().st_size > 10_000
-    assert convergence.main(["--from", str(tmp_path / "none")]) == 1
+@pytest.mark.parametrize(
+    ("pairs", "least", "settled"),
+    [
+        ([0.0, 0.1, 0.0, 0.1], 4, False),  # +-0.09
+        ([0.0, 0.02, 0.0, 0.02], 4, True),
+        ([0.0, 0.02, 0.0, 0.02], 8, False),  # too few
+        ([5.0, 5.1, 5.0, 5.1], 4, True),  # narrow against the gap
+    ],
+)
+def test_an_interval_settles_when_it_is_narrow(
+    pairs: list[float], least: int, settled: bool
+) -> None:
+    assert paired.of_pairs(pairs).is_settled(interval=0.05, least=least) == settled
+
+
+# ---- the order of runs ----
+
+
+def order(tmp_path: Path, losses: dict[str, list[float]], **given: float) -> list[tuple[str, int]]:
+    """Runs in their order, if every run of a scheme finds these losses one after the other."""
+    args = {"constant": False, "pairs": 2, "most_pairs": 3, "interval": 0.05} | given
+    ledger, found = convergence.Ledger(tmp_path / "runs.jsonl", "study"), []
+    labels = [label for label in losses if label != convergence.BASELINE]
+    for label, seed in convergence.missing_runs(ledger, labels, argparse.Namespace(**args)):
+        found.append((label, seed))
+        loss = losses[label][seed]
+        ledger.add({"scheme": label, "seed": seed, "constant": False, "held_out": loss})
+    return found
+
+
+def test_every_scheme_gets_the_least_number_then_the_widest_interval_one_more(
+    tmp_path: Path,
+) -> None:
+    losses = {
+        "full_precision": [2.0] * 4,
+        "narrow": [2.0002, 2.0001, 2.0],
+        "wide": [2.0, 2.1, 2.0],
+        "wider": [2.0, 2.5, 2.0],
+    }
+    assert order(tmp_path, losses) == [
+        ("full_precision", 0), ("narrow", 0), ("full_precision", 1), ("narrow", 1),
+        ("wide", 0), ("wide", 1), ("wider", 0), ("wider", 1),
+        ("full_precision", 2), ("wider", 2), ("wide", 2),
+    ]  # fmt: skip
+    assert order(tmp_path, losses) == []  # all of it is in the file
+    assert order(tmp_path, losses, pairs=3) == [("narrow", 2)]
+
+
+def test_runs_of_another_study_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    run = {"scheme": "qsdp", "seed": 0, "constant": False, "held_out": 2.0}
+    convergence.Ledger(path, "one").add(run)
+    assert convergence.Ledger(path, "one").runs == [run]
+    assert convergence.Ledger(path, "other").runs == []
+
+
+# ---- a whole study ----
+
+
+def test_a_study_that_was_interrupted_goes_on_where_it_was(tmp_path: Path, capsys) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
+    argv = [*TINY, f"--text={text}", f"--out={tmp_path}", "--schemes=sdp4bit"]
+    argv = [*argv, f"--json={tmp_path / 'found.json'}"]
+    assert convergence.main(argv) == 0
+    runs = tmp_path / "runs.jsonl"
+    whole = runs.read_text("utf-8").splitlines()
+    assert len(whole) == 6  # three pairs of a gap that is never narrow enough
+    runs.write_text("\n".join(whole[:4]) + "\n", "utf-8")
+    assert convergence.main(argv) == 0
+    assert runs.read_text("utf-8").splitlines() == whole  # bit by bit
+    assert convergence.main([*argv, "--constant"]) == 0
+    assert convergence.main([*argv, "--report"]) == 0
+    found = json.loads((tmp_path / "found.json").read_text("utf-8"))
+    (row,), (both,) = found["rows"], found["constant"]
+    exact, ours = ([json.loads(r)["held_out"] for r in whole[i::2]] for i in (0, 1))
+    gaps = [100 * (a / b - 1) for a, b in zip(ours, exact, strict=True)]
+    assert row["gap"]["pairs"] == pytest.approx(gaps)
+    assert both["decayed"] == row["gap"] != both["held_out"]
+    page = (tmp_path / "found.md").read_text("utf-8")
+    assert page == convergence_page.page(found, "found.json")
+    assert f"| `sdp4bit` | {row['gap']['mean']:+.3f} % |" in page
+
+
+def test_a_wrong_scheme_or_text_is_refused_before_anything_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*TINY, f"--out={tmp_path}", f"--text={tmp_path / 'none'}"]
+    assert convergence.main(argv) == 1
     assert "none" in capsys.readouterr().err
+    text = tmp_path / "text"
+    text.write_bytes(b"abc " * 400)
+    argv = [*TINY, f"--out={tmp_path}", f"--text={text}"]
+    assert convergence.main([*argv, "--schemes=qsdp:weights.bits=9"]) == 1
+    assert "weights.bits" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        convergence.main([*argv, "--steps=0"])
+    assert "--steps=0: allowed: above 0" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.pt"))
 
 
-def test_a_finished_seed_is_not_repeated(tmp_path: Path, monkeypatch) -> None:
-    calls = []
-
-    def finished(argv: list[str]) -> int:
-        args = compare.parse_args(argv)
-        result = study(args.seed, {"full_precision": 2.0, "qsdp": 2.0})
-        result["arguments"] = compare._arguments(args)
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "compare.json").write_text(json.dumps(result))
-        calls.append(args.seed)
-        return 0
-
-    monkeypatch.setattr(compare, "main", finished)
-    argv = ["--grid", "sdp4bit", "--seeds", "0", "1", "--out", str(tmp_path), "--steps=60"]
-    assert convergence.main(argv) == 0 and calls == [0, 1]
-    assert convergence.main(argv) == 0 and calls == [0, 1]
-    assert convergence.main([*argv, "--lr=1e-3"]) == 0 and calls == [0, 1, 0, 1]
-
-
-@pytest.mark.parametrize("grid", sorted(convergence.GRIDS))
-def test_grids_are_valid_schemes(grid: str) -> None:
-    args = compare.parse_args([f"--schemes={convergence.GRIDS[grid]}"])
-    compare.check(args)
-    assert args.schemes[0].label == "full_precision"
-
-
-@pytest.mark.parametrize("grid", sorted(convergence.GRIDS))
-def test_every_scheme_of_a_grid_is_a_valid_configuration(grid: str) -> None:
-    args = compare.parse_args(["--schemes", convergence.GRIDS[grid], "--node-size", "2"])
-    assert args.schemes[0].name == "full_precision"
-    compare.check(args)
+def test_every_scheme_of_a_study_is_a_valid_configuration() -> None:
+    for entry in parse_schemes(convergence.SCHEMES):
+        convergence.Settings().scheme(entry, seed=3)

@@ -23,11 +23,15 @@ from ds_quant.tools.cli import _parser, main
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PROGRAMS = ("make", "pip", "python", "ds_quant", "deepspeed", "torchrun", "sudo", "benchmarks/")
-RECORDED = re.compile(r"^- Command: `python (benchmarks/\w+\.py)(.*)`$", re.MULTILINE)
+PROGRAMS = (
+    "make", "pip", "python", "ds_quant", "deepspeed", "accelerate", "torchrun", "sudo",
+    "benchmarks/",
+)  # fmt: skip
 INSTALLED = "tests/integration/test_wheel.py::test_import_torch_activates_the_installed_plugin"
 STARTED = "tests/integration/test_readme.py::test_five_minute_start"
 
+EXAMPLES = "tests/integration/test_examples.py::"
+TWO_HOSTS = EXAMPLES + "test_two_hosts_of_the_hostfile_train_together"
 SUITE = "tests/kernels/test_gpu_suite.py::test_dry_run_of_the_suite"
 COVERED = {
     "pip install torch": INSTALLED,
@@ -37,13 +41,27 @@ COVERED = {
     "test_doctor_trains_two_processes_and_sees_a_disabled_plugin",
     "ds_quant validate ds_config.json": STARTED,
     "deepspeed --num_accelerators 2 train.py": STARTED,
+    **{
+        f"deepspeed --num_accelerators 2 {name}.py": EXAMPLES + "test_example_trains_and_saves"
+        for name in ("plain_loop", "trainer", "lora")
+    },
+    "accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json --num_processes 2 "
+    "accelerate_loop.py": EXAMPLES + "test_accelerate_launch_starts_its_example",
+    "deepspeed --hostfile hostfile plain_loop.py": TWO_HOSTS,
+    "deepspeed --hostfile hostfile --no_ssh --node_rank 0 --master_addr host1 plain_loop.py":
+    TWO_HOSTS,
+    "deepspeed --hostfile hostfile --no_ssh --node_rank 1 --master_addr host1 plain_loop.py":
+    TWO_HOSTS,
     "ds_quant probe --hostfile hostfile": "tests/distributed/test_probe.py::"
     "test_probe_starts_itself_on_the_hosts_of_a_hostfile",
     "torchrun --nproc-per-node 8 --nnodes 2 --rdzv-endpoint HOST:29400 --no-python ds_quant probe":
     "tests/distributed/test_probe.py::test_probe_runs_under_torchrun",
     "make install": INSTALLED,
-    "make report": "tests/unit/test_results.py::test_page_of_results_is_up_to_date",
-    ".venv/bin/python -m tests.distributed.fault_page": "tests/distributed/test_faults.py::",
+    "python benchmarks/predicted.py benchmarks/results/speed_*.json":
+    "tests/unit/test_predicted.py::test_predictions_of_the_network_lab_are_as_close_as_we_say",
+    "make test": "tests/unit/test_release.py::test_public_ci_runs_what_this_repository_runs",
+    "make lint": "tests/unit/test_release.py::test_public_ci_runs_what_this_repository_runs",
+    "make report": "tests/unit/test_results.py::test_pages_of_the_results_are_up_to_date",
     ".venv/bin/ds_quant schema --markdown > docs/keys.md": "tests/unit/test_docs.py::"
     "test_keys_page_is_what_the_models_say",
     ".venv/bin/python benchmarks/levels.py --steps 400 --json levels.json":
@@ -101,6 +119,7 @@ def test_command_runs(command: str, tmp_path: Path, monkeypatch, capsys) -> None
     facts = {"kind": "probe", "version": 1, "nodes": 2, "node_size": 8, "backend": "nccl",
              "intra": rate, "inter": rate}  # fmt: skip
     (tmp_path / "probe.json").write_text(json.dumps(facts))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 100, "weights/inter/bytes": 1e6}\n')
     monkeypatch.chdir(tmp_path)
     program, *arguments = shlex.split(command)
     if program == "ds_quant":
@@ -112,7 +131,7 @@ def test_command_runs(command: str, tmp_path: Path, monkeypatch, capsys) -> None
 
 def test_ds_quant_commands_outside_of_blocks_parse() -> None:
     """Those in running text, with what stands for a value or the rest left out."""
-    tools = "validate|schema|doctor|probe|estimate"
+    tools = "validate|schema|doctor|probe|estimate|plot"
     for page in PAGES:
         for command in re.findall(rf"`(ds_quant (?:{tools}) [^`]*)`", page.read_text("utf-8")):
             if "..." not in command:
@@ -136,18 +155,10 @@ def test_extras_exist() -> None:
                 assert re.search(rf"^{extra} =", setup, re.MULTILINE), extra
 
 
-def recorded() -> list[tuple[str, str]]:
-    """Script and arguments of the commands that made the result files."""
-    return RECORDED.findall((ROOT / "docs" / "results.md").read_text("utf-8"))
-
-
 def test_commands_that_made_the_results_still_parse(monkeypatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    for script, arguments in recorded():
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        _, script, *arguments = shlex.split(json.loads(path.read_text("utf-8"))["command"])
         module = importlib.import_module(Path(script).stem)
-        monkeypatch.setattr(sys, "argv", [script, *shlex.split(arguments)])
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
         assert module.parse_args()
-
-
-def test_every_result_file_says_how_it_was_made() -> None:
-    assert len(recorded()) == len(list((ROOT / "benchmarks" / "results").glob("*.json")))

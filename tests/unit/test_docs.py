@@ -71,6 +71,27 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
+# Made by commands; the navigation of the site has their questions.
+MADE = {"keys", "support", "peer_suite", "results", "faults"}
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
+def test_every_page_begins_with_the_question_that_it_answers(page: Path) -> None:
+    title = page.read_text("utf-8").partition("\n")[0]
+    assert page.stem in MADE or (title.startswith("# ") and title.endswith("?")), title
+
+
+def test_every_page_has_its_question_in_the_navigation_of_the_site() -> None:
+    text = (ROOT / ".ci" / "mkdocs.yml").read_text("utf-8")
+    shown = dict(re.findall(r"^ +- (.+): (\w+\.md)$", text, re.MULTILINE))
+    assert all(question.endswith("?") for question in shown)
+    assert sorted(shown.values()) == sorted({"index.md"} | {page.name for page in PAGES[1:]})
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 180
+
+
 def test_every_page_is_listed_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     for page in ROOT.glob("docs/*.md"):

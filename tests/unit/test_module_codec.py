@@ -114,10 +114,13 @@ BROKEN = {
     "unwritten": (GOOD.replace("    out.zero_()\n", ""), "write every byte of `out`"),
     "unaddressed": (GOOD.replace("uniform()", "torch.rand(x.shape)"), "from uniform()"),
     "in place": (GOOD.replace("out.zero_()", "out.zero_(), x.mul_(2)"), "changes x"),
-    "partial": (GOOD.replace("out.copy_((", "out[:, 1:].copy_(("), "decode"),
+    "partial": (GOOD.replace("out.copy_((", "out[:, 1:] = ((").replace(
+        "view(torch.float32))", "view(torch.float32))[:, 1:]"), "write every element of `out`"),
     "rows": (GOOD + "    out -= out.mean(0)\n", "of each row alone"),
     "far off": (GOOD + "    out.neg_()\n", "nothing to do with x"),
     "zeros": (GOOD + "    out += 1e-3\n", "decode of zeros gives"),
+    "inf": (GOOD + "    out[out.isinf()] = 1\n", "with one inf gives 1.0: allowed: Inf or NaN"),
+    "bf16": (GOOD.replace("x.float()", "x"), "encode((2, 1) bfloat16, "),
     "nan": (GOOD + "    out.nan_to_num_()\n", "with one nan gives 0.0: allowed: NaN"),
 }  # fmt: skip
 

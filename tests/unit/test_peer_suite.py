@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-import peer_page  # noqa: E402
 import peer_suite  # noqa: E402
-import results_schema  # noqa: E402
-from peer import block, facts, outcomes, process  # noqa: E402
+from peer import plugin  # noqa: E402
 from peer.files import FILES  # noqa: E402
-from peer.outcomes import Explanation  # noqa: E402
-from peer.process import Setting, SuiteError  # noqa: E402
-from peer.results import EXPLAINED  # noqa: E402
-from peer.runner import Runner  # noqa: E402
+from peer_suite import EXPLAINED, PLAIN, Ended, SuiteError  # noqa: E402
 
 BLOCK = {"scheme": "qsdp", "min_numel": 0}
 REFUSAL = "quantized_comm cannot be used with something"
@@ -37,12 +30,12 @@ REFUSAL = "quantized_comm cannot be used with something"
 def test_configs_that_enable_zero_get_the_block(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(block.EVENTS, str(tmp_path / "events"))
+    monkeypatch.setenv(plugin.NOTES, str(tmp_path / "notes"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     given = {"zero_optimization": {"stage": stage}}
-    assert block.with_block(given, BLOCK) == {**given, "quantized_comm": BLOCK}
+    assert plugin.with_block(given, BLOCK) == {**given, "quantized_comm": BLOCK}
     assert "quantized_comm" not in given
-    assert facts.read(tmp_path / "events") == [{"event": "block", "stage": stage, "world": 2}]
+    assert plugin.noted("world") == [2] and plugin.noted("rank_error") == []
 
 
 @pytest.mark.parametrize(
@@ -55,94 +48,101 @@ def test_configs_that_enable_zero_get_the_block(
     ],
 )
 def test_other_configs_stay_as_they_are(config: dict[str, Any]) -> None:
-    assert block.with_block(config, BLOCK) is config
+    assert plugin.with_block(config, BLOCK) is config
 
 
-# ---- outcomes ----
+# ---- differences ----
 
 
-def facts_of(name: str, *events: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"event": "start", "test": name}, *events]
-
-
-def end(name: str, outcome: str, error: str = "") -> dict[str, Any]:
-    return {"event": "end", "test": name, "outcome": outcome, "error": error}
-
-
-def test_every_outcome_is_told_apart() -> None:
-    names = ["fine", "late", "wrong", "refused", "hung", "absent", "skipped"]
-    used = {"event": "block", "stage": 3, "world": 2}
-    alone = {"event": "block", "stage": 2, "world": 1}
-    found = outcomes.tests(
-        [
-            {"event": "collected", "tests": names},
-            *facts_of("fine", used, end("fine", "passed")),
-            *facts_of("late", end("late", "passed"), end("late", "failed", "in its teardown")),
-            *facts_of("wrong", alone, end("wrong", "failed", "1 != 2")),
-            *facts_of("refused", used, end("refused", "failed", f"ConfigError: {REFUSAL}")),
-            *facts_of(
-                "hung",
-                {"event": "rank_error", "error": "ValueError: one rank"},
-                end("hung", "failed", "hung: no news within 9 s"),
-            ),
-            *facts_of("skipped", end("skipped", "skipped", "Skipped: no fp16")),
-        ]
-    )
-    assert {name: test.outcome for name, test in found.items()} == {
-        "fine": "passed", "late": "failed", "wrong": "failed", "refused": "refused",
-        "hung": "failed", "absent": "not_run", "skipped": "skipped",
+def test_differences_are_tests_that_pass_only_without_the_plugin(monkeypatch, tmp_path) -> None:
+    known = [{"test": "e", "error": "losses", "schemes": ["qsdp"], "why": "8 bits"}]
+    (tmp_path / "explained.json").write_text(json.dumps(known))
+    monkeypatch.setattr(peer_suite, "EXPLAINED", tmp_path / "explained.json")
+    ok, bad = Ended("passed", world=2), Ended("failed", "losses differ")
+    plain = {n: ok for n in ("same", "explained", "surprise", "refused", "hung")} | {"broken": bad}
+    active = {
+        "same": ok, "explained": bad, "surprise": Ended("failed", "crash", 1),
+        "refused": Ended("refused", REFUSAL, 2), "broken": bad,
     }  # fmt: skip
-    assert found["refused"].error == REFUSAL
-    assert found["hung"].error.endswith("on a rank: ValueError: one rank")
-    counts = outcomes.counts(found.values())
-    assert (counts["failed"], counts["with_plugin"], counts["communicating"]) == (3, 3, 2)
-    assert results_schema.PeerCounts(**counts).collected == 7
-
-
-def test_differences_are_tests_that_pass_only_without_the_plugin() -> None:
-    def run(**ends: tuple[str, str]) -> dict[str, outcomes.Test]:
-        events = [{"event": "collected", "tests": list(ends)}]
-        for name, (outcome, error) in ends.items():
-            events += facts_of(name, end(name, outcome, error))
-        return outcomes.tests(events)
-
-    ok, bad = ("passed", ""), ("failed", "losses differ")
-    plain = run(same=ok, explained=ok, surprise=ok, refused=ok, broken=bad)
-    active = run(
-        same=ok,
-        explained=bad,
-        surprise=("failed", "crash"),
-        refused=("failed", REFUSAL),
-        broken=bad,
-    )
-    known = [Explanation(test="e", error="losses", schemes=["qsdp"], why="8 bits")]
-    rows = outcomes.differences(plain, active, "qsdp", known)
-    assert {row["test"]: row["why"] for row in rows} == {
-        "explained": "8 bits",
-        "surprise": None,
-        "refused": "refused by the plugin",
-    }
-    assert outcomes.broken(plain) == [{"test": "broken", "error": "losses differ"}]
+    result = peer_suite.content({"f.py": {PLAIN: plain, "qsdp": active}}, ["qsdp"])
+    assert {row["test"]: row["why"] for row in result["differences"]} == {
+        "explained": "8 bits", "surprise": None, "refused": "refused by the plugin", "hung": None,
+    }  # fmt: skip
+    assert result["broken"] == [{"test": "broken", "error": "losses differ"}]
+    assert peer_suite.totals(result)["qsdp"] == {
+        "collected": 6, "passed": 1, "failed": 3, "refused": 1, "skipped": 0, "not_run": 1,
+        "with_plugin": 3, "communicating": 2,
+    }  # fmt: skip
 
 
 # ---- running ----
 
 TREE = {
-    "tests/conftest.py": "",
+    "tests/conftest.py": """
+import pytest
+def pytest_runtest_call(item):
+    if item.cls is not None:
+        item.runtest = lambda: item.cls()(item._request)
+""",
     "tests/pytest.ini": "[pytest]\n",
     "tests/unit/__init__.py": "",
-    "tests/unit/common.py": "",
-    "tests/unit/test_small.py": """
-import subprocess, sys, time
+    "tests/unit/zero/__init__.py": "",
+    "tests/unit/common.py": """
+import os, subprocess, sys, time
 import pytest
+from peer import plugin
+
+class Pool:
+    def terminate(self): self.process.kill()
+
+class DistributedExec:
+    exec_timeout = int(os.environ["DS_UNITTEST_TIMEOUT"])
+    def __call__(self, request): self._launch_procs(2, "")
+    def _launch_procs(self, num_procs, init_method):
+        pool = Pool()
+        pool.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        plugin.note("world", num_procs)
+        try:
+            self.run()
+        finally:
+            self._close_pool(pool, num_procs)
+    def _close_pool(self, pool, num_procs, force=False):
+        if pool.process.poll() is None and self.hangs:
+            time.sleep(600)
+        pool.terminate()
+""",
+    "tests/unit/zero/test_small.py": f"""
+import pytest
+from peer import plugin
+from unit.common import DistributedExec
+
+class TestHangs(DistributedExec):
+    __test__, hangs = True, True
+    def run(self):
+        plugin.note("rank_error", "ValueError: one rank")
+        pytest.exit("Test hanged, exiting", returncode=1)
+    def test(self): pass
+
+class TestRefused(DistributedExec):
+    __test__, hangs = True, False
+    def run(self): raise ValueError({REFUSAL!r} + chr(10) + "more")
+    def test(self): pass
+
+@pytest.fixture
+def late():
+    yield
+    raise OSError("in its teardown")
 
 def test_passes(): pass
-def test_hangs():
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    time.sleep(600)
+def test_late(late): pass
 def test_fails(): assert 1 == 2
 @pytest.mark.skip(reason="not here")
 def test_is_skipped(): pass
+""",
+    "tests/unit/zero/test_other.py": "def test_other(): pass",
+    "tests/unit/zero/test_endless.py": """
+import subprocess, sys
+def test_endless(): subprocess.run([sys.executable, "-c", "import time; time.sleep(600)"])
 """,
 }
 
@@ -156,62 +156,58 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def test_hanging_test_is_ended_with_its_processes_and_the_rest_is_run(
-    tree: Path, tmp_path: Path
-) -> None:
-    setting = Setting(tree=tree, block=None, ranks=2, file_limit=120, test_limit=10, keyword=None)
-    events = tmp_path / "events.jsonl"
-    block.append(events, "how")
-    sleepers = {p.pid for p in psutil.process_iter() if "time.sleep(600)" in _command(p)}
-    Runner(setting=setting, events=events, stop=threading.Event()).run(["test_small.py"])
-    left = {p.pid for p in psutil.process_iter() if "time.sleep(600)" in _command(p)}
-    assert left <= sleepers
-    found = outcomes.tests(facts.read(events))
-    assert {name.rpartition("::")[2]: test.outcome for name, test in found.items()} == {
-        "test_passes": "passed",
-        "test_hangs": "failed",
-        "test_fails": "failed",
-        "test_is_skipped": "skipped",
+def arguments(tree: Path, *flags: str) -> Any:
+    args = peer_suite.parse_args(["--test-timeout", "10", "--ranks", "2", *flags])
+    args.tree, args.work = tree, tree / "work"
+    return args
+
+
+def sleepers() -> set[int]:
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            found |= {process.pid} if "time.sleep(600)" in " ".join(process.cmdline()) else set()
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_every_outcome_is_told_apart_and_a_test_that_hangs_is_ended(tree: Path) -> None:
+    before = sleepers()
+    args = arguments(tree, "--timeout", "100")
+    found = peer_suite.run_file("zero/test_small.py", PLAIN, args)
+    assert sleepers() <= before
+    assert {
+        name.removeprefix("unit/zero/test_small.py::"): test for name, test in found.items()
+    } == {
+        "TestHangs::test": Ended(
+            "failed",
+            "Failed: hung: no end within 10 s; before that, on a rank: ValueError: one rank",
+            2,
+        ),
+        "TestRefused::test": Ended("refused", REFUSAL, 2),
+        "test_passes": Ended("passed"),
+        "test_late": Ended("failed", 'failed on teardown with "OSError: in its teardown"'),
+        "test_fails": Ended("failed", "assert 1 == 2"),
+        "test_is_skipped": Ended("skipped", "not here"),
     }
-    errors = [test.error for test in found.values() if test.outcome == "failed"]
-    assert errors == ["hung: no news within 10 s", "assert 1 == 2"]
+    (tree / "tests" / "unit" / "zero" / "test_small.py").unlink()
+    assert peer_suite.run_file("zero/test_small.py", PLAIN, args) == found, "kept in --work"
+    other = peer_suite.run_file("zero/test_other.py", PLAIN, args)
+    assert other == {"unit/zero/test_other.py::test_other": Ended("passed")}
 
 
-def _command(candidate: psutil.Process) -> str:
-    try:
-        return " ".join(candidate.cmdline())
-    except psutil.Error:
-        return ""
+def test_time_limit_of_a_file_ends_it_with_its_processes(tree: Path) -> None:
+    before, args = sleepers(), arguments(tree, "--timeout", "20")
+    assert peer_suite.run_file("zero/test_endless.py", "qsdp", args) == {}
+    assert sleepers() <= before
 
 
-def test_time_limit_of_a_file_ends_it(tree: Path, tmp_path: Path) -> None:
-    setting = Setting(tree=tree, block=None, ranks=2, file_limit=4, test_limit=60, keyword="hangs")
-    events = tmp_path / "events.jsonl"
-    block.append(events, "how")
-    begin = time.monotonic()
-    Runner(setting=setting, events=events, stop=threading.Event()).run(["test_small.py"])
-    assert time.monotonic() - begin < 30
-    found = facts.read(events)
-    assert [fact["file"] for fact in found if fact["event"] == "given_up"] == ["test_small.py"]
-    assert "test_passes" not in json.dumps([fact for fact in found if fact["event"] == "end"])
-
-
-def test_suite_that_is_ended_from_outside_ends_its_processes(tree: Path, tmp_path: Path) -> None:
-    setting = Setting(tree=tree, block=None, ranks=2, file_limit=60, test_limit=60, keyword=None)
-    events, stop = tmp_path / "events.jsonl", threading.Event()
-    block.append(events, "how")
-    stop.set()
-    with pytest.raises(SuiteError, match="ended from outside"):
-        Runner(setting=setting, events=events, stop=stop).run(["test_small.py"])
-    assert facts.ended(facts.read(events)) == set()
-
-
-def test_what_a_failed_start_printed_is_kept(tree: Path) -> None:
-    code = "import sys; sys.exit('the operators are missing')"
-    setting = Setting(tree=tree, block=None, ranks=2, file_limit=9, test_limit=9, keyword=None)
-    events, log = tree / "events", tree / "log"
-    assert process._in_session([sys.executable, "-c", code], setting, events, log, 60) == 1
-    assert "the operators are missing" in log.read_text("utf-8")
+def test_what_a_failed_start_printed_is_shown(tree: Path) -> None:
+    (tree / "work").mkdir()
+    (tree / "tests" / "unit" / "common.py").write_text("raise OSError('operators are missing')")
+    with pytest.raises(SuiteError, match="(?s)cannot be loaded.*operators are missing"):
+        peer_suite.check_start(arguments(tree))
 
 
 def test_folder_without_tests_is_refused(tmp_path: Path) -> None:
@@ -237,25 +233,27 @@ def test_files_are_named_once() -> None:
 
 
 @pytest.fixture(scope="module")
-def committed() -> results_schema.PeerSuite:
-    return results_schema.load(peer_page.RESULT)
+def committed() -> dict[str, Any]:
+    path = ROOT / "benchmarks" / "results" / "peer_suite_cpu.json"
+    return json.loads(path.read_text("utf-8"))
 
 
-def test_every_difference_of_the_committed_result_is_explained(
-    committed: results_schema.PeerSuite,
-) -> None:
-    assert [row.test for row in committed.differences if row.why is None] == []
-    assert all(total["not_run"] == 0 for total in committed.totals().values())
-    totals = committed.totals()
+def test_every_difference_of_the_committed_result_is_explained(committed: dict[str, Any]) -> None:
+    assert [row["test"] for row in committed["differences"] if row["why"] is None] == []
+    totals = peer_suite.totals(committed)
+    assert all(total["not_run"] == 0 for total in totals.values())
     assert totals["full_precision"]["communicating"] > 0
     assert totals["without"]["with_plugin"] == 0
 
 
-def test_every_explanation_is_needed(committed: results_schema.PeerSuite) -> None:
+def test_every_explanation_is_needed_and_on_the_page(committed: dict[str, Any]) -> None:
+    page = " ".join((ROOT / "docs" / "peer_suite.md").read_text("utf-8").split())
     for entry in json.loads(EXPLAINED.read_text("utf-8")):
         assert re.compile(entry["test"]) and re.compile(entry["error"])
-        assert any(row.why == entry["why"] for row in committed.differences), entry
-
-
-def test_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    assert peer_page.main(["--check"]) == 0, capsys.readouterr().err
+        assert any(row["why"] == entry["why"] for row in committed["differences"]), entry
+    for row in committed["differences"]:
+        assert f"`{row['test'].rpartition('/')[2]}`" in page, row["test"]
+        assert row["why"] in page or row["outcome"] == "refused", row["why"]
+    for scheme, total in peer_suite.totals(committed).items():
+        cells = " | ".join(str(total[name]) for name in peer_suite.COUNTS)
+        assert f"| `{scheme}` | {cells} |" in page

@@ -14,6 +14,7 @@ import torch
 import ds_quant
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.comm.held import HeldReduction
 from ds_quant.comm.reduce import Reduction
 from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, Slicing, own_totals
 from ds_quant.comm.traffic import Meter
@@ -58,8 +59,12 @@ class SilentLink:
         return self._arriving
 
 
-def calls_of(case: str, nodes: int, node_size: int, slices: int = 1) -> tuple[int, int]:
-    """Python calls in the package of one step as a rank in the middle, and its messages."""
+def calls_of(
+    case: str, nodes: int, node_size: int, slices: int = 1, *, held: bool = False
+) -> tuple[int, int]:
+    """Python calls in the package of one step as a rank in the middle, and its messages. With
+    ``held``: of the first micro-step and the last.
+    """
     rank, ranks = nodes * node_size // 2 + 1, nodes * node_size
     route = (
         Hop(link=SilentLink(rank % node_size, node_size), exact_own=True),
@@ -86,7 +91,13 @@ def calls_of(case: str, nodes: int, node_size: int, slices: int = 1) -> tuple[in
     tensors = [torch.randn(numel).bfloat16() for numel in NUMELS]
 
     def step() -> None:
-        Reduction(plan, tensors, codings, rotations, torch.empty(own)).wait()
+        how = codings, rotations
+        if not held:
+            Reduction(plan, tensors, *how, torch.empty(own)).wait()
+            return
+        values = torch.empty(plan.held_numel)
+        HeldReduction(plan, values, *how, tensors=tensors, fresh=True).wait()
+        HeldReduction(plan, values, *how, tensors=tensors, sums=torch.empty(own)).wait()
 
     step()
     calls = 0
@@ -103,12 +114,13 @@ def calls_of(case: str, nodes: int, node_size: int, slices: int = 1) -> tuple[in
 
 
 @pytest.mark.skipif(native.problem() is not None, reason=f"the C++ kernels {native.problem()}")
+@pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_calls_of_a_step_do_not_grow_with_the_ranks(case: str) -> None:
-    few, _ = calls_of(case, 2, 2)
+def test_calls_of_a_step_do_not_grow_with_the_ranks(case: str, held: bool) -> None:
+    few, _ = calls_of(case, 2, 2, held=held)
     for nodes, node_size in ((8, 8), (16, 8)):
-        many, messages = calls_of(case, nodes, node_size)
-        assert messages == 2
+        many, messages = calls_of(case, nodes, node_size, held=held)
+        assert messages == 2 + held
         assert many <= 1.5 * few, f"{few} calls at 2 x 2, {many} at {nodes} x {node_size}"
 
 

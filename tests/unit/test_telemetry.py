@@ -25,7 +25,7 @@ class Job:
     """An engine of rank 0 that samples every second step."""
 
     def __init__(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(telemetry.seams, "rank_and_world", lambda: (0, 2))
+        monkeypatch.setattr(telemetry.hooks, "rank_and_world", lambda: (0, 2))
         self.events: list[tuple[str, float, int]] = []
         monitor = SimpleNamespace(enabled=True, write_events=self.events.extend)
         self.engine = SimpleNamespace(global_steps=0, global_samples=0, monitor=monitor)

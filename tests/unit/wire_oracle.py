@@ -15,11 +15,12 @@ F32 = np.float32
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """What both sides know: bits, elements per group, minmax or absmax."""
+    """What both sides know: bits, elements per group, minmax or absmax, or Gaussian levels."""
 
     bits: int
     group: int
-    minmax: bool
+    minmax: bool = False
+    gaussian: bool = False
 
 
 def sections(fmt: Format, n: int) -> tuple[list[int], int, int, int]:
@@ -28,9 +29,9 @@ def sections(fmt: Format, n: int) -> tuple[list[int], int, int, int]:
     for width in WIDTHS[fmt.bits]:
         planes.append(position)
         position = pad16(position + -(-n // 8) * width)
-    groups = 4 * -(-n // fmt.group)
-    scales, offsets = position, pad16(position + groups)
-    return planes, scales, offsets, pad16(offsets + groups) if fmt.minmax else offsets
+    groups = -(-n // fmt.group)
+    scales, offsets = position, pad16(position + (2 if fmt.gaussian else 4) * groups)
+    return planes, scales, offsets, pad16(offsets + 4 * groups) if fmt.minmax else offsets
 
 
 def pad16(n: int) -> int:
@@ -54,6 +55,10 @@ def decode(row: bytes, fmt: Format, n: int, table: np.ndarray | None = None) -> 
     _, scales, offsets, _ = sections(fmt, n)
     group = np.arange(n) // fmt.group
     count = -(-n // fmt.group)
+    if fmt.gaussian:
+        halves = np.frombuffer(row, "<u2", count, scales)
+        scale = (halves.astype(np.uint32) << 16).view(F32)[group]
+        return signed_levels(fmt.bits)[codes_of(row, fmt, n)] * scale
     scale = np.frombuffer(row, "<f4", count, scales)[group] if n else np.zeros(0, F32)
     codes = codes_of(row, fmt, n)
     if not fmt.minmax:
@@ -78,6 +83,11 @@ def encode(
     n = len(x)
     planes, scales, offsets, nbytes = sections(fmt, n)
     row = bytearray(nbytes)
+    if fmt.gaussian:
+        codes, halves = gaussian_groups(x.astype(F32).reshape(-1, 128), fmt.bits)
+        _pack(codes.reshape(-1), 0, planes, fmt, row)
+        row[scales : scales + 2 * len(halves)] = halves.astype("<u2").tobytes()
+        return bytes(row)
     fraction = 0 if rounding != "stochastic" else 15 if fmt.bits == 8 else 16
     zero = 0 if fmt.minmax else 2 ** (fmt.bits - 1)
     for g in range(-(-n // fmt.group)):
@@ -103,6 +113,50 @@ def encode(
         codes = codes.clip(0 if fmt.minmax else 1, 2**fmt.bits - 1)
         _pack(codes, g * fmt.group, planes, fmt, row)
     return bytes(row)
+
+
+LEVELS = {
+    2: [0.452780035, 1.510417608],
+    3: [0.245094179, 0.756005281, 1.343909279, 2.151945705],
+    4: [
+        *(0.128395030, 0.388048299, 0.656759119, 0.942340456),
+        *(1.256231197, 1.618046386, 2.069017227, 2.732589571),
+    ],
+}  # fmt: skip
+
+
+def signed_levels(bits: int) -> np.ndarray:
+    """The level of every code."""
+    levels = np.array(LEVELS[bits], F32)
+    return np.concatenate([-levels, levels])
+
+
+def gaussian_groups(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Section 3, Gaussian levels: codes (groups, 128) and the bits of bf16 scales (groups,)."""
+    half, levels = 2 ** (bits - 1), np.array(LEVELS[bits], F32)
+    with np.errstate(all="ignore"):
+        m = np.abs(x).max(1, keepdims=True)
+        usable = (m >= 2.0**-99) & (m < 2.0**127)
+        power = np.exp2(np.floor(np.log2(np.where(usable, m, 1).astype(np.float64))))
+        y = (x * (1 / power)).astype(F32)
+        s = sum_of_128(y * y)
+        measure = y * y * (F32(1) / (s / F32(128)))
+        h = (levels[1:] + levels[:-1]) / F32(2)
+        k = (measure[:, :, None] > h * h).sum(2)
+        scale = s * (F32(1) / sum_of_128(np.abs(y) * levels[k])) * power.astype(F32)
+    wide = scale.astype(F32).view(np.uint32).astype(np.uint64)
+    bf16 = (wide + 0x7FFF + (wide >> 16 & 1)) >> 16
+    bf16 = np.where(usable, bf16, np.where(m < 2.0**-99, 0, 0x7FC0))
+    return np.where(usable, k + half * ~np.signbit(x), half), bf16[:, 0]
+
+
+def sum_of_128(v: np.ndarray) -> np.ndarray:
+    """(groups, 128) -> (groups, 1): by distance 8, 16, 1, 2, 4, 32, 64."""
+    v, left = v.copy(), np.arange(128)
+    for distance in (8, 16, 1, 2, 4, 32, 64):
+        left = left[left & distance == 0]
+        v[:, left] += v[:, left + distance]
+    return v[:, :1]
 
 
 def _pack(codes: np.ndarray, first: int, planes: list[int], fmt: Format, row: bytearray) -> None:
@@ -161,6 +215,12 @@ def unrotate(x: np.ndarray, h: int, scale: float) -> np.ndarray:
                 x[:, i], x[:, i + distance] = a + b, a - b
         distance *= 2
     return x.reshape(-1) * F32(scale / h)
+
+
+def signs_of(key: int, step: int, h: int) -> np.ndarray:
+    """+1 or -1 of the elements of a block; the key is that of hop 99, stream 0."""
+    bits = sum(word << 32 * i for i, word in enumerate(philox(key, step, 0)))
+    return np.array([1 if bits >> i & 1 else -1 for i in range(h)], F32)
 
 
 def rotate(x: np.ndarray, h: int) -> np.ndarray:
@@ -260,7 +320,7 @@ def finished(p: Piece, total: np.ndarray, scale: float) -> np.ndarray:
 
 
 def delivered(fmt: Format | None) -> Format | None:
-    return replace(fmt, bits=8) if fmt else None
+    return replace(fmt, bits=8, gaussian=False) if fmt else None
 
 
 def owner_pieces(

@@ -1,0 +1,89 @@
+"""A Markdown page beside every result file, and the list of these pages in docs/results.md.
+
+    python benchmarks/sections.py            # write (make report)
+    python benchmarks/sections.py --check    # exit 1 where something is not up to date
+
+Every benchmark owns its page: ``section(result)`` turns what it has written as JSON into a heading
+and a body. convergence.py writes its page itself. May import the standard library and, by name, the
+benchmark that a file's "command" names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "results.md"
+MARK = "<!-- below: make report -->\n"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table; the first column is text, the others are numbers."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    lines = [header, rule, *[[cell.replace("|", "\\|") for cell in row] for row in rows]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def section_of(path: Path) -> str | None:
+    """Return the page of a result file, None for one whose benchmark writes it itself."""
+    result = json.loads(path.read_text("utf-8"))
+    script = Path(result["command"].split()[1]).stem
+    if script == "convergence":
+        return None
+    heading, body = importlib.import_module(script).section(result)
+    picture = path.with_suffix(".png")
+    shown = f"![{heading}]({picture.name})\n\n" if picture.exists() else ""
+    return f"# {heading}\n\n{body}\n\n{shown}{origin(result, path.name)}"
+
+
+def origin(result: dict[str, Any], name: str) -> str:
+    """Return what a number needs to be quoted."""
+    machine = result["hardware"]
+    cores = f"{machine['cores']} cores of " if "cores" in machine else ""
+    load = f"; load {machine['load_average']:g}" if "load_average" in machine else ""
+    hardware = ", ".join([cores + machine["cpu"], *machine.get("gpus", [])]) + load
+    versions = ", ".join(f"{package} {found}" for package, found in result["versions"].items())
+    return (
+        f"- File: [`{name}`]({name})\n- Date: {result['created']}\n- Hardware: {hardware}\n"
+        f"- Versions: {versions}\n- Command: `{result['command']}`\n"
+    )
+
+
+def written(results: Path, page: Path) -> dict[Path, str]:
+    """Return the text of every page beside a result file in ``results``, and of ``page``."""
+    found = {}
+    for path in sorted(results.glob("*.json")):
+        if (text := section_of(path)) is not None:
+            found[path.with_suffix(".md")] = text
+    own = {path: path.read_text("utf-8") for path in results.glob("*.md") if path not in found}
+    headings = {path: text.partition("\n")[0].lstrip("# ") for path, text in (found | own).items()}
+    links = [f"- [{headings[p]}](../benchmarks/results/{p.name})" for p in sorted(headings)]
+    above = page.read_text("utf-8").partition(MARK)[0]
+    return {**found, page: above + MARK + "\n" + "\n".join(links) + "\n"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare, do not write")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    args = parser.parse_args(argv)
+    stale = 0
+    for path, text in written(args.results, args.page).items():
+        if not args.check:
+            path.write_text(text, "utf-8")
+        elif not path.exists() or path.read_text("utf-8") != text:
+            stale = 1
+            print(f"sections.py: {path} is not up to date: run make report", file=sys.stderr)
+    return stale
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,391 @@
+"""Train on R ranks in one process: ZeRO-3 with the plugin's own plans, codecs and random bits.
+
+Every rank has a binding of its own, as in a real run, and links whose messages stay in memory. All
+ranks do a part of a step before any does the next one, so a message is there when somebody waits.
+What ranks would compute alike is computed once: the weights that they decode, and the optimizer
+step, over whole parameters instead of shards. A step ends with the same bits as on real ranks. May
+import torch, DeepSpeed (which the plugin needs) and the plugin.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_quant.codec.bound import Coding, exactly
+from ds_quant.comm.buffers import Buffers
+from ds_quant.comm.gather import Kept, all_gather, exchange, gather
+from ds_quant.comm.topology import Topology
+from ds_quant.comm.traffic import Traffic, normalised
+from ds_quant.comm.transport import Link
+from ds_quant.kernels.wire import shard_range
+from ds_quant.policy.scheme import Scheme
+from ds_quant.zero.engine import Binding
+from ds_quant.zero.held import HeldGradients
+from ds_quant.zero.stage3 import ShardReduction
+
+Batch = Callable[[int, int], Sequence[Tensor]]  # micro-step and rank -> what the module takes
+MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+PATIENCE = 60  # seconds; a message that has not come by then was not sent
+
+# ---- messages that stay in memory ----
+
+
+@dataclass
+class Round:
+    """One collective of a group: what every rank sends, and how much of it to whom."""
+
+    payloads: dict[int, Tensor] = field(default_factory=dict)
+    sent: dict[int, Sequence[int]] = field(default_factory=dict)
+    complete: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arriving:
+    """A message of a round that other ranks may still have to join."""
+
+    round: Round
+    size: int
+    rank: int
+
+    def wait(self) -> Tensor:
+        """What this rank receives, (bytes,) uint8."""
+        if not self.round.complete.wait(PATIENCE):
+            raise RuntimeError(f"rank {self.rank} of {self.size} waits, and others have not sent")
+        payloads = [self.round.payloads[rank] for rank in range(self.size)]
+        if self.round.sent:
+            cut = [p.split(list(self.round.sent[r])) for r, p in enumerate(payloads)]
+            payloads = [parts[self.rank] for parts in cut]
+        return torch.cat(payloads)
+
+
+class Group:
+    """The ranks of a process group and the rounds that some of them have not joined yet."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = list(ranks)
+        self._open: list[Round] = []
+        self._lock = threading.Lock()
+
+    def join(self, rank: int, payload: Tensor, sent: Sequence[int] | None = None) -> Arriving:
+        """Send in the first round that this rank has not joined."""
+        with self._lock:
+            found = next((one for one in self._open if rank not in one.payloads), None)
+            if found is None:
+                found = Round()
+                self._open.append(found)
+            found.payloads[rank] = payload
+            if sent is not None:
+                found.sent[rank] = sent
+            if len(found.payloads) == len(self.ranks):
+                self._open.remove(found)
+                found.complete.set()
+        return Arriving(round=found, size=len(self.ranks), rank=rank)
+
+
+class SimulatedLink(Link):
+    """A link of one rank whose peers are in this process."""
+
+    def __init__(self, group: Group, rank: int, *, traffic: Traffic, buffers: Buffers) -> None:
+        self.size, self.rank, self.ranks = len(group.ranks), rank, group.ranks
+        self.empty, self.empties = buffers.empty, buffers.empties
+        self._group, self._traffic, self._reach = group, traffic, "inter"
+
+    def all_gather(self, payload: Tensor, *, role: str) -> Arriving:
+        return self._group.join(self.rank, payload)
+
+    def all_to_all(
+        self, payload: Tensor, *, sent: Sequence[int], received: Sequence[int], role: str
+    ) -> Arriving:
+        return self._group.join(self.rank, payload, sent)
+
+
+class Network:
+    """The groups of a topology: the world, the nodes, and the ranks of equal place."""
+
+    def __init__(self, topology: Topology) -> None:
+        nodes, places = topology.levels()
+        self.topology, self.world = topology, Group(range(topology.world))
+        self._nodes, self._places = [Group(ranks) for ranks in nodes], [Group(r) for r in places]
+
+    def groups(self, rank: int) -> tuple[tuple[Group, int], tuple[Group, int]]:
+        """The node of a rank and the ranks of its place, with its number in each."""
+        node, local = divmod(rank, self.topology.node_size)
+        return (self._nodes[node], local), (self._places[local], node)
+
+
+# ---- ranks ----
+
+
+@dataclass
+class EngineOfNobody:
+    """What a binding asks of a DeepSpeed engine under ZeRO-3."""
+
+    module: nn.Module
+    micro_steps: int
+    global_steps: int = 0
+    skipped_steps: int = 0
+    is_last_micro_step: bool = True
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.is_last_micro_step
+
+    def zero_optimization_stage(self) -> int:
+        return 3
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.micro_steps
+
+    def zero_max_reuse_distance(self) -> int:
+        return 0
+
+    zero_max_live_parameters = zero_prefetch_bucket_size = zero_max_reuse_distance
+
+
+class SimulatedRank(Binding):
+    """The binding of one rank, with links to the others of this process."""
+
+    def __init__(self, engine: EngineOfNobody, scheme: Scheme, rank: int, network: Network) -> None:
+        self.number, self._network = rank, network
+        super().__init__(engine, scheme, network.topology)
+        self.reduction = ShardReduction(self)
+        if self.crosses_at_boundary():
+            self.held = HeldGradients(engine)
+
+    def link(self, process_group: Any) -> Link:
+        return self._links.setdefault(0, self._link(self._network.world, self.number))
+
+    def _link(self, group: Group, rank: int) -> Link:
+        return SimulatedLink(group, rank, traffic=self.traffic, buffers=self.buffers)
+
+    def _make_levels(self) -> tuple[Link, Link] | None:
+        if self.topology.nodes == 1 or self.topology.node_size == 1:
+            return None
+        inside, between = self._network.groups(self.number)
+        return self._link(*inside), self._link(*between)
+
+
+# ---- training ----
+
+
+class Simulation:
+    """Data-parallel training of a module, whose parameters hold what the ranks compute with.
+
+    The master weights are those of the module when this is made, or those that are ``load``-ed;
+    weights and gradients travel in the module's dtype.
+
+    master: all parameters end to end, fp32, the only parameter of ``optimizer``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        scheme: Scheme,
+        make_optimizer: MakeOptimizer,
+        *,
+        topology: Topology,
+        micro_steps: int = 1,
+    ) -> None:
+        self.module, self._topology, self._micro_steps = module, topology, micro_steps
+        self.scheme = replace(scheme, slices=1)  # each slice has random bits of its own
+        self._parameters = list(module.parameters())
+        self._sizes = [p.numel() for p in self._parameters]
+        flat = torch.cat([p.detach().reshape(-1).float() for p in self._parameters])
+        self.master = nn.Parameter(flat)
+        self.optimizer = make_optimizer([self.master])
+        self._engine = EngineOfNobody(module, micro_steps)
+        network = Network(topology)
+        self._ranks = [
+            SimulatedRank(self._engine, self.scheme, rank, network)
+            for rank in range(topology.world)
+        ]
+        self._gradient = torch.zeros_like(flat, dtype=self._dtype)
+        self._kept: list[list[Kept]] = []  # by rank and parameter, with a node shard
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._parameters[0].dtype
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state`` returned; nothing is quantized in it, steps count from 0."""
+        with torch.no_grad():
+            self.master.copy_(state["master"])
+        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # else it is stepped in place
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {"master": self.master.detach().clone(), "optimizer": self.optimizer.state_dict()}
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the steps that follow."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def named_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter's name and master weight, in its shape."""
+        flat = self.master.detach().split(self._sizes)
+        for (name, parameter), values in zip(self.module.named_parameters(), flat, strict=True):
+            yield name, values.view(parameter.shape)
+
+    def exact_weights(self) -> list[Tensor]:
+        """The master weights in the module's dtype, as a checkpoint exports them; 1-D each."""
+        return list(self.master.detach().to(self._dtype).split(self._sizes))
+
+    def compute_with(self, weights: Sequence[Tensor]) -> None:
+        """Put weights, 1-D, into the module."""
+        for parameter, values in zip(self._parameters, weights, strict=True):
+            parameter.data = values.view(parameter.shape)
+
+    def step(self, batch: Batch, *, measure: bool = False) -> tuple[float, float | None]:
+        """One optimizer step. The loss, mean over ranks and micro-steps, and if asked for the
+        normalised error of the reduced gradients.
+        """
+        self.compute_with(self.travelled_weights())
+        loss, exact = 0.0, self.master.new_zeros(self.master.shape) if measure else None
+        for micro_step in range(self._micro_steps):
+            self._engine.is_last_micro_step = micro_step == self._micro_steps - 1
+            mean, reduced = self._backward(micro_step, batch, exact)
+            loss += mean / self._micro_steps
+            if micro_step == 0:
+                self._gradient.copy_(reduced)
+            else:
+                self._gradient.add_(reduced)
+        error = None if exact is None else self._error(exact)
+        self.master.grad = self._clipped(self._gradient.float())
+        self.optimizer.step()
+        self._learn_levels()
+        if self._kept:
+            self._exchange(partial(self._codings, intra=False, ahead=1))
+        self._engine.global_steps += 1
+        return loss, error
+
+    def _backward(
+        self, micro_step: int, batch: Batch, exact: Tensor | None
+    ) -> tuple[float, Tensor]:
+        """Mean loss, and the mean gradient as it was reduced; ``exact`` takes it unreduced, too."""
+        total, buckets = 0.0, []
+        for rank in self._ranks:
+            loss = self.module(*batch(micro_step, rank.number))
+            gradients = torch.autograd.grad(loss / self._micro_steps, self._parameters)
+            total += loss.item() / len(self._ranks)
+            if exact is not None:
+                flat = torch.cat([g.reshape(-1).float() for g in gradients])
+                exact.add_(flat, alpha=1 / len(self._ranks))
+            buckets.append(rank.reduction.begin(self._parameters, list(gradients), None))
+        for bucket in buckets:
+            bucket.advance()
+        shards = [bucket.finish() for bucket in buckets]
+        for rank in self._ranks:
+            rank.after_backward()
+        pieces = [shard for of_ranks in zip(*shards, strict=True) for shard in of_ranks]
+        return total, torch.cat(pieces)
+
+    @staticmethod
+    def _clipped(gradient: Tensor) -> Tensor:
+        """As DeepSpeed does it unless told otherwise: the norm of all gradients is at most 1."""
+        norm = gradient.double().norm()
+        return gradient.mul_(1 / (norm + 1e-6).clamp(min=1.0))
+
+    def _error(self, exact: Tensor) -> float:
+        """Squared error over squared norm of what is quantized."""
+        norms = torch.zeros(2, dtype=torch.float64)
+        pairs = zip(exact.split(self._sizes), self._gradient.split(self._sizes), strict=True)
+        for tracked, (want, got) in zip(self._ranks[0].all_tracked(), pairs, strict=True):
+            if self.scheme.skip_reason(tracked.name, tracked.shape, self._dtype) is None:
+                squares = [(got.float() - want).square(), want.square()]
+                norms += torch.stack([s.sum(dtype=torch.float64) for s in squares])
+        return normalised(*norms.tolist())
+
+    # ---- weights ----
+
+    def travelled_weights(self) -> list[Tensor]:
+        """The weights that every rank computes with in the current step, 1-D each."""
+        if self.scheme.node_shard and self._topology.nodes > 1:
+            return self._node_weights()
+        return self._each(
+            lambda rank, shards: all_gather(
+                shards, self._sizes, self._codings(rank, intra=False), rank.link(None)
+            )
+        )[0].wait()
+
+    def _each(self, post: Callable[[SimulatedRank, list[Tensor]], Any]) -> list[Any]:
+        """What is posted on every rank, which gets its shards of the exact weights."""
+        exact, world = self.exact_weights(), self._topology.world
+        posted = []
+        for rank in self._ranks:
+            places = [shard_range(numel, world, rank.number) for numel in self._sizes]
+            shards = [w[start:stop] for w, (start, stop) in zip(exact, places, strict=True)]
+            posted.append(post(rank, shards))
+        return posted
+
+    def _codings(self, rank: SimulatedRank, *, intra: bool, ahead: int = 0) -> list[Coding]:
+        """Of all weights in the current step, or in one ``ahead``."""
+        where = {"step": rank.step + ahead, "rank": rank.number, "intra": intra}
+        return [rank.weight_coding(t, self._dtype, **where) for t in rank.all_tracked()]
+
+    def _learn_levels(self) -> None:
+        """Ranks wait for each other in the middle of it, so that each has a thread."""
+        if not self.scheme.level_steps:
+            return
+
+        def learn(rank: SimulatedRank, shards: list[Tensor]) -> Future[None]:
+            values = [
+                (p, s, rank.link(None)) for p, s in zip(self._parameters, shards, strict=True)
+            ]
+            return pool.submit(rank.learn_levels, rank.step + 1, iter(values))
+
+        with ThreadPoolExecutor(len(self._ranks)) as pool:
+            for learnt in self._each(learn):
+                learnt.result()
+
+    def _node_weights(self) -> list[Tensor]:
+        """From the rows that the ranks of the first node keep; those of the others are equal."""
+        if not self._kept:
+            self._kept = [self._rows(rank) for rank in self._ranks]
+            self._exchange(lambda _: [exactly(self._dtype)] * len(self._sizes))
+        waits = []
+        for rank, kept in zip(self._ranks[: self._topology.node_size], self._kept, strict=False):
+            fabric = rank.fabric(None)
+            link = fabric.intra if self._topology.node_size > 1 else None
+            waits.append(gather(kept, self._codings(rank, intra=True), link))
+        return waits[0]()
+
+    def _rows(self, rank: SimulatedRank) -> list[Kept]:
+        nodes, size = self._topology.nodes, self._topology.node_size
+        where = {"nodes": nodes, "node_size": size, "local": rank.number % size}
+        make = partial(Kept.allocate, **where, dtype=self._dtype, device="cpu")
+        return [make(numel) for numel in self._sizes]
+
+    def _exchange(self, codings: Callable[[SimulatedRank], list[Coding]]) -> None:
+        """Bring the exact weights of every rank into the rows of all nodes."""
+
+        def post(rank: SimulatedRank, shards: list[Tensor]) -> Callable[[], None]:
+            fabric = rank.fabric(None)
+            link = fabric.inter or fabric.whole  # whole: one rank per node
+            return exchange(self._kept[rank.number], shards, codings(rank), link)
+
+        for finish in self._each(post):
+            finish()
+
+    def drift(self) -> float:
+        """Normalised squared distance of what ranks compute with to the master weights.
+
+        Raises:
+            RuntimeError: nodes keep different weights, which is an error of the plugin.
+        """
+        for rank, kept in zip(self._ranks, self._kept, strict=False):
+            first = self._kept[rank.number % self._topology.node_size]
+            if not all(torch.equal(a.rows, b.rows) for a, b in zip(kept, first, strict=True)):
+                raise RuntimeError(f"the weights of rank {rank.number} differ from its peers'")
+        found = torch.cat(self.travelled_weights()).double()
+        want = self.master.detach().double()
+        return float((found - want).square().sum() / want.square().sum())

@@ -1,0 +1,155 @@
+"""``ds_quant plot``: draw the metrics file of a run: bytes, error and seconds over steps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from ds_quant.tools import plot_style
+
+_SECTIONS = ("encode", "wait", "decode")
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+
+Row = dict[str, Any]  # a line of the file
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Write the picture; 1 with a sentence on standard error if the file cannot be drawn."""
+    path: Path = arguments.metrics
+    out = arguments.out or path.with_suffix(".png")
+    try:
+        rows = read(path)
+        draw(rows, title=path.name, path=out)
+    except (OSError, ValueError) as error:
+        print(f"ds_quant plot: {error}", file=sys.stderr)
+        return 1
+    print(f"{out}: {len(rows)} sampled steps, {rows[0]['step']} to {rows[-1]['step']}")
+    return 0
+
+
+def read(path: Path) -> list[Row]:
+    """Return the records of a metrics file, by step.
+
+    A run that was resumed appends to the file: its records replace those of the steps it repeats.
+    A last line without an end is still being written and is left out.
+
+    Raises:
+        ValueError: a line is not a record, or there is none.
+    """
+    rows: list[Row] = []
+    complete, _, _ = path.read_text("utf-8").rpartition("\n")
+    for number, line in enumerate(complete.splitlines(), start=1):
+        row = _record(line, f"{path}, line {number}")
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+        rows.append(row)
+    if not rows:
+        raise ValueError(
+            f"{path}: no records yet: allowed: a file that quantized_comm.metrics.file names, "
+            "written every metrics.interval optimizer steps"
+        )
+    return rows
+
+
+def _record(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise ValueError(
+            f"{where}: not a record of quantized_comm.metrics.file, which is a JSON object with "
+            f"an integer 'step': {line[:60]!r}"
+        )
+    return row
+
+
+def draw(rows: list[Row], *, title: str, path: Path) -> None:
+    """Write a picture of three panels over the optimizer steps."""
+    figure, panels = plot_style.pyplot().subplots(
+        3, 1, figsize=(8, 9), sharex=True, layout="constrained"
+    )
+    steps = [row["step"] for row in rows]
+    _bytes(panels[0], steps, _series(rows, "bytes"), _saved(rows))
+    _errors(panels[1], steps, _series(rows, "error"))
+    _seconds(panels[2], steps, rows)
+    for axes in panels:
+        plot_style.finish(axes)
+        plot_style.label_lines(axes)
+    panels[-1].set_xlabel("optimizer step")
+    figure.suptitle(title)
+    plot_style.save(figure, path)
+
+
+def _series(rows: list[Row], what: str) -> dict[str, list[float]]:
+    """Values of ``<role>/<link>/<what>`` by "role link"; NaN where a record has none."""
+    ending = f"/{what}"
+    names = dict.fromkeys(name for row in rows for name in row if name.endswith(ending))
+    return {
+        name.removesuffix(ending).replace("/", " "): [_number(row.get(name)) for row in rows]
+        for name in names
+    }
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _saved(rows: list[Row]) -> float | None:
+    """Share of the bytes of full precision that all records together did not send."""
+    sent = exact = 0.0
+    for row in rows:
+        for name, share in row.items():
+            if name.endswith("/saved") and share is not None and share < 1:
+                nbytes = row[name.removesuffix("saved") + "bytes"]
+                sent, exact = sent + nbytes, exact + nbytes / (1 - share)
+    return 1 - sent / exact if exact else None
+
+
+def _bytes(
+    axes: Any, steps: list[int], series: dict[str, list[float]], saved: float | None
+) -> None:
+    top = max((value for line in series.values() for value in line if value == value), default=1.0)
+    divisor, unit = next((d, u) for d, u in _UNITS if top >= d or d == 1)
+    for name, color in _colored(series):
+        values = [value / divisor for value in series[name]]
+        axes.plot(steps, values, label=name, color=color, marker=".")
+    than = "" if saved is None else f": {100 * saved:.0f} % less than in full precision"
+    axes.set(title=f"Bytes received per step{than}", ylabel=f"{unit} per step", ylim=(0, None))
+
+
+def _errors(axes: Any, steps: list[int], series: dict[str, list[float]]) -> None:
+    exact = [name for name, line in series.items() if not any(value > 0 for value in line)]
+    for name, color in _colored(series):
+        if name not in exact:
+            positive = [value if value > 0 else math.nan for value in series[name]]
+            axes.plot(steps, positive, label=name, color=color, marker=".")
+    if len(exact) < len(series):
+        axes.set_yscale("log")
+    without = f" (none: {', '.join(exact)})" if exact else ""
+    axes.set(title=f"Error of the messages of rank 0{without}",
+             ylabel="squared error / squared norm")  # fmt: skip
+
+
+def _seconds(axes: Any, steps: list[int], rows: list[Row]) -> None:
+    totals = {}
+    for name, color in zip(_SECTIONS, plot_style.PALETTE, strict=False):
+        values = [_number(row.get(f"seconds/{name}")) for row in rows]
+        axes.plot(steps, values, label=name, color=color, marker=".")
+        totals[name] = sum(value for value in values if value == value)
+    most, whole = max(totals, key=totals.__getitem__), sum(totals.values())
+    share = f": {most} takes {100 * totals[most] / whole:.0f} %" if whole else ""
+    axes.set(
+        title=f"Time in collectives of a sampled step{share}", ylabel="seconds", ylim=(0, None)
+    )
+
+
+def _colored(series: dict[str, list[float]]) -> list[tuple[str, str]]:
+    """A role and link has the same colour in every panel."""
+    roles = [f"{role} {link}" for role in ("weights", "gradients") for link in ("inter", "intra")]
+    palette = dict(zip(roles, plot_style.PALETTE, strict=False))
+    return [(name, palette.get(name, "#444444")) for name in series]

@@ -1,0 +1,145 @@
+"""Draw every plot in one style: direct labels, plain ticks, colours that stay apart.
+
+matplotlib is imported on first use, so that commands without a plot do not need it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+# Apart for colour-blind readers too (Okabe and Ito), in the order in which lines take them.
+PALETTE = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5b3a")
+COLORS = {
+    "full_precision": "#444444", "deepspeed_plain": "#999999",
+    "qsdp": PALETTE[0], "sdp4bit": PALETTE[1], "zeropp": PALETTE[2],
+}  # fmt: skip
+_LABEL_POINTS = 9.0
+_LINE_POINTS = 11.0  # from one label to the next
+
+
+def pyplot() -> Any:
+    """Import matplotlib.pyplot, drawing into files only.
+
+    Raises:
+        ValueError: matplotlib is missing; the message names the extra that brings it.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("plots need matplotlib: pip install 'ds_quant[bench]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def colors(names: Iterable[str]) -> dict[str, str]:
+    """Return one colour per name; a scheme has the same one in every plot."""
+    wanted = list(names)
+    taken = {COLORS[name] for name in wanted if name in COLORS}
+    spare = itertools.cycle(color for color in reversed(PALETTE) if color not in taken)
+    return {name: COLORS[name] if name in COLORS else next(spare) for name in wanted}
+
+
+def finish(axes: Any) -> None:
+    """Remove the box around the axes and add a light grid."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+
+
+def plain_ticks(axis: Any, marks: Sequence[float]) -> None:
+    """Mark these values and write them as people do: 10, 50, 200."""
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.FixedLocator(list(marks)))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(ticker.NullLocator())
+
+
+def round_marks(low: float, high: float) -> list[float]:
+    """Return the values 1, 2 and 5 times a power of ten from ``low`` to ``high``.
+
+    Where fewer than three lie there, return multiples of the largest such step that has three.
+    """
+    powers = range(math.floor(math.log10(low)) - 2, math.ceil(math.log10(high)) + 1)
+    steps = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
+    marks = [step for step in steps if low <= step <= high]
+    while len(marks) < 3 and steps:
+        step = steps.pop()
+        marks = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return marks
+
+
+def label_lines(axes: Any, *, at_start: bool = False) -> None:
+    """Write every labelled line's name at its right end, in its colour, instead of a legend.
+
+    Call it when everything is drawn and the scales are set: names that would cover each other are
+    moved apart. Names that begin with ``_`` are left out, as in a legend. With ``at_start`` they
+    stand above the left ends, for lines that meet on the right.
+    """
+    ends = []
+    for line in axes.get_lines():
+        points = [(x, y) for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)]
+        if points and not line.get_label().startswith("_"):
+            ends.append((points[0 if at_start else -1], line))
+    names = [wrapped(line.get_label()) for _, line in ends]
+    axes.figure.draw_without_rendering()  # settles scales and layout
+    to_points = 72 / axes.figure.dpi
+    heights = [float(axes.transData.transform(end)[1]) * to_points for end, _ in ends]
+    places = spread(
+        [height + (8 if at_start else 0) for height in heights],
+        sizes=[_LINE_POINTS * (name.count("\n") + 1) for name in names],
+        floor=axes.get_window_extent().y0 * to_points + _LINE_POINTS / 2,
+    )
+    for (end, line), name, own, placed in zip(ends, names, heights, places, strict=True):
+        axes.annotate(
+            name, end, xytext=(5, placed - own), textcoords="offset points", va="center",
+            color=line.get_color(), fontsize=_LABEL_POINTS, annotation_clip=False,
+        )  # fmt: skip
+
+
+def wrapped(name: str) -> str:
+    """In lines of about 28 characters: a scheme with settings is longer than a plot has room."""
+    spaced = re.sub(r"([,:])(?=\S)", r"\1 ", name)
+    return "\n".join(textwrap.wrap(spaced, 28, break_long_words=False, break_on_hyphens=False))
+
+
+def spread(
+    heights: Sequence[float], sizes: Sequence[float], floor: float = -math.inf
+) -> list[float]:
+    """Move things of these sizes apart, each as little as possible, in the same order.
+
+    heights: where their middles belong. No middle ends below ``floor``.
+    """
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    above: list[float] = []  # how far each middle lies above the lowest where they touch
+    for rank, i in enumerate(order):
+        before = order[rank - 1]
+        above.append(above[-1] + (sizes[before] + sizes[i]) / 2 if rank else 0.0)
+    blocks: list[tuple[float, int]] = []  # where the lowest belongs on the average, members
+    for offset, i in zip(above, order, strict=True):
+        mean, members = heights[i] - offset, 1
+        while blocks and blocks[-1][0] >= mean:
+            other, more = blocks.pop()
+            mean, members = (mean * members + other * more) / (members + more), members + more
+        blocks.append((mean, members))
+    lowest = [max(mean, floor) for mean, members in blocks for _ in range(members)]
+    placed = [0.0] * len(heights)
+    for low, offset, i in zip(lowest, above, order, strict=True):
+        placed[i] = low + offset
+    return placed
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the figure in the format of the file's name, and free it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(path, dpi=120)
+    finally:
+        pyplot().close(figure)

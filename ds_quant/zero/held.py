@@ -1,0 +1,135 @@
+"""Gradients that wait, summed inside their node, for the last micro-step of an optimizer step.
+
+[Note: held gradients] Off the boundary of gradient accumulation a bucket takes the first of its two
+hops only (see comm/held.py), and DeepSpeed is given zeros. At the boundary it takes both, with what
+is held, and DeepSpeed is given the whole. What is held belongs to a make-up: the parameters of a
+bucket and how they were cut. Buckets are made up alike in every micro-step unless parameters come
+and go. If a parameter turns up in another make-up, the old one crosses at once, and the sums of its
+parameters, a rank's own elements only, wait for their next bucket at the boundary. A parameter
+without a gradient at the boundary gets one of zeros there, after the last bucket, in module order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ds_quant.comm.held import HeldReduction
+from ds_quant.zero import hooks
+
+Member = tuple[int, int]  # a parameter by index, and the rank that owns this part of it or -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldBucket:
+    """Partial sums of some parameters.
+
+    cross: takes the second hop; this rank's sums by member, fp32, of no elements where another
+    rank's.
+    """
+
+    members: Sequence[Member]
+    values: Tensor
+    added: HeldReduction
+    cross: Callable[[], dict[Member, Tensor]]
+
+
+class HeldGradients:
+    """What one engine holds: see [Note: held gradients]. Empty between optimizer steps."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._parameters = list(engine.module.parameters())  # by index
+        self._step = -1
+        self._buckets: dict[Hashable, HeldBucket] = {}
+        self._keys: dict[Member, Hashable] = {}  # of the bucket that held it last
+        self._crossed: dict[Member, Tensor] = {}  # sums that wait for their bucket
+        self.nbytes = self.most_nbytes = 0  # held now, and at most so far
+        self._left: set[int] = set()  # parameters that are given zeros now
+        self._is_over = False  # the accumulation, whatever the engine says
+
+    def take(self, key: Hashable, members: Sequence[Member]) -> HeldBucket | None:
+        """What is held of a make-up, which is forgotten. Others that hold any of its parameters
+        cross. All ranks call it in the same order.
+        """
+        step = self._engine.global_steps
+        if step != self._step:
+            self.drop()
+            self._step = step
+        found = self._pop(key)
+        if found is None and self._buckets:
+            keys = dict.fromkeys(self._keys.get(member) for member in members)
+            for bucket in map(self._pop, keys):
+                if bucket is not None:
+                    self._cross(bucket)
+        return found
+
+    def _pop(self, key: Hashable) -> HeldBucket | None:
+        found = self._buckets.pop(key, None)
+        if found is not None:
+            self.nbytes -= found.values.nbytes
+        return found
+
+    def put(self, key: Hashable, bucket: HeldBucket) -> None:
+        """Hold a bucket."""
+        if self._keys.get(bucket.members[0]) != key:
+            self._keys.update(dict.fromkeys(bucket.members, key))
+        self._buckets[key] = bucket
+        self.nbytes += bucket.values.nbytes
+        self.most_nbytes = max(self.most_nbytes, self.nbytes)
+
+    def drop(self) -> None:
+        """Forget what is held: an accumulation was abandoned."""
+        self._buckets.clear()
+        self._keys.clear()
+        self._crossed.clear()
+        self.nbytes = 0
+
+    def waits(self, member: Member) -> bool:
+        """Whether something is held of it."""
+        return self._keys.get(member) in self._buckets
+
+    def are_left(self, members: Sequence[Member]) -> bool:
+        """Whether a bucket has the zeros of ``reduce_rest`` only."""
+        return bool(self._left) and all(index in self._left for index, _ in members)
+
+    def take_crossed(self, members: Sequence[Member]) -> dict[Member, Tensor]:
+        """Sums that waited for a bucket at the boundary."""
+        if not self._crossed:
+            return {}
+        return {m: self._crossed.pop(m) for m in members if m in self._crossed}
+
+    def reduce_rest(self, buckets: hooks.GradientBuckets) -> None:
+        """At the boundary, when backward has computed its last gradient: reduce what is left of
+        parameters that had none.
+        """
+        if not (self._buckets or self._crossed):
+            return
+        if not self._is_over and not hooks.at_boundary(self._engine):
+            return
+        buckets.flush()
+        held = [member for bucket in self._buckets.values() for member in bucket.members]
+        self._left = {index for index, _ in (*held, *self._crossed)}
+        try:
+            buckets.reduce_zeros([self._parameters[index] for index in sorted(self._left)])
+            if self._left:
+                buckets.flush()
+        finally:
+            self._left = set()
+
+    def finish(self, optimizer: Any) -> None:
+        """Backward could not know that it was the last one: its user decides when to step."""
+        if self._buckets or self._crossed:
+            self._is_over = True
+            try:
+                optimizer.independent_gradient_partition_epilogue()
+            finally:
+                self._is_over = False
+
+    def _cross(self, bucket: HeldBucket) -> None:
+        for member, sums in bucket.cross().items():
+            waiting = self._crossed.get(member)
+            self._crossed[member] = sums if waiting is None else waiting + sums

@@ -1,0 +1,307 @@
+"""Gradients of several micro-steps that cross between nodes once per optimizer step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.harness import run
+from tests.distributed.models import Regression, batch, build, forward, settings, train_step
+
+pytestmark = pytest.mark.distributed
+
+NODES, NODE_SIZE = 2, 2
+WORLD = NODES * NODE_SIZE
+STAGES = (2, 3)
+BUCKETS = (20_000, 10**6)  # elements; several buckets, and one
+
+
+def config(stage: int, accumulation: int, cross: str = "step", **changes: Any) -> dict[str, Any]:
+    """fp32 full precision, unless ``changes`` say otherwise: ``scheme``, ``dtype``, ``bucket``,
+    ``zero`` and top-level keys.
+    """
+    scheme, bucket = changes.pop("scheme", "full_precision"), changes.pop("bucket", 20_000)
+    block = {"scheme": scheme, "node_size": NODE_SIZE, "metrics": {"interval": 0}}
+    block["gradients"] = {"cross": cross}
+    zero = {"reduce_bucket_size": bucket, **changes.pop("zero", {})}
+    return settings(stage, block, accumulation=accumulation, zero=zero, **changes)
+
+
+def full_gradients(engine: Any) -> dict[str, np.ndarray]:
+    """What the optimizer is about to use. A collective."""
+    from deepspeed.utils import safe_get_full_grad
+
+    return {n: safe_get_full_grad(p).numpy().copy() for n, p in engine.module.named_parameters()}
+
+
+# ---- sums ----
+
+
+def local_gradients(accumulation: int, rank: int) -> list[dict[str, torch.Tensor]]:
+    """By micro-step, of a model on initial weights that knows nothing of DeepSpeed."""
+    torch.manual_seed(0)
+    model, found = Regression(), []
+    for micro in range(accumulation):
+        model.zero_grad()
+        (model(*batch(0, 0, micro, rank)) / accumulation).backward()
+        found.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    return found
+
+
+def plain_mean(name: str, accumulation: int) -> np.ndarray:
+    """Ranks of a node in rank order, then micro-steps, then nodes, all fp32."""
+    by_rank = [local_gradients(accumulation, rank) for rank in range(WORLD)]
+    total = None
+    for node in range(NODES):
+        held = None
+        for micro in range(accumulation):
+            partial = None
+            for rank in range(node * NODE_SIZE, (node + 1) * NODE_SIZE):
+                value = by_rank[rank][micro][name]
+                partial = value if partial is None else partial + value
+            held = partial if held is None else held + partial
+        total = held if total is None else total + held
+    return (total * (1 / WORLD)).numpy()
+
+
+def _gradients_rank(cases: list[tuple[int, int, int]]) -> dict[tuple, dict[str, np.ndarray]]:
+    found = {}
+    for stage, accumulation, bucket in cases:
+        engine = build(config(stage, accumulation, bucket=bucket))
+        for micro in range(accumulation):
+            engine.backward(forward(engine, 0, micro))
+            if micro < accumulation - 1:
+                engine.step()
+        found[stage, accumulation, bucket] = full_gradients(engine)
+        engine.step()
+        assert engine.ds_quant_binding.held.nbytes == 0
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_optimizer_gets_the_plain_sum_bit_for_bit(stage: int) -> None:
+    """With nothing quantized: over ranks of a node, then micro-steps, then nodes."""
+    cases = [(stage, k, bucket) for k in (1, 3) for bucket in BUCKETS]
+    for results in run(_gradients_rank, WORLD, cases, timeout=200):
+        for (_, accumulation, _), gradients in results.items():
+            for name, got in gradients.items():
+                expected = plain_mean(name, accumulation)
+                np.testing.assert_array_equal(got, expected, err_msg=f"{name} {accumulation}")
+
+
+# ---- bytes ----
+
+
+WIDTH, LAYERS = 512, 2
+NUMEL = LAYERS * WIDTH * WIDTH
+# Volumes between nodes per parameter and optimizer step, for any accumulation: 16 bits twice;
+# 8 bits and 8 bytes per 1024 elements twice; 4 bits and a scale per 2048, and per 128.
+VOLUMES: dict[tuple[int, str], tuple[dict[str, Any], float]] = {
+    (2, "sdp4bit"): ({}, 1.033),
+    (3, "sdp4bit"): ({}, 1.033),
+    (2, "full_precision"): ({}, 4.0),
+    (3, "full_precision"): ({"node_shard": True}, 4.0),
+    (2, "qsdp"): ({}, 2.016),
+    (3, "qsdp"): ({"node_shard": True}, 2.016),
+    (3, "qsdp_shard"): ({}, 2.016),
+}
+ACCUMULATIONS = (1, 4, 16)
+
+
+class Matrices(torch.nn.Module):
+    """512 -> 512 -> 512 without biases: 524,288 parameters, nothing small and no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.layers = torch.nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.bfloat16()).float().square().mean()
+
+
+def _bytes_rank(accumulation: int) -> dict[tuple, tuple[dict, dict]]:
+    """Bytes between nodes in the third step, and the report."""
+    import ds_quant
+
+    found = {}
+    for (stage, scheme), (more, _) in VOLUMES.items():
+        block = {"scheme": scheme, "node_size": NODE_SIZE, "metrics": {"interval": 0}, **more}
+        zero = {"reduce_bucket_size": 4 * NUMEL}
+        made = settings(stage, block, dtype="bf16", accumulation=accumulation, zero=zero)
+        engine = build(made, Matrices)
+        for step in range(3):
+            if step == 2:
+                before = ds_quant.report(engine)["received_bytes"]
+            for _ in range(accumulation):
+                engine.backward(engine(torch.randn(1, WIDTH)))
+                engine.step()
+        report = ds_quant.report(engine)
+        received = {r: report["received_bytes"][r]["inter"] - before[r]["inter"] for r in before}
+        found[stage, scheme] = received, report
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+def test_bytes_between_nodes_do_not_grow_with_accumulation(accumulation: int) -> None:
+    ranks = run(_bytes_rank, WORLD, accumulation, timeout=280)
+    away = 1 - 1 / NODES
+    for case, (_, volume) in VOLUMES.items():
+        counted = sum(sum(rank[case][0].values()) for rank in ranks) / NODES / NUMEL
+        assert counted == pytest.approx(away * volume, rel=0.01), case
+        for rank in ranks:
+            report = rank[case][1]
+            assert report["expected_bytes"] == pytest.approx(volume, rel=0.01), case
+            held = 4 * NUMEL / NODE_SIZE if accumulation > 1 else 0
+            assert report["held_bytes"] == pytest.approx(held, rel=0.05), case
+            assert report["expected_held_bytes"] == pytest.approx(held, rel=0.05), case
+            assert ("gradients cross once per step" in report["line"]) == (accumulation > 1)
+
+
+def _boundary_rank(stage: int) -> dict[str, list[tuple[int, int]]]:
+    """Of steps of 1, 3 and 2 micro-steps: gradient bytes between nodes before and inside ``step``,
+    where the user says that a backward is the last one, and where the user says so afterwards.
+    """
+    import ds_quant
+
+    def received(engine: Any) -> int:
+        return ds_quant.report(engine)["received_bytes"]["gradients"]["inter"]
+
+    found: dict[str, list[tuple[int, int]]] = {"told": [], "unmanaged": []}
+    for name, steps in found.items():
+        more = {} if name == "told" else {"managed_gradient_accumulation": False}
+        block = {"scheme": "full_precision", "node_size": NODE_SIZE, "metrics": {"interval": 0}}
+        zero = {"reduce_bucket_size": WIDTH * WIDTH, "overlap_comm": False}
+        made = settings(stage, block, dtype="bf16", accumulation=1, zero=zero, **more)
+        engine = build(made, Matrices)
+        for count in (1, 3, 2):
+            begin = received(engine)
+            for micro in range(count):
+                if name == "told":
+                    engine.set_gradient_accumulation_boundary(micro == count - 1)
+                engine.backward(engine(torch.randn(1, WIDTH)))
+            middle = received(engine)
+            engine.step()
+            steps.append((middle - begin, received(engine) - middle))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_boundary_is_the_users(stage: int) -> None:
+    """As accelerate says it, gradients cross during the last backward; unmanaged, inside step."""
+    ranks = run(_boundary_rank, WORLD, stage, timeout=120)
+    once = NUMEL * 2 * (NODES - 1) // WORLD
+    for found in ranks:
+        assert [sum(both) for name in found for both in found[name]] == [once] * 6
+        assert all(inside == 0 for _, inside in found["told"])
+        assert all(before == 0 for before, _ in found["unmanaged"])
+
+
+# ---- losses ----
+
+
+def gentle_descent(params: Any) -> torch.optim.Optimizer:
+    """Adam would divide by gradients near zero, whose rounding is all they are."""
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _losses_rank(stage: int, accumulation: int, steps: int) -> dict[str, list[float]]:
+    cases = {
+        "step": config(stage, accumulation),
+        "micro_step": config(stage, accumulation, "micro_step"),
+    }
+    if stage == 3 and accumulation < 16:
+        cases["shard"] = config(stage, accumulation)
+        cases["shard"]["quantized_comm"]["node_shard"] = True
+    found = {}
+    for name, made in cases.items():
+        engine = build(made, optimizer=gentle_descent)
+        found[name] = [loss for step in range(steps) for loss in train_step(engine, step)]
+        engine.destroy()
+    return found
+
+
+LONG = [
+    pytest.param(k, 50, marks=[pytest.mark.slow, pytest.mark.timeout(900)]) for k in (1, 3, 4, 16)
+]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("accumulation", "steps"), [(1, 10), (3, 10), *LONG])
+def test_losses_are_those_of_crossing_in_every_micro_step(
+    accumulation: int, steps: int, stage: int
+) -> None:
+    """To fp32 rounding; bit for bit without accumulation, and where exact weights cross once."""
+    for found in run(_losses_rank, WORLD, stage, accumulation, steps, timeout=880):
+        once, often = found["step"], found["micro_step"]
+        assert once[-1] < 0.8 * once[0]
+        if accumulation == 1:
+            assert once == often
+        np.testing.assert_allclose(once, often, rtol=1e-5)
+        assert found.get("shard", once) == once
+
+
+# ---- what is not finite ----
+
+
+def _nonfinite_rank(stage: int) -> list[tuple[int, bool, str]]:
+    """By bad micro-step: the gradients that the optimizer is about to use, and what it says."""
+    found = []
+    for bad in (None, 0, 2):
+        made = config(stage, 3, scheme="sdp4bit", dtype="bf16")
+        made["quantized_comm"]["fallback"] = {"on_nonfinite": "raise"}
+        engine, error = build(made), ""
+        for micro in range(3):
+            x, y = batch(0, 0, micro, torch.distributed.get_rank())
+            if micro == bad and torch.distributed.get_rank() == 1:
+                x[0, 0] = torch.nan
+            engine.backward(engine(x.bfloat16(), y))
+            if micro == 2:
+                finite = [np.isfinite(g).all() for g in full_gradients(engine).values()]
+            try:
+                engine.step()
+            except FloatingPointError as raised:
+                error = str(raised)
+        found.append((sum(finite), len(finite), error))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_nan_in_any_micro_step_reaches_the_optimizer(stage: int) -> None:
+    for good, first, last in run(_nonfinite_rank, WORLD, stage, timeout=120):
+        assert good[0] == good[1] and not good[2]
+        for finite, _, error in (first, last):
+            assert finite == 0
+            assert "NaN or Inf" in error
+
+
+# ---- one rank per node ----
+
+
+def _alone_rank() -> tuple[str, str, bool]:
+    import ds_quant
+
+    lines = []
+    for accumulation in (1, 2):
+        made = config(3, accumulation, scheme="qsdp", dtype="bf16")
+        made["quantized_comm"]["node_size"] = 1
+        engine = build(made)
+        lines.append(ds_quant.report(engine)["line"])
+        alone = engine.ds_quant_binding.held is None
+        engine.destroy()
+    return lines[0], lines[1], alone
+
+
+def test_a_rank_alone_in_its_node_crosses_in_every_micro_step_and_says_so() -> None:
+    for once, twice, alone in run(_alone_rank, 2):
+        assert alone
+        assert "cross" not in once
+        assert "gradients cross between nodes in every micro-step" in twice
+        assert "stage 1" in twice

@@ -1,0 +1,118 @@
+"""Every script of docs/examples trains, as it stands there, with its own config."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import harness
+from tests.integration.processes import LAUNCHERS, free_port, run_both
+
+for library in ("transformers", "accelerate", "peft"):
+    pytest.importorskip(library, reason=f"needs {library}: pip install 'ds_quant[hf]'")
+harness.preload("tests.integration.hf_preload")
+
+pytestmark = pytest.mark.distributed
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the examples, in which they write what they save."""
+    return shutil.copytree(EXAMPLES, tmp_path / "examples")
+
+
+def _script(folder: str, name: str) -> str:
+    """Run it as the launcher does; what this rank printed."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(name, run_name="__main__")
+    return printed.getvalue()
+
+
+def losses(printed: str) -> list[float]:
+    """As the script or Trainer prints them."""
+    return [float(loss) for loss in re.findall(r"(?:\bloss |'loss': '?)(\d+\.\d+)", printed)]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "saved"),
+    [
+        ("plain_loop.py", "qsdp on ZeRO-2", "checkpoint/latest"),
+        ("trainer.py", "qsdp on ZeRO-2", "out/model.safetensors"),
+        ("lora.py", "qsdp on ZeRO-3", "adapters/adapter_model.safetensors"),
+    ],
+)
+def test_example_trains_and_saves(folder: Path, name: str, line: str, saved: str) -> None:
+    printed, _ = harness.run(_script, 2, str(folder), name)
+    assert len(re.findall(f"^quantized_comm: {line}, ", printed, re.MULTILINE)) == 1, printed
+    found = losses(printed)
+    assert len(found) == 4, printed
+    assert found[-1] < found[0] - (0.1 if name == "lora.py" else 1), printed
+    assert (folder / saved).exists()
+
+
+def test_every_script_and_config_is_tried_here_and_shown_on_the_page() -> None:
+    page = (EXAMPLES.parent / "examples.md").read_text("utf-8")
+    for path in EXAMPLES.iterdir():
+        assert f"](examples/{path.name})" in page, path.name
+        source = Path(__file__).read_text("utf-8")
+        assert path.suffix != ".py" or path.stem == "data" or path.name in source, path.name
+
+
+@pytest.mark.slow
+def test_accelerate_launch_starts_its_example(folder: Path) -> None:
+    config = ("--use_deepspeed", "--deepspeed_config_file", "ds_config.json")
+    ranks = ("--num_processes", "2", "--main_process_port", free_port())
+    launch = (sys.executable, "-m", "accelerate.commands.launch", *config, *ranks)
+    printed = "".join(run_both(*launch, "accelerate_loop.py", cwd=folder, **QUIET))
+    assert "quantized_comm: qsdp on ZeRO-2, " in printed, printed
+    found = losses(printed)  # without GPUs of every rank, as Accelerate takes each for the first
+    assert len(found) >= 4 and found[-1] < found[0] - 1, printed
+    assert (folder / "model.pt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain_loop.py", "trainer.py", "lora.py"])
+def test_deepspeed_launcher_starts_an_example(folder: Path, name: str) -> None:
+    command = (sys.executable, "-m", *LAUNCHERS["deepspeed"], free_port(), name)
+    printed = "".join(run_both(*command, cwd=folder, **QUIET))
+    assert "quantized_comm: qsdp on ZeRO-" in printed and len(losses(printed)) == 4, printed
+
+
+@pytest.mark.slow
+def test_two_hosts_of_the_hostfile_train_together(folder: Path) -> None:
+    """Both are this machine, started as on two: one command on each, without ssh."""
+    hosts = (folder / "hostfile").read_text("utf-8").split("\n")[:2]
+    assert [line.split()[1] for line in hosts] == ["slots=1", "slots=1"]
+    (folder / "hostfile").write_text("localhost slots=1\n127.0.0.1 slots=1\n", "utf-8")
+    launch = (sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile",
+              "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", free_port())  # fmt: skip
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    started = [
+        subprocess.Popen([*launch, "--node_rank", str(rank), "plain_loop.py"], cwd=folder,
+                         env=inherited | QUIET, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True)
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        printed = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:
+            process.terminate()
+    assert [process.returncode for process in started] == [0, 0], printed
+    assert "; 2 x 1 ranks; " in printed[0] and len(losses(printed[0])) == 4, printed
+    assert "'inter': 0" not in printed[0], "all bytes come from the other host"

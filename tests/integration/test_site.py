@@ -1,0 +1,45 @@
+"""make docs: the site builds without a warning, and loads nothing from a network."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import run
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a browser would fetch by itself; links to click on are not.
+REMOTE = re.compile(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//[^ >]*")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("material", reason="needs mkdocs-material: pip install 'ds_quant[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    options = ("--strict", "-f", ".ci/mkdocs.yml", "--site-dir", folder)
+    run(sys.executable, "-m", "mkdocs", "build", *options, cwd=ROOT)
+    return folder
+
+
+def test_every_page_is_on_the_site_and_the_readme_is_the_first(site: Path) -> None:
+    pages = {path.stem for path in site.glob("*.html")} - {"404"}
+    assert pages == {path.stem for path in (ROOT / "docs").glob("*.md")} | {"index"}
+    assert "Quantized ZeRO communication" in (site / "index.html").read_text("utf-8")
+    assert "](docs/" not in (site / "index.html").read_text("utf-8")
+
+
+def test_pictures_and_files_that_pages_lead_to_are_on_the_site(site: Path) -> None:
+    for page in set(site.glob("*.html")) - {site / "404.html"}:
+        for target in re.findall(r'(?:src|href)="?([^" >#]+)', page.read_text("utf-8")):
+            if not re.match(r"https?:|mailto:|data:|\.$", target):
+                assert (site / target).exists(), f"{page.name}: {target}"
+
+
+def test_no_page_loads_anything_from_a_network(site: Path) -> None:
+    for page in site.glob("**/*.html"):
+        assert REMOTE.findall(page.read_text("utf-8")) == [], page
+    for style in site.glob("**/*.css"):
+        assert not re.search(r"(?:url\(|@import )[\"']?(?:https?:)?//", style.read_text("utf-8"))

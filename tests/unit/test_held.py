@@ -1,0 +1,133 @@
+"""What is held between micro-steps, without ranks: what is dropped, crosses and is skipped."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_quant.zero import hooks, optimizer_hooks
+from ds_quant.zero.held import HeldBucket, HeldGradients
+
+A, B, C = (0, -1), (1, -1), (2, -1)
+
+
+class Engine(SimpleNamespace):
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.boundary
+
+
+def store() -> tuple[HeldGradients, Engine]:
+    engine = Engine(module=torch.nn.Linear(2, 2), global_steps=0, boundary=False)
+    return HeldGradients(engine), engine
+
+
+def bucket(*members: tuple[int, int], value: float = 1.0) -> HeldBucket:
+    return HeldBucket(
+        members=members,
+        values=torch.zeros(4 * len(members)),
+        added=SimpleNamespace(wait=lambda: None),
+        cross=lambda: {member: torch.tensor([value]) for member in members},
+    )
+
+
+def test_a_bucket_of_the_same_make_up_gets_what_is_held() -> None:
+    held, _ = store()
+    assert held.take("ab", (A, B)) is None
+    first = bucket(A, B)
+    held.put("ab", first)
+    assert held.waits(A) and not held.waits(C)
+    assert (held.nbytes, held.most_nbytes) == (32, 32)
+    assert held.take("ab", (A, B)) is first
+    assert (held.nbytes, held.most_nbytes) == (0, 32)
+    assert held.take_crossed((A, B)) == {}
+
+
+def test_another_make_up_lets_what_is_held_of_its_parameters_cross() -> None:
+    held, _ = store()
+    held.take("ab", (A, B))
+    held.put("ab", bucket(A, B))
+    held.put("c", bucket(C))
+    assert held.take("a", (A,)) is None
+    assert held.take_crossed((C,)) == {} and held.waits(C)
+    assert held.take_crossed((A,)) == {A: torch.tensor([1.0])}
+    held.put("b", bucket(B, value=2.0))
+    held.take("bc", (B, C))
+    assert held.take_crossed((B,)) == {B: torch.tensor([3.0])}  # what waited already, and this
+    assert held.nbytes == 0
+
+
+@pytest.mark.parametrize("how", ["another step", "dropped"])
+def test_an_abandoned_accumulation_is_forgotten(how: str) -> None:
+    held, engine = store()
+    held.take("ab", (A, B))
+    held.put("ab", bucket(A, B))
+    held.take("a", (A,))  # B's sum waits
+    held.put("c", bucket(C))
+    if how == "dropped":
+        held.drop()
+    else:
+        engine.global_steps = 1
+    assert held.take("c", (C,)) is None
+    assert held.take_crossed((A, B, C)) == {}
+    assert held.nbytes == 0
+
+
+def test_the_rest_is_given_zeros_in_module_order_at_the_boundary_only() -> None:
+    held, engine = store()
+    calls: list[Any] = []
+
+    class Buckets:
+        def flush(self) -> None:
+            calls.append("flush")
+
+        def reduce_zeros(self, params: Any) -> None:
+            calls.append([id(p) for p in params])
+            assert held.are_left((A,)) and held.are_left((A, B)) and not held.are_left((A, C))
+            held.take(None, (A, B))
+
+    held.take("ba", (B, A))
+    held.put("ba", bucket(B, A))
+    held.reduce_rest(Buckets())
+    assert calls == []
+    engine.boundary = True
+    held.reduce_rest(Buckets())
+    params = [id(p) for p in engine.module.parameters()]
+    assert calls == ["flush", params, "flush"]
+    assert not held.are_left((A,))
+
+
+def test_zeros_are_not_added_to_shards_on_the_host() -> None:
+    parameters = [SimpleNamespace(grad=0, waits=waits) for waits in (True, True, False)]
+    put: list[Any] = []
+    optimizer = SimpleNamespace(
+        micro_step_id=0, partition_grads=lambda params, shards: put.append(params)
+    )
+    hooks.skip_zero_shards(optimizer, lambda p: p.waits)
+    waiting = parameters[:2]
+    optimizer.partition_grads(waiting, [])
+    assert put == [waiting]  # so that what DeepSpeed has from the last step is overwritten
+    optimizer.micro_step_id = 1
+    optimizer.partition_grads(waiting, [])
+    assert put == [waiting] and all(p.grad is None for p in waiting)
+    optimizer.partition_grads(parameters, [])
+    assert put == [waiting, parameters]
+
+
+def test_zeros_are_not_added_to_gradients_on_the_host() -> None:
+    copied: list[Any] = []
+    optimizer = SimpleNamespace(
+        micro_step_id=0,
+        cpu_offload=True,
+        accumulated_grads_in_cpu={"seen": None},
+        get_param_id=lambda param: param,
+        async_accumulate_grad_in_cpu_via_gpu=copied.append,
+    )
+    optimizer_hooks.skip_zero_gradients(optimizer, lambda param: True)
+    optimizer.async_accumulate_grad_in_cpu_via_gpu("seen")
+    optimizer.micro_step_id = 1
+    optimizer.async_accumulate_grad_in_cpu_via_gpu("seen")
+    optimizer.async_accumulate_grad_in_cpu_via_gpu("new")
+    assert copied == ["seen", "new"]

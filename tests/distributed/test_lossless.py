@@ -154,8 +154,10 @@ def _with(keys: dict[str, Any], stage: int, dtype: str) -> list[tuple[list[float
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("keys", [{"warmup_steps": 2}, {"payload_checksum": True}], ids=str)
-def test_settings_of_the_block_change_no_bit(stage: int, keys: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "keys", [{"warmup_steps": 2}, {"payload_checksum": True}, {"accumulation": 4}], ids=str
+)
+def test_settings_change_no_bit(stage: int, keys: dict[str, Any]) -> None:
     for plain, exact in run(_with, 4, keys, stage, "bf16"):
         assert exact[:2] == plain[:2]
         assert exact[2]["lossless_bits"] < 12

@@ -154,8 +154,10 @@ def _with(keys: dict[str, Any], stage: int, dtype: str) -> list[tuple[list[float
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("keys", [{"warmup_steps": 2}, {"payload_checksum": True}], ids=str)
-def test_settings_of_the_block_change_no_bit(stage: int, keys: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "keys", [{"warmup_steps": 2}, {"payload_checksum": True}, {"accumulation": 4}], ids=str
+)
+def test_settings_change_no_bit(stage: int, keys: dict[str, Any]) -> None:
     for plain, exact in run(_with, 4, keys, stage, "bf16"):
         assert exact[:2] == plain[:2]
         assert exact[2]["lossless_bits"] < 12
@@ -167,6 +169,23 @@ def test_fp32_weights_travel_in_full_precision_and_the_line_says_so(stage: int) 
         assert exact[:2] == plain[:2]
         assert exact[2]["lossless_bits"] is None
         assert "fp32 weights" in exact[2]["line"] and "exact differences" not in exact[2]["line"]
+
+
+def _paired(stage: int) -> list[tuple[list[float], dict]]:
+    """The gradients of sdp4bit beside weights in full precision, and beside exact differences."""
+    outcomes = []
+    for scheme, keys in (("tlq_hs", {}), ("sdp4bit", {"weights": {"lossless": True}})):
+        engine = build(config_of(scheme, stage, 2, **keys))
+        losses = [loss for step in range(4) for loss in train_step(engine, step)]
+        outcomes.append((losses, digests(masters(engine))))
+        engine.destroy()
+    return outcomes
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_low_bit_gradients_beside_exact_differences_change_no_bit(stage: int) -> None:
+    for plain, exact in run(_paired, 4, stage):
+        assert exact == plain
 
 
 def _to_full_precision(stage: int) -> list[tuple[list[float], int]]:

@@ -12,7 +12,8 @@ Ranks are simulated in one process, with the bits of real ones (simulated.py).
 Every finished run is a line in OUT/runs.jsonl: call it again to go on. `--report` only writes the
 result file and its section.
 
-`--constant` leaves the rate as it is, to compare training loss there with held-out loss.
+`--constant` leaves the rate as it is, to compare training loss there with held-out loss; with
+`--base-steps 1` also from the first weights, whose runs the page then shows beside the others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -58,6 +59,7 @@ SCHEMES = (
 FLOOR = 0.03  # of the rate, at the end of its decay
 LAST = 50  # steps over which training loss is averaged
 MEASURED = 20  # steps of a run whose reduced gradients are compared with exact ones
+FIRST_WEIGHTS = 1  # --base-steps of a study whose runs begin there
 BASE_SEED = 1 << 20  # data order of the base model, apart from those of the pairs
 
 
@@ -219,6 +221,11 @@ class Ledger:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"study": self._study, **run}) + "\n")
 
+    def labels(self) -> list[str]:
+        """Schemes of the runs but full precision, in their order."""
+        found = dict.fromkeys(run["scheme"] for run in self.runs)
+        return [label for label in found if label != BASELINE]
+
     def by_seed(self, label: str, key: str, *, constant: bool = False) -> dict[int, float]:
         """A figure of the runs of a scheme."""
         chosen = (r for r in self.runs if r["scheme"] == label and r["constant"] == constant)
@@ -264,19 +271,36 @@ def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[st
     for entry in entries.values():
         settings.scheme(entry, 0)  # a wrong one is refused now, not in an hour
     corpus = Corpus(args.text, settings)
-    about = {"settings": asdict(settings), "text": corpus.about}
-    path = args.out / f"base-{_digest(about)}.pt"
-    base = torch.load(path) if path.exists() else train_base(settings, corpus, path)
-    weights = hashlib.sha256(base["master"].numpy().tobytes()).hexdigest()
-    about["base"] = {"sha256": weights, "curve": base["curve"]}
-    ledger = Ledger(args.out / "runs.jsonl", _digest(about))
+    base, ledger, about = _opened(args, settings, corpus)
     labels = [label for label in entries if label != BASELINE]
     for label, seed in missing_runs(ledger, labels, args) if not args.report else ():
         run = branch(settings, corpus, base, entries[label], seed, constant=args.constant)
         ledger.add({"scheme": label, "seed": seed, "constant": args.constant, **run})
         if label != BASELINE:
             tqdm.write(f"{label}: {ledger.gap(label, constant=args.constant)}")
+    former = replace(settings, base_steps=FIRST_WEIGHTS)
+    if former != settings and _base_path(args, former, corpus).exists():
+        _, scratch, _ = _opened(args, former, corpus)
+        ways = [both_ways(scratch, label) for label in scratch.labels()]
+        about["from_first_weights"] = [one for one in ways if one is not None]
     return ledger, about
+
+
+def _base_path(args: argparse.Namespace, settings: Settings, corpus: Corpus) -> Path:
+    shared = {"settings": asdict(settings), "text": corpus.about}
+    return args.out / f"base-{_digest(shared)}.pt"
+
+
+def _opened(
+    args: argparse.Namespace, settings: Settings, corpus: Corpus
+) -> tuple[dict[str, Any], Ledger, dict[str, Any]]:
+    """The base model, trained if need be, the runs that began at it, and what they share."""
+    path = _base_path(args, settings, corpus)
+    base = torch.load(path) if path.exists() else train_base(settings, corpus, path)
+    weights = hashlib.sha256(base["master"].numpy().tobytes()).hexdigest()
+    about = {"settings": asdict(settings), "text": corpus.about}
+    about["base"] = {"sha256": weights, "curve": base["curve"]}
+    return base, Ledger(args.out / "runs.jsonl", _digest(about)), about
 
 
 def result(
@@ -284,9 +308,8 @@ def result(
 ) -> dict[str, Any]:
     """The result file: every scheme that has pairs."""
     entries = parse_schemes(args.schemes)
-    extra = dict.fromkeys(run["scheme"] for run in ledger.runs)  # also those of other calls
-    known = {entry.label for entry in entries} | {BASELINE}
-    entries += [one for label in extra if label not in known for one in parse_schemes(label)]
+    known = {entry.label for entry in entries}  # and those of other calls
+    entries += [e for label in ledger.labels() if label not in known for e in parse_schemes(label)]
     found = [row(settings, ledger, entry) for entry in entries]
     arguments = {
         **asdict(settings), "pairs": args.pairs, "interval": args.interval,

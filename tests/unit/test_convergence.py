@@ -116,13 +116,14 @@ def test_a_study_that_was_interrupted_goes_on_where_it_was(tmp_path: Path, capsy
     assert convergence.main(argv) == 0
     assert runs.read_text("utf-8").splitlines() == whole  # bit by bit
     assert convergence.main([*argv, "--constant"]) == 0
+    assert convergence.main([*argv, "--constant", "--base-steps=1"]) == 0
     assert convergence.main([*argv, "--report"]) == 0
     found = json.loads((tmp_path / "found.json").read_text("utf-8"))
-    (row,), (both,) = found["rows"], found["constant"]
+    (row,), (both,), (former,) = (found[k] for k in ("rows", "constant", "from_first_weights"))
     exact, ours = ([json.loads(r)["held_out"] for r in whole[i::2]] for i in (0, 1))
     gaps = [100 * (a / b - 1) for a, b in zip(ours, exact, strict=True)]
     assert row["gap"]["pairs"] == pytest.approx(gaps)
-    assert both["decayed"] == row["gap"] != both["held_out"]
+    assert both["decayed"] == row["gap"] != both["held_out"] != former["held_out"]
     page = (tmp_path / "found.md").read_text("utf-8")
     assert page == convergence_page.page(found, "found.json")
     assert f"| `sdp4bit` | {row['gap']['mean']:+.3f} % |" in page

@@ -300,6 +300,11 @@ VALID = {
         {"weights": {**LEARNED, "bits": 3, "level_steps": [10.0, 20]}},
         {"weights.levels": "learned", "weights.level_steps": [10, 20]},
     ),
+    "how often gradients cross, with nothing quantized": (
+        {"scheme": "full_precision", "gradients": {"cross": "micro_step"}},
+        {"gradients.cross": "micro_step", "gradients.enabled": False},
+    ),
+    "as published": ({"scheme": "zeropp"}, {"gradients.cross": "micro_step"}),
     "symmetric": ({"gradients": {"range": "absmax"}}, {"gradients.range": "absmax"}),
     "exclude": ({"exclude": ["*.embed*", "lm_head"]}, {"exclude": ["*.embed*", "lm_head"]}),
 }

@@ -159,6 +159,9 @@ SPEEDS = Speeds(
         ("qsdp", 3, 3, 2, 1, 6 * (1000 / 2 + 100) + 3 * 23),
         # the second hop handles what is left of a node; on two levels own rows stay exact
         ("qsdp", 2, 1, 2, 4, 1000 / 8 + 100 + 0.23 * 3 / 4 + 23 / 4 / 2),
+        # which crosses once per step, or as often as its publication says
+        ("qsdp", 2, 3, 2, 4, 1000 / 8 + 100 + 3 * 0.23 * 3 / 4 + 23 / 4 / 2),
+        ("tlq", 2, 3, 2, 4, 1000 / 8 + 100 + 3 * (0.23 * 3 / 4 + 23 / 4 / 2)),
         # a node shard: once between the nodes, then two gathers from it
         (
             "sdp4bit",

@@ -35,7 +35,8 @@ FACTORS: dict[str, Sequence[Any]] = {
     # In the order in which they were added: a new one goes last and only adds rows.
     "scheme": (
         "full_precision", "qsdp", "qsdp_w4g4", "qw4", "qwd", "sdp4bit", "sdp4bit_paper", "tlq",
-        "tlq_hs", "ulq", "zeropp", "eden4", "eden3", "eden2", "lossless", "qsdp_shard", "lossless_g2",
+        "tlq_hs", "ulq", "zeropp", "eden4", "eden3", "eden2", "lossless", "qsdp_shard",
+        "lossless_g2",
     ),
     "topology": tuple(TOPOLOGIES),
     "stage": (1, 2, 3),

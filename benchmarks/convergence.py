@@ -330,7 +330,7 @@ def result(
 def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any]:
     """Gaps, errors and bits of one scheme."""
     cargo = [
-        cost.Cargo(name, tuple(p.shape), p.dtype, True)
+        cost.PricedParam(name, tuple(p.shape), p.dtype, True)
         for name, p in settings.model().named_parameters()
     ]
     bill = cost.bill(

@@ -31,7 +31,7 @@ from rich.table import Table
 from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import cost
-from ds_quant.policy.cost import Bill, Cluster, Volume, bill, predict
+from ds_quant.policy.cost import Cluster, Costs, Volume, bill, predict
 from ds_quant.tools.forecast import block_cargo
 
 BASELINE = "full_precision"
@@ -96,7 +96,7 @@ def _positive_float(value: str) -> float:
 
 
 @cache
-def block_bill(scheme: str, stage: int, hidden: int, ranks: int, node_size: int) -> Bill:
+def block_bill(scheme: str, stage: int, hidden: int, ranks: int, node_size: int) -> Costs:
     """Bytes per parameter of one transformer block in bf16."""
     cargo = block_cargo(hidden, dtype=torch.bfloat16)
     return bill(

@@ -28,7 +28,7 @@ from ds_quant.comm.traffic import Traffic, normalised
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.wire import shard_range
 from ds_quant.policy.scheme import Scheme
-from ds_quant.zero.engine import Binding
+from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.held import HeldGradients
 from ds_quant.zero.stage3 import ShardReduction
 
@@ -151,7 +151,7 @@ class EngineOfNobody:
     zero_max_live_parameters = zero_prefetch_bucket_size = zero_max_reuse_distance
 
 
-class SimulatedRank(Binding):
+class SimulatedRank(QuantizedEngine):
     """The binding of one rank, with links to the others of this process."""
 
     def __init__(self, engine: EngineOfNobody, scheme: Scheme, rank: int, network: Network) -> None:
@@ -299,7 +299,7 @@ class Simulation:
         """Squared error over squared norm of what is quantized."""
         norms = torch.zeros(2, dtype=torch.float64)
         pairs = zip(exact.split(self._sizes), self._gradient.split(self._sizes), strict=True)
-        for tracked, (want, got) in zip(self._ranks[0].all_tracked(), pairs, strict=True):
+        for tracked, (want, got) in zip(self._ranks[0].all_params(), pairs, strict=True):
             if self.scheme.skip_reason(tracked.name, tracked.shape, self._dtype) is None:
                 squares = [(got.float() - want).square(), want.square()]
                 norms += torch.stack([s.sum(dtype=torch.float64) for s in squares])
@@ -330,7 +330,7 @@ class Simulation:
     def _codings(self, rank: SimulatedRank, *, intra: bool, ahead: int = 0) -> list[Coding]:
         """Of all weights in the current step, or in one ``ahead``."""
         where = {"step": rank.step + ahead, "rank": rank.number, "intra": intra}
-        return [rank.weight_coding(t, self._dtype, **where) for t in rank.all_tracked()]
+        return [rank.weight_coding(t, self._dtype, **where) for t in rank.all_params()]
 
     def _learn_levels(self) -> None:
         """Ranks wait for each other in the middle of it, so that each has a thread."""

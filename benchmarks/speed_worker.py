@@ -43,7 +43,7 @@ def build(scheme: dict[str, Any], plan: dict[str, Any]) -> Any:
 
 def overlap_nothing(engine: Any) -> None:
     """Await every message of this engine where it is posted."""
-    traffic, posted = engine.ds_quant_binding.traffic, Link._posted
+    traffic, posted = engine.ds_quant_engine.traffic, Link._posted
 
     def awaited(link: Link, *args: Any) -> Exchange:
         exchange = posted(link, *args)
@@ -83,7 +83,7 @@ def steps(
                 engine.step()
     dist.barrier()
     seconds = time.perf_counter() - start
-    if (node := getattr(getattr(engine, "ds_quant_binding", None), "node", None)) is not None:
+    if (node := getattr(getattr(engine, "ds_quant_engine", None), "node", None)) is not None:
         node.finish()  # else it would travel beside the next engine
     return seconds
 

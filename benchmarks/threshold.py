@@ -49,7 +49,7 @@ def measure(stage: int, scheme: str, width: int, args: argparse.Namespace) -> di
     with without_handshake():
         engines = [build(str(stage), args.layers, block, width=width) for block in blocks]
         pairs = in_turns(engines, args.rounds)
-        bills = [engine.ds_quant_binding.bill() for engine in engines]
+        bills = [engine.ds_quant_engine.bill() for engine in engines]
         for engine in engines:
             engine.destroy()
     saved = bills[0].step_bytes(stage) - bills[1].step_bytes(stage)

@@ -1,4 +1,4 @@
-"""Installs the plugin when DeepSpeed's engine module is imported, with no line in the script.
+"""Install the plugin when DeepSpeed's engine module is imported, with no line in the script.
 
 torch runs every entry point of the group ``torch.backends`` at the end of ``import torch`` (unless
 ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``); ours is ``activate``. It only plants a one-shot import hook,
@@ -48,7 +48,7 @@ def _warn(message: str) -> None:
 
 
 class _EngineFinder(importlib.abc.MetaPathFinder):
-    """Finds only ``TARGET`` and lets the real loader do the work; stays until that has succeeded,
+    """Find only ``TARGET`` and let the real loader do the work; stay until that has succeeded,
     so that a mere look for the module or a failed import does not lose the plugin.
     """
 
@@ -70,7 +70,7 @@ class _EngineFinder(importlib.abc.MetaPathFinder):
 
 
 class _EngineLoader(importlib.abc.Loader):
-    """Runs the wrapped loader, restores it on the module, then installs the plugin."""
+    """Run the wrapped loader, restore it on the module, then install the plugin."""
 
     def __init__(self, wrapped: importlib.abc.Loader, finder: _EngineFinder) -> None:
         self._wrapped, self._finder = wrapped, finder

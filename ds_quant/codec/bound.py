@@ -1,4 +1,4 @@
-"""How one tensor of a collective travels: a codec with everything that one use of it needs.
+"""Bind a codec to one tensor of a collective: random bits, levels, rotation, reference.
 
 A rotation wraps a whole reduction: once before the first encode, once after the last sum; the
 quantizers in between all see rotated values. It is linear, so sums need no rotation back.
@@ -42,12 +42,12 @@ class Rotation:
             raise ValueError(f"rotation block = {self.block}: allowed are {BLOCKS}")
 
     def padded(self, numel: int) -> int:
-        """Elements of a rotated run: whole blocks."""
+        """Elements after rotation: `numel` rounded up to whole blocks."""
         return round_up(numel, self.block)
 
     @property
     def kernel(self) -> kernels.Rotation:
-        """As the kernels take it: with the flips as bits."""
+        """The rotation with its sign flips as bits, as the kernels take it."""
         flips = None if self.signs is None else _flips(self.signs) & (1 << self.block) - 1
         return kernels.Rotation(self.block, flips)
 
@@ -65,7 +65,7 @@ class Rotation:
 
 @lru_cache(maxsize=64)
 def _flips(signs: Address) -> int:
-    """128 random bits; set: the sign changes."""
+    """Draw 128 random bits; a set bit flips the sign."""
     words = philox4x32((0, 0, *signs.step_words), signs.key_words)
     return ~sum(word << 32 * i for i, word in enumerate(words))
 
@@ -81,7 +81,7 @@ _RUN = 1 << 22  # elements
 
 
 class Coding(NamedTuple):
-    """How one tensor of a collective travels.
+    """Codec of one tensor in one collective, with all that this use of it needs.
 
     ``levels`` is the learned table, if any. ``difference``: the bytes are what the receiver adds
     to the values it holds, instead of the values themselves; needs a GroupCodec.
@@ -93,7 +93,7 @@ class Coding(NamedTuple):
     difference: bool = False
 
     def at(self, start: int) -> Coding:
-        """The coding of the elements from ``start`` on, with random bits of their own.
+        """Return the coding of the elements from ``start`` on, which have their own random bits.
 
         n elements, filled up to whole rotation blocks of at most 128, use at most 16 n vectors: so
         16 vectors per element keep the streams of disjoint runs apart.
@@ -144,12 +144,12 @@ class Coding(NamedTuple):
             )  # fmt: skip
             return
         total = temporary((numel,), torch.float32, wire.device)
-        with dispatch.in_order():
+        with dispatch.launch_in_order():
             source.decode_sum(wire, total, own=own)
             self.encode(total, out)
 
     def sum_dtype(self, wanted: torch.dtype, device: torch.device) -> torch.dtype:
-        """What ``decode_sum`` had better write where `wanted` is needed in the end."""
+        """The cheapest dtype for ``decode_sum`` to write where `wanted` is needed in the end."""
         if not isinstance(self.codec, GroupCodec):
             return torch.float32
         return dispatch.sum_dtype(self.codec, wanted, device)
@@ -189,7 +189,7 @@ class Coding(NamedTuple):
         """Squared error and squared norm of what ``encode`` got, (2,) fp64 on the device, read back
         from its message; of the weights, not of their difference.
         """
-        with dispatch.in_order():
+        with dispatch.launch_in_order():
             if self.difference:
                 values, found = values.to(held.dtype), held.clone()
                 self.decode(wire, found)
@@ -214,7 +214,7 @@ class Coding(NamedTuple):
 
 @cache
 def exactly(dtype: torch.dtype) -> Coding:
-    """The coding of values that travel as they are."""
+    """Return the coding that sends values of `dtype` unchanged."""
     return Coding(codec=CastCodec(dtype))
 
 
@@ -224,14 +224,14 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in ``dtype``; on the CPU valid until the next call."""
+    """Cast to ``dtype``; on the CPU valid until the next call."""
     if values.dtype == dtype:
         return values
     return temporary(tuple(values.shape), dtype, values.device).copy_(values)
 
 
 def temporary(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised; on the CPU valid until the next call."""
+    """Allocate without initialising; on the CPU valid until the next call."""
     return scratch.take("temporary", shape, dtype=dtype, device=device)
 
 

@@ -30,7 +30,7 @@ CAST_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp3
 
 
 class Codec(Protocol):
-    """What a hop needs: an exact size and three pure functions."""
+    """Interface of a codec: an exact size and three pure functions."""
 
     @property
     def name(self) -> str:
@@ -328,7 +328,7 @@ class CastCodec:
 
 
 class Sized(Protocol):
-    """What the checks need to know of a codec."""
+    """The part of a codec that the checks read."""
 
     def wire_bytes(self, numel: int) -> int: ...
 
@@ -370,7 +370,7 @@ def check_rows(
 
 
 def check_bytes(name: str, wire: torch.Tensor, nbytes: int) -> None:
-    """One row of ``nbytes``, or several."""
+    """Raise ValueError unless `wire` is one row of ``nbytes``, or several."""
     if wire.shape[-1] != nbytes or wire.dtype != torch.uint8:
         raise ValueError(
             f"{name}: shape {tuple(wire.shape)} {wire.dtype}, must be (..., {nbytes}) uint8"

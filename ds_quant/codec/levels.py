@@ -27,7 +27,7 @@ MAX_GROUPS = 512
 
 
 def initial_levels(bits: int, *, device: torch.device | None = None) -> torch.Tensor:
-    """The uniform table (2^bits,) fp32: 0, 1, ..., 2^bits - 1. ValueError unless 2 <= bits <= 8."""
+    """Return the uniform table (2^bits,) fp32: 0, 1, .... ValueError unless 2 <= bits <= 8."""
     if not 2 <= bits <= 8:
         raise ValueError(f"bits = {bits!r}: allowed are 2 to 8")
     return torch.arange(1 << bits, device=device).to(torch.float32)
@@ -41,7 +41,7 @@ def update_levels(
     rate: float,
     max_groups: int = MAX_GROUPS,
 ) -> torch.Tensor:
-    """New table after one pass over the groups of x; see [Note: the online rule].
+    """Return the table after one pass over the groups of x; see [Note: the online rule].
 
     x is read in order, flattened; groups are spread evenly over it when it has more than
     max_groups. Groups without a range (constant, or with Inf or NaN) teach nothing, so an empty
@@ -64,7 +64,7 @@ def update_levels(
 
 
 def normalized(group: torch.Tensor, top: int) -> torch.Tensor | None:
-    """A group (n,) fp32 mapped to 0 .. top by its min and max, or None without a usable range."""
+    """Map a group (n,) fp32 to 0 .. top by its min and max; None without a usable range."""
     low, high = group.aminmax()
     span = float(high - low)
     if not 2.0**-99 <= span < float("inf"):
@@ -73,7 +73,7 @@ def normalized(group: torch.Tensor, top: int) -> torch.Tensor | None:
 
 
 def _learn_group(levels: torch.Tensor, values: torch.Tensor, rate: float) -> None:
-    """One batch of the online rule, in place. levels (2^bits,), values (n,), both fp32."""
+    """Apply one batch of the online rule in place. levels (2^bits,), values (n,), both fp32."""
     middles = (levels[1:] + levels[:-1]) / 2
     code = torch.bucketize(values, middles)  # ties to the lower level, as the codec does
     counts = torch.bincount(code, minlength=len(levels))
@@ -93,7 +93,7 @@ def merge_levels(
     tables: torch.Tensor,  # (ranks, 2^bits) fp32
     weights: torch.Tensor,  # (ranks,) any dtype, not negative
 ) -> torch.Tensor:
-    """Weighted mean (2^bits,) fp32 of the tables of all ranks, added in rank order.
+    """Average the tables of all ranks, (2^bits,) fp32, weighted and added in rank order.
 
     Every rank that holds the same bytes gets the same table. Weights are, for instance, the
     numbers of values seen; ValueError when all are 0 or one is negative.

@@ -40,7 +40,7 @@ class ModuleCodec:
 
     @property
     def name(self) -> str:
-        """That of the module."""
+        """Name of the module."""
         return self.module
 
     @property
@@ -110,7 +110,7 @@ class ModuleCodec:
 
 
 def _uniform(x: Tensor, address: Address | None) -> Tensor:
-    """Random numbers (rows, numel) fp32 of an address, uniform in [0, 1), multiples of 2^-16."""
+    """Draw (rows, numel) fp32 numbers of an address: uniform in [0, 1), multiples of 2^-16."""
     if address is None:
         raise ValueError("address = None: random numbers need an Address")
     rows, numel = x.shape
@@ -122,7 +122,7 @@ def _uniform(x: Tensor, address: Address | None) -> Tensor:
 
 @lru_cache
 def load(module: str) -> ModuleCodec:
-    """The codec in a module that Python can import.
+    """Load the codec in a module that Python can import.
 
     Raises:
         CodecError: there is none, or it breaks the contract.

@@ -40,13 +40,13 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """What the pool holds, used or not."""
+        """Bytes in the pool, used or free."""
         return sum(array.nbytes for array in self._arrays)
 
     def empty(
         self, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device
     ) -> torch.Tensor:
-        """An uninitialised contiguous tensor, as ``torch.empty``."""
+        """Return an uninitialised contiguous tensor, as ``torch.empty`` does."""
         nbytes = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or nbytes < MIN_BYTES:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -68,7 +68,7 @@ class Buffers:
         ]
 
     def _take(self, nbytes: int) -> np.ndarray:
-        """The smallest free array that is large enough, else a new one in place of a free one."""
+        """Take the smallest free array that is large enough, else replace a free one."""
         counts = _references(self._arrays)
         free = [a for a, n in zip(self._arrays, counts, strict=True) if n == _UNUSED]
         fitting = [a for a in free if a.nbytes >= nbytes]

@@ -59,7 +59,8 @@ def seal(payload: Tensor, sizes: Sequence[int], *, sender: int) -> Tensor:
 
 
 def unseal(sealed: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """What ``seal`` was given on the ranks of a process group, one message of each, in order.
+    """Return what ``seal`` was given on the ranks of a process group, one message of each, in
+    order.
 
     Returns:
         payload (sum(sizes),) uint8, and (ranks,) bool: whether a rank's message was changed.
@@ -88,7 +89,7 @@ class _Run(NamedTuple):
 
 
 def _runs(sizes: Sequence[int]) -> Iterator[_Run]:
-    """Neighbours of equal size are served by one operation; empty messages are in no run."""
+    """Group neighbours of equal size, which one operation serves; empty messages are in no run."""
     first = plain = sealed = 0
     for nbytes, members in groupby(sizes):
         count = sum(1 for _ in members)
@@ -99,7 +100,7 @@ def _runs(sizes: Sequence[int]) -> Iterator[_Run]:
 
 
 class Findings:
-    """Which messages were changed on their way. See [Note: when it is told].
+    """Collect which messages were corrupted in transit. See [Note: when it is told].
 
     ``at_once``: called with role and sender of a changed message when it is noted, which waits for
     the device; for engines that never step.
@@ -116,7 +117,9 @@ class Findings:
             self.at_once(*found)
 
     def first(self) -> tuple[str, int] | None:
-        """Role and sender of the first changed message since the last call, and forget all."""
+        """Return role and sender of the first corrupted message since the last call, and forget
+        all.
+        """
         noted, self._noted = self._noted, []
         if not noted:
             return None

@@ -27,9 +27,9 @@ from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import Codec
 from ds_quant.comm.operations import Operations, Streams
 from ds_quant.comm.traffic import Notes
-from ds_quant.comm.transport import Exchange, Fabric, Link, Waiting
+from ds_quant.comm.transport import Exchange, Fabric, Link, PendingGather
 from ds_quant.kernels.batch import Decode, Task
-from ds_quant.kernels.dispatch import together
+from ds_quant.kernels.dispatch import batch_launches
 from ds_quant.kernels.wire import ceil_div, shard_range
 
 
@@ -44,7 +44,7 @@ Layout = tuple[tuple[Slot, ...], int]  # slots of a row, and its bytes
 
 
 def lay_out(sizes: Iterable[tuple[Codec, int]]) -> Layout:
-    """Layout of a row that holds one (codec, numel) after the other. Every step asks again."""
+    """Lay out a row that holds one (codec, numel) after the other. Cached: every step asks."""
     return _lay_out(tuple(sizes))
 
 
@@ -58,7 +58,7 @@ def _lay_out(sizes: tuple[tuple[Codec, int], ...]) -> Layout:
 
 
 def cut(payload: Tensor, rows: Sequence[Layout]) -> Iterator[Tensor]:
-    """The slots of rows that follow each other in a message, (1, bytes) each.
+    """Cut consecutive rows of a message into their slots, (1, bytes) each.
 
     One call makes all views: sliced one by one they cost microseconds each.
     """
@@ -90,7 +90,7 @@ def all_gather(
     sizes = [(c.codec, ceil_div(n, link.size)) for c, n in zip(codings, numels, strict=True)]
     slots, nbytes = lay_out(sizes)
     row = link.empty(nbytes, device=shards[0].device)
-    with link.encoding("weights") as notes, together():
+    with link.encoding("weights") as notes, batch_launches():
         for shard, coding, room in zip(shards, codings, cut(row, [(slots, nbytes)]), strict=True):
             used = between(room, 0, coding.codec.wire_bytes(shard.numel()))
             coding.encode(shard, used)
@@ -105,7 +105,7 @@ class GatherHandle:
 
     def __init__(
         self,
-        exchange: Waiting | None,
+        exchange: PendingGather | None,
         slots: Sequence[Slot],
         tensors: list[tuple[int, Coding, torch.dtype]],
         link: Link | Fabric,
@@ -130,7 +130,7 @@ class GatherHandle:
 
 
 def new_values(shapes: Iterable[tuple[int, torch.dtype]], device: torch.device) -> list[Tensor]:
-    """Tensors (numel,), not of the pool: DeepSpeed frees them where it would without us."""
+    """Allocate tensors (numel,) outside the pool: DeepSpeed frees them as it would without us."""
     values = []
     for numel, dtype in shapes:
         values.append(torch.empty(numel, dtype=dtype, device=device))
@@ -162,7 +162,7 @@ def shard_decoding(
 
 
 def row_place(rank: int, ranks: int, node_size: int | None) -> int:
-    """Which row of what a gather brings is that of a rank: over two levels (local, node) ones."""
+    """Index of a rank's row in a gather's result; (local, node) over two levels."""
     if node_size is None:
         return rank
     node, local = divmod(rank, node_size)
@@ -178,7 +178,9 @@ class _Block(NamedTuple):
 
 
 def _blocks(numel: int, ranks: int) -> Iterator[_Block]:
-    """The full shards, then the short one; empty shards are in none."""
+    """Split the ranks into those with full shards and the one with a short shard; empty ones are
+    left out.
+    """
     width = ceil_div(numel, ranks)
     full = numel // width if width else 0
     if full:
@@ -205,7 +207,7 @@ def reduce_scatter(
     sizes = [(c.codec, ceil_div(n, link.size)) for c, n in zip(codings, numels, strict=True)]
     slots, nbytes = lay_out(sizes)
     rows = link.empty(link.size, nbytes, device=tensors[0].device)
-    with link.encoding("gradients") as notes, together():
+    with link.encoding("gradients") as notes, batch_launches():
         places = rows.split([slot.nbytes for slot in slots], dim=1)
         for tensor, coding, place in zip(tensors, codings, places, strict=True):
             _encode_shards(tensor.reshape(-1), coding, place, notes)
@@ -253,7 +255,7 @@ class ReduceHandle:
                 rows = self._exchange.wait().view(self._link.size, -1)
             self._shards = self._room(rows.device)
             columns = rows.split([slot.nbytes for slot in self._slots], dim=1)
-            with self._link.decoding(), together():
+            with self._link.decoding(), batch_launches():
                 for wire, shard, (_, _, coding) in zip(
                     columns, self._shards, self._tensors, strict=True
                 ):
@@ -263,7 +265,7 @@ class ReduceHandle:
         return self._shards
 
     def _room(self, device: torch.device) -> list[Tensor]:
-        """For the shards, one buffer per dtype."""
+        """Allocate the shards, one buffer per dtype."""
         ranges = [shard_range(n, self._link.size, self._link.rank) for n, *_ in self._tensors]
         dtypes = [coding.sum_dtype(dtype, device) for _, dtype, coding in self._tensors]
         room: list[Tensor | None] = [None] * len(ranges)
@@ -296,7 +298,7 @@ class Kept:
     def allocate(
         cls, numel: int, *, nodes: int, node_size: int, local: int, dtype: torch.dtype, device: str
     ) -> Kept:
-        """Rows of zeros."""
+        """Allocate rows of zeros."""
         width = ceil_div(numel, nodes * node_size)
         rows = torch.zeros(nodes, width, dtype=dtype, device=device)
         return cls(numel=numel, node_size=node_size, local=local, rows=rows)
@@ -308,7 +310,7 @@ class Kept:
 
 @lru_cache(maxsize=4096)
 def _runs(numel: int, nodes: int, node_size: int, local: int) -> tuple[tuple[int, int, int], ...]:
-    """Runs of nodes whose shards of a local rank are equally long, empty ones left out."""
+    """Group nodes whose shards of a local rank are equally long; empty ones are left out."""
     ranks, runs = range(local, nodes * node_size, node_size), []
     lengths = [len(range(*shard_range(numel, nodes * node_size, rank))) for rank in ranks]
     for length, members in groupby(range(nodes), key=lengths.__getitem__):
@@ -321,7 +323,7 @@ def _runs(numel: int, nodes: int, node_size: int, local: int) -> tuple[tuple[int
 def exchange(
     kept: Sequence[Kept], shards: Sequence[Tensor], codings: Sequence[Coding], inter: Link
 ) -> Callable[[], None]:
-    """Bring all rows of every parameter to the decoded values of their owners.
+    """Update all rows of every parameter to the decoded values of their owners.
 
     1. encode this rank's shards, or what they differ from its own rows, into one message
     2. all-gather among the ranks of equal place, asynchronously  3. the returned function waits and
@@ -336,7 +338,7 @@ def exchange(
     if nbytes == 0:
         return lambda: None
     message = inter.empty(nbytes, device=kept[0].rows.device)
-    with inter.encoding("weights") as notes, together():
+    with inter.encoding("weights") as notes, batch_launches():
         for item, shard, coding, slot in zip(kept, shards, codings, slots, strict=True):
             own = item.rows[inter.rank, : shard.numel()]
             wire = message[slot.start :][: coding.codec.wire_bytes(shard.numel())]
@@ -345,7 +347,7 @@ def exchange(
     arriving = inter.all_gather(message, role="weights")
 
     def decode() -> None:
-        with inter.decoding(), together():
+        with inter.decoding(), batch_launches():
             messages = arriving.wait().view(inter.size, nbytes)
             for item, coding, slot in zip(kept, codings, slots, strict=True):
                 for first, count, length in item.runs():
@@ -359,7 +361,7 @@ def exchange(
 def gather(
     kept: Sequence[Kept], codings: Sequence[Coding], intra: Link | None
 ) -> Callable[[], list[Tensor]]:
-    """Full parameters from the rows of the ranks of a node.
+    """Gather full parameters from the rows of the ranks of a node.
 
     Asynchronous; the returned function waits and decodes, (numel,) each, in shard order. Every
     rank uses decoded values, of its own rows too. ``intra`` is None with one rank per node.
@@ -369,7 +371,7 @@ def gather(
     sizes = [(c.codec, k.numel, k.rows.shape[0]) for c, k in zip(codings, kept, strict=True)]
     slots, nbytes = _lay_out_rows(tuple(sizes), intra.size)
     message = intra.empty(nbytes, device=kept[0].rows.device)
-    with intra.encoding("weights") as notes, together():
+    with intra.encoding("weights") as notes, batch_launches():
         for item, coding, slot in zip(kept, codings, slots, strict=True):
             places = message[slot.start :][: slot.nbytes * item.rows.shape[0]].view(-1, slot.nbytes)
             for first, count, length in item.runs():
@@ -395,7 +397,9 @@ def gather(
 def _lay_out_rows(
     sizes: tuple[tuple[Codec, int, int], ...], node_size: int
 ) -> tuple[list[Slot], int]:
-    """Of every (codec, numel, nodes) the slot of its first row, whose others follow; all bytes."""
+    """Return the slot of the first row of every (codec, numel, nodes), and all bytes; other rows
+    follow.
+    """
     slots, end = [], 0
     for codec, numel, nodes in sizes:
         slots.append(Slot(end, codec.wire_bytes(ceil_div(numel, nodes * node_size))))
@@ -405,7 +409,7 @@ def _lay_out_rows(
 
 @lru_cache(maxsize=1024)
 def _decoding(sizes: tuple[tuple[Codec, int, int], ...], node_size: int) -> Operations:
-    """What decodes the messages of a node, buffer 0, to full parameters, the buffers behind it:
+    """Plan the decoding of a node's messages, buffer 0, to full parameters, the buffers behind it:
     (codec, numel, nodes) each.
     """
     slots, nbytes = _lay_out_rows(sizes, node_size)

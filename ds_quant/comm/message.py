@@ -1,4 +1,4 @@
-"""Small tensors in full precision, bundled into one tensor of a message.
+"""Bundle small tensors in full precision into one tensor of a message.
 
 [Note: bundles] What a tensor costs beyond its bytes, slots, views and calls, is the same for ten
 elements as for ten million. So the small ones of a collective over ranks are laid side by side:
@@ -65,12 +65,12 @@ class Bundle:
 
 @lru_cache(maxsize=256)
 def bundle_of(numels: tuple[int, ...], ranks: int) -> Bundle:
-    """The bundle of tensors of these sizes."""
+    """Return the bundle of tensors of these sizes, cached."""
     return Bundle(numels, ranks, tuple(ceil_div(numel, ranks) for numel in numels))
 
 
 class Cuts:
-    """Where the tensors of a message lie in a flat one, each in ranges [start, stop) of elements.
+    """Locate the tensors of a message in a flat one, each in ranges [start, stop) of elements.
 
     One call makes all views: sliced one by one they cost microseconds each.
     """
@@ -100,7 +100,7 @@ class Scattered:
         self._cuts = Cuts([ranges]) if ranges else None
 
     def joined(self, flat: Tensor) -> list[Tensor]:
-        """A copy of them as one tensor; nothing if there are none."""
+        """Copy them into one tensor; nothing if there are none."""
         return [] if self._cuts is None else [torch.cat(self._cuts.views(flat)[0])]
 
 
@@ -120,13 +120,13 @@ class Copies:
         self._into, self._parts = (Cuts([into]), Cuts([parts])) if into else (None, None)
 
     def copy(self, flat: Tensor, values: Tensor) -> None:
-        """One call makes all copies, cast to the dtype of ``flat``."""
+        """Make all copies in one call, cast to the dtype of ``flat``."""
         if self._into is not None:
             torch._foreach_copy_(self._into.views(flat)[0], self._parts.views(values)[0])
 
 
 def joined(views: Sequence[Tensor]) -> Tensor:
-    """Rows of one dtype end to end; the only one as it is."""
+    """Concatenate rows of one dtype; a single row is returned without a copy."""
     return views[0] if len(views) == 1 else torch.cat(tuple(views), dim=-1)
 
 
@@ -138,7 +138,7 @@ def is_small(numel: int, coding: Coding) -> bool:
 def sort_out(
     numels: Sequence[int], codings: Sequence[Coding], ranks: int
 ) -> tuple[list[int], list[tuple[Bundle, list[int]]]]:
-    """Which tensors travel by themselves, and the bundles of the others with their members."""
+    """Split tensors into those sent alone and bundles of the others with their members."""
     alone: list[int] = []
     small: dict[torch.dtype, list[int]] = {}
     for index, (numel, coding) in enumerate(zip(numels, codings, strict=True)):

@@ -27,7 +27,7 @@ from ds_quant.kernels.batch import (
     Sum,
     Task,
 )
-from ds_quant.kernels.dispatch import in_order
+from ds_quant.kernels.dispatch import launch_in_order
 
 # ---- piece by piece ----
 
@@ -42,12 +42,12 @@ def view(
     shape: tuple[int, ...] = (),
     steps: tuple[int, ...] = (),
 ) -> Tensor:
-    """Rows of ``numel`` items in the memory of a buffer."""
+    """View rows of ``numel`` items in the memory of a buffer."""
     return buffer.as_strided((*shape, numel), (*steps, 1), buffer.storage_offset() + start)
 
 
 def is_cast(operation: Operation) -> bool:
-    """Whether it changes the dtype of numbers and adds them up, nothing else."""
+    """Whether the operation only changes the dtype of numbers and adds them up."""
     codecs = [getattr(operation, name, None) for name in ("codec", "source")]
     plain = all(codec is None or isinstance(codec, CastCodec) for codec in codecs)
     return plain and not getattr(operation, "block", 0) and not getattr(operation, "add", False)
@@ -64,7 +64,7 @@ def _rotation(operation: Any, streams: Streams) -> Rotation | None:
 def encoded(
     op: Encode, places: Places, buffers: Buffers, streams: Streams
 ) -> tuple[Tensor, Tensor, Rotation | None]:
-    """Values, their bytes (1, bytes) and rotation."""
+    """Return values, their bytes (1, bytes) and rotation."""
     wire = _row(buffers[op.wire], places[1], op.codec.wire_bytes(op.on_wire))
     return view(buffers[op.values], places[0], op.numel), wire, _rotation(op, streams)
 
@@ -72,14 +72,16 @@ def encoded(
 def recoded(
     op: Recode, places: Places, buffers: Buffers, streams: Streams
 ) -> tuple[Callable[[], Tensor], Tensor, Rotation | None]:
-    """What makes the values, rotated back, their bytes (1, bytes) and rotation."""
+    """Return a function that makes the values, rotated back, then their bytes (1, bytes) and
+    rotation.
+    """
     rotation = _rotation(op, streams)
     wire = _row(buffers[op.wire], places[1], op.codec.wire_bytes(op.on_wire))
     sources, own = _sources(op, op.source, places[0], places[2], buffers)
 
     def restored() -> Tensor:
         total = torch.empty(op.numel, dtype=torch.float32, device=wire.device)
-        with in_order():
+        with launch_in_order():
             streams.sources[op.stream].decode_sum(sources, total, own=own, rotation=rotation)
         return total
 
@@ -169,7 +171,7 @@ class Cast:
             self._into = self._view(1, op.rotated if isinstance(op, Rotate) else op.values)
 
     def _view(self, number: int, buffer: int, dtype: torch.dtype | None = None) -> _View:
-        """Of place ``number``."""
+        """View the rows at place ``number``."""
         rows, size = self._rows, 1 if dtype is None else dtype.itemsize
         steps = (*(step[number] // size for step in rows.steps), 1)
         shape = (*rows.shape, rows.operation.numel)
@@ -198,7 +200,7 @@ class Cast:
             self._padding.of(buffers).zero_()
 
     def _add_up(self, total: Tensor, buffers: Buffers) -> None:
-        """Rows of all sources in their order, the own ones in their place."""
+        """Add up the rows of all sources in order, the own ones in their place."""
         sources = list(self._sources.of(buffers).unbind(0))
         if self._own is not None:
             sources.insert(self._rows.operation.place, self._own.of(buffers))
@@ -226,7 +228,7 @@ class Streams:
         self.codings, self.rotations, self.sources = codings, rotations, sources
 
     def coding(self, stream: int, vector: int) -> Coding:
-        """Of a piece whose random bits begin ``vector`` vectors after its stream."""
+        """Return the coding of a piece whose random bits begin at ``vector`` of its stream."""
         coding = self.codings[stream]
         if coding.address is None or vector == 0:
             return coding
@@ -235,7 +237,7 @@ class Streams:
 
     @cached_property
     def numbers(self) -> batch.Streams:
-        """As the kernels take them."""
+        """The streams as arrays for the kernels."""
         addresses = [c.address or _NO_ADDRESS for c in self.codings]
         numbers = np.array([a[:3] for a in addresses], dtype=np.uint64).T
         levels = [c.levels for c in self.codings]
@@ -262,7 +264,7 @@ class Operations:
         self._turn = threading.Lock()
 
     def run(self, buffers: Sequence[Tensor], streams: Streams, notes: Notes | None = None) -> None:
-        """Carry them out. None reads what another writes. ``notes``: of what is encoded."""
+        """Carry out all tasks; none reads what another writes. ``notes``: told what is encoded."""
         if not self.tasks:
             return
         variant = dispatch.variant_of(buffers)
@@ -278,7 +280,7 @@ class Operations:
 
 
 class _Compiled(NamedTuple):
-    """What the kernels do, casts in rows, and the pieces that are left."""
+    """Tasks split into kernel calls, casts of rows, and single pieces."""
 
     runnables: list[Runnable]
     casts: list[Cast]
@@ -290,7 +292,7 @@ class _Compiled(NamedTuple):
         for cast in self.casts:
             cast.run(buffers)
         if self.pieces:
-            with dispatch.together():
+            with dispatch.batch_launches():
                 for operation, places in self.pieces:
                     run_piece(operation, places, buffers, streams)
 

@@ -1,4 +1,4 @@
-"""Who sums what when the pieces of a bucket belong to single ranks, as under ZeRO-1 and 2.
+"""Decide which rank sums which piece of a bucket whose parts single ranks own (ZeRO-1 and 2).
 
 [Note: direct or balanced] A bucket of ZeRO-1/2 usually belongs to one or two owners. Sending every
 owner its part at once (*direct*) then makes one rank receive the whole bucket from everybody,
@@ -22,7 +22,7 @@ from ds_quant.kernels.wire import ceil_div
 
 
 class Shape(NamedTuple):
-    """What all ranks know of a share. ``inner`` is the codec of the first of two hops."""
+    """What all ranks know about a share. ``inner``: the codec of the first of two hops."""
 
     owner: int
     numel: int
@@ -48,7 +48,7 @@ class Inbound(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def plan(shapes: tuple[Shape, ...], ranks: int, node_size: int | None = None) -> tuple[Piece, ...]:
-    """The pieces of the cheapest exchange: see [Note: direct or balanced].
+    """Return the pieces of the cheapest exchange: see [Note: direct or balanced].
 
     ``node_size``: ranks per node of a reduction over two hops, None for one hop.
     """
@@ -67,7 +67,7 @@ def _node(rank: int, node_size: int) -> tuple[int, ...]:
 def inbound(
     shapes: Sequence[Shape], pieces: Sequence[Piece], ranks: int, node_size: int | None = None
 ) -> Inbound:
-    """What enters the busiest node and the busiest rank, reduction and delivery together."""
+    """Count the bytes into the busiest node and rank, reduction and delivery together."""
     size = node_size or ranks
     nodes, into_node, into_rank = ranks // size, [0] * (ranks // size), [0] * ranks
     for piece in pieces:
@@ -89,7 +89,7 @@ def inbound(
 
 
 def delivery_codec(codec: Codec) -> Codec:
-    """Codec of the delivery: at least 8 bits, as its error is not averaged over the ranks.
+    """Return the delivery's codec: at least 8 bits, as its error is not averaged over ranks.
 
     Gaussian levels need a rotation, and sums are no longer rotated.
     """

@@ -31,7 +31,7 @@ from ds_quant.comm.owners import Piece, delivery_codec
 from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, SlicePlan, Step
 from ds_quant.comm.transport import Exchange, Fabric, Link
 from ds_quant.kernels.batch import Decode, Encode, Task
-from ds_quant.kernels.dispatch import together
+from ds_quant.kernels.dispatch import batch_launches
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 
 # ---- over one or two hops ----
@@ -73,7 +73,7 @@ class Pipeline:
 
 
 class Reduction(Pipeline):
-    """Every segment of a plan on its way to become its sum over all ranks: see [Note: two hops].
+    """A running reduction of every segment of a plan over all ranks: see [Note: two hops].
 
     Sums are fp32 in rank order within a hop, nodes in order across hops; the plan's scale is
     applied once at the end. Once this is made, values may change.
@@ -165,7 +165,7 @@ class Own(NamedTuple):
 
 
 class OwnerGather:
-    """Brings every part, on all ranks and the owner too, to its owner's decoded values.
+    """Set every part, on all ranks and the owner too, to its owner's decoded values.
 
     1. encode this rank's parts into one row  2. all-gather the rows, asynchronously  3. the
     returned function waits and decodes. Until then the elements keep what they hold; only the
@@ -198,14 +198,14 @@ class OwnerGather:
     def post(
         self, tensors: Sequence[Tensor], own: Sequence[Own], codings: Sequence[Coding]
     ) -> Callable[[], None]:
-        """Begin. tensors: 1-D contiguous. own: of this rank's parts in their order. codings: of
-        the weights, without addresses.
+        """Post the gather. tensors: 1-D contiguous. own: of this rank's parts in their order.
+        codings: of the weights, without addresses.
         """
         if self._nbytes == 0:
             return lambda: None
         link, device = self._fabric.whole, tensors[0].device
         row = link.empty(self._nbytes, device=device)
-        with link.encoding("weights") as notes, together():
+        with link.encoding("weights") as notes, batch_launches():
             wires = cut(row, [self._layout])
             for part, (coding, target), wire in zip(self._own, own, wires, strict=True):
                 values = tensors[part.tensor][part.start : part.start + part.numel]
@@ -265,7 +265,7 @@ class OwnerSums:
         self._delivery = _Delivery(moved, forms, link) if moved else None
 
     def _room(self, numel: int) -> int:
-        """Where so many sums begin."""
+        """Return where each of these sums begins."""
         start = self._numel
         self._numel += round_up(numel, VECTOR_NUMEL)
         return start
@@ -292,7 +292,7 @@ class OwnerSums:
         codings: Sequence[tuple[Coding, ...]],
         rotations: Sequence[Rotation | None],
     ) -> Tensor:
-        """The sums of this rank's shares, fp32; ``totals`` says where each begins. Codings and
+        """Add up this rank's shares, fp32; ``totals`` says where each begins. Codings and
         rotations are those of the gradients, one coding per hop.
         """
         sums = self.room(tensors[0].device)
@@ -366,7 +366,7 @@ _DELIVERED = 1 << 62
 def _placed(
     rows: Sequence[Sequence[Segment]], codecs: Sequence[Codec]
 ) -> tuple[list[int], list[tuple[Segment, int]]]:
-    """Bytes of every row, and where each segment begins in the message."""
+    """Return the bytes of every row, and where each segment begins in the message."""
     sizes = [[codecs[s.gradient].wire_bytes(s.numel) for s in row] for row in rows]
     starts = accumulate((nbytes for row in sizes for nbytes in row), initial=0)
     segments = (segment for row in rows for segment in row)

@@ -1,4 +1,4 @@
-"""What every step of a reduction does, planned once from sizes: [Note: two hops] of reduce.py.
+"""Plan a reduction once, from sizes alone; every step then runs it: [Note: two hops] of reduce.py.
 
 While one slice crosses between the nodes, the next is inside them. With n slices that takes
 longer + shorter / n + n * overhead: the two hops' seconds, and what a slice costs beyond its bytes.
@@ -42,7 +42,7 @@ class Slicing:
     pace: float = 5e-11 / SLICE_SECONDS
 
     def slices(self, numel: int) -> int:
-        """For ``numel`` elements of this rank's input."""
+        """Number of slices for ``numel`` elements of this rank's input."""
         if self.count is not None:
             return self.count
         return max(1, min(MOST, round(math.sqrt(numel * self.pace))))
@@ -71,7 +71,7 @@ class Hop:
     slicing: Slicing = Slicing()
 
     def place(self, rank: int) -> int:
-        """Where in ``link`` the data bound for ``rank`` goes."""
+        """Index within ``link`` of the rank that takes data bound for ``rank``."""
         return rank // self.divisor % self.link.size
 
 
@@ -86,7 +86,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, codings: Sequence[Coding], rotation: Rotation | None) -> Form:
-        """As the codings of its hops and its rotation in any step say."""
+        """Derive the form from the codings of its hops and its rotation in any step."""
         codecs = tuple([coding.codec for coding in codings])
         if rotation is None:
             return cls(codecs)
@@ -94,7 +94,7 @@ class Form(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Elements after which it can be cut without changing a group."""
+        """Granularity in elements at which a segment can be cut without changing a group."""
         sizes = [c.group_size for c in self.codecs if isinstance(c, GroupCodec)]
         return math.lcm(VECTOR_NUMEL, *sizes, self.block or 1)
 
@@ -111,7 +111,7 @@ class Segment(NamedTuple):
     total: int = 0  # where its sum begins, on the reducer
 
     def part(self, start: int, stop: int) -> Segment:
-        """Elements [start, stop) of it."""
+        """Return elements [start, stop) of the segment."""
         return self._replace(
             start=self.start + start,
             numel=stop - start,
@@ -153,7 +153,7 @@ class HeldSlice(NamedTuple):
 
 
 class ReductionPlan:
-    """What a reduction of segments does, the same in all steps.
+    """The operations and messages of a reduction of segments, the same in all steps.
 
     forms: of every gradient. ``scale`` multiplies the sums.
     """
@@ -190,7 +190,9 @@ class ReductionPlan:
 
 
 def own_totals(segments: Sequence[Segment], hops: Sequence[Hop]) -> tuple[list[Segment], int]:
-    """The segments with places for the sums of those that this rank reduces, and their size."""
+    """Give places to the sums that this rank reduces; returns the segments and the size of all
+    sums.
+    """
     found, end = [], 0
     for segment in segments:
         if all(hop.place(segment.reducer) == hop.link.rank for hop in hops):
@@ -202,7 +204,7 @@ def own_totals(segments: Sequence[Segment], hops: Sequence[Hop]) -> tuple[list[S
 def _slices(
     segments: Sequence[Segment], forms: Sequence[Form], hops: Sequence[Hop]
 ) -> list[list[Segment]]:
-    """The segments of each slice. Sizes alone decide, so that all ranks cut alike."""
+    """Distribute the segments over slices by their sizes alone, so that all ranks cut alike."""
     total = sum(segment.numel for segment in segments)
     count = hops[-1].slicing.slices(total) if len(hops) > 1 else 1
     slices: list[list[Segment]] = [[] for _ in range(count)]
@@ -217,7 +219,7 @@ def _slices(
 
 
 class _Compiler:
-    """Works out the hops of one slice."""
+    """Plans the hops of one slice."""
 
     def __init__(self, segments: list[Segment], forms: Sequence[Form], scale: float) -> None:
         self._segments, self._forms, self._scale = segments, forms, scale
@@ -314,7 +316,9 @@ class _Compiler:
         return operation, (self._columns[index], start, self._kept.get(index, 0), vector)
 
     def _own(self, index: int, place: int, depth: int, hops: Sequence[Hop]) -> Task:
-        """What this rank adds as it is: rotated values, or what has arrived so far."""
+        """Plan this rank's exact contribution: rotated values, or the sum of what has arrived so
+        far.
+        """
         segment = self._segments[index]
         if depth:
             return self._sum(index, hops, depth, KEPT, place)
@@ -323,7 +327,9 @@ class _Compiler:
         return operation, (segment.start, place)
 
     def _sum(self, index: int, hops: Sequence[Hop], depth: int, into: int, place: int = 0) -> Task:
-        """Of what has arrived on the hop before ``depth``; at the end rotated back and scaled."""
+        """Plan the sum of what arrived on the hop before ``depth``; the last one is rotated back
+        and scaled.
+        """
         segment = self._segments[index]
         codecs, block, flips = self._forms[segment.gradient]
         how = {"numel": self._on_wire[index]}
@@ -340,7 +346,7 @@ class _Compiler:
         return operation, (self._columns[index], place, self._kept.get(index, 0))
 
     def _sources(self, hop: Hop) -> dict[str, int | None]:
-        """Of an operation that adds up what has arrived on a hop."""
+        """Sources of an operation that adds up what arrived on a hop."""
         return {
             "wire_in": ARRIVED,
             "sources": hop.link.size - hop.exact_own,

@@ -1,5 +1,5 @@
-"""Which ranks share a node. The node size is an argument, never a count of devices, so that a
-few processes on one machine can stand for several nodes. Standard library only.
+"""Topology: which ranks share a node. The node size is an argument, never a count of devices, so
+that a few processes on one machine can stand for several nodes. Standard library only.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class Topology:
 
 
 def launched_size(world: int) -> tuple[str, int] | None:
-    """The variable in which the launcher gives the ranks of this host (deepspeed: LOCAL_SIZE,
-    torchrun: LOCAL_WORLD_SIZE), and its value; None if it gives none that divides the world.
+    """Return the variable in which the launcher gives the ranks of this host (deepspeed:
+    LOCAL_SIZE, torchrun: LOCAL_WORLD_SIZE), and its value; None if it gives none that divides the
+    world.
 
     In this order: under the deepspeed launcher on CPU, accelerate sets LOCAL_WORLD_SIZE to 1.
     """
@@ -61,16 +62,16 @@ def launched_size(world: int) -> tuple[str, int] | None:
 
 
 def default_node_size(world: int) -> int:
-    """Ranks per host as the launcher of this rank says, without asking the others; ``world`` if
-    it does not say: every rank counts as local.
+    """Return the ranks per host that the launcher of this rank gives, without asking the others;
+    ``world`` if it does not say: every rank counts as local.
     """
     launched = launched_size(world)
     return world if launched is None else launched[1]
 
 
 def host_name() -> str:
-    """This machine's name, and an id of its running system: clones may share a name. Containers
-    and network namespaces of one machine share the id.
+    """Return this machine's name and an id of its running system: clones may share a name.
+    Containers and network namespaces of one machine share the id.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")[:8]
@@ -80,7 +81,7 @@ def host_name() -> str:
 
 
 class PlacementError(ValueError):
-    """No nodes can be made of the ranks as they lie on the hosts."""
+    """The ranks' placement on hosts does not form nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +132,13 @@ def place(
 
 
 def _labels(hosts: Sequence[str]) -> list[str]:
-    """Names without the ids that ``host_name`` adds, unless these tell two hosts apart."""
+    """Drop the ids that ``host_name`` adds, unless they tell two hosts apart."""
     short = {host: host.split(" ")[0] for host in hosts}
     return [short[host] if len(set(short.values())) == len(short) else host for host in hosts]
 
 
 def _spanning(hosts: Sequence[str], size: int) -> range | None:
-    """The first node of ``size`` ranks that lies on several hosts."""
+    """Find the first node of ``size`` ranks that lies on several hosts."""
     for start in range(0, len(hosts), size):
         if len(set(hosts[start : start + size])) > 1:
             return range(start, start + size)
@@ -145,7 +146,7 @@ def _spanning(hosts: Sequence[str], size: int) -> range | None:
 
 
 def _where(hosts: Sequence[str], ranks: range) -> str:
-    """Ranks of a node and their hosts, the first three."""
+    """Describe the ranks of a node and their hosts, the first three."""
     runs = [(host, len(list(same))) for host, same in groupby(hosts[ranks.start : ranks.stop])]
     shown = ", ".join(f"{count} on {host}" for host, count in runs[:3])
     more = ", ..." if len(runs) > 3 else ""

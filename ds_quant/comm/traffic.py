@@ -32,7 +32,7 @@ Place = tuple[str, str]  # (role, link), as in Traffic
 
 
 class Measures(Protocol):
-    """What ``coding.Coding`` offers."""
+    """The part of ``codec.bound.Coding`` that is measured."""
 
     def error(self, values: Any, wire: Any, **how: Any) -> Any:
         """Squared error and squared norm of values on the wire, (2,) on their device."""
@@ -40,7 +40,7 @@ class Measures(Protocol):
 
 @dataclass
 class Tally:
-    """What was encoded for one role and link: elements, bytes, and what was read back of it.
+    """Elements and bytes encoded for one role and link, and the error of what was read back.
 
     squares: sums of squared errors and squared norms, (2,) on the device; None if nothing was read
     back. window: where in the messages of a step reading back begins, in bytes.
@@ -69,13 +69,13 @@ class Tally:
         self.checked += note.wire.numel()
 
     def next_window(self) -> int:
-        """Where the next sample goes on."""
+        """Move the window for the next sample."""
         end = self.window + CHECKED
         return end if end < self.nbytes else 0
 
 
 def normalised(error: float, norm: float) -> float:
-    """Squared error over squared norm; of zeros only, 0 if they stay zero."""
+    """Return squared error over squared norm; for zeros only, 0 if they stay zero."""
     if norm == 0:
         return 0.0 if error == 0 else float("inf")
     return error / norm
@@ -83,7 +83,7 @@ def normalised(error: float, norm: float) -> float:
 
 @dataclass
 class Sample:
-    """What a sampled step has shown so far."""
+    """Measurements of a sampled step so far."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
     tallies: dict[Place, Tally] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Notes:
 
 
 class _NoNotes(Notes):
-    """Between samples."""
+    """The notes while no sample is open: all methods return at once."""
 
     are_read = False
 
@@ -150,11 +150,11 @@ class Meter:
         return self._sample is not None
 
     def open(self, clock: Callable[[], float]) -> None:
-        """Measure from now on; ``clock`` gives seconds."""
+        """Start measuring; ``clock`` returns seconds."""
         self._sample, self._clock, self._inside = Sample(), clock, 0.0
 
     def close(self) -> Sample:
-        """What was measured since ``open``."""
+        """Stop measuring and return the sample."""
         sample, self._sample = self._sample, None
         assert sample is not None
         for place, tally in sample.tallies.items():
@@ -162,13 +162,13 @@ class Meter:
         return sample
 
     def section(self, name: str) -> AbstractContextManager[Any]:
-        """Around what counts as ``name``. See [Note: sections]."""
+        """Charge the time inside to ``name``. See [Note: sections]."""
         return _OFF if self._sample is None else self._timed(name)
 
     def encoding(self, role: str, link: str) -> AbstractContextManager[Notes]:
-        """Around the encoding of a message; some of what is noted is read back when it is over.
+        """Charge the encoding of a message, and read back some of what was noted at its end.
 
-        It must enclose ``together()``, whose block writes nothing before its end.
+        It must enclose ``batch_launches()``, whose block writes nothing before its end.
         """
         return _OFF if self._sample is None else self._checked((role, link))
 

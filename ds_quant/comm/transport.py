@@ -49,7 +49,7 @@ class Exchange:
     posted_on: torch.cuda.Stream | None = None  # None on the CPU
 
     def wait(self) -> Tensor:
-        """The received bytes; on CUDA valid in order of the current stream."""
+        """Return the received bytes; on CUDA valid in order of the current stream."""
         if self.work is not None:
             with self.meter.section("wait"):
                 self.work.wait()
@@ -70,7 +70,7 @@ class Exchange:
 
 @contextmanager
 def _with(rank: int) -> Iterator[None]:
-    """Names the rank that a message is exchanged with: gloo knows an address at best."""
+    """Add the peer rank to gloo errors, which name only an address."""
     try:
         yield
     except RuntimeError as error:
@@ -82,8 +82,8 @@ def _with(rank: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Together:
-    """Works with one rank each as one."""
+class _JoinedWorks:
+    """Several works, one per peer rank, as one."""
 
     works: Sequence[tuple[int, Work]]
 
@@ -132,11 +132,11 @@ class Link:
         return self._dist.get_global_rank(self.process_group, rank)
 
     def encoding(self, role: str) -> AbstractContextManager[Notes]:
-        """Around the encoding of a message for this link: see ``Meter.encoding``."""
+        """Charge the encoding of a message for this link: see ``Meter.encoding``."""
         return self._traffic.meter.encoding(role, self._reach)
 
     def decoding(self) -> AbstractContextManager[Any]:
-        """Around the decoding of what has arrived, and the wait for it."""
+        """Charge the decoding of received messages, and the wait for them."""
         return self._traffic.meter.section("decode")
 
     def all_gather(self, payload: Tensor, *, role: str) -> Exchange:
@@ -216,7 +216,7 @@ class Link:
                 with _with(ranks[r]):
                     work = torch.distributed.isend(sends[r], dst=ranks[r], group=group)
                 works.append((ranks[r], work))
-        return self._posted(payload, received, _Together(works))
+        return self._posted(payload, received, _JoinedWorks(works))
 
     def _posted(self, payload: Tensor, received: Tensor, work: Work) -> Exchange:
         meter, stream = self._traffic.meter, None
@@ -232,14 +232,15 @@ class Link:
         self._traffic.count(role, intra=intra, inter=inter)
 
 
-class Waiting(Protocol):
+class PendingGather(Protocol):
     """A posted gather."""
 
     def wait(self) -> Tensor: ...
 
 
 class Fabric:
-    """The links of one process group and, where its ranks fill several nodes, of its two levels.
+    """The link of one process group and, where its ranks fill several nodes, those of its two
+    levels.
 
     intra: this rank's node. inter: the ranks of all nodes with this rank's place in the node.
     Both are None for a group that lies in one node, has one rank per node, or is not the world.
@@ -255,7 +256,7 @@ class Fabric:
         self.encoding, self.decoding, self.empty = whole.encoding, whole.decoding, whole.empty
         self._pending: list[_TwoLevelGather] = []
 
-    def all_gather(self, payload: Tensor, *, role: str) -> Waiting:
+    def all_gather(self, payload: Tensor, *, role: str) -> PendingGather:
         """As ``Link.all_gather`` over the whole group; over two levels (nodes, ranks of a node,
         bytes) arrive, strided: see ``collectives.row_place``.
 
@@ -275,14 +276,14 @@ class Fabric:
 
 
 class _TwoLevelGather:
-    """Rows that are on their way between nodes, later inside the node."""
+    """A gather whose rows cross between nodes first, then inside the node."""
 
     def __init__(self, fabric: Fabric, between: Exchange, role: str) -> None:
         self._fabric, self.between, self.role = fabric, between, role
         self.inside: Exchange | None = None
 
     def wait(self) -> Tensor:
-        """The rows of all ranks, (nodes, ranks of a node, bytes), strided."""
+        """Return the rows of all ranks, (nodes, ranks of a node, bytes), strided."""
         self._fabric.post_until(self)
         fabric = self._fabric
         # Received as (local rank, node, bytes). They are decoded where they lie, without a copy.

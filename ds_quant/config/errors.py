@@ -1,4 +1,4 @@
-"""Sentences for what is wrong in a "quantized_comm" block: where, what it is, what is allowed.
+"""Error messages for a "quantized_comm" block: which key, its value, what is allowed.
 
 What is allowed is read from the JSON schema of the model, so that an error, the schema and the
 check itself cannot disagree.
@@ -47,13 +47,13 @@ def path_of(location: Location) -> str:
 
 
 def show(value: Any) -> str:
-    """The value as it stands in the JSON file, shortened."""
+    """Format a value as it stands in the JSON file, shortened."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def did_you_mean(word: str, candidates: Iterable[str], *, cutoff: float = 0.55) -> str | None:
-    """The nearest candidate in spelling, ignoring case and the kind of dash, or ``None``."""
+    """Return the candidate nearest in spelling, ignoring case and the kind of dash, or ``None``."""
     plain = {c.lower(): c for c in candidates}
     near = difflib.get_close_matches(
         word.strip().lower().replace("-", "_").replace(" ", "_"), plain, n=1, cutoff=cutoff
@@ -62,7 +62,9 @@ def did_you_mean(word: str, candidates: Iterable[str], *, cutoff: float = 0.55) 
 
 
 def misplaced_block(param_dict: Mapping[Any, Any]) -> list[str]:
-    """Blocks that DeepSpeed would silently ignore or reject: misspelt, or not at the top level."""
+    """Find blocks that DeepSpeed would silently ignore or reject: misspelt, or not at the top
+    level.
+    """
     problems = []
     for key, value in param_dict.items():
         # 0.75 also catches "quantized_communication"; DeepSpeed's own keys reach 0.6 at most.
@@ -79,14 +81,14 @@ def misplaced_block(param_dict: Mapping[Any, Any]) -> list[str]:
 
 
 def not_an_object(block: Any, schemes: Sequence[str]) -> str:
-    """The block is something else than {...}."""
+    """Describe a block that is not an object."""
     scheme = did_you_mean(block, schemes) if isinstance(block, str) else None
     hint = "" if scheme is None else f'; did you mean {{"scheme": "{scheme}"}}?'
     return f'{KEY}={show(block)}: allowed: an object such as {{"scheme": "qsdp"}}{hint}'
 
 
 def auto_values(value: Any, location: Location = ()) -> list[str]:
-    """One sentence per "auto" in the block, at any depth."""
+    """Return one sentence per "auto" in the block, at any depth."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return [
             f'{path_of(location)}="auto": not supported, and Hugging Face accelerate stops at it: '
@@ -100,12 +102,12 @@ def auto_values(value: Any, location: Location = ()) -> list[str]:
 
 
 def explain(error: ValidationError, *, schema: dict[str, Any], block: dict) -> list[str]:
-    """One sentence per mistake. ``schema``: of the block; ``block``: what the user wrote."""
+    """Return one sentence per mistake. ``schema``: of the block; ``block``: what the user wrote."""
     return [_sentence(e, schema, block) for e in error.errors(include_url=False)]
 
 
 def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
-    """Keys the user wrote that another value, not his, makes irrelevant."""
+    """Find keys the user wrote that a value set by the scheme makes irrelevant."""
     if config.scheme == AUTOTUNE:
         return [
             f"{path_of((key,))}={show(block[key])} conflicts with {path_of(('scheme',))}="
@@ -152,7 +154,7 @@ def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
 
 
 def allowed_in(schema: dict[str, Any], location: Location) -> str:
-    """What may stand in one place of ``schema``, in words; ValueError outside of it."""
+    """Describe the values allowed at one place of ``schema``; ValueError outside of it."""
     node = _node(schema, location)
     if node is None:
         raise ValueError(f"{'.'.join(map(str, location))}: no such key")

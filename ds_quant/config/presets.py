@@ -24,17 +24,17 @@ BY_HAND = ("qsdp_shard",)
 
 @lru_cache
 def preset_names() -> tuple[str, ...]:
-    """The schemes in configs/, sorted."""
+    """List the schemes in configs/, sorted."""
     return tuple(sorted(path.stem for path in resource_dir("configs").glob("*.yaml")))
 
 
 def preset_description(name: str) -> str:
-    """One line on what the scheme is."""
+    """Describe the scheme in one line."""
     return _load(name)["description"]
 
 
 def apply_preset(name: Any, block: dict[str, Any]) -> dict[str, Any]:
-    """The block with the values of scheme ``name`` under it; unchanged without such a scheme."""
+    """Merge the values of scheme ``name`` under the block; unchanged without such a scheme."""
     if name not in preset_names():
         return block
     base = deepcopy(_load(name))

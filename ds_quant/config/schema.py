@@ -109,7 +109,7 @@ class IntraConfig(Block):
 
 
 class FallbackConfig(Block):
-    """When quantized traffic gives way to full precision while a job runs."""
+    """When a running job falls back to full precision."""
 
     on_nonfinite: Literal["skip", "raise", "full_precision"] = Field(
         "skip",
@@ -123,7 +123,7 @@ class FallbackConfig(Block):
 
 
 class MetricsConfig(Block):
-    """What rank 0 writes about its messages, to DeepSpeed's monitors and to a file."""
+    """Communication metrics written by rank 0, to DeepSpeed's monitors and to a file."""
 
     interval: Whole = Field(
         100,
@@ -291,7 +291,7 @@ MAX_SEED = 2**63 - 1
 class QuantizedCommConfig(Block):
     """Quantized ZeRO communication. Every key is optional; the scheme sets what is left out."""
 
-    enabled: bool = Field(True, description="false: checked, then ignored.")
+    enabled: bool = Field(True, description="false: validate the block but stay inactive.")
     scheme: str = Field(
         "qsdp",
         description="Preset whose values the other keys replace, or autotune: measures links and "
@@ -334,7 +334,7 @@ class QuantizedCommConfig(Block):
         FallbackConfig(), description="When a running job returns to full precision."
     )
     metrics: MetricsConfig = Field(
-        MetricsConfig(), description="Sampled steps: what travels, what it loses and costs."
+        MetricsConfig(), description="Sampled communication metrics: bytes, error, time."
     )
     checksum_steps: Whole = Field(
         100,
@@ -372,12 +372,12 @@ class QuantizedCommConfig(Block):
         return name
 
     def resolved(self) -> dict[str, Any]:
-        """Every effective value as JSON types: what the log shows and the ranks compare."""
+        """Return every effective value as JSON types: what the log shows and the ranks compare."""
         chosen = {"weights", "gradients", "node_shard"} if self.scheme == AUTOTUNE else None
         return self.model_dump(mode="json", exclude=chosen)
 
     def picked(self, name: str) -> QuantizedCommConfig:
-        """The settings with scheme ``name`` in place of "autotune"."""
+        """Return the settings with scheme ``name`` in place of "autotune"."""
         written = self.model_dump(mode="json", exclude_unset=True)
         return parse_block({**written, "scheme": name})
 
@@ -418,7 +418,7 @@ class QuantizedCommConfig(Block):
             )
 
     def to_scheme(self) -> Scheme:
-        """The scheme these settings describe; ConfigError for "autotune", see ``picked``."""
+        """Build the scheme; ConfigError for "autotune", see ``picked``."""
         if self.scheme == AUTOTUNE:
             raise ConfigError(
                 f'{path_of(("scheme",))}="{AUTOTUNE}": no scheme before links are measured: '
@@ -475,7 +475,7 @@ def _codec(
 
 
 def parse(param_dict: dict[str, Any], *, load_codecs: bool = True) -> QuantizedCommConfig | None:
-    """The settings of a whole DeepSpeed config, or ``None`` if it asks for no quantization.
+    """Parse a whole DeepSpeed config; ``None`` if it asks for no quantization.
 
     Raises ``ConfigError``, also for mistakes in a disabled block and for a misspelt or misplaced
     one. ``load_codecs``: import and try codecs of the user's own, if enabled.
@@ -500,7 +500,7 @@ def _finds_its_loss_scale(fp16: Any) -> bool:
 
 
 def parse_block(block: Any, *, load_codecs: bool = True) -> QuantizedCommConfig:
-    """The settings of the block alone, with the values of its scheme merged under the user's."""
+    """Parse the block alone, with the values of its scheme merged under the user's."""
     if not isinstance(block, dict):
         raise ConfigError(not_an_object(block, (*preset_names(), AUTOTUNE)))
     if problems := auto_values(block):
@@ -517,7 +517,7 @@ def parse_block(block: Any, *, load_codecs: bool = True) -> QuantizedCommConfig:
 
 
 def _unusable_codecs(config: QuantizedCommConfig) -> list[str]:
-    """Modules named in the block that are no codecs."""
+    """Find modules named in the block that are no codecs."""
     problems = []
     for role in ("weights", "gradients"):
         settings = getattr(config, role)

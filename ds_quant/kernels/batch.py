@@ -1,4 +1,4 @@
-"""Operations on pieces of many tensors as one call: what they are, and their arguments as arrays.
+"""Operations on pieces of many tensors as one call, with their arguments as arrays.
 
 [Note: operations] A collective does the same for every tensor, slice and rank: encode, add up,
 encode the sum. An operation says what is done and in which buffers, its places say where. Both
@@ -121,7 +121,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(tasks: Iterable[Task], dims: int) -> list[Rows]:
-    """The tasks in their order, as few rows of ``dims`` dimensions, whose places increase."""
+    """Merge consecutive tasks into few rows of ``dims`` dimensions, whose places increase."""
     found = [Rows(*task) for task in tasks]
     for _ in range(dims):
         found = _joined(found)
@@ -150,7 +150,7 @@ def _are_alike(a: Rows, b: Rows) -> bool:
 
 
 class Streams(NamedTuple):
-    """What a run takes from the streams: numbers (streams,) uint64, and what must outlive them."""
+    """The streams of a run: numbers (streams,) uint64, and the tensors that must outlive them."""
 
     key: np.ndarray
     step: np.ndarray
@@ -200,7 +200,7 @@ class Arguments:
 
 
 def addresses_of(buffers: Sequence[torch.Tensor]) -> np.ndarray:
-    """Where the buffers lie."""
+    """Addresses of the buffers."""
     return np.array([b.data_ptr() for b in buffers], dtype=np.uint64)
 
 

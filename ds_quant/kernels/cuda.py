@@ -41,14 +41,16 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 
 @cache
 def source(kernel: str) -> str:
-    """Source text of a kernel without includes; ValueError for a name not in KERNELS."""
+    """Return the source of a kernel with its includes inlined; ValueError for a name not in
+    KERNELS.
+    """
     if kernel not in KERNELS:
         raise ValueError(f"kernel = {kernel!r}: allowed are {', '.join(KERNELS)}")
     return _flatten(resource_dir("cuda") / f"{kernel}.cu", set())
 
 
 def _flatten(path: Path, seen: set[Path]) -> str:
-    """Text of a file; every header once, where it is first included."""
+    """Inline the headers of a file, each where it is first included."""
 
     def text_of(match: re.Match[str]) -> str:
         header = (path.parent / match[1]).resolve()
@@ -72,7 +74,7 @@ HINT = "pip install ds_quant[cuda12] or ds_quant[cuda13], whichever CUDA torch w
 
 
 class Runner:
-    """Carries out launches on one device; a runner for ds_quant.kernels.launch."""
+    """Launches kernels on one device; a runner for ds_quant.kernels.launch."""
 
     def __init__(self, device: torch.device) -> None:
         self.index = torch.cuda.current_device() if device.index is None else device.index
@@ -128,7 +130,7 @@ class Runner:
 
 
 class Batch:
-    """A runner that collects launches which do not depend on each other, for few real ones."""
+    """A runner that collects independent launches and merges them into few."""
 
     # Below that, tables of jobs gain nothing: each costs a copy to the device.
     FEW = 4
@@ -160,7 +162,7 @@ def _current_stream(index: int) -> int:
 
 
 class _Stream:
-    """What CuPy needs to know of a stream."""
+    """A torch stream as CuPy takes it."""
 
     __slots__ = ("ptr",)
 
@@ -177,7 +179,7 @@ def compiled(kernel: str, macros: tuple[tuple[str, int], ...]) -> Callable:
 
 
 def _import_cupy():
-    """CuPy, with a cache directory that can be written: its import fails without one."""
+    """Import CuPy with a cache directory that can be written: its import fails without one."""
     if "CUPY_CACHE_DIR" not in os.environ:
         home = os.path.expanduser("~/.cupy/kernel_cache")
         parent = home
@@ -191,7 +193,7 @@ def _import_cupy():
 
 
 def _own_folder() -> str:
-    """A folder for compiled kernels in the temporary one, which nobody else can have filled."""
+    """Make a folder for compiled kernels that nobody else can have filled."""
     path = os.path.join(tempfile.gettempdir(), f"ds_quant_cupy_{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
@@ -203,7 +205,7 @@ def _own_folder() -> str:
 
 @cache
 def runner_of(device: torch.device) -> Runner | None:
-    """The runner of a device, or None, with one warning, if CuPy does not work there.
+    """Return the runner of a device, or None, with one warning, if CuPy does not work there.
 
     The check compiles and runs one kernel, so that a CuPy for another CUDA major version, a
     missing NVRTC or missing headers show here and not in the middle of a step.
@@ -231,7 +233,7 @@ _failures: dict[torch.device, Failure] = {}
 
 
 def failure_of(device: torch.device) -> Failure | None:
-    """Why CuPy does not work on a CUDA device; None where it does."""
+    """Return why CuPy does not work on a CUDA device; None where it does."""
     return _failures[device] if runner_of(device) is None else None
 
 

@@ -51,24 +51,24 @@ def use(backend: str) -> None:
 
 
 def describe(device: torch.device) -> str:
-    """What works on tensors of a device, for people: CuPy, C++ or torch kernels."""
+    """Name the kernels used on a device for the log: CuPy, C++ or torch kernels."""
     if device.type == "cuda" and _backend == "auto":
         return "torch kernels" if cuda.runner_of(device) is None else "CuPy kernels"
     if device.type == "cpu" and _backend == "auto":
-        why = native.problem()
+        why = native.unavailable_reason()
         return "C++ kernels" if why is None else f"torch kernels (C++ ones {why})"
     return "torch kernels"
 
 
 def _on_host(device: torch.device) -> ModuleType:
-    """The module for tensors that no CuPy kernel takes."""
-    if device.type != "cpu" or _backend == "torch" or native.problem() is not None:
+    """Return the module for tensors that no CuPy kernel takes."""
+    if device.type != "cpu" or _backend == "torch" or native.unavailable_reason() is not None:
         return reference
     return native
 
 
 def runner_for(fmt: Format, device: torch.device) -> launch.Runner | None:
-    """What launches kernels for a codec on a device; None where it has none."""
+    """Return the runner for a codec on a device; None where no kernel takes it."""
     if device.type == "cuda" and _backend != "torch" and not launch.supports(fmt):
         _report_large_groups(fmt.group_size)
         return None
@@ -79,7 +79,7 @@ def runner_for(fmt: Format, device: torch.device) -> launch.Runner | None:
 
 
 class _Open(threading.local):
-    """Batches of this thread by device while ``together`` is entered, else None."""
+    """Batches of this thread by device while ``batch_launches`` is entered, else None."""
 
     batches: dict[torch.device, cuda.Batch] | None = None
 
@@ -88,8 +88,8 @@ _open = _Open()
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """Operations inside do not depend on each other: on CUDA they share launches.
+def batch_launches() -> Iterator[None]:
+    """Let independent operations inside share launches on CUDA.
 
     What they write is there after the end of the block, not before. Does nothing on the CPU.
     """
@@ -103,8 +103,10 @@ def together() -> Iterator[None]:
 
 
 @contextmanager
-def in_order() -> Iterator[None]:
-    """Operations inside read what earlier ones of the block write, also within ``together``."""
+def launch_in_order() -> Iterator[None]:
+    """Launch operations inside in order, each reading what earlier ones wrote, also within
+    ``batch_launches``.
+    """
     before, _open.batches = _open.batches, None
     try:
         yield
@@ -113,7 +115,7 @@ def in_order() -> Iterator[None]:
 
 
 def variant_of(buffers: Sequence[torch.Tensor]) -> Hashable:
-    """What ``compile_tasks`` depends on besides the tasks."""
+    """Key of ``compile_tasks`` besides the tasks."""
     device = buffers[0].device
     if device.type == "cpu":
         return _backend, device, tuple([b.dtype for b in buffers])
@@ -122,7 +124,7 @@ def variant_of(buffers: Sequence[torch.Tensor]) -> Hashable:
 
 
 def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable | None:
-    """What carries out tasks of one kind on such buffers; None where no kernel takes them all."""
+    """Compile tasks of one kind for such buffers; None where no kernel takes them all."""
     device, operations = buffers[0].device, [operation for operation, _ in tasks]
     runner = cuda_runner(device)
     if runner is not None:
@@ -137,7 +139,7 @@ def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Run
 
 
 def cuda_runner(device: torch.device) -> cuda.Runner | None:
-    """What launches CuPy kernels on a device; None where nothing does."""
+    """Return the launcher of CuPy kernels on a device; None where there is none."""
     if device.type != "cuda" or _backend == "torch":
         return None
     return cuda.runner_of(device)
@@ -188,8 +190,8 @@ def decode(
 
 
 def sum_dtype(fmt: Format, wanted: torch.dtype, device: torch.device) -> torch.dtype:
-    """What ``decode_sum`` had better write where `wanted` is needed: CUDA kernels cast for nothing,
-    elsewhere many sums are cast at once.
+    """The cheapest dtype for ``decode_sum`` to write where `wanted` is needed: CUDA kernels cast
+    for free, elsewhere many sums are cast at once.
     """
     return torch.float32 if runner_for(fmt, device) is None else wanted
 
@@ -240,7 +242,7 @@ def recode(
     runs = runner_for(source, wire.device), runner_for(fmt, wire.device)
     if None in runs:
         total = scratch.take("sum", (numel,), dtype=torch.float32, device=wire.device)
-        with in_order():
+        with launch_in_order():
             decode_sum(wire, total, source, scale=1.0, own=own, levels=source_levels)
             encode(total.view(1, -1), out.view(1, -1), fmt, address=address, levels=levels)
         return

@@ -69,7 +69,7 @@ def runs_of(group_size: int) -> list[int]:
 
 
 def stores_of(bits: int, group_size: int, num_sources: int) -> Stores:
-    """The choice for a codec and a number of rows; none has been measured against another yet.
+    """Choose the stores for a codec and a number of rows; no choice has been measured yet.
 
     With one row short runs, so that the stores of neighbouring threads lie close together. Where
     several are read, long ones: addresses and scales are paid for once per row and run. Runs of 8

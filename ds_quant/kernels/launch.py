@@ -101,7 +101,7 @@ class Table(NamedTuple):
 
     @property
     def written(self) -> bytes:
-        """What the buffer holds."""
+        """The bytes that the buffer holds."""
         return self.jobs + self.job_of_block
 
     def alone(self) -> Launch:
@@ -138,7 +138,7 @@ def place_of(kernel: str, field: str) -> int:
 
 
 class Plan:
-    """What all launches on tensors of one shape have in common; made once, used at every call."""
+    """The part common to all launches on tensors of one shape; made once, used at every call."""
 
     def __init__(
         self,
@@ -392,7 +392,7 @@ def encode_plan(
     rotation: Rotation | None,
     is_easy: bool,
 ) -> Plan:
-    """Of launches on rows of ``numel`` elements; is_easy: aligned ones."""
+    """Plan launches on rows of ``numel`` elements; is_easy: aligned ones."""
     layout = layout_of(fmt, round_up(numel, rotation.block) if rotation else numel)
     tiles = tiling(fmt.group_size, ROTATION_RUN if rotation or fmt.is_gaussian else 1)
     macros = encode_macros(fmt, tiles) | rotation_macros(rotation)
@@ -497,7 +497,7 @@ def sum_plan(
     is_easy: bool,
     stores: Stores | None = None,
 ) -> Plan:
-    """As ``encode_plan``, of decode and decode_sum."""
+    """Plan launches of decode and decode_sum, as ``encode_plan`` does."""
     layout = layout_of(fmt, round_up(numel, rotation.block) if rotation else numel)
     if stores is None:
         stores = stores_of(fmt.bits, fmt.group_size, sources)
@@ -561,7 +561,7 @@ def recode(
 
 @lru_cache(maxsize=_PLANS)
 def recode_plan(source_fmt: Format, fmt: Format, numel: int, sources: int, has_own: bool) -> Plan:
-    """As ``encode_plan``, of recode."""
+    """Plan launches of recode, as ``encode_plan`` does."""
     layout = layout_of(fmt, numel)
     tiles = tiling(fmt.group_size, ROTATION_RUN)
     macros = encode_macros(fmt, tiles) | source_macros(source_fmt, sources, has_own)
@@ -574,7 +574,7 @@ def recode_plan(source_fmt: Format, fmt: Format, numel: int, sources: int, has_o
 
 @lru_cache(maxsize=_PLANS)
 def rotate_plan(numel: int, dtype: torch.dtype, rotation: Rotation) -> Plan:
-    """As ``encode_plan``, of a rotation into fp32 that is filled up with zeros to whole blocks."""
+    """Plan launches of a rotation into fp32 that is filled up with zeros to whole blocks."""
     padded = round_up(numel, rotation.block)
     macros = rotation_macros(rotation)
     macros |= {"DSQ_VALUES": DTYPES[dtype], "DSQ_THREADS": THREADS}

@@ -66,7 +66,7 @@ def covers(operation: Operation, buffers: Buffers) -> bool:
 
 
 def compile_tasks(tasks: Sequence[Task], buffers: Buffers, run_tables: RunTables) -> Runnable:
-    """What carries out tasks of one kind on buffers of the same dtypes and alignment."""
+    """Compile tasks of one kind for buffers of the same dtypes and alignment."""
     tables = [_Filled(table, jobs, buffers[0].device) for table, jobs in _tables(tasks, buffers)]
 
     def run(buffers: Buffers, streams: Streams) -> None:

@@ -1,7 +1,7 @@
 """The C++ kernels for CPU tensors: native.cpp, built with the wheel where a compiler exists.
 
 Signatures are those of reference.py and hadamard.py, and so are the bytes. Without the library, or
-with one of another version, the torch reference does the work; ``problem()`` says why.
+with one of another version, the torch reference does the work; ``unavailable_reason()`` says why.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Job(ctypes.Structure):
 
 
 @cache
-def problem() -> str | None:
-    """What is wrong with the kernels, as the rest of a sentence; None if they can be used."""
+def unavailable_reason() -> str | None:
+    """Say why the kernels cannot be used, as the rest of a sentence; None if they can."""
     spec = find_spec("ds_quant.kernels._native")
     if spec is None or spec.origin is None:
         return "are not built: install ds_quant where there is a C++ compiler"
@@ -229,7 +229,7 @@ def job_of(fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int) -
 
 @lru_cache(maxsize=4096)
 def _template(fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int) -> bytes:
-    """What follows from codec and shape: a training run repeats a few dozen."""
+    """Build the part of a job that codec and shape decide, cached: a run repeats few."""
     layout = layout_of(fmt, round_up(numel, block) if block else numel)
     job = Job(rows=rows, numel=layout.numel, valid=numel, dtype=DTYPES[dtype])
     job.rotation = block

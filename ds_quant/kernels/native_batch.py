@@ -47,7 +47,7 @@ def covers(operation: Operation, buffers: Sequence[torch.Tensor]) -> bool:
 
 
 def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
-    """What carries out tasks of one kind on buffers of the same dtypes."""
+    """Compile tasks of one kind for buffers of the same dtypes."""
     return _compilers[type(tasks[0][0])](tasks, buffers)
 
 

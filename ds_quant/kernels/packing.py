@@ -102,7 +102,7 @@ _DEVICE_CHUNK_NUMEL = 1 << 24  # devices without that concern
 
 
 class Format(Protocol):
-    """What the kernels need to know of a codec; codec.GroupCodec is one."""
+    """The part of a codec that the kernels read; GroupCodec has it."""
 
     bits: int
     group_size: int

@@ -1,4 +1,4 @@
-"""Addresses of random bits: what is random is a function of names, never of call order.
+"""Addresses of random bits: randomness is a function of names, never of call order.
 
 An address names a stream by (seed, role, parameter, rank, hop) in its key and by the optimizer
 step in its counter; the element index does the rest. So two gathers of one step give equal bits,
@@ -31,7 +31,7 @@ _MASK64 = (1 << 64) - 1
 
 
 class Role(IntEnum):
-    """What a stream is used for; part of the key."""
+    """Use of a stream; part of its key."""
 
     WEIGHTS = 0
     GRADIENTS = 1

@@ -25,12 +25,12 @@ from ds_quant.codec.codec import CastCodec, Codec
 from ds_quant.comm.reduction_plan import SLICE_SECONDS
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.random_bits import Address
-from ds_quant.policy.cost import Bill, Cluster, Volume, predict
+from ds_quant.policy.cost import Cluster, Costs, Volume, predict
 from ds_quant.policy.scheme import Scheme
 
 
 def device_clock(device: torch.device) -> Callable[[], float]:
-    """A clock that is read when the device has done all it was asked to."""
+    """Return a clock that waits for the device before it is read."""
     if device.type != "cuda":
         return time.perf_counter
 
@@ -58,7 +58,7 @@ class Rate:
 
 
 def rate_from(received: Sequence[int], seconds: Sequence[float]) -> Rate:
-    """Latency is the time of the smallest message; the rate that of the largest, without it.
+    """Fit latency to the smallest message, and the rate to the largest one without that latency.
 
     Where noise or latency make up most of the largest message's time, nothing is taken off it:
     the rate is then too low rather than absurd.
@@ -86,7 +86,7 @@ def measure(
 
 
 def measure_shortly(link: Link, device: torch.device) -> Rate:
-    """The same within a second or so on any link: messages grow until one takes long enough."""
+    """Measure a rate within about a second: messages grow until one takes long enough."""
     sizes, nbytes = [SMALL], FIRST
     seconds = [_seconds(link, SMALL, device, repeats=5)]
     while nbytes <= min(LARGEST, RECEIVED // link.size) and seconds[-1] < ENOUGH:
@@ -129,7 +129,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Of every codec of a scheme; where it has none, of the cast to the dtype that travels."""
+    """Speeds of a scheme's codecs; a role without one has the speed of its cast."""
 
     weights: Speed
     weights_intra: Speed
@@ -220,7 +220,7 @@ class Place:
 
     @property
     def step_gathers(self) -> float:
-        """Times that an optimizer step gathers the weights."""
+        """How often an optimizer step gathers the weights."""
         return self.gathers * self.micro_steps if self.stage == 3 else 1.0
 
 
@@ -243,7 +243,7 @@ class Candidate:
     """A scheme, its bytes, and seconds per parameter that a rank encodes and decodes in a step."""
 
     name: str
-    bill: Bill
+    bill: Costs
     codec: float
 
 
@@ -255,7 +255,7 @@ class Choice:
     seconds: dict[str, float]
 
     def reason(self, links: Links) -> str:
-        """What the start-up line says."""
+        """The reason for the start-up line."""
         found = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.seconds.items())
         exact = self.scheme == next(iter(self.seconds))
         verdict = "nothing else gains 5 %: " if exact else ""
@@ -299,8 +299,8 @@ def messages(candidate: Candidate, place: Place, links: Links) -> float:
     return seconds + _latency_of_gathers(bill, place, links)
 
 
-def _latency_of_gathers(bill: Bill, place: Place, links: Links) -> float:
-    """What the gathers of ZeRO-3 take beyond their bytes; those from a node shard stay in the node.
+def _latency_of_gathers(bill: Costs, place: Place, links: Links) -> float:
+    """Latency of ZeRO-3's gathers in a step; those from a node shard stay in the node.
 
     Reductions are as many under every scheme.
     """

@@ -29,8 +29,8 @@ _FP32 = 4
 LABELS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-class Cargo(NamedTuple):
-    """A parameter as the formula sees it."""
+class PricedParam(NamedTuple):
+    """One parameter, as the formula counts it."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Cargo(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bill:
+class Costs:
     """Volumes in bytes per parameter. See [Note: bytes per parameter].
 
     weights: one exchange of all weights between nodes, or of a gather over all ranks.
@@ -91,13 +91,13 @@ class Bill:
         return 1 if self.crosses_once else self._reductions(stage, micro_steps)
 
     def intra_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
-        """The same for what stays inside a node: gathers from the node shard, the first hop."""
+        """Bytes that stay inside a node: gathers from the node shard, the first hop."""
         gathers = self.step_gathers(stage, micro_steps)
         reductions = self._reductions(stage, micro_steps)
         return gathers * self.weights_intra + reductions * self.gradients_intra
 
     def step_gathers(self, stage: int, micro_steps: int) -> float:
-        """Times that an optimizer step gathers the weights."""
+        """How often an optimizer step gathers the weights."""
         return self.gathers * micro_steps if stage == 3 else 1.0
 
     def received(
@@ -129,14 +129,14 @@ class Bill:
 def bill(
     scheme: Scheme,
     stage: int,
-    cargo: Iterable[Cargo],
+    cargo: Iterable[PricedParam],
     *,
     ranks: int,
     gradient_dtype: torch.dtype,
     node_size: int | None = None,
     shipped_gradients: bool = False,
     gathers: float = 2.0,
-) -> Bill:
+) -> Costs:
     """Add up the wire bytes of every parameter under ``scheme``, scales and padding included.
 
     ``node_size``: ranks per node, None for one node. ``shipped_gradients``: gradients take
@@ -162,7 +162,7 @@ def bill(
     numel = max(1, total["numel"])
     crosses_once = route.crosses_once and not shipped_gradients
     sent = ("weights", "weights_most", "gradients", "weights_intra", "gradients_intra")
-    return Bill(
+    return Costs(
         numel=total["numel"],
         **{field: total[field] / numel for field in (*sent, "memory")},
         once_per_step=route.node_shard,
@@ -175,7 +175,7 @@ def bill(
     )
 
 
-def _kept_reason(scheme: Scheme, item: Cargo) -> str | None:
+def _kept_reason(scheme: Scheme, item: PricedParam) -> str | None:
     """Why a parameter stays in full precision in a role that has a codec."""
     reason = scheme.skip_reason(item.name, item.shape, item.dtype)
     if not scheme.lossless or reason == "not floating point":
@@ -187,7 +187,7 @@ def _kept_reason(scheme: Scheme, item: Cargo) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Route:
-    """Which codec carries what in one stage and topology."""
+    """Codec of every exchange in one stage and topology."""
 
     scheme: Scheme
     stage: int
@@ -215,7 +215,7 @@ class _Route:
             node_size=node_size,
         )
 
-    def weight_bytes(self, item: Cargo) -> dict[str, int]:
+    def weight_bytes(self, item: PricedParam) -> dict[str, int]:
         if item.dtype not in CAST_NAMES:  # such as an int8 base: DeepSpeed gathers it
             nbytes = torch.Size(item.shape).numel() * item.dtype.itemsize
             return {"weights": nbytes, "weights_most": nbytes, "plain": nbytes}
@@ -238,7 +238,7 @@ class _Route:
             found["weights_intra"] = self._rows(inner, item) if self.two_levels else 0
         return found
 
-    def gradient_bytes(self, item: Cargo, dtype: torch.dtype) -> dict[str, int]:
+    def gradient_bytes(self, item: PricedParam, dtype: torch.dtype) -> dict[str, int]:
         facts = (Role.GRADIENTS, item.name, item.shape, dtype)
         outer, inner = self.scheme.codec_for(*facts), self.scheme.intra_codec_for(*facts)
         if self.scheme.gradients_intra is None:
@@ -251,7 +251,7 @@ class _Route:
             found["gradients_intra"] = self._rows(inner, item, rotated=True)
         return found
 
-    def _rows(self, codec: Codec, item: Cargo, *, rotated: bool = False) -> int:
+    def _rows(self, codec: Codec, item: PricedParam, *, rotated: bool = False) -> int:
         width = ceil_div(torch.Size(item.shape).numel(), self.shards)
         if rotated and self.scheme.rotation and not isinstance(codec, CastCodec):
             width = round_up(width, self.scheme.rotation)
@@ -297,7 +297,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Volume:
-    """Bytes per parameter and step, as from ``Bill.step_bytes`` and ``Bill.intra_bytes``.
+    """Bytes per parameter and step, as from ``Costs.step_bytes`` and ``Costs.intra_bytes``.
 
     encoded: parameters encoded or decoded per rank and step, over all parameters.
     collectives: number of them per step.
@@ -325,8 +325,8 @@ class StepTime:
         return max(self.communication, self.compute)
 
 
-def volume(costs: Bill, stage: int, *, micro_steps: int, layers: int) -> Volume:
-    """What an optimizer step moves and encodes; one collective per layer and exchange."""
+def volume(costs: Costs, stage: int, *, micro_steps: int, layers: int) -> Volume:
+    """Count what an optimizer step moves and encodes; one collective per layer and exchange."""
     exchanges = costs.step_gathers(stage, micro_steps) + (micro_steps if stage > 1 else 1)
     return Volume(
         inter=costs.step_bytes(stage, micro_steps=micro_steps),

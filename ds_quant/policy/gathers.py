@@ -1,4 +1,4 @@
-"""How often ZeRO-3 gathers the weights in a micro-step. Standard library only.
+"""Predict how often ZeRO-3 gathers the weights in a micro-step. Standard library only.
 
 [Note: what stays gathered] DeepSpeed gathers a module's parameters for forward and again for
 backward, unless they stay gathered in between. After the forward of a module it keeps a parameter

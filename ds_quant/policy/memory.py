@@ -1,4 +1,4 @@
-"""Most memory that the plugin's messages and sums take in a step, by formula.
+"""Predict the peak memory of the plugin's messages and sums in a step.
 
 [Note: what is counted] Buffers of one rank that DeepSpeed alone would not have, apart from what a
 scheme keeps between steps. Of gradients: the messages of a bucket on every hop, fp32 copies of the
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ds_quant.comm.lossless import MOST_NUMEL as MOST_EXACT_NUMEL
 from ds_quant.comm.reduction_plan import Slicing
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.policy.cost import Bill
+from ds_quant.policy.cost import Costs
 
 BUCKETS_AHEAD = 2  # of gradients, under way on the CPU: one between nodes, one inside
 EXCHANGED_AT_ONCE = 16  # messages on their way into the node shard, see zero/node_shard.py
@@ -54,7 +54,7 @@ class Sizes:
         return 1 < self.node_size < self.ranks
 
 
-def peak_bytes(bill: Bill, stage: int, sizes: Sizes, *, shipped_gradients: bool = False) -> float:
+def peak_bytes(bill: Costs, stage: int, sizes: Sizes, *, shipped_gradients: bool = False) -> float:
     """See [Note: what is counted]. ``shipped_gradients``: they take DeepSpeed's own path."""
     if sizes.ranks == 1 or not bill.numel:
         return 0.0
@@ -64,8 +64,8 @@ def peak_bytes(bill: Bill, stage: int, sizes: Sizes, *, shipped_gradients: bool 
     return _gather(bill, sizes) + max(gradients, _exchange(bill, sizes))
 
 
-def _gradients(bill: Bill, stage: int, sizes: Sizes) -> float:
-    """Of the largest bucket, times those under way."""
+def _gradients(bill: Costs, stage: int, sizes: Sizes) -> float:
+    """Bytes of the largest bucket, times the buckets in flight."""
     trained, ranks = sizes.trained, sizes.ranks
     if not trained:
         return 0.0
@@ -96,7 +96,7 @@ def _gradients(bill: Bill, stage: int, sizes: Sizes) -> float:
     return in_all * (hops + sums)
 
 
-def _window(bill: Bill, sizes: Sizes) -> float:
+def _window(bill: Costs, sizes: Sizes) -> float:
     forwarded = 1 / sizes.node_size if sizes.two_levels else 0.0
     if bill.varies:  # all own messages stand encoded; see [Note: lengths] of comm/lossless.py
         window = min(bill.numel, sizes.window, MOST_EXACT_NUMEL * sizes.ranks)
@@ -107,7 +107,7 @@ def _window(bill: Bill, sizes: Sizes) -> float:
     return message * min(2, ceil_div(bill.numel, window))
 
 
-def _gather(bill: Bill, sizes: Sizes) -> float:
+def _gather(bill: Costs, sizes: Sizes) -> float:
     gathered = max(sizes.largest, min(sizes.prefetch, bill.numel))
     if bill.once_per_step:
         return gathered * bill.weights_intra * (1 + 1 / sizes.node_size)
@@ -115,8 +115,8 @@ def _gather(bill: Bill, sizes: Sizes) -> float:
     return gathered * bill.weights * (1 + 1 / sizes.ranks + forwarded)
 
 
-def _exchange(bill: Bill, sizes: Sizes) -> float:
-    """Into the node shard: own elements that are sent, and as many from every node."""
+def _exchange(bill: Costs, sizes: Sizes) -> float:
+    """Bytes of the exchange into the node shard: own elements sent, and as many from every node."""
     if not bill.once_per_step:
         return 0.0
     own = sizes.trained / sizes.ranks

@@ -1,4 +1,4 @@
-"""What cannot work together, said alike at start-up and by ``ds_quant validate``.
+"""Refuse settings that cannot work together, alike at start-up and in ``ds_quant validate``.
 
 Only the text of the DeepSpeed config is read, so that both see the same facts. Loads neither torch
 nor deepspeed.
@@ -18,7 +18,7 @@ _FLAGS = (
 
 
 def section(param_dict: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A part of a DeepSpeed config, without the values that a Trainer would fill in."""
+    """Return a part of a DeepSpeed config, without the values that a Trainer would fill in."""
     value = param_dict.get(name)
     if name == "zero_optimization" and isinstance(value, bool):  # how it was written once
         return {"stage": int(value)}
@@ -27,7 +27,7 @@ def section(param_dict: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def stage_of(param_dict: Mapping[str, Any]) -> Any:
-    """The ZeRO stage as it is written, None if it is not."""
+    """Return the ZeRO stage as written, None if it is not."""
     stage = section(param_dict, "zero_optimization").get("stage")
     return int(stage) if _number(stage) in (0, 1, 2, 3) else stage
 
@@ -149,7 +149,7 @@ def starts(config: QuantizedCommConfig, *, stage: int, world: int, node_size: in
 
 
 def exact_gradient_reason(stage: int, value_of: Callable[[str], Any]) -> str | None:
-    """The setting that keeps gradients on DeepSpeed's own exact path, if there is one.
+    """Return the setting that keeps gradients on DeepSpeed's own exact path, if there is one.
 
     ``value_of``: a key of zero_optimization.
     """

@@ -1,4 +1,4 @@
-"""A scheme says which codec travels on which collective; ``codec_for`` is the one policy function.
+"""A scheme chooses the codec of every collective; ``codec_for`` is the one policy function.
 
 Every decision uses only facts that all ranks share (name, shape, dtype of a parameter), so that
 the ranks agree without asking each other. Users get a scheme from the config block; making one
@@ -33,7 +33,7 @@ def matches(name: str, pattern: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """What is quantized, how, and from which step on.
+    """Settings of a scheme: what is quantized, how, and from which step on.
 
     weights, gradients: the codec of each role; ``None`` is full precision. With two levels it is
         the codec between nodes.
@@ -115,7 +115,7 @@ class Scheme:
         return self.lossless and dtype in (torch.bfloat16, torch.float16)
 
     def skip_reason(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
-        """Why the parameter stays in full precision in every role, or ``None``."""
+        """Return why the parameter stays in full precision in every role, or ``None``."""
         if not dtype.is_floating_point:
             return "not floating point"
         if len(shape) <= 1:
@@ -127,7 +127,8 @@ class Scheme:
         return None
 
     def codec_for(self, role: Role, name: str, shape: Sequence[int], dtype: torch.dtype) -> Codec:
-        """The codec of a parameter in ``role``; ``shape`` is the whole parameter's, not a shard's.
+        """Choose the codec of a parameter in ``role``; ``shape`` is the whole parameter's, not a
+        shard's.
 
         ``dtype`` is what full precision means here: the dtype that travels when the parameter is
         skipped or its role is not quantized. Raises ``ValueError`` if that is none of fp32, bf16
@@ -139,7 +140,7 @@ class Scheme:
     def intra_codec_for(
         self, role: Role, name: str, shape: Sequence[int], dtype: torch.dtype
     ) -> Codec:
-        """As ``codec_for``, for what stays inside a node."""
+        """Choose the codec inside a node, as ``codec_for`` does between nodes."""
         quantizer = self.weights_intra if role is Role.WEIGHTS else self.gradients_intra
         return self._unless_skipped(quantizer, name, shape, dtype)
 

@@ -1,1 +1,1 @@
-"""Commands that look at a machine or predict a step: doctor, probe, estimate."""
+"""Commands that check a machine or predict a step: doctor, probe, estimate."""

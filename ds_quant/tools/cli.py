@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads the file as DeepSpeed does: JSON with comments, duplicate keys refused."""
+    """Read the file as DeepSpeed does: JSON with comments, duplicate keys refused."""
     import hjson
 
     with path.open(encoding="utf-8") as file:
@@ -100,7 +100,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _report(path: Path, param_dict: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
-    """What the file asks for. Raises ``ConfigError`` where start-up would."""
+    """Describe what the file asks for. Raises ``ConfigError`` where start-up would."""
     config = parse(param_dict, load_codecs=arguments.load_codecs)
     if config is None:
         reason = f"{KEY} is disabled" if KEY in param_dict else f"no {KEY} block"
@@ -125,7 +125,7 @@ def _report(path: Path, param_dict: dict[str, Any], arguments: argparse.Namespac
 def _node_shard(
     param_dict: dict[str, Any], config: QuantizedCommConfig, arguments: argparse.Namespace
 ) -> list[str]:
-    """What ZeRO-3 keeps on every rank. Raises ``ConfigError`` where that is a full copy."""
+    """Describe what ZeRO-3 keeps on every rank. Raises ``ConfigError`` for a full copy."""
     if config.scheme == AUTOTUNE or not config.keeps_node_shard:
         return []
     size, numel = config.node_size or arguments.node_size, arguments.params
@@ -194,7 +194,7 @@ def _role_line(role: str, settings: Any, loaded: bool) -> str:
 
 
 def _codec_of(settings: Any, loaded: bool) -> str:
-    """A codec of the user's own."""
+    """Describe a codec of the user's own."""
     if not loaded:
         return f"codec {settings.codec}, not tried (--load-codecs imports it)"
     from ds_quant.codec.plugin import load

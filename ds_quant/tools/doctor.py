@@ -47,7 +47,7 @@ class Check:
 
 
 def healthy(checks: Sequence[Check]) -> bool:
-    """Whether nothing stands in the way."""
+    """Whether no check found a problem."""
     return all(check.status != PROBLEM for check in checks)
 
 
@@ -124,7 +124,7 @@ def version_check(name: str, version: str | None, supported: str) -> Check:
 
 
 def device() -> Check:
-    """What tensors will live on."""
+    """Check the device of tensors."""
     import torch
 
     if not torch.cuda.is_available():
@@ -201,7 +201,7 @@ def cpu_kernels() -> Check:
 
     from ds_quant.kernels import native
 
-    problem = native.problem()
+    problem = native.unavailable_reason()
     if problem is None:
         return Check(name="CPU kernels", status=OK, found="C++ kernels", details={"built": True})
     on_gpu = torch.cuda.is_available()
@@ -213,7 +213,7 @@ def cpu_kernels() -> Check:
 
 
 def backend() -> Check:
-    """The library that will carry the bytes."""
+    """Check the communication backend."""
     import torch
     import torch.distributed as dist
 
@@ -232,7 +232,7 @@ def backend() -> Check:
 
 
 def interfaces() -> Check:
-    """Network interfaces that are up, with their rates in Mbit/s; 0 means not known."""
+    """List network interfaces that are up, with their rates in Mbit/s; 0 means unknown."""
     import psutil
 
     found = {
@@ -285,7 +285,7 @@ def builds() -> Check:
 
 
 def shared_memory() -> Check:
-    """What DeepSpeed's shared-memory operator has left in memory."""
+    """Check what DeepSpeed's shared-memory operator left in memory."""
     files = leftovers.idle_buffers()
     gigabytes = sum(path.stat().st_size for path in files) / 1e9
     pattern = f"{leftovers.SHARED_MEMORY}/{leftovers.BUFFERS}_{os.getuid()}_*"
@@ -379,7 +379,9 @@ def _worst_error(values: object, value_range: str, bits: int) -> float:
 
 
 def exchange(timeout: float) -> Check:
-    """Two processes train one step under ZeRO-2 with the block in the config and no other line."""
+    """Train one step with two processes under ZeRO-2, with the block in the config and no other
+    line.
+    """
     with tempfile.TemporaryDirectory() as folder:
         failure = _run_ranks(folder, timeout)
         if failure:
@@ -392,7 +394,7 @@ def exchange(timeout: float) -> Check:
 
 
 def verdict(ranks: list[dict]) -> Check:
-    """What the two ranks found, as they wrote it (see selftest_worker.py)."""
+    """Judge what the two ranks wrote (see selftest_worker.py)."""
     first, details = ranks[0], {"ranks": ranks}
     if not all(rank["active"] for rank in ranks):
         return Check(
@@ -418,7 +420,7 @@ def verdict(ranks: list[dict]) -> Check:
 
 
 def _run_ranks(folder: str, timeout: float) -> str:
-    """Start the ranks; what went wrong, or nothing."""
+    """Start the ranks; returns what went wrong, or nothing."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

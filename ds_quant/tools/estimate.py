@@ -1,4 +1,4 @@
-"""``ds_quant estimate``: what each scheme would bring, on paper; needs no GPU and no cluster."""
+"""``ds_quant estimate``: predict bytes and step time of each scheme; no GPU, no cluster."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _title(plan: Any) -> str:
 
 
 def _tables(rows: list[Any]) -> list[str]:
-    """Schemes that may be taken, and the others apart."""
+    """Format the schemes that may be chosen, and the others apart."""
     from ds_quant.policy.cost import LOSSLESS_BITS
 
     good = [(*cells(row), row.limit) for row in rows if not row.note]
@@ -133,7 +133,7 @@ def _finite(value: Any) -> Any:
 
 
 def cells(row: Any) -> tuple[str, ...]:
-    """A row of the table but for its last column."""
+    """Format a row of the table except its last column."""
     low, high = row.speedups
     return (
         row.scheme, f"{row.inter_bytes:.3f}", f"{row.communication:.3g}",
@@ -143,7 +143,7 @@ def cells(row: Any) -> tuple[str, ...]:
 
 
 def table(rows: list[tuple[str, ...]], headers: tuple[str, ...] = _HEADERS) -> list[str]:
-    """Lines with columns one below the other; first and last column to the left."""
+    """Align columns; first and last column to the left."""
     every = [headers, *rows]
     widths = [max(len(row[i]) for row in every) for i in range(len(headers))]
     last = len(headers) - 1
@@ -157,7 +157,7 @@ def table(rows: list[tuple[str, ...]], headers: tuple[str, ...] = _HEADERS) -> l
 
 
 def plot(plan: Any, path: Path) -> None:
-    """Speed-up without overlap against link rate, for schemes that nothing speaks against."""
+    """Plot speed-up without overlap against link rate, for the schemes that may be chosen."""
     from ds_quant.tools import forecast
 
     pyplot = plot_style.pyplot()
@@ -195,7 +195,7 @@ def _rates(own: float) -> list[float]:
 
 
 def _curves(plan: Any, rates: list[float]) -> dict[str, list[float]]:
-    """Speed-ups by scheme; what DeepSpeed as shipped would hide is left out."""
+    """Return speed-ups by scheme; what DeepSpeed as shipped would hide is left out."""
     from ds_quant.tools import forecast
 
     runs = [forecast.forecast(forecast.at_link(plan, rate)) for rate in rates]

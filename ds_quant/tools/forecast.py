@@ -18,7 +18,7 @@ from ds_quant.config.presets import BY_HAND, CANDIDATES, preset_names
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy import cost, gathers, memory
-from ds_quant.policy.cost import Cargo, Cluster, Volume, predict
+from ds_quant.policy.cost import Cluster, PricedParam, Volume, predict
 from ds_quant.policy.refusals import starts
 
 # ---- the model ----
@@ -34,7 +34,7 @@ class Model:
     name: str
     numel: int
     layers: int
-    cargo: tuple[Cargo, ...]
+    cargo: tuple[PricedParam, ...]
     trained: int
     root: gathers.Module
     hidden: int
@@ -54,11 +54,11 @@ def _marked(module: gathers.Module, persistent: float) -> gathers.Module:
     return gathers.Module(tuple(units), tuple(_marked(c, persistent) for c in module.children))
 
 
-def block_cargo(hidden: int, *, dtype: torch.dtype) -> tuple[Cargo, ...]:
+def block_cargo(hidden: int, *, dtype: torch.dtype) -> tuple[PricedParam, ...]:
     """One transformer block of width ``hidden``."""
     shapes = {"qkv": (3 * hidden, hidden), "out": (hidden, hidden), "up": (4 * hidden, hidden),
               "down": (hidden, 4 * hidden), "norm1": (hidden,), "norm2": (hidden,)}  # fmt: skip
-    return tuple(Cargo(f"block.{name}.weight", s, dtype, True) for name, s in shapes.items())
+    return tuple(PricedParam(f"block.{name}.weight", s, dtype, True) for name, s in shapes.items())
 
 
 def of_size(numel: int, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
@@ -86,7 +86,7 @@ def _named(name: str, trained: float) -> str:
     return name if trained == 1 else f"{name}, {trained:.3g} of them trained"
 
 
-def _with_adapters(cargo: tuple[Cargo, ...], trained: float) -> Iterator[Cargo]:
+def _with_adapters(cargo: tuple[PricedParam, ...], trained: float) -> Iterator[PricedParam]:
     """Frozen parameters and, per matrix, an adapter; together ``trained`` of all elements."""
     if trained == 1:
         yield from cargo
@@ -96,7 +96,9 @@ def _with_adapters(cargo: tuple[Cargo, ...], trained: float) -> Iterator[Cargo]:
         yield item._replace(trainable=False)
         if len(item.shape) > 1:
             rows = ceil_div(round(torch.Size(item.shape).numel() * share), item.shape[1])
-            yield Cargo(f"{item.name}.adapter", (max(1, rows), item.shape[1]), item.dtype, True)
+            yield PricedParam(
+                f"{item.name}.adapter", (max(1, rows), item.shape[1]), item.dtype, True
+            )
 
 
 def of_config(path: Path, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
@@ -118,7 +120,9 @@ def of_config(path: Path, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
     config = AutoConfig.for_model(**settings)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    cargo = tuple(Cargo(name, tuple(p.shape), dtype, True) for name, p in model.named_parameters())
+    cargo = tuple(
+        PricedParam(name, tuple(p.shape), dtype, True) for name, p in model.named_parameters()
+    )
     numel = sum(p.numel() for p in model.parameters())
     name = f"{settings['model_type']} of {numel / 1e9:.3g} B parameters"
     return Model(
@@ -146,7 +150,7 @@ GIGABIT = 1e9 / 8  # bytes per second
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """What DeepSpeed hands over or gathers at once, in elements."""
+    """DeepSpeed's bucket sizes, in elements."""
 
     reduce: int = 5 * 10**8
     allgather: int = 5 * 10**8
@@ -238,7 +242,7 @@ class Row:
 
     @property
     def speedups(self) -> tuple[float, float]:
-        """Lowest and highest."""
+        """The lowest and the highest speed-up."""
         both = self.speedup_overlapped, self.speedup_serial
         return min(both), max(both)
 
@@ -267,7 +271,7 @@ def forecast(plan: Plan) -> list[Row]:
     return rows
 
 
-def _most(costs: cost.Bill, plan: Plan) -> float | None:
+def _most(costs: cost.Costs, plan: Plan) -> float | None:
     if not costs.varies:
         return None
     return costs.step_bytes(plan.stage, micro_steps=plan.micro_steps, most=True)
@@ -290,7 +294,7 @@ def _hybrid(plan: Plan, shipped: Row) -> Row:
 
 
 def _against(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
-    """Why start-up or autotune would not take the scheme."""
+    """Return why start-up or autotune would not take the scheme."""
     nodes = {"world": plan.ranks, "node_size": plan.cluster.node_size}
     if not starts(block, stage=plan.stage, **nodes):
         return "start-up refuses it: needs allow_full_replica"
@@ -310,7 +314,7 @@ def _fitted(row: Row, plan: Plan) -> Row:
 
 
 def best(rows: list[Row]) -> Row:
-    """Of the schemes that nothing speaks against, the one with the shortest step without overlap;
+    """Return the allowed scheme with the shortest step without overlap;
     DeepSpeed as shipped if little is won.
     """
     fastest = min((row for row in rows if not row.note), key=lambda row: row.step_serial,
@@ -319,7 +323,7 @@ def best(rows: list[Row]) -> Row:
 
 
 def by_link(plan: Plan) -> dict[int, list[Row]]:
-    """Rows at typical links between nodes, in Gb/s, of schemes that nothing speaks against."""
+    """Return rows at typical links between nodes, in Gb/s, of the allowed schemes."""
     return {
         link: [row for row in forecast(at_link(plan, link)) if not row.note]
         for link in TYPICAL_LINKS
@@ -335,7 +339,7 @@ def by_micro_steps(plan: Plan) -> dict[int, dict[str, float]]:
 
 
 def at_link(plan: Plan, gigabits: float) -> Plan:
-    """The plan with another link between nodes, in Gb/s."""
+    """Return the plan with another link between nodes, in Gb/s."""
     return replace(plan, cluster=replace(plan.cluster, link=gigabits * GIGABIT))
 
 
@@ -344,7 +348,7 @@ def as_json(rows: list[Row]) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
-def _peak(costs: cost.Bill, block: QuantizedCommConfig, plan: Plan) -> float:
+def _peak(costs: cost.Costs, block: QuantizedCommConfig, plan: Plan) -> float:
     buckets, model, fetch = plan.buckets, plan.model, plan.buckets.fetch
     sizes = memory.Sizes(
         ranks=plan.ranks, node_size=plan.cluster.node_size, trained=model.trained,
@@ -357,7 +361,7 @@ def _peak(costs: cost.Bill, block: QuantizedCommConfig, plan: Plan) -> float:
     return memory.peak_bytes(whole, plan.stage, sizes, shipped_gradients=exact)
 
 
-def _bill(block: QuantizedCommConfig, plan: Plan) -> cost.Bill:
+def _bill(block: QuantizedCommConfig, plan: Plan) -> cost.Costs:
     cluster = plan.cluster
     return cost.bill(
         block.to_scheme(), plan.stage, plan.model.cargo, ranks=cluster.nodes * cluster.node_size,
@@ -366,7 +370,7 @@ def _bill(block: QuantizedCommConfig, plan: Plan) -> cost.Bill:
     )  # fmt: skip
 
 
-def _volume(costs: cost.Bill, plan: Plan) -> Volume:
+def _volume(costs: cost.Costs, plan: Plan) -> Volume:
     layers = plan.model.layers
     return cost.volume(costs, plan.stage, micro_steps=plan.micro_steps, layers=layers)
 

@@ -1,4 +1,4 @@
-"""The plan that the options of ``ds_quant estimate``, a DeepSpeed config and a probe file describe.
+"""Build a plan from the options of ``ds_quant estimate``, a DeepSpeed config and a probe file.
 
 Whatever is missing is said at once.
 """
@@ -25,7 +25,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass
 class _Settings:
-    """What a DeepSpeed config says; None for what it leaves open. zero: its section."""
+    """Settings of a DeepSpeed config; None for what it leaves open. zero: its section."""
 
     path: Path | None = None
     stage: Any = None
@@ -84,7 +84,7 @@ def _keeps_gradients_exact(stage: int, zero: dict[str, Any]) -> bool:
 
 
 def _buckets(zero: dict[str, Any], hidden: int) -> Buckets:
-    """Of the section zero_optimization; "auto" as a Trainer fills it in for a model's width."""
+    """Read bucket sizes from the section zero_optimization; "auto" as a Trainer fills it in."""
     known = Buckets()
 
     def read(key: str, default: int, automatic: float) -> int:

@@ -27,7 +27,7 @@ KIND, VERSION = "probe", 1
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a probe measured; None for a level that the ranks do not have."""
+    """Result of a probe; None for a level that the ranks do not have."""
 
     nodes: int
     node_size: int
@@ -91,7 +91,7 @@ def _free_port() -> str:
 
 
 def measure_and_write(arguments: argparse.Namespace) -> Found:
-    """On all ranks; rank 0 writes ``arguments.out`` and prints."""
+    """Measure on all ranks; rank 0 writes ``arguments.out`` and prints."""
     import torch
 
     found = _measure(arguments)
@@ -105,7 +105,7 @@ def measure_and_write(arguments: argparse.Namespace) -> Found:
 
 
 def describe(found: Found) -> list[str]:
-    """A line per level."""
+    """Format a line per level."""
     shown = [f"{found.nodes} x {found.node_size} ranks over {found.backend}"]
     for rate, what in ((found.intra, "inside a node, into a rank"), (found.inter, "into a node")):
         if rate is not None:
@@ -152,7 +152,7 @@ def _measure(arguments: argparse.Namespace) -> Found:
 
 
 def _rate_of(name: str, group: Any, topology: Topology, device: Any, rank: int) -> Rate:
-    """Of the slowest rank, so that the estimate waits as the step would."""
+    """Return the rate of the slowest rank, so that the estimate waits as the step would."""
     from ds_quant.comm.traffic import Traffic
     from ds_quant.comm.transport import Link
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main(folder: str) -> None:
-    """Write what happened to ``folder``/rank<RANK>.json."""
+    """Write the outcome to ``folder``/rank<RANK>.json."""
     import torch
 
     imported = "ds_quant" not in sys.modules

@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_quant.zero import hooks, safety
 
-_PATIENCE = 60.0  # seconds until rank 0 says whom it waits for
+_PATIENCE = 60.0  # seconds before rank 0 warns which ranks are missing
 _TIMEOUT = 1800.0  # seconds; torch's own limit for a collective
 
 
@@ -27,7 +27,7 @@ def _exactly(original: Callable[..., Any], self: Any, model: Any, *args: Any, **
     if replica is None:
         return original(self, model, *args, **kw)
     rank, world = hooks.rank_and_world()
-    safety.roll_call(
+    safety.wait_for_ranks(
         "Accelerator.get_state_dict", rank=rank, world=world,
         patience=_PATIENCE, timeout=_TIMEOUT,
     )  # fmt: skip
@@ -36,10 +36,10 @@ def _exactly(original: Callable[..., Any], self: Any, model: Any, *args: Any, **
 
 
 def _replica_of(model: Any, engines: Any) -> Any:
-    """The decoded replica behind an engine or behind its module, None if there is none."""
+    """Find the decoded replica behind an engine or its module, None if there is none."""
     for engine in (model, *engines):
         if engine is model or getattr(engine, "module", None) is model:
-            binding = getattr(engine, "ds_quant_binding", None)
+            binding = getattr(engine, "ds_quant_engine", None)
             if binding is not None:
                 return binding.replica
     return None

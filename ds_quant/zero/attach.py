@@ -38,7 +38,7 @@ from ds_quant.policy.scheme import matches
 from ds_quant.zero import accelerate, checkpoint, hooks, optimizer_hooks, safety
 from ds_quant.zero.checkpoint import watch_state_dict
 from ds_quant.zero.cpu_overlap import LateReduction
-from ds_quant.zero.engine import Binding, broadcast
+from ds_quant.zero.engine import QuantizedEngine, broadcast
 from ds_quant.zero.gather_count import GatherCount
 from ds_quant.zero.held import HeldGradients
 from ds_quant.zero.log import info_rank0
@@ -54,13 +54,15 @@ from ds_quant.zero.safety import (
 from ds_quant.zero.stage3 import Fetch, ShardReduction
 from ds_quant.zero.stage12 import OwnerReduction, Replica
 from ds_quant.zero.telemetry import Telemetry, check_file, listened_to
-from ds_quant.zero.warmup import rehearse
+from ds_quant.zero.warmup import warm_up
 
 # ---- the start-up line ----
 
 
-def start_line(binding: Binding) -> str:
-    """What is on, its bytes against DeepSpeed's, what stays exact, which kernels work."""
+def start_line(binding: QuantizedEngine) -> str:
+    """Describe the engine in one line: scheme, bytes against DeepSpeed's, what stays exact,
+    kernels.
+    """
     costs, stage = binding.bill(), binding.stage
     micro_steps = binding.engine.gradient_accumulation_steps()
     waits = costs.crosses_once and hooks.accumulates(binding.engine)
@@ -114,7 +116,7 @@ def start_line(binding: Binding) -> str:
     return "; ".join([*parts, *_why_weights_stay(binding), *binding.notices])
 
 
-def _weights_stay(binding: Binding) -> bool:
+def _weights_stay(binding: QuantizedEngine) -> bool:
     """Whether a node shard has nobody to exchange quantized weights with."""
     scheme, topology = binding.scheme, binding.topology
     sends = scheme.weights is not None or scheme.lossless
@@ -122,7 +124,7 @@ def _weights_stay(binding: Binding) -> bool:
     return keeps and scheme.weights_intra is None and topology.nodes == 1 < topology.world
 
 
-def _why_weights_stay(binding: Binding) -> list[str]:
+def _why_weights_stay(binding: QuantizedEngine) -> list[str]:
     """Say why and what would help, if they do."""
     if not _weights_stay(binding):
         return []
@@ -138,16 +140,16 @@ def _why_weights_stay(binding: Binding) -> list[str]:
     ]
 
 
-def announce(binding: Binding) -> None:
-    """Log what rank 0 has to say once an engine is ready."""
+def announce(binding: QuantizedEngine) -> None:
+    """Log the start-up line and its warnings on rank 0."""
     for sentence in _idle_patterns(binding):
         hooks.log_rank0(f"quantized_comm: {sentence}")
     info_rank0(f"quantized_comm: {start_line(binding)}")
 
 
-def _idle_patterns(binding: Binding) -> list[str]:
+def _idle_patterns(binding: QuantizedEngine) -> list[str]:
     """One sentence per ``exclude`` pattern that matches no parameter."""
-    names = [tracked.name for tracked in binding.all_tracked()]
+    names = [tracked.name for tracked in binding.all_params()]
     sentences = []
     for pattern in binding.scheme.exclude:
         if not any(matches(name, pattern) for name in names):
@@ -161,8 +163,8 @@ def _idle_patterns(binding: Binding) -> list[str]:
 # ---- autotune ----
 
 
-def tune(binding: Binding, config: QuantizedCommConfig) -> QuantizedCommConfig:
-    """The settings with the scheme that suits this engine; notes the reason, and the pace of slices
+def tune(binding: QuantizedEngine, config: QuantizedCommConfig) -> QuantizedCommConfig:
+    """Choose the scheme that suits this engine; adds the reason as a notice, and the pace of slices
     on these links. A collective.
     """
     place = Place(
@@ -186,18 +188,18 @@ def tune(binding: Binding, config: QuantizedCommConfig) -> QuantizedCommConfig:
 
 
 def _is_gathered(module: torch.nn.Module) -> bool:
-    """Whether it has parameters of its own that do not stay gathered."""
+    """Whether the module has parameters of its own that do not stay gathered."""
     return any(not getattr(p, "ds_persist", True) for p in module.parameters(recurse=False))
 
 
 def _allowed(config: QuantizedCommConfig, place: Place) -> list[str]:
-    """Candidates without those that start-up would refuse."""
+    """Drop candidates that start-up would refuse."""
     where = {"world": place.nodes * place.node_size, "node_size": place.node_size}
     return [n for n in CANDIDATES if starts(config.picked(n), stage=place.stage, **where)]
 
 
-def _links(binding: Binding) -> Links:
-    """Measure both levels. On links of their own, so that nothing is counted as training."""
+def _links(binding: QuantizedEngine) -> Links:
+    """Measure both levels on separate links, so that nothing is counted as training."""
     fabric, topology = binding.fabric(None), binding.topology  # None: the world
     intra, inter = fabric.intra, fabric.inter
     if intra is None and topology.nodes == 1:
@@ -218,7 +220,7 @@ def _links(binding: Binding) -> Links:
     return Links(intra=inside, inter=between)
 
 
-def _candidate(binding: Binding, config: QuantizedCommConfig, place: Place) -> Candidate:
+def _candidate(binding: QuantizedEngine, config: QuantizedCommConfig, place: Place) -> Candidate:
     scheme = config.to_scheme()
     dtypes = [p.dtype for p in binding.engine.module.parameters() if p.is_floating_point()]
     speeds = autotune.speeds_of(
@@ -251,11 +253,11 @@ def attach(engine: Any, optimizer: Any) -> None:
     check_file(config.metrics, rank)
     dispatch.use(config.backend)
     topology = _agree(config, rank, world)
-    binding = engine.ds_quant_binding = _bind(engine, config, topology)
+    binding = engine.ds_quant_engine = _bind(engine, config, topology)
     binding.hooks = hooks.Hooks(engine, optimizer)
     fetch = None
     if world == 1:
-        binding.notices.append("world of one, nothing to send")
+        binding.notices.append("single rank: nothing to communicate")
     elif binding.stage == 3:
         fetch = _attach_shards(binding, optimizer)
     else:
@@ -266,12 +268,12 @@ def attach(engine: Any, optimizer: Any) -> None:
     _connect(binding, config, fetch, trains=binding.stage < 3 or hooks.steps(optimizer))
     device = hooks.device()
     if device.type == "cuda" and world > 1:
-        rehearse(binding, device)
+        warm_up(binding, device)
     announce(binding)
 
 
 def _connect(
-    binding: Binding, config: QuantizedCommConfig, fetch: Fetch | None, *, trains: bool
+    binding: QuantizedEngine, config: QuantizedCommConfig, fetch: Fetch | None, *, trains: bool
 ) -> None:
     """Fill the lists of events, whose order is decided here and nowhere else, and wrap.
 
@@ -307,7 +309,7 @@ def _connect(
 
 
 def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
-    """The handshake of all ranks, and the nodes that come of it."""
+    """Run the handshake of all ranks and return the topology."""
     own = [load(r.codec) for r in (config.weights, config.gradients) if r.enabled and r.codec]
     must = {f"codec {codec.name}": codec.digest for codec in own}
     # A vote in which some ranks take no part would hang.
@@ -317,8 +319,8 @@ def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
     return Topology(world=world, node_size=config.node_size or agreed)
 
 
-def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Binding:
-    """The engine's binding with its scheme, which "autotune" finds by measuring with it."""
+def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> QuantizedEngine:
+    """Make the engine's binding with its scheme, which "autotune" chooses by measuring."""
     tuned = config.scheme == AUTOTUNE
     scheme = (config.picked("full_precision") if tuned else config).to_scheme()
     if engine.zero_optimization_stage() == 3:
@@ -326,13 +328,13 @@ def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Bindi
             config, world=topology.world, node_size=topology.node_size,
             model_bytes=hooks.total_bytes(engine.module),
         )  # fmt: skip
-    binding = Binding(engine, scheme, topology)
+    binding = QuantizedEngine(engine, scheme, topology)
     if tuned and topology.world > 1:
         binding.scheme = tune(binding, config).to_scheme()
     return binding
 
 
-def _attach_shards(binding: Binding, optimizer: Any) -> Fetch:
+def _attach_shards(binding: QuantizedEngine, optimizer: Any) -> Fetch:
     """ZeRO-3."""
     fetch = Fetch(binding)
     params = list(binding.engine.module.parameters())
@@ -351,7 +353,7 @@ def _attach_shards(binding: Binding, optimizer: Any) -> Fetch:
     return fetch
 
 
-def _attach_reduction(binding: Binding) -> None:
+def _attach_reduction(binding: QuantizedEngine) -> None:
     events, overlaps = binding.hooks, binding.engine.zero_overlap_comm()
     _note_one_bucket(binding, binding.engine)
     _note_single_ranks(binding)
@@ -369,7 +371,7 @@ def _attach_reduction(binding: Binding) -> None:
     events.after_backward.append(binding.after_backward)
 
 
-def _hold(binding: Binding, buckets: Callable[[Any], hooks.GradientBuckets]) -> None:
+def _hold(binding: QuantizedEngine, buckets: Callable[[Any], hooks.GradientBuckets]) -> None:
     """Hold gradients between micro-steps, if they cross between nodes once per step."""
     if not binding.crosses_at_boundary():
         return
@@ -381,13 +383,13 @@ def _hold(binding: Binding, buckets: Callable[[Any], hooks.GradientBuckets]) -> 
     events.after_zero_grad.append(held.drop)  # DeepSpeed drops its own gradients there, too
 
 
-def _waits(binding: Binding, owner: int, parameter: torch.Tensor) -> bool:
+def _waits(binding: QuantizedEngine, owner: int, parameter: torch.Tensor) -> bool:
     """Whether gradients of a parameter are held; what DeepSpeed was given of it is zeros."""
-    tracked = binding.tracked(parameter)
+    tracked = binding.param_of(parameter)
     return tracked is not None and binding.held.waits((tracked.index, owner))
 
 
-def _note_single_ranks(binding: Binding) -> None:
+def _note_single_ranks(binding: QuantizedEngine) -> None:
     """With one rank per node there is nothing to sum inside of it."""
     asked = binding.scheme.cross == "step" and binding.stage > 1
     alone = binding.topology.node_size == 1 < binding.topology.nodes
@@ -399,11 +401,11 @@ def _note_single_ranks(binding: Binding) -> None:
         )
 
 
-def _attach_replica(binding: Binding, optimizer: Any) -> None:
+def _attach_replica(binding: QuantizedEngine, optimizer: Any) -> None:
     """ZeRO-1 and 2."""
     engine, events = binding.engine, binding.hooks
     groups = list(optimizer_hooks.replica_groups(optimizer))
-    foreign = sum(binding.tracked(p) is None for group in groups for p in group.params)
+    foreign = sum(binding.param_of(p) is None for group in groups for p in group.params)
     if foreign:
         raise RuntimeError(
             f"quantized_comm: the optimizer holds {foreign} parameter(s) that are not in "
@@ -430,7 +432,7 @@ def _attach_replica(binding: Binding, optimizer: Any) -> None:
         events.after_backward.append(binding.after_backward)
 
 
-def _note_one_bucket(binding: Binding, engine: Any) -> None:
+def _note_one_bucket(binding: QuantizedEngine, engine: Any) -> None:
     """DeepSpeed hands over a bucket when it is full or backward ends. Of a model that is mostly
     frozen, little is to be handed over at all.
     """
@@ -439,12 +441,12 @@ def _note_one_bucket(binding: Binding, engine: Any) -> None:
     trained = sum(hooks.shape_of(p).numel() for p in params if p.requires_grad)
     if engine.zero_overlap_comm() and len(params) > 1 and numel / 2 < trained <= room:
         binding.notices.append(
-            f"no gradient travels during backward, because reduce_bucket_size={room} holds all "
-            f"{trained} elements; {trained // 8} would let them"
+            f"gradients are not reduced during backward: reduce_bucket_size={room} holds all "
+            f"{trained} elements (try {trained // 8})"
         )
 
 
-def _first_step(binding: Binding) -> FirstStep:
+def _first_step(binding: QuantizedEngine) -> FirstStep:
     params = list(binding.engine.module.parameters())
     if binding.stage == 3:
         served = [(p, p.ds_process_group) for p in params]
@@ -457,7 +459,7 @@ def _first_step(binding: Binding) -> FirstStep:
     return FirstStep(binding, promised_roles(binding, served, gradients=not exact))
 
 
-def _corruption(binding: Binding, *, trains: bool) -> Corruption | None:
+def _corruption(binding: QuantizedEngine, *, trains: bool) -> Corruption | None:
     """The check of payload checksums, if messages have them."""
     if binding.findings is None or binding.topology.world == 1:
         return None
@@ -468,7 +470,7 @@ def _corruption(binding: Binding, *, trains: bool) -> Corruption | None:
     return corruption
 
 
-def _fallback(binding: Binding, settings: FallbackConfig) -> Fallback | None:
+def _fallback(binding: QuantizedEngine, settings: FallbackConfig) -> Fallback | None:
     """The vote on full precision, if there is anything to vote on."""
     watched = kill_file()
     fallback = Fallback(
@@ -482,14 +484,14 @@ def _fallback(binding: Binding, settings: FallbackConfig) -> Fallback | None:
     return fallback
 
 
-def _binding_of(engine: Any, function: str) -> Binding | None:
+def _binding_of(engine: Any, function: str) -> QuantizedEngine | None:
     """None for an engine without the plugin; TypeError for what is no engine."""
     if not hasattr(engine, "zero_optimization_stage"):
         raise TypeError(
             f"ds_quant.{function} takes the engine that deepspeed.initialize or "
             f"accelerator.prepare has returned, not {type(engine).__name__}"
         )
-    return getattr(engine, "ds_quant_binding", None)
+    return getattr(engine, "ds_quant_engine", None)
 
 
 def exact_weights(engine: Any) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ import torch
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.zero import hooks
-from ds_quant.zero.engine import Binding
+from ds_quant.zero.engine import QuantizedEngine
 
 KEY = "ds_quant"  # in DeepSpeed's client state
 VERSION = 1
@@ -26,9 +26,9 @@ _ENTRIES = {
 }
 
 
-def dump(binding: Binding) -> dict[str, Any]:
-    """The state as plain types and CPU tensors."""
-    names = {tracked.index: tracked.name for tracked in binding.all_tracked()}
+def dump(binding: QuantizedEngine) -> dict[str, Any]:
+    """Return the state as plain types and CPU tensors."""
+    names = {tracked.index: tracked.name for tracked in binding.all_params()}
     levels = {names[index]: table.cpu() for index, table in binding.state.levels.items()}
     return {
         "version": VERSION,
@@ -40,8 +40,8 @@ def dump(binding: Binding) -> dict[str, Any]:
     }
 
 
-def restore(binding: Binding, saved: Any) -> None:
-    """Take over a state; says what does not fit this run.
+def restore(binding: QuantizedEngine, saved: Any) -> None:
+    """Restore a state, and log what does not fit this run.
 
     A checkpoint without one is welcome: it cannot be told from that of a run without the plugin.
 
@@ -54,7 +54,7 @@ def restore(binding: Binding, saved: Any) -> None:
     if saved is None:
         hooks.log_rank0(
             f"quantized_comm: the checkpoint holds no state {KEY!r}, as one that was saved without "
-            "this plugin; the scheme starts afresh"
+            "this plugin; starting with fresh scheme state"
         )
     else:
         _require_usable(saved)
@@ -66,7 +66,7 @@ def restore(binding: Binding, saved: Any) -> None:
             pass
 
 
-def _gathered_otherwise(binding: Binding) -> bool:
+def _gathered_otherwise(binding: QuantizedEngine) -> bool:
     """Whether DeepSpeed has gathered the replica before it was known how, or, as it does for
     universal checkpoints, by a way of its own.
     """
@@ -80,9 +80,9 @@ def _require_usable(saved: Any) -> None:
         raise RuntimeError(
             f"quantized_comm: the state in the checkpoint has version {found!r}, this ds_quant "
             f"reads {VERSION}; use the ds_quant that wrote it, or remove the key {KEY!r} from the "
-            "checkpoint's model states to start the scheme afresh"
+            "checkpoint's model states to start with fresh scheme state"
         )
-    given = {"exact_until": 0, **saved}  # states of before fallbacks lack it
+    given = {"exact_until": 0, **saved}  # missing in states saved before fallbacks existed
     wrong = [name for name, kind in _ENTRIES.items() if not isinstance(given.get(name), kind)]
     if not wrong:
         wrong += ["ranks"] if len(saved["ranks"]) != 2 else []
@@ -91,7 +91,7 @@ def _require_usable(saved: Any) -> None:
         raise RuntimeError(
             f"quantized_comm: the state in the checkpoint has no usable {', '.join(wrong)}: it is "
             "incomplete or damaged; load another checkpoint, or remove the key "
-            f"{KEY!r} from this one's model states to start the scheme afresh"
+            f"{KEY!r} from this one's model states to start with fresh scheme state"
         )
 
 
@@ -106,7 +106,7 @@ def _is_table(table: Any) -> bool:
     )
 
 
-def _take_over(binding: Binding, saved: dict[str, Any]) -> None:
+def _take_over(binding: QuantizedEngine, saved: dict[str, Any]) -> None:
     ranks = (binding.topology.nodes, binding.topology.node_size)
     if (saved["scheme"], tuple(saved["ranks"])) != (binding.scheme.name, ranks):
         hooks.log_rank0(
@@ -118,19 +118,19 @@ def _take_over(binding: Binding, saved: dict[str, Any]) -> None:
     _restore_levels(binding, saved)
 
 
-def _keeps_weights(binding: Binding) -> bool:
+def _keeps_weights(binding: QuantizedEngine) -> bool:
     return binding.node is not None or (
         binding.replica is not None and binding.scheme.keeps_reference
     )
 
 
-def _restore_levels(binding: Binding, saved: dict[str, Any]) -> None:
+def _restore_levels(binding: QuantizedEngine, saved: dict[str, Any]) -> None:
     codec = binding.scheme.weights
     binding.state.levels.clear()
     if not isinstance(codec, GroupCodec) or codec.levels != "learned":
         return
     binding.state.learned_at = saved["learned_at"]
-    indices = {tracked.name: tracked.index for tracked in binding.all_tracked()}
+    indices = {tracked.name: tracked.index for tracked in binding.all_params()}
     fitting = {
         name: table
         for name, table in saved["levels"].items()
@@ -148,7 +148,7 @@ def _restore_levels(binding: Binding, saved: dict[str, Any]) -> None:
 # ---- state_dict of ZeRO-1 and 2 ----
 
 
-def watch_state_dict(binding: Binding) -> None:
+def watch_state_dict(binding: QuantizedEngine) -> None:
     """Log the first such call, until the engine is destroyed."""
     if binding.scheme.weights is None:
         return
@@ -159,7 +159,7 @@ def watch_state_dict(binding: Binding) -> None:
 class _Hook:
     """Does not keep the engine alive; inert in a copy of the module and in a pickled one."""
 
-    def __init__(self, binding: Binding | None = None) -> None:
+    def __init__(self, binding: QuantizedEngine | None = None) -> None:
         self._find = (lambda: None) if binding is None else weakref.ref(binding)
 
     def __reduce__(self) -> Any:

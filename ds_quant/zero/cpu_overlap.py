@@ -1,4 +1,4 @@
-"""Gradients of ZeRO-3 that travel while backward goes on, on devices without streams.
+"""Overlap ZeRO-3 gradient reduction with backward on devices without streams (CPU).
 
 [Note: late shards] On CUDA DeepSpeed reduces a bucket on a stream of its own and backward goes on.
 On the CPU nothing runs by itself, and backward would stand still until a bucket has crossed the
@@ -22,7 +22,7 @@ from ds_quant.zero.stage3 import Bucket, ShardReduction
 
 
 class LateReduction:
-    """Posts buckets, and hands their shards to DeepSpeed later."""
+    """Post gradient buckets, and hand their shards to DeepSpeed two buckets later."""
 
     def __init__(self, reduction: ShardReduction) -> None:
         self._reduction = reduction
@@ -101,7 +101,7 @@ class LateReduction:
 def _without_grads(
     original: Callable[..., Any], params: Sequence[Any], shards: list[torch.Tensor]
 ) -> None:
-    """It frees the parameters' gradients, which may be new ones by now."""
+    """Call ``original``, which frees the parameters' gradients: keep those of later micro-steps."""
     grads = [p.grad for p in params]
     original(params, shards)
     for p, grad in zip(params, grads, strict=True):

@@ -21,18 +21,18 @@ from ds_quant.comm.reduction_plan import Hop, Slicing
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link
-from ds_quant.policy.cost import Bill, Cargo, bill
+from ds_quant.policy.cost import Costs, PricedParam, bill
 from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes
 from ds_quant.policy.scheme import Scheme
 from ds_quant.zero import hooks
 from ds_quant.zero.gather_count import predicted_gathers
-from ds_quant.zero.param import GradientStreams, Stream, Streams, Tracked
+from ds_quant.zero.param import GradientStreams, Param, Stream, Streams
 
 # ---- collectives of the whole world ----
 
 
 def minimum(numbers: list[int]) -> list[int]:
-    """The smallest of each number over all ranks. A collective of the whole world."""
+    """Return the smallest of each number over all ranks. A collective of the whole world."""
     from deepspeed import comm as dist
 
     votes = torch.tensor(numbers, device=hooks.device())
@@ -41,7 +41,7 @@ def minimum(numbers: list[int]) -> list[int]:
 
 
 def broadcast(value: Any, *, source: int) -> Any:
-    """The value that rank ``source`` gives. A collective of the whole world."""
+    """Return the value of rank ``source``. A collective of the whole world."""
     from deepspeed import comm as dist
 
     values = [value]
@@ -82,7 +82,7 @@ class SchemeState:
     exact_steps: int = 0
 
     def due(self, schedule: Sequence[int], step: int) -> bool:
-        """True once per entry of ``schedule`` that lies behind ``step``; remembers ``step``."""
+        """Whether an entry of ``schedule`` was reached since the last call; remembers ``step``."""
         due = any(self.learned_at < entry <= step for entry in schedule)
         self.learned_at = max(self.learned_at, step)
         return due
@@ -96,7 +96,7 @@ def learn(
     rate: float,
     link: Link,
 ) -> None:
-    """Learn the levels of all parameters anew (QSDP's learned levels), the same on all ranks.
+    """Learn the levels of all parameters (QSDP's learned levels), the same on all ranks.
 
     Until then a parameter has no table and its levels are uniform. Every rank moves its copy of
     each table over its own shard, then all take the mean of the tables, weighted by shard size and
@@ -128,7 +128,7 @@ def learn(
 # ---- the engine ----
 
 
-class Binding:
+class QuantizedEngine:
     """Scheme, topology, counters and state of one engine; the ``zero`` modules share it."""
 
     def __init__(self, engine: Any, scheme: Scheme, topology: Topology) -> None:
@@ -155,7 +155,7 @@ class Binding:
         self._levels = self._make_levels()
         self._backwards: dict[int, int] = {}  # those done in the current optimizer step
         self._tracked = {
-            id(p): Tracked(index=i, name=name, shape=hooks.shape_of(p), trained=p.requires_grad)
+            id(p): Param(index=i, name=name, shape=hooks.shape_of(p), trained=p.requires_grad)
             for i, (name, p) in enumerate(engine.module.named_parameters())
         }
 
@@ -168,29 +168,29 @@ class Binding:
         self._scheme = scheme
         self._streams = Streams(scheme, one_node=self.topology.nodes == 1)
 
-    def tracked(self, parameter: torch.Tensor) -> Tracked | None:
-        """The engine's record of a parameter, None for one that appeared later."""
+    def param_of(self, parameter: torch.Tensor) -> Param | None:
+        """Return the engine's record of a parameter, None if it was created after the engine."""
         return self._tracked.get(id(parameter))
 
-    def all_tracked(self) -> Iterable[Tracked]:
+    def all_params(self) -> Iterable[Param]:
         """Every parameter of the module when the engine was built."""
         return self._tracked.values()
 
     def note_groups(self, process_groups: Sequence[Any]) -> None:
-        """Tell of parameters whose ranks are not the world (experts, pipeline, tensor parallel);
-        ``process_groups`` has one entry per parameter.
+        """Add a start-up notice for parameters on a subset of ranks (experts, pipeline, tensor
+        parallel); ``process_groups`` has one entry per parameter.
         """
         world = list(range(self.topology.world))
         few = sum(self.link(group).ranks != world for group in process_groups)
         self.has_few_ranks = few > 0
         if few:
             self.notices.append(
-                f"{few} of {len(process_groups)} parameters belong to part of the ranks and take "
-                "one level, without a node shard"
+                f"{few} of {len(process_groups)} parameters live on a subset of ranks: "
+                "single-level collectives, no node shard"
             )
 
     def link(self, process_group: Any) -> Link:
-        """The byte collectives of a process group."""
+        """Return the byte collectives of a process group."""
         key = id(process_group)
         if key not in self._links:
             self._links[key] = Link(
@@ -203,7 +203,7 @@ class Binding:
         return self._links[key]
 
     def _make_levels(self) -> tuple[Link, Link] | None:
-        """Links inside this rank's node and between nodes, where the world has both levels."""
+        """Make links inside this rank's node and between nodes, where the world has both levels."""
         topology = self.topology
         if topology.nodes == 1 or topology.node_size == 1:
             return None
@@ -214,7 +214,7 @@ class Binding:
         return self.link(own[0]), self.link(own[1])
 
     def fabric(self, process_group: Any) -> Fabric:
-        """The links of a process group, on two levels if it is the world and that has them."""
+        """Return the links of a process group; two levels if it is the world and that has them."""
         key = id(process_group)
         if key not in self._fabrics:
             whole, levels = self.link(process_group), ()
@@ -224,7 +224,7 @@ class Binding:
         return self._fabrics[key]
 
     def route(self, process_group: Any) -> tuple[Hop, ...]:
-        """The hops of a gradient reduction over a process group."""
+        """Return the hops of a gradient reduction over a process group."""
         fabric = self.fabric(process_group)
         if fabric.intra is None or fabric.inter is None:
             # As published: SDP4Bit's variants gain from exact own contributions, QSDP has none.
@@ -255,7 +255,7 @@ class Binding:
         return self.engine.global_steps - self.engine.skipped_steps
 
     def is_exact(self, step: int) -> bool:
-        """Whether everything travels in full precision in an optimizer step."""
+        """Whether an optimizer step sends everything in full precision."""
         until = max(self.scheme.warmup_steps, self.state.exact_until)
         return self.state.killed or step < until
 
@@ -266,22 +266,22 @@ class Binding:
         return (step << 24) + self._backwards.get(step, 0)
 
     def after_backward(self) -> None:
-        """The last gradient of a backward is reduced. Counted here, because accelerate advances
-        ``engine.micro_steps`` once per optimizer step only.
+        """Count a backward whose last gradient is reduced. Counted here, because accelerate
+        advances ``engine.micro_steps`` once per optimizer step only.
         """
         step = self.engine.global_steps
         self._backwards = {step: self._backwards.get(step, 0) + 1}
 
     def weight_coding(
         self,
-        tracked: Tracked,
+        tracked: Param,
         dtype: torch.dtype,
         *,
         step: int,
         rank: int | None,
         intra: bool = False,
     ) -> Coding:
-        """How the weights of one parameter travel; ``dtype`` is that of exact ones.
+        """Return the coding of one parameter's weights; ``dtype`` is that of exact ones.
 
         ``step`` is the optimizer step whose forward uses them. ``intra``: from the node shard.
         ``rank`` None: they are only received, which takes no random bits.
@@ -292,17 +292,17 @@ class Binding:
         return self.coding_of(stream, tracked, step=step, intra=intra)
 
     def weight_stream(
-        self, tracked: Tracked, dtype: torch.dtype, *, rank: int | None, intra: bool = False
+        self, tracked: Param, dtype: torch.dtype, *, rank: int | None, intra: bool = False
     ) -> Stream | None:
-        """What carries weights unless everything is exact; None if they are always. Does not change
+        """Codec and random-stream key of this weight; None if it is always exact. Does not change
         between steps.
         """
         return self._streams.of_weights(tracked, dtype, rank=rank, intra=intra)
 
     def coding_of(
-        self, stream: Stream, tracked: Tracked, *, step: int, intra: bool = False
+        self, stream: Stream, tracked: Param, *, step: int, intra: bool = False
     ) -> Coding:
-        """What a stream of weights is in one step."""
+        """Return the coding of a stream of weights in one step."""
         return Coding(
             codec=stream.codec,
             address=stream.address(step),
@@ -311,9 +311,9 @@ class Binding:
         )
 
     def gradient_streams(
-        self, tracked: Tracked, dtype: torch.dtype, *, rank: int, route: Sequence[Hop]
+        self, tracked: Param, dtype: torch.dtype, *, rank: int, route: Sequence[Hop]
     ) -> GradientStreams | None:
-        """What carries a gradient over ``route`` unless everything is exact; None if it is always.
+        """Codecs and random-stream keys of a gradient over ``route``; None if it is always exact.
         Does not change between steps.
         """
         return self._streams.of_gradient(tracked, dtype, rank=rank, hops=len(route))
@@ -329,7 +329,7 @@ class Binding:
             return
         by_link: dict[Link, list[tuple[int, torch.Tensor]]] = {}
         for parameter, values, link in own_values:
-            tracked = self.tracked(parameter)
+            tracked = self.param_of(parameter)
             if tracked is None or tracked.shape.numel() == 0:
                 continue
             if self.scheme.skip_reason(tracked.name, tracked.shape, values.dtype) is None:
@@ -344,8 +344,8 @@ class Binding:
             self.notices.append(f"gradients stay exact: {reason}")
         return reason is None
 
-    def peak_bytes(self, bill: Bill) -> float:
-        """Most bytes of messages and sums on this rank in a step, by formula."""
+    def peak_bytes(self, bill: Costs) -> float:
+        """Predict the peak bytes of messages and sums on this rank in a step."""
         engine = self.engine
         params = list(engine.module.parameters())
         numels = [hooks.shape_of(p).numel() for p in params]
@@ -381,10 +381,10 @@ class Binding:
             found["gradients"] = {"intra": 0.0, "inter": 0.0}  # DeepSpeed's, which nobody counts
         return found
 
-    def bill(self, scheme: Scheme | None = None) -> Bill:
-        """Bytes per parameter by formula, of the engine's scheme or of another."""
+    def bill(self, scheme: Scheme | None = None) -> Costs:
+        """Price a step of the engine's scheme, or of another, in bytes per parameter."""
         cargo = [
-            Cargo(name, hooks.shape_of(p), p.dtype, p.requires_grad)
+            PricedParam(name, hooks.shape_of(p), p.dtype, p.requires_grad)
             for name, p in self.engine.module.named_parameters()
         ]
         return bill(

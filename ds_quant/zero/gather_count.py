@@ -1,4 +1,4 @@
-"""How often an engine under ZeRO-3 gathers its weights: predicted at start-up, then counted.
+"""Count how often ZeRO-3 gathers the weights: predicted at start-up, then measured.
 
 [Note: what is counted] DeepSpeed records the order of modules in a first pass and decides by it
 from then on; an evaluation in between makes it record anew. So the first optimizer step counts that
@@ -20,7 +20,7 @@ _CLOSE = 0.03  # a relative error that nobody is told of
 
 
 def predicted_gathers(engine: Any) -> float:
-    """Gathers of an element per micro-step by the rules of ``gathers``."""
+    """Predict gathers of an element per micro-step by the rules of ``policy.gathers``."""
     settings = FetchSettings(
         max_reuse_distance=engine.zero_max_reuse_distance(),
         max_live_parameters=engine.zero_max_live_parameters(),
@@ -40,7 +40,7 @@ def _outline(module: torch.nn.Module) -> Module:
 
 
 class GatherCount:
-    """Counts elements that are fetched until one optimizer step tells the steady number."""
+    """Count fetched elements until an optimizer step in a steady state gives the number."""
 
     def __init__(self, binding: Any) -> None:
         self._binding = binding
@@ -58,12 +58,12 @@ class GatherCount:
         binding.hooks.after_count.append(binding.gather_count.after_step)
 
     def fetched(self, params: Iterable[Any]) -> None:
-        """DeepSpeed gathers these for forward or backward."""
+        """Count parameters that DeepSpeed gathers for forward or backward."""
         self._fetched += sum(p.ds_numel for p in params if not p.ds_persist)
         self._disturbed |= not self._binding.engine.module.training
 
     def after_step(self) -> None:
-        """An optimizer step has ended: take its count, if DeepSpeed was steady."""
+        """End an optimizer step: take its count if DeepSpeed was in a steady state."""
         if self._binding.gather_count is None:
             return
         micro_steps = self._binding.engine.gradient_accumulation_steps()

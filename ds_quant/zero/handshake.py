@@ -32,7 +32,7 @@ _SHOWN = 8  # groups of ranks that a message names
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """One rank's.
+    """Settings and facts of one rank.
 
     equal: what has to be the same on all ranks, by name. facts: what may differ, but makes all
     ranks as slow as the slowest. host, launched: see ``topology.place``.
@@ -48,7 +48,7 @@ class Card:
 
 
 def card_from(text: str | bytes) -> Card:
-    """The card of a JSON text; of a version with other cards one that differs from all others."""
+    """Parse a card; one of a version with other fields differs from all others."""
     fields = json.loads(text)
     launched = fields.get("launched")
     return Card(
@@ -59,8 +59,8 @@ def card_from(text: str | bytes) -> Card:
     )
 
 
-def strangers(cards: Sequence[Card]) -> list[list[int]]:
-    """Ranks that must not train with rank 0, those with the same card together."""
+def mismatched(cards: Sequence[Card]) -> list[list[int]]:
+    """Group the ranks that must not train with rank 0 by their card."""
     groups: dict[str, list[int]] = {}
     for rank, card in enumerate(cards):
         if card.equal != cards[0].equal:
@@ -101,7 +101,7 @@ def _differences(
 
 
 def mixed_facts(cards: Sequence[Card]) -> list[str]:
-    """One warning per fact that is not the same on all ranks, naming those unlike most."""
+    """Return one warning per fact that differs between ranks, naming the ranks unlike most."""
     warnings = []
     for name in sorted({name for card in cards for name in card.facts}):
         values: dict[str | None, list[int]] = {}
@@ -184,7 +184,7 @@ def handshake(
 
 
 class Board:
-    """Texts under names with a common prefix in the store."""
+    """Texts in the store under names with a common prefix."""
 
     def __init__(self, store: Any, prefix: str) -> None:
         self._store, self._prefix = store, prefix
@@ -193,14 +193,14 @@ class Board:
         self._store.set(f"{self._prefix}/{name}", text)
 
     def read(self, names: Sequence[object]) -> list[str]:
-        """Texts that are there, in one question where the store has it."""
+        """Read the texts that are there, in one request where the store can."""
         keys = [f"{self._prefix}/{name}" for name in names]
         if self._store.has_extended_api():
             return [text.decode() for text in self._store.multi_get(keys)]
         return [self._store.get(key).decode() for key in keys]
 
     def arrive(self, names: Sequence[object], seconds: float) -> bool:
-        """Wait for texts; whether all are there in time."""
+        """Wait for texts; returns whether all arrived in time."""
         try:
             keys = [f"{self._prefix}/{name}" for name in names]
             self._store.wait(keys, timedelta(seconds=seconds))
@@ -209,7 +209,7 @@ class Board:
         return True
 
     def missing(self, names: Sequence[int]) -> list[int]:
-        """Those not there, found by halving: a few questions where few are missing."""
+        """Find missing texts by halving: few requests where few are missing."""
         if not names or self._store.check([f"{self._prefix}/{name}" for name in names]):
             return []
         if len(names) == 1:
@@ -226,7 +226,7 @@ class _Meeting:
         self._ranks = list(range(world))
 
     def lead(self, card: Card) -> dict[str, Any]:
-        """Rank 0: judge and tell the others."""
+        """Rank 0: judge and publish the verdict."""
         board, timeout = self._board, self._config.handshake_timeout
         board.put(0, card.to_json())
         missing = [] if board.arrive(self._ranks, timeout) else board.missing(self._ranks)
@@ -240,7 +240,7 @@ class _Meeting:
         return verdict
 
     def follow(self, card: Card, rank: int) -> dict[str, Any]:
-        """Every other rank: hear the verdict, and show the block before if asked for it."""
+        """Every other rank: read the verdict, and publish the block first if asked for it."""
         board = self._board
         board.put(rank, card.to_json())
         verdict = self._hear(rank)
@@ -273,7 +273,7 @@ class _Meeting:
 
     def _judge(self) -> dict[str, Any]:
         cards = [card_from(text) for text in self._board.read(self._ranks)]
-        groups = strangers(cards)
+        groups = mismatched(cards)
         blocks = self._blocks(cards, [ranks[0] for ranks in groups])
         if groups:
             return {"error": disagreement(cards, groups, blocks)}
@@ -289,7 +289,7 @@ class _Meeting:
         return {"node_size": placement.node_size, "warnings": warnings + mixed_facts(cards)}
 
     def _blocks(self, cards: Sequence[Card], ranks: Sequence[int]) -> dict[int, Any]:
-        """Blocks of rank 0 and of those of ``ranks`` that have another. See [Note: blocks]."""
+        """Return the blocks of rank 0 and of those of ``ranks`` that differ. See [Note: blocks]."""
         mine, board = cards[0].equal, self._board
         readable = [r for r in ranks if cards[r].equal.get("cards") == _CARDS]
         asked = [r for r in readable if cards[r].equal[SETTINGS] != mine[SETTINGS]]

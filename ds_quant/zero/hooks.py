@@ -44,7 +44,7 @@ def _wrapper(original: Any, around: Callable[..., Any]) -> Any:
 
 
 class Hooks:
-    """What is replaced on one engine, and what runs at each event, in the order of its list.
+    """The methods replaced on one engine, and the calls of each event in the order of its list.
 
     Fill the lists, then ``connect``: an event with an empty list stays DeepSpeed's. ``remove`` puts
     everything back, and runs when the engine is destroyed.
@@ -250,7 +250,7 @@ class Redirect(ExpectedCall):
 
 
 def moved(what: str) -> RuntimeError:
-    """The error where DeepSpeed does not call what it is known to call."""
+    """Return the error for a function that DeepSpeed did not call as known versions do."""
     return RuntimeError(
         f"quantized_comm: {deepspeed_version()} did not call {what}, so what this plugin should "
         f"carry travelled without it; use a tested version ({_TESTED}) or remove the "
@@ -267,7 +267,7 @@ def require(owner: Any, name: str) -> None:
 
 
 def deepspeed_version() -> str:
-    """For messages."""
+    """Return the version for messages."""
     import deepspeed
 
     return f"DeepSpeed {deepspeed.__version__}"
@@ -285,7 +285,7 @@ _shard_reduction = Redirect("reduce_scatter_coalesced")
 
 
 def exact_gradient_reason(engine: Any) -> str | None:
-    """The setting that keeps gradients on DeepSpeed's own exact path, if there is one."""
+    """Return the setting that keeps gradients on DeepSpeed's own exact path, if there is one."""
     zero = engine._config.zero_config
     return refusals.exact_gradient_reason(int(zero.stage), partial(getattr, zero))
 
@@ -421,7 +421,7 @@ def skip_zero_shards(optimizer: Any, waits: Callable[[Any], bool]) -> Callable[.
 
 
 def unasked(role: str) -> RuntimeError:
-    """The error where a step was taken without a call of what carries ``role``."""
+    """Return the error for a step that never called the function that carries ``role``."""
     gradients = "__avg_scatter_grads (ZeRO-3) or average_tensor (ZeRO-1 and 2)"
     carriers = {"weights": "all_gather_coalesced of a parameter", "gradients": gradients}
     return moved(f"{carriers[role]} in the first step")
@@ -437,12 +437,14 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def gradient_dtype(engine: Any) -> torch.dtype:
-    """What DeepSpeed sends gradients in: ``communication_data_type``, by default the model's."""
+    """Return the dtype of DeepSpeed's gradients: ``communication_data_type``, by default the
+    model's.
+    """
     return engine.communication_data_type
 
 
 def steps(optimizer: Any) -> bool:
-    """False for ZeRO-3 without an optimizer (inference)."""
+    """Whether there is an optimizer step; False for ZeRO-3 inference."""
     return hasattr(optimizer, "step") and hasattr(optimizer, _AVG_SCATTER)
 
 
@@ -450,16 +452,16 @@ def steps(optimizer: Any) -> bool:
 
 
 def shape_of(parameter: torch.Tensor) -> torch.Size:
-    """The full shape, also while a ZeRO-3 parameter is partitioned."""
+    """Return the full shape, also while a ZeRO-3 parameter is partitioned."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def total_bytes(module: torch.nn.Module) -> int:
-    """Bytes of all parameters of a model, whole ones also where they are partitioned."""
+    """Add up the bytes of all parameters of a model, partitioned ones in full."""
     return sum(shape_of(p).numel() * p.element_size() for p in module.parameters())
 
 
-def travels(parameter: Any) -> bool:
+def is_sendable(parameter: Any) -> bool:
     """Whether a codec can carry the dtype of a ZeRO-3 parameter's shard."""
     return parameter.ds_tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
@@ -482,8 +484,8 @@ def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:
     parameter.ds_status = type(parameter.ds_status).AVAILABLE
 
 
-def forget_values(parameter: torch.Tensor) -> None:
-    """Mark a gathered parameter as not gathered, so that the next gather fetches it anew."""
+def drop_values(parameter: torch.Tensor) -> None:
+    """Mark a gathered parameter as not gathered, so that the next gather fetches it again."""
     accelerator = _accelerator()
     if not accelerator.is_synchronized_device() and accelerator.on_accelerator(parameter.data):
         parameter.data.record_stream(accelerator.current_stream())
@@ -491,7 +493,7 @@ def forget_values(parameter: torch.Tensor) -> None:
 
 
 def valid_shard(parameter: Any, rank: int) -> torch.Tensor:
-    """This rank's shard without its uninitialised padding, 1-D, possibly empty."""
+    """Return this rank's shard without its uninitialised padding, 1-D, possibly empty."""
     width = parameter.ds_tensor.ds_numel
     used = min(max(parameter.ds_numel - rank * width, 0), width)
     return parameter.ds_tensor.data.view(-1)[:used]
@@ -504,7 +506,7 @@ def _accelerator() -> Any:
 
 
 def free_memory() -> int:
-    """Bytes that can still be allocated where collectives run."""
+    """Return the bytes that can still be allocated where collectives run."""
     return int(_accelerator().available_memory())
 
 
@@ -515,7 +517,7 @@ def synchronize() -> None:
 
 
 def device() -> torch.device:
-    """Where collectives run."""
+    """Return the device of the collectives."""
     return torch.device(_accelerator().current_device_name())
 
 
@@ -567,7 +569,7 @@ def take_borrowed(parameter: Any) -> bool:
 
 
 def owner_of(parameter: Any) -> Any:
-    """The owner of the wrapped fetch, None if it is DeepSpeed's."""
+    """Return the owner of the wrapped fetch, None if it is DeepSpeed's."""
     return getattr(getattr(parameter, "all_gather_coalesced", None), "ds_quant_owner", None)
 
 

@@ -85,7 +85,7 @@ def install() -> None:
 
 
 def _attach(engine: Any, optimizer: Any) -> None:
-    """``attach`` imports DeepSpeed, whose import brings us here: so late."""
+    """Import ``attach`` late: it imports DeepSpeed, whose import runs this module."""
     from ds_quant.zero.attach import attach
 
     attach(engine, optimizer)
@@ -113,7 +113,7 @@ def _reduce(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 
 
 def _open(backend: Any) -> None:
-    """What the backend's constructor does with the operator."""
+    """Build and open the operator, as the backend's constructor would."""
     module = importlib.import_module("deepspeed.comm.torch")
     operator = getattr(module, _BUILD).ds_quant_wraps()
     if operator is None:
@@ -158,7 +158,7 @@ def _hook(
 
 
 def _place() -> tuple[int, int]:
-    """Rank and world, by the launcher where processes have not met yet."""
+    """Return rank and world size, from the launcher before torch.distributed is initialised."""
     if torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
@@ -173,7 +173,7 @@ def _board(message: str) -> Board | None:
 
 
 def _tell(message: str, world: int) -> None:
-    """Rank 0, whose process may hold the store, waits for those who ask."""
+    """Publish the message and wait for readers: rank 0's process may hold the store."""
     board = _board(message)
     if board is not None:
         board.put("said", "")

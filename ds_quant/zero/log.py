@@ -1,4 +1,4 @@
-"""Lines of the plugin in the log. Each begins with what it is about, so that grep finds it.
+"""Log lines of the plugin. Each begins with its subject, so that grep finds it.
 
 DeepSpeed's logger would put time, level and file in front, and shows nothing below a warning.
 """
@@ -43,7 +43,7 @@ def log_rank0(message: str) -> None:
 
 
 def info_rank0(message: str) -> None:
-    """The same for what is no cause for worry. Shown as well."""
+    """Log at level INFO on rank 0; always shown."""
     if _is_first():
         _logger().info(message)
 

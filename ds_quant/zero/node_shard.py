@@ -30,7 +30,7 @@ from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.gather import Kept, exchange, gather
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import hooks, lossless
-from ds_quant.zero.engine import Binding
+from ds_quant.zero.engine import QuantizedEngine
 
 # ---- spread over the next forward ----
 
@@ -39,7 +39,7 @@ _IN_FLIGHT = 16  # chunks; bounds the memory of messages, the others are posted 
 
 
 class Chunk(NamedTuple):
-    """Parameters by index, and what posts their exchange; that returns what waits and decodes."""
+    """Parameters by index and a function that posts their exchange and returns one that waits."""
 
     indices: Collection[int]
     post: Callable[[], Callable[[], None]]
@@ -110,8 +110,8 @@ _CHUNKS, _LEAST_NUMEL, _MOST_NUMEL = 8, 1 << 18, 1 << 21
 
 
 @dataclass
-class _Asked:
-    """A gather, and once it is posted what waits and decodes."""
+class _RequestedGather:
+    """A requested gather and, once it is posted, the function that waits and decodes."""
 
     indices: Sequence[int]
     decode: Callable[[], list[torch.Tensor]] | None = None
@@ -120,7 +120,9 @@ class _Asked:
 class NodeShard:
     """Weights of the parameters it serves, by their index in the module."""
 
-    def __init__(self, binding: Binding, params: Iterable[Any], barrier: hooks.StepBarrier) -> None:
+    def __init__(
+        self, binding: QuantizedEngine, params: Iterable[Any], barrier: hooks.StepBarrier
+    ) -> None:
         self._binding, self._barrier = binding, barrier
         fabric, topology = binding.fabric(None), binding.topology  # None: the world
         # One rank per node: all links are between nodes.
@@ -132,7 +134,7 @@ class NodeShard:
         for p in params:
             if not self._belongs(p):
                 continue
-            tracked = binding.tracked(p)
+            tracked = binding.param_of(p)
             index = tracked.index
             self._params[index] = p
             if tracked.trained:
@@ -148,21 +150,21 @@ class NodeShard:
         self._stale = set(self._kept)
         self._spread = Spread()
         self._gathered: dict[int, None] = {}  # since the last step, in order of their first gather
-        self._asked: deque[_Asked] = deque()  # not posted yet
+        self._asked: deque[_RequestedGather] = deque()  # not posted yet
 
     def _belongs(self, p: Any) -> bool:
         """Rank-invariant. Persistent parameters stay gathered; expert groups are not the world."""
         ranks = self._binding.link(p.ds_process_group).ranks
         world = list(range(self._binding.topology.world))
-        return hooks.travels(p) and not p.ds_persist and ranks == world
+        return hooks.is_sendable(p) and not p.ds_persist and ranks == world
 
     def serves(self, parameter: Any) -> bool:
         """Whether ``gather`` knows the parameter."""
-        tracked = self._binding.tracked(parameter)
+        tracked = self._binding.param_of(parameter)
         return tracked is not None and tracked.index in self._kept
 
     def nbytes(self) -> int:
-        """Memory of the node shard on this rank."""
+        """Bytes of the node shard on this rank."""
         return sum(item.rows.nbytes for item in self._kept.values())
 
     def mark_stale(self, params: Iterable[Any] | None = None) -> None:
@@ -173,7 +175,7 @@ class NodeShard:
         if params is None:
             self._stale = set(self._kept)
         else:
-            self._stale.update(self._binding.tracked(p).index for p in params if self.serves(p))
+            self._stale.update(self._binding.param_of(p).index for p in params if self.serves(p))
 
     def copies(self) -> Iterable[tuple[int, list[torch.Tensor]]]:
         """See Holder. Ranks of equal place in their nodes hold equal rows."""
@@ -187,7 +189,7 @@ class NodeShard:
         self.mark_stale()
 
     def after_step(self) -> None:
-        """Begin to exchange what the optimizer has changed."""
+        """Start to exchange what the optimizer has changed."""
         self.finish()  # also what no forward has asked for
         step = self._binding.step + 1  # DeepSpeed counts the step only after it
         order, self._gathered = self._gathered | dict.fromkeys(self._params), {}
@@ -202,17 +204,18 @@ class NodeShard:
         self._barrier.record()
 
     def close(self) -> None:
-        """The engine is destroyed: free the rows."""
+        """Free the rows when the engine is destroyed."""
         self._spread.close()
         self._asked.clear()
         self._kept, self._params, self._stale = {}, {}, set()
 
     def gather(self, params: Sequence[Any]) -> tuple[Callable[[], list[torch.Tensor]], list[bool]]:
-        """Full weights of served parameters, and which of them may differ from the exact ones.
+        """Gather full weights of served parameters; also returns which may differ from the exact
+        ones.
 
         What has not arrived yet is not waited for before the returned function is called.
         """
-        asked = _Asked([self._binding.tracked(p).index for p in params])
+        asked = _RequestedGather([self._binding.param_of(p).index for p in params])
         self._gathered |= dict.fromkeys(asked.indices)
         step = self._binding.step
         lossy = [
@@ -231,7 +234,7 @@ class NodeShard:
 
         return wait, lossy
 
-    def _post_until(self, asked: _Asked) -> None:
+    def _post_until(self, asked: _RequestedGather) -> None:
         """Post gathers up to this one, in the order in which they were asked for. DeepSpeed's waits
         come from sets, in another order on every rank.
         """
@@ -250,7 +253,7 @@ class NodeShard:
         return gather([self._kept[index] for index in indices], codings, self._intra)
 
     def _runs(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """Consecutive parameters of bounded size; at least one each."""
+        """Split parameters into consecutive runs of bounded size, at least one each."""
         widths = [self._kept[index].rows.shape[1] for index in indices]
         most = min(max(ceil_div(sum(widths), _CHUNKS), _LEAST_NUMEL), _MOST_NUMEL)
         run: list[int] = []
@@ -306,5 +309,5 @@ class NodeShard:
         return self._coding(index, step, intra=True)
 
     def _coding(self, index: int, step: int, *, intra: bool) -> Coding:
-        tracked, dtype = self._binding.tracked(self._params[index]), self._kept[index].rows.dtype
+        tracked, dtype = self._binding.param_of(self._params[index]), self._kept[index].rows.dtype
         return self._binding.weight_coding(tracked, dtype, step=step, rank=self._rank, intra=intra)

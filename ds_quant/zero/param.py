@@ -1,4 +1,4 @@
-"""What carries every parameter under one scheme, and what names its random bits.
+"""Codec and random-stream key of every parameter, cached.
 
 Remembered, because thousands of parameters ask in every step: only the step is filled in.
 """
@@ -20,8 +20,8 @@ _SIGNS = 99  # the "hop" of the sign flips of a rotation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracked:
-    """A parameter of the engine's module: its place in ``named_parameters()``, name and shape.
+class Param:
+    """A parameter of the engine's module: its index in ``named_parameters()``, name and shape.
 
     trained: when the engine was built. Momentum and weight decay move it also once its
     ``requires_grad`` is turned off.
@@ -40,12 +40,12 @@ class Stream(NamedTuple):
     key: int | None
 
     def address(self, step: int) -> Address | None:
-        """Of the bits in one step."""
+        """Random-bit address for `step`; None for deterministic codecs."""
         return None if self.key is None else Address(self.key, step)
 
 
 class GradientStreams(NamedTuple):
-    """One stream per hop, and what wraps the whole reduction: a rotation, with sign flips that
+    """One stream per hop, and the rotation around the whole reduction, with sign flips that
     differ by step if ``signs`` names them.
     """
 
@@ -69,7 +69,7 @@ def codings_of(
     step: int,
     signed: int | None = None,
 ) -> tuple[tuple[Coding, ...], Rotation | None]:
-    """How a gradient travels on each hop in one step, and what wraps the whole reduction.
+    """Return the coding of a gradient on each hop for `step`, and the rotation around all hops.
 
     ``signed``: the step of its sign flips, if it is another one.
     """
@@ -79,14 +79,14 @@ def codings_of(
 
 
 def by_hop(inner: Codec, outer: Codec, *, hops: int, one_node: bool) -> list[Codec]:
-    """What travels on each hop: ``inner`` inside nodes, ``outer`` between them."""
+    """Assign codecs to hops: ``inner`` inside nodes, ``outer`` between them."""
     if hops > 1:
         return [inner, outer]
     return [inner if one_node else outer]
 
 
 class Streams:
-    """The streams of one scheme; None for what travels in full precision."""
+    """The streams of one scheme; None for what is sent in full precision."""
 
     def __init__(self, scheme: Scheme, *, one_node: bool) -> None:
         self._scheme, self._one_node = scheme, one_node
@@ -94,9 +94,9 @@ class Streams:
         self._gradients: dict[tuple, GradientStreams | None] = {}
 
     def of_weights(
-        self, tracked: Tracked, dtype: torch.dtype, *, rank: int | None, intra: bool
+        self, tracked: Param, dtype: torch.dtype, *, rank: int | None, intra: bool
     ) -> Stream | None:
-        """Of a gather; ``rank`` None: it is only received, which takes no random bits."""
+        """Stream of a gather. rank=None: receive only, no random bits are drawn."""
         key = tracked.index, dtype, rank, intra
         if key not in self._weights:
             choose = self._scheme.intra_codec_for if intra else self._scheme.codec_for
@@ -108,16 +108,16 @@ class Streams:
         return self._weights[key]
 
     def of_gradient(
-        self, tracked: Tracked, dtype: torch.dtype, *, rank: int, hops: int
+        self, tracked: Param, dtype: torch.dtype, *, rank: int, hops: int
     ) -> GradientStreams | None:
-        """Of a reduction over one or two hops."""
+        """Streams of a reduction over one or two hops."""
         key = tracked.index, dtype, rank, hops
         if key not in self._gradients:
             self._gradients[key] = self._of_gradient(tracked, dtype, rank, hops)
         return self._gradients[key]
 
     def _of_gradient(
-        self, tracked: Tracked, dtype: torch.dtype, rank: int, hops: int
+        self, tracked: Param, dtype: torch.dtype, rank: int, hops: int
     ) -> GradientStreams | None:
         scheme, facts = self._scheme, (Role.GRADIENTS, tracked.name, tracked.shape, dtype)
         outer = inner = scheme.codec_for(*facts)
@@ -138,7 +138,7 @@ class Streams:
         return GradientStreams(streams, rotation, signs)
 
     def _stream(
-        self, role: Role, tracked: Tracked, codec: Codec, rank: int | None, *, hop: int
+        self, role: Role, tracked: Param, codec: Codec, rank: int | None, *, hop: int
     ) -> Stream:
         rounding = None
         if isinstance(codec, GroupCodec):  # sums may be rounded once more, on their way to owners
@@ -149,7 +149,7 @@ class Streams:
         stream = 0 if rounding == "random_shift" else rank + 1
         return Stream(codec, self._key(role, tracked, rank=stream, hop=hop))
 
-    def _key(self, role: Role, tracked: Tracked, *, rank: int = 0, hop: int) -> int:
+    def _key(self, role: Role, tracked: Param, *, rank: int = 0, hop: int) -> int:
         return key_of(
             seed=self._scheme.seed, role=role, parameter=tracked.index, rank=rank, hop=hop
         )

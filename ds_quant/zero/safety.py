@@ -34,7 +34,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from ds_quant.zero import hooks
-from ds_quant.zero.engine import Binding, broadcast, minimum
+from ds_quant.zero.engine import QuantizedEngine, broadcast, minimum
 from ds_quant.zero.handshake import Board, handshake
 from ds_quant.zero.hooks import deepspeed_version
 from ds_quant.zero.log import log_here, log_rank0
@@ -42,10 +42,10 @@ from ds_quant.zero.log import log_here, log_rank0
 # ---- start-up ----
 
 
-__all__ = ["handshake", "refuse_no_room", "roll_call"]
+__all__ = ["handshake", "refuse_no_room", "wait_for_ranks"]
 
 
-def refuse_no_room(binding: Binding) -> None:
+def refuse_no_room(binding: QuantizedEngine) -> None:
     """Raise RuntimeError on all ranks if the node shard does not fit on one. A collective."""
     bill = binding.bill()
     kept, peak = bill.memory * bill.numel, binding.peak_bytes(bill)
@@ -66,7 +66,7 @@ def refuse_no_room(binding: Binding) -> None:
         )
 
 
-def roll_call(what: str, *, rank: int, world: int, patience: float, timeout: float) -> None:
+def wait_for_ranks(what: str, *, rank: int, world: int, patience: float, timeout: float) -> None:
     """Wait through the store until every rank has called ``what``, which is a collective.
 
     Rank 0 warns after ``patience`` seconds, because it may be alone by mistake; others may also be
@@ -77,7 +77,7 @@ def roll_call(what: str, *, rank: int, world: int, patience: float, timeout: flo
     """
     store = torch_dist.distributed_c10d._get_default_store()
     call = store.add(f"ds_quant/calls/{what}/{rank}", 1)
-    board, ranks = Board(store, f"ds_quant/roll_call/{what}/{call}"), range(world)
+    board, ranks = Board(store, f"ds_quant/wait_for_ranks/{what}/{call}"), range(world)
     board.put(rank, "here")
     message = "quantized_comm: {} needs all ranks under ZeRO-1 and 2: not called on rank(s) {}"
     if board.arrive(ranks, patience):
@@ -98,7 +98,7 @@ _ROW = 4096  # elements of equal weight in the position-dependent sum
 
 
 class Holder(Protocol):
-    """Something that keeps weights."""
+    """Holds weights between steps."""
 
     def copies(self) -> Iterable[tuple[int, list[Tensor]]]:
         """(who, weights): ranks that report equal ``who`` in the same place hold equal weights."""
@@ -108,7 +108,7 @@ class Holder(Protocol):
 
 
 def checksum(tensors: Iterable[Tensor]) -> Tensor:
-    """(2,) int64: sum of all bit patterns, and one that depends on their order. Wraps."""
+    """Return (2,) int64: sum of all bit patterns, and one that depends on their order. Wraps."""
     plain, ordered = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
     for tensor in tensors:
         bits = tensor.detach().reshape(-1)
@@ -123,13 +123,13 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class Agreement:
-    """Compares every ``checksum_steps`` optimizer steps."""
+    """Compare the weights that ranks keep every ``checksum_steps`` optimizer steps."""
 
-    def __init__(self, binding: Binding, holder: Holder) -> None:
+    def __init__(self, binding: QuantizedEngine, holder: Holder) -> None:
         self._binding, self._holder = binding, holder
 
     def after_step(self) -> None:
-        """The optimizer step is done, kept weights are brought along."""
+        """Run after the optimizer step and the update of the kept weights."""
         every, step = self._binding.scheme.checksum_steps, self._binding.step + 1
         if every and step % every == 0 and (differing := self._differing()):
             self._binding.state.resyncs += 1
@@ -141,7 +141,7 @@ class Agreement:
             self._holder.resync()
 
     def _differing(self) -> list[int]:
-        """Ranks whose checksum is not that of most holders of the same weights."""
+        """Find ranks whose checksum is not that of most holders of the same weights."""
         copies = [(who, checksum(tensors)) for who, tensors in self._holder.copies()]
         device = hooks.device()
         own = torch.stack(
@@ -155,11 +155,11 @@ class Agreement:
             for place, (who, *sums) in enumerate(rows):
                 versions = holders.setdefault((place, who), {})
                 versions.setdefault(tuple(sums), []).append(rank)
-        return sorted({rank for versions in holders.values() for rank in _minority(versions)})
+        return sorted({rank for versions in holders.values() for rank in _outvoted(versions)})
 
 
-def _minority(versions: dict[tuple[int, int], list[int]]) -> list[int]:
-    """Holders of another version than most have; all of them where there is no majority."""
+def _outvoted(versions: dict[tuple[int, int], list[int]]) -> list[int]:
+    """Find holders of another version than most have; all of them where there is no majority."""
     sizes = sorted((len(ranks) for ranks in versions.values()), reverse=True)
     common = sizes[0] if len(sizes) == 1 or sizes[0] > sizes[1] else 0
     return [rank for ranks in versions.values() if len(ranks) != common for rank in ranks]
@@ -169,13 +169,13 @@ def _minority(versions: dict[tuple[int, int], list[int]]) -> list[int]:
 
 
 class Corruption:
-    """Asks the links of one engine whether a checksum was wrong."""
+    """Check the links of one engine for wrong checksums."""
 
-    def __init__(self, binding: Binding) -> None:
+    def __init__(self, binding: QuantizedEngine) -> None:
         self._binding = binding
 
     def check(self) -> None:
-        """A collective of the whole world.
+        """End the run if any rank received a corrupted message. A collective of the whole world.
 
         Raises:
             RuntimeError: on all ranks, naming the message that the first of them found changed.
@@ -187,7 +187,7 @@ class Corruption:
             self._end(*broadcast(found, source=receiver), receiver)
 
     def end_alone(self, role: str, sender: int) -> None:
-        """For an engine without steps.
+        """End the run on this rank alone, for an engine without steps.
 
         Raises:
             RuntimeError: always, on this rank.
@@ -211,13 +211,13 @@ KILL_VARIABLE = "DS_QUANT_KILL_FILE"
 
 
 def kill_file() -> Path | None:
-    """The file whose presence switches quantization off, None if none is watched."""
+    """Return the file whose presence switches quantization off, None if none is watched."""
     path = os.environ.get(KILL_VARIABLE, "").strip()
     return Path(path) if path else None
 
 
 class Watch:
-    """Remembers, without waiting for the device, whether reduced gradients were finite."""
+    """Remember, without waiting for the device, whether reduced gradients were finite."""
 
     def __init__(self) -> None:
         self._finite: list[tuple[int, torch.Tensor]] = []
@@ -227,7 +227,7 @@ class Watch:
         self._finite.append((index, torch.isfinite(reduced).all()))
 
     def first(self) -> int | None:
-        """The first parameter with NaN or Inf since the last call, and forget all."""
+        """Return the first parameter with NaN or Inf since the last call, and forget all."""
         noted, self._finite = self._finite, []
         finite = torch.stack([flag for _, flag in noted]).tolist() if noted else []
         bad = [index for (index, _), good in zip(noted, finite, strict=True) if not good]
@@ -235,10 +235,10 @@ class Watch:
 
 
 class Fallback:
-    """Votes when the optimizer steps and decides which steps travel in full precision."""
+    """Vote when the optimizer steps, and decide which steps use full precision."""
 
     def __init__(
-        self, binding: Binding, *, on_nonfinite: str, steps: int, kill_file: Path | None
+        self, binding: QuantizedEngine, *, on_nonfinite: str, steps: int, kill_file: Path | None
     ) -> None:
         self._binding, self._policy, self._steps = binding, on_nonfinite, steps
         self._kill_file = kill_file
@@ -249,11 +249,11 @@ class Fallback:
             binding.watch = Watch()
 
     def votes(self) -> bool:
-        """Whether there is anything to watch at all."""
+        """Whether there is anything to watch."""
         return self._policy != "skip" or self._kill_file is not None
 
     def vote(self) -> None:
-        """Before the optimizer steps. A collective of the whole world.
+        """Vote before the optimizer steps. A collective of the whole world.
 
         Raises:
             FloatingPointError: on all ranks, with the policy "raise".
@@ -271,7 +271,7 @@ class Fallback:
             self._found(finder, bad if finder == rank else None)
 
     def after_step(self, skipped: bool) -> None:
-        """The optimizer has stepped, or DeepSpeed has ``skipped`` the update.
+        """Run after the optimizer step, or after DeepSpeed ``skipped`` the update.
 
         Raises:
             FloatingPointError: DeepSpeed has found what did not travel through this plugin.
@@ -280,9 +280,11 @@ class Fallback:
             self._nonfinite = True
             self._found(None, None)
         if skipped and self._nonfinite and self._policy == "full_precision":
-            self._binding.state.exact_until -= 1  # the n steps begin with this one, taken again
+            self._binding.state.exact_until -= (
+                1  # this step is repeated: count it as the first of the n
+            )
         if skipped and self._binding.is_exact(self._binding.step) and not self._was_exact:
-            # What this step would have brought along exactly is still what quantized steps left.
+            # The skipped step did not refresh the kept weights, so do it now.
             for holder in (self._binding.replica, self._binding.node):
                 if holder is not None:
                     holder.resync()
@@ -338,7 +340,7 @@ class Fallback:
     def _name(self, finder: int | None, index: int | None) -> str:
         if finder is None:
             return "a parameter that DeepSpeed reduces itself"
-        names = {tracked.index: tracked.name for tracked in self._binding.all_tracked()}
+        names = {tracked.index: tracked.name for tracked in self._binding.all_params()}
         name: Any = broadcast(names.get(index), source=finder)
         return f"{name}, received by rank {finder}"
 
@@ -352,9 +354,9 @@ _LEAST_SHARE = 0.5
 
 
 class FirstStep:
-    """Judges one engine once."""
+    """Check once that the first step sent what was promised."""
 
-    def __init__(self, binding: Binding, promised: Iterable[str]) -> None:
+    def __init__(self, binding: QuantizedEngine, promised: Iterable[str]) -> None:
         """``promised``: roles that must be asked for."""
         self._binding, self._promised = binding, tuple(promised)
         self._done = False
@@ -370,7 +372,7 @@ class FirstStep:
             self._least.clear()
 
     def after_step(self, skipped: bool) -> None:
-        """The optimizer has stepped, or DeepSpeed has ``skipped`` the update.
+        """Run after the optimizer step, or after DeepSpeed ``skipped`` the update.
 
         Raises:
             RuntimeError: DeepSpeed has not asked for a role that was promised.
@@ -395,10 +397,10 @@ class FirstStep:
 
 
 def promised_roles(
-    binding: Binding, parameters: Iterable[tuple[Any, Any]], *, gradients: bool
+    binding: QuantizedEngine, parameters: Iterable[tuple[Any, Any]], *, gradients: bool
 ) -> list[str]:
-    """The roles that a step must ask for, given (parameter, its process group)."""
-    shared = [p for p, group in parameters if binding.tracked(p) and binding.link(group).size > 1]
+    """Return the roles that a step must ask for, given (parameter, its process group)."""
+    shared = [p for p, group in parameters if binding.param_of(p) and binding.link(group).size > 1]
     roles = []
     if any(not getattr(p, "ds_persist", False) for p in shared):
         roles.append("weights")

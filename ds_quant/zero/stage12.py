@@ -35,11 +35,11 @@ from ds_quant.comm.reduction_plan import Form, Hop
 from ds_quant.comm.transport import Fabric, Link
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import hooks, optimizer_hooks
-from ds_quant.zero.engine import Binding
+from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.held import HeldBucket, Member
 from ds_quant.zero.lossless import Post, Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
-from ds_quant.zero.param import GradientStreams, Stream, Tracked, codings_of
+from ds_quant.zero.param import GradientStreams, Param, Stream, codings_of
 
 # ---- weights ----
 
@@ -51,7 +51,7 @@ class _GatherRun(NamedTuple):
     """
 
     owner: int
-    tracked: Tracked
+    tracked: Param
     stream: Stream | None
     first: int
     ranges: list[tuple[int, int]]
@@ -62,7 +62,7 @@ class _GatherPlan(NamedTuple):
     end to end for it and spread again, and this rank's own runs, also in its master weights.
     """
 
-    weights: list[tuple[Tracked, Stream | None]]
+    weights: list[tuple[Param, Stream | None]]
     gather: OwnerGather
     scattered: Scattered
     spread: Copies
@@ -106,7 +106,7 @@ class _GatherPlan(NamedTuple):
 class Replica:
     """The 16-bit (or fp32) replica of one ZeRO-1/2 engine."""
 
-    def __init__(self, binding: Binding, optimizer: Any) -> None:
+    def __init__(self, binding: QuantizedEngine, optimizer: Any) -> None:
         self._binding, self._optimizer = binding, optimizer
         self._shows_exact = False
         self._holds_exact = True  # what was gathered last
@@ -122,7 +122,8 @@ class Replica:
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Exact weights inside, the decoded ones again outside. All ranks must enter and leave.
+        """Show exact weights inside the context, decoded ones outside. All ranks must enter and
+        leave.
 
         With difference coding the exact ones stay: see [Note: differences]. With exact differences
         they were never left.
@@ -145,7 +146,7 @@ class Replica:
         return always or self._holds_exact or self._binding.is_exact(self._binding.step)
 
     def resync(self) -> None:
-        """Exact weights on all ranks, from the master weights. A collective."""
+        """Refill exact weights on all ranks from the master weights. A collective."""
         gather = partial(self._gather, self._binding.step, exact=True)
         optimizer_hooks.refresh_replica(self._optimizer, gather)
 
@@ -193,7 +194,7 @@ class Replica:
     def _post(
         self, group: ReplicaGroup, fabric: Fabric, window: range, step: int, exact: bool
     ) -> Callable[[], None]:
-        """Gather what lies in ``window`` of the partitions; the returned function waits for it."""
+        """Post the gather of ``window`` of the partitions; the returned function waits for it."""
         from_master = self._binding.scheme.keeps_reference and not exact
         exact = exact or self._binding.is_exact(step)
         plan, dtype = self._plan(group, fabric, window, exact), group.flat.dtype
@@ -241,7 +242,7 @@ class Replica:
         for p in group.params:
             begin = _offset(flat, p)
             end = begin + p.numel()
-            tracked = self._binding.tracked(p)
+            tracked = self._binding.param_of(p)
             for owner in range(begin // width, ceil_div(end, width)):
                 start = max(begin, owner * width + window.start)
                 stop = min(end, owner * width + window.stop)
@@ -260,7 +261,7 @@ class Replica:
         return runs
 
     def _coding(
-        self, tracked: Tracked, stream: Stream | None, dtype: torch.dtype, step: int
+        self, tracked: Param, stream: Stream | None, dtype: torch.dtype, step: int
     ) -> Coding:
         if stream is None:
             return exactly(dtype)
@@ -275,7 +276,7 @@ def _windows(group: ReplicaGroup, ranks: int, most: int) -> Iterator[range]:
 
 
 def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
-    """Append a range, or let it continue the last one."""
+    """Append a range, or extend the last one."""
     if ranges[-1][1] == start:
         ranges[-1] = ranges[-1][0], stop
     else:
@@ -283,11 +284,11 @@ def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
 
 
 def _nothing() -> None:
-    """Stands for the decoding that precedes the first slice."""
+    """Do nothing: no slice precedes the first one."""
 
 
 def _offset(flat: torch.Tensor, parameter: torch.Tensor) -> int:
-    """First element of a parameter, a view of the flat buffer."""
+    """Return the first element of a parameter, a view of the flat buffer."""
     return (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
 
 
@@ -305,7 +306,7 @@ _PLANS = 1000  # remembered
 
 
 class _SumRun(NamedTuple):
-    """What is one tensor of the message: elements [start, stop) of a bucket, of one parameter from
+    """One tensor of the message: elements [start, stop) of a bucket, of one parameter from
     ``first`` on or, in full precision, of several small ones of one owner.
 
     streams: None in full precision. members: (index of a parameter, first element in the bucket,
@@ -319,7 +320,7 @@ class _SumRun(NamedTuple):
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Its elements of the bucket; members side by side are one."""
+        """Ranges of the bucket; adjacent members are one."""
         ranges: list[tuple[int, int]] = []
         for _, start, stop in self.members:
             if ranges and ranges[-1][1] == start:
@@ -329,7 +330,7 @@ class _SumRun(NamedTuple):
         return ranges
 
     def shape(self, dtype: torch.dtype, *, hops: int) -> Shape:
-        """What decides who sums it."""
+        """The facts that decide which rank sums it."""
         codings, _ = codings_of(self.streams, dtype, hops=hops, step=0)
         numel = sum(stop - start for _, start, stop in self.members)
         inner = codings[0].codec if hops > 1 else None
@@ -413,14 +414,14 @@ def _form(streams: GradientStreams | None, dtype: torch.dtype, *, hops: int) -> 
 
 
 class OwnerReduction:
-    """ZeRO-1/2: replaces ``allreduce_and_copy_with_multiple_ranks``.
+    """ZeRO-1/2: replace ``allreduce_and_copy_with_multiple_ranks``.
 
     DeepSpeed hands over slices of its bucket by owner, with parameters run together. Where one
     parameter ends is read off the bucket, so that no group of a codec straddles two. See [Note:
     bundles] for small ones in full precision, which have no groups.
     """
 
-    def __init__(self, binding: Binding, optimizer: Any) -> None:
+    def __init__(self, binding: QuantizedEngine, optimizer: Any) -> None:
         self._binding, self._optimizer = binding, optimizer
         self._bucket: torch.Tensor | None = None
         self._divisor = 1.0
@@ -547,7 +548,7 @@ class OwnerReduction:
             place = bisect_right(self._starts, position) - 1
             while position < end:
                 start, stop = self._starts[place], min(end, self._starts[place + 1])
-                tracked = self._binding.tracked(self._params[place])
+                tracked = self._binding.param_of(self._params[place])
                 streams = None
                 if not exact:
                     streams = self._binding.gradient_streams(tracked, dtype, rank=rank, route=route)
@@ -563,7 +564,7 @@ class OwnerReduction:
         return runs
 
     def _range(self, values: torch.Tensor) -> tuple[int, int]:
-        """First and last element of a slice in the bucket."""
+        """Return the first and last element of a slice in the bucket."""
         first = (values.data_ptr() - self._bucket.data_ptr()) // values.element_size()
         if not 0 <= first <= self._bucket.numel() - values.numel():
             raise RuntimeError("quantized_comm: a gradient slice lies outside its bucket")

@@ -28,23 +28,23 @@ from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, own_
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up, shard_range
 from ds_quant.zero import hooks
-from ds_quant.zero.engine import Binding
+from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.held import HeldBucket, Member
 from ds_quant.zero.node_shard import NodeShard
-from ds_quant.zero.param import Tracked, codings_of
+from ds_quant.zero.param import Param, codings_of
 
 # ---- weights ----
 
 
 class Fetch:
-    """Serves the parameter fetches of one engine."""
+    """Serve the parameter fetches of one engine."""
 
-    def __init__(self, binding: Binding) -> None:
+    def __init__(self, binding: QuantizedEngine) -> None:
         self._binding = binding
         self._decoded: set[int] = set()  # ds_id of parameters whose last gather was quantized
         self._barrier = hooks.StepBarrier()
         self._parameters: list[torch.Tensor] = []
-        self._met: dict[int, Any] = {}  # wrapped parameters by ds_id
+        self._hooked: dict[int, Any] = {}  # wrapped parameters by ds_id
         self._is_closed = False  # then hooks that nobody has removed may still call
         self.node: NodeShard | None = None
 
@@ -54,21 +54,21 @@ class Fetch:
         for before in dict.fromkeys(hooks.owner_of(p) for p in self._parameters):
             if before is not None and before.serves_only(self._parameters):
                 before.close()  # an engine on the same module that nobody has destroyed
-        self.meet(self._parameters)
-        hooks.before_fetch(self._binding.hooks, self.meet)
+        self.hook_parameters(self._parameters)
+        hooks.before_fetch(self._binding.hooks, self.hook_parameters)
         hooks.note_borrowed()
 
-    def meet(self, params: Iterable[Any]) -> None:
-        """Wrap every parameter, also those that were made later and that nobody quantizes: which
+    def hook_parameters(self, params: Iterable[Any]) -> None:
+        """Hook all parameters, also those created later or never quantized: which
         one of a fetch DeepSpeed calls, the first of a set, differs from rank to rank.
         """
         for p in params:
-            if p.ds_id not in self._met and not self._is_closed:
-                self._met[p.ds_id] = p
+            if p.ds_id not in self._hooked and not self._is_closed:
+                self._hooked[p.ds_id] = p
                 hooks.wrap_fetch(p, self.fetch, self.gather_exactly, owner=self)
 
     def keep_in_node(self) -> NodeShard:
-        """From now on gathers come from a node shard."""
+        """Serve gathers from a node shard from now on."""
         self.node = NodeShard(self._binding, self._parameters, self._barrier)
         for parameter in self._parameters:
             hooks.wrap_partition(parameter, self.node.mark_stale, owner=self)
@@ -79,20 +79,20 @@ class Fetch:
         return {p.ds_id for p in self._parameters} <= {p.ds_id for p in params}
 
     def close(self) -> None:
-        """The engine is destroyed: its parameters are DeepSpeed's alone, and none is decoded."""
+        """Give the parameters back to DeepSpeed when the engine is destroyed, all exact."""
         self._is_closed = True
         if self.node is not None:
             self.node.close()
-        for p in self._met.values():
+        for p in self._hooked.values():
             hooks.unwrap(p, owner=self)
             if p.ds_id in self._decoded and hooks.is_available(p):
                 p.partition()
-        self._met.clear()
+        self._hooked.clear()
         self._decoded.clear()
         self._parameters = []
 
     def after_step(self) -> None:
-        """The optimizer has written new shards (DeepSpeed counts the step only after it)."""
+        """Run after the optimizer wrote new shards (DeepSpeed counts the step only later)."""
         self._binding.learn_levels(self._binding.step + 1, self._own_values())
         if self.node is not None:
             self.node.after_step()
@@ -107,7 +107,7 @@ class Fetch:
     def fetch(
         self, original: Callable[..., Any], params: Iterable[Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Replaces ``all_gather_coalesced``: posts one gather per process group.
+        """Replace ``all_gather_coalesced``: post one gather per process group.
 
         Parameters that this engine does not know (created later) or that hold no floats go to
         DeepSpeed. The split and the order depend on rank-invariant facts only.
@@ -136,8 +136,8 @@ class Fetch:
 
     def _is_ours(self, parameter: Any) -> bool:
         return (
-            self._binding.tracked(parameter) is not None
-            and hooks.travels(parameter)
+            self._binding.param_of(parameter) is not None
+            and hooks.is_sendable(parameter)
             and self._binding.link(parameter.ds_process_group).size > 1
         )
 
@@ -179,7 +179,7 @@ class Fetch:
         dtype = parameter.ds_tensor.dtype
         if parameter.ds_persist:  # stays gathered between steps and is refreshed exactly
             return Coding(codec=CastCodec(dtype))
-        tracked = self._binding.tracked(parameter)
+        tracked = self._binding.param_of(parameter)
         # What a node shard does not serve is gathered as it would be inside a node.
         return self._binding.weight_coding(
             tracked,
@@ -197,20 +197,20 @@ class Fetch:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Replaces ``all_gather``. See [Note: two gathers]."""
+        """Replace ``all_gather``. See [Note: two gathers]."""
         if param_list is None and hooks.take_borrowed(parameter):
             if hooks.is_unavailable(parameter):
                 parameter.all_gather_coalesced([parameter]).wait()
             return None
         for p in [parameter] if param_list is None else param_list:
             if p.ds_id in self._decoded and hooks.is_available(p):
-                hooks.forget_values(p)
+                hooks.drop_values(p)
                 self._decoded.discard(p.ds_id)
         return original(param_list, *args, **kwargs)
 
 
 def _begin(parameter: Any) -> None:
-    """Checks DeepSpeed's contract and marks the parameter as on its way."""
+    """Check DeepSpeed's contract and mark the parameter as in flight."""
     if not hooks.is_unavailable(parameter):
         raise RuntimeError(
             f"fetch of a parameter that is not partitioned: {parameter.ds_summary()}"
@@ -265,9 +265,9 @@ Posted = tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]
 
 
 class ShardReduction:
-    """ZeRO-3: replaces ``reduce_scatter_coalesced``."""
+    """ZeRO-3: replace ``reduce_scatter_coalesced``."""
 
-    def __init__(self, binding: Binding) -> None:
+    def __init__(self, binding: QuantizedEngine) -> None:
         self._binding = binding
         self._plans: dict[tuple, _Plan] = {}  # by sizes: buckets of equal layers share one
 
@@ -285,11 +285,11 @@ class ShardReduction:
     def begin(
         self, params: Sequence[Any], tensors: list[torch.Tensor], group: Any
     ) -> Bucket | None:
-        """Post the reduction; None if it is DeepSpeed's own. Then the tensors may change."""
+        """Post the reduction; None if it is DeepSpeed's own. Afterwards the tensors may change."""
         binding = self._binding
         binding.asked.add("gradients")
         link = binding.link(group)
-        tracked = [binding.tracked(p) for p in params]
+        tracked = [binding.param_of(p) for p in params]
         if link.size == 1 or not tensors or None in tracked:
             return None
         route = binding.route(group)
@@ -304,7 +304,7 @@ class ShardReduction:
 
     def _sent(
         self,
-        tracked: Sequence[Tracked],
+        tracked: Sequence[Param],
         tensors: Sequence[torch.Tensor],
         route: tuple[Hop, ...],
         link: Link,
@@ -346,7 +346,7 @@ class ShardReduction:
         return self._plans[key]
 
     def _rest(
-        self, sent: _Sent, tracked: Sequence[Tracked], route: tuple[Hop, ...], link: Link
+        self, sent: _Sent, tracked: Sequence[Param], route: tuple[Hop, ...], link: Link
     ) -> Posted:
         """Post a bucket that crosses between nodes at the boundary only: [Note: held gradients]."""
         held, unpack = self._binding.held, sent.unpack
@@ -416,7 +416,7 @@ class _Sent(NamedTuple):
 def _cast(
     sums: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], link: Link
 ) -> list[torch.Tensor]:
-    """Every sum in its dtype; most are, where kernels write it."""
+    """Cast every sum to its dtype; most have it, where kernels write it."""
     found = list(sums)
     different = [i for i, wanted in enumerate(dtypes) if sums[i].dtype != wanted]
     for dtype in {dtypes[place] for place in different}:
@@ -431,7 +431,7 @@ def _cast(
 
 
 class Bucket:
-    """The gradients of some parameters, on their way to this rank's shards.
+    """A running reduction of some gradients to this rank's shards.
 
     shards: (length,) each, in the gradients' dtype; valid once ``finish`` has returned them.
     ``advance`` posts what was not posted yet, waiting for what comes before it.
@@ -439,8 +439,8 @@ class Bucket:
 
     def __init__(
         self,
-        binding: Binding,
-        tracked: Sequence[Tracked],
+        binding: QuantizedEngine,
+        tracked: Sequence[Param],
         tensors: Sequence[torch.Tensor],
         advance: Callable[[], None],
         reduced: Callable[[], list[torch.Tensor]],
@@ -451,7 +451,7 @@ class Bucket:
         self.finished = False
 
     def finish(self) -> list[torch.Tensor]:
-        """Wait for them."""
+        """Wait for the shards."""
         watch = self._binding.watch
         reduced = self._reduced()
         for parameter, shard, values in zip(self._tracked, self.shards, reduced, strict=True):
@@ -463,7 +463,7 @@ class Bucket:
 
 
 class _Plan(NamedTuple):
-    """The reduction of some tensors to ceil-division shards, and the elements of this rank's."""
+    """Plan for reducing tensors to ceil-division shards, and the elements of this rank's shards."""
 
     reduction: ReductionPlan
     own: tuple[int, ...]
@@ -534,4 +534,4 @@ class _Plan(NamedTuple):
 
 
 def _nothing() -> None:
-    """A reduction over one hop has posted everything."""
+    """Do nothing: a reduction over one hop has posted everything."""

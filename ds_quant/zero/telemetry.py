@@ -22,7 +22,7 @@ from ds_quant.comm.traffic import Sample, normalised
 from ds_quant.config.schema import ConfigError, MetricsConfig
 from ds_quant.policy.autotune import device_clock
 from ds_quant.zero import hooks
-from ds_quant.zero.engine import Binding
+from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.log import log_here
 
 PREFIX = "Train/Samples/ds_quant"  # as DeepSpeed names its own events
@@ -50,7 +50,7 @@ def check_file(settings: MetricsConfig, rank: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What rank 0 reports. ``values`` by name, such as "gradients/inter/error".
+    """Metrics reported by rank 0. ``values`` by name, such as "gradients/inter/error".
 
     step: optimizer steps as DeepSpeed counts them. samples: ``engine.global_samples``.
     """
@@ -60,19 +60,19 @@ class Record:
     values: dict[str, float]
 
     def events(self) -> list[tuple[str, float, int]]:
-        """As ``engine.monitor.write_events`` takes them."""
+        """Return events as ``engine.monitor.write_events`` takes them."""
         return [(f"{PREFIX}/{name}", value, self.samples) for name, value in self.values.items()]
 
     def line(self) -> str:
-        """As JSON, which has no infinity and no NaN: null instead."""
+        """Return a JSON line; it has no infinity and no NaN: null instead."""
         values = {n: v if math.isfinite(v) else None for n, v in self.values.items()}
         return json.dumps({"step": self.step, "samples": self.samples, **values})
 
 
 class Telemetry:
-    """Opens and closes the samples of one engine."""
+    """Open and close the samples of one engine."""
 
-    def __init__(self, binding: Binding, settings: MetricsConfig) -> None:
+    def __init__(self, binding: QuantizedEngine, settings: MetricsConfig) -> None:
         self._binding, self._interval = binding, settings.interval
         self._file = None if settings.file is None else Path(settings.file)
         self._clock = device_clock(hooks.device())
@@ -87,7 +87,7 @@ class Telemetry:
             meter.open(self._clock)
 
     def after_step(self) -> None:
-        """DeepSpeed has counted an optimizer step, skipped or not."""
+        """Run after DeepSpeed counted an optimizer step, skipped or not."""
         self._steps += 1
         if self._binding.traffic.meter.is_open:
             self._write(self._record(self._binding.traffic.meter.close()))
@@ -125,7 +125,7 @@ class Telemetry:
                     yield f"{role}/{link}/saved", 1 - per_step / exact
 
     def _write(self, record: Record) -> None:
-        """A full disk or a lost folder costs records, not the run."""
+        """Write a record; a full disk or a lost folder costs records, not the run."""
         try:
             self._append(record)
         except OSError as error:
@@ -152,7 +152,7 @@ def listened_to(engine: Any, settings: MetricsConfig) -> bool:
 
 
 def _errors(sample: Sample) -> dict[str, float]:
-    """Errors of what was read back; the one moment at which the device is waited for."""
+    """Read the errors back: the only point that waits for the device."""
     places = [place for place, tally in sample.tallies.items() if tally.squares is not None]
     if not places:
         return {}

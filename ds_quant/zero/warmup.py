@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels of a run before its first step, by using each once on a few elements.
+"""Compile the CUDA kernels of a run before its first step, by using each once on a few elements.
 
 A kernel is compiled at its first launch, which takes a second or so and must not happen inside a
 CUDA graph capture. What a run launches follows from its scheme, stage and hops; rows of whole
@@ -19,11 +19,11 @@ from ds_quant.comm.operations import Operations, Streams
 from ds_quant.comm.owners import delivery_codec
 from ds_quant.kernels.batch import Rotate
 from ds_quant.kernels.cuda import Batch
-from ds_quant.kernels.dispatch import together
+from ds_quant.kernels.dispatch import batch_launches
 from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.random_bits import Address
 from ds_quant.zero import hooks
-from ds_quant.zero.engine import Binding
+from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.param import by_hop
 
 _RAGGED = 9  # elements: more than a vector, less than anything else
@@ -36,19 +36,19 @@ class _Use(NamedTuple):
     run: Callable[[int], None]
 
 
-def rehearse(binding: Binding, device: torch.device) -> None:
+def warm_up(binding: QuantizedEngine, device: torch.device) -> None:
     """Use every kernel of the engine once on ``device``."""
     if binding.scheme.lossless:
         _rehearse_exact_differences(binding, device)
     for codecs, run in _uses(binding, device):
         for numel in (_RAGGED, whole_numel(codecs)):
             run(numel)
-            with together():  # tables of launches are variants of their own
+            with batch_launches():  # tables of launches are variants of their own
                 for _ in range(Batch.FEW):
                     run(numel)
 
 
-def _rehearse_exact_differences(binding: Binding, device: torch.device) -> None:
+def _rehearse_exact_differences(binding: QuantizedEngine, device: torch.device) -> None:
     dtypes = {p.dtype for p in binding.engine.module.parameters()}
     for dtype in sorted(filter(binding.scheme.differs_exactly, dtypes), key=str):
         for held in (torch.zeros(numel, dtype=dtype, device=device) for numel in (_RAGGED, 4096)):
@@ -59,7 +59,7 @@ def _rehearse_exact_differences(binding: Binding, device: torch.device) -> None:
                 CODEC.decode(wire[: int(used)], held, torch.empty_like(held))
 
 
-def _uses(binding: Binding, device: torch.device) -> Iterator[_Use]:
+def _uses(binding: QuantizedEngine, device: torch.device) -> Iterator[_Use]:
     scheme, stage = binding.scheme, binding.stage
     dtypes = {p.dtype for p in binding.engine.module.parameters() if p.is_floating_point()}
     for dtype in sorted(dtypes, key=str):
@@ -87,7 +87,9 @@ def _weights(coding: Coding, dtype: torch.dtype, device: torch.device) -> Iterat
     yield _Use((coding.codec,), encode_and_decode)
 
 
-def _gradients(binding: Binding, dtype: torch.dtype, device: torch.device) -> Iterator[_Use]:
+def _gradients(
+    binding: QuantizedEngine, dtype: torch.dtype, device: torch.device
+) -> Iterator[_Use]:
     scheme, route = binding.scheme, binding.route(None)
     inner, one_node = scheme.gradients_intra or scheme.gradients, binding.topology.nodes == 1
     codecs = by_hop(inner, scheme.gradients, hops=len(route), one_node=one_node)

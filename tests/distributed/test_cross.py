@@ -77,7 +77,7 @@ def _gradients_rank(cases: list[tuple[int, int, int]]) -> dict[tuple, dict[str, 
                 engine.step()
         found[stage, accumulation, bucket] = full_gradients(engine)
         engine.step()
-        assert engine.ds_quant_binding.held.nbytes == 0
+        assert engine.ds_quant_engine.held.nbytes == 0
         engine.destroy()
     return found
 
@@ -294,7 +294,7 @@ def _alone_rank() -> tuple[str, str, bool]:
         made["quantized_comm"]["node_size"] = 1
         engine = build(made)
         lines.append(ds_quant.report(engine)["line"])
-        alone = engine.ds_quant_binding.held is None
+        alone = engine.ds_quant_engine.held is None
         engine.destroy()
     return lines[0], lines[1], alone
 

@@ -62,8 +62,8 @@ class Maker:
     def close(self) -> None:
         """The end of a scenario: nothing is held any more."""
         for engine in self._engines:
-            held = engine.ds_quant_binding.held
-            assert (held is not None) == (engine.ds_quant_binding.scheme.cross == "step")
+            held = engine.ds_quant_engine.held
+            assert (held is not None) == (engine.ds_quant_engine.scheme.cross == "step")
             assert held is None or held.nbytes == 0
             engine.destroy()
 

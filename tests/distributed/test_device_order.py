@@ -74,13 +74,13 @@ def _rehearsed_rank() -> dict[str, list[tuple[str, bool]]]:
     def noted(binding: Any, device: torch.device) -> None:
         seen.append((device.type, binding))
 
-    attach.rehearse = noted
+    attach.warm_up = noted
     for kind in ("cpu", "cuda"):
         device = torch.device(kind)
         attach.hooks = SimpleNamespace(**vars(device_of) | {"device": lambda d=device: d})
         seen.clear()
         engine = build(settings(2, QSDP))
-        found[kind] = [(where, binding is engine.ds_quant_binding) for where, binding in seen]
+        found[kind] = [(where, binding is engine.ds_quant_engine) for where, binding in seen]
     return found
 
 

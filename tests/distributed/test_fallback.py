@@ -304,7 +304,7 @@ def blind(stage: int) -> tuple[list[bool], list[str]]:
             (file.touch if step == 1 else file.unlink)()
         torch.distributed.barrier()
         train_step(engine, step)
-        killed.append(engine.ds_quant_binding.state.killed)
+        killed.append(engine.ds_quant_engine.state.killed)
     return killed, said
 
 

@@ -208,7 +208,7 @@ def excluding(stage: int) -> dict[str, Any]:
         "everything": everything,
         "used": {s.name: s.bits for s in seen},
         "exact": exact,
-        "line": start_line(engine.ds_quant_binding),
+        "line": start_line(engine.ds_quant_engine),
     }
 
 

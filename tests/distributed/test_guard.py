@@ -181,7 +181,7 @@ def _accepted_rank(config: dict[str, Any]) -> tuple[bool, Any, list[float]]:
 
     engine = build(config)
     losses = train_step(engine, 0) + train_step(engine, 1)
-    return hasattr(engine, "ds_quant_binding"), ds_quant.report(engine), losses
+    return hasattr(engine, "ds_quant_engine"), ds_quant.report(engine), losses
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def _alone_rank(stage: int) -> tuple[list[str], Any, list[float], list[float], f
 def test_a_world_of_one_trains_unwrapped_and_says_so(stage: int) -> None:
     ((wrapped, report, losses, expected, difference),) = run(_alone_rank, 1, stage)
     assert wrapped == []
-    assert "world of one, nothing to send" in report["line"]
+    assert "single rank: nothing to communicate" in report["line"]
     assert report["collectives"] == {"weights": 0, "gradients": 0}
     assert losses == expected and difference == 0
 

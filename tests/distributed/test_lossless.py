@@ -198,7 +198,7 @@ def _to_full_precision(stage: int) -> list[tuple[list[float], int]]:
             if step == 2:
                 skipped_step(engine, step)
             losses += train_step(engine, step)
-        outcomes.append((losses, engine.ds_quant_binding.state.exact_steps))
+        outcomes.append((losses, engine.ds_quant_engine.state.exact_steps))
         engine.destroy()
     return outcomes
 
@@ -299,8 +299,8 @@ def _drifted(stage: int) -> None:
     train_step(engine, 0)
     if torch.distributed.get_rank() == 1:
         if stage == 3:
-            engine.ds_quant_binding.node.finish()
-            next(iter(engine.ds_quant_binding.node._kept.values())).rows[0, 0] += 1
+            engine.ds_quant_engine.node.finish()
+            next(iter(engine.ds_quant_engine.node._kept.values())).rows[0, 0] += 1
         else:
             engine.module.first.weight.data.view(-1)[3] += 1
     train_step(engine, 1)
@@ -430,7 +430,7 @@ def _counted(stage: int, node_size: int, accumulation: int, rate: float) -> dict
     for _ in range(2):
         step()
     if stage == 3:
-        engine.ds_quant_binding.node.finish()
+        engine.ds_quant_engine.node.finish()
     after = ds_quant.report(engine)
     received = {
         role: {link: (n - before[role][link]) / 2 for link, n in links.items()}

@@ -13,7 +13,7 @@ import torch
 
 from ds_quant.kernels import dispatch, launch, launch_batch, launch_lossless
 from ds_quant.kernels.launch import Own
-from ds_quant.zero.warmup import rehearse
+from ds_quant.zero.warmup import warm_up
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings, train_step
 
@@ -84,7 +84,7 @@ def _variants(stage: int, block: dict[str, Any]) -> tuple[set, set]:
     zero = {"reduce_bucket_size": 20_000} if stage == 2 else {}
     engine = build(settings(stage, block | {"allow_full_replica": True}, dtype="bf16", zero=zero))
     recorder = Recorder()
-    rehearse(engine.ds_quant_binding, torch.device("cpu"))
+    warm_up(engine.ds_quant_engine, torch.device("cpu"))
     rehearsed, recorder.variants = recorder.variants, set()
     for step in range(3):
         train_step(engine, step)

@@ -126,8 +126,8 @@ def missing() -> list[list[str]]:
 
     with small_chunks(in_flight=8):
         engine = build(config(2))
-        names = {t.index: t.name for t in engine.ds_quant_binding.all_tracked()}
-        arriving = engine.ds_quant_binding.node._spread
+        names = {t.index: t.name for t in engine.ds_quant_engine.all_params()}
+        arriving = engine.ds_quant_engine.node._spread
         for step in range(2):
             train_step(engine, step)
         wait = stage3._FetchHandle.wait
@@ -194,7 +194,7 @@ def readers(node_size: int, names: tuple[str, ...]) -> dict[str, bool]:
                     losses.append(train_step(engine, step))
                     if step == 2:
                         acts[name](engine)
-                shard = engine.ds_quant_binding.node
+                shard = engine.ds_quant_engine.node
                 shard.finish()
                 rows = [digest(item.rows) for item in shard._kept.values()]
                 report = ds_quant.report(engine)
@@ -224,7 +224,7 @@ def dropped(explicitly: bool) -> list[float]:
             engine = build(config(1))
             for step in range(3):
                 losses += train_step(engine, step)
-            assert engine.ds_quant_binding.node._spread._missing
+            assert engine.ds_quant_engine.node._spread._missing
             if explicitly:
                 engine.destroy()
             del engine

@@ -38,7 +38,7 @@ LINES = {
         config(3, "qsdp", 4, 2),
         "qsdp on ZeRO-3, 3.09 B/param/micro-step (bf16 6.00), 2.0 % of bytes left in full "
         "precision (1 1-D); 1 x 4 ranks; torch kernels; 2 gathers of the weights per "
-        "micro-step; no gradient travels during backward, because reduce_bucket_size=1000000 holds "
+        "micro-step; gradients are not reduced during backward: reduce_bucket_size=1000000 holds "
         "all 12416 elements; 1552 would let them",
     ),
     # Between nodes: weights once, 4160 + 2112 + 256 = 6528; gradients once, 4352 + 2176 + 256 =

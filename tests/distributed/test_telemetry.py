@@ -119,7 +119,7 @@ def nothing(interval: int, steps: int) -> tuple[bool, bool]:
     for step in range(steps):
         train_step(engine, step)
     torch.distributed.barrier()
-    return path.exists() and path.read_text() != "", engine.ds_quant_binding.traffic.meter.is_open
+    return path.exists() and path.read_text() != "", engine.ds_quant_engine.traffic.meter.is_open
 
 
 def test_interval_zero_measures_and_writes_nothing() -> None:
@@ -138,7 +138,7 @@ def unheard() -> list[bool]:
     engine = build(settings(2, block("qsdp", None) | {"metrics": {"interval": 1}}))
     found = []
     for step in range(3):
-        found.append(engine.ds_quant_binding.traffic.meter.is_open)
+        found.append(engine.ds_quant_engine.traffic.meter.is_open)
         train_step(engine, step)
     return found
 
@@ -284,7 +284,7 @@ def baseline() -> tuple[dict, dict]:
     """Bytes of a step of two micro-steps by formula, were nothing quantized, and those counted."""
     engine = build(settings(2, block("full_precision", None), accumulation=2))
     train_step(engine, 0)
-    return engine.ds_quant_binding.received_in_full_precision(), received(engine)
+    return engine.ds_quant_engine.received_in_full_precision(), received(engine)
 
 
 def test_full_precision_saves_nothing() -> None:

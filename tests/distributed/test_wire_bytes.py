@@ -2,7 +2,7 @@
 
 The model holds 2-D matrices only (no biases, no norms), so that the published figures apply as
 they stand. What is compared: bytes received per parameter and optimizer step, averaged over the
-ranks, divided by beta = (W - 1) / W, against the volume of ``Bill.step_bytes``.
+ranks, divided by beta = (W - 1) / W, against the volume of ``Costs.step_bytes``.
 
 ZeRO-1/2: ``reduce_bucket_size`` is larger than the model, so one bucket covers all owners evenly
 and every gradient takes the direct exchange. Buckets that belong to few ranks cost more; what they

@@ -52,8 +52,8 @@ def kernels(request, monkeypatch) -> str:
         found = request.getfixturevalue("runner")
         choose = lambda _: None if dispatch._backend == "torch" else found  # noqa: E731
         monkeypatch.setattr(dispatch, "cuda_runner", choose)
-    elif native.problem() is not None:
-        pytest.skip(native.problem())
+    elif native.unavailable_reason() is not None:
+        pytest.skip(native.unavailable_reason())
     return request.param
 
 
@@ -219,7 +219,9 @@ def test_pieces_at_equal_distances_become_rows() -> None:
     assert [found.shape for found in rows_of(ragged, 2)] == [(2, 2), (1, 1), (1, 1)]
 
 
-@pytest.mark.skipif(native.problem() is not None, reason=f"the C++ kernels {native.problem()}")
+@pytest.mark.skipif(
+    native.unavailable_reason() is not None, reason=f"the C++ kernels {native.unavailable_reason()}"
+)
 def test_threads_that_share_a_plan_do_not_mix_their_buffers() -> None:
     """Two engines in two threads gather tensors of equal sizes: they share what decodes them."""
     codec, ranks, width = GroupCodec(range="absmax", group_size=128), 4, 50_000

@@ -193,7 +193,7 @@ def test_operations_that_belong_together_share_launches(on_runner) -> None:
     sizes = [(len(x), CODEC.wire_bytes(x.shape[1]) + 1) for x in tensors]
     outs = [torch.empty(size, dtype=torch.uint8)[:, :-1] for size in sizes]
     outs[1] = torch.empty(sizes[1], dtype=torch.uint8)[:, 1:]
-    with dispatch.together():
+    with dispatch.batch_launches():
         for x, out in zip(tensors, outs, strict=True):
             CODEC.encode(x, out, address=ADDRESS)
         taken = torch.full((1 << 16,), 7.0)  # memory of copies that are no longer referred to
@@ -208,7 +208,7 @@ def test_operations_that_belong_together_share_launches(on_runner) -> None:
 def test_few_operations_are_launched_one_by_one(on_runner) -> None:
     x = torch.randn(1, 1000)
     outs = [torch.empty(1, CODEC.wire_bytes(1000), dtype=torch.uint8) for _ in range(3)]
-    with dispatch.together():
+    with dispatch.batch_launches():
         for out in outs:
             CODEC.encode(x, out, address=ADDRESS)
         assert not on_runner.streams
@@ -219,7 +219,7 @@ def test_few_operations_are_launched_one_by_one(on_runner) -> None:
 def test_operations_in_order_do_not_wait_for_the_others(on_runner) -> None:
     x = torch.randn(1, 1000)
     wire, decoded = torch.empty(1, CODEC.wire_bytes(1000), dtype=torch.uint8), torch.empty(1, 1000)
-    with dispatch.together(), dispatch.in_order():
+    with dispatch.batch_launches(), dispatch.launch_in_order():
         CODEC.encode(x, wire, address=ADDRESS)
         CODEC.decode(wire, decoded)
         assert torch.equal(wire, wire_of(x))

@@ -366,7 +366,7 @@ def test_operations_that_belong_together_share_launches(runner) -> None:
     gpu = [on_gpu(x) for x in tensors]
     sizes = [(1, INT4.wire_bytes(x.shape[1])) for x in tensors]
     outs = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in sizes]
-    with dispatch.together():
+    with dispatch.batch_launches():
         for x, out in zip(gpu, outs, strict=True):
             INT4.encode(x, out, address=ADDRESS)
             torch.full((1, x.shape[1]), 7.0, device=DEVICE)

@@ -31,7 +31,7 @@ EXAMPLES = settings(max_examples=12, deadline=None, derandomize=True, database=N
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
 
 needs_library = pytest.mark.skipif(
-    native.problem() is not None, reason=f"the C++ kernels {native.problem()}"
+    native.unavailable_reason() is not None, reason=f"the C++ kernels {native.unavailable_reason()}"
 )
 
 
@@ -218,12 +218,12 @@ def test_a_library_that_does_not_fit_is_not_used(monkeypatch, version, reason: s
     spec = None if version is None else type("Spec", (), {"origin": "/somewhere/_native.so"})
     monkeypatch.setattr(native, "find_spec", lambda _: spec)
     monkeypatch.setattr(ctypes, "CDLL", load)
-    native.problem.cache_clear()
+    native.unavailable_reason.cache_clear()
     try:
-        assert reason in native.problem()
+        assert reason in native.unavailable_reason()
         assert dispatch.describe(torch.device("cpu")).startswith("torch kernels (C++")
     finally:
-        native.problem.cache_clear()
+        native.unavailable_reason.cache_clear()
 
 
 @needs_library

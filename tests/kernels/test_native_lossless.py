@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SANITIZED = Path(__file__).with_name("lossless_sanitized.cpp")
 
 needs_library = pytest.mark.skipif(
-    native.problem() is not None, reason=f"the C++ kernels {native.problem()}"
+    native.unavailable_reason() is not None, reason=f"the C++ kernels {native.unavailable_reason()}"
 )
 
 

@@ -28,7 +28,7 @@ from ds_quant.policy.autotune import (
     slice_pace,
     speeds_of,
 )
-from ds_quant.policy.cost import Bill
+from ds_quant.policy.cost import Costs
 from ds_quant.tools.forecast import block_cargo
 
 RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/speed_*.json"))
@@ -45,7 +45,7 @@ def links(inter: float | None = None, intra: float | None = None) -> Links:
 
 def candidate(name: str, nbytes: float, codec: float = 0.0) -> Candidate:
     """``nbytes`` per parameter and ZeRO-2 step between nodes, 1000 parameters."""
-    bill = Bill(numel=1000, weights=nbytes, gradients=0.0, full_precision_share=0, kept={})
+    bill = Costs(numel=1000, weights=nbytes, gradients=0.0, full_precision_share=0, kept={})
     return Candidate(name=name, bill=bill, codec=codec)
 
 
@@ -81,7 +81,7 @@ def test_slices_are_as_many_as_take_the_least_time(
     numel: int, inside: float, between: float
 ) -> None:
     """Bytes per element of the hops on links of 1 GB/s, against trying every number."""
-    bill = Bill(numel=1, weights=0, gradients=between, gradients_intra=inside,
+    bill = Costs(numel=1, weights=0, gradients=between, gradients_intra=inside,
                 full_precision_share=0, kept={})  # fmt: skip
     place = Place(stage=2, micro_steps=1, nodes=2, node_size=2)
     pace = slice_pace(Candidate(name="a", bill=bill, codec=0), place, links(1e9, 1e9))
@@ -250,7 +250,7 @@ def picked(place: dict[str, Any], rate: float, *, compute_is_known: bool) -> str
             parse_block({"scheme": name}).to_scheme(), place["stage"],
             block_cargo(384, dtype=BF16), ranks=nodes * size, node_size=size, gradient_dtype=BF16,
         )  # fmt: skip
-        bill = Bill(**{**vars(costs), "numel": place["parameters"]})
+        bill = Costs(**{**vars(costs), "numel": place["parameters"]})
         more = max(0.0, local[name] - local["full_precision"])
         offered.append(Candidate(name=name, bill=bill, codec=more / place["parameters"]))
     found = links(inter=rate * 1e6 / 8 if rate else None)

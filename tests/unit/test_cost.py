@@ -7,7 +7,16 @@ import torch
 
 from ds_quant.codec.codec import CastCodec, GroupCodec
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.policy.cost import Bill, Cargo, Cluster, Volume, bill, predict, shipped_bytes, volume
+from ds_quant.policy.cost import (
+    Cluster,
+    Costs,
+    PricedParam,
+    Volume,
+    bill,
+    predict,
+    shipped_bytes,
+    volume,
+)
 from ds_quant.policy.scheme import Scheme
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -15,10 +24,10 @@ W8 = GroupCodec(bits=8, group_size=1024, range="minmax", rounding="random_shift"
 G4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
 SCHEME = Scheme(name="w8g4", weights=W8, gradients=G4, exclude=("*.head",))
 FULL = Scheme(name="full", weights=None, gradients=None)
-MATRIX = Cargo("a.weight", (1024, 96), BF16, True)
+MATRIX = PricedParam("a.weight", (1024, 96), BF16, True)
 
 
-def bytes_of(result: Bill) -> tuple[float, float]:
+def bytes_of(result: Costs) -> tuple[float, float]:
     return result.weights * result.numel, result.gradients * result.numel
 
 
@@ -40,10 +49,10 @@ def test_shards_pay_for_their_own_padding_and_last_group(ranks: int) -> None:
 def test_what_stays_in_full_precision_is_counted_with_its_reason() -> None:
     cargo = [
         MATRIX,
-        Cargo("a.bias", (1024,), BF16, True),
-        Cargo("b.norm", (96,), FP32, True),
-        Cargo("b.tiny", (4, 4), BF16, True),
-        Cargo("b.head", (64, 64), BF16, True),
+        PricedParam("a.bias", (1024,), BF16, True),
+        PricedParam("b.norm", (96,), FP32, True),
+        PricedParam("b.tiny", (4, 4), BF16, True),
+        PricedParam("b.head", (64, 64), BF16, True),
     ]
     result = bill(SCHEME, 2, cargo, ranks=2, gradient_dtype=BF16)
     assert result.kept == {"1-D": 2, "small": 1, "excluded": 1}
@@ -57,13 +66,13 @@ def test_what_stays_in_full_precision_is_counted_with_its_reason() -> None:
 
 def test_gradients_are_priced_in_the_dtype_that_travels() -> None:
     """fp32 weights, gradients sent in bf16 (communication_data_type)."""
-    cargo = [Cargo("bias", (4096,), FP32, True)]
+    cargo = [PricedParam("bias", (4096,), FP32, True)]
     result = bill(SCHEME, 1, cargo, ranks=2, gradient_dtype=BF16)
     assert (result.weights, result.gradients) == (4, 2)
 
 
 def test_frozen_parameters_travel_only_under_zero3_and_only_as_weights() -> None:
-    frozen = Cargo("f.weight", (64, 64), BF16, False)
+    frozen = PricedParam("f.weight", (64, 64), BF16, False)
     replicated = bill(FULL, 2, [MATRIX, frozen], ranks=2, gradient_dtype=BF16)
     assert (replicated.numel, replicated.weights, replicated.gradients) == (98304, 2, 2)
     sharded = bill(FULL, 3, [MATRIX, frozen], ranks=2, gradient_dtype=BF16)
@@ -97,13 +106,13 @@ def test_shipped_gradients_are_priced_as_an_all_reduce_in_full_precision() -> No
 
 def test_nothing_trainable_costs_nothing() -> None:
     result = bill(SCHEME, 1, [MATRIX._replace(trainable=False)], ranks=2, gradient_dtype=BF16)
-    assert result == Bill(numel=0, weights=0, gradients=0, full_precision_share=0, kept={})
+    assert result == Costs(numel=0, weights=0, gradients=0, full_precision_share=0, kept={})
 
 
 QSDP = Scheme(
     name="qsdp", weights=W8, gradients=GroupCodec(bits=8, group_size=1024, rounding="stochastic")
 )
-LARGE = Cargo("large.weight", (4096, 4096), BF16, True)
+LARGE = PricedParam("large.weight", (4096, 4096), BF16, True)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +153,7 @@ def test_the_bill_uses_the_codecs_that_do_the_work() -> None:
 
 
 def test_a_frozen_int8_weight_is_gathered_by_deepspeed_one_byte_per_element() -> None:
-    base = Cargo("base.weight", (64, 32), torch.int8, False)
+    base = PricedParam("base.weight", (64, 32), torch.int8, False)
     result = bill(SCHEME, 3, [base], ranks=4, gradient_dtype=BF16)
     assert bytes_of(result) == (2048, 0)
     assert result.full_precision_share == 1 and result.kept == {"not floating point": 1}
@@ -178,9 +187,9 @@ def test_exact_differences_are_priced_at_a_learning_rate_and_at_most(stage: int)
     """2.9 bits of every 16-bit weight, whatever its shape; 16 at most; fp32 weights as they are."""
     cargo = [
         MATRIX,
-        Cargo("a.bias", (1024,), BF16, True),
-        Cargo("b.weight", (64, 64), FP32, True),
-        Cargo("frozen", (4096, 8), BF16, False),
+        PricedParam("a.bias", (1024,), BF16, True),
+        PricedParam("b.weight", (64, 64), FP32, True),
+        PricedParam("frozen", (4096, 8), BF16, False),
     ]
     result = bill(LOSSLESS, stage, cargo, ranks=4, node_size=2, gradient_dtype=BF16)
     sent, plain = 98304 + 1024, 4 * 4096

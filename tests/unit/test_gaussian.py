@@ -16,7 +16,7 @@ from ds_quant.comm.owners import delivery_codec
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels import dispatch, gaussian, native
 from ds_quant.kernels.random_bits import Address
-from ds_quant.zero.param import Streams, Tracked
+from ds_quant.zero.param import Param, Streams
 from tests.unit import wire_oracle as oracle
 
 BITS = (2, 3, 4)
@@ -25,7 +25,9 @@ CODECS = {bits: GroupCodec(bits=bits, group_size=128, range="gaussian") for bits
 # that much. Groups of 128 that are measured by their own rms do a little better.
 NMSE = {2: 0.1331, 3: 0.03578, 4: 0.00959}
 
-needs_library = pytest.mark.skipif(native.problem() is not None, reason=str(native.problem()))
+needs_library = pytest.mark.skipif(
+    native.unavailable_reason() is not None, reason=str(native.unavailable_reason())
+)
 
 
 @pytest.fixture(params=["torch", pytest.param("auto", marks=needs_library)], autouse=True)
@@ -293,7 +295,7 @@ def test_sums_are_delivered_to_their_owners_without_bias() -> None:
 
 def test_the_delivery_has_random_bits_of_each_rank() -> None:
     streams = Streams(parse_block({"scheme": "eden3"}).to_scheme(), one_node=False)
-    weight = Tracked(index=4, name="weight", shape=torch.Size((64, 64)), trained=True)
+    weight = Param(index=4, name="weight", shape=torch.Size((64, 64)), trained=True)
     ranks = [streams.of_gradient(weight, torch.bfloat16, rank=rank, hops=2) for rank in range(2)]
     keys = [hop.key for rank in ranks for hop in rank.hops]
     assert None not in keys and len(set(keys)) == 4

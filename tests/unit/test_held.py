@@ -105,7 +105,8 @@ def test_zeros_are_not_added_to_shards_on_the_host() -> None:
     optimizer = SimpleNamespace(
         micro_step_id=0, partition_grads=lambda params, shards: put.append(params)
     )
-    hooks.skip_zero_shards(optimizer, lambda p: p.waits)
+    around = hooks.skip_zero_shards(optimizer, lambda p: p.waits)
+    hooks.Hooks(None, optimizer).wrap(optimizer, "partition_grads", around)
     waiting = parameters[:2]
     optimizer.partition_grads(waiting, [])
     assert put == [waiting]  # so that what DeepSpeed has from the last step is overwritten
@@ -125,7 +126,7 @@ def test_zeros_are_not_added_to_gradients_on_the_host() -> None:
         get_param_id=lambda param: param,
         async_accumulate_grad_in_cpu_via_gpu=copied.append,
     )
-    optimizer_hooks.skip_zero_gradients(optimizer, lambda param: True)
+    optimizer_hooks.skip_zero_gradients(hooks.Hooks(None, optimizer), lambda param: True)
     optimizer.async_accumulate_grad_in_cpu_via_gpu("seen")
     optimizer.micro_step_id = 1
     optimizer.async_accumulate_grad_in_cpu_via_gpu("seen")

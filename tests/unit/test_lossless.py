@@ -25,7 +25,7 @@ PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)
 @pytest.fixture(params=["torch", "auto"], autouse=True)
 def backend(request: pytest.FixtureRequest) -> Iterator[None]:
     """The reference, and whatever works on the CPU."""
-    if request.param == "auto" and native.problem() is not None:
+    if request.param == "auto" and native.unavailable_reason() is not None:
         pytest.skip("needs the C++ library")
     dispatch.use(request.param)
     yield

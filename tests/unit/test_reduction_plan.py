@@ -113,7 +113,9 @@ def calls_of(
     return calls, sum(hop.link.messages for hop in route) - sum(sent)
 
 
-@pytest.mark.skipif(native.problem() is not None, reason=f"the C++ kernels {native.problem()}")
+@pytest.mark.skipif(
+    native.unavailable_reason() is not None, reason=f"the C++ kernels {native.unavailable_reason()}"
+)
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_calls_of_a_step_do_not_grow_with_the_ranks(case: str, held: bool) -> None:
@@ -124,7 +126,9 @@ def test_calls_of_a_step_do_not_grow_with_the_ranks(case: str, held: bool) -> No
         assert many <= 1.5 * few, f"{few} calls at 2 x 2, {many} at {nodes} x {node_size}"
 
 
-@pytest.mark.skipif(native.problem() is not None, reason=f"the C++ kernels {native.problem()}")
+@pytest.mark.skipif(
+    native.unavailable_reason() is not None, reason=f"the C++ kernels {native.unavailable_reason()}"
+)
 def test_a_slice_costs_as_much_as_a_reduction_whatever_it_holds() -> None:
     case = "8 and 4 bits, rotated"
     whole, _ = calls_of(case, 4, 4)

@@ -165,7 +165,8 @@ def test_bytes_between_nodes_do_not_grow_with_accumulation(accumulation: int) ->
 
 def _boundary_rank(stage: int) -> dict[str, list[tuple[int, int, int]]]:
     """Of steps of 1, 3 and 2 micro-steps: gradient bytes between nodes before and inside ``step``,
-    and inside a node inside ``step``, where the user says that a backward is the last one, and where the user says so afterwards.
+    and inside a node inside ``step``, where the user says that a backward is the last one, and
+    where the user says so afterwards.
     """
     import ds_quant
 

@@ -163,16 +163,17 @@ def test_bytes_between_nodes_do_not_grow_with_accumulation(accumulation: int) ->
             assert ("gradients cross once per step" in report["line"]) == (accumulation > 1)
 
 
-def _boundary_rank(stage: int) -> dict[str, list[tuple[int, int]]]:
+def _boundary_rank(stage: int) -> dict[str, list[tuple[int, int, int]]]:
     """Of steps of 1, 3 and 2 micro-steps: gradient bytes between nodes before and inside ``step``,
-    where the user says that a backward is the last one, and where the user says so afterwards.
+    and inside a node inside ``step``, where the user says that a backward is the last one, and
+    where the user says so afterwards.
     """
     import ds_quant
 
-    def received(engine: Any) -> int:
-        return ds_quant.report(engine)["received_bytes"]["gradients"]["inter"]
+    def received(engine: Any, link: str = "inter") -> int:
+        return ds_quant.report(engine)["received_bytes"]["gradients"][link]
 
-    found: dict[str, list[tuple[int, int]]] = {"told": [], "unmanaged": []}
+    found: dict[str, list[tuple[int, int, int]]] = {"told": [], "unmanaged": []}
     for name, steps in found.items():
         more = {} if name == "told" else {"managed_gradient_accumulation": False}
         block = {"scheme": "full_precision", "node_size": NODE_SIZE, "metrics": {"interval": 0}}
@@ -185,9 +186,10 @@ def _boundary_rank(stage: int) -> dict[str, list[tuple[int, int]]]:
                 if name == "told":
                     engine.set_gradient_accumulation_boundary(micro == count - 1)
                 engine.backward(engine(torch.randn(1, WIDTH)))
-            middle = received(engine)
+            middle, near = received(engine), received(engine, "intra")
             engine.step()
-            steps.append((middle - begin, received(engine) - middle))
+            inside = received(engine) - middle
+            steps.append((middle - begin, inside, received(engine, "intra") - near))
         engine.destroy()
     return found
 
@@ -198,9 +200,10 @@ def test_the_boundary_is_the_users(stage: int) -> None:
     ranks = run(_boundary_rank, WORLD, stage, timeout=120)
     once = NUMEL * 2 * (NODES - 1) // WORLD
     for found in ranks:
-        assert [sum(both) for name in found for both in found[name]] == [once] * 6
-        assert all(inside == 0 for _, inside in found["told"])
-        assert all(before == 0 for before, _ in found["unmanaged"])
+        assert [bytes_[:2] for bytes_ in found["told"]] == [(once, 0)] * 3
+        assert [bytes_[:2] for bytes_ in found["unmanaged"]] == [(0, once)] * 3
+        # In ``step`` the second hop is taken alone; ZeRO-2 may deliver inside the node.
+        assert stage == 2 or all(near == 0 for *_, near in found["unmanaged"])
 
 
 # ---- losses ----

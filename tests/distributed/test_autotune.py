@@ -92,7 +92,7 @@ def test_a_full_replica_is_taken_only_where_it_is_allowed() -> None:
 
 def test_one_rank_has_nothing_to_choose() -> None:
     ((scheme, line),) = run(alone, 1, {})
-    assert scheme == "full_precision" and "world of one" in line
+    assert scheme == "full_precision" and "single rank" in line
 
 
 def measured() -> tuple[str, str, int, bool]:

@@ -125,6 +125,6 @@ def lines() -> dict[tuple[bool, int], str]:
 
 def test_the_line_says_that_one_bucket_holds_all_gradients() -> None:
     for found in run(lines, 2):
-        said = {case for case, line in found.items() if "no gradient travels during" in line}
+        said = {case for case, line in found.items() if "gradients are not reduced during" in line}
         assert said == {(True, 10**9)}
         assert "reduce_bucket_size=1000000000 holds all" in found[True, 10**9]

@@ -39,7 +39,7 @@ LINES = {
         "qsdp on ZeRO-3, 3.09 B/param/micro-step (bf16 6.00), 2.0 % of bytes left in full "
         "precision (1 1-D); 1 x 4 ranks; torch kernels; 2 gathers of the weights per "
         "micro-step; gradients are not reduced during backward: reduce_bucket_size=1000000 holds "
-        "all 12416 elements; 1552 would let them",
+        "all 12416 elements (try 1552)",
     ),
     # Between nodes: weights once, 4160 + 2112 + 256 = 6528; gradients once, 4352 + 2176 + 256 =
     # 6784: 13,312 / 12,416, and 512 of 13,312 in full precision. Inside: 4 gathers in bf16, 24,832;
@@ -63,14 +63,16 @@ LINES = {
         "gradients cross once per step and are held until then, 2.00 B/param (2.48e-05 GB) on "
         "every rank",
     ),
-    # 2.9 bits of every weight: 2970 + 1485 + 47 = 4502 bytes, gradients 24,832 per micro-step:
-    # 78,998 / 12,416, and with 16 bits 8.00. In full precision 24,832 of 29,334.
+    # 2.9 bits of every weight: 2970 + 1485 + 47 = 4502 bytes, gradients 24,832 bytes once:
+    # 29,334 / 12,416, and with 16 bits 4.00; inside the node in each of three micro-steps:
+    # 78,998 / 12,416. In full precision 24,832 of 29,334.
     "lossless ZeRO-2": (
         config(2, "lossless", 2, 3),
-        "lossless on ZeRO-2, 6.36 B/param/step between nodes (bf16 14.00), 84.7 % of bytes left in "
+        "lossless on ZeRO-2, 2.36 B/param/step between nodes (bf16 14.00), 84.7 % of bytes left in "
         "full precision (all gradients); 2 x 2 ranks; torch kernels; 6.36 B/param inside a node; "
-        "exact differences take 2.9 bits per weight at a learning rate of 3e-4, fewer below it, "
-        "and 8.00 B/param/step at most",
+        "gradients cross once per step and are held until then, 2.00 B/param (2.48e-05 GB) on "
+        "every rank; exact differences take 2.9 bits per weight at a learning rate of 3e-4, fewer "
+        "below it, and 4.00 B/param/step at most",
     ),
     "lossless ZeRO-3 on one node": (
         config(3, "lossless", 4, 1),

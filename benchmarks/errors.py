@@ -215,26 +215,28 @@ def train(args: argparse.Namespace, lr: float, name: str, tokens: Tensor) -> dic
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Error ratio of the weights, and normalised error of the gradients, against steps."""
-    import matplotlib
+    from ds_quant.tools import plot_style
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    figure, (left, right) = plot_style.pyplot().subplots(
+        1, 2, figsize=(13, 4.8), layout="constrained"
+    )
     for run in runs:
         left.plot(run["steps"], run["ratio"], label=f"{run['scheme']}, lr {run['lr']:g}")
-    left.axhline(1.15, color="grey", linestyle=":", linewidth=1)
-    left.set(xlabel="optimizer step", ylabel="rms(replica - master) / that of bf16")
+    left.axhline(1, color="0.5", linewidth=0.8, label="_")
+    left.set(xlabel="optimizer step", ylabel="times that of a bf16 copy",
+             title="Weights: distance to the master weights")  # fmt: skip
     measured = next(run for run in runs if run["gradients"])
+    colors = plot_style.colors(GRADIENT_SCHEMES)
     for name in GRADIENT_SCHEMES:
-        right.plot(measured["steps"], [g[name] for g in measured["gradients"]], label=name)
-    right.set(xlabel="optimizer step", ylabel="normalised error of summed gradients", yscale="log")
+        values = [g[name] for g in measured["gradients"]]
+        right.plot(measured["steps"], values, label=name, color=colors[name])
+    right.set(xlabel="optimizer step", ylabel="squared error over energy", yscale="log",
+              title="Summed gradients: error")  # fmt: skip
+    plot_style.plain_ticks(right.yaxis, plot_style.round_marks(*right.get_ylim()))
     for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+        plot_style.finish(axes)
+        plot_style.label_lines(axes)
+    plot_style.save(figure, path)
 
 
 def section(result: dict[str, Any]) -> tuple[str, str]:

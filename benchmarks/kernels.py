@@ -134,15 +134,14 @@ def launch_overhead(bench: Bench, calls: int) -> dict[str, float]:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Share of copy against bytes, a panel per operation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    """Share of copy against bytes, a panel per operation; dotted: not ours."""
+    from ds_quant.tools import plot_style
 
     rows = [row for row in rows if "seconds" in row and row["way"] in ("cuda", "triton")]
     names = sorted({row["operation"] for row in rows}) or ["nothing measured"]
-    figure, panels = plt.subplots(1, len(names), figsize=(5 * len(names), 4), squeeze=False)
+    figure, panels = plot_style.pyplot().subplots(
+        1, len(names), figsize=(6 * len(names), 4.5), squeeze=False, layout="constrained"
+    )
     for name, panel in zip(names, panels[0], strict=True):
         series: dict[str, list[tuple[int, float]]] = {}
         for row in rows:
@@ -154,10 +153,9 @@ def plot(rows: list[dict], path: Path) -> None:
             panel.plot(*zip(*sorted(points), strict=True), style, label=label, marker=".")
         panel.set(xscale="log", xlabel="bytes read and written", title=name, ylim=(0, 1.3))
         panel.set_ylabel("share of the copy's speed")
-        if series:
-            panel.legend(fontsize=5)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+        plot_style.finish(panel)
+        plot_style.label_lines(panel)
+    plot_style.save(figure, path)
 
 
 def line(row: dict) -> str:

@@ -24,6 +24,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Lead links to where these files are on the site."""
     if page.file.src_uri == "index.md":
         return markdown.replace("](docs/", "](")
+    if page.file.src_uri.startswith("benchmarks/"):
+        return markdown.replace("](../../docs/", "](../../")
     return markdown.replace("](../README.md", "](index.md").replace(
         "](../benchmarks/", "](benchmarks/"
     )

@@ -368,6 +368,8 @@ def _attach_reduction(binding: QuantizedEngine) -> None:
         hooks.wrap_shard_reduction(events, late.reduce, put_away)
         events.around_last_buckets.append(late.last_buckets)
     _hold(binding, hooks.ShardBuckets)
+    if binding.held is not None:  # DeepSpeed drops its own gradients there, which ZeRO-2 does not
+        events.after_zero_grad.append(binding.held.drop)
     events.after_backward.append(binding.after_backward)
 
 
@@ -380,7 +382,6 @@ def _hold(binding: QuantizedEngine, buckets: Callable[[Any], hooks.GradientBucke
     rest = partial(held.reduce_rest, buckets(events.optimizer))
     events.before_last_buckets.append(rest)
     events.before_gradients.append(partial(held.finish, events.optimizer))
-    events.after_zero_grad.append(held.drop)  # DeepSpeed drops its own gradients there, too
 
 
 def _waits(binding: QuantizedEngine, owner: int, parameter: torch.Tensor) -> bool:

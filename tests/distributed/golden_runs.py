@@ -36,7 +36,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "scheme": (
         "full_precision", "qsdp", "qsdp_w4g4", "qw4", "qwd", "sdp4bit", "sdp4bit_paper", "tlq",
         "tlq_hs", "ulq", "zeropp", "eden4", "eden3", "eden2", "lossless", "qsdp_shard",
-        "lossless_g2",
+        "lossless_g2", "lossless_g3", "lossless_g4",
     ),
     "topology": tuple(TOPOLOGIES),
     "stage": (1, 2, 3),

@@ -58,9 +58,9 @@ def _watch_addresses() -> set[int]:
     seen: set[int] = set()
     original = GradientStreams.codings
 
-    def noted(self: GradientStreams, step: int) -> Any:
+    def noted(self: GradientStreams, step: int, signed: int) -> Any:
         seen.add(step)
-        return original(self, step)
+        return original(self, step, signed)
 
     GradientStreams.codings = noted  # in a process that ends with the test
     return seen

@@ -99,10 +99,10 @@ def test_not_installed_is_told_apart_from_installed(monkeypatch) -> None:
 
 
 def test_missing_cpu_kernels_are_a_warning_without_a_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(native, "problem", lambda: "are not built")
+    monkeypatch.setattr(native, "unavailable_reason", lambda: "are not built")
     check = doctor.cpu_kernels()
     assert check.status == WARNING and "are not built" in check.found and "compiler" in check.fix
-    monkeypatch.setattr(native, "problem", lambda: None)
+    monkeypatch.setattr(native, "unavailable_reason", lambda: None)
     assert doctor.cpu_kernels().status == OK
 
 

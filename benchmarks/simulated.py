@@ -313,7 +313,11 @@ class Simulation:
             return self._node_weights()
         return self._each(
             lambda rank, shards: all_gather(
-                shards, self._sizes, self._codings(rank, intra=False), rank.link(None)
+                # What a node shard does not serve is gathered as it would be inside a node.
+                shards,
+                self._sizes,
+                self._codings(rank, intra=self.scheme.node_shard),
+                rank.link(None),
             )
         )[0].wait()
 

@@ -27,7 +27,7 @@ class Trained:
 
     fails: by version of DeepSpeed, stages that it cannot train without the plugin either.
     exact_gradients: gradients stay on DeepSpeed's own path, except in the versions ``travel``.
-    few_ranks: some parameters belong to part of the ranks.
+    few_ranks: some parameters live on a subset of ranks.
     """
 
     feature: str

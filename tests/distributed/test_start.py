@@ -66,10 +66,10 @@ def test_the_operator_is_built_when_inference_first_reduces() -> None:
 
 
 def interrupted() -> list[str]:
-    from ds_quant.zero import hooks
+    from ds_quant.zero import install
 
     said: list[str] = []
-    hooks.log_here = said.append
+    install.log_here = said.append
     folder = Path(os.environ["TEST_SCRATCH"])
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     if torch.distributed.get_rank() == 0:

@@ -14,6 +14,7 @@ from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import parse_block
 from tests.distributed import golden_runs, harness, models
 from tests.distributed.exact_model import ExactModel, sgd
+from tests.distributed.test_golden_runs import same_versions
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -80,10 +81,7 @@ def test_a_simulated_step_ends_with_the_bits_of_a_real_one(scheme: str, accumula
         assert np.array_equal(real[0][1][name], values.numpy()), name
 
 
-@pytest.mark.skipif(
-    golden_runs.recorded()["versions"] != golden_runs.versions(),
-    reason="golden_runs.json was recorded with other versions",
-)
+@same_versions
 @pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row.name)
 def test_simulated_runs_equal_the_recorded_ones(row: golden_runs.Row) -> None:
     nodes, node_size = golden_runs.TOPOLOGIES[row.topology]

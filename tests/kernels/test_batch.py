@@ -18,6 +18,7 @@ from ds_quant.kernels import dispatch, native
 from ds_quant.kernels.batch import Decode, Encode, Recode, Rotate, Sum, Task, rows_of
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import round_up
+from tests import needs
 from tests.kernels.inputs import GAUSSIAN
 from tests.kernels.test_cuda_launcher import cupy, runner  # noqa: F401
 
@@ -219,9 +220,7 @@ def test_pieces_at_equal_distances_become_rows() -> None:
     assert [found.shape for found in rows_of(ragged, 2)] == [(2, 2), (1, 1), (1, 1)]
 
 
-@pytest.mark.skipif(
-    native.unavailable_reason() is not None, reason=f"the C++ kernels {native.unavailable_reason()}"
-)
+@needs.native_kernels
 def test_threads_that_share_a_plan_do_not_mix_their_buffers() -> None:
     """Two engines in two threads gather tensors of equal sizes: they share what decodes them."""
     codec, ranks, width = GroupCodec(range="absmax", group_size=128), 4, 50_000

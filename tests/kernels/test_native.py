@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import dispatch, native, reference
 from ds_quant.kernels.hadamard import Rotation, rotate, unrotate_
+from tests import needs
 from tests.kernels.inputs import (
     CODECS,
     DTYPES,
@@ -30,10 +31,6 @@ from tests.kernels.test_encode import ADDRESS, assert_same, expected, one_by_one
 EXAMPLES = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
 
-needs_library = pytest.mark.skipif(
-    native.unavailable_reason() is not None, reason=f"the C++ kernels {native.unavailable_reason()}"
-)
-
 
 @pytest.fixture
 def threads():
@@ -43,7 +40,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-@needs_library
+@needs.native_kernels
 @pytest.mark.parametrize("index", range(len(CODECS)), ids=lambda i: id_of(CODECS[i]))
 def test_bytes_equal_the_reference(index: int) -> None:
     codec, dtype = CODECS[index], DTYPES[index % 3]
@@ -60,7 +57,7 @@ def test_bytes_equal_the_reference(index: int) -> None:
     check()
 
 
-@needs_library
+@needs.native_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("formula", FORMULAS, ids=lambda f: "-".join(f.values()))
 def test_every_kind_of_group(formula: dict[str, str], dtype: torch.dtype) -> None:
@@ -71,7 +68,7 @@ def test_every_kind_of_group(formula: dict[str, str], dtype: torch.dtype) -> Non
     assert_same(codec, wire, expected(codec, x, ADDRESS))
 
 
-@needs_library
+@needs.native_kernels
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
 def test_difference_is_taken_once_in_fp32(dtype: torch.dtype) -> None:
     @EXAMPLES
@@ -88,7 +85,7 @@ def test_difference_is_taken_once_in_fp32(dtype: torch.dtype) -> None:
     check()
 
 
-@needs_library
+@needs.native_kernels
 @pytest.mark.parametrize("index", range(len(CODECS)), ids=lambda i: id_of(CODECS[i]))
 def test_decoded_rows_and_sums_equal_the_reference(index: int) -> None:
     codec, dtype, levels = CODECS[index], DTYPES[index % 3], table(CODECS[index])
@@ -116,7 +113,7 @@ def test_decoded_rows_and_sums_equal_the_reference(index: int) -> None:
 ROTATIONS = (Rotation(32), Rotation(64, 0xF00D), Rotation(128, (5 << 96) | 77))
 
 
-@needs_library
+@needs.native_kernels
 @pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
 def test_rotations_equal_the_reference(rotation: Rotation) -> None:
     block = rotation.block
@@ -131,7 +128,7 @@ def test_rotations_equal_the_reference(rotation: Rotation) -> None:
         assert torch.equal(found, wanted)
 
 
-@needs_library
+@needs.native_kernels
 @pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
 def test_rotated_messages_and_sums_equal_the_reference(rotation: Rotation) -> None:
     codec = GroupCodec(bits=4, group_size=256, range="absmax", rounding="stochastic")
@@ -159,7 +156,7 @@ def test_rotated_messages_and_sums_equal_the_reference(rotation: Rotation) -> No
     check()
 
 
-@needs_library
+@needs.native_kernels
 def test_number_of_threads_changes_nothing(threads) -> None:
     x = torch.randn(3, native._NUMEL_PER_THREAD + 77)
     wires, sums, rotated = [], [], []
@@ -176,7 +173,7 @@ def test_number_of_threads_changes_nothing(threads) -> None:
         assert torch.equal(first, second)
 
 
-@needs_library
+@needs.native_kernels
 def test_rows_with_holes_and_columns_of_messages() -> None:
     wide = torch.randn(3, 500)
     for x in (wide[:, 100:333], wide.t()[:77], wide.double()[:, :50], wide[:1].expand(4, 500)):
@@ -226,7 +223,7 @@ def test_a_library_that_does_not_fit_is_not_used(monkeypatch, version, reason: s
         native.unavailable_reason.cache_clear()
 
 
-@needs_library
+@needs.native_kernels
 @pytest.mark.parametrize("numel", (13, 500, 4000))
 def test_random_bits_of_rows_lie_a_stride_apart(numel: int) -> None:
     x = torch.randn(5, numel).bfloat16()
@@ -237,7 +234,7 @@ def test_random_bits_of_rows_lie_a_stride_apart(numel: int) -> None:
         assert_same(INT4, wire, one_by_one(INT4, x, address))
 
 
-@needs_library
+@needs.native_kernels
 def test_backend_torch_takes_the_reference_and_auto_the_library(monkeypatch) -> None:
     used = []
     monkeypatch.setattr(native, "encode", lambda *args, **options: used.append("library"))

@@ -12,16 +12,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_quant.kernels import lossless, native, native_lossless
+from ds_quant.kernels import lossless, native_lossless
+from tests import needs
 from tests.kernels.inputs import guarded
 from tests.lossless_inputs import DTYPES, NUMELS, SORTS, mixed
 
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZED = Path(__file__).with_name("lossless_sanitized.cpp")
-
-needs_library = pytest.mark.skipif(
-    native.unavailable_reason() is not None, reason=f"the C++ kernels {native.unavailable_reason()}"
-)
 
 
 def message_of(kernels, values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -32,7 +29,7 @@ def message_of(kernels, values: torch.Tensor, reference: torch.Tensor) -> torch.
     return out[: nbytes.item()]
 
 
-@needs_library
+@needs.native_kernels
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     sorts=st.lists(st.sampled_from(SORTS), min_size=1, max_size=5),
@@ -47,7 +44,7 @@ def test_bytes_equal_the_reference(sorts: list, numel: int, dtype: torch.dtype, 
     assert torch.equal(message_of(native_lossless, values, reference), wanted)
 
 
-@needs_library
+@needs.native_kernels
 def test_number_of_threads_changes_nothing() -> None:
     before = torch.get_num_threads()
     values, reference = mixed([3e-4, 1e-5, "any", "same"], 2**20 + 77, DTYPES[0], seed=0)

@@ -14,9 +14,10 @@ from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.owners import delivery_codec
 from ds_quant.config.schema import parse_block
-from ds_quant.kernels import dispatch, gaussian, native
+from ds_quant.kernels import dispatch, gaussian
 from ds_quant.kernels.random_bits import Address
 from ds_quant.zero.param import Param, Streams
+from tests import needs
 from tests.unit import wire_oracle as oracle
 
 BITS = (2, 3, 4)
@@ -25,12 +26,8 @@ CODECS = {bits: GroupCodec(bits=bits, group_size=128, range="gaussian") for bits
 # that much. Groups of 128 that are measured by their own rms do a little better.
 NMSE = {2: 0.1331, 3: 0.03578, 4: 0.00959}
 
-needs_library = pytest.mark.skipif(
-    native.unavailable_reason() is not None, reason=str(native.unavailable_reason())
-)
 
-
-@pytest.fixture(params=["torch", pytest.param("auto", marks=needs_library)], autouse=True)
+@pytest.fixture(params=["torch", pytest.param("auto", marks=needs.native_kernels)], autouse=True)
 def backend(request):
     """The reference, and what works on CPU tensors where it is built."""
     dispatch.use(request.param)

@@ -18,9 +18,9 @@ from ds_quant.comm.held import HeldReduction
 from ds_quant.comm.reduce import Reduction
 from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, Slicing, own_totals
 from ds_quant.comm.traffic import Meter
-from ds_quant.kernels import native
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import shard_range
+from tests import needs
 
 PACKAGE = str(Path(ds_quant.__file__).parent)
 INT8 = GroupCodec(bits=8, group_size=128, range="absmax", rounding="stochastic")
@@ -113,9 +113,7 @@ def calls_of(
     return calls, sum(hop.link.messages for hop in route) - sum(sent)
 
 
-@pytest.mark.skipif(
-    native.unavailable_reason() is not None, reason=f"the C++ kernels {native.unavailable_reason()}"
-)
+@needs.native_kernels
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_calls_of_a_step_do_not_grow_with_the_ranks(case: str, held: bool) -> None:
@@ -126,9 +124,7 @@ def test_calls_of_a_step_do_not_grow_with_the_ranks(case: str, held: bool) -> No
         assert many <= 1.5 * few, f"{few} calls at 2 x 2, {many} at {nodes} x {node_size}"
 
 
-@pytest.mark.skipif(
-    native.unavailable_reason() is not None, reason=f"the C++ kernels {native.unavailable_reason()}"
-)
+@needs.native_kernels
 def test_a_slice_costs_as_much_as_a_reduction_whatever_it_holds() -> None:
     case = "8 and 4 bits, rotated"
     whole, _ = calls_of(case, 4, 4)

@@ -103,7 +103,7 @@ def table(page: str, header: str) -> list[list[str]]:
 def speed_ups_in_the_readme_are_those_of_the_result_file() -> None:
     """The table `| Mbit/s | stage |`: speed-up, in brackets what the bytes allow."""
     found = {}
-    for name in ("speed_2x2_cpu", "speed_2x2_fast_links_cpu"):  # more blocks: it counts
+    for name in ("speed_2x2_fast_links_cpu", "speed_2x2_cpu"):  # more schemes: it counts
         for point in result(name).points:
             found |= {(point.stage, row.rate, row.scheme): row for row in point.rows}
     header, *rows = table(README, "| Mbit/s | stage |")
@@ -112,12 +112,15 @@ def speed_ups_in_the_readme_are_those_of_the_result_file() -> None:
     for rate, stage, *cells in rows:
         place = int(stage.removeprefix("ZeRO-")), 0.0 if rate == "not shaped" else float(rate)
         for scheme, cell in zip(schemes, cells, strict=True):
+            if not cell:
+                assert (*place, scheme) not in found
+                continue
             row = found[(*place, scheme)]
             expected = f"{row.speedup:.2f}"
             bound = f" ({row.bytes_bound:.2f})" if "(" in cell else ""
             assert cell == expected + bound, f"{stage}, {rate}: {scheme} is {expected}{bound}"
             checked += 1
-    assert checked >= 20
+    assert checked >= 30
 
 
 def table_of_results_is_that_of_the_files_and_formulas() -> None:

@@ -12,6 +12,9 @@ Ranks are simulated in one process, with the bits of real ones (simulated.py).
 Every finished run is a line in OUT/runs.jsonl: call it again to go on. `--report` only writes the
 result file and its section.
 
+`--tune source` fine-tunes instead: every scheme goes on from the base model with a new optimizer,
+at --tune-lr, on Python source (or a file of yours); the loss is that of held-out text of its kind.
+
 `--constant` leaves the rate as it is, to compare training loss there with held-out loss; with
 `--base-steps 1` also from the first weights, whose runs the page then shows beside the others.
 """
@@ -171,16 +174,21 @@ def branch(
     seed: int,
     *,
     constant: bool,
+    tune_lr: float | None = None,
 ) -> dict[str, Any]:
-    """Train on from the base model; losses and errors of one run."""
+    """Train on from the base model; losses and errors of one run.
+
+    tune_lr: the rate to fine-tune at, from the weights alone; None to go on as the base model did.
+    """
     simulation = settings.simulation(entry, seed)
-    simulation.load(base)
+    simulation.load(base, weights_only=tune_lr is not None)
+    rate = tune_lr or settings.lr
     losses, errors = [], []
     title = f"{entry.label}, seed {seed}"
     every = max(1, settings.steps // MEASURED)
     for step in tqdm(range(settings.steps), desc=title, disable=None, leave=False):
         share = 1.0 if constant else 1 - (1 - FLOOR) * (step + 1) / settings.steps
-        simulation.set_rate(settings.lr * share)
+        simulation.set_rate(rate * share)
         loss, error = simulation.step(
             lambda m, r, s=step: corpus.batch(seed, s, m, r), measure=step % every == 0
         )
@@ -199,6 +207,15 @@ def branch(
         "gradient_error": fmean(errors),
         "weight_error": simulation.drift(),
     }
+
+
+def before(settings: Settings, corpus: Corpus, base: dict[str, Any]) -> float:
+    """Held-out loss of the base model."""
+    (entry,) = parse_schemes(BASELINE)
+    simulation = settings.simulation(entry, 0)
+    simulation.load(base, weights_only=True)
+    simulation.compute_with(simulation.exact_weights())
+    return corpus.held_out_loss(simulation.module)
 
 
 # ---- the study ----
@@ -272,14 +289,22 @@ def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[st
         settings.scheme(entry, 0)  # a wrong one is refused now, not in an hour
     corpus = Corpus(args.text, settings)
     base, ledger, about = _opened(args, settings, corpus)
+    tune_lr = None
+    if args.tune is not None:
+        corpus, tune_lr = Corpus(args.tune, settings), args.tune_lr
+        about["tuning"] = {"lr": tune_lr, "text": corpus.about}
+        ledger = Ledger(args.out / "runs.jsonl", _digest(about))
+        about["tuning"]["before"] = before(settings, corpus, base)
     labels = [label for label in entries if label != BASELINE]
     for label, seed in missing_runs(ledger, labels, args) if not args.report else ():
-        run = branch(settings, corpus, base, entries[label], seed, constant=args.constant)
+        run = branch(
+            settings, corpus, base, entries[label], seed, constant=args.constant, tune_lr=tune_lr
+        )
         ledger.add({"scheme": label, "seed": seed, "constant": args.constant, **run})
         if label != BASELINE:
             tqdm.write(f"{label}: {ledger.gap(label, constant=args.constant)}")
     former = replace(settings, base_steps=FIRST_WEIGHTS)
-    if former != settings and _base_path(args, former, corpus).exists():
+    if args.tune is None and former != settings and _base_path(args, former, corpus).exists():
         _, scratch, _ = _opened(args, former, corpus)
         ways = [both_ways(scratch, label) for label in scratch.labels()]
         about["from_first_weights"] = [one for one in ways if one is not None]
@@ -314,6 +339,7 @@ def result(
     arguments = {
         **asdict(settings), "pairs": args.pairs, "interval": args.interval,
         "text": None if args.text is None else args.text.name,
+        **({} if args.tune is None else {"tune": args.tune.name, "tune_lr": args.tune_lr}),
         "schemes": [entry.label for entry in entries],
     }  # fmt: skip
     return {
@@ -383,6 +409,8 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
     add("--interval", type=float, default=0.05, help="half-width that is narrow enough, in %%")
     add("--constant", action="store_true", help="do not let the rate decay")
     add("--text", type=Path, help="your own; default: the documentation of CPython")
+    add("--tune", type=Path, metavar="FILE", help=f"fine-tune on it; {text.SOURCE}: Python source")
+    add("--tune-lr", type=float, default=2e-5, help="rate at which fine-tuning begins")
     add("--report", action="store_true", help="run nothing, write the result file and its section")
     add("--out", type=Path, default=Path("convergence_out"), help="checkpoint and finished runs")
     add("--json", type=Path, help="default: OUT/convergence.json, its section beside it")

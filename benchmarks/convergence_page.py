@@ -81,7 +81,20 @@ def setting(result: dict[str, Any]) -> str:
         f"{nbytes} bytes of text and k = {given['micro_steps']} micro-steps per optimizer step; "
         f"{given['base_steps']} steps of AdamW at {given['lr']:g} (held out:\n"
         f"{curve[-1]['held_out']:.3f} nats per byte, {half['held_out']:.3f} at step "
-        f"{half['step']}), then {given['steps']} steps of decay."
+        f"{half['step']}), then {given['steps']} steps of {tuned(result)}."
+    )
+
+
+def tuned(result: dict[str, Any]) -> str:
+    """What all schemes do from the checkpoint on."""
+    if "tuning" not in result:
+        return "decay"
+    given = result["tuning"]
+    exact = [run["held_out"] for run in result["runs"] if run["scheme"] == "full_precision"]
+    return (
+        f"fine-tuning\nwith a new optimizer on other text ({result['arguments']['tune']}), the "
+        f"rate falling from {given['lr']:g}; held out there: {given['before']:.3f}\nbefore and "
+        f"{sum(exact) / len(exact):.3f} after it in full precision"
     )
 
 
@@ -121,5 +134,6 @@ def published(result: dict[str, Any]) -> list[str]:
 def page(result: dict[str, Any], name: str) -> str:
     """The whole page, to lie beside the result file ``name``."""
     size, steps = f"{result['parameters'] / 1e6:.2f} M", result["settings"]["micro_steps"]
-    heading = f"What a scheme costs in loss: {size} parameters, k = {steps}"
+    what = "in fine-tuning" if "tuning" in result else "in loss"
+    heading = f"What a scheme costs {what}: {size} parameters, k = {steps}"
     return f"# {heading}\n\n{body(result)}\n\n{sections.origin(result, name)}"

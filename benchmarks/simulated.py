@@ -215,10 +215,12 @@ class Simulation:
     def _dtype(self) -> torch.dtype:
         return self._parameters[0].dtype
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any], *, weights_only: bool = False) -> None:
         """Go on from what ``state`` returned; nothing is quantized in it, steps count from 0."""
         with torch.no_grad():
             self.master.copy_(state["master"])
+        if weights_only:
+            return
         self.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # else it is stepped in place
 
     def state(self) -> dict[str, Any]:

@@ -61,14 +61,29 @@ def _sources(folder: Path) -> Iterator[Path]:
             yield path
 
 
+def source_code() -> str:
+    """The Python source that this CPython ships, ASCII: another text, to fine-tune on."""
+    sources = _sources(Path(sysconfig.get_path("stdlib")))
+    return b"\n\n".join(path.read_bytes() for path in sources).decode("ascii", "ignore")
+
+
 def _is_prose(piece: str) -> bool:
     letters = sum(character.isalpha() or character.isspace() for character in piece)
     return len(piece) >= MIN_LENGTH and letters >= MIN_LETTER_SHARE * len(piece)
 
 
+SOURCE = "source"  # names `source_code()` where a path is expected
+SOURCE_NUMEL = 2 << 20  # bytes of it
+
+
 def load(path: Path | None = None) -> Tensor:
-    """The bytes of the file at `path`, or of `documentation()`: (numel,) uint8."""
-    data = documentation().encode("ascii") if path is None else Path(path).read_bytes()
+    """Bytes of the file at `path`, `documentation()` for None, or `SOURCE`: (numel,) uint8."""
+    if path is None:
+        data = documentation().encode("ascii")
+    elif str(path) == SOURCE:
+        data = source_code().encode("ascii")[:SOURCE_NUMEL]
+    else:
+        data = Path(path).read_bytes()
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

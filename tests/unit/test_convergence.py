@@ -129,6 +129,23 @@ def test_a_study_that_was_interrupted_goes_on_where_it_was(tmp_path: Path, capsy
     assert f"| `sdp4bit` | {row['gap']['mean']:+.3f} % |" in page
 
 
+def test_fine_tuning_goes_on_from_the_weights_on_another_text(tmp_path: Path, capsys) -> None:
+    text, other = tmp_path / "text", tmp_path / "other"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
+    other.write_bytes(b"pack my box with five dozen liquor jugs; " * 40)
+    argv = [*TINY, f"--text={text}", f"--out={tmp_path}", "--schemes=sdp4bit"]
+    argv = [*argv, f"--json={tmp_path / 'found.json'}"]
+    assert convergence.main([*argv, f"--tune={other}", "--tune-lr=0.003"]) == 0
+    found = json.loads((tmp_path / "found.json").read_text("utf-8"))
+    exact = [run["held_out"] for run in found["runs"] if run["scheme"] == "full_precision"]
+    assert max(exact) < found["tuning"]["before"], "it learns the other text"
+    assert found["tuning"]["text"] != found["text"]
+    assert convergence.main(argv) == 0, "runs of a study that does not tune are others"
+    went_on = json.loads((tmp_path / "found.json").read_text("utf-8"))
+    assert "tuning" not in went_on and went_on["base"] == found["base"]
+    assert not {run["held_out"] for run in went_on["runs"]} & set(exact)
+
+
 def test_a_wrong_scheme_or_text_is_refused_before_anything_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

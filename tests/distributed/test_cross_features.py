@@ -29,6 +29,7 @@ from tests.distributed.models import (
     settings,
     train_step,
 )
+from tests.thin import thinned
 
 pytestmark = pytest.mark.distributed
 
@@ -291,7 +292,7 @@ def loops(stage: int) -> list[dict[Any, Any]]:
     return run(_loops_rank, WORLD, stage, timeout=400)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", thinned(STAGES, lambda stage: stage == 3))
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_ends_with_the_same_weights(name: str, stage: int) -> None:
     compare(loops(stage), name)
@@ -338,6 +339,7 @@ def features(part: int) -> list[dict[Any, Any]]:
     return run(_features_rank, WORLD, list(ACCUMULATED)[part::2], timeout=400)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ACCUMULATED)
 def test_a_feature_trains_to_the_same_weights(name: str) -> None:
     part = list(ACCUMULATED).index(name) % 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import defaultdict
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -30,11 +31,19 @@ from tests.distributed.models import (
     train_step,
 )
 from tests.distributed.test_wire_bytes import MEASURED, NUMEL, WARM, Matrices, _step
+from tests.thin import thinned
 
 pytestmark = pytest.mark.distributed
 
 STAGES = (1, 2, 3)
 TOPOLOGIES = ((1, 4), (2, 2), (4, 1), (2, 1))
+
+
+def thinned_by(topologies: Iterable[tuple[int, int]]) -> list[Any]:
+    quick = ((2, 2), (2, 1))
+    return thinned([(topology,) for topology in topologies], quick.__contains__)
+
+
 SCHEMES = (
     "full_precision", "sdp4bit", "qsdp", "sdp4bit_paper", "qwd", "qw4", "tlq", "tlq_hs", "ulq",
     "zeropp", "eden4", "eden3", "eden2", "lossless",
@@ -85,7 +94,7 @@ def trained(topology: tuple[int, int]) -> list[dict[str, tuple]]:
     return run(_train_all, topology[0] * topology[1], topology, timeout=280)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", thinned_by(TOPOLOGIES))
 def test_all_holders_see_equal_bits_in_every_step(topology: tuple[int, int]) -> None:
     """Forward and backward of all micro-steps, on all ranks."""
     ranks = trained(topology)
@@ -95,7 +104,7 @@ def test_all_holders_see_equal_bits_in_every_step(topology: tuple[int, int]) -> 
         assert all(rank[scheme][1] == first for rank in ranks), scheme
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", thinned_by(TOPOLOGIES))
 def test_losses_follow_full_precision(topology: tuple[int, int]) -> None:
     """Four steps from 1.35 to 0.65. Measured: 0.3 % at most; 1 % for 4-bit weights without
     differences and for 2-bit gradients.
@@ -112,7 +121,7 @@ def test_losses_follow_full_precision(topology: tuple[int, int]) -> None:
         np.testing.assert_allclose(losses(scheme), exact, rtol=limit, err_msg=scheme)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", thinned_by(TOPOLOGIES))
 def test_memory_is_what_the_report_says(topology: tuple[int, int]) -> None:
     """2 / ranks per node bytes per bf16 parameter under ZeRO-3, nothing elsewhere."""
     nodes, node_size = topology
@@ -179,7 +188,7 @@ def bytes_of(topology: tuple[int, int]) -> list[dict]:
     return run(_bytes_rank, topology[0] * topology[1], topology, timeout=280)
 
 
-@pytest.mark.parametrize("topology", SEVERAL_NODES)
+@pytest.mark.parametrize("topology", thinned_by(SEVERAL_NODES))
 @pytest.mark.parametrize("scheme", BETWEEN)
 @pytest.mark.parametrize("stage", STAGES)
 def test_bytes_between_nodes(stage: int, scheme: str, topology: tuple[int, int]) -> None:

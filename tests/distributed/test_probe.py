@@ -92,6 +92,7 @@ def _started(*command: str, cwd: Path) -> str:
     return printed
 
 
+@pytest.mark.slow
 def test_probe_starts_itself_on_the_hosts_of_a_hostfile(tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("# this machine\nlocalhost slots=2\n")
     command = (sys.executable, "-m", "ds_quant", "probe", "--hostfile", "hostfile")

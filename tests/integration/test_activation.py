@@ -79,7 +79,7 @@ def launch(
     ("launcher", "order", "stage"),
     [
         ("deepspeed", "torch first", 3),
-        ("torchrun", "deepspeed first", 2),
+        pytest.param("torchrun", "deepspeed first", 2, marks=pytest.mark.slow),
         pytest.param("deepspeed", "deepspeed first", 1, marks=pytest.mark.slow),
         pytest.param("torchrun", "torch first", 3, marks=pytest.mark.slow),
     ],

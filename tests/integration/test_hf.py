@@ -14,6 +14,7 @@ from ds_quant.resources import resource_dir
 from tests.distributed import harness
 from tests.integration import hf
 from tests.integration.processes import LAUNCHERS, free_port, run_both
+from tests.thin import thinned
 
 for library in ("transformers", "accelerate", "peft"):
     pytest.importorskip(library, reason=f"needs {library}: pip install 'ds_quant[hf]'")
@@ -68,12 +69,15 @@ def _watch_addresses() -> set[int]:
 
 @pytest.mark.parametrize(
     ("kind", "stage", "options"),
-    [
-        ("llama", 1, {}),
-        ("gpt2", 2, {"gradient_accumulation_steps": 2}),
-        ("llama", 3, {}),
-        ("gpt2", 3, {"gradient_checkpointing": True}),
-    ],
+    thinned(
+        [
+            ("llama", 1, {}),
+            ("gpt2", 2, {"gradient_accumulation_steps": 2}),
+            ("llama", 3, {}),
+            ("gpt2", 3, {"gradient_checkpointing": True}),
+        ],
+        lambda kind, stage, options: (kind, stage) in (("gpt2", 2), ("llama", 3)),
+    ),
 )
 def test_trainer_learns_with_quantized_communication(
     tmp_path: Path, kind: str, stage: int, options: dict
@@ -354,12 +358,10 @@ os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
 """
 
 
+@pytest.mark.slow  # make test runs what the README shows, see test_readme.py
 @pytest.mark.parametrize(
     "launcher",
-    [
-        "torchrun",
-        pytest.param("deepspeed", marks=pytest.mark.slow),  # see also test_readme.py
-    ],
+    ["torchrun", "deepspeed"],
 )
 def test_a_trainer_script_with_the_block_in_its_json_is_quantized(
     python: Path, tmp_path: Path, launcher: str

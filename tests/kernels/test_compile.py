@@ -97,7 +97,8 @@ def test_learned_levels_are_compared_without_flushing_denormals() -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("architecture", architectures())
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", compiler.ARCHITECTURES)
 @pytest.mark.parametrize("name", OTHERS)
 def test_variant_compiles_without_spills(name: str, architecture: str) -> None:
     report = compiler.report(OTHERS[name], architecture, count=False)

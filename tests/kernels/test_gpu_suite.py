@@ -73,6 +73,7 @@ def test_sections_run_in_order_and_a_bad_one_stops_nothing(tmp_path, monkeypatch
         assert "A/fails.log" in archive.getnames() and "A/last.json" in archive.getnames()
 
 
+@pytest.mark.slow
 def test_sections_share_one_deadline(tmp_path, monkeypatch) -> None:
     sleep = "import time; time.sleep(60)"
     sections = [section("long", sleep, seconds=500), section("late", WRITE)]

@@ -23,7 +23,7 @@ RUNS = {
 }
 
 
-LONG = ("glue.py", "threshold.py")  # they train
+LONG = ("glue.py", "threshold.py", "gradient_errors.py", "levels.py")  # they train
 
 
 @pytest.mark.parametrize(

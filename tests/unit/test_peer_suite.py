@@ -197,6 +197,7 @@ def test_every_outcome_is_told_apart_and_a_test_that_hangs_is_ended(tree: Path) 
     assert other == {"unit/zero/test_other.py::test_other": Ended("passed")}
 
 
+@pytest.mark.slow
 def test_time_limit_of_a_file_ends_it_with_its_processes(tree: Path) -> None:
     before, args = sleepers(), arguments(tree, "--timeout", "20")
     assert peer_suite.run_file("zero/test_endless.py", "qsdp", args) == {}

@@ -225,6 +225,7 @@ def test_the_launcher_trains_across_hosts_of_a_lab(network: lab.Lab, tmp_path: P
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_collectives_are_timed_over_loopback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -198,6 +198,25 @@ def at_the_slow_end_every_scheme_comes_close_to_what_its_bytes_allow() -> None:
                 assert row.speedup >= 0.9 * row.bytes_bound, (point.title, row.scheme)
 
 
+def speed_ups_with_accumulation_are_those_of_the_result_file() -> None:
+    (point,) = result("speed_accumulation_2x2_cpu").points
+    rows = {row.scheme: row for row in point.rows if row.rate == 50}
+    shipped, often, kept, zeropp, often4, once4, g3 = (
+        f"{rows[scheme].speedup:.2f}"
+        for scheme in (
+            "deepspeed_plain", "full_precision:gradients.cross=micro_step",
+            "full_precision:node_shard=true", "zeropp", "sdp4bit:gradients.cross=micro_step",
+            "sdp4bit", "lossless_g3",
+        )
+    )  # fmt: skip
+    assert (
+        f"DeepSpeed as shipped {shipped}, `full_precision` crossing in every micro-step {often}, with a "
+        f"node shard {kept}, `zeropp` {zeropp}, `sdp4bit` crossing in every micro-step {often4}, "
+        f"once per step {once4}, `lossless_g3` {g3}."
+    ) in " ".join(CHOOSING.split())
+    assert min(rows[name].bytes_bound for name in ("sdp4bit", "lossless_g3")) > 30
+
+
 def exposed_communication_is_that_of_the_result_file() -> None:
     found = {(row.scheme, row.rate): f"{row.ratio:.2f}" for row in result("overlap_cpu").rows}
     said = " ".join(CHOOSING.split())
@@ -225,4 +244,5 @@ def test_figures_on_the_pages_are_those_of_the_result_files() -> None:
     errors_of_gaussian_levels_are_those_of_the_result_file()
     at_the_slow_end_every_scheme_comes_close_to_what_its_bytes_allow()
     exposed_communication_is_that_of_the_result_file()
+    speed_ups_with_accumulation_are_those_of_the_result_file()
     autotune_took_the_best_without_a_rate_limit_or_one_close_to_it()

@@ -121,7 +121,7 @@ class Routes:
             level = "inter" if self.two_levels else "whole"
             cross = Hop(
                 level=level, codec=outer, per="step", difference=differs, lossless=exactly
-            )  # fmt: skip
+            )
             spread = Hop(level="intra", codec=inner, per=per, inner=True)
             hops = (cross,) if trained else ()
             return Route(hops=(*hops, spread) if self.two_levels else hops)

@@ -148,7 +148,7 @@ def announce(binding: QuantizedEngine) -> None:
 
 def _idle_patterns(binding: QuantizedEngine) -> list[str]:
     """One sentence per ``exclude`` pattern that matches no parameter."""
-    names = [tracked.name for tracked in binding.all_params()]
+    names = [param.name for param in binding.all_params()]
     sentences = []
     for pattern in binding.scheme.exclude:
         if not any(matches(name, pattern) for name in names):
@@ -386,8 +386,8 @@ def _hold(binding: QuantizedEngine, buckets: Callable[[Any], hooks.GradientBucke
 
 def _waits(binding: QuantizedEngine, owner: int, parameter: torch.Tensor) -> bool:
     """Whether gradients of a parameter are held; what DeepSpeed was given of it is zeros."""
-    tracked = binding.param_of(parameter)
-    return tracked is not None and binding.held.waits((tracked.index, owner))
+    param = binding.param_of(parameter)
+    return param is not None and binding.held.waits((param, owner))
 
 
 def _note_single_ranks(binding: QuantizedEngine) -> None:

@@ -159,11 +159,10 @@ class QuantizedEngine:
 
     @property
     def scheme(self) -> Scheme:
-        return self._scheme
+        return self.routes.scheme
 
     @scheme.setter
     def scheme(self, scheme: Scheme) -> None:
-        self._scheme = scheme
         topology = self.topology
         self.routes = Routes(
             scheme=scheme, stage=self.stage, nodes=topology.nodes, node_size=topology.node_size

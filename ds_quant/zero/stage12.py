@@ -294,14 +294,14 @@ class _SumRun(NamedTuple):
     """One tensor of the message: elements [start, stop) of a bucket, of one parameter from
     ``first`` on or, in full precision, of several small ones of one owner.
 
-    streams: None in full precision. members: (index of a parameter, first element in the bucket,
-    last one exclusive).
+    streams: None in full precision. members: (parameter, first element in the bucket, last one
+    exclusive).
     """
 
     owner: int
     streams: GradientStreams | None
     first: int
-    members: list[tuple[int, int, int]]
+    members: list[tuple[Param, int, int]]
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -365,10 +365,10 @@ class _SumPlan(NamedTuple):
         into = [(run.ranges, total) for run, total in own]
         own_places = {}
         for run, place in own:
-            for index, start, stop in run.members:
-                own_places[index, run.owner] = place, place + stop - start
+            for param, start, stop in run.members:
+                own_places[param, run.owner] = place, place + stop - start
                 place += stop - start
-        members = tuple([(index, run.owner) for run in runs for index, _, _ in run.members])
+        members = tuple([(param, run.owner) for run in runs for param, _, _ in run.members])
         own_runs = [run for run, _ in own]
         return cls(gradients, sums, Scattered(moved), Copies(into), own_runs, members, own_places)
 
@@ -493,8 +493,8 @@ class OwnerReduction:
 
     def _watch(self, runs: Iterable[_SumRun]) -> None:
         if self._binding.watch is not None:
-            for index, start, stop in (member for run in runs for member in run.members):
-                self._binding.watch.note(index, self._bucket[start:stop])
+            for param, start, stop in (member for run in runs for member in run.members):
+                self._binding.watch.note(param, self._bucket[start:stop])
 
     def _plan(
         self,
@@ -533,11 +533,11 @@ class OwnerReduction:
             place = bisect_right(self._starts, position) - 1
             while position < end:
                 start, stop = self._starts[place], min(end, self._starts[place + 1])
-                tracked = self._binding.param_of(self._params[place])
+                param = self._binding.param_of(self._params[place])
                 streams = None
                 if not exact:
-                    streams = tracked.gradient_streams(dtype, rank=rank, hops=len(route))
-                member = tracked.index, position, stop
+                    streams = param.gradient_streams(dtype, rank=rank, hops=len(route))
+                member = param, position, stop
                 small = streams is None and is_small(stop - position, exactly(dtype))
                 if small and owner in bundles:
                     bundles[owner].members.append(member)

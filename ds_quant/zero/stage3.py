@@ -348,7 +348,7 @@ class ShardReduction:
     ) -> Posted:
         """Post a bucket that crosses between nodes at the boundary only: [Note: held gradients]."""
         held, unpack = self._binding.held, sent.unpack
-        members = tuple([(parameter.index, -1) for parameter in tracked])
+        members = tuple([(param, -1) for param in tracked])
         plan = self._plan(sent, route, link)
         key = plan.reduction, members
         zeros = partial(plan.zeros, unpack.dtypes, sent.tensors[0].device)
@@ -455,7 +455,7 @@ class Bucket:
         for parameter, shard, values in zip(self._tracked, self.shards, reduced, strict=True):
             shard.data = values
             if watch is not None:
-                watch.note(parameter.index, shard)
+                watch.note(parameter, shard)
         self.finished = True
         return self.shards
 

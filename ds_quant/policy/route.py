@@ -135,6 +135,10 @@ class Routes:
             hops=(replace(hop, level="inter"), replace(hop, level="intra", forwards=True))
         )
 
+    def differs_exactly(self, dtype: torch.dtype) -> bool:
+        """Whether weights of this dtype are sent as exact differences."""
+        return any(hop.lossless for hop in self.weights(dtype=dtype).hops)
+
     def gradients(self, *, quantized: bool = True, whole: bool = True) -> Route:
         """Reduction of a parameter's gradient; arguments as of ``weights``. With one level ``whole``
         makes no difference.

@@ -269,12 +269,13 @@ class NodeShard:
         the others when they are posted.
         """
         exact = self._binding.is_exact(step)
+        dtypes = set() if exact else {param.kept.rows.dtype for param in params}
+        differs = set(filter(self._binding.routes.differs_exactly, dtypes))
         left: list[Param] = []
         alike: dict[torch.dtype, list[Param]] = {}  # served by exact differences
         for param in params:
             dtype = param.kept.rows.dtype
-            served = self._binding.scheme.differs_exactly(dtype)
-            (alike.setdefault(dtype, []) if served and not exact else left).append(param)
+            (alike.setdefault(dtype, []) if dtype in differs else left).append(param)
         runs = [run for served in alike.values() for run in self._runs(served)]
         yield from map(Chunk._make, zip(runs, self._exact_differences(runs), strict=True))
         for run in self._runs(left):

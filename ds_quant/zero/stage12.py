@@ -162,14 +162,14 @@ class Replica:
 
     def _posts(self, step: int, exact: bool) -> Iterator[Post]:
         """What posts the gather of each window."""
-        scheme, exact_step = self._binding.scheme, exact or self._binding.is_exact(step)
+        routes, exact_step = self._binding.routes, exact or self._binding.is_exact(step)
         exactly: list[Window] = []
         for group in optimizer_hooks.replica_groups(self._optimizer):
             fabric = self._binding.fabric(group.process_group)
             if fabric.size == 1:
                 continue
             most = self._optimizer.allgather_bucket_size // fabric.size
-            if scheme.differs_exactly(group.flat.dtype) and not exact_step:
+            if not exact_step and routes.differs_exactly(group.flat.dtype):
                 most = min(most, MOST_NUMEL)
                 exactly += [Window(group, fabric, w) for w in _windows(group, fabric.size, most)]
                 continue

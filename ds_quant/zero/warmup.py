@@ -49,7 +49,7 @@ def warm_up(binding: QuantizedEngine, device: torch.device) -> None:
 
 def _rehearse_exact_differences(binding: QuantizedEngine, device: torch.device) -> None:
     for dtype in _dtypes(binding):
-        if not any(hop.lossless for hop in binding.routes.weights(dtype=dtype).hops):
+        if not binding.routes.differs_exactly(dtype):
             continue
         for held in (torch.zeros(numel, dtype=dtype, device=device) for numel in (_RAGGED, 4096)):
             wire = torch.empty(CODEC.max_bytes(held.numel()), dtype=torch.uint8, device=device)

@@ -168,7 +168,7 @@ class SimulatedRank(QuantizedEngine):
         return SimulatedLink(group, rank, traffic=self.traffic, buffers=self.buffers)
 
     def _make_levels(self) -> tuple[Link, Link] | None:
-        if self.topology.nodes == 1 or self.topology.node_size == 1:
+        if not self.routes.two_levels:
             return None
         inside, between = self._network.groups(self.number)
         return self._link(*inside), self._link(*between)

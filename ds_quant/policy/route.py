@@ -119,9 +119,7 @@ class Routes:
         exactly = dtype is not None and scheme.differs_exactly(dtype)
         if self.keeps_shard and whole:
             level = "inter" if self.two_levels else "whole"
-            cross = Hop(
-                level=level, codec=outer, per="step", difference=differs, lossless=exactly
-            )
+            cross = Hop(level=level, codec=outer, per="step", difference=differs, lossless=exactly)
             spread = Hop(level="intra", codec=inner, per=per, inner=True)
             hops = (cross,) if trained else ()
             return Route(hops=(*hops, spread) if self.two_levels else hops)
@@ -131,17 +129,15 @@ class Routes:
         hop = Hop(level="whole", codec=outer, per=per, difference=differs, lossless=exactly)
         if not (self.two_levels and whole):
             return Route(hops=(hop,))
-        return Route(
-            hops=(replace(hop, level="inter"), replace(hop, level="intra", forwards=True))
-        )
+        return Route(hops=(replace(hop, level="inter"), replace(hop, level="intra", forwards=True)))
 
     def differs_exactly(self, dtype: torch.dtype) -> bool:
         """Whether weights of this dtype are sent as exact differences."""
         return any(hop.lossless for hop in self.weights(dtype=dtype).hops)
 
     def gradients(self, *, quantized: bool = True, whole: bool = True) -> Route:
-        """Reduction of a parameter's gradient; arguments as of ``weights``. With one level ``whole``
-        makes no difference.
+        """Reduction of a gradient; arguments as of ``weights``. With one level ``whole`` makes
+        no difference.
         """
         if self.shipped_gradients:
             return Route(hops=())

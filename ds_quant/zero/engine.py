@@ -208,11 +208,10 @@ class QuantizedEngine:
 
     def _make_levels(self) -> tuple[Link, Link] | None:
         """Make links inside this rank's node and between nodes, where the world has both levels."""
-        topology = self.topology
-        if topology.nodes == 1 or topology.node_size == 1:
+        if not self.routes.two_levels:
             return None
         own, mine = [], hooks.rank_and_world()[0]
-        for ranks_of_level in topology.levels():
+        for ranks_of_level in self.topology.levels():
             groups = [(ranks, new_group(ranks)) for ranks in ranks_of_level]
             own += [group for ranks, group in groups if mine in ranks]
         return self.link(own[0]), self.link(own[1])

@@ -153,9 +153,7 @@ def rows(table: dict[str, Any]) -> list[tuple[str, int, int, int, str]]:
 
 
 @pytest.mark.parametrize(("name", "stage", "nodes", "node_size", "expected"), rows(WEIGHTS))
-def test_hops_of_weights(
-    name: str, stage: int, nodes: int, node_size: int, expected: str
-) -> None:
+def test_hops_of_weights(name: str, stage: int, nodes: int, node_size: int, expected: str) -> None:
     found = routes(name, stage, nodes, node_size)
     assert written(found.weights(dtype=BF16), found.scheme) == expected
 
@@ -323,7 +321,7 @@ def test_gradients_without_a_codec_stay_exact_inside_a_node_too() -> None:
 
 
 def test_gradients_on_deepspeeds_own_path_take_no_codec(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With reduce_scatter off, autotune must not charge schemes for gradients they do not encode."""
+    """With reduce_scatter off, autotune charges no scheme for gradients that it does not encode."""
     from ds_quant.zero import attach
 
     speed = {"weights": 3.0, "weights_intra": 0.0, "gradients": 5.0, "gradients_intra": 5.0}

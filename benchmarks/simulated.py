@@ -168,7 +168,7 @@ class SimulatedRank(QuantizedEngine):
         return SimulatedLink(group, rank, traffic=self.traffic, buffers=self.buffers)
 
     def _make_levels(self) -> tuple[Link, Link] | None:
-        if self.topology.nodes == 1 or self.topology.node_size == 1:
+        if not self.routes.two_levels:
             return None
         inside, between = self._network.groups(self.number)
         return self._link(*inside), self._link(*between)
@@ -266,7 +266,7 @@ class Simulation:
         self.optimizer.step()
         self._learn_levels()
         if self._kept:
-            self._exchange(partial(self._codings, intra=False, ahead=1))
+            self._exchange(partial(self._codings, hop=0, ahead=1))
         self._engine.global_steps += 1
         return loss, error
 
@@ -311,15 +311,11 @@ class Simulation:
 
     def travelled_weights(self) -> list[Tensor]:
         """The weights that every rank computes with in the current step, 1-D each."""
-        if self.scheme.node_shard and self._topology.nodes > 1:
+        if self._ranks[0].routes.keeps_shard:
             return self._node_weights()
         return self._each(
             lambda rank, shards: all_gather(
-                # What a node shard does not serve is gathered as it would be inside a node.
-                shards,
-                self._sizes,
-                self._codings(rank, intra=self.scheme.node_shard),
-                rank.link(None),
+                shards, self._sizes, self._codings(rank, hop=0), rank.link(None)
             )
         )[0].wait()
 
@@ -333,10 +329,15 @@ class Simulation:
             posted.append(post(rank, shards))
         return posted
 
-    def _codings(self, rank: SimulatedRank, *, intra: bool, ahead: int = 0) -> list[Coding]:
-        """Of all weights in the current step, or in one ``ahead``."""
-        where = {"step": rank.step + ahead, "rank": rank.number, "intra": intra}
-        return [rank.weight_coding(t, self._dtype, **where) for t in rank.all_params()]
+    def _codings(self, rank: SimulatedRank, *, hop: int, ahead: int = 0) -> list[Coding]:
+        """Of all weights on a hop of their route, in the current step or in one ``ahead``."""
+        dtype, step = self._dtype, rank.step + ahead
+        if rank.is_exact(step):
+            return [exactly(dtype)] * len(self._sizes)
+        return [
+            param.coding(param.weight_streams(dtype, rank=rank.number)[hop], dtype, step)
+            for param in rank.all_params()
+        ]
 
     def _learn_levels(self) -> None:
         """Ranks wait for each other in the middle of it, so that each has a thread."""
@@ -362,7 +363,8 @@ class Simulation:
         for rank, kept in zip(self._ranks[: self._topology.node_size], self._kept, strict=False):
             fabric = rank.fabric(None)
             link = fabric.intra if self._topology.node_size > 1 else None
-            waits.append(gather(kept, self._codings(rank, intra=True), link))
+            codings = [] if link is None else self._codings(rank, hop=-1)
+            waits.append(gather(kept, codings, link))
         return waits[0]()
 
     def _rows(self, rank: SimulatedRank) -> list[Kept]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import median
 
 import torch
@@ -26,6 +27,7 @@ from ds_quant.comm.reduction_plan import SLICE_SECONDS
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.random_bits import Address
 from ds_quant.policy.cost import Cluster, Costs, Volume, predict
+from ds_quant.policy.route import Routes, gradient_codecs, times, weights_per
 from ds_quant.policy.scheme import Scheme
 
 
@@ -142,11 +144,11 @@ def speeds_of(
 ) -> Speeds:
     """Measure the codecs of a scheme; ``weights`` and ``gradients`` are what is encoded."""
     rotation = Rotation(block=scheme.rotation) if scheme.rotation else None
-    inner = scheme.gradients_intra or scheme.gradients
+    outer, inner = gradient_codecs(scheme)
     return Speeds(
         weights=_weights(scheme.weights, weights, device, difference=scheme.difference),
         weights_intra=_weights(scheme.weights_intra, weights, device),
-        gradients=_gradients(scheme.gradients, gradients, device, rotation),
+        gradients=_gradients(outer, gradients, device, rotation),
         gradients_intra=_gradients(inner, gradients, device, rotation),
     )
 
@@ -221,7 +223,7 @@ class Place:
     @property
     def step_gathers(self) -> float:
         """How often an optimizer step gathers the weights."""
-        return self.gathers * self.micro_steps if self.stage == 3 else 1.0
+        return times(weights_per(self.stage), micro_steps=self.micro_steps, gathers=self.gathers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,32 +325,36 @@ def slice_pace(candidate: Candidate, place: Place, links: Links) -> float | None
     return per_element / (SLICE_SECONDS + links.intra.latency + links.inter.latency)
 
 
-def codec_seconds(scheme: Scheme, speeds: Speeds, place: Place) -> float:
+def codec_seconds(
+    scheme: Scheme, speeds: Speeds, place: Place, *, shipped_gradients: bool = False
+) -> float:
     """Seconds per parameter that a rank encodes and decodes in a step.
 
-    A gather encodes the own shard and decodes all; a reduction encodes all and decodes as much, in
-    as many rows as there are ranks, less its own row where that stays exact. With two levels the
-    second hop handles the node's share.
+    A gather encodes what a rank has and decodes what it gets; a reduction encodes what a rank has
+    and decodes as much, less its own contribution where that stays exact. ``shipped_gradients``:
+    they take DeepSpeed's own path.
     """
-    world, size = place.nodes * place.node_size, place.node_size
-    gathers = place.step_gathers
-    reductions = 1 if place.stage == 1 else place.micro_steps
-    outer, inner = speeds.weights, speeds.weights_intra
-    kept = place.stage == 3 and scheme.node_shard
-    if kept and place.nodes > 1:
-        weights = outer.encode / world + outer.decode / size
-        if size > 1:
-            weights += gathers * (inner.encode / size + inner.decode)
-    else:
-        used = inner if kept else outer
-        weights = gathers * (used.encode / world + used.decode)
-    first = speeds.gradients if size == 1 else speeds.gradients_intra
-    gradients = reductions * (first.encode + first.decode)
-    if place.nodes > 1 and size > 1:
-        gradients *= 1 - 1 / size
-        second = speeds.gradients.encode + speeds.gradients.decode
-        crossings = 1 if scheme.cross == "step" else reductions
-        gradients += crossings * second * (1 - 1 / place.nodes) / size
-    elif scheme.gradients_intra is not None:
-        gradients *= 1 - 1 / world
-    return weights + gradients
+    routes = Routes(
+        scheme=scheme, stage=place.stage, nodes=place.nodes, node_size=place.node_size,
+        shipped_gradients=shipped_gradients,
+    )  # fmt: skip
+    world = place.nodes * place.node_size
+    ranks_of = {"intra": place.node_size, "inter": place.nodes, "whole": world}
+    often = {"micro_steps": place.micro_steps, "gathers": place.gathers}
+    seconds, share = 0.0, 1 / world  # of the weights that a rank has
+    gather = routes.weights().hops
+    for hop, following in zip_longest(gather, gather[1:]):
+        speed = speeds.weights_intra if hop.inner else speeds.weights
+        encoded = 0.0 if hop.forwards else share
+        share *= ranks_of[hop.level]
+        decoded = 0.0 if following is not None and following.forwards else share
+        once = encoded * speed.encode + decoded * speed.decode
+        seconds += times(hop.per, **often) * once
+    share = 1.0  # of the gradients
+    for hop in routes.gradients().hops:
+        speed = speeds.gradients_intra if hop.inner else speeds.gradients
+        ranks = ranks_of[hop.level]
+        coded = share * (1 - hop.exact_own / ranks)
+        seconds += times(hop.per, **often) * coded * (speed.encode + speed.decode)
+        share /= ranks
+    return seconds

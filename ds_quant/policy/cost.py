@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import torch
 
-from ds_quant.codec.codec import CAST_NAMES, CastCodec, Codec
-from ds_quant.kernels.random_bits import Role
-from ds_quant.kernels.wire import ceil_div, round_up
+from ds_quant.codec.codec import CAST_NAMES
+from ds_quant.kernels.wire import ceil_div
+from ds_quant.policy.route import Hop, Route, Routes, gradients_per, times, weights_per
 from ds_quant.policy.scheme import Scheme
 
 LOSSLESS_BITS = 2.9  # see [Note: exact differences]
@@ -48,6 +48,7 @@ class Costs:
     weights_intra: one gather from the node shard. gradients_intra: the hop inside the nodes.
     once_per_step: ZeRO-3 exchanges weights once per optimizer step (node shard), not per gather.
     crosses_once: gradients cross between nodes once per optimizer step, not per micro-step.
+    exact_own: a rank adds its own gradients as they are.
     kept: why parameters are not quantized, reason -> number of tensors.
     full_precision_share: part of weights + gradients bytes that no quantizer touches.
     memory: what the scheme keeps on every rank between steps. held: what it keeps besides while
@@ -62,6 +63,7 @@ class Costs:
     gradients_intra: float = 0.0
     once_per_step: bool = False
     crosses_once: bool = False
+    exact_own: bool = False
     full_precision_share: float
     kept: dict[str, int]
     memory: float = 0.0
@@ -86,19 +88,23 @@ class Costs:
         weights = self.weights_most if most and self.varies else self.weights
         return gathers * weights + self.crossings(stage, micro_steps) * self.gradients
 
-    def crossings(self, stage: int, micro_steps: int) -> int:
+    def crossings(self, stage: int, micro_steps: int) -> float:
         """How often gradients cross between nodes in an optimizer step."""
-        return 1 if self.crosses_once else self._reductions(stage, micro_steps)
+        return 1 if self.crosses_once else self.reductions(stage, micro_steps)
 
     def intra_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
         """Bytes that stay inside a node: gathers from the node shard, the first hop."""
         gathers = self.step_gathers(stage, micro_steps)
-        reductions = self._reductions(stage, micro_steps)
+        reductions = self.reductions(stage, micro_steps)
         return gathers * self.weights_intra + reductions * self.gradients_intra
 
     def step_gathers(self, stage: int, micro_steps: int) -> float:
         """How often an optimizer step gathers the weights."""
-        return self.gathers * micro_steps if stage == 3 else 1.0
+        return times(weights_per(stage), micro_steps=micro_steps, gathers=self.gathers)
+
+    def reductions(self, stage: int, micro_steps: int) -> float:
+        """How often an optimizer step reduces gradients."""
+        return times(gradients_per(stage), micro_steps=micro_steps, gathers=self.gathers)
 
     def received(
         self, stage: int, *, micro_steps: int, nodes: int, node_size: int
@@ -106,7 +112,7 @@ class Costs:
         """Bytes into one rank per step, on average over the ranks, by role and link."""
         gathers = self.step_gathers(stage, micro_steps)
         between = 1.0 if self.once_per_step else gathers
-        reductions = self._reductions(stage, micro_steps)
+        reductions = self.reductions(stage, micro_steps)
         crossings = self.crossings(stage, micro_steps)
         away, near = (1 - 1 / nodes) / node_size, 1 - 1 / node_size
         found = {}
@@ -120,10 +126,6 @@ class Costs:
                 "intra": inner * near * self.numel, "inter": outer * away * self.numel,
             }  # fmt: skip
         return found
-
-    @staticmethod
-    def _reductions(stage: int, micro_steps: int) -> int:
-        return 1 if stage == 1 else micro_steps
 
 
 def bill(
@@ -142,7 +144,11 @@ def bill(
     ``node_size``: ranks per node, None for one node. ``shipped_gradients``: gradients take
     DeepSpeed's own exact path, an all-reduce. ``gathers``: under ZeRO-3, in a micro-step.
     """
-    route = _Route.of(scheme, stage, ranks=ranks, node_size=node_size or ranks)
+    node_size = node_size or ranks
+    routes = Routes(
+        scheme=scheme, stage=stage, nodes=ranks // node_size, node_size=node_size,
+        shipped_gradients=shipped_gradients,
+    )  # fmt: skip
     total: Counter[str] = Counter()
     kept: Counter[str] = Counter()
     for item in cargo:
@@ -152,22 +158,20 @@ def bill(
         reason = _kept_reason(scheme, item)
         if reason is not None:
             kept[reason] += 1
-        total.update(route.weight_bytes(item))
-        if item.trainable and shipped_gradients:
-            nbytes = 2 * torch.Size(item.shape).numel() * gradient_dtype.itemsize
-            total.update({"gradients": nbytes, "plain": nbytes})
-        elif item.trainable:
-            total.update(route.gradient_bytes(item, gradient_dtype))
+        total.update(_weight_bytes(routes, item))
+        if item.trainable:
+            total.update(_gradient_bytes(routes, item, gradient_dtype))
         total["trained"] += torch.Size(item.shape).numel() * item.trainable
     numel = max(1, total["numel"])
-    crosses_once = route.crosses_once and not shipped_gradients
+    reduction = routes.gradients()
     sent = ("weights", "weights_most", "gradients", "weights_intra", "gradients_intra")
     return Costs(
         numel=total["numel"],
         **{field: total[field] / numel for field in (*sent, "memory")},
-        once_per_step=route.node_shard,
-        crosses_once=crosses_once,
-        held=_FP32 * total["trained"] / numel / route.node_size if crosses_once else 0.0,
+        once_per_step=routes.keeps_shard,
+        crosses_once=reduction.waits,
+        exact_own=any(hop.exact_own for hop in reduction.hops),
+        held=_FP32 * total["trained"] / numel / node_size if reduction.waits else 0.0,
         full_precision_share=total["plain"] / max(1, total["weights"] + total["gradients"]),
         kept=dict(kept),
         gathers=gathers,
@@ -185,77 +189,52 @@ def _kept_reason(scheme: Scheme, item: PricedParam) -> str | None:
     return None if scheme.gradients is None else reason  # exact differences leave none out
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Route:
-    """Codec of every exchange in one stage and topology."""
+def _weight_bytes(routes: Routes, item: PricedParam) -> Counter[str]:
+    numel, dtype = torch.Size(item.shape).numel(), item.dtype
+    if dtype not in CAST_NAMES:  # such as an int8 base: DeepSpeed gathers it
+        nbytes = numel * dtype.itemsize
+        return Counter(weights=nbytes, weights_most=nbytes, plain=nbytes)
+    quantized = routes.scheme.skip_reason(item.name, item.shape, dtype) is None
+    route = routes.weights(dtype=dtype, quantized=quantized, trained=item.trainable)
+    found: Counter[str] = Counter()
+    for hop in route.hops:
+        most = nbytes = _wire_bytes(routes, route, hop, numel, dtype)
+        if hop.lossless:
+            nbytes = ceil_div(round(numel * LOSSLESS_BITS), 8)
+        if hop.level == "intra":
+            found["weights_intra"] += nbytes
+            continue
+        found.update(weights=nbytes, weights_most=most, plain=nbytes if hop.is_exact else 0)
+    if routes.keeps_shard:
+        ranks = routes.nodes * routes.node_size
+        found["memory"] = routes.nodes * ceil_div(numel, ranks) * dtype.itemsize
+    return found
 
-    scheme: Scheme
-    stage: int
-    shards: int  # a parameter travels in so many rows
-    two_levels: bool  # several nodes of several ranks
-    one_node: bool
-    node_shard: bool
-    node_size: int
 
-    @property
-    def crosses_once(self) -> bool:
-        """Whether gradients cross between nodes once per optimizer step."""
-        return self.two_levels and self.stage > 1 and self.scheme.cross == "step"
+def _gradient_bytes(routes: Routes, item: PricedParam, dtype: torch.dtype) -> Counter[str]:
+    numel = torch.Size(item.shape).numel()
+    quantized = routes.scheme.skip_reason(item.name, item.shape, dtype) is None
+    route = routes.gradients(quantized=quantized)
+    if not route.hops:  # DeepSpeed's all-reduce
+        nbytes = 2 * numel * dtype.itemsize
+        return Counter(gradients=nbytes, plain=nbytes)
+    found: Counter[str] = Counter()
+    for hop in route.hops:
+        nbytes = _wire_bytes(routes, route, hop, numel, dtype)
+        if hop.level == "intra":
+            found["gradients_intra"] += nbytes
+            continue
+        found.update(gradients=nbytes, plain=nbytes if hop.is_exact else 0)
+    return found
 
-    @classmethod
-    def of(cls, scheme: Scheme, stage: int, *, ranks: int, node_size: int) -> _Route:
-        one_node = node_size == ranks
-        return cls(
-            scheme=scheme,
-            stage=stage,
-            shards=ranks if stage == 3 else 1,
-            two_levels=not one_node and node_size > 1,
-            one_node=one_node,
-            node_shard=stage == 3 and scheme.node_shard and not one_node,
-            node_size=node_size,
-        )
 
-    def weight_bytes(self, item: PricedParam) -> dict[str, int]:
-        if item.dtype not in CAST_NAMES:  # such as an int8 base: DeepSpeed gathers it
-            nbytes = torch.Size(item.shape).numel() * item.dtype.itemsize
-            return {"weights": nbytes, "weights_most": nbytes, "plain": nbytes}
-        facts = (Role.WEIGHTS, item.name, item.shape, item.dtype)
-        outer, inner = self.scheme.codec_for(*facts), self.scheme.intra_codec_for(*facts)
-        if self.stage == 3 and self.scheme.node_shard and self.one_node:
-            outer = inner  # nothing to exchange: gathers as from a node shard
-        between = self._rows(outer, item) if item.trainable or not self.node_shard else 0
-        plain = between if isinstance(outer, CastCodec) else 0
-        most = between
-        if self.scheme.differs_exactly(item.dtype) and (self.stage < 3 or self.node_shard):
-            numel = torch.Size(item.shape).numel()
-            between, plain = ceil_div(round(numel * LOSSLESS_BITS), 8) if between else 0, 0
-        found = {"weights": between, "weights_most": most, "plain": plain}
-        if self.two_levels:
-            found["weights_intra"] = between  # forwarded as they came
-        if self.node_shard:
-            rows = self.shards * ceil_div(torch.Size(item.shape).numel(), self.shards)
-            found["memory"] = rows // self.node_size * item.dtype.itemsize
-            found["weights_intra"] = self._rows(inner, item) if self.two_levels else 0
-        return found
-
-    def gradient_bytes(self, item: PricedParam, dtype: torch.dtype) -> dict[str, int]:
-        facts = (Role.GRADIENTS, item.name, item.shape, dtype)
-        outer, inner = self.scheme.codec_for(*facts), self.scheme.intra_codec_for(*facts)
-        if self.scheme.gradients_intra is None:
-            inner = outer
-        if self.one_node:
-            outer = inner
-        nbytes = self._rows(outer, item, rotated=True)
-        found = {"gradients": nbytes, "plain": nbytes if isinstance(outer, CastCodec) else 0}
-        if self.two_levels:
-            found["gradients_intra"] = self._rows(inner, item, rotated=True)
-        return found
-
-    def _rows(self, codec: Codec, item: PricedParam, *, rotated: bool = False) -> int:
-        width = ceil_div(torch.Size(item.shape).numel(), self.shards)
-        if rotated and self.scheme.rotation and not isinstance(codec, CastCodec):
-            width = round_up(width, self.scheme.rotation)
-        return self.shards * codec.wire_bytes(width)
+def _wire_bytes(routes: Routes, route: Route, hop: Hop, numel: int, dtype: torch.dtype) -> int:
+    """Bytes of a parameter on a hop, in as many rows as it has shards."""
+    shards = routes.nodes * routes.node_size if routes.stage == 3 else 1
+    width = ceil_div(numel, shards)
+    if route.rotation is not None:
+        width = route.rotation.padded(width)
+    return shards * hop.sends(dtype).wire_bytes(width)
 
 
 def shipped_bytes(
@@ -327,7 +306,7 @@ class StepTime:
 
 def volume(costs: Costs, stage: int, *, micro_steps: int, layers: int) -> Volume:
     """Count what an optimizer step moves and encodes; one collective per layer and exchange."""
-    exchanges = costs.step_gathers(stage, micro_steps) + (micro_steps if stage > 1 else 1)
+    exchanges = costs.step_gathers(stage, micro_steps) + costs.reductions(stage, micro_steps)
     return Volume(
         inter=costs.step_bytes(stage, micro_steps=micro_steps),
         intra=costs.intra_bytes(stage, micro_steps=micro_steps),

@@ -29,8 +29,8 @@ class Sizes:
     """Elements that decide. bucket, window, prefetch: DeepSpeed's reduce_bucket_size,
     allgather_bucket_size and stage3_prefetch_bucket_size.
 
-    trained, largest: parameters that are trained, and the largest of all. exact_own: own
-    contributions stay exact on one level too. under_way: buckets at once.
+    trained, largest: parameters that are trained, and the largest of all. under_way: buckets at
+    once.
     """
 
     ranks: int
@@ -41,7 +41,6 @@ class Sizes:
     window: int = 5 * 10**8
     prefetch: int = 5 * 10**7
     itemsize: int = 2
-    exact_own: bool = False
     under_way: int = 1
     slicing: Slicing = Slicing()
 
@@ -85,7 +84,7 @@ def _gradients(bill: Costs, stage: int, sizes: Sizes) -> float:
         hops += (1 - 1 / sizes.nodes) * share * outer + (sizes.nodes - 1) * summed * outer
         hops += summed * _FP32
         hops *= min(1.0, 2 / sizes.slicing.slices(bucket))
-    elif sizes.exact_own:
+    elif bill.exact_own:
         hops = 2 * (1 - 1 / ranks) * bucket * first + summed * _FP32
     else:
         hops = 2 * bucket * first

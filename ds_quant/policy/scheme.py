@@ -1,4 +1,4 @@
-"""A scheme chooses the codec of every collective; ``codec_for`` is the one policy function.
+"""A scheme: the settings of a run, as codecs. Which codec goes where is decided in route.py.
 
 Every decision uses only facts that all ranks share (name, shape, dtype of a parameter), so that
 the ranks agree without asking each other. Users get a scheme from the config block; making one
@@ -17,8 +17,7 @@ from typing import Literal
 
 import torch
 
-from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.kernels.random_bits import Role
+from ds_quant.codec.codec import Codec, GroupCodec
 
 # What torch.compile and PEFT put into the names of the modules they wrap, at any depth.
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|base_model\.model)\.")
@@ -125,28 +124,3 @@ class Scheme:
         if any(matches(name, pattern) for pattern in self.exclude):
             return "excluded"
         return None
-
-    def codec_for(self, role: Role, name: str, shape: Sequence[int], dtype: torch.dtype) -> Codec:
-        """Choose the codec of a parameter in ``role``; ``shape`` is the whole parameter's, not a
-        shard's.
-
-        ``dtype`` is what full precision means here: the dtype that travels when the parameter is
-        skipped or its role is not quantized. Raises ``ValueError`` if that is none of fp32, bf16
-        and fp16.
-        """
-        quantizer = self.weights if role is Role.WEIGHTS else self.gradients
-        return self._unless_skipped(quantizer, name, shape, dtype)
-
-    def intra_codec_for(
-        self, role: Role, name: str, shape: Sequence[int], dtype: torch.dtype
-    ) -> Codec:
-        """Choose the codec inside a node, as ``codec_for`` does between nodes."""
-        quantizer = self.weights_intra if role is Role.WEIGHTS else self.gradients_intra
-        return self._unless_skipped(quantizer, name, shape, dtype)
-
-    def _unless_skipped(
-        self, quantizer: Codec | None, name: str, shape: Sequence[int], dtype: torch.dtype
-    ) -> Codec:
-        if quantizer is None or self.skip_reason(name, shape, dtype) is not None:
-            return CastCodec(dtype)
-        return quantizer

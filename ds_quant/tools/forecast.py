@@ -257,7 +257,7 @@ def forecast(plan: Plan) -> list[Row]:
     rows = [_fitted(replace(shipped, gpu_memory=plan.shipped_memory), plan)]
     for name, block in blocks.items():
         costs = _bill(block, plan)
-        kept, peak = costs.memory * plan.counted, _peak(costs, block, plan)
+        kept, peak = costs.memory * plan.counted, _peak(costs, plan)
         if plan.micro_steps > 1:
             peak += costs.held * plan.counted
         row = replace(
@@ -348,13 +348,13 @@ def as_json(rows: list[Row]) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
-def _peak(costs: cost.Costs, block: QuantizedCommConfig, plan: Plan) -> float:
+def _peak(costs: cost.Costs, plan: Plan) -> float:
     buckets, model, fetch = plan.buckets, plan.model, plan.buckets.fetch
     sizes = memory.Sizes(
         ranks=plan.ranks, node_size=plan.cluster.node_size, trained=model.trained,
         largest=model.largest, bucket=buckets.reduce, window=buckets.allgather,
         prefetch=min(fetch.prefetch_bucket_size, fetch.max_live_parameters),
-        itemsize=plan.dtype.itemsize, exact_own=block.to_scheme().gradients_intra is not None,
+        itemsize=plan.dtype.itemsize,
     )  # fmt: skip
     exact = plan.exact_gradients
     whole = replace(costs, numel=plan.counted)

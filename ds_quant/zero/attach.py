@@ -118,10 +118,9 @@ def start_line(binding: QuantizedEngine) -> str:
 
 def _weights_stay(binding: QuantizedEngine) -> bool:
     """Whether a node shard has nobody to exchange quantized weights with."""
-    scheme, topology = binding.scheme, binding.topology
-    sends = scheme.weights is not None or scheme.lossless
-    keeps = binding.stage == 3 and scheme.node_shard and sends
-    return keeps and scheme.weights_intra is None and topology.nodes == 1 < topology.world
+    sends = binding.scheme.weights is not None or binding.scheme.lossless
+    is_exact = binding.routes.weights(dtype=torch.bfloat16).is_exact
+    return sends and is_exact and binding.topology.world > 1
 
 
 def _why_weights_stay(binding: QuantizedEngine) -> list[str]:
@@ -149,7 +148,7 @@ def announce(binding: QuantizedEngine) -> None:
 
 def _idle_patterns(binding: QuantizedEngine) -> list[str]:
     """One sentence per ``exclude`` pattern that matches no parameter."""
-    names = [tracked.name for tracked in binding.all_params()]
+    names = [param.name for param in binding.all_params()]
     sentences = []
     for pattern in binding.scheme.exclude:
         if not any(matches(name, pattern) for name in names):
@@ -229,7 +228,8 @@ def _candidate(binding: QuantizedEngine, config: QuantizedCommConfig, place: Pla
         gradients=hooks.gradient_dtype(binding.engine),
         device=hooks.device(),
     )
-    codec = codec_seconds(scheme, speeds, place)
+    shipped = hooks.exact_gradient_reason(binding.engine) is not None
+    codec = codec_seconds(scheme, speeds, place, shipped_gradients=shipped)
     return Candidate(name=config.scheme, bill=binding.bill(scheme), codec=codec)
 
 
@@ -340,7 +340,7 @@ def _attach_shards(binding: QuantizedEngine, optimizer: Any) -> Fetch:
     params = list(binding.engine.module.parameters())
     fetch.attach(params)
     binding.note_groups([p.ds_process_group for p in params])
-    if binding.scheme.node_shard and binding.topology.nodes > 1:
+    if binding.routes.keeps_shard:
         safety.refuse_no_room(binding)
         binding.node = fetch.keep_in_node()
     binding.hooks.on_destroy.append(fetch.close)
@@ -386,8 +386,8 @@ def _hold(binding: QuantizedEngine, buckets: Callable[[Any], hooks.GradientBucke
 
 def _waits(binding: QuantizedEngine, owner: int, parameter: torch.Tensor) -> bool:
     """Whether gradients of a parameter are held; what DeepSpeed was given of it is zeros."""
-    tracked = binding.param_of(parameter)
-    return tracked is not None and binding.held.waits((tracked.index, owner))
+    param = binding.param_of(parameter)
+    return param is not None and binding.held.waits((param, owner))
 
 
 def _note_single_ranks(binding: QuantizedEngine) -> None:

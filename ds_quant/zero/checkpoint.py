@@ -28,13 +28,12 @@ _ENTRIES = {
 
 def dump(binding: QuantizedEngine) -> dict[str, Any]:
     """Return the state as plain types and CPU tensors."""
-    names = {tracked.index: tracked.name for tracked in binding.all_params()}
-    levels = {names[index]: table.cpu() for index, table in binding.state.levels.items()}
+    learned = [param for param in binding.all_params() if param.levels is not None]
     return {
         "version": VERSION,
         "scheme": binding.scheme.name,
         "ranks": (binding.topology.nodes, binding.topology.node_size),
-        "levels": levels,
+        "levels": {param.name: param.levels.cpu() for param in learned},
         "learned_at": binding.state.learned_at,
         "exact_until": binding.state.exact_until,
     }
@@ -70,7 +69,8 @@ def _gathered_otherwise(binding: QuantizedEngine) -> bool:
     """Whether DeepSpeed has gathered the replica before it was known how, or, as it does for
     universal checkpoints, by a way of its own.
     """
-    known_late = bool(binding.state.levels) or binding.is_exact(binding.step)
+    has_levels = any(param.levels is not None for param in binding.all_params())
+    known_late = has_levels or binding.is_exact(binding.step)
     return known_late or binding.engine.load_universal_checkpoint()
 
 
@@ -125,20 +125,16 @@ def _keeps_weights(binding: QuantizedEngine) -> bool:
 
 
 def _restore_levels(binding: QuantizedEngine, saved: dict[str, Any]) -> None:
-    codec = binding.scheme.weights
-    binding.state.levels.clear()
-    if not isinstance(codec, GroupCodec) or codec.levels != "learned":
+    codec, tables, fitting = binding.scheme.weights, saved["levels"], 0
+    learned = isinstance(codec, GroupCodec) and codec.levels == "learned"
+    for param in binding.all_params():
+        param.levels, table = None, tables.get(param.name)
+        if learned and table is not None and table.numel() == 1 << codec.bits:
+            param.levels, fitting = table.to(binding.engine.device), fitting + 1
+    if not learned:
         return
     binding.state.learned_at = saved["learned_at"]
-    indices = {tracked.name: tracked.index for tracked in binding.all_params()}
-    fitting = {
-        name: table
-        for name, table in saved["levels"].items()
-        if name in indices and table.numel() == 1 << codec.bits
-    }
-    device = binding.engine.device
-    binding.state.levels.update({indices[n]: table.to(device) for n, table in fitting.items()})
-    if lost := len(saved["levels"]) - len(fitting):
+    if lost := len(tables) - fitting:
         hooks.log_rank0(
             f"quantized_comm: learned levels of {lost} parameter(s) in the checkpoint fit no "
             f"parameter with {codec.bits} bits here; those start uniform"

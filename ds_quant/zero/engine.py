@@ -6,13 +6,12 @@ Everything is per engine, so that two engines of one process may run two schemes
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_quant.codec.bound import Coding, exactly
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.codec.levels import initial_levels, merge_levels, update_levels
 from ds_quant.comm.buffers import Buffers
@@ -23,10 +22,11 @@ from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link
 from ds_quant.policy.cost import Costs, PricedParam, bill
 from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes
+from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme
 from ds_quant.zero import hooks
 from ds_quant.zero.gather_count import predicted_gathers
-from ds_quant.zero.param import GradientStreams, Param, Stream, Streams
+from ds_quant.zero.param import Param
 
 # ---- collectives of the whole world ----
 
@@ -64,16 +64,15 @@ def new_group(ranks: list[int]) -> Any:
 
 @dataclass
 class SchemeState:
-    """Learned levels by parameter index, (2^bits,) fp32, identical on all ranks.
+    """Counters of one engine. Learned levels are in ``Param``.
 
-    ``learned_at`` is the last optimizer step at which the schedule was consulted, ``resyncs``
+    ``learned_at`` is the last optimizer step at which their schedule was consulted, ``resyncs``
     counts refills after checksums that differed.
 
     Of ``fallback``: steps below ``exact_until`` travel in full precision, and all while ``killed``;
     ``nonfinite_steps`` and ``exact_steps`` count what it has found and caused.
     """
 
-    levels: dict[int, Tensor] = field(default_factory=dict)
     learned_at: int = 0
     resyncs: int = 0
     exact_until: int = 0
@@ -89,12 +88,7 @@ class SchemeState:
 
 
 def learn(
-    state: SchemeState,
-    shards: Sequence[tuple[int, Tensor]],
-    *,
-    codec: GroupCodec,
-    rate: float,
-    link: Link,
+    shards: Sequence[tuple[Param, Tensor]], *, codec: GroupCodec, rate: float, link: Link
 ) -> None:
     """Learn the levels of all parameters (QSDP's learned levels), the same on all ranks.
 
@@ -103,15 +97,15 @@ def learn(
     added in rank order.
 
     Args:
-        shards: (parameter index, this rank's elements, 1-D, possibly empty), the same indices in
-            the same order on all ranks.
+        shards: (parameter, this rank's elements, 1-D, possibly empty), the same parameters in the
+            same order on all ranks.
     """
     if not shards:
         return
     device = shards[0][1].device
     tables, counts = [], []
-    for index, values in shards:
-        table = state.levels.get(index)
+    for param, values in shards:
+        table = param.levels
         table = initial_levels(codec.bits).to(device) if table is None else table
         tables.append(update_levels(table, values.float(), group_size=codec.group_size, rate=rate))
         counts.append(float(values.numel()))
@@ -121,8 +115,8 @@ def learn(
     payload = own.contiguous().view(torch.uint8).view(-1)
     received = link.all_gather(payload, role="weights").wait()
     rows = received.view(torch.float32).view(link.size, *own.shape)
-    for place, (index, _) in enumerate(shards):
-        state.levels[index] = merge_levels(rows[:, place, :-1], rows[:, place, -1])
+    for place, (param, _) in enumerate(shards):
+        param.levels = merge_levels(rows[:, place, :-1], rows[:, place, -1])
 
 
 # ---- the engine ----
@@ -133,14 +127,17 @@ class QuantizedEngine:
 
     def __init__(self, engine: Any, scheme: Scheme, topology: Topology) -> None:
         self.engine, self.topology = engine, topology
-        self.scheme = scheme
         self.stage: int = engine.zero_optimization_stage()
+        self._params: dict[int, Param] = {}  # by id of the tensor
+        self._hops: dict[int, tuple[Hop, ...]] = {}  # by id of the process group
+        self.scheme = scheme
         self.traffic, self.buffers = Traffic(), Buffers()
         self.state = SchemeState()
         self.slicing = Slicing(count=scheme.slices)
         self.notices: list[str] = []  # what the start-up line must add
         self.asked: set[str] = set()  # roles for which DeepSpeed has called the plugin
         self.has_few_ranks = False  # some parameters belong to part of the world
+        self.process_groups: list[Any] = []  # of the parameters
         self.hooks: Any = None  # zero.hooks.Hooks
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
         self.node: Any = None  # zero.node.NodeShard under ZeRO-3, if the scheme keeps one
@@ -154,32 +151,39 @@ class QuantizedEngine:
         self._fabrics: dict[int, Fabric] = {}
         self._levels = self._make_levels()
         self._backwards: dict[int, int] = {}  # those done in the current optimizer step
-        self._tracked = {
-            id(p): Param(index=i, name=name, shape=hooks.shape_of(p), trained=p.requires_grad)
-            for i, (name, p) in enumerate(engine.module.named_parameters())
-        }
+        for index, (name, p) in enumerate(engine.module.named_parameters()):
+            self._params[id(p)] = Param(
+                index=index, name=name, shape=hooks.shape_of(p), trained=p.requires_grad,
+                tensor=p, routes=self.routes,
+            )  # fmt: skip
 
     @property
     def scheme(self) -> Scheme:
-        return self._scheme
+        return self.routes.scheme
 
     @scheme.setter
     def scheme(self, scheme: Scheme) -> None:
-        self._scheme = scheme
-        self._streams = Streams(scheme, one_node=self.topology.nodes == 1)
+        topology = self.topology
+        self.routes = Routes(
+            scheme=scheme, stage=self.stage, nodes=topology.nodes, node_size=topology.node_size
+        )
+        self._hops.clear()
+        for param in self.all_params():
+            param.follow(self.routes)
 
     def param_of(self, parameter: torch.Tensor) -> Param | None:
         """Return the engine's record of a parameter, None if it was created after the engine."""
-        return self._tracked.get(id(parameter))
+        return self._params.get(id(parameter))
 
     def all_params(self) -> Iterable[Param]:
         """Every parameter of the module when the engine was built."""
-        return self._tracked.values()
+        return self._params.values()
 
     def note_groups(self, process_groups: Sequence[Any]) -> None:
         """Add a start-up notice for parameters on a subset of ranks (experts, pipeline, tensor
         parallel); ``process_groups`` has one entry per parameter.
         """
+        self.process_groups = list({id(group): group for group in process_groups}.values())
         world = list(range(self.topology.world))
         few = sum(self.link(group).ranks != world for group in process_groups)
         self.has_few_ranks = few > 0
@@ -204,11 +208,10 @@ class QuantizedEngine:
 
     def _make_levels(self) -> tuple[Link, Link] | None:
         """Make links inside this rank's node and between nodes, where the world has both levels."""
-        topology = self.topology
-        if topology.nodes == 1 or topology.node_size == 1:
+        if not self.routes.two_levels:
             return None
         own, mine = [], hooks.rank_and_world()[0]
-        for ranks_of_level in topology.levels():
+        for ranks_of_level in self.topology.levels():
             groups = [(ranks, new_group(ranks)) for ranks in ranks_of_level]
             own += [group for ranks, group in groups if mine in ranks]
         return self.link(own[0]), self.link(own[1])
@@ -225,19 +228,23 @@ class QuantizedEngine:
 
     def route(self, process_group: Any) -> tuple[Hop, ...]:
         """Return the hops of a gradient reduction over a process group."""
-        fabric = self.fabric(process_group)
-        if fabric.intra is None or fabric.inter is None:
-            # As published: SDP4Bit's variants gain from exact own contributions, QSDP has none.
-            exact_own = self.scheme.gradients_intra is not None
-            return (Hop(link=fabric.whole, exact_own=exact_own),)
-        return (
-            Hop(link=fabric.intra, exact_own=True),
-            Hop(link=fabric.inter, divisor=fabric.intra.size, exact_own=True, slicing=self.slicing),
-        )
+        key = id(process_group)
+        if key not in self._hops:
+            self._hops[key] = self._linked(self.fabric(process_group))
+        return self._hops[key]
+
+    def _linked(self, fabric: Fabric) -> tuple[Hop, ...]:
+        links = {"whole": fabric.whole, "intra": fabric.intra, "inter": fabric.inter}
+        hops, divisor = [], 1
+        for hop in self.routes.gradients(whole=fabric.intra is not None).hops:
+            link, how = links[hop.level], {"exact_own": hop.exact_own, "slicing": self.slicing}
+            hops.append(Hop(link=link, divisor=divisor, **how))
+            divisor *= link.size
+        return tuple(hops)
 
     def crosses_at_boundary(self) -> bool:
         """Whether gradients are to wait, summed inside their node, for the last micro-step."""
-        return self.stage > 1 and self.scheme.cross == "step" and self._levels is not None
+        return self.routes.gradients().waits
 
     def crosses_once(self, route: Sequence[Hop]) -> bool:
         """Whether gradients that take ``route`` cross between nodes once per optimizer step."""
@@ -272,52 +279,6 @@ class QuantizedEngine:
         step = self.engine.global_steps
         self._backwards = {step: self._backwards.get(step, 0) + 1}
 
-    def weight_coding(
-        self,
-        tracked: Param,
-        dtype: torch.dtype,
-        *,
-        step: int,
-        rank: int | None,
-        intra: bool = False,
-    ) -> Coding:
-        """Return the coding of one parameter's weights; ``dtype`` is that of exact ones.
-
-        ``step`` is the optimizer step whose forward uses them. ``intra``: from the node shard.
-        ``rank`` None: they are only received, which takes no random bits.
-        """
-        stream = self.weight_stream(tracked, dtype, rank=rank, intra=intra)
-        if stream is None or self.is_exact(step):
-            return exactly(dtype)
-        return self.coding_of(stream, tracked, step=step, intra=intra)
-
-    def weight_stream(
-        self, tracked: Param, dtype: torch.dtype, *, rank: int | None, intra: bool = False
-    ) -> Stream | None:
-        """Codec and random-stream key of this weight; None if it is always exact. Does not change
-        between steps.
-        """
-        return self._streams.of_weights(tracked, dtype, rank=rank, intra=intra)
-
-    def coding_of(
-        self, stream: Stream, tracked: Param, *, step: int, intra: bool = False
-    ) -> Coding:
-        """Return the coding of a stream of weights in one step."""
-        return Coding(
-            codec=stream.codec,
-            address=stream.address(step),
-            levels=None if intra else self.state.levels.get(tracked.index),
-            difference=self.scheme.difference and not intra,
-        )
-
-    def gradient_streams(
-        self, tracked: Param, dtype: torch.dtype, *, rank: int, route: Sequence[Hop]
-    ) -> GradientStreams | None:
-        """Codecs and random-stream keys of a gradient over ``route``; None if it is always exact.
-        Does not change between steps.
-        """
-        return self._streams.of_gradient(tracked, dtype, rank=rank, hops=len(route))
-
     def learn_levels(
         self, step: int, own_values: Iterator[tuple[torch.Tensor, torch.Tensor, Link]]
     ) -> None:
@@ -327,15 +288,15 @@ class QuantizedEngine:
             return
         if not self.state.due(self.scheme.level_steps, step):
             return
-        by_link: dict[Link, list[tuple[int, torch.Tensor]]] = {}
+        by_link: dict[Link, list[tuple[Param, torch.Tensor]]] = {}
         for parameter, values, link in own_values:
-            tracked = self.param_of(parameter)
-            if tracked is None or tracked.shape.numel() == 0:
+            param = self.param_of(parameter)
+            if param is None or param.shape.numel() == 0:
                 continue
-            if self.scheme.skip_reason(tracked.name, tracked.shape, values.dtype) is None:
-                by_link.setdefault(link, []).append((tracked.index, values))
+            if self.scheme.skip_reason(param.name, param.shape, values.dtype) is None:
+                by_link.setdefault(link, []).append((param, values))
         for link, shards in by_link.items():
-            learn(self.state, shards, codec=codec, rate=self.scheme.level_rate, link=link)
+            learn(shards, codec=codec, rate=self.scheme.level_rate, link=link)
 
     def gradients_travel(self) -> bool:
         """Whether gradients take this plugin's collectives; notes the setting if they do not."""
@@ -359,7 +320,6 @@ class QuantizedEngine:
             window=engine.zero_allgather_bucket_size(),
             prefetch=min(engine.zero_prefetch_bucket_size(), engine.zero_max_live_parameters()),
             itemsize=hooks.gradient_dtype(engine).itemsize,
-            exact_own=self.scheme.gradients_intra is not None,
             under_way=1 + BUCKETS_AHEAD if late else 1,
             slicing=self.slicing,
         )

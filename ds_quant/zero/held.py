@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ds_quant.comm.held import HeldReduction
 from ds_quant.zero import hooks
+from ds_quant.zero.param import Param
 
-Member = tuple[int, int]  # a parameter by index, and the rank that owns this part of it or -1
+Member = tuple[Param, int]  # a parameter, and the rank that owns this part of it or -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +43,12 @@ class HeldGradients:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._parameters = list(engine.module.parameters())  # by index
         self._step = -1
         self._buckets: dict[Hashable, HeldBucket] = {}
         self._keys: dict[Member, Hashable] = {}  # of the bucket that held it last
         self._crossed: dict[Member, Tensor] = {}  # sums that wait for their bucket
         self.nbytes = self.most_nbytes = 0  # held now, and at most so far
-        self._left: set[int] = set()  # parameters that are given zeros now
+        self._left: set[Param] = set()  # those that are given zeros now
         self._is_over = False  # the accumulation, whatever the engine says
 
     def take(self, key: Hashable, members: Sequence[Member]) -> HeldBucket | None:
@@ -94,7 +94,7 @@ class HeldGradients:
 
     def are_left(self, members: Sequence[Member]) -> bool:
         """Whether a bucket has the zeros of ``reduce_rest`` only."""
-        return bool(self._left) and all(index in self._left for index, _ in members)
+        return bool(self._left) and all(param in self._left for param, _ in members)
 
     def take_crossed(self, members: Sequence[Member]) -> dict[Member, Tensor]:
         """Sums that waited for a bucket at the boundary."""
@@ -112,9 +112,10 @@ class HeldGradients:
             return
         buckets.flush()
         held = [member for bucket in self._buckets.values() for member in bucket.members]
-        self._left = {index for index, _ in (*held, *self._crossed)}
+        self._left = {param for param, _ in (*held, *self._crossed)}
         try:
-            buckets.reduce_zeros([self._parameters[index] for index in sorted(self._left)])
+            in_order = sorted(self._left, key=lambda param: param.index)
+            buckets.reduce_zeros([param.tensor for param in in_order])
             if self._left:
                 buckets.flush()
         finally:

@@ -18,19 +18,19 @@ one changes nothing of what the ranks post.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.codec.bound import Coding
-from ds_quant.codec.codec import CastCodec
+from ds_quant.codec.bound import Coding, exactly
 from ds_quant.comm.gather import Kept, exchange, gather
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import hooks, lossless
 from ds_quant.zero.engine import QuantizedEngine
+from ds_quant.zero.param import Param, Stream
 
 # ---- spread over the next forward ----
 
@@ -39,9 +39,9 @@ _IN_FLIGHT = 16  # chunks; bounds the memory of messages, the others are posted 
 
 
 class Chunk(NamedTuple):
-    """Parameters by index and a function that posts their exchange and returns one that waits."""
+    """Parameters and a function that posts their exchange and returns one that waits."""
 
-    indices: Collection[int]
+    params: Collection[Hashable]
     post: Callable[[], Callable[[], None]]
 
 
@@ -50,30 +50,30 @@ class Spread:
 
     def __init__(self) -> None:
         self._ahead: deque[Chunk] = deque()
-        self._posted: deque[tuple[Collection[int], Callable[[], None]]] = deque()
-        self._missing: set[int] = set()
+        self._posted: deque[tuple[Collection[Hashable], Callable[[], None]]] = deque()
+        self._missing: set[Hashable] = set()
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
         """Post the first chunks; the exchange before must be finished."""
         assert not self._missing
         self._ahead.extend(chunks)
-        self._missing.update(index for chunk in self._ahead for index in chunk.indices)
+        self._missing.update(param for chunk in self._ahead for param in chunk.params)
         for _ in range(_IN_FLIGHT):
             self._post_next()
 
-    def misses(self, indices: Iterable[int]) -> bool:
+    def misses(self, params: Iterable[Hashable]) -> bool:
         """Whether a parameter of these is still to arrive. Equal on all ranks: it tells what was
         finished here, not what the network has brought.
         """
-        return not self._missing.isdisjoint(indices)
+        return not self._missing.isdisjoint(params)
 
-    def finish(self, indices: Iterable[int] | None = None) -> None:
+    def finish(self, params: Iterable[Hashable] | None = None) -> None:
         """Wait until these parameters have arrived, or all if None.
 
         Raises:
             RuntimeError: a rank does not answer; also at every later call.
         """
-        while self._missing if indices is None else self.misses(indices):
+        while self._missing if params is None else self.misses(params):
             if not self._posted:
                 raise RuntimeError(
                     "quantized_comm: an exchange of weights has failed before: resume from the "
@@ -92,13 +92,13 @@ class Spread:
     def close(self) -> None:
         """Wait for what was posted, since others may use the same link later; post no more."""
         self._ahead.clear()
-        self._missing = {index for arriving, _ in self._posted for index in arriving}
+        self._missing = {param for arriving, _ in self._posted for param in arriving}
         self.finish()
 
     def _post_next(self) -> None:
         if self._ahead:
             chunk = self._ahead.popleft()
-            self._posted.append((chunk.indices, chunk.post()))
+            self._posted.append((chunk.params, chunk.post()))
 
 
 # ---- the node shard ----
@@ -113,12 +113,12 @@ _CHUNKS, _LEAST_NUMEL, _MOST_NUMEL = 8, 1 << 18, 1 << 21
 class _RequestedGather:
     """A requested gather and, once it is posted, the function that waits and decodes."""
 
-    indices: Sequence[int]
+    params: Sequence[Param]
     decode: Callable[[], list[torch.Tensor]] | None = None
 
 
 class NodeShard:
-    """Weights of the parameters it serves, by their index in the module."""
+    """Weights of the parameters that it serves; ``Param`` has the rows of each."""
 
     def __init__(
         self, binding: QuantizedEngine, params: Iterable[Any], barrier: hooks.StepBarrier
@@ -128,18 +128,10 @@ class NodeShard:
         # One rank per node: all links are between nodes.
         self._inter, self._intra = fabric.inter or fabric.whole, fabric.intra
         self._rank = fabric.whole.rank
-        self._params: dict[int, Any] = {}
-        self._trained: set[int] = set()
-        self._kept: dict[int, Kept] = {}
-        for p in params:
-            if not self._belongs(p):
-                continue
-            tracked = binding.param_of(p)
-            index = tracked.index
-            self._params[index] = p
-            if tracked.trained:
-                self._trained.add(index)
-            self._kept[index] = Kept.allocate(
+        self.served = [binding.param_of(p) for p in params if self._belongs(p)]
+        for param in self.served:
+            p, param.stale = param.tensor, True
+            param.kept = Kept.allocate(
                 p.ds_numel,
                 nodes=topology.nodes,
                 node_size=topology.node_size,
@@ -147,9 +139,8 @@ class NodeShard:
                 dtype=p.ds_tensor.dtype,
                 device=hooks.device(),
             )
-        self._stale = set(self._kept)
         self._spread = Spread()
-        self._gathered: dict[int, None] = {}  # since the last step, in order of their first gather
+        self._gathered: dict[Param, None] = {}  # since the last step, in order of first gather
         self._asked: deque[_RequestedGather] = deque()  # not posted yet
 
     def _belongs(self, p: Any) -> bool:
@@ -158,30 +149,24 @@ class NodeShard:
         world = list(range(self._binding.topology.world))
         return hooks.is_sendable(p) and not p.ds_persist and ranks == world
 
-    def serves(self, parameter: Any) -> bool:
-        """Whether ``gather`` knows the parameter."""
-        tracked = self._binding.param_of(parameter)
-        return tracked is not None and tracked.index in self._kept
-
     def nbytes(self) -> int:
         """Bytes of the node shard on this rank."""
-        return sum(item.rows.nbytes for item in self._kept.values())
+        return sum(param.kept.rows.nbytes for param in self.served)
 
     def mark_stale(self, params: Iterable[Any] | None = None) -> None:
         """Weights were written outside the optimizer step, of all parameters if None. A collective:
         what is on its way must arrive first.
         """
         self.finish()
-        if params is None:
-            self._stale = set(self._kept)
-        else:
-            self._stale.update(self._binding.param_of(p).index for p in params if self.serves(p))
+        for param in self.served if params is None else map(self._binding.param_of, params):
+            if param is not None:
+                param.stale = param.kept is not None
 
     def copies(self) -> Iterable[tuple[int, list[torch.Tensor]]]:
         """See Holder. Ranks of equal place in their nodes hold equal rows."""
         self.finish()
-        # Stale rows are about to be refilled; the set is the same on all ranks.
-        rows = [item.rows for index, item in self._kept.items() if index not in self._stale]
+        # Stale rows are about to be refilled; they are the same ones on all ranks.
+        rows = [param.kept.rows for param in self.served if not param.stale]
         yield self._rank % self._binding.topology.node_size, rows
 
     def resync(self) -> None:
@@ -192,8 +177,8 @@ class NodeShard:
         """Start to exchange what the optimizer has changed."""
         self.finish()  # also what no forward has asked for
         step = self._binding.step + 1  # DeepSpeed counts the step only after it
-        order, self._gathered = self._gathered | dict.fromkeys(self._params), {}
-        moved = [i for i in order if i in self._trained and i not in self._stale]
+        order, self._gathered = self._gathered | dict.fromkeys(self.served), {}
+        moved = [param for param in order if param.trained and not param.stale]
         self._spread.begin(self._chunks(moved, step))
 
     def finish(self) -> None:
@@ -207,23 +192,23 @@ class NodeShard:
         """Free the rows when the engine is destroyed."""
         self._spread.close()
         self._asked.clear()
-        self._kept, self._params, self._stale = {}, {}, set()
+        for param in self.served:
+            param.kept = None
+        self.served = []
 
-    def gather(self, params: Sequence[Any]) -> tuple[Callable[[], list[torch.Tensor]], list[bool]]:
+    def gather(
+        self, params: Sequence[Param]
+    ) -> tuple[Callable[[], list[torch.Tensor]], list[bool]]:
         """Gather full weights of served parameters; also returns which may differ from the exact
         ones.
 
         What has not arrived yet is not waited for before the returned function is called.
         """
-        asked = _RequestedGather([self._binding.param_of(p).index for p in params])
-        self._gathered |= dict.fromkeys(asked.indices)
-        step = self._binding.step
-        lossy = [
-            not isinstance(self._inside(index, step).codec, CastCodec)
-            or not isinstance(self._between(index, step).codec, CastCodec)
-            for index in asked.indices
-        ]
-        at_once = not self._asked and not self._spread.misses(asked.indices)
+        asked = _RequestedGather(params)
+        self._gathered |= dict.fromkeys(params)
+        quantized = not self._binding.is_exact(self._binding.step)
+        lossy = [quantized and any(self._streams(param)) for param in params]
+        at_once = not self._asked and not self._spread.misses(params)
         self._asked.append(asked)
         if at_once:
             self._post_until(asked)
@@ -240,74 +225,77 @@ class NodeShard:
         """
         while asked.decode is None:
             first = self._asked.popleft()
-            first.decode = self._post(first.indices)
+            first.decode = self._post(first.params)
 
-    def _post(self, indices: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
-        self._spread.finish(indices)
-        stale = [index for index in indices if index in self._stale]
+    def _post(self, params: Sequence[Param]) -> Callable[[], list[torch.Tensor]]:
+        self._spread.finish(params)
+        stale = [param for param in params if param.stale]
         if stale:
-            exact = [Coding(codec=CastCodec(self._kept[index].rows.dtype)) for index in stale]
+            exact = [exactly(param.kept.rows.dtype) for param in stale]
             self._exchange(stale, exact)()
-            self._stale.difference_update(stale)
-        codings = [self._inside(index, self._binding.step) for index in indices]
-        return gather([self._kept[index] for index in indices], codings, self._intra)
+            for param in stale:
+                param.stale = False
+        step = self._binding.step
+        codings: list[Coding] = []
+        if self._intra is not None:  # else nothing is sent
+            codings = [self._coding(param, -1, step) for param in params]
+        return gather([param.kept for param in params], codings, self._intra)
 
-    def _runs(self, indices: Sequence[int]) -> Iterator[list[int]]:
+    def _streams(self, param: Param) -> tuple[Stream | None, ...]:
+        """Streams between the nodes, if it is trained, and inside them, if they have ranks."""
+        return param.weight_streams(param.kept.rows.dtype, rank=self._rank)
+
+    def _coding(self, param: Param, place: int, step: int) -> Coding:
+        stream = None if self._binding.is_exact(step) else self._streams(param)[place]
+        return param.coding(stream, param.kept.rows.dtype, step)
+
+    def _runs(self, params: Sequence[Param]) -> Iterator[list[Param]]:
         """Split parameters into consecutive runs of bounded size, at least one each."""
-        widths = [self._kept[index].rows.shape[1] for index in indices]
+        widths = [param.kept.rows.shape[1] for param in params]
         most = min(max(ceil_div(sum(widths), _CHUNKS), _LEAST_NUMEL), _MOST_NUMEL)
-        run: list[int] = []
+        run: list[Param] = []
         numel = 0
-        for index, width in zip(indices, widths, strict=True):
+        for param, width in zip(params, widths, strict=True):
             if run and numel + width > most:
                 yield run
                 run, numel = [], 0
-            run.append(index)
+            run.append(param)
             numel += width
         if run:
             yield run
 
-    def _chunks(self, indices: Sequence[int], step: int) -> Iterator[Chunk]:
+    def _chunks(self, params: Sequence[Param], step: int) -> Iterator[Chunk]:
         """Those of exact differences are encoded at once, see [Note: lengths] of comm/lossless.py,
         the others when they are posted.
         """
         exact = self._binding.is_exact(step)
-        left: list[int] = []
-        alike: dict[torch.dtype, list[int]] = {}  # served by exact differences
-        for index in indices:
-            dtype = self._kept[index].rows.dtype
-            served = self._binding.scheme.differs_exactly(dtype)
-            (alike.setdefault(dtype, []) if served and not exact else left).append(index)
+        dtypes = set() if exact else {param.kept.rows.dtype for param in params}
+        differs = set(filter(self._binding.routes.differs_exactly, dtypes))
+        left: list[Param] = []
+        alike: dict[torch.dtype, list[Param]] = {}  # served by exact differences
+        for param in params:
+            dtype = param.kept.rows.dtype
+            (alike.setdefault(dtype, []) if dtype in differs else left).append(param)
         runs = [run for served in alike.values() for run in self._runs(served)]
         yield from map(Chunk._make, zip(runs, self._exact_differences(runs), strict=True))
         for run in self._runs(left):
-            codings = [self._between(index, step) for index in run]
+            codings = [self._coding(param, 0, step) for param in run]
             yield Chunk(run, partial(self._exchange, run, codings))
 
-    def _exact_differences(self, runs: Sequence[Sequence[int]]) -> Iterator[lossless.Post]:
+    def _exact_differences(self, runs: Sequence[Sequence[Param]]) -> Iterator[lossless.Post]:
         node = self._inter.rank
         messages = [
-            lossless.Rows([self._kept[i] for i in run], partial(self._shards, run), node)
+            lossless.Rows([param.kept for param in run], partial(self._shards, run), node)
             for run in runs
         ]
         traffic = self._binding.traffic
         return lossless.shard_posts(messages, self._inter, device=hooks.device(), traffic=traffic)
 
-    def _shards(self, indices: Sequence[int]) -> list[torch.Tensor]:
+    def _shards(self, params: Sequence[Param]) -> list[torch.Tensor]:
         """This rank's own, as the optimizer has left them."""
         device = hooks.device()
-        return [hooks.valid_shard(self._params[i], self._rank).to(device) for i in indices]
+        return [hooks.valid_shard(param.tensor, self._rank).to(device) for param in params]
 
-    def _exchange(self, indices: Sequence[int], codings: Sequence[Coding]) -> Callable[[], None]:
-        kept = [self._kept[i] for i in indices]
-        return exchange(kept, self._shards(indices), codings, self._inter)
-
-    def _between(self, index: int, step: int) -> Coding:
-        return self._coding(index, step, intra=False)
-
-    def _inside(self, index: int, step: int) -> Coding:
-        return self._coding(index, step, intra=True)
-
-    def _coding(self, index: int, step: int, *, intra: bool) -> Coding:
-        tracked, dtype = self._binding.param_of(self._params[index]), self._kept[index].rows.dtype
-        return self._binding.weight_coding(tracked, dtype, step=step, rank=self._rank, intra=intra)
+    def _exchange(self, params: Sequence[Param], codings: Sequence[Coding]) -> Callable[[], None]:
+        kept = [param.kept for param in params]
+        return exchange(kept, self._shards(params), codings, self._inter)

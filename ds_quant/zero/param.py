@@ -1,43 +1,34 @@
-"""Codec and random-stream key of every parameter, cached.
+"""All that is known of one parameter: its codecs and random streams, what is kept of it.
 
-Remembered, because thousands of parameters ask in every step: only the step is filled in.
+Streams are cached, because thousands of parameters ask in every step: only the step is filled in.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.owners import delivery_codec
+from ds_quant.comm.gather import Kept
 from ds_quant.kernels.random_bits import Address, Role, key_of
-from ds_quant.policy.scheme import Scheme
+from ds_quant.policy.route import Hop, Routes
 
 _SIGNS = 99  # the "hop" of the sign flips of a rotation
 
 
-@dataclass(frozen=True, kw_only=True)
-class Param:
-    """A parameter of the engine's module: its index in ``named_parameters()``, name and shape.
-
-    trained: when the engine was built. Momentum and weight decay move it also once its
-    ``requires_grad`` is turned off.
-    """
-
-    index: int
-    name: str
-    shape: torch.Size
-    trained: bool
-
-
 class Stream(NamedTuple):
-    """A codec and the key of its random bits; None where it takes none."""
+    """What is sent of a parameter over a hop: its codec, the key of its random bits (None where it
+    takes none), whether the learned levels are the codec's, and whether differences are sent.
+    """
 
     codec: Codec
     key: int | None
+    learned: bool = False
+    difference: bool = False
 
     def address(self, step: int) -> Address | None:
         """Random-bit address for `step`; None for deterministic codecs."""
@@ -57,7 +48,7 @@ class GradientStreams(NamedTuple):
         """One coding per hop and the rotation, in one step; ``signed``: that of the sign flips."""
         rotation = self.rotation
         if rotation is not None and self.signs is not None:
-            rotation = Rotation(block=rotation.block, signs=Address(self.signs, signed))
+            rotation = replace(rotation, signs=Address(self.signs, signed))
         return tuple([Coding(hop.codec, hop.address(step)) for hop in self.hops]), rotation
 
 
@@ -78,78 +69,113 @@ def codings_of(
     return streams.codings(step, step if signed is None else signed)
 
 
-def by_hop(inner: Codec, outer: Codec, *, hops: int, one_node: bool) -> list[Codec]:
-    """Assign codecs to hops: ``inner`` inside nodes, ``outer`` between them."""
-    if hops > 1:
-        return [inner, outer]
-    return [inner if one_node else outer]
+@dataclass(kw_only=True, eq=False, slots=True)
+class Param:
+    """A parameter of the engine's module: its index in ``named_parameters()``, name and shape.
 
+    trained: when the engine was built. Momentum and weight decay move it also once its
+        ``requires_grad`` is turned off.
+    tensor: the parameter itself; while it lives, its id names nothing else.
+    levels: learned ones, (2^bits,) fp32, identical on all ranks; None as long as they are uniform.
+    kept: its rows in the node shard, None if that does not serve it. stale: they are to be
+        filled exactly before they are used.
+    decoded: its gathered values are decoded ones, under ZeRO-3.
+    """
 
-class Streams:
-    """The streams of one scheme; None for what is sent in full precision."""
+    index: int
+    name: str
+    shape: torch.Size
+    trained: bool
+    tensor: Any
+    routes: Routes
+    levels: Tensor | None = None
+    kept: Kept | None = None
+    stale: bool = False
+    decoded: bool = False
+    _weights: dict[tuple, tuple[Stream | None, ...]] = field(default_factory=dict, repr=False)
+    _gradients: dict[tuple, GradientStreams | None] = field(default_factory=dict, repr=False)
 
-    def __init__(self, scheme: Scheme, *, one_node: bool) -> None:
-        self._scheme, self._one_node = scheme, one_node
-        self._weights: dict[tuple, Stream | None] = {}
-        self._gradients: dict[tuple, GradientStreams | None] = {}
+    def follow(self, routes: Routes) -> None:
+        """Take the routes of another scheme."""
+        self.routes = routes
+        self._weights.clear()
+        self._gradients.clear()
 
-    def of_weights(
-        self, tracked: Param, dtype: torch.dtype, *, rank: int | None, intra: bool
-    ) -> Stream | None:
-        """Stream of a gather. rank=None: receive only, no random bits are drawn."""
-        key = tracked.index, dtype, rank, intra
+    def weight_streams(
+        self, dtype: torch.dtype, *, rank: int | None, whole: bool = True
+    ) -> tuple[Stream | None, ...]:
+        """One stream per hop of a gather that encodes; None for full precision. Does not change
+        between steps. rank=None: receive only, no random bits are drawn. ``whole``: see ``Routes``.
+        """
+        key = dtype, rank, whole
         if key not in self._weights:
-            choose = self._scheme.intra_codec_for if intra else self._scheme.codec_for
-            codec = choose(Role.WEIGHTS, tracked.name, tracked.shape, dtype)
-            exact = isinstance(codec, CastCodec)
-            self._weights[key] = (
-                None if exact else self._stream(Role.WEIGHTS, tracked, codec, rank, hop=int(intra))
+            quantized = self._is_quantized(dtype)
+            how = {"quantized": quantized, "trained": self.trained, "whole": whole}
+            hops = self.routes.weights(dtype=dtype, **how).hops
+            self._weights[key] = tuple(
+                [self._weight_stream(hop, rank) for hop in hops if not hop.forwards]
             )
         return self._weights[key]
 
-    def of_gradient(
-        self, tracked: Param, dtype: torch.dtype, *, rank: int, hops: int
+    def coding(self, stream: Stream | None, dtype: torch.dtype, step: int) -> Coding:
+        """Return the coding of a stream of weights for `step`, in full precision if it is None.
+
+        ``step`` is the optimizer step whose forward uses them.
+        """
+        if stream is None:
+            return exactly(dtype)
+        levels = self.levels if stream.learned else None
+        return Coding(stream.codec, stream.address(step), levels, stream.difference)
+
+    def gradient_streams(
+        self, dtype: torch.dtype, *, rank: int, hops: int
     ) -> GradientStreams | None:
-        """Streams of a reduction over one or two hops."""
-        key = tracked.index, dtype, rank, hops
+        """Streams of a reduction over one or two hops; None if it is always exact. Does not change
+        between steps.
+        """
+        key = dtype, rank, hops
         if key not in self._gradients:
-            self._gradients[key] = self._of_gradient(tracked, dtype, rank, hops)
+            self._gradients[key] = self._gradient_streams(dtype, rank, whole=hops > 1)
         return self._gradients[key]
 
-    def _of_gradient(
-        self, tracked: Param, dtype: torch.dtype, rank: int, hops: int
-    ) -> GradientStreams | None:
-        scheme, facts = self._scheme, (Role.GRADIENTS, tracked.name, tracked.shape, dtype)
-        outer = inner = scheme.codec_for(*facts)
-        if isinstance(outer, CastCodec):
+    def _is_quantized(self, dtype: torch.dtype) -> bool:
+        return self.routes.scheme.skip_reason(self.name, self.shape, dtype) is None
+
+    def _weight_stream(self, hop: Hop, rank: int | None) -> Stream | None:
+        if hop.codec is None:
             return None
-        if scheme.gradients_intra is not None:
-            inner = scheme.intra_codec_for(*facts)
-        rotation = signs = None
-        if scheme.rotation:
-            rotation = Rotation(block=scheme.rotation)
-            if scheme.rotation_signs:  # the same on all ranks: sums are taken of rotated values
-                signs = self._key(Role.GRADIENTS, tracked, hop=_SIGNS)
-        codecs = by_hop(inner, outer, hops=hops, one_node=self._one_node)
+        key = None if rank is None else self._key(Role.WEIGHTS, hop.codec, rank, int(hop.inner))
+        return Stream(hop.codec, key, not hop.inner, hop.difference)
+
+    def _gradient_streams(
+        self, dtype: torch.dtype, rank: int, *, whole: bool
+    ) -> GradientStreams | None:
+        route = self.routes.gradients(quantized=self._is_quantized(dtype), whole=whole)
+        if route.is_exact:
+            return None
+        signs = None
+        if route.rotation is not None and self.routes.scheme.rotation_signs:
+            signs = self._stream_key(Role.GRADIENTS, 0, _SIGNS)
+        # Sums may be rounded once more, on their way to owners.
+        last = len(route.hops) - 1
+        rounds = [hop.codec for hop in route.hops]
+        if route.delivery is not None:
+            rounds[last] = route.delivery.codec
         streams = [
-            self._stream(Role.GRADIENTS, tracked, codec, rank, hop=hop)
-            for hop, codec in enumerate(codecs)
+            Stream(hop.codec, self._key(Role.GRADIENTS, codec, rank, place))
+            for place, (hop, codec) in enumerate(zip(route.hops, rounds, strict=True))
         ]
-        return GradientStreams(streams, rotation, signs)
+        return GradientStreams(streams, route.rotation, signs)
 
-    def _stream(
-        self, role: Role, tracked: Param, codec: Codec, rank: int | None, *, hop: int
-    ) -> Stream:
-        rounding = None
-        if isinstance(codec, GroupCodec):  # sums may be rounded once more, on their way to owners
-            rounding = delivery_codec(codec).rounding
-        if rank is None or isinstance(codec, CastCodec) or rounding == "nearest":
-            return Stream(codec, None)
+    def _key(self, role: Role, codec: Codec, rank: int, hop: int) -> int | None:
+        """Key of the random bits that ``codec`` takes, None if it takes none."""
+        rounding = codec.rounding if isinstance(codec, GroupCodec) else None
+        if rounding == "nearest" or isinstance(codec, CastCodec):
+            return None
         # QSDP: one shift per parameter and step, shared by all shards; all else differs by rank.
-        stream = 0 if rounding == "random_shift" else rank + 1
-        return Stream(codec, self._key(role, tracked, rank=stream, hop=hop))
+        return self._stream_key(role, 0 if rounding == "random_shift" else rank + 1, hop)
 
-    def _key(self, role: Role, tracked: Param, *, rank: int = 0, hop: int) -> int:
-        return key_of(
-            seed=self._scheme.seed, role=role, parameter=tracked.index, rank=rank, hop=hop
-        )
+    def _stream_key(self, role: Role, stream: int, hop: int) -> int:
+        """Key that is the same on all ranks whose ``stream`` is."""
+        seed = self.routes.scheme.seed
+        return key_of(seed=seed, role=role, parameter=self.index, rank=stream, hop=hop)

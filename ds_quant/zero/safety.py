@@ -38,6 +38,7 @@ from ds_quant.zero.engine import QuantizedEngine, broadcast, minimum
 from ds_quant.zero.handshake import Board, handshake
 from ds_quant.zero.hooks import deepspeed_version
 from ds_quant.zero.log import log_here, log_rank0
+from ds_quant.zero.param import Param
 
 # ---- start-up ----
 
@@ -220,17 +221,17 @@ class Watch:
     """Remember, without waiting for the device, whether reduced gradients were finite."""
 
     def __init__(self) -> None:
-        self._finite: list[tuple[int, torch.Tensor]] = []
+        self._finite: list[tuple[Param, torch.Tensor]] = []
 
-    def note(self, index: int, reduced: torch.Tensor) -> None:
-        """``reduced``: what this rank has received for the parameter of that index."""
-        self._finite.append((index, torch.isfinite(reduced).all()))
+    def note(self, param: Param, reduced: torch.Tensor) -> None:
+        """``reduced``: what this rank has received of its gradient."""
+        self._finite.append((param, torch.isfinite(reduced).all()))
 
-    def first(self) -> int | None:
+    def first(self) -> Param | None:
         """Return the first parameter with NaN or Inf since the last call, and forget all."""
         noted, self._finite = self._finite, []
         finite = torch.stack([flag for _, flag in noted]).tolist() if noted else []
-        bad = [index for (index, _), good in zip(noted, finite, strict=True) if not good]
+        bad = [param for (param, _), good in zip(noted, finite, strict=True) if not good]
         return bad[0] if bad else None
 
 
@@ -319,14 +320,14 @@ class Fallback:
         )
         hooks.log_rank0(f"quantized_comm: step {self._binding.engine.global_steps}: {what}")
 
-    def _found(self, finder: int | None, index: int | None) -> None:
-        """``finder``: rank that holds NaN or Inf, in the gradient of parameter ``index``."""
+    def _found(self, finder: int | None, param: Param | None) -> None:
+        """``finder``: rank that holds NaN or Inf, in the gradient of ``param``."""
         state, step = self._binding.state, self._binding.engine.global_steps
         state.nonfinite_steps += 1
         if self._policy == "raise":
             raise FloatingPointError(
                 f"quantized_comm: step {step}: NaN or Inf in the gradient of "
-                f"{self._name(finder, index)}. Training ends because "
+                f"{self._name(finder, param)}. Training ends because "
                 'quantized_comm.fallback.on_nonfinite="raise"; resume from the last checkpoint, '
                 'or set it to "skip" or "full_precision"'
             )
@@ -337,11 +338,10 @@ class Fallback:
                 "steps travel in full precision (logged once, ds_quant.report counts)"
             )
 
-    def _name(self, finder: int | None, index: int | None) -> str:
+    def _name(self, finder: int | None, param: Param | None) -> str:
         if finder is None:
             return "a parameter that DeepSpeed reduces itself"
-        names = {tracked.index: tracked.name for tracked in self._binding.all_params()}
-        name: Any = broadcast(names.get(index), source=finder)
+        name = broadcast(None if param is None else param.name, source=finder)
         return f"{name}, received by rank {finder}"
 
 

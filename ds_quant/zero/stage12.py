@@ -51,7 +51,7 @@ class _GatherRun(NamedTuple):
     """
 
     owner: int
-    tracked: Param
+    param: Param
     stream: Stream | None
     first: int
     ranges: list[tuple[int, int]]
@@ -71,22 +71,16 @@ class _GatherPlan(NamedTuple):
 
     @classmethod
     def make(
-        cls,
-        runs: list[_GatherRun],
-        dtype: torch.dtype,
-        fabric: Fabric,
-        first: int,
-        *,
-        difference: bool,
+        cls, runs: list[_GatherRun], dtype: torch.dtype, fabric: Fabric, first: int
     ) -> _GatherPlan:
         """first: element of the flat replica with which this rank's partition begins."""
-        places: dict[tuple[int, bool], int] = {}  # of parameters among the weights
+        places: dict[tuple[Param, bool], int] = {}  # of parameters among the weights
         weights, parts, moved, back, end = [], [], [], [], 0
         for run in runs:
-            key = run.tracked.index, run.stream is None
+            key = run.param, run.stream is None
             if key not in places:
                 places[key] = len(weights)
-                weights.append((run.tracked, run.stream))
+                weights.append((run.param, run.stream))
             tensor, start = 0, run.ranges[0][0]
             numel = sum(stop - start for start, stop in run.ranges)
             if len(run.ranges) > 1:
@@ -95,7 +89,7 @@ class _GatherPlan(NamedTuple):
                 back.append((run.ranges, start))
             parts.append(Part(run.owner, tensor, start, numel, places[key]))
         codecs = [
-            (CastCodec(dtype), False) if s is None else (s.codec, difference) for _, s in weights
+            (CastCodec(dtype), False) if s is None else (s.codec, s.difference) for _, s in weights
         ]
         own = [run for run in runs if run.owner == fabric.rank]
         cuts = Cuts([[(start - first, stop - first) for start, stop in run.ranges] for run in own])
@@ -168,14 +162,14 @@ class Replica:
 
     def _posts(self, step: int, exact: bool) -> Iterator[Post]:
         """What posts the gather of each window."""
-        scheme, exact_step = self._binding.scheme, exact or self._binding.is_exact(step)
+        routes, exact_step = self._binding.routes, exact or self._binding.is_exact(step)
         exactly: list[Window] = []
         for group in optimizer_hooks.replica_groups(self._optimizer):
             fabric = self._binding.fabric(group.process_group)
             if fabric.size == 1:
                 continue
             most = self._optimizer.allgather_bucket_size // fabric.size
-            if scheme.differs_exactly(group.flat.dtype) and not exact_step:
+            if not exact_step and routes.differs_exactly(group.flat.dtype):
                 most = min(most, MOST_NUMEL)
                 exactly += [Window(group, fabric, w) for w in _windows(group, fabric.size, most)]
                 continue
@@ -198,14 +192,14 @@ class Replica:
         from_master = self._binding.scheme.keeps_reference and not exact
         exact = exact or self._binding.is_exact(step)
         plan, dtype = self._plan(group, fabric, window, exact), group.flat.dtype
-        codings = [self._coding(tracked, stream, dtype, step) for tracked, stream in plan.weights]
+        codings = [param.coding(stream, dtype, step) for param, stream in plan.weights]
         # Else the new weights are in the replica already: exact ones, or absolute codes.
         targets: Iterable[list[torch.Tensor] | None] = [None] * len(plan.own_runs)
         if from_master:
             targets = plan.own_cuts.views(group.master.view(1, -1))
         own = [
             Own(
-                self._coding(run.tracked, run.stream, dtype, step).at(run.first),
+                run.param.coding(run.stream, dtype, step).at(run.first),
                 None if target is None else joined(target),
             )
             for run, target in zip(plan.own_runs, targets, strict=True)
@@ -228,9 +222,7 @@ class Replica:
         if key not in self._plans:
             runs = self._runs(group, fabric.whole, window, exact)
             first = fabric.rank * (group.flat.numel() // fabric.size)
-            difference = self._binding.scheme.difference
-            dtype = group.flat.dtype
-            self._plans[key] = _GatherPlan.make(runs, dtype, fabric, first, difference=difference)
+            self._plans[key] = _GatherPlan.make(runs, group.flat.dtype, fabric, first)
         return self._plans[key]
 
     def _runs(
@@ -242,7 +234,7 @@ class Replica:
         for p in group.params:
             begin = _offset(flat, p)
             end = begin + p.numel()
-            tracked = self._binding.param_of(p)
+            param = self._binding.param_of(p)
             for owner in range(begin // width, ceil_div(end, width)):
                 start = max(begin, owner * width + window.start)
                 stop = min(end, owner * width + window.stop)
@@ -250,22 +242,15 @@ class Replica:
                     continue
                 sender, stream = link.rank if owner == link.rank else None, None
                 if not exact:
-                    stream = self._binding.weight_stream(tracked, flat.dtype, rank=sender)
+                    (stream,) = param.weight_streams(flat.dtype, rank=sender)
                 small = stream is None and is_small(stop - start, exactly(flat.dtype))
                 if small and owner in bundles:
                     _extend(bundles[owner].ranges, start, stop)
                     continue
-                runs.append(_GatherRun(owner, tracked, stream, start - begin, [(start, stop)]))
+                runs.append(_GatherRun(owner, param, stream, start - begin, [(start, stop)]))
                 if small:
                     bundles[owner] = runs[-1]
         return runs
-
-    def _coding(
-        self, tracked: Param, stream: Stream | None, dtype: torch.dtype, step: int
-    ) -> Coding:
-        if stream is None:
-            return exactly(dtype)
-        return self._binding.coding_of(stream, tracked, step=step)
 
 
 def _windows(group: ReplicaGroup, ranks: int, most: int) -> Iterator[range]:
@@ -309,14 +294,14 @@ class _SumRun(NamedTuple):
     """One tensor of the message: elements [start, stop) of a bucket, of one parameter from
     ``first`` on or, in full precision, of several small ones of one owner.
 
-    streams: None in full precision. members: (index of a parameter, first element in the bucket,
-    last one exclusive).
+    streams: None in full precision. members: (parameter, first element in the bucket, last one
+    exclusive).
     """
 
     owner: int
     streams: GradientStreams | None
     first: int
-    members: list[tuple[int, int, int]]
+    members: list[tuple[Param, int, int]]
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -380,10 +365,10 @@ class _SumPlan(NamedTuple):
         into = [(run.ranges, total) for run, total in own]
         own_places = {}
         for run, place in own:
-            for index, start, stop in run.members:
-                own_places[index, run.owner] = place, place + stop - start
+            for param, start, stop in run.members:
+                own_places[param, run.owner] = place, place + stop - start
                 place += stop - start
-        members = tuple([(index, run.owner) for run in runs for index, _, _ in run.members])
+        members = tuple([(param, run.owner) for run in runs for param, _, _ in run.members])
         own_runs = [run for run, _ in own]
         return cls(gradients, sums, Scattered(moved), Copies(into), own_runs, members, own_places)
 
@@ -508,8 +493,8 @@ class OwnerReduction:
 
     def _watch(self, runs: Iterable[_SumRun]) -> None:
         if self._binding.watch is not None:
-            for index, start, stop in (member for run in runs for member in run.members):
-                self._binding.watch.note(index, self._bucket[start:stop])
+            for param, start, stop in (member for run in runs for member in run.members):
+                self._binding.watch.note(param, self._bucket[start:stop])
 
     def _plan(
         self,
@@ -548,11 +533,11 @@ class OwnerReduction:
             place = bisect_right(self._starts, position) - 1
             while position < end:
                 start, stop = self._starts[place], min(end, self._starts[place + 1])
-                tracked = self._binding.param_of(self._params[place])
+                param = self._binding.param_of(self._params[place])
                 streams = None
                 if not exact:
-                    streams = self._binding.gradient_streams(tracked, dtype, rank=rank, route=route)
-                member = tracked.index, position, stop
+                    streams = param.gradient_streams(dtype, rank=rank, hops=len(route))
+                member = param, position, stop
                 small = streams is None and is_small(stop - position, exactly(dtype))
                 if small and owner in bundles:
                     bundles[owner].members.append(member)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.gather import all_gather, reduce_scatter
 from ds_quant.comm.held import HeldReduction
@@ -41,7 +41,6 @@ class Fetch:
 
     def __init__(self, binding: QuantizedEngine) -> None:
         self._binding = binding
-        self._decoded: set[int] = set()  # ds_id of parameters whose last gather was quantized
         self._barrier = hooks.StepBarrier()
         self._parameters: list[torch.Tensor] = []
         self._hooked: dict[int, Any] = {}  # wrapped parameters by ds_id
@@ -85,11 +84,18 @@ class Fetch:
             self.node.close()
         for p in self._hooked.values():
             hooks.unwrap(p, owner=self)
-            if p.ds_id in self._decoded and hooks.is_available(p):
+            if self._pop_decoded(p) and hooks.is_available(p):
                 p.partition()
         self._hooked.clear()
-        self._decoded.clear()
         self._parameters = []
+
+    def _pop_decoded(self, parameter: Any) -> bool:
+        """Whether the values of the last gather may be decoded ones, which is forgotten."""
+        param = self._binding.param_of(parameter)
+        if param is None or not param.decoded:
+            return False
+        param.decoded = False
+        return True
 
     def after_step(self) -> None:
         """Run after the optimizer wrote new shards (DeepSpeed counts the step only later)."""
@@ -116,44 +122,47 @@ class Fetch:
         params = sorted(params, key=lambda p: p.ds_id)  # the caller's order comes from a set
         if self._binding.gather_count is not None:
             self._binding.gather_count.fetched(params)
-        groups: dict[int, list[Any]] = {}
+        groups: dict[int, list[Param]] = {}
         kept, others = [], []
         for p in params:
-            if self.node is not None and self.node.serves(p):
-                kept.append(p)
-            elif self._is_ours(p):
-                groups.setdefault(id(p.ds_process_group), []).append(p)
+            param = self._binding.param_of(p)
+            if param is not None and param.kept is not None:
+                kept.append(param)
+            elif param is not None and self._is_sent(p):
+                groups.setdefault(id(p.ds_process_group), []).append(param)
             else:
                 others.append(p)
+                self._pop_decoded(p)
         self._barrier.wait()
         handles: list[Any] = [self._gather(group) for group in groups.values()]
         if kept:
             handles.append(self._gather_in_node(kept))
         if others:
-            self._decoded.difference_update(p.ds_id for p in others)
             handles.append(original(others, *args, **kwargs))
         return handles[0] if len(handles) == 1 else _JointHandle(handles)
 
-    def _is_ours(self, parameter: Any) -> bool:
-        return (
-            self._binding.param_of(parameter) is not None
-            and hooks.is_sendable(parameter)
-            and self._binding.link(parameter.ds_process_group).size > 1
-        )
+    def _is_sent(self, parameter: Any) -> bool:
+        link = self._binding.link(parameter.ds_process_group)
+        return hooks.is_sendable(parameter) and link.size > 1
 
-    def _gather(self, params: list[Any]) -> _FetchHandle:
-        fabric = self._binding.fabric(params[0].ds_process_group)
-        for p in params:
+    def _gather(self, params: list[Param]) -> _FetchHandle:
+        tensors = [param.tensor for param in params]
+        fabric = self._binding.fabric(tensors[0].ds_process_group)
+        for p in tensors:
             _begin(p)
-        codings = [self._coding(p, fabric.rank) for p in params]
+        step = self._binding.step
+        exact = self._binding.is_exact(step)
+        codings = [self._coding(param, fabric.rank, step, exact) for param in params]
         lossy = [not isinstance(c.codec, CastCodec) for c in codings]
-        alone, bundles = sort_out([p.ds_numel for p in params], codings, fabric.size)
-        shards = [hooks.valid_shard(params[i], fabric.rank) for i in alone]
-        shards += [torch.cat([params[i].ds_tensor.data for i in members]) for _, members in bundles]
+        alone, bundles = sort_out([p.ds_numel for p in tensors], codings, fabric.size)
+        shards = [hooks.valid_shard(tensors[i], fabric.rank) for i in alone]
+        shards += [
+            torch.cat([tensors[i].ds_tensor.data for i in members]) for _, members in bundles
+        ]
         device = hooks.device()
         handle = all_gather(
             [s.to(device, non_blocking=True) for s in shards],
-            [params[i].ds_numel for i in alone] + [bundle.numel for bundle, _ in bundles],
+            [tensors[i].ds_numel for i in alone] + [bundle.numel for bundle, _ in bundles],
             [codings[i] for i in (*alone, *(members[0] for _, members in bundles))],
             fabric,
         )
@@ -167,27 +176,21 @@ class Fetch:
 
         order = [*alone, *(i for _, members in bundles for i in members)]
         params, lossy = [params[i] for i in order], [lossy[i] for i in order]
-        return _FetchHandle(params, gathered, lossy, self._decoded)
+        return _FetchHandle(params, gathered, lossy)
 
-    def _gather_in_node(self, params: list[Any]) -> _FetchHandle:
-        for p in params:
-            _begin(p)
+    def _gather_in_node(self, params: list[Param]) -> _FetchHandle:
+        for param in params:
+            _begin(param.tensor)
         wait, lossy = self.node.gather(params)
-        return _FetchHandle(params, wait, lossy, self._decoded)
+        return _FetchHandle(params, wait, lossy)
 
-    def _coding(self, parameter: Any, rank: int) -> Coding:
-        dtype = parameter.ds_tensor.dtype
-        if parameter.ds_persist:  # stays gathered between steps and is refreshed exactly
-            return Coding(codec=CastCodec(dtype))
-        tracked = self._binding.param_of(parameter)
-        # What a node shard does not serve is gathered as it would be inside a node.
-        return self._binding.weight_coding(
-            tracked,
-            dtype,
-            step=self._binding.step,
-            rank=rank,
-            intra=self._binding.scheme.node_shard,
-        )
+    def _coding(self, param: Param, rank: int, step: int, exact: bool) -> Coding:
+        dtype = param.tensor.ds_tensor.dtype
+        if exact or param.tensor.ds_persist:  # stays gathered between steps, refreshed exactly
+            return exactly(dtype)
+        # The node shard serves all that the whole world shares.
+        stream, *_ = param.weight_streams(dtype, rank=rank, whole=self.node is None)
+        return param.coding(stream, dtype, step)
 
     def gather_exactly(
         self,
@@ -203,9 +206,8 @@ class Fetch:
                 parameter.all_gather_coalesced([parameter]).wait()
             return None
         for p in [parameter] if param_list is None else param_list:
-            if p.ds_id in self._decoded and hooks.is_available(p):
+            if hooks.is_available(p) and self._pop_decoded(p):
                 hooks.drop_values(p)
-                self._decoded.discard(p.ds_id)
         return original(param_list, *args, **kwargs)
 
 
@@ -223,23 +225,19 @@ class _FetchHandle:
 
     def __init__(
         self,
-        params: list[Any],
+        params: list[Param],
         gathered: Callable[[], list[torch.Tensor]],
         lossy: list[bool],
-        decoded: set[int],
     ) -> None:
-        self._params, self._lossy, self._decoded = params, lossy, decoded
+        self._params, self._lossy = params, lossy
         self._gathered: Callable[[], list[torch.Tensor]] | None = gathered
 
     def wait(self, **_: Any) -> None:
         if self._gathered is None:
             return
-        for p, values, lossy in zip(self._params, self._gathered(), self._lossy, strict=True):
-            hooks.fill(p, values)
-            if lossy:
-                self._decoded.add(p.ds_id)
-            else:
-                self._decoded.discard(p.ds_id)
+        for param, values, lossy in zip(self._params, self._gathered(), self._lossy, strict=True):
+            hooks.fill(param.tensor, values)
+            param.decoded = lossy
         # It holds the values of all parameters, while DeepSpeed, which keeps this handle until the
         # last one is used, releases them one by one.
         self._gathered = None
@@ -309,14 +307,14 @@ class ShardReduction:
         route: tuple[Hop, ...],
         link: Link,
     ) -> _Sent:
-        binding = self._binding
+        binding, rank = self._binding, link.rank
         exact, step, hops = binding.is_exact(binding.step), binding.gradient_step, len(route)
         signed = binding.signed_step(route)
         codings, rotations = [], []
         for parameter, gradient in zip(tracked, tensors, strict=True):
             streams, dtype = None, gradient.dtype
             if not exact:
-                streams = binding.gradient_streams(parameter, dtype, rank=link.rank, route=route)
+                streams = parameter.gradient_streams(dtype, rank=rank, hops=hops)
             coding, rotation = codings_of(streams, dtype, hops=hops, step=step, signed=signed)
             codings.append(coding)
             rotations.append(rotation)
@@ -350,7 +348,7 @@ class ShardReduction:
     ) -> Posted:
         """Post a bucket that crosses between nodes at the boundary only: [Note: held gradients]."""
         held, unpack = self._binding.held, sent.unpack
-        members = tuple([(parameter.index, -1) for parameter in tracked])
+        members = tuple([(param, -1) for param in tracked])
         plan = self._plan(sent, route, link)
         key = plan.reduction, members
         zeros = partial(plan.zeros, unpack.dtypes, sent.tensors[0].device)
@@ -457,7 +455,7 @@ class Bucket:
         for parameter, shard, values in zip(self._tracked, self.shards, reduced, strict=True):
             shard.data = values
             if watch is not None:
-                watch.note(parameter.index, shard)
+                watch.note(parameter, shard)
         self.finished = True
         return self.shards
 

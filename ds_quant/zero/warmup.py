@@ -7,16 +7,17 @@ blocks and others are different variants of a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.lossless import CODEC
 from ds_quant.comm.operations import Operations, Streams
-from ds_quant.comm.owners import delivery_codec
+from ds_quant.comm.reduction_plan import Hop
 from ds_quant.kernels.batch import Rotate
 from ds_quant.kernels.cuda import Batch
 from ds_quant.kernels.dispatch import batch_launches
@@ -24,7 +25,6 @@ from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.random_bits import Address
 from ds_quant.zero import hooks
 from ds_quant.zero.engine import QuantizedEngine
-from ds_quant.zero.param import by_hop
 
 _RAGGED = 9  # elements: more than a vector, less than anything else
 
@@ -38,8 +38,7 @@ class _Use(NamedTuple):
 
 def warm_up(binding: QuantizedEngine, device: torch.device) -> None:
     """Use every kernel of the engine once on ``device``."""
-    if binding.scheme.lossless:
-        _rehearse_exact_differences(binding, device)
+    _rehearse_exact_differences(binding, device)
     for codecs, run in _uses(binding, device):
         for numel in (_RAGGED, whole_numel(codecs)):
             run(numel)
@@ -49,8 +48,9 @@ def warm_up(binding: QuantizedEngine, device: torch.device) -> None:
 
 
 def _rehearse_exact_differences(binding: QuantizedEngine, device: torch.device) -> None:
-    dtypes = {p.dtype for p in binding.engine.module.parameters()}
-    for dtype in sorted(filter(binding.scheme.differs_exactly, dtypes), key=str):
+    for dtype in _dtypes(binding):
+        if not binding.routes.differs_exactly(dtype):
+            continue
         for held in (torch.zeros(numel, dtype=dtype, device=device) for numel in (_RAGGED, 4096)):
             wire = torch.empty(CODEC.max_bytes(held.numel()), dtype=torch.uint8, device=device)
             used = torch.zeros(1, dtype=torch.int64, device=device)
@@ -59,18 +59,24 @@ def _rehearse_exact_differences(binding: QuantizedEngine, device: torch.device) 
                 CODEC.decode(wire[: int(used)], held, torch.empty_like(held))
 
 
+def _dtypes(binding: QuantizedEngine) -> list[torch.dtype]:
+    params = binding.engine.module.parameters()
+    return sorted({p.dtype for p in params if p.is_floating_point()}, key=str)
+
+
 def _uses(binding: QuantizedEngine, device: torch.device) -> Iterator[_Use]:
-    scheme, stage = binding.scheme, binding.stage
-    dtypes = {p.dtype for p in binding.engine.module.parameters() if p.is_floating_point()}
-    for dtype in sorted(dtypes, key=str):
-        if isinstance(scheme.weights, GroupCodec):
-            # A replica is rewritten in place; shards that nobody keeps are encoded as they are.
-            differs = scheme.difference and (stage < 3 or binding.topology.nodes > 1)
-            yield from _weights(_coding(scheme.weights, differs), dtype, device)
-        if scheme.weights_intra is not None and stage == 3 and scheme.node_shard:
-            yield from _weights(_coding(scheme.weights_intra), dtype, device)
-    if isinstance(scheme.gradients, GroupCodec):
-        yield from _gradients(binding, hooks.gradient_dtype(binding.engine), device)
+    routes = [binding.routes.weights()]
+    if binding.has_few_ranks:
+        routes.append(binding.routes.weights(whole=False))
+    sent = dict.fromkeys((hop.codec, hop.difference) for route in routes for hop in route.hops)
+    for dtype in _dtypes(binding):
+        for codec, difference in sent:
+            if isinstance(codec, GroupCodec):
+                yield from _weights(_coding(codec, difference), dtype, device)
+    if hooks.exact_gradient_reason(binding.engine) is None:
+        reductions = {binding.route(group): None for group in binding.process_groups}
+        for hops in reductions:
+            yield from _gradients(binding, hops, hooks.gradient_dtype(binding.engine), device)
 
 
 def _coding(codec: GroupCodec, difference: bool = False) -> Coding:
@@ -88,15 +94,15 @@ def _weights(coding: Coding, dtype: torch.dtype, device: torch.device) -> Iterat
 
 
 def _gradients(
-    binding: QuantizedEngine, dtype: torch.dtype, device: torch.device
+    binding: QuantizedEngine, hops: Sequence[Hop], dtype: torch.dtype, device: torch.device
 ) -> Iterator[_Use]:
-    scheme, route = binding.scheme, binding.route(None)
-    inner, one_node = scheme.gradients_intra or scheme.gradients, binding.topology.nodes == 1
-    codecs = by_hop(inner, scheme.gradients, hops=len(route), one_node=one_node)
-    codings = [_coding(codec) for codec in codecs]
-    rotation = Rotation(block=scheme.rotation) if scheme.rotation else None
-    if scheme.rotation_signs:
-        rotation = Rotation(block=scheme.rotation, signs=Address(key=0, step=0))
+    route = binding.routes.gradients(whole=len(hops) > 1)
+    codecs = [hop.codec for hop in route.hops]
+    if hops[0].link.size == 1 or not all(isinstance(codec, GroupCodec) for codec in codecs):
+        return
+    codings, rotation = [_coding(codec) for codec in codecs], route.rotation
+    if rotation is not None and binding.scheme.rotation_signs:
+        rotation = replace(rotation, signs=Address(key=0, step=0))
 
     def reduce(numel: int) -> None:
         values = torch.zeros(numel, dtype=dtype, device=device)
@@ -108,10 +114,10 @@ def _gradients(
             rotated = torch.empty(on_wire, device=device).float()
             turn = Operations([(Rotate(numel, 0, 1, 0, block, flips), (0, 0))])
             turn.run([values, rotated], Streams(codings[:1], [rotation]))
-        for depth, (hop, coding) in enumerate(zip(route, codings, strict=True)):
+        for depth, (hop, coding) in enumerate(zip(hops, codings, strict=True)):
             rows = wire.expand(hop.link.size - hop.exact_own, -1)
             own = (0, values.new_zeros(on_wire).float()) if hop.exact_own else None
-            if depth + 1 == len(route):
+            if depth + 1 == len(hops):
                 total = torch.empty(numel, device=device).float()
                 for scale in (1.0, 1 / 3):  # DeepSpeed may divide by itself
                     coding.decode_sum(rows, total, own=own, scale=scale, rotation=rotation)
@@ -119,15 +125,14 @@ def _gradients(
             following = codings[depth + 1]
             wire = _wire(following, on_wire, device)
             following.recode(coding, rows, wire, numel=on_wire, own=own)
-            if binding.crosses_once(route):  # encoded from what is held instead
+            if binding.crosses_once(hops):  # encoded from what is held instead
                 following.encode(torch.zeros(on_wire, device=device).float(), wire)
-            if route[depth + 1].exact_own or binding.crosses_once(route):
+            if hops[depth + 1].exact_own or binding.crosses_once(hops):
                 coding.decode_sum(rows, torch.empty(on_wire, device=device).float(), own=own)
 
     yield _Use(tuple(codecs), reduce)
-    if binding.stage < 3:  # sums that balanced buckets deliver to their owners
-        delivery = _coding(delivery_codec(codecs[-1]))
-        yield from _weights(delivery, torch.float32, device)
+    if route.delivery is not None:  # sums that balanced buckets deliver to their owners
+        yield from _weights(_coding(route.delivery.codec), torch.float32, device)
 
 
 def _wire(coding: Coding, numel: int, device: torch.device) -> torch.Tensor:

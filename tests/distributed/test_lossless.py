@@ -306,7 +306,7 @@ def _drifted(stage: int) -> None:
     if torch.distributed.get_rank() == 1:
         if stage == 3:
             engine.ds_quant_engine.node.finish()
-            next(iter(engine.ds_quant_engine.node._kept.values())).rows[0, 0] += 1
+            engine.ds_quant_engine.node.served[0].kept.rows[0, 0] += 1
         else:
             engine.module.first.weight.data.view(-1)[3] += 1
     train_step(engine, 1)

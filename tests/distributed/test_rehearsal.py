@@ -16,14 +16,15 @@ from ds_quant.kernels import dispatch, launch, launch_batch, launch_lossless
 from ds_quant.kernels.launch import Own
 from ds_quant.zero.warmup import warm_up
 from tests.distributed.harness import run
-from tests.distributed.models import build, settings, train_step
+from tests.distributed.models import build, plain_descent, settings, train_step
+from tests.distributed.scenarios import Mixture
 from tests.thin import thinned
 
 pytestmark = pytest.mark.distributed
 
 LEARNED = {"rounding": "nearest", "levels": "learned", "level_steps": [1]}
 SCHEMES: tuple[dict[str, Any], ...] = (
-    {"scheme": "qsdp"},
+    {"scheme": "qsdp", "gradients": {"rotation_signs": True}},  # of no rotation: none
     {"scheme": "qsdp_w4g4", "weights": LEARNED},
     {"scheme": "sdp4bit", "gradients": {"rotation_signs": True}},
     {"scheme": "zeropp"},
@@ -84,7 +85,21 @@ def _variants(stage: int, block: dict[str, Any]) -> tuple[set, set]:
     """(rehearsed, launched by three optimizer steps)."""
     # Buckets of few owners under ZeRO-2: there, ranks also deliver sums to each other.
     zero = {"reduce_bucket_size": 20_000} if stage == 2 else {}
-    engine = build(settings(stage, block | {"allow_full_replica": True}, dtype="bf16", zero=zero))
+    return _of(
+        build(settings(stage, block | {"allow_full_replica": True}, dtype="bf16", zero=zero))
+    )
+
+
+def _of_experts(stage: int, block: dict[str, Any]) -> tuple[set, set]:
+    """The same of a model whose experts are split over the ranks of a node."""
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+    groups = lambda model: split({"params": list(model.parameters()), "name": "all"})  # noqa: E731
+    config = settings(stage, block, dtype="bf16")
+    return _of(build(config, lambda: Mixture(2), optimizer=plain_descent, groups=groups))
+
+
+def _of(engine: Any) -> tuple[set, set]:
     recorder = Recorder()
     warm_up(engine.ds_quant_engine, torch.device("cpu"))
     rehearsed, recorder.variants = recorder.variants, set()
@@ -100,7 +115,16 @@ def _variants(stage: int, block: dict[str, Any]) -> tuple[set, set]:
 def test_training_launches_nothing_new(place: int, stage: int) -> None:
     block = SCHEMES[place]
     node_size = (1, 2, 4)[(SCHEMES.index(block) + stage) % 3]  # each scheme and stage has all
-    for rehearsed, launched in run(_variants, 4, stage, block | {"node_size": node_size}):
+    check(run(_variants, 4, stage, block | {"node_size": node_size}))
+
+
+def test_training_of_experts_launches_nothing_new() -> None:
+    """Their gradients take one level, those of all others two."""
+    check(run(_of_experts, 4, 2, {"scheme": "qsdp", "node_size": 2}))
+
+
+def check(ranks: list[tuple[set, set]]) -> None:
+    for rehearsed, launched in ranks:
         new = launched - rehearsed
         assert not new, "\n".join(f"{kernel}: {dict(macros)}" for kernel, macros in sorted(new))
         assert launched

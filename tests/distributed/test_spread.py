@@ -117,16 +117,18 @@ def test_spreading_changes_no_weight_no_loss_and_no_byte(
                 assert one == other, name
 
 
+def missing_names(arriving: Any) -> list[str]:
+    return [param.name for param in sorted(arriving._missing, key=lambda param: param.index)]
+
+
 def missing() -> list[list[str]]:
     """Names still to arrive: after a step, then whenever a gather of the forward has arrived."""
     from ds_quant.zero import stage3
 
-    names: dict[int, str] = {}
     seen: list[list[str]] = []
 
     with small_chunks(in_flight=8):
         engine = build(config(2))
-        names = {t.index: t.name for t in engine.ds_quant_engine.all_params()}
         arriving = engine.ds_quant_engine.node._spread
         for step in range(2):
             train_step(engine, step)
@@ -134,9 +136,9 @@ def missing() -> list[list[str]]:
 
         def noted(self: Any, **kwargs: Any) -> None:
             wait(self, **kwargs)
-            seen.append([names[i] for i in sorted(arriving._missing)])
+            seen.append(missing_names(arriving))
 
-        seen.append([names[i] for i in sorted(arriving._missing)])
+        seen.append(missing_names(arriving))
         stage3._FetchHandle.wait = noted
         train_step(engine, 2)
     return seen
@@ -196,7 +198,7 @@ def readers(node_size: int, names: tuple[str, ...]) -> dict[str, bool]:
                         acts[name](engine)
                 shard = engine.ds_quant_engine.node
                 shard.finish()
-                rows = [digest(item.rows) for item in shard._kept.values()]
+                rows = [digest(param.kept.rows) for param in shard.served]
                 report = ds_quant.report(engine)
                 outcomes.append((losses, rows, digests(masters(engine)), report["resyncs"]))
                 engine.destroy()

@@ -111,7 +111,7 @@ def reduced_to_shards(block: dict[str, Any]) -> list[Call]:
         binding = self._binding
         route, kinds, signs = binding.route(group), [], []
         for p, t in zip(params, tensors, strict=True):
-            found = binding.gradient_streams(binding.param_of(p), t.dtype, rank=0, route=route)
+            found = binding.param_of(p).gradient_streams(t.dtype, rank=0, hops=len(route))
             how = codings_of(found, t.dtype, hops=len(route), step=0)
             kinds.append(kind_of(*how))
             signs.append(signs_of(how[1]))

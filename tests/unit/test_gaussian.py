@@ -16,7 +16,8 @@ from ds_quant.comm.owners import delivery_codec
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels import dispatch, gaussian
 from ds_quant.kernels.random_bits import Address
-from ds_quant.zero.param import Param, Streams
+from ds_quant.policy.route import Routes
+from ds_quant.zero.param import Param
 from tests import needs
 from tests.unit import wire_oracle as oracle
 
@@ -291,9 +292,12 @@ def test_sums_are_delivered_to_their_owners_without_bias() -> None:
 
 
 def test_the_delivery_has_random_bits_of_each_rank() -> None:
-    streams = Streams(parse_block({"scheme": "eden3"}).to_scheme(), one_node=False)
-    weight = Param(index=4, name="weight", shape=torch.Size((64, 64)), trained=True)
-    ranks = [streams.of_gradient(weight, torch.bfloat16, rank=rank, hops=2) for rank in range(2)]
+    scheme = parse_block({"scheme": "eden3"}).to_scheme()
+    weight = Param(
+        index=4, name="weight", shape=torch.Size((64, 64)), trained=True, tensor=None,
+        routes=Routes(scheme=scheme, stage=2, nodes=2, node_size=2),
+    )  # fmt: skip
+    ranks = [weight.gradient_streams(torch.bfloat16, rank=rank, hops=2) for rank in range(2)]
     keys = [hop.key for rank in ranks for hop in rank.hops]
     assert None not in keys and len(set(keys)) == 4
     assert ranks[0].signs == ranks[1].signs is not None, "sums are taken of rotated values"

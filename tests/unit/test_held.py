@@ -9,9 +9,21 @@ import pytest
 import torch
 
 from ds_quant.zero import hooks, optimizer_hooks
-from ds_quant.zero.held import HeldBucket, HeldGradients
+from ds_quant.zero.held import HeldBucket, HeldGradients, Member
+from ds_quant.zero.param import Param
 
-A, B, C = (0, -1), (1, -1), (2, -1)
+MODULE = torch.nn.Linear(2, 2)
+
+
+def member(index: int, tensor: torch.Tensor) -> Member:
+    record = Param(
+        index=index, name="", shape=tensor.shape, trained=True, tensor=tensor, routes=None
+    )
+    return record, -1
+
+
+A, B = (member(index, tensor) for index, tensor in enumerate(MODULE.parameters()))
+C = member(2, torch.empty(2))
 
 
 class Engine(SimpleNamespace):
@@ -20,11 +32,11 @@ class Engine(SimpleNamespace):
 
 
 def store() -> tuple[HeldGradients, Engine]:
-    engine = Engine(module=torch.nn.Linear(2, 2), global_steps=0, boundary=False)
+    engine = Engine(global_steps=0, boundary=False)
     return HeldGradients(engine), engine
 
 
-def bucket(*members: tuple[int, int], value: float = 1.0) -> HeldBucket:
+def bucket(*members: Member, value: float = 1.0) -> HeldBucket:
     return HeldBucket(
         members=members,
         values=torch.zeros(4 * len(members)),
@@ -94,7 +106,7 @@ def test_the_rest_is_given_zeros_in_module_order_at_the_boundary_only() -> None:
     assert calls == []
     engine.boundary = True
     held.reduce_rest(Buckets())
-    params = [id(p) for p in engine.module.parameters()]
+    params = [id(p) for p in MODULE.parameters()]
     assert calls == ["flush", params, "flush"]
     assert not held.are_left((A,))
 

@@ -18,8 +18,8 @@ from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.owners import Piece, Shape, delivery_codec, inbound, plan
 from ds_quant.comm.reduce import OwnerSums, Share
 from ds_quant.comm.reduction_plan import Form, Hop
-from ds_quant.kernels.random_bits import Role
 from ds_quant.kernels.wire import ALIGNMENT, ceil_div
+from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme
 
 CODECS: tuple[Codec, ...] = (
@@ -257,6 +257,7 @@ def model_buckets(
     every parameter cut at the borders of ``WORLD`` equal partitions of the flat buffer.
     """
     numels = [math.prod(shape) for shape in shapes]
+    routes = Routes(scheme=scheme, stage=2, nodes=1, node_size=WORLD)
     partition = ceil_div(sum(numels), WORLD)
     full: list[tuple[Shape, ...]] = []
     bucket: list[Shape] = []
@@ -264,7 +265,9 @@ def model_buckets(
         if bucket and sum(s.numel for s in bucket) + numels[index] > bucket_numel:
             full.append(tuple(bucket))
             bucket = []
-        codec = scheme.codec_for(Role.GRADIENTS, "p", shapes[index], torch.bfloat16)
+        quantized = scheme.skip_reason("p", shapes[index], torch.bfloat16) is None
+        (hop,) = routes.gradients(quantized=quantized).hops
+        codec = hop.sends(torch.bfloat16)
         position = sum(numels[:index])
         end = position + numels[index]
         while position < end:

@@ -1,4 +1,4 @@
-"""Scheme: the policy is one function of facts that all ranks share."""
+"""Scheme: what it leaves in full precision, and settings that it refuses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_quant.codec.codec import CastCodec, GroupCodec
-from ds_quant.kernels.random_bits import Role
+from ds_quant.codec.codec import GroupCodec
 from ds_quant.policy.scheme import Scheme
 
 WEIGHTS = GroupCodec(bits=8, rounding="random_shift")
@@ -39,24 +38,6 @@ def scheme(**fields: Any) -> Scheme:
 )
 def test_skip_reason(name: str, shape: tuple, dtype: torch.dtype, reason: str | None) -> None:
     assert scheme(exclude=("lm_head.*", "*.embed.*")).skip_reason(name, shape, dtype) == reason
-
-
-def test_codec_follows_the_role() -> None:
-    for role, codec in ((Role.WEIGHTS, WEIGHTS), (Role.GRADIENTS, GRADIENTS)):
-        assert scheme().codec_for(role, "w", (64, 64), torch.bfloat16) is codec
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("role", list(Role))
-def test_skipped_parameter_travels_in_its_own_dtype(role: Role, dtype: torch.dtype) -> None:
-    assert scheme().codec_for(role, "b", (64,), dtype) == CastCodec(dtype)
-
-
-def test_full_precision_role_travels_in_its_own_dtype() -> None:
-    exact = scheme(weights=None)
-    cast = CastCodec(torch.bfloat16)
-    assert exact.codec_for(Role.WEIGHTS, "w", (64, 64), torch.bfloat16) == cast
-    assert exact.codec_for(Role.GRADIENTS, "w", (64, 64), torch.bfloat16) is GRADIENTS
 
 
 @pytest.mark.parametrize(

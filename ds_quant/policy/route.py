@@ -1,0 +1,189 @@
+"""Decide which codec a tensor takes on every hop of its collective, and how often a hop runs.
+
+The only place that decides it: what sends (zero), what prices (cost, memory, autotune) and what
+compiles kernels (zero/warmup.py) read it here. It knows nothing but facts that all ranks share, so
+that the ranks agree without asking each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from ds_quant.codec.bound import Rotation
+from ds_quant.codec.codec import CastCodec, Codec
+from ds_quant.comm.owners import delivery_codec
+from ds_quant.policy.scheme import Scheme
+
+Level = Literal["intra", "inter", "whole"]
+Per = Literal["gather", "micro_step", "step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """One exchange of a collective.
+
+    level: among the ranks of a node, those of one place in every node, or all of a process group.
+    codec: None for full precision, which is the dtype that is sent.
+    per: the hop runs once per gather of ZeRO-3, micro-step or optimizer step.
+    inner: whether ``codec`` is the scheme's for exchanges inside a node.
+    exact_own: a rank adds its own contribution as it is, which needs no place in a message.
+    forwards: rows are sent on as the hop before has brought them.
+    difference: what is sent is added to what every receiver holds; lossless: exactly, in as many
+        bits as that takes.
+    """
+
+    level: Level
+    codec: Codec | None
+    per: Per
+    inner: bool = False
+    exact_own: bool = False
+    forwards: bool = False
+    difference: bool = False
+    lossless: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it sends values in their own dtype."""
+        return self.codec is None and not self.lossless
+
+    def sends(self, dtype: torch.dtype) -> Codec:
+        """Codec of values of ``dtype``. Raises ``ValueError`` unless that is fp32, bf16 or fp16."""
+        return CastCodec(dtype) if self.codec is None else self.codec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """The hops of one collective, in their order; none where DeepSpeed's own is used, and for
+    frozen weights that every rank keeps.
+
+    rotation: of gradients, around all hops; its sign flips are left out.
+    delivery: of gradients under ZeRO-1 and 2, brings sums to an owner that did not add them up.
+    """
+
+    hops: tuple[Hop, ...]
+    rotation: Rotation | None = None
+    delivery: Hop | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything is sent in full precision."""
+        return all(hop.is_exact for hop in self.hops)
+
+    @property
+    def waits(self) -> bool:
+        """Whether what the first hop has summed waits for the last micro-step."""
+        return len({hop.per for hop in self.hops}) > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """The routes of one run. shipped_gradients: they take DeepSpeed's own collective."""
+
+    scheme: Scheme
+    stage: int
+    nodes: int
+    node_size: int
+    shipped_gradients: bool = False
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether there are several nodes of several ranks."""
+        return self.nodes > 1 and self.node_size > 1
+
+    @property
+    def keeps_shard(self) -> bool:
+        """Whether every node keeps the weights, sharded over its ranks."""
+        return self.stage == 3 and self.scheme.node_shard and self.nodes > 1
+
+    def weights(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        quantized: bool = True,
+        trained: bool = True,
+        whole: bool = True,
+    ) -> Route:
+        """Gather of a parameter's weights.
+
+        dtype: exact differences depend on it, nothing else does. quantized: False for what the
+        scheme leaves in full precision. whole: whether the parameter's ranks are the world.
+        """
+        scheme, outer, inner = self.scheme, None, None
+        if quantized:
+            outer, inner = scheme.weights, scheme.weights_intra
+        per = weights_per(self.stage)
+        differs = scheme.difference and outer is not None
+        exactly = dtype is not None and scheme.differs_exactly(dtype)
+        if self.keeps_shard and whole:
+            level = "inter" if self.two_levels else "whole"
+            cross = Hop(level=level, codec=outer, per="step", difference=differs, lossless=exactly)
+            spread = Hop(level="intra", codec=inner, per=per, inner=True)
+            hops = (cross,) if trained else ()
+            return Route(hops=(*hops, spread) if self.two_levels else hops)
+        if self.stage == 3 and scheme.node_shard:  # nobody to exchange with: as from a node shard
+            return Route(hops=(Hop(level="whole", codec=inner, per=per, inner=True),))
+        exactly = exactly and self.stage < 3  # elsewhere nothing is held
+        hop = Hop(level="whole", codec=outer, per=per, difference=differs, lossless=exactly)
+        if not (self.two_levels and whole):
+            return Route(hops=(hop,))
+        return Route(hops=(replace(hop, level="inter"), replace(hop, level="intra", forwards=True)))
+
+    def differs_exactly(self, dtype: torch.dtype) -> bool:
+        """Whether weights of this dtype are sent as exact differences."""
+        return any(hop.lossless for hop in self.weights(dtype=dtype).hops)
+
+    def gradients(self, *, quantized: bool = True, whole: bool = True) -> Route:
+        """Reduction of a gradient; arguments as of ``weights``. With one level ``whole`` makes
+        no difference.
+        """
+        if self.shipped_gradients:
+            return Route(hops=())
+        scheme, outer, inner = self.scheme, None, None
+        if quantized:
+            outer, inner = gradient_codecs(scheme)
+        per = gradients_per(self.stage)
+        if self.two_levels and whole:
+            once = self.stage > 1 and scheme.cross == "step"
+            first = Hop(level="intra", codec=inner, per=per, inner=True, exact_own=True)
+            last = Hop(level="inter", codec=outer, per="step" if once else per, exact_own=True)
+            hops: tuple[Hop, ...] = (first, last)
+        else:
+            # As published: SDP4Bit's variants gain from exact own contributions, QSDP has none.
+            exact_own, one_node = scheme.gradients_intra is not None, self.nodes == 1
+            codec = inner if one_node else outer
+            hops = (Hop(level="whole", codec=codec, per=per, inner=one_node, exact_own=exact_own),)
+        rotation = None
+        if scheme.rotation and outer is not None:
+            rotation = Rotation(block=scheme.rotation)
+        return Route(hops=hops, rotation=rotation, delivery=self._delivery(hops[-1]))
+
+    def _delivery(self, last: Hop) -> Hop | None:
+        if self.stage == 3:
+            return None
+        codec = None if last.codec is None else delivery_codec(last.codec)
+        return Hop(level="whole", codec=codec, per=last.per)
+
+
+def gradient_codecs(scheme: Scheme) -> tuple[Codec | None, Codec | None]:
+    """Codecs of gradients between nodes and inside them; None for full precision."""
+    if scheme.gradients is None:
+        return None, None
+    return scheme.gradients, scheme.gradients_intra or scheme.gradients
+
+
+def weights_per(stage: int) -> Per:
+    """What weights are gathered once per, unless a node shard needs them less often."""
+    return "gather" if stage == 3 else "step"
+
+
+def gradients_per(stage: int) -> Per:
+    """What gradients are reduced once per, unless they wait between the nodes."""
+    return "step" if stage == 1 else "micro_step"
+
+
+def times(per: Per, *, micro_steps: int, gathers: float) -> float:
+    """How often a hop runs in an optimizer step. gathers: of ZeRO-3 in a micro-step."""
+    return {"step": 1.0, "micro_step": micro_steps, "gather": gathers * micro_steps}[per]

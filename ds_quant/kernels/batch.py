@@ -41,6 +41,11 @@ class Encode(NamedTuple):
         """Elements of a row."""
         return round_up(self.numel, self.block or 1)
 
+    @property
+    def backend(self) -> str:
+        """One of dispatch.BACKENDS."""
+        return self.codec.backend
+
 
 class Decode(NamedTuple):
     """Places: wire, values. ``add``: to the values that are there."""
@@ -51,6 +56,8 @@ class Decode(NamedTuple):
     values: int
     stream: int
     add: bool = False
+
+    backend = Encode.backend
 
 
 class Sum(NamedTuple):
@@ -71,7 +78,7 @@ class Sum(NamedTuple):
     flips: bool = False
     scale: float = 1.0
 
-    on_wire = Encode.on_wire
+    on_wire, backend = Encode.on_wire, Encode.backend
 
 
 class Recode(NamedTuple):
@@ -91,7 +98,7 @@ class Recode(NamedTuple):
     own: int
     block: int = 0
 
-    on_wire = Encode.on_wire
+    on_wire, backend = Encode.on_wire, Encode.backend
 
 
 class Rotate(NamedTuple):
@@ -103,6 +110,7 @@ class Rotate(NamedTuple):
     stream: int
     block: int = 0
     flips: bool = False
+    backend: str = "auto"
 
     padded = Encode.on_wire
 

@@ -37,42 +37,32 @@ from ds_quant.kernels.wire import ALIGNMENT
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "torch")
-
-_backend = "auto"
+BACKENDS = ("auto", "torch")  # by the device of the tensors, or always the reference
 
 
-def use(backend: str) -> None:
-    """Choose for this process: "auto" goes by the tensor's device, "torch" is the reference."""
-    global _backend
-    if backend not in BACKENDS:
-        raise ValueError(f"backend = {backend!r}: allowed are {', '.join(map(repr, BACKENDS))}")
-    _backend = backend
-
-
-def describe(device: torch.device) -> str:
-    """Name the kernels used on a device for the log: CuPy, C++ or torch kernels."""
-    if device.type == "cuda" and _backend == "auto":
+def describe(device: torch.device, backend: str = "auto") -> str:
+    """Name the kernels that a backend uses on a device for the log: CuPy, C++ or torch kernels."""
+    if device.type == "cuda" and backend == "auto":
         return "torch kernels" if cuda.runner_of(device) is None else "CuPy kernels"
-    if device.type == "cpu" and _backend == "auto":
+    if device.type == "cpu" and backend == "auto":
         why = native.unavailable_reason()
         return "C++ kernels" if why is None else f"torch kernels (C++ ones {why})"
     return "torch kernels"
 
 
-def _on_host(device: torch.device) -> ModuleType:
+def _on_host(device: torch.device, backend: str) -> ModuleType:
     """Return the module for tensors that no CuPy kernel takes."""
-    if device.type != "cpu" or _backend == "torch" or native.unavailable_reason() is not None:
+    if device.type != "cpu" or backend == "torch" or native.unavailable_reason() is not None:
         return reference
     return native
 
 
 def runner_for(fmt: Format, device: torch.device) -> launch.Runner | None:
     """Return the runner for a codec on a device; None where no kernel takes it."""
-    if device.type == "cuda" and _backend != "torch" and not launch.supports(fmt):
+    if device.type == "cuda" and fmt.backend != "torch" and not launch.supports(fmt):
         _report_large_groups(fmt.group_size)
         return None
-    runner = cuda_runner(device)
+    runner = cuda_runner(device, fmt.backend)
     if runner is None or _open.batches is None:
         return runner
     return _open.batches.setdefault(device, cuda.Batch(runner))
@@ -118,29 +108,29 @@ def variant_of(buffers: Sequence[torch.Tensor]) -> Hashable:
     """Key of ``compile_tasks`` besides the tasks."""
     device = buffers[0].device
     if device.type == "cpu":
-        return _backend, device, tuple([b.dtype for b in buffers])
-    places = tuple([(b.dtype, b.data_ptr() % ALIGNMENT) for b in buffers])
-    return _backend, device, places
+        return device, tuple([b.dtype for b in buffers])
+    return device, tuple([(b.dtype, b.data_ptr() % ALIGNMENT) for b in buffers])
 
 
 def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable | None:
-    """Compile tasks of one kind for such buffers; None where no kernel takes them all."""
+    """Compile tasks of one kind and backend for such buffers; None where no kernel takes all."""
     device, operations = buffers[0].device, [operation for operation, _ in tasks]
-    runner = cuda_runner(device)
+    backend = operations[0].backend
+    runner = cuda_runner(device, backend)
     if runner is not None:
         if not all(launch_batch.covers(operation, buffers) for operation in operations):
             return None
         return launch_batch.compile_tasks(tasks, buffers, runner.run_tables)
-    if _on_host(device) is not native:
+    if _on_host(device, backend) is not native:
         return None
     if not all(native_batch.covers(operation, buffers) for operation in operations):
         return None
     return native_batch.compile_tasks(tasks, buffers)
 
 
-def cuda_runner(device: torch.device) -> cuda.Runner | None:
+def cuda_runner(device: torch.device, backend: str) -> cuda.Runner | None:
     """Return the launcher of CuPy kernels on a device; None where there is none."""
-    if device.type != "cuda" or _backend == "torch":
+    if device.type != "cuda" or backend == "torch":
         return None
     return cuda.runner_of(device)
 
@@ -168,7 +158,7 @@ def encode(
     options = {"address": address, "levels": levels, "base": base, "rotation": rotation}
     run = runner_for(fmt, x.device)
     if run is None:
-        _on_host(x.device).encode(x, out, fmt, **options)
+        _on_host(x.device, fmt.backend).encode(x, out, fmt, **options)
     else:
         launch.encode(x, out, fmt, run=run, **options)
 
@@ -184,7 +174,7 @@ def decode(
     """Decode every row and cast once to the dtype of `out`."""
     run = runner_for(fmt, wire.device)
     if run is None:
-        _on_host(wire.device).decode(wire, out, fmt, levels=levels, add=add)
+        _on_host(wire.device, fmt.backend).decode(wire, out, fmt, levels=levels, add=add)
     else:
         launch.decode(wire, out, fmt, levels=levels, add=add, run=run)
 
@@ -215,7 +205,7 @@ def decode_sum(
         total = out
         if out.dtype != torch.float32:
             total = scratch.take("sum", tuple(out.shape), dtype=torch.float32, device=out.device)
-        _on_host(wire.device).decode_sum(wire, total, fmt, own=own, **options)
+        _on_host(wire.device, fmt.backend).decode_sum(wire, total, fmt, own=own, **options)
         if total is not out:
             out.copy_(total)
         return
@@ -257,19 +247,22 @@ def rotate(
     x: torch.Tensor,  # (numel,) floating point
     out: torch.Tensor,  # (blocks * block,) fp32 contiguous
     rotation: Rotation,
+    *,
+    backend: str,
 ) -> None:
     """out = H (signs * x) block by block, x filled up with zeros to whole blocks."""
-    _on_host(x.device).rotate(x, out, rotation)
+    _on_host(x.device, backend).rotate(x, out, rotation)
 
 
 def unrotate_(
     x: torch.Tensor,  # (blocks * block,) fp32 contiguous
     rotation: Rotation,
     *,
+    backend: str,
     scale: float = 1.0,
 ) -> None:
     """x = signs * (H x * (scale / block)), in place: the inverse of ``rotate``, times scale."""
-    _on_host(x.device).unrotate_(x, rotation, scale=scale)
+    _on_host(x.device, backend).unrotate_(x, rotation, scale=scale)
 
 
 def encode_lossless(
@@ -277,11 +270,13 @@ def encode_lossless(
     reference: torch.Tensor,  # (numel,) of the same dtype
     out: torch.Tensor,  # (lossless.max_bytes(numel),) uint8
     nbytes: torch.Tensor,  # (1,) int64, receives the bytes used
+    *,
+    backend: str,
 ) -> None:
     """Write the message of the exact differences."""
-    run = cuda_runner(values.device)
+    run = cuda_runner(values.device, backend)
     if run is None:
-        _lossless_on(values.device).encode(values, reference, out, nbytes)
+        _lossless_on(values.device, backend).encode(values, reference, out, nbytes)
     else:
         launch_lossless.encode(values, reference, out, nbytes, run=run)
 
@@ -291,17 +286,18 @@ def decode_lossless(
     reference: torch.Tensor,  # (numel,) bf16 or fp16
     out: torch.Tensor,  # (numel,) of the same dtype; may be the reference
     *,
+    backend: str,
     status: torch.Tensor | None = None,  # (2,) int32 zeros on the device
 ) -> None:
     """Overwrite `out` with the values. ValueError for a message that cannot be: on CUDA that waits
     for the device, unless there is a `status` for ``launch_lossless.check``.
     """
-    run = cuda_runner(wire.device)
+    run = cuda_runner(wire.device, backend)
     if run is None:
-        _lossless_on(wire.device).decode(wire, reference, out)
+        _lossless_on(wire.device, backend).decode(wire, reference, out)
     else:
         launch_lossless.decode(wire, reference, out, run=run, status=status)
 
 
-def _lossless_on(device: torch.device) -> ModuleType:
-    return native_lossless if _on_host(device) is native else lossless
+def _lossless_on(device: torch.device, backend: str) -> ModuleType:
+    return native_lossless if _on_host(device, backend) is native else lossless

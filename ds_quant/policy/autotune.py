@@ -141,8 +141,7 @@ def speeds_of(
     scheme: Scheme, *, weights: torch.dtype, gradients: torch.dtype, device: torch.device
 ) -> Speeds:
     """Measure the codecs of a scheme; ``weights`` and ``gradients`` are what is encoded."""
-    rotation = Rotation(block=scheme.rotation) if scheme.rotation else None
-    inner = scheme.gradients_intra or scheme.gradients
+    rotation, inner = scheme.gradient_rotation, scheme.gradients_intra or scheme.gradients
     return Speeds(
         weights=_weights(scheme.weights, weights, device, difference=scheme.difference),
         weights_intra=_weights(scheme.weights_intra, weights, device),

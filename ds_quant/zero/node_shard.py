@@ -285,9 +285,9 @@ class NodeShard:
             yield Chunk(run, partial(self._exchange, run, codings))
 
     def _exact_differences(self, runs: Sequence[Sequence[int]]) -> Iterator[lossless.Post]:
-        node = self._inter.rank
+        node, codec = self._inter.rank, self._binding.scheme.exact_codec
         messages = [
-            lossless.Rows([self._kept[i] for i in run], partial(self._shards, run), node)
+            lossless.Rows([self._kept[i] for i in run], partial(self._shards, run), node, codec)
             for run in runs
         ]
         traffic = self._binding.traffic

@@ -57,7 +57,8 @@ class GradientStreams(NamedTuple):
         """One coding per hop and the rotation, in one step; ``signed``: that of the sign flips."""
         rotation = self.rotation
         if rotation is not None and self.signs is not None:
-            rotation = Rotation(block=rotation.block, signs=Address(self.signs, signed))
+            signs, backend = Address(self.signs, signed), rotation.backend
+            rotation = Rotation(block=rotation.block, signs=signs, backend=backend)
         return tuple([Coding(hop.codec, hop.address(step)) for hop in self.hops]), rotation
 
 
@@ -125,11 +126,10 @@ class Streams:
             return None
         if scheme.gradients_intra is not None:
             inner = scheme.intra_codec_for(*facts)
-        rotation = signs = None
-        if scheme.rotation:
-            rotation = Rotation(block=scheme.rotation)
-            if scheme.rotation_signs:  # the same on all ranks: sums are taken of rotated values
-                signs = self._key(Role.GRADIENTS, tracked, hop=_SIGNS)
+        rotation, signs = scheme.gradient_rotation, None
+        if rotation is not None and scheme.rotation_signs:
+            # The same on all ranks: sums are taken of rotated values.
+            signs = self._key(Role.GRADIENTS, tracked, hop=_SIGNS)
         codecs = by_hop(inner, outer, hops=hops, one_node=self._one_node)
         streams = [
             self._stream(Role.GRADIENTS, tracked, codec, rank, hop=hop)

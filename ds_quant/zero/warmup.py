@@ -8,13 +8,13 @@ blocks and others are different variants of a kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.comm.lossless import CODEC
 from ds_quant.comm.operations import Operations, Streams
 from ds_quant.comm.owners import delivery_codec
 from ds_quant.kernels.batch import Rotate
@@ -49,14 +49,15 @@ def warm_up(binding: QuantizedEngine, device: torch.device) -> None:
 
 
 def _rehearse_exact_differences(binding: QuantizedEngine, device: torch.device) -> None:
+    codec = binding.scheme.exact_codec
     dtypes = {p.dtype for p in binding.engine.module.parameters()}
     for dtype in sorted(filter(binding.scheme.differs_exactly, dtypes), key=str):
         for held in (torch.zeros(numel, dtype=dtype, device=device) for numel in (_RAGGED, 4096)):
-            wire = torch.empty(CODEC.max_bytes(held.numel()), dtype=torch.uint8, device=device)
+            wire = torch.empty(codec.max_bytes(held.numel()), dtype=torch.uint8, device=device)
             used = torch.zeros(1, dtype=torch.int64, device=device)
             for values in (held, held + 1):
-                CODEC.encode(values, held, wire, used)
-                CODEC.decode(wire[: int(used)], held, torch.empty_like(held))
+                codec.encode(values, held, wire, used)
+                codec.decode(wire[: int(used)], held, torch.empty_like(held))
 
 
 def _uses(binding: QuantizedEngine, device: torch.device) -> Iterator[_Use]:
@@ -94,9 +95,9 @@ def _gradients(
     inner, one_node = scheme.gradients_intra or scheme.gradients, binding.topology.nodes == 1
     codecs = by_hop(inner, scheme.gradients, hops=len(route), one_node=one_node)
     codings = [_coding(codec) for codec in codecs]
-    rotation = Rotation(block=scheme.rotation) if scheme.rotation else None
+    rotation = scheme.gradient_rotation
     if scheme.rotation_signs:
-        rotation = Rotation(block=scheme.rotation, signs=Address(key=0, step=0))
+        rotation = replace(rotation, signs=Address(key=0, step=0))
 
     def reduce(numel: int) -> None:
         values = torch.zeros(numel, dtype=dtype, device=device)
@@ -106,7 +107,7 @@ def _gradients(
         if rotation is not None:  # of what a rank adds as it is; the others launch as they do here
             block, flips = rotation.block, rotation.signs is not None
             rotated = torch.empty(on_wire, device=device).float()
-            turn = Operations([(Rotate(numel, 0, 1, 0, block, flips), (0, 0))])
+            turn = Operations([(Rotate(numel, 0, 1, 0, block, flips, rotation.backend), (0, 0))])
             turn.run([values, rotated], Streams(codings[:1], [rotation]))
         for depth, (hop, coding) in enumerate(zip(route, codings, strict=True)):
             rows = wire.expand(hop.link.size - hop.exact_own, -1)

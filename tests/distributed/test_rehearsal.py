@@ -54,7 +54,8 @@ class Recorder:
     def _both(self, launched: Any, original: Any) -> Any:
         def use(*args: Any, **options: Any) -> None:
             own = options.get("own")
-            as_launched = options | ({"own": Own(*own)} if own is not None else {})
+            as_launched = {name: option for name, option in options.items() if name != "backend"}
+            as_launched |= {"own": Own(*own)} if own is not None else {}
             launched(*args, run=self._note, **as_launched)
             original(*args, **options)
 

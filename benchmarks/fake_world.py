@@ -142,7 +142,7 @@ def faked_cuda() -> Iterator[CountingRunner]:
         change(dispatch, "cuda_runner", lambda *_: runner)
         change(dispatch, "compile_tasks", _decoding_zeros(dispatch.compile_tasks))
         change(dispatch, "runner_for", lambda fmt, _: choose(fmt, device))
-        change(dispatch, "_on_host", lambda *_: reference)
+        change(dispatch, "on_host", lambda *_: reference)
         yield runner
 
 

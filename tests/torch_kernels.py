@@ -14,6 +14,6 @@ def only_torch() -> Iterator[None]:
     """Inside, no tensor takes a kernel, as on a machine that has none."""
     with (
         patch.object(dispatch, "cuda_runner", lambda *_: None),
-        patch.object(dispatch, "_on_host", lambda *_: reference),
+        patch.object(dispatch, "on_host", lambda *_: reference),
     ):
         yield

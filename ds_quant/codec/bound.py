@@ -57,12 +57,12 @@ class Rotation:
         """(numel,) floating point -> (padded(numel),) fp32, ``out`` if given; x is not modified."""
         if out is None:
             out = torch.empty(self.padded(x.numel()), dtype=torch.float32, device=x.device)
-        dispatch.rotate(x.detach(), out, self.kernel, backend=self.backend)
+        dispatch.on_host(x.device, self.backend).rotate(x.detach(), out, self.kernel)
         return out
 
     def inverse_(self, x: Tensor, *, scale: float = 1.0) -> None:
         """x = scale * (what ``forward`` made it from), in place; (padded,) fp32 contiguous."""
-        dispatch.unrotate_(x, self.kernel, backend=self.backend, scale=scale)
+        dispatch.on_host(x.device, self.backend).unrotate_(x, self.kernel, scale=scale)
 
 
 @lru_cache(maxsize=64)

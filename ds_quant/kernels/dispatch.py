@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 import torch
@@ -30,8 +30,6 @@ from ds_quant.kernels import (
 )
 from ds_quant.kernels.batch import Runnable, Task
 from ds_quant.kernels.geometry import MAX_GROUP
-from ds_quant.kernels.hadamard import Rotation
-from ds_quant.kernels.launch import Own
 from ds_quant.kernels.packing import Format
 from ds_quant.kernels.wire import ALIGNMENT
 
@@ -50,7 +48,7 @@ def describe(device: torch.device, backend: str = "auto") -> str:
     return "torch kernels"
 
 
-def _on_host(device: torch.device, backend: str) -> ModuleType:
+def on_host(device: torch.device, backend: str) -> ModuleType:
     """Return the module for tensors that no CuPy kernel takes."""
     if device.type != "cpu" or backend == "torch" or native.unavailable_reason() is not None:
         return reference
@@ -121,7 +119,7 @@ def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Run
         if not all(launch_batch.covers(operation, buffers) for operation in operations):
             return None
         return launch_batch.compile_tasks(tasks, buffers, runner.run_tables)
-    if _on_host(device, backend) is not native:
+    if on_host(device, backend) is not native:
         return None
     if not all(native_batch.covers(operation, buffers) for operation in operations):
         return None
@@ -144,39 +142,15 @@ def _report_large_groups(group_size: int) -> None:
     )
 
 
-def encode(
-    x: torch.Tensor,  # (rows, numel) floating point
-    out: torch.Tensor,  # (rows, nbytes) uint8
-    fmt: Format,
-    *,
-    address: random_bits.Address | None,
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
-    base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
-    rotation: Rotation | None = None,  # of x, or x - base; the wire holds whole blocks
-) -> None:
-    """Write the wire bytes of every row, padding included."""
-    options = {"address": address, "levels": levels, "base": base, "rotation": rotation}
-    run = runner_for(fmt, x.device)
-    if run is None:
-        _on_host(x.device, fmt.backend).encode(x, out, fmt, **options)
-    else:
-        launch.encode(x, out, fmt, run=run, **options)
+def kernel(name: str, fmt: Format, device: torch.device) -> Callable[..., None]:
+    """Find "encode", "decode" or "decode_sum" for a codec on a device.
 
-
-def decode(
-    wire: torch.Tensor,  # (rows, nbytes) uint8
-    out: torch.Tensor,  # (rows, numel) floating point
-    fmt: Format,
-    *,
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
-    add: bool = False,  # in fp32 to what `out` holds
-) -> None:
-    """Decode every row and cast once to the dtype of `out`."""
-    run = runner_for(fmt, wire.device)
+    The signatures are those of reference.py; on CUDA a sum may also be written in 16 bits.
+    """
+    run = runner_for(fmt, device)
     if run is None:
-        _on_host(wire.device, fmt.backend).decode(wire, out, fmt, levels=levels, add=add)
-    else:
-        launch.decode(wire, out, fmt, levels=levels, add=add, run=run)
+        return getattr(on_host(device, fmt.backend), name)
+    return partial(getattr(launch, name), run=run)
 
 
 def sum_dtype(fmt: Format, wanted: torch.dtype, device: torch.device) -> torch.dtype:
@@ -184,33 +158,6 @@ def sum_dtype(fmt: Format, wanted: torch.dtype, device: torch.device) -> torch.d
     for free, elsewhere many sums are cast at once.
     """
     return torch.float32 if runner_for(fmt, device) is None else wanted
-
-
-def decode_sum(
-    wire: torch.Tensor,  # (rows, nbytes) uint8
-    out: torch.Tensor,  # (numel,) floating point
-    fmt: Format,
-    *,
-    scale: float,
-    own: tuple[int, torch.Tensor] | None,  # place and values, (numel on the wire,) floating point
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned levels only
-    rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
-) -> None:
-    """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end and
-    then cast once to the dtype of `out`.
-    """
-    options = {"scale": scale, "levels": levels, "rotation": rotation}
-    run = runner_for(fmt, wire.device)
-    if run is None:
-        total = out
-        if out.dtype != torch.float32:
-            total = scratch.take("sum", tuple(out.shape), dtype=torch.float32, device=out.device)
-        _on_host(wire.device, fmt.backend).decode_sum(wire, total, fmt, own=own, **options)
-        if total is not out:
-            out.copy_(total)
-        return
-    given = None if own is None else Own(*own)
-    launch.decode_sum(wire, out, fmt, own=given, run=run, **options)
 
 
 def recode(
@@ -229,40 +176,19 @@ def recode(
 
     On CUDA one kernel, whose sums never leave the registers.
     """
-    runs = runner_for(source, wire.device), runner_for(fmt, wire.device)
+    device = wire.device
+    runs = runner_for(source, device), runner_for(fmt, device)
     if None in runs:
-        total = scratch.take("sum", (numel,), dtype=torch.float32, device=wire.device)
+        total = scratch.take("sum", (numel,), dtype=torch.float32, device=device)
         with launch_in_order():
-            decode_sum(wire, total, source, scale=1.0, own=own, levels=source_levels)
+            add_up, encode = kernel("decode_sum", source, device), kernel("encode", fmt, device)
+            add_up(wire, total, source, scale=1.0, own=own, levels=source_levels)
             encode(total.view(1, -1), out.view(1, -1), fmt, address=address, levels=levels)
         return
-    given = None if own is None else Own(*own)
     launch.recode(
         wire.unsqueeze(0), out.view(1, -1), source, fmt, numel=numel, address=address,
-        run=runs[1], source_levels=source_levels, levels=levels, own=given,
+        run=runs[1], source_levels=source_levels, levels=levels, own=own,
     )  # fmt: skip
-
-
-def rotate(
-    x: torch.Tensor,  # (numel,) floating point
-    out: torch.Tensor,  # (blocks * block,) fp32 contiguous
-    rotation: Rotation,
-    *,
-    backend: str,
-) -> None:
-    """out = H (signs * x) block by block, x filled up with zeros to whole blocks."""
-    _on_host(x.device, backend).rotate(x, out, rotation)
-
-
-def unrotate_(
-    x: torch.Tensor,  # (blocks * block,) fp32 contiguous
-    rotation: Rotation,
-    *,
-    backend: str,
-    scale: float = 1.0,
-) -> None:
-    """x = signs * (H x * (scale / block)), in place: the inverse of ``rotate``, times scale."""
-    _on_host(x.device, backend).unrotate_(x, rotation, scale=scale)
 
 
 def encode_lossless(
@@ -300,4 +226,4 @@ def decode_lossless(
 
 
 def _lossless_on(device: torch.device, backend: str) -> ModuleType:
-    return native_lossless if _on_host(device, backend) is native else lossless
+    return native_lossless if on_host(device, backend) is native else lossless

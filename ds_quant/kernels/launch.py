@@ -197,11 +197,7 @@ _MAX_GRID_ROWS = 65535
 _WORD = (1 << 64) - 1
 
 
-class Own(NamedTuple):
-    """Values of a row of a sum, which the wire leaves out."""
-
-    row: int
-    values: torch.Tensor  # (elements on the wire,) floating point
+Own = tuple[int, torch.Tensor]  # a row that the wire leaves out: (elements on the wire,) values
 
 
 def encode_macros(fmt: Format, tiles: Tiling) -> dict[str, int]:
@@ -246,11 +242,11 @@ def flip_fields(rotation: Rotation | None) -> dict[str, int]:
 
 def own_as_fp32(own: Own | None) -> torch.Tensor | None:
     """As contiguous fp32; the caller keeps it until the launch."""
-    return None if own is None else own.values.detach().to(torch.float32).contiguous()
+    return None if own is None else own[1].detach().to(torch.float32).contiguous()
 
 
 def own_fields(own: Own | None, values: torch.Tensor | None) -> dict[str, int]:
-    return {"own": NO_SOURCE if own is None else own.row, "own_values": pointer(values)}
+    return {"own": NO_SOURCE if own is None else own[0], "own_values": pointer(values)}
 
 
 def stream_fields(address: random_bits.Address | None, row: int, numel: int) -> dict[str, int]:

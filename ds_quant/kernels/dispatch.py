@@ -116,14 +116,14 @@ def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Run
     backend = operations[0].backend
     runner = cuda_runner(device, backend)
     if runner is not None:
-        if not all(launch_batch.covers(operation, buffers) for operation in operations):
-            return None
-        return launch_batch.compile_tasks(tasks, buffers, runner.run_tables)
-    if on_host(device, backend) is not native:
+        kernels, run = launch_batch, (runner.run_tables,)
+    elif on_host(device, backend) is native:
+        kernels, run = native_batch, ()
+    else:
         return None
-    if not all(native_batch.covers(operation, buffers) for operation in operations):
+    if not all(kernels.covers(operation, buffers) for operation in operations):
         return None
-    return native_batch.compile_tasks(tasks, buffers)
+    return kernels.compile_tasks(tasks, buffers, *run)
 
 
 def cuda_runner(device: torch.device, backend: str) -> cuda.Runner | None:

@@ -116,6 +116,8 @@ class Format(Protocol):
     @property
     def is_gaussian(self) -> bool: ...  # [Note: Gaussian levels] of gaussian.py
 
+    def table(self, levels: torch.Tensor | None, device: torch.device) -> torch.Tensor | None: ...
+
 
 class Block(NamedTuple):
     """Rows [row, row + num_rows) and elements [start, start + numel), start on a group."""

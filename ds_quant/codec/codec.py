@@ -238,7 +238,7 @@ class GroupCodec:
             raise ValueError(
                 f"levels: shape {tuple(levels.shape)} {levels.dtype}, must be ({count},) fp32"
             )
-        return levels.detach()
+        return levels.detach().contiguous()
 
 
 @dataclass(frozen=True)

@@ -277,8 +277,6 @@ def test_torch_backend_is_never_asked_about_cupy(monkeypatch) -> None:
     monkeypatch.setattr(cuda, "runner_of", broken)
     device = torch.device("cuda", 0)
     assert dispatch.runner_for(replace(CODEC, backend="torch"), device) is None
-    with pytest.raises(ValueError, match="backend = 'cupy': allowed are 'auto', 'torch'"):
-        replace(CODEC, backend="cupy")
 
 
 def test_unwritable_home_moves_the_cache(cupy, monkeypatch, tmp_path) -> None:

@@ -139,10 +139,10 @@ def faked_cuda() -> Iterator[CountingRunner]:
     with ExitStack() as stack:
         change = lambda *what: stack.enter_context(patch.object(*what))  # noqa: E731
         change(cuda, "runner_of", lambda _: runner)
-        change(dispatch, "cuda_runner", lambda _: runner)
+        change(dispatch, "cuda_runner", lambda *_: runner)
         change(dispatch, "compile_tasks", _decoding_zeros(dispatch.compile_tasks))
         change(dispatch, "runner_for", lambda fmt, _: choose(fmt, device))
-        change(dispatch, "_on_host", lambda _: reference)
+        change(dispatch, "on_host", lambda *_: reference)
         yield runner
 
 

@@ -215,7 +215,7 @@ class Bench:
         wire = self._bytes(sets, rows, codec.wire_bytes(numel))
         x = self._random(1, 1, numel, torch.float32)[0]
         for one in wire.view(sets * rows, 1, -1):
-            dispatch.encode(x, one, codec, address=_ADDRESS, levels=self._table(codec))
+            codec.encode(x, one, address=_ADDRESS, levels=self._table(codec))
         return wire
 
     def _triton_encode(self, codec, x, wire) -> Callable[[int], object]:

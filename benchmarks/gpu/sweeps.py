@@ -116,12 +116,12 @@ def five(device: torch.device, nbytes: float) -> None:
     wire = torch.empty(8, INT4.wire_bytes(numel), dtype=torch.uint8, device=device)
     out = torch.empty(1, numel, dtype=BF16, device=device)
     for row in wire:
-        dispatch.encode(x, row[None], INT4, address=ADDRESS, levels=None)
+        INT4.encode(x, row[None], address=ADDRESS)
     rotation = Rotation(32)
-    dispatch.encode(x, wire[:1], INT4, address=ADDRESS, levels=None, rotation=rotation)
-    dispatch.decode(wire[:1], out, INT4, levels=None)
+    INT4.encode(x, wire[:1], address=ADDRESS, rotation=rotation)
+    INT4.decode(wire[:1], out)
     total = torch.empty(numel, device=device)
-    dispatch.decode_sum(wire, total, INT4, scale=1.0, own=None, levels=None)
+    INT4.decode_sum(wire, total)
     options = {"numel": numel, "own": None, "address": ADDRESS}
     options |= {"source_levels": None, "levels": None}
     dispatch.recode(wire, wire[0].clone(), INT4, INT4, **options)

@@ -32,10 +32,12 @@ class Rotation:
     block: 32, 64 or 128 elements.
     signs: stream of the sign flips before the transform, one pattern for all blocks, equal on all
         ranks; None for none. Without flips a block of equal values becomes one spike.
+    backend: see GroupCodec.
     """
 
     block: int
     signs: Address | None = None
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         if self.block not in BLOCKS:
@@ -55,12 +57,12 @@ class Rotation:
         """(numel,) floating point -> (padded(numel),) fp32, ``out`` if given; x is not modified."""
         if out is None:
             out = torch.empty(self.padded(x.numel()), dtype=torch.float32, device=x.device)
-        dispatch.rotate(x.detach(), out, self.kernel)
+        dispatch.on_host(x.device, self.backend).rotate(x.detach(), out, self.kernel)
         return out
 
     def inverse_(self, x: Tensor, *, scale: float = 1.0) -> None:
         """x = scale * (what ``forward`` made it from), in place; (padded,) fp32 contiguous."""
-        dispatch.unrotate_(x, self.kernel, scale=scale)
+        dispatch.on_host(x.device, self.backend).unrotate_(x, self.kernel, scale=scale)
 
 
 @lru_cache(maxsize=64)

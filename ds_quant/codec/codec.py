@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from ds_quant.kernels import dispatch, gaussian
+from ds_quant.kernels import dispatch, gaussian, scratch
 from ds_quant.kernels.hadamard import Rotation
 from ds_quant.kernels.packing import layout_of
 from ds_quant.kernels.random_bits import Address
@@ -88,6 +88,8 @@ class GroupCodec:
         shift per address, min-max only). The last two need an address to encode.
     levels: "uniform", or "learned" with a table of 2^bits fp32 values in units of code steps
         (min-max and nearest only). Passing no table means the initial one, 0, 1, 2, ...
+    backend: "auto" takes the kernels for the device of the tensors where they work, "torch" the
+        reference; the bytes are the same.
     """
 
     bits: int = 8
@@ -95,6 +97,7 @@ class GroupCodec:
     range: str = "minmax"
     rounding: str = "nearest"
     levels: str = "uniform"
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         check_int("bits", self.bits, low=2, high=8, multiple=1)
@@ -102,6 +105,7 @@ class GroupCodec:
         check_choice("range", self.range, RANGES)
         check_choice("rounding", self.rounding, ROUNDINGS)
         check_choice("levels", self.levels, LEVELS)
+        check_choice("backend", self.backend, dispatch.BACKENDS)
         if self.rounding == "random_shift" and self.range != "minmax":
             raise ValueError(
                 f"rounding = 'random_shift' with range = {self.range!r}: it needs range 'minmax'"
@@ -164,8 +168,8 @@ class GroupCodec:
         if self.rounding != "nearest" and address is None:
             raise ValueError(f"address = None: rounding {self.rounding!r} needs an Address")
         levels = self.table(levels, x.device)
-        options = {"levels": levels, "base": base, "rotation": rotation}
-        dispatch.encode(x, out, self, address=address, **options)
+        options = {"address": address, "levels": levels, "base": base, "rotation": rotation}
+        dispatch.kernel("encode", self, x.device)(x, out, self, **options)
 
     def decode(
         self,
@@ -178,8 +182,8 @@ class GroupCodec:
         """See Codec. ``add``: to what `out` holds, in fp32, before the cast."""
         check_rows("out", out, "wire", wire, self)
         self._check_whole(out.shape[1])
-        levels = self.table(levels, wire.device)
-        dispatch.decode(wire, out.detach(), self, levels=levels, add=add)
+        options = {"levels": self.table(levels, wire.device), "add": add}
+        dispatch.kernel("decode", self, wire.device)(wire, out.detach(), self, **options)
 
     def decode_sum(
         self,
@@ -197,7 +201,14 @@ class GroupCodec:
         check_sum(wire, out, self, block=block, dtypes=CAST_NAMES)
         self._check_whole(out.shape[0], rotation)
         options = {"levels": self.table(levels, wire.device), "rotation": rotation}
-        dispatch.decode_sum(wire, out.detach(), self, scale=scale, own=own, **options)
+        total = out = out.detach()
+        device, dtype = wire.device, out.dtype
+        if dtype != torch.float32 and dispatch.sum_dtype(self, dtype, device) != dtype:
+            total = scratch.take("sum", tuple(out.shape), dtype=torch.float32, device=device)
+        run = dispatch.kernel("decode_sum", self, device)
+        run(wire, total, self, scale=scale, own=own, **options)
+        if total is not out:
+            out.copy_(total)
 
     def _check_rotation(self, rotation: Rotation | None) -> None:
         if rotation is not None and self.group_size % rotation.block:
@@ -227,7 +238,7 @@ class GroupCodec:
             raise ValueError(
                 f"levels: shape {tuple(levels.shape)} {levels.dtype}, must be ({count},) fp32"
             )
-        return levels.detach()
+        return levels.detach().contiguous()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_quant.codec.codec import CAST_NAMES
+from ds_quant.codec.codec import CAST_NAMES, check_choice
 from ds_quant.kernels import dispatch, launch_lossless
 from ds_quant.kernels.lossless import MAX_NUMEL, max_bytes
 
@@ -20,7 +20,13 @@ class LosslessCodec:
 
     The bytes follow [Note: lossless format] of kernels/lossless.py. How many there are depends on
     the values, so messages have a length of their own. All tensors contiguous on one device.
+    ``backend``: see GroupCodec.
     """
+
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("backend", self.backend, dispatch.BACKENDS)
 
     @property
     def name(self) -> str:
@@ -47,7 +53,7 @@ class LosslessCodec:
         _check_values("values", values, reference)
         _check_tensor("out", out, self.max_bytes(values.numel()), torch.uint8)
         _check_tensor("nbytes", nbytes, 1, torch.int64)
-        dispatch.encode_lossless(values, reference, out, nbytes)
+        dispatch.encode_lossless(values, reference, out, nbytes, backend=self.backend)
 
     def decode(
         self,
@@ -65,7 +71,7 @@ class LosslessCodec:
         _check_values("out", out, reference)
         _check_tensor("wire", wire, wire.numel(), torch.uint8)
         self.max_bytes(reference.numel())
-        dispatch.decode_lossless(wire, reference, out, status=status)
+        dispatch.decode_lossless(wire, reference, out, backend=self.backend, status=status)
 
     def check(self, status: Sequence[int]) -> None:
         """ValueError for a status, read back from the device, of a decoding that went wrong."""

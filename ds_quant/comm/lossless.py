@@ -27,7 +27,6 @@ from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link
 from ds_quant.kernels.wire import ALIGNMENT
 
-CODEC = LosslessCodec()
 MOST_NUMEL = 1 << 24  # elements of one rank in a message: more would only be decoded later
 
 
@@ -47,10 +46,12 @@ class Parcel(NamedTuple):
 class Reading(NamedTuple):
     """Reads a message back, for metrics: see ``traffic.Measures``."""
 
+    codec: LosslessCodec
+
     def error(self, values: Tensor, wire: Tensor, *, held: Tensor) -> Tensor:
         """Squared error, which must be 0, and squared norm, (2,) fp64 on the device."""
         found = torch.empty_like(values)
-        CODEC.decode(wire, held, found)
+        self.codec.decode(wire, held, found)
         return squares(found, values)
 
 
@@ -66,19 +67,20 @@ class Outbox:
         link: Link,
         road: Link | Fabric,
         *,
+        codec: LosslessCodec,
         device: torch.device,
         traffic: Traffic,
     ) -> None:
         """Encode all messages and agree on their lengths: a collective."""
-        self._link, self._road = link, road
-        self._rooms = [CODEC.max_bytes(parcel.numel) for parcel in parcels]
+        self._link, self._road, self._codec = link, road, codec
+        self._rooms = [codec.max_bytes(parcel.numel) for parcel in parcels]
         ends = list(accumulate(self._rooms, initial=0))
         buffer = link.empty(ends[-1], device=device)
         self._messages = [buffer[start:end] for start, end in pairwise(ends)]
         own = torch.empty(len(parcels), dtype=torch.int64, device=device)
         with link.encoding("weights"):
             for place, (parcel, out) in enumerate(zip(parcels, self._messages, strict=True)):
-                CODEC.encode(*parcel.values(), out, own[place : place + 1])
+                codec.encode(*parcel.values(), out, own[place : place + 1])
         arriving = link.all_gather(own.view(torch.uint8), role="weights")
         self._lengths: list[list[int]] = (
             arriving.wait().view(torch.int64).view(link.size, -1).tolist()
@@ -90,7 +92,7 @@ class Outbox:
                 mine = zip(parcels, self._messages, self._lengths[link.rank], strict=True)
                 for parcel, message, nbytes in mine:
                     values, held = parcel.values()
-                    notes.note(Reading(), values, message[:nbytes], held=held)
+                    notes.note(Reading(codec), values, message[:nbytes], held=held)
 
     def _check(self) -> None:
         for rank, lengths in zip(self._link.ranks, self._lengths, strict=True):
@@ -131,7 +133,7 @@ class Outbox:
                         decode(rank, row[:nbytes], status[rank])
                 for rank, found in enumerate(status.tolist()):  # waits for the device once
                     with self._named(rank):
-                        CODEC.check(found)
+                        self._codec.check(found)
 
         return arrived
 

@@ -298,13 +298,14 @@ class _Compiled(NamedTuple):
 
 
 def _compile(tasks: Sequence[Task], buffers: Sequence[Tensor]) -> _Compiled:
-    kinds: dict[tuple[type, bool], list[Task]] = {}
+    kinds: dict[tuple[type, bool, str], list[Task]] = {}
     runnables, casts, pieces = [], [], []
     for task in tasks:
         codecs = [getattr(task[0], name, None) for name in ("codec", "source")]
         if all(codec is None or isinstance(codec, GroupCodec) for codec in codecs):
             # Apart, because CUDA kernels take no casts and would refuse what comes with them.
-            kinds.setdefault((type(task[0]), is_cast(task[0])), []).append(task)
+            kind = type(task[0]), is_cast(task[0]), task[0].backend
+            kinds.setdefault(kind, []).append(task)
         else:
             (casts if is_cast(task[0]) else pieces).append(task)
     for alike in kinds.values():

@@ -223,6 +223,8 @@ class _Compiler:
 
     def __init__(self, segments: list[Segment], forms: Sequence[Form], scale: float) -> None:
         self._segments, self._forms, self._scale = segments, forms, scale
+        codecs = [c for form in forms for c in form.codecs if isinstance(c, GroupCodec)]
+        self._backend = codecs[0].backend if codecs else "torch"  # casts alone need no kernels
         self._on_wire = [round_up(s.numel, forms[s.gradient].block or 1) for s in segments]
         # Of the hop before: where segments lie in a row, its bytes, and their kept values.
         self._columns: dict[int, int] = {}
@@ -323,7 +325,7 @@ class _Compiler:
         if depth:
             return self._sum(index, hops, depth, KEPT, place)
         tensor, (_, *rotation) = TENSORS + segment.tensor, self._forms[segment.gradient]
-        operation = Rotate(segment.numel, tensor, KEPT, segment.gradient, *rotation)
+        operation = Rotate(segment.numel, tensor, KEPT, segment.gradient, *rotation, self._backend)
         return operation, (segment.start, place)
 
     def _sum(self, index: int, hops: Sequence[Hop], depth: int, into: int, place: int = 0) -> Task:

@@ -353,7 +353,7 @@ class QuantizedCommConfig(Block):
     )
     backend: Literal["auto", "torch"] = Field(
         "auto",
-        description="Kernels, for the whole process: CuPy ones on CUDA and C++ ones on the CPU "
+        description="Kernels of this engine: CuPy ones on CUDA and C++ ones on the CPU "
         "where they work, or always plain torch, the slower reference. Same bytes either way.",
     )
     seed: Whole = Field(0, ge=0, le=MAX_SEED, description="Seed of all random rounding.")
@@ -430,10 +430,10 @@ class QuantizedCommConfig(Block):
         learned = weights.enabled and weights.levels == "learned" and not weights.lossless
         return Scheme(
             name=self.scheme,
-            weights=None if weights.exactly_differ else _codec(weights),
-            weights_intra=_codec(weights, weights.intra),
-            gradients=_codec(gradients),
-            gradients_intra=_codec(gradients, gradients.intra),
+            weights=None if weights.exactly_differ else _codec(self, weights),
+            weights_intra=_codec(self, weights, weights.intra),
+            gradients=_codec(self, gradients),
+            gradients_intra=_codec(self, gradients, gradients.intra),
             difference=weights.differ,
             lossless=weights.exactly_differ,
             node_shard=self.keeps_node_shard,
@@ -451,11 +451,14 @@ class QuantizedCommConfig(Block):
             slices=self.slices,
             level_steps=self.weights.level_steps if learned else (),
             level_rate=self.weights.level_rate,
+            backend=self.backend,
         )
 
 
 def _codec(
-    role: WeightsConfig | GradientsConfig, intra: IntraConfig | None | Literal[False] = False
+    config: QuantizedCommConfig,
+    role: WeightsConfig | GradientsConfig,
+    intra: IntraConfig | None | Literal[False] = False,
 ) -> Codec | None:
     """The codec of a role, or with ``intra`` that of its exchanges inside a node."""
     from ds_quant.codec.codec import GroupCodec
@@ -471,7 +474,7 @@ def _codec(
         given |= {"bits": intra.bits, "group_size": intra.group_size, "levels": "uniform"}
     if role.range == "gaussian":
         given |= {"range": "absmax"} if intra else {"rounding": "nearest"}
-    return GroupCodec(**given)
+    return GroupCodec(**given, backend=config.backend)
 
 
 def parse(param_dict: dict[str, Any], *, load_codecs: bool = True) -> QuantizedCommConfig | None:
@@ -523,7 +526,7 @@ def _unusable_codecs(config: QuantizedCommConfig) -> list[str]:
         settings = getattr(config, role)
         try:
             if settings.codec is not None:
-                _codec(settings)
+                _codec(config, settings)
         except ValueError as error:
             problems.append(f"{path_of((role, 'codec'))}={show(settings.codec)}: {error}")
     return problems

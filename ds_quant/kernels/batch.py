@@ -10,14 +10,12 @@ grow with the ranks. Places are in items of a buffer, and vectors count from the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ds_quant.kernels.gaussian import table_of
-from ds_quant.kernels.packing import Format, has_table
+from ds_quant.kernels.packing import Format
 from ds_quant.kernels.wire import round_up
 
 Places = tuple[int, ...]
@@ -41,6 +39,11 @@ class Encode(NamedTuple):
         """Elements of a row."""
         return round_up(self.numel, self.block or 1)
 
+    @property
+    def backend(self) -> str:
+        """One of dispatch.BACKENDS."""
+        return self.codec.backend
+
 
 class Decode(NamedTuple):
     """Places: wire, values. ``add``: to the values that are there."""
@@ -51,6 +54,8 @@ class Decode(NamedTuple):
     values: int
     stream: int
     add: bool = False
+
+    backend = Encode.backend
 
 
 class Sum(NamedTuple):
@@ -71,7 +76,7 @@ class Sum(NamedTuple):
     flips: bool = False
     scale: float = 1.0
 
-    on_wire = Encode.on_wire
+    on_wire, backend = Encode.on_wire, Encode.backend
 
 
 class Recode(NamedTuple):
@@ -91,7 +96,7 @@ class Recode(NamedTuple):
     own: int
     block: int = 0
 
-    on_wire = Encode.on_wire
+    on_wire, backend = Encode.on_wire, Encode.backend
 
 
 class Rotate(NamedTuple):
@@ -103,6 +108,7 @@ class Rotate(NamedTuple):
     stream: int
     block: int = 0
     flips: bool = False
+    backend: str = "auto"
 
     padded = Encode.on_wire
 
@@ -169,6 +175,7 @@ class Arguments:
         self._streams = np.array(streams)
         self._pointers: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._taken: list[tuple[np.ndarray, str, np.ndarray, np.ndarray, np.ndarray | None]] = []
+        self._tables: list[dict[Format, torch.Tensor | None]] = []  # behind addresses
 
     def point(self, field: str, to: Iterable[tuple[int, int]], part: slice = slice(None)) -> None:
         """``field`` of every record is an address: of a buffer, and bytes behind it."""
@@ -177,18 +184,41 @@ class Arguments:
             (self.records[field][part], buffers.copy(), offsets.astype(np.uint64))
         )
 
-    def take(
+    def take_randomness(self, vectors: Sequence[int], part: slice = slice(None)) -> None:
+        """Take the random bits of the streams, ``vectors`` behind the first of each."""
+        self._take("key", part=part)
+        self._take("step", part=part)
+        self._take("first_vector", plus=vectors, part=part)
+
+    def take_flips(self) -> None:
+        """Take the sign flips of the streams."""
+        self._take("flips_low")
+        self._take("flips_high")
+
+    def take_levels(
+        self, codecs: Sequence[Format], device: torch.device, field: str = "levels"
+    ) -> None:
+        """Take the learned levels of the streams; where there are none, the codecs' own."""
+        with torch.inference_mode(False):
+            tables = {codec: codec.table(None, device) for codec in set(codecs)}
+        if any(table is not None for table in tables.values()):
+            self._tables.append(tables)
+            initial = [0 if tables[c] is None else tables[c].data_ptr() for c in codecs]
+            self._take(field, "levels", instead=np.array(initial, dtype=np.uint64))
+
+    def _take(
         self,
         field: str,
-        name: str,
+        name: str = "",
         *,
-        plus: Iterable[int] = (),
+        plus: Sequence[int] = (),
         instead: np.ndarray | None = None,
         part: slice = slice(None),
     ) -> None:
         """``field`` of every record is ``name`` of its stream, plus a number; ``instead`` of 0."""
-        more = np.array(list(plus), dtype=np.uint64) if plus else np.uint64(0)
-        self._taken.append((self.records[field][part], name, self._streams[part], more, instead))
+        target, streams = self.records[field][part], self._streams[part]
+        more = np.array(plus, dtype=np.uint64) if plus else np.uint64(0)
+        self._taken.append((target, name or field, streams, more, instead))
 
     def fill(self, addresses: np.ndarray, streams: Streams) -> None:
         """addresses: of the buffers, uint64."""
@@ -202,25 +232,6 @@ class Arguments:
 def addresses_of(buffers: Sequence[torch.Tensor]) -> np.ndarray:
     """Addresses of the buffers."""
     return np.array([b.data_ptr() for b in buffers], dtype=np.uint64)
-
-
-def initial_tables(
-    codecs: Sequence[Format], device: torch.device
-) -> tuple[list[torch.Tensor], np.ndarray]:
-    """The initial levels of codecs, if any has a table, and their addresses."""
-    if not any(map(has_table, codecs)):
-        return [], np.zeros(0, dtype=np.uint64)
-    tables = [
-        table_of(codec.bits, device) if codec.is_gaussian else _initial_table(codec.bits, device)
-        for codec in codecs
-    ]
-    return tables, np.array([table.data_ptr() for table in tables], dtype=np.uint64)
-
-
-@cache
-def _initial_table(bits: int, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.arange(1 << bits, device=device).to(torch.float32)
 
 
 Runnable = Callable[[Sequence[torch.Tensor], Streams], None]

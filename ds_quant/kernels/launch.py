@@ -197,11 +197,7 @@ _MAX_GRID_ROWS = 65535
 _WORD = (1 << 64) - 1
 
 
-class Own(NamedTuple):
-    """Values of a row of a sum, which the wire leaves out."""
-
-    row: int
-    values: torch.Tensor  # (elements on the wire,) floating point
+Own = tuple[int, torch.Tensor]  # a row that the wire leaves out: (elements on the wire,) values
 
 
 def encode_macros(fmt: Format, tiles: Tiling) -> dict[str, int]:
@@ -246,11 +242,11 @@ def flip_fields(rotation: Rotation | None) -> dict[str, int]:
 
 def own_as_fp32(own: Own | None) -> torch.Tensor | None:
     """As contiguous fp32; the caller keeps it until the launch."""
-    return None if own is None else own.values.detach().to(torch.float32).contiguous()
+    return None if own is None else own[1].detach().to(torch.float32).contiguous()
 
 
 def own_fields(own: Own | None, values: torch.Tensor | None) -> dict[str, int]:
-    return {"own": NO_SOURCE if own is None else own.row, "own_values": pointer(values)}
+    return {"own": NO_SOURCE if own is None else own[0], "own_values": pointer(values)}
 
 
 def stream_fields(address: random_bits.Address | None, row: int, numel: int) -> dict[str, int]:
@@ -364,7 +360,6 @@ def encode(
     if rows == 0 or numel == 0:
         return
     x, base = dense(x), None if base is None else dense(base)
-    levels = None if levels is None else dense(levels)
     target = aligned(out, copy=False)
     is_easy = is_aligned(x) and (base is None or is_aligned(base))
     base_dtype = None if base is None else base.dtype
@@ -417,11 +412,7 @@ def decode(
     stores: Stores | None = None,  # None: as geometry.py chooses
 ) -> None:
     """Decode every row and cast once to the dtype of `out`; or add it to `out` in fp32 first."""
-    target = dense(out)
-    copied = target.data_ptr() != out.data_ptr()
-    _sum(wire, target, fmt, levels=levels, run=run, add=add, at_once=copied, stores=stores)
-    if copied:
-        out.copy_(target)
+    _sum(wire, out, fmt, levels=levels, run=run, add=add, stores=stores)
 
 
 def decode_sum(
@@ -443,17 +434,13 @@ def decode_sum(
     """
     if wire.shape[0] == 0 and own is None:
         return None if add else out.zero_()
-    target = dense(out)
-    copied = target.data_ptr() != out.data_ptr()
     options = {"levels": levels, "run": run, "own": own, "rotation": rotation, "add": add}
-    _sum(wire, target, fmt, scale=scale, at_once=copied, stores=stores, **options)
-    if copied:
-        out.copy_(target)
+    _sum(wire, out, fmt, scale=scale, stores=stores, **options)
 
 
 def _sum(
     wire: torch.Tensor,  # (rows, nbytes) uint8
-    out: torch.Tensor,  # (rows, numel), or (numel,) for the sum of the rows; as from `dense`
+    out: torch.Tensor,  # (rows, numel), or (numel,) for the sum of the rows
     fmt: Format,
     *,
     levels: torch.Tensor | None,
@@ -462,26 +449,26 @@ def _sum(
     own: Own | None = None,
     rotation: Rotation | None = None,
     add: bool = False,
-    at_once: bool = False,
     stores: Stores | None = None,
 ) -> None:
     numel = out.shape[-1]
     rows, sources = (1, wire.shape[0] + (own is not None)) if out.dim() == 1 else (wire.shape[0], 1)
     if rows == 0 or numel == 0:
         return
-    wire = aligned(wire, copy=True)
-    levels = None if levels is None else dense(levels)
-    own_values = own_as_fp32(own)
-    shape = (numel, sources, out.dtype)
-    plan = sum_plan(fmt, *shape, scale, own is not None, rotation, add, is_aligned(out), stores)
+    wire, target, own_values = aligned(wire, copy=True), dense(out), own_as_fp32(own)
+    copied = target.data_ptr() != out.data_ptr()
+    shape, is_easy = (numel, sources, target.dtype), is_aligned(target)
+    plan = sum_plan(fmt, *shape, scale, own is not None, rotation, add, is_easy, stores)
     for row, count in row_chunks(rows):
         fields = rows_at("wire.bytes", "wire.stride", wire, row)
-        fields |= rows_at("values", "values_stride", out, row)
+        fields |= rows_at("values", "values_stride", target, row)
         fields["source_stride"] = fields["wire.stride"]  # of these two, one is used
         fields["levels"] = pointer(levels)
         if own is not None:
             fields |= own_fields(own, own_values)
-        run(plan.launch(count, fields, wire, out, levels, own_values, at_once=at_once))
+        run(plan.launch(count, fields, wire, target, levels, own_values, at_once=copied))
+    if copied:
+        out.copy_(target)
 
 
 @lru_cache(maxsize=_PLANS)
@@ -542,8 +529,6 @@ def recode(
     if rows == 0 or numel == 0:
         return
     wire, target = aligned(wire, copy=True), aligned(out, copy=False)
-    levels = None if levels is None else dense(levels)
-    source_levels = None if source_levels is None else dense(source_levels)
     own_values = own_as_fp32(own)
     plan = recode_plan(source_fmt, fmt, numel, sources, own is not None)
     for row, count in row_chunks(rows):

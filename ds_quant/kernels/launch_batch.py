@@ -26,7 +26,6 @@ from ds_quant.kernels.batch import (
     Sum,
     Task,
     addresses_of,
-    initial_tables,
     rows_of,
 )
 from ds_quant.kernels.hadamard import Rotation
@@ -105,20 +104,12 @@ class _Filled:
         for field in first.points:
             self._arguments.point(field, [job.points[field] for job in jobs])
         if first.vector is not None:
-            for name in ("key", "step"):
-                self._arguments.take(name, name)
-            vectors = [job.vector for job in jobs]
-            self._arguments.take("first_vector", "first_vector", plus=vectors)
+            self._arguments.take_randomness([job.vector for job in jobs])
         if first.flips:
-            for name in ("flips_low", "flips_high"):
-                self._arguments.take(name, name)
-        self._kept = []
+            self._arguments.take_flips()
         for place, (field, _) in enumerate(first.tables):
             codecs = [job.tables[place][1] for job in jobs]
-            tables, initial = initial_tables(codecs, device)
-            if tables:
-                self._kept.append(tables)
-                self._arguments.take(field, "levels", instead=initial)
+            self._arguments.take_levels(codecs, device, field)
 
     def filled(self, addresses: np.ndarray, streams: Streams) -> Table:
         self._arguments.fill(addresses, streams)

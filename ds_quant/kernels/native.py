@@ -102,7 +102,6 @@ def encode(
         job.key, job.step = address.key, address.step
         job.first_vector = address.first_vector & _WORD
         job.row_vectors = address.vectors_per_row(job.numel)
-    levels = None if levels is None else levels.contiguous()
     job.levels = _pointer(levels)
     _call("dsq_encode", job, rows * numel)
     if target is not out:

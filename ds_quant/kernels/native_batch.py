@@ -22,13 +22,13 @@ from ds_quant.kernels.batch import (
     Sum,
     Task,
     addresses_of,
-    initial_tables,
     rows_of,
 )
 from ds_quant.kernels.packing import Format
 
 _FIELDS = np.dtype(native.Job)
 _FP32_BYTES = 4
+_CPU = torch.device("cpu")
 _COPIED_NUMEL = 4096  # unit of what is not rotated
 _KERNELS = {
     Encode: "dsq_encode",
@@ -51,40 +51,18 @@ def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Run
     return _compilers[type(tasks[0][0])](tasks, buffers)
 
 
-def _runnable(
-    arguments: Arguments, kernel: type, count: int, numel: int, *kept: object
-) -> Runnable:
+def _runnable(arguments: Arguments, kernel: type, count: int, numel: int) -> Runnable:
     function, where = native.function(_KERNELS[kernel]), arguments.records.ctypes.data
 
     def run(buffers: Sequence[torch.Tensor], streams: Streams) -> None:
         arguments.fill(addresses_of(buffers), streams)
         function(where, count, native.threads_for(numel))
 
-    run.kept = kept  # tables behind addresses
     return run
 
 
 def _arguments(jobs: Sequence[native.Job], streams: Sequence[int]) -> Arguments:
     return Arguments(_FIELDS, b"".join(map(bytes, jobs)), streams)
-
-
-def _randomness(arguments: Arguments, vectors: Sequence[int], part: slice = slice(None)) -> None:
-    for name in ("key", "step"):
-        arguments.take(name, name, part=part)
-    arguments.take("first_vector", "first_vector", plus=vectors, part=part)
-
-
-def _flips(arguments: Arguments) -> None:
-    for name in ("flips_low", "flips_high"):
-        arguments.take(name, name)
-
-
-def _levels(arguments: Arguments, codecs: Sequence[Format]) -> object:
-    """Set the tables of learned codecs; returns what must outlive the arguments."""
-    tables, initial = initial_tables(codecs, torch.device("cpu"))
-    if tables:
-        arguments.take("levels", "levels", instead=initial)
-    return tables
 
 
 def _encode(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
@@ -98,10 +76,10 @@ def _encode(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
     arguments = _arguments(jobs, [row.operation.stream for row in rows])
     _point_values(arguments, rows, buffers, place=0)
     arguments.point("wire", [(row.operation.wire, row.places[1]) for row in rows])
-    _randomness(arguments, [row.places[2] for row in rows])
-    _flips(arguments)
-    kept = _levels(arguments, [row.operation.codec for row in rows])
-    return _runnable(arguments, Encode, len(jobs), _numel(tasks), kept)
+    arguments.take_randomness([row.places[2] for row in rows])
+    arguments.take_flips()
+    arguments.take_levels([row.operation.codec for row in rows], _CPU)
+    return _runnable(arguments, Encode, len(jobs), _numel(tasks))
 
 
 def _decode(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
@@ -115,8 +93,8 @@ def _decode(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
     arguments = _arguments(jobs, [row.operation.stream for row in rows])
     arguments.point("wire", [(row.operation.wire, row.places[0]) for row in rows])
     _point_values(arguments, rows, buffers, place=1)
-    kept = _levels(arguments, [row.operation.codec for row in rows])
-    return _runnable(arguments, Decode, len(jobs), _numel(tasks), kept)
+    arguments.take_levels([row.operation.codec for row in rows], _CPU)
+    return _runnable(arguments, Decode, len(jobs), _numel(tasks))
 
 
 def _sum(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
@@ -129,9 +107,9 @@ def _sum(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
     arguments.point("wire", [(op.wire_in, places[0]) for op, places in tasks])
     arguments.point("values", [(op.values, places[1] * _FP32_BYTES) for op, places in tasks])
     arguments.point("own_values", [(op.own, places[2] * _FP32_BYTES) for op, places in tasks])
-    _flips(arguments)
-    kept = _levels(arguments, [operation.codec for operation, _ in tasks])
-    return _runnable(arguments, Sum, len(jobs), _numel(tasks), kept)
+    arguments.take_flips()
+    arguments.take_levels([operation.codec for operation, _ in tasks], _CPU)
+    return _runnable(arguments, Sum, len(jobs), _numel(tasks))
 
 
 def _recode(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
@@ -145,10 +123,10 @@ def _recode(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
     own = [(op.own, places[2] * _FP32_BYTES) for op, places in tasks]
     arguments.point("own_values", own, sums)
     arguments.point("wire", [(op.wire, places[1]) for op, places in tasks], encodes)
-    _randomness(arguments, [places[3] for _, places in tasks], encodes)
+    arguments.take_randomness([places[3] for _, places in tasks], encodes)
     codecs = [codec for op, _ in tasks for codec in (op.source, op.codec)]
-    kept = _levels(arguments, codecs)
-    return _runnable(arguments, Recode, len(tasks), _numel(tasks), kept)
+    arguments.take_levels(codecs, _CPU)
+    return _runnable(arguments, Recode, len(tasks), _numel(tasks))
 
 
 def _rotate(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
@@ -161,7 +139,7 @@ def _rotate(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
     arguments = _arguments(jobs, [operation.stream for operation, _ in tasks])
     _point_values(arguments, [Rows(*task) for task in tasks], buffers, place=0)
     arguments.point("wire", [(op.rotated, places[1] * _FP32_BYTES) for op, places in tasks])
-    _flips(arguments)
+    arguments.take_flips()
     return _runnable(arguments, Rotate, len(jobs), _numel(tasks))
 
 

@@ -108,12 +108,15 @@ class Format(Protocol):
     group_size: int
     rounding: str  # nearest, stochastic or random_shift
     levels: str  # uniform or learned
+    backend: str  # auto or torch: which kernels, not what they compute
 
     @property
     def has_offset(self) -> bool: ...
 
     @property
     def is_gaussian(self) -> bool: ...  # [Note: Gaussian levels] of gaussian.py
+
+    def table(self, levels: torch.Tensor | None, device: torch.device) -> torch.Tensor | None: ...
 
 
 class Block(NamedTuple):

@@ -143,8 +143,8 @@ def speeds_of(
     scheme: Scheme, *, weights: torch.dtype, gradients: torch.dtype, device: torch.device
 ) -> Speeds:
     """Measure the codecs of a scheme; ``weights`` and ``gradients`` are what is encoded."""
-    rotation = Rotation(block=scheme.rotation) if scheme.rotation else None
     outer, inner = gradient_codecs(scheme)
+    rotation = scheme.gradient_rotation
     return Speeds(
         weights=_weights(scheme.weights, weights, device, difference=scheme.difference),
         weights_intra=_weights(scheme.weights_intra, weights, device),

@@ -155,9 +155,7 @@ class Routes:
             exact_own, one_node = scheme.gradients_intra is not None, self.nodes == 1
             codec = inner if one_node else outer
             hops = (Hop(level="whole", codec=codec, per=per, inner=one_node, exact_own=exact_own),)
-        rotation = None
-        if scheme.rotation and outer is not None:
-            rotation = Rotation(block=scheme.rotation)
+        rotation = scheme.gradient_rotation if outer is not None else None
         return Route(hops=hops, rotation=rotation, delivery=self._delivery(hops[-1]))
 
     def _delivery(self, last: Hop) -> Hop | None:

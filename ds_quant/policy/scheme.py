@@ -17,7 +17,9 @@ from typing import Literal
 
 import torch
 
+from ds_quant.codec.bound import Rotation
 from ds_quant.codec.codec import Codec, GroupCodec
+from ds_quant.codec.lossless import LosslessCodec
 
 # What torch.compile and PEFT put into the names of the modules they wrap, at any depth.
 _WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|base_model\.model)\.")
@@ -57,6 +59,7 @@ class Scheme:
     slices: into which a reduction over two levels is cut, ``None``: as many as take least time.
     level_steps: optimizer steps after which weight levels are learned anew; empty when uniform.
     level_rate: share of its distance to a value by which the nearest level moves towards it.
+    backend: kernels, as of the codecs, for exact differences and rotations.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Scheme:
     slices: int | None = None
     level_steps: tuple[int, ...] = ()
     level_rate: float = 0.01
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         for field in ("min_numel", "warmup_steps", "seed"):
@@ -106,6 +110,16 @@ class Scheme:
     def keeps_reference(self) -> bool:
         """Whether differences are added to weights that everybody holds."""
         return self.difference or self.lossless
+
+    @property
+    def exact_codec(self) -> LosslessCodec:
+        """Codec of exact differences."""
+        return LosslessCodec(backend=self.backend)
+
+    @property
+    def gradient_rotation(self) -> Rotation | None:
+        """Rotation of the gradients, its sign flips left out."""
+        return Rotation(block=self.rotation, backend=self.backend) if self.rotation else None
 
     def differs_exactly(self, dtype: torch.dtype) -> bool:
         """Whether weights of this dtype travel as exact differences, wherever something is kept

@@ -88,7 +88,7 @@ def start_line(binding: QuantizedEngine) -> str:
         f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision "
         f"({', '.join(kept) or 'none'})",
         f"{binding.topology.nodes} x {binding.topology.node_size} ranks",
-        dispatch.describe(hooks.device()),
+        dispatch.describe(hooks.device(), binding.scheme.backend),
     ]
     if stage == 3:
         parts.append(f"{costs.gathers:.3g} gathers of the weights per micro-step")
@@ -251,7 +251,6 @@ def attach(engine: Any, optimizer: Any) -> None:
     rank, world = hooks.rank_and_world()
     config.validate_world(world)
     check_file(config.metrics, rank)
-    dispatch.use(config.backend)
     topology = _agree(config, rank, world)
     binding = engine.ds_quant_engine = _bind(engine, config, topology)
     binding.hooks = hooks.Hooks(engine, optimizer)
@@ -314,7 +313,7 @@ def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
     must = {f"codec {codec.name}": codec.digest for codec in own}
     # A vote in which some ranks take no part would hang.
     must[KILL_VARIABLE] = "unset" if kill_file() is None else "set"
-    facts = {"kernels": dispatch.describe(hooks.device())}
+    facts = {"kernels": dispatch.describe(hooks.device(), config.backend)}
     agreed = safety.handshake(config=config, must=must, facts=facts, rank=rank, world=world)
     return Topology(world=world, node_size=config.node_size or agreed)
 

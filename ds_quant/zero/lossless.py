@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.gather import Kept
-from ds_quant.comm.lossless import CODEC, Outbox, Parcel
+from ds_quant.comm.lossless import Outbox, Parcel
 from ds_quant.comm.message import joined
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link
@@ -32,6 +33,7 @@ class Window(NamedTuple):
     group: ReplicaGroup
     fabric: Fabric
     within: range
+    codec: LosslessCodec
 
     def of(self, rank: int) -> Tensor:
         """What the replica holds of a rank's partition."""
@@ -47,7 +49,7 @@ class Window(NamedTuple):
 
     def decode(self, rank: int, wire: Tensor, status: Tensor) -> None:
         held = self.of(rank)
-        CODEC.decode(wire, held, held, status=status)
+        self.codec.decode(wire, held, held, status=status)
 
 
 def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]:
@@ -57,8 +59,8 @@ def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]
         by_fabric.setdefault(window.fabric, []).append(window)
     for fabric, own in by_fabric.items():
         parcels = [Parcel(len(window.within), window.values) for window in own]
-        device = own[0].group.flat.device
-        outbox = Outbox(parcels, fabric.whole, fabric, device=device, traffic=traffic)
+        how = {"codec": own[0].codec, "device": own[0].group.flat.device, "traffic": traffic}
+        outbox = Outbox(parcels, fabric.whole, fabric, **how)
         for place, window in enumerate(own):
             yield partial(outbox.post, place, window.decode)
 
@@ -75,6 +77,7 @@ class Rows(NamedTuple):
     kept: Sequence[Kept]
     shards: Callable[[], Sequence[Tensor]]
     node: int
+    codec: LosslessCodec
 
     @property
     def numel(self) -> int:
@@ -97,7 +100,7 @@ class Rows(NamedTuple):
         def decode(node: int, wire: Tensor, status: Tensor) -> None:
             if not held:
                 held.append(joined([item.rows for item in self.kept]))
-            CODEC.decode(wire, held[0][node], held[0][node], status=status)
+            self.codec.decode(wire, held[0][node], held[0][node], status=status)
 
         arrived = outbox.post(place, decode)
 
@@ -118,6 +121,7 @@ def shard_posts(
     if not messages:
         return
     parcels = [Parcel(rows.numel, rows.values) for rows in messages]
-    outbox = Outbox(parcels, inter, inter, device=device, traffic=traffic)
+    how = {"codec": messages[0].codec, "device": device, "traffic": traffic}
+    outbox = Outbox(parcels, inter, inter, **how)
     for place, rows in enumerate(messages):
         yield partial(rows.decode_all, outbox, place)

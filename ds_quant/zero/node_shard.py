@@ -283,9 +283,9 @@ class NodeShard:
             yield Chunk(run, partial(self._exchange, run, codings))
 
     def _exact_differences(self, runs: Sequence[Sequence[Param]]) -> Iterator[lossless.Post]:
-        node = self._inter.rank
+        node, codec = self._inter.rank, self._binding.scheme.exact_codec
         messages = [
-            lossless.Rows([param.kept for param in run], partial(self._shards, run), node)
+            lossless.Rows([param.kept for param in run], partial(self._shards, run), node, codec)
             for run in runs
         ]
         traffic = self._binding.traffic

@@ -171,7 +171,8 @@ class Replica:
             most = self._optimizer.allgather_bucket_size // fabric.size
             if not exact_step and routes.differs_exactly(group.flat.dtype):
                 most = min(most, MOST_NUMEL)
-                exactly += [Window(group, fabric, w) for w in _windows(group, fabric.size, most)]
+                windows, codec = _windows(group, fabric.size, most), scheme.exact_codec
+                exactly += [Window(group, fabric, w, codec) for w in windows]
                 continue
             for window in _windows(group, fabric.size, most):
                 yield partial(self._post, group, fabric, window, step, exact)

@@ -15,7 +15,6 @@ import torch
 
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.comm.lossless import CODEC
 from ds_quant.comm.operations import Operations, Streams
 from ds_quant.comm.reduction_plan import Hop
 from ds_quant.kernels.batch import Rotate
@@ -48,15 +47,16 @@ def warm_up(binding: QuantizedEngine, device: torch.device) -> None:
 
 
 def _rehearse_exact_differences(binding: QuantizedEngine, device: torch.device) -> None:
+    codec = binding.scheme.exact_codec
     for dtype in _dtypes(binding):
         if not binding.routes.differs_exactly(dtype):
             continue
         for held in (torch.zeros(numel, dtype=dtype, device=device) for numel in (_RAGGED, 4096)):
-            wire = torch.empty(CODEC.max_bytes(held.numel()), dtype=torch.uint8, device=device)
+            wire = torch.empty(codec.max_bytes(held.numel()), dtype=torch.uint8, device=device)
             used = torch.zeros(1, dtype=torch.int64, device=device)
             for values in (held, held + 1):
-                CODEC.encode(values, held, wire, used)
-                CODEC.decode(wire[: int(used)], held, torch.empty_like(held))
+                codec.encode(values, held, wire, used)
+                codec.decode(wire[: int(used)], held, torch.empty_like(held))
 
 
 def _dtypes(binding: QuantizedEngine) -> list[torch.dtype]:
@@ -112,7 +112,7 @@ def _gradients(
         if rotation is not None:  # of what a rank adds as it is; the others launch as they do here
             block, flips = rotation.block, rotation.signs is not None
             rotated = torch.empty(on_wire, device=device).float()
-            turn = Operations([(Rotate(numel, 0, 1, 0, block, flips), (0, 0))])
+            turn = Operations([(Rotate(numel, 0, 1, 0, block, flips, rotation.backend), (0, 0))])
             turn.run([values, rotated], Streams(codings[:1], [rotation]))
         for depth, (hop, coding) in enumerate(zip(hops, codings, strict=True)):
             rows = wire.expand(hop.link.size - hop.exact_own, -1)

@@ -452,7 +452,7 @@ def _placed_rank(
     socket.gethostname = lambda: hosts[rank]
     handshake.log_rank0 = said.append
     if kernels is not None:
-        dispatch.describe = lambda device: kernels[rank]
+        dispatch.describe = lambda *_: kernels[rank]
     try:
         return ds_quant.report(build(config))["line"], said
     except RuntimeError as error:

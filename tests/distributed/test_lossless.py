@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ds_quant.codec.lossless import LosslessCodec
-from ds_quant.comm import lossless
 from ds_quant.comm.lossless import Outbox, Parcel
 from tests.distributed import scenarios
 from tests.distributed.features import DEEPSPEED_FEATURES
@@ -344,14 +343,14 @@ WRONG = (-16, 0, 8, 40, 1 << 20, 1 << 62)
 
 def _announced(node_size: int) -> tuple[list[str], int]:
     """What an outbox says to every wrong length, and the messages it has posted since."""
-    lossless.CODEC = _Announcing()
     fabric, traffic = fabric_of(node_size)
     held = torch.zeros(100, dtype=torch.bfloat16)
     said = []
     for _Announcing.wrong in WRONG:
         parcels = [Parcel(100, lambda: (held + 1, held))] * 2
         try:
-            Outbox(parcels, fabric.whole, fabric, device=held.device, traffic=traffic)
+            how = {"codec": _Announcing(), "device": held.device, "traffic": traffic}
+            Outbox(parcels, fabric.whole, fabric, **how)
         except RuntimeError as error:
             said.append(str(error))
     return said, sum(traffic.collectives.values())
@@ -366,14 +365,15 @@ def _gathered(node_size: int) -> list[list[float]]:
         Parcel(rows.shape[1], lambda rows=rows: (rows[rank] + 1 + rank, rows[rank]))
         for rows in held
     ]
-    device = held[0].device
-    outbox = Outbox(parcels, fabric.whole, fabric, device=device, traffic=traffic)
+    codec = LosslessCodec()
+    how = {"codec": codec, "device": held[0].device, "traffic": traffic}
+    outbox = Outbox(parcels, fabric.whole, fabric, **how)
     for place, rows in enumerate(held):
 
         def decode(
             sender: int, wire: torch.Tensor, status: torch.Tensor, rows: torch.Tensor = rows
         ) -> None:
-            lossless.CODEC.decode(wire, rows[sender], rows[sender], status=status)
+            codec.decode(wire, rows[sender], rows[sender], status=status)
 
         outbox.post(place, decode)()
     assert traffic.exact.numel == fabric.size * 3005

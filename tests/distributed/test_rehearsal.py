@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ds_quant.kernels import dispatch, launch, launch_batch, launch_lossless
-from ds_quant.kernels.launch import Own
 from ds_quant.zero.warmup import warm_up
 from tests.distributed.harness import run
 from tests.distributed.models import build, plain_descent, settings, train_step
@@ -38,9 +37,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.variants: set[tuple] = set()
-        self.originals = {n: getattr(dispatch, n) for n in ("encode", "decode", "decode_sum")}
-        for name, original in self.originals.items():
-            setattr(dispatch, name, self._both(getattr(launch, name), original))
+        kernel = dispatch.kernel
+        dispatch.kernel = lambda name, *args: self._both(getattr(launch, name), kernel(name, *args))
         for name in ("encode", "decode"):
             original, launched = (
                 getattr(dispatch, f"{name}_lossless"), getattr(launch_lossless, name)
@@ -56,8 +54,7 @@ class Recorder:
 
     def _both(self, launched: Any, original: Any) -> Any:
         def use(*args: Any, **options: Any) -> None:
-            own = options.get("own")
-            as_launched = options | ({"own": Own(*own)} if own is not None else {})
+            as_launched = {name: option for name, option in options.items() if name != "backend"}
             launched(*args, run=self._note, **as_launched)
             original(*args, **options)
 
@@ -71,13 +68,12 @@ class Recorder:
                 self.variants.add((table.kernel, macros))
         return original(tasks, buffers)
 
-    def _recode(self, original: Any, wire, out, source, fmt, *, own, **options: Any) -> None:
-        given = None if own is None else Own(*own)
+    def _recode(self, original: Any, wire, out, source, fmt, **options: Any) -> None:
         where = wire.unsqueeze(0), out.view(1, -1)
-        launch.recode(*where, source, fmt, own=given, run=self._note, **options)
+        launch.recode(*where, source, fmt, run=self._note, **options)
         # On CUDA this is one kernel: what the reference does instead is not launched.
         before = set(self.variants)
-        original(wire, out, source, fmt, own=own, **options)
+        original(wire, out, source, fmt, **options)
         self.variants = before
 
 

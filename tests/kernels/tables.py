@@ -13,7 +13,6 @@ import torch
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, reference
 from ds_quant.kernels.hadamard import Rotation
-from ds_quant.kernels.launch import Own
 from ds_quant.kernels.random_bits import Address
 
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
@@ -84,7 +83,7 @@ def sums(device: torch.device):
         options = {"scale": 0.125, "levels": None}
         reference.decode_sum(wire, wanted, INT4, own=(3, own), **options)
         found = torch.zeros(numel, device=device)
-        mine, there = Own(3, own.to(device)), wire.to(device)
+        mine, there = (3, own.to(device)), wire.to(device)
         yield Case(
             lambda run, wire=there, out=found, own=mine, options=options: launch.decode_sum(
                 wire, out, INT4, own=own, run=run, **options

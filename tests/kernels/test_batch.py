@@ -21,6 +21,7 @@ from ds_quant.kernels.wire import round_up
 from tests import needs
 from tests.kernels.inputs import GAUSSIAN
 from tests.kernels.test_cuda_launcher import cupy, runner  # noqa: F401
+from tests.torch_kernels import only_torch
 
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
 INT8 = GroupCodec(bits=8, group_size=64, rounding="stochastic")
@@ -51,8 +52,7 @@ def kernels(request, monkeypatch) -> str:
     """Operations take these kernels unless a test asks for the torch reference."""
     if request.param == "cuda":
         found = request.getfixturevalue("runner")
-        choose = lambda _: None if dispatch._backend == "torch" else found  # noqa: E731
-        monkeypatch.setattr(dispatch, "cuda_runner", choose)
+        monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: found)
     elif native.unavailable_reason() is not None:
         pytest.skip(native.unavailable_reason())
     return request.param
@@ -64,11 +64,8 @@ def check(tasks: Sequence[Task], make: Callable[[], list[torch.Tensor]], streams
     buffers = make()
     wanted = [buffer.clone() for buffer in buffers]
     Operations(tasks).run(buffers, streams)
-    dispatch.use("torch")
-    try:
+    with only_torch():
         Operations(tasks).run(wanted, streams)
-    finally:
-        dispatch.use("auto")
     for found, expected in zip(buffers, wanted, strict=True):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 

@@ -140,7 +140,7 @@ def test_codec_takes_the_kernels_where_there_is_a_runner(shim, monkeypatch) -> N
         launched.append(dict(launch.macros)["DSQ_PHASE"])
         shim(launch)
 
-    monkeypatch.setattr(dispatch, "cuda_runner", lambda device: run)
+    monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: run)
     assert torch.equal(through_codec(values, reference), expected(values, reference))
     assert launched == [0, 1, 2, 3]
 

@@ -11,7 +11,6 @@ from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, reference
 from ds_quant.kernels.geometry import Stores
 from ds_quant.kernels.hadamard import Rotation
-from ds_quant.kernels.launch import Own
 from ds_quant.kernels.random_bits import Address
 from tests.kernels.inputs import (
     CODECS,
@@ -128,12 +127,12 @@ def source_rows(codec, case, sources: int) -> torch.Tensor:
     return case.values(codec.group_size, torch.float32)[:1] + torch.randn(sources, case.numel)
 
 
-def sum_of(codec, wire: torch.Tensor, numel: int, own: Own | None, scale: float) -> torch.Tensor:
+def sum_of(codec, wire: torch.Tensor, numel: int, own: tuple | None, scale: float) -> torch.Tensor:
     """The reference's sum with one row replaced, rows added one by one."""
     rows = torch.empty(wire.shape[0], numel)
     reference.decode(wire, rows, codec, levels=table(codec))
     if own is not None:
-        rows[own.row] = own.values
+        rows[own[0]] = own[1]
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
@@ -165,7 +164,7 @@ def test_sums_of_rows_equal_the_reference(shim, codec, sources: int, has_own: bo
     @given(case=cases(codec.group_size), row=st.integers(0, sources - 1))
     def check(case, row: int) -> None:
         x = source_rows(codec, case, sources)
-        own = Own(row, x[row].to(torch.bfloat16)) if has_own else None
+        own = (row, x[row].to(torch.bfloat16)) if has_own else None
         wire = message(codec, x)
         wanted = sum_of(codec, wire, case.numel, own, scale)
         if has_own:
@@ -191,7 +190,7 @@ def test_sums_are_rotated_back(shim, block: int, flips: int | None) -> None:
     def check(case) -> None:
         x = rotated(source_rows(codec, case, 4), block, flips)
         wire = message(codec, x)
-        own = Own(2, x[2])
+        own = (2, x[2])
         total = sum_of(codec, wire, x.shape[1], own, 1.0)
         wanted = rotated_back(total, block, flips, 0.25)[: case.numel]
         out = output(1, case.numel, torch.float32, case.skew)[0]
@@ -208,7 +207,7 @@ def test_no_sources_sum_to_zero_or_own_values(shim) -> None:
     wire = torch.empty(0, codec.wire_bytes(5), dtype=torch.uint8)
     launch.decode_sum(wire, out, codec, scale=2.0, levels=None, run=lambda _: None)
     assert torch.equal(out, torch.zeros(5))
-    launch.decode_sum(wire, out, codec, scale=2.0, levels=None, own=Own(0, own), run=shim)
+    launch.decode_sum(wire, out, codec, scale=2.0, levels=None, own=(0, own), run=shim)
     assert torch.equal(out, 2 * own)
     reference.decode_sum(wire, out, codec, scale=3.0, levels=None, own=(0, own))
     assert torch.equal(out, 3 * own)
@@ -238,7 +237,7 @@ def test_recoded_bytes_equal_decode_sum_encode(
     def check(case, row: int) -> None:
         x = source_rows(source_codec, case, sources * case.rows)
         wire = message(source_codec, x).view(case.rows, sources, -1)
-        own = Own(row, x[row]) if has_own else None
+        own = (row, x[row]) if has_own else None
         totals = [sum_of(source_codec, rows, case.numel, own, 1.0) for rows in wire]
         nbytes = codec.wire_bytes(case.numel)
         wanted = torch.empty(case.rows, nbytes, dtype=torch.uint8)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, reference
 from ds_quant.kernels.hadamard import Rotation
-from ds_quant.kernels.launch import Own
 from ds_quant.kernels.wire import round_up
 from tests.kernels.inputs import (
     DTYPES,
@@ -90,7 +89,7 @@ def test_rotated_sums_equal_the_reference(shim, codec: GroupCodec) -> None:
     def check(case, own: int) -> None:
         on_wire = round_up(case.numel, 128)
         wire, total = message(codec, torch.randn(3, on_wire)), torch.empty(on_wire)
-        given_row = None if own < 0 else Own(own, torch.randn(on_wire))
+        given_row = None if own < 0 else (own, torch.randn(on_wire))
         how = {"levels": table(codec), "own": given_row}
         reference.decode_sum(wire, total, codec, scale=1.0, **how)
         wanted = rotated_back(total, 128, FLIPS, 0.5)[: case.numel]
@@ -108,7 +107,7 @@ def test_sums_are_encoded_anew(shim, codec: GroupCodec, source: GroupCodec) -> N
     for numel in (128, 5 * 128, 64 * 128):
         x = awkward(3 * numel, 128, sorted(KINDS), seed=3).view(3, numel)
         wire, total = message(source, x)[None], torch.empty(1, numel)
-        own = Own(1, torch.randn(numel))
+        own = (1, torch.randn(numel))
         reference.decode_sum(wire[0], total[0], source, scale=1.0, own=own, levels=table(source))
         found = guarded(codec.wire_bytes(numel), torch.uint8)[None]
         launch.recode(

@@ -18,7 +18,7 @@ from ds_quant.kernels import cuda, dispatch, launch, reference
 from ds_quant.kernels.cuda import source
 from ds_quant.kernels.geometry import Stores
 from ds_quant.kernels.hadamard import Rotation
-from ds_quant.kernels.launch import Own, merge, place_of
+from ds_quant.kernels.launch import merge, place_of
 from ds_quant.kernels.random_bits import Address
 from tests.kernels import tables
 from tests.kernels.inputs import (
@@ -114,7 +114,7 @@ def test_rotation_difference_and_own_rows(runner, block: int, flips: int | None)
     for row in rows[1:]:
         total += row
     out = torch.empty(numel, device=DEVICE)
-    own = Own(3, on_gpu(turned[3]))
+    own = (3, on_gpu(turned[3]))
     options = {"scale": 0.125, "levels": None, "own": own, "rotation": rotation}
     others = torch.cat([wanted[:3], wanted[4:]])
     launch.decode_sum(on_gpu(others), out, INT4, run=runner, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from tests.kernels.test_encode import ADDRESS, assert_same, expected, one_by_one
 
 EXAMPLES = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
+IN_TORCH = replace(INT4, backend="torch")
 
 
 @pytest.fixture
@@ -194,13 +196,12 @@ def test_backend_torch_leaves_the_library_alone(monkeypatch) -> None:
         raise AssertionError("called")
 
     monkeypatch.setattr(native, "function", refuse)
-    monkeypatch.setattr(dispatch, "_backend", "torch")
     x = torch.randn(1, 100)
     wire = torch.empty(1, INT4.wire_bytes(100), dtype=torch.uint8)
-    INT4.encode(x, wire, address=ADDRESS)
+    IN_TORCH.encode(x, wire, address=ADDRESS)
     assert_same(INT4, wire, expected(INT4, x, ADDRESS))
-    INT4.decode(wire, torch.empty(1, 100))
-    assert dispatch.describe(x.device) == "torch kernels"
+    IN_TORCH.decode(wire, torch.empty(1, 100))
+    assert dispatch.describe(x.device, "torch") == "torch kernels"
 
 
 @pytest.mark.parametrize(
@@ -242,10 +243,6 @@ def test_backend_torch_takes_the_reference_and_auto_the_library(monkeypatch) -> 
     wire = torch.empty(1, INT4.wire_bytes(300), dtype=torch.uint8)
     INT4.encode(x, wire, address=ADDRESS)
     assert used == ["library"] and dispatch.describe(x.device) == "C++ kernels"
-    dispatch.use("torch")
-    try:
-        INT4.encode(x, wire, address=ADDRESS)
-        assert used == ["library"] and dispatch.describe(x.device) == "torch kernels"
-    finally:
-        dispatch.use("auto")
+    IN_TORCH.encode(x, wire, address=ADDRESS)
+    assert used == ["library"] and dispatch.describe(x.device, "torch") == "torch kernels"
     assert_same(INT4, wire, expected(INT4, x, ADDRESS))

@@ -10,7 +10,7 @@ from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, launch_lossless
 from ds_quant.kernels.geometry import Stores
 from ds_quant.kernels.hadamard import Rotation
-from ds_quant.kernels.launch import Launch, Own, merge
+from ds_quant.kernels.launch import Launch, merge
 from ds_quant.kernels.random_bits import Address
 from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, table
 
@@ -57,7 +57,7 @@ def decode_sum(
     padded = -(-numel // rotation.block) * rotation.block if rotation else numel
     wire = _aligned(sources - own, codec.wire_bytes(padded), torch.uint8)
     out = _aligned(1, numel, dtype)[0]
-    replaced = Own(0, _aligned(1, padded, torch.float32)[0]) if own else None
+    replaced = (0, _aligned(1, padded, torch.float32)[0]) if own else None
     options = {"scale": scale, "levels": table(codec), "own": replaced, "rotation": rotation}
     options["stores"] = stores
     return _one(lambda run: launch.decode_sum(wire, out, codec, run=run, **options))
@@ -69,7 +69,7 @@ def recode(source, codec, sources, *, numel=_WHOLE, own=False) -> Launch:
     out = _aligned(1, codec.wire_bytes(numel), torch.uint8)
     options = {"numel": numel, "address": Address(key=1, step=1)}
     options |= {"levels": table(codec), "source_levels": table(source)}
-    options["own"] = Own(0, _aligned(1, numel, torch.float32)[0]) if own else None
+    options["own"] = (0, _aligned(1, numel, torch.float32)[0]) if own else None
     return _one(lambda run: launch.recode(wire, out, source, codec, run=run, **options))
 
 

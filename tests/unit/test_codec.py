@@ -277,6 +277,7 @@ def test_cast_codec_sends_the_values_themselves(dtype, numel):
         (dict(range="max"), "range = 'max': allowed are 'minmax', 'absmax'"),
         (dict(rounding="shift"), "rounding = 'shift': allowed are 'nearest'"),
         (dict(levels="lloyd"), "levels = 'lloyd'"),
+        (dict(backend="cupy"), "backend = 'cupy': allowed are 'auto', 'torch'"),
         (dict(range="absmax", rounding="random_shift"), "needs range 'minmax'"),
         (dict(levels="learned", rounding="stochastic"), "rounding 'nearest'"),
         (dict(levels="learned", range="absmax"), "needs range 'minmax'"),
@@ -285,6 +286,20 @@ def test_cast_codec_sends_the_values_themselves(dtype, numel):
 def test_invalid_fields_are_named_with_what_is_allowed(fields, message):
     with pytest.raises(ValueError, match=message):
         GroupCodec(**fields)
+
+
+def test_a_strided_table_gives_the_same_bytes_and_values():
+    codec, x = GroupCodec(bits=3, group_size=32, levels="learned"), torch.randn(2, 300)
+    table = torch.tensor([0.0, 0.5, 2.0, 3.0, 4.5, 5.0, 6.25, 7.0])
+    found = []
+    for levels in (table, torch.stack([table, table.flip(0)], dim=1)[:, 0]):
+        wire = torch.empty(2, codec.wire_bytes(300), dtype=torch.uint8)
+        out, total = torch.empty(2, 300), torch.empty(300)
+        codec.encode(x, wire, levels=levels)
+        codec.decode(wire, out, levels=levels)
+        codec.decode_sum(wire, total, levels=levels)
+        found.append((wire, out, total))
+    assert all(map(torch.equal, *found))
 
 
 def test_wrong_arguments_are_refused():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.kernels import dispatch, philox, random_bits
+from ds_quant.kernels import philox, random_bits
 from tests.codec_oracle import codecs
 
 SHIFT = GroupCodec(bits=4, group_size=32, rounding="random_shift")
@@ -88,8 +88,9 @@ def test_stochastic_rounding_goes_up_for_exactly_the_fraction_of_all_random_valu
         out.view(torch.int16).view(-1).copy_(values)  # keeps the low 16 bits
 
     monkeypatch.setattr(philox, "random_bits", every_value)
-    monkeypatch.setattr(dispatch, "_backend", "torch")  # whose random bits can be replaced
-    codec = GroupCodec(bits=codec.bits, group_size=65536, range=codec.range, rounding="stochastic")
+    # Random bits of the reference can be replaced.
+    how = {"range": codec.range, "rounding": "stochastic", "backend": "torch"}
+    codec = GroupCodec(bits=codec.bits, group_size=65536, **how)
     unit = 2**15 if codec.bits == 8 else 2**16  # fractions are multiples of 1 / unit
     top = 2 ** (codec.bits - 1) - 1 if codec.range == "absmax" else 2**codec.bits - 1
     low = -top if codec.range == "absmax" else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
@@ -14,11 +15,12 @@ from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.owners import delivery_codec
 from ds_quant.config.schema import parse_block
-from ds_quant.kernels import dispatch, gaussian
+from ds_quant.kernels import gaussian
 from ds_quant.kernels.random_bits import Address
 from ds_quant.policy.route import Routes
 from ds_quant.zero.param import Param
 from tests import needs
+from tests.torch_kernels import only_torch
 from tests.unit import wire_oracle as oracle
 
 BITS = (2, 3, 4)
@@ -31,9 +33,8 @@ NMSE = {2: 0.1331, 3: 0.03578, 4: 0.00959}
 @pytest.fixture(params=["torch", pytest.param("auto", marks=needs.native_kernels)], autouse=True)
 def backend(request):
     """The reference, and what works on CPU tensors where it is built."""
-    dispatch.use(request.param)
-    yield request.param
-    dispatch.use("auto")
+    with only_torch() if request.param == "torch" else nullcontext():
+        yield request.param
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

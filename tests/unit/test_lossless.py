@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds_quant.codec.lossless import LosslessCodec
-from ds_quant.kernels import dispatch, native
+from ds_quant.kernels import native
 from tests.kernels.inputs import guarded
 from tests.lossless_inputs import DTYPES, NUMELS, SORTS, mixed, wrong_entries
+from tests.torch_kernels import only_torch
 from tests.unit import lossless_oracle
 
 CODEC = LosslessCodec()
@@ -27,9 +29,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
     """The reference, and whatever works on the CPU."""
     if request.param == "auto" and native.unavailable_reason() is not None:
         pytest.skip("needs the C++ library")
-    dispatch.use(request.param)
-    yield
-    dispatch.use("auto")
+    with only_torch() if request.param == "torch" else nullcontext():
+        yield
 
 
 def encoded(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ import torch
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.gather import Kept, exchange, gather
+from ds_quant.comm.pending import Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import hooks, lossless
 from ds_quant.zero.engine import QuantizedEngine
@@ -39,10 +40,10 @@ _IN_FLIGHT = 16  # chunks; bounds the memory of messages, the others are posted 
 
 
 class Chunk(NamedTuple):
-    """Parameters by index and a function that posts their exchange and returns one that waits."""
+    """Parameters by index and a function that posts their exchange."""
 
     indices: Collection[int]
-    post: Callable[[], Callable[[], None]]
+    post: Callable[[], Pending[Any]]
 
 
 class Spread:
@@ -50,7 +51,7 @@ class Spread:
 
     def __init__(self) -> None:
         self._ahead: deque[Chunk] = deque()
-        self._posted: deque[tuple[Collection[int], Callable[[], None]]] = deque()
+        self._posted: deque[tuple[Collection[int], Pending[Any]]] = deque()
         self._missing: set[int] = set()
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
@@ -79,14 +80,14 @@ class Spread:
                     "quantized_comm: an exchange of weights has failed before: resume from the "
                     "last checkpoint"
                 )
-            arrived, decode = self._posted.popleft()
+            brought, pending = self._posted.popleft()
             try:
-                decode()
+                pending.wait()
             except BaseException:
                 self._ahead.clear()
                 self._posted.clear()  # nobody waits for a lost rank twice
                 raise
-            self._missing.difference_update(arrived)
+            self._missing.difference_update(brought)
             self._post_next()
 
     def close(self) -> None:
@@ -111,10 +112,10 @@ _CHUNKS, _LEAST_NUMEL, _MOST_NUMEL = 8, 1 << 18, 1 << 21
 
 @dataclass
 class _RequestedGather:
-    """A requested gather and, once it is posted, the function that waits and decodes."""
+    """A requested gather, ``posted`` or not yet."""
 
     indices: Sequence[int]
-    decode: Callable[[], list[torch.Tensor]] | None = None
+    posted: Pending[list[torch.Tensor]] | None = None
 
 
 class NodeShard:
@@ -209,11 +210,11 @@ class NodeShard:
         self._asked.clear()
         self._kept, self._params, self._stale = {}, {}, set()
 
-    def gather(self, params: Sequence[Any]) -> tuple[Callable[[], list[torch.Tensor]], list[bool]]:
+    def gather(self, params: Sequence[Any]) -> tuple[Pending[list[torch.Tensor]], list[bool]]:
         """Gather full weights of served parameters; also returns which may differ from the exact
         ones.
 
-        What has not arrived yet is not waited for before the returned function is called.
+        What has not arrived yet is not waited for before the gather is.
         """
         asked = _RequestedGather([self._binding.param_of(p).index for p in params])
         self._gathered |= dict.fromkeys(asked.indices)
@@ -228,26 +229,26 @@ class NodeShard:
         if at_once:
             self._post_until(asked)
 
-        def wait() -> list[torch.Tensor]:
+        def gathered() -> list[torch.Tensor]:
             self._post_until(asked)
-            return asked.decode()
+            return asked.posted.wait()
 
-        return wait, lossy
+        return Pending(gathered), lossy
 
     def _post_until(self, asked: _RequestedGather) -> None:
         """Post gathers up to this one, in the order in which they were asked for. DeepSpeed's waits
         come from sets, in another order on every rank.
         """
-        while asked.decode is None:
+        while asked.posted is None:
             first = self._asked.popleft()
-            first.decode = self._post(first.indices)
+            first.posted = self._post(first.indices)
 
-    def _post(self, indices: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
+    def _post(self, indices: Sequence[int]) -> Pending[list[torch.Tensor]]:
         self._spread.finish(indices)
         stale = [index for index in indices if index in self._stale]
         if stale:
             exact = [Coding(codec=CastCodec(self._kept[index].rows.dtype)) for index in stale]
-            self._exchange(stale, exact)()
+            self._exchange(stale, exact).wait()
             self._stale.difference_update(stale)
         codings = [self._inside(index, self._binding.step) for index in indices]
         return gather([self._kept[index] for index in indices], codings, self._intra)
@@ -298,7 +299,7 @@ class NodeShard:
         device = hooks.device()
         return [hooks.valid_shard(self._params[i], self._rank).to(device) for i in indices]
 
-    def _exchange(self, indices: Sequence[int], codings: Sequence[Coding]) -> Callable[[], None]:
+    def _exchange(self, indices: Sequence[int], codings: Sequence[Coding]) -> Pending[Any]:
         kept = [self._kept[i] for i in indices]
         return exchange(kept, self._shards(indices), codings, self._inter)
 

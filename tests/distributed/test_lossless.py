@@ -363,13 +363,7 @@ def _gathered(node_size: int) -> list[list[float]]:
     device = held[0].device
     outbox = Outbox(parcels, fabric.whole, fabric, device=device, traffic=traffic)
     for place, rows in enumerate(held):
-
-        def decode(
-            sender: int, wire: torch.Tensor, status: torch.Tensor, rows: torch.Tensor = rows
-        ) -> None:
-            lossless.CODEC.decode(wire, rows[sender], rows[sender], status=status)
-
-        outbox.post(place, decode)()
+        assert outbox.post(place, lambda rows=rows: rows).wait() is rows
     assert traffic.exact.numel == fabric.size * 3005
     return [rows.float().unique(dim=1).tolist() for rows in held if rows.numel()]
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ds_quant.codec.bound import Coding, exactly
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.gather import Kept, all_gather, exchange, gather
+from ds_quant.comm.pending import Pending
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic, normalised
 from ds_quant.comm.transport import Link
@@ -365,7 +366,7 @@ class Simulation:
             link = fabric.intra if self._topology.node_size > 1 else None
             codings = [] if link is None else self._codings(rank, hop=-1)
             waits.append(gather(kept, codings, link))
-        return waits[0]()
+        return waits[0].wait()
 
     def _rows(self, rank: SimulatedRank) -> list[Kept]:
         nodes, size = self._topology.nodes, self._topology.node_size
@@ -376,13 +377,13 @@ class Simulation:
     def _exchange(self, codings: Callable[[SimulatedRank], list[Coding]]) -> None:
         """Bring the exact weights of every rank into the rows of all nodes."""
 
-        def post(rank: SimulatedRank, shards: list[Tensor]) -> Callable[[], None]:
+        def post(rank: SimulatedRank, shards: list[Tensor]) -> Pending[list[Tensor]]:
             fabric = rank.fabric(None)
             link = fabric.inter or fabric.whole  # whole: one rank per node
             return exchange(self._kept[rank.number], shards, codings(rank), link)
 
-        for finish in self._each(post):
-            finish()
+        for pending in self._each(post):
+            pending.wait()
 
     def drift(self) -> float:
         """Normalised squared distance of what ranks compute with to the master weights.

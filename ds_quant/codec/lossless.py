@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ds_quant.codec.codec import CAST_NAMES, check_choice
-from ds_quant.kernels import dispatch, launch_lossless
+from ds_quant.kernels import dispatch
 from ds_quant.kernels.lossless import MAX_NUMEL, max_bytes
+from ds_quant.kernels.wire import ALIGNMENT
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -60,30 +62,56 @@ class LosslessCodec:
         wire: torch.Tensor,  # (bytes of the message,) uint8
         reference: torch.Tensor,  # (numel,) bf16 or fp16
         out: torch.Tensor,  # (numel,) of the same dtype; may be the reference itself
-        *,
-        status: torch.Tensor | None = None,  # (2,) int32 zeros on the device
     ) -> None:
         """Overwrite `out` with the values. ValueError for a message that cannot be or was made
-        against another reference; `out` then holds nothing of use.
-
-        With a status nothing waits for a CUDA device: ``check`` raises what is found there.
+        against another reference; `out` then holds nothing of use. Waits for a CUDA device.
         """
         _check_values("out", out, reference)
-        _check_tensor("wire", wire, wire.numel(), torch.uint8)
-        self.max_bytes(reference.numel())
-        dispatch.decode_lossless(wire, reference, out, backend=self.backend, status=status)
+        self.decode_rows(wire, [0], [wire.numel()], reference.view(1, -1), out.view(1, -1))
 
-    def check(self, status: Sequence[int]) -> None:
-        """ValueError for a status, read back from the device, of a decoding that went wrong."""
-        launch_lossless.check(*status)
+    def decode_rows(
+        self,
+        wire: torch.Tensor,  # (bytes,) uint8
+        starts: Sequence[int] | np.ndarray,  # (rows,): where in `wire` each message begins
+        lengths: Sequence[int] | np.ndarray,  # (rows,): its bytes
+        reference: torch.Tensor,  # (rows, numel) bf16 or fp16, each row contiguous
+        out: torch.Tensor,  # (rows, numel) of the same dtype; may be the reference itself
+    ) -> None:
+        """Decode one message into every row of `out`, with host calls that do not grow with the
+        rows. ``Damaged`` names the row, by its place, of a message as ``decode`` refuses it.
+        """
+        if reference.dtype not in DTYPES:
+            raise _wrong_dtype(reference)
+        _check_tensor("wire", wire, wire.numel(), torch.uint8)
+        self.max_bytes(reference.shape[1])
+        for name, tensor in (("reference", reference), ("out", out)):
+            shape, dense = (len(starts), reference.shape[1]), tensor.stride(1) == 1
+            if tensor.shape != shape or tensor.dtype != reference.dtype or not dense:
+                raise ValueError(
+                    f"{name}: shape {tuple(tensor.shape)} {tensor.dtype}, must be {shape} "
+                    f"{reference.dtype}, each row contiguous"
+                )
+        starts, lengths = (np.asarray(n, dtype=np.int64) for n in (starts, lengths))
+        ends = starts + lengths
+        outside = (starts < 0) | (lengths < 0) | (ends > wire.numel())
+        if outside.any() or (starts % ALIGNMENT).any():
+            raise ValueError(
+                f"messages begin at {starts.tolist()} and have {lengths.tolist()} bytes: allowed "
+                f"are multiples of {ALIGNMENT}, and ends up to {wire.numel()}"
+            )
+        dispatch.decode_lossless(wire, starts, lengths, reference, out, backend=self.backend)
 
 
 def _check_values(name: str, values: torch.Tensor, reference: torch.Tensor) -> None:
     if reference.dtype not in DTYPES:
-        allowed = " and ".join(CAST_NAMES[dtype] for dtype in DTYPES)
-        raise ValueError(f"reference: {reference.dtype}, lossless differences are of {allowed}")
+        raise _wrong_dtype(reference)
     _check_tensor("reference", reference, reference.numel(), reference.dtype)
     _check_tensor(name, values, reference.numel(), reference.dtype)
+
+
+def _wrong_dtype(reference: torch.Tensor) -> ValueError:
+    allowed = " and ".join(CAST_NAMES[dtype] for dtype in DTYPES)
+    return ValueError(f"reference: {reference.dtype}, lossless differences are of {allowed}")
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, numel: int, dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.comm.message import unpack
 from ds_quant.comm.operations import Streams
 from ds_quant.comm.reduce import OwnerSums, Pipeline, exchange_of
 from ds_quant.comm.reduction_plan import HeldSlice, ReductionPlan
@@ -68,9 +69,8 @@ class HeldReduction(Pipeline):
                 self._outer, step, [nothing, nothing, held, nothing], far, (step.own, far)
             )
             yield
-            arrived = exchange.wait()
-            with self._outer.decoding():
-                part.total.run([nothing, nothing, arrived, held, self._sums], far)
+            buffers = [nothing, nothing, exchange.wait(), held, self._sums]
+            unpack(self._outer, part.total, buffers, far)
 
     def _add(self, part: HeldSlice, arrived: Tensor, kept: Tensor, held: Tensor) -> None:
         """Add what the first hop has brought."""

@@ -12,26 +12,24 @@ changed one ends in an error and never in a read or a write past a buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ds_quant.codec.bound import squares
 from ds_quant.codec.lossless import LosslessCodec
-from ds_quant.comm.gather import node_size_of
+from ds_quant.comm.message import row_place
+from ds_quant.comm.pending import Pending
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link
+from ds_quant.kernels.lossless import Damaged
 from ds_quant.kernels.wire import ALIGNMENT
 
 MOST_NUMEL = 1 << 24  # elements of one rank in a message: more would only be decoded later
-
-
-# (rank, wire, status): decodes what a rank has sent; ``status`` is for the codec.
-Decode = Callable[[int, Tensor, Tensor], None]
 
 
 class Parcel(NamedTuple):
@@ -82,70 +80,66 @@ class Outbox:
             for place, (parcel, out) in enumerate(zip(parcels, self._messages, strict=True)):
                 codec.encode(*parcel.values(), out, own[place : place + 1])
         arriving = link.all_gather(own.view(torch.uint8), role="weights")
-        self._lengths: list[list[int]] = (
-            arriving.wait().view(torch.int64).view(link.size, -1).tolist()
-        )
+        # (ranks, messages) int64
+        self._lengths = arriving.wait().view(torch.int64).view(link.size, -1).cpu().numpy()
         self._check()
         self._count(parcels, traffic)
         with link.encoding("weights") as notes:
             if notes.are_read:
-                mine = zip(parcels, self._messages, self._lengths[link.rank], strict=True)
+                mine = zip(parcels, self._messages, self._lengths[link.rank].tolist(), strict=True)
                 for parcel, message, nbytes in mine:
                     values, held = parcel.values()
                     notes.note(Reading(codec), values, message[:nbytes], held=held)
 
     def _check(self) -> None:
-        for rank, lengths in zip(self._link.ranks, self._lengths, strict=True):
-            for nbytes, room in zip(lengths, self._rooms, strict=True):
-                if not min(ALIGNMENT, room) <= nbytes <= room or nbytes % ALIGNMENT:
-                    raise RuntimeError(
-                        f"quantized_comm: rank {rank} announces {nbytes} bytes of weights: allowed "
-                        f"here are multiples of {ALIGNMENT} up to {room}. The announcement was "
-                        "changed on its way; look for faulty memory or a faulty network, and "
-                        "resume from the last checkpoint"
-                    )
+        lengths, rooms = self._lengths, np.array(self._rooms, dtype=np.int64)
+        least = np.minimum(rooms, ALIGNMENT)
+        wrong = np.argwhere((lengths < least) | (lengths > rooms) | (lengths % ALIGNMENT != 0))
+        if len(wrong):
+            rank, place = wrong[0]
+            raise RuntimeError(
+                f"quantized_comm: rank {self._link.ranks[rank]} announces {lengths[rank, place]} "
+                f"bytes of weights: allowed here are multiples of {ALIGNMENT} up to "
+                f"{rooms[place]}. The announcement was changed on its way; look for faulty memory "
+                "or a faulty network, and resume from the last checkpoint"
+            )
 
     def _count(self, parcels: Sequence[Parcel], traffic: Traffic) -> None:
         traffic.exact.numel += self._link.size * sum(parcel.numel for parcel in parcels)
-        traffic.exact.used += sum(map(sum, self._lengths))
-        traffic.exact.moved += self._link.size * sum(map(max, *self._lengths))
+        traffic.exact.used += int(self._lengths.sum())
+        traffic.exact.moved += self._link.size * int(self._lengths.max(axis=0).sum())
 
-    def post(self, place: int, decode: Decode) -> Callable[[], None]:
-        """Begin to gather a message; the returned function waits for it and calls ``decode`` for
-        every rank, this one too.
+    def post(self, place: int, held: Callable[[], Tensor]) -> Pending[Tensor]:
+        """Begin to gather a message. The result is ``held()``, asked for when everything has
+        arrived: row r, (numel,), is what this rank has of rank r's elements and becomes their new
+        values.
         """
-        lengths = [of_rank[place] for of_rank in self._lengths]
-        if not max(lengths):  # of parameters without elements
-            return lambda: None
-        payload = self._messages[place][: max(lengths)]
-        arriving = self._road.all_gather(payload, role="weights")
+        lengths = self._lengths[:, place]
+        most = int(lengths.max())
+        if not most:  # of parameters without elements
+            return Pending(held)
+        arriving = self._road.all_gather(self._messages[place][:most], role="weights")
 
-        def arrived() -> None:
-            rows = arriving.wait()
-            node_size = node_size_of(rows)
-            if node_size is None:
-                rows = rows.view(self._link.size, -1)
-            status = torch.zeros(len(lengths), 2, dtype=torch.int32, device=rows.device)
+        def decoded() -> Tensor:
+            wire, ranks = arriving.wait(), np.arange(self._link.size)
+            starts = row_place(ranks, len(ranks), self._road.node_size) * most
+            if wire.dim() == 3:  # as it arrived, without a copy
+                wire = wire.transpose(0, 1).reshape(-1)
             with self._link.decoding():
-                for rank, nbytes in enumerate(lengths):
-                    row = rows[rank] if node_size is None else rows[divmod(rank, node_size)]
-                    with self._named(rank):
-                        decode(rank, row[:nbytes], status[rank])
-                for rank, found in enumerate(status.tolist()):  # waits for the device once
-                    with self._named(rank):
-                        self._codec.check(found)
+                rows = held()
+                try:
+                    self._codec.decode_rows(wire, starts, lengths, rows, rows)
+                except Damaged as error:
+                    raise self._named(error) from error
+            return rows
 
-        return arrived
+        return Pending(decoded)
 
-    @contextmanager
-    def _named(self, rank: int) -> Iterator[None]:
-        """Names the rank whose message cannot be."""
-        try:
-            yield
-        except ValueError as error:
-            raise RuntimeError(
-                f"quantized_comm: weights from rank {self._link.ranks[rank]} cannot be decoded "
-                f"({error}): they, or what this rank holds of those weights, were changed; look "
-                "for code that writes weights outside the optimizer, faulty memory or a faulty "
-                "network, and resume from the last checkpoint"
-            ) from error
+    def _named(self, error: Damaged) -> RuntimeError:
+        """Name the rank whose message cannot be."""
+        return RuntimeError(
+            f"quantized_comm: weights from rank {self._link.ranks[error.row]} cannot be decoded "
+            f"({error}): they, or what this rank holds of those weights, were changed; look "
+            "for code that writes weights outside the optimizer, faulty memory or a faulty "
+            "network, and resume from the last checkpoint"
+        )

@@ -1,4 +1,10 @@
-"""Bundle small tensors in full precision into one tensor of a message.
+"""Pack messages and unpack them: rows of slots, and bundles of what is small.
+
+[Note: one message] The payload for one peer is a *row*: one slot per tensor, codes and scales
+together, every slot at a 16-byte boundary. A slot's place depends on the tensors' sizes alone, so
+all ranks agree on it, and a short or empty last shard uses the front of its slot: padding is never
+encoded. Where everything lies, and so the operations of the kernels, is planned once; a step hands
+over the tensors and the streams of random bits.
 
 [Note: bundles] What a tensor costs beyond its bytes, slots, views and calls, is the same for ten
 elements as for ten million. So the small ones of a collective over ranks are laid side by side:
@@ -9,17 +15,126 @@ groups that could straddle two tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ds_quant.codec.bound import Coding
-from ds_quant.codec.codec import CastCodec
-from ds_quant.kernels.wire import ceil_div, shard_range
+from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding
+from ds_quant.codec.codec import CastCodec, Codec
+from ds_quant.comm.operations import Operations, Streams
+from ds_quant.comm.pending import Pending
+from ds_quant.comm.transport import Fabric, Link
+from ds_quant.kernels.batch import Task
+from ds_quant.kernels.wire import VECTOR_NUMEL, ceil_div, shard_range
+
+# ---- rows of slots ----
+
+
+class Slot(NamedTuple):
+    """Place of one tensor's codes and scales in a row: first byte and bytes."""
+
+    start: int
+    nbytes: int
+
+
+Layout = tuple[tuple[Slot, ...], int]  # slots of a row, and its bytes
+
+
+def lay_out(sizes: Iterable[tuple[Codec, int]]) -> Layout:
+    """Lay out a row that holds one (codec, numel) after the other."""
+    slots, start = [], 0
+    for codec, numel in sizes:
+        slots.append(Slot(start, codec.wire_bytes(numel)))
+        start += slots[-1].nbytes
+    return tuple(slots), start
+
+
+def row_place(rank: int, ranks: int, node_size: int | None) -> int:
+    """Index of a rank's row in what a gather brings, of the rows of all ranks if ``rank`` is an
+    array; over two levels, ``node_size`` ranks per node, they come as (local, node).
+    """
+    if node_size is None:
+        return rank
+    node, local = divmod(rank, node_size)
+    return local * (ranks // node_size) + node
+
+
+def row_vector(row: int, numel: int, width: int) -> int:
+    """First vector of random bits of a row of ``numel`` elements: rows of full ``width`` follow
+    each other, a short last one begins where ``Coding.at`` has its first element.
+    """
+    if numel == width:
+        return row * ceil_div(width, VECTOR_NUMEL)
+    return VECTORS_PER_ELEMENT * row * width
+
+
+def pack(
+    link: Link | Fabric,
+    role: str,
+    nbytes: int,
+    encode: Operations,
+    buffers: Sequence[Tensor],
+    streams: Streams,
+) -> Tensor:
+    """Encode a message of ``nbytes``, which is buffer 0 of the operations; the others follow."""
+    wire = link.empty(nbytes, device=buffers[0].device)
+    with link.encoding(role) as notes:
+        encode.run([wire, *buffers], streams, notes)
+    return wire
+
+
+def unpack(
+    link: Link | Fabric, decode: Operations, buffers: Sequence[Tensor], streams: Streams
+) -> None:
+    """Decode, or add up, what has arrived: one of the operations' buffers."""
+    with link.decoding():
+        decode.run(buffers, streams)
+
+
+class Message:
+    """A gather, planned once: of one row of ``nbytes`` from every rank.
+
+    encode: what this rank sends; buffer 0 is its row, the others are given to ``gather``.
+    decode: buffer 0 is what has arrived, the others are the tensors that it becomes.
+    """
+
+    def __init__(self, nbytes: int, encode: Iterable[Task], decode: Iterable[Task]) -> None:
+        self.nbytes, self._encode, self._decode = nbytes, Operations(encode), Operations(decode)
+
+    def gather(
+        self,
+        link: Link | Fabric,
+        values: Sequence[Tensor],
+        codings: Sequence[Coding],
+        into: Callable[[], list[Tensor]],
+    ) -> Pending[list[Tensor]]:
+        """Begin to gather weights; the result is the tensors of ``into()``, decoded.
+
+        1. encode this rank's row  2. all-gather the rows, asynchronously  3. when it is waited for,
+        decode them all
+        """
+        if self.nbytes == 0:
+            return Pending(into)
+        streams = Streams(codings, [None] * len(codings))
+        wire = pack(link, "weights", self.nbytes, self._encode, values, streams)
+        arriving = link.all_gather(wire, role="weights")
+
+        def decoded() -> list[Tensor]:
+            arrived = arriving.wait()
+            tensors = into()
+            unpack(link, self._decode, [arrived, *tensors], streams)
+            return tensors
+
+        return Pending(decoded)
+
+
+# ---- bundles ----
+
 
 # Bundling costs two more copies of a tensor, a tensor of its own about 50 us: 16,384 elements are
 # copied in a tenth of that.

@@ -50,7 +50,8 @@ def is_cast(operation: Operation) -> bool:
     """Whether the operation only changes the dtype of numbers and adds them up."""
     codecs = [getattr(operation, name, None) for name in ("codec", "source")]
     plain = all(codec is None or isinstance(codec, CastCodec) for codec in codecs)
-    return plain and not getattr(operation, "block", 0) and not getattr(operation, "add", False)
+    others = (getattr(operation, name, None) for name in ("block", "add", "held"))
+    return plain and not any(others)
 
 
 def _row(buffer: Tensor, start: int, nbytes: int) -> Tensor:
@@ -63,10 +64,14 @@ def _rotation(operation: Any, streams: Streams) -> Rotation | None:
 
 def encoded(
     op: Encode, places: Places, buffers: Buffers, streams: Streams
-) -> tuple[Tensor, Tensor, Rotation | None]:
-    """Return values, their bytes (1, bytes) and rotation."""
+) -> tuple[Coding, Tensor, Tensor, dict[str, Any]]:
+    """Return coding, values, their bytes (1, bytes) and what else ``Coding.encode`` takes."""
+    coding = streams.coding(op.stream, places[2])._replace(difference=op.held is not None)
     wire = _row(buffers[op.wire], places[1], op.codec.wire_bytes(op.on_wire))
-    return view(buffers[op.values], places[0], op.numel), wire, _rotation(op, streams)
+    how: dict[str, Any] = {"rotation": _rotation(op, streams)}
+    if op.held is not None:
+        how["held"] = view(buffers[op.held], places[3], op.numel)
+    return coding, view(buffers[op.values], places[0], op.numel), wire, how
 
 
 def recoded(
@@ -101,8 +106,8 @@ def _sources(
 def run_piece(op: Operation, places: Places, buffers: Buffers, streams: Streams) -> None:
     """Carry out one operation with its codec."""
     if isinstance(op, Encode):
-        values, wire, rotation = encoded(op, places, buffers, streams)
-        streams.coding(op.stream, places[2]).encode(values, wire[0], rotation=rotation)
+        coding, values, wire, how = encoded(op, places, buffers, streams)
+        coding.encode(values, wire[0], **how)
     elif isinstance(op, Decode):
         wire = view(buffers[op.wire], places[0], op.codec.wire_bytes(op.numel))
         coding = streams.codings[op.stream]._replace(difference=op.add)
@@ -189,13 +194,13 @@ class Cast:
             into.copy_(self._from.of(buffers))
         else:
             total = into
-            if isinstance(op, Recode):
+            if into.dtype != torch.float32 or isinstance(op, Recode):
                 total = temporary(tuple(into.shape), torch.float32, into.device)
             self._add_up(total, buffers)
+            if isinstance(op, Sum) and op.scale != 1.0:
+                total.mul_(op.scale)
             if total is not into:
                 into.copy_(total)
-            elif op.scale != 1.0:
-                into.mul_(op.scale)
         if self._padding is not None:
             self._padding.of(buffers).zero_()
 
@@ -298,13 +303,14 @@ class _Compiled(NamedTuple):
 
 
 def _compile(tasks: Sequence[Task], buffers: Sequence[Tensor]) -> _Compiled:
-    kinds: dict[tuple[type, bool, str], list[Task]] = {}
+    kinds: dict[Hashable, list[Task]] = {}
     runnables, casts, pieces = [], [], []
     for task in tasks:
         codecs = [getattr(task[0], name, None) for name in ("codec", "source")]
         if all(codec is None or isinstance(codec, GroupCodec) for codec in codecs):
             # Apart, because CUDA kernels take no casts and would refuse what comes with them.
-            kind = type(task[0]), is_cast(task[0]), task[0].backend
+            held = getattr(task[0], "held", None) is None
+            kind = type(task[0]), is_cast(task[0]), held, task[0].backend
             kinds.setdefault(kind, []).append(task)
         else:
             (casts if is_cast(task[0]) else pieces).append(task)
@@ -320,12 +326,11 @@ def _compile(tasks: Sequence[Task], buffers: Sequence[Tensor]) -> _Compiled:
 
 def _note(task: Task, buffers: Sequence[Tensor], streams: Streams, notes: Notes) -> None:
     operation, places = task
+    numel = operation.numel  # of values that are made only when they are read
     if isinstance(operation, Encode):
-        values, wire, rotation = encoded(operation, places, buffers, streams)
+        coding, values, wire, how = encoded(operation, places, buffers, streams)
+        notes.note(coding, values, wire, numel=numel, **how)
     elif isinstance(operation, Recode):
         values, wire, rotation = recoded(operation, places, buffers, streams)
-    else:
-        return
-    coding = streams.codings[operation.stream]
-    numel = operation.numel  # of values that are made only when they are read
-    notes.note(coding, values, wire, numel=numel, rotation=rotation)
+        coding = streams.codings[operation.stream]
+        notes.note(coding, values, wire, numel=numel, rotation=rotation)

@@ -16,7 +16,7 @@ the nodes, slice i + 1 is inside them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -25,14 +25,21 @@ from torch import Tensor
 
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding, Rotation
 from ds_quant.codec.codec import Codec
-from ds_quant.comm.gather import cut, lay_out, row_place
+from ds_quant.comm.message import pack, row_vector, unpack
 from ds_quant.comm.operations import Operations, Streams
 from ds_quant.comm.owners import Piece, delivery_codec
-from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, SlicePlan, Step
-from ds_quant.comm.transport import Exchange, Fabric, Link
-from ds_quant.kernels.batch import Decode, Encode, Task
-from ds_quant.kernels.dispatch import batch_launches
-from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
+from ds_quant.comm.reduction_plan import (
+    Form,
+    Hop,
+    ReductionPlan,
+    Segment,
+    SlicePlan,
+    Step,
+    own_totals,
+)
+from ds_quant.comm.transport import Exchange, Link
+from ds_quant.kernels.batch import Decode, Encode
+from ds_quant.kernels.wire import VECTOR_NUMEL, ceil_div, round_up, shard_range
 
 # ---- over one or two hops ----
 
@@ -82,7 +89,8 @@ class Reduction(Pipeline):
         tensors: those of the plan's segments, 1-D contiguous.
         codings: per gradient one for each hop; the addresses are this rank's own.
         rotations: per gradient.
-        sums: (elements,) fp32, where the segments that this rank reduces have their places.
+        sums: (elements,) fp32, or a dtype that the kernels cast to, where the segments that this
+            rank reduces have their places.
     """
 
     def __init__(
@@ -116,9 +124,8 @@ class Reduction(Pipeline):
             del buffers
             yield
             arrived, before = exchange.wait(), kept
-        with self._plan.hops[-1].link.decoding():
-            buffers = [nothing, nothing, arrived, before, sums]
-            part.total.run(buffers, self._streams[-1])
+        buffers = [nothing, nothing, arrived, before, sums]
+        unpack(self._plan.hops[-1].link, part.total, buffers, self._streams[-1])
 
 
 def exchange_of(
@@ -132,95 +139,60 @@ def exchange_of(
 
     buffers: all but that of the message.
     """
-    wire = link.empty(sum(step.sent), device=buffers[0].device)
-    with link.encoding("gradients") as notes:
-        step.encode.run([wire, *buffers], streams, notes)
+    wire = pack(link, "gradients", sum(step.sent), step.encode, buffers, streams)
     sizes = {"sent": step.sent, "received": step.received}
     exchange = link.all_to_all(wire, **sizes, role="gradients")
-    with link.decoding():
-        own[0].run([wire, *buffers], own[1])
+    unpack(link, own[0], [wire, *buffers], own[1])
     return exchange
 
 
-# ---- of pieces that single ranks own ----
+# ---- to the shards of all ranks ----
 
 
-class Part(NamedTuple):
-    """Consecutive elements of one parameter that belong to rank ``owner``, to be gathered."""
+class ShardSums:
+    """Plan for summing tensors over the ranks, each rank its ceil-division shards.
 
-    owner: int
-    tensor: int  # where they lie, from element ``start`` on
-    start: int
-    numel: int
-    weight: int  # its codec
-
-
-class Own(NamedTuple):
-    """What this rank sends of a part: how, and what it wants the elements to be, (numel,) or
-    (1, numel); None for what they are.
-    """
-
-    coding: Coding
-    target: Tensor | None = None
-
-
-class OwnerGather:
-    """Set every part, on all ranks and the owner too, to its owner's decoded values.
-
-    1. encode this rank's parts into one row  2. all-gather the rows, asynchronously  3. the
-    returned function waits and decodes. Until then the elements keep what they hold; only the
-    owner's are read, except that a difference is added to what every rank holds.
-
-    weights: per weight its codec, and whether differences are sent.
+    ``shard_numels``: of this rank. Without rotations and exact own contributions, over one hop,
+    all slots of a tensor have room for a full shard.
     """
 
     def __init__(
-        self, parts: Sequence[Part], weights: Sequence[tuple[Codec, bool]], fabric: Fabric
+        self,
+        numels: Sequence[int],
+        forms: Sequence[Form],
+        route: Sequence[Hop],
+        link: Link,
+        *,
+        scale: float,
     ) -> None:
-        self._fabric, self._weights = fabric, weights
-        rows: list[list[Part]] = [[] for _ in range(fabric.size)]
-        for part in parts:
-            rows[part.owner].append(part)
-        layouts = [lay_out([(weights[p.weight][0], p.numel) for p in row]) for row in rows]
-        self._nbytes = max(nbytes for _, nbytes in layouts)
-        self._own, self._layout = rows[fabric.rank], layouts[fabric.rank]
-        node_size = None if fabric.intra is None else fabric.intra.size
-        tasks: list[Task] = []
-        for owner, (row, (slots, _)) in enumerate(zip(rows, layouts, strict=True)):
-            begin = row_place(owner, fabric.size, node_size) * self._nbytes
-            for part, slot in zip(row, slots, strict=True):
-                codec, add = weights[part.weight]
-                operation = Decode(codec, part.numel, 0, 1 + part.tensor, part.weight, add)
-                if part.numel:
-                    tasks.append((operation, (begin + slot.start, part.start)))
-        self._decode = Operations(tasks)
+        is_plain = len(route) == 1 and not route[0].exact_own and not any(f.block for f in forms)
+        segments = []
+        for tensor, numel in enumerate(numels):
+            width = ceil_div(numel, link.size)
+            for rank in range(link.size):
+                start, stop = shard_range(numel, link.size, rank)
+                segment = Segment(tensor, start, stop - start, tensor, start, rank)
+                if is_plain:
+                    vector = row_vector(rank, stop - start, width)
+                    segment = segment._replace(vector=vector, slot=width)
+                segments.append(segment)
+        placed, self._numel = own_totals(segments, route)
+        self.plan = ReductionPlan(placed, forms, route, scale=scale)
+        self.shard_numels = [s.numel for s in segments if s.reducer == link.rank]
+        self._link = link
 
-    def post(
-        self, tensors: Sequence[Tensor], own: Sequence[Own], codings: Sequence[Coding]
-    ) -> Callable[[], None]:
-        """Post the gather. tensors: 1-D contiguous. own: of this rank's parts in their order.
-        codings: of the weights, without addresses.
-        """
-        if self._nbytes == 0:
-            return lambda: None
-        link, device = self._fabric.whole, tensors[0].device
-        row = link.empty(self._nbytes, device=device)
-        with link.encoding("weights") as notes, batch_launches():
-            wires = cut(row, [self._layout])
-            for part, (coding, target), wire in zip(self._own, own, wires, strict=True):
-                values = tensors[part.tensor][part.start : part.start + part.numel]
-                wanted = values if target is None else target.to(device)
-                coding.encode(wanted, wire, held=values)
-                notes.note(coding, wanted, wire, held=values)
-        arriving = self._fabric.all_gather(row, role="weights")
+    def room(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Where sums are to be written."""
+        return self._link.empty(self._numel, dtype=dtype, device=device)
 
-        def decode() -> None:
-            arrived = arriving.wait()
-            with link.decoding():
-                streams = Streams(codings, [None] * len(codings))
-                self._decode.run([arrived, *tensors], streams)
+    def shards(self, sums: Tensor) -> list[Tensor]:
+        """Views of what was written there, this rank's shards without padding."""
+        rooms = [round_up(numel, VECTOR_NUMEL) for numel in self.shard_numels]
+        parts = zip(sums.split(rooms), self.shard_numels, strict=True)
+        return [part if part.numel() == n else part[:n] for part, n in parts]
 
-        return decode
+
+# ---- to single owners ----
 
 
 class Share(NamedTuple):
@@ -349,14 +321,10 @@ class _Delivery:
         streams = Streams(
             [c._replace(codec=delivery_codec(c.codec)) for c in codings], [None] * len(codings)
         )
-        payload = link.empty(sum(self._sent), device=sums.device)
-        with link.encoding("gradients") as notes:
-            self._encode.run([payload, sums], streams, notes)
+        payload = pack(link, "gradients", sum(self._sent), self._encode, [sums], streams)
         sizes = {"sent": self._sent, "received": self._received}
         exchange = link.all_to_all(payload, **sizes, role="gradients")
-        arrived = exchange.wait()
-        with link.decoding():
-            self._decode.run([arrived, sums], streams)
+        unpack(link, self._decode, [exchange.wait(), sums], streams)
 
 
 # Vectors of delivered pieces: far from those of the hops.

@@ -100,7 +100,11 @@ class Form(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Consecutive elements of one gradient, to be summed by rank ``reducer``."""
+    """Consecutive elements of one gradient, to be summed by rank ``reducer``.
+
+    slot: elements that its slot has room for on one hop, if that are more: rows of shards are as
+    long for a short or empty last one.
+    """
 
     tensor: int
     start: int  # in the tensor
@@ -109,6 +113,8 @@ class Segment(NamedTuple):
     first: int  # in the gradient: names the random bits
     reducer: int
     total: int = 0  # where its sum begins, on the reducer
+    vector: int | None = None  # of its random bits; None: as ``Coding.at`` has ``first``
+    slot: int = 0
 
     def part(self, start: int, stop: int) -> Segment:
         """Return elements [start, stop) of the segment."""
@@ -213,7 +219,7 @@ def _slices(
         numel, unit = segment.numel, units[segment.gradient]
         borders = [numel * i // count // unit * unit for i in range(count)] + [numel]
         for part, (start, stop) in zip(slices, pairwise(borders), strict=True):
-            if start < stop:
+            if start < stop or segment.slot:
                 part.append(segment.part(start, stop))
     return [part for part in slices if part]
 
@@ -239,7 +245,7 @@ class _Compiler:
             rows = self._rows(here, hop)
             steps.append(self._step(rows, depth, hops))
             here = rows[hop.link.rank]
-        total = [self._sum(index, hops, len(hops), SUMS) for index in here]
+        total = [self._sum(i, hops, len(hops), SUMS) for i in here if self._segments[i].numel]
         return SlicePlan(steps, Operations(total))
 
     def compile_held(self, hops: Sequence[Hop], start: int) -> HeldSlice:
@@ -271,7 +277,11 @@ class _Compiler:
         sent = [sum(row) for row in sizes]
         starts = accumulate((nbytes for row in sizes for nbytes in row), initial=0)
         order = zip((index for row in leaving for index in row), starts, strict=False)
-        encode = [self._encode(index, start, depth, hops) for index, start in order]
+        encode = [
+            self._encode(index, start, depth, hops)
+            for index, start in order
+            if self._segments[index].numel
+        ]
         encode.sort(key=lambda task: task[0].stream)  # those of one gradient form rows
         kept: dict[int, int] = {}
         own, end = [], 0
@@ -290,13 +300,16 @@ class _Compiler:
         return Step(sent, received, Operations(encode), Operations(own), end)
 
     def _bytes(self, index: int, depth: int) -> int:
-        codec = self._forms[self._segments[index].gradient].codecs[depth]
-        return codec.wire_bytes(self._on_wire[index])
+        segment = self._segments[index]
+        codec = self._forms[segment.gradient].codecs[depth]
+        return codec.wire_bytes(max(self._on_wire[index], segment.slot))
 
     def _encode(self, index: int, start: int, depth: int, hops: Sequence[Hop]) -> Task:
         segment = self._segments[index]
         codecs, block, flips = self._forms[segment.gradient]
-        vector = VECTORS_PER_ELEMENT * segment.first
+        vector = segment.vector
+        if vector is None:
+            vector = VECTORS_PER_ELEMENT * segment.first
         if depth == 0:
             tensor, numel = TENSORS + segment.tensor, segment.numel
             operation = Encode(codecs[0], numel, tensor, WIRE, segment.gradient, block, flips)

@@ -100,6 +100,8 @@ class Link:
     ``empty``, ``empties``: as those of ``Buffers``, for messages and what is made of them.
     """
 
+    node_size: int | None = None  # what a gather brings is rows of ranks in order, see ``Fabric``
+
     def __init__(
         self,
         process_group: object,
@@ -232,18 +234,13 @@ class Link:
         self._traffic.count(role, intra=intra, inter=inter)
 
 
-class PendingGather(Protocol):
-    """A posted gather."""
-
-    def wait(self) -> Tensor: ...
-
-
 class Fabric:
     """The link of one process group and, where its ranks fill several nodes, those of its two
     levels.
 
     intra: this rank's node. inter: the ranks of all nodes with this rank's place in the node.
-    Both are None for a group that lies in one node, has one rank per node, or is not the world.
+    Both are None for a group that lies in one node, has one rank per node, or is not the world, and
+    so is ``node_size``.
 
     [Note: order of the second level] A gather over two levels posts its second one when it is
     waited for, and DeepSpeed's waits come from sets, in another order on every rank. So a wait
@@ -253,12 +250,13 @@ class Fabric:
     def __init__(self, whole: Link, intra: Link | None = None, inter: Link | None = None) -> None:
         self.whole, self.intra, self.inter = whole, intra, inter
         self.size, self.rank = whole.size, whole.rank
+        self.node_size = None if intra is None or inter is None else intra.size
         self.encoding, self.decoding, self.empty = whole.encoding, whole.decoding, whole.empty
         self._pending: list[_TwoLevelGather] = []
 
-    def all_gather(self, payload: Tensor, *, role: str) -> PendingGather:
+    def all_gather(self, payload: Tensor, *, role: str) -> Exchange | _TwoLevelGather:
         """As ``Link.all_gather`` over the whole group; over two levels (nodes, ranks of a node,
-        bytes) arrive, strided: see ``collectives.row_place``.
+        bytes) arrive, strided: see ``message.row_place``.
 
         With two levels the rows cross between nodes once and are then spread inside the node.
         """

@@ -22,8 +22,9 @@ Places = tuple[int, ...]
 
 
 class Encode(NamedTuple):
-    """Places: values, wire, vector. ``block``: of a rotation, 0 for none, as below; then the wire
-    holds whole blocks. ``flips``: whether its signs may flip.
+    """Places: values, wire, vector, and held values if there are any: the buffer ``held`` has what
+    is subtracted. ``block``: of a rotation, 0 for none, as below; then the wire holds whole blocks.
+    ``flips``: whether its signs may flip.
     """
 
     codec: Format
@@ -33,6 +34,7 @@ class Encode(NamedTuple):
     stream: int
     block: int = 0
     flips: bool = False
+    held: int | None = None
 
     @property
     def on_wire(self) -> int:
@@ -59,7 +61,7 @@ class Decode(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Places: wire, fp32 values, own. Sources are rows ``stride`` bytes apart; ``place`` is the one
+    """Places: wire, values, own. Sources are rows ``stride`` bytes apart; ``place`` is the one
     that the wire leaves out, its values are ``own``, fp32; None for none. A rotation is undone.
     """
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from ds_quant.kernels import (
@@ -208,21 +209,22 @@ def encode_lossless(
 
 
 def decode_lossless(
-    wire: torch.Tensor,  # (bytes used,) uint8
-    reference: torch.Tensor,  # (numel,) bf16 or fp16
-    out: torch.Tensor,  # (numel,) of the same dtype; may be the reference
+    wire: torch.Tensor,  # (bytes,) uint8: the messages, each at a multiple of 16 bytes
+    starts: np.ndarray,  # (rows,) int64, first byte of each
+    lengths: np.ndarray,  # (rows,) int64, its bytes
+    reference: torch.Tensor,  # (rows, numel) bf16 or fp16
+    out: torch.Tensor,  # (rows, numel) of the same dtype; may be the reference
     *,
     backend: str,
-    status: torch.Tensor | None = None,  # (2,) int32 zeros on the device
 ) -> None:
-    """Overwrite `out` with the values. ValueError for a message that cannot be: on CUDA that waits
-    for the device, unless there is a `status` for ``launch_lossless.check``.
+    """Decode a message into every row of `out`. ``lossless.Damaged`` for one that cannot be: on
+    CUDA that waits for the device.
     """
-    run = cuda_runner(wire.device, backend)
-    if run is None:
-        _lossless_on(wire.device, backend).decode(wire, reference, out)
+    runner, messages = cuda_runner(wire.device, backend), (wire, starts, lengths)
+    if runner is None:
+        _lossless_on(wire.device, backend).decode_rows(*messages, reference, out)
     else:
-        launch_lossless.decode(wire, reference, out, run=run, status=status)
+        launch_lossless.decode_rows(*messages, reference, out, run_tables=runner.run_tables)
 
 
 def _lossless_on(device: torch.device, backend: str) -> ModuleType:

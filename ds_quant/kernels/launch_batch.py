@@ -55,7 +55,7 @@ def covers(operation: Operation, buffers: Buffers) -> bool:
     rotation = _rotation(operation)
     codecs = [getattr(operation, name, None) for name in ("codec", "source")]
     wires = [getattr(operation, name, None) for name in ("wire", "wire_in", "rotated")]
-    dtypes = [getattr(operation, name, None) for name in ("values",)]
+    dtypes = [getattr(operation, name, None) for name in ("values", "held")]
     return (
         all(codec is None or launch.supports(codec, rotation) for codec in codecs)
         and all(w is None or buffers[w].data_ptr() % ALIGNMENT == 0 for w in wires)
@@ -124,13 +124,18 @@ def _rotation(operation: Operation) -> Rotation | None:
 
 
 def _encode(rows: Rows, buffers: Buffers) -> _Job:
-    op, places, (count,), ((values, wire, vectors),) = rows
+    op, places, (count,), ((values, wire, vectors, *held),) = rows
     at, dtype = _at(buffers, op.values, places[0]), buffers[op.values].dtype
     is_easy = _is_easy(buffers, at, count, values * dtype.itemsize)
-    plan = launch.encode_plan(op.codec, op.numel, dtype, None, _rotation(op), is_easy)
-    fields = {"values_stride": values * dtype.itemsize, "wire.stride": wire}
-    work = plan.launch(count, fields | {"row_vectors": vectors})
     points = {"values": at, "wire.bytes": (op.wire, places[1])}
+    fields = {"values_stride": values * dtype.itemsize, "wire.stride": wire}
+    base = None
+    if op.held is not None:
+        base, points["base"] = buffers[op.held].dtype, _at(buffers, op.held, places[3])
+        fields["base_stride"] = held[0] * base.itemsize
+        is_easy = is_easy and _is_easy(buffers, points["base"], count, fields["base_stride"])
+    plan = launch.encode_plan(op.codec, op.numel, dtype, base, _rotation(op), is_easy)
+    work = plan.launch(count, fields | {"row_vectors": vectors})
     return _Job(work, op.stream, points, places[2], (("levels", op.codec),), op.flips)
 
 
@@ -148,7 +153,7 @@ def _decode(rows: Rows, buffers: Buffers) -> _Job:
 def _sum(rows: Rows, buffers: Buffers) -> _Job:
     op, places, *_ = rows
     at, sources = _at(buffers, op.values, places[1]), op.sources + (op.place is not None)
-    shape, rotation = (op.numel, sources, torch.float32), _rotation(op)
+    shape, rotation = (op.numel, sources, buffers[op.values].dtype), _rotation(op)
     is_easy = _is_easy(buffers, at, 1, 0)
     has_own = op.place is not None
     plan = launch.sum_plan(op.codec, *shape, op.scale, has_own, rotation, False, is_easy)

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 
-from ds_quant.kernels.launch import DTYPES, Plan, Runner, aligned
-from ds_quant.kernels.lossless import HEADER, PROBLEMS, blocks_of, error
+from ds_quant.kernels.launch import DTYPES, FIELDS, Plan, Runner, Table, aligned, stride
+from ds_quant.kernels.launch_batch import RunTables
+from ds_quant.kernels.lossless import HEADER, PROBLEMS, Damaged, blocks_of
+from ds_quant.kernels.wire import ALIGNMENT
 
 THREADS = 256
 PLAN, SCAN, WRITE, READ = range(4)  # DSQ_PHASE
+LENGTH, CHECKSUM = (PROBLEMS.index(what) + 1 for what in ("length", "checksum"))
+_FIELDS = np.dtype([(name, "<u8") for name in FIELDS["lossless"]])
 
 
 def encode(
@@ -39,37 +44,51 @@ def encode(
         out.copy_(target)
 
 
-def decode(
-    wire: torch.Tensor,  # (bytes used,) uint8
-    reference: torch.Tensor,  # (numel,) bf16 or fp16
-    out: torch.Tensor,  # (numel,) of the same dtype; may be the reference
+def decode_rows(
+    wire: torch.Tensor,  # (bytes,) uint8: the messages, each at a multiple of 16 bytes
+    starts: np.ndarray,  # (rows,) int64, first byte of each
+    lengths: np.ndarray,  # (rows,) int64, its bytes
+    reference: torch.Tensor,  # (rows, numel) bf16 or fp16
+    out: torch.Tensor,  # (rows, numel) of the same dtype; may be the reference
     *,
-    run: Runner,
-    status: torch.Tensor | None = None,  # (2,) int32 zeros
+    run_tables: RunTables,
 ) -> None:
-    """Overwrite `out` with the values. ValueError for a message that cannot be: waits for the
-    device, unless `status` is there to receive what ``check`` takes.
+    """Decode a message into every row of `out`, in one launch, and wait for it. Damaged for one
+    that cannot be.
     """
-    used, numel = wire.numel(), out.numel()
-    if used % 16 or (used < HEADER if numel else used):
-        raise error("length")
-    if numel == 0:
+    rows, numel = out.shape
+    wrong = (lengths % ALIGNMENT != 0) | (lengths < HEADER if numel else lengths > 0)
+    _check(wrong * LENGTH)
+    if not numel:
         return
     wire = aligned(wire, copy=True)
-    found = torch.zeros(2, dtype=torch.int32, device=wire.device) if status is None else status
-    fields = _fields(out, reference, wire) | {"nbytes": used, "status": found.data_ptr()}
-    plan = plan_of(READ, numel, out.dtype)
-    run(plan.launch(1, fields, out, reference, wire, found, at_once=True))
-    if status is None:
-        check(*found.tolist())
+    status = torch.zeros(rows, 2, dtype=torch.int32, device=wire.device)
+    jobs = np.zeros(rows, dtype=_FIELDS)
+    for name, tensor in (("values", out), ("reference", reference), ("status", status)):
+        nbytes = np.uint64(stride(tensor))
+        jobs[name] = tensor.data_ptr() + np.arange(rows, dtype=np.uint64) * nbytes
+    jobs["wire"] = wire.data_ptr() + starts.astype(np.uint64)
+    jobs["nbytes"], jobs["numel"] = lengths, numel
+    run_tables([_table(jobs, plan_of(READ, numel, out.dtype))])
+    problem, difference = status.cpu().numpy().T
+    _check(np.where(problem, problem, (difference != 0) * CHECKSUM))
 
 
-def check(problem: int, difference: int) -> None:
-    """ValueError for what ``decode`` has found."""
-    if problem:
-        raise error(PROBLEMS[problem - 1])
-    if difference:
-        raise error("checksum")
+def _check(problems: np.ndarray) -> None:
+    """Raise for the first row that has one, by its number."""
+    wrong = problems.nonzero()[0]
+    if wrong.size:
+        raise Damaged(PROBLEMS[int(problems[wrong[0]]) - 1], int(wrong[0]))
+
+
+def _table(jobs: np.ndarray, plan: Plan) -> Table:
+    """One launch for all jobs, each of as many blocks."""
+    rows, count = len(jobs), plan.blocks
+    jobs["first_block"], jobs["row_blocks"] = np.arange(rows) * count, count
+    macros = tuple(sorted((*plan.macros, ("DSQ_TABLE", 1))))
+    job_of_block = np.arange(rows, dtype="<u4").repeat(count).tobytes()
+    job_of_block += b"\0" * (len(job_of_block) % 8)
+    return Table("lossless", macros, rows * count, plan.threads, jobs.tobytes(), rows, job_of_block)
 
 
 def _fields(values: torch.Tensor, reference: torch.Tensor, wire: torch.Tensor) -> dict[str, int]:

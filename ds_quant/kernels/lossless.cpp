@@ -44,16 +44,20 @@ struct List {
     i32 exponents[BLOCK];
 };
 
-// One call: what its threads share.
+// One message: what the threads that work on it share.
 struct Call {
-    LosslessJob *job;
-    i64 blocks;
+    LosslessJob *job = nullptr;
+    i64 blocks = 0, units = 0;  // units: blocks that are to be read
     std::atomic<u32> checksum{0};
     std::atomic<i64> problem{NONE};
     const u8 *payload = nullptr;
     i64 words = 0;  // of all payloads
+    u32 header[4] = {};
 
-    explicit Call(LosslessJob *a_job) : job(a_job), blocks((a_job->numel + BLOCK - 1) / BLOCK) {}
+    void open(LosslessJob *a_job) {
+        job = a_job;
+        blocks = (job->numel + BLOCK - 1) / BLOCK;
+    }
     u8 *table() const { return job->wire + HEADER; }
     i32 size(i64 block) const {
         const i64 rest = job->numel - block * BLOCK;
@@ -279,7 +283,8 @@ static EVERY_CPU void write_blocks(Call *call, i64 first, i64 last) {
 static i64 blocks_of(const Call *call) { return call->blocks; }
 
 static void encode(LosslessJob *job, i64 threads) {
-    Call call(job);
+    Call call;
+    call.open(job);
     if (job->numel == 0) {
         job->nbytes = 0;
         return;
@@ -457,61 +462,71 @@ INLINE Problem read_block(const Call &call, i64 block, List &all, List &rest, Re
 }
 
 static EVERY_CPU void read_blocks(Call *call, i64 first, i64 last) {
+    const LosslessJob &job = *call->job;
     List all, rest;
     Reader reader;
     u32 checksum = 0;
     for (i64 block = first; block < last; ++block) {
-        const Problem problem = read_block(*call, block, all, rest, reader);
+        u16 *values = job.values + block * BLOCK;
+        const i32 size = call->size(block);
+        Problem problem = NONE;
+        if (call->header[0] == UNCHANGED) {
+            memmove(values, job.reference + block * BLOCK, 2 * size);
+        } else if (call->header[0] == RAW) {
+            memcpy(values, call->table() + 2 * block * BLOCK, 2 * size);
+        } else {
+            problem = read_block(*call, block, all, rest, reader);
+        }
         if (problem) {
             call->problem = problem;
             return;
         }
-        checksum += checksum_of(call->job->values + block * BLOCK, block * BLOCK, all.count);
+        checksum += checksum_of(values, block * BLOCK, size);
     }
     call->checksum += checksum;
 }
 
-static EVERY_CPU void sum_blocks(Call *call, i64 first, i64 last) {
-    u32 sum = 0;
-    for (i64 block = first; block < last; ++block) {
-        sum += checksum_of(call->job->values + block * BLOCK, block * BLOCK, call->size(block));
-    }
-    call->checksum += sum;
-}
+static i64 units_of(const Call *call) { return call->units; }
 
-static i64 decode(LosslessJob *job, i64 threads) {
-    Call call(job);
-    if (job->numel == 0) return job->nbytes ? LENGTH : NONE;
-    if (job->nbytes < HEADER || job->nbytes % 16) return LENGTH;
-    u32 header[4];
-    memcpy(header, job->wire, HEADER);
-    if ((header[2] | (u64)header[3] << 32) != (u64)job->nbytes) return LENGTH;
-    const i64 start = HEADER + ENTRY * call.blocks;
-    if (header[0] == UNCHANGED) {
-        if (job->nbytes != HEADER) return LENGTH;
-        memmove(job->values, job->reference, 2 * job->numel);
-    } else if (header[0] == RAW) {
-        if (job->nbytes != (HEADER + 2 * job->numel + 15) / 16 * 16) return LENGTH;
-        memcpy(job->values, call.table(), 2 * job->numel);
-    } else if (header[0] == BLOCKS) {
-        if (job->nbytes < start) return LENGTH;
-        call.payload = job->wire + start;
-        call.words = entry_at(call.table(), call.blocks - 1).words;
-        const i64 room = (job->nbytes - start) / 4;
-        if (call.words > room) return OFFSET;
-        if (room - call.words > 3) return LENGTH;
-        spread(&call, 1, threads, read_blocks, blocks_of);
+// What the header and the last entry show; without a problem the blocks are to be read.
+static Problem read_header(Call *call) {
+    const LosslessJob &job = *call->job;
+    if (job.numel == 0) return job.nbytes ? LENGTH : NONE;
+    if (job.nbytes < HEADER || job.nbytes % 16) return LENGTH;
+    memcpy(call->header, job.wire, HEADER);
+    if ((call->header[2] | (u64)call->header[3] << 32) != (u64)job.nbytes) return LENGTH;
+    const i64 start = HEADER + ENTRY * call->blocks;
+    if (call->header[0] == UNCHANGED) {
+        if (job.nbytes != HEADER) return LENGTH;
+    } else if (call->header[0] == RAW) {
+        if (job.nbytes != (HEADER + 2 * job.numel + 15) / 16 * 16) return LENGTH;
+    } else if (call->header[0] == BLOCKS) {
+        if (job.nbytes < start) return LENGTH;
+        call->payload = job.wire + start;
+        call->words = entry_at(call->table(), call->blocks - 1).words;
+        const i64 room = (job.nbytes - start) / 4;
+        if (call->words > room) return OFFSET;
+        if (room - call->words > 3) return LENGTH;
     } else {
         return MODE;
     }
-    if (call.problem) return call.problem;
-    if (header[0] != BLOCKS) spread(&call, 1, threads, sum_blocks, blocks_of);
-    return call.checksum == header[1] ? NONE : CHECKSUM;
+    call->units = call->blocks;
+    return NONE;
 }
 
 extern "C" void dsq_lossless_encode(LosslessJob *jobs, i64 count, i64 threads) {
     for (i64 i = 0; i < count; ++i) encode(jobs + i, threads);
 }
 extern "C" void dsq_lossless_decode(LosslessJob *jobs, i64 count, i64 threads) {
-    for (i64 i = 0; i < count; ++i) jobs[i].problem = decode(jobs + i, threads);
+    std::vector<Call> calls(count);
+    for (i64 i = 0; i < count; ++i) {
+        calls[i].open(jobs + i);
+        calls[i].problem = read_header(&calls[i]);
+    }
+    spread(calls.data(), count, threads, read_blocks, units_of);
+    for (i64 i = 0; i < count; ++i) {
+        const i64 problem = calls[i].problem;
+        const bool told = calls[i].checksum == calls[i].header[1];
+        jobs[i].problem = problem || told ? problem : (i64)CHECKSUM;
+    }
 }

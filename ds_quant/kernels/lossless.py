@@ -55,6 +55,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ds_quant.kernels.wire import ceil_div, round_up
@@ -83,12 +84,15 @@ PROBLEMS = (
 )  # fmt: skip
 
 
-def error(what: str) -> ValueError:
-    """To raise for one of PROBLEMS."""
-    return ValueError(
-        f"lossless message: wrong {what}; it was damaged on its way, or the ranks hold different "
-        "references"
-    )
+class Damaged(ValueError):
+    """One of PROBLEMS in a message; ``row``: its place among those that are decoded together."""
+
+    def __init__(self, what: str, row: int = 0) -> None:
+        super().__init__(
+            f"lossless message: wrong {what}; it was damaged on its way, or the ranks hold "
+            "different references"
+        )
+        self.what, self.row = what, row
 
 
 def blocks_of(numel: int) -> int:
@@ -382,8 +386,8 @@ def decode(
     reference: torch.Tensor,  # (numel,) bf16 or fp16
     out: torch.Tensor,  # (numel,) of the same dtype; may be the reference
 ) -> None:
-    """Overwrite `out` with the values. ValueError for a message that cannot be; after an error
-    `out` holds nothing of use.
+    """Overwrite `out` with the values. Damaged for a message that cannot be; after an error `out`
+    holds nothing of use.
     """
     numel = reference.numel()
     mode, checksum = _checked_header(wire, numel)
@@ -400,9 +404,24 @@ def decode(
     _check(found & _U32 == checksum, "checksum")
 
 
+def decode_rows(
+    wire: torch.Tensor,  # (bytes,) uint8: the messages, each at a multiple of 16 bytes
+    starts: np.ndarray,  # (rows,) int64, first byte of each
+    lengths: np.ndarray,  # (rows,) int64, its bytes
+    reference: torch.Tensor,  # (rows, numel) bf16 or fp16
+    out: torch.Tensor,  # (rows, numel) of the same dtype; may be the reference
+) -> None:
+    """Decode a message into every row of `out`. Damaged for one that cannot be."""
+    for row, (start, nbytes) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        try:
+            decode(wire[start : start + nbytes], reference[row], out[row])
+        except Damaged as problem:
+            raise Damaged(problem.what, row) from None
+
+
 def _check(holds: bool | torch.Tensor, what: str) -> None:
     if not bool(holds):
-        raise error(what)
+        raise Damaged(what)
 
 
 def _checked_header(wire: torch.Tensor, numel: int) -> tuple[int, int]:

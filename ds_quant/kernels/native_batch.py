@@ -41,9 +41,10 @@ _KERNELS = {
 
 def covers(operation: Operation, buffers: Sequence[torch.Tensor]) -> bool:
     """Whether the kernels read and write the dtypes of its values."""
-    places = [getattr(operation, name, None) for name in ("values", "own", "rotated")]
-    found = (buffers[place].dtype for place in places if place is not None)
-    return all(dtype in native.DTYPES for dtype in found)
+    places = [getattr(operation, name, None) for name in ("values", "own", "rotated", "held")]
+    found = [buffers[place].dtype for place in places if place is not None]
+    allowed = [torch.float32] if isinstance(operation, Sum) else native.DTYPES
+    return all(dtype in allowed for dtype in found)
 
 
 def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
@@ -67,14 +68,19 @@ def _arguments(jobs: Sequence[native.Job], streams: Sequence[int]) -> Arguments:
 
 def _encode(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
     rows, jobs = rows_of(tasks, 1), []
-    for operation, _, (count,), ((values, wire, vectors),) in rows:
+    for operation, _, (count,), ((values, wire, vectors, *held),) in rows:
         dtype = buffers[operation.values].dtype
         job = native.job_of(operation.codec, count, operation.numel, dtype, operation.block)
         job.values_stride, job.wire_stride = values * dtype.itemsize, wire
         job.row_vectors = vectors
+        if operation.held is not None:
+            dtype = buffers[operation.held].dtype
+            job.base_stride, job.base_dtype = held[0] * dtype.itemsize, native.DTYPES[dtype]
         jobs.append(job)
     arguments = _arguments(jobs, [row.operation.stream for row in rows])
-    _point_values(arguments, rows, buffers, place=0)
+    _point(arguments, rows, buffers, "values", place=0)
+    if rows[0].operation.held is not None:
+        _point(arguments, rows, buffers, "held", place=3, field="base")
     arguments.point("wire", [(row.operation.wire, row.places[1]) for row in rows])
     arguments.take_randomness([row.places[2] for row in rows])
     arguments.take_flips()
@@ -92,7 +98,7 @@ def _decode(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
         jobs.append(job)
     arguments = _arguments(jobs, [row.operation.stream for row in rows])
     arguments.point("wire", [(row.operation.wire, row.places[0]) for row in rows])
-    _point_values(arguments, rows, buffers, place=1)
+    _point(arguments, rows, buffers, "values", place=1)
     arguments.take_levels([row.operation.codec for row in rows], _CPU)
     return _runnable(arguments, Decode, len(jobs), _numel(tasks))
 
@@ -137,7 +143,8 @@ def _rotate(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
         job.group = operation.block or _COPIED_NUMEL
         jobs.append(job)
     arguments = _arguments(jobs, [operation.stream for operation, _ in tasks])
-    _point_values(arguments, [Rows(*task) for task in tasks], buffers, place=0)
+    rows = [Rows(*task) for task in tasks]
+    _point(arguments, rows, buffers, "values", place=0)
     arguments.point("wire", [(op.rotated, places[1] * _FP32_BYTES) for op, places in tasks])
     arguments.take_flips()
     return _runnable(arguments, Rotate, len(jobs), _numel(tasks))
@@ -151,11 +158,21 @@ def _source_job(operation: Sum | Recode, codec: Format, numel: int, block: int) 
     return job
 
 
-def _point_values(
-    arguments: Arguments, rows: Sequence[Rows], buffers: Sequence[torch.Tensor], *, place: int
+def _point(
+    arguments: Arguments,
+    rows: Sequence[Rows],
+    buffers: Sequence[torch.Tensor],
+    name: str,
+    *,
+    place: int,
+    field: str | None = None,
 ) -> None:
-    to = [(op.values, places[place] * buffers[op.values].element_size()) for op, places, *_ in rows]
-    arguments.point("values", to)
+    """Point ``field`` at elements of the buffer that an operation has as ``name``."""
+    to = []
+    for op, places, *_ in rows:
+        buffer = getattr(op, name)
+        to.append((buffer, places[place] * buffers[buffer].element_size()))
+    arguments.point(field or name, to)
 
 
 def _numel(tasks: Sequence[tuple[Operation, Places]]) -> int:

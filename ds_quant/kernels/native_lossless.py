@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 
 from ds_quant.kernels import lossless
@@ -18,6 +19,9 @@ class Job(ctypes.Structure):
     ]
 
 
+_FIELDS = np.dtype(Job)
+
+
 def encode(
     values: torch.Tensor,  # (numel,) bf16 or fp16
     reference: torch.Tensor,  # (numel,) of the same dtype
@@ -25,30 +29,39 @@ def encode(
     nbytes: torch.Tensor,  # (1,) int64, receives the bytes used
 ) -> None:
     """Write a message."""
-    job = _job(values, reference, out)
-    _call("dsq_lossless_encode", job)
-    nbytes.fill_(job.nbytes)
+    jobs = _jobs(values.view(1, -1), reference.view(1, -1))
+    jobs["wire"] = out.data_ptr()
+    _call("dsq_lossless_encode", jobs, values)
+    nbytes.fill_(int(jobs["nbytes"][0]))
 
 
-def decode(
-    wire: torch.Tensor,  # (bytes used,) uint8
-    reference: torch.Tensor,  # (numel,) bf16 or fp16
-    out: torch.Tensor,  # (numel,) of the same dtype; may be the reference
+def decode_rows(
+    wire: torch.Tensor,  # (bytes,) uint8: the messages
+    starts: np.ndarray,  # (rows,) int64, first byte of each
+    lengths: np.ndarray,  # (rows,) int64, its bytes
+    reference: torch.Tensor,  # (rows, numel) bf16 or fp16
+    out: torch.Tensor,  # (rows, numel) of the same dtype; may be the reference
 ) -> None:
-    """Overwrite `out` with the values. ValueError for a message that cannot be."""
-    job = _job(out, reference, wire)
-    job.nbytes = wire.numel()
-    _call("dsq_lossless_decode", job)
-    if job.problem:
-        raise lossless.error(lossless.PROBLEMS[job.problem - 1])
+    """Decode a message into every row of `out`, in one call. Damaged for one that cannot be."""
+    jobs = _jobs(out, reference)
+    jobs["wire"] = wire.data_ptr() + starts.astype(np.uint64)
+    jobs["nbytes"] = lengths
+    _call("dsq_lossless_decode", jobs, out)
+    wrong = jobs["problem"].nonzero()[0]
+    if wrong.size:
+        row = int(wrong[0])
+        raise lossless.Damaged(lossless.PROBLEMS[int(jobs["problem"][row]) - 1], row)
 
 
-def _job(values: torch.Tensor, reference: torch.Tensor, wire: torch.Tensor) -> Job:
-    """Job on tensors that the caller keeps alive."""
-    job = Job(reference.data_ptr(), values.data_ptr(), wire.data_ptr())
-    job.numel, (job.exponent_at, _) = values.numel(), lossless.EXPONENT[values.dtype]
-    return job
+def _jobs(values: torch.Tensor, reference: torch.Tensor) -> np.ndarray:
+    """Jobs on the rows of tensors that the caller keeps alive."""
+    rows, numel = values.shape
+    jobs, places = np.zeros(rows, dtype=_FIELDS), np.arange(rows, dtype=np.uint64)
+    for name, tensor in (("values", values), ("reference", reference)):
+        jobs[name] = tensor.data_ptr() + places * np.uint64(2 * tensor.stride(0))
+    jobs["numel"], (jobs["exponent_at"], _) = numel, lossless.EXPONENT[values.dtype]
+    return jobs
 
 
-def _call(name: str, job: Job) -> None:
-    function(name)(ctypes.addressof(job), 1, threads_for(job.numel))
+def _call(name: str, jobs: np.ndarray, values: torch.Tensor) -> None:
+    function(name)(jobs.ctypes.data, len(jobs), threads_for(values.numel()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.gather import Kept
 from ds_quant.comm.lossless import Outbox, Parcel
 from ds_quant.comm.message import joined
+from ds_quant.comm.pending import Pending
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 
-Post = Callable[[], Callable[[], None]]  # begins a gather; what it returns waits and decodes
+Post = Callable[[], Pending[Any]]  # begins a gather
 
 # ---- the replica of ZeRO-1 and 2 ----
 
@@ -35,21 +36,16 @@ class Window(NamedTuple):
     within: range
     codec: LosslessCodec
 
-    def of(self, rank: int) -> Tensor:
-        """What the replica holds of a rank's partition."""
-        flat = self.group.flat.view(-1)
-        first = rank * (flat.numel() // self.fabric.size)
-        return flat[first + self.within.start : first + self.within.stop]
+    def rows(self) -> Tensor:
+        """What the replica holds of every rank's partition, (ranks, elements)."""
+        partitions = self.group.flat.view(self.fabric.size, -1)
+        return partitions[:, self.within.start : self.within.stop]
 
     def values(self) -> tuple[Tensor, Tensor]:
         """The new weights of this rank's partition in 16 bits, and those held."""
-        held = self.of(self.fabric.rank)
+        held = self.rows()[self.fabric.rank]
         wanted = self.fabric.empty(held.numel(), dtype=held.dtype, device=held.device)
         return wanted.copy_(self.group.master[self.within.start : self.within.stop]), held
-
-    def decode(self, rank: int, wire: Tensor, status: Tensor) -> None:
-        held = self.of(rank)
-        self.codec.decode(wire, held, held, status=status)
 
 
 def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]:
@@ -62,7 +58,7 @@ def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]
         how = {"codec": own[0].codec, "device": own[0].group.flat.device, "traffic": traffic}
         outbox = Outbox(parcels, fabric.whole, fabric, **how)
         for place, window in enumerate(own):
-            yield partial(outbox.post, place, window.decode)
+            yield partial(outbox.post, place, window.rows)
 
 
 # ---- the node shard of ZeRO-3 ----
@@ -93,25 +89,19 @@ class Rows(NamedTuple):
                 parts.append(shard.new_zeros(missing))
         return joined(parts), joined([item.rows[self.node] for item in self.kept])
 
-    def decode_all(self, outbox: Outbox, place: int) -> Callable[[], None]:
-        """Begin to gather; the returned function waits and decodes into the rows of all nodes."""
-        held: list[Tensor] = []
+    def held(self) -> Tensor:
+        """The rows of all nodes, (nodes, elements), of all parameters end to end."""
+        return joined([item.rows for item in self.kept])
 
-        def decode(node: int, wire: Tensor, status: Tensor) -> None:
-            if not held:
-                held.append(joined([item.rows for item in self.kept]))
-            self.codec.decode(wire, held[0][node], held[0][node], status=status)
+    def take(self, rows: Tensor) -> None:
+        """Take over new values of what ``held`` has returned."""
+        if len(self.kept) > 1:
+            widths = [item.rows.shape[1] for item in self.kept]
+            torch._foreach_copy_([item.rows for item in self.kept], rows.split(widths, dim=1))
 
-        arrived = outbox.post(place, decode)
-
-        def finish() -> None:
-            arrived()
-            if len(self.kept) > 1:
-                widths = [item.rows.shape[1] for item in self.kept]
-                rows = [item.rows for item in self.kept]
-                torch._foreach_copy_(rows, held[0].split(widths, dim=1))
-
-        return finish
+    def post(self, outbox: Outbox, place: int) -> Pending[None]:
+        """Begin to gather the rows of all nodes."""
+        return outbox.post(place, self.held).then(self.take)
 
 
 def shard_posts(
@@ -124,4 +114,4 @@ def shard_posts(
     how = {"codec": messages[0].codec, "device": device, "traffic": traffic}
     outbox = Outbox(parcels, inter, inter, **how)
     for place, rows in enumerate(messages):
-        yield partial(rows.decode_all, outbox, place)
+        yield partial(rows.post, outbox, place)

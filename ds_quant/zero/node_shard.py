@@ -27,6 +27,7 @@ import torch
 
 from ds_quant.codec.bound import Coding, exactly
 from ds_quant.comm.gather import Kept, exchange, gather
+from ds_quant.comm.pending import Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import hooks, lossless
 from ds_quant.zero.engine import QuantizedEngine
@@ -39,10 +40,10 @@ _IN_FLIGHT = 16  # chunks; bounds the memory of messages, the others are posted 
 
 
 class Chunk(NamedTuple):
-    """Parameters and a function that posts their exchange and returns one that waits."""
+    """Parameters and a function that posts their exchange."""
 
     params: Collection[Hashable]
-    post: Callable[[], Callable[[], None]]
+    post: Callable[[], Pending[Any]]
 
 
 class Spread:
@@ -50,7 +51,7 @@ class Spread:
 
     def __init__(self) -> None:
         self._ahead: deque[Chunk] = deque()
-        self._posted: deque[tuple[Collection[Hashable], Callable[[], None]]] = deque()
+        self._posted: deque[tuple[Collection[Hashable], Pending[Any]]] = deque()
         self._missing: set[Hashable] = set()
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
@@ -79,14 +80,14 @@ class Spread:
                     "quantized_comm: an exchange of weights has failed before: resume from the "
                     "last checkpoint"
                 )
-            arrived, decode = self._posted.popleft()
+            brought, pending = self._posted.popleft()
             try:
-                decode()
+                pending.wait()
             except BaseException:
                 self._ahead.clear()
                 self._posted.clear()  # nobody waits for a lost rank twice
                 raise
-            self._missing.difference_update(arrived)
+            self._missing.difference_update(brought)
             self._post_next()
 
     def close(self) -> None:
@@ -111,10 +112,10 @@ _CHUNKS, _LEAST_NUMEL, _MOST_NUMEL = 8, 1 << 18, 1 << 21
 
 @dataclass
 class _RequestedGather:
-    """A requested gather and, once it is posted, the function that waits and decodes."""
+    """A requested gather, ``posted`` or not yet."""
 
     params: Sequence[Param]
-    decode: Callable[[], list[torch.Tensor]] | None = None
+    posted: Pending[list[torch.Tensor]] | None = None
 
 
 class NodeShard:
@@ -196,13 +197,11 @@ class NodeShard:
             param.kept = None
         self.served = []
 
-    def gather(
-        self, params: Sequence[Param]
-    ) -> tuple[Callable[[], list[torch.Tensor]], list[bool]]:
+    def gather(self, params: Sequence[Param]) -> tuple[Pending[list[torch.Tensor]], list[bool]]:
         """Gather full weights of served parameters; also returns which may differ from the exact
         ones.
 
-        What has not arrived yet is not waited for before the returned function is called.
+        What has not arrived yet is not waited for before the gather is.
         """
         asked = _RequestedGather(params)
         self._gathered |= dict.fromkeys(params)
@@ -213,26 +212,26 @@ class NodeShard:
         if at_once:
             self._post_until(asked)
 
-        def wait() -> list[torch.Tensor]:
+        def gathered() -> list[torch.Tensor]:
             self._post_until(asked)
-            return asked.decode()
+            return asked.posted.wait()
 
-        return wait, lossy
+        return Pending(gathered), lossy
 
     def _post_until(self, asked: _RequestedGather) -> None:
         """Post gathers up to this one, in the order in which they were asked for. DeepSpeed's waits
         come from sets, in another order on every rank.
         """
-        while asked.decode is None:
+        while asked.posted is None:
             first = self._asked.popleft()
-            first.decode = self._post(first.params)
+            first.posted = self._post(first.params)
 
-    def _post(self, params: Sequence[Param]) -> Callable[[], list[torch.Tensor]]:
+    def _post(self, params: Sequence[Param]) -> Pending[list[torch.Tensor]]:
         self._spread.finish(params)
         stale = [param for param in params if param.stale]
         if stale:
             exact = [exactly(param.kept.rows.dtype) for param in stale]
-            self._exchange(stale, exact)()
+            self._exchange(stale, exact).wait()
             for param in stale:
                 param.stale = False
         step = self._binding.step
@@ -296,6 +295,6 @@ class NodeShard:
         device = hooks.device()
         return [hooks.valid_shard(param.tensor, self._rank).to(device) for param in params]
 
-    def _exchange(self, params: Sequence[Param], codings: Sequence[Coding]) -> Callable[[], None]:
+    def _exchange(self, params: Sequence[Param], codings: Sequence[Coding]) -> Pending[Any]:
         kept = [param.kept for param in params]
         return exchange(kept, self._shards(params), codings, self._inter)

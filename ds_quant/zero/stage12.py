@@ -26,11 +26,13 @@ import torch
 
 from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec
+from ds_quant.comm.gather import Part, owner_message
 from ds_quant.comm.held import HeldReduction, add_up_held
 from ds_quant.comm.lossless import MOST_NUMEL
-from ds_quant.comm.message import Copies, Cuts, Scattered, is_small, joined
+from ds_quant.comm.message import Copies, Message, Scattered, is_small
 from ds_quant.comm.owners import Shape, plan
-from ds_quant.comm.reduce import Own, OwnerGather, OwnerSums, Part, Share
+from ds_quant.comm.pending import Pending, arrived
+from ds_quant.comm.reduce import OwnerSums, Share
 from ds_quant.comm.reduction_plan import Form, Hop
 from ds_quant.comm.transport import Fabric, Link
 from ds_quant.kernels.wire import ceil_div
@@ -59,42 +61,59 @@ class _GatherRun(NamedTuple):
 
 class _GatherPlan(NamedTuple):
     """How a window of the partitions is gathered: its parameters with their streams, what is laid
-    end to end for it and spread again, and this rank's own runs, also in its master weights.
+    end to end for it and spread again, and how the new weights of this rank are, if they are not in
+    the replica.
     """
 
     weights: list[tuple[Param, Stream | None]]
-    gather: OwnerGather
+    message: Message
     scattered: Scattered
     spread: Copies
-    own_runs: list[_GatherRun]
-    own_cuts: Cuts
+    own_scattered: Scattered | None  # ranges of the window of this rank's partition
 
     @classmethod
     def make(
-        cls, runs: list[_GatherRun], dtype: torch.dtype, fabric: Fabric, first: int
+        cls,
+        runs: list[_GatherRun],
+        dtype: torch.dtype,
+        fabric: Fabric,
+        first: int,
+        *,
+        from_master: bool,
     ) -> _GatherPlan:
-        """first: element of the flat replica with which this rank's partition begins."""
+        """first: element of the flat replica with which the window of this rank's partition begins.
+
+        Tensors of the message: the replica, what is laid end to end of it, then with
+        ``from_master`` this rank's new weights of the window and what is laid end to end of them.
+        """
         places: dict[tuple[Param, bool], int] = {}  # of parameters among the weights
-        weights, parts, moved, back, end = [], [], [], [], 0
+        weights, parts, moved, back, own_moved, end, own_end = [], [], [], [], [], 0, 0
         for run in runs:
             key = run.param, run.stream is None
             if key not in places:
                 places[key] = len(weights)
                 weights.append((run.param, run.stream))
-            tensor, start = 0, run.ranges[0][0]
-            numel = sum(stop - start for start, stop in run.ranges)
+            tensor, start, source = 0, run.ranges[0][0], None
+            numel, is_own = sum(b - a for a, b in run.ranges), run.owner == fabric.rank
+            if is_own:  # whose random bits are drawn
+                weights[places[key]] = run.param, run.stream
+            if is_own and from_master:
+                source = 2, start - first
             if len(run.ranges) > 1:
                 tensor, start, end = 1, end, end + numel
                 moved += run.ranges
                 back.append((run.ranges, start))
-            parts.append(Part(run.owner, tensor, start, numel, places[key]))
+                if source is not None:
+                    source, own_end = (3, own_end), own_end + numel
+                    own_moved += [(a - first, b - first) for a, b in run.ranges]
+            part = Part(run.owner, tensor, start, numel, places[key], run.first, source)
+            parts.append(part)
         codecs = [
             (CastCodec(dtype), False) if s is None else (s.codec, s.difference) for _, s in weights
         ]
-        own = [run for run in runs if run.owner == fabric.rank]
-        cuts = Cuts([[(start - first, stop - first) for start, stop in run.ranges] for run in own])
-        gather = OwnerGather(parts, codecs, fabric)
-        return cls(weights, gather, Scattered(moved), Copies(back), own, cuts)
+        message = owner_message(parts, codecs, fabric)
+        own_scattered = Scattered(own_moved) if from_master else None
+        return cls(weights, message, Scattered(moved), Copies(back), own_scattered)
 
 
 class Replica:
@@ -104,7 +123,7 @@ class Replica:
         self._binding, self._optimizer = binding, optimizer
         self._shows_exact = False
         self._holds_exact = True  # what was gathered last
-        self._plans: dict[tuple[int, range, bool], _GatherPlan] = {}  # do not change between steps
+        self._plans: dict[tuple, _GatherPlan] = {}  # do not change between steps
 
     def gather_updated(self) -> None:
         """Inside ``optimizer.step``: the own partition holds new exact weights, gather them."""
@@ -154,11 +173,12 @@ class Replica:
         ``allgather_bucket_size``; slice i travels while slice i - 1 is decoded.
         """
         self._holds_exact = exact
-        decode: Callable[[], None] = _nothing
+        before: Pending[Any] = arrived(None)
         for post in self._posts(step, exact):
-            previous, decode = decode, post()
-            previous()
-        decode()
+            posted = post()
+            before.wait()
+            before = posted
+        before.wait()
 
     def _posts(self, step: int, exact: bool) -> Iterator[Post]:
         """What posts the gather of each window."""
@@ -170,8 +190,8 @@ class Replica:
                 continue
             most = self._optimizer.allgather_bucket_size // fabric.size
             if not exact_step and routes.differs_exactly(group.flat.dtype):
-                most = min(most, MOST_NUMEL)
-                windows, codec = _windows(group, fabric.size, most), scheme.exact_codec
+                codec = self._binding.scheme.exact_codec
+                windows = _windows(group, fabric.size, min(most, MOST_NUMEL))
                 exactly += [Window(group, fabric, w, codec) for w in windows]
                 continue
             for window in _windows(group, fabric.size, most):
@@ -188,42 +208,36 @@ class Replica:
 
     def _post(
         self, group: ReplicaGroup, fabric: Fabric, window: range, step: int, exact: bool
-    ) -> Callable[[], None]:
-        """Post the gather of ``window`` of the partitions; the returned function waits for it."""
+    ) -> Pending[None]:
+        """Post the gather of ``window`` of the partitions."""
+        # Else the new weights are in the replica already: exact ones, or absolute codes.
         from_master = self._binding.scheme.keeps_reference and not exact
         exact = exact or self._binding.is_exact(step)
-        plan, dtype = self._plan(group, fabric, window, exact), group.flat.dtype
-        codings = [param.coding(stream, dtype, step) for param, stream in plan.weights]
-        # Else the new weights are in the replica already: exact ones, or absolute codes.
-        targets: Iterable[list[torch.Tensor] | None] = [None] * len(plan.own_runs)
-        if from_master:
-            targets = plan.own_cuts.views(group.master.view(1, -1))
-        own = [
-            Own(
-                run.param.coding(run.stream, dtype, step).at(run.first),
-                None if target is None else joined(target),
-            )
-            for run, target in zip(plan.own_runs, targets, strict=True)
-        ]
+        plan = self._plan(group, fabric, window, exact, from_master)
         flat = group.flat.view(-1)
-        tensors = [flat, *plan.scattered.joined(flat)]
-        arrived = plan.gather.post(tensors, own, codings)
+        codings = [param.coding(stream, flat.dtype, step) for param, stream in plan.weights]
+        tensors = [flat, *(plan.scattered.joined(flat) or [flat[:0]])]
+        values = list(tensors)
+        if plan.own_scattered is not None:
+            # Rounded first, as the code of SDP4Bit does: see ``Coding.encode``.
+            wanted = fabric.empty(len(window), dtype=flat.dtype, device=flat.device)
+            wanted.copy_(group.master[window.start : window.stop])
+            values += [wanted, *plan.own_scattered.joined(wanted)]
+        gathered = plan.message.gather(fabric, values, codings, lambda: tensors)
+        return gathered.then(lambda _: plan.spread.copy(flat, tensors[1]))
 
-        def decode() -> None:
-            arrived()
-            plan.spread.copy(flat, tensors[-1])
-
-        return decode
-
-    def _plan(self, group: ReplicaGroup, fabric: Fabric, window: range, exact: bool) -> _GatherPlan:
+    def _plan(
+        self, group: ReplicaGroup, fabric: Fabric, window: range, exact: bool, from_master: bool
+    ) -> _GatherPlan:
         """Cut the flat replica at parameter and partition borders, keeping the elements that lie
         in ``window`` of their partition; alignment gaps stay out.
         """
-        key = group.index, window, exact
+        key = group.index, window, exact, from_master
         if key not in self._plans:
             runs = self._runs(group, fabric.whole, window, exact)
-            first = fabric.rank * (group.flat.numel() // fabric.size)
-            self._plans[key] = _GatherPlan.make(runs, group.flat.dtype, fabric, first)
+            first = fabric.rank * (group.flat.numel() // fabric.size) + window.start
+            plan = _GatherPlan.make(runs, group.flat.dtype, fabric, first, from_master=from_master)
+            self._plans[key] = plan
         return self._plans[key]
 
     def _runs(
@@ -267,10 +281,6 @@ def _extend(ranges: list[tuple[int, int]], start: int, stop: int) -> None:
         ranges[-1] = ranges[-1][0], stop
     else:
         ranges.append((start, stop))
-
-
-def _nothing() -> None:
-    """Do nothing: no slice precedes the first one."""
 
 
 def _offset(flat: torch.Tensor, parameter: torch.Tensor) -> int:
@@ -432,7 +442,7 @@ class OwnerReduction:
     def reduce(self, original: Callable[[], None], call: dict[str, Any]) -> None:
         """Sum every slice for its owner, in place; other ranks' slices keep their old values."""
         self._binding.asked.add("gradients")
-        owners = [_single(owner) for owner in call["bucket_ranks"]]
+        owners = _single(call["bucket_ranks"])
         slices: list[torch.Tensor] = call["small_bucket"]
         group = call["process_group"] or self._optimizer.dp_process_group
         link = self._binding.link(group)
@@ -443,7 +453,7 @@ class OwnerReduction:
             return
         dtype = call["communication_data_type"]
         route = self._binding.route(group)
-        ranges = [self._range(values) for values in slices]
+        ranges = self._ranges(slices)
         plan = self._plan(ranges, owners, dtype, route, link)
         steps = {"step": self._binding.gradient_step, "signed": self._binding.signed_step(route)}
         coded = [codings_of(s, dtype, hops=len(route), **steps) for s in plan.gradients]
@@ -549,16 +559,23 @@ class OwnerReduction:
                 position, place = stop, place + 1
         return runs
 
-    def _range(self, values: torch.Tensor) -> tuple[int, int]:
-        """Return the first and last element of a slice in the bucket."""
-        first = (values.data_ptr() - self._bucket.data_ptr()) // values.element_size()
-        if not 0 <= first <= self._bucket.numel() - values.numel():
-            raise RuntimeError("quantized_comm: a gradient slice lies outside its bucket")
-        return first, first + values.numel()
+    def _ranges(self, slices: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+        """Return the first element of every slice in the bucket and the one behind its last."""
+        begin, itemsize = self._bucket.data_ptr(), self._bucket.element_size()
+        found = []
+        for values in slices:
+            first, numel = (values.data_ptr() - begin) // itemsize, values.numel()
+            if not 0 <= first <= self._bucket.numel() - numel:
+                raise RuntimeError("quantized_comm: a gradient slice lies outside its bucket")
+            found.append((first, first + numel))
+        return found
 
 
-def _single(owner: Any) -> int | None:
-    """DeepSpeed names an owner by rank or, from 0.19.3 on, by a set of ranks."""
-    if isinstance(owner, frozenset):
-        return next(iter(owner)) if len(owner) == 1 else None
-    return owner
+def _single(owners: Sequence[Any]) -> list[int | None]:
+    """DeepSpeed names owners by rank or, from 0.19.3 on, by sets of ranks; None for several."""
+    found: list[int | None] = []
+    for owner in owners:
+        if isinstance(owner, frozenset):
+            owner = next(iter(owner)) if len(owner) == 1 else None
+        found.append(owner)
+    return found

@@ -20,13 +20,13 @@ import torch
 
 from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec
-from ds_quant.comm.gather import all_gather, reduce_scatter
+from ds_quant.comm.gather import all_gather
 from ds_quant.comm.held import HeldReduction
 from ds_quant.comm.message import Bundle, sort_out
-from ds_quant.comm.reduce import Pipeline, Reduction
-from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, own_totals
+from ds_quant.comm.pending import Pending
+from ds_quant.comm.reduce import Pipeline, Reduction, ShardSums
+from ds_quant.comm.reduction_plan import Form, Hop
 from ds_quant.comm.transport import Link
-from ds_quant.kernels.wire import VECTOR_NUMEL, round_up, shard_range
 from ds_quant.zero import hooks
 from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.held import HeldBucket, Member
@@ -134,18 +134,19 @@ class Fetch:
                 others.append(p)
                 self._pop_decoded(p)
         self._barrier.wait()
-        handles: list[Any] = [self._gather(group) for group in groups.values()]
+        ours = [self._gather(group) for group in groups.values()]
         if kept:
-            handles.append(self._gather_in_node(kept))
-        if others:
-            handles.append(original(others, *args, **kwargs))
-        return handles[0] if len(handles) == 1 else _JointHandle(handles)
+            ours.append(self._gather_in_node(kept))
+        if not others:
+            return _FetchHandle(ours)
+        theirs = original(others, *args, **kwargs)
+        return _FetchHandle(ours, theirs) if ours else theirs
 
     def _is_sent(self, parameter: Any) -> bool:
         link = self._binding.link(parameter.ds_process_group)
         return hooks.is_sendable(parameter) and link.size > 1
 
-    def _gather(self, params: list[Param]) -> _FetchHandle:
+    def _gather(self, params: list[Param]) -> Pending[None]:
         tensors = [param.tensor for param in params]
         fabric = self._binding.fabric(tensors[0].ds_process_group)
         for p in tensors:
@@ -160,15 +161,14 @@ class Fetch:
             torch.cat([tensors[i].ds_tensor.data for i in members]) for _, members in bundles
         ]
         device = hooks.device()
-        handle = all_gather(
+        pending = all_gather(
             [s.to(device, non_blocking=True) for s in shards],
             [tensors[i].ds_numel for i in alone] + [bundle.numel for bundle, _ in bundles],
             [codings[i] for i in (*alone, *(members[0] for _, members in bundles))],
             fabric,
         )
 
-        def gathered() -> list[torch.Tensor]:
-            tensors = handle.wait()
+        def unbundled(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             values = tensors[: len(alone)]
             for (bundle, _), packed in zip(bundles, tensors[len(alone) :], strict=True):
                 values += bundle.unpack(packed)
@@ -176,13 +176,24 @@ class Fetch:
 
         order = [*alone, *(i for _, members in bundles for i in members)]
         params, lossy = [params[i] for i in order], [lossy[i] for i in order]
-        return _FetchHandle(params, gathered, lossy)
+        return pending.then(unbundled).then(partial(self._fill, params, lossy))
 
-    def _gather_in_node(self, params: list[Param]) -> _FetchHandle:
+    def _gather_in_node(self, params: list[Param]) -> Pending[None]:
         for param in params:
             _begin(param.tensor)
-        wait, lossy = self.node.gather(params)
-        return _FetchHandle(params, wait, lossy)
+        pending, lossy = self.node.gather(params)
+        return pending.then(partial(self._fill, params, lossy))
+
+    @staticmethod
+    def _fill(params: list[Param], lossy: list[bool], gathered: list[torch.Tensor]) -> None:
+        """Give parameters what was gathered, and note which values differ from the exact ones.
+
+        Nothing of it is kept: DeepSpeed keeps the handle until the last parameter is used, and
+        releases them one by one.
+        """
+        for param, values, is_lossy in zip(params, gathered, lossy, strict=True):
+            hooks.fill(param.tensor, values)
+            param.decoded = is_lossy
 
     def _coding(self, param: Param, rank: int, step: int, exact: bool) -> Coding:
         dtype = param.tensor.ds_tensor.dtype
@@ -221,35 +232,18 @@ def _begin(parameter: Any) -> None:
 
 
 class _FetchHandle:
-    """DeepSpeed's gather handle: ``wait`` is called once per parameter and must be idempotent."""
+    """DeepSpeed's gather handle, for our gathers and what it gathers itself; ``wait`` is called
+    once per parameter.
+    """
 
-    def __init__(
-        self,
-        params: list[Param],
-        gathered: Callable[[], list[torch.Tensor]],
-        lossy: list[bool],
-    ) -> None:
-        self._params, self._lossy = params, lossy
-        self._gathered: Callable[[], list[torch.Tensor]] | None = gathered
-
-    def wait(self, **_: Any) -> None:
-        if self._gathered is None:
-            return
-        for param, values, lossy in zip(self._params, self._gathered(), self._lossy, strict=True):
-            hooks.fill(param.tensor, values)
-            param.decoded = lossy
-        # It holds the values of all parameters, while DeepSpeed, which keeps this handle until the
-        # last one is used, releases them one by one.
-        self._gathered = None
-
-
-class _JointHandle:
-    def __init__(self, handles: list[Any]) -> None:
-        self._handles = handles
+    def __init__(self, ours: Sequence[Pending[None]], theirs: Any = None) -> None:
+        self._ours, self._theirs = ours, theirs
 
     def wait(self, **kwargs: Any) -> None:
-        for handle in self._handles:
-            handle.wait(**kwargs)
+        for pending in self._ours:
+            pending.wait()
+        if self._theirs is not None:
+            self._theirs.wait(**kwargs)
 
 
 # ---- gradients ----
@@ -258,8 +252,8 @@ class _JointHandle:
 _PLANS = 1000  # remembered
 _NONE: Mapping[int, torch.Tensor] = MappingProxyType({})
 
-# What posts the rest, and what waits for this rank's shards of the means.
-Posted = tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]
+# What posts the rest, and this rank's shards of the means.
+Posted = tuple[Callable[[], None], Pending[list[torch.Tensor]]]
 
 
 class ShardReduction:
@@ -267,7 +261,7 @@ class ShardReduction:
 
     def __init__(self, binding: QuantizedEngine) -> None:
         self._binding = binding
-        self._plans: dict[tuple, _Plan] = {}  # by sizes: buckets of equal layers share one
+        self._plans: dict[tuple, ShardSums] = {}  # by sizes: buckets of equal layers share one
 
     def __call__(
         self,
@@ -295,9 +289,10 @@ class ShardReduction:
         if binding.crosses_once(route):
             advance, shards = self._rest(sent, tracked, route, link)
         else:
-            advance, sums = self._post(sent, route, link)
-            unpack = sent.unpack
-            shards = lambda: unpack.shards(sums(), link)  # noqa: E731
+            plan = self._plan(sent, route, link)
+            advance, sums = _begin_sums(plan, sent, dtype=sent.sum_dtype())
+            unpack = sent.unpack  # not all that was sent: that may be large
+            shards = sums.then(lambda found: unpack.shards(found, link))
         return Bucket(binding, tracked, tensors, advance, shards)
 
     def _sent(
@@ -326,21 +321,14 @@ class ShardReduction:
         unpack = _Unpack(alone, bundles, [g.dtype for g in sent])
         return _Sent(sent, [codings[i] for i in first], [rotations[i] for i in first], unpack)
 
-    def _post(self, sent: _Sent, route: tuple[Hop, ...], link: Link) -> Posted:
-        if len(route) == 1 and not route[0].exact_own and not any(sent.rotations):
-            codings = [c for (c,) in sent.codings]
-            handle = reduce_scatter(sent.tensors, codings, link, scale=1.0 / link.size)
-            return _nothing, handle.wait
-        return self._plan(sent, route, link).post(sent, link)
-
-    def _plan(self, sent: _Sent, route: tuple[Hop, ...], link: Link) -> _Plan:
+    def _plan(self, sent: _Sent, route: tuple[Hop, ...], link: Link) -> ShardSums:
         numels = tuple([t.numel() for t in sent.tensors])
         forms = tuple(map(Form.of, sent.codings, sent.rotations))
         key = numels, forms, route, link
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            self._plans[key] = _Plan.make(numels, forms, route, link)
+            self._plans[key] = ShardSums(numels, forms, route, link, scale=1.0 / link.size)
         return self._plans[key]
 
     def _rest(
@@ -350,25 +338,25 @@ class ShardReduction:
         held, unpack = self._binding.held, sent.unpack
         members = tuple([(param, -1) for param in tracked])
         plan = self._plan(sent, route, link)
-        key = plan.reduction, members
-        zeros = partial(plan.zeros, unpack.dtypes, sent.tensors[0].device)
+        key = plan, members
+        zeros = partial(_zeros, plan, unpack.dtypes, sent.tensors[0].device)
         if held.are_left(members):  # what is held of them takes the second hop alone
             held.take(None, members)
-            advance, sums = _nothing, zeros
+            advance, sums = _nothing, Pending(zeros)
         elif not hooks.at_boundary(self._binding.engine):
-            kept = plan.hold(sent, link, members, held.take(key, members))
+            kept = _hold(plan, sent, link, members, held.take(key, members))
             held.put(key, kept)
 
             def nothing_yet() -> list[torch.Tensor]:
                 kept.added.wait()
                 return unpack.tensors(zeros(), link.rank)
 
-            return kept.added.advance, nothing_yet
+            return kept.added.advance, Pending(nothing_yet)
         else:
-            advance, sums = plan.post(sent, link, held.take(key, members))
+            advance, sums = _begin_sums(plan, sent, held.take(key, members))
         crossed = held.take_crossed(members)
         waited = {members.index(member): values for member, values in crossed.items()}
-        return advance, lambda: unpack.shards(sums(), link, waited)
+        return advance, sums.then(lambda found: unpack.shards(found, link, waited))
 
 
 class _Unpack(NamedTuple):
@@ -410,6 +398,13 @@ class _Sent(NamedTuple):
     rotations: list[Rotation | None]
     unpack: _Unpack
 
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype of all tensors if the kernels write sums in it for nothing, else fp32."""
+        device, wanted = self.tensors[0].device, self.tensors[0].dtype
+        coded = [c[-1] for c in self.codings if not isinstance(c[-1].codec, CastCodec)]
+        found = {c.sum_dtype(wanted, device) for c in coded} | {t.dtype for t in self.tensors}
+        return wanted if coded and found == {wanted} else torch.float32
+
 
 def _cast(
     sums: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], link: Link
@@ -441,7 +436,7 @@ class Bucket:
         tracked: Sequence[Param],
         tensors: Sequence[torch.Tensor],
         advance: Callable[[], None],
-        reduced: Callable[[], list[torch.Tensor]],
+        reduced: Pending[list[torch.Tensor]],
     ) -> None:
         self._binding, self._tracked = binding, tracked
         self.advance, self._reduced = advance, reduced
@@ -451,7 +446,7 @@ class Bucket:
     def finish(self) -> list[torch.Tensor]:
         """Wait for the shards."""
         watch = self._binding.watch
-        reduced = self._reduced()
+        reduced = self._reduced.wait()
         for parameter, shard, values in zip(self._tracked, self.shards, reduced, strict=True):
             shard.data = values
             if watch is not None:
@@ -460,76 +455,58 @@ class Bucket:
         return self.shards
 
 
-class _Plan(NamedTuple):
-    """Plan for reducing tensors to ceil-division shards, and the elements of this rank's shards."""
+def _begin_sums(
+    plan: ShardSums,
+    sent: _Sent,
+    held: HeldBucket | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Posted:
+    """Begin to reduce, with what is held of the tensors; the sums are written in ``dtype``."""
+    sums = plan.room(sent.tensors[0].device, dtype)
+    flat, how = [tensor.reshape(-1) for tensor in sent.tensors], (sent.codings, sent.rotations)
+    if held is None:
+        under_way: Pipeline = Reduction(plan.plan, flat, *how, sums)
+    else:
+        held.added.wait()
+        under_way = HeldReduction(plan.plan, held.values, *how, tensors=flat, sums=sums)
+    return under_way.advance, Pending(under_way.wait).then(lambda _: plan.shards(sums))
 
-    reduction: ReductionPlan
-    own: tuple[int, ...]
-    rooms: list[int]  # of the own elements among the sums
 
-    @classmethod
-    def make(
-        cls, numels: Sequence[int], forms: Sequence[Form], route: Sequence[Hop], link: Link
-    ) -> _Plan:
-        segments = []
-        for tensor, numel in enumerate(numels):
-            for rank in range(link.size):
-                start, stop = shard_range(numel, link.size, rank)
-                segments.append(Segment(tensor, start, stop - start, tensor, start, rank))
-        placed, _ = own_totals(segments, route)
-        own = tuple([segment.numel for segment in segments if segment.reducer == link.rank])
-        rooms = [round_up(numel, VECTOR_NUMEL) for numel in own]
-        return cls(ReductionPlan(placed, forms, route, scale=1.0 / link.size), own, rooms)
+def _hold(
+    plan: ShardSums,
+    sent: _Sent,
+    link: Link,
+    members: tuple[Member, ...],
+    held: HeldBucket | None,
+) -> HeldBucket:
+    """Begin to add the tensors, summed inside the node, to what is held of them."""
+    device, how = sent.tensors[0].device, (sent.codings, sent.rotations)
+    if held is not None:
+        held.added.wait()
+        values = held.values
+    else:
+        values = link.empty(plan.plan.held_numel, dtype=torch.float32, device=device)
+    flat = [tensor.reshape(-1) for tensor in sent.tensors]
+    added = HeldReduction(plan.plan, values, *how, tensors=flat, fresh=held is None)
+    unpack = sent.unpack
 
-    def post(self, sent: _Sent, link: Link, held: HeldBucket | None = None) -> Posted:
-        """Begin to reduce, with what is held of the tensors."""
-        device = sent.tensors[0].device
-        sums = link.empty(sum(self.rooms), dtype=torch.float32, device=device)
-        flat, how = [tensor.reshape(-1) for tensor in sent.tensors], (sent.codings, sent.rotations)
-        if held is None:
-            under_way: Pipeline = Reduction(self.reduction, flat, *how, sums)
-        else:
-            held.added.wait()
-            under_way = HeldReduction(self.reduction, held.values, *how, tensors=flat, sums=sums)
+    def cross() -> dict[Member, torch.Tensor]:
+        added.wait()
+        sums = plan.room(device)
+        HeldReduction(plan.plan, values, *how, sums=sums).wait()
+        return dict(zip(members, unpack.tensors(plan.shards(sums), link.rank), strict=True))
 
-        def shards() -> list[torch.Tensor]:
-            under_way.wait()
-            return self._shards(sums)
+    return HeldBucket(members=members, values=values, added=added, cross=cross)
 
-        return under_way.advance, shards
 
-    def hold(
-        self, sent: _Sent, link: Link, members: tuple[Member, ...], held: HeldBucket | None
-    ) -> HeldBucket:
-        """Begin to add the tensors, summed inside the node, to what is held of them."""
-        device, how = sent.tensors[0].device, (sent.codings, sent.rotations)
-        if held is not None:
-            held.added.wait()
-            values = held.values
-        else:
-            values = link.empty(self.reduction.held_numel, dtype=torch.float32, device=device)
-        flat = [tensor.reshape(-1) for tensor in sent.tensors]
-        added = HeldReduction(self.reduction, values, *how, tensors=flat, fresh=held is None)
-        unpack = sent.unpack
-
-        def cross() -> dict[Member, torch.Tensor]:
-            added.wait()
-            sums = link.empty(sum(self.rooms), dtype=torch.float32, device=device)
-            HeldReduction(self.reduction, values, *how, sums=sums).wait()
-            return dict(zip(members, unpack.tensors(self._shards(sums), link.rank), strict=True))
-
-        return HeldBucket(members=members, values=values, added=added, cross=cross)
-
-    def zeros(self, dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
-        """Shards of zeros, which share memory."""
-        most = max(self.own, default=0)
-        memory = {dtype: torch.zeros(most, dtype=dtype, device=device) for dtype in set(dtypes)}
-        return [memory[dtype][:n] for dtype, n in zip(dtypes, self.own, strict=True)]
-
-    def _shards(self, sums: torch.Tensor) -> list[torch.Tensor]:
-        parts = zip(sums.split(self.rooms), self.own, strict=True)
-        return [part if part.numel() == n else part[:n] for part, n in parts]
+def _zeros(
+    plan: ShardSums, dtypes: Sequence[torch.dtype], device: torch.device
+) -> list[torch.Tensor]:
+    """Shards of zeros, which share memory."""
+    most = max(plan.shard_numels, default=0)
+    memory = {dtype: torch.zeros(most, dtype=dtype, device=device) for dtype in set(dtypes)}
+    return [memory[dtype][:n] for dtype, n in zip(dtypes, plan.shard_numels, strict=True)]
 
 
 def _nothing() -> None:
-    """Do nothing: a reduction over one hop has posted everything."""
+    """Do nothing: what is given zeros has nothing to post."""

@@ -56,7 +56,9 @@ def _rehearse_exact_differences(binding: QuantizedEngine, device: torch.device) 
             used = torch.zeros(1, dtype=torch.int64, device=device)
             for values in (held, held + 1):
                 codec.encode(values, held, wire, used)
-                codec.decode(wire[: int(used)], held, torch.empty_like(held))
+                nbytes, two = int(used), held.new_empty(2, held.numel())
+                codec.decode(wire[:nbytes], held, two[0])  # as metrics read back
+                codec.decode_rows(wire, [0, 0], [nbytes] * 2, held.expand(2, -1), two)
 
 
 def _dtypes(binding: QuantizedEngine) -> list[torch.dtype]:
@@ -118,9 +120,10 @@ def _gradients(
             rows = wire.expand(hop.link.size - hop.exact_own, -1)
             own = (0, values.new_zeros(on_wire).float()) if hop.exact_own else None
             if depth + 1 == len(hops):
-                total = torch.empty(numel, device=device).float()
-                for scale in (1.0, 1 / 3):  # DeepSpeed may divide by itself
-                    coding.decode_sum(rows, total, own=own, scale=scale, rotation=rotation)
+                for wanted in {torch.float32, coding.sum_dtype(dtype, device)}:
+                    total = torch.empty(numel, dtype=wanted, device=device)
+                    for scale in (1.0, 1 / 3):  # DeepSpeed may divide by itself
+                        coding.decode_sum(rows, total, own=own, scale=scale, rotation=rotation)
                 return
             following = codings[depth + 1]
             wire = _wire(following, on_wire, device)

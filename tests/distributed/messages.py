@@ -8,14 +8,18 @@ What a rank returns must cross a pipe, so results travel as NumPy arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.comm.pending import Pending
+from ds_quant.comm.reduce import Reduction, ShardSums
+from ds_quant.comm.reduction_plan import Form, Hop
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Link
@@ -139,3 +143,17 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 def correlation_limit(numel: int) -> float:
     """Five standard deviations of the sample correlation of ``numel`` independent pairs."""
     return 5 / math.sqrt(numel)
+
+
+def reduce_scatter(
+    tensors: Sequence[torch.Tensor], codings: Sequence[Coding], link: Any, *, scale: float
+) -> Pending[list[torch.Tensor]]:
+    """Post the reduction of tensors over one hop, as under ZeRO-3: each rank gets its shards."""
+    hops, rotations = [(coding,) for coding in codings], [None] * len(codings)
+    forms = list(map(Form.of, hops, rotations))
+    numels = [tensor.numel() for tensor in tensors]
+    plan = ShardSums(numels, forms, (Hop(link=link),), link, scale=scale)
+    sums = plan.room(tensors[0].device)
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    under_way = Reduction(plan.plan, flat, hops, rotations, sums)
+    return Pending(under_way.wait).then(lambda _: plan.shards(sums))

@@ -1,4 +1,4 @@
-"""all_gather and reduce_scatter of ds_quant.comm.gather on real gloo ranks.
+"""all_gather of ds_quant.comm.gather and ShardSums of comm.reduce on real gloo ranks.
 
 Each group of claims needs one start of the ranks per world size, whose outcome is cached; the
 expected values are computed here, from the same seeds, without any collective.
@@ -16,7 +16,7 @@ import torch
 
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.gather import all_gather, reduce_scatter
+from ds_quant.comm.gather import all_gather
 from ds_quant.kernels.wire import shard_range
 from tests.distributed.harness import run
 from tests.distributed.messages import (
@@ -25,6 +25,7 @@ from tests.distributed.messages import (
     bits,
     correlation_limit,
     make_link,
+    reduce_scatter,
     shards,
 )
 

@@ -50,15 +50,15 @@ def _rank(node_size: int) -> dict[str, list]:
     exact = [Coding(codec=CastCodec(BF16))] * len(NUMELS)
 
     def full(codings: list[Coding]) -> list[torch.Tensor]:
-        return gather(kept, codings, fabric.intra)()
+        return gather(kept, codings, fabric.intra).wait()
 
     errors, seen = [], []
     for _ in range(ROUNDS):
-        exchange(kept, shards, [DIFFERENCE] * len(NUMELS), inter)()
+        exchange(kept, shards, [DIFFERENCE] * len(NUMELS), inter).wait()
         values = full(exact)
         seen.append([bits(v) for v in values])
         errors.append([float((v - weights(i)).abs().max()) for i, v in enumerate(values)])
-    exchange(kept, shards, exact, inter)()
+    exchange(kept, shards, exact, inter).wait()
     return {
         "exact": [bits(v) for v in full(exact)],
         "int8": [v.float().numpy() for v in full([INT8] * len(NUMELS))],

@@ -1,4 +1,4 @@
-"""OwnerSums and OwnerGather of ds_quant.comm.reduce on real gloo ranks.
+"""OwnerSums of ds_quant.comm.reduce and owner_message of comm.gather on real gloo ranks.
 
 One start of the ranks per world size plays all layouts; the expected sums are computed here. Which
 exchange a layout takes is asserted, so that both are known to be covered.
@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.comm.gather import Part, owner_message
 from ds_quant.comm.owners import Piece, Shape, delivery_codec, inbound, plan
-from ds_quant.comm.reduce import Own, OwnerGather, OwnerSums, Part, Share
+from ds_quant.comm.pending import Pending
+from ds_quant.comm.reduce import OwnerSums, Share
 from ds_quant.comm.reduction_plan import Form, Hop
 from ds_quant.comm.transport import Fabric, Link
 from ds_quant.kernels.wire import shard_range
@@ -97,12 +99,12 @@ def contributions(shapes: Layout, world: int, rank: int) -> list[torch.Tensor]:
 
 def gather_from_owners(
     shapes: Layout, values: Sequence[torch.Tensor], link: Link
-) -> Callable[[], None]:
+) -> Pending[list[torch.Tensor]]:
     parts = [Part(s.owner, i, 0, s.numel, i) for i, s in enumerate(shapes)]
-    gather = OwnerGather(parts, [(s.codec, False) for s in shapes], Fabric(link))
+    fabric = Fabric(link)
+    message = owner_message(parts, [(s.codec, False) for s in shapes], fabric)
     codings = [item.coding(link.rank) for item in items(shapes)]
-    own = [Own(c) for c, s in zip(codings, shapes, strict=True) if s.owner == link.rank]
-    return gather.post(values, own, codings)
+    return message.gather(fabric, values, codings, lambda: list(values))
 
 
 def reduce_flat(
@@ -276,9 +278,9 @@ def _gather_rank() -> dict[tuple[str, str], list[np.ndarray]]:
             for shape, item in zip(shapes, items(shapes), strict=True)
         ]
         before = [bits(v) for v in values]
-        finish = gather_from_owners(shapes, values, link)
+        pending = gather_from_owners(shapes, values, link)
         early = any((bits(v) != b).any() for v, b in zip(values, before, strict=True))
-        finish()
+        pending.wait()
         results[layout, codec] = [bits(v) for v in values], early, traffic.collectives["weights"]
     return results
 
@@ -336,8 +338,8 @@ def _outstanding_rank() -> list[np.ndarray]:
         shapes = LAYOUTS[layout](INT8, link.size)
         values = [owned_values(item, "int8") for item in items(shapes)]
         two.append((values, gather_from_owners(shapes, values, link)))
-    for _, finish in reversed(two):
-        finish()
+    for _, pending in reversed(two):
+        pending.wait()
     return [bits(v) for values, _ in two for v in values]
 
 

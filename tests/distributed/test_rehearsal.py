@@ -39,11 +39,10 @@ class Recorder:
         self.variants: set[tuple] = set()
         kernel = dispatch.kernel
         dispatch.kernel = lambda name, *args: self._both(getattr(launch, name), kernel(name, *args))
-        for name in ("encode", "decode"):
-            original, launched = (
-                getattr(dispatch, f"{name}_lossless"), getattr(launch_lossless, name)
-            )  # fmt: skip
-            setattr(dispatch, f"{name}_lossless", self._both(launched, original))
+        encode = dispatch.encode_lossless
+        dispatch.encode_lossless = self._both(launch_lossless.encode, encode)
+        decode = dispatch.decode_lossless
+        dispatch.decode_lossless = lambda *args, **how: self._decode_lossless(decode, *args, **how)
         compile_tasks = dispatch.compile_tasks
         dispatch.compile_tasks = lambda *args: self._compile(compile_tasks, *args)
         recode = dispatch.recode
@@ -59,6 +58,14 @@ class Recorder:
             original(*args, **options)
 
         return use
+
+    def _decode_lossless(self, original: Any, *args: Any, **options: Any) -> None:
+        def note(tables: Any) -> None:
+            for table in tables:
+                self._note(table.alone() if table.num_jobs == 1 else table)
+
+        launch_lossless.decode_rows(*args, run_tables=note)
+        original(*args, **options)
 
     def _compile(self, original: Any, tasks: Any, buffers: Any) -> Any:
         """Tables of operations: variants of the same macros, which the rehearsal uses as well."""

@@ -12,7 +12,7 @@ import torch
 
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.gather import shard_decoding
+from ds_quant.comm.gather import shard_message
 from ds_quant.comm.operations import Operations, Streams
 from ds_quant.kernels import dispatch, native
 from ds_quant.kernels.batch import Decode, Encode, Recode, Rotate, Sum, Task, rows_of
@@ -94,6 +94,27 @@ def test_encode(kernels, dtype: torch.dtype, block: int, flips: bool) -> None:
     codecs = IN_128 if block == 128 else CODECS + CODECS
     tasks = encodes(codecs, block=block, flips=flips)
     check(tasks, lambda: buffers_for(tasks, dtype), streams_of(codecs, block=block, flips=flips))
+
+
+@pytest.mark.parametrize("held_dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_encode_differences(kernels, dtype: torch.dtype, held_dtype: torch.dtype) -> None:
+    """Beside pieces that are encoded as they are; held values lie elsewhere than the new ones."""
+    codecs = [codec for codec in CODECS if codec is not BF16]
+    tasks = []
+    for index, (operation, (values, wire, vector)) in enumerate(encodes(codecs)):
+        if index % 2:
+            operation = operation._replace(held=2)
+            tasks.append((operation, (values, wire, vector, 5 + values)))
+        else:
+            tasks.append((operation, (values, wire, vector)))
+
+    def make() -> list[torch.Tensor]:
+        values, wire = buffers_for(tasks, held_dtype)
+        held = torch.randn(values.numel() + 5).to(held_dtype)
+        return [values.to(dtype), wire, held]
+
+    check(tasks, make, streams_of(codecs, block=0, flips=False))
 
 
 def arrived(codecs: Sequence[Codec], numels: Sequence[int], sources: int) -> torch.Tensor:
@@ -221,7 +242,7 @@ def test_pieces_at_equal_distances_become_rows() -> None:
 def test_threads_that_share_a_plan_do_not_mix_their_buffers() -> None:
     """Two engines in two threads gather tensors of equal sizes: they share what decodes them."""
     codec, ranks, width = GroupCodec(range="absmax", group_size=128), 4, 50_000
-    decoding = shard_decoding(((codec, ranks * width),), ranks, None)
+    decoding = shard_message(((codec, ranks * width),), ranks, 0, None)._decode
 
     def wrong(seed: int) -> int:
         x = torch.randn(ranks, width, generator=torch.Generator().manual_seed(seed))

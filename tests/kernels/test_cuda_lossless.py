@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Iterable
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +13,7 @@ from hypothesis import strategies as st
 
 from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.kernels import dispatch, launch_lossless, lossless
+from ds_quant.kernels.launch import Table
 from tests.kernels.inputs import guarded
 from tests.lossless_inputs import DTYPES, SORTS, mixed, wrong_entries
 
@@ -26,6 +31,29 @@ def message_of(shim, values: torch.Tensor, reference: torch.Tensor) -> torch.Ten
     nbytes = torch.zeros(1, dtype=torch.int64)
     launch_lossless.encode(values, reference, out, nbytes, run=shim)
     return with_guard(out[: nbytes.item()])
+
+
+def run_tables(shim) -> Callable[[Iterable[Table]], None]:
+    """Runs tables of one job as the launcher does, others by their buffer."""
+
+    def run(tables: Iterable[Table]) -> None:
+        for table in tables:
+            if table.num_jobs == 1:
+                shim(table.alone())
+                continue
+            buffer = torch.frombuffer(bytearray(table.written), dtype=torch.uint8)
+            values = [ctypes.c_uint64(n) for n in (buffer.data_ptr(), table.num_jobs)]
+            where = map(ctypes.addressof, values)
+            shim.run(table.kernel, table.macros, (table.blocks, 1), table.threads, *where)
+
+    return run
+
+
+def decode(shim, message: torch.Tensor, reference: torch.Tensor, out: torch.Tensor) -> None:
+    """One message."""
+    where = np.zeros(1, dtype=np.int64), np.array([message.numel()])
+    rows = reference.view(1, -1), out.view(1, -1)
+    launch_lossless.decode_rows(message, *where, *rows, run_tables=run_tables(shim))
 
 
 def expected(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -51,7 +79,7 @@ def test_bytes_equal_the_reference_and_come_back(shim, is_reversed: bool) -> Non
         message = message_of(shim, values, reference)
         assert torch.equal(message, expected(values, reference))
         out = reference if in_place else guarded(numel, dtype)
-        launch_lossless.decode(message, reference, out, run=shim)
+        decode(shim, message, reference, out)
         assert torch.equal(out.view(torch.int16), values.view(torch.int16))
 
     shim.reversed_warps = is_reversed
@@ -95,18 +123,14 @@ def test_damaged_messages_are_errors(shim, sorts, numel, places, near, change, i
         other[8:12] = torch.tensor([length], dtype=torch.int32).view(torch.uint8)
     for place, byte in places if length else ():
         other[place % min(near, length)] = byte
-    check_damaged(shim, other, values, reference, in_place, wait=not places)
+    check_damaged(shim, other, values, reference, in_place)
 
 
-def check_damaged(shim, message, values, reference, in_place: bool, wait: bool = True) -> None:
+def check_damaged(shim, message, values, reference, in_place: bool) -> None:
     """Exact or ValueError."""
     out = reference.clone() if in_place else guarded(values.numel(), values.dtype)
-    status = None if wait else torch.zeros(2, dtype=torch.int32)
     try:
-        held = out if in_place else reference
-        launch_lossless.decode(with_guard(message), held, out, run=shim, status=status)
-        if status is not None:  # nothing is raised before it is asked for
-            launch_lossless.check(*status.tolist())
+        decode(shim, with_guard(message), out if in_place else reference, out)
     except ValueError as error:
         assert "lossless message" in str(error)
     else:
@@ -136,11 +160,14 @@ def test_codec_takes_the_kernels_where_there_is_a_runner(shim, monkeypatch) -> N
     values, reference = mixed([3e-4, 1e-5], 5000, torch.bfloat16, seed=3)
     launched = []
 
-    def run(launch) -> None:
-        launched.append(dict(launch.macros)["DSQ_PHASE"])
-        shim(launch)
+    class Runner:
+        run_tables = staticmethod(run_tables(lambda launch: Runner()(launch)))
 
-    monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: run)
+        def __call__(self, launch) -> None:
+            launched.append(dict(launch.macros)["DSQ_PHASE"])
+            shim(launch)
+
+    monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: Runner())
     assert torch.equal(through_codec(values, reference), expected(values, reference))
     assert launched == [0, 1, 2, 3]
 
@@ -158,14 +185,27 @@ def test_bytes_on_a_gpu(dtype: torch.dtype) -> None:
             LosslessCodec().decode(damaged, reference.cuda(), values.cuda())
 
 
-def test_a_status_is_filled_without_waiting_and_says_the_same(shim) -> None:
-    values, reference = (with_guard(x) for x in mixed([3e-4], 5000, torch.bfloat16, seed=1))
-    other = reference.clone()
-    other[7] += 1
-    status = torch.zeros(2, 2, dtype=torch.int32)
-    message = message_of(shim, values, reference)
-    for row, held in zip(status, (reference, other), strict=True):
-        launch_lossless.decode(message, held, torch.empty_like(held), run=shim, status=row)
-    launch_lossless.check(*status[0].tolist())
-    with pytest.raises(ValueError, match="hold different"):
-        launch_lossless.check(*status[1].tolist())
+@pytest.mark.parametrize("rows", (1, 3, 5))
+def test_messages_of_several_ranks_are_one_launch_and_an_error_names_the_first(shim, rows) -> None:
+    numel, launches = 3 * 2048 + 77, []
+    pairs = [mixed([3e-4, sort, 1e-5], numel, torch.bfloat16, seed=1) for sort in SORTS[:rows]]
+    messages = [message_of(shim, *pair) for pair in pairs]
+    lengths = np.array([message.numel() for message in messages])
+    starts = np.arange(rows) * lossless.max_bytes(numel)
+    wire = torch.zeros(rows * lossless.max_bytes(numel), dtype=torch.uint8)
+    for start, message in zip(starts, messages, strict=True):
+        wire[start : start + message.numel()] = message
+    values, held = (torch.stack(side) for side in zip(*pairs, strict=True))
+
+    def run(tables: Iterable[Table]) -> None:
+        launches.append(len(tables))
+        run_tables(shim)(tables)
+
+    found = torch.zeros(rows, numel + 9, dtype=torch.bfloat16)[:, 3 : numel + 3]
+    launch_lossless.decode_rows(wire, starts, lengths, held, found, run_tables=run)
+    assert torch.equal(found.view(torch.int16), values.view(torch.int16))
+    assert launches == [1]
+    held[rows - 1, 7] += 1
+    with pytest.raises(lossless.Damaged, match="hold different") as told:
+        launch_lossless.decode_rows(wire, starts, lengths, held, found, run_tables=run)
+    assert told.value.row == rows - 1

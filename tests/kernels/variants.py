@@ -180,6 +180,7 @@ def others() -> dict[str, Launch]:
     )
     for phase in range(4):
         found[f"lossless phase {phase} fp16"] = lossless(phase, torch.float16)
+    found["lossless read bf16, from a table"] = _tabled(lossless(launch_lossless.READ))
     for dtype, rotation in ((bf16, Rotation(32)), (torch.float32, _FLIPPED)):
         alone = launch.rotate_plan(_RAGGED, dtype, rotation).launch(1, {})
         found[f"rotate Hadamard-{rotation.block} {dtype}, from a table"] = _tabled(alone)

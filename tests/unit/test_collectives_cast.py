@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import types
-from contextlib import nullcontext
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from ds_quant.codec.bound import Coding
-from ds_quant.codec.codec import CastCodec, GroupCodec
+from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.buffers import Buffers
-from ds_quant.comm.gather import reduce_scatter
+from ds_quant.comm.reduce import ShardSums
+from ds_quant.comm.reduction_plan import Form, Hop
+from ds_quant.comm.traffic import Meter
 from ds_quant.kernels import dispatch
 from ds_quant.kernels.random_bits import Address
-from ds_quant.zero.stage3 import _cast
+from ds_quant.zero.stage3 import _begin_sums, _cast, _Sent, _Unpack
 from tests.kernels.conftest import shim  # noqa: F401
+from tests.kernels.test_cuda_launcher import cupy, runner  # noqa: F401
 
 RANKS = 4
 
@@ -26,32 +29,35 @@ class Alone:
     size, rank = RANKS, 1
 
     def __init__(self) -> None:
-        pool, self.dtypes = Buffers(), []
-        self.empty = pool.empty
-        self._empties = pool.empties
+        pool, meter, self.casts = Buffers(), Meter(), []
+        self.empty, self._empties = pool.empty, pool.empties
+        self.encoding = lambda role: meter.encoding(role, "inter")
+        self.decoding = lambda: meter.section("decode")
 
     def empties(self, numels, *, dtype, device):
-        self.dtypes.append(dtype)
+        """Memory for what is cast."""
+        self.casts.append(dtype)
         return self._empties(numels, dtype=dtype, device=device)
-
-    def encoding(self, role):
-        return nullcontext(types.SimpleNamespace(note=lambda *_, **__: None))
-
-    def decoding(self):
-        return nullcontext()
 
     def all_to_all(self, payload, *, sent, received, role):
         mine = payload.view(RANKS, -1)[self.rank]
         return types.SimpleNamespace(wait=lambda: mine.repeat(RANKS))
 
 
-def reduced(codec, gradients: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.dtype]]:
-    """This rank's shards as `reduce` returns them, and the dtypes that memory was taken for."""
-    link = Alone()
-    address = Address(key=1, step=1) if getattr(codec, "rounding", "") == "stochastic" else None
-    codings = [Coding(codec=codec, address=address) for _ in gradients]
-    sums = reduce_scatter(gradients, codings, link, scale=1 / RANKS).wait()
-    return _cast(sums, [g.dtype for g in gradients], link), link.dtypes
+def reduced(
+    codecs: Sequence[Codec], gradients: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.dtype]]:
+    """This rank's shards as a bucket returns them, and the dtypes that sums were cast to."""
+    link, codings = Alone(), []
+    for codec in codecs:
+        is_random = getattr(codec, "rounding", "") == "stochastic"
+        codings.append((Coding(codec, Address(key=1, step=1) if is_random else None),))
+    dtypes = [g.dtype for g in gradients]
+    sent = _Sent(gradients, codings, [None] * len(codecs), _Unpack([], [], dtypes))
+    numels, forms = [g.numel() for g in gradients], [Form.of(c, None) for c in codings]
+    plan = ShardSums(numels, forms, (Hop(link=link),), link, scale=1 / RANKS)
+    _, sums = _begin_sums(plan, sent, dtype=sent.sum_dtype())
+    return _cast(sums.wait(), dtypes, link), link.casts
 
 
 def gradients() -> list[torch.Tensor]:
@@ -60,22 +66,26 @@ def gradients() -> list[torch.Tensor]:
 
 
 CODEC = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
+BF16 = CastCodec(torch.bfloat16)
 
 
-def test_kernels_write_the_dtype_of_the_gradients(shim, monkeypatch) -> None:  # noqa: F811
-    wanted, dtypes = reduced(CODEC, gradients())
-    assert dtypes == [torch.float32, torch.bfloat16]  # sums, and what they are cast to
-    monkeypatch.setattr(dispatch, "runner_for", lambda fmt, device: shim)
-    found, dtypes = reduced(CODEC, gradients())
-    assert dtypes == [torch.bfloat16, torch.float32]  # memory for the sums, nothing is cast
+def test_kernels_write_the_dtype_of_the_gradients(runner, monkeypatch) -> None:  # noqa: F811
+    """Beside one in full precision, whose sum is rounded once too."""
+    codecs, narrow = (CODEC, BF16, CODEC), [g.bfloat16() for g in gradients()]
+    wanted, casts = reduced(codecs, narrow)
+    assert casts == [torch.bfloat16]
+    monkeypatch.setattr(dispatch, "runner_for", lambda *_: runner)
+    monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: runner)
+    found, casts = reduced(codecs, narrow)
+    assert casts == []
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("codec", (CODEC, CastCodec(torch.bfloat16)), ids=("torch", "cast"))
+@pytest.mark.parametrize("codec", (CODEC, BF16), ids=("torch", "cast"))
 def test_without_kernels_sums_are_cast_at_once(codec) -> None:
-    found, dtypes = reduced(codec, gradients())
-    assert dtypes == [torch.float32, torch.bfloat16]
+    found, casts = reduced([codec] * 3, gradients())
+    assert casts == [torch.bfloat16]
     assert [shard.dtype for shard in found] == [g.dtype for g in gradients()]
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.kernels import native
+from ds_quant.kernels.lossless import Damaged
 from tests.kernels.inputs import guarded
 from tests.lossless_inputs import DTYPES, NUMELS, SORTS, mixed, wrong_entries
 from tests.torch_kernels import only_torch
@@ -275,3 +276,66 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         CODEC.decode(out, bf16, bf16[:7])
     with pytest.raises(ValueError, match="numel = "):
         CODEC.max_bytes(2**32 + 1)
+
+
+# ---- messages of several ranks ----
+
+
+def several(rows: int, numel: int) -> tuple[torch.Tensor, list[int], list[int], list[torch.Tensor]]:
+    """Messages with gaps between them, where each lies, and (values, references) of all rows."""
+    pairs = [
+        mixed([SORTS[row % len(SORTS)]], numel, torch.bfloat16, seed=row) for row in range(rows)
+    ]
+    messages = [encoded(*pair) for pair in pairs]
+    starts = [48 * row + CODEC.max_bytes(numel) * row for row in range(rows)]
+    wire = torch.full((starts[-1] + CODEC.max_bytes(numel),), 9, dtype=torch.uint8)
+    for start, message in zip(starts, messages, strict=True):
+        wire[start : start + len(message)] = message
+    return (
+        wire,
+        starts,
+        list(map(len, messages)),
+        [torch.stack(s) for s in zip(*pairs, strict=True)],
+    )
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2048, 5000])
+def test_messages_of_several_ranks_are_decoded_at_once(numel: int) -> None:
+    wire, starts, lengths, (values, held) = several(len(SORTS), numel)
+    room = torch.full((len(SORTS), numel + 2 * GUARD), 77, dtype=torch.int16)
+    rows = room[:, GUARD : GUARD + numel].view(torch.bfloat16).copy_(held)
+    CODEC.decode_rows(wire, starts, lengths, rows, rows)
+    assert same_bits(rows.contiguous(), values)
+    assert (room[:, :GUARD] == 77).all() and (room[:, GUARD + numel :] == 77).all()
+
+
+@pytest.mark.parametrize("damaged", [0, 3, 6])
+def test_the_error_says_whose_message_it_is(damaged: int) -> None:
+    wire, starts, lengths, (_, held) = several(7, 3000)
+    wire[starts[damaged] + 4] ^= 1  # the checksum
+    out = torch.empty_like(held)
+    with pytest.raises(Damaged, match="wrong checksum") as told:
+        CODEC.decode_rows(wire, starts, lengths, held, out)
+    assert told.value.row == damaged
+    lengths[damaged] -= 8
+    with pytest.raises(Damaged, match="wrong length") as told:
+        CODEC.decode_rows(wire, starts, lengths, held, out)
+    assert told.value.row == damaged
+
+
+@pytest.mark.parametrize(
+    "starts, lengths, rows, what",
+    [
+        ([0, 8], [16, 16], 2, "multiples of 16"),
+        ([0, -16], [16, 16], 2, "begin at"),
+        ([0, 16], [16, 4000], 2, "ends up to"),
+        ([0, 16], [16, -16], 2, "begin at"),
+        ([0, 16], [16, 16], 3, "reference"),
+    ],
+)
+def test_messages_that_lie_elsewhere_are_refused(
+    starts: list[int], lengths: list[int], rows: int, what: str
+) -> None:
+    held = torch.zeros(rows, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=what):
+        CODEC.decode_rows(torch.zeros(64, dtype=torch.uint8), starts, lengths, held, held)

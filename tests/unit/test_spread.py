@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
+from ds_quant.comm.pending import Pending
 from ds_quant.zero.node_shard import Chunk, Spread
 
 
 def chunks(events: list[str], count: int, fails: int = -1) -> list[Chunk]:
     """Chunk i holds the parameters 2 i and 2 i + 1."""
 
-    def post(i: int) -> Callable[[], None]:
+    def post(i: int) -> Pending[None]:
         events.append(f"post {i}")
 
         def decode() -> None:
@@ -20,7 +19,7 @@ def chunks(events: list[str], count: int, fails: int = -1) -> list[Chunk]:
             if i == fails:
                 raise RuntimeError("rank 1 does not answer")
 
-        return decode
+        return Pending(decode)
 
     return [Chunk((2 * i, 2 * i + 1), lambda i=i: post(i)) for i in range(count)]
 

@@ -13,10 +13,12 @@ from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec, GroupCodec
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import seal
-from ds_quant.comm.gather import all_gather, lay_out, reduce_scatter
+from ds_quant.comm.gather import all_gather
+from ds_quant.comm.message import lay_out
 from ds_quant.comm.reduction_plan import Slicing
 from ds_quant.comm.traffic import Meter, Notes
 from ds_quant.kernels import hadamard, random_bits
+from tests.distributed.messages import reduce_scatter
 from tests.unit import wire_oracle as oracle
 
 SIZES = (0, 1, 7, 8, 33, 64, 200, 321)
@@ -136,7 +138,7 @@ def test_sign_flips_are_those_of_the_page() -> None:
 class Recorder:
     """A link of three ranks that keeps what this rank, the second, would send."""
 
-    size, rank = 3, 1
+    size, rank, node_size = 3, 1, None
 
     def __init__(self) -> None:
         self.payload = b""
@@ -145,6 +147,9 @@ class Recorder:
 
     def encoding(self, role: str) -> AbstractContextManager[Notes]:
         return self._meter.encoding(role, "inter")
+
+    def decoding(self) -> AbstractContextManager[object]:
+        return self._meter.section("decode")
 
     def _keep(self, payload: torch.Tensor, **_: object) -> Recorder:
         self.payload = payload.numpy().tobytes()

@@ -1,0 +1,155 @@
+"""What a message costs the host does not grow with the ranks. The other ranks send what this one
+sends, so nothing is needed but this one.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ds_quant
+from ds_quant.codec.bound import Coding
+from ds_quant.codec.codec import CastCodec, GroupCodec
+from ds_quant.comm.gather import all_gather
+from ds_quant.comm.reduce import Reduction, ShardSums
+from ds_quant.comm.reduction_plan import Form, Hop
+from ds_quant.comm.traffic import Meter, Traffic
+from ds_quant.kernels import native_lossless
+from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.wire import shard_range
+from ds_quant.zero.lossless import Window, replica_posts
+from tests import needs
+
+PACKAGE = str(Path(ds_quant.__file__).parent)
+FEW, MANY, RANK = 4, 64, 2
+
+
+class Echo:
+    """A link, or fabric, of ``size`` ranks that all send what this one sends."""
+
+    node_size = None
+
+    def __init__(self, size: int) -> None:
+        meter = Meter()
+        self.size, self.rank, self.ranks, self.whole = size, RANK, range(size), self
+        self.encoding = lambda role: meter.encoding(role, "inter")
+        self.decoding = lambda: meter.section("decode")
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.uint8, device: Any) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def all_gather(self, payload: torch.Tensor, *, role: str) -> Any:
+        received = payload.repeat(self.size)
+        return types.SimpleNamespace(wait=lambda: received)
+
+    def all_to_all(self, payload: torch.Tensor, *, sent: Any, received: Any, role: str) -> Any:
+        mine = payload.view(self.size, -1)[self.rank].repeat(self.size)
+        return types.SimpleNamespace(wait=lambda: mine)
+
+
+def calls_of(step: Callable[[], Any]) -> int:
+    """Python calls in the package of a second step."""
+    step()
+    calls = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+# ---- exact differences under ZeRO-1 and 2 ----
+
+
+def replica(ranks: int) -> tuple[Any, list[Window]]:
+    """A replica whose partitions are equal, and two windows of them."""
+    draw = torch.Generator().manual_seed(0)
+    held = torch.randn(5000, generator=draw).bfloat16()
+    master = held.float() + 1e-3 * torch.randn(5000, generator=draw)
+    group = types.SimpleNamespace(flat=held.repeat(ranks), master=master)
+    fabric = Echo(ranks)
+    return group, [Window(group, fabric, within) for within in (range(3000), range(3000, 5000))]
+
+
+@needs.native_kernels
+def test_exact_differences_of_all_ranks_take_one_call_per_message(monkeypatch) -> None:
+    decoded: list[int] = []
+    original = native_lossless.function
+
+    def function(name: str) -> Callable[..., None]:
+        def run(where: int, count: int, threads: int) -> None:
+            if name == "dsq_lossless_decode":
+                decoded.append(count)
+            original(name)(where, count, threads)
+
+        return run
+
+    monkeypatch.setattr(native_lossless, "function", function)
+    spent = []
+    for ranks in (FEW, MANY):
+        group, windows = replica(ranks)
+        before = group.flat.clone()
+
+        def step(group: Any = group, windows: Any = windows, before: Any = before) -> None:
+            group.flat.copy_(before)
+            for post in replica_posts(windows, Traffic()):
+                post().wait()
+
+        spent.append(calls_of(step))
+        assert torch.equal(group.flat, group.master.bfloat16().repeat(ranks))
+        assert decoded == [ranks] * 4, "two messages in two steps"
+        decoded.clear()
+    assert spent[0] == spent[1]
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 3])
+def test_an_error_names_the_rank_whose_weights_were_changed(damaged: int) -> None:
+    group, windows = replica(FEW)
+    group.flat.view(FEW, -1)[damaged, 3100] += 1
+    first, second = replica_posts(windows, Traffic())
+    first().wait()
+    with pytest.raises(RuntimeError, match=f"weights from rank {damaged} cannot be decoded"):
+        second().wait()
+
+
+# ---- gathers and flat reductions ----
+
+
+INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
+BF16 = CastCodec(torch.bfloat16)
+NUMELS = (64 * 640, 64 * 128, 5003)  # the last one ends in a short shard
+CODINGS = [Coding(INT4, Address(key=1, step=1)), Coding(BF16), Coding(INT4, Address(key=2, step=1))]
+
+
+def gathering(link: Any) -> Callable[[], Any]:
+    ranges = [shard_range(numel, link.size, link.rank) for numel in NUMELS]
+    shards = [torch.ones(stop - start, dtype=torch.bfloat16) for start, stop in ranges]
+    return lambda: all_gather(shards, NUMELS, CODINGS, link).wait()
+
+
+def reducing(link: Any) -> Callable[[], Any]:
+    hops, rotations = [(coding,) for coding in CODINGS], [None] * len(CODINGS)
+    forms = [Form.of(coding, None) for coding in hops]
+    plan = ShardSums(NUMELS, forms, (Hop(link=link),), link, scale=1.0)
+    tensors = [torch.ones(numel, dtype=torch.bfloat16) for numel in NUMELS]
+    sums = plan.room(torch.device("cpu"))
+    return lambda: Reduction(plan.plan, tensors, hops, rotations, sums).wait()
+
+
+@needs.native_kernels
+@pytest.mark.parametrize("collective", [gathering, reducing])
+def test_a_collective_takes_as_many_calls_whatever_the_ranks(collective: Any) -> None:
+    few, many = (calls_of(collective(Echo(ranks))) for ranks in (FEW, MANY))
+    assert many <= 1.1 * few, f"{few} calls at {FEW} ranks, {many} at {MANY}"

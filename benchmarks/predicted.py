@@ -11,6 +11,7 @@ stage and scheme; those points test nothing and are left out.
 and one bucket holds all gradients, and under ZeRO-1/2 on the CPU, messages and compute add up.
 Under ZeRO-3 with several ranks per node they were seen to add up to less even so: those ranks
 gather layer by layer, each on its own, so one may compute on the shared cores while another waits.
+What crosses once per optimizer step has the compute of one micro-step to hide behind.
 ``TURNS`` and, with ``--prefetch-bucket-size``, ``AHEAD`` are fitted to the lab's files.
 """
 
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from schemes import parse_schemes, with_overrides
 
 from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
@@ -70,18 +72,20 @@ def compare(path: Path) -> tuple[list[Point], list[str]]:
     arguments = result["arguments"]
     width, gathered = arguments["width"], _gathers(arguments)
     ahead = bool(arguments.get("prefetch_bucket_size"))
+    micro_steps = arguments.get("accumulation", 1)
     points, left_out = [], []
     for place in result["points"]:
         local = {row["scheme"]: row["seconds"] for row in place["rows"] if row["rate"] == 0}
         for scheme in dict.fromkeys(row["scheme"] for row in place["rows"]):
             own = [row for row in place["rows"] if row["scheme"] == scheme]
             where = f"ZeRO-{place['stage']} {scheme}"
-            if scheme not in preset_names():
+            if scheme.split(":")[0] not in preset_names():
                 left_out.append(f"{where}: another program's collectives, not in the cost model")
             elif scheme not in local:
                 left_out.append(f"{where}: no point without a rate limit to take compute from")
             else:
-                points += _points(place, own, local[scheme], width, gathered=gathered, ahead=ahead)
+                how = {"gathered": gathered, "ahead": ahead, "micro_steps": micro_steps}
+                points += _points(place, own, local[scheme], width, **how)
     return points, left_out
 
 
@@ -105,17 +109,22 @@ def _points(
     *,
     gathered: float,
     ahead: bool,
+    micro_steps: int,
 ) -> list[Point]:
     nodes, node_size = map(int, place["topology"].split("x"))
     scheme, stage = rows[0]["scheme"], place["stage"]
+    (entry,) = parse_schemes(scheme)
+    block = with_overrides({"scheme": entry.name}, entry.overrides)
     costs = cost.bill(
-        parse_block({"scheme": scheme}).to_scheme(), stage,
+        parse_block(block).to_scheme(), stage,
         block_cargo(width, dtype=torch.bfloat16), ranks=nodes * node_size, node_size=node_size,
         gradient_dtype=torch.bfloat16, gathers=gathered,
     )  # fmt: skip
-    volume = Volume(inter=costs.step_bytes(stage))
+    moved = costs.step_bytes(stage, micro_steps=micro_steps)
+    each = costs.step_bytes(stage, micro_steps=micro_steps + 1) - moved  # micro-step
     takes_turns = stage == 3 and nodes > 1 and node_size > 1
     hidden = local * (AHEAD if ahead and stage == 3 else TURNS if takes_turns else 0.0)
+    hidden /= micro_steps
     found = []
     for row in rows:
         if row["rate"]:
@@ -123,7 +132,12 @@ def _points(
                 nodes=nodes, node_size=node_size, link=row["rate"] * 1e6 / 8,
                 intra_link=float("inf"), flops=6.0 * place["parameters"] / local,
             )  # fmt: skip
-            time = predict(volume, cluster, numel=place["parameters"], tokens=1)
+            often, once = (
+                predict(Volume(inter=nbytes), cluster, numel=place["parameters"], tokens=1)
+                for nbytes in (each, moved - each * micro_steps)
+            )
+            exposed = micro_steps * max(0.0, often.communication - hidden)
+            exposed += max(0.0, once.communication - max(0.0, hidden - often.communication))
             found.append(
                 Point(
                     topology=place["topology"],
@@ -131,7 +145,7 @@ def _points(
                     scheme=scheme,
                     rate=row["rate"],
                     measured=row["seconds"],
-                    predicted=time.compute + max(0.0, time.communication - hidden),
+                    predicted=once.compute + exposed,
                 )
             )
     return found

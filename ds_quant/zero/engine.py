@@ -139,11 +139,11 @@ class QuantizedEngine:
         self.has_few_ranks = False  # some parameters belong to part of the world
         self.process_groups: list[Any] = []  # of the parameters
         self.hooks: Any = None  # zero.hooks.Hooks
-        self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
-        self.node: Any = None  # zero.node.NodeShard under ZeRO-3, if the scheme keeps one
+        self.replica: Any = None  # zero.stage12.Replica under ZeRO-1/2
+        self.node: Any = None  # zero.node_shard.NodeShard under ZeRO-3, if the scheme keeps one
         self.findings = Findings() if scheme.payload_checksum else None
         self.telemetry: Any = None  # zero.telemetry.Telemetry, if steps are sampled
-        self.watch: Any = None  # zero.fallback.Watch, if non-finite gradients are looked for
+        self.watch: Any = None  # zero.safety.Watch, if non-finite gradients are looked for
         self.held: Any = None  # zero.held.HeldGradients, if gradients wait for the last micro-step
         self.gather_count: Any = None  # zero.gather_count.GatherCount, until it has counted
         self.gathers = predicted_gathers(engine) if self.stage == 3 else 1.0  # in a micro-step

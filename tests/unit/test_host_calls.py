@@ -16,6 +16,7 @@ import torch
 import ds_quant
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, GroupCodec
+from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.gather import all_gather
 from ds_quant.comm.reduce import Reduction, ShardSums
 from ds_quant.comm.reduction_plan import Form, Hop
@@ -80,7 +81,8 @@ def replica(ranks: int) -> tuple[Any, list[Window]]:
     master = held.float() + 1e-3 * torch.randn(5000, generator=draw)
     group = types.SimpleNamespace(flat=held.repeat(ranks), master=master)
     fabric = Echo(ranks)
-    return group, [Window(group, fabric, within) for within in (range(3000), range(3000, 5000))]
+    within = (range(3000), range(3000, 5000))
+    return group, [Window(group, fabric, part, LosslessCodec()) for part in within]
 
 
 @needs.native_kernels

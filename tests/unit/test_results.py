@@ -121,6 +121,9 @@ def speed_ups_in_the_readme_are_those_of_the_result_file() -> None:
             assert cell == expected + bound, f"{stage}, {rate}: {scheme} is {expected}{bound}"
             checked += 1
     assert checked >= 30
+    rows = {r.scheme: r for r in result("speed_kept_2x2_cpu").points[0].rows if r.rate == 50}
+    kept = [f"{rows[scheme].speedup:.2f}" for scheme in ("qsdp", "zeropp", "sdp4bit")]
+    assert f"at 50 Mbit/s {kept[0]}, {kept[1]} and {kept[2]} instead of" in README
 
 
 def table_of_results_is_that_of_the_files_and_formulas() -> None:

@@ -90,7 +90,8 @@ class OwnerBuckets:
     def flush(self) -> None:
         """Reduce what is in them."""
         optimizer = self._optimizer
-        optimizer.setup_buckets()
+        if hasattr(optimizer, "setup_buckets"):  # before 0.18.3 every backward sets them up
+            optimizer.setup_buckets()
         optimizer.reduce_ipg_grads()
         if optimizer.overlap_comm:  # on a stream that may still read what is filled next
             hooks.synchronize()

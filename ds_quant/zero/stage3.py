@@ -85,6 +85,7 @@ class Fetch:
         for p in self._hooked.values():
             hooks.unwrap(p, owner=self)
             if self._pop_decoded(p) and hooks.is_available(p):
+                p.ds_active_sub_modules.clear()  # a forward that was not finished has left them
                 p.partition()
         self._hooked.clear()
         self._parameters = []

@@ -100,7 +100,7 @@ class DistributedExec:
     def __call__(self, request): self._launch_procs(2, "")
     def _launch_procs(self, num_procs, init_method):
         pool = Pool()
-        pool.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        pool.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(599)"])
         plugin.note("world", num_procs)
         try:
             self.run()
@@ -108,7 +108,7 @@ class DistributedExec:
             self._close_pool(pool, num_procs)
     def _close_pool(self, pool, num_procs, force=False):
         if pool.process.poll() is None and self.hangs:
-            time.sleep(600)
+            time.sleep(599)
         pool.terminate()
 """,
     "tests/unit/zero/test_small.py": f"""
@@ -142,7 +142,7 @@ def test_is_skipped(): pass
     "tests/unit/zero/test_other.py": "def test_other(): pass",
     "tests/unit/zero/test_endless.py": """
 import subprocess, sys
-def test_endless(): subprocess.run([sys.executable, "-c", "import time; time.sleep(600)"])
+def test_endless(): subprocess.run([sys.executable, "-c", "import time; time.sleep(599)"])
 """,
 }
 
@@ -166,7 +166,7 @@ def sleepers() -> set[int]:
     found = set()
     for process in psutil.process_iter():
         try:
-            found |= {process.pid} if "time.sleep(600)" in " ".join(process.cmdline()) else set()
+            found |= {process.pid} if "time.sleep(599)" in " ".join(process.cmdline()) else set()
         except psutil.Error:
             continue
     return found

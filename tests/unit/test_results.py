@@ -175,6 +175,14 @@ def errors_of_gaussian_levels_are_those_of_the_result_file() -> None:
     assert f"a message loses {figures} of its energy" in said
     assert all(s["common"] <= row["alone"][s["scheme"]] for row in rows for s in row["sums"])
 
+    g = {row.scheme: f"{row.gap.mean:.3f} %" for row in result("convergence").rows}
+    assert (
+        f"rises by {g['eden4']} with `eden4`, {g['eden3']} with `eden3` and {g['eden2']} with "
+        f"`eden2`, where it does by {g['sdp4bit']} with `sdp4bit`; with exact weights "
+        f"(`lossless_g4`, `_g3`, `_g2`) by {g['lossless_g4']}, {g['lossless_g3']} and "
+        f"{g['lossless_g2']}."
+    ) in said
+
     def ratios(low: float, high: float, *schemes: str, steps: range) -> str:
         """Errors with common signs over those with own ones, of sums over eight nodes."""
         found = [

@@ -23,6 +23,7 @@ from tests.distributed.models import (
     train_step,
     watch,
 )
+from tests.thin import thinned
 
 pytestmark = pytest.mark.distributed
 
@@ -30,6 +31,10 @@ STAGES = (1, 2, 3)
 SCHEMES = ("qsdp", "sdp4bit")
 CASES = [(1, "sdp4bit"), (2, "qsdp"), (3, "qsdp"), (3, "sdp4bit")]
 STEPS, BAD_STEP, RANKS = 8, 3, 4
+
+
+def quick(stage: int, scheme: str) -> bool:
+    return (stage, scheme) in ((2, "qsdp"), (3, "sdp4bit"))
 
 
 def fields(scheme: str, policy: str | None, **keys: Any) -> dict[str, Any]:
@@ -89,7 +94,7 @@ def raised(stage: int, scheme: str) -> tuple[str, bool, int]:
     return "", False, engine.global_steps
 
 
-@pytest.mark.parametrize(("stage", "scheme"), CASES)
+@pytest.mark.parametrize(("stage", "scheme"), thinned(CASES, quick))
 def test_raise_ends_all_ranks_naming_step_and_parameter_before_weights_change(
     stage: int, scheme: str
 ) -> None:
@@ -150,7 +155,7 @@ def usual(stage: int) -> dict[str, dict[str, int]]:
     return run(bytes_of, RANKS, stage)[0]
 
 
-@pytest.mark.parametrize(("stage", "scheme"), CASES)
+@pytest.mark.parametrize(("stage", "scheme"), thinned(CASES, quick))
 def test_full_precision_lasts_exactly_the_steps_asked_for(stage: int, scheme: str) -> None:
     ranks = run(fallen_back, RANKS, stage, scheme)
     if ranks[0][3] == 0:
@@ -210,7 +215,7 @@ def killed(stage: int, scheme: str, from_start: bool) -> tuple[list[dict], list[
     return sent, flags, ds_quant.report(engine)
 
 
-@pytest.mark.parametrize(("stage", "scheme"), CASES)
+@pytest.mark.parametrize(("stage", "scheme"), thinned(CASES, quick))
 def test_a_kill_file_on_one_rank_switches_all_at_the_next_step(stage: int, scheme: str) -> None:
     """It appears before step 2, seen when the optimizer steps, and goes before step 5."""
     ranks = run(killed, RANKS, stage, scheme, False)

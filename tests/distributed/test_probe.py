@@ -102,6 +102,7 @@ def test_probe_starts_itself_on_the_hosts_of_a_hostfile(tmp_path: Path) -> None:
     assert "2 x 1 ranks over gloo" in printed
 
 
+@pytest.mark.slow
 def test_probe_runs_under_torchrun(tmp_path: Path) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
     own = (sys.executable, "-m", "ds_quant", "probe", "--out", "links.json")

@@ -113,7 +113,7 @@ def _of(engine: Any) -> tuple[set, set]:
 
 @pytest.mark.parametrize(
     ("place", "stage"),
-    thinned(product(range(len(SCHEMES)), (1, 2, 3)), lambda place, stage: (place + stage) % 3 != 0),
+    thinned(product(range(len(SCHEMES)), (1, 2, 3)), lambda place, stage: (place + stage) % 3 == 0),
 )
 def test_training_launches_nothing_new(place: int, stage: int) -> None:
     block = SCHEMES[place]

@@ -149,6 +149,7 @@ TINY = ["--layers", "1", "--width", "64", "--heads", "2", "--seq-len", "16", "--
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_without_a_lab_one_point_over_loopback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,6 +158,14 @@ def page_of_the_convergence_study_is_that_of_its_file() -> None:
     assert page == convergence_page.page(result("convergence"), "convergence.json")
 
 
+def losses_of_fine_tuning_are_those_of_the_result_file() -> None:
+    found = result("convergence_tuning")
+    assert found.tuning.lr == 2e-5 and all(len(row.gap.pairs) >= 5 for row in found.rows)
+    gap = {row.scheme: f"{row.gap.mean:.3f} %" for row in found.rows}
+    costs = f"`sdp4bit` costs {gap['sdp4bit']}, `lossless_g3` {gap['lossless_g3']} and"
+    assert f"{costs} `lossless_g2` {gap['lossless_g2']}." in " ".join(CHOOSING.split())
+
+
 def figures_in_running_text_are_those_of_the_result_files() -> None:
     runs = [run for run in result("errors_cpu").runs if run.scheme == "sdp4bit"]
     later = sorted(fmean(run.ratio[len(run.ratio) // 2 :]) for run in runs)
@@ -251,6 +259,7 @@ def test_figures_on_the_pages_are_those_of_the_result_files() -> None:
     speed_ups_in_the_readme_are_those_of_the_result_file()
     table_of_results_is_that_of_the_files_and_formulas()
     page_of_the_convergence_study_is_that_of_its_file()
+    losses_of_fine_tuning_are_those_of_the_result_file()
     figures_in_running_text_are_those_of_the_result_files()
     errors_of_gaussian_levels_are_those_of_the_result_file()
     at_the_slow_end_every_scheme_comes_close_to_what_its_bytes_allow()

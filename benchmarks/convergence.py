@@ -14,6 +14,7 @@ result file and its section.
 
 `--tune source` fine-tunes instead: every scheme goes on from the base model with a new optimizer,
 at --tune-lr, on Python source (or a file of yours); the loss is that of held-out text of its kind.
+With --lora RANK the base model is frozen and adapters of its matrices are tuned.
 
 `--constant` leaves the rate as it is, to compare training loss there with held-out loss; with
 `--base-steps 1` also from the first weights, whose runs the page then shows beside the others.
@@ -40,7 +41,7 @@ import paired
 import report
 import text
 import torch
-from gpt import GPT, GPTConfig
+from gpt import GPT, GPTConfig, adapt
 from schemes import SchemeEntry, parse_schemes, with_overrides
 from simulated import Simulation
 from torch import Tensor
@@ -102,12 +103,14 @@ class Settings:
         config.validate_world(self.topology.world)
         return config.to_scheme()
 
-    def simulation(self, entry: SchemeEntry, seed: int) -> Simulation:
+    def simulation(self, entry: SchemeEntry, seed: int, module: GPT | None = None) -> Simulation:
+        """Of training ``module``, or the model with its first weights."""
+
         def adam(params: Any) -> torch.optim.Optimizer:
             return torch.optim.AdamW(params, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.1)
 
         return Simulation(
-            self.model(), self.scheme(entry, seed), adam,
+            module or self.model(), self.scheme(entry, seed), adam,
             topology=self.topology, micro_steps=self.micro_steps,
         )  # fmt: skip
 
@@ -166,6 +169,31 @@ def train_base(settings: Settings, corpus: Corpus, path: Path) -> dict[str, Any]
     return state
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Fine-tuning from the base model's weights: rate to begin at, rank of adapters (0: none)."""
+
+    lr: float
+    lora: int = 0
+
+
+def tuned(
+    settings: Settings, base: dict[str, Any], entry: SchemeEntry, seed: int, tuning: Tuning
+) -> Simulation:
+    """Fine-tuning of the base model, or of adapters."""
+    module = None
+    if tuning.lora:
+        module = settings.model()
+        sizes = [p.numel() for p in module.parameters()]
+        for p, values in zip(module.parameters(), base["master"].split(sizes), strict=True):
+            p.data.copy_(values.view(p.shape))
+        adapt(module, tuning.lora)
+    simulation = settings.simulation(entry, seed, module)
+    if not tuning.lora:
+        simulation.load(base, weights_only=True)
+    return simulation
+
+
 def branch(
     settings: Settings,
     corpus: Corpus,
@@ -174,15 +202,17 @@ def branch(
     seed: int,
     *,
     constant: bool,
-    tune_lr: float | None = None,
+    tuning: Tuning | None = None,
 ) -> dict[str, Any]:
     """Train on from the base model; losses and errors of one run.
 
-    tune_lr: the rate to fine-tune at, from the weights alone; None to go on as the base model did.
+    tuning: None to go on as the base model did.
     """
-    simulation = settings.simulation(entry, seed)
-    simulation.load(base, weights_only=tune_lr is not None)
-    rate = tune_lr or settings.lr
+    if tuning is None:
+        simulation, rate = settings.simulation(entry, seed), settings.lr
+        simulation.load(base)
+    else:
+        simulation, rate = tuned(settings, base, entry, seed, tuning), tuning.lr
     losses, errors = [], []
     title = f"{entry.label}, seed {seed}"
     every = max(1, settings.steps // MEASURED)
@@ -289,16 +319,17 @@ def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[st
         settings.scheme(entry, 0)  # a wrong one is refused now, not in an hour
     corpus = Corpus(args.text, settings)
     base, ledger, about = _opened(args, settings, corpus)
-    tune_lr = None
+    tuning = None
     if args.tune is not None:
-        corpus, tune_lr = Corpus(args.tune, settings), args.tune_lr
-        about["tuning"] = {"lr": tune_lr, "text": corpus.about}
+        corpus, tuning = Corpus(args.tune, settings), Tuning(lr=args.tune_lr, lora=args.lora)
+        about["tuning"] = {"lr": tuning.lr, "text": corpus.about}
+        about["tuning"] |= {"lora": tuning.lora} if tuning.lora else {}
         ledger = Ledger(args.out / "runs.jsonl", _digest(about))
         about["tuning"]["before"] = before(settings, corpus, base)
     labels = [label for label in entries if label != BASELINE]
     for label, seed in missing_runs(ledger, labels, args) if not args.report else ():
         run = branch(
-            settings, corpus, base, entries[label], seed, constant=args.constant, tune_lr=tune_lr
+            settings, corpus, base, entries[label], seed, constant=args.constant, tuning=tuning
         )
         ledger.add({"scheme": label, "seed": seed, "constant": args.constant, **run})
         if label != BASELINE:
@@ -340,6 +371,7 @@ def result(
         **asdict(settings), "pairs": args.pairs, "interval": args.interval,
         "text": None if args.text is None else args.text.name,
         **({} if args.tune is None else {"tune": args.tune.name, "tune_lr": args.tune_lr}),
+        **({"lora": args.lora} if args.lora else {}),
         "schemes": [entry.label for entry in entries],
     }  # fmt: skip
     return {
@@ -411,6 +443,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
     add("--text", type=Path, help="your own; default: the documentation of CPython")
     add("--tune", type=Path, metavar="FILE", help=f"fine-tune on it; {text.SOURCE}: Python source")
     add("--tune-lr", type=float, default=2e-5, help="rate at which fine-tuning begins")
+    add("--lora", type=int, default=0, metavar="RANK", help="tune adapters, with --tune")
     add("--report", action="store_true", help="run nothing, write the result file and its section")
     add("--out", type=Path, default=Path("convergence_out"), help="checkpoint and finished runs")
     add("--json", type=Path, help="default: OUT/convergence.json, its section beside it")
@@ -418,6 +451,8 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
         add(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     args = parser.parse_args(argv)
     args.json = args.json or args.out / "convergence.json"
+    if args.lora and args.tune is None:
+        parser.error(f"--lora={args.lora}: allowed: with --tune FILE")
     given = {field.name: getattr(args, field.name) for field in fields(Settings)}
     for name, value in given.items():
         if value <= 0:

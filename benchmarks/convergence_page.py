@@ -91,8 +91,10 @@ def tuned(result: dict[str, Any]) -> str:
         return "decay"
     given = result["tuning"]
     exact = [run["held_out"] for run in result["runs"] if run["scheme"] == "full_precision"]
+    rank = given.get("lora")
+    kind = f"tuning low-rank adapters (rank {rank}) of frozen weights" if rank else "fine-tuning"
     return (
-        f"fine-tuning\nwith a new optimizer on other text ({result['arguments']['tune']}), the "
+        f"{kind}\nwith a new optimizer on other text ({result['arguments']['tune']}), the "
         f"rate falling from {given['lr']:g}; held out there: {given['before']:.3f}\nbefore and "
         f"{sum(exact) / len(exact):.3f} after it in full precision"
     )
@@ -134,6 +136,8 @@ def published(result: dict[str, Any]) -> list[str]:
 def page(result: dict[str, Any], name: str) -> str:
     """The whole page, to lie beside the result file ``name``."""
     size, steps = f"{result['parameters'] / 1e6:.2f} M", result["settings"]["micro_steps"]
-    what = "in fine-tuning" if "tuning" in result else "in loss"
+    what = "in loss"
+    if "tuning" in result:
+        what = "in tuning adapters" if "lora" in result["tuning"] else "in fine-tuning"
     heading = f"What a scheme costs {what}: {size} parameters, k = {steps}"
     return f"# {heading}\n\n{body(result)}\n\n{sections.origin(result, name)}"

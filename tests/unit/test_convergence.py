@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -144,6 +145,39 @@ def test_fine_tuning_goes_on_from_the_weights_on_another_text(tmp_path: Path, ca
     went_on = json.loads((tmp_path / "found.json").read_text("utf-8"))
     assert "tuning" not in went_on and went_on["base"] == found["base"]
     assert not {run["held_out"] for run in went_on["runs"]} & set(exact)
+
+
+def test_adapters_learn_and_the_base_model_stays(tmp_path: Path, capsys) -> None:
+    text, other = tmp_path / "text", tmp_path / "other"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
+    other.write_bytes(b"pack my box with five dozen liquor jugs; " * 40)
+    argv = [*TINY, f"--text={text}", f"--out={tmp_path}", "--schemes=sdp4bit:min_numel=0"]
+    argv = [*argv, f"--json={tmp_path / 'found.json'}", "--lora=2"]
+    with pytest.raises(SystemExit):
+        convergence.main(argv)
+    assert "--lora=2: allowed: with --tune FILE" in capsys.readouterr().err
+    assert convergence.main([*argv, f"--tune={other}", "--tune-lr=0.03"]) == 0
+    found = json.loads((tmp_path / "found.json").read_text("utf-8"))
+    losses = {run["scheme"]: run["held_out"] for run in found["runs"]}
+    assert max(losses.values()) < found["tuning"]["before"] and len(set(losses.values())) == 2
+    assert "--lora 2" in found["command"] and "adapters (rank 2)" in capsys.readouterr().out
+
+
+def test_adapters_are_all_that_is_trained() -> None:
+    _, settings = convergence.parse_args(TINY)
+    (entry,) = parse_schemes("qsdp")
+    base = {"master": settings.simulation(entry, 0).master.detach() + 0.5}
+    simulation = convergence.tuned(settings, base, entry, 0, convergence.Tuning(lr=0.1, lora=2))
+    before = [w.clone() for w in simulation.exact_weights()]
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    simulation.set_rate(0.1)
+    simulation.step(lambda micro_step, rank: (tokens, tokens + 1))
+    names = [name for name, _ in simulation.module.named_parameters()]
+    for name, old, new in zip(names, before, simulation.exact_weights(), strict=True):
+        assert torch.equal(old, new) != (".weight.0." in name), name
+    weights = dict(zip(names, before, strict=True))
+    first = weights["embedding.weight"].float()
+    assert torch.equal(first, base["master"][: first.numel()].bfloat16().float())
 
 
 def test_a_wrong_scheme_or_text_is_refused_before_anything_is_trained(

@@ -101,6 +101,13 @@ def test_runs_of_another_study_do_not_count(tmp_path: Path) -> None:
     assert convergence.Ledger(path, "other").runs == []
 
 
+def test_the_page_says_which_order_differs_from_the_papers() -> None:
+    ours = {name: {"mean": mean} for name, mean in {"qwd": 0.0, "tlq": 0.2, "sdp4bit": 0.3}.items()}
+    said = convergence_page.directions(ours)
+    assert "Of 3 pairs" in said and "2 are in the paper's order" in said
+    assert said.endswith("125 M; not `tlq` and `sdp4bit`.")
+
+
 # ---- a whole study ----
 
 

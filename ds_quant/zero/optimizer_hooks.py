@@ -221,9 +221,11 @@ class ReplicaGroup(NamedTuple):
 
 
 def replica_groups(optimizer: Any) -> Iterator[ReplicaGroup]:
-    """The parameter groups of a ZeRO-1/2 optimizer."""
+    """The parameter groups of a ZeRO-1/2 optimizer. Some versions (0.18.9) flatten with autograd on,
+    which then forbids to write into slices of the replica.
+    """
     fields = zip(
-        optimizer.bit16_groups_flat,
+        [flat.detach() for flat in optimizer.bit16_groups_flat],
         optimizer.bit16_groups,
         optimizer.real_dp_process_group,
         optimizer.single_partition_of_fp32_groups,

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from packaging.version import Version
 
 from ds_quant.zero import hooks
 from ds_quant.zero.hooks import ExpectedCall, Hooks, Redirect, moved, require
@@ -103,6 +104,25 @@ class OwnerBuckets:
         for p in params:
             p.grad = torch.zeros_like(p)
             optimizer.reduce_ready_partitions_and_remove_grads(p, groups[id(p)])
+
+
+def forgotten_gradients(engine: Any, optimizer: Any) -> str | None:
+    """Say which gradients this version of DeepSpeed loses itself, and since when it does not:
+    accumulation of ZeRO-2 began afresh in every micro-step; offloaded, it was never written back.
+    """
+    import deepspeed
+
+    since, kept = ("0.19", 2) if optimizer.cpu_offload else ("0.18.3", 1)
+    lost = optimizer.partition_gradients and engine.gradient_accumulation_steps() > kept
+    if not lost or Version(deepspeed.__version__) >= Version(since):
+        return None
+    others = "the last one" if kept == 1 else "the first and the last one"
+    return (
+        f"{hooks.deepspeed_version()} forgets the gradients of all micro-steps but {others} under "
+        "ZeRO-2, with and without this plugin: gradient_accumulation_steps="
+        f"{engine.gradient_accumulation_steps()} needs DeepSpeed {since} or newer, or "
+        "zero_optimization.stage 1 or 3"
+    )
 
 
 def skip_zero_gradients(hooks: Hooks, waits: Callable[[Any], bool]) -> None:
@@ -221,8 +241,8 @@ class ReplicaGroup(NamedTuple):
 
 
 def replica_groups(optimizer: Any) -> Iterator[ReplicaGroup]:
-    """The parameter groups of a ZeRO-1/2 optimizer. Some versions (0.18.9) flatten with autograd on,
-    which then forbids to write into slices of the replica.
+    """The parameter groups of a ZeRO-1/2 optimizer. Where it flattens with autograd on (0.18.9),
+    slices of the replica could not be written to.
     """
     fields = zip(
         [flat.detach() for flat in optimizer.bit16_groups_flat],

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from packaging.version import Version
 
 from ds_quant.zero import hooks
 from ds_quant.zero.hooks import ExpectedCall, Hooks, Redirect, moved, require
+from ds_quant.zero.version import deepspeed_version, is_older
 
 _BUCKET, _REDUCE_TO_OWNERS = "average_tensor", "allreduce_and_copy_with_multiple_ranks"
 
@@ -110,15 +110,13 @@ def forgotten_gradients(engine: Any, optimizer: Any) -> str | None:
     """Say which gradients this version of DeepSpeed loses itself, and since when it does not:
     accumulation of ZeRO-2 began afresh in every micro-step; offloaded, it was never written back.
     """
-    import deepspeed
-
     since, kept = ("0.19", 2) if optimizer.cpu_offload else ("0.18.3", 1)
     lost = optimizer.partition_gradients and engine.gradient_accumulation_steps() > kept
-    if not lost or Version(deepspeed.__version__) >= Version(since):
+    if not lost or not is_older(since):
         return None
     others = "the last one" if kept == 1 else "the first and the last one"
     return (
-        f"{hooks.deepspeed_version()} forgets the gradients of all micro-steps but {others} under "
+        f"{deepspeed_version()} forgets the gradients of all micro-steps but {others} under "
         "ZeRO-2, with and without this plugin: gradient_accumulation_steps="
         f"{engine.gradient_accumulation_steps()} needs DeepSpeed {since} or newer, or "
         "zero_optimization.stage 1 or 3"

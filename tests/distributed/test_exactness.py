@@ -259,6 +259,37 @@ def test_gathered_parameters_are_exact_and_harmless(world: int) -> None:
         assert found["losses"] == found["undisturbed"]
 
 
+def gathered_by_version() -> dict[str, list[int]]:
+    """How many parameters DeepSpeed's own gather is given at a time for GatheredParameters."""
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    engine, found = build(config(3)), {}
+    train_step(engine, 0)
+    original, running = Init._all_gather, deepspeed.__version__
+    for deepspeed.__version__ in ("0.19.7", "0.19.8"):
+        given = found[deepspeed.__version__] = []
+
+        def gather(self: Any, params: list[Any], *args: Any, **kwargs: Any) -> Any:
+            given.append(len(params))  # noqa: B023
+            return original(self, params, *args, **kwargs)
+
+        Init._all_gather = gather
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            pass
+    Init._all_gather, deepspeed.__version__ = original, running
+    found["all"] = [len(list(engine.module.parameters()))]
+    engine.destroy()
+    return found
+
+
+def test_versions_that_await_the_last_gather_only_gather_one_by_one() -> None:
+    """Before 0.19.8 the others may arrive later on the CPU."""
+    for found in run(gathered_by_version, 2):
+        assert found["0.19.7"] == [1] * found["all"][0]
+        assert found["0.19.8"] == found["all"]
+
+
 def edited() -> dict[str, Any]:
     """Rank 0 changes a weight and a bias inside GatheredParameters, after an evaluation."""
     import deepspeed

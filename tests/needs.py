@@ -31,8 +31,12 @@ def engine_method(name: str) -> pytest.MarkDecorator:
     )
 
 
-def adds_up_micro_steps(*, offloaded: bool = False) -> bool:
-    """Whether DeepSpeed's own ZeRO-2 does. Where gradients cross between nodes once per step, it is
-    given them in the last micro-step.
-    """
-    return Version(version("deepspeed")) >= Version("0.19" if offloaded else "0.18.3")
+def has_deepspeed(since: str) -> bool:
+    """Whether the installed one is this version or a newer one."""
+    return Version(version("deepspeed")) >= Version(since)
+
+
+def deepspeed(since: str, otherwise: str) -> None:
+    """Skip the test that calls it under an older version, which does what ``otherwise`` says."""
+    if not has_deepspeed(since):
+        pytest.skip(f"DeepSpeed {version('deepspeed')} {otherwise}")

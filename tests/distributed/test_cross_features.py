@@ -83,8 +83,8 @@ def compare(found: list[dict[str, Any]], name: Any, *, atol: float = 2e-6) -> No
 
 def skip_what_deepspeed_forgets(*, offloaded: bool) -> None:
     """Where gradients cross in every micro-step, ZeRO-2 itself adds them up."""
-    if not needs.adds_up_micro_steps(offloaded=offloaded):
-        pytest.skip("this version of DeepSpeed forgets gradients of ZeRO-2: see test_cross.py")
+    since = "0.19" if offloaded else "0.18.3"
+    needs.deepspeed(since, "forgets gradients of ZeRO-2: see test_cross.py")
 
 
 # ---- loops ----

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import needs
 from tests.distributed.harness import run
 from tests.distributed.models import (
     DTYPES,
@@ -149,7 +150,8 @@ def skipped_step(stage: int) -> dict[str, Any]:
 
     import ds_quant
 
-    engine = build(config(stage))
+    checking = config(stage) | {"bf16": {"enabled": True, "check_grad_overflow": True}}
+    engine = build(checking)
     for step in range(STEPS):
         train_step(engine, step)
     found = {"live": live(engine)}
@@ -164,7 +166,7 @@ def skipped_step(stage: int) -> dict[str, Any]:
     engine.save_checkpoint(os.environ["TEST_SCRATCH"], tag="here")
     found["losses"] = train_step(engine, STEPS + 1) + train_step(engine, STEPS + 2)
     engine.destroy()
-    fresh = build(config(stage), seed=1)
+    fresh = build(checking, seed=1)
     fresh.load_checkpoint(os.environ["TEST_SCRATCH"], tag="here")
     found["live_after_load"] = live(fresh)
     found["resumed"] = train_step(fresh, STEPS + 1) + train_step(fresh, STEPS + 2)
@@ -173,6 +175,8 @@ def skipped_step(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_skipped_step_changes_no_weight_and_no_resume(stage: int) -> None:
+    if stage == 3:
+        needs.deepspeed("0.19", "takes a bf16 step with NaN under ZeRO-3")
     for found in run(skipped_step, 2, stage):
         assert found["skipped"]
         assert found["live_after_skip"] == found["live"]

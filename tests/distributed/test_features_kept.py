@@ -93,6 +93,7 @@ NOISE = 0.01
 
 @pytest.mark.parametrize("name, stage, scheme", PAIRS)
 def test_feature_trains_as_without_the_plugin(name: str, stage: int, scheme: str) -> None:
+    FEATURES[name].skip_if_too_old()
     ranks = []
     for found, error in featured():
         assert error is None, error
@@ -195,6 +196,8 @@ def looped() -> list[tuple[dict[str, Any], str | None]]:
     [pytest.param(*pair, marks=NEEDS.get(pair[0], ())) for pair in LOOP_PAIRS],
 )
 def test_loop_trains_as_without_the_plugin(name: str, stage: int, scheme: str) -> None:
+    if name == "bare":
+        needs.deepspeed("0.18.3", "needs engine.backward")
     for found, error in looped():
         assert error is None, error
         assert not isinstance(found[name, stage], str), found[name, stage]

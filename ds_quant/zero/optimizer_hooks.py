@@ -243,7 +243,7 @@ def replica_groups(optimizer: Any) -> Iterator[ReplicaGroup]:
     slices of the replica could not be written to.
     """
     fields = zip(
-        [flat.detach() for flat in optimizer.bit16_groups_flat],
+        [f.detach() if f.requires_grad else f for f in optimizer.bit16_groups_flat],
         optimizer.bit16_groups,
         optimizer.real_dp_process_group,
         optimizer.single_partition_of_fp32_groups,

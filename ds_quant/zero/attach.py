@@ -430,6 +430,9 @@ def _attach_replica(binding: QuantizedEngine, optimizer: Any) -> None:
             rank = binding.link(optimizer.dp_process_group).rank
             optimizer_hooks.skip_zero_gradients(events, partial(_waits, binding, rank))
         events.after_backward.append(binding.after_backward)
+    forgotten = optimizer_hooks.forgotten_gradients(engine, optimizer)
+    if forgotten is not None and binding.held is None:  # zeros are forgotten without harm
+        binding.notices.append(forgotten)
 
 
 def _note_one_bucket(binding: QuantizedEngine, engine: Any) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from ds_quant.policy import refusals
 from ds_quant.zero.log import log_rank0 as log_rank0
+from ds_quant.zero.version import deepspeed_version, is_older
 
 # ---- wrapping ----
 
@@ -266,13 +267,6 @@ def require(owner: Any, name: str) -> None:
         )
 
 
-def deepspeed_version() -> str:
-    """Return the version for messages."""
-    import deepspeed
-
-    return f"DeepSpeed {deepspeed.__version__}"
-
-
 # ---- DeepSpeed's engine and optimizers ----
 
 
@@ -519,6 +513,11 @@ def synchronize() -> None:
 def device() -> torch.device:
     """Return the device of the collectives."""
     return torch.device(_accelerator().current_device_name())
+
+
+def awaits_last_gather_only() -> bool:
+    """Whether ``all_gather`` returns before all parameters are there: on the CPU, before 0.19.8."""
+    return device().type == "cpu" and is_older("0.19.8")
 
 
 # ---- its methods, for as long as an engine serves it ----

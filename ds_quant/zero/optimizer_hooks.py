@@ -12,6 +12,7 @@ import torch
 
 from ds_quant.zero import hooks
 from ds_quant.zero.hooks import ExpectedCall, Hooks, Redirect, moved, require
+from ds_quant.zero.version import deepspeed_version, is_older
 
 _BUCKET, _REDUCE_TO_OWNERS = "average_tensor", "allreduce_and_copy_with_multiple_ranks"
 
@@ -103,6 +104,23 @@ class OwnerBuckets:
         for p in params:
             p.grad = torch.zeros_like(p)
             optimizer.reduce_ready_partitions_and_remove_grads(p, groups[id(p)])
+
+
+def forgotten_gradients(engine: Any, optimizer: Any) -> str | None:
+    """Say which gradients this version of DeepSpeed loses itself, and since when it does not:
+    accumulation of ZeRO-2 began afresh in every micro-step; offloaded, it was never written back.
+    """
+    since, kept = ("0.19", 2) if optimizer.cpu_offload else ("0.18.3", 1)
+    lost = optimizer.partition_gradients and engine.gradient_accumulation_steps() > kept
+    if not lost or not is_older(since):
+        return None
+    others = "the last one" if kept == 1 else "the first and the last one"
+    return (
+        f"{deepspeed_version()} forgets the gradients of all micro-steps but {others} under "
+        "ZeRO-2, with and without this plugin: gradient_accumulation_steps="
+        f"{engine.gradient_accumulation_steps()} needs DeepSpeed {since} or newer, or "
+        "zero_optimization.stage 1 or 3"
+    )
 
 
 def skip_zero_gradients(hooks: Hooks, waits: Callable[[Any], bool]) -> None:
@@ -221,9 +239,11 @@ class ReplicaGroup(NamedTuple):
 
 
 def replica_groups(optimizer: Any) -> Iterator[ReplicaGroup]:
-    """The parameter groups of a ZeRO-1/2 optimizer."""
+    """The parameter groups of a ZeRO-1/2 optimizer. Where it flattens with autograd on (0.18.9),
+    slices of the replica could not be written to.
+    """
     fields = zip(
-        optimizer.bit16_groups_flat,
+        [f.detach() if f.requires_grad else f for f in optimizer.bit16_groups_flat],
         optimizer.bit16_groups,
         optimizer.real_dp_process_group,
         optimizer.single_partition_of_fp32_groups,

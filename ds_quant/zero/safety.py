@@ -36,9 +36,9 @@ from torch import Tensor
 from ds_quant.zero import hooks
 from ds_quant.zero.engine import QuantizedEngine, broadcast, minimum
 from ds_quant.zero.handshake import Board, handshake
-from ds_quant.zero.hooks import deepspeed_version
 from ds_quant.zero.log import log_here, log_rank0
 from ds_quant.zero.param import Param
+from ds_quant.zero.version import deepspeed_version
 
 # ---- start-up ----
 

@@ -220,6 +220,10 @@ class Fetch:
         for p in [parameter] if param_list is None else param_list:
             if hooks.is_available(p) and self._pop_decoded(p):
                 hooks.drop_values(p)
+        if param_list is not None and not (args or kwargs) and hooks.awaits_last_gather_only():
+            for p in param_list:
+                original([p])
+            return None
         return original(param_list, *args, **kwargs)
 
 

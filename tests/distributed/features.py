@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tests import needs
 from tests.distributed.models import (
     FEATURES,
     HIDDEN,
@@ -152,8 +153,14 @@ class Feature:
     top: dict[str, Any] = field(default_factory=dict)
     groups: Callable[[nn.Module], Iterable[Any]] | None = None
     in_zero_init: bool = False
+    since: str = "0.17"  # an older DeepSpeed cannot train it, with or without the plugin
+
+    def skip_if_too_old(self) -> None:
+        needs.deepspeed(self.since, "cannot train this, with or without the plugin")
 
     def train(self, stage: int, block: dict[str, Any] | None, steps: int) -> Run:
+        if not needs.has_deepspeed(self.since):
+            raise NotImplementedError(f"needs DeepSpeed {self.since}")
         config = settings(
             stage,
             block,
@@ -183,7 +190,7 @@ DEEPSPEED_FEATURES: dict[str, Feature] = {
     "weight used by another module": Feature(model=Borrowed),
     "activation checkpointing": Feature(model=Recomputed, accumulation=2),
     # DeepSpeed 0.19.8 cannot fetch one under ZeRO-3, with or without the plugin.
-    "zero-size parameter": Feature(stages=(1, 2), model=ZeroSize),
+    "zero-size parameter": Feature(stages=(1, 2), model=ZeroSize, since="0.19"),
     "unused parameter": Feature(model=Unused),
     "summed gradients": Feature(stages=(1, 2), top={"gradient_allreduce_op": "sum"}),
     "two parameter groups": Feature(groups=decay_groups),
@@ -207,9 +214,11 @@ DEEPSPEED_FEATURES: dict[str, Feature] = {
     "small weight buckets": Feature(stages=(1, 2), zero={"allgather_bucket_size": 20_000}),
     "leaf modules": Feature(stages=(3,), model=with_leaf),
     "built under zero.Init": Feature(stages=(3,), in_zero_init=True),
-    "one gather per tensor": Feature(stages=(3,), zero={"stage3_allgather_sequential": True}),
+    "one gather per tensor": Feature(
+        stages=(3,), zero={"stage3_allgather_sequential": True}, since="0.18"
+    ),
     "all-reduced fetches": Feature(
-        stages=(3,), zero={"stage3_use_all_reduce_for_fetch_params": True}
+        stages=(3,), zero={"stage3_use_all_reduce_for_fetch_params": True}, since="0.19.8"
     ),
     "some persistent parameters": Feature(
         stages=(3,), zero={"stage3_param_persistence_threshold": 20_000}

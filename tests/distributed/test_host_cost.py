@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests import needs
 from tests.distributed.host_cost import World as W
 from tests.distributed.host_cost import main, measure, small_layers
 
@@ -56,6 +57,8 @@ def test_a_step_stays_within_its_budget(scheme: str, stage: int, world: W) -> No
         kernels=counts["launches"] + counts["torch"],
         messages=counts["messages"],
     )
+    if not needs.has_deepspeed("0.19"):  # one more of a replica that autograd follows
+        budget = budget._replace(views=budget.views + 1)
     assert all(0 < now <= most for now, most in zip(found, budget, strict=True)), found
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.lossless import Outbox, Parcel
+from tests import needs
 from tests.distributed import scenarios
 from tests.distributed.features import DEEPSPEED_FEATURES
 from tests.distributed.harness import run, run_each
@@ -69,6 +70,11 @@ def skipped_step(engine: Any, step: int) -> None:
     bad = torch.distributed.get_rank() == 1
     engine.backward(engine(x.to(engine.get_data_types()[0]), y) * (float("nan") if bad else 1.0))
     engine.step()
+
+
+def needs_skipped_steps(stage: int) -> None:
+    if stage == 3:
+        needs.deepspeed("0.19", "takes a bf16 step with NaN under ZeRO-3")
 
 
 # ---- trained like full precision ----
@@ -128,6 +134,7 @@ def _require_equal(ranks: list[list[dict[str, Any]]], *, kept: bool) -> None:
     ),
 )
 def test_twelve_steps_equal_full_precision(stage: int, topology: tuple[int, int]) -> None:
+    needs_skipped_steps(stage)
     nodes, node_size = topology
     ranks = run(_both, nodes * node_size, stage, node_size, 12, timeout=280)
     _require_equal(ranks, kept=True)
@@ -135,12 +142,14 @@ def test_twelve_steps_equal_full_precision(stage: int, topology: tuple[int, int]
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_node_equals_full_precision(stage: int) -> None:
+    needs_skipped_steps(stage)
     _require_equal(run(_both, 2, stage, 2, 6, timeout=280), kept=stage < 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "topology"), list(product(STAGES, TOPOLOGIES)))
 def test_two_hundred_steps_equal_full_precision(stage: int, topology: tuple[int, int]) -> None:
+    needs_skipped_steps(stage)
     nodes, node_size = topology
     ranks = run(_both, nodes * node_size, stage, node_size, 200, timeout=1200)
     _require_equal(ranks, kept=True)
@@ -210,6 +219,7 @@ def _to_full_precision(stage: int) -> list[tuple[list[float], int]]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_fallback_to_full_precision_and_back_changes_no_bit(stage: int) -> None:
+    needs_skipped_steps(stage)
     for plain, exact in run(_to_full_precision, 4, stage):
         assert exact == plain
         assert exact[1] == 2
@@ -240,7 +250,7 @@ def test_experts_equal_full_precision(ep_size: int) -> None:
 def _features(stage: int) -> dict[str, list[tuple]]:
     found = {}
     for name, feature in DEEPSPEED_FEATURES.items():
-        if stage in feature.stages:
+        if stage in feature.stages and needs.has_deepspeed(feature.since):
             both = [feature.train(stage, block_of(scheme, 1), 4) for scheme in SCHEMES]
             found[name] = [(one.losses, digests(one.weights), one.seen) for one in both]
     return found

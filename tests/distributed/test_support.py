@@ -85,6 +85,8 @@ def test_what_works_trains_as_without_the_plugin(place: int, stage: int) -> None
     expected, quantized = (np.mean(losses[name], axis=0) for name in (None, scheme))
     assert expected[-1] < 0.95 * expected[0]
     allowed = BLOCKS[scheme][1] * expected[0]
+    if INSTALLED in row.travel:  # Muon takes rounding for directions of their own
+        allowed *= 4
     np.testing.assert_allclose(quantized, expected, rtol=0, atol=allowed)
     assert losses[scheme] != losses[None]
 

@@ -233,3 +233,25 @@ def _check_poisoned(full: dict[str, Any], quantized: dict[str, Any]) -> None:
         broken = ~np.isfinite(outcome["after"][POISONED])
         assert (broken == ~np.isfinite(outcome["gradients"][POISONED])).all()
         assert np.isnan(outcome["next_loss"])
+
+
+# ---- a replica that autograd follows ----
+
+
+def followed(stage: int, scheme: str) -> list[tuple[list[float], dict[str, str]]]:
+    found = []
+    for follows in (False, True):
+        engine = build(settings(stage, {"scheme": scheme}, dtype="bf16"))
+        for flat in engine.optimizer.bit16_groups_flat if follows else ():
+            flat.requires_grad_(True)
+        losses = [loss for step in range(2) for loss in train_step(engine, step)]
+        found.append((losses, digests(masters(engine))))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "scheme"), [(1, "sdp4bit"), (2, "qsdp")])
+def test_a_replica_that_autograd_follows_is_filled_as_any(stage: int, scheme: str) -> None:
+    """As DeepSpeed 0.18.9 makes it, which forbids to write into several of its slices."""
+    for plain, made_with_autograd in run(followed, 2, stage, scheme):
+        assert made_with_autograd == plain

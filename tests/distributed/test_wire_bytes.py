@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests import needs
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings
 
@@ -105,6 +106,14 @@ def measured(
     return run(_rank, world, stage, cases, node_size, bucket_numel, timeout=280)
 
 
+def gathers_of(accumulation: int) -> float:
+    """Of the weights, in a step of ZeRO-3: before 0.19 DeepSpeed keeps the first layer from one
+    micro-step to the next.
+    """
+    kept = 0 if needs.has_deepspeed("0.19") else (accumulation - 1) / LAYERS
+    return 2 * accumulation - kept
+
+
 def per_parameter(results: list[dict], case: tuple[str, int], role: str) -> float:
     """Bytes per parameter and step, mean over the ranks."""
     received = [sum(result[case]["received"][role].values()) for result in results]
@@ -123,7 +132,7 @@ def test_counted_bytes_are_beta_times_the_volume(
     results, (scheme, accumulation) = measured(stage, world), case
     beta, one = (world - 1) / world, PER_PASS[scheme]
     passes = {
-        1: (1, 1), 2: (1, accumulation), 3: (2 * accumulation, accumulation)
+        1: (1, 1), 2: (1, accumulation), 3: (gathers_of(accumulation), accumulation)
     }[stage]  # fmt: skip
     counted = {role: per_parameter(results, case, role) for role in ("weights", "gradients")}
     assert counted["weights"] == pytest.approx(beta * passes[0] * one, rel=0.01)
@@ -140,7 +149,8 @@ def test_qsdp_zero3_moves_three_and_two_hundredths_bytes_per_micro_step(world: i
     accumulation = dict(cases_of(world))["qsdp"]
     results, case = measured(3, world), ("qsdp", accumulation)
     total = sum(per_parameter(results, case, role) for role in ("weights", "gradients"))
-    assert total == pytest.approx((world - 1) / world * 3.02 * accumulation, rel=0.01)
+    passes = gathers_of(accumulation) + accumulation  # 3 where every gather is made
+    assert total == pytest.approx((world - 1) / world * 3.02 * passes / 3, rel=0.01)
 
 
 @pytest.mark.parametrize(("stage", "world", "case"), CASES)

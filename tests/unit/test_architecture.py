@@ -50,6 +50,7 @@ OTHERS = {
     "zero": {"torch", "deepspeed.comm"},
     "zero.hooks": {"torch", "deepspeed"},
     "zero.optimizer_hooks": {"torch", "deepspeed"},
+    "zero.version": {"deepspeed", "packaging"},
     "zero.install": {"torch", "deepspeed"},
     "tools": {
         "torch",

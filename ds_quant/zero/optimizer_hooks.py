@@ -108,7 +108,7 @@ class OwnerBuckets:
 
 def forgotten_gradients(engine: Any, optimizer: Any) -> str | None:
     """Say which gradients this version of DeepSpeed loses itself, and since when it does not:
-    accumulation of ZeRO-2 began afresh in every micro-step; offloaded, it was never written back.
+    ZeRO-2 restarted its sums in every micro-step; offloaded, they were never written back.
     """
     since, kept = ("0.19", 2) if optimizer.cpu_offload else ("0.18.3", 1)
     lost = optimizer.partition_gradients and engine.gradient_accumulation_steps() > kept

@@ -135,8 +135,8 @@ def published(result: dict[str, Any]) -> list[str]:
     header = ["scheme", "here", "95 %", "paper, 125 M", "350 M", "1.3 B"]
     about = (
         "## Beside SDP4Bit's Tables 1 and 3\n\nValidation loss against the baseline. The paper "
-        "trains from the first weights under the codec, once per row; here the codec acts during\n"
-        "the decay."
+        "trains from the first weights under the codec, once per row; here the codec acts\n"
+        "during the decay."
     )
     return [about, sections.table(header, rows), directions(ours)] if len(rows) > 1 else []
 

@@ -123,7 +123,8 @@ def speed_ups_in_the_readme_are_those_of_the_result_file() -> None:
     assert checked >= 30
     rows = {r.scheme: r for r in result("speed_kept_2x2_cpu").points[0].rows if r.rate == 50}
     kept = [f"{rows[scheme].speedup:.2f}" for scheme in ("qsdp", "zeropp", "sdp4bit")]
-    assert f"at 50 Mbit/s {kept[0]}, {kept[1]} and {kept[2]} instead of" in README
+    said = f"at 50 Mbit/s {kept[0]}, {kept[1]} and {kept[2]} instead of"
+    assert said in " ".join(README.split())
 
 
 def table_of_results_is_that_of_the_files_and_formulas() -> None:
@@ -153,9 +154,44 @@ def table_of_results_is_that_of_the_files_and_formulas() -> None:
         assert cells == [*nbytes, *speed, gap.get(scheme, ""), f"{bill.memory:.2f}"], name
 
 
-def page_of_the_convergence_study_is_that_of_its_file() -> None:
-    page = (sections.RESULTS / "convergence.md").read_text("utf-8")
-    assert page == convergence_page.page(result("convergence"), "convergence.json")
+def pages_of_the_convergence_study_are_those_of_its_files() -> None:
+    for path in sections.RESULTS.glob("convergence*.json"):
+        page = path.with_suffix(".md").read_text("utf-8")
+        assert page == convergence_page.page(result(path.stem), path.name), path
+
+
+def losses_in_the_readme_are_those_of_the_result_file() -> None:
+    gap = {row.scheme: f"{row.gap.mean:.2f} %" for row in result("convergence").rows}
+    assert (
+        f"rises by {gap['qsdp']} with `qsdp`, {gap['sdp4bit']} with `sdp4bit`, "
+        f"{gap['lossless_g3']} with `lossless_g3` and {gap['zeropp']} with `zeropp`"
+    ) in " ".join(README.split())
+
+
+def losses_in_other_settings_are_those_of_the_result_files() -> None:
+    """The table of docs/results.md, a file per column."""
+    files = ("", "_k8", "_larger", "_tuning", "_lora")
+    found = [_gaps(f"convergence{name}") for name in files]
+    page = (ROOT / "docs" / "results.md").read_text("utf-8")
+    rows = table(page, "| scheme | 0.14 M, k = 1 |")[1:]
+    assert len(rows) >= 5
+    for name, *cells in rows:
+        assert cells == [gaps.get(name.strip("`"), "") for gaps in found], name
+    assert f"with k = 4 `sdp4bit` has {_gaps('convergence_k4')['sdp4bit']}" in " ".join(
+        page.split()
+    )
+    exact, larger = (result(f"convergence{name}").parameters for name in ("", "_larger"))
+    assert (round(exact / 1e6, 2), round(larger / 1e6, 2)) == (0.14, 0.48)
+
+
+def _gaps(name: str) -> dict[str, str]:
+    return {
+        row.scheme.removesuffix(":min_numel=256"): (
+            f"{row.gap.mean:+.3f} % +-{row.gap.half_width:.3f}"
+        )
+        for row in result(name).rows
+        if row.gap.half_width is not None
+    }
 
 
 def losses_of_fine_tuning_are_those_of_the_result_file() -> None:
@@ -284,7 +320,9 @@ def autotune_took_the_best_without_a_rate_limit_or_one_close_to_it() -> None:
 def test_figures_on_the_pages_are_those_of_the_result_files() -> None:
     speed_ups_in_the_readme_are_those_of_the_result_file()
     table_of_results_is_that_of_the_files_and_formulas()
-    page_of_the_convergence_study_is_that_of_its_file()
+    pages_of_the_convergence_study_are_those_of_its_files()
+    losses_in_the_readme_are_those_of_the_result_file()
+    losses_in_other_settings_are_those_of_the_result_files()
     losses_of_fine_tuning_are_those_of_the_result_file()
     figures_in_running_text_are_those_of_the_result_files()
     errors_of_gaussian_levels_are_those_of_the_result_file()

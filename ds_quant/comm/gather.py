@@ -23,8 +23,7 @@ from torch import Tensor
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding
 from ds_quant.codec.codec import Codec
 from ds_quant.comm.message import Message, lay_out, row_place, row_vector
-from ds_quant.comm.pending import Pending
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.batch import Decode, Encode, Task
 from ds_quant.kernels.wire import ceil_div, shard_range
 

@@ -27,8 +27,7 @@ from torch.nn.functional import pad
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding
 from ds_quant.codec.codec import CastCodec, Codec
 from ds_quant.comm.operations import Operations, Streams
-from ds_quant.comm.pending import Pending
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.batch import Task
 from ds_quant.kernels.wire import VECTOR_NUMEL, ceil_div, shard_range
 

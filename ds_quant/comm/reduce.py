@@ -37,7 +37,7 @@ from ds_quant.comm.reduction_plan import (
     Step,
     own_totals,
 )
-from ds_quant.comm.transport import Exchange, Link
+from ds_quant.comm.transport import Link, Pending
 from ds_quant.kernels.batch import Decode, Encode
 from ds_quant.kernels.wire import VECTOR_NUMEL, ceil_div, round_up, shard_range
 
@@ -134,7 +134,7 @@ def exchange_of(
     buffers: Sequence[Tensor],
     streams: Streams,
     own: tuple[Operations, Streams],
-) -> Exchange:
+) -> Pending[Tensor]:
     """Encode the message of a step, post it, and make what this rank adds up as it is.
 
     buffers: all but that of the message.

@@ -18,9 +18,8 @@ from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.gather import Kept
 from ds_quant.comm.lossless import Outbox, Parcel
 from ds_quant.comm.message import joined
-from ds_quant.comm.pending import Pending
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 
 Post = Callable[[], Pending[Any]]  # begins a gather

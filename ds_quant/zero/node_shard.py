@@ -27,7 +27,7 @@ import torch
 
 from ds_quant.codec.bound import Coding, exactly
 from ds_quant.comm.gather import Kept, exchange, gather
-from ds_quant.comm.pending import Pending
+from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import hooks, lossless
 from ds_quant.zero.engine import QuantizedEngine

@@ -16,6 +16,7 @@ all ranks: a run that saves continues like a run that loads what was saved.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,10 +32,9 @@ from ds_quant.comm.held import HeldReduction, add_up_held
 from ds_quant.comm.lossless import MOST_NUMEL
 from ds_quant.comm.message import Copies, Message, Scattered, is_small
 from ds_quant.comm.owners import Shape, plan
-from ds_quant.comm.pending import Pending, arrived
 from ds_quant.comm.reduce import OwnerSums, Share
 from ds_quant.comm.reduction_plan import Form, Hop
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import hooks, optimizer_hooks
 from ds_quant.zero.engine import QuantizedEngine
@@ -173,12 +173,13 @@ class Replica:
         ``allgather_bucket_size``; slice i travels while slice i - 1 is decoded.
         """
         self._holds_exact = exact
-        before: Pending[Any] = arrived(None)
+        posted: deque[Pending[Any]] = deque()
         for post in self._posts(step, exact):
-            posted = post()
-            before.wait()
-            before = posted
-        before.wait()
+            posted.append(post())
+            if len(posted) > 1:
+                posted.popleft().wait()
+        for last in posted:
+            last.wait()
 
     def _posts(self, step: int, exact: bool) -> Iterator[Post]:
         """What posts the gather of each window."""

@@ -23,10 +23,9 @@ from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.gather import all_gather
 from ds_quant.comm.held import HeldReduction
 from ds_quant.comm.message import Bundle, sort_out
-from ds_quant.comm.pending import Pending
 from ds_quant.comm.reduce import Pipeline, Reduction, ShardSums
 from ds_quant.comm.reduction_plan import Form, Hop
-from ds_quant.comm.transport import Link
+from ds_quant.comm.transport import Link, Pending
 from ds_quant.zero import hooks
 from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.held import HeldBucket, Member

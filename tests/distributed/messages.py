@@ -17,12 +17,11 @@ import torch
 
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.pending import Pending
 from ds_quant.comm.reduce import Reduction, ShardSums
 from ds_quant.comm.reduction_plan import Form, Hop
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Link
+from ds_quant.comm.transport import Link, Pending
 from ds_quant.kernels.random_bits import Role, address
 from ds_quant.kernels.wire import shard_range
 

@@ -16,10 +16,9 @@ import torch
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.gather import Part, owner_message
 from ds_quant.comm.owners import Piece, Shape, delivery_codec, inbound, plan
-from ds_quant.comm.pending import Pending
 from ds_quant.comm.reduce import OwnerSums, Share
 from ds_quant.comm.reduction_plan import Form, Hop
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.wire import shard_range
 from tests.distributed.harness import run
 from tests.distributed.messages import Item, bits, make_link

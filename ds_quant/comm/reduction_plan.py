@@ -137,25 +137,17 @@ class Step(NamedTuple):
 
 
 class SlicePlan(NamedTuple):
-    """The hops of one slice, and the sums at the end."""
+    """The hops of one slice, and the sums at the end.
+
+    Of a reduction that rests between its two hops, see [Note: held sums] of reduce.py: ``partial``
+    adds up what the first hop has brought, rotated, for [start, stop) of what is held.
+    """
 
     steps: list[Step]
     total: Operations
-
-
-class HeldSlice(NamedTuple):
-    """One slice of a reduction that rests between its two hops: see [Note: held sums] of held.py.
-
-    ``partial`` adds up what the first hop has brought, rotated, into [start, stop) of what is held;
-    ``second`` encodes that, and ``total`` makes the sums.
-    """
-
-    first: Step
-    partial: Operations
-    start: int
-    stop: int
-    second: Step
-    total: Operations
+    partial: Operations | None = None
+    start: int = 0
+    stop: int = 0
 
 
 class ReductionPlan:
@@ -181,7 +173,7 @@ class ReductionPlan:
         return [_Compiler(p, self._forms, self._scale).compile(self.hops) for p in self._parts]
 
     @cached_property
-    def held(self) -> list[HeldSlice]:
+    def held(self) -> list[SlicePlan]:
         """The same slices of a reduction over two hops, with a rest between them."""
         found, end = [], 0
         for part in self._parts:
@@ -248,7 +240,7 @@ class _Compiler:
         total = [self._sum(i, hops, len(hops), SUMS) for i in here if self._segments[i].numel]
         return SlicePlan(steps, Operations(total))
 
-    def compile_held(self, hops: Sequence[Hop], start: int) -> HeldSlice:
+    def compile_held(self, hops: Sequence[Hop], start: int) -> SlicePlan:
         """``start``: where the partial sums of this slice begin in what is held."""
         inner, outer = hops
         first = self._step(self._rows(range(len(self._segments)), inner), 0, hops)
@@ -261,7 +253,7 @@ class _Compiler:
         second = self._step(rows, 1, hops)
         total = [self._sum(index, hops, 2, SUMS) for index in rows[outer.link.rank]]
         stop = start + end
-        return HeldSlice(first, Operations(partial), start, stop, second, Operations(total))
+        return SlicePlan([first, second], Operations(total), Operations(partial), start, stop)
 
     def _rows(self, indices: Iterable[int], hop: Hop) -> list[list[int]]:
         """Segments by the rank that they go to."""

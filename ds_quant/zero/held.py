@@ -1,11 +1,11 @@
 """Gradients that wait, summed inside their node, for the last micro-step of an optimizer step.
 
-[Note: held gradients] Off the boundary of gradient accumulation a bucket takes the first of its two
-hops only (see comm/held.py), and DeepSpeed is given zeros. At the boundary it takes both, with what
-is held, and DeepSpeed is given the whole. What is held belongs to a make-up: the parameters of a
-bucket and how they were cut. Buckets are made up alike in every micro-step unless parameters come
+[Note: held gradients] Before the boundary of gradient accumulation a bucket takes only the first of
+its two hops (see comm/reduce.py), and DeepSpeed gets zeros. At the boundary it takes both, with
+what is held, and DeepSpeed gets the whole sum. Partial sums are kept by make-up: the parameters of
+a bucket and how they were cut. Buckets are made up alike in every micro-step unless parameters come
 and go. If a parameter turns up in another make-up, the old one crosses at once, and the sums of its
-parameters, a rank's own elements only, wait for their next bucket at the boundary. A parameter
+parameters, of this rank's elements only, wait for their next bucket at the boundary. A parameter
 without a gradient at the boundary gets one of zeros there, after the last bucket, in module order.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_quant.comm.held import HeldReduction
+from ds_quant.comm.reduce import Reduction
 from ds_quant.zero import hooks
 from ds_quant.zero.param import Param
 
@@ -34,7 +34,7 @@ class HeldBucket:
 
     members: Sequence[Member]
     values: Tensor
-    added: HeldReduction
+    added: Reduction
     cross: Callable[[], dict[Member, Tensor]]
 
 

@@ -28,11 +28,10 @@ import torch
 from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.gather import Part, owner_message
-from ds_quant.comm.held import HeldReduction, add_up_held
 from ds_quant.comm.lossless import MOST_NUMEL
 from ds_quant.comm.message import Copies, Message, Scattered, is_small
 from ds_quant.comm.owners import Shape, plan
-from ds_quant.comm.reduce import OwnerSums, Share
+from ds_quant.comm.reduce import OwnerSums, Reduction, Share
 from ds_quant.comm.reduction_plan import Form, Hop
 from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.wire import ceil_div
@@ -394,11 +393,11 @@ class _SumPlan(NamedTuple):
         """Add the tensors, summed inside the node, to what is held of them."""
         values = self.sums.held_room(tensors[0].device) if held is None else held.values
         how = codings, rotations
-        added = HeldReduction(self.sums.plan, values, *how, tensors=tensors, fresh=held is None)
+        added = Reduction(self.sums.plan, tensors, *how, None, held=values, fresh=held is None)
         added.wait()
 
         def cross() -> dict[Member, torch.Tensor]:
-            totals = add_up_held(self.sums, values, *how)
+            totals = self.sums.add_up(None, *how, values)
             places = [self.own_places.get(member, (0, 0)) for member in self.members]
             parts = [totals[start:stop] for start, stop in places]
             return dict(zip(self.members, parts, strict=True))
@@ -494,10 +493,7 @@ class OwnerReduction:
             if not hooks.at_boundary(self._binding.engine):
                 held.put(sums, plan.hold(tensors, *how, kept))
                 return None
-            if kept is None:
-                totals = sums.add_up(tensors, *how)
-            else:
-                totals = add_up_held(sums, kept.values, *how, tensors)
+            totals = sums.add_up(tensors, *how, None if kept is None else kept.values)
         for member, values in held.take_crossed(plan.members).items():
             start, stop = plan.own_places.get(member, (0, 0))
             totals[start:stop] += values

@@ -21,9 +21,8 @@ import torch
 from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.gather import all_gather
-from ds_quant.comm.held import HeldReduction
 from ds_quant.comm.message import Bundle, sort_out
-from ds_quant.comm.reduce import Pipeline, Reduction, ShardSums
+from ds_quant.comm.reduce import Reduction, ShardSums
 from ds_quant.comm.reduction_plan import Form, Hop
 from ds_quant.comm.transport import Link, Pending
 from ds_quant.zero import hooks
@@ -252,9 +251,6 @@ class _FetchHandle:
 _PLANS = 1000  # remembered
 _NONE: Mapping[int, torch.Tensor] = MappingProxyType({})
 
-# What posts the rest, and this rank's shards of the means.
-Posted = tuple[Callable[[], None], Pending[list[torch.Tensor]]]
-
 
 class ShardReduction:
     """ZeRO-3: replace ``reduce_scatter_coalesced``."""
@@ -286,14 +282,14 @@ class ShardReduction:
             return None
         route = binding.route(group)
         sent = self._sent(tracked, tensors, route, link)
+        plan, unpack = self._plan(sent, route, link), sent.unpack
         if binding.crosses_once(route):
-            advance, shards = self._rest(sent, tracked, route, link)
+            under_way, take = self._begin_held(sent, plan, tracked, link)
         else:
-            plan = self._plan(sent, route, link)
-            advance, sums = _begin_sums(plan, sent, dtype=sent.sum_dtype())
-            unpack = sent.unpack  # not all that was sent: that may be large
-            shards = sums.then(lambda found: unpack.shards(found, link))
-        return Bucket(binding, tracked, tensors, advance, shards)
+            sums = plan.room(sent.tensors[0].device, sent.sum_dtype())
+            under_way = Reduction(plan.plan, sent.tensors, sent.codings, sent.rotations, sums)
+            take = lambda: unpack.shards(plan.shards(sums), link)  # noqa: E731
+        return Bucket(binding, tracked, tensors, under_way, take)
 
     def _sent(
         self,
@@ -315,7 +311,7 @@ class ShardReduction:
             rotations.append(rotation)
         # See [Note: bundles].
         alone, bundles = sort_out([g.numel() for g in tensors], [c[-1] for c in codings], link.size)
-        sent = [tensors[i] for i in alone]
+        sent = [tensors[i].reshape(-1) for i in alone]
         sent += [bundle.pack([tensors[i] for i in members]) for bundle, members in bundles]
         first = [*alone, *(members[0] for _, members in bundles)]
         unpack = _Unpack(alone, bundles, [g.dtype for g in sent])
@@ -331,32 +327,33 @@ class ShardReduction:
             self._plans[key] = ShardSums(numels, forms, route, link, scale=1.0 / link.size)
         return self._plans[key]
 
-    def _rest(
-        self, sent: _Sent, tracked: Sequence[Param], route: tuple[Hop, ...], link: Link
-    ) -> Posted:
-        """Post a bucket that crosses between nodes at the boundary only: [Note: held gradients]."""
-        held, unpack = self._binding.held, sent.unpack
+    def _begin_held(
+        self, sent: _Sent, plan: ShardSums, tracked: Sequence[Param], link: Link
+    ) -> tuple[Reduction | None, Callable[[], list[torch.Tensor]]]:
+        """Post a bucket that crosses between nodes at the boundary only: [Note: held gradients].
+
+        Returns what is under way, and what makes this rank's shards when it is done.
+        """
+        store, unpack, device = self._binding.held, sent.unpack, sent.tensors[0].device
         members = tuple([(param, -1) for param in tracked])
-        plan = self._plan(sent, route, link)
-        key = plan, members
-        zeros = partial(_zeros, plan, unpack.dtypes, sent.tensors[0].device)
-        if held.are_left(members):  # what is held of them takes the second hop alone
-            held.take(None, members)
-            advance, sums = _nothing, Pending(zeros)
-        elif not hooks.at_boundary(self._binding.engine):
-            kept = _hold(plan, sent, link, members, held.take(key, members))
-            held.put(key, kept)
-
-            def nothing_yet() -> list[torch.Tensor]:
-                kept.added.wait()
-                return unpack.tensors(zeros(), link.rank)
-
-            return kept.added.advance, Pending(nothing_yet)
+        under_way, sums = None, partial(_zeros, plan, unpack.dtypes, device)
+        if store.are_left(members):  # what is held of them takes the second hop alone
+            store.take(None, members)
         else:
-            advance, sums = _begin_sums(plan, sent, held.take(key, members))
-        crossed = held.take_crossed(members)
+            held = store.take((plan, members), members)
+            if held is not None:
+                held.added.wait()
+            if not hooks.at_boundary(self._binding.engine):
+                bucket = _hold(plan, sent, link, members, held)
+                store.put((plan, members), bucket)
+                return bucket.added, lambda: unpack.tensors(sums(), link.rank)
+            room, values = plan.room(device), None if held is None else held.values
+            how = sent.codings, sent.rotations
+            under_way = Reduction(plan.plan, sent.tensors, *how, room, held=values)
+            sums = partial(plan.shards, room)
+        crossed = store.take_crossed(members)
         waited = {members.index(member): values for member, values in crossed.items()}
-        return advance, sums.then(lambda found: unpack.shards(found, link, waited))
+        return under_way, lambda: unpack.shards(sums(), link, waited)
 
 
 class _Unpack(NamedTuple):
@@ -426,8 +423,8 @@ def _cast(
 class Bucket:
     """A running reduction of some gradients to this rank's shards.
 
+    under_way: None if nothing was sent. take: makes the shards when that is done.
     shards: (length,) each, in the gradients' dtype; valid once ``finish`` has returned them.
-    ``advance`` posts what was not posted yet, waiting for what comes before it.
     """
 
     def __init__(
@@ -435,41 +432,30 @@ class Bucket:
         binding: QuantizedEngine,
         tracked: Sequence[Param],
         tensors: Sequence[torch.Tensor],
-        advance: Callable[[], None],
-        reduced: Pending[list[torch.Tensor]],
+        under_way: Reduction | None,
+        take: Callable[[], list[torch.Tensor]],
     ) -> None:
         self._binding, self._tracked = binding, tracked
-        self.advance, self._reduced = advance, reduced
+        self._under_way, self._take = under_way, take
         self.shards = [g.new_empty(0) for g in tensors]
         self.finished = False
+
+    def advance(self) -> None:
+        """Post what was not posted yet, waiting for what comes before it."""
+        if self._under_way is not None:
+            self._under_way.advance()
 
     def finish(self) -> list[torch.Tensor]:
         """Wait for the shards."""
         watch = self._binding.watch
-        reduced = self._reduced.wait()
-        for parameter, shard, values in zip(self._tracked, self.shards, reduced, strict=True):
+        if self._under_way is not None:
+            self._under_way.wait()
+        for parameter, shard, values in zip(self._tracked, self.shards, self._take(), strict=True):
             shard.data = values
             if watch is not None:
                 watch.note(parameter, shard)
         self.finished = True
         return self.shards
-
-
-def _begin_sums(
-    plan: ShardSums,
-    sent: _Sent,
-    held: HeldBucket | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Posted:
-    """Begin to reduce, with what is held of the tensors; the sums are written in ``dtype``."""
-    sums = plan.room(sent.tensors[0].device, dtype)
-    flat, how = [tensor.reshape(-1) for tensor in sent.tensors], (sent.codings, sent.rotations)
-    if held is None:
-        under_way: Pipeline = Reduction(plan.plan, flat, *how, sums)
-    else:
-        held.added.wait()
-        under_way = HeldReduction(plan.plan, held.values, *how, tensors=flat, sums=sums)
-    return under_way.advance, Pending(under_way.wait).then(lambda _: plan.shards(sums))
 
 
 def _hold(
@@ -481,19 +467,16 @@ def _hold(
 ) -> HeldBucket:
     """Begin to add the tensors, summed inside the node, to what is held of them."""
     device, how = sent.tensors[0].device, (sent.codings, sent.rotations)
-    if held is not None:
-        held.added.wait()
-        values = held.values
-    else:
+    values = None if held is None else held.values
+    if values is None:
         values = link.empty(plan.plan.held_numel, dtype=torch.float32, device=device)
-    flat = [tensor.reshape(-1) for tensor in sent.tensors]
-    added = HeldReduction(plan.plan, values, *how, tensors=flat, fresh=held is None)
+    added = Reduction(plan.plan, sent.tensors, *how, None, held=values, fresh=held is None)
     unpack = sent.unpack
 
     def cross() -> dict[Member, torch.Tensor]:
         added.wait()
         sums = plan.room(device)
-        HeldReduction(plan.plan, values, *how, sums=sums).wait()
+        Reduction(plan.plan, None, *how, sums, held=values).wait()
         return dict(zip(members, unpack.tensors(plan.shards(sums), link.rank), strict=True))
 
     return HeldBucket(members=members, values=values, added=added, cross=cross)
@@ -506,7 +489,3 @@ def _zeros(
     most = max(plan.shard_numels, default=0)
     memory = {dtype: torch.zeros(most, dtype=dtype, device=device) for dtype in set(dtypes)}
     return [memory[dtype][:n] for dtype, n in zip(dtypes, plan.shard_numels, strict=True)]
-
-
-def _nothing() -> None:
-    """Do nothing: what is given zeros has nothing to post."""

@@ -14,7 +14,6 @@ import torch
 import ds_quant
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.held import HeldReduction
 from ds_quant.comm.reduce import Reduction
 from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, Slicing, own_totals
 from ds_quant.comm.traffic import Meter
@@ -96,8 +95,8 @@ def calls_of(
             Reduction(plan, tensors, *how, torch.empty(own)).wait()
             return
         values = torch.empty(plan.held_numel)
-        HeldReduction(plan, values, *how, tensors=tensors, fresh=True).wait()
-        HeldReduction(plan, values, *how, tensors=tensors, sums=torch.empty(own)).wait()
+        Reduction(plan, tensors, *how, None, held=values, fresh=True).wait()
+        Reduction(plan, tensors, *how, torch.empty(own), held=values).wait()
 
     step()
     calls = 0

@@ -22,7 +22,7 @@ from ds_quant.kernels.batch import (
     Rotate,
     Rows,
     Runnable,
-    Streams,
+    StreamArrays,
     Sum,
     Task,
     addresses_of,
@@ -68,7 +68,7 @@ def compile_tasks(tasks: Sequence[Task], buffers: Buffers, run_tables: RunTables
     """Compile tasks of one kind for buffers of the same dtypes and alignment."""
     tables = [_Filled(table, jobs, buffers[0].device) for table, jobs in _tables(tasks, buffers)]
 
-    def run(buffers: Buffers, streams: Streams) -> None:
+    def run(buffers: Buffers, streams: StreamArrays) -> None:
         addresses = addresses_of(buffers)
         run_tables([table.filled(addresses, streams) for table in tables])
 
@@ -111,7 +111,7 @@ class _Filled:
             codecs = [job.tables[place][1] for job in jobs]
             self._arguments.take_levels(codecs, device, field)
 
-    def filled(self, addresses: np.ndarray, streams: Streams) -> Table:
+    def filled(self, addresses: np.ndarray, streams: StreamArrays) -> Table:
         self._arguments.fill(addresses, streams)
         return self._table._replace(jobs=self._arguments.records.tobytes())
 

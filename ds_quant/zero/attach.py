@@ -35,13 +35,12 @@ from ds_quant.policy.autotune import (
 from ds_quant.policy.cost import LABELS, LOSSLESS_BITS, shipped_bytes
 from ds_quant.policy.refusals import starts
 from ds_quant.policy.scheme import matches
-from ds_quant.zero import accelerate, checkpoint, hooks, optimizer_hooks, safety
+from ds_quant.zero import accelerate, checkpoint, hooks, log, optimizer_hooks, safety
 from ds_quant.zero.checkpoint import watch_state_dict
 from ds_quant.zero.cpu_overlap import LateReduction
 from ds_quant.zero.engine import QuantizedEngine, broadcast
 from ds_quant.zero.gather_count import GatherCount
 from ds_quant.zero.held import HeldGradients
-from ds_quant.zero.log import info_rank0
 from ds_quant.zero.safety import (
     KILL_VARIABLE,
     Agreement,
@@ -142,8 +141,8 @@ def _why_weights_stay(binding: QuantizedEngine) -> list[str]:
 def announce(binding: QuantizedEngine) -> None:
     """Log the start-up line and its warnings on rank 0."""
     for sentence in _idle_patterns(binding):
-        hooks.log_rank0(f"quantized_comm: {sentence}")
-    info_rank0(f"quantized_comm: {start_line(binding)}")
+        log.log_rank0(f"quantized_comm: {sentence}")
+    log.info_rank0(f"quantized_comm: {start_line(binding)}")
 
 
 def _idle_patterns(binding: QuantizedEngine) -> list[str]:

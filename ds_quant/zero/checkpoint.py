@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.zero import hooks
+from ds_quant.zero import log
 from ds_quant.zero.engine import QuantizedEngine
 
 KEY = "ds_quant"  # in DeepSpeed's client state
@@ -51,7 +51,7 @@ def restore(binding: QuantizedEngine, saved: Any) -> None:
     if binding.telemetry is not None:
         binding.telemetry.arm()  # DeepSpeed's count of steps has jumped
     if saved is None:
-        hooks.log_rank0(
+        log.log_rank0(
             f"quantized_comm: the checkpoint holds no state {KEY!r}, as one that was saved without "
             "this plugin; starting with fresh scheme state"
         )
@@ -109,7 +109,7 @@ def _is_table(table: Any) -> bool:
 def _take_over(binding: QuantizedEngine, saved: dict[str, Any]) -> None:
     ranks = (binding.topology.nodes, binding.topology.node_size)
     if (saved["scheme"], tuple(saved["ranks"])) != (binding.scheme.name, ranks):
-        hooks.log_rank0(
+        log.log_rank0(
             f"quantized_comm: resuming {saved['scheme']} of {saved['ranks'][0]} x "
             f"{saved['ranks'][1]} ranks as {binding.scheme.name} on {ranks[0]} x {ranks[1]}"
             + ("; weights kept between steps start exact" if _keeps_weights(binding) else "")
@@ -135,7 +135,7 @@ def _restore_levels(binding: QuantizedEngine, saved: dict[str, Any]) -> None:
         return
     binding.state.learned_at = saved["learned_at"]
     if lost := len(tables) - fitting:
-        hooks.log_rank0(
+        log.log_rank0(
             f"quantized_comm: learned levels of {lost} parameter(s) in the checkpoint fit no "
             f"parameter with {codec.bits} bits here; those start uniform"
         )
@@ -166,7 +166,7 @@ class _Hook:
         if binding is None or binding.replica.is_exact():
             return
         self._find = lambda: None
-        hooks.log_rank0(
+        log.log_rank0(
             f"quantized_comm: module.state_dict() under ZeRO-{binding.stage} gives decoded "
             "weights, which are not those of a checkpoint: call it inside `with "
             "ds_quant.exact_weights(engine):`, entered by all ranks, or use "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ds_quant.policy.gathers import FetchSettings, Module, Unit, mean_gathers
-from ds_quant.zero import hooks
+from ds_quant.zero import hooks, log
 
 _RECORDING = 2  # micro-steps, see [Note: what is counted]
 _CLOSE = 0.03  # a relative error that nobody is told of
@@ -80,7 +80,7 @@ class GatherCount:
         binding = self._binding
         predicted, binding.gathers, binding.gather_count = binding.gathers, counted, None
         if abs(counted - predicted) > _CLOSE * predicted:
-            hooks.log_rank0(
+            log.log_rank0(
                 f"quantized_comm: {counted:.3g} gathers of the weights per micro-step were counted,"
                 f" {predicted:.3g} predicted, so the line at start-up is now: {start_line(binding)}"
             )

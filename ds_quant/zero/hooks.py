@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 
 from ds_quant.policy import refusals
-from ds_quant.zero.log import log_rank0 as log_rank0
 
 # ---- wrapping ----
 
@@ -30,17 +29,20 @@ def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
     process. Idempotent.
     """
     original = getattr(owner, name)
-    if not hasattr(original, "ds_quant_wraps"):
-        setattr(owner, name, _wrapper(original, around))
+    if hasattr(original, "ds_quant_wraps"):
+        return
+    wrapped = _wrapped(original, around)
+    if isinstance(owner, type):  # only functions become methods
+        setattr(owner, name, functools.wraps(wrapped)(lambda *args, **kw: wrapped(*args, **kw)))
+    else:
+        setattr(owner, name, wrapped)
 
 
-def _wrapper(original: Any, around: Callable[..., Any]) -> Any:
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    wrapper.ds_quant_wraps = original  # type: ignore[attr-defined]
-    return wrapper
+def _wrapped(original: Any, around: Callable[..., Any]) -> Any:
+    """Return ``around(original, ...)``, named as the original, which it keeps."""
+    wrapped = functools.update_wrapper(partial(around, original), original)
+    wrapped.ds_quant_wraps = original  # type: ignore[attr-defined]
+    return wrapped
 
 
 class Hooks:
@@ -82,12 +84,12 @@ class Hooks:
                 "engine per optimizer"
             )
         self._replaced.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, _wrapper(original, around))
+        setattr(owner, name, _wrapped(original, around))
 
     def add(self, owner: Any, name: str, call: Callable[[], None]) -> None:
         """Give an instance a method that DeepSpeed calls where there is one."""
         self._replaced.append((owner, name, None))
-        setattr(owner, name, _wrapper(call, lambda original: original()))
+        setattr(owner, name, _wrapped(call, lambda original: original()))
 
     def remove(self) -> None:
         """Give back what was wrapped, unless somebody has replaced it since. Idempotent."""
@@ -107,18 +109,20 @@ class Hooks:
             self.wrap(self.optimizer, "step", self._step)
         finalize = "finalize_gradient_accumulation_boundary"  # where DeepSpeed does not manage it
         if self.before_gradients and hasattr(self.optimizer, finalize):
-            self.wrap(self.optimizer, finalize, self._finalize)
+            self.wrap(self.optimizer, finalize, _around(before=self.before_gradients))
         if self.after_count:
-            self.wrap(self.engine, "_take_model_step", _then(self.after_count))
+            self.wrap(self.engine, "_take_model_step", _around(after=self.after_count))
         if self.after_zero_grad:
-            self.wrap(self.optimizer, "zero_grad", _then(self.after_zero_grad))
+            self.wrap(self.optimizer, "zero_grad", _around(after=self.after_zero_grad))
         if self.after_backward or self.around_last_buckets or self.before_last_buckets:
-            self.wrap(self.optimizer, "independent_gradient_partition_epilogue", self._epilogue)
+            last = _around(self.around_last_buckets, self.before_last_buckets, self.after_backward)
+            self.wrap(self.optimizer, "independent_gradient_partition_epilogue", last)
         if self.around_export or self.after_save:
-            self.wrap(self.engine, "save_16bit_model", self._export)
+            export = _around(self.around_export, after=self.after_save)
+            self.wrap(self.engine, "save_16bit_model", export)
         if self.after_checkpoint_event:
-            then = _then(self.after_checkpoint_event)
-            self.wrap(self.optimizer, "checkpoint_event_epilogue", then)
+            event = _around(after=self.after_checkpoint_event)
+            self.wrap(self.optimizer, "checkpoint_event_epilogue", event)
         if self._replaced or self.on_destroy:
             self.wrap(self.engine, "destroy", self._destroy)
 
@@ -133,7 +137,8 @@ class Hooks:
         ) -> Any:  # fmt: skip
             state = {**(client_state or {}), key: dump()}
             result = original(save_dir, tag, state, *args, **kwargs)
-            _run(self.after_save)
+            for call in self.after_save:
+                call()
             return result
 
         def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -146,45 +151,25 @@ class Hooks:
         self.wrap(self.engine, "load_checkpoint", load)
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        _run(self.before_gradients)
-        _run(self.before_step)
+        for call in (*self.before_gradients, *self.before_step):
+            call()
         with _opened(self.around_step):
             result = original(*args, **kwargs)
         skipped = bool(self.optimizer.overflow)
         if not skipped:
-            _run(self.after_update)
+            for call in self.after_update:
+                call()
         for call in self.after_step:
             call(skipped)
         return result
 
-    def _epilogue(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _opened(self.around_last_buckets):
-            _run(self.before_last_buckets)
-            result = original(*args, **kwargs)
-        _run(self.after_backward)
-        return result
-
-    def _finalize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        _run(self.before_gradients)
-        return original(*args, **kwargs)
-
-    def _export(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _opened(self.around_export):
-            result = original(*args, **kwargs)
-        _run(self.after_save)
-        return result
-
     def _destroy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            _run(self.on_destroy)
+            for call in self.on_destroy:
+                call()
         finally:
             self.remove()
             original(*args, **kwargs)
-
-
-def _run(calls: Iterable[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
 
 
 def _opened(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> ExitStack:
@@ -195,10 +180,23 @@ def _opened(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> Ex
         return stack.pop_all()
 
 
-def _then(calls: Iterable[Callable[[], None]]) -> Callable[..., Any]:
+def _around(
+    contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
+    before: Sequence[Callable[[], None]] = (),
+    after: Sequence[Callable[[], None]] = (),
+) -> Callable[..., Any]:
+    """Return what runs an event: ``before`` and the original inside the contexts, then ``after``.
+
+    The lists are read when the event happens: more may be appended.
+    """
+
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        _run(calls)
+        with _opened(contexts):
+            for call in before:
+                call()
+            result = original(*args, **kwargs)
+        for call in after:
+            call()
         return result
 
     return around
@@ -558,9 +556,9 @@ def wrap_partition(parameter: Any, updated: Callable[[list[Any]], None], *, owne
 
 def _wrap(parameter: Any, name: str, around: Callable[..., Any], owner: object) -> None:
     original = getattr(parameter, name)
-    wrapper = functools.partial(around, original)
-    wrapper.ds_quant_wraps, wrapper.ds_quant_owner = original, owner
-    setattr(parameter, name, wrapper)
+    wrapped = _wrapped(original, around)
+    wrapped.ds_quant_owner = owner
+    setattr(parameter, name, wrapped)
 
 
 def take_borrowed(parameter: Any) -> bool:

@@ -33,11 +33,10 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from ds_quant.zero import hooks
+from ds_quant.zero import hooks, log
 from ds_quant.zero.engine import QuantizedEngine, broadcast, minimum
 from ds_quant.zero.handshake import Board, handshake
 from ds_quant.zero.hooks import deepspeed_version
-from ds_quant.zero.log import log_here, log_rank0
 from ds_quant.zero.param import Param
 
 # ---- start-up ----
@@ -84,7 +83,7 @@ def wait_for_ranks(what: str, *, rank: int, world: int, patience: float, timeout
     if board.arrive(ranks, patience):
         return
     if missing := board.missing(ranks):
-        log_rank0(message.format(what, missing) + f" after {patience:g} s, still waiting")
+        log.log_rank0(message.format(what, missing) + f" after {patience:g} s, still waiting")
     if not board.arrive(ranks, timeout) and (missing := board.missing(ranks)):
         raise RuntimeError(
             message.format(what, missing) + f" within {timeout:g} s. Call it on all ranks and let "
@@ -134,7 +133,7 @@ class Agreement:
         every, step = self._binding.scheme.checksum_steps, self._binding.step + 1
         if every and step % every == 0 and (differing := self._differing()):
             self._binding.state.resyncs += 1
-            hooks.log_rank0(
+            log.log_rank0(
                 f"quantized_comm: step {step}: the weights that rank(s) {differing} keep differ "
                 "from those of the other holders; all are brought back exactly. Something writes "
                 "weights outside the optimizer: call ds_quant.resync(engine) after it"
@@ -301,7 +300,7 @@ class Fallback:
             self._asked = self._kill_file.exists()
         except OSError as error:
             if not self._blind:
-                log_here(
+                log.log_here(
                     f"quantized_comm: rank {hooks.rank_and_world()[0]} cannot look for the file of "
                     f"{KILL_VARIABLE}: {error}; until it can, its last vote stands (logged once)"
                 )
@@ -318,7 +317,7 @@ class Fallback:
             if state.killed
             else f"the file of {KILL_VARIABLE} is gone on all ranks: quantized again"
         )
-        hooks.log_rank0(f"quantized_comm: step {self._binding.engine.global_steps}: {what}")
+        log.log_rank0(f"quantized_comm: step {self._binding.engine.global_steps}: {what}")
 
     def _found(self, finder: int | None, param: Param | None) -> None:
         """``finder``: rank that holds NaN or Inf, in the gradient of ``param``."""
@@ -333,7 +332,7 @@ class Fallback:
             )
         state.exact_until = self._binding.step + 1 + self._steps
         if state.nonfinite_steps == 1:
-            hooks.log_rank0(
+            log.log_rank0(
                 f"quantized_comm: step {step}: gradients hold NaN or Inf; the next {self._steps} "
                 "steps travel in full precision (logged once, ds_quant.report counts)"
             )
@@ -389,7 +388,7 @@ class FirstStep:
                 self._warn(role, brought, least / _LEAST_SHARE)
 
     def _warn(self, role: str, brought: int, expected: float) -> None:
-        hooks.log_rank0(
+        log.log_rank0(
             f"quantized_comm: the first step has brought {brought} bytes of {role} to rank 0, and "
             f"{expected:.0f} or more were expected: unless many parameters were unused in it, "
             f"{deepspeed_version()} sends {role} past this plugin, and the start-up line is wrong"

@@ -244,20 +244,20 @@ def joined(views: Sequence[Tensor]) -> Tensor:
     return views[0] if len(views) == 1 else torch.cat(tuple(views), dim=-1)
 
 
-def is_small(numel: int, coding: Coding) -> bool:
+def is_small(numel: int, codec: Codec) -> bool:
     """Whether a tensor is to be bundled: see [Note: bundles]."""
-    return numel <= MAX_NUMEL and isinstance(coding.codec, CastCodec)
+    return numel <= MAX_NUMEL and isinstance(codec, CastCodec)
 
 
 def sort_out(
-    numels: Sequence[int], codings: Sequence[Coding], ranks: int
+    numels: Sequence[int], codecs: Sequence[Codec], ranks: int
 ) -> tuple[list[int], list[tuple[Bundle, list[int]]]]:
     """Split tensors into those sent alone and bundles of the others with their members."""
     alone: list[int] = []
     small: dict[torch.dtype, list[int]] = {}
-    for index, (numel, coding) in enumerate(zip(numels, codings, strict=True)):
-        if is_small(numel, coding):
-            small.setdefault(coding.codec.dtype, []).append(index)
+    for index, (numel, codec) in enumerate(zip(numels, codecs, strict=True)):
+        if is_small(numel, codec):
+            small.setdefault(codec.dtype, []).append(index)
         else:
             alone.append(index)
     bundles = [

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,10 +32,10 @@ from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding, Rotation
 from ds_quant.codec.codec import Codec
 from ds_quant.comm.message import pack, row_vector, unpack
 from ds_quant.comm.operations import Operations, Streams
-from ds_quant.comm.owners import Piece, delivery_codec
+from ds_quant.comm.owners import Piece
 from ds_quant.comm.reduction_plan import (
     Form,
-    Hop,
+    LinkHop,
     ReductionPlan,
     Segment,
     SlicePlan,
@@ -169,7 +168,7 @@ class ShardSums:
         self,
         numels: Sequence[int],
         forms: Sequence[Form],
-        route: Sequence[Hop],
+        route: Sequence[LinkHop],
         link: Link,
         *,
         scale: float,
@@ -204,44 +203,34 @@ class ShardSums:
 # ---- to single owners ----
 
 
-class Share(NamedTuple):
-    """Consecutive elements of one gradient whose sum belongs to rank ``owner``."""
-
-    owner: int
-    tensor: int  # where they lie, from element ``start`` on
-    start: int
-    numel: int
-    gradient: int  # its form and streams
-    first: int = 0  # of its elements
-
-
 class OwnerSums:
     """Sums shares over the ranks for their owners, in every step.
 
-    1. reduce each of ``pieces``, as from ``owner_plan``, on its reducer, over the hops of ``route``
+    1. reduce each of ``pieces``, as ``owners.plan`` gives them, over the hops of ``route``
     2. balanced only: encode the sums for the owners, all-to-all over ``link``, the whole group.
 
-    forms: of every gradient. ``scale`` multiplies the sums.
+    shares: segments whose reducer is their owner. forms: of every gradient. ``scale`` multiplies
+    the sums. totals: where each sum of this rank begins, None for those of others.
     """
 
     def __init__(
         self,
-        shares: Sequence[Share],
+        shares: Sequence[Segment],
         pieces: Sequence[Piece],
         forms: Sequence[Form],
-        route: Sequence[Hop],
+        route: Sequence[LinkHop],
         link: Link,
         *,
         scale: float,
     ) -> None:
         self._link, self._numel = link, 0
-        self.totals = [self._room(s.numel) if s.owner == link.rank else None for s in shares]
+        self.totals = [self._room(s.numel) if s.reducer == link.rank else None for s in shares]
         segments = [self._segment(shares[p.part], self.totals[p.part], p) for p in pieces]
         self.plan = ReductionPlan(segments, forms, route, scale=scale)
         moved = [
-            (segment, shares[piece.part].owner)
+            (segment, shares[piece.part].reducer)
             for segment, piece in zip(segments, pieces, strict=True)
-            if piece.reducer != shares[piece.part].owner
+            if piece.reducer != shares[piece.part].reducer
         ]
         self._delivery = _Delivery(moved, forms, link) if moved else None
 
@@ -251,21 +240,13 @@ class OwnerSums:
         self._numel += round_up(numel, VECTOR_NUMEL)
         return start
 
-    def _segment(self, share: Share, total: int | None, piece: Piece) -> Segment:
-        numel = piece.stop - piece.start
+    def _segment(self, share: Segment, total: int | None, piece: Piece) -> Segment:
         if total is not None:
             total += piece.start
         elif piece.reducer == self._link.rank:
-            total = self._room(numel)
-        return Segment(
-            tensor=share.tensor,
-            start=share.start + piece.start,
-            numel=numel,
-            gradient=share.gradient,
-            first=share.first + piece.start,
-            reducer=piece.reducer,
-            total=total or 0,
-        )
+            total = self._room(piece.stop - piece.start)
+        part = share.part(piece.start, piece.stop)
+        return part._replace(reducer=piece.reducer, total=total or 0)
 
     def add_up(
         self,
@@ -306,7 +287,7 @@ class _Delivery:
                 outgoing[owner].append(segment)
             elif owner == link.rank:
                 incoming[segment.reducer].append(segment)
-        codecs = [delivery_codec(form.codecs[-1]) for form in forms]
+        codecs = self._codecs = [form.delivery for form in forms]
         self._sent, sent = _placed(outgoing, codecs)
         self._received, received = _placed(incoming, codecs)
         self._encode = Operations(
@@ -324,9 +305,8 @@ class _Delivery:
     def run(self, sums: Tensor, codings: Sequence[Coding]) -> None:
         """Fill what this rank's shares lack in ``sums``."""
         link = self._link
-        streams = Streams(
-            [c._replace(codec=delivery_codec(c.codec)) for c in codings], [None] * len(codings)
-        )
+        own = [c._replace(codec=d) for c, d in zip(codings, self._codecs, strict=True)]
+        streams = Streams(own, [None] * len(own))
         payload = pack(link, "gradients", sum(self._sent), self._encode, [sums], streams)
         sizes = {"sent": self._sent, "received": self._received}
         exchange = link.all_to_all(payload, **sizes, role="gradients")

@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 
 from ds_quant.codec.bound import Rotation
-from ds_quant.codec.codec import CastCodec, Codec
-from ds_quant.comm.owners import delivery_codec
+from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.policy.scheme import Scheme
 
 Level = Literal["intra", "inter", "whole"]
@@ -163,6 +162,17 @@ class Routes:
             return None
         codec = None if last.codec is None else delivery_codec(last.codec)
         return Hop(level="whole", codec=codec, per=last.per)
+
+
+def delivery_codec(codec: Codec) -> Codec:
+    """Return the codec of sums on their way to an owner: at least 8 bits, as its error is not
+    averaged over ranks. Gaussian levels need a rotation, and sums are no longer rotated.
+    """
+    if not isinstance(codec, GroupCodec):
+        return codec
+    if codec.is_gaussian:
+        return replace(codec, bits=8, range="absmax", rounding="stochastic")
+    return replace(codec, bits=8)
 
 
 def gradient_codecs(scheme: Scheme) -> tuple[Codec | None, Codec | None]:

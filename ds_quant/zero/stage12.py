@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation, exactly
+from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.gather import Part, owner_message
 from ds_quant.comm.lossless import MOST_NUMEL
 from ds_quant.comm.message import Copies, Message, Scattered, is_small
 from ds_quant.comm.owners import Shape, plan
-from ds_quant.comm.reduce import OwnerSums, Reduction, Share
-from ds_quant.comm.reduction_plan import Form, Hop
+from ds_quant.comm.reduce import OwnerSums, Reduction
+from ds_quant.comm.reduction_plan import LinkHop, Segment
 from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import hooks, optimizer_hooks
@@ -40,7 +40,7 @@ from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.held import HeldBucket, Member
 from ds_quant.zero.lossless import Post, Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
-from ds_quant.zero.param import GradientStreams, Param, Stream, codings_of
+from ds_quant.zero.param import GradientStreams, Param, Stream, exact_gradient
 
 # ---- weights ----
 
@@ -258,7 +258,7 @@ class Replica:
                 sender, stream = link.rank if owner == link.rank else None, None
                 if not exact:
                     (stream,) = param.weight_streams(flat.dtype, rank=sender)
-                small = stream is None and is_small(stop - start, exactly(flat.dtype))
+                small = stream is None and is_small(stop - start, CastCodec(flat.dtype))
                 if small and owner in bundles:
                     _extend(bundles[owner].ranges, start, stop)
                     continue
@@ -305,12 +305,12 @@ class _SumRun(NamedTuple):
     """One tensor of the message: elements [start, stop) of a bucket, of one parameter from
     ``first`` on or, in full precision, of several small ones of one owner.
 
-    streams: None in full precision. members: (parameter, first element in the bucket, last one
+    members: (parameter, first element in the bucket, last one
     exclusive).
     """
 
     owner: int
-    streams: GradientStreams | None
+    streams: GradientStreams
     first: int
     members: list[tuple[Param, int, int]]
 
@@ -325,20 +325,19 @@ class _SumRun(NamedTuple):
                 ranges.append((start, stop))
         return ranges
 
-    def shape(self, dtype: torch.dtype, *, hops: int) -> Shape:
+    def shape(self) -> Shape:
         """The facts that decide which rank sums it."""
-        codings, _ = codings_of(self.streams, dtype, hops=hops, step=0)
-        numel = sum(stop - start for _, start, stop in self.members)
-        inner = codings[0].codec if hops > 1 else None
-        return Shape(self.owner, numel, codings[-1].codec, inner)
+        numel, form = sum(stop - start for _, start, stop in self.members), self.streams.form
+        inner = form.codecs[0] if len(form.codecs) > 1 else None
+        return Shape(self.owner, numel, form.codecs[-1], form.delivery, inner)
 
 
 class _SumPlan(NamedTuple):
-    """How a bucket is reduced: the gradients in it (None for what stays in full precision), what
-    must be laid end to end first, and where this rank's runs and their sums lie.
+    """How a bucket is reduced: the gradients in it, what must be laid end to end first, and where
+    this rank's runs and their sums lie.
     """
 
-    gradients: list[GradientStreams | None]
+    gradients: list[GradientStreams]
     sums: OwnerSums
     scattered: Scattered
     own: Copies
@@ -350,13 +349,12 @@ class _SumPlan(NamedTuple):
     def make(
         cls,
         runs: list[_SumRun],
-        dtype: torch.dtype,
-        route: Sequence[Hop],
+        route: Sequence[LinkHop],
         link: Link,
         *,
         scale: float,
     ) -> _SumPlan:
-        shapes = tuple([run.shape(dtype, hops=len(route)) for run in runs])
+        shapes = tuple([run.shape() for run in runs])
         pieces = plan(shapes, link.size, route[0].link.size if len(route) > 1 else None)
         places: dict[int, int] = {}  # of streams among the gradients
         shares, gradients, moved, end = [], [], [], 0
@@ -369,9 +367,8 @@ class _SumPlan(NamedTuple):
                 tensor, start, end = 1, end, end + shape.numel
                 moved += run.ranges
             place = places[id(run.streams)]
-            shares.append(Share(run.owner, tensor, start, shape.numel, place, run.first))
-        forms = [_form(streams, dtype, hops=len(route)) for streams in gradients]
-        sums = OwnerSums(shares, pieces, forms, route, link, scale=scale)
+            shares.append(Segment(tensor, start, shape.numel, place, run.first, run.owner))
+        sums = OwnerSums(shares, pieces, [g.form for g in gradients], route, link, scale=scale)
         own = [(r, total) for r, total in zip(runs, sums.totals, strict=True) if total is not None]
         into = [(run.ranges, total) for run, total in own]
         own_places = {}
@@ -403,10 +400,6 @@ class _SumPlan(NamedTuple):
             return dict(zip(self.members, parts, strict=True))
 
         return HeldBucket(members=self.members, values=values, added=added, cross=cross)
-
-
-def _form(streams: GradientStreams | None, dtype: torch.dtype, *, hops: int) -> Form:
-    return Form.of(*codings_of(streams, dtype, hops=hops, step=0))
 
 
 class OwnerReduction:
@@ -455,8 +448,8 @@ class OwnerReduction:
         route = self._binding.route(group)
         ranges = self._ranges(slices)
         plan = self._plan(ranges, owners, dtype, route, link)
-        steps = {"step": self._binding.gradient_step, "signed": self._binding.signed_step(route)}
-        coded = [codings_of(s, dtype, hops=len(route), **steps) for s in plan.gradients]
+        steps = self._binding.gradient_step, self._binding.signed_step(route)
+        coded = [streams.codings(*steps) for streams in plan.gradients]
         tensors = [self._bucket, *plan.scattered.joined(self._bucket)]
         if self._binding.crosses_once(route):
             sums = self._rest(plan, tensors, *zip(*coded, strict=True))
@@ -509,7 +502,7 @@ class OwnerReduction:
         ranges: Sequence[tuple[int, int]],
         owners: Sequence[int],
         dtype: torch.dtype,
-        route: tuple[Hop, ...],
+        route: tuple[LinkHop, ...],
         link: Link,
     ) -> _SumPlan:
         """Cut ranges of the bucket at parameter borders. Buckets come in the same order in every
@@ -523,7 +516,7 @@ class OwnerReduction:
                 self._plans.clear()
             runs = self._runs(ranges, owners, dtype, route, link.rank, exact)
             scale = 1 / self._divisor
-            self._plans[key] = _SumPlan.make(runs, dtype, route, link, scale=scale)
+            self._plans[key] = _SumPlan.make(runs, route, link, scale=scale)
         return self._plans[key]
 
     def _runs(
@@ -531,7 +524,7 @@ class OwnerReduction:
         ranges: Sequence[tuple[int, int]],
         owners: Sequence[int],
         dtype: torch.dtype,
-        route: Sequence[Hop],
+        route: Sequence[LinkHop],
         rank: int,
         exact: bool,
     ) -> list[_SumRun]:
@@ -542,11 +535,12 @@ class OwnerReduction:
             while position < end:
                 start, stop = self._starts[place], min(end, self._starts[place + 1])
                 param = self._binding.param_of(self._params[place])
-                streams = None
-                if not exact:
+                if exact:
+                    streams = exact_gradient(dtype, len(route))
+                else:
                     streams = param.gradient_streams(dtype, rank=rank, hops=len(route))
                 member = param, position, stop
-                small = streams is None and is_small(stop - position, exactly(dtype))
+                small = is_small(stop - position, streams.form.codecs[-1])
                 if small and owner in bundles:
                     bundles[owner].members.append(member)
                 elif position < stop:

@@ -23,13 +23,13 @@ from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.gather import all_gather
 from ds_quant.comm.message import Bundle, sort_out
 from ds_quant.comm.reduce import Reduction, ShardSums
-from ds_quant.comm.reduction_plan import Form, Hop
+from ds_quant.comm.reduction_plan import Form, LinkHop
 from ds_quant.comm.transport import Link, Pending
 from ds_quant.zero import hooks
 from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.held import HeldBucket, Member
 from ds_quant.zero.node_shard import NodeShard
-from ds_quant.zero.param import Param, codings_of
+from ds_quant.zero.param import Param, exact_gradient
 
 # ---- weights ----
 
@@ -154,7 +154,9 @@ class Fetch:
         exact = self._binding.is_exact(step)
         codings = [self._coding(param, fabric.rank, step, exact) for param in params]
         lossy = [not isinstance(c.codec, CastCodec) for c in codings]
-        alone, bundles = sort_out([p.ds_numel for p in tensors], codings, fabric.size)
+        alone, bundles = sort_out(
+            [p.ds_numel for p in tensors], [c.codec for c in codings], fabric.size
+        )
         shards = [hooks.valid_shard(tensors[i], fabric.rank) for i in alone]
         shards += [
             torch.cat([tensors[i].ds_tensor.data for i in members]) for _, members in bundles
@@ -295,36 +297,36 @@ class ShardReduction:
         self,
         tracked: Sequence[Param],
         tensors: Sequence[torch.Tensor],
-        route: tuple[Hop, ...],
+        route: tuple[LinkHop, ...],
         link: Link,
     ) -> _Sent:
         binding, rank = self._binding, link.rank
         exact, step, hops = binding.is_exact(binding.step), binding.gradient_step, len(route)
         signed = binding.signed_step(route)
-        codings, rotations = [], []
+        streams = []
         for parameter, gradient in zip(tracked, tensors, strict=True):
-            streams, dtype = None, gradient.dtype
-            if not exact:
-                streams = parameter.gradient_streams(dtype, rank=rank, hops=hops)
-            coding, rotation = codings_of(streams, dtype, hops=hops, step=step, signed=signed)
-            codings.append(coding)
-            rotations.append(rotation)
+            dtype = gradient.dtype
+            if exact:
+                streams.append(exact_gradient(dtype, hops))
+            else:
+                streams.append(parameter.gradient_streams(dtype, rank=rank, hops=hops))
         # See [Note: bundles].
-        alone, bundles = sort_out([g.numel() for g in tensors], [c[-1] for c in codings], link.size)
+        last = [s.form.codecs[-1] for s in streams]
+        alone, bundles = sort_out([g.numel() for g in tensors], last, link.size)
         sent = [tensors[i].reshape(-1) for i in alone]
         sent += [bundle.pack([tensors[i] for i in members]) for bundle, members in bundles]
-        first = [*alone, *(members[0] for _, members in bundles)]
+        streams = [streams[i] for i in (*alone, *(members[0] for _, members in bundles))]
+        codings, rotations = zip(*[s.codings(step, signed) for s in streams], strict=True)
         unpack = _Unpack(alone, bundles, [g.dtype for g in sent])
-        return _Sent(sent, [codings[i] for i in first], [rotations[i] for i in first], unpack)
+        return _Sent(sent, [s.form for s in streams], codings, rotations, unpack)
 
-    def _plan(self, sent: _Sent, route: tuple[Hop, ...], link: Link) -> ShardSums:
+    def _plan(self, sent: _Sent, route: tuple[LinkHop, ...], link: Link) -> ShardSums:
         numels = tuple([t.numel() for t in sent.tensors])
-        forms = tuple(map(Form.of, sent.codings, sent.rotations))
-        key = numels, forms, route, link
+        key = numels, tuple(sent.forms), route, link
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            self._plans[key] = ShardSums(numels, forms, route, link, scale=1.0 / link.size)
+            self._plans[key] = ShardSums(numels, sent.forms, route, link, scale=1.0 / link.size)
         return self._plans[key]
 
     def _begin_held(
@@ -391,8 +393,9 @@ class _Sent(NamedTuple):
     """The gradients of a bucket as they travel, and how."""
 
     tensors: list[torch.Tensor]
-    codings: list[tuple[Coding, ...]]
-    rotations: list[Rotation | None]
+    forms: list[Form]
+    codings: Sequence[tuple[Coding, ...]]
+    rotations: Sequence[Rotation | None]
     unpack: _Unpack
 
     def sum_dtype(self) -> torch.dtype:

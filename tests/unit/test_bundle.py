@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, GroupCodec
 from ds_quant.comm.message import MAX_NUMEL, Copies, Cuts, Scattered, bundle_of, joined, sort_out
 from ds_quant.kernels.wire import ceil_div, shard_range
@@ -46,10 +45,10 @@ def test_shards_end_to_end_unpack_to_the_members(ranks: int) -> None:
 
 
 def test_only_small_tensors_in_full_precision_are_bundled_by_dtype() -> None:
-    bf16, fp32 = (Coding(codec=CastCodec(d)) for d in (torch.bfloat16, torch.float32))
-    quantized = Coding(codec=GroupCodec())
-    codings = [bf16, quantized, fp32, bf16, bf16]
-    alone, bundles = sort_out([3, 3, 3, MAX_NUMEL + 1, MAX_NUMEL], codings, ranks=2)
+    bf16, fp32 = (CastCodec(d) for d in (torch.bfloat16, torch.float32))
+    quantized = GroupCodec()
+    codecs = [bf16, quantized, fp32, bf16, bf16]
+    alone, bundles = sort_out([3, 3, 3, MAX_NUMEL + 1, MAX_NUMEL], codecs, ranks=2)
     assert alone == [1, 3]
     assert [(b.numels, m) for b, m in bundles] == [((3, MAX_NUMEL), [0, 4]), ((3,), [2])]
 

@@ -12,7 +12,7 @@ from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.reduce import Reduction, ShardSums
-from ds_quant.comm.reduction_plan import Form, Hop
+from ds_quant.comm.reduction_plan import Form, LinkHop
 from ds_quant.comm.traffic import Meter
 from ds_quant.kernels import dispatch
 from ds_quant.kernels.random_bits import Address
@@ -54,9 +54,9 @@ def reduced(
         codings.append((Coding(codec, Address(key=1, step=1) if is_random else None),))
     dtypes = [g.dtype for g in gradients]
     flat = [g.reshape(-1) for g in gradients]
-    sent = _Sent(flat, codings, [None] * len(codecs), _Unpack([], [], dtypes))
-    numels, forms = [g.numel() for g in gradients], [Form.of(c, None) for c in codings]
-    plan = ShardSums(numels, forms, (Hop(link=link),), link, scale=1 / RANKS)
+    numels, forms = [g.numel() for g in gradients], [Form((codec,)) for codec in codecs]
+    sent = _Sent(flat, forms, codings, [None] * len(codecs), _Unpack([], [], dtypes))
+    plan = ShardSums(numels, forms, (LinkHop(link=link),), link, scale=1 / RANKS)
     sums = plan.room(flat[0].device, sent.sum_dtype())
     Reduction(plan.plan, flat, codings, sent.rotations, sums).wait()
     return _cast(plan.shards(sums), dtypes, link), link.casts

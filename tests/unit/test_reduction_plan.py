@@ -15,7 +15,7 @@ import ds_quant
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.reduce import Reduction
-from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, Slicing, own_totals
+from ds_quant.comm.reduction_plan import Form, LinkHop, ReductionPlan, Segment, Slicing, own_totals
 from ds_quant.comm.traffic import Meter
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import shard_range
@@ -66,8 +66,8 @@ def calls_of(
     """
     rank, ranks = nodes * node_size // 2 + 1, nodes * node_size
     route = (
-        Hop(link=SilentLink(rank % node_size, node_size), exact_own=True),
-        Hop(
+        LinkHop(link=SilentLink(rank % node_size, node_size), exact_own=True),
+        LinkHop(
             link=SilentLink(rank // node_size, nodes),
             divisor=node_size,
             exact_own=True,
@@ -86,7 +86,7 @@ def calls_of(
             start, stop = shard_range(numel, ranks, reducer)
             segments.append(Segment(tensor, start, stop - start, tensor, start, reducer))
     segments, own = own_totals(segments, route)
-    plan = ReductionPlan(segments, list(map(Form.of, codings, rotations)), route, scale=0.5)
+    plan = ReductionPlan(segments, [Form(codecs, block)] * len(NUMELS), route, scale=0.5)
     tensors = [torch.randn(numel).bfloat16() for numel in NUMELS]
 
     def step() -> None:

@@ -40,7 +40,7 @@ from ds_quant.zero.checkpoint import watch_state_dict
 from ds_quant.zero.cpu_overlap import LateReduction
 from ds_quant.zero.engine import QuantizedEngine, broadcast
 from ds_quant.zero.gather_count import GatherCount
-from ds_quant.zero.held import HeldGradients
+from ds_quant.zero.held import GradientBuckets, HeldGradients
 from ds_quant.zero.safety import (
     KILL_VARIABLE,
     Agreement,
@@ -287,9 +287,12 @@ def _connect(
         if fallback is not None:  # then all ranks agree how the next step is sent
             events.before_step.append(fallback.vote)
         if fetch is not None:  # levels and the node shard follow the new weights
-            events.after_update.append(fetch.after_step)
+            events.after_update.append(fetch.learn_levels)
+            if binding.node is not None:
+                events.after_update.append(binding.node.after_step)
+            events.after_update.append(fetch.barrier.record)
         holder = binding.node or (binding.replica if binding.scheme.keeps_reference else None)
-        if holder is not None:  # compares what the line above has updated
+        if holder is not None and binding.scheme.checksum_steps:  # compares what was updated
             events.after_update.append(Agreement(binding, holder).after_step)
         if not alone:
             events.after_step.append(_first_step(binding).after_step)
@@ -371,7 +374,7 @@ def _attach_reduction(binding: QuantizedEngine) -> None:
     events.after_backward.append(binding.after_backward)
 
 
-def _hold(binding: QuantizedEngine, buckets: Callable[[Any], hooks.GradientBuckets]) -> None:
+def _hold(binding: QuantizedEngine, buckets: Callable[[Any], GradientBuckets]) -> None:
     """Hold gradients between micro-steps, if they cross between nodes once per step."""
     if not binding.crosses_at_boundary():
         return

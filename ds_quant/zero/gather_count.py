@@ -64,8 +64,6 @@ class GatherCount:
 
     def after_step(self) -> None:
         """End an optimizer step: take its count if DeepSpeed was in a steady state."""
-        if self._binding.gather_count is None:
-            return
         micro_steps = self._binding.engine.gradient_accumulation_steps()
         if not self._disturbed and self._undisturbed >= _RECORDING:
             fetched = (self._fetched + self._persistent) / micro_steps
@@ -79,6 +77,7 @@ class GatherCount:
 
         binding = self._binding
         predicted, binding.gathers, binding.gather_count = binding.gathers, counted, None
+        binding.hooks.after_count.remove(self.after_step)
         if abs(counted - predicted) > _CLOSE * predicted:
             log.log_rank0(
                 f"quantized_comm: {counted:.3g} gathers of the weights per micro-step were counted,"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -36,6 +36,16 @@ class HeldBucket:
     values: Tensor
     added: Reduction
     cross: Callable[[], dict[Member, Tensor]]
+
+
+class GradientBuckets(Protocol):
+    """Buckets in which DeepSpeed collects gradients until they are reduced."""
+
+    def flush(self) -> None:
+        """Reduce what is in them."""
+
+    def reduce_zeros(self, params: Sequence[Any]) -> None:
+        """Put a gradient of zeros for each into them; what is full is reduced."""
 
 
 class HeldGradients:
@@ -102,7 +112,7 @@ class HeldGradients:
             return {}
         return {m: self._crossed.pop(m) for m in members if m in self._crossed}
 
-    def reduce_rest(self, buckets: hooks.GradientBuckets) -> None:
+    def reduce_rest(self, buckets: GradientBuckets) -> None:
         """At the boundary, when backward has computed its last gradient: reduce what is left of
         parameters that had none.
         """

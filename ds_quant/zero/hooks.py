@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -159,7 +159,7 @@ class Hooks:
         if not skipped:
             for call in self.after_update:
                 call()
-        for call in self.after_step:
+        for call in tuple(self.after_step):
             call(skipped)
         return result
 
@@ -187,7 +187,7 @@ def _around(
 ) -> Callable[..., Any]:
     """Return what runs an event: ``before`` and the original inside the contexts, then ``after``.
 
-    The lists are read when the event happens: more may be appended.
+    The lists are read when the event happens; a call may leave its own.
     """
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +195,7 @@ def _around(
             for call in before:
                 call()
             result = original(*args, **kwargs)
-        for call in after:
+        for call in tuple(after):
             call()
         return result
 
@@ -371,18 +371,8 @@ def accumulates(engine: Any) -> bool:
     return engine.gradient_accumulation_steps() > 1 or (managed is not None and not managed())
 
 
-class GradientBuckets(Protocol):
-    """Buckets in which DeepSpeed collects gradients until they are reduced."""
-
-    def flush(self) -> None:
-        """Reduce what is in them."""
-
-    def reduce_zeros(self, params: Sequence[Any]) -> None:
-        """Put a gradient of zeros for each into them; what is full is reduced."""
-
-
 class ShardBuckets:
-    """Those of ZeRO-3."""
+    """Buckets in which ZeRO-3 collects gradients until they are reduced."""
 
     def __init__(self, optimizer: Any) -> None:
         require(optimizer, _FLUSH)
@@ -472,8 +462,14 @@ def is_available(parameter: torch.Tensor) -> bool:
     return parameter.ds_status == type(parameter.ds_status).AVAILABLE
 
 
-def set_inflight(parameter: torch.Tensor) -> None:
-    parameter.ds_status = type(parameter.ds_status).INFLIGHT
+def begin_fetch(parameter: Any) -> None:
+    """Check DeepSpeed's contract and mark a parameter as in flight."""
+    status = type(parameter.ds_status)
+    if parameter.ds_status != status.NOT_AVAILABLE:
+        raise RuntimeError(
+            f"fetch of a parameter that is not partitioned: {parameter.ds_summary()}"
+        )
+    parameter.ds_status = status.INFLIGHT
 
 
 def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:

@@ -224,21 +224,22 @@ class NodeShard:
         """
         while asked.posted is None:
             first = self._asked.popleft()
-            first.posted = self._post(first.params)
+            params = first.params
+            self._spread.finish(params)
+            self._fill_stale([param for param in params if param.stale])
+            step = self._binding.step
+            codings: list[Coding] = []
+            if self._intra is not None:  # else nothing is sent
+                codings = [self._coding(param, -1, step) for param in params]
+            first.posted = gather([param.kept for param in params], codings, self._intra)
 
-    def _post(self, params: Sequence[Param]) -> Pending[list[torch.Tensor]]:
-        self._spread.finish(params)
-        stale = [param for param in params if param.stale]
+    def _fill_stale(self, stale: Sequence[Param]) -> None:
+        """Fill the rows of these exactly, on all ranks."""
         if stale:
             exact = [exactly(param.kept.rows.dtype) for param in stale]
             self._exchange(stale, exact).wait()
             for param in stale:
                 param.stale = False
-        step = self._binding.step
-        codings: list[Coding] = []
-        if self._intra is not None:  # else nothing is sent
-            codings = [self._coding(param, -1, step) for param in params]
-        return gather([param.kept for param in params], codings, self._intra)
 
     def _streams(self, param: Param) -> tuple[Stream | None, ...]:
         """Streams between the nodes, if it is trained, and inside them, if they have ranks."""
@@ -264,19 +265,21 @@ class NodeShard:
             yield run
 
     def _chunks(self, params: Sequence[Param], step: int) -> Iterator[Chunk]:
-        """Those of exact differences are encoded at once, see [Note: lengths] of comm/lossless.py,
-        the others when they are posted.
+        """Cut the exchange: exact differences are encoded at once, see [Note: lengths] of
+        comm/lossless.py, the others when they are posted.
         """
-        exact = self._binding.is_exact(step)
-        dtypes = set() if exact else {param.kept.rows.dtype for param in params}
-        differs = set(filter(self._binding.routes.differs_exactly, dtypes))
+        differs: set[torch.dtype] = set()
+        if self._binding.scheme.lossless and not self._binding.is_exact(step):
+            dtypes = {param.kept.rows.dtype for param in params}
+            differs = set(filter(self._binding.routes.differs_exactly, dtypes))
         left: list[Param] = []
         alike: dict[torch.dtype, list[Param]] = {}  # served by exact differences
         for param in params:
             dtype = param.kept.rows.dtype
             (alike.setdefault(dtype, []) if dtype in differs else left).append(param)
         runs = [run for served in alike.values() for run in self._runs(served)]
-        yield from map(Chunk._make, zip(runs, self._exact_differences(runs), strict=True))
+        if runs:
+            yield from map(Chunk._make, zip(runs, self._exact_differences(runs), strict=True))
         for run in self._runs(left):
             codings = [self._coding(param, 0, step) for param in run]
             yield Chunk(run, partial(self._exchange, run, codings))

@@ -131,7 +131,7 @@ class Agreement:
     def after_step(self) -> None:
         """Run after the optimizer step and the update of the kept weights."""
         every, step = self._binding.scheme.checksum_steps, self._binding.step + 1
-        if every and step % every == 0 and (differing := self._differing()):
+        if step % every == 0 and (differing := self._differing()):
             self._binding.state.resyncs += 1
             log.log_rank0(
                 f"quantized_comm: step {step}: the weights that rank(s) {differing} keep differ "
@@ -358,7 +358,6 @@ class FirstStep:
     def __init__(self, binding: QuantizedEngine, promised: Iterable[str]) -> None:
         """``promised``: roles that must be asked for."""
         self._binding, self._promised = binding, tuple(promised)
-        self._done = False
         # As for ZeRO-1: one exchange and one reduction, the least that a step of any stage needs.
         received = binding.bill().received(
             1, micro_steps=1,
@@ -376,9 +375,9 @@ class FirstStep:
         Raises:
             RuntimeError: DeepSpeed has not asked for a role that was promised.
         """
-        if self._done or skipped:
+        if skipped:
             return
-        self._done = True
+        self._binding.hooks.after_step.remove(self.after_step)
         for role in self._promised:
             if role not in self._binding.asked:
                 raise hooks.unasked(role)

@@ -39,7 +39,7 @@ class Fetch:
 
     def __init__(self, binding: QuantizedEngine) -> None:
         self._binding = binding
-        self._barrier = hooks.StepBarrier()
+        self.barrier = hooks.StepBarrier()
         self._parameters: list[torch.Tensor] = []
         self._hooked: dict[int, Any] = {}  # wrapped parameters by ds_id
         self._is_closed = False  # then hooks that nobody has removed may still call
@@ -66,7 +66,7 @@ class Fetch:
 
     def keep_in_node(self) -> NodeShard:
         """Serve gathers from a node shard from now on."""
-        self.node = NodeShard(self._binding, self._parameters, self._barrier)
+        self.node = NodeShard(self._binding, self._parameters, self.barrier)
         for parameter in self._parameters:
             hooks.wrap_partition(parameter, self.node.mark_stale, owner=self)
         return self.node
@@ -96,12 +96,9 @@ class Fetch:
         param.decoded = False
         return True
 
-    def after_step(self) -> None:
-        """Run after the optimizer wrote new shards (DeepSpeed counts the step only later)."""
+    def learn_levels(self) -> None:
+        """Learn from the shards that the optimizer has written. DeepSpeed counts its step later."""
         self._binding.learn_levels(self._binding.step + 1, self._own_values())
-        if self.node is not None:
-            self.node.after_step()
-        self._barrier.record()
 
     def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
         """(parameter, this rank's shard, link) of every parameter."""
@@ -132,7 +129,7 @@ class Fetch:
             else:
                 others.append(p)
                 self._pop_decoded(p)
-        self._barrier.wait()
+        self.barrier.wait()
         ours = [self._gather(group) for group in groups.values()]
         if kept:
             ours.append(self._gather_in_node(kept))
@@ -145,11 +142,11 @@ class Fetch:
         link = self._binding.link(parameter.ds_process_group)
         return hooks.is_sendable(parameter) and link.size > 1
 
-    def _gather(self, params: list[Param]) -> Pending[None]:
+    def _gather(self, params: list[Param]) -> _Gather:
         tensors = [param.tensor for param in params]
         fabric = self._binding.fabric(tensors[0].ds_process_group)
         for p in tensors:
-            _begin(p)
+            hooks.begin_fetch(p)
         step = self._binding.step
         exact = self._binding.is_exact(step)
         codings = [self._coding(param, fabric.rank, step, exact) for param in params]
@@ -169,32 +166,15 @@ class Fetch:
             fabric,
         )
 
-        def unbundled(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            values = tensors[: len(alone)]
-            for (bundle, _), packed in zip(bundles, tensors[len(alone) :], strict=True):
-                values += bundle.unpack(packed)
-            return values
-
         order = [*alone, *(i for _, members in bundles for i in members)]
-        params, lossy = [params[i] for i in order], [lossy[i] for i in order]
-        return pending.then(unbundled).then(partial(self._fill, params, lossy))
+        bundles = [bundle for bundle, _ in bundles]
+        return _Gather([params[i] for i in order], [lossy[i] for i in order], bundles, pending)
 
-    def _gather_in_node(self, params: list[Param]) -> Pending[None]:
+    def _gather_in_node(self, params: list[Param]) -> _Gather:
         for param in params:
-            _begin(param.tensor)
+            hooks.begin_fetch(param.tensor)
         pending, lossy = self.node.gather(params)
-        return pending.then(partial(self._fill, params, lossy))
-
-    @staticmethod
-    def _fill(params: list[Param], lossy: list[bool], gathered: list[torch.Tensor]) -> None:
-        """Give parameters what was gathered, and note which values differ from the exact ones.
-
-        Nothing of it is kept: DeepSpeed keeps the handle until the last parameter is used, and
-        releases them one by one.
-        """
-        for param, values, is_lossy in zip(params, gathered, lossy, strict=True):
-            hooks.fill(param.tensor, values)
-            param.decoded = is_lossy
+        return _Gather(params, lossy, [], pending)
 
     def _coding(self, param: Param, rank: int, step: int, exact: bool) -> Coding:
         dtype = param.tensor.ds_tensor.dtype
@@ -223,26 +203,38 @@ class Fetch:
         return original(param_list, *args, **kwargs)
 
 
-def _begin(parameter: Any) -> None:
-    """Check DeepSpeed's contract and mark the parameter as in flight."""
-    if not hooks.is_unavailable(parameter):
-        raise RuntimeError(
-            f"fetch of a parameter that is not partitioned: {parameter.ds_summary()}"
-        )
-    hooks.set_inflight(parameter)
+class _Gather(NamedTuple):
+    """A gather on its way: of parameters in the order of its result, small ones at the end in
+    bundles. lossy: which values may differ from the exact ones.
+    """
+
+    params: list[Param]
+    lossy: list[bool]
+    bundles: list[Bundle]
+    pending: Pending[list[torch.Tensor]]
 
 
 class _FetchHandle:
-    """DeepSpeed's gather handle, for our gathers and what it gathers itself; ``wait`` is called
-    once per parameter.
+    """DeepSpeed's gather handle, for our gathers and what it gathers itself.
+
+    ``wait`` is called once per parameter, and DeepSpeed keeps the handle until the last one is
+    used: so it keeps no values.
     """
 
-    def __init__(self, ours: Sequence[Pending[None]], theirs: Any = None) -> None:
+    def __init__(self, ours: list[_Gather], theirs: Any = None) -> None:
         self._ours, self._theirs = ours, theirs
 
     def wait(self, **kwargs: Any) -> None:
-        for pending in self._ours:
-            pending.wait()
+        while self._ours:
+            params, lossy, bundles, pending = self._ours[0]
+            gathered = pending.wait()
+            values = gathered[: len(gathered) - len(bundles)]
+            for bundle, packed in zip(bundles, gathered[len(values) :], strict=True):
+                values += bundle.unpack(packed)
+            for param, full, is_lossy in zip(params, values, lossy, strict=True):
+                hooks.fill(param.tensor, full)
+                param.decoded = is_lossy
+            del self._ours[0]
         if self._theirs is not None:
             self._theirs.wait(**kwargs)
 

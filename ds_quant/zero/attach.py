@@ -35,8 +35,7 @@ from ds_quant.policy.autotune import (
 from ds_quant.policy.cost import LABELS, LOSSLESS_BITS, shipped_bytes
 from ds_quant.policy.refusals import starts
 from ds_quant.policy.scheme import matches
-from ds_quant.zero import accelerate, checkpoint, hooks, log, optimizer_hooks, safety
-from ds_quant.zero.checkpoint import watch_state_dict
+from ds_quant.zero import checkpoint, hooks, log, optimizer_hooks, safety
 from ds_quant.zero.cpu_overlap import LateReduction
 from ds_quant.zero.engine import QuantizedEngine, broadcast
 from ds_quant.zero.gather_count import GatherCount
@@ -287,7 +286,8 @@ def _connect(
         if fallback is not None:  # then all ranks agree how the next step is sent
             events.before_step.append(fallback.vote)
         if fetch is not None:  # levels and the node shard follow the new weights
-            events.after_update.append(fetch.learn_levels)
+            if binding.scheme.level_steps:
+                events.after_update.append(fetch.learn_levels)
             if binding.node is not None:
                 events.after_update.append(binding.node.after_step)
             events.after_update.append(fetch.barrier.record)
@@ -419,8 +419,8 @@ def _attach_replica(binding: QuantizedEngine, optimizer: Any) -> None:
     gathering = optimizer_hooks.weight_gather(optimizer, replica.gather_updated, keep_replica=keep)
     events.around_step.append(gathering)
     optimizer_hooks.wrap_exports(events, replica.exact)
-    accelerate.wrap_state_dict()
-    watch_state_dict(binding)
+    checkpoint.wrap_state_dict()
+    checkpoint.watch_state_dict(binding)
     if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
         binding.notices.append("buckets with Muon matrices split over ranks stay exact")
     if binding.gradients_travel():

@@ -227,10 +227,9 @@ class NodeShard:
             params = first.params
             self._spread.finish(params)
             self._fill_stale([param for param in params if param.stale])
-            step = self._binding.step
             codings: list[Coding] = []
             if self._intra is not None:  # else nothing is sent
-                codings = [self._coding(param, -1, step) for param in params]
+                codings = self._codings(params, -1, self._binding.step)
             first.posted = gather([param.kept for param in params], codings, self._intra)
 
     def _fill_stale(self, stale: Sequence[Param]) -> None:
@@ -245,9 +244,14 @@ class NodeShard:
         """Streams between the nodes, if it is trained, and inside them, if they have ranks."""
         return param.weight_streams(param.kept.rows.dtype, rank=self._rank)
 
-    def _coding(self, param: Param, place: int, step: int) -> Coding:
-        stream = None if self._binding.is_exact(step) else self._streams(param)[place]
-        return param.coding(stream, param.kept.rows.dtype, step)
+    def _codings(self, params: Sequence[Param], place: int, step: int) -> list[Coding]:
+        """Of every parameter in one step; place 0 is between the nodes, -1 inside them."""
+        if self._binding.is_exact(step):
+            return [exactly(param.kept.rows.dtype) for param in params]
+        return [
+            param.coding(self._streams(param)[place], param.kept.rows.dtype, step)
+            for param in params
+        ]
 
     def _runs(self, params: Sequence[Param]) -> Iterator[list[Param]]:
         """Split parameters into consecutive runs of bounded size, at least one each."""
@@ -281,8 +285,7 @@ class NodeShard:
         if runs:
             yield from map(Chunk._make, zip(runs, self._exact_differences(runs), strict=True))
         for run in self._runs(left):
-            codings = [self._coding(param, 0, step) for param in run]
-            yield Chunk(run, partial(self._exchange, run, codings))
+            yield Chunk(run, partial(self._exchange, run, self._codings(run, 0, step)))
 
     def _exact_differences(self, runs: Sequence[Sequence[Param]]) -> Iterator[lossless.Post]:
         node, codec = self._inter.rank, self._binding.scheme.exact_codec

@@ -1,19 +1,19 @@
 """Refuse what has no room, detect drift and corruption, fall back to full precision.
 
-A function that DeepSpeed does not call any more fails without a word: what it carried travels past
-the plugin. Where its caller is known, ``wrapping.Seam`` notices it at once. What is left is noticed
-here, when the first step has changed the weights: a role that was never asked for ends the run, one
-that has brought few bytes is logged.
+If DeepSpeed no longer calls a function that was replaced, what it carried bypasses the plugin
+without an error. Where the caller is known, ``hooks.ExpectedCall`` notices at once. The rest is
+checked here after the first step: a role that was never asked for ends the run, one that received
+few bytes is logged.
 
 A rank that decides alone can hang the others, so every check reads facts that all ranks share and
-every error names the setting, its value and the way out.
+every error names the setting, its value and the fix.
 
 Differences are added to what a rank holds, so one lost or changed bit would stay for ever and
-nobody would see it. All ranks learn all checksums and decide alike.
+nobody would see it. All ranks exchange all checksums and decide alike.
 
-What the links of an engine have found is read before every optimizer step, when nothing has been
-made of the messages yet, and after every save, whose weights have travelled too. All ranks learn
-of it together: one that ended alone would leave the others waiting.
+Corrupted messages that the links of an engine have found are reported before every optimizer step,
+before the messages are used for anything, and after every save, which sends weights too. All ranks
+raise together: one that ended alone would leave the others waiting.
 
 [Note: one vote] What one rank sees (a NaN in its shard, a file on its disk) must change the traffic
 of all ranks in the same step, else they wait for messages of different lengths. So all ranks take

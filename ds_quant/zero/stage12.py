@@ -1,11 +1,7 @@
 """ZeRO-1 and 2: gather updated weights and reduce gradients to their owners.
 
-``Accelerator.get_state_dict``, from which Trainer.save_model and the usual save_pretrained recipe
-take what they write, reads ``module.state_dict()`` there, which holds decoded weights. It is
-wrapped once, when an engine attaches; accelerate is loaded by then if it built the engine.
-
-The replica then holds decoded weights on all ranks, the owner too, bit for bit. The fp32 master
-weights stay untouched, and exact replicas come back on demand (checkpoints, exports).
+After a step the replica holds decoded weights on all ranks, the owner too, bit for bit. The fp32
+master weights stay untouched, and exact replicas come back on demand (checkpoints, exports).
 
 [Note: differences] With difference coding the replica itself is the reference: the owner encodes
 what its master weights differ from it, everybody adds the decoded difference, in place and without
@@ -29,7 +25,7 @@ from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.gather import Part, owner_message
 from ds_quant.comm.lossless import MOST_NUMEL
-from ds_quant.comm.message import Copies, Message, Scattered, is_small
+from ds_quant.comm.message import Copies, Cuts, Message, is_small
 from ds_quant.comm.owners import Shape, plan
 from ds_quant.comm.reduce import OwnerSums, Reduction
 from ds_quant.comm.reduction_plan import LinkHop, Segment
@@ -66,9 +62,9 @@ class _GatherPlan(NamedTuple):
 
     weights: list[tuple[Param, Stream | None]]
     message: Message
-    scattered: Scattered
+    scattered: Cuts
     spread: Copies
-    own_scattered: Scattered | None  # ranges of the window of this rank's partition
+    own_scattered: Cuts | None  # ranges of the window of this rank's partition
 
     @classmethod
     def make(
@@ -111,8 +107,8 @@ class _GatherPlan(NamedTuple):
             (CastCodec(dtype), False) if s is None else (s.codec, s.difference) for _, s in weights
         ]
         message = owner_message(parts, codecs, fabric)
-        own_scattered = Scattered(own_moved) if from_master else None
-        return cls(weights, message, Scattered(moved), Copies(back), own_scattered)
+        own_scattered = Cuts(own_moved) if from_master else None
+        return cls(weights, message, Cuts(moved), Copies(back), own_scattered)
 
 
 class Replica:
@@ -129,7 +125,8 @@ class Replica:
         self._binding.asked.add("weights")
         self._shows_exact = False  # also where a save that raised has left ``exact`` open
         step = self._binding.step + 1  # DeepSpeed counts the step only after it
-        self._binding.learn_levels(step, self._own_values())
+        if self._binding.scheme.level_steps:
+            self._binding.learn_levels(step, self._own_values())
         self._gather(step)
 
     @contextmanager
@@ -182,21 +179,22 @@ class Replica:
 
     def _posts(self, step: int, exact: bool) -> Iterator[Post]:
         """What posts the gather of each window."""
-        routes, exact_step = self._binding.routes, exact or self._binding.is_exact(step)
-        exactly: list[Window] = []
+        routes, exactly = self._binding.routes, list[Window]()
+        differs = self._binding.scheme.lossless and not (exact or self._binding.is_exact(step))
         for group in optimizer_hooks.replica_groups(self._optimizer):
             fabric = self._binding.fabric(group.process_group)
             if fabric.size == 1:
                 continue
             most = self._optimizer.allgather_bucket_size // fabric.size
-            if not exact_step and routes.differs_exactly(group.flat.dtype):
+            if differs and routes.differs_exactly(group.flat.dtype):
                 codec = self._binding.scheme.exact_codec
                 windows = _windows(group, fabric.size, min(most, MOST_NUMEL))
                 exactly += [Window(group, fabric, w, codec) for w in windows]
                 continue
             for window in _windows(group, fabric.size, most):
                 yield partial(self._post, group, fabric, window, step, exact)
-        yield from replica_posts(exactly, self._binding.traffic)
+        if exactly:
+            yield from replica_posts(exactly, self._binding.traffic)
 
     def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
         """(parameter, this rank's elements of it, link) of every parameter."""
@@ -339,7 +337,7 @@ class _SumPlan(NamedTuple):
 
     gradients: list[GradientStreams]
     sums: OwnerSums
-    scattered: Scattered
+    scattered: Cuts
     own: Copies
     own_runs: list[_SumRun]
     members: tuple[Member, ...]
@@ -378,7 +376,7 @@ class _SumPlan(NamedTuple):
                 place += stop - start
         members = tuple([(param, run.owner) for run in runs for param, _, _ in run.members])
         own_runs = [run for run, _ in own]
-        return cls(gradients, sums, Scattered(moved), Copies(into), own_runs, members, own_places)
+        return cls(gradients, sums, Cuts(moved), Copies(into), own_runs, members, own_places)
 
     def hold(
         self,

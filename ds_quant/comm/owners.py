@@ -21,8 +21,8 @@ from ds_quant.kernels.wire import ceil_div
 
 
 class Shape(NamedTuple):
-    """What all ranks know about a share: the rank that owns it, the codec of its last hop, that of
-    its delivery, and that of the first of two hops.
+    """The facts about a share that all ranks know: its owner, its elements, and the codecs of its
+    last hop, of its delivery and of the first of two hops.
     """
 
     owner: int

@@ -190,11 +190,11 @@ class ShardSums:
         self._link = link
 
     def room(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Where sums are to be written."""
+        """Allocate the sums."""
         return self._link.empty(self._numel, dtype=dtype, device=device)
 
     def shards(self, sums: Tensor) -> list[Tensor]:
-        """Views of what was written there, this rank's shards without padding."""
+        """View this rank's shards in the sums, without padding."""
         rooms = [round_up(numel, VECTOR_NUMEL) for numel in self.shard_numels]
         parts = zip(sums.split(rooms), self.shard_numels, strict=True)
         return [part if part.numel() == n else part[:n] for part, n in parts]
@@ -265,11 +265,11 @@ class OwnerSums:
         return sums
 
     def room(self, device: torch.device) -> Tensor:
-        """Where sums are to be written."""
+        """Allocate the sums."""
         return self._link.empty(self._numel, dtype=torch.float32, device=device)
 
     def held_room(self, device: torch.device) -> Tensor:
-        """Where the sums of the first of two hops rest."""
+        """Allocate what is held between the two hops."""
         return self._link.empty(self.plan.held_numel, dtype=torch.float32, device=device)
 
 

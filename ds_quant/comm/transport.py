@@ -14,6 +14,7 @@ its own, because its messages are its own.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ U = TypeVar("U")
 
 
 class Pending(Generic[T]):
-    """What a collective returns: a result to wait for. ``finish`` makes it and is called once."""
+    """The result of a collective, to wait for. ``finish`` makes it and is called once."""
 
     def __init__(self, finish: Callable[[], T]) -> None:
         self._finish: Callable[[], T] | None = finish
@@ -245,7 +246,7 @@ class Fabric:
         self.size, self.rank = whole.size, whole.rank
         self.node_size = None if intra is None or inter is None else intra.size
         self.encoding, self.decoding, self.empty = whole.encoding, whole.decoding, whole.empty
-        self._pending: list[_TwoLevelGather] = []
+        self.unposted: deque[_TwoLevelGather] = deque()  # their second level
 
     def all_gather(self, payload: Tensor, *, role: str) -> Pending[Tensor] | _TwoLevelGather:
         """As ``Link.all_gather`` over the whole group; over two levels (nodes, ranks of a node,
@@ -256,18 +257,14 @@ class Fabric:
         if self.intra is None or self.inter is None:
             return self.whole.all_gather(payload, role=role)
         gather = _TwoLevelGather(self, self.inter.all_gather(payload, role=role), role)
-        self._pending.append(gather)
+        self.unposted.append(gather)
         return gather
-
-    def post_until(self, gather: _TwoLevelGather) -> None:
-        """Post the second level of all gathers up to this one."""
-        while gather.inside is None:
-            first = self._pending.pop(0)
-            first.inside = self.intra.all_gather(first.between.wait(), role=first.role)
 
 
 class _TwoLevelGather:
-    """A gather whose rows cross between nodes first, then inside the node."""
+    """A gather whose rows cross between nodes first, then inside the node: see [Note: order of the
+    second level].
+    """
 
     def __init__(self, fabric: Fabric, between: Pending[Tensor], role: str) -> None:
         self._fabric, self.between, self.role = fabric, between, role
@@ -275,7 +272,9 @@ class _TwoLevelGather:
 
     def wait(self) -> Tensor:
         """Return the rows of all ranks, (nodes, ranks of a node, bytes), strided."""
-        self._fabric.post_until(self)
         fabric = self._fabric
+        while self.inside is None:
+            first = fabric.unposted.popleft()
+            first.inside = fabric.intra.all_gather(first.between.wait(), role=first.role)
         # Received as (local rank, node, bytes). They are decoded where they lie, without a copy.
         return self.inside.wait().view(fabric.intra.size, fabric.inter.size, -1).transpose(0, 1)

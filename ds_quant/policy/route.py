@@ -183,15 +183,15 @@ def gradient_codecs(scheme: Scheme) -> tuple[Codec | None, Codec | None]:
 
 
 def weights_per(stage: int) -> Per:
-    """What weights are gathered once per, unless a node shard needs them less often."""
+    """Return what weights are gathered once per; a node shard needs them less often."""
     return "gather" if stage == 3 else "step"
 
 
 def gradients_per(stage: int) -> Per:
-    """What gradients are reduced once per, unless they wait between the nodes."""
+    """Return what gradients are reduced once per; they may wait between the nodes."""
     return "step" if stage == 1 else "micro_step"
 
 
 def times(per: Per, *, micro_steps: int, gathers: float) -> float:
-    """How often a hop runs in an optimizer step. gathers: of ZeRO-3 in a micro-step."""
+    """Return how often a hop runs in an optimizer step. gathers: of ZeRO-3 in a micro-step."""
     return {"step": 1.0, "micro_step": micro_steps, "gather": gathers * micro_steps}[per]

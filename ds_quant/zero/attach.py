@@ -365,8 +365,8 @@ def _attach_reduction(binding: QuantizedEngine) -> None:
         hooks.wrap_shard_reduction(events, reduction, skip)
     else:
         late = LateReduction(reduction)
-        put_away = late.put_away if skip is None else hooks.inside(late.put_away, skip)
-        hooks.wrap_shard_reduction(events, late.reduce, put_away)
+        partition = late.partition if skip is None else hooks.inside(late.partition, skip)
+        hooks.wrap_shard_reduction(events, late.reduce, partition)
         events.around_last_buckets.append(late.last_buckets)
     _hold(binding, hooks.ShardBuckets)
     if binding.held is not None:  # DeepSpeed drops its own gradients there, which ZeRO-2 does not
@@ -392,7 +392,7 @@ def _waits(binding: QuantizedEngine, owner: int, parameter: torch.Tensor) -> boo
 
 
 def _note_single_ranks(binding: QuantizedEngine) -> None:
-    """With one rank per node there is nothing to sum inside of it."""
+    """Explain why gradients cross in every micro-step where every node has one rank."""
     asked = binding.scheme.cross == "step" and binding.stage > 1
     alone = binding.topology.node_size == 1 < binding.topology.nodes
     if asked and alone and hooks.accumulates(binding.engine):
@@ -487,7 +487,7 @@ def _fallback(binding: QuantizedEngine, settings: FallbackConfig) -> Fallback | 
 
 
 def _binding_of(engine: Any, function: str) -> QuantizedEngine | None:
-    """None for an engine without the plugin; TypeError for what is no engine."""
+    """Return None for an engine without the plugin. TypeError for anything but an engine."""
     if not hasattr(engine, "zero_optimization_stage"):
         raise TypeError(
             f"ds_quant.{function} takes the engine that deepspeed.initialize or "
@@ -522,7 +522,7 @@ def resync(engine: Any) -> None:
 
 
 def report(engine: Any) -> dict[str, Any] | None:
-    """What this rank has received so far, or None if the engine has no ``quantized_comm``.
+    """Report what this rank has received so far; None if the engine has no ``quantized_comm``.
 
     Returns:
         scheme, stage, params (elements), steps, micro_steps, received_bytes[role][link] with role

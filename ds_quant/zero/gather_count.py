@@ -1,8 +1,8 @@
 """Count how often ZeRO-3 gathers the weights: predicted at start-up, then measured.
 
 [Note: what is counted] DeepSpeed records the order of modules in a first pass and decides by it
-from then on; an evaluation in between makes it record anew. So the first optimizer step counts that
-began after two undisturbed micro-steps and was not disturbed itself.
+from then on; an evaluation in between makes it record again. What counts is the first optimizer
+step that began after two undisturbed micro-steps and was not disturbed itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ds_quant.policy.gathers import FetchSettings, Module, Unit, mean_gathers
 from ds_quant.zero import hooks, log
 
 _RECORDING = 2  # micro-steps, see [Note: what is counted]
-_CLOSE = 0.03  # a relative error that nobody is told of
+_CLOSE = 0.03  # a relative error that is not logged
 
 
 def predicted_gathers(engine: Any) -> float:

@@ -49,7 +49,7 @@ class GradientBuckets(Protocol):
 
 
 class HeldGradients:
-    """What one engine holds: see [Note: held gradients]. Empty between optimizer steps."""
+    """The held sums of one engine: see [Note: held gradients]. Empty between optimizer steps."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -62,8 +62,8 @@ class HeldGradients:
         self._is_over = False  # the accumulation, whatever the engine says
 
     def take(self, key: Hashable, members: Sequence[Member]) -> HeldBucket | None:
-        """What is held of a make-up, which is forgotten. Others that hold any of its parameters
-        cross. All ranks call it in the same order.
+        """Return and forget what is held of a make-up; others with any of its parameters cross.
+        All ranks call it in the same order.
         """
         step = self._engine.global_steps
         if step != self._step:

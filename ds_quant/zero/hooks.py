@@ -332,10 +332,10 @@ def note_borrowed() -> None:
 
 
 def wrap_shard_reduction(
-    hooks: Hooks, reduce: Callable[..., Any], put_away: Callable[..., Any] | None = None
+    hooks: Hooks, reduce: Callable[..., Any], partition: Callable[..., Any] | None = None
 ) -> None:
     """ZeRO-3: ``reduce(original, params, tensors, group)`` replaces the reduce-scatter and
-    ``put_away(original, params, shards)`` what follows it.
+    ``partition(original, params, shards)`` what follows it.
     """
     from deepspeed.runtime.zero import stage3
 
@@ -347,8 +347,8 @@ def wrap_shard_reduction(
             return avg_scatter(params, *args, **kwargs)
 
     hooks.wrap(hooks.optimizer, _AVG_SCATTER, around)
-    if put_away is not None:
-        hooks.wrap(hooks.optimizer, "partition_grads", put_away)
+    if partition is not None:
+        hooks.wrap(hooks.optimizer, "partition_grads", partition)
 
 
 def inside(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -398,14 +398,14 @@ def skip_zero_shards(optimizer: Any, waits: Callable[[Any], bool]) -> Callable[.
     """
     require(optimizer, "micro_step_id")
 
-    def put_away(original: Callable[..., Any], params: Any, shards: Any) -> Any:
+    def partition(original: Callable[..., Any], params: Any, shards: Any) -> Any:
         if optimizer.micro_step_id == 0 or not all(map(waits, params)):
             return original(params, shards)
         for p in params:
             p.grad = None
         return []
 
-    return put_away
+    return partition
 
 
 def unasked(role: str) -> RuntimeError:

@@ -63,8 +63,8 @@ class Spread:
             self._post_next()
 
     def misses(self, params: Iterable[Hashable]) -> bool:
-        """Whether a parameter of these is still to arrive. Equal on all ranks: it tells what was
-        finished here, not what the network has brought.
+        """Whether one of these parameters is still to arrive. Equal on all ranks: it depends on
+        what was finished here, not on what the network has delivered.
         """
         return not self._missing.isdisjoint(params)
 
@@ -245,7 +245,7 @@ class NodeShard:
         return param.weight_streams(param.kept.rows.dtype, rank=self._rank)
 
     def _codings(self, params: Sequence[Param], place: int, step: int) -> list[Coding]:
-        """Of every parameter in one step; place 0 is between the nodes, -1 inside them."""
+        """Return their codings in one step; place 0 is between the nodes, -1 inside them."""
         if self._binding.is_exact(step):
             return [exactly(param.kept.rows.dtype) for param in params]
         return [
@@ -297,7 +297,7 @@ class NodeShard:
         return lossless.shard_posts(messages, self._inter, device=hooks.device(), traffic=traffic)
 
     def _shards(self, params: Sequence[Param]) -> list[torch.Tensor]:
-        """This rank's own, as the optimizer has left them."""
+        """Return this rank's own shards, as the optimizer has left them."""
         device = hooks.device()
         return [hooks.valid_shard(param.tensor, self._rank).to(device) for param in params]
 

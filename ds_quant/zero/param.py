@@ -23,7 +23,7 @@ _SIGNS = 99  # the "hop" of the sign flips of a rotation
 
 
 class Stream(NamedTuple):
-    """What is sent of a parameter over a hop: its codec, the key of its random bits (None where it
+    """A parameter on one hop: its codec, the key of its random bits (None where it
     takes none), whether the learned levels are the codec's, and whether differences are sent.
     """
 
@@ -38,8 +38,8 @@ class Stream(NamedTuple):
 
 
 class GradientStreams(NamedTuple):
-    """What is sent of a gradient: a stream per hop, and the rotation around all hops, whose sign
-    flips differ by step if ``signs`` names them. ``form``: the same without random bits.
+    """A gradient on all its hops: a stream for each, and the rotation around them, whose sign flips
+    differ by step if ``signs`` names them. ``form``: the same without random bits.
     """
 
     hops: tuple[Stream, ...]

@@ -42,7 +42,7 @@ from ds_quant.zero.param import GradientStreams, Param, Stream, exact_gradient
 
 
 class _GatherRun(NamedTuple):
-    """What is one tensor of the message: [start, stop) of the flat replica, elements of one
+    """One tensor of the message: [start, stop) of the flat replica, elements of one
     parameter from ``first`` on or, in full precision, several small ones of one owner. See
     [Note: bundles]. ``stream`` is None in full precision.
     """
@@ -55,9 +55,9 @@ class _GatherRun(NamedTuple):
 
 
 class _GatherPlan(NamedTuple):
-    """How a window of the partitions is gathered: its parameters with their streams, what is laid
-    end to end for it and spread again, and how the new weights of this rank are, if they are not in
-    the replica.
+    """The gather of a window of the partitions: its parameters with their streams, the ranges that
+    are concatenated for it and written back, and those of this rank's new weights, if they are not
+    in the replica.
     """
 
     weights: list[tuple[Param, Stream | None]]
@@ -178,7 +178,7 @@ class Replica:
             last.wait()
 
     def _posts(self, step: int, exact: bool) -> Iterator[Post]:
-        """What posts the gather of each window."""
+        """Yield what posts the gather of each window."""
         routes, exactly = self._binding.routes, list[Window]()
         differs = self._binding.scheme.lossless and not (exact or self._binding.is_exact(step))
         for group in optimizer_hooks.replica_groups(self._optimizer):
@@ -331,7 +331,7 @@ class _SumRun(NamedTuple):
 
 
 class _SumPlan(NamedTuple):
-    """How a bucket is reduced: the gradients in it, what must be laid end to end first, and where
+    """The reduction of a bucket: its gradients, the ranges that are concatenated first, and where
     this rank's runs and their sums lie.
     """
 

@@ -204,8 +204,8 @@ class Fetch:
 
 
 class _Gather(NamedTuple):
-    """A gather on its way: of parameters in the order of its result, small ones at the end in
-    bundles. lossy: which values may differ from the exact ones.
+    """A posted gather: its parameters in the order of the result, small ones at the end in bundles.
+    lossy: which values may differ from the exact ones.
     """
 
     params: list[Param]
@@ -275,14 +275,14 @@ class ShardReduction:
         if link.size == 1 or not tensors or None in tracked:
             return None
         route = binding.route(group)
-        sent = self._sent(tracked, tensors, route, link)
-        plan, unpack = self._plan(sent, route, link), sent.unpack
+        flat, sent = self._sent(tracked, tensors, route, link)
+        plan = self._plan(flat, sent, route, link)
         if binding.crosses_once(route):
-            under_way, take = self._begin_held(sent, plan, tracked, link)
+            under_way, take = self._begin_held(flat, sent, plan, tracked, link)
         else:
-            sums = plan.room(sent.tensors[0].device, sent.sum_dtype())
-            under_way = Reduction(plan.plan, sent.tensors, sent.codings, sent.rotations, sums)
-            take = lambda: unpack.shards(plan.shards(sums), link)  # noqa: E731
+            sums = plan.room(flat[0].device, sent.sum_dtype(flat[0].device))
+            under_way = Reduction(plan.plan, flat, sent.codings, sent.rotations, sums)
+            take = lambda: sent.shards(plan.shards(sums), link)  # noqa: E731
         return Bucket(binding, tracked, tensors, under_way, take)
 
     def _sent(
@@ -291,7 +291,8 @@ class ShardReduction:
         tensors: Sequence[torch.Tensor],
         route: tuple[LinkHop, ...],
         link: Link,
-    ) -> _Sent:
+    ) -> tuple[list[torch.Tensor], _Sent]:
+        """Return what is sent of the gradients, (numel,) each, and how."""
         binding, rank = self._binding, link.rank
         exact, step, hops = binding.is_exact(binding.step), binding.gradient_step, len(route)
         signed = binding.signed_step(route)
@@ -305,16 +306,18 @@ class ShardReduction:
         # See [Note: bundles].
         last = [s.form.codecs[-1] for s in streams]
         alone, bundles = sort_out([g.numel() for g in tensors], last, link.size)
-        sent = [tensors[i].reshape(-1) for i in alone]
-        sent += [bundle.pack([tensors[i] for i in members]) for bundle, members in bundles]
+        flat = [tensors[i].reshape(-1) for i in alone]
+        flat += [bundle.pack([tensors[i] for i in members]) for bundle, members in bundles]
         streams = [streams[i] for i in (*alone, *(members[0] for _, members in bundles))]
         codings, rotations = zip(*[s.codings(step, signed) for s in streams], strict=True)
-        unpack = _Unpack(alone, bundles, [g.dtype for g in sent])
-        return _Sent(sent, [s.form for s in streams], codings, rotations, unpack)
+        forms, dtypes = tuple([s.form for s in streams]), [tensor.dtype for tensor in flat]
+        return flat, _Sent(alone, bundles, dtypes, forms, codings, rotations)
 
-    def _plan(self, sent: _Sent, route: tuple[LinkHop, ...], link: Link) -> ShardSums:
-        numels = tuple([t.numel() for t in sent.tensors])
-        key = numels, tuple(sent.forms), route, link
+    def _plan(
+        self, flat: Sequence[torch.Tensor], sent: _Sent, route: tuple[LinkHop, ...], link: Link
+    ) -> ShardSums:
+        numels = tuple([tensor.numel() for tensor in flat])
+        key = numels, sent.forms, route, link
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
@@ -322,15 +325,20 @@ class ShardReduction:
         return self._plans[key]
 
     def _begin_held(
-        self, sent: _Sent, plan: ShardSums, tracked: Sequence[Param], link: Link
+        self,
+        flat: Sequence[torch.Tensor],
+        sent: _Sent,
+        plan: ShardSums,
+        tracked: Sequence[Param],
+        link: Link,
     ) -> tuple[Reduction | None, Callable[[], list[torch.Tensor]]]:
         """Post a bucket that crosses between nodes at the boundary only: [Note: held gradients].
 
         Returns what is under way, and what makes this rank's shards when it is done.
         """
-        store, unpack, device = self._binding.held, sent.unpack, sent.tensors[0].device
+        store, device = self._binding.held, flat[0].device
         members = tuple([(param, -1) for param in tracked])
-        under_way, sums = None, partial(_zeros, plan, unpack.dtypes, device)
+        under_way, sums = None, partial(_zeros, plan, sent.dtypes, device)
         if store.are_left(members):  # what is held of them takes the second hop alone
             store.take(None, members)
         else:
@@ -338,64 +346,57 @@ class ShardReduction:
             if held is not None:
                 held.added.wait()
             if not hooks.at_boundary(self._binding.engine):
-                bucket = _hold(plan, sent, link, members, held)
+                bucket = _hold(plan, flat, sent, link, members, held)
                 store.put((plan, members), bucket)
-                return bucket.added, lambda: unpack.tensors(sums(), link.rank)
+                return bucket.added, lambda: sent.split(sums(), link.rank)
             room, values = plan.room(device), None if held is None else held.values
             how = sent.codings, sent.rotations
-            under_way = Reduction(plan.plan, sent.tensors, *how, room, held=values)
+            under_way = Reduction(plan.plan, flat, *how, room, held=values)
             sums = partial(plan.shards, room)
         crossed = store.take_crossed(members)
         waited = {members.index(member): values for member, values in crossed.items()}
-        return under_way, lambda: unpack.shards(sums(), link, waited)
+        return under_way, lambda: sent.shards(sums(), link, waited)
 
 
-class _Unpack(NamedTuple):
-    """How the gradients of a bucket come out of what was sent: by themselves, then bundles with
-    their members. See [Note: bundles]. ``dtypes``: of what was sent.
+class _Sent(NamedTuple):
+    """How the gradients of a bucket are sent: single ones first, then bundles with their members.
+    See [Note: bundles]. All else is of what is sent, in this order.
     """
 
     alone: list[int]
     bundles: list[tuple[Bundle, list[int]]]
     dtypes: list[torch.dtype]
+    forms: tuple[Form, ...]
+    codings: Sequence[tuple[Coding, ...]]
+    rotations: Sequence[Rotation | None]
+
+    def sum_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype of all tensors if the kernels write sums in it for nothing, else fp32."""
+        wanted = self.dtypes[0]
+        coded = [c[-1] for c in self.codings if not isinstance(c[-1].codec, CastCodec)]
+        found = {c.sum_dtype(wanted, device) for c in coded} | set(self.dtypes)
+        return wanted if coded and found == {wanted} else torch.float32
 
     def shards(
         self, sums: Sequence[torch.Tensor], link: Link, waited: Mapping[int, torch.Tensor] = _NONE
     ) -> list[torch.Tensor]:
         """This rank's shards in the gradients' dtypes. ``waited``: added to some of them first."""
         if not waited:
-            return self.tensors(_cast(sums, self.dtypes, link), link.rank)
+            return self.split(_cast(sums, self.dtypes, link), link.rank)
         dtypes = dict(zip(self.alone, self.dtypes, strict=False))
         for (_, members), dtype in zip(self.bundles, self.dtypes[len(self.alone) :], strict=True):
             dtypes |= dict.fromkeys(members, dtype)
-        parts = self.tensors(sums, link.rank)
+        parts = self.split(sums, link.rank)
         for place, values in waited.items():
             parts[place] = parts[place] + values
         return _cast(parts, [dtypes[place] for place in range(len(parts))], link)
 
-    def tensors(self, sent: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """The gradients' shards of ``rank``."""
+    def split(self, sent: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+        """Take the gradients' shards of ``rank`` out of what was sent."""
         found = dict(zip(self.alone, sent, strict=False))
         for (bundle, members), shard in zip(self.bundles, sent[len(self.alone) :], strict=True):
             found |= zip(members, bundle.unpack_shard(shard, rank), strict=True)
         return [found[index] for index in range(len(found))]
-
-
-class _Sent(NamedTuple):
-    """The gradients of a bucket as they travel, and how."""
-
-    tensors: list[torch.Tensor]
-    forms: list[Form]
-    codings: Sequence[tuple[Coding, ...]]
-    rotations: Sequence[Rotation | None]
-    unpack: _Unpack
-
-    def sum_dtype(self) -> torch.dtype:
-        """The dtype of all tensors if the kernels write sums in it for nothing, else fp32."""
-        device, wanted = self.tensors[0].device, self.tensors[0].dtype
-        coded = [c[-1] for c in self.codings if not isinstance(c[-1].codec, CastCodec)]
-        found = {c.sum_dtype(wanted, device) for c in coded} | {t.dtype for t in self.tensors}
-        return wanted if coded and found == {wanted} else torch.float32
 
 
 def _cast(
@@ -455,24 +456,24 @@ class Bucket:
 
 def _hold(
     plan: ShardSums,
+    flat: Sequence[torch.Tensor],
     sent: _Sent,
     link: Link,
     members: tuple[Member, ...],
     held: HeldBucket | None,
 ) -> HeldBucket:
     """Begin to add the tensors, summed inside the node, to what is held of them."""
-    device, how = sent.tensors[0].device, (sent.codings, sent.rotations)
+    device, how = flat[0].device, (sent.codings, sent.rotations)
     values = None if held is None else held.values
     if values is None:
         values = link.empty(plan.plan.held_numel, dtype=torch.float32, device=device)
-    added = Reduction(plan.plan, sent.tensors, *how, None, held=values, fresh=held is None)
-    unpack = sent.unpack
+    added = Reduction(plan.plan, flat, *how, None, held=values, fresh=held is None)
 
     def cross() -> dict[Member, torch.Tensor]:
         added.wait()
         sums = plan.room(device)
         Reduction(plan.plan, None, *how, sums, held=values).wait()
-        return dict(zip(members, unpack.tensors(plan.shards(sums), link.rank), strict=True))
+        return dict(zip(members, sent.split(plan.shards(sums), link.rank), strict=True))
 
     return HeldBucket(members=members, values=values, added=added, cross=cross)
 

@@ -16,7 +16,7 @@ from ds_quant.comm.reduction_plan import Form, LinkHop
 from ds_quant.comm.traffic import Meter
 from ds_quant.kernels import dispatch
 from ds_quant.kernels.random_bits import Address
-from ds_quant.zero.stage3 import _cast, _Sent, _Unpack
+from ds_quant.zero.stage3 import _cast, _Sent
 from tests.kernels.conftest import shim  # noqa: F401
 from tests.kernels.test_cuda_launcher import cupy, runner  # noqa: F401
 
@@ -55,9 +55,9 @@ def reduced(
     dtypes = [g.dtype for g in gradients]
     flat = [g.reshape(-1) for g in gradients]
     numels, forms = [g.numel() for g in gradients], [Form((codec,)) for codec in codecs]
-    sent = _Sent(flat, forms, codings, [None] * len(codecs), _Unpack([], [], dtypes))
+    sent = _Sent([], [], dtypes, tuple(forms), codings, [None] * len(codecs))
     plan = ShardSums(numels, forms, (LinkHop(link=link),), link, scale=1 / RANKS)
-    sums = plan.room(flat[0].device, sent.sum_dtype())
+    sums = plan.room(flat[0].device, sent.sum_dtype(flat[0].device))
     Reduction(plan.plan, flat, codings, sent.rotations, sums).wait()
     return _cast(plan.shards(sums), dtypes, link), link.casts
 

@@ -48,10 +48,10 @@ class Rotation:
         return round_up(numel, self.block)
 
     @property
-    def kernel(self) -> kernels.Rotation:
+    def kernel(self) -> kernels.BlockRotation:
         """The rotation with its sign flips as bits, as the kernels take it."""
         flips = None if self.signs is None else _flips(self.signs) & (1 << self.block) - 1
-        return kernels.Rotation(self.block, flips)
+        return kernels.BlockRotation(self.block, flips)
 
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """(numel,) floating point -> (padded(numel),) fp32, ``out`` if given; x is not modified."""

@@ -28,7 +28,7 @@ from ds_quant.kernels.batch import (
     addresses_of,
     rows_of,
 )
-from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.launch import FIELDS, NO_SOURCE, Launch, Table, merge
 from ds_quant.kernels.packing import Format
 from ds_quant.kernels.wire import ALIGNMENT
@@ -116,11 +116,11 @@ class _Filled:
         return self._table._replace(jobs=self._arguments.records.tobytes())
 
 
-def _rotation(operation: Operation) -> Rotation | None:
+def _rotation(operation: Operation) -> BlockRotation | None:
     """What an operation rotates; values that are recoded stay as they are."""
     if isinstance(operation, Decode | Recode) or not operation.block:
         return None
-    return Rotation(operation.block, 0 if operation.flips else None)
+    return BlockRotation(operation.block, 0 if operation.flips else None)
 
 
 def _encode(rows: Rows, buffers: Buffers) -> _Job:

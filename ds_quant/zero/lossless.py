@@ -63,7 +63,7 @@ def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]
 # ---- the node shard of ZeRO-3 ----
 
 
-class Rows(NamedTuple):
+class NodeRows(NamedTuple):
     """Parameters of one dtype in the node shard, and this rank's new shards of them.
 
     Rows are filled up with zeros to equal width, and zeros they stay.
@@ -104,7 +104,7 @@ class Rows(NamedTuple):
 
 
 def shard_posts(
-    messages: Sequence[Rows], inter: Link, *, device: torch.device, traffic: Traffic
+    messages: Sequence[NodeRows], inter: Link, *, device: torch.device, traffic: Traffic
 ) -> Iterator[Post]:
     """Yield what updates the rows of each message to their owners' shards, in turn."""
     if not messages:

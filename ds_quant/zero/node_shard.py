@@ -290,7 +290,9 @@ class NodeShard:
     def _exact_differences(self, runs: Sequence[Sequence[Param]]) -> Iterator[lossless.Post]:
         node, codec = self._inter.rank, self._binding.scheme.exact_codec
         messages = [
-            lossless.Rows([param.kept for param in run], partial(self._shards, run), node, codec)
+            lossless.NodeRows(
+                [param.kept for param in run], partial(self._shards, run), node, codec
+            )
             for run in runs
         ]
         traffic = self._binding.traffic

@@ -1,4 +1,4 @@
-"""hops.Reduction and Fabric on real gloo ranks, one and two levels, against sums computed here.
+"""Reduction and Fabric on real gloo ranks, one and two levels, against sums computed here.
 
 One start of the ranks per topology (nodes x ranks per node) plays all cases.
 """

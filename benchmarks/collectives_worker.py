@@ -1,7 +1,7 @@
 """One rank of collectives.py: gathers and reductions of every scheme, in turns, at every rate.
 
 Started like speed_worker.py. The collectives are those of the engine, without an engine: the same
-links, hops and codecs, on random numbers.
+links, routes and codecs, on random numbers.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from deepspeed import comm as dist
 from netlab import lab
 from torch import Tensor
 
-from ds_quant.codec.bound import Coding, Rotation
-from ds_quant.codec.codec import CastCodec, Codec
+from ds_quant.codec.bound import Coding
 from ds_quant.comm.gather import all_gather
-from ds_quant.comm.reduce import Reduction
-from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, own_totals
+from ds_quant.comm.reduce import Reduction, ShardSums
+from ds_quant.comm.reduction_plan import Form, Slicing
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels.random_bits import Role, address
 from ds_quant.kernels.wire import shard_range
-from ds_quant.policy.scheme import Scheme
+from ds_quant.policy.route import Hop, Routes
+from ds_quant.zero.engine import linked
 
 
 def fabric_of(topology: Topology, traffic: Traffic) -> Fabric:
@@ -50,38 +50,31 @@ def fabric_of(topology: Topology, traffic: Traffic) -> Fabric:
     return Fabric(link(None), *own)
 
 
-def coding(codec: Codec | None, role: Role, rank: int, hop: int = 0) -> Coding:
-    where = address(seed=0, role=role, step=1, parameter=0, rank=rank, hop=hop)
-    return Coding(codec=codec or CastCodec(torch.bfloat16), address=where)
+def coding(hop: Hop, role: Role, rank: int, place: int = 0) -> Coding:
+    where = address(seed=0, role=role, step=1, parameter=0, rank=rank, hop=place)
+    return Coding(codec=hop.sends(torch.bfloat16), address=where)
 
 
-def gather(scheme: Scheme, values: Tensor, fabric: Fabric) -> Callable[[], object]:
+def gather(routes: Routes, values: Tensor, fabric: Fabric) -> Callable[[], object]:
     """All-gather of one parameter, from this rank's shard to decoded values."""
     start, stop = shard_range(values.numel(), fabric.size, fabric.rank)
-    codings = [coding(scheme.weights, Role.WEIGHTS, fabric.rank)]
+    codings = [coding(routes.weights().hops[0], Role.WEIGHTS, fabric.rank)]
     shards = [values[start:stop]]
     return lambda: all_gather(shards, [values.numel()], codings, fabric).wait()
 
 
-def reduction(scheme: Scheme, values: Tensor, fabric: Fabric) -> Callable[[], object]:
+def reduction(routes: Routes, values: Tensor, fabric: Fabric) -> Callable[[], object]:
     """Reduce-scatter of one gradient, to this rank's fp32 shard."""
-    inner, outer = scheme.gradients_intra or scheme.gradients, scheme.gradients
-    if fabric.intra is None:
-        route, codecs = (Hop(link=fabric.whole, exact_own=True),), (outer,)
-    else:
-        far = Hop(link=fabric.inter, divisor=fabric.intra.size, exact_own=True)
-        route, codecs = (Hop(link=fabric.intra, exact_own=True), far), (inner, outer)
-    codings = tuple(coding(c, Role.GRADIENTS, fabric.rank, hop) for hop, c in enumerate(codecs))
-    rotation = Rotation(block=scheme.rotation) if scheme.rotation else None
-    segments = []
-    for rank in range(fabric.size):
-        start, stop = shard_range(values.numel(), fabric.size, rank)
-        segments.append(Segment(0, start, stop - start, 0, start, rank))
-    segments, own = own_totals(segments, route)
-    form = Form.of(codings, rotation)
-    plan = ReductionPlan(segments, [form], route, scale=1.0 / fabric.size)
-    sums = torch.empty(own)
-    return lambda: Reduction(plan, [values], [codings], [rotation], sums).wait()
+    route = routes.gradients()
+    codings = tuple(
+        [coding(hop, Role.GRADIENTS, fabric.rank, place) for place, hop in enumerate(route.hops)]
+    )
+    block = 0 if route.rotation is None else route.rotation.block
+    form = Form(tuple([coding.codec for coding in codings]), block)
+    hops, scale = linked(route, fabric, Slicing()), 1.0 / fabric.size
+    plan = ShardSums([values.numel()], [form], hops, fabric.whole, scale=scale)
+    sums = plan.room(values.device)
+    return lambda: Reduction(plan.plan, [values], [codings], [route.rotation], sums).wait()
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -93,15 +86,19 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(plan: dict[str, Any], numel: int, fabric: Fabric, traffic: Traffic) -> list[dict]:
+def measure(
+    plan: dict[str, Any], numel: int, topology: Topology, fabric: Fabric, traffic: Traffic
+) -> list[dict]:
     """A row per operation and scheme at one rate and size."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
     values = values.bfloat16()
+    places = {"nodes": topology.nodes, "node_size": topology.node_size}
     works = {}
     for name in plan["schemes"]:
         scheme = parse_block({"scheme": name}).to_scheme()
-        works["gather", name] = gather(scheme, values, fabric)
-        works["reduce", name] = reduction(scheme, values, fabric)
+        routes = Routes(scheme=scheme, stage=2, **places)
+        works["gather", name] = gather(routes, values, fabric)
+        works["reduce", name] = reduction(routes, values, fabric)
     received = {}
     for key, work in works.items():  # also the warm-up
         before = traffic.total()
@@ -136,7 +133,9 @@ def main() -> None:
             # bf16 through one host's link; what takes too long says nothing new
             if rate and 2 * numel * 8 / (rate * 1e6) > plan["limit"]:
                 continue
-            rows += [{"rate": rate, **row} for row in measure(plan, numel, fabric, traffic)]
+            rows += [
+                {"rate": rate, **row} for row in measure(plan, numel, topology, fabric, traffic)
+            ]
         if first:
             print("\n".join([f"rate {rate} done"] * plan["blocks"]), flush=True)
     if first:

@@ -98,7 +98,7 @@ class Bench:
         options = {"address": _ADDRESS, "levels": self._table(codec)}
         run = dispatch.runner_for(codec, self.device)
         if run is not None:
-            rotation = launch.Rotation(32) if rotate else None
+            rotation = launch.BlockRotation(32) if rotate else None
             found.offer(
                 "cuda",
                 lambda: (

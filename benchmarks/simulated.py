@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from ds_quant.codec.bound import Coding, exactly
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.gather import Kept, all_gather, exchange, gather
-from ds_quant.comm.pending import Pending
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic, normalised
-from ds_quant.comm.transport import Link
+from ds_quant.comm.transport import Link, Pending
 from ds_quant.kernels.wire import shard_range
 from ds_quant.policy.scheme import Scheme
 from ds_quant.zero.engine import QuantizedEngine

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from netlab import lab
 from timeline import Timeline
 
 import ds_quant
-from ds_quant.comm.transport import Exchange, Link
+from ds_quant.comm.transport import Link, Pending
 
 
 def build(scheme: dict[str, Any], plan: dict[str, Any]) -> Any:
@@ -45,12 +44,11 @@ def overlap_nothing(engine: Any) -> None:
     """Await every message of this engine where it is posted."""
     traffic, posted = engine.ds_quant_engine.traffic, Link._posted
 
-    def awaited(link: Link, *args: Any) -> Exchange:
-        exchange = posted(link, *args)
-        if link._traffic is not traffic:
-            return exchange
-        exchange.work.wait()
-        return replace(exchange, work=None)
+    def awaited(link: Link, *args: Any) -> Pending[Any]:
+        pending = posted(link, *args)
+        if link._traffic is traffic:
+            pending.wait()
+        return pending
 
     Link._posted = awaited
 

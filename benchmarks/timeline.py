@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ds_quant.comm.transport import Exchange, Link
+from ds_quant.comm.transport import Link, Pending
 
 _TRACKS = ("does", "waits")  # lines of the picture, besides the messages
 
@@ -43,7 +43,7 @@ class Timeline:
         """Record every message of this process while it is open."""
         posted = Link._posted
 
-        def post(link: Link, payload: Any, received: Any, work: Any) -> Exchange:
+        def post(link: Link, payload: Any, received: Any, work: Any) -> Pending[Any]:
             self._posted += 1
             name = f"{link._reach} {payload.numel()} B"
             self._add(name, "b", cat="messages", id=self._posted)

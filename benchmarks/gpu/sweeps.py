@@ -24,7 +24,7 @@ from operations import UNIT, Bench, Operation, absmax
 
 from ds_quant.kernels import dispatch, launch
 from ds_quant.kernels.geometry import Stores, runs_of
-from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.launch import merge
 from ds_quant.kernels.random_bits import Address
 
@@ -117,7 +117,7 @@ def five(device: torch.device, nbytes: float) -> None:
     out = torch.empty(1, numel, dtype=BF16, device=device)
     for row in wire:
         INT4.encode(x, row[None], address=ADDRESS)
-    rotation = Rotation(32)
+    rotation = BlockRotation(32)
     INT4.encode(x, wire[:1], address=ADDRESS, rotation=rotation)
     INT4.decode(wire[:1], out)
     total = torch.empty(numel, device=device)

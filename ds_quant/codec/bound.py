@@ -48,10 +48,10 @@ class Rotation:
         return round_up(numel, self.block)
 
     @property
-    def kernel(self) -> kernels.Rotation:
+    def kernel(self) -> kernels.BlockRotation:
         """The rotation with its sign flips as bits, as the kernels take it."""
         flips = None if self.signs is None else _flips(self.signs) & (1 << self.block) - 1
-        return kernels.Rotation(self.block, flips)
+        return kernels.BlockRotation(self.block, flips)
 
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """(numel,) floating point -> (padded(numel),) fp32, ``out`` if given; x is not modified."""
@@ -145,7 +145,7 @@ class Coding(NamedTuple):
                 levels=self.codec.table(self.levels, wire.device),
             )  # fmt: skip
             return
-        total = temporary((numel,), torch.float32, wire.device)
+        total = scratch.take("temporary", (numel,), dtype=torch.float32, device=wire.device)
         with dispatch.launch_in_order():
             source.decode_sum(wire, total, own=own)
             self.encode(total, out)
@@ -229,12 +229,8 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast to ``dtype``; on the CPU valid until the next call."""
     if values.dtype == dtype:
         return values
-    return temporary(tuple(values.shape), dtype, values.device).copy_(values)
-
-
-def temporary(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate without initialising; on the CPU valid until the next call."""
-    return scratch.take("temporary", shape, dtype=dtype, device=device)
+    shape, device = tuple(values.shape), values.device
+    return scratch.take("temporary", shape, dtype=dtype, device=device).copy_(values)
 
 
 def squares(found: Tensor, exact: Tensor) -> Tensor:

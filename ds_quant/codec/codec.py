@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from ds_quant.kernels import dispatch, gaussian, scratch
-from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.packing import layout_of
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import ALIGNMENT, round_up
@@ -155,7 +155,7 @@ class GroupCodec:
         address: Address | None = None,
         levels: torch.Tensor | None = None,  # (2^bits,) fp32
         base: torch.Tensor | None = None,  # (rows, numel) floating point
-        rotation: Rotation | None = None,
+        rotation: BlockRotation | None = None,
     ) -> None:
         """See Codec. With a base, x - base is encoded, rounded to fp32 once. What a rotation makes
         of x is encoded instead; then `out` holds whole rotation blocks.
@@ -193,7 +193,7 @@ class GroupCodec:
         scale: float = 1.0,
         own: tuple[int, torch.Tensor] | None = None,  # place, (numel on the wire,) floating
         levels: torch.Tensor | None = None,  # (2^bits,) fp32
-        rotation: Rotation | None = None,
+        rotation: BlockRotation | None = None,
     ) -> None:
         """See Codec. A rotation is undone before the sum is scaled; the wire holds whole blocks."""
         self._check_rotation(rotation)
@@ -210,13 +210,13 @@ class GroupCodec:
         if total is not out:
             out.copy_(total)
 
-    def _check_rotation(self, rotation: Rotation | None) -> None:
+    def _check_rotation(self, rotation: BlockRotation | None) -> None:
         if rotation is not None and self.group_size % rotation.block:
             raise ValueError(
                 f"rotation block = {rotation.block}: must divide group_size = {self.group_size}"
             )
 
-    def _check_whole(self, numel: int, rotation: Rotation | None = None) -> None:
+    def _check_whole(self, numel: int, rotation: BlockRotation | None = None) -> None:
         """Gaussian groups are whole: a rotation fills them up."""
         on_wire = round_up(numel, rotation.block) if rotation else numel
         if self.is_gaussian and on_wire % self.group_size:

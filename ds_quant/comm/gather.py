@@ -23,8 +23,7 @@ from torch import Tensor
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding
 from ds_quant.codec.codec import Codec
 from ds_quant.comm.message import Message, lay_out, row_place, row_vector
-from ds_quant.comm.pending import Pending
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.batch import Decode, Encode, Task
 from ds_quant.kernels.wire import ceil_div, shard_range
 
@@ -78,8 +77,8 @@ def shard_message(
                 continue
             if peer == rank:
                 operation = Encode(codec, stop - start, 1 + tensor, 0, tensor)
-                encode.append((operation, (0, slot.start, 0)))
-            place = row_place(peer, ranks, node_size) * nbytes + slot.start
+                encode.append((operation, (0, slot, 0)))
+            place = row_place(peer, ranks, node_size) * nbytes + slot
             decode.append((Decode(codec, stop - start, 0, 1 + tensor, tensor), (place, start)))
     return Message(nbytes, encode, decode)
 
@@ -130,9 +129,9 @@ def owner_message(
                     codec, part.numel, 1 + tensor, 0, part.weight, held=into if differs else None
                 )
                 vector = VECTORS_PER_ELEMENT * part.first
-                encode.append((operation, (start, slot.start, vector, part.start)))
+                encode.append((operation, (start, slot, vector, part.start)))
             operation = Decode(codec, part.numel, 0, into, part.weight, differs)
-            decode.append((operation, (begin + slot.start, part.start)))
+            decode.append((operation, (begin + slot, part.start)))
     return Message(nbytes, encode, decode)
 
 
@@ -199,9 +198,9 @@ def _exchange_message(
                 operation = Encode(
                     codec, stop - start, into + count, 0, place, held=into if differs else None
                 )
-                encode.append((operation, (0, slot.start, 0, first)))
+                encode.append((operation, (0, slot, 0, first)))
             operation = Decode(codec, stop - start, 0, into, place, differs)
-            decode.append((operation, (row * nbytes + slot.start, first)))
+            decode.append((operation, (row * nbytes + slot, first)))
     return Message(nbytes, encode, decode)
 
 
@@ -238,7 +237,7 @@ def _node_message(sizes: tuple[tuple[Codec, int, int], ...], node_size: int, loc
             if peer == local:
                 vector = row_vector(row, count, width)
                 operation = Encode(codec, count, 1 + place, 0, place)
-                encode.append((operation, (row * width, of_rows[row].start, vector)))
-            wire = peer * nbytes + of_rows[row].start
+                encode.append((operation, (row * width, of_rows[row], vector)))
+            wire = peer * nbytes + of_rows[row]
             decode.append((Decode(codec, count, 0, 1 + place, place), (wire, start)))
     return Message(nbytes, encode, decode)

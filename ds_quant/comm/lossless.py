@@ -23,9 +23,8 @@ from torch import Tensor
 from ds_quant.codec.bound import squares
 from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.message import row_place
-from ds_quant.comm.pending import Pending
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.lossless import Damaged
 from ds_quant.kernels.wire import ALIGNMENT
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,31 +27,19 @@ from torch.nn.functional import pad
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding
 from ds_quant.codec.codec import CastCodec, Codec
 from ds_quant.comm.operations import Operations, Streams
-from ds_quant.comm.pending import Pending
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.batch import Task
 from ds_quant.kernels.wire import VECTOR_NUMEL, ceil_div, shard_range
 
 # ---- rows of slots ----
 
 
-class Slot(NamedTuple):
-    """Place of one tensor's codes and scales in a row: first byte and bytes."""
-
-    start: int
-    nbytes: int
-
-
-Layout = tuple[tuple[Slot, ...], int]  # slots of a row, and its bytes
-
-
-def lay_out(sizes: Iterable[tuple[Codec, int]]) -> Layout:
-    """Lay out a row that holds one (codec, numel) after the other."""
-    slots, start = [], 0
-    for codec, numel in sizes:
-        slots.append(Slot(start, codec.wire_bytes(numel)))
-        start += slots[-1].nbytes
-    return tuple(slots), start
+def lay_out(sizes: Iterable[tuple[Codec, int]]) -> tuple[list[int], int]:
+    """Lay out a row that holds one (codec, numel) after the other: first byte of each slot, and the
+    bytes of the row.
+    """
+    ends = list(accumulate((codec.wire_bytes(numel) for codec, numel in sizes), initial=0))
+    return ends[:-1], ends[-1]
 
 
 def row_place(rank: int, ranks: int, node_size: int | None) -> int:
@@ -185,38 +173,34 @@ def bundle_of(numels: tuple[int, ...], ranks: int) -> Bundle:
 
 
 class Cuts:
-    """Locate the tensors of a message in a flat one, each in ranges [start, stop) of elements.
+    """Ranges [start, stop) of a flat tensor.
 
     One call makes all views: sliced one by one they cost microseconds each.
     """
 
-    def __init__(self, tensors: Sequence[Sequence[tuple[int, int]]]) -> None:
+    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
         places: dict[tuple[int, int], int] = {}
         self._sizes: list[int] = []
         self._end = 0
-        for start, stop in sorted(piece for ranges in tensors for piece in ranges):
+        for start, stop in sorted(ranges):
             if start > self._end:
-                self._sizes.append(start - self._end)  # belongs to none
+                self._sizes.append(start - self._end)  # in no range
             places[start, stop] = len(self._sizes)
             self._sizes.append(stop - start)
             self._end = stop
-        self._places = [[places[piece] for piece in ranges] for ranges in tensors]
+        self._places = [places[piece] for piece in ranges]
 
-    def views(self, flat: Tensor) -> list[list[Tensor]]:
-        """Per tensor its ranges of ``flat``, (numel,) or (1, numel)."""
-        parts = flat[..., : self._end].split(self._sizes, dim=-1)
-        return [[parts[i] for i in places] for places in self._places]
-
-
-class Scattered:
-    """Ranges [start, stop) of a flat tensor that are to lie end to end."""
-
-    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
-        self._cuts = Cuts([ranges]) if ranges else None
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Every range of ``flat``, (numel,)."""
+        if not self._places:
+            return []
+        parts = flat[: self._end].split(self._sizes)
+        return [parts[place] for place in self._places]
 
     def joined(self, flat: Tensor) -> list[Tensor]:
-        """Copy them into one tensor; nothing if there are none."""
-        return [] if self._cuts is None else [torch.cat(self._cuts.views(flat)[0])]
+        """Copy them end to end into one tensor; nothing if there are none."""
+        views = self.views(flat)
+        return [torch.cat(views)] if views else []
 
 
 class Copies:
@@ -232,12 +216,12 @@ class Copies:
                 into.append((start, stop))
                 parts.append((place, place + stop - start))
                 place += stop - start
-        self._into, self._parts = (Cuts([into]), Cuts([parts])) if into else (None, None)
+        self._into, self._parts = Cuts(into), Cuts(parts)
 
     def copy(self, flat: Tensor, values: Tensor) -> None:
         """Make all copies in one call, cast to the dtype of ``flat``."""
-        if self._into is not None:
-            torch._foreach_copy_(self._into.views(flat)[0], self._parts.views(values)[0])
+        if into := self._into.views(flat):
+            torch._foreach_copy_(into, self._parts.views(values))
 
 
 def joined(views: Sequence[Tensor]) -> Tensor:
@@ -245,20 +229,20 @@ def joined(views: Sequence[Tensor]) -> Tensor:
     return views[0] if len(views) == 1 else torch.cat(tuple(views), dim=-1)
 
 
-def is_small(numel: int, coding: Coding) -> bool:
+def is_small(numel: int, codec: Codec) -> bool:
     """Whether a tensor is to be bundled: see [Note: bundles]."""
-    return numel <= MAX_NUMEL and isinstance(coding.codec, CastCodec)
+    return numel <= MAX_NUMEL and isinstance(codec, CastCodec)
 
 
 def sort_out(
-    numels: Sequence[int], codings: Sequence[Coding], ranks: int
+    numels: Sequence[int], codecs: Sequence[Codec], ranks: int
 ) -> tuple[list[int], list[tuple[Bundle, list[int]]]]:
     """Split tensors into those sent alone and bundles of the others with their members."""
     alone: list[int] = []
     small: dict[torch.dtype, list[int]] = {}
-    for index, (numel, coding) in enumerate(zip(numels, codings, strict=True)):
-        if is_small(numel, coding):
-            small.setdefault(coding.codec.dtype, []).append(index)
+    for index, (numel, codec) in enumerate(zip(numels, codecs, strict=True)):
+        if is_small(numel, codec):
+            small.setdefault(codec.dtype, []).append(index)
         else:
             alone.append(index)
     bundles = [

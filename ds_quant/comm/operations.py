@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_quant.codec.bound import Coding, Rotation, temporary
+from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec, GroupCodec
 from ds_quant.comm.traffic import Notes
-from ds_quant.kernels import batch, dispatch
+from ds_quant.kernels import batch, dispatch, scratch
 from ds_quant.kernels.batch import (
     Decode,
     Encode,
@@ -195,7 +195,8 @@ class Cast:
         else:
             total = into
             if into.dtype != torch.float32 or isinstance(op, Recode):
-                total = temporary(tuple(into.shape), torch.float32, into.device)
+                shape, device = tuple(into.shape), into.device
+                total = scratch.take("temporary", shape, dtype=torch.float32, device=device)
             self._add_up(total, buffers)
             if isinstance(op, Sum) and op.scale != 1.0:
                 total.mul_(op.scale)
@@ -241,8 +242,8 @@ class Streams:
         return coding._replace(address=coding.address._replace(first_vector=first))
 
     @cached_property
-    def numbers(self) -> batch.Streams:
-        """The streams as arrays for the kernels."""
+    def arrays(self) -> batch.StreamArrays:
+        """The streams as the kernels take them."""
         addresses = [c.address or _NO_ADDRESS for c in self.codings]
         numbers = np.array([a[:3] for a in addresses], dtype=np.uint64).T
         levels = [c.levels for c in self.codings]
@@ -250,7 +251,7 @@ class Streams:
         flips = [0 if r is None or r.signs is None else r.kernel.flips for r in self.rotations]
         halves = [f & _WORD for f in flips], [f >> 64 for f in flips]
         more = np.array([pointers, *halves], dtype=np.uint64)
-        return batch.Streams(*numbers, *more, tensors=levels)
+        return batch.StreamArrays(*numbers, *more, tensors=levels)
 
 
 class Operations:
@@ -265,7 +266,7 @@ class Operations:
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         self.tasks = tuple(tasks)
-        self._compiled: dict[Hashable, _Compiled] = {}
+        self._compiled: dict[Hashable, _Compiled] = {}  # by variant of the buffers
         self._turn = threading.Lock()
 
     def run(self, buffers: Sequence[Tensor], streams: Streams, notes: Notes | None = None) -> None:
@@ -278,33 +279,27 @@ class Operations:
                 if len(self._compiled) >= _VARIANTS:
                     self._compiled.clear()
                 self._compiled[variant] = _compile(self.tasks, buffers)
-            self._compiled[variant].run(buffers, streams)
+            kernels, casts, pieces = self._compiled[variant]
+            for run in kernels:
+                run(buffers, streams.arrays)
+            for cast in casts:
+                cast.run(buffers)
+            if pieces:
+                with dispatch.batch_launches():
+                    for operation, places in pieces:
+                        run_piece(operation, places, buffers, streams)
         if notes is not None and notes.are_read:
             for task in self.tasks:
                 _note(task, buffers, streams, notes)
 
 
-class _Compiled(NamedTuple):
-    """Tasks split into kernel calls, casts of rows, and single pieces."""
-
-    runnables: list[Runnable]
-    casts: list[Cast]
-    pieces: list[Task]
-
-    def run(self, buffers: Sequence[Tensor], streams: Streams) -> None:
-        for run in self.runnables:
-            run(buffers, streams.numbers)
-        for cast in self.casts:
-            cast.run(buffers)
-        if self.pieces:
-            with dispatch.batch_launches():
-                for operation, places in self.pieces:
-                    run_piece(operation, places, buffers, streams)
+# Calls of kernels, casts of rows, and single pieces.
+_Compiled = tuple[list[Runnable], list[Cast], list[Task]]
 
 
 def _compile(tasks: Sequence[Task], buffers: Sequence[Tensor]) -> _Compiled:
     kinds: dict[Hashable, list[Task]] = {}
-    runnables, casts, pieces = [], [], []
+    kernels, casts, pieces = [], [], []
     for task in tasks:
         codecs = [getattr(task[0], name, None) for name in ("codec", "source")]
         if all(codec is None or isinstance(codec, GroupCodec) for codec in codecs):
@@ -317,11 +312,11 @@ def _compile(tasks: Sequence[Task], buffers: Sequence[Tensor]) -> _Compiled:
     for alike in kinds.values():
         run = dispatch.compile_tasks(alike, buffers)
         if run is not None:
-            runnables.append(run)
+            kernels.append(run)
             continue
         for task in alike:
             (casts if is_cast(task[0]) else pieces).append(task)
-    return _Compiled(runnables, [Cast(rows) for rows in batch.rows_of(casts, 2)], pieces)
+    return kernels, [Cast(rows) for rows in batch.rows_of(casts, 2)], pieces
 
 
 def _note(task: Task, buffers: Sequence[Tensor], streams: Streams, notes: Notes) -> None:

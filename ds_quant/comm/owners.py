@@ -13,20 +13,22 @@ alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ds_quant.codec.codec import Codec, GroupCodec
+from ds_quant.codec.codec import Codec
 from ds_quant.kernels.wire import ceil_div
 
 
 class Shape(NamedTuple):
-    """What all ranks know about a share. ``inner``: the codec of the first of two hops."""
+    """The facts about a share that all ranks know: its owner, its elements, and the codecs of its
+    last hop, of its delivery and of the first of two hops.
+    """
 
     owner: int
     numel: int
     codec: Codec
+    delivery: Codec
     inner: Codec | None = None
 
 
@@ -71,7 +73,7 @@ def inbound(
     size = node_size or ranks
     nodes, into_node, into_rank = ranks // size, [0] * (ranks // size), [0] * ranks
     for piece in pieces:
-        owner, _, codec, inner = shapes[piece.part]
+        owner, _, codec, delivery, inner = shapes[piece.part]
         numel, reducer = piece.stop - piece.start, piece.reducer
         across = codec.wire_bytes(numel) * ((nodes if inner else ranks) - 1)
         into_rank[reducer] += across
@@ -81,23 +83,11 @@ def inbound(
             for colleague in range(reducer % size, ranks, size):
                 into_rank[colleague] += inside
         if reducer != owner:
-            delivered = delivery_codec(codec).wire_bytes(numel)
+            delivered = delivery.wire_bytes(numel)
             into_rank[owner] += delivered
             if reducer // size != owner // size:
                 into_node[owner // size] += delivered
     return Inbound(max(into_node, default=0), max(into_rank, default=0))
-
-
-def delivery_codec(codec: Codec) -> Codec:
-    """Return the delivery's codec: at least 8 bits, as its error is not averaged over ranks.
-
-    Gaussian levels need a rotation, and sums are no longer rotated.
-    """
-    if not isinstance(codec, GroupCodec):
-        return codec
-    if codec.is_gaussian:
-        return replace(codec, bits=8, range="absmax", rounding="stochastic")
-    return replace(codec, bits=8)
 
 
 def _cut_evenly(shapes: Sequence[Shape], team_of: Sequence[tuple[int, ...]]) -> tuple[Piece, ...]:

@@ -11,14 +11,19 @@ place in a message, and with two nodes that halves the variance of the inter-nod
 
 [Note: slices] Large reductions over two hops are cut into slices. While slice i crosses between
 the nodes, slice i + 1 is inside them.
+
+[Note: held sums] Several micro-steps can cross between the nodes once. The first hop then runs in
+every micro-step; what it brings is added, in fp32 and in micro-step order, to what this rank holds
+for every node: a rank of a node of G holds one G-th of a bucket. The second hop takes the whole at
+the last micro-step. Sums are linear and so is a rotation, so what is held stays rotated; its signs
+must then be those of one optimizer step.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,37 +32,64 @@ from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding, Rotation
 from ds_quant.codec.codec import Codec
 from ds_quant.comm.message import pack, row_vector, unpack
 from ds_quant.comm.operations import Operations, Streams
-from ds_quant.comm.owners import Piece, delivery_codec
+from ds_quant.comm.owners import Piece
 from ds_quant.comm.reduction_plan import (
     Form,
-    Hop,
+    LinkHop,
     ReductionPlan,
     Segment,
     SlicePlan,
-    Step,
     own_totals,
 )
-from ds_quant.comm.transport import Exchange, Link
+from ds_quant.comm.transport import Link
 from ds_quant.kernels.batch import Decode, Encode
 from ds_quant.kernels.wire import VECTOR_NUMEL, ceil_div, round_up, shard_range
 
 # ---- over one or two hops ----
 
 
-class Pipeline:
-    """The slices of a reduction on their way: see [Note: slices].
+class Reduction:
+    """A running reduction of every segment of a plan over all ranks: see [Note: two hops].
 
-    started: per slice what yields after every exchange that it has posted, ``exchanges`` of them.
+    Sums are fp32 in rank order within a hop, nodes in order across hops; the plan's scale is
+    applied once at the end. Once this is made, values may change.
+
+    Args:
+        tensors: those of the plan's segments, 1-D contiguous; None: only what is held crosses.
+        codings: per gradient one for each hop; the addresses are this rank's own.
+        rotations: per gradient.
+        sums: (elements,) fp32, or a dtype that the kernels cast to, where the segments that this
+            rank reduces have their places; None: only add to what is held.
+        held: (plan.held_numel,) fp32, see [Note: held sums]; None for a reduction without a rest.
+        fresh: whether nothing is held yet; then the first hop overwrites.
     """
 
-    def __init__(self, started: Iterable[Iterator[None]], exchanges: int) -> None:
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        tensors: Sequence[Tensor] | None,
+        codings: Sequence[tuple[Coding, ...]],
+        rotations: Sequence[Rotation | None],
+        sums: Tensor | None,
+        *,
+        held: Tensor | None = None,
+        fresh: bool = False,
+    ) -> None:
+        self._plan, self._sums, self._held, self._fresh = plan, sums, held, fresh
+        by_hop = list(zip(*codings, strict=True))
+        self._streams = [
+            Streams(hop, rotations, by_hop[max(depth - 1, 0)]) for depth, hop in enumerate(by_hop)
+        ]
+        first, stop = int(tensors is None), len(plan.hops) if sums is not None else 1
+        self._hops = range(first, stop)
         self._running: deque[tuple[Iterator[None], int]] = deque()  # and exchanges still to post
-        for steps in started:
+        for part in plan.slices if held is None else plan.held:
+            steps = self._reduce(part, tensors or ())
             next(steps)
             self.advance()
             if len(self._running) > 1:
                 self._finish_oldest()
-            self._running.append((steps, exchanges - 1))
+            self._running.append((steps, len(self._hops) - 1))
 
     def advance(self) -> None:
         """Post the last exchange of every slice, waiting for those before."""
@@ -78,72 +110,48 @@ class Pipeline:
         for _ in steps:
             pass
 
-
-class Reduction(Pipeline):
-    """A running reduction of every segment of a plan over all ranks: see [Note: two hops].
-
-    Sums are fp32 in rank order within a hop, nodes in order across hops; the plan's scale is
-    applied once at the end. Once this is made, values may change.
-
-    Args:
-        tensors: those of the plan's segments, 1-D contiguous.
-        codings: per gradient one for each hop; the addresses are this rank's own.
-        rotations: per gradient.
-        sums: (elements,) fp32, or a dtype that the kernels cast to, where the segments that this
-            rank reduces have their places.
-    """
-
-    def __init__(
-        self,
-        plan: ReductionPlan,
-        tensors: Sequence[Tensor],
-        codings: Sequence[tuple[Coding, ...]],
-        rotations: Sequence[Rotation | None],
-        sums: Tensor,
-    ) -> None:
-        self._plan, self._sums = plan, sums
-        by_hop = list(zip(*codings, strict=True))
-        self._streams = [
-            Streams(hop, rotations, by_hop[max(depth - 1, 0)]) for depth, hop in enumerate(by_hop)
-        ]
-        super().__init__([self._reduce(part, tensors) for part in plan.slices], len(plan.hops))
-
     def _reduce(self, part: SlicePlan, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Yields after every exchange it has posted; writes its part of the sums at the end."""
-        nothing, sums = self._sums[:0], self._sums
-        arrived = before = nothing
-        for depth, (hop, step) in enumerate(zip(self._plan.hops, part.steps, strict=True)):
-            link, streams = hop.link, self._streams[depth]
-            kept = nothing
+        """Reduce one slice; yields after every exchange that it has posted.
+
+        On each hop 1. encode the message  2. post it  3. make what this rank adds up as it is.
+        After the last one add up what has arrived, rotated back and scaled.
+        """
+        held = None if self._held is None else self._held[part.start : part.stop]
+        nothing = (self._sums if held is None else held)[:0]
+        sums = nothing if self._sums is None else self._sums
+        arrived, before = nothing, nothing if held is None else held
+        for depth in self._hops:
+            link, step = self._plan.hops[depth].link, part.steps[depth]
+            streams, kept = self._streams[depth], nothing
             if step.kept:
-                kept = link.empty(step.kept, dtype=torch.float32, device=sums.device)
+                kept = link.empty(step.kept, dtype=torch.float32, device=nothing.device)
             buffers = [kept, arrived, before, sums, *tensors]
             tensors = ()
-            own = step.own, self._streams[max(depth - 1, 0)]
-            exchange = exchange_of(link, step, buffers, streams, own)
-            del buffers
+            wire = pack(link, "gradients", sum(step.sent), step.encode, buffers, streams)
+            sizes = {"sent": step.sent, "received": step.received}
+            arriving = link.all_to_all(wire, **sizes, role="gradients")
+            unpack(link, step.own, [wire, *buffers], self._streams[max(depth - 1, 0)])
+            del buffers, wire
             yield
-            arrived, before = exchange.wait(), kept
-        buffers = [nothing, nothing, arrived, before, sums]
-        unpack(self._plan.hops[-1].link, part.total, buffers, self._streams[-1])
+            arrived = arriving.wait()
+            if held is None:
+                before = kept
+            elif depth == 0:
+                self._hold(part, arrived, kept, held)
+                arrived = nothing
+        if self._sums is not None:
+            unpack(link, part.total, [nothing, nothing, arrived, before, sums], streams)
 
-
-def exchange_of(
-    link: Link,
-    step: Step,
-    buffers: Sequence[Tensor],
-    streams: Streams,
-    own: tuple[Operations, Streams],
-) -> Exchange:
-    """Encode the message of a step, post it, and make what this rank adds up as it is.
-
-    buffers: all but that of the message.
-    """
-    wire = pack(link, "gradients", sum(step.sent), step.encode, buffers, streams)
-    sizes = {"sent": step.sent, "received": step.received}
-    exchange = link.all_to_all(wire, **sizes, role="gradients")
-    unpack(link, own[0], [wire, *buffers], own[1])
-    return exchange
+    def _hold(self, part: SlicePlan, arrived: Tensor, kept: Tensor, held: Tensor) -> None:
+        """Add what the first hop has brought to what is held."""
+        link, nothing = self._plan.hops[0].link, held[:0]
+        with link.decoding():
+            into = held
+            if not self._fresh:
+                into = link.empty(held.numel(), dtype=torch.float32, device=held.device)
+            part.partial.run([nothing, into, arrived, kept, nothing], self._streams[0])
+            if not self._fresh:
+                held.add_(into)
 
 
 # ---- to the shards of all ranks ----
@@ -160,7 +168,7 @@ class ShardSums:
         self,
         numels: Sequence[int],
         forms: Sequence[Form],
-        route: Sequence[Hop],
+        route: Sequence[LinkHop],
         link: Link,
         *,
         scale: float,
@@ -182,11 +190,11 @@ class ShardSums:
         self._link = link
 
     def room(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Where sums are to be written."""
+        """Allocate the sums."""
         return self._link.empty(self._numel, dtype=dtype, device=device)
 
     def shards(self, sums: Tensor) -> list[Tensor]:
-        """Views of what was written there, this rank's shards without padding."""
+        """View this rank's shards in the sums, without padding."""
         rooms = [round_up(numel, VECTOR_NUMEL) for numel in self.shard_numels]
         parts = zip(sums.split(rooms), self.shard_numels, strict=True)
         return [part if part.numel() == n else part[:n] for part, n in parts]
@@ -195,44 +203,34 @@ class ShardSums:
 # ---- to single owners ----
 
 
-class Share(NamedTuple):
-    """Consecutive elements of one gradient whose sum belongs to rank ``owner``."""
-
-    owner: int
-    tensor: int  # where they lie, from element ``start`` on
-    start: int
-    numel: int
-    gradient: int  # its form and streams
-    first: int = 0  # of its elements
-
-
 class OwnerSums:
     """Sums shares over the ranks for their owners, in every step.
 
-    1. reduce each of ``pieces``, as from ``owner_plan``, on its reducer, over the hops of ``route``
+    1. reduce each of ``pieces``, as ``owners.plan`` gives them, over the hops of ``route``
     2. balanced only: encode the sums for the owners, all-to-all over ``link``, the whole group.
 
-    forms: of every gradient. ``scale`` multiplies the sums.
+    shares: segments whose reducer is their owner. forms: of every gradient. ``scale`` multiplies
+    the sums. totals: where each sum of this rank begins, None for those of others.
     """
 
     def __init__(
         self,
-        shares: Sequence[Share],
+        shares: Sequence[Segment],
         pieces: Sequence[Piece],
         forms: Sequence[Form],
-        route: Sequence[Hop],
+        route: Sequence[LinkHop],
         link: Link,
         *,
         scale: float,
     ) -> None:
         self._link, self._numel = link, 0
-        self.totals = [self._room(s.numel) if s.owner == link.rank else None for s in shares]
+        self.totals = [self._room(s.numel) if s.reducer == link.rank else None for s in shares]
         segments = [self._segment(shares[p.part], self.totals[p.part], p) for p in pieces]
         self.plan = ReductionPlan(segments, forms, route, scale=scale)
         moved = [
-            (segment, shares[piece.part].owner)
+            (segment, shares[piece.part].reducer)
             for segment, piece in zip(segments, pieces, strict=True)
-            if piece.reducer != shares[piece.part].owner
+            if piece.reducer != shares[piece.part].reducer
         ]
         self._delivery = _Delivery(moved, forms, link) if moved else None
 
@@ -242,48 +240,37 @@ class OwnerSums:
         self._numel += round_up(numel, VECTOR_NUMEL)
         return start
 
-    def _segment(self, share: Share, total: int | None, piece: Piece) -> Segment:
-        numel = piece.stop - piece.start
+    def _segment(self, share: Segment, total: int | None, piece: Piece) -> Segment:
         if total is not None:
             total += piece.start
         elif piece.reducer == self._link.rank:
-            total = self._room(numel)
-        return Segment(
-            tensor=share.tensor,
-            start=share.start + piece.start,
-            numel=numel,
-            gradient=share.gradient,
-            first=share.first + piece.start,
-            reducer=piece.reducer,
-            total=total or 0,
-        )
+            total = self._room(piece.stop - piece.start)
+        part = share.part(piece.start, piece.stop)
+        return part._replace(reducer=piece.reducer, total=total or 0)
 
     def add_up(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor] | None,
         codings: Sequence[tuple[Coding, ...]],
         rotations: Sequence[Rotation | None],
+        held: Tensor | None = None,
     ) -> Tensor:
-        """Add up this rank's shares, fp32; ``totals`` says where each begins. Codings and
-        rotations are those of the gradients, one coding per hop.
+        """Add up this rank's shares, fp32; ``totals`` says where each begins. Arguments are those
+        of ``Reduction``.
         """
-        sums = self.room(tensors[0].device)
-        Reduction(self.plan, tensors, codings, rotations, sums).wait()
-        self.deliver(sums, codings)
+        sums = self.room((held if tensors is None else tensors[0]).device)
+        Reduction(self.plan, tensors, codings, rotations, sums, held=held).wait()
+        if self._delivery is not None:  # fill what this rank's shares lack
+            self._delivery.run(sums, [hops[-1] for hops in codings])
         return sums
 
     def room(self, device: torch.device) -> Tensor:
-        """Where sums are to be written."""
+        """Allocate the sums."""
         return self._link.empty(self._numel, dtype=torch.float32, device=device)
 
     def held_room(self, device: torch.device) -> Tensor:
-        """Where the sums of the first of two hops rest."""
+        """Allocate what is held between the two hops."""
         return self._link.empty(self.plan.held_numel, dtype=torch.float32, device=device)
-
-    def deliver(self, sums: Tensor, codings: Sequence[tuple[Coding, ...]]) -> None:
-        """Fill what this rank's shares lack in ``sums`` once ``plan`` has written its part."""
-        if self._delivery is not None:
-            self._delivery.run(sums, [hops[-1] for hops in codings])
 
 
 class _Delivery:
@@ -300,7 +287,7 @@ class _Delivery:
                 outgoing[owner].append(segment)
             elif owner == link.rank:
                 incoming[segment.reducer].append(segment)
-        codecs = [delivery_codec(form.codecs[-1]) for form in forms]
+        codecs = self._codecs = [form.delivery for form in forms]
         self._sent, sent = _placed(outgoing, codecs)
         self._received, received = _placed(incoming, codecs)
         self._encode = Operations(
@@ -318,9 +305,8 @@ class _Delivery:
     def run(self, sums: Tensor, codings: Sequence[Coding]) -> None:
         """Fill what this rank's shares lack in ``sums``."""
         link = self._link
-        streams = Streams(
-            [c._replace(codec=delivery_codec(c.codec)) for c in codings], [None] * len(codings)
-        )
+        own = [c._replace(codec=d) for c, d in zip(codings, self._codecs, strict=True)]
+        streams = Streams(own, [None] * len(own))
         payload = pack(link, "gradients", sum(self._sent), self._encode, [sums], streams)
         sizes = {"sent": self._sent, "received": self._received}
         exchange = link.all_to_all(payload, **sizes, role="gradients")

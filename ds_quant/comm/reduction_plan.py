@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding, Rotation
+from ds_quant.codec.bound import VECTORS_PER_ELEMENT
 from ds_quant.codec.codec import Codec, GroupCodec
 from ds_quant.comm.operations import Operations
 from ds_quant.comm.transport import Link
@@ -57,7 +57,7 @@ WIRE, KEPT, ARRIVED, KEPT_BEFORE, SUMS, TENSORS = range(6)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hop:
+class LinkHop:
     """One exchange of a reduction over a larger group of ranks.
 
     divisor: rank r of the larger group has the place r // divisor % link.size in ``link``.
@@ -76,21 +76,14 @@ class Hop:
 
 
 class Form(NamedTuple):
-    """The codec of a gradient on every hop, the block of its rotation, 0 for none, and whether
-    signs flip before it.
+    """How a gradient is sent: its codec on every hop, the block of its rotation, 0 for none,
+    whether signs flip before it, and the codec of sums on their way to an owner.
     """
 
     codecs: tuple[Codec, ...]
     block: int = 0
     flips: bool = False
-
-    @classmethod
-    def of(cls, codings: Sequence[Coding], rotation: Rotation | None) -> Form:
-        """Derive the form from the codings of its hops and its rotation in any step."""
-        codecs = tuple([coding.codec for coding in codings])
-        if rotation is None:
-            return cls(codecs)
-        return cls(codecs, rotation.block, rotation.signs is not None)
+    delivery: Codec | None = None  # None under ZeRO-3, where reducers are owners
 
     @property
     def unit(self) -> int:
@@ -137,25 +130,17 @@ class Step(NamedTuple):
 
 
 class SlicePlan(NamedTuple):
-    """The hops of one slice, and the sums at the end."""
+    """The hops of one slice, and the sums at the end.
+
+    Of a reduction that rests between its two hops, see [Note: held sums] of reduce.py: ``partial``
+    adds up what the first hop has brought, rotated, for [start, stop) of what is held.
+    """
 
     steps: list[Step]
     total: Operations
-
-
-class HeldSlice(NamedTuple):
-    """One slice of a reduction that rests between its two hops: see [Note: held sums] of held.py.
-
-    ``partial`` adds up what the first hop has brought, rotated, into [start, stop) of what is held;
-    ``second`` encodes that, and ``total`` makes the sums.
-    """
-
-    first: Step
-    partial: Operations
-    start: int
-    stop: int
-    second: Step
-    total: Operations
+    partial: Operations | None = None
+    start: int = 0
+    stop: int = 0
 
 
 class ReductionPlan:
@@ -168,7 +153,7 @@ class ReductionPlan:
         self,
         segments: Sequence[Segment],
         forms: Sequence[Form],
-        hops: Sequence[Hop],
+        hops: Sequence[LinkHop],
         *,
         scale: float,
     ) -> None:
@@ -181,7 +166,7 @@ class ReductionPlan:
         return [_Compiler(p, self._forms, self._scale).compile(self.hops) for p in self._parts]
 
     @cached_property
-    def held(self) -> list[HeldSlice]:
+    def held(self) -> list[SlicePlan]:
         """The same slices of a reduction over two hops, with a rest between them."""
         found, end = [], 0
         for part in self._parts:
@@ -195,7 +180,7 @@ class ReductionPlan:
         return self.held[-1].stop if self.held else 0
 
 
-def own_totals(segments: Sequence[Segment], hops: Sequence[Hop]) -> tuple[list[Segment], int]:
+def own_totals(segments: Sequence[Segment], hops: Sequence[LinkHop]) -> tuple[list[Segment], int]:
     """Give places to the sums that this rank reduces; returns the segments and the size of all
     sums.
     """
@@ -208,7 +193,7 @@ def own_totals(segments: Sequence[Segment], hops: Sequence[Hop]) -> tuple[list[S
 
 
 def _slices(
-    segments: Sequence[Segment], forms: Sequence[Form], hops: Sequence[Hop]
+    segments: Sequence[Segment], forms: Sequence[Form], hops: Sequence[LinkHop]
 ) -> list[list[Segment]]:
     """Distribute the segments over slices by their sizes alone, so that all ranks cut alike."""
     total = sum(segment.numel for segment in segments)
@@ -238,7 +223,7 @@ class _Compiler:
         self._kept: dict[int, int] = {}
         self._held: dict[int, int] | None = None  # where the partial sums of the first hop rest
 
-    def compile(self, hops: Sequence[Hop]) -> SlicePlan:
+    def compile(self, hops: Sequence[LinkHop]) -> SlicePlan:
         here = list(range(len(self._segments)))  # still to be added up by this rank
         steps = []
         for depth, hop in enumerate(hops):
@@ -248,7 +233,7 @@ class _Compiler:
         total = [self._sum(i, hops, len(hops), SUMS) for i in here if self._segments[i].numel]
         return SlicePlan(steps, Operations(total))
 
-    def compile_held(self, hops: Sequence[Hop], start: int) -> HeldSlice:
+    def compile_held(self, hops: Sequence[LinkHop], start: int) -> SlicePlan:
         """``start``: where the partial sums of this slice begin in what is held."""
         inner, outer = hops
         first = self._step(self._rows(range(len(self._segments)), inner), 0, hops)
@@ -261,16 +246,16 @@ class _Compiler:
         second = self._step(rows, 1, hops)
         total = [self._sum(index, hops, 2, SUMS) for index in rows[outer.link.rank]]
         stop = start + end
-        return HeldSlice(first, Operations(partial), start, stop, second, Operations(total))
+        return SlicePlan([first, second], Operations(total), Operations(partial), start, stop)
 
-    def _rows(self, indices: Iterable[int], hop: Hop) -> list[list[int]]:
+    def _rows(self, indices: Iterable[int], hop: LinkHop) -> list[list[int]]:
         """Segments by the rank that they go to."""
         rows: list[list[int]] = [[] for _ in range(hop.link.size)]
         for index in indices:
             rows[hop.place(self._segments[index].reducer)].append(index)
         return rows
 
-    def _step(self, rows: list[list[int]], depth: int, hops: Sequence[Hop]) -> Step:
+    def _step(self, rows: list[list[int]], depth: int, hops: Sequence[LinkHop]) -> Step:
         hop, mine = hops[depth], hops[depth].link.rank
         leaving = [[] if hop.exact_own and place == mine else row for place, row in enumerate(rows)]
         sizes = [[self._bytes(index, depth) for index in row] for row in leaving]
@@ -304,9 +289,9 @@ class _Compiler:
         codec = self._forms[segment.gradient].codecs[depth]
         return codec.wire_bytes(max(self._on_wire[index], segment.slot))
 
-    def _encode(self, index: int, start: int, depth: int, hops: Sequence[Hop]) -> Task:
+    def _encode(self, index: int, start: int, depth: int, hops: Sequence[LinkHop]) -> Task:
         segment = self._segments[index]
-        codecs, block, flips = self._forms[segment.gradient]
+        codecs, block, flips, _ = self._forms[segment.gradient]
         vector = segment.vector
         if vector is None:
             vector = VECTORS_PER_ELEMENT * segment.first
@@ -330,23 +315,27 @@ class _Compiler:
         )
         return operation, (self._columns[index], start, self._kept.get(index, 0), vector)
 
-    def _own(self, index: int, place: int, depth: int, hops: Sequence[Hop]) -> Task:
+    def _own(self, index: int, place: int, depth: int, hops: Sequence[LinkHop]) -> Task:
         """Plan this rank's exact contribution: rotated values, or the sum of what has arrived so
         far.
         """
         segment = self._segments[index]
         if depth:
             return self._sum(index, hops, depth, KEPT, place)
-        tensor, (_, *rotation) = TENSORS + segment.tensor, self._forms[segment.gradient]
-        operation = Rotate(segment.numel, tensor, KEPT, segment.gradient, *rotation, self._backend)
+        tensor, form = TENSORS + segment.tensor, self._forms[segment.gradient]
+        operation = Rotate(
+            segment.numel, tensor, KEPT, segment.gradient, form.block, form.flips, self._backend
+        )
         return operation, (segment.start, place)
 
-    def _sum(self, index: int, hops: Sequence[Hop], depth: int, into: int, place: int = 0) -> Task:
+    def _sum(
+        self, index: int, hops: Sequence[LinkHop], depth: int, into: int, place: int = 0
+    ) -> Task:
         """Plan the sum of what arrived on the hop before ``depth``; the last one is rotated back
         and scaled.
         """
         segment = self._segments[index]
-        codecs, block, flips = self._forms[segment.gradient]
+        codecs, block, flips, _ = self._forms[segment.gradient]
         how = {"numel": self._on_wire[index]}
         if into == SUMS:
             place = segment.total
@@ -360,7 +349,7 @@ class _Compiler:
         )
         return operation, (self._columns[index], place, self._kept.get(index, 0))
 
-    def _sources(self, hop: Hop) -> dict[str, int | None]:
+    def _sources(self, hop: LinkHop) -> dict[str, int | None]:
         """Sources of an operation that adds up what arrived on a hop."""
         return {
             "wire_in": ARRIVED,

@@ -213,12 +213,12 @@ class ExactDifferences:
 
     @property
     def bits(self) -> float | None:
-        """Per weight, without what fills up; None before the first message."""
+        """Bits per weight, without padding between messages; None before the first one."""
         return 8 * self.used / self.numel if self.numel else None
 
     @property
     def padding(self) -> float | None:
-        """Share of what is used that moves besides."""
+        """Padding between messages, as a share of what they use."""
         return self.moved / self.used - 1 if self.used else None
 
 

@@ -14,10 +14,12 @@ its own, because its messages are its own.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,47 +27,35 @@ from torch import Tensor
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import Findings, seal, sealed_bytes, unseal
 from ds_quant.comm.topology import Topology
-from ds_quant.comm.traffic import Meter, Notes, Traffic
+from ds_quant.comm.traffic import Notes, Traffic
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Pending(Generic[T]):
+    """The result of a collective, to wait for. ``finish`` makes it and is called once."""
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._result: T | None = None
+
+    def wait(self) -> T:
+        """Return the result, the same object at every call."""
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None  # and the buffers that only it keeps
+        return self._result
+
+    def then(self, change: Callable[[T], U]) -> Pending[U]:
+        """Return what ``change`` makes of the result, when that is waited for."""
+        return Pending(lambda: change(self.wait()))
 
 
 class Work(Protocol):
     """An asynchronous collective of torch.distributed."""
 
     def wait(self) -> object: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """A posted byte collective. Holds both buffers until ``wait`` has returned.
-
-    ``opened``: what the received bytes become, see [Note: sealed messages].
-    """
-
-    payload: Tensor
-    received: Tensor
-    work: Work | None
-    meter: Meter
-    opened: Callable[[Tensor], Tensor] | None = None
-    posted_on: torch.cuda.Stream | None = None  # None on the CPU
-
-    def wait(self) -> Tensor:
-        """Return the received bytes; on CUDA valid in order of the current stream."""
-        if self.work is not None:
-            with self.meter.section("wait"):
-                self.work.wait()
-        if self.posted_on is not None:
-            self._keep_for(torch.cuda.current_stream(self.received.device))
-        return self.received if self.opened is None else self.opened(self.received)
-
-    def _keep_for(self, stream: torch.cuda.Stream) -> None:
-        """Keep both buffers from the allocator until `stream` has passed the collective.
-
-        They belong to the stream that posted it, which may be far behind; NCCL keeps nothing
-        since torch 2.8.
-        """
-        if stream != self.posted_on:
-            self.payload.record_stream(stream)
-            self.received.record_stream(stream)
 
 
 @contextmanager
@@ -141,66 +131,56 @@ class Link:
         """Charge the decoding of received messages, and the wait for them."""
         return self._traffic.meter.section("decode")
 
-    def all_gather(self, payload: Tensor, *, role: str) -> Exchange:
+    def all_gather(self, payload: Tensor, *, role: str) -> Pending[Tensor]:
         """payload (bytes,) uint8, equal size on all ranks -> received (ranks * bytes,) uint8."""
-        if self._findings is None:
-            return self._all_gather(payload, role)
-        nbytes = payload.numel()
-        exchange = self._all_gather(seal(payload, [nbytes], sender=self.rank), role)
-        return self._to_be_opened(exchange, [nbytes] * self.size, role)
-
-    def _all_gather(self, payload: Tensor, role: str) -> Exchange:
+        plain = payload.numel()
+        if self._findings is not None:
+            payload = seal(payload, [plain], sender=self.rank)
         received = self.empty(self.size * payload.numel(), device=payload.device)
         self._count(role, [payload.numel()] * self.size)
         if self._gloo and payload.device.type == "cpu":
-            rows = received.view(self.size, -1)
-            return self._peer_to_peer([payload] * self.size, list(rows), payload, received)
-        work = self._dist.all_gather_into_tensor(
-            received, payload, group=self.process_group, async_op=True
-        )
-        return self._posted(payload, received, work)
+            rows = list(received.view(self.size, -1))
+            work = self._peer_to_peer([payload] * self.size, rows)
+        else:
+            work = self._dist.all_gather_into_tensor(
+                received, payload, group=self.process_group, async_op=True
+            )
+        pending = self._posted(payload, received, work)
+        if self._findings is None:
+            return pending
+        return pending.then(partial(self._open, [plain] * self.size, role))
 
     def all_to_all(
         self, payload: Tensor, *, sent: Sequence[int], received: Sequence[int], role: str
-    ) -> Exchange:
+    ) -> Pending[Tensor]:
         """payload (sum(sent),) uint8, ``sent[d]`` bytes for rank d -> (sum(received),) uint8."""
-        if self._findings is None:
-            return self._all_to_all(payload, sent, received, role)
-        sealed = seal(payload, sent, sender=self.rank)
-        sizes = [[sealed_bytes(n) for n in side] for side in (sent, received)]
-        return self._to_be_opened(self._all_to_all(sealed, *sizes, role), received, role)
-
-    def _to_be_opened(self, exchange: Exchange, sizes: Sequence[int], role: str) -> Exchange:
-        """``sizes[r]``: bytes that rank r has sent, without their checksum."""
-
-        def opened(received: Tensor) -> Tensor:
-            payload, changed = unseal(received, sizes)
-            self._findings.note(role, self.ranks, changed)
-            return payload
-
-        return replace(exchange, opened=opened)
-
-    def _all_to_all(
-        self, payload: Tensor, sent: Sequence[int], received: Sequence[int], role: str
-    ) -> Exchange:
+        plain = received
+        if self._findings is not None:
+            payload = seal(payload, sent, sender=self.rank)
+            sent, received = [[sealed_bytes(n) for n in side] for side in (sent, received)]
         buffer = self.empty(sum(received), device=payload.device)
         self._count(role, received)
         if self._gloo and payload.device.type == "cpu":
-            parts = payload.split(list(sent)), buffer.split(list(received))
-            return self._peer_to_peer(*parts, payload, buffer)
-        work = self._dist.all_to_all_single(
-            buffer,
-            payload,
-            output_split_sizes=list(received),
-            input_split_sizes=list(sent),
-            group=self.process_group,
-            async_op=True,
-        )
-        return self._posted(payload, buffer, work)
+            work = self._peer_to_peer(payload.split(list(sent)), buffer.split(list(received)))
+        else:
+            work = self._dist.all_to_all_single(
+                buffer,
+                payload,
+                output_split_sizes=list(received),
+                input_split_sizes=list(sent),
+                group=self.process_group,
+                async_op=True,
+            )
+        pending = self._posted(payload, buffer, work)
+        return pending if self._findings is None else pending.then(partial(self._open, plain, role))
 
-    def _peer_to_peer(
-        self, sends: Sequence[Tensor], receives: Sequence[Tensor], payload: Tensor, received: Tensor
-    ) -> Exchange:
+    def _open(self, sizes: Sequence[int], role: str, sealed: Tensor) -> Tensor:
+        """Check and remove the checksums; rank r has sent ``sizes[r]`` bytes without its own."""
+        payload, changed = unseal(sealed, sizes)
+        self._findings.note(role, self.ranks, changed)
+        return payload
+
+    def _peer_to_peer(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Work:
         """``sends[r]`` goes to rank r, ``receives[r]`` comes from it. See [Note: gloo].
 
         Through torch: ``irecv`` of DeepSpeed before 0.18 waits for the message, which deadlocks.
@@ -218,15 +198,29 @@ class Link:
                 with _with(ranks[r]):
                     work = torch.distributed.isend(sends[r], dst=ranks[r], group=group)
                 works.append((ranks[r], work))
-        return self._posted(payload, received, _JoinedWorks(works))
+        return _JoinedWorks(works)
 
-    def _posted(self, payload: Tensor, received: Tensor, work: Work) -> Exchange:
-        meter, stream = self._traffic.meter, None
-        if payload.is_cuda:
-            stream = torch.cuda.current_stream(payload.device)
-        return Exchange(
-            payload=payload, received=received, work=work, meter=meter, posted_on=stream
-        )
+    def _posted(self, payload: Tensor, received: Tensor, work: Work) -> Pending[Tensor]:
+        """The received bytes; on CUDA valid in order of the stream that waits.
+
+        Both buffers belong to the stream that posted the collective, which may be far behind, and
+        NCCL keeps nothing since torch 2.8. So the allocator must not reuse them before the waiting
+        stream has passed the collective.
+        """
+        meter = self._traffic.meter
+        posted_on = torch.cuda.current_stream(payload.device) if payload.is_cuda else None
+
+        def finish() -> Tensor:
+            with meter.section("wait"):
+                work.wait()
+            if posted_on is not None:
+                waiting = torch.cuda.current_stream(received.device)
+                if waiting != posted_on:
+                    payload.record_stream(waiting)
+                    received.record_stream(waiting)
+            return received
+
+        return Pending(finish)
 
     def _count(self, role: str, received: Sequence[int]) -> None:
         intra = sum([received[r] for r in self._near])
@@ -252,9 +246,9 @@ class Fabric:
         self.size, self.rank = whole.size, whole.rank
         self.node_size = None if intra is None or inter is None else intra.size
         self.encoding, self.decoding, self.empty = whole.encoding, whole.decoding, whole.empty
-        self._pending: list[_TwoLevelGather] = []
+        self.unposted: deque[_TwoLevelGather] = deque()  # their second level
 
-    def all_gather(self, payload: Tensor, *, role: str) -> Exchange | _TwoLevelGather:
+    def all_gather(self, payload: Tensor, *, role: str) -> Pending[Tensor] | _TwoLevelGather:
         """As ``Link.all_gather`` over the whole group; over two levels (nodes, ranks of a node,
         bytes) arrive, strided: see ``message.row_place``.
 
@@ -263,26 +257,24 @@ class Fabric:
         if self.intra is None or self.inter is None:
             return self.whole.all_gather(payload, role=role)
         gather = _TwoLevelGather(self, self.inter.all_gather(payload, role=role), role)
-        self._pending.append(gather)
+        self.unposted.append(gather)
         return gather
-
-    def post_until(self, gather: _TwoLevelGather) -> None:
-        """Post the second level of all gathers up to this one."""
-        while gather.inside is None:
-            first = self._pending.pop(0)
-            first.inside = self.intra.all_gather(first.between.wait(), role=first.role)
 
 
 class _TwoLevelGather:
-    """A gather whose rows cross between nodes first, then inside the node."""
+    """A gather whose rows cross between nodes first, then inside the node: see [Note: order of the
+    second level].
+    """
 
-    def __init__(self, fabric: Fabric, between: Exchange, role: str) -> None:
+    def __init__(self, fabric: Fabric, between: Pending[Tensor], role: str) -> None:
         self._fabric, self.between, self.role = fabric, between, role
-        self.inside: Exchange | None = None
+        self.inside: Pending[Tensor] | None = None
 
     def wait(self) -> Tensor:
         """Return the rows of all ranks, (nodes, ranks of a node, bytes), strided."""
-        self._fabric.post_until(self)
         fabric = self._fabric
+        while self.inside is None:
+            first = fabric.unposted.popleft()
+            first.inside = fabric.intra.all_gather(first.between.wait(), role=first.role)
         # Received as (local rank, node, bytes). They are decoded where they lie, without a copy.
         return self.inside.wait().view(fabric.intra.size, fabric.inter.size, -1).transpose(0, 1)

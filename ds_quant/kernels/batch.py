@@ -157,8 +157,8 @@ def _are_alike(a: Rows, b: Rows) -> bool:
     return a.operation == b.operation and a.shape == b.shape and a.steps == b.steps
 
 
-class Streams(NamedTuple):
-    """The streams of a run: numbers (streams,) uint64, and the tensors that must outlive them."""
+class StreamArrays(NamedTuple):
+    """The streams of a run as arrays, (streams,) uint64, and the tensors that must outlive them."""
 
     key: np.ndarray
     step: np.ndarray
@@ -222,7 +222,7 @@ class Arguments:
         more = np.array(plus, dtype=np.uint64) if plus else np.uint64(0)
         self._taken.append((target, name or field, streams, more, instead))
 
-    def fill(self, addresses: np.ndarray, streams: Streams) -> None:
+    def fill(self, addresses: np.ndarray, streams: StreamArrays) -> None:
         """addresses: of the buffers, uint64."""
         for target, buffers, offsets in self._pointers:
             np.add(addresses[buffers], offsets, out=target)
@@ -236,4 +236,4 @@ def addresses_of(buffers: Sequence[torch.Tensor]) -> np.ndarray:
     return np.array([b.data_ptr() for b in buffers], dtype=np.uint64)
 
 
-Runnable = Callable[[Sequence[torch.Tensor], Streams], None]
+Runnable = Callable[[Sequence[torch.Tensor], StreamArrays], None]

@@ -23,7 +23,7 @@ _CHUNK_NUMEL = {"cpu": 1 << 19}  # measured: two buffers of 2 MB; 2^17 and 2^20 
 _DEVICE_CHUNK_NUMEL = 1 << 24
 
 
-class Rotation(NamedTuple):
+class BlockRotation(NamedTuple):
     """Walsh-Hadamard transform of blocks of 32, 64 or 128 elements.
 
     flips: bit i set = element i of every block changes its sign; None for no flips.
@@ -40,12 +40,12 @@ class Rotation(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _cpu_signs(rotation: Rotation) -> torch.Tensor:
+def _cpu_signs(rotation: BlockRotation) -> torch.Tensor:
     with torch.inference_mode(False):
         return _signs(rotation, torch.device("cpu"))
 
 
-def _signs(rotation: Rotation, device: torch.device) -> torch.Tensor:
+def _signs(rotation: BlockRotation, device: torch.device) -> torch.Tensor:
     """Made on the device: a copy from the host would wait for the stream."""
     places = torch.arange(32, device=device)
     words = [rotation.flips >> start & 0xFFFFFFFF for start in range(0, rotation.block, 32)]
@@ -56,7 +56,7 @@ def _signs(rotation: Rotation, device: torch.device) -> torch.Tensor:
 def rotate(
     x: torch.Tensor,  # (numel,) floating point
     out: torch.Tensor,  # (blocks * block,) fp32 contiguous
-    rotation: Rotation,
+    rotation: BlockRotation,
 ) -> None:
     """out = H (signs * x) block by block, x filled up with zeros to whole blocks."""
     block, signs = rotation.block, rotation.signs(x.device)
@@ -68,7 +68,9 @@ def rotate(
         _butterflies(chunk)
 
 
-def rotated_rows(x: torch.Tensor, base: torch.Tensor | None, rotation: Rotation) -> torch.Tensor:
+def rotated_rows(
+    x: torch.Tensor, base: torch.Tensor | None, rotation: BlockRotation
+) -> torch.Tensor:
     """x or x - base, (rows, numel) -> rotated, (rows, whole blocks) fp32."""
     values = x.detach() if base is None else x.detach().float() - base.detach().float()
     padded = round_up(x.shape[1], rotation.block)
@@ -80,7 +82,7 @@ def rotated_rows(x: torch.Tensor, base: torch.Tensor | None, rotation: Rotation)
 
 def unrotate_(
     x: torch.Tensor,  # (blocks * block,) fp32 contiguous
-    rotation: Rotation,
+    rotation: BlockRotation,
     *,
     scale: float = 1.0,
 ) -> None:

@@ -30,7 +30,7 @@ from ds_quant.kernels.geometry import (
     sum_threads,
     tiling,
 )
-from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.packing import Format, layout_of
 from ds_quant.kernels.wire import ALIGNMENT, VECTOR_NUMEL, WireLayout, ceil_div, round_up
 
@@ -228,14 +228,14 @@ def source_macros(fmt: Format, sources: int, has_own: bool) -> dict[str, int]:
     }
 
 
-def rotation_macros(rotation: Rotation | None) -> dict[str, int]:
+def rotation_macros(rotation: BlockRotation | None) -> dict[str, int]:
     """Block of the rotation and whether signs flip; 0 and 0 without one."""
     if rotation is None:
         return {"DSQ_ROTATION": 0, "DSQ_FLIPS": 0}
     return {"DSQ_ROTATION": rotation.block, "DSQ_FLIPS": int(rotation.flips is not None)}
 
 
-def flip_fields(rotation: Rotation | None) -> dict[str, int]:
+def flip_fields(rotation: BlockRotation | None) -> dict[str, int]:
     flips = (rotation.flips or 0) if rotation else 0
     return {"flips_low": flips & _WORD, "flips_high": flips >> 64 & _WORD}
 
@@ -328,7 +328,7 @@ ROTATION_RUN = 4  # vectors of 8: a lane rotates 32 elements
 _PLANS = 4096  # a training run repeats a few dozen
 
 
-def supports(fmt: Format, rotation: Rotation | None = None) -> bool:
+def supports(fmt: Format, rotation: BlockRotation | None = None) -> bool:
     """Whether the kernels cover a codec; the torch reference covers all."""
     if fmt.group_size > MAX_GROUP:
         return False
@@ -353,7 +353,7 @@ def encode(
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     run: Runner,
     base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x
-    rotation: Rotation | None = None,  # of rows filled up with zeros to whole blocks
+    rotation: BlockRotation | None = None,  # of rows filled up with zeros to whole blocks
 ) -> None:
     """Write the wire bytes of every row of x, of x - base, or of their rotation."""
     rows, numel = x.shape
@@ -384,7 +384,7 @@ def encode_plan(
     numel: int,
     dtype: torch.dtype,
     base_dtype: torch.dtype | None,
-    rotation: Rotation | None,
+    rotation: BlockRotation | None,
     is_easy: bool,
 ) -> Plan:
     """Plan launches on rows of ``numel`` elements; is_easy: aligned ones."""
@@ -424,7 +424,7 @@ def decode_sum(
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     run: Runner,
     own: Own | None = None,
-    rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
+    rotation: BlockRotation | None = None,  # to undo; the wire holds whole blocks
     add: bool = False,
     stores: Stores | None = None,  # None: as geometry.py chooses
 ) -> None:
@@ -447,7 +447,7 @@ def _sum(
     run: Runner,
     scale: float = 1.0,
     own: Own | None = None,
-    rotation: Rotation | None = None,
+    rotation: BlockRotation | None = None,
     add: bool = False,
     stores: Stores | None = None,
 ) -> None:
@@ -479,7 +479,7 @@ def sum_plan(
     dtype: torch.dtype,
     scale: float,
     has_own: bool,
-    rotation: Rotation | None,
+    rotation: BlockRotation | None,
     add: bool,
     is_easy: bool,
     stores: Stores | None = None,
@@ -558,7 +558,7 @@ def recode_plan(source_fmt: Format, fmt: Format, numel: int, sources: int, has_o
 
 
 @lru_cache(maxsize=_PLANS)
-def rotate_plan(numel: int, dtype: torch.dtype, rotation: Rotation) -> Plan:
+def rotate_plan(numel: int, dtype: torch.dtype, rotation: BlockRotation) -> Plan:
     """Plan launches of a rotation into fp32 that is filled up with zeros to whole blocks."""
     padded = round_up(numel, rotation.block)
     macros = rotation_macros(rotation)

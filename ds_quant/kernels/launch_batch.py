@@ -22,13 +22,13 @@ from ds_quant.kernels.batch import (
     Rotate,
     Rows,
     Runnable,
-    Streams,
+    StreamArrays,
     Sum,
     Task,
     addresses_of,
     rows_of,
 )
-from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.launch import FIELDS, NO_SOURCE, Launch, Table, merge
 from ds_quant.kernels.packing import Format
 from ds_quant.kernels.wire import ALIGNMENT
@@ -68,7 +68,7 @@ def compile_tasks(tasks: Sequence[Task], buffers: Buffers, run_tables: RunTables
     """Compile tasks of one kind for buffers of the same dtypes and alignment."""
     tables = [_Filled(table, jobs, buffers[0].device) for table, jobs in _tables(tasks, buffers)]
 
-    def run(buffers: Buffers, streams: Streams) -> None:
+    def run(buffers: Buffers, streams: StreamArrays) -> None:
         addresses = addresses_of(buffers)
         run_tables([table.filled(addresses, streams) for table in tables])
 
@@ -111,16 +111,16 @@ class _Filled:
             codecs = [job.tables[place][1] for job in jobs]
             self._arguments.take_levels(codecs, device, field)
 
-    def filled(self, addresses: np.ndarray, streams: Streams) -> Table:
+    def filled(self, addresses: np.ndarray, streams: StreamArrays) -> Table:
         self._arguments.fill(addresses, streams)
         return self._table._replace(jobs=self._arguments.records.tobytes())
 
 
-def _rotation(operation: Operation) -> Rotation | None:
+def _rotation(operation: Operation) -> BlockRotation | None:
     """What an operation rotates; values that are recoded stay as they are."""
     if isinstance(operation, Decode | Recode) or not operation.block:
         return None
-    return Rotation(operation.block, 0 if operation.flips else None)
+    return BlockRotation(operation.block, 0 if operation.flips else None)
 
 
 def _encode(rows: Rows, buffers: Buffers) -> _Job:

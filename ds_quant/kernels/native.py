@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 
 from ds_quant.kernels import random_bits
-from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.packing import Format, layout_of
 from ds_quant.kernels.wire import round_up
 
@@ -83,7 +83,7 @@ def encode(
     address: random_bits.Address | None,
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
-    rotation: Rotation | None = None,  # of x, or x - base; the wire holds whole blocks
+    rotation: BlockRotation | None = None,  # of x, or x - base; the wire holds whole blocks
 ) -> None:
     """Write the wire bytes of every row, padding included."""
     rows, numel = x.shape
@@ -137,7 +137,7 @@ def decode_sum(
     scale: float,
     own: tuple[int, torch.Tensor] | None,  # place and values, (numel on the wire,) floating point
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
-    rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
+    rotation: BlockRotation | None = None,  # to undo; the wire holds whole blocks
 ) -> None:
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
 
@@ -162,7 +162,7 @@ def decode_sum(
 def rotate(
     x: torch.Tensor,  # (numel,) floating point
     out: torch.Tensor,  # (blocks * block,) fp32 contiguous
-    rotation: Rotation,
+    rotation: BlockRotation,
 ) -> None:
     """out = H (signs * x) block by block, x filled up with zeros to whole blocks."""
     x = _dense(x)
@@ -175,7 +175,7 @@ def rotate(
 
 def unrotate_(
     x: torch.Tensor,  # (blocks * block,) fp32 contiguous
-    rotation: Rotation,
+    rotation: BlockRotation,
     *,
     scale: float = 1.0,
 ) -> None:
@@ -199,7 +199,7 @@ def _pointer(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _set_flips(job: Job, rotation: Rotation | None) -> None:
+def _set_flips(job: Job, rotation: BlockRotation | None) -> None:
     if rotation is not None and rotation.flips is not None:
         job.flips_low, job.flips_high = rotation.flips & _WORD, rotation.flips >> 64 & _WORD
 
@@ -210,7 +210,7 @@ def _source_job(
     numel: int,
     dtype: torch.dtype,
     levels: torch.Tensor | None,
-    rotation: Rotation | None = None,
+    rotation: BlockRotation | None = None,
 ) -> Job:
     """Job that reads `wire`, which the caller keeps alive. Rows with holes cannot be passed."""
     if wire.stride(1) != 1:

@@ -18,7 +18,7 @@ from ds_quant.kernels.batch import (
     Rotate,
     Rows,
     Runnable,
-    Streams,
+    StreamArrays,
     Sum,
     Task,
     addresses_of,
@@ -55,7 +55,7 @@ def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Run
 def _runnable(arguments: Arguments, kernel: type, count: int, numel: int) -> Runnable:
     function, where = native.function(_KERNELS[kernel]), arguments.records.ctypes.data
 
-    def run(buffers: Sequence[torch.Tensor], streams: Streams) -> None:
+    def run(buffers: Sequence[torch.Tensor], streams: StreamArrays) -> None:
         arguments.fill(addresses_of(buffers), streams)
         function(where, count, native.threads_for(numel))
 

@@ -41,7 +41,7 @@ from typing import NamedTuple
 import torch
 
 from ds_quant.kernels import gaussian, packing, philox, random_bits, scratch
-from ds_quant.kernels.hadamard import Rotation, rotate, rotated_rows, unrotate_  # noqa: F401
+from ds_quant.kernels.hadamard import BlockRotation, rotate, rotated_rows, unrotate_  # noqa: F401
 from ds_quant.kernels.packing import (
     Block,
     Format,
@@ -184,7 +184,7 @@ def encode(
     address: random_bits.Address | None,
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
-    rotation: Rotation | None = None,  # of x, or x - base; the wire holds whole blocks
+    rotation: BlockRotation | None = None,  # of x, or x - base; the wire holds whole blocks
 ) -> None:
     """Write the wire bytes of every row, padding included."""
     if rotation is not None:
@@ -351,7 +351,7 @@ def decode_sum(
     scale: float,
     own: tuple[int, torch.Tensor] | None,  # place and values, (numel on the wire,) floating point
     levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
-    rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
+    rotation: BlockRotation | None = None,  # to undo; the wire holds whole blocks
 ) -> None:
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
 

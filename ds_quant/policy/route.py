@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 
 from ds_quant.codec.bound import Rotation
-from ds_quant.codec.codec import CastCodec, Codec
-from ds_quant.comm.owners import delivery_codec
+from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.policy.scheme import Scheme
 
 Level = Literal["intra", "inter", "whole"]
@@ -165,6 +164,17 @@ class Routes:
         return Hop(level="whole", codec=codec, per=last.per)
 
 
+def delivery_codec(codec: Codec) -> Codec:
+    """Return the codec of sums on their way to an owner: at least 8 bits, as its error is not
+    averaged over ranks. Gaussian levels need a rotation, and sums are no longer rotated.
+    """
+    if not isinstance(codec, GroupCodec):
+        return codec
+    if codec.is_gaussian:
+        return replace(codec, bits=8, range="absmax", rounding="stochastic")
+    return replace(codec, bits=8)
+
+
 def gradient_codecs(scheme: Scheme) -> tuple[Codec | None, Codec | None]:
     """Codecs of gradients between nodes and inside them; None for full precision."""
     if scheme.gradients is None:
@@ -173,15 +183,15 @@ def gradient_codecs(scheme: Scheme) -> tuple[Codec | None, Codec | None]:
 
 
 def weights_per(stage: int) -> Per:
-    """What weights are gathered once per, unless a node shard needs them less often."""
+    """Return what weights are gathered once per; a node shard needs them less often."""
     return "gather" if stage == 3 else "step"
 
 
 def gradients_per(stage: int) -> Per:
-    """What gradients are reduced once per, unless they wait between the nodes."""
+    """Return what gradients are reduced once per; they may wait between the nodes."""
     return "step" if stage == 1 else "micro_step"
 
 
 def times(per: Per, *, micro_steps: int, gathers: float) -> float:
-    """How often a hop runs in an optimizer step. gathers: of ZeRO-3 in a micro-step."""
+    """Return how often a hop runs in an optimizer step. gathers: of ZeRO-3 in a micro-step."""
     return {"step": 1.0, "micro_step": micro_steps, "gather": gathers * micro_steps}[per]

@@ -35,13 +35,11 @@ from ds_quant.policy.autotune import (
 from ds_quant.policy.cost import LABELS, LOSSLESS_BITS, shipped_bytes
 from ds_quant.policy.refusals import starts
 from ds_quant.policy.scheme import matches
-from ds_quant.zero import accelerate, checkpoint, hooks, optimizer_hooks, safety
-from ds_quant.zero.checkpoint import watch_state_dict
+from ds_quant.zero import checkpoint, hooks, log, optimizer_hooks, safety
 from ds_quant.zero.cpu_overlap import LateReduction
 from ds_quant.zero.engine import QuantizedEngine, broadcast
 from ds_quant.zero.gather_count import GatherCount
-from ds_quant.zero.held import HeldGradients
-from ds_quant.zero.log import info_rank0
+from ds_quant.zero.held import GradientBuckets, HeldGradients
 from ds_quant.zero.safety import (
     KILL_VARIABLE,
     Agreement,
@@ -142,8 +140,8 @@ def _why_weights_stay(binding: QuantizedEngine) -> list[str]:
 def announce(binding: QuantizedEngine) -> None:
     """Log the start-up line and its warnings on rank 0."""
     for sentence in _idle_patterns(binding):
-        hooks.log_rank0(f"quantized_comm: {sentence}")
-    info_rank0(f"quantized_comm: {start_line(binding)}")
+        log.log_rank0(f"quantized_comm: {sentence}")
+    log.info_rank0(f"quantized_comm: {start_line(binding)}")
 
 
 def _idle_patterns(binding: QuantizedEngine) -> list[str]:
@@ -288,9 +286,13 @@ def _connect(
         if fallback is not None:  # then all ranks agree how the next step is sent
             events.before_step.append(fallback.vote)
         if fetch is not None:  # levels and the node shard follow the new weights
-            events.after_update.append(fetch.after_step)
+            if binding.scheme.level_steps:
+                events.after_update.append(fetch.learn_levels)
+            if binding.node is not None:
+                events.after_update.append(binding.node.after_step)
+            events.after_update.append(fetch.barrier.record)
         holder = binding.node or (binding.replica if binding.scheme.keeps_reference else None)
-        if holder is not None:  # compares what the line above has updated
+        if holder is not None and binding.scheme.checksum_steps:  # compares what was updated
             events.after_update.append(Agreement(binding, holder).after_step)
         if not alone:
             events.after_step.append(_first_step(binding).after_step)
@@ -363,8 +365,8 @@ def _attach_reduction(binding: QuantizedEngine) -> None:
         hooks.wrap_shard_reduction(events, reduction, skip)
     else:
         late = LateReduction(reduction)
-        put_away = late.put_away if skip is None else hooks.inside(late.put_away, skip)
-        hooks.wrap_shard_reduction(events, late.reduce, put_away)
+        partition = late.partition if skip is None else hooks.inside(late.partition, skip)
+        hooks.wrap_shard_reduction(events, late.reduce, partition)
         events.around_last_buckets.append(late.last_buckets)
     _hold(binding, hooks.ShardBuckets)
     if binding.held is not None:  # DeepSpeed drops its own gradients there, which ZeRO-2 does not
@@ -372,7 +374,7 @@ def _attach_reduction(binding: QuantizedEngine) -> None:
     events.after_backward.append(binding.after_backward)
 
 
-def _hold(binding: QuantizedEngine, buckets: Callable[[Any], hooks.GradientBuckets]) -> None:
+def _hold(binding: QuantizedEngine, buckets: Callable[[Any], GradientBuckets]) -> None:
     """Hold gradients between micro-steps, if they cross between nodes once per step."""
     if not binding.crosses_at_boundary():
         return
@@ -390,7 +392,7 @@ def _waits(binding: QuantizedEngine, owner: int, parameter: torch.Tensor) -> boo
 
 
 def _note_single_ranks(binding: QuantizedEngine) -> None:
-    """With one rank per node there is nothing to sum inside of it."""
+    """Explain why gradients cross in every micro-step where every node has one rank."""
     asked = binding.scheme.cross == "step" and binding.stage > 1
     alone = binding.topology.node_size == 1 < binding.topology.nodes
     if asked and alone and hooks.accumulates(binding.engine):
@@ -417,8 +419,8 @@ def _attach_replica(binding: QuantizedEngine, optimizer: Any) -> None:
     gathering = optimizer_hooks.weight_gather(optimizer, replica.gather_updated, keep_replica=keep)
     events.around_step.append(gathering)
     optimizer_hooks.wrap_exports(events, replica.exact)
-    accelerate.wrap_state_dict()
-    watch_state_dict(binding)
+    checkpoint.wrap_state_dict()
+    checkpoint.watch_state_dict(binding)
     if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
         binding.notices.append("buckets with Muon matrices split over ranks stay exact")
     if binding.gradients_travel():
@@ -488,7 +490,7 @@ def _fallback(binding: QuantizedEngine, settings: FallbackConfig) -> Fallback | 
 
 
 def _binding_of(engine: Any, function: str) -> QuantizedEngine | None:
-    """None for an engine without the plugin; TypeError for what is no engine."""
+    """Return None for an engine without the plugin. TypeError for anything but an engine."""
     if not hasattr(engine, "zero_optimization_stage"):
         raise TypeError(
             f"ds_quant.{function} takes the engine that deepspeed.initialize or "
@@ -523,7 +525,7 @@ def resync(engine: Any) -> None:
 
 
 def report(engine: Any) -> dict[str, Any] | None:
-    """What this rank has received so far, or None if the engine has no ``quantized_comm``.
+    """Report what this rank has received so far; None if the engine has no ``quantized_comm``.
 
     Returns:
         scheme, stage, params (elements), steps, micro_steps, received_bytes[role][link] with role

@@ -1,18 +1,26 @@
-"""Save and restore the scheme's state with DeepSpeed's checkpoints.
+"""Save and restore the scheme's state with DeepSpeed's checkpoints; exact weights in state dicts.
 
-Weights that are kept between steps are not in it: saving and loading make them exact, so both runs
-go on from the same bits (see stage12.py and node_shard.py). Nothing depends on world or node size.
+Weights that are kept between steps are not in a checkpoint: saving and loading make them exact, so
+both runs go on from the same bits (see stage12.py and node_shard.py). Nothing depends on world or
+node size.
+
+[Note: state dicts] Under ZeRO-1 and 2 ``module.state_dict()`` reads the replica, which holds
+decoded weights, and logs that once. ``Accelerator.get_state_dict``, from which Trainer.save_model
+and the usual save_pretrained recipe take what they write, calls it too: it is wrapped once, when an
+engine attaches, to return exact weights. Accelerate is loaded by then if it built the engine.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.zero import hooks
+from ds_quant.zero import hooks, log, safety
 from ds_quant.zero.engine import QuantizedEngine
 
 KEY = "ds_quant"  # in DeepSpeed's client state
@@ -51,7 +59,7 @@ def restore(binding: QuantizedEngine, saved: Any) -> None:
     if binding.telemetry is not None:
         binding.telemetry.arm()  # DeepSpeed's count of steps has jumped
     if saved is None:
-        hooks.log_rank0(
+        log.log_rank0(
             f"quantized_comm: the checkpoint holds no state {KEY!r}, as one that was saved without "
             "this plugin; starting with fresh scheme state"
         )
@@ -109,7 +117,7 @@ def _is_table(table: Any) -> bool:
 def _take_over(binding: QuantizedEngine, saved: dict[str, Any]) -> None:
     ranks = (binding.topology.nodes, binding.topology.node_size)
     if (saved["scheme"], tuple(saved["ranks"])) != (binding.scheme.name, ranks):
-        hooks.log_rank0(
+        log.log_rank0(
             f"quantized_comm: resuming {saved['scheme']} of {saved['ranks'][0]} x "
             f"{saved['ranks'][1]} ranks as {binding.scheme.name} on {ranks[0]} x {ranks[1]}"
             + ("; weights kept between steps start exact" if _keeps_weights(binding) else "")
@@ -135,17 +143,54 @@ def _restore_levels(binding: QuantizedEngine, saved: dict[str, Any]) -> None:
         return
     binding.state.learned_at = saved["learned_at"]
     if lost := len(tables) - fitting:
-        hooks.log_rank0(
+        log.log_rank0(
             f"quantized_comm: learned levels of {lost} parameter(s) in the checkpoint fit no "
             f"parameter with {codec.bits} bits here; those start uniform"
         )
 
 
-# ---- state_dict of ZeRO-1 and 2 ----
+# ---- state dicts of ZeRO-1 and 2 ----
+
+
+_PATIENCE = 60.0  # seconds before rank 0 warns which ranks are missing
+_TIMEOUT = 1800.0  # seconds; torch's own limit for a collective
+
+
+def wrap_state_dict() -> None:
+    """Make ``Accelerator.get_state_dict`` see exact weights of engines that quantize. Idempotent.
+
+    It becomes a collective under ZeRO-1 and 2, as it is under ZeRO-3.
+    """
+    accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
+    if accelerator is not None:
+        hooks.wrap_once(accelerator, "get_state_dict", _exactly)
+
+
+def _exactly(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kw: Any) -> Any:
+    replica = _replica_of(model, getattr(self, "_models", ()))
+    if replica is None:
+        return original(self, model, *args, **kw)
+    rank, world = hooks.rank_and_world()
+    safety.wait_for_ranks(
+        "Accelerator.get_state_dict", rank=rank, world=world,
+        patience=_PATIENCE, timeout=_TIMEOUT,
+    )  # fmt: skip
+    with replica.exact():
+        return original(self, model, *args, **kw)
+
+
+def _replica_of(model: Any, engines: Any) -> Any:
+    """Find the decoded replica behind an engine or its module, None if there is none."""
+    for engine in (model, *engines):
+        if engine is model or getattr(engine, "module", None) is model:
+            binding = getattr(engine, "ds_quant_engine", None)
+            if binding is not None:
+                return binding.replica
+    return None
 
 
 def watch_state_dict(binding: QuantizedEngine) -> None:
-    """Log the first such call, until the engine is destroyed."""
+    """Log the first call of ``module.state_dict()`` that gives decoded weights."""
     if binding.scheme.weights is None:
         return
     hook = binding.engine.module.register_state_dict_pre_hook(_Hook(binding))
@@ -166,7 +211,7 @@ class _Hook:
         if binding is None or binding.replica.is_exact():
             return
         self._find = lambda: None
-        hooks.log_rank0(
+        log.log_rank0(
             f"quantized_comm: module.state_dict() under ZeRO-{binding.stage} gives decoded "
             "weights, which are not those of a checkpoint: call it inside `with "
             "ds_quant.exact_weights(engine):`, entered by all ranks, or use "

@@ -38,16 +38,16 @@ class LateReduction:
         tensors: list[torch.Tensor],
         group: Any = None,
     ) -> list[torch.Tensor]:
-        """As ``ShardReduction``, except that the shards may be empty until they are put away."""
+        """As ``ShardReduction``, except that the shards may be empty until ``partition``."""
         for bucket, _ in self._under_way:
             bucket.advance()
         self._begun = bucket = self._reduction.begin(params, tensors, group)
         if bucket is None:
             return original(tensors, group)
-        # DeepSpeed may scale or cast shards before it puts them away. The first bucket tells.
+        # DeepSpeed may scale or cast shards before it stores them. The first bucket shows it.
         return bucket.shards if tensors[0].dtype in self._untouched else bucket.finish()
 
-    def put_away(
+    def partition(
         self, original: Callable[..., Any], params: Sequence[Any], shards: list[torch.Tensor]
     ) -> None:
         """Replaces ``partition_grads``, which copies shards to where the optimizer finds them and
@@ -78,7 +78,7 @@ class LateReduction:
 
     @contextmanager
     def last_buckets(self) -> Iterator[None]:
-        """Inside, DeepSpeed reduces what is left in its buckets, and every shard is put away: after
+        """Inside, DeepSpeed reduces what is left in its buckets, and every shard is stored: after
         it, DeepSpeed 0.17 would add shards to those of this backward instead of copying them.
         """
         self._ends = True
@@ -94,8 +94,8 @@ class LateReduction:
             self._ends = False
 
     def _finish_oldest(self) -> None:
-        bucket, put_away = self._under_way.popleft()
-        put_away(bucket.finish())
+        bucket, partition = self._under_way.popleft()
+        partition(bucket.finish())
 
 
 def _without_grads(

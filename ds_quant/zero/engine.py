@@ -16,13 +16,13 @@ from ds_quant.codec.codec import GroupCodec
 from ds_quant.codec.levels import initial_levels, merge_levels, update_levels
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import Findings
-from ds_quant.comm.reduction_plan import Hop, Slicing
+from ds_quant.comm.reduction_plan import LinkHop, Slicing
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link
 from ds_quant.policy.cost import Costs, PricedParam, bill
 from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes
-from ds_quant.policy.route import Routes
+from ds_quant.policy.route import Route, Routes
 from ds_quant.policy.scheme import Scheme
 from ds_quant.zero import hooks
 from ds_quant.zero.gather_count import predicted_gathers
@@ -57,6 +57,17 @@ def new_group(ranks: list[int]) -> Any:
     world = whole._get_backend(hooks.device())
     timeout = getattr(getattr(world, "options", None), "_timeout", None)
     return torch.distributed.new_group(ranks, timeout=timeout)
+
+
+def linked(route: Route, fabric: Fabric, slicing: Slicing) -> tuple[LinkHop, ...]:
+    """Return the hops of a gradient's route on the links that they take."""
+    links = {"whole": fabric.whole, "intra": fabric.intra, "inter": fabric.inter}
+    hops, divisor = [], 1
+    for hop in route.hops:
+        link = links[hop.level]
+        hops.append(LinkHop(link=link, divisor=divisor, exact_own=hop.exact_own, slicing=slicing))
+        divisor *= link.size
+    return tuple(hops)
 
 
 # ---- state between steps ----
@@ -129,7 +140,7 @@ class QuantizedEngine:
         self.engine, self.topology = engine, topology
         self.stage: int = engine.zero_optimization_stage()
         self._params: dict[int, Param] = {}  # by id of the tensor
-        self._hops: dict[int, tuple[Hop, ...]] = {}  # by id of the process group
+        self._hops: dict[int, tuple[LinkHop, ...]] = {}  # by id of the process group
         self.scheme = scheme
         self.traffic, self.buffers = Traffic(), Buffers()
         self.state = SchemeState()
@@ -226,31 +237,24 @@ class QuantizedEngine:
             self._fabrics[key] = Fabric(whole, *levels)
         return self._fabrics[key]
 
-    def route(self, process_group: Any) -> tuple[Hop, ...]:
+    def route(self, process_group: Any) -> tuple[LinkHop, ...]:
         """Return the hops of a gradient reduction over a process group."""
         key = id(process_group)
         if key not in self._hops:
-            self._hops[key] = self._linked(self.fabric(process_group))
+            fabric = self.fabric(process_group)
+            route = self.routes.gradients(whole=fabric.intra is not None)
+            self._hops[key] = linked(route, fabric, self.slicing)
         return self._hops[key]
-
-    def _linked(self, fabric: Fabric) -> tuple[Hop, ...]:
-        links = {"whole": fabric.whole, "intra": fabric.intra, "inter": fabric.inter}
-        hops, divisor = [], 1
-        for hop in self.routes.gradients(whole=fabric.intra is not None).hops:
-            link, how = links[hop.level], {"exact_own": hop.exact_own, "slicing": self.slicing}
-            hops.append(Hop(link=link, divisor=divisor, **how))
-            divisor *= link.size
-        return tuple(hops)
 
     def crosses_at_boundary(self) -> bool:
         """Whether gradients are to wait, summed inside their node, for the last micro-step."""
         return self.routes.gradients().waits
 
-    def crosses_once(self, route: Sequence[Hop]) -> bool:
+    def crosses_once(self, route: Sequence[LinkHop]) -> bool:
         """Whether gradients that take ``route`` cross between nodes once per optimizer step."""
         return self.held is not None and len(route) == 2
 
-    def signed_step(self, route: Sequence[Hop]) -> int:
+    def signed_step(self, route: Sequence[LinkHop]) -> int:
         """Address of sign flips: one for all micro-steps whose rotated values are added up."""
         return self.engine.global_steps << 24 if self.crosses_once(route) else self.gradient_step
 

@@ -1,8 +1,8 @@
 """Count how often ZeRO-3 gathers the weights: predicted at start-up, then measured.
 
 [Note: what is counted] DeepSpeed records the order of modules in a first pass and decides by it
-from then on; an evaluation in between makes it record anew. So the first optimizer step counts that
-began after two undisturbed micro-steps and was not disturbed itself.
+from then on; an evaluation in between makes it record again. What counts is the first optimizer
+step that began after two undisturbed micro-steps and was not disturbed itself.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ds_quant.policy.gathers import FetchSettings, Module, Unit, mean_gathers
-from ds_quant.zero import hooks
+from ds_quant.zero import hooks, log
 
 _RECORDING = 2  # micro-steps, see [Note: what is counted]
-_CLOSE = 0.03  # a relative error that nobody is told of
+_CLOSE = 0.03  # a relative error that is not logged
 
 
 def predicted_gathers(engine: Any) -> float:
@@ -64,8 +64,6 @@ class GatherCount:
 
     def after_step(self) -> None:
         """End an optimizer step: take its count if DeepSpeed was in a steady state."""
-        if self._binding.gather_count is None:
-            return
         micro_steps = self._binding.engine.gradient_accumulation_steps()
         if not self._disturbed and self._undisturbed >= _RECORDING:
             fetched = (self._fetched + self._persistent) / micro_steps
@@ -79,8 +77,9 @@ class GatherCount:
 
         binding = self._binding
         predicted, binding.gathers, binding.gather_count = binding.gathers, counted, None
+        binding.hooks.after_count.remove(self.after_step)
         if abs(counted - predicted) > _CLOSE * predicted:
-            hooks.log_rank0(
+            log.log_rank0(
                 f"quantized_comm: {counted:.3g} gathers of the weights per micro-step were counted,"
                 f" {predicted:.3g} predicted, so the line at start-up is now: {start_line(binding)}"
             )

@@ -21,7 +21,7 @@ import torch.distributed as torch_dist
 from ds_quant.comm.topology import PlacementError, host_name, launched_size, place
 from ds_quant.config.errors import KEY, show
 from ds_quant.config.schema import QuantizedCommConfig
-from ds_quant.zero.log import log_rank0
+from ds_quant.zero import log
 
 # ---- what ranks show each other ----
 
@@ -179,7 +179,7 @@ def handshake(
     if "error" in verdict:
         raise StartError(f"quantized_comm: {verdict['error']}")
     for warning in verdict["warnings"]:
-        log_rank0(f"quantized_comm: {warning}")
+        log.log_rank0(f"quantized_comm: {warning}")
     return verdict["node_size"]
 
 

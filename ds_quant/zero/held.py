@@ -1,11 +1,11 @@
 """Gradients that wait, summed inside their node, for the last micro-step of an optimizer step.
 
-[Note: held gradients] Off the boundary of gradient accumulation a bucket takes the first of its two
-hops only (see comm/held.py), and DeepSpeed is given zeros. At the boundary it takes both, with what
-is held, and DeepSpeed is given the whole. What is held belongs to a make-up: the parameters of a
-bucket and how they were cut. Buckets are made up alike in every micro-step unless parameters come
+[Note: held gradients] Before the boundary of gradient accumulation a bucket takes only the first of
+its two hops (see comm/reduce.py), and DeepSpeed gets zeros. At the boundary it takes both, with
+what is held, and DeepSpeed gets the whole sum. Partial sums are kept by make-up: the parameters of
+a bucket and how they were cut. Buckets are made up alike in every micro-step unless parameters come
 and go. If a parameter turns up in another make-up, the old one crosses at once, and the sums of its
-parameters, a rank's own elements only, wait for their next bucket at the boundary. A parameter
+parameters, of this rank's elements only, wait for their next bucket at the boundary. A parameter
 without a gradient at the boundary gets one of zeros there, after the last bucket, in module order.
 """
 
@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from ds_quant.comm.held import HeldReduction
+from ds_quant.comm.reduce import Reduction
 from ds_quant.zero import hooks
 from ds_quant.zero.param import Param
 
@@ -34,12 +34,22 @@ class HeldBucket:
 
     members: Sequence[Member]
     values: Tensor
-    added: HeldReduction
+    added: Reduction
     cross: Callable[[], dict[Member, Tensor]]
 
 
+class GradientBuckets(Protocol):
+    """Buckets in which DeepSpeed collects gradients until they are reduced."""
+
+    def flush(self) -> None:
+        """Reduce what is in them."""
+
+    def reduce_zeros(self, params: Sequence[Any]) -> None:
+        """Put a gradient of zeros for each into them; what is full is reduced."""
+
+
 class HeldGradients:
-    """What one engine holds: see [Note: held gradients]. Empty between optimizer steps."""
+    """The held sums of one engine: see [Note: held gradients]. Empty between optimizer steps."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -52,8 +62,8 @@ class HeldGradients:
         self._is_over = False  # the accumulation, whatever the engine says
 
     def take(self, key: Hashable, members: Sequence[Member]) -> HeldBucket | None:
-        """What is held of a make-up, which is forgotten. Others that hold any of its parameters
-        cross. All ranks call it in the same order.
+        """Return and forget what is held of a make-up; others with any of its parameters cross.
+        All ranks call it in the same order.
         """
         step = self._engine.global_steps
         if step != self._step:
@@ -102,7 +112,7 @@ class HeldGradients:
             return {}
         return {m: self._crossed.pop(m) for m in members if m in self._crossed}
 
-    def reduce_rest(self, buckets: hooks.GradientBuckets) -> None:
+    def reduce_rest(self, buckets: GradientBuckets) -> None:
         """At the boundary, when backward has computed its last gradient: reduce what is left of
         parameters that had none.
         """

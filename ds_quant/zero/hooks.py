@@ -12,12 +12,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ds_quant.policy import refusals
-from ds_quant.zero.log import log_rank0 as log_rank0
 from ds_quant.zero.version import deepspeed_version, is_older
 
 # ---- wrapping ----
@@ -31,17 +30,20 @@ def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
     process. Idempotent.
     """
     original = getattr(owner, name)
-    if not hasattr(original, "ds_quant_wraps"):
-        setattr(owner, name, _wrapper(original, around))
+    if hasattr(original, "ds_quant_wraps"):
+        return
+    wrapped = _wrapped(original, around)
+    if isinstance(owner, type):  # only functions become methods
+        setattr(owner, name, functools.wraps(wrapped)(lambda *args, **kw: wrapped(*args, **kw)))
+    else:
+        setattr(owner, name, wrapped)
 
 
-def _wrapper(original: Any, around: Callable[..., Any]) -> Any:
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    wrapper.ds_quant_wraps = original  # type: ignore[attr-defined]
-    return wrapper
+def _wrapped(original: Any, around: Callable[..., Any]) -> Any:
+    """Return ``around(original, ...)``, named as the original, which it keeps."""
+    wrapped = functools.update_wrapper(partial(around, original), original)
+    wrapped.ds_quant_wraps = original  # type: ignore[attr-defined]
+    return wrapped
 
 
 class Hooks:
@@ -83,12 +85,12 @@ class Hooks:
                 "engine per optimizer"
             )
         self._replaced.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, _wrapper(original, around))
+        setattr(owner, name, _wrapped(original, around))
 
     def add(self, owner: Any, name: str, call: Callable[[], None]) -> None:
         """Give an instance a method that DeepSpeed calls where there is one."""
         self._replaced.append((owner, name, None))
-        setattr(owner, name, _wrapper(call, lambda original: original()))
+        setattr(owner, name, _wrapped(call, lambda original: original()))
 
     def remove(self) -> None:
         """Give back what was wrapped, unless somebody has replaced it since. Idempotent."""
@@ -108,18 +110,20 @@ class Hooks:
             self.wrap(self.optimizer, "step", self._step)
         finalize = "finalize_gradient_accumulation_boundary"  # where DeepSpeed does not manage it
         if self.before_gradients and hasattr(self.optimizer, finalize):
-            self.wrap(self.optimizer, finalize, self._finalize)
+            self.wrap(self.optimizer, finalize, _around(before=self.before_gradients))
         if self.after_count:
-            self.wrap(self.engine, "_take_model_step", _then(self.after_count))
+            self.wrap(self.engine, "_take_model_step", _around(after=self.after_count))
         if self.after_zero_grad:
-            self.wrap(self.optimizer, "zero_grad", _then(self.after_zero_grad))
+            self.wrap(self.optimizer, "zero_grad", _around(after=self.after_zero_grad))
         if self.after_backward or self.around_last_buckets or self.before_last_buckets:
-            self.wrap(self.optimizer, "independent_gradient_partition_epilogue", self._epilogue)
+            last = _around(self.around_last_buckets, self.before_last_buckets, self.after_backward)
+            self.wrap(self.optimizer, "independent_gradient_partition_epilogue", last)
         if self.around_export or self.after_save:
-            self.wrap(self.engine, "save_16bit_model", self._export)
+            export = _around(self.around_export, after=self.after_save)
+            self.wrap(self.engine, "save_16bit_model", export)
         if self.after_checkpoint_event:
-            then = _then(self.after_checkpoint_event)
-            self.wrap(self.optimizer, "checkpoint_event_epilogue", then)
+            event = _around(after=self.after_checkpoint_event)
+            self.wrap(self.optimizer, "checkpoint_event_epilogue", event)
         if self._replaced or self.on_destroy:
             self.wrap(self.engine, "destroy", self._destroy)
 
@@ -134,7 +138,8 @@ class Hooks:
         ) -> Any:  # fmt: skip
             state = {**(client_state or {}), key: dump()}
             result = original(save_dir, tag, state, *args, **kwargs)
-            _run(self.after_save)
+            for call in self.after_save:
+                call()
             return result
 
         def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,45 +152,25 @@ class Hooks:
         self.wrap(self.engine, "load_checkpoint", load)
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        _run(self.before_gradients)
-        _run(self.before_step)
+        for call in (*self.before_gradients, *self.before_step):
+            call()
         with _opened(self.around_step):
             result = original(*args, **kwargs)
         skipped = bool(self.optimizer.overflow)
         if not skipped:
-            _run(self.after_update)
-        for call in self.after_step:
+            for call in self.after_update:
+                call()
+        for call in tuple(self.after_step):
             call(skipped)
-        return result
-
-    def _epilogue(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _opened(self.around_last_buckets):
-            _run(self.before_last_buckets)
-            result = original(*args, **kwargs)
-        _run(self.after_backward)
-        return result
-
-    def _finalize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        _run(self.before_gradients)
-        return original(*args, **kwargs)
-
-    def _export(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _opened(self.around_export):
-            result = original(*args, **kwargs)
-        _run(self.after_save)
         return result
 
     def _destroy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            _run(self.on_destroy)
+            for call in self.on_destroy:
+                call()
         finally:
             self.remove()
             original(*args, **kwargs)
-
-
-def _run(calls: Iterable[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
 
 
 def _opened(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> ExitStack:
@@ -196,10 +181,23 @@ def _opened(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> Ex
         return stack.pop_all()
 
 
-def _then(calls: Iterable[Callable[[], None]]) -> Callable[..., Any]:
+def _around(
+    contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
+    before: Sequence[Callable[[], None]] = (),
+    after: Sequence[Callable[[], None]] = (),
+) -> Callable[..., Any]:
+    """Return what runs an event: ``before`` and the original inside the contexts, then ``after``.
+
+    The lists are read when the event happens; a call may leave its own.
+    """
+
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        _run(calls)
+        with _opened(contexts):
+            for call in before:
+                call()
+            result = original(*args, **kwargs)
+        for call in tuple(after):
+            call()
         return result
 
     return around
@@ -328,10 +326,10 @@ def note_borrowed() -> None:
 
 
 def wrap_shard_reduction(
-    hooks: Hooks, reduce: Callable[..., Any], put_away: Callable[..., Any] | None = None
+    hooks: Hooks, reduce: Callable[..., Any], partition: Callable[..., Any] | None = None
 ) -> None:
     """ZeRO-3: ``reduce(original, params, tensors, group)`` replaces the reduce-scatter and
-    ``put_away(original, params, shards)`` what follows it.
+    ``partition(original, params, shards)`` what follows it.
     """
     from deepspeed.runtime.zero import stage3
 
@@ -343,8 +341,8 @@ def wrap_shard_reduction(
             return avg_scatter(params, *args, **kwargs)
 
     hooks.wrap(hooks.optimizer, _AVG_SCATTER, around)
-    if put_away is not None:
-        hooks.wrap(hooks.optimizer, "partition_grads", put_away)
+    if partition is not None:
+        hooks.wrap(hooks.optimizer, "partition_grads", partition)
 
 
 def inside(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -367,18 +365,8 @@ def accumulates(engine: Any) -> bool:
     return engine.gradient_accumulation_steps() > 1 or (managed is not None and not managed())
 
 
-class GradientBuckets(Protocol):
-    """Buckets in which DeepSpeed collects gradients until they are reduced."""
-
-    def flush(self) -> None:
-        """Reduce what is in them."""
-
-    def reduce_zeros(self, params: Sequence[Any]) -> None:
-        """Put a gradient of zeros for each into them; what is full is reduced."""
-
-
 class ShardBuckets:
-    """Those of ZeRO-3."""
+    """Buckets in which ZeRO-3 collects gradients until they are reduced."""
 
     def __init__(self, optimizer: Any) -> None:
         require(optimizer, _FLUSH)
@@ -404,14 +392,14 @@ def skip_zero_shards(optimizer: Any, waits: Callable[[Any], bool]) -> Callable[.
     """
     require(optimizer, "micro_step_id")
 
-    def put_away(original: Callable[..., Any], params: Any, shards: Any) -> Any:
+    def partition(original: Callable[..., Any], params: Any, shards: Any) -> Any:
         if optimizer.micro_step_id == 0 or not all(map(waits, params)):
             return original(params, shards)
         for p in params:
             p.grad = None
         return []
 
-    return put_away
+    return partition
 
 
 def unasked(role: str) -> RuntimeError:
@@ -468,8 +456,14 @@ def is_available(parameter: torch.Tensor) -> bool:
     return parameter.ds_status == type(parameter.ds_status).AVAILABLE
 
 
-def set_inflight(parameter: torch.Tensor) -> None:
-    parameter.ds_status = type(parameter.ds_status).INFLIGHT
+def begin_fetch(parameter: Any) -> None:
+    """Check DeepSpeed's contract and mark a parameter as in flight."""
+    status = type(parameter.ds_status)
+    if parameter.ds_status != status.NOT_AVAILABLE:
+        raise RuntimeError(
+            f"fetch of a parameter that is not partitioned: {parameter.ds_summary()}"
+        )
+    parameter.ds_status = status.INFLIGHT
 
 
 def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:
@@ -557,9 +551,9 @@ def wrap_partition(parameter: Any, updated: Callable[[list[Any]], None], *, owne
 
 def _wrap(parameter: Any, name: str, around: Callable[..., Any], owner: object) -> None:
     original = getattr(parameter, name)
-    wrapper = functools.partial(around, original)
-    wrapper.ds_quant_wraps, wrapper.ds_quant_owner = original, owner
-    setattr(parameter, name, wrapper)
+    wrapped = _wrapped(original, around)
+    wrapped.ds_quant_owner = owner
+    setattr(parameter, name, wrapped)
 
 
 def take_borrowed(parameter: Any) -> bool:

@@ -34,10 +34,9 @@ from ds_quant import leftovers
 from ds_quant.config import schema
 from ds_quant.config.schema import ConfigError
 from ds_quant.policy import refusals
-from ds_quant.zero import hooks
+from ds_quant.zero import hooks, log
 from ds_quant.zero.handshake import Board, StartError
 from ds_quant.zero.hooks import wrap_once
-from ds_quant.zero.log import log_here, log_rank0
 
 
 def install() -> None:
@@ -52,7 +51,7 @@ def install() -> None:
                 refusals.refuse(param_dict, self.quantized_comm)  # ahead of DeepSpeed's own checks
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 for lock in leftovers.idle_locks():
-                    log_here(f"quantized_comm: {leftovers.lock_sentence(lock)}")
+                    log.log_here(f"quantized_comm: {leftovers.lock_sentence(lock)}")
         original(self, param_dict)
 
     def judge_stage_0(original: Callable[..., Any], self: Any) -> None:
@@ -62,7 +61,7 @@ def install() -> None:
             if self.optimizer_name():
                 block.validate_stage(refusals.stage_of(hooks.param_dict(self)))
             self._config.quantized_comm = None  # as for the frozen model of a preference trainer
-            log_rank0("quantized_comm: inactive in an engine at stage 0 without an optimizer")
+            log.log_rank0("quantized_comm: inactive in an engine at stage 0 without an optimizer")
 
     def attach_zero(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = original(self, *args, **kwargs)

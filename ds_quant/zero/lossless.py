@@ -18,9 +18,8 @@ from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.gather import Kept
 from ds_quant.comm.lossless import Outbox, Parcel
 from ds_quant.comm.message import joined
-from ds_quant.comm.pending import Pending
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 
 Post = Callable[[], Pending[Any]]  # begins a gather
@@ -37,7 +36,7 @@ class Window(NamedTuple):
     codec: LosslessCodec
 
     def rows(self) -> Tensor:
-        """What the replica holds of every rank's partition, (ranks, elements)."""
+        """View the window in every rank's partition of the replica, (ranks, elements)."""
         partitions = self.group.flat.view(self.fabric.size, -1)
         return partitions[:, self.within.start : self.within.stop]
 
@@ -49,7 +48,7 @@ class Window(NamedTuple):
 
 
 def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]:
-    """What gathers each window in turn; those of one process group agree on lengths together."""
+    """Yield what gathers each window, in turn; a process group agrees on all lengths together."""
     by_fabric: dict[Fabric, list[Window]] = {}
     for window in windows:
         by_fabric.setdefault(window.fabric, []).append(window)
@@ -64,7 +63,7 @@ def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]
 # ---- the node shard of ZeRO-3 ----
 
 
-class Rows(NamedTuple):
+class NodeRows(NamedTuple):
     """Parameters of one dtype in the node shard, and this rank's new shards of them.
 
     Rows are filled up with zeros to equal width, and zeros they stay.
@@ -80,7 +79,7 @@ class Rows(NamedTuple):
         return sum(item.rows.shape[1] for item in self.kept)
 
     def values(self) -> tuple[Tensor, Tensor]:
-        """This rank's new rows end to end, and those held."""
+        """Return this rank's new rows end to end, and those held."""
         parts = []
         for item, shard in zip(self.kept, self.shards(), strict=True):
             parts.append(shard)
@@ -105,9 +104,9 @@ class Rows(NamedTuple):
 
 
 def shard_posts(
-    messages: Sequence[Rows], inter: Link, *, device: torch.device, traffic: Traffic
+    messages: Sequence[NodeRows], inter: Link, *, device: torch.device, traffic: Traffic
 ) -> Iterator[Post]:
-    """What brings the rows of each message to the shards of their owners, in turn."""
+    """Yield what updates the rows of each message to their owners' shards, in turn."""
     if not messages:
         return
     parcels = [Parcel(rows.numel, rows.values) for rows in messages]

@@ -27,7 +27,7 @@ import torch
 
 from ds_quant.codec.bound import Coding, exactly
 from ds_quant.comm.gather import Kept, exchange, gather
-from ds_quant.comm.pending import Pending
+from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import hooks, lossless
 from ds_quant.zero.engine import QuantizedEngine
@@ -63,8 +63,8 @@ class Spread:
             self._post_next()
 
     def misses(self, params: Iterable[Hashable]) -> bool:
-        """Whether a parameter of these is still to arrive. Equal on all ranks: it tells what was
-        finished here, not what the network has brought.
+        """Whether one of these parameters is still to arrive. Equal on all ranks: it depends on
+        what was finished here, not on what the network has delivered.
         """
         return not self._missing.isdisjoint(params)
 
@@ -224,29 +224,34 @@ class NodeShard:
         """
         while asked.posted is None:
             first = self._asked.popleft()
-            first.posted = self._post(first.params)
+            params = first.params
+            self._spread.finish(params)
+            self._fill_stale([param for param in params if param.stale])
+            codings: list[Coding] = []
+            if self._intra is not None:  # else nothing is sent
+                codings = self._codings(params, -1, self._binding.step)
+            first.posted = gather([param.kept for param in params], codings, self._intra)
 
-    def _post(self, params: Sequence[Param]) -> Pending[list[torch.Tensor]]:
-        self._spread.finish(params)
-        stale = [param for param in params if param.stale]
+    def _fill_stale(self, stale: Sequence[Param]) -> None:
+        """Fill the rows of these exactly, on all ranks."""
         if stale:
             exact = [exactly(param.kept.rows.dtype) for param in stale]
             self._exchange(stale, exact).wait()
             for param in stale:
                 param.stale = False
-        step = self._binding.step
-        codings: list[Coding] = []
-        if self._intra is not None:  # else nothing is sent
-            codings = [self._coding(param, -1, step) for param in params]
-        return gather([param.kept for param in params], codings, self._intra)
 
     def _streams(self, param: Param) -> tuple[Stream | None, ...]:
         """Streams between the nodes, if it is trained, and inside them, if they have ranks."""
         return param.weight_streams(param.kept.rows.dtype, rank=self._rank)
 
-    def _coding(self, param: Param, place: int, step: int) -> Coding:
-        stream = None if self._binding.is_exact(step) else self._streams(param)[place]
-        return param.coding(stream, param.kept.rows.dtype, step)
+    def _codings(self, params: Sequence[Param], place: int, step: int) -> list[Coding]:
+        """Return their codings in one step; place 0 is between the nodes, -1 inside them."""
+        if self._binding.is_exact(step):
+            return [exactly(param.kept.rows.dtype) for param in params]
+        return [
+            param.coding(self._streams(param)[place], param.kept.rows.dtype, step)
+            for param in params
+        ]
 
     def _runs(self, params: Sequence[Param]) -> Iterator[list[Param]]:
         """Split parameters into consecutive runs of bounded size, at least one each."""
@@ -264,34 +269,37 @@ class NodeShard:
             yield run
 
     def _chunks(self, params: Sequence[Param], step: int) -> Iterator[Chunk]:
-        """Those of exact differences are encoded at once, see [Note: lengths] of comm/lossless.py,
-        the others when they are posted.
+        """Cut the exchange: exact differences are encoded at once, see [Note: lengths] of
+        comm/lossless.py, the others when they are posted.
         """
-        exact = self._binding.is_exact(step)
-        dtypes = set() if exact else {param.kept.rows.dtype for param in params}
-        differs = set(filter(self._binding.routes.differs_exactly, dtypes))
+        differs: set[torch.dtype] = set()
+        if self._binding.scheme.lossless and not self._binding.is_exact(step):
+            dtypes = {param.kept.rows.dtype for param in params}
+            differs = set(filter(self._binding.routes.differs_exactly, dtypes))
         left: list[Param] = []
         alike: dict[torch.dtype, list[Param]] = {}  # served by exact differences
         for param in params:
             dtype = param.kept.rows.dtype
             (alike.setdefault(dtype, []) if dtype in differs else left).append(param)
         runs = [run for served in alike.values() for run in self._runs(served)]
-        yield from map(Chunk._make, zip(runs, self._exact_differences(runs), strict=True))
+        if runs:
+            yield from map(Chunk._make, zip(runs, self._exact_differences(runs), strict=True))
         for run in self._runs(left):
-            codings = [self._coding(param, 0, step) for param in run]
-            yield Chunk(run, partial(self._exchange, run, codings))
+            yield Chunk(run, partial(self._exchange, run, self._codings(run, 0, step)))
 
     def _exact_differences(self, runs: Sequence[Sequence[Param]]) -> Iterator[lossless.Post]:
         node, codec = self._inter.rank, self._binding.scheme.exact_codec
         messages = [
-            lossless.Rows([param.kept for param in run], partial(self._shards, run), node, codec)
+            lossless.NodeRows(
+                [param.kept for param in run], partial(self._shards, run), node, codec
+            )
             for run in runs
         ]
         traffic = self._binding.traffic
         return lossless.shard_posts(messages, self._inter, device=hooks.device(), traffic=traffic)
 
     def _shards(self, params: Sequence[Param]) -> list[torch.Tensor]:
-        """This rank's own, as the optimizer has left them."""
+        """Return this rank's own shards, as the optimizer has left them."""
         device = hooks.device()
         return [hooks.valid_shard(param.tensor, self._rank).to(device) for param in params]
 

@@ -6,6 +6,7 @@ Streams are cached, because thousands of parameters ask in every step: only the 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.gather import Kept
+from ds_quant.comm.reduction_plan import Form
 from ds_quant.kernels.random_bits import Address, Role, key_of
 from ds_quant.policy.route import Hop, Routes
 
@@ -21,7 +23,7 @@ _SIGNS = 99  # the "hop" of the sign flips of a rotation
 
 
 class Stream(NamedTuple):
-    """What is sent of a parameter over a hop: its codec, the key of its random bits (None where it
+    """A parameter on one hop: its codec, the key of its random bits (None where it
     takes none), whether the learned levels are the codec's, and whether differences are sent.
     """
 
@@ -36,13 +38,14 @@ class Stream(NamedTuple):
 
 
 class GradientStreams(NamedTuple):
-    """One stream per hop, and the rotation around the whole reduction, with sign flips that
-    differ by step if ``signs`` names them.
+    """A gradient on all its hops: a stream for each, and the rotation around them, whose sign flips
+    differ by step if ``signs`` names them. ``form``: the same without random bits.
     """
 
-    hops: list[Stream]
-    rotation: Rotation | None
-    signs: int | None
+    hops: tuple[Stream, ...]
+    form: Form
+    rotation: Rotation | None = None
+    signs: int | None = None
 
     def codings(self, step: int, signed: int) -> tuple[tuple[Coding, ...], Rotation | None]:
         """One coding per hop and the rotation, in one step; ``signed``: that of the sign flips."""
@@ -52,21 +55,11 @@ class GradientStreams(NamedTuple):
         return tuple([Coding(hop.codec, hop.address(step)) for hop in self.hops]), rotation
 
 
-def codings_of(
-    streams: GradientStreams | None,
-    dtype: torch.dtype,
-    *,
-    hops: int,
-    step: int,
-    signed: int | None = None,
-) -> tuple[tuple[Coding, ...], Rotation | None]:
-    """Return the coding of a gradient on each hop for `step`, and the rotation around all hops.
-
-    ``signed``: the step of its sign flips, if it is another one.
-    """
-    if streams is None:
-        return (exactly(dtype),) * hops, None
-    return streams.codings(step, step if signed is None else signed)
+@cache
+def exact_gradient(dtype: torch.dtype, hops: int) -> GradientStreams:
+    """Return the streams of a gradient that is sent unchanged."""
+    codec = CastCodec(dtype)
+    return GradientStreams((Stream(codec, None),) * hops, Form((codec,) * hops, delivery=codec))
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -93,7 +86,7 @@ class Param:
     stale: bool = False
     decoded: bool = False
     _weights: dict[tuple, tuple[Stream | None, ...]] = field(default_factory=dict, repr=False)
-    _gradients: dict[tuple, GradientStreams | None] = field(default_factory=dict, repr=False)
+    _gradients: dict[tuple, GradientStreams] = field(default_factory=dict, repr=False)
 
     def follow(self, routes: Routes) -> None:
         """Take the routes of another scheme."""
@@ -127,15 +120,11 @@ class Param:
         levels = self.levels if stream.learned else None
         return Coding(stream.codec, stream.address(step), levels, stream.difference)
 
-    def gradient_streams(
-        self, dtype: torch.dtype, *, rank: int, hops: int
-    ) -> GradientStreams | None:
-        """Streams of a reduction over one or two hops; None if it is always exact. Does not change
-        between steps.
-        """
+    def gradient_streams(self, dtype: torch.dtype, *, rank: int, hops: int) -> GradientStreams:
+        """Streams of a reduction over one or two hops. Does not change between steps."""
         key = dtype, rank, hops
         if key not in self._gradients:
-            self._gradients[key] = self._gradient_streams(dtype, rank, whole=hops > 1)
+            self._gradients[key] = self._gradient_streams(dtype, rank, hops)
         return self._gradients[key]
 
     def _is_quantized(self, dtype: torch.dtype) -> bool:
@@ -147,25 +136,24 @@ class Param:
         key = None if rank is None else self._key(Role.WEIGHTS, hop.codec, rank, int(hop.inner))
         return Stream(hop.codec, key, not hop.inner, hop.difference)
 
-    def _gradient_streams(
-        self, dtype: torch.dtype, rank: int, *, whole: bool
-    ) -> GradientStreams | None:
-        route = self.routes.gradients(quantized=self._is_quantized(dtype), whole=whole)
+    def _gradient_streams(self, dtype: torch.dtype, rank: int, hops: int) -> GradientStreams:
+        route = self.routes.gradients(quantized=self._is_quantized(dtype), whole=hops > 1)
         if route.is_exact:
-            return None
-        signs = None
-        if route.rotation is not None and self.routes.scheme.rotation_signs:
+            return exact_gradient(dtype, hops)
+        rotation, signs = route.rotation, None
+        if rotation is not None and self.routes.scheme.rotation_signs:
             signs = self._stream_key(Role.GRADIENTS, 0, _SIGNS)
-        # Sums may be rounded once more, on their way to owners.
-        last = len(route.hops) - 1
-        rounds = [hop.codec for hop in route.hops]
-        if route.delivery is not None:
-            rounds[last] = route.delivery.codec
+        codecs = tuple([hop.codec for hop in route.hops])
+        delivery = None if route.delivery is None else route.delivery.codec
+        # Random bits of the last hop also serve the delivery, whose codec may need some alone.
+        rounds = codecs if delivery is None else (*codecs[:-1], delivery)
         streams = [
-            Stream(hop.codec, self._key(Role.GRADIENTS, codec, rank, place))
-            for place, (hop, codec) in enumerate(zip(route.hops, rounds, strict=True))
+            Stream(codec, self._key(Role.GRADIENTS, rounded, rank, place))
+            for place, (codec, rounded) in enumerate(zip(codecs, rounds, strict=True))
         ]
-        return GradientStreams(streams, route.rotation, signs)
+        block = 0 if rotation is None else rotation.block
+        form = Form(codecs, block, signs is not None, delivery)
+        return GradientStreams(tuple(streams), form, rotation, signs)
 
     def _key(self, role: Role, codec: Codec, rank: int, hop: int) -> int | None:
         """Key of the random bits that ``codec`` takes, None if it takes none."""

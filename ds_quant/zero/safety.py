@@ -1,19 +1,19 @@
 """Refuse what has no room, detect drift and corruption, fall back to full precision.
 
-A function that DeepSpeed does not call any more fails without a word: what it carried travels past
-the plugin. Where its caller is known, ``wrapping.Seam`` notices it at once. What is left is noticed
-here, when the first step has changed the weights: a role that was never asked for ends the run, one
-that has brought few bytes is logged.
+If DeepSpeed no longer calls a function that was replaced, what it carried bypasses the plugin
+without an error. Where the caller is known, ``hooks.ExpectedCall`` notices at once. The rest is
+checked here after the first step: a role that was never asked for ends the run, one that received
+few bytes is logged.
 
 A rank that decides alone can hang the others, so every check reads facts that all ranks share and
-every error names the setting, its value and the way out.
+every error names the setting, its value and the fix.
 
 Differences are added to what a rank holds, so one lost or changed bit would stay for ever and
-nobody would see it. All ranks learn all checksums and decide alike.
+nobody would see it. All ranks exchange all checksums and decide alike.
 
-What the links of an engine have found is read before every optimizer step, when nothing has been
-made of the messages yet, and after every save, whose weights have travelled too. All ranks learn
-of it together: one that ended alone would leave the others waiting.
+Corrupted messages that the links of an engine have found are reported before every optimizer step,
+before the messages are used for anything, and after every save, which sends weights too. All ranks
+raise together: one that ended alone would leave the others waiting.
 
 [Note: one vote] What one rank sees (a NaN in its shard, a file on its disk) must change the traffic
 of all ranks in the same step, else they wait for messages of different lengths. So all ranks take
@@ -33,10 +33,9 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from ds_quant.zero import hooks
+from ds_quant.zero import hooks, log
 from ds_quant.zero.engine import QuantizedEngine, broadcast, minimum
 from ds_quant.zero.handshake import Board, handshake
-from ds_quant.zero.log import log_here, log_rank0
 from ds_quant.zero.param import Param
 from ds_quant.zero.version import deepspeed_version
 
@@ -84,7 +83,7 @@ def wait_for_ranks(what: str, *, rank: int, world: int, patience: float, timeout
     if board.arrive(ranks, patience):
         return
     if missing := board.missing(ranks):
-        log_rank0(message.format(what, missing) + f" after {patience:g} s, still waiting")
+        log.log_rank0(message.format(what, missing) + f" after {patience:g} s, still waiting")
     if not board.arrive(ranks, timeout) and (missing := board.missing(ranks)):
         raise RuntimeError(
             message.format(what, missing) + f" within {timeout:g} s. Call it on all ranks and let "
@@ -132,9 +131,9 @@ class Agreement:
     def after_step(self) -> None:
         """Run after the optimizer step and the update of the kept weights."""
         every, step = self._binding.scheme.checksum_steps, self._binding.step + 1
-        if every and step % every == 0 and (differing := self._differing()):
+        if step % every == 0 and (differing := self._differing()):
             self._binding.state.resyncs += 1
-            hooks.log_rank0(
+            log.log_rank0(
                 f"quantized_comm: step {step}: the weights that rank(s) {differing} keep differ "
                 "from those of the other holders; all are brought back exactly. Something writes "
                 "weights outside the optimizer: call ds_quant.resync(engine) after it"
@@ -301,7 +300,7 @@ class Fallback:
             self._asked = self._kill_file.exists()
         except OSError as error:
             if not self._blind:
-                log_here(
+                log.log_here(
                     f"quantized_comm: rank {hooks.rank_and_world()[0]} cannot look for the file of "
                     f"{KILL_VARIABLE}: {error}; until it can, its last vote stands (logged once)"
                 )
@@ -318,7 +317,7 @@ class Fallback:
             if state.killed
             else f"the file of {KILL_VARIABLE} is gone on all ranks: quantized again"
         )
-        hooks.log_rank0(f"quantized_comm: step {self._binding.engine.global_steps}: {what}")
+        log.log_rank0(f"quantized_comm: step {self._binding.engine.global_steps}: {what}")
 
     def _found(self, finder: int | None, param: Param | None) -> None:
         """``finder``: rank that holds NaN or Inf, in the gradient of ``param``."""
@@ -333,7 +332,7 @@ class Fallback:
             )
         state.exact_until = self._binding.step + 1 + self._steps
         if state.nonfinite_steps == 1:
-            hooks.log_rank0(
+            log.log_rank0(
                 f"quantized_comm: step {step}: gradients hold NaN or Inf; the next {self._steps} "
                 "steps travel in full precision (logged once, ds_quant.report counts)"
             )
@@ -359,7 +358,6 @@ class FirstStep:
     def __init__(self, binding: QuantizedEngine, promised: Iterable[str]) -> None:
         """``promised``: roles that must be asked for."""
         self._binding, self._promised = binding, tuple(promised)
-        self._done = False
         # As for ZeRO-1: one exchange and one reduction, the least that a step of any stage needs.
         received = binding.bill().received(
             1, micro_steps=1,
@@ -377,9 +375,9 @@ class FirstStep:
         Raises:
             RuntimeError: DeepSpeed has not asked for a role that was promised.
         """
-        if self._done or skipped:
+        if skipped:
             return
-        self._done = True
+        self._binding.hooks.after_step.remove(self.after_step)
         for role in self._promised:
             if role not in self._binding.asked:
                 raise hooks.unasked(role)
@@ -389,7 +387,7 @@ class FirstStep:
                 self._warn(role, brought, least / _LEAST_SHARE)
 
     def _warn(self, role: str, brought: int, expected: float) -> None:
-        hooks.log_rank0(
+        log.log_rank0(
             f"quantized_comm: the first step has brought {brought} bytes of {role} to rank 0, and "
             f"{expected:.0f} or more were expected: unless many parameters were unused in it, "
             f"{deepspeed_version()} sends {role} past this plugin, and the start-up line is wrong"

@@ -1,11 +1,7 @@
 """ZeRO-1 and 2: gather updated weights and reduce gradients to their owners.
 
-``Accelerator.get_state_dict``, from which Trainer.save_model and the usual save_pretrained recipe
-take what they write, reads ``module.state_dict()`` there, which holds decoded weights. It is
-wrapped once, when an engine attaches; accelerate is loaded by then if it built the engine.
-
-The replica then holds decoded weights on all ranks, the owner too, bit for bit. The fp32 master
-weights stay untouched, and exact replicas come back on demand (checkpoints, exports).
+After a step the replica holds decoded weights on all ranks, the owner too, bit for bit. The fp32
+master weights stay untouched, and exact replicas come back on demand (checkpoints, exports).
 
 [Note: differences] With difference coding the replica itself is the reference: the owner encodes
 what its master weights differ from it, everybody adds the decoded difference, in place and without
@@ -16,6 +12,7 @@ all ranks: a run that saves continues like a run that loads what was saved.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,30 +21,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation, exactly
+from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.gather import Part, owner_message
-from ds_quant.comm.held import HeldReduction, add_up_held
 from ds_quant.comm.lossless import MOST_NUMEL
-from ds_quant.comm.message import Copies, Message, Scattered, is_small
+from ds_quant.comm.message import Copies, Cuts, Message, is_small
 from ds_quant.comm.owners import Shape, plan
-from ds_quant.comm.pending import Pending, arrived
-from ds_quant.comm.reduce import OwnerSums, Share
-from ds_quant.comm.reduction_plan import Form, Hop
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.reduce import OwnerSums, Reduction
+from ds_quant.comm.reduction_plan import LinkHop, Segment
+from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import hooks, optimizer_hooks
 from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.held import HeldBucket, Member
 from ds_quant.zero.lossless import Post, Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
-from ds_quant.zero.param import GradientStreams, Param, Stream, codings_of
+from ds_quant.zero.param import GradientStreams, Param, Stream, exact_gradient
 
 # ---- weights ----
 
 
 class _GatherRun(NamedTuple):
-    """What is one tensor of the message: [start, stop) of the flat replica, elements of one
+    """One tensor of the message: [start, stop) of the flat replica, elements of one
     parameter from ``first`` on or, in full precision, several small ones of one owner. See
     [Note: bundles]. ``stream`` is None in full precision.
     """
@@ -60,16 +55,16 @@ class _GatherRun(NamedTuple):
 
 
 class _GatherPlan(NamedTuple):
-    """How a window of the partitions is gathered: its parameters with their streams, what is laid
-    end to end for it and spread again, and how the new weights of this rank are, if they are not in
-    the replica.
+    """The gather of a window of the partitions: its parameters with their streams, the ranges that
+    are concatenated for it and written back, and those of this rank's new weights, if they are not
+    in the replica.
     """
 
     weights: list[tuple[Param, Stream | None]]
     message: Message
-    scattered: Scattered
+    scattered: Cuts
     spread: Copies
-    own_scattered: Scattered | None  # ranges of the window of this rank's partition
+    own_scattered: Cuts | None  # ranges of the window of this rank's partition
 
     @classmethod
     def make(
@@ -112,8 +107,8 @@ class _GatherPlan(NamedTuple):
             (CastCodec(dtype), False) if s is None else (s.codec, s.difference) for _, s in weights
         ]
         message = owner_message(parts, codecs, fabric)
-        own_scattered = Scattered(own_moved) if from_master else None
-        return cls(weights, message, Scattered(moved), Copies(back), own_scattered)
+        own_scattered = Cuts(own_moved) if from_master else None
+        return cls(weights, message, Cuts(moved), Copies(back), own_scattered)
 
 
 class Replica:
@@ -130,7 +125,8 @@ class Replica:
         self._binding.asked.add("weights")
         self._shows_exact = False  # also where a save that raised has left ``exact`` open
         step = self._binding.step + 1  # DeepSpeed counts the step only after it
-        self._binding.learn_levels(step, self._own_values())
+        if self._binding.scheme.level_steps:
+            self._binding.learn_levels(step, self._own_values())
         self._gather(step)
 
     @contextmanager
@@ -173,30 +169,32 @@ class Replica:
         ``allgather_bucket_size``; slice i travels while slice i - 1 is decoded.
         """
         self._holds_exact = exact
-        before: Pending[Any] = arrived(None)
+        posted: deque[Pending[Any]] = deque()
         for post in self._posts(step, exact):
-            posted = post()
-            before.wait()
-            before = posted
-        before.wait()
+            posted.append(post())
+            if len(posted) > 1:
+                posted.popleft().wait()
+        for last in posted:
+            last.wait()
 
     def _posts(self, step: int, exact: bool) -> Iterator[Post]:
-        """What posts the gather of each window."""
-        routes, exact_step = self._binding.routes, exact or self._binding.is_exact(step)
-        exactly: list[Window] = []
+        """Yield what posts the gather of each window."""
+        routes, exactly = self._binding.routes, list[Window]()
+        differs = self._binding.scheme.lossless and not (exact or self._binding.is_exact(step))
         for group in optimizer_hooks.replica_groups(self._optimizer):
             fabric = self._binding.fabric(group.process_group)
             if fabric.size == 1:
                 continue
             most = self._optimizer.allgather_bucket_size // fabric.size
-            if not exact_step and routes.differs_exactly(group.flat.dtype):
+            if differs and routes.differs_exactly(group.flat.dtype):
                 codec = self._binding.scheme.exact_codec
                 windows = _windows(group, fabric.size, min(most, MOST_NUMEL))
                 exactly += [Window(group, fabric, w, codec) for w in windows]
                 continue
             for window in _windows(group, fabric.size, most):
                 yield partial(self._post, group, fabric, window, step, exact)
-        yield from replica_posts(exactly, self._binding.traffic)
+        if exactly:
+            yield from replica_posts(exactly, self._binding.traffic)
 
     def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
         """(parameter, this rank's elements of it, link) of every parameter."""
@@ -258,7 +256,7 @@ class Replica:
                 sender, stream = link.rank if owner == link.rank else None, None
                 if not exact:
                     (stream,) = param.weight_streams(flat.dtype, rank=sender)
-                small = stream is None and is_small(stop - start, exactly(flat.dtype))
+                small = stream is None and is_small(stop - start, CastCodec(flat.dtype))
                 if small and owner in bundles:
                     _extend(bundles[owner].ranges, start, stop)
                     continue
@@ -305,12 +303,12 @@ class _SumRun(NamedTuple):
     """One tensor of the message: elements [start, stop) of a bucket, of one parameter from
     ``first`` on or, in full precision, of several small ones of one owner.
 
-    streams: None in full precision. members: (parameter, first element in the bucket, last one
+    members: (parameter, first element in the bucket, last one
     exclusive).
     """
 
     owner: int
-    streams: GradientStreams | None
+    streams: GradientStreams
     first: int
     members: list[tuple[Param, int, int]]
 
@@ -325,22 +323,21 @@ class _SumRun(NamedTuple):
                 ranges.append((start, stop))
         return ranges
 
-    def shape(self, dtype: torch.dtype, *, hops: int) -> Shape:
+    def shape(self) -> Shape:
         """The facts that decide which rank sums it."""
-        codings, _ = codings_of(self.streams, dtype, hops=hops, step=0)
-        numel = sum(stop - start for _, start, stop in self.members)
-        inner = codings[0].codec if hops > 1 else None
-        return Shape(self.owner, numel, codings[-1].codec, inner)
+        numel, form = sum(stop - start for _, start, stop in self.members), self.streams.form
+        inner = form.codecs[0] if len(form.codecs) > 1 else None
+        return Shape(self.owner, numel, form.codecs[-1], form.delivery, inner)
 
 
 class _SumPlan(NamedTuple):
-    """How a bucket is reduced: the gradients in it (None for what stays in full precision), what
-    must be laid end to end first, and where this rank's runs and their sums lie.
+    """The reduction of a bucket: its gradients, the ranges that are concatenated first, and where
+    this rank's runs and their sums lie.
     """
 
-    gradients: list[GradientStreams | None]
+    gradients: list[GradientStreams]
     sums: OwnerSums
-    scattered: Scattered
+    scattered: Cuts
     own: Copies
     own_runs: list[_SumRun]
     members: tuple[Member, ...]
@@ -350,13 +347,12 @@ class _SumPlan(NamedTuple):
     def make(
         cls,
         runs: list[_SumRun],
-        dtype: torch.dtype,
-        route: Sequence[Hop],
+        route: Sequence[LinkHop],
         link: Link,
         *,
         scale: float,
     ) -> _SumPlan:
-        shapes = tuple([run.shape(dtype, hops=len(route)) for run in runs])
+        shapes = tuple([run.shape() for run in runs])
         pieces = plan(shapes, link.size, route[0].link.size if len(route) > 1 else None)
         places: dict[int, int] = {}  # of streams among the gradients
         shares, gradients, moved, end = [], [], [], 0
@@ -369,9 +365,8 @@ class _SumPlan(NamedTuple):
                 tensor, start, end = 1, end, end + shape.numel
                 moved += run.ranges
             place = places[id(run.streams)]
-            shares.append(Share(run.owner, tensor, start, shape.numel, place, run.first))
-        forms = [_form(streams, dtype, hops=len(route)) for streams in gradients]
-        sums = OwnerSums(shares, pieces, forms, route, link, scale=scale)
+            shares.append(Segment(tensor, start, shape.numel, place, run.first, run.owner))
+        sums = OwnerSums(shares, pieces, [g.form for g in gradients], route, link, scale=scale)
         own = [(r, total) for r, total in zip(runs, sums.totals, strict=True) if total is not None]
         into = [(run.ranges, total) for run, total in own]
         own_places = {}
@@ -381,7 +376,7 @@ class _SumPlan(NamedTuple):
                 place += stop - start
         members = tuple([(param, run.owner) for run in runs for param, _, _ in run.members])
         own_runs = [run for run, _ in own]
-        return cls(gradients, sums, Scattered(moved), Copies(into), own_runs, members, own_places)
+        return cls(gradients, sums, Cuts(moved), Copies(into), own_runs, members, own_places)
 
     def hold(
         self,
@@ -393,20 +388,16 @@ class _SumPlan(NamedTuple):
         """Add the tensors, summed inside the node, to what is held of them."""
         values = self.sums.held_room(tensors[0].device) if held is None else held.values
         how = codings, rotations
-        added = HeldReduction(self.sums.plan, values, *how, tensors=tensors, fresh=held is None)
+        added = Reduction(self.sums.plan, tensors, *how, None, held=values, fresh=held is None)
         added.wait()
 
         def cross() -> dict[Member, torch.Tensor]:
-            totals = add_up_held(self.sums, values, *how)
+            totals = self.sums.add_up(None, *how, values)
             places = [self.own_places.get(member, (0, 0)) for member in self.members]
             parts = [totals[start:stop] for start, stop in places]
             return dict(zip(self.members, parts, strict=True))
 
         return HeldBucket(members=self.members, values=values, added=added, cross=cross)
-
-
-def _form(streams: GradientStreams | None, dtype: torch.dtype, *, hops: int) -> Form:
-    return Form.of(*codings_of(streams, dtype, hops=hops, step=0))
 
 
 class OwnerReduction:
@@ -455,8 +446,8 @@ class OwnerReduction:
         route = self._binding.route(group)
         ranges = self._ranges(slices)
         plan = self._plan(ranges, owners, dtype, route, link)
-        steps = {"step": self._binding.gradient_step, "signed": self._binding.signed_step(route)}
-        coded = [codings_of(s, dtype, hops=len(route), **steps) for s in plan.gradients]
+        steps = self._binding.gradient_step, self._binding.signed_step(route)
+        coded = [streams.codings(*steps) for streams in plan.gradients]
         tensors = [self._bucket, *plan.scattered.joined(self._bucket)]
         if self._binding.crosses_once(route):
             sums = self._rest(plan, tensors, *zip(*coded, strict=True))
@@ -493,10 +484,7 @@ class OwnerReduction:
             if not hooks.at_boundary(self._binding.engine):
                 held.put(sums, plan.hold(tensors, *how, kept))
                 return None
-            if kept is None:
-                totals = sums.add_up(tensors, *how)
-            else:
-                totals = add_up_held(sums, kept.values, *how, tensors)
+            totals = sums.add_up(tensors, *how, None if kept is None else kept.values)
         for member, values in held.take_crossed(plan.members).items():
             start, stop = plan.own_places.get(member, (0, 0))
             totals[start:stop] += values
@@ -512,7 +500,7 @@ class OwnerReduction:
         ranges: Sequence[tuple[int, int]],
         owners: Sequence[int],
         dtype: torch.dtype,
-        route: tuple[Hop, ...],
+        route: tuple[LinkHop, ...],
         link: Link,
     ) -> _SumPlan:
         """Cut ranges of the bucket at parameter borders. Buckets come in the same order in every
@@ -526,7 +514,7 @@ class OwnerReduction:
                 self._plans.clear()
             runs = self._runs(ranges, owners, dtype, route, link.rank, exact)
             scale = 1 / self._divisor
-            self._plans[key] = _SumPlan.make(runs, dtype, route, link, scale=scale)
+            self._plans[key] = _SumPlan.make(runs, route, link, scale=scale)
         return self._plans[key]
 
     def _runs(
@@ -534,7 +522,7 @@ class OwnerReduction:
         ranges: Sequence[tuple[int, int]],
         owners: Sequence[int],
         dtype: torch.dtype,
-        route: Sequence[Hop],
+        route: Sequence[LinkHop],
         rank: int,
         exact: bool,
     ) -> list[_SumRun]:
@@ -545,11 +533,12 @@ class OwnerReduction:
             while position < end:
                 start, stop = self._starts[place], min(end, self._starts[place + 1])
                 param = self._binding.param_of(self._params[place])
-                streams = None
-                if not exact:
+                if exact:
+                    streams = exact_gradient(dtype, len(route))
+                else:
                     streams = param.gradient_streams(dtype, rank=rank, hops=len(route))
                 member = param, position, stop
-                small = streams is None and is_small(stop - position, exactly(dtype))
+                small = is_small(stop - position, streams.form.codecs[-1])
                 if small and owner in bundles:
                     bundles[owner].members.append(member)
                 elif position < stop:

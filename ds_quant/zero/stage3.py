@@ -21,17 +21,15 @@ import torch
 from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.gather import all_gather
-from ds_quant.comm.held import HeldReduction
 from ds_quant.comm.message import Bundle, sort_out
-from ds_quant.comm.pending import Pending
-from ds_quant.comm.reduce import Pipeline, Reduction, ShardSums
-from ds_quant.comm.reduction_plan import Form, Hop
-from ds_quant.comm.transport import Link
+from ds_quant.comm.reduce import Reduction, ShardSums
+from ds_quant.comm.reduction_plan import Form, LinkHop
+from ds_quant.comm.transport import Link, Pending
 from ds_quant.zero import hooks
 from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.held import HeldBucket, Member
 from ds_quant.zero.node_shard import NodeShard
-from ds_quant.zero.param import Param, codings_of
+from ds_quant.zero.param import Param, exact_gradient
 
 # ---- weights ----
 
@@ -41,7 +39,7 @@ class Fetch:
 
     def __init__(self, binding: QuantizedEngine) -> None:
         self._binding = binding
-        self._barrier = hooks.StepBarrier()
+        self.barrier = hooks.StepBarrier()
         self._parameters: list[torch.Tensor] = []
         self._hooked: dict[int, Any] = {}  # wrapped parameters by ds_id
         self._is_closed = False  # then hooks that nobody has removed may still call
@@ -68,7 +66,7 @@ class Fetch:
 
     def keep_in_node(self) -> NodeShard:
         """Serve gathers from a node shard from now on."""
-        self.node = NodeShard(self._binding, self._parameters, self._barrier)
+        self.node = NodeShard(self._binding, self._parameters, self.barrier)
         for parameter in self._parameters:
             hooks.wrap_partition(parameter, self.node.mark_stale, owner=self)
         return self.node
@@ -98,12 +96,9 @@ class Fetch:
         param.decoded = False
         return True
 
-    def after_step(self) -> None:
-        """Run after the optimizer wrote new shards (DeepSpeed counts the step only later)."""
+    def learn_levels(self) -> None:
+        """Learn from the shards that the optimizer has written. DeepSpeed counts its step later."""
         self._binding.learn_levels(self._binding.step + 1, self._own_values())
-        if self.node is not None:
-            self.node.after_step()
-        self._barrier.record()
 
     def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
         """(parameter, this rank's shard, link) of every parameter."""
@@ -134,7 +129,7 @@ class Fetch:
             else:
                 others.append(p)
                 self._pop_decoded(p)
-        self._barrier.wait()
+        self.barrier.wait()
         ours = [self._gather(group) for group in groups.values()]
         if kept:
             ours.append(self._gather_in_node(kept))
@@ -147,16 +142,18 @@ class Fetch:
         link = self._binding.link(parameter.ds_process_group)
         return hooks.is_sendable(parameter) and link.size > 1
 
-    def _gather(self, params: list[Param]) -> Pending[None]:
+    def _gather(self, params: list[Param]) -> _Gather:
         tensors = [param.tensor for param in params]
         fabric = self._binding.fabric(tensors[0].ds_process_group)
         for p in tensors:
-            _begin(p)
+            hooks.begin_fetch(p)
         step = self._binding.step
         exact = self._binding.is_exact(step)
         codings = [self._coding(param, fabric.rank, step, exact) for param in params]
         lossy = [not isinstance(c.codec, CastCodec) for c in codings]
-        alone, bundles = sort_out([p.ds_numel for p in tensors], codings, fabric.size)
+        alone, bundles = sort_out(
+            [p.ds_numel for p in tensors], [c.codec for c in codings], fabric.size
+        )
         shards = [hooks.valid_shard(tensors[i], fabric.rank) for i in alone]
         shards += [
             torch.cat([tensors[i].ds_tensor.data for i in members]) for _, members in bundles
@@ -169,32 +166,15 @@ class Fetch:
             fabric,
         )
 
-        def unbundled(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            values = tensors[: len(alone)]
-            for (bundle, _), packed in zip(bundles, tensors[len(alone) :], strict=True):
-                values += bundle.unpack(packed)
-            return values
-
         order = [*alone, *(i for _, members in bundles for i in members)]
-        params, lossy = [params[i] for i in order], [lossy[i] for i in order]
-        return pending.then(unbundled).then(partial(self._fill, params, lossy))
+        bundles = [bundle for bundle, _ in bundles]
+        return _Gather([params[i] for i in order], [lossy[i] for i in order], bundles, pending)
 
-    def _gather_in_node(self, params: list[Param]) -> Pending[None]:
+    def _gather_in_node(self, params: list[Param]) -> _Gather:
         for param in params:
-            _begin(param.tensor)
+            hooks.begin_fetch(param.tensor)
         pending, lossy = self.node.gather(params)
-        return pending.then(partial(self._fill, params, lossy))
-
-    @staticmethod
-    def _fill(params: list[Param], lossy: list[bool], gathered: list[torch.Tensor]) -> None:
-        """Give parameters what was gathered, and note which values differ from the exact ones.
-
-        Nothing of it is kept: DeepSpeed keeps the handle until the last parameter is used, and
-        releases them one by one.
-        """
-        for param, values, is_lossy in zip(params, gathered, lossy, strict=True):
-            hooks.fill(param.tensor, values)
-            param.decoded = is_lossy
+        return _Gather(params, lossy, [], pending)
 
     def _coding(self, param: Param, rank: int, step: int, exact: bool) -> Coding:
         dtype = param.tensor.ds_tensor.dtype
@@ -227,26 +207,38 @@ class Fetch:
         return original(param_list, *args, **kwargs)
 
 
-def _begin(parameter: Any) -> None:
-    """Check DeepSpeed's contract and mark the parameter as in flight."""
-    if not hooks.is_unavailable(parameter):
-        raise RuntimeError(
-            f"fetch of a parameter that is not partitioned: {parameter.ds_summary()}"
-        )
-    hooks.set_inflight(parameter)
+class _Gather(NamedTuple):
+    """A posted gather: its parameters in the order of the result, small ones at the end in bundles.
+    lossy: which values may differ from the exact ones.
+    """
+
+    params: list[Param]
+    lossy: list[bool]
+    bundles: list[Bundle]
+    pending: Pending[list[torch.Tensor]]
 
 
 class _FetchHandle:
-    """DeepSpeed's gather handle, for our gathers and what it gathers itself; ``wait`` is called
-    once per parameter.
+    """DeepSpeed's gather handle, for our gathers and what it gathers itself.
+
+    ``wait`` is called once per parameter, and DeepSpeed keeps the handle until the last one is
+    used: so it keeps no values.
     """
 
-    def __init__(self, ours: Sequence[Pending[None]], theirs: Any = None) -> None:
+    def __init__(self, ours: list[_Gather], theirs: Any = None) -> None:
         self._ours, self._theirs = ours, theirs
 
     def wait(self, **kwargs: Any) -> None:
-        for pending in self._ours:
-            pending.wait()
+        while self._ours:
+            params, lossy, bundles, pending = self._ours[0]
+            gathered = pending.wait()
+            values = gathered[: len(gathered) - len(bundles)]
+            for bundle, packed in zip(bundles, gathered[len(values) :], strict=True):
+                values += bundle.unpack(packed)
+            for param, full, is_lossy in zip(params, values, lossy, strict=True):
+                hooks.fill(param.tensor, full)
+                param.decoded = is_lossy
+            del self._ours[0]
         if self._theirs is not None:
             self._theirs.wait(**kwargs)
 
@@ -256,9 +248,6 @@ class _FetchHandle:
 
 _PLANS = 1000  # remembered
 _NONE: Mapping[int, torch.Tensor] = MappingProxyType({})
-
-# What posts the rest, and this rank's shards of the means.
-Posted = tuple[Callable[[], None], Pending[list[torch.Tensor]]]
 
 
 class ShardReduction:
@@ -290,125 +279,128 @@ class ShardReduction:
         if link.size == 1 or not tensors or None in tracked:
             return None
         route = binding.route(group)
-        sent = self._sent(tracked, tensors, route, link)
+        flat, sent = self._sent(tracked, tensors, route, link)
+        plan = self._plan(flat, sent, route, link)
         if binding.crosses_once(route):
-            advance, shards = self._rest(sent, tracked, route, link)
+            under_way, take = self._begin_held(flat, sent, plan, tracked, link)
         else:
-            plan = self._plan(sent, route, link)
-            advance, sums = _begin_sums(plan, sent, dtype=sent.sum_dtype())
-            unpack = sent.unpack  # not all that was sent: that may be large
-            shards = sums.then(lambda found: unpack.shards(found, link))
-        return Bucket(binding, tracked, tensors, advance, shards)
+            sums = plan.room(flat[0].device, sent.sum_dtype(flat[0].device))
+            under_way = Reduction(plan.plan, flat, sent.codings, sent.rotations, sums)
+            take = lambda: sent.shards(plan.shards(sums), link)  # noqa: E731
+        return Bucket(binding, tracked, tensors, under_way, take)
 
     def _sent(
         self,
         tracked: Sequence[Param],
         tensors: Sequence[torch.Tensor],
-        route: tuple[Hop, ...],
+        route: tuple[LinkHop, ...],
         link: Link,
-    ) -> _Sent:
+    ) -> tuple[list[torch.Tensor], _Sent]:
+        """Return what is sent of the gradients, (numel,) each, and how."""
         binding, rank = self._binding, link.rank
         exact, step, hops = binding.is_exact(binding.step), binding.gradient_step, len(route)
         signed = binding.signed_step(route)
-        codings, rotations = [], []
+        streams = []
         for parameter, gradient in zip(tracked, tensors, strict=True):
-            streams, dtype = None, gradient.dtype
-            if not exact:
-                streams = parameter.gradient_streams(dtype, rank=rank, hops=hops)
-            coding, rotation = codings_of(streams, dtype, hops=hops, step=step, signed=signed)
-            codings.append(coding)
-            rotations.append(rotation)
+            dtype = gradient.dtype
+            if exact:
+                streams.append(exact_gradient(dtype, hops))
+            else:
+                streams.append(parameter.gradient_streams(dtype, rank=rank, hops=hops))
         # See [Note: bundles].
-        alone, bundles = sort_out([g.numel() for g in tensors], [c[-1] for c in codings], link.size)
-        sent = [tensors[i] for i in alone]
-        sent += [bundle.pack([tensors[i] for i in members]) for bundle, members in bundles]
-        first = [*alone, *(members[0] for _, members in bundles)]
-        unpack = _Unpack(alone, bundles, [g.dtype for g in sent])
-        return _Sent(sent, [codings[i] for i in first], [rotations[i] for i in first], unpack)
+        last = [s.form.codecs[-1] for s in streams]
+        alone, bundles = sort_out([g.numel() for g in tensors], last, link.size)
+        flat = [tensors[i].reshape(-1) for i in alone]
+        flat += [bundle.pack([tensors[i] for i in members]) for bundle, members in bundles]
+        streams = [streams[i] for i in (*alone, *(members[0] for _, members in bundles))]
+        codings, rotations = zip(*[s.codings(step, signed) for s in streams], strict=True)
+        forms, dtypes = tuple([s.form for s in streams]), [tensor.dtype for tensor in flat]
+        return flat, _Sent(alone, bundles, dtypes, forms, codings, rotations)
 
-    def _plan(self, sent: _Sent, route: tuple[Hop, ...], link: Link) -> ShardSums:
-        numels = tuple([t.numel() for t in sent.tensors])
-        forms = tuple(map(Form.of, sent.codings, sent.rotations))
-        key = numels, forms, route, link
+    def _plan(
+        self, flat: Sequence[torch.Tensor], sent: _Sent, route: tuple[LinkHop, ...], link: Link
+    ) -> ShardSums:
+        numels = tuple([tensor.numel() for tensor in flat])
+        key = numels, sent.forms, route, link
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            self._plans[key] = ShardSums(numels, forms, route, link, scale=1.0 / link.size)
+            self._plans[key] = ShardSums(numels, sent.forms, route, link, scale=1.0 / link.size)
         return self._plans[key]
 
-    def _rest(
-        self, sent: _Sent, tracked: Sequence[Param], route: tuple[Hop, ...], link: Link
-    ) -> Posted:
-        """Post a bucket that crosses between nodes at the boundary only: [Note: held gradients]."""
-        held, unpack = self._binding.held, sent.unpack
+    def _begin_held(
+        self,
+        flat: Sequence[torch.Tensor],
+        sent: _Sent,
+        plan: ShardSums,
+        tracked: Sequence[Param],
+        link: Link,
+    ) -> tuple[Reduction | None, Callable[[], list[torch.Tensor]]]:
+        """Post a bucket that crosses between nodes at the boundary only: [Note: held gradients].
+
+        Returns what is under way, and what makes this rank's shards when it is done.
+        """
+        store, device = self._binding.held, flat[0].device
         members = tuple([(param, -1) for param in tracked])
-        plan = self._plan(sent, route, link)
-        key = plan, members
-        zeros = partial(_zeros, plan, unpack.dtypes, sent.tensors[0].device)
-        if held.are_left(members):  # what is held of them takes the second hop alone
-            held.take(None, members)
-            advance, sums = _nothing, Pending(zeros)
-        elif not hooks.at_boundary(self._binding.engine):
-            kept = _hold(plan, sent, link, members, held.take(key, members))
-            held.put(key, kept)
-
-            def nothing_yet() -> list[torch.Tensor]:
-                kept.added.wait()
-                return unpack.tensors(zeros(), link.rank)
-
-            return kept.added.advance, Pending(nothing_yet)
+        under_way, sums = None, partial(_zeros, plan, sent.dtypes, device)
+        if store.are_left(members):  # what is held of them takes the second hop alone
+            store.take(None, members)
         else:
-            advance, sums = _begin_sums(plan, sent, held.take(key, members))
-        crossed = held.take_crossed(members)
+            held = store.take((plan, members), members)
+            if held is not None:
+                held.added.wait()
+            if not hooks.at_boundary(self._binding.engine):
+                bucket = _hold(plan, flat, sent, link, members, held)
+                store.put((plan, members), bucket)
+                return bucket.added, lambda: sent.split(sums(), link.rank)
+            room, values = plan.room(device), None if held is None else held.values
+            how = sent.codings, sent.rotations
+            under_way = Reduction(plan.plan, flat, *how, room, held=values)
+            sums = partial(plan.shards, room)
+        crossed = store.take_crossed(members)
         waited = {members.index(member): values for member, values in crossed.items()}
-        return advance, sums.then(lambda found: unpack.shards(found, link, waited))
+        return under_way, lambda: sent.shards(sums(), link, waited)
 
 
-class _Unpack(NamedTuple):
-    """How the gradients of a bucket come out of what was sent: by themselves, then bundles with
-    their members. See [Note: bundles]. ``dtypes``: of what was sent.
+class _Sent(NamedTuple):
+    """How the gradients of a bucket are sent: single ones first, then bundles with their members.
+    See [Note: bundles]. All else is of what is sent, in this order.
     """
 
     alone: list[int]
     bundles: list[tuple[Bundle, list[int]]]
     dtypes: list[torch.dtype]
+    forms: tuple[Form, ...]
+    codings: Sequence[tuple[Coding, ...]]
+    rotations: Sequence[Rotation | None]
+
+    def sum_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype of all tensors if the kernels write sums in it for nothing, else fp32."""
+        wanted = self.dtypes[0]
+        coded = [c[-1] for c in self.codings if not isinstance(c[-1].codec, CastCodec)]
+        found = {c.sum_dtype(wanted, device) for c in coded} | set(self.dtypes)
+        return wanted if coded and found == {wanted} else torch.float32
 
     def shards(
         self, sums: Sequence[torch.Tensor], link: Link, waited: Mapping[int, torch.Tensor] = _NONE
     ) -> list[torch.Tensor]:
         """This rank's shards in the gradients' dtypes. ``waited``: added to some of them first."""
         if not waited:
-            return self.tensors(_cast(sums, self.dtypes, link), link.rank)
+            return self.split(_cast(sums, self.dtypes, link), link.rank)
         dtypes = dict(zip(self.alone, self.dtypes, strict=False))
         for (_, members), dtype in zip(self.bundles, self.dtypes[len(self.alone) :], strict=True):
             dtypes |= dict.fromkeys(members, dtype)
-        parts = self.tensors(sums, link.rank)
+        parts = self.split(sums, link.rank)
         for place, values in waited.items():
             parts[place] = parts[place] + values
         return _cast(parts, [dtypes[place] for place in range(len(parts))], link)
 
-    def tensors(self, sent: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """The gradients' shards of ``rank``."""
+    def split(self, sent: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+        """Take the gradients' shards of ``rank`` out of what was sent."""
         found = dict(zip(self.alone, sent, strict=False))
         for (bundle, members), shard in zip(self.bundles, sent[len(self.alone) :], strict=True):
             found |= zip(members, bundle.unpack_shard(shard, rank), strict=True)
         return [found[index] for index in range(len(found))]
-
-
-class _Sent(NamedTuple):
-    """The gradients of a bucket as they travel, and how."""
-
-    tensors: list[torch.Tensor]
-    codings: list[tuple[Coding, ...]]
-    rotations: list[Rotation | None]
-    unpack: _Unpack
-
-    def sum_dtype(self) -> torch.dtype:
-        """The dtype of all tensors if the kernels write sums in it for nothing, else fp32."""
-        device, wanted = self.tensors[0].device, self.tensors[0].dtype
-        coded = [c[-1] for c in self.codings if not isinstance(c[-1].codec, CastCodec)]
-        found = {c.sum_dtype(wanted, device) for c in coded} | {t.dtype for t in self.tensors}
-        return wanted if coded and found == {wanted} else torch.float32
 
 
 def _cast(
@@ -431,8 +423,8 @@ def _cast(
 class Bucket:
     """A running reduction of some gradients to this rank's shards.
 
+    under_way: None if nothing was sent. take: makes the shards when that is done.
     shards: (length,) each, in the gradients' dtype; valid once ``finish`` has returned them.
-    ``advance`` posts what was not posted yet, waiting for what comes before it.
     """
 
     def __init__(
@@ -440,19 +432,25 @@ class Bucket:
         binding: QuantizedEngine,
         tracked: Sequence[Param],
         tensors: Sequence[torch.Tensor],
-        advance: Callable[[], None],
-        reduced: Pending[list[torch.Tensor]],
+        under_way: Reduction | None,
+        take: Callable[[], list[torch.Tensor]],
     ) -> None:
         self._binding, self._tracked = binding, tracked
-        self.advance, self._reduced = advance, reduced
+        self._under_way, self._take = under_way, take
         self.shards = [g.new_empty(0) for g in tensors]
         self.finished = False
+
+    def advance(self) -> None:
+        """Post what was not posted yet, waiting for what comes before it."""
+        if self._under_way is not None:
+            self._under_way.advance()
 
     def finish(self) -> list[torch.Tensor]:
         """Wait for the shards."""
         watch = self._binding.watch
-        reduced = self._reduced.wait()
-        for parameter, shard, values in zip(self._tracked, self.shards, reduced, strict=True):
+        if self._under_way is not None:
+            self._under_way.wait()
+        for parameter, shard, values in zip(self._tracked, self.shards, self._take(), strict=True):
             shard.data = values
             if watch is not None:
                 watch.note(parameter, shard)
@@ -460,46 +458,26 @@ class Bucket:
         return self.shards
 
 
-def _begin_sums(
-    plan: ShardSums,
-    sent: _Sent,
-    held: HeldBucket | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Posted:
-    """Begin to reduce, with what is held of the tensors; the sums are written in ``dtype``."""
-    sums = plan.room(sent.tensors[0].device, dtype)
-    flat, how = [tensor.reshape(-1) for tensor in sent.tensors], (sent.codings, sent.rotations)
-    if held is None:
-        under_way: Pipeline = Reduction(plan.plan, flat, *how, sums)
-    else:
-        held.added.wait()
-        under_way = HeldReduction(plan.plan, held.values, *how, tensors=flat, sums=sums)
-    return under_way.advance, Pending(under_way.wait).then(lambda _: plan.shards(sums))
-
-
 def _hold(
     plan: ShardSums,
+    flat: Sequence[torch.Tensor],
     sent: _Sent,
     link: Link,
     members: tuple[Member, ...],
     held: HeldBucket | None,
 ) -> HeldBucket:
     """Begin to add the tensors, summed inside the node, to what is held of them."""
-    device, how = sent.tensors[0].device, (sent.codings, sent.rotations)
-    if held is not None:
-        held.added.wait()
-        values = held.values
-    else:
+    device, how = flat[0].device, (sent.codings, sent.rotations)
+    values = None if held is None else held.values
+    if values is None:
         values = link.empty(plan.plan.held_numel, dtype=torch.float32, device=device)
-    flat = [tensor.reshape(-1) for tensor in sent.tensors]
-    added = HeldReduction(plan.plan, values, *how, tensors=flat, fresh=held is None)
-    unpack = sent.unpack
+    added = Reduction(plan.plan, flat, *how, None, held=values, fresh=held is None)
 
     def cross() -> dict[Member, torch.Tensor]:
         added.wait()
         sums = plan.room(device)
-        HeldReduction(plan.plan, values, *how, sums=sums).wait()
-        return dict(zip(members, unpack.tensors(plan.shards(sums), link.rank), strict=True))
+        Reduction(plan.plan, None, *how, sums, held=values).wait()
+        return dict(zip(members, sent.split(plan.shards(sums), link.rank), strict=True))
 
     return HeldBucket(members=members, values=values, added=added, cross=cross)
 
@@ -511,7 +489,3 @@ def _zeros(
     most = max(plan.shard_numels, default=0)
     memory = {dtype: torch.zeros(most, dtype=dtype, device=device) for dtype in set(dtypes)}
     return [memory[dtype][:n] for dtype, n in zip(dtypes, plan.shard_numels, strict=True)]
-
-
-def _nothing() -> None:
-    """Do nothing: what is given zeros has nothing to post."""

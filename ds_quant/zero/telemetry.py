@@ -21,9 +21,8 @@ import torch
 from ds_quant.comm.traffic import Sample, normalised
 from ds_quant.config.schema import ConfigError, MetricsConfig
 from ds_quant.policy.autotune import device_clock
-from ds_quant.zero import hooks
+from ds_quant.zero import hooks, log
 from ds_quant.zero.engine import QuantizedEngine
-from ds_quant.zero.log import log_here
 
 PREFIX = "Train/Samples/ds_quant"  # as DeepSpeed names its own events
 
@@ -130,7 +129,7 @@ class Telemetry:
             self._append(record)
         except OSError as error:
             if not self._failed:
-                log_here(
+                log.log_here(
                     f"quantized_comm: step {record.step}: the metrics cannot be written: {error}; "
                     "training goes on, and later ones are tried again (logged once)"
                 )

@@ -16,7 +16,7 @@ import torch
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.operations import Operations, Streams
-from ds_quant.comm.reduction_plan import Hop
+from ds_quant.comm.reduction_plan import LinkHop
 from ds_quant.kernels.batch import Rotate
 from ds_quant.kernels.cuda import Batch
 from ds_quant.kernels.dispatch import batch_launches
@@ -96,7 +96,7 @@ def _weights(coding: Coding, dtype: torch.dtype, device: torch.device) -> Iterat
 
 
 def _gradients(
-    binding: QuantizedEngine, hops: Sequence[Hop], dtype: torch.dtype, device: torch.device
+    binding: QuantizedEngine, hops: Sequence[LinkHop], dtype: torch.dtype, device: torch.device
 ) -> Iterator[_Use]:
     route = binding.routes.gradients(whole=len(hops) > 1)
     codecs = [hop.codec for hop in route.hops]

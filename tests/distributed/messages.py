@@ -17,12 +17,11 @@ import torch
 
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.pending import Pending
 from ds_quant.comm.reduce import Reduction, ShardSums
-from ds_quant.comm.reduction_plan import Form, Hop
+from ds_quant.comm.reduction_plan import Form, LinkHop
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Link
+from ds_quant.comm.transport import Link, Pending
 from ds_quant.kernels.random_bits import Role, address
 from ds_quant.kernels.wire import shard_range
 
@@ -150,9 +149,9 @@ def reduce_scatter(
 ) -> Pending[list[torch.Tensor]]:
     """Post the reduction of tensors over one hop, as under ZeRO-3: each rank gets its shards."""
     hops, rotations = [(coding,) for coding in codings], [None] * len(codings)
-    forms = list(map(Form.of, hops, rotations))
+    forms = [Form((coding.codec,)) for coding in codings]
     numels = [tensor.numel() for tensor in tensors]
-    plan = ShardSums(numels, forms, (Hop(link=link),), link, scale=scale)
+    plan = ShardSums(numels, forms, (LinkHop(link=link),), link, scale=scale)
     sums = plan.room(tensors[0].device)
     flat = [tensor.reshape(-1) for tensor in tensors]
     under_way = Reduction(plan.plan, flat, hops, rotations, sums)

@@ -59,10 +59,10 @@ def _save(stage: int, block: dict, folder: str) -> tuple[dict[str, str], list[fl
 
 def _load(stage: int, block: dict | None, folder: str, *, universal: bool) -> dict[str, Any]:
     """What a run finds in the checkpoint, what its first forward sees, and how it goes on."""
-    from ds_quant.zero import hooks
+    from ds_quant.zero import log
 
     said: list[str] = []
-    hooks.log_rank0 = said.append
+    log.log_rank0 = said.append
     checkpoint = {"load_universal": universal}
     engine = build(settings(stage, block, dtype="bf16", checkpoint=checkpoint), seed=7)
     engine.load_checkpoint(folder, tag="universal" if universal else "here")

@@ -289,10 +289,10 @@ def blind(stage: int) -> tuple[list[bool], list[str]]:
     """Per step whether the run was in full precision, and this rank's lines. From step 2 on rank 1
     cannot look for the file, which has lain there since step 1 and is gone at step 4.
     """
-    from ds_quant.zero import safety
+    from ds_quant.zero import log
 
     said: list[str] = []
-    safety.log_here = said.append
+    log.log_here = said.append
     file = Path(os.environ["TEST_SCRATCH"], "stop")
     os.environ["DS_QUANT_KILL_FILE"] = str(file)
     engine = build(settings(stage, fields("qsdp", None)))

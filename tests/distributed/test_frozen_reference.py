@@ -25,11 +25,11 @@ def beside_a_reference(stage: int, with_reference: bool) -> tuple[list[float], l
     import deepspeed
 
     import ds_quant
-    from ds_quant.zero import install
+    from ds_quant.zero import log
 
     engine = build(settings(stage, QSDP, dtype="bf16"))
     logged: list[str] = []
-    install.log_rank0 = logged.append
+    log.log_rank0 = logged.append
     reference = None
     if with_reference:
         torch.manual_seed(1)

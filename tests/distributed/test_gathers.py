@@ -53,12 +53,12 @@ def tower(case: dict[str, Any]) -> Tower:
 def facts(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per case the gathers predicted and counted, bytes of the last step, and what was logged."""
     import ds_quant
-    from ds_quant.zero import hooks
+    from ds_quant.zero import log
 
     found = []
     for case in cases:
         logged: list[str] = []
-        hooks.log_rank0 = logged.append
+        log.log_rank0 = logged.append
         config = settings(
             3, {"node_size": case.get("node_size", 1), "allow_full_replica": True, **case["block"]},
             dtype="bf16", accumulation=case.get("accumulation", 1), zero=case["zero"],

@@ -446,11 +446,11 @@ def _placed_rank(
 
     import ds_quant
     from ds_quant.kernels import dispatch
-    from ds_quant.zero import handshake
+    from ds_quant.zero import log
 
     rank, said = torch.distributed.get_rank(), []
     socket.gethostname = lambda: hosts[rank]
-    handshake.log_rank0 = said.append
+    log.log_rank0 = said.append
     if kernels is not None:
         dispatch.describe = lambda *_: kernels[rank]
     try:
@@ -512,10 +512,10 @@ class _Wrapped(torch.nn.Module):
 
 def _patterns_rank(patterns: list[str]) -> tuple[str, list[str]]:
     import ds_quant
-    from ds_quant.zero import hooks
+    from ds_quant.zero import log
 
     said: list[str] = []
-    hooks.log_rank0 = said.append
+    log.log_rank0 = said.append
     engine = build(block(exclude=patterns), _Wrapped)
     return ds_quant.report(engine)["line"], said
 

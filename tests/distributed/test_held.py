@@ -1,4 +1,4 @@
-"""held.HeldReduction on real gloo ranks: several micro-steps cross between nodes once.
+"""Reductions that rest between their hops, on gloo ranks: several micro-steps cross nodes once.
 
 The stated order of the sums, all fp32: ranks of a node in rank order, then micro-steps, then nodes.
 """
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ds_quant.codec.bound import Rotation
-from ds_quant.comm.held import HeldReduction
+from ds_quant.comm.reduce import Reduction
 from ds_quant.comm.reduction_plan import Form, ReductionPlan, Segment, Slicing, own_totals
 from tests.distributed.harness import run
 from tests.distributed.test_hops import (
@@ -72,9 +72,9 @@ def _held_rank(node_size: int) -> dict[tuple, tuple]:
         for micro in range(MICRO_STEPS):
             values = values_of(rank, world, micro, gridded=name != "fp32")
             last = sums if together and micro == MICRO_STEPS - 1 else None
-            HeldReduction(plan, held, *how, tensors=values, fresh=micro == 0, sums=last).wait()
+            Reduction(plan, values, *how, last, held=held, fresh=micro == 0).wait()
         if not together:
-            HeldReduction(plan, held, *how, sums=sums).wait()
+            Reduction(plan, None, *how, sums, held=held).wait()
         after = traffic.received["gradients"]
         found = [sums[s.total : s.total + s.numel] if s.reducer == rank else None for s in segments]
         results[case] = (

@@ -1,4 +1,4 @@
-"""hops.Reduction and Fabric on real gloo ranks, one and two levels, against sums computed here.
+"""Reduction and Fabric on real gloo ranks, one and two levels, against sums computed here.
 
 One start of the ranks per topology (nodes x ranks per node) plays all cases.
 """
@@ -16,7 +16,7 @@ import torch
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.reduce import Reduction
-from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, Slicing, own_totals
+from ds_quant.comm.reduction_plan import Form, LinkHop, ReductionPlan, Segment, Slicing, own_totals
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link
@@ -52,12 +52,12 @@ def fabric_of(node_size: int) -> tuple[Fabric, Traffic]:
     return Fabric(link(None), own[0], own[1]), traffic
 
 
-def route_of(fabric: Fabric, node_size: int, *, exact_own: bool) -> tuple[Hop, ...]:
+def route_of(fabric: Fabric, node_size: int, *, exact_own: bool) -> tuple[LinkHop, ...]:
     if fabric.intra is None:
-        return (Hop(link=fabric.whole, exact_own=exact_own),)
+        return (LinkHop(link=fabric.whole, exact_own=exact_own),)
     return (
-        Hop(link=fabric.intra, exact_own=exact_own),
-        Hop(link=fabric.inter, divisor=node_size, exact_own=exact_own),
+        LinkHop(link=fabric.intra, exact_own=exact_own),
+        LinkHop(link=fabric.inter, divisor=node_size, exact_own=exact_own),
     )
 
 
@@ -89,7 +89,7 @@ def codings_of(rank: int, codecs: tuple) -> list[tuple[Coding, ...]]:
 
 
 def reduce(
-    route: list[Hop], codecs: tuple, rotation: Rotation | None, rank: int, world: int
+    route: list[LinkHop], codecs: tuple, rotation: Rotation | None, rank: int, world: int
 ) -> list[torch.Tensor | None]:
     """The gradients one after the other, each on a rank of its own; None where another rank's."""
     gridded = codecs[0] is INT8

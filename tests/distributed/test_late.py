@@ -33,7 +33,7 @@ class Phases(Regression):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """late: whether shards are put away late, whatever the version of DeepSpeed."""
+    """late: whether shards are stored late, whatever the version of DeepSpeed."""
 
     late: bool = True
     dtype: str = "bf16"
@@ -67,14 +67,14 @@ def outcomes(block: dict[str, Any], names: tuple[str, ...]) -> dict[str, list[An
     from ds_quant.zero.cpu_overlap import LateReduction
 
     depths: list[int] = []
-    put_away = LateReduction.put_away
+    partition = LateReduction.partition
 
     def counted(self: Any, *args: Any) -> None:
         if not self._begun.finished:
             depths.append(len(self._under_way))
-        put_away(self, *args)
+        partition(self, *args)
 
-    LateReduction.put_away = counted
+    LateReduction.partition = counted
     found: dict[str, list[Any]] = {}
     for name in names:
         case = CASES[name]

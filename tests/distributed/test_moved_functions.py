@@ -109,10 +109,10 @@ def test_weights_that_are_fetched_elsewhere_end_the_run() -> None:
 
 def few_gradients(dropped: bool) -> list[str]:
     """What rank 0 logs in the first step; of every three buckets two may pass the plugin."""
-    from ds_quant.zero import hooks
+    from ds_quant.zero import log
 
     logged: list[str] = []
-    hooks.log_rank0 = logged.append
+    log.log_rank0 = logged.append
     zero = {"reduce_bucket_size": 20_000, "overlap_comm": False}
     engine = build(settings(3, {"scheme": "qsdp"}, dtype="bf16", zero=zero))
     del logged[:]

@@ -15,12 +15,12 @@ import torch
 
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.gather import Part, owner_message
-from ds_quant.comm.owners import Piece, Shape, delivery_codec, inbound, plan
-from ds_quant.comm.pending import Pending
-from ds_quant.comm.reduce import OwnerSums, Share
-from ds_quant.comm.reduction_plan import Form, Hop
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.owners import Piece, Shape, inbound, plan
+from ds_quant.comm.reduce import OwnerSums
+from ds_quant.comm.reduction_plan import Form, LinkHop, Segment
+from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.wire import shard_range
+from ds_quant.policy.route import delivery_codec
 from tests.distributed.harness import run
 from tests.distributed.messages import Item, bits, make_link
 
@@ -38,30 +38,35 @@ CODECS = {**QUANTIZERS, "fp32": FP32, "bf16": BF16}
 Layout = tuple[Shape, ...]
 
 
+def shape_of(owner: int, numel: int, codec: Codec) -> Shape:
+    """As routes deliver sums."""
+    return Shape(owner, numel, codec, delivery_codec(codec))
+
+
 def even(codec: Codec, world: int) -> Layout:
     """As when a bucket is larger than the model: every rank owns as much."""
-    return tuple(Shape(rank, 1021, codec) for rank in range(world))
+    return tuple(shape_of(rank, 1021, codec) for rank in range(world))
 
 
 def split(codec: Codec, world: int) -> Layout:
     """One parameter over all owners, in DeepSpeed's shards, the last one short."""
     ranges = [shard_range(2500, world, rank) for rank in range(world)]
-    return tuple(Shape(rank, stop - start, codec) for rank, (start, stop) in enumerate(ranges))
+    return tuple(shape_of(rank, stop - start, codec) for rank, (start, stop) in enumerate(ranges))
 
 
 def one_owner(codec: Codec, world: int) -> Layout:
-    return (Shape(world - 1, 4099, codec),)
+    return (shape_of(world - 1, 4099, codec),)
 
 
 def two_owners(codec: Codec, world: int) -> Layout:
     """A bucket that crosses a partition border, with an empty and tiny parts in between."""
     first, second = 0, min(1, world - 1)
     numels = ((first, 1500), (first, 0), (first, 3), (second, 1), (second, 2048))
-    return tuple(Shape(owner, numel, codec) for owner, numel in numels)
+    return tuple(shape_of(owner, numel, codec) for owner, numel in numels)
 
 
 def nothing(codec: Codec, world: int) -> Layout:
-    return (Shape(0, 0, codec), Shape(world - 1, 0, codec))
+    return (shape_of(0, 0, codec), shape_of(world - 1, 0, codec))
 
 
 LAYOUTS: dict[str, Callable[[Codec, int], Layout]] = {
@@ -111,9 +116,9 @@ def reduce_flat(
     shapes: Layout, values: Sequence[torch.Tensor], link: Link, *, scale: float
 ) -> list[torch.Tensor | None]:
     """The sums of this rank's shares, None for those of others."""
-    given = [Share(s.owner, i, 0, s.numel, i) for i, s in enumerate(shapes)]
-    pieces, route = plan(tuple(shapes), link.size), (Hop(link=link),)
-    forms = [Form((s.codec,)) for s in shapes]
+    given = [Segment(i, 0, s.numel, i, 0, s.owner) for i, s in enumerate(shapes)]
+    pieces, route = plan(tuple(shapes), link.size), (LinkHop(link=link),)
+    forms = [Form((s.codec,), delivery=s.delivery) for s in shapes]
     adder = OwnerSums(given, pieces, forms, route, link, scale=scale)
     codings = [(item.coding(link.rank),) for item in items(shapes)]
     sums = adder.add_up(values, codings, [None] * len(shapes))
@@ -206,7 +211,7 @@ def inbound_by_rank(shapes: Layout, world: int) -> list[int]:
             if source != piece.reducer:
                 received[piece.reducer] += shape.codec.wire_bytes(numel)
         if shape.owner != piece.reducer:
-            received[shape.owner] += delivery_codec(shape.codec).wire_bytes(numel)
+            received[shape.owner] += shape.delivery.wire_bytes(numel)
     return received
 
 
@@ -236,7 +241,7 @@ NOISY_NUMEL = 2**16
 def _noise_rank() -> np.ndarray | None:
     """Error of the mean of identical gradients that all belong to rank 0."""
     link, _ = make_link()
-    shapes = (Shape(0, NOISY_NUMEL, NOISY),)
+    shapes = (shape_of(0, NOISY_NUMEL, NOISY),)
     gradient = items(shapes)[0].off_grid()
     (mean,) = reduce_flat(shapes, [gradient], link, scale=1 / link.size)
     return None if mean is None else (mean - gradient).numpy()
@@ -252,7 +257,7 @@ def test_errors_of_the_balanced_exchange_average_out_too(world: int) -> None:
     """Two estimates from n errors differ by 5 * sqrt(2 * 2 / n) at most (kurtosis below 3). The
     second hop adds steps (15 / 255)^2 as large in square for all pieces but the owner's.
     """
-    assert is_balanced((Shape(0, NOISY_NUMEL, NOISY),), world)
+    assert is_balanced((shape_of(0, NOISY_NUMEL, NOISY),), world)
     second_hop = (world - 1) / world * (15 / 255) ** 2
     ratio = noise_variance(world) / noise_variance(1)
     assert ratio == pytest.approx(1 / world + second_hop, rel=5 * (4 / NOISY_NUMEL) ** 0.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -40,19 +40,24 @@ class Fault:
         from ds_quant.comm.transport import Link
 
         self.role, self.sender, self.armed = role, sender, False
-        for name in ("_all_gather", "_all_to_all"):
-            setattr(Link, name, self._around(getattr(Link, name)))
+        self._posting = ""
+        Link._count, Link._posted = self._noting(Link._count), self._changing(Link._posted)
 
-    def _around(self, original: Any) -> Any:
-        def exchange(link: Any, *args: Any) -> Any:
-            posted = original(link, *args)
-            if not self.armed or args[-1] != self.role:
-                return posted
-            self.armed = False
-            byte = self.sender * posted.received.numel() // 2 + 3
-            return replace(posted, work=Flip(posted.work, posted.received, byte))
+    def _noting(self, count: Any) -> Any:
+        def counted(link: Any, role: str, received: Any) -> None:
+            self._posting = role
+            count(link, role, received)
 
-        return exchange
+        return counted
+
+    def _changing(self, post: Any) -> Any:
+        def posted(link: Any, payload: Any, received: torch.Tensor, work: Any) -> Any:
+            if self.armed and self._posting == self.role:
+                self.armed = False
+                work = Flip(work, received, self.sender * received.numel() // 2 + 3)
+            return post(link, payload, received, work)
+
+        return posted
 
 
 def _hit(stage: int, block: dict, role: str, when: str) -> str:

@@ -88,10 +88,10 @@ LINES = {
 def _logged_rank() -> dict[str, tuple[list[str], dict]]:
     """By case what was logged at start-up, on this rank if it were rank 0, and what is reported."""
     import ds_quant
-    from ds_quant.zero import attach
+    from ds_quant.zero import log
 
     logged: list[str] = []
-    attach.info_rank0 = logged.append
+    log.info_rank0 = logged.append
     found = {}
     for name, (settings_of_case, _) in LINES.items():
         logged.clear()

@@ -19,11 +19,11 @@ CODES = {"scheme": "qsdp_w4g4"}
 def said(stage: int, block: dict[str, Any]) -> dict[str, int]:
     """How often rank 0 warns, after what is allowed and after what is not."""
     import ds_quant
-    from ds_quant.zero import hooks
+    from ds_quant.zero import log
 
     engine = build(settings(stage, block, dtype="bf16"))
     logged: list[str] = []
-    hooks.log_rank0 = logged.append
+    log.log_rank0 = logged.append
     warnings: dict[str, int] = {}
 
     def count(name: str) -> None:
@@ -58,11 +58,11 @@ def test_an_exact_state_dict_is_not_told_of(block: dict[str, Any]) -> None:
 
 
 def after_a_save() -> int:
-    from ds_quant.zero import hooks
+    from ds_quant.zero import log
 
     engine = build(settings(2, {"scheme": "sdp4bit"}, dtype="bf16"))
     logged: list[str] = []
-    hooks.log_rank0 = logged.append
+    log.log_rank0 = logged.append
     train_step(engine, 0)
     engine.save_checkpoint(os.environ["TEST_SCRATCH"], "here")
     engine.module.state_dict()

@@ -223,10 +223,10 @@ def lost_file() -> tuple[int, list[int], list[str]]:
     """Steps taken, steps reported, and what rank 0 logs; in step 3 a folder is in the file's place,
     in step 5 it is gone.
     """
-    from ds_quant.zero import telemetry
+    from ds_quant.zero import log
 
     said: list[str] = []
-    telemetry.log_here = said.append
+    log.log_here = said.append
     file = Path(os.environ["TEST_SCRATCH"], "lines")
     engine = build(settings(2, block("qsdp", str(file)) | {"metrics": _every_step(file)}))
     for step in range(7):

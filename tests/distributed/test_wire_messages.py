@@ -99,7 +99,6 @@ def taken(caught: Messages) -> Messages:
 
 def reduced_to_shards(block: dict[str, Any]) -> list[Call]:
     """Every bucket of a step under ZeRO-3; small tensors in full precision as the page bundles."""
-    from ds_quant.zero.param import codings_of
     from ds_quant.zero.stage3 import ShardReduction
 
     engine = build(settings(3, block, zero={"overlap_comm": False}), Uneven)
@@ -112,7 +111,7 @@ def reduced_to_shards(block: dict[str, Any]) -> list[Call]:
         route, kinds, signs = binding.route(group), [], []
         for p, t in zip(params, tensors, strict=True):
             found = binding.param_of(p).gradient_streams(t.dtype, rank=0, hops=len(route))
-            how = codings_of(found, t.dtype, hops=len(route), step=0)
+            how = found.codings(0, 0)
             kinds.append(kind_of(*how))
             signs.append(signs_of(how[1]))
         got = [fp32(s) for s in shards]
@@ -136,17 +135,17 @@ def reduced_to_owners(block: dict[str, Any]) -> list[Call]:
         self.seen = list(shares), scale
         made(self, shares, *rest, scale=scale)
 
-    def add_up(self: Any, tensors: Any, codings: Any, rotations: Any) -> Any:
+    def add_up(self: Any, tensors: Any, codings: Any, rotations: Any, *held: Any) -> Any:
         shares, scale = self.seen
         values = [fp32(tensors[s.tensor].view(-1)[s.start : s.start + s.numel]) for s in shares]
-        sums = original(self, tensors, codings, rotations)
+        sums = original(self, tensors, codings, rotations, *held)
         kinds = [kind_of(codings[s.gradient], rotations[s.gradient]) for s in shares]
         signs = [signs_of(rotations[s.gradient]) for s in shares]
         got = [
             None if total is None else fp32(sums[total : total + s.numel])
             for s, total in zip(shares, self.totals, strict=True)
         ]
-        owners = [s.owner for s in shares]
+        owners = [s.reducer for s in shares]
         calls.append(Call(values, kinds, signs, owners, got, scale, taken(caught)))
         return sums
 

@@ -311,9 +311,9 @@ def _accelerate(folder: str) -> dict:
 
 
 def _state_dict_on_one_rank(accelerator: Any, model: Any) -> str:
-    from ds_quant.zero import accelerate
+    from ds_quant.zero import checkpoint
 
-    accelerate._PATIENCE, accelerate._TIMEOUT = 0.2, 0.5
+    checkpoint._PATIENCE, checkpoint._TIMEOUT = 0.2, 0.5
     try:
         if torch.distributed.get_rank() == 0:
             accelerator.get_state_dict(model)

@@ -12,14 +12,14 @@ import torch
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, reference
-from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.random_bits import Address
 
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
 INT8 = GroupCodec(bits=8, group_size=128, range="absmax")
 ADDRESS = Address(key=77, step=5, first_vector=(1 << 32) - 5)
 NUMELS = (1, 129, 4099, 2047, 777)
-ROTATION = Rotation(32)
+ROTATION = BlockRotation(32)
 
 
 class Case(NamedTuple):

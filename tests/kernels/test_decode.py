@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, reference
 from ds_quant.kernels.geometry import Stores
-from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.random_bits import Address
 from tests.kernels.inputs import (
     CODECS,
@@ -112,7 +112,7 @@ def test_rotated_sums_can_be_staged_and_other_runs_are_refused(shim) -> None:
     wire, out = message(codec, x), output(1, numel, torch.bfloat16, 0)[0]
     wanted = rotated_back(sum_of(codec, wire, x.shape[1], None, 1.0), 64, 77, 0.5)[:numel]
     options = {"scale": 0.5, "levels": None, "run": shim}
-    rotation = Rotation(64, 77)
+    rotation = BlockRotation(64, 77)
     launch.decode_sum(wire, out, codec, rotation=rotation, stores=Stores(4, True), **options)
     assert_same(codec, out, wanted)
     with pytest.raises(ValueError, match=r"stores.run = 8: allowed .* are \[4\]"):
@@ -194,7 +194,12 @@ def test_sums_are_rotated_back(shim, block: int, flips: int | None) -> None:
         total = sum_of(codec, wire, x.shape[1], own, 1.0)
         wanted = rotated_back(total, block, flips, 0.25)[: case.numel]
         out = output(1, case.numel, torch.float32, case.skew)[0]
-        options = {"scale": 0.25, "levels": None, "own": own, "rotation": Rotation(block, flips)}
+        options = {
+            "scale": 0.25,
+            "levels": None,
+            "own": own,
+            "rotation": BlockRotation(block, flips),
+        }
         launch.decode_sum(without(wire, 2), out, codec, run=shim, **options)
         assert_same(codec, out, wanted)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, reference
 from ds_quant.kernels.geometry import tiling
-from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import round_up
 from ds_quant.resources import resource_dir
@@ -117,7 +117,7 @@ def test_rotated_bytes_equal_the_reference(shim, codec, block: int, flips: int |
     def check(case) -> None:
         x = case.values(codec.group_size, torch.bfloat16)
         wanted = expected(codec, rotated(x.float(), block, flips), case.address)
-        options = {"rotation": Rotation(block, flips), "on_wire": round_up(case.numel, block)}
+        options = {"rotation": BlockRotation(block, flips), "on_wire": round_up(case.numel, block)}
         assert_same(codec, encoded(shim, codec, x, case.address, **options), wanted)
 
     check()
@@ -145,7 +145,7 @@ def test_difference_is_taken_once_in_fp32(shim, codec, dtype, base_dtype, block:
         options = {"base": base}
         if block:
             difference = rotated(difference, block, None)
-            options |= {"rotation": Rotation(block), "on_wire": difference.shape[1]}
+            options |= {"rotation": BlockRotation(block), "on_wire": difference.shape[1]}
         wanted = expected(codec, difference, case.address)
         assert_same(codec, encoded(shim, codec, x, case.address, **options), wanted)
 
@@ -170,7 +170,7 @@ def test_whole_blocks_take_their_own_variant(shim, index: int) -> None:
     wanted = expected(codec, x.float() - base.float(), ADDRESS)
     assert_same(codec, encoded(run, codec, x, ADDRESS, base=base), wanted)
     wanted = expected(codec, rotated(x.float(), 32, 5), ADDRESS)
-    found = encoded(run, codec, x, ADDRESS, rotation=Rotation(32, 5))
+    found = encoded(run, codec, x, ADDRESS, rotation=BlockRotation(32, 5))
     assert_same(codec, found, wanted)
     assert wholes == [1, 1, 1]
 
@@ -204,7 +204,7 @@ def test_nothing_is_launched_for_empty_tensors() -> None:
 def test_codecs_beyond_the_kernels_are_named() -> None:
     assert launch.supports(GroupCodec(group_size=8192))
     assert not launch.supports(GroupCodec(group_size=8224))
-    assert not launch.supports(GroupCodec(group_size=96), Rotation(64))
+    assert not launch.supports(GroupCodec(group_size=96), BlockRotation(64))
 
 
 DIVISION = """

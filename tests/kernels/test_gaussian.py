@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, reference
-from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.wire import round_up
 from tests.kernels.inputs import (
     DTYPES,
@@ -49,7 +49,7 @@ def test_rotated_bytes_of_any_length_equal_the_reference(shim, codec, flips: int
     def check(case) -> None:
         x = case.values(128, DTYPES[codec.bits % 3])
         wanted = expected(codec, rotated(x.float(), 128, flips), case.address)
-        options = {"rotation": Rotation(128, flips), "on_wire": round_up(case.numel, 128)}
+        options = {"rotation": BlockRotation(128, flips), "on_wire": round_up(case.numel, 128)}
         assert_same(codec, encoded(shim, codec, x, case.address, **options), wanted)
 
     check()
@@ -65,7 +65,7 @@ def test_whole_blocks_take_their_own_variant(shim, codec: GroupCodec) -> None:
 
     x = torch.randn(2, 64 * 128).bfloat16()
     wanted = expected(codec, rotated(x.float(), 128, FLIPS), ADDRESS)
-    found = encoded(run, codec, x, ADDRESS, rotation=Rotation(128, FLIPS))
+    found = encoded(run, codec, x, ADDRESS, rotation=BlockRotation(128, FLIPS))
     assert_same(codec, found, wanted)
     assert wholes == [1]
 
@@ -94,7 +94,7 @@ def test_rotated_sums_equal_the_reference(shim, codec: GroupCodec) -> None:
         reference.decode_sum(wire, total, codec, scale=1.0, **how)
         wanted = rotated_back(total, 128, FLIPS, 0.5)[: case.numel]
         out = output(1, case.numel, torch.float32, case.skew)[0]
-        rotation = Rotation(128, FLIPS)
+        rotation = BlockRotation(128, FLIPS)
         launch.decode_sum(wire, out, codec, scale=0.5, rotation=rotation, run=shim, **how)
         assert_same_values(codec, out, wanted)
 

@@ -17,7 +17,7 @@ from ds_quant.comm.transport import Link
 from ds_quant.kernels import cuda, dispatch, launch, reference
 from ds_quant.kernels.cuda import source
 from ds_quant.kernels.geometry import Stores
-from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.launch import merge, place_of
 from ds_quant.kernels.random_bits import Address
 from tests.kernels import tables
@@ -100,7 +100,7 @@ def test_bytes_and_values_equal_the_reference(runner, index: int, numel_of: str)
 
 @pytest.mark.parametrize("block, flips", [(32, None), (64, 0xF00D), (128, (5 << 96) | 77)], ids=str)
 def test_rotation_difference_and_own_rows(runner, block: int, flips: int | None) -> None:
-    rotation, numel = Rotation(block, flips), 50_001
+    rotation, numel = BlockRotation(block, flips), 50_001
     x, base = torch.randn(8, numel).bfloat16(), torch.randn(8, numel)
     turned = rotated(x.float() - base, block, flips)
     wanted = wire_of(INT4, turned)
@@ -124,7 +124,7 @@ def test_rotation_difference_and_own_rows(runner, block: int, flips: int | None)
 @pytest.mark.parametrize("codec", GAUSSIAN, ids=id_of)
 def test_gaussian_levels(runner, codec: GroupCodec) -> None:
     flips, numel, levels = (5 << 96) | 77, 50_001, on_gpu(table(codec))
-    rotation = Rotation(128, flips)
+    rotation = BlockRotation(128, flips)
     x = awkward(4 * numel, 128, sorted(KINDS), seed=codec.bits).view(4, numel).bfloat16()
     turned = rotated(x.float(), 128, flips)
     wire, total = wire_of(codec, turned), torch.empty(turned.shape[1])

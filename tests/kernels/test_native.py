@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import dispatch, native, reference
-from ds_quant.kernels.hadamard import Rotation, rotate, unrotate_
+from ds_quant.kernels.hadamard import BlockRotation, rotate, unrotate_
 from tests import needs
 from tests.kernels.inputs import (
     CODECS,
@@ -112,12 +112,12 @@ def test_decoded_rows_and_sums_equal_the_reference(index: int) -> None:
     check()
 
 
-ROTATIONS = (Rotation(32), Rotation(64, 0xF00D), Rotation(128, (5 << 96) | 77))
+ROTATIONS = (BlockRotation(32), BlockRotation(64, 0xF00D), BlockRotation(128, (5 << 96) | 77))
 
 
 @needs.native_kernels
 @pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
-def test_rotations_equal_the_reference(rotation: Rotation) -> None:
+def test_rotations_equal_the_reference(rotation: BlockRotation) -> None:
     block = rotation.block
     for numel, dtype in ((1, torch.float32), (5 * block, torch.bfloat16), (999, torch.float16)):
         x = torch.randn(numel).to(dtype)
@@ -132,7 +132,7 @@ def test_rotations_equal_the_reference(rotation: Rotation) -> None:
 
 @needs.native_kernels
 @pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
-def test_rotated_messages_and_sums_equal_the_reference(rotation: Rotation) -> None:
+def test_rotated_messages_and_sums_equal_the_reference(rotation: BlockRotation) -> None:
     codec = GroupCodec(bits=4, group_size=256, range="absmax", rounding="stochastic")
 
     @EXAMPLES
@@ -169,7 +169,7 @@ def test_number_of_threads_changes_nothing(threads) -> None:
         total = torch.empty(x.shape[1])
         native.decode_sum(wire, total, INT4, scale=1.0, own=None, levels=None)
         flat = torch.empty(-(-x.numel() // 64) * 64)
-        native.rotate(x.view(-1), flat, Rotation(64))
+        native.rotate(x.view(-1), flat, BlockRotation(64))
         wires.append(wire), sums.append(total), rotated.append(flat)
     for first, second in (wires, sums, rotated):
         assert torch.equal(first, second)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from ds_quant.kernels import dispatch, hadamard, philox, reference, scratch
-from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.random_bits import Address
 from tests.kernels.inputs import CODECS, KINDS, awkward, id_of, table
 from tests.kernels.streams import Recorder, in_turns, spoiled
 
 ADDRESS = Address(key=0x0123456789ABCDEF, step=(1 << 33) + 1, first_vector=(1 << 32) - 5)
-ROTATION = Rotation(64, flips=0xF00D_0000_1234_5678)
+ROTATION = BlockRotation(64, flips=0xF00D_0000_1234_5678)
 
 
 def become_a_device(monkeypatch) -> None:

@@ -9,14 +9,14 @@ import torch
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, launch_lossless
 from ds_quant.kernels.geometry import Stores
-from ds_quant.kernels.hadamard import Rotation
+from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.launch import Launch, merge
 from ds_quant.kernels.random_bits import Address
 from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, table
 
 _WHOLE, _RAGGED = 1 << 16, (1 << 16) + 5
-_HADAMARD = Rotation(32)
-_FLIPPED = Rotation(128, flips=(1 << 100) + 5)
+_HADAMARD = BlockRotation(32)
+_FLIPPED = BlockRotation(128, flips=(1 << 100) + 5)
 
 
 def _one(call: Callable[[Callable], None]) -> Launch:
@@ -165,7 +165,7 @@ def others() -> dict[str, Launch]:
         _absmax(8, 2048), bf16, rotation=_FLIPPED
     )
     found["encode difference Hadamard-64 int5 minmax g64"] = encode(
-        GroupCodec(bits=5, group_size=64), bf16, rotation=Rotation(64), base=torch.float32
+        GroupCodec(bits=5, group_size=64), bf16, rotation=BlockRotation(64), base=torch.float32
     )
     found["decode_sum 17 x int7 minmax, own row"] = decode_sum(wide, 17, own=True, scale=0.5)
     found["decode_sum 3 x int8 Hadamard-128 with signs"] = decode_sum(
@@ -181,7 +181,7 @@ def others() -> dict[str, Launch]:
     for phase in range(4):
         found[f"lossless phase {phase} fp16"] = lossless(phase, torch.float16)
     found["lossless read bf16, from a table"] = _tabled(lossless(launch_lossless.READ))
-    for dtype, rotation in ((bf16, Rotation(32)), (torch.float32, _FLIPPED)):
+    for dtype, rotation in ((bf16, BlockRotation(32)), (torch.float32, _FLIPPED)):
         alone = launch.rotate_plan(_RAGGED, dtype, rotation).launch(1, {})
         found[f"rotate Hadamard-{rotation.block} {dtype}, from a table"] = _tabled(alone)
     for run in (1, 2, 4, 8):

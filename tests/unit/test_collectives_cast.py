@@ -11,12 +11,12 @@ import torch
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.buffers import Buffers
-from ds_quant.comm.reduce import ShardSums
-from ds_quant.comm.reduction_plan import Form, Hop
+from ds_quant.comm.reduce import Reduction, ShardSums
+from ds_quant.comm.reduction_plan import Form, LinkHop
 from ds_quant.comm.traffic import Meter
 from ds_quant.kernels import dispatch
 from ds_quant.kernels.random_bits import Address
-from ds_quant.zero.stage3 import _begin_sums, _cast, _Sent, _Unpack
+from ds_quant.zero.stage3 import _cast, _Sent
 from tests.kernels.conftest import shim  # noqa: F401
 from tests.kernels.test_cuda_launcher import cupy, runner  # noqa: F401
 
@@ -53,11 +53,13 @@ def reduced(
         is_random = getattr(codec, "rounding", "") == "stochastic"
         codings.append((Coding(codec, Address(key=1, step=1) if is_random else None),))
     dtypes = [g.dtype for g in gradients]
-    sent = _Sent(gradients, codings, [None] * len(codecs), _Unpack([], [], dtypes))
-    numels, forms = [g.numel() for g in gradients], [Form.of(c, None) for c in codings]
-    plan = ShardSums(numels, forms, (Hop(link=link),), link, scale=1 / RANKS)
-    _, sums = _begin_sums(plan, sent, dtype=sent.sum_dtype())
-    return _cast(sums.wait(), dtypes, link), link.casts
+    flat = [g.reshape(-1) for g in gradients]
+    numels, forms = [g.numel() for g in gradients], [Form((codec,)) for codec in codecs]
+    sent = _Sent([], [], dtypes, tuple(forms), codings, [None] * len(codecs))
+    plan = ShardSums(numels, forms, (LinkHop(link=link),), link, scale=1 / RANKS)
+    sums = plan.room(flat[0].device, sent.sum_dtype(flat[0].device))
+    Reduction(plan.plan, flat, codings, sent.rotations, sums).wait()
+    return _cast(plan.shards(sums), dtypes, link), link.casts
 
 
 def gradients() -> list[torch.Tensor]:

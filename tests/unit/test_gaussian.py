@@ -13,11 +13,10 @@ import torch
 
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.comm.owners import delivery_codec
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels import gaussian
 from ds_quant.kernels.random_bits import Address
-from ds_quant.policy.route import Routes
+from ds_quant.policy.route import Routes, delivery_codec
 from ds_quant.zero.param import Param
 from tests import needs
 from tests.torch_kernels import only_torch

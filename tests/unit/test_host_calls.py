@@ -19,7 +19,7 @@ from ds_quant.codec.codec import CastCodec, GroupCodec
 from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.gather import all_gather
 from ds_quant.comm.reduce import Reduction, ShardSums
-from ds_quant.comm.reduction_plan import Form, Hop
+from ds_quant.comm.reduction_plan import Form, LinkHop
 from ds_quant.comm.traffic import Meter, Traffic
 from ds_quant.kernels import native_lossless
 from ds_quant.kernels.random_bits import Address
@@ -143,8 +143,8 @@ def gathering(link: Any) -> Callable[[], Any]:
 
 def reducing(link: Any) -> Callable[[], Any]:
     hops, rotations = [(coding,) for coding in CODINGS], [None] * len(CODINGS)
-    forms = [Form.of(coding, None) for coding in hops]
-    plan = ShardSums(NUMELS, forms, (Hop(link=link),), link, scale=1.0)
+    forms = [Form((coding.codec,)) for coding in CODINGS]
+    plan = ShardSums(NUMELS, forms, (LinkHop(link=link),), link, scale=1.0)
     tensors = [torch.ones(numel, dtype=torch.bfloat16) for numel in NUMELS]
     sums = plan.room(torch.device("cpu"))
     return lambda: Reduction(plan.plan, tensors, hops, rotations, sums).wait()

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from ds_quant.comm.transport import Exchange, Link
+from ds_quant.comm.transport import Link, Pending
 
 
 class DeviceBytes:
@@ -45,24 +45,28 @@ class Device:
             all_gather_into_tensor=collective, all_to_all_single=collective
         )
 
-    def post(self, collective: str) -> Exchange:
+    def received(self, collective: str, waiting: str) -> tuple[DeviceBytes, DeviceBytes]:
+        """Post a collective, wait for it on a stream: what was sent and what has arrived."""
+        payload = DeviceBytes()
+        pending = self._post(collective, payload)
+        self.now = waiting
+        return payload, pending.wait()
+
+    def _post(self, collective: str, payload: DeviceBytes) -> Pending[DeviceBytes]:
         if collective == "all_gather":
-            return self.link.all_gather(DeviceBytes(), role="weights")
-        return self.link.all_to_all(DeviceBytes(), sent=[4, 4], received=[4, 4], role="weights")
+            return self.link.all_gather(payload, role="weights")
+        return self.link.all_to_all(payload, sent=[4, 4], received=[4, 4], role="weights")
 
 
 @pytest.mark.parametrize("collective", ("all_gather", "all_to_all"))
 def test_buffers_are_kept_for_the_stream_that_waits(collective: str, monkeypatch) -> None:
     device = Device(monkeypatch)
-    exchange = device.post(collective)
-    device.now = "waiting"
-    assert exchange.wait() is exchange.received
+    payload, received = device.received(collective, "waiting")
     assert device.waited == ["waiting"]
-    assert exchange.payload.streams == exchange.received.streams == ["waiting"]
+    assert payload.streams == received.streams == ["waiting"]
 
 
 @pytest.mark.parametrize("collective", ("all_gather", "all_to_all"))
 def test_on_the_posting_stream_nothing_is_recorded(collective: str, monkeypatch) -> None:
-    exchange = Device(monkeypatch).post(collective)
-    exchange.wait()
-    assert exchange.payload.streams == exchange.received.streams == []
+    payload, received = Device(monkeypatch).received(collective, "posting")
+    assert payload.streams == received.streams == []

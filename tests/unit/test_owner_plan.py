@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.owners import Piece, Shape, delivery_codec, inbound, plan
-from ds_quant.comm.reduce import OwnerSums, Share
-from ds_quant.comm.reduction_plan import Form, Hop
+from ds_quant.comm.owners import Piece, Shape, inbound, plan
+from ds_quant.comm.reduce import OwnerSums
+from ds_quant.comm.reduction_plan import Form, LinkHop, Segment
 from ds_quant.kernels.wire import ALIGNMENT, ceil_div
-from ds_quant.policy.route import Routes
+from ds_quant.policy.route import Routes, delivery_codec
 from ds_quant.policy.scheme import Scheme
 
 CODECS: tuple[Codec, ...] = (
@@ -31,12 +31,17 @@ CODECS: tuple[Codec, ...] = (
 )
 
 
+def shape_of(owner: int, numel: int, codec: Codec, inner: Codec | None = None) -> Shape:
+    """As routes deliver sums."""
+    return Shape(owner, numel, codec, delivery_codec(codec), inner)
+
+
 @st.composite
 def buckets(draw: st.DrawFn) -> tuple[tuple[Shape, ...], int]:
     """Any parts and world size, also empty ones and more ranks than elements."""
     world = draw(st.integers(1, 12))
     part = st.builds(
-        Shape,
+        shape_of,
         st.integers(0, world - 1),
         st.integers(0, 5000),
         st.sampled_from(CODECS),
@@ -48,7 +53,7 @@ def buckets(draw: st.DrawFn) -> tuple[tuple[Shape, ...], int]:
 def direct_inbound(shapes: tuple[Shape, ...], world: int) -> list[int]:
     """Every rank sends every owner its parts."""
     received = [0] * world
-    for owner, numel, codec, _ in shapes:
+    for owner, numel, codec, *_ in shapes:
         received[owner] += (world - 1) * codec.wire_bytes(numel)
     return received
 
@@ -57,7 +62,7 @@ def balanced_inbound(shapes: tuple[Shape, ...], world: int) -> list[int]:
     """The bucket in ``world`` equal cuts, cut r summed by rank r and sent on to its owners."""
     width = ceil_div(sum(s.numel for s in shapes), world)
     received, position = [0] * world, 0
-    for owner, numel, codec, _ in shapes:
+    for owner, numel, codec, *_ in shapes:
         for rank in range(world):
             start = max(position, rank * width)
             stop = min(position + numel, (rank + 1) * width)
@@ -100,7 +105,7 @@ def two_level_buckets(draw: st.DrawFn) -> tuple[tuple[Shape, ...], int, int]:
     node_size, nodes = draw(st.integers(2, 4)), draw(st.integers(2, 4))
     world = node_size * nodes
     part = st.builds(
-        Shape,
+        shape_of,
         st.integers(0, world - 1),
         st.integers(0, 5000),
         st.just(GroupCodec(bits=4, group_size=128, range="absmax")),
@@ -120,7 +125,7 @@ def levels_inbound(
         node[target // node_size] += nbytes if source // node_size != target // node_size else 0
 
     for part, start, stop, reducer in pieces:
-        owner, _, outer, inner = shapes[part]
+        owner, _, outer, _, inner = shapes[part]
         for source in range(world):
             local = source // node_size * node_size + reducer % node_size
             send(source, local, inner.wire_bytes(stop - start))
@@ -145,7 +150,7 @@ def test_two_levels_cost_the_busiest_node_no_more_than_the_direct_exchange(case:
 def test_what_one_rank_owns_is_spread_over_its_node() -> None:
     """2 nodes: the delivery stays inside the node, so between nodes nothing is paid for it."""
     int8, int4 = (GroupCodec(bits=b, group_size=128, range="absmax") for b in (8, 4))
-    shapes = (Shape(1, 1 << 20, int4, int8),)
+    shapes = (shape_of(1, 1 << 20, int4, int8),)
     pieces = plan(shapes, 8, 4)
     assert {p.reducer for p in pieces} == {0, 1, 2, 3}
     assert inbound(shapes, pieces, 8, 4).node == sum(
@@ -186,7 +191,7 @@ def large_buckets(draw: st.DrawFn) -> tuple[tuple[Shape, ...], int]:
         while position < end:
             owner = position // partition
             stop = min(end, (owner + 1) * partition)
-            shapes.append(Shape(owner, stop - position, codec))
+            shapes.append(shape_of(owner, stop - position, codec))
             position = stop
     return tuple(shapes), world
 
@@ -225,9 +230,10 @@ def pieces_of_one_rank(shapes: tuple[Shape, ...], width: int) -> int:
 
 
 def test_the_second_hop_has_at_least_eight_bits_and_random_bits_of_its_own() -> None:
-    link, form = SimpleNamespace(rank=1, size=2), Form((GroupCodec(bits=4, rounding="stochastic"),))
-    share, pieces = Share(0, 0, 0, 200, 0, first=10), [Piece(0, 0, 100, 1), Piece(0, 100, 200, 0)]
-    sums = OwnerSums([share], pieces, [form], [Hop(link=link)], link, scale=1.0)
+    link, codec = SimpleNamespace(rank=1, size=2), GroupCodec(bits=4, rounding="stochastic")
+    form = Form((codec,), delivery=delivery_codec(codec))
+    share, pieces = Segment(0, 0, 200, 0, 10, 0), [Piece(0, 0, 100, 1), Piece(0, 100, 200, 0)]
+    sums = OwnerSums([share], pieces, [form], [LinkHop(link=link)], link, scale=1.0)
     ((second, (_, _, vector)),) = sums._delivery._encode.tasks
     assert second.codec == GroupCodec(bits=8, rounding="stochastic")
     # Parameters have far fewer than 2^62 elements, so no vector of the first hop comes near.
@@ -272,7 +278,7 @@ def model_buckets(
         end = position + numels[index]
         while position < end:
             stop = min(end, (position // partition + 1) * partition)
-            bucket.append(Shape(position // partition, stop - position, codec))
+            bucket.append(shape_of(position // partition, stop - position, codec))
             position = stop
     return [*full, tuple(bucket)]
 

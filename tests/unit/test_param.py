@@ -7,7 +7,7 @@ import torch
 from ds_quant.codec.bound import exactly
 from ds_quant.config.schema import parse_block
 from ds_quant.policy.route import Routes
-from ds_quant.zero.param import Param
+from ds_quant.zero.param import Param, exact_gradient
 
 BF16 = torch.bfloat16
 
@@ -39,7 +39,7 @@ def test_streams_are_cached_until_the_scheme_changes() -> None:
     assert found.gradient_streams(BF16, rank=0, hops=2) is gradients
     found.follow(routes("full_precision", 2))
     assert found.weight_streams(BF16, rank=0) == (None,)
-    assert found.gradient_streams(BF16, rank=0, hops=2) is None
+    assert found.gradient_streams(BF16, rank=0, hops=2) is exact_gradient(BF16, 2)
 
 
 def test_codings_have_the_random_bits_of_their_step_and_the_levels_of_the_outer_codec() -> None:

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from ds_quant.comm.pending import Pending, arrived
+from ds_quant.comm.transport import Pending
 
 
 def test_a_result_is_made_once_and_only_when_it_is_asked_for() -> None:
@@ -24,7 +24,6 @@ def test_a_result_is_made_once_and_only_when_it_is_asked_for() -> None:
     assert calls == ["finish", "change"]
     assert pending.wait() is pending.wait()
     assert calls == ["finish", "change"]
-    assert arrived(5).wait() == 5
 
 
 def test_a_failure_is_raised_again() -> None:

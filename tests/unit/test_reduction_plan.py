@@ -14,9 +14,8 @@ import torch
 import ds_quant
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.held import HeldReduction
 from ds_quant.comm.reduce import Reduction
-from ds_quant.comm.reduction_plan import Form, Hop, ReductionPlan, Segment, Slicing, own_totals
+from ds_quant.comm.reduction_plan import Form, LinkHop, ReductionPlan, Segment, Slicing, own_totals
 from ds_quant.comm.traffic import Meter
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import shard_range
@@ -67,8 +66,8 @@ def calls_of(
     """
     rank, ranks = nodes * node_size // 2 + 1, nodes * node_size
     route = (
-        Hop(link=SilentLink(rank % node_size, node_size), exact_own=True),
-        Hop(
+        LinkHop(link=SilentLink(rank % node_size, node_size), exact_own=True),
+        LinkHop(
             link=SilentLink(rank // node_size, nodes),
             divisor=node_size,
             exact_own=True,
@@ -87,7 +86,7 @@ def calls_of(
             start, stop = shard_range(numel, ranks, reducer)
             segments.append(Segment(tensor, start, stop - start, tensor, start, reducer))
     segments, own = own_totals(segments, route)
-    plan = ReductionPlan(segments, list(map(Form.of, codings, rotations)), route, scale=0.5)
+    plan = ReductionPlan(segments, [Form(codecs, block)] * len(NUMELS), route, scale=0.5)
     tensors = [torch.randn(numel).bfloat16() for numel in NUMELS]
 
     def step() -> None:
@@ -96,8 +95,8 @@ def calls_of(
             Reduction(plan, tensors, *how, torch.empty(own)).wait()
             return
         values = torch.empty(plan.held_numel)
-        HeldReduction(plan, values, *how, tensors=tensors, fresh=True).wait()
-        HeldReduction(plan, values, *how, tensors=tensors, sums=torch.empty(own)).wait()
+        Reduction(plan, tensors, *how, None, held=values, fresh=True).wait()
+        Reduction(plan, tensors, *how, torch.empty(own), held=values).wait()
 
     step()
     calls = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_quant.comm.pending import Pending
+from ds_quant.comm.transport import Pending
 from ds_quant.zero.node_shard import Chunk, Spread
 
 

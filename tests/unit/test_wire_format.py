@@ -114,7 +114,7 @@ def test_sums_are_taken_in_source_order() -> None:
 def test_rotation_is_undone_by_the_page(block: int) -> None:
     x = values(256)
     rotated = torch.empty(256)
-    turn = hadamard.Rotation(block)
+    turn = hadamard.BlockRotation(block)
     hadamard.rotate(x, rotated, turn)
     back = rotated.clone()
     hadamard.unrotate_(back, turn, scale=0.25)

@@ -83,7 +83,7 @@ def test_the_peak_is_what_is_alive_at_once_or_somewhat_more() -> None:
     """
     for case, *ranks in zip(CASES, *run(predicted_and_alive, 4, CASES, timeout=280), strict=True):
         (predicted, *_), found = zip(*ranks, strict=True)
-        most = 1.7 if case[1] == "lossless" else 1.5
+        most = 1.9 if case[1] == "lossless" else 1.5
         assert 0.99 * max(found) <= predicted <= most * max(found), case
 
 

@@ -12,11 +12,10 @@ TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 install: $(STAMP)
 
 # torch goes first and alone: deepspeed's build looks for it.
-# Without --no-compile pip compiles thousands of modules that nobody imports.
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt $(TORCH_FLAGS) torch
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH_FLAGS) torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
 demo: install

@@ -31,6 +31,8 @@ docs: install
 
 # What the markers leave out: test-all takes what is slow, too. Two workers, as ranks mostly wait for
 # each other; tests that compare times come last and alone.
+# Every rank would compile the package again where the environment forbids to keep bytecode.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: LEFT_OUT := gpu or slow or clients
 test-all: LEFT_OUT := gpu or clients
 test test-all: install

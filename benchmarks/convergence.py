@@ -473,6 +473,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     page = convergence_page.page(found, args.json.name)
     args.json.with_suffix(".md").write_text(page, "utf-8")
+    convergence_page.plot(found, args.json.with_suffix(".png"))
     print(page)
     return 0
 

@@ -1,11 +1,12 @@
 """The page of convergence.py: what every scheme costs in loss, and why training loss cannot tell.
 
-May import sections.
+May import sections and, for the plot, ds_quant.tools.plot_style.
 """
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import sections
@@ -156,6 +157,39 @@ def directions(ours: dict[str, dict[str, Any]]) -> str:
     )
 
 
+def plotted(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of presets that cost something, none of a file with a few."""
+    rows = [r for r in result["rows"] if ":" not in r["scheme"] and r["gap"]["mean"] > 0]
+    return rows if len(rows) >= 8 else []
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw gap against bits, if there are enough schemes for a picture."""
+    from ds_quant.tools import plot_style
+
+    if not (rows := plotted(result)):
+        return
+    figure, axes = plot_style.pyplot().subplots(figsize=(9, 5.5), layout="constrained")
+    colors = plot_style.colors(row["scheme"] for row in rows)
+    for row in rows:
+        bits, gap = row["weight_bits"] + row["gradient_bits"], row["gap"]["mean"]
+        color, half = colors[row["scheme"]], row["gap"]["half_width"] or 0.0
+        below = min(half, 0.9 * gap)  # the axis is logarithmic
+        axes.errorbar(bits, gap, [[below], [half]], fmt="none", ecolor=color, capsize=3)
+        axes.plot([bits], [gap], "o", color=color, label=row["scheme"])
+    axes.set(
+        xscale="log", yscale="log",
+        xlabel="bits of a weight plus bits of a gradient, between nodes",
+        ylabel="held-out loss above full precision, %",
+        title="Weight differences and rotated gradients lose little in few bits",
+    )  # fmt: skip
+    for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        plot_style.plain_ticks(axis, plot_style.round_marks(*limits))
+    plot_style.finish(axes)
+    plot_style.label_lines(axes)
+    plot_style.save(figure, path)
+
+
 def page(result: dict[str, Any], name: str) -> str:
     """The whole page, to lie beside the result file ``name``."""
     size, steps = f"{result['parameters'] / 1e6:.2f} M", result["settings"]["micro_steps"]
@@ -163,4 +197,5 @@ def page(result: dict[str, Any], name: str) -> str:
     if "tuning" in result:
         what = "in tuning adapters" if "lora" in result["tuning"] else "in fine-tuning"
     heading = f"What a scheme costs {what}: {size} parameters, k = {steps}"
-    return f"# {heading}\n\n{body(result)}\n\n{sections.origin(result, name)}"
+    picture = f"![{heading}]({Path(name).stem}.png)\n\n" if plotted(result) else ""
+    return f"# {heading}\n\n{body(result)}\n\n{picture}{sections.origin(result, name)}"

@@ -108,6 +108,18 @@ def test_the_page_says_which_order_differs_from_the_papers() -> None:
     assert said.endswith("125 M; not `tlq` and `sdp4bit`.")
 
 
+def test_a_plot_is_drawn_of_many_schemes_and_named_on_the_page(tmp_path: Path) -> None:
+    names = ("qsdp", "sdp4bit", "zeropp", "eden4", "eden3", "eden2", "qwd", "tlq")
+    gap = {"mean": 0.1, "half_width": 0.2, "pairs": [0.1]}
+    row = {"gap": gap, "weight_bits": 4.0, "gradient_bits": 4.0}
+    rows = [{"scheme": name, **row} for name in names]
+    path = tmp_path / "found.png"
+    convergence_page.plot({"rows": rows[1:]}, path)
+    assert not path.exists(), "few are read faster in the table"
+    convergence_page.plot({"rows": rows}, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 # ---- a whole study ----
 
 

@@ -286,7 +286,10 @@ class ShardReduction:
         else:
             sums = plan.room(flat[0].device, sent.sum_dtype(flat[0].device))
             under_way = Reduction(plan.plan, flat, sent.codings, sent.rotations, sums)
-            take = lambda: sent.shards(plan.shards(sums), link)  # noqa: E731
+
+            def take() -> list[torch.Tensor]:
+                return sent.shards(plan.shards(sums), link)
+
         return Bucket(binding, tracked, tensors, under_way, take)
 
     def _sent(

@@ -160,7 +160,7 @@ class Feature:
 
     def train(self, stage: int, block: dict[str, Any] | None, steps: int) -> Run:
         if not needs.has_deepspeed(self.since):
-            raise NotImplementedError(f"needs DeepSpeed {self.since}")
+            raise RuntimeError(f"DeepSpeed cannot train this before {self.since}")
         config = settings(
             stage,
             block,

@@ -346,21 +346,20 @@ class ShardReduction:
         store, device = self._binding.held, flat[0].device
         members = tuple([(param, -1) for param in tracked])
         under_way, sums = None, partial(_zeros, plan, sent.dtypes, device)
-        if store.are_left(members):  # what is held of them takes the second hop alone
-            store.take(None, members)
-        else:
-            held = store.take((plan, members), members)
-            if held is not None:
-                held.added.wait()
-            if not hooks.at_boundary(self._binding.engine):
-                bucket = _hold(plan, flat, sent, link, members, held)
-                store.put((plan, members), bucket)
-                return bucket.added, lambda: sent.split(sums(), link.rank)
-            room, values = plan.room(device), None if held is None else held.values
-            how = sent.codings, sent.rotations
+        is_left = store.are_left(members)  # what is held of them takes the second hop alone
+        held = store.take(None if is_left else (plan, members), members)
+        if held is not None:
+            held.added.wait()
+        if not is_left and not hooks.at_boundary(self._binding.engine):
+            bucket = _hold(plan, flat, sent, link, members, held)
+            store.put((plan, members), bucket)
+            return bucket.added, lambda: sent.split(sums(), link.rank)
+        crossed = store.take_crossed(members)
+        if not is_left:
+            room = plan.room(device, torch.float32 if crossed else sent.sum_dtype(device))
+            how, values = (sent.codings, sent.rotations), None if held is None else held.values
             under_way = Reduction(plan.plan, flat, *how, room, held=values)
             sums = partial(plan.shards, room)
-        crossed = store.take_crossed(members)
         waited = {members.index(member): values for member, values in crossed.items()}
         return under_way, lambda: sent.shards(sums(), link, waited)
 

@@ -16,7 +16,8 @@ from ds_quant.comm.reduction_plan import Form, LinkHop
 from ds_quant.comm.traffic import Meter
 from ds_quant.kernels import dispatch
 from ds_quant.kernels.random_bits import Address
-from ds_quant.zero.stage3 import _cast, _Sent
+from ds_quant.zero.held import HeldGradients
+from ds_quant.zero.stage3 import ShardReduction, _cast, _Sent
 from tests.kernels.conftest import shim  # noqa: F401
 from tests.kernels.test_cuda_launcher import cupy, runner  # noqa: F401
 
@@ -44,8 +45,14 @@ class Alone:
         return types.SimpleNamespace(wait=lambda: mine.repeat(RANKS))
 
 
+class Engine:
+    """At the boundary of its first step."""
+
+    global_steps, is_gradient_accumulation_boundary = 0, staticmethod(lambda: True)
+
+
 def reduced(
-    codecs: Sequence[Codec], gradients: list[torch.Tensor]
+    codecs: Sequence[Codec], gradients: list[torch.Tensor], *, crosses_once: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.dtype]]:
     """This rank's shards as a bucket returns them, and the dtypes that sums were cast to."""
     link, codings = Alone(), []
@@ -55,8 +62,15 @@ def reduced(
     dtypes = [g.dtype for g in gradients]
     flat = [g.reshape(-1) for g in gradients]
     numels, forms = [g.numel() for g in gradients], [Form((codec,)) for codec in codecs]
-    sent = _Sent([], [], dtypes, tuple(forms), codings, [None] * len(codecs))
+    alone = list(range(len(codecs)))
+    sent = _Sent(alone, [], dtypes, tuple(forms), codings, [None] * len(codecs))
     plan = ShardSums(numels, forms, (LinkHop(link=link),), link, scale=1 / RANKS)
+    if crosses_once:
+        binding = types.SimpleNamespace(engine=Engine(), held=HeldGradients(Engine()))
+        tracked = [types.SimpleNamespace(index=index) for index in alone]
+        under_way, take = ShardReduction(binding)._begin_held(flat, sent, plan, tracked, link)
+        under_way.wait()
+        return take(), link.casts
     sums = plan.room(flat[0].device, sent.sum_dtype(flat[0].device))
     Reduction(plan.plan, flat, codings, sent.rotations, sums).wait()
     return _cast(plan.shards(sums), dtypes, link), link.casts
@@ -71,14 +85,15 @@ CODEC = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic"
 BF16 = CastCodec(torch.bfloat16)
 
 
-def test_kernels_write_the_dtype_of_the_gradients(runner, monkeypatch) -> None:  # noqa: F811
+@pytest.mark.parametrize("once", (False, True), ids=("every micro-step", "once"))
+def test_kernels_write_the_dtype_of_the_gradients(runner, monkeypatch, once) -> None:  # noqa: F811
     """Beside one in full precision, whose sum is rounded once too."""
     codecs, narrow = (CODEC, BF16, CODEC), [g.bfloat16() for g in gradients()]
-    wanted, casts = reduced(codecs, narrow)
+    wanted, casts = reduced(codecs, narrow, crosses_once=once)
     assert casts == [torch.bfloat16]
     monkeypatch.setattr(dispatch, "runner_for", lambda *_: runner)
     monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: runner)
-    found, casts = reduced(codecs, narrow)
+    found, casts = reduced(codecs, narrow, crosses_once=once)
     assert casts == []
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)

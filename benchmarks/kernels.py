@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from operations import CODECS, SOURCES, UNIT, Bench, Operation, absmax
+from operations import CODECS, LOSSLESS, SOURCES, UNIT, Bench, Operation, absmax
 from report import provenance
 
+from ds_quant.codec.lossless import DTYPES as LOSSLESS_DTYPES
 from ds_quant.kernels import dispatch
 
 SMALLEST = 4096  # bytes
@@ -53,14 +54,18 @@ def operations(bench: Bench, nbytes: int, dtype: torch.dtype, filter_: str):
         numel = numel_for(dtype.itemsize + width)
         yield lambda codec=codec, numel=numel: bench.encode(codec, numel, dtype)
         yield lambda codec=codec, numel=numel: bench.decode(codec, numel, dtype)
-        if codec.range != "absmax":
+        if codec.range == "minmax":
             continue
         yield lambda codec=codec, numel=numel: bench.encode(codec, numel, dtype, rotate=True)
         numel = numel_for(dtype.itemsize + SOURCES * width)
         yield lambda codec=codec, numel=numel: bench.decode(codec, numel, dtype, SOURCES)
         numel = numel_for(SOURCES * width + 0.5)
-        target = absmax(4, codec.group_size, "stochastic")
+        target = codec if codec.is_gaussian else absmax(4, codec.group_size, "stochastic")
         yield lambda codec=codec, numel=numel, to=target: bench.recode(codec, to, numel)
+    if filter_ in LOSSLESS.name and dtype in LOSSLESS_DTYPES:
+        for name in ("encode", "decode"):  # a difference has about 3 bits
+            numel = numel_for(2 * dtype.itemsize + 0.4)
+            yield lambda name=name, numel=numel: bench.lossless(name, numel, dtype)
 
 
 def seconds_of(work: Callable[[int], object], num_sets: int, repeats: int, cuda: bool) -> float:

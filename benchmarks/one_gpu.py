@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -56,7 +57,7 @@ def worker(rank: int, args: argparse.Namespace, scheme: str, folder: str) -> Non
         "quantized_comm": {"enabled": True, "scheme": scheme},
     }
     if args.node_size:
-        config["quantized_comm"]["node_size"] = args.node_size
+        config["quantized_comm"] |= {"node_size": args.node_size, "allow_full_replica": True}
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--node-size", type=int, help="ranks of a node; default: one node")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--at-once", type=int, default=1, help="schemes trained side by side")
     parser.add_argument("--simulate", type=int, default=0, metavar="RANKS")
     parser.add_argument("--numel", type=int, default=1 << 26, help="elements of the simulation")
     parser.add_argument("--json", type=Path)
@@ -158,11 +160,19 @@ def main() -> None:
     else:
         losses: dict[str, list[float]] = {}
         document = {"world": args.world, "stage": args.stage, "losses": losses}
-        for scheme in args.schemes:
-            losses[scheme] = train(args, scheme)
-            if args.json:  # for whoever ends this before it is done
-                args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-        good = len({tuple(values) for values in losses.values()}) == len(losses)  # all active
+        failed = document["failed"] = {}
+        with ThreadPoolExecutor(args.at_once) as pool:
+            running = {pool.submit(train, args, scheme): scheme for scheme in args.schemes}
+            for done in as_completed(running):
+                scheme, error = running[done], done.exception()
+                if error is None:
+                    losses[scheme] = done.result()
+                else:
+                    failed[scheme] = str(error)[-2000:]
+                    print(f"{scheme}: {error}")
+                if args.json:  # for whoever ends this before it is done
+                    args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+        good = len({tuple(values) for values in losses.values()}) == len(args.schemes)
         for scheme, values in losses.items():
             head = f"world {args.world} stage {args.stage} {scheme}"
             print(f"{head}: {values[0]:.4f} -> {values[-1]:.4f}")
@@ -170,7 +180,9 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     if not good:
-        raise SystemExit("one_gpu.py: sums differ, a scheme was not active or a loss did not fall")
+        raise SystemExit(
+            "one_gpu.py: sums differ, a scheme failed or was not active, or a loss did not fall"
+        )
 
 
 if __name__ == "__main__":

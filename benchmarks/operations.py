@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ds_quant.codec.codec import CAST_NAMES, GroupCodec
-from ds_quant.kernels import dispatch, launch, reference
+from ds_quant.codec.lossless import LosslessCodec
+from ds_quant.kernels import dispatch, launch, lossless, reference
 from ds_quant.kernels.geometry import Stores
 from ds_quant.kernels.random_bits import Address
 
@@ -60,7 +61,9 @@ CODECS = (
     GroupCodec(bits=8, group_size=1024, rounding="random_shift"),
     GroupCodec(bits=4, group_size=1024, rounding="stochastic"),
     GroupCodec(bits=4, group_size=1024, levels="learned"),
+    GroupCodec(bits=3, group_size=128, range="gaussian"),
 )
+LOSSLESS = LosslessCodec()
 
 
 def sets_for(nbytes: int, cache_bytes: int) -> int:
@@ -82,23 +85,18 @@ class Bench:
     def _bytes(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.uint8, device=self.device)
 
-    def _table(self, codec: GroupCodec) -> torch.Tensor | None:
-        if codec.levels != "learned":
-            return None
-        return torch.arange(1 << codec.bits, device=self.device).to(torch.float32)
-
     def encode(self, codec: GroupCodec, numel: int, dtype: torch.dtype, rotate: bool = False):
-        """numel values -> wire bytes; rotate: Hadamard-32 first (CUDA kernel only)."""
+        """numel values -> wire bytes; rotate: Hadamard first (CUDA kernel only)."""
         wire_bytes = codec.wire_bytes(numel)
         nbytes = numel * dtype.itemsize + wire_bytes
         sets = sets_for(nbytes, self.cache_bytes)
         name = "rotate and encode" if rotate else "encode"
         found = Operation(name, codec.name, CAST_NAMES[dtype], numel, nbytes, sets)
         x, wire = self._random(sets, 1, numel, dtype), self._bytes(sets, 1, wire_bytes)
-        options = {"address": _ADDRESS, "levels": self._table(codec)}
+        options = {"address": _ADDRESS, "levels": codec.table(None, self.device)}
         run = dispatch.runner_for(codec, self.device)
         if run is not None:
-            rotation = launch.BlockRotation(32) if rotate else None
+            rotation = launch.BlockRotation(128 if codec.is_gaussian else 32) if rotate else None
             found.offer(
                 "cuda",
                 lambda: (
@@ -130,7 +128,7 @@ class Bench:
         found = Operation(name, codec.name, CAST_NAMES[dtype], numel, nbytes, sets)
         wire = self._wire(codec, sets, sources, numel)
         out = torch.empty(sets, numel, dtype=dtype, device=self.device)
-        options = {"scale": 1.0, "levels": self._table(codec)}
+        options = {"scale": 1.0, "levels": codec.table(None, self.device)}
         run = dispatch.runner_for(codec, self.device)
         if run is not None:
             found.offer(
@@ -159,7 +157,7 @@ class Bench:
             return found
         wire = self._wire(codec, found.num_sets, sources, numel)
         out = torch.empty(found.num_sets, numel, dtype=dtype, device=self.device)
-        options = {"scale": 1.0, "levels": self._table(codec), "run": run}
+        options = {"scale": 1.0, "levels": codec.table(None, self.device), "run": run}
         for stores in ways:
             found.offer(
                 f"run {stores.run}{' staged' * stores.staged}",
@@ -180,7 +178,9 @@ class Bench:
         out = self._bytes(sets, 1, wire_bytes)
         total = torch.empty(numel, device=self.device)
         run = dispatch.runner_for(codec, self.device)
-        options = {"numel": numel, "address": _ADDRESS}
+        levels = {"levels": codec.table(None, self.device)}
+        source_levels = source.table(None, self.device)
+        options = {"numel": numel, "address": _ADDRESS, "source_levels": source_levels, **levels}
         if run is not None:
             found.offer(
                 "cuda",
@@ -192,13 +192,42 @@ class Bench:
             )
 
         def with_torch(i: int) -> None:
-            reference.decode_sum(wire[i], total, source, scale=1.0, own=None, levels=None)
-            reference.encode(total[None], out[i], codec, address=_ADDRESS, levels=None)
+            reference.decode_sum(wire[i], total, source, scale=1.0, own=None, levels=source_levels)
+            reference.encode(total[None], out[i], codec, address=_ADDRESS, **levels)
 
         if "torch" in self.rivals:
             found.offer("torch", lambda: with_torch)
         if "deepspeed" in self.rivals:
             found.offer("deepspeed", lambda: _deepspeed_recode(source, codec, wire, numel))
+        return found
+
+    def lossless(self, name: str, numel: int, dtype: torch.dtype) -> Operation:
+        """encode: weights against those before a step at 3e-4 -> a message; decode: back, which
+        waits for the device.
+        """
+        before = self._random(1, 1, numel, torch.float32)[0, 0] * 0.02
+        values = before + 0.3 * 3e-4 * torch.randn(numel, device=self.device)
+        values, before = values.to(dtype), before.to(dtype)
+        room, used = self._bytes(lossless.max_bytes(numel)), self._bytes(8).view(torch.int64)
+        LOSSLESS.encode(values, before, room, used)
+        message = room[: used.item()].clone()
+        nbytes = 2 * numel * dtype.itemsize + message.numel()
+        sets = sets_for(nbytes, self.cache_bytes)
+        found = Operation(name, LOSSLESS.name, CAST_NAMES[dtype], numel, nbytes, sets)
+        olds, news, wires = (
+            x.expand(sets, -1).clone()
+            for x in (before, values, room if name == "encode" else message)
+        )
+
+        def way(codec: LosslessCodec) -> Callable[[int], object]:
+            if name == "encode":
+                return lambda i: codec.encode(news[i], olds[i], wires[i], used)
+            return lambda i: codec.decode(wires[i], olds[i], news[i])
+
+        if dispatch.runner_for(CODECS[0], self.device) is not None:
+            found.offer("cuda", lambda: way(LOSSLESS))
+        if "torch" in self.rivals:
+            found.offer("torch", lambda: way(LosslessCodec(backend="torch")))
         return found
 
     def copy(self, nbytes: int) -> Operation:
@@ -215,7 +244,7 @@ class Bench:
         wire = self._bytes(sets, rows, codec.wire_bytes(numel))
         x = self._random(1, 1, numel, torch.float32)[0]
         for one in wire.view(sets * rows, 1, -1):
-            codec.encode(x, one, address=_ADDRESS, levels=self._table(codec))
+            codec.encode(x, one, address=_ADDRESS)
         return wire
 
     def _triton_encode(self, codec, x, wire) -> Callable[[int], object]:

@@ -118,8 +118,11 @@ def training(dry: bool) -> list[Section]:
     """Part C: DeepSpeed with several ranks on one GPU, one of many ranks, and memory checks."""
     device = ("--device", "cpu" if dry else "cuda")
     numel, steps = ("100000", "3") if dry else (str(1 << 26), "20")
-    schemes = ("qsdp",) if dry else ("full_precision", "qsdp", "sdp4bit", "zeropp")
+    schemes = ("full_precision", "qsdp", "sdp4bit", "zeropp", "lossless_g3", "eden3")
+    schemes = ("qsdp", "lossless_g3") if dry else schemes
     cupy = ("torch",) if dry else _CUPY
+
+    at_once, all_schemes = ("--at-once", "3"), ("--schemes", *schemes)
 
     def ranks(stage: int, world: int) -> Section:
         size = 2 if dry else world  # a dry run starts as few processes as show the same
@@ -127,7 +130,7 @@ def training(dry: bool) -> list[Section]:
         options = ("--world", str(size), "--stage", str(stage), "--steps", steps, "--width", "128")
         return Section(
             name=f"zero{stage}_world{world}", seconds=75, packages=_DEEPSPEED, environment=_EAGER,
-            command=_script("one_gpu.py", *device, *options, *nodes, "--schemes", *schemes),
+            command=_script("one_gpu.py", *device, *options, *nodes, *at_once, *all_schemes),
         )  # fmt: skip
 
     def checker(tool: str, seconds: float, tests: str, **environment: str) -> Section:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import threading
 import types
 
+import numpy as np
 import pytest
 import torch
 
 from ds_quant.codec.codec import GroupCodec
+from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.traffic import Meter
 from ds_quant.comm.transport import Link
-from ds_quant.kernels import cuda, dispatch, launch, reference
+from ds_quant.kernels import cuda, dispatch, launch, launch_lossless, lossless, reference
 from ds_quant.kernels.cuda import source
 from ds_quant.kernels.geometry import Stores
 from ds_quant.kernels.hadamard import BlockRotation
@@ -32,6 +34,8 @@ from tests.kernels.inputs import (
     rotated_back,
     table,
 )
+from tests.lossless_inputs import DTYPES as LOSSLESS_DTYPES
+from tests.lossless_inputs import SORTS, mixed
 
 pytestmark = pytest.mark.gpu
 
@@ -151,6 +155,61 @@ def test_recode_equals_decode_sum_encode(runner) -> None:
     options = {"numel": numel, "address": ADDRESS, "run": runner}
     launch.recode(on_gpu(wire)[None], out, source_codec, INT4, **options)
     assert torch.equal(out.cpu(), wire_of(INT4, total[None]))
+
+
+def lossless_wire(values: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """A message by the reference, on the CPU."""
+    out = torch.empty(lossless.max_bytes(values.numel()), dtype=torch.uint8)
+    used = torch.zeros(1, dtype=torch.int64)
+    lossless.encode(values, before, out, used)
+    return out[: used.item()]
+
+
+@pytest.mark.parametrize("skew", (0, 3))
+@pytest.mark.parametrize("dtype", LOSSLESS_DTYPES, ids=str)
+@pytest.mark.parametrize("numel", (1, 2048, 70_001, 2048 * 2048 + 3000))  # a second turn of a scan
+def test_lossless_differences(runner, numel: int, dtype: torch.dtype, skew: int) -> None:
+    values, before = mixed(list(SORTS), numel, dtype, seed=numel)
+    wanted = lossless_wire(values, before)
+    gpu, old = (skewed(x[None], skew)[0] for x in (values, before))
+    out = torch.full((lossless.max_bytes(numel),), 0x55, dtype=torch.uint8, device=DEVICE)
+    used = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    launch_lossless.encode(gpu, old, out, used, run=runner)
+    message = out[: used.item()].clone()
+    assert torch.equal(message.cpu(), wanted)
+    for into in (torch.empty_like(old), old):  # the second one in place
+        rows = np.array([0]), np.array([message.numel()]), old[None], into[None]
+        launch_lossless.decode_rows(message, *rows, run_tables=runner.run_tables)
+        assert torch.equal(into.cpu().view(torch.int16), values.view(torch.int16))
+
+
+def test_lossless_rows_of_one_message_and_damage(runner) -> None:
+    """As gathered: a message per rank, of lengths of their own, into the rows of a parameter."""
+    rows, numel = 8, 10_007
+    pairs = [mixed([SORTS[row % len(SORTS)]], numel, torch.bfloat16, row) for row in range(rows)]
+    values, before = (torch.stack(each) for each in zip(*pairs, strict=True))
+    messages = [lossless_wire(*each) for each in pairs]
+    lengths = np.array([message.numel() for message in messages])
+    starts, wire = lengths.cumsum() - lengths, on_gpu(torch.cat(messages))
+    out, old = on_gpu(torch.zeros_like(before)), on_gpu(before)
+    codec = LosslessCodec()
+    codec.decode_rows(wire, starts, lengths, old, out)
+    assert torch.equal(out.cpu().view(torch.int16), values.view(torch.int16))
+    wire[int(starts[3]) + 20] ^= 0x40
+    with pytest.raises(ValueError, match="lossless message"):
+        codec.decode_rows(wire, starts, lengths, old, out)
+
+
+def test_torch_path_on_the_gpu_gives_the_same_lossless_messages() -> None:
+    values, before = mixed(list(SORTS), 70_001, torch.bfloat16, seed=0)
+    codec, gpu, old = LosslessCodec(backend="torch"), on_gpu(values), on_gpu(before)
+    out = torch.zeros(codec.max_bytes(values.numel()), dtype=torch.uint8, device=DEVICE)
+    used = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    codec.encode(gpu, old, out, used)
+    message = out[: used.item()].clone()
+    assert torch.equal(message.cpu(), lossless_wire(values, before))
+    codec.decode(message, old, old)
+    assert torch.equal(old.cpu().view(torch.int16), values.view(torch.int16))
 
 
 def test_torch_path_on_the_gpu_gives_the_same_bytes() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from packaging.version import Version
+
+_parsed = cache(Version)  # asked for as often as in every exact gather
 
 
 def deepspeed_version() -> str:
@@ -16,4 +20,4 @@ def is_older(than: str) -> bool:
     """Whether it is older than a version."""
     import deepspeed
 
-    return Version(deepspeed.__version__) < Version(than)
+    return _parsed(deepspeed.__version__) < _parsed(than)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import needs
 from tests.distributed import scenarios
 from tests.distributed.harness import run
 from tests.distributed.models import Regression, batch, settings
@@ -94,6 +95,8 @@ def _moved_rank(job: Callable[[], Job], stage: int) -> tuple[list[Weights], str]
 def test_a_step_of_sgd_moves_weights_as_without_the_plugin(
     job: Callable[[], Job], stage: int
 ) -> None:
+    if (job, stage) == (sequence_parallel, 3):
+        needs.deepspeed("0.19", "cannot train this, with or without the plugin")
     for (plain, ours), line in run(_moved_rank, 4, job, stage):
         # Under ZeRO-3 sequence parallel ranks share the weights: all of them reduce.
         assert ("live on a subset of ranks" in line) == ((job, stage) != (sequence_parallel, 3))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests import needs
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings
 
@@ -107,6 +108,7 @@ PREDICTED = [
 
 
 def test_gathers_are_predicted_whether_weights_stay_for_backward_or_not() -> None:
+    needs.deepspeed("0.19", "fetches by rules of its own; what is counted corrects the line")
     every = run(facts, 2, PREDICTED, timeout=240)
     for case, *ranks in zip(PREDICTED, *every, strict=True):
         for found in ranks:

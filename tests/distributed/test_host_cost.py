@@ -57,8 +57,10 @@ def test_a_step_stays_within_its_budget(scheme: str, stage: int, world: W) -> No
         kernels=counts["launches"] + counts["torch"],
         messages=counts["messages"],
     )
-    if not needs.has_deepspeed("0.19"):  # one more of a replica that autograd follows
-        budget = budget._replace(views=budget.views + 1)
+    if not needs.has_deepspeed("0.19"):  # a replica that autograd follows, exact gathers one by one
+        calls, views, kernels, messages = budget
+        more = (1, 2, 4) if stage == 3 else (0, 1, 0)
+        budget = Budget(calls + more[0], views + more[1], kernels + more[2], messages)
     assert all(0 < now <= most for now, most in zip(found, budget, strict=True)), found
 
 

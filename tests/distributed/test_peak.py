@@ -12,6 +12,7 @@ import torch
 import ds_quant
 from ds_quant.comm.buffers import Buffers
 from ds_quant.policy import memory
+from tests import needs
 from tests.distributed.harness import run, run_each
 from tests.distributed.models import build, settings
 from tests.distributed.test_steady import Stack, step
@@ -83,7 +84,7 @@ def test_the_peak_is_what_is_alive_at_once_or_somewhat_more() -> None:
     """
     for case, *ranks in zip(CASES, *run(predicted_and_alive, 4, CASES, timeout=280), strict=True):
         (predicted, *_), found = zip(*ranks, strict=True)
-        most = 1.9 if case[1] == "lossless" else 1.5
+        most = 1.9 if case[1] == "lossless" else 1.5 if needs.has_deepspeed("0.19") else 1.7
         assert 0.99 * max(found) <= predicted <= most * max(found), case
 
 

@@ -66,6 +66,7 @@ def train_for_real(scheme: str, accumulation: int) -> tuple[list[float], dict[st
     return losses, models.masters(engine)
 
 
+@same_versions
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("scheme", "accumulation"),

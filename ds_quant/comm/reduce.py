@@ -160,7 +160,8 @@ class Reduction:
 class ShardSums:
     """Plan for summing tensors over the ranks, each rank its ceil-division shards.
 
-    ``shard_numels``: of this rank. Without rotations and exact own contributions, over one hop,
+    ``shard_numels``: of this rank. ``dtype``: what the sums should have, if nothing is to be added
+    to them. Without rotations and exact own contributions, over one hop,
     all slots of a tensor have room for a full shard.
     """
 
@@ -172,6 +173,7 @@ class ShardSums:
         link: Link,
         *,
         scale: float,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         is_plain = len(route) == 1 and not route[0].exact_own and not any(f.block for f in forms)
         segments = []
@@ -187,7 +189,7 @@ class ShardSums:
         placed, self._numel = own_totals(segments, route)
         self.plan = ReductionPlan(placed, forms, route, scale=scale)
         self.shard_numels = [s.numel for s in segments if s.reducer == link.rank]
-        self._link = link
+        self._link, self.dtype = link, dtype
 
     def room(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate the sums."""

@@ -284,7 +284,7 @@ class ShardReduction:
         if binding.crosses_once(route):
             under_way, take = self._begin_held(flat, sent, plan, tracked, link)
         else:
-            sums = plan.room(flat[0].device, sent.sum_dtype(flat[0].device))
+            sums = plan.room(flat[0].device, plan.dtype)
             under_way = Reduction(plan.plan, flat, sent.codings, sent.rotations, sums)
 
             def take() -> list[torch.Tensor]:
@@ -317,18 +317,19 @@ class ShardReduction:
         flat += [bundle.pack([tensors[i] for i in members]) for bundle, members in bundles]
         streams = [streams[i] for i in (*alone, *(members[0] for _, members in bundles))]
         codings, rotations = zip(*[s.codings(step, signed) for s in streams], strict=True)
-        forms, dtypes = tuple([s.form for s in streams]), [tensor.dtype for tensor in flat]
+        forms, dtypes = tuple([s.form for s in streams]), tuple([tensor.dtype for tensor in flat])
         return flat, _Sent(alone, bundles, dtypes, forms, codings, rotations)
 
     def _plan(
         self, flat: Sequence[torch.Tensor], sent: _Sent, route: tuple[LinkHop, ...], link: Link
     ) -> ShardSums:
         numels = tuple([tensor.numel() for tensor in flat])
-        key = numels, sent.forms, route, link
+        key = numels, sent.dtypes, sent.forms, route, link
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            self._plans[key] = ShardSums(numels, sent.forms, route, link, scale=1.0 / link.size)
+            how = {"scale": 1.0 / link.size, "dtype": sent.sum_dtype(flat[0].device)}
+            self._plans[key] = ShardSums(numels, sent.forms, route, link, **how)
         return self._plans[key]
 
     def _begin_held(
@@ -356,7 +357,7 @@ class ShardReduction:
             return bucket.added, lambda: sent.split(sums(), link.rank)
         crossed = store.take_crossed(members)
         if not is_left:
-            room = plan.room(device, torch.float32 if crossed else sent.sum_dtype(device))
+            room = plan.room(device, torch.float32 if crossed else plan.dtype)
             how, values = (sent.codings, sent.rotations), None if held is None else held.values
             under_way = Reduction(plan.plan, flat, *how, room, held=values)
             sums = partial(plan.shards, room)
@@ -371,7 +372,7 @@ class _Sent(NamedTuple):
 
     alone: list[int]
     bundles: list[tuple[Bundle, list[int]]]
-    dtypes: list[torch.dtype]
+    dtypes: tuple[torch.dtype, ...]
     forms: tuple[Form, ...]
     codings: Sequence[tuple[Coding, ...]]
     rotations: Sequence[Rotation | None]

@@ -30,15 +30,15 @@ BUDGETS = {
     ("qsdp", 2, W(2, 2)): Budget(calls=14, views=154, kernels=30, messages=4),
     ("qsdp", 2, W(4, 4)): Budget(calls=17, views=136, kernels=56, messages=4),
     ("qsdp", 2, W(8, 8)): Budget(calls=19, views=224, kernels=117, messages=4),
-    ("qsdp", 3, W(2, 2)): Budget(calls=51, views=347, kernels=93, messages=10),
-    ("qsdp", 3, W(4, 4)): Budget(calls=51, views=371, kernels=117, messages=10),
-    ("qsdp", 3, W(8, 8)): Budget(calls=51, views=419, kernels=165, messages=10),
+    ("qsdp", 3, W(2, 2)): Budget(calls=50, views=347, kernels=93, messages=10),
+    ("qsdp", 3, W(4, 4)): Budget(calls=50, views=371, kernels=117, messages=10),
+    ("qsdp", 3, W(8, 8)): Budget(calls=50, views=419, kernels=165, messages=10),
     ("sdp4bit", 2, W(2, 2)): Budget(calls=14, views=151, kernels=28, messages=4),
     ("sdp4bit", 2, W(4, 4)): Budget(calls=16, views=123, kernels=51, messages=4),
     ("sdp4bit", 2, W(8, 8)): Budget(calls=18, views=209, kernels=111, messages=4),
     ("sdp4bit", 3, W(2, 2)): Budget(calls=65, views=628, kernels=150, messages=10),
     ("sdp4bit", 3, W(4, 4)): Budget(calls=65, views=652, kernels=174, messages=10),
-    ("sdp4bit", 3, W(8, 8)): Budget(calls=67, views=796, kernels=254, messages=10),
+    ("sdp4bit", 3, W(8, 8)): Budget(calls=66, views=796, kernels=254, messages=10),
 }
 GROWTH = 1.5  # of calls from 4 to 64 ranks, at most; 1.0 would be independent of the ranks
 

@@ -59,19 +59,20 @@ def reduced(
     for codec in codecs:
         is_random = getattr(codec, "rounding", "") == "stochastic"
         codings.append((Coding(codec, Address(key=1, step=1) if is_random else None),))
-    dtypes = [g.dtype for g in gradients]
+    dtypes = tuple(g.dtype for g in gradients)
     flat = [g.reshape(-1) for g in gradients]
     numels, forms = [g.numel() for g in gradients], [Form((codec,)) for codec in codecs]
     alone = list(range(len(codecs)))
     sent = _Sent(alone, [], dtypes, tuple(forms), codings, [None] * len(codecs))
-    plan = ShardSums(numels, forms, (LinkHop(link=link),), link, scale=1 / RANKS)
+    how = {"scale": 1 / RANKS, "dtype": sent.sum_dtype(flat[0].device)}
+    plan = ShardSums(numels, forms, (LinkHop(link=link),), link, **how)
     if crosses_once:
         binding = types.SimpleNamespace(engine=Engine(), held=HeldGradients(Engine()))
         tracked = [types.SimpleNamespace(index=index) for index in alone]
         under_way, take = ShardReduction(binding)._begin_held(flat, sent, plan, tracked, link)
         under_way.wait()
         return take(), link.casts
-    sums = plan.room(flat[0].device, sent.sum_dtype(flat[0].device))
+    sums = plan.room(flat[0].device, plan.dtype)
     Reduction(plan.plan, flat, codings, sent.rotations, sums).wait()
     return _cast(plan.shards(sums), dtypes, link), link.casts
 

@@ -97,6 +97,8 @@ def test_a_step_of_sgd_moves_weights_as_without_the_plugin(
 ) -> None:
     if (job, stage) == (sequence_parallel, 3):
         needs.deepspeed("0.19", "cannot train this, with or without the plugin")
+    if (job, stage) == (tensor_parallel, 3):
+        needs.deepspeed("0.18", "moves weights by unwritten memory without the plugin")
     for (plain, ours), line in run(_moved_rank, 4, job, stage):
         # Under ZeRO-3 sequence parallel ranks share the weights: all of them reduce.
         assert ("live on a subset of ranks" in line) == ((job, stage) != (sequence_parallel, 3))

@@ -21,6 +21,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 sys.path.append(str(ROOT / "benchmarks"))
 
 import convergence_page  # noqa: E402
+import paired  # noqa: E402
 import report  # noqa: E402
 import sections  # noqa: E402
 
@@ -170,7 +171,7 @@ def losses_in_the_readme_are_those_of_the_result_file() -> None:
 
 def losses_in_other_settings_are_those_of_the_result_files() -> None:
     """The table of docs/results.md, a file per column."""
-    files = ("", "_k8", "_larger", "_tuning", "_lora")
+    files = ("", "_k8", "_larger", "_3m", "_tuning", "_lora")
     found = [_gaps(f"convergence{name}") for name in files]
     page = (ROOT / "docs" / "results.md").read_text("utf-8")
     rows = table(page, "| scheme | 0.14 M, k = 1 |")[1:]
@@ -180,8 +181,22 @@ def losses_in_other_settings_are_those_of_the_result_files() -> None:
     assert f"with k = 4 `sdp4bit` has {_gaps('convergence_k4')['sdp4bit']}" in " ".join(
         page.split()
     )
-    exact, larger = (result(f"convergence{name}").parameters for name in ("", "_larger"))
-    assert (round(exact / 1e6, 2), round(larger / 1e6, 2)) == (0.14, 0.48)
+    sizes = [result(f"convergence{name}").parameters for name in ("", "_larger", "_3m")]
+    assert [round(numel / 1e6, 2) for numel in sizes] == [0.14, 0.48, 3.3]
+    assert round(result("convergence_3m").base.curve[-1].held_out, 2) == 1.72
+
+
+def repeated_losses_are_those_of_the_result_file() -> None:
+    """The second half of the pairs against the first one: docs/results.md."""
+    pairs = {row.scheme: row.gap.pairs for row in result("convergence").rows}
+    said = []
+    for scheme in ("sdp4bit", "lossless_g3"):
+        first, again = (paired.of_pairs(half) for half in (pairs[scheme][:8], pairs[scheme][8:]))
+        assert abs(again.mean - first.mean) < min(again.half_width, first.half_width)
+        before, now = (f"{gap.mean:+.3f} % +-{gap.half_width:.3f}" for gap in (first, again))
+        said.append(f"{now} for `{scheme}`, after {before}")
+    page = " ".join((ROOT / "docs" / "results.md").read_text("utf-8").split())
+    assert f"Eight pairs with other data gave {said[0]}, and {said[1]}." in page
 
 
 def _gaps(name: str) -> dict[str, str]:
@@ -323,6 +338,7 @@ def test_figures_on_the_pages_are_those_of_the_result_files() -> None:
     pages_of_the_convergence_study_are_those_of_its_files()
     losses_in_the_readme_are_those_of_the_result_file()
     losses_in_other_settings_are_those_of_the_result_files()
+    repeated_losses_are_those_of_the_result_file()
     losses_of_fine_tuning_are_those_of_the_result_file()
     figures_in_running_text_are_those_of_the_result_files()
     errors_of_gaussian_levels_are_those_of_the_result_file()

@@ -51,6 +51,7 @@ def worker(rank: int, args: argparse.Namespace, scheme: str, folder: str) -> Non
     )
     config = {
         "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": args.accumulation,
         "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}},
         "zero_optimization": {"stage": args.stage, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": True},
@@ -65,7 +66,7 @@ def worker(rank: int, args: argparse.Namespace, scheme: str, folder: str) -> Non
     target = torch.randn(width, width, generator=torch.Generator().manual_seed(7)) / width**0.5
     losses = []
     x = torch.randn(4, width, generator=generator)  # one batch: its loss must fall
-    for _ in range(args.steps):
+    for _ in range(args.steps * args.accumulation):
         y = (x @ target).to(device, torch.bfloat16)
         loss = (engine(x.to(device, torch.bfloat16)) - y).float().square().mean()
         engine.backward(loss)
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--stage", type=int, choices=(2, 3), default=3)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-steps of a step")
     parser.add_argument("--node-size", type=int, help="ranks of a node; default: one node")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))

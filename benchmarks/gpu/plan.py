@@ -126,7 +126,7 @@ def training(dry: bool) -> list[Section]:
 
     def ranks(stage: int, world: int) -> Section:
         size = 2 if dry else world  # a dry run starts as few processes as show the same
-        nodes = ("--node-size", str(size // 2)) if world == 4 else ()
+        nodes = ("--node-size", str(size // 2), "--accumulation", "2") if world == 4 else ()
         options = ("--world", str(size), "--stage", str(stage), "--steps", steps, "--width", "128")
         return Section(
             name=f"zero{stage}_world{world}", seconds=75, packages=_DEEPSPEED, environment=_EAGER,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding
+from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.reduce import Reduction, ShardSums
@@ -27,9 +28,8 @@ RANKS = 4
 class Alone:
     """A link whose other ranks send what this one sends."""
 
-    size, rank = RANKS, 1
-
-    def __init__(self) -> None:
+    def __init__(self, size: int = RANKS, rank: int = 1) -> None:
+        self.size, self.rank = size, rank
         pool, meter, self.casts = Buffers(), Meter(), []
         self.empty, self._empties = pool.empty, pool.empties
         self.encoding = lambda role: meter.encoding(role, "inter")
@@ -41,40 +41,47 @@ class Alone:
         return self._empties(numels, dtype=dtype, device=device)
 
     def all_to_all(self, payload, *, sent, received, role):
-        mine = payload.view(RANKS, -1)[self.rank]
-        return types.SimpleNamespace(wait=lambda: mine.repeat(RANKS))
-
-
-class Engine:
-    """At the boundary of its first step."""
-
-    global_steps, is_gradient_accumulation_boundary = 0, staticmethod(lambda: True)
+        rows = payload.split(sent)
+        row = rows[self.rank] if sent[self.rank] else rows[0]  # what is kept exact is not sent
+        return types.SimpleNamespace(wait=lambda: row.repeat(sum(map(bool, received))))
 
 
 def reduced(
-    codecs: Sequence[Codec], gradients: list[torch.Tensor], *, crosses_once: bool = False
+    codecs: Sequence[Codec], gradients: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.dtype]]:
     """This rank's shards as a bucket returns them, and the dtypes that sums were cast to."""
-    link, codings = Alone(), []
-    for codec in codecs:
-        is_random = getattr(codec, "rounding", "") == "stochastic"
-        codings.append((Coding(codec, Address(key=1, step=1) if is_random else None),))
-    dtypes = tuple(g.dtype for g in gradients)
-    flat = [g.reshape(-1) for g in gradients]
-    numels, forms = [g.numel() for g in gradients], [Form((codec,)) for codec in codecs]
-    alone = list(range(len(codecs)))
-    sent = _Sent(alone, [], dtypes, tuple(forms), codings, [None] * len(codecs))
-    how = {"scale": 1 / RANKS, "dtype": sent.sum_dtype(flat[0].device)}
-    plan = ShardSums(numels, forms, (LinkHop(link=link),), link, **how)
-    if crosses_once:
-        binding = types.SimpleNamespace(engine=Engine(), held=HeldGradients(Engine()))
-        tracked = [types.SimpleNamespace(index=index) for index in alone]
-        under_way, take = ShardReduction(binding)._begin_held(flat, sent, plan, tracked, link)
-        under_way.wait()
-        return take(), link.casts
+    link = Alone()
+    one_hop = [(codec,) for codec in codecs]
+    flat, sent, plan = planned(link, one_hop, gradients, [LinkHop(link=link)])
     sums = plan.room(flat[0].device, plan.dtype)
-    Reduction(plan.plan, flat, codings, sent.rotations, sums).wait()
-    return _cast(plan.shards(sums), dtypes, link), link.casts
+    Reduction(plan.plan, flat, sent.codings, sent.rotations, sums).wait()
+    return _cast(plan.shards(sums), sent.dtypes, link), link.casts
+
+
+def planned(
+    link: Alone,
+    codecs: Sequence[tuple[Codec, ...]],
+    gradients: list[torch.Tensor],
+    route: Sequence[LinkHop],
+    rotation: Rotation | None = None,
+) -> tuple[list[torch.Tensor], _Sent, ShardSums]:
+    """What a bucket of these gradients makes before it is sent; codecs of every hop."""
+    codings = []
+    for hops in codecs:
+        random = [getattr(codec, "rounding", "") == "stochastic" for codec in hops]
+        addresses = [Address(key=1 + i, step=1) if r else None for i, r in enumerate(random)]
+        codings.append(tuple(map(Coding, hops, addresses)))
+    coded = [isinstance(hops[0], GroupCodec) for hops in codecs]
+    rotations = [rotation if is_coded else None for is_coded in coded]
+    forms = tuple(
+        Form(hops, rotation.block if rotation and is_coded else 0)
+        for hops, is_coded in zip(codecs, coded, strict=True)
+    )
+    flat = [g.reshape(-1) for g in gradients]
+    dtypes, numels = tuple(g.dtype for g in gradients), [g.numel() for g in gradients]
+    sent = _Sent(list(range(len(codecs))), [], dtypes, forms, codings, rotations)
+    how = {"scale": 1 / RANKS, "dtype": sent.sum_dtype(flat[0].device)}
+    return flat, sent, ShardSums(numels, forms, route, link, **how)
 
 
 def gradients() -> list[torch.Tensor]:
@@ -83,21 +90,78 @@ def gradients() -> list[torch.Tensor]:
 
 
 CODEC = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
+INT8 = GroupCodec(bits=8, group_size=128, range="absmax")
 BF16 = CastCodec(torch.bfloat16)
 
 
-@pytest.mark.parametrize("once", (False, True), ids=("every micro-step", "once"))
-def test_kernels_write_the_dtype_of_the_gradients(runner, monkeypatch, once) -> None:  # noqa: F811
+def test_kernels_write_the_dtype_of_the_gradients(runner, monkeypatch) -> None:  # noqa: F811
     """Beside one in full precision, whose sum is rounded once too."""
     codecs, narrow = (CODEC, BF16, CODEC), [g.bfloat16() for g in gradients()]
-    wanted, casts = reduced(codecs, narrow, crosses_once=once)
+    wanted, casts = reduced(codecs, narrow)
     assert casts == [torch.bfloat16]
+    on(runner, monkeypatch)
+    assert_found(reduced(codecs, narrow), wanted)
+
+
+def on(runner, monkeypatch) -> None:  # noqa: F811
+    """As on a GPU."""
     monkeypatch.setattr(dispatch, "runner_for", lambda *_: runner)
     monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: runner)
-    found, casts = reduced(codecs, narrow, crosses_once=once)
+
+
+def assert_found(
+    found: tuple[list[torch.Tensor], list[torch.dtype]], wanted: list[torch.Tensor]
+) -> None:
+    """Nothing was cast, and every bit is as it was."""
+    shards, casts = found
     assert casts == []
-    for mine, theirs in zip(found, wanted, strict=True):
+    for mine, theirs in zip(shards, wanted, strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """A parameter."""
+
+    index: int
+
+
+class Engine:
+    """In its first step of several micro-steps."""
+
+    global_steps = 0
+
+    def __init__(self) -> None:
+        self.boundary = False
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.boundary
+
+
+def accumulated(micro_steps: int) -> tuple[list[torch.Tensor], list[torch.dtype]]:
+    """As ``reduced``, in two nodes of two ranks, where sums cross between nodes once."""
+    whole, engine = Alone(4, rank=3), Engine()
+    route = LinkHop(link=Alone(2)), LinkHop(link=Alone(2), divisor=2, exact_own=True)
+    codecs = (INT8, CODEC), (BF16, BF16), (INT8, CODEC)
+    narrow = [g.view(-1)[: g.numel() // 4 * 4].bfloat16() for g in gradients()]  # equal shards
+    flat, sent, plan = planned(whole, codecs, narrow, route, Rotation(block=32))
+    binding = types.SimpleNamespace(engine=engine, held=HeldGradients(engine))
+    tracked = list(map(Tracked, range(3)))
+    reduction = ShardReduction(binding)
+    for micro_step in range(micro_steps):
+        engine.boundary = micro_step == micro_steps - 1
+        under_way, take = reduction._begin_held(flat, sent, plan, tracked, whole)
+        under_way.wait()
+        shards = take()
+    return shards, whole.casts
+
+
+@pytest.mark.parametrize("micro_steps", (1, 3))
+def test_kernels_write_it_of_sums_that_cross_once(runner, monkeypatch, micro_steps) -> None:  # noqa: F811
+    wanted, casts = accumulated(micro_steps)
+    assert casts == [torch.bfloat16]
+    on(runner, monkeypatch)
+    assert_found(accumulated(micro_steps), wanted)
 
 
 @pytest.mark.parametrize("codec", (CODEC, BF16), ids=("torch", "cast"))

@@ -170,7 +170,7 @@ def main() -> None:
                 if error is None:
                     losses[scheme] = done.result()
                 else:
-                    failed[scheme] = str(error)[-2000:]
+                    failed[scheme] = f"{type(error).__name__}: {error}"[-2000:]
                     print(f"{scheme}: {error}")
                 if args.json:  # for whoever ends this before it is done
                     args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")

@@ -122,15 +122,14 @@ def training(dry: bool) -> list[Section]:
     schemes = ("qsdp", "lossless_g3") if dry else schemes
     cupy = ("torch",) if dry else _CUPY
 
-    at_once, all_schemes = ("--at-once", "3"), ("--schemes", *schemes)
-
     def ranks(stage: int, world: int) -> Section:
         size = 2 if dry else world  # a dry run starts as few processes as show the same
         nodes = ("--node-size", str(size // 2), "--accumulation", "2") if world == 4 else ()
         options = ("--world", str(size), "--stage", str(stage), "--steps", steps, "--width", "128")
+        some = ("--at-once", str(12 // world), "--schemes", *schemes)  # 12 processes on 16 cores
         return Section(
             name=f"zero{stage}_world{world}", seconds=75, packages=_DEEPSPEED, environment=_EAGER,
-            command=_script("one_gpu.py", *device, *options, *nodes, *at_once, *all_schemes),
+            command=_script("one_gpu.py", *device, *options, *nodes, *some),
         )  # fmt: skip
 
     def checker(tool: str, seconds: float, tests: str, **environment: str) -> Section:

@@ -26,6 +26,8 @@ def _figures(name: str, document: Any) -> Iterator[str]:
         yield f"launch overhead, {label}: {seconds * 1e6:.1f} us"
     for label, losses in document.get("losses", {}).items():
         yield f"{label}: loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+    for label, why in document.get("failed", {}).items():
+        yield f"{label}: {why.strip().splitlines()[-1][:200]}"
     for row in document.get("rows", ()):
         label = f"{row['operation']}, {row['codec']}, {row['dtype']}"
         head = f"{label:<66}{row['bytes'] / 1e6:>8.1f} MB {row['way']:<16}"

@@ -184,6 +184,9 @@ def losses_in_other_settings_are_those_of_the_result_files() -> None:
     sizes = [result(f"convergence{name}").parameters for name in ("", "_larger", "_3m")]
     assert [round(numel / 1e6, 2) for numel in sizes] == [0.14, 0.48, 3.3]
     assert round(result("convergence_3m").base.curve[-1].held_out, 2) == 1.72
+    few = next(row.gap.pairs for row in result("convergence_10m").rows if row.scheme == "sdp4bit")
+    said = f"three pairs of `sdp4bit` lie between {min(few):+.2f} and {max(few):+.2f} %"
+    assert len(few) == 3 and said in " ".join(page.split())
 
 
 def repeated_losses_are_those_of_the_result_file() -> None:

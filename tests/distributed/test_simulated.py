@@ -14,6 +14,7 @@ import torch
 
 from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import parse_block
+from tests import needs
 from tests.distributed import golden_runs, harness, models
 from tests.distributed.exact_model import ExactModel, sgd
 from tests.distributed.test_golden_runs import same_versions
@@ -66,7 +67,6 @@ def train_for_real(scheme: str, accumulation: int) -> tuple[list[float], dict[st
     return losses, models.masters(engine)
 
 
-@same_versions
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("scheme", "accumulation"),
@@ -81,6 +81,7 @@ def train_for_real(scheme: str, accumulation: int) -> tuple[list[float], dict[st
     ),
 )
 def test_a_simulated_step_ends_with_the_bits_of_a_real_one(scheme: str, accumulation: int) -> None:
+    needs.deepspeed("0.19", "takes other ZeRO-3 steps than the simulation, plugin or not")
     real = harness.run(train_for_real, 4, scheme, accumulation)
     torch.manual_seed(0)
     simulation = Simulation(

@@ -25,6 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ds_quant.codec.bound import decode, encode
 from ds_quant.codec.codec import CAST_NAMES, CastCodec, Codec, GroupCodec
 from ds_quant.kernels import dispatch
 from ds_quant.kernels.random_bits import Role, address
@@ -63,9 +64,9 @@ class Case:
         half = (x.nbytes + self.nbytes) // 2  # a copy reads and writes: 2 * half bytes in all
         source, target = pool[self.nbytes :][: 2 * half].view(2, half)
         self.work: dict[str, Callable[[], object]] = {
-            "encode": lambda: codec.encode(x, wire, address=WHERE),
+            "encode": lambda: encode(codec, x, wire, address=WHERE),
             "copy": lambda: target.copy_(source),
-            "decode": lambda: codec.decode(wire, out),
+            "decode": lambda: decode(codec, wire, out),
         }
         self.samples: dict[str, list[float]] = {name: [] for name in self.work}
         self.squared_error = 0.0

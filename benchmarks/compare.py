@@ -14,7 +14,6 @@ import argparse
 import signal
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ import report
 import sections
 import task
 import text
-from schemes import block_of, deepspeed_config, parse_override, parse_schemes
+from schemes import SchemeEntry, block_of, deepspeed_config, parse_schemes
 
 DEMO = "full_precision,qsdp,sdp4bit"
+MODEL_FLAGS = ("layers", "width", "heads", "seq_len", "seed", "model")  # of train.py too
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -34,46 +34,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--schemes",
-        type=_or_error(parse_schemes),
-        metavar="A,B:KEY=VALUE,...",
-        help=f"default, the demo: {DEMO}, on two pretended nodes",
-    )
-    add(
-        "--override",
-        type=_or_error(parse_override),
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="into the block of every scheme; may be repeated",
-    )
+    add("--schemes", type=_schemes, metavar="A,B:KEY=VALUE,...",
+        help=f"default, the demo: {DEMO}, on two pretended nodes")  # fmt: skip
     add("--stage", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage")
     add("--world", type=int, default=4, help="ranks")
-    add(
-        "--node-size",
-        type=int,
-        help="ranks per (pretended) node; must divide --world",
-    )
-    add("--steps", type=int, default=150, help="optimizer steps per scheme")
+    add("--node-size", type=int, help="ranks per (pretended) node; must divide --world")
+    task.add_flags(parser)
     add("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
-    add("--seed", type=int, default=0, help="of initial weights, data order and rounding")
     add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--batch", type=int, default=8, help="sequences per rank and micro-step")
-    add("--seq-len", type=int, default=64, help="bytes per sequence")
-    add("--layers", type=int, default=2)
-    add("--width", type=int, default=128)
-    add("--heads", type=int, default=4)
-    add("--tied", action="store_true", help="share embedding and output head")
-    add("--model", metavar="MODULE:FUNCTION", help="train your own model instead of the GPT")
-    add("--text", type=Path, help="file to train on; default: the documentation of CPython")
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: cuda if it has a GPU for every rank",
-    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="auto: cuda if it has a GPU for every rank")  # fmt: skip
     add("--launcher", choices=("deepspeed", "torchrun"), default="deepspeed")
     add("--timeout", type=float, default=3600, help="seconds after which a run is ended")
     add("--out", type=Path, default=Path("demo_out"), help="folder for logs and results")
@@ -89,14 +61,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _or_error(parse: Any) -> Any:
-    def checked(value: str) -> Any:
-        try:
-            return parse(value)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return checked
+def _schemes(listing: str) -> list[SchemeEntry]:
+    try:
+        return parse_schemes(listing)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def check(args: argparse.Namespace) -> None:
@@ -127,34 +96,22 @@ def choose_device(args: argparse.Namespace) -> str:
 
 def run_all(args: argparse.Namespace, device: str, corpus: Path) -> list[dict[str, Any]]:
     """Train every scheme in turn; label, block, result of train.py and seconds of each."""
-    model = [f"--{name}={getattr(args, name)}" for name in ("layers", "width", "heads", "seed")]
-    arguments = [*model, f"--seq-len={args.seq_len}", f"--text={corpus}"]
-    arguments += ["--tied"] if args.tied else []
-    arguments += [f"--model={args.model}"] if args.model else []
+    given = {name: getattr(args, name) for name in MODEL_FLAGS}
+    arguments = [*report.flags(given), f"--text={corpus}"]
     progress = launch.Progress(runs=len(args.schemes), steps=args.steps)
     runs = []
     for entry in args.schemes:
         job = launch.Job(
-            label=entry.label,
-            config=deepspeed_config(entry, args),
-            arguments=arguments,
-            folder=args.out.resolve() / launch.folder_name(entry.label),
-            world=args.world,
-            steps=args.steps,
-            device=device,
-            launcher=args.launcher,
-            timeout=args.timeout,
-        )
+            label=entry.label, config=deepspeed_config(entry, args), arguments=arguments,
+            folder=args.out.resolve() / launch.folder_name(entry.label), world=args.world,
+            steps=args.steps, device=device, launcher=args.launcher, timeout=args.timeout,
+        )  # fmt: skip
         start = time.monotonic()
         result = launch.run(job, progress)
         seconds = time.monotonic() - start
+        block = block_of(entry, args)
         runs.append(
-            {
-                "label": entry.label,
-                "block": block_of(entry, args),
-                "run_seconds": seconds,
-                "result": result,
-            }
+            {"label": entry.label, "block": block, "run_seconds": seconds, "result": result}
         )
     progress.close()
     return runs
@@ -179,59 +136,46 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The command line as JSON types, without the paths of this machine."""
-    values = {name: value for name, value in vars(args).items() if name not in _PATHS}
-    values["schemes"] = [entry.label for entry in args.schemes]
-    values["text"] = None if args.text is None else args.text.name
-    return values
-
-
-_PATHS = ("out", "json", "plot")
+def cells(summary: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table; bytes from other nodes where there are any."""
+    number, nodes = report.number, any(row["inter_bytes"] for row in summary)
+    header = ["scheme", "final loss", "gap %", "held-out loss", "B/param per step",
+              *(["between nodes"] if nodes else []), "step ms"]  # fmt: skip
+    return header, [
+        [f"`{row['label']}`", f"{row['final_loss']:.4f}", number(row["gap_percent"], "+.2f"),
+         f"{row['validation_loss']:.4f}", number(row["wire_bytes"], ".3f"),
+         *([number(row["inter_bytes"], ".3f")] if nodes else []),
+         f"{1e3 * row['step_seconds']:.0f}"]
+        for row in summary
+    ]  # fmt: skip
 
 
 def section(result: dict[str, Any]) -> tuple[str, str]:
     """See sections.py."""
     given = result["arguments"]
-    rows = [
-        [
-            f"`{row['label']}`", f"{row['final_loss']:.4f}",
-            report.number(row["gap_percent"], "+.2f"), f"{row['validation_loss']:.4f}",
-            report.number(row["wire_bytes"], ".3f"),
-            f"{1e3 * row['step_seconds']:.0f}",
-        ]
-        for row in result["summary"]
-    ]  # fmt: skip
-    header = ["scheme", "final loss", "gap %", "held-out loss", "B/param/step", "step ms"]
     heading = f"Comparison: ZeRO-{given['stage']}, {given['world']} ranks, {given['steps']} steps"
     return heading, (
         "Loss in nats per byte of text, mean of the last 50 steps; bytes received by a rank per\n"
-        f"parameter and optimizer step.\n\n{sections.table(header, rows)}"
+        f"parameter and optimizer step.\n\n{sections.table(*cells(result['summary']))}"
     )
 
 
 def show(args: argparse.Namespace, runs: list[dict[str, Any]], **about: Any) -> None:
     """Print the table, write the JSON file and the picture."""
-    from rich.console import Console
-
-    rows = report.rows(runs)
-    summary = [asdict(row) for row in rows]
-    arguments = _arguments(args)
+    summary = report.rows(runs)
+    arguments = {**vars(args), "schemes": [entry.label for entry in args.schemes]}
     report.save(
         args.json, "compare", arguments, commas=("schemes",), **about, summary=summary, runs=runs
     )
     millions = runs[0]["result"]["parameters"] / 1e6
-    model = args.model or "GPT"
     nodes = "" if args.node_size is None else f" in {args.world // args.node_size} nodes"
     title = (
-        f"ZeRO-{args.stage}, {args.world} ranks{nodes}, {model} with {millions:.2f} M parameters, "
-        f"{args.dtype}, seed {args.seed}"
+        f"ZeRO-{args.stage}, {args.world} ranks{nodes}, {args.model or 'GPT'} with {millions:.2f} "
+        f"M parameters, {args.dtype}, seed {args.seed}"
     )
     report.plot(runs, title, args.plot)
-    console = Console()
-    console.print(report.table(rows))
-    for line in (title, *report.conclusions(rows, world=args.world)):
-        console.print(line, highlight=False)
+    report.show(*cells(summary))
+    print(title, *report.conclusions(summary, world=args.world), sep="\n")
     print(f"curves: {args.plot}\nresults: {args.json}\nlogs: {args.out}/*/log.txt")
 
 

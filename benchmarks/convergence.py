@@ -15,9 +15,6 @@ result file and its section.
 `--tune source` fine-tunes instead: every scheme goes on from the base model with a new optimizer,
 at --tune-lr, on Python source (or a file of yours); the loss is that of held-out text of its kind.
 With --lora RANK the base model is frozen and adapters of its matrices are tuned.
-
-`--constant` leaves the rate as it is, to compare training loss there with held-out loss; with
-`--base-steps 1` also from the first weights, whose runs the page then shows beside the others.
 """
 
 from __future__ import annotations
@@ -28,7 +25,8 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,6 +39,7 @@ import paired
 import report
 import text
 import torch
+from flat_muon import FlatMuon, matrices_of
 from gpt import GPT, GPTConfig, adapt
 from schemes import SchemeEntry, parse_schemes, with_overrides
 from simulated import Simulation
@@ -56,14 +55,14 @@ BASELINE = "full_precision"
 # In the order in which a study begins: a study that is cut short has the first ones.
 _LEARNED = "weights.levels=learned,weights.rounding=nearest,weights.level_steps=[1,75,150,225]"
 SCHEMES = (
-    "sdp4bit,qsdp,zeropp,qsdp_w4g4,ulq,tlq,tlq_hs,qwd,qw4,lossless_g4,lossless_g3,lossless_g2,"
+    "sdp4bit,qsdp,zeropp,qsdp_w4g4,ulq,tlq,tlq_hs,qwd,qw4,lossless_w_g4,lossless_w_g3,lossless_w_g2,"
     "eden4,eden3,eden2,sdp4bit_paper,qw4:weights.group_size=32,qw4:weights.group_size=128,"
     f"qsdp_w4g4:{_LEARNED},qsdp:weights.bits=6,gradients.bits=4,qsdp:weights.bits=5,gradients.bits=4"
 )
+OPTIMIZERS = "adamw", "muon"  # Muon on matrices, at ten times the rate: see flat_muon.py
 FLOOR = 0.03  # of the rate, at the end of its decay
 LAST = 50  # steps over which training loss is averaged
 MEASURED = 20  # steps of a run whose reduced gradients are compared with exact ones
-FIRST_WEIGHTS = 1  # --base-steps of a study whose runs begin there
 BASE_SEED = 1 << 20  # data order of the base model, apart from those of the pairs
 
 
@@ -82,6 +81,14 @@ class Settings:
     base_steps: int = 3000
     steps: int = 300
     lr: float = 2e-3
+    optimizer: str = "adamw"
+
+    def about(self) -> dict[str, Any]:
+        """For result files; those of AdamW are older than the choice."""
+        found = asdict(self)
+        if self.optimizer == "adamw":
+            del found["optimizer"]
+        return found
 
     @property
     def topology(self) -> Topology:
@@ -106,12 +113,15 @@ class Settings:
     def simulation(self, entry: SchemeEntry, seed: int, module: GPT | None = None) -> Simulation:
         """Of training ``module``, or the model with its first weights."""
 
-        def adam(params: Any) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(params, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.1)
-
+        module = module or self.model()
+        how: dict[str, Any] = {"lr": self.lr, "weight_decay": 0.1}
+        if self.optimizer == "muon":
+            make, clip = partial(FlatMuon, matrices=matrices_of(module), **how), 0.0
+        else:
+            make, clip = partial(torch.optim.AdamW, betas=(0.9, 0.95), **how), 1.0
         return Simulation(
-            module or self.model(), self.scheme(entry, seed), adam,
-            topology=self.topology, micro_steps=self.micro_steps,
+            module, self.scheme(entry, seed), make,
+            topology=self.topology, micro_steps=self.micro_steps, clip=clip,
         )  # fmt: skip
 
 
@@ -136,15 +146,19 @@ class Corpus:
         )  # fmt: skip
 
     @torch.no_grad()
-    def held_out_loss(self, module: torch.nn.Module) -> float:
-        """Mean over all of the text, in windows that do not overlap, nats per byte."""
+    def held_out_loss(self, simulation: Simulation, weights: list[Tensor] | None = None) -> float:
+        """Mean over all of the text, in windows that do not overlap, nats per byte.
+
+        weights: to compute with; by default the exact ones.
+        """
+        simulation.compute_with(weights or simulation.exact_weights())
         seq_len = self._settings.seq_len
         count = (len(self._held_out) - 1) // seq_len
         inputs = self._held_out[: count * seq_len].long().view(count, seq_len)
         targets = self._held_out[1 : count * seq_len + 1].long().view(count, seq_len)
         total = 0.0
         for x, y in zip(inputs.split(32), targets.split(32), strict=True):
-            total += float(module(x, y)) * len(x)
+            total += float(simulation.module(x, y)) * len(x)
         return total / count
 
 
@@ -158,8 +172,7 @@ def train_base(settings: Settings, corpus: Corpus, path: Path) -> dict[str, Any]
         simulation.set_rate(settings.lr * min(1, (step + 1) / warmup))
         loss, _ = simulation.step(lambda m, r, s=step: corpus.batch(BASE_SEED, s, m, r))
         if (step + 1) % max(1, settings.base_steps // 10) == 0:
-            simulation.compute_with(simulation.exact_weights())
-            curve.append({"step": step + 1, "held_out": corpus.held_out_loss(simulation.module)})
+            curve.append({"step": step + 1, "held_out": corpus.held_out_loss(simulation)})
             tqdm.write(f"base model, step {step + 1}: held out {curve[-1]['held_out']:.4f}")
         bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
     state = {**simulation.state(), "curve": curve}
@@ -200,8 +213,6 @@ def branch(
     base: dict[str, Any],
     entry: SchemeEntry,
     seed: int,
-    *,
-    constant: bool,
     tuning: Tuning | None = None,
 ) -> dict[str, Any]:
     """Train on from the base model; losses and errors of one run.
@@ -217,19 +228,16 @@ def branch(
     title = f"{entry.label}, seed {seed}"
     every = max(1, settings.steps // MEASURED)
     for step in tqdm(range(settings.steps), desc=title, disable=None, leave=False):
-        share = 1.0 if constant else 1 - (1 - FLOOR) * (step + 1) / settings.steps
-        simulation.set_rate(rate * share)
+        simulation.set_rate(rate * (1 - (1 - FLOOR) * (step + 1) / settings.steps))
         loss, error = simulation.step(
             lambda m, r, s=step: corpus.batch(seed, s, m, r), measure=step % every == 0
         )
         losses.append(loss)
         if error is not None:
             errors.append(error)
-    simulation.compute_with(simulation.exact_weights())
-    held_out = travelled = corpus.held_out_loss(simulation.module)
+    held_out = travelled = corpus.held_out_loss(simulation)
     if simulation.scheme.weights is not None:
-        simulation.compute_with(simulation.travelled_weights())
-        travelled = corpus.held_out_loss(simulation.module)
+        travelled = corpus.held_out_loss(simulation, simulation.travelled_weights())
     return {
         "held_out": held_out,
         "held_out_travelled": travelled,
@@ -244,8 +252,7 @@ def before(settings: Settings, corpus: Corpus, base: dict[str, Any]) -> float:
     (entry,) = parse_schemes(BASELINE)
     simulation = settings.simulation(entry, 0)
     simulation.load(base, weights_only=True)
-    simulation.compute_with(simulation.exact_weights())
-    return corpus.held_out_loss(simulation.module)
+    return corpus.held_out_loss(simulation)
 
 
 # ---- the study ----
@@ -259,7 +266,8 @@ class Ledger:
         self.runs: list[dict[str, Any]] = []
         for line in path.read_text("utf-8").splitlines() if path.exists() else []:
             run = json.loads(line)
-            if run.pop("study") == study:  # same settings, text and base model
+            same = run.pop("study") == study  # same settings, text and base model
+            if same and not run.pop("constant", False):  # older files: rates that did not decay
                 self.runs.append(run)
 
     def add(self, run: dict[str, Any]) -> None:
@@ -273,17 +281,13 @@ class Ledger:
         found = dict.fromkeys(run["scheme"] for run in self.runs)
         return [label for label in found if label != BASELINE]
 
-    def by_seed(self, label: str, key: str, *, constant: bool = False) -> dict[int, float]:
+    def by_seed(self, label: str, key: str = "held_out") -> dict[int, float]:
         """A figure of the runs of a scheme."""
-        chosen = (r for r in self.runs if r["scheme"] == label and r["constant"] == constant)
-        return {run["seed"]: run[key] for run in chosen}
+        return {run["seed"]: run[key] for run in self.runs if run["scheme"] == label}
 
-    def gap(
-        self, label: str, key: str = "held_out", *, constant: bool = False
-    ) -> paired.Gap | None:
+    def gap(self, label: str, key: str = "held_out") -> paired.Gap | None:
         """To full precision in per cent."""
-        ours, exact = (self.by_seed(name, key, constant=constant) for name in (label, BASELINE))
-        return paired.gap(ours, exact)
+        return paired.gap(self.by_seed(label, key), self.by_seed(BASELINE, key))
 
 
 def missing_runs(
@@ -291,25 +295,22 @@ def missing_runs(
 ) -> Iterator[tuple[str, int]]:
     """Scheme and seed of the next run, until every interval is narrow; asked after every run."""
 
-    def pairs(label: str) -> int:
-        return len(ledger.by_seed(label, "held_out", constant=args.constant))
-
     while True:
-        gaps = {label: ledger.gap(label, constant=args.constant) for label in labels}
+        gaps = {label: ledger.gap(label) for label in labels}
+        pairs = {label: len(ledger.by_seed(label)) for label in labels}
         open_ = [
             label
             for label, gap in gaps.items()
-            if gap is None or not gap.is_settled(interval=args.interval, least=args.pairs)
+            if pairs[label] < args.most_pairs
+            and (gap is None or not gap.is_settled(interval=args.interval, least=args.pairs))
         ]
-        open_ = [label for label in open_ if pairs(label) < args.most_pairs]
         if not open_:
             return
-        few = [label for label in open_ if pairs(label) < args.pairs]
+        few = [label for label in open_ if pairs[label] < args.pairs]
         label = few[0] if few else max(open_, key=lambda one: gaps[one].half_width)
-        seed = pairs(label)
         for name in (BASELINE, label):
-            if seed not in ledger.by_seed(name, "held_out", constant=args.constant):
-                yield name, seed
+            if pairs[label] not in ledger.by_seed(name):
+                yield name, pairs[label]
 
 
 def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[str, Any]]:
@@ -328,61 +329,47 @@ def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[st
         about["tuning"]["before"] = before(settings, corpus, base)
     labels = [label for label in entries if label != BASELINE]
     for label, seed in missing_runs(ledger, labels, args) if not args.report else ():
-        run = branch(
-            settings, corpus, base, entries[label], seed, constant=args.constant, tuning=tuning
-        )
-        ledger.add({"scheme": label, "seed": seed, "constant": args.constant, **run})
+        run = branch(settings, corpus, base, entries[label], seed, tuning)
+        ledger.add({"scheme": label, "seed": seed, **run})
         if label != BASELINE:
-            tqdm.write(f"{label}: {ledger.gap(label, constant=args.constant)}")
-    former = replace(settings, base_steps=FIRST_WEIGHTS)
-    if args.tune is None and former != settings and _base_path(args, former, corpus).exists():
-        _, scratch, _ = _opened(args, former, corpus)
-        ways = [both_ways(scratch, label) for label in scratch.labels()]
-        about["from_first_weights"] = [one for one in ways if one is not None]
+            tqdm.write(f"{label}: {ledger.gap(label)}")
     return ledger, about
-
-
-def _base_path(args: argparse.Namespace, settings: Settings, corpus: Corpus) -> Path:
-    shared = {"settings": asdict(settings), "text": corpus.about}
-    return args.out / f"base-{_digest(shared)}.pt"
 
 
 def _opened(
     args: argparse.Namespace, settings: Settings, corpus: Corpus
 ) -> tuple[dict[str, Any], Ledger, dict[str, Any]]:
     """The base model, trained if need be, the runs that began at it, and what they share."""
-    path = _base_path(args, settings, corpus)
+    about: dict[str, Any] = {"settings": settings.about(), "text": corpus.about}
+    path = args.out / f"base-{_digest(about)}.pt"
     base = torch.load(path) if path.exists() else train_base(settings, corpus, path)
     weights = hashlib.sha256(base["master"].numpy().tobytes()).hexdigest()
-    about = {"settings": asdict(settings), "text": corpus.about}
     about["base"] = {"sha256": weights, "curve": base["curve"]}
     return base, Ledger(args.out / "runs.jsonl", _digest(about)), about
 
 
-def result(
+def save(
     args: argparse.Namespace, settings: Settings, ledger: Ledger, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """The result file: every scheme that has pairs."""
+    """Write the result file with every scheme that has pairs, its page and its picture."""
     entries = parse_schemes(args.schemes)
     known = {entry.label for entry in entries}  # and those of other calls
     entries += [e for label in ledger.labels() if label not in known for e in parse_schemes(label)]
     found = [row(settings, ledger, entry) for entry in entries]
     arguments = {
-        **asdict(settings), "pairs": args.pairs, "interval": args.interval,
-        "text": None if args.text is None else args.text.name,
-        **({} if args.tune is None else {"tune": args.tune.name, "tune_lr": args.tune_lr}),
+        **settings.about(), "pairs": args.pairs, "interval": args.interval, "text": args.text,
+        **({} if args.tune is None else {"tune": args.tune, "tune_lr": args.tune_lr}),
         **({"lora": args.lora} if args.lora else {}),
         "schemes": [entry.label for entry in entries],
     }  # fmt: skip
-    return {
-        "kind": "convergence", "version": 1,
-        "command": report.command_line("benchmarks/convergence.py", arguments, commas=["schemes"]),
-        "arguments": arguments, **report.provenance(), **about,
+    content = {
+        **about,
         "parameters": sum(p.numel() for p in settings.model().parameters()),
         "rows": [one for one in found if one["gap"] is not None],
         "runs": ledger.runs,
-        "constant": [one for entry in entries if (one := both_ways(ledger, entry.label))],
-    }  # fmt: skip
+    }
+    convergence_page.plot(content, args.json.with_suffix(".png"))
+    return report.save(args.json, "convergence", arguments, commas=["schemes"], **content)
 
 
 def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any]:
@@ -409,18 +396,6 @@ def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any
     }
 
 
-def both_ways(ledger: Ledger, label: str) -> dict[str, Any] | None:
-    """Training loss at a constant rate and held-out loss of one scheme, if it was run so."""
-    if (training := ledger.gap(label, "training", constant=True)) is None:
-        return None
-    return {
-        "scheme": label,
-        "training": _plain(training),
-        "held_out": _plain(ledger.gap(label, constant=True)),
-        "decayed": _plain(ledger.gap(label)),
-    }
-
-
 def _plain(gap: paired.Gap | None) -> dict[str, Any] | None:
     return None if gap is None else asdict(gap)
 
@@ -439,7 +414,6 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
     add("--pairs", type=int, default=8, help="least number of pairs")
     add("--most-pairs", type=int, default=32, help="after which an interval may stay wide")
     add("--interval", type=float, default=0.05, help="half-width that is narrow enough, in %%")
-    add("--constant", action="store_true", help="do not let the rate decay")
     add("--text", type=Path, help="your own; default: the documentation of CPython")
     add("--tune", type=Path, metavar="FILE", help=f"fine-tune on it; {text.SOURCE}: Python source")
     add("--tune-lr", type=float, default=2e-5, help="rate at which fine-tuning begins")
@@ -448,14 +422,16 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
     add("--out", type=Path, default=Path("convergence_out"), help="checkpoint and finished runs")
     add("--json", type=Path, help="default: OUT/convergence.json, its section beside it")
     for field in fields(Settings):
-        add(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+        choices = OPTIMIZERS if field.name == "optimizer" else None
+        option = f"--{field.name.replace('_', '-')}"
+        add(option, type=type(field.default), default=field.default, choices=choices)
     args = parser.parse_args(argv)
     args.json = args.json or args.out / "convergence.json"
     if args.lora and args.tune is None:
         parser.error(f"--lora={args.lora}: allowed: with --tune FILE")
     given = {field.name: getattr(args, field.name) for field in fields(Settings)}
     for name, value in given.items():
-        if value <= 0:
+        if not isinstance(value, str) and value <= 0:
             parser.error(f"--{name.replace('_', '-')}={value}: allowed: above 0")
     return args, Settings(**given)
 
@@ -468,13 +444,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"convergence.py: {error}", file=sys.stderr)
         return 1
-    found = result(args, settings, ledger, about)
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-    page = convergence_page.page(found, args.json.name)
-    args.json.with_suffix(".md").write_text(page, "utf-8")
-    convergence_page.plot(found, args.json.with_suffix(".png"))
-    print(page)
+    save(args, settings, ledger, about)
+    print(args.json.with_suffix(".md").read_text("utf-8"))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The page of convergence.py: what every scheme costs in loss, and why training loss cannot tell.
+"""The page of convergence.py: what every scheme costs in loss.
 
 May import sections and, for the plot, ds_quant.tools.plot_style.
 """
@@ -6,6 +6,8 @@ May import sections and, for the plot, ds_quant.tools.plot_style.
 from __future__ import annotations
 
 import itertools
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +23,6 @@ noise there; nearest rounding of few bits makes training fit the decoded weights
 do worse. Errors are squared, over the energy: of the reduced gradients of matrices, and of the
 decoded weights at the end. Bits are those of an element between nodes, scales and exact parameters
 included.
-"""
-
-ARTEFACT = """\
-## Why not training loss
-
-This project used to compare the mean training loss of the last 50 of 300 to 500 steps from the
-first weights, the rate still high, over three seeds. Such a loss is that of a model which noise
-keeps at a distance from its minimum, so it tells of the noise as much as of what is learnt; and
-around the first plateau seeds differ by more than codecs do. Those figures are withdrawn, among
-them a gain of `sdp4bit` by 0.19 % +-0.05, whose interval was narrow by the luck of three seeds.
-Here are both ways to look at the same codecs, gaps to full precision as above. In this model the
-sign stays, and the intervals of training loss are many times as wide:
 """
 
 # Table 1 of SDP4Bit for 125 M, 350 M and 1.3 B parameters, and Table 3 for 125 M: validation loss
@@ -56,8 +46,15 @@ def shown(gap: dict[str, Any] | None) -> list[str]:
     return [f"{gap['mean']:+.3f} %", "" if half is None else f"+-{half:.3f}"]
 
 
-def body(result: dict[str, Any]) -> str:
-    """Everything below the heading."""
+def section(result: dict[str, Any]) -> tuple[str, str]:
+    """See sections.py."""
+    size, steps = f"{result['parameters'] / 1e6:.2f} M", result["settings"]["micro_steps"]
+    what = "in loss"
+    if "tuning" in result:
+        what = "in tuning adapters" if "lora" in result["tuning"] else "in fine-tuning"
+    if "optimizer" in result["settings"]:
+        what += " with Muon"
+    heading = f"What a scheme costs {what}: {size} parameters, k = {steps}"
     rows = [
         [f"`{row['scheme']}`", *shown(row["gap"]), str(len(row["gap"]["pairs"])),
          shown(row["gap_travelled"])[0], f"{row['gradient_error']:.2g}",
@@ -67,14 +64,9 @@ def body(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     header = ["scheme", "gap", "95 %", "pairs", "decoded", "error of gradients",
               "error of weights", "bits of weights", "bits of gradients"]  # fmt: skip
-    parts = [
-        ABOUT,
-        setting(result),
-        sections.table(header, rows),
-        *artefact(result),
-        *published(result),
-    ]
-    return "\n\n".join(part.strip() for part in parts)
+    parts = [ABOUT, setting(result), sections.table(header, rows), *beside_adamw(result),
+             *published(result)]  # fmt: skip
+    return heading, "\n\n".join(part.strip() for part in parts)
 
 
 def setting(result: dict[str, Any]) -> str:
@@ -86,9 +78,54 @@ def setting(result: dict[str, Any]) -> str:
         f"A byte-level GPT of {result['parameters'] / 1e6:.2f} M parameters on {ranks} ranks in "
         f"{given['nodes']} nodes (ZeRO-3, simulated with the bits of real ranks), bf16,\n"
         f"{nbytes} bytes of text and k = {given['micro_steps']} micro-steps per optimizer step; "
-        f"{given['base_steps']} steps of AdamW at {given['lr']:g} (held out:\n"
+        f"{given['base_steps']} steps of {optimizer(given)} at {given['lr']:g} (held out:\n"
         f"{curve[-1]['held_out']:.3f} nats per byte, {half['held_out']:.3f} at step "
         f"{half['step']}), then {given['steps']} steps of {tuned(result)}."
+    )
+
+
+def optimizer(given: dict[str, Any]) -> str:
+    """What trains, from the settings of a result file; those of AdamW do not name it."""
+    if given.get("optimizer") != "muon":
+        return "AdamW"
+    return "Muon (matrices of the blocks, at ten times the rate; all else AdamW)"
+
+
+def beside_adamw(result: dict[str, Any]) -> list[str]:
+    """Gaps of Muon beside those of the study that differs from it in the optimizer alone."""
+    given = {key: value for key, value in result["settings"].items() if key != "optimizer"}
+    if given == result["settings"] or "tuning" in result:
+        return []
+    for path in sorted(sections.RESULTS.glob("convergence*.json")):
+        other = json.loads(path.read_text("utf-8"))
+        if "tuning" not in other and {**other["settings"], "lr": given["lr"]} == given:
+            return [compared(result, other, path.with_suffix(".md").name)]
+    return []
+
+
+def compared(muon: dict[str, Any], adamw: dict[str, Any], page: str) -> str:
+    """A table, and of how many schemes the gaps differ by more than chance."""
+    theirs = {row["scheme"]: row["gap"] for row in adamw["rows"]}
+    both = [(row["scheme"], row["gap"], theirs[row["scheme"]]) for row in muon["rows"]
+            if row["scheme"] in theirs]  # fmt: skip
+    rows = [[f"`{name}`", *shown(ours), *shown(their)] for name, ours, their in both]
+    apart = [
+        (name, ours["mean"] - their["mean"])
+        for name, ours, their in both
+        if abs(ours["mean"] - their["mean"]) > math.hypot(ours["half_width"], their["half_width"])
+    ]
+    more, less = [n for n, by in apart if by > 0], [n for n, by in apart if by < 0]
+    found = (
+        f"Of {len(both)} schemes, {len(more)} cost{'s' * (len(more) == 1)} more under Muon and "
+        f"{len(less)} less by more than both intervals allow"
+    )
+    named = [f"{word}: {', '.join(f'`{n}`' for n in names)}"
+             for word, names in (("more", more), ("less", less)) if names]  # fmt: skip
+    header = ["scheme", "Muon", "95 %", "AdamW", "95 %"]
+    return (
+        f"## Beside AdamW\n\nThe same model, text, steps and pairs ([AdamW]({page})), each at a "
+        "rate tuned in full precision or, for AdamW, as in all its studies.\n"
+        f"{found}{f' ({chr(59).join(named)})' if named else ''}.\n\n{sections.table(header, rows)}"
     )
 
 
@@ -107,25 +144,9 @@ def tuned(result: dict[str, Any]) -> str:
     )
 
 
-def artefact(result: dict[str, Any]) -> list[str]:
-    """Training loss at a constant rate beside held-out loss after decay."""
-    parts = {
-        "from the first weights": result.get("from_first_weights", []),
-        "from the checkpoint": result["constant"],
-    }
-    rows = [
-        [f"`{row['scheme']}`, {begin}", *shown(row["training"]), *shown(row["held_out"]),
-         *shown(row["decayed"])]
-        for begin, found in parts.items() for row in found
-    ]  # fmt: skip
-    header = ["scheme", "training, constant rate", "95 %", "held out, constant rate", "95 %",
-              "held out, decayed", "95 %"]  # fmt: skip
-    return [ARTEFACT, sections.table(header, rows)] if rows else []
-
-
 def published(result: dict[str, Any]) -> list[str]:
     """Our gaps beside those of SDP4Bit's paper, which has none of fine-tuning."""
-    if "tuning" in result:
+    if "tuning" in result or "optimizer" in result["settings"]:
         return []
     ours = {row["scheme"]: row["gap"] for row in result["rows"]}
     rows = [
@@ -157,17 +178,12 @@ def directions(ours: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def plotted(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of presets that cost something, none of a file with a few."""
-    rows = [r for r in result["rows"] if ":" not in r["scheme"] and r["gap"]["mean"] > 0]
-    return rows if len(rows) >= 8 else []
-
-
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Draw gap against bits, if there are enough schemes for a picture."""
+    """Draw gap against bits, of presets that cost something, if there are enough for a picture."""
     from ds_quant.tools import plot_style
 
-    if not (rows := plotted(result)):
+    rows = [r for r in result["rows"] if ":" not in r["scheme"] and r["gap"]["mean"] > 0]
+    if len(rows) < 8:
         return
     figure, axes = plot_style.pyplot().subplots(figsize=(9, 5.5), layout="constrained")
     colors = plot_style.colors(row["scheme"] for row in rows)
@@ -188,14 +204,3 @@ def plot(result: dict[str, Any], path: Path) -> None:
     plot_style.finish(axes)
     plot_style.label_lines(axes)
     plot_style.save(figure, path)
-
-
-def page(result: dict[str, Any], name: str) -> str:
-    """The whole page, to lie beside the result file ``name``."""
-    size, steps = f"{result['parameters'] / 1e6:.2f} M", result["settings"]["micro_steps"]
-    what = "in loss"
-    if "tuning" in result:
-        what = "in tuning adapters" if "lora" in result["tuning"] else "in fine-tuning"
-    heading = f"What a scheme costs {what}: {size} parameters, k = {steps}"
-    picture = f"![{heading}]({Path(name).stem}.png)\n\n" if plotted(result) else ""
-    return f"# {heading}\n\n{body(result)}\n\n{picture}{sections.origin(result, name)}"

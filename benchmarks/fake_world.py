@@ -82,13 +82,17 @@ def without_handshake() -> AbstractContextManager[Any]:
 
 
 class CountingRunner:
-    """Stands for ``kernels.cuda.Runner``: counts launches by kernel, and decodes to zeros."""
+    """Stands for ``kernels.cuda.Runner``: counts launches by kernel, collects the ``variants``
+    (kernel, macros) that are launched, and decodes to zeros. A lossless message is its header.
+    """
 
     def __init__(self) -> None:
         self.launches: Counter[str] = Counter()
+        self.variants: set[tuple[str, tuple[tuple[str, int], ...]]] = set()
 
     def __call__(self, work: Any) -> None:
         self.launches[work.kernel] += 1
+        self.variants.add((work.kernel, work.macros))
         self._write(work)
 
     def run_many(self, launches: list[Any]) -> None:
@@ -101,48 +105,65 @@ class CountingRunner:
     def run_tables(self, tables: Iterable[Any]) -> None:
         for table in tables:
             self.launches[table.kernel] += 1
+            alone = table.num_jobs == 1  # is launched without a table
+            macros = [m for m in table.macros if not alone or m != ("DSQ_TABLE", 1)]
+            self.variants.add((table.kernel, tuple(macros)))
 
     @staticmethod
     def _write(work: Any) -> None:
+        from ds_quant.kernels.lossless import HEADER
+
         if work.kernel == "decode_sum":
             _wire, out, *_ = work.tensors
             out.detach().zero_()
+        elif work.kernel == "lossless" and len(work.tensors) == 4:
+            *_, nbytes = work.tensors
+            nbytes.fill_(HEADER)
 
 
-def _decoding_zeros(compile_tasks: Callable[..., Any]) -> Callable[..., Any]:
-    """What batches would write as numbers is zeros; left as it lies it may be NaN."""
+def _decoding_zeros(run: Callable[..., None]) -> Callable[..., None]:
+    """What operations would write as numbers is zeros; left as it lies it may be NaN."""
 
-    def compiling(tasks: Any, buffers: Any) -> Any:
-        launch = compile_tasks(tasks, buffers)
-        if launch is None or "Encode" in type(tasks[0][0]).__name__:
-            return launch
+    def zeroing(self: Any, buffers: Any, *args: Any, **options: Any) -> None:
+        run(self, buffers, *args, **options)
+        written = set()
+        for operation, _ in self.tasks:
+            if "Encode" not in type(operation).__name__:
+                places = (getattr(operation, name, None) for name in ("values", "rotated"))
+                written |= {place for place in places if place is not None}
+        for place in written:
+            buffers[place].detach().zero_()
 
-        def run(buffers: Any, streams: Any) -> None:
-            launch(buffers, streams)
-            for buffer in buffers:
-                if buffer.is_floating_point():
-                    buffer.detach().zero_()
+    return zeroing
 
-        return run
 
-    return compiling
+def _at_full_length(agree: Callable[..., Any]) -> Callable[..., Any]:
+    """Lossless messages of all ranks are as long as they may be: zeros are no lengths."""
+
+    def agreed(outbox: Any, own: Any) -> Any:
+        lengths = agree(outbox, own)
+        lengths[:] = outbox._rooms
+        return lengths
+
+    return agreed
 
 
 @contextmanager
 def faked_cuda() -> Iterator[CountingRunner]:
     """Inside, codecs of CPU tensors take the path of CUDA tensors, up to the launch."""
-    import torch
 
+    from ds_quant.comm.lossless import Outbox
     from ds_quant.kernels import cuda, dispatch, reference
+    from ds_quant.kernels.run import Operations
 
-    runner, choose, device = CountingRunner(), dispatch.runner_for, torch.device("cuda", 0)
+    runner = CountingRunner()
     with ExitStack() as stack:
         change = lambda *what: stack.enter_context(patch.object(*what))  # noqa: E731
         change(cuda, "runner_of", lambda _: runner)
         change(dispatch, "cuda_runner", lambda *_: runner)
-        change(dispatch, "compile_tasks", _decoding_zeros(dispatch.compile_tasks))
-        change(dispatch, "runner_for", lambda fmt, _: choose(fmt, device))
+        change(Operations, "run", _decoding_zeros(Operations.run))
         change(dispatch, "on_host", lambda *_: reference)
+        change(Outbox, "_agree", _at_full_length(Outbox._agree))
         yield runner
 
 
@@ -163,6 +184,33 @@ def counted_calls() -> Iterator[Counter[str]]:
         yield counts
     finally:
         sys.setprofile(None)
+
+
+@contextmanager
+def counted_waits() -> Iterator[Counter[str]]:
+    """Count by function of the plugin where it asks for values of tensors: on CUDA to wait for the
+    device.
+    """
+    import torch
+
+    import ds_quant
+
+    folder, counts = os.path.dirname(ds_quant.__file__) + os.sep, Counter[str]()
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **keywords: Any) -> Any:
+            code = sys._getframe(1).f_code
+            if code.co_filename.startswith(folder):
+                counts[code.co_qualname if hasattr(code, "co_qualname") else code.co_name] += 1
+            return original(*args, **keywords)
+
+        return asked
+
+    with ExitStack() as stack:
+        for name in ("cpu", "tolist", "item", "__bool__", "__int__", "__float__", "nonzero"):
+            asked = noting(getattr(torch.Tensor, name))
+            stack.enter_context(patch.object(torch.Tensor, name, asked))
+        yield counts
 
 
 @contextmanager

@@ -33,7 +33,6 @@ class GPTConfig:
     width: int = 128
     heads: int = 4
     seq_len: int = 128
-    tied: bool = False  # share the embedding with the output head
     compute_dtype: torch.dtype | None = None  # None: the dtype of the weights; see the note
 
     def __post_init__(self) -> None:
@@ -109,8 +108,6 @@ class GPT(nn.Module):
         self.norm = LayerNorm(config.width)
         self.head = Linear(config.width, VOCABULARY)
         self._initialise()
-        if config.tied:
-            self.head.weight = self.embedding.weight
 
     def _initialise(self) -> None:
         for parameter in self.parameters():

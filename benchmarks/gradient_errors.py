@@ -25,7 +25,7 @@ from gpt import GPT, GPTConfig
 from rich.progress import track
 from torch import Tensor
 
-from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.bound import Coding, Rotation, decode_sum, encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels.random_bits import Role, address
@@ -65,14 +65,15 @@ def decoded(
     """A gradient (numel,) as its receivers see it. ``signs``: the rank whose flips it takes."""
     codec, names = scheme.gradients, {"seed": 0, "role": Role.GRADIENTS, "step": step}
     rotation = None
-    if scheme.rotation:
+    keys = scheme.block.gradients
+    if keys.rotation:
         flips = address(**names, parameter=parameter, rank=signs, hop=_SIGNS)
-        rotation = Rotation(block=scheme.rotation, signs=flips if scheme.rotation_signs else None)
+        rotation = Rotation(block=keys.rotation, signs=flips if keys.rotation_signs else None)
     coding = Coding(codec, address(**names, parameter=parameter, rank=rank + 1))
     on_wire = rotation.padded(g.numel()) if rotation else g.numel()
     wire, out = torch.empty(codec.wire_bytes(on_wire), dtype=torch.uint8), torch.empty(g.numel())
-    coding.encode(g, wire, rotation=rotation)
-    coding.decode_sum(wire.view(1, -1), out, own=None, rotation=rotation)
+    encode(coding.codec, g[None], wire[None], address=coding.address, rotation=rotation)
+    decode_sum(coding.codec, wire[None], out, rotation=rotation)
     return out
 
 
@@ -182,17 +183,8 @@ def main() -> None:
     args = parse_args()
     rows = train(args)
     bits = {label: bits_of(scheme.gradients) for label, scheme in schemes().items()}
-    for label, number in sorted(bits.items(), key=lambda item: -item[1]):
-        error = fmean(row["alone"][label] for row in rows)
-        print(f"{label:18}{number:7.3f} bits   error of a message {error:.5f}")
-    for row in rows:
-        for s in row["sums"]:
-            print(
-                f"step {row['step']:>5}  {row['batch']:>3} rows  cosine {row['cosine']:.2f}  "
-                f"{s['nodes']} nodes  {s['scheme']}  {s['common']:.5f}  own signs {s['own']:.5f}"
-            )
+    print(section({"bits": bits, "rows": rows})[1])
     if args.json is not None:
-        args.text = None if args.text is None else args.text.name
         report.save(args.json, "gradient_errors", args, bits=bits, rows=rows)
 
 

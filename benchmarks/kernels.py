@@ -197,7 +197,7 @@ def run(args: argparse.Namespace) -> dict:
     """
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":
-        if dispatch.runner_for(CODECS[0], device) is None:
+        if dispatch.cuda_runner(device, "auto") is None:
             raise SystemExit("kernels.py: CuPy does not work here; the warning above says why")
     bench = Bench(device, cache_bytes(device), tuple(args.rivals))
     deadline = time.monotonic() + args.limit

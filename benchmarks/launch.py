@@ -15,6 +15,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +24,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PLAIN = "deepspeed_plain"  # pseudo-scheme: DeepSpeed as shipped, no block at all
+PROGRESS, RESULT = "progress.jsonl", "result.json"
 POLL_SECONDS = 0.3
+PATIENCE = 10  # seconds for a launcher to end its ranks
 LOG_TAIL = 40  # lines shown when a run fails
 LINES_PER_RUN = 5  # progress lines where no terminal shows a bar
 
@@ -76,22 +80,16 @@ def environment(device: str, *, installed: bool) -> dict[str, str]:
 def command(job: Job, *, port: int, installed: bool) -> list[str]:
     """Command line of the launcher with the training script and its arguments."""
     if job.launcher == "torchrun":
-        start = ["-m", "torch.distributed.run", f"--nproc_per_node={job.world}"]
-        start += [f"--master_port={port}"]
+        start = ["torch.distributed.run", f"--nproc_per_node={job.world}"]
     else:  # no hostfile: this machine only, also on a cluster that has one
-        start = ["-m", "deepspeed.launcher.runner", f"--hostfile={os.devnull}"]
-        start += [f"--num_accelerators={job.world}", f"--master_port={port}"]
+        start = ["deepspeed.launcher.runner", f"--hostfile={os.devnull}"]
+        start += [f"--num_accelerators={job.world}"]
+    files = {"deepspeed_config": "ds_config.json", "progress": PROGRESS, "result": RESULT}
     return [
-        sys.executable,
-        *start,
-        str(HERE / "train.py"),
-        f"--deepspeed_config={job.folder / 'ds_config.json'}",
-        f"--progress={job.folder / 'progress.jsonl'}",
-        f"--result={job.folder / 'result.json'}",
-        f"--steps={job.steps}",
-        *([] if installed or job.label == PLAIN else ["--plugin-import"]),
-        *job.arguments,
-    ]
+        sys.executable, "-m", *start, f"--master_port={port}", str(HERE / "train.py"),
+        *(f"--{flag}={job.folder / name}" for flag, name in files.items()), f"--steps={job.steps}",
+        *([] if installed or job.label == PLAIN else ["--plugin-import"]), *job.arguments,
+    ]  # fmt: skip
 
 
 class Progress:
@@ -108,58 +106,72 @@ class Progress:
         """A run starts; the first steps are seconds away."""
         self._begun, self._lines = self._begun + 1, 0
         self._head = f"{self._begun} of {self._runs}: {label}"
-        self._bar.set_description(f"{self._head}, starting {world} ranks")
-        self._print(f"{self._head}, starting {world} ranks")
+        self._say(f"{self._head}, starting {world} ranks")
 
     def show(self, steps: int, loss: float) -> None:
         """The current run has taken so many steps; ``loss`` is that of the last one."""
-        self._bar.set_description(f"{self._head}, loss {loss:.3f}", refresh=False)
-        self._bar.update((self._begun - 1) * self._steps + steps - self._bar.n)
-        if steps * LINES_PER_RUN >= (self._lines + 1) * self._steps:
+        done, total = (self._begun - 1) * self._steps + steps, self._runs * self._steps
+        self._bar.update(done - self._bar.n)
+        line = f"{self._head}, step {steps} of {self._steps}, loss {loss:.3f}"
+        if not self._bar.disable:
+            self._bar.set_description(line)
+        elif steps * LINES_PER_RUN >= (self._lines + 1) * self._steps:
             self._lines = steps * LINES_PER_RUN // self._steps
-            left = self._seconds_left((self._begun - 1) * self._steps + steps)
-            when = f"{left / 60:.0f} min" if left > 90 else f"{left:.0f} s"
-            step = f"step {steps} of {self._steps}, loss {loss:.3f}"
-            self._print(f"{self._head}, {step}, about {when} left")
-
-    def _seconds_left(self, done: int) -> float:
-        """Of all runs, if they go on as fast as until now, start-up included."""
-        spent = time.monotonic() - self._start
-        return spent * (self._runs * self._steps - done) / done
+            left = (time.monotonic() - self._start) * (total - done) / done
+            self._say(f"{line}, about {left / 60:.1f} min left")
 
     def close(self) -> None:
         """Remove the bar."""
         self._bar.close()
 
-    def _print(self, line: str) -> None:
+    def _say(self, line: str) -> None:
         if self._bar.disable:
             print(line, flush=True)
+        self._bar.set_description(line)
 
 
-def run(job: Job, progress: Progress | None = None) -> dict[str, Any]:
+@contextmanager
+def started(
+    commands: Iterable[tuple[Sequence[str], dict[str, str]]], log: Path, cwd: Path | None = None
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start command lines with their environments; leave no process of them behind."""
+    processes = []
+    try:
+        with log.open("wb") as output:
+            for argv, env in commands:
+                processes.append(subprocess.Popen(
+                    argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output,
+                    stderr=subprocess.STDOUT, start_new_session=True))  # fmt: skip
+        yield processes
+    finally:
+        for number, patience in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, None)):
+            for process in processes:
+                with suppress(ProcessLookupError):  # all of it has ended
+                    os.killpg(process.pid, number)
+            for process in processes:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(patience)
+
+
+def run(job: Job, progress: Progress) -> dict[str, Any]:
     """Train, reporting to `progress`; the content of train.py's result file.
 
     Raises:
         RunFailed: the run failed, hung beyond `job.timeout` or left no result.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
-    for stale in ("progress.jsonl", "result.json"):
+    for stale in (PROGRESS, RESULT):
         (job.folder / stale).unlink(missing_ok=True)
     (job.folder / "ds_config.json").write_text(json.dumps(job.config, indent=2) + "\n", "utf-8")
     installed = has_entry_point()
-    with (job.folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen(
-            command(job, port=free_port(), installed=installed),
-            env=environment(job.device, installed=installed),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that a hang can be ended as a whole
-        )
-        try:
-            _follow(job, process, progress or Progress(runs=1, steps=job.steps))
-        finally:
-            _end(process)
-    return _result(job, process.returncode)
+    line = command(job, port=free_port(), installed=installed)
+    env = environment(job.device, installed=installed)
+    with started([(line, env)], job.folder / "log.txt") as (process,):
+        _follow(job, process, progress)
+    path = job.folder / RESULT
+    if process.returncode != 0 or not path.exists():
+        raise RunFailed(f"{job.label}: failed with exit code {process.returncode}\n{_tail(job)}")
+    return json.loads(path.read_text("utf-8"))
 
 
 def _follow(job: Job, process: subprocess.Popen[bytes], progress: Progress) -> None:
@@ -169,7 +181,7 @@ def _follow(job: Job, process: subprocess.Popen[bytes], progress: Progress) -> N
     while process.poll() is None:
         if time.monotonic() > deadline:
             raise RunFailed(f"{job.label}: no end within {job.timeout:g} s\n{_tail(job)}")
-        steps = read_progress(job.folder / "progress.jsonl")
+        steps = read_progress(job.folder / PROGRESS)
         if len(steps) > seen:
             seen = len(steps)
             progress.show(seen, steps[-1]["loss"])
@@ -182,25 +194,6 @@ def read_progress(path: Path) -> list[dict[str, float]]:
         return []
     lines = path.read_text("utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Leave no process of the run behind, whatever happened."""
-    for signum, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
-        if process.poll() is not None:
-            return
-        os.killpg(process.pid, signum)
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
-
-
-def _result(job: Job, returncode: int) -> dict[str, Any]:
-    path = job.folder / "result.json"
-    if returncode != 0 or not path.exists():
-        raise RunFailed(f"{job.label}: failed with exit code {returncode}\n{_tail(job)}")
-    return json.loads(path.read_text("utf-8"))
 
 
 def _tail(job: Job) -> str:

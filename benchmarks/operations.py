@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ds_quant.codec.bound import encode
 from ds_quant.codec.codec import CAST_NAMES, GroupCodec
 from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.kernels import dispatch, launch, lossless, reference
@@ -94,7 +95,7 @@ class Bench:
         found = Operation(name, codec.name, CAST_NAMES[dtype], numel, nbytes, sets)
         x, wire = self._random(sets, 1, numel, dtype), self._bytes(sets, 1, wire_bytes)
         options = {"address": _ADDRESS, "levels": codec.table(None, self.device)}
-        run = dispatch.runner_for(codec, self.device)
+        run = dispatch.cuda_runner(self.device, "auto")
         if run is not None:
             rotation = launch.BlockRotation(128 if codec.is_gaussian else 32) if rotate else None
             found.offer(
@@ -129,7 +130,7 @@ class Bench:
         wire = self._wire(codec, sets, sources, numel)
         out = torch.empty(sets, numel, dtype=dtype, device=self.device)
         options = {"scale": 1.0, "levels": codec.table(None, self.device)}
-        run = dispatch.runner_for(codec, self.device)
+        run = dispatch.cuda_runner(self.device, "auto")
         if run is not None:
             found.offer(
                 "cuda",
@@ -151,7 +152,7 @@ class Bench:
     ) -> Operation:
         """`sources` rows -> numel values, once per way of writing them."""
         found = self.decode(codec, numel, dtype, sources)
-        run = dispatch.runner_for(codec, self.device)
+        run = dispatch.cuda_runner(self.device, "auto")
         if run is None:
             found.why_not["cuda"] = "no CUDA kernels here"
             return found
@@ -177,7 +178,7 @@ class Bench:
         wire = self._wire(source, sets, sources, numel)
         out = self._bytes(sets, 1, wire_bytes)
         total = torch.empty(numel, device=self.device)
-        run = dispatch.runner_for(codec, self.device)
+        run = dispatch.cuda_runner(self.device, "auto")
         levels = {"levels": codec.table(None, self.device)}
         source_levels = source.table(None, self.device)
         options = {"numel": numel, "address": _ADDRESS, "source_levels": source_levels, **levels}
@@ -224,7 +225,7 @@ class Bench:
                 return lambda i: codec.encode(news[i], olds[i], wires[i], used)
             return lambda i: codec.decode(wires[i], olds[i], news[i])
 
-        if dispatch.runner_for(CODECS[0], self.device) is not None:
+        if dispatch.cuda_runner(self.device, "auto") is not None:
             found.offer("cuda", lambda: way(LOSSLESS))
         if "torch" in self.rivals:
             found.offer("torch", lambda: way(LosslessCodec(backend="torch")))
@@ -244,7 +245,7 @@ class Bench:
         wire = self._bytes(sets, rows, codec.wire_bytes(numel))
         x = self._random(1, 1, numel, torch.float32)[0]
         for one in wire.view(sets * rows, 1, -1):
-            codec.encode(x, one, address=_ADDRESS)
+            encode(codec, x, one, address=_ADDRESS)
         return wire
 
     def _triton_encode(self, codec, x, wire) -> Callable[[int], object]:

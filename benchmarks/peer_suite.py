@@ -14,7 +14,7 @@ run again.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import contextlib
 import json
 import os
 import re
@@ -23,21 +23,20 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
+import launch
 import report
 import sections
 from peer import plugin
-from peer.files import FILES, LEFT_OUT
-from rich.console import Console
-from rich.table import Table
 
 BENCHMARKS = Path(__file__).resolve().parent
 EXPLAINED = BENCHMARKS / "peer" / "explained.json"
+SELECTION = json.loads((BENCHMARKS / "peer" / "files.json").read_text("utf-8"))
 BUILD_SECONDS = 3600  # of two operators, on a busy machine
 PLAIN = "without"  # the runs without the plugin
 REFUSAL = re.compile(r"quantized_comm cannot be used with .*")
@@ -45,7 +44,7 @@ COUNTS = ("collected", "passed", "failed", "refused", "skipped", "not_run", "wit
           "communicating")  # fmt: skip
 
 
-class SuiteError(Exception):
+class SuiteError(SystemExit):
     """The suite cannot run at all; the message says what to do."""
 
 
@@ -65,7 +64,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--tree", type=Path, help="DeepSpeed's sources; default: those of an editable install")
+    add("--tree", type=Path, required=True, help="DeepSpeed's sources")
     add("--schemes", nargs="+", default=["full_precision", "qsdp"])
     add("--select", nargs="+", default=[], help="parts of file names; default: all files")
     add("--keyword", help="pytest's -k")
@@ -80,15 +79,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def find_tree(given: Path | None) -> Path:
-    """Return the folder of DeepSpeed's sources.
+def check_tree(tree: Path) -> None:
+    """Refuse a folder without tests.
 
     Raises:
-        SuiteError: there are no tests in it.
+        SuiteError: says how to get one.
     """
-    if given is None:
-        given = Path(importlib.util.find_spec("deepspeed").origin).parents[1]
-    tree = given.resolve()
     for part in ("tests/conftest.py", "tests/unit/common.py"):
         if not (tree / part).is_file():
             raise SuiteError(
@@ -96,7 +92,6 @@ def find_tree(given: Path | None) -> Path:
                 f"tree with --tree, for example that of\n  git clone --depth 1 --branch "
                 f"v{metadata.version('deepspeed')} https://github.com/deepspeedai/DeepSpeed"
             )
-    return tree
 
 
 def choose(tree: Path, patterns: Sequence[str]) -> list[str]:
@@ -105,10 +100,11 @@ def choose(tree: Path, patterns: Sequence[str]) -> list[str]:
     Raises:
         SuiteError: no file is left.
     """
-    wanted = [file for file in FILES if not patterns or any(part in file for part in patterns)]
+    files = SELECTION["files"]
+    wanted = [file for file in files if not patterns or any(part in file for part in patterns)]
     present = [file for file in wanted if (tree / "tests" / "unit" / file).is_file()]
     if not present:
-        known = "\n  ".join(FILES)
+        known = "\n  ".join(files)
         raise SuiteError(f"no test file left; --select {patterns}, known files:\n  {known}")
     return present
 
@@ -137,22 +133,10 @@ def run(
         plugin.BLOCK: "" if block is None else json.dumps(block),
         plugin.NOTES: str(log.with_suffix(".notes")),
     }
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *command], cwd=args.tree / "tests", env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
+    argv, env = [sys.executable, *command], os.environ | environment
+    with launch.started([(argv, env)], log, args.tree / "tests") as (process,):
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(limit)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # all of it has ended
-            process.wait()
 
 
 def run_file(file: str, scheme: str, args: argparse.Namespace) -> dict[str, Ended]:
@@ -164,7 +148,7 @@ def run_file(file: str, scheme: str, args: argparse.Namespace) -> dict[str, Ende
         command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "peer.plugin",
                    f"--basetemp={stem}.tmp", f"--junitxml={xml}"]  # fmt: skip
         command += ["-k", args.keyword] if args.keyword else []
-        command += [f"--deselect=unit/{test}" for test in LEFT_OUT]
+        command += [f"--deselect=unit/{one['test']}" for one in SELECTION["left_out"]]
         run([*command, f"unit/{file}"], log, scheme, args, args.timeout)
     return read(xml) if xml.exists() else {}
 
@@ -210,17 +194,20 @@ def read(xml: Path) -> dict[str, Ended]:
     return found
 
 
-def counts(names: Iterable[str], tests: Mapping[str, Ended]) -> dict[str, int]:
-    """Count how the tests of a file ended, and how many the plugin took part in."""
-    names = set(names)
-    by_outcome = Counter(test.outcome for test in tests.values())
-    return {
-        "collected": len(names),
-        **{name: by_outcome[name] for name in ("passed", "failed", "refused", "skipped")},
-        "not_run": len(names - tests.keys()),
-        "with_plugin": sum(test.world > 0 for test in tests.values()),
-        "communicating": sum(test.world > 1 for test in tests.values()),
-    }
+def counts(tests: Mapping[str, Mapping[str, Ended]]) -> dict[str, dict[str, int]]:
+    """Count by scheme how the tests of a file ended, and how many the plugin took part in."""
+    names = {name for by_name in tests.values() for name in by_name}
+    found = {}
+    for scheme, by_name in tests.items():
+        outcomes = Counter(test.outcome for test in by_name.values())
+        found[scheme] = {
+            "collected": len(names),
+            **{name: outcomes[name] for name in ("passed", "failed", "refused", "skipped")},
+            "not_run": len(names - by_name.keys()),
+            "with_plugin": sum(test.world > 0 for test in by_name.values()),
+            "communicating": sum(test.world > 1 for test in by_name.values()),
+        }
+    return found
 
 
 def differences(
@@ -232,16 +219,13 @@ def differences(
         test = active.get(name, Ended("not_run"))
         if before.outcome != "passed" or test.outcome == "passed":
             continue
-        whys = [
-            entry["why"]
-            for entry in known
-            if scheme in entry["schemes"]
-            and re.search(entry["test"], name)
+        whys = ["refused by the plugin"] if test.outcome == "refused" else [
+            entry["why"] for entry in known
+            if scheme in entry["schemes"] and re.search(entry["test"], name)
             and re.search(entry["error"], test.error)
-        ]
-        why = "refused by the plugin" if test.outcome == "refused" else (whys or [None])[0]
+        ]  # fmt: skip
         rows.append({"test": name, "scheme": scheme, "outcome": test.outcome, "error": test.error,
-                     "why": why})  # fmt: skip
+                     "why": next(iter(whys), None)})  # fmt: skip
     return rows
 
 
@@ -249,22 +233,19 @@ def content(found: Found, schemes: Sequence[str]) -> dict[str, Any]:
     """Return what the result file holds besides its origin."""
     known = json.loads(EXPLAINED.read_text("utf-8"))
     plain = {name: test for tests in found.values() for name, test in tests[PLAIN].items()}
-    broken = {name: test.error for name, test in plain.items() if test.outcome == "failed"}
     skipped = Counter(test.error for test in plain.values() if test.outcome == "skipped")
-    files = []
-    for file, tests in found.items():
-        names = {name for by_name in tests.values() for name in by_name}
-        files.append({"file": file, "counts": {s: counts(names, tests[s]) for s in tests}})
     return {
         "blocks": {scheme: block_of(scheme) for scheme in (PLAIN, *schemes)},
-        "files": files,
+        "files": [{"file": file, "counts": counts(tests)} for file, tests in found.items()],
         "differences": [
             row
             for tests in found.values()
             for scheme in schemes
             for row in differences(tests[PLAIN], tests[scheme], scheme, known)
         ],
-        "broken": [{"test": name, "error": error} for name, error in broken.items()],
+        "broken": [
+            {"test": name, "error": t.error} for name, t in plain.items() if t.outcome == "failed"
+        ],
         "skipped": dict(skipped.most_common()),
     }
 
@@ -277,50 +258,43 @@ def totals(result: dict[str, Any]) -> dict[str, dict[str, int]]:
     }
 
 
+def cells(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table."""
+    rows = [[f"`{s}`", *(str(count[n]) for n in COUNTS)] for s, count in totals(result).items()]
+    return ["scheme", *(name.replace("_", " ") for name in COUNTS)], rows
+
+
 def section(result: dict[str, Any]) -> tuple[str, str]:
     """See sections.py."""
-    rows = [[f"`{s}`", *(str(count[n]) for n in COUNTS)] for s, count in totals(result).items()]
     return "DeepSpeed's own tests", (
         f"Tests of DeepSpeed {result['tree_version']} without and with the plugin; every "
         "difference is explained in\n[peer_suite.md](../../docs/peer_suite.md).\n\n"
-        + sections.table(["scheme", *(name.replace("_", " ") for name in COUNTS)], rows)
+        + sections.table(*cells(result))
     )
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """Print a table of counts, then every difference."""
-    grid = Table("file", "scheme", *COUNTS, title="DeepSpeed's own tests")
-    files = [*((f["file"], f["counts"]) for f in result["files"]), ("total", totals(result))]
-    for file, by_scheme in files:
-        for scheme, count in by_scheme.items():
-            grid.add_row(file, scheme, *(str(count[name]) for name in COUNTS))
-    console.print(grid)
-    for row in result["differences"]:
-        console.print(f"{row['scheme']}: {row['outcome']}: {row['test']}", markup=False)
-        console.print(f"    {row['error']}\n    {row['why'] or 'UNEXPLAINED'}", markup=False)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    args, console = parse_args(argv), Console()
+    args = parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing is left behind
-    schemes = (PLAIN, *args.schemes)
     given = {k: v for k, v in vars(args).items() if k != "work"}
     with tempfile.TemporaryDirectory() as scratch:
         args.work = (args.work or Path(scratch)).resolve()
         args.work.mkdir(parents=True, exist_ok=True)
-        try:
-            args.tree = find_tree(args.tree)
-            files = choose(args.tree, args.select)
-            check_start(args)
-        except SuiteError as error:
-            print(f"peer_suite.py: {error}", file=sys.stderr)
-            return 2
+        args.tree = args.tree.resolve()
+        check_tree(args.tree)
+        files = choose(args.tree, args.select)
+        check_start(args)
         found = {}
         for file in files:
-            console.print(file)
-            found[file] = {scheme: run_file(file, scheme, args) for scheme in schemes}
+            print(file, flush=True)
+            found[file] = {
+                scheme: run_file(file, scheme, args) for scheme in (PLAIN, *args.schemes)
+            }
     result = content(found, args.schemes)
-    show(result, console)
+    report.show(*cells(result))
+    for row in result["differences"]:
+        print(f"{row['scheme']}: {row['outcome']}: {row['test']}")
+        print(f"    {row['error']}\n    {row['why'] or 'UNEXPLAINED'}")
     if args.json is not None:
         path = args.tree / "version.txt"
         version = path.read_text("utf-8").strip() if path.exists() else "unknown"

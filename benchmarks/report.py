@@ -1,7 +1,7 @@
 """What a comparison shows: figures of each run, a table, a picture, a result file's header.
 
 May import sections, the standard library and, inside the functions that need them, rich,
-matplotlib, torch.
+ds_quant.tools.plot_style, torch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import json
 import os
 import platform
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -25,101 +24,71 @@ FINAL_STEPS = 50  # the final loss is the mean over the last 50 steps
 BASELINES = ("full_precision", "deepspeed_plain")  # the first one present
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Figures of one run; bytes are received per rank, parameter and optimizer step."""
-
-    label: str
-    final_loss: float  # nats per byte of text, mean of the last FINAL_STEPS steps
-    gap_percent: float | None  # against the baseline run, None without one
-    validation_loss: float
-    wire_bytes: float | None  # None: not counted, the plugin is not active
-    inter_bytes: float | None  # the part of them that comes from other nodes
-    step_seconds: float  # median
-    run_seconds: float  # with start-up
+# ---- figures of runs ----
 
 
-def wire_bytes(
-    result: dict[str, Any], *, links: Sequence[str] = ("intra", "inter")
-) -> float | None:
-    """Bytes received over `links` per rank, parameter and optimizer step, or None if not counted.
+def received(result: dict[str, Any], *links: str) -> float | None:
+    """Bytes over ``links`` per parameter and optimizer step, mean over the ranks of a run.
 
-    `result` is what train.py wrote; the mean over its ranks.
+    ``result`` is what train.py wrote. None if bytes were not counted.
     """
-    reports = result["reports"]
-    if reports is None:
+    if (reports := result["reports"]) is None:
         return None
-    received = fmean(_received(report, links) for report in reports)
-    return received / reports[0]["params"] / len(result["losses"])
+    nbytes = fmean(
+        sum(by_link[link] for by_link in report["received_bytes"].values() for link in links)
+        for report in reports
+    )
+    return nbytes / reports[0]["params"] / len(result["losses"])
 
 
-def _received(report: dict[str, Any], links: Sequence[str]) -> int:
-    return sum(by_link[link] for by_link in report["received_bytes"].values() for link in links)
+def rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of all runs; each run has `label`, `result` and `run_seconds`.
 
-
-def final_loss(losses: Sequence[float]) -> float:
-    """Mean of the last FINAL_STEPS losses."""
-    return fmean(losses[-FINAL_STEPS:])
-
-
-def rows(runs: Sequence[dict[str, Any]]) -> list[Row]:
-    """The figures of all runs; each run has `label`, `result` and `run_seconds`."""
-    by_label = {run["label"]: final_loss(run["result"]["losses"]) for run in runs}
-    baseline = next((by_label[name] for name in BASELINES if name in by_label), None)
+    Losses are nats per byte of text, the gap is against the baseline run, None without one. Bytes
+    are per rank, parameter and optimizer step, None if not counted, as by DeepSpeed alone;
+    inter_bytes: the part of them that comes from other nodes. step_seconds is a median, run_seconds
+    has the start-up in it.
+    """
+    final = {run["label"]: fmean(run["result"]["losses"][-FINAL_STEPS:]) for run in runs}
+    base = baseline(final)
     return [
-        Row(
-            label=run["label"],
-            final_loss=by_label[run["label"]],
-            gap_percent=(
-                None if baseline is None else 100 * (by_label[run["label"]] / baseline - 1)
-            ),
-            validation_loss=run["result"]["validation_loss"],
-            wire_bytes=wire_bytes(run["result"]),
-            inter_bytes=wire_bytes(run["result"], links=("inter",)),
-            step_seconds=median(run["result"]["seconds"]),
-            run_seconds=run["run_seconds"],
-        )
+        {
+            "label": run["label"],
+            "final_loss": final[run["label"]],
+            "gap_percent": 100 * (final[run["label"]] / final[base] - 1) if base else None,
+            "validation_loss": run["result"]["validation_loss"],
+            "wire_bytes": received(run["result"], "intra", "inter"),
+            "inter_bytes": received(run["result"], "inter"),
+            "step_seconds": median(run["result"]["seconds"]),
+            "run_seconds": run["run_seconds"],
+        }
         for run in runs
     ]
 
 
-def table(entries: Sequence[Row]) -> Any:
-    """The figures as a rich table that fits 80 columns."""
-    from rich.table import Table
-
-    grid = Table()
-    grid.add_column("scheme", overflow="fold")
-    between_nodes = any(row.inter_bytes for row in entries)
-    headers = [f"loss, last\n{FINAL_STEPS} steps", "gap\n%", "held-out\nloss", "received\nB/param"]
-    headers += ["between\nnodes"] if between_nodes else []
-    for header in (*headers, "step\nms"):
-        grid.add_column(header, justify="right")
-    for row in entries:
-        cells = [f"{row.final_loss:.4f}", number(row.gap_percent, "+.2f")]
-        cells += [f"{row.validation_loss:.4f}", number(row.wire_bytes, ".3f")]
-        cells += [number(row.inter_bytes, ".3f")] if between_nodes else []
-        grid.add_row(row.label, *cells, f"{1e3 * row.step_seconds:.0f}")
-    return grid
+def baseline(labels: Collection[str]) -> str | None:
+    """The run that others are compared with."""
+    return next((name for name in BASELINES if name in labels), None)
 
 
-def conclusions(entries: Sequence[Row], *, world: int) -> list[str]:
+def conclusions(entries: Sequence[dict[str, Any]], *, world: int) -> list[str]:
     """What the table shows, in sentences: one per scheme that was compared with a baseline."""
-    baseline = next((row for name in BASELINES for row in entries if row.label == name), None)
+    by_label = {row["label"]: row for row in entries}
+    base = by_label.get(baseline(by_label) or "", {"label": None, "wire_bytes": None})
     lines = [
-        "received: bytes per parameter and optimizer step that a rank gets from the others. The "
+        "B/param per step: what a rank gets from the others per parameter and step. The "
         f"start-up line counts whole tensors, of which a rank of {world} holds 1/{world} itself: "
         f"{world}/{world - 1} times as much."
     ]
-    for row in entries:
-        if baseline is None or row is baseline or not row.wire_bytes or not baseline.wire_bytes:
+    for label, row in by_label.items():
+        if label == base["label"] or not row["wire_bytes"] or not base["wire_bytes"]:
             continue
-        where, of, to = "", baseline.wire_bytes, row.wire_bytes
-        if row.inter_bytes and baseline.inter_bytes:
-            where, of, to = " between nodes", baseline.inter_bytes, row.inter_bytes
+        key, where = "wire_bytes", ""
+        if row["inter_bytes"] and base["inter_bytes"]:
+            key, where = "inter_bytes", " between nodes"
         lines.append(
-            f"{row.label}: {of / to:.1f}x fewer bytes{where} than {baseline.label}, "
-            f"loss {row.gap_percent:+.2f} %."
+            f"{label}: {base[key] / row[key]:.1f}x fewer bytes{where} than {base['label']}, "
+            f"loss {row['gap_percent']:+.2f} %."
         )
     lines.append(
         "Steps are not faster here: ranks of one machine have no network between them. "
@@ -132,21 +101,29 @@ def number(value: float | None, spec: str) -> str:
     return "n/a" if value is None else format(value, spec)
 
 
-def smoothed(values: Sequence[float], *, window: int = 20) -> list[float]:
-    """Median of the last `window` values (fewer at the start): a spike stays out of it, where a
-    mean would stretch it over the whole window.
+def show(header: Sequence[str], body: Sequence[Sequence[str]], title: str | None = None) -> None:
+    """Print the table of a page."""
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table(title=title)
+    for place, name in enumerate(header):
+        words = name.replace("`", "").replace(" ", "\n")  # narrow, so that labels need no folding
+        grid.add_column(words, justify="right" if place else "left", overflow="fold")
+    for cells in body:
+        grid.add_row(*(cell.replace("`", "") for cell in cells))
+    Console().print(grid)
+
+
+# ---- picture ----
+
+
+def rolling(values: Sequence[float], *, window: int = 20) -> list[list[float]]:
+    """Lower quartile, median and upper quartile of the last ``window`` values (fewer at the
+    start): a spike stays out of them, where a mean would stretch it over the whole window.
     """
-    return [median(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
-
-
-def quartiles(values: Sequence[float], *, window: int = 20) -> tuple[list[float], list[float]]:
-    """Lower and upper quartiles of the last `window` values (fewer at the start)."""
-    low, high = [], []
-    for i in range(len(values)):
-        last = sorted(values[max(0, i + 1 - window) : i + 1])
-        low.append(last[(len(last) - 1) // 4])
-        high.append(last[(3 * len(last) - 1) // 4])
-    return low, high
+    last = [sorted(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+    return [[found[(len(found) - 1) * k // 4] for found in last] for k in (1, 2, 3)]
 
 
 def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
@@ -156,38 +133,39 @@ def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     from ds_quant.tools import plot_style
 
     losses = {run["label"]: run["result"]["losses"] for run in runs}
-    base = next((name for name in BASELINES if name in losses), None)
-    colors = plot_style.colors(losses)
-    figure, panels = plot_style.pyplot().subplots(
-        1, 1 if base is None else 2, figsize=(7 if base is None else 13, 5),
-        layout="constrained", squeeze=False,
-    )  # fmt: skip
-    left, right = panels[0][0], panels[0][-1]
+    base, colors = baseline(losses), plot_style.colors(losses)
+    figure, ((left, *others),) = plot_style.pyplot().subplots(
+        1, 2 if base else 1, figsize=(13 if base else 7, 5), layout="constrained", squeeze=False
+    )
     for row in rows(runs):
-        label = f"{row.label}, {number(row.wire_bytes, '.2f')} B/param"
-        left.plot(smoothed(losses[row.label]), color=colors[row.label], label=label)
+        name = row["label"]
+        label = f"{name}, {number(row['wire_bytes'], '.2f')} B/param"
+        left.plot(rolling(losses[name])[1], color=colors[name], label=label)
+        if base in (None, name):
+            continue
+        pairs = zip(losses[name], losses[base], strict=True)
+        low, middle, high = rolling([100 * (ours / exact - 1) for ours, exact in pairs])
+        label = f"{name} {row['gap_percent']:+.2f} %"
+        others[0].plot(middle, color=colors[name], label=label)
+        others[0].fill_between(range(len(low)), low, high, color=colors[name], alpha=0.15,
+                               linewidth=0)  # fmt: skip
     left.set(xlabel="optimizer step", ylabel="nats per byte, median of 20 steps",
              title="Training loss, and bytes received per step")  # fmt: skip
-    if base is not None:
-        for row in (row for row in rows(runs) if row.label != base):
-            pairs = zip(losses[row.label], losses[base], strict=True)
-            apart = [100 * (ours / exact - 1) for ours, exact in pairs]
-            label = f"{row.label} {number(row.gap_percent, '+.2f')} %"
-            right.plot(smoothed(apart), color=colors[row.label], label=label)
-            right.fill_between(range(len(apart)), *quartiles(apart), color=colors[row.label],
-                               alpha=0.15, linewidth=0)  # fmt: skip
+    for right in others:
         right.axhline(0, color="0.5", linewidth=0.8, label="_")
         right.set(xlabel="optimizer step", ylabel="%, median and quartiles of 20 steps",
                   title=f"Loss against {base}, same data")  # fmt: skip
-    for axes in panels[0]:
+    for axes in (left, *others):
         plot_style.finish(axes)
         plot_style.label_lines(axes)
     figure.suptitle(title)
     plot_style.save(figure, path)
 
 
+# ---- result files ----
+
 # Flags that say where to write or what to print, not what is measured.
-_ABOUT_OUTPUT = ("json", "out", "plot", "trace", "profile")
+_ABOUT_OUTPUT = ("json", "out", "plot", "report")
 
 
 def save(
@@ -197,43 +175,52 @@ def save(
     *,
     commas: Sequence[str] = (),
     **content: Any,
-) -> None:
+) -> dict[str, Any]:
     """Write the result file of benchmarks/``kind``.py, and the page that shows it."""
     given = args if isinstance(args, dict) else vars(args)
-    arguments = {k: v for k, v in given.items() if k not in _ABOUT_OUTPUT}
+    arguments = {k: _plain(v) for k, v in given.items() if k not in _ABOUT_OUTPUT}
     command = command_line(f"benchmarks/{kind}.py", arguments, commas=commas)
     written = {"kind": kind, "version": 1, "command": command, "arguments": arguments,
                **provenance(), **content}  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
     path.with_suffix(".md").write_text(sections.section_of(path) or "", "utf-8")
+    return written
+
+
+def _plain(value: Any) -> Any:
+    """A file by its name: paths of this machine tell others nothing."""
+    return value.name if isinstance(value, Path) else value
 
 
 def command_line(script: str, arguments: dict[str, Any], *, commas: Sequence[str] = ()) -> str:
     """Return the command with its arguments; lists named in ``commas`` are joined by commas."""
-    words = ["python", script]
+    return shlex.join(["python", script, *flags(arguments, commas=commas)])
+
+
+def flags(arguments: dict[str, Any], *, commas: Sequence[str] = ()) -> list[str]:
+    """Return the words of a command line; what is unset is left out."""
+    words = []
     for name, value in arguments.items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             words.append(flag)
-        elif isinstance(value, list) and name == "override":
-            for key, setting in value:
-                text = setting if isinstance(setting, str) else json.dumps(setting)
-                words += [flag, f"{key}={text}"]
         elif isinstance(value, list) and value:
-            plain = [_plain(item) for item in value]
-            words += [flag, *([",".join(plain)] if name in commas else plain)]
+            items = [_word(item) for item in value]
+            words += [flag, *([",".join(items)] if name in commas else items)]
         elif value is not None and value is not False and value != []:
-            words += [flag, _plain(value)]
-    return shlex.join(words)
+            words += [flag, _word(value)]
+    return words
 
 
-def _plain(value: Any) -> str:
+def _word(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def provenance() -> dict[str, Any]:
     """Date, versions and hardware: what a number needs to be quoted later."""
+    import torch
+
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -246,7 +233,7 @@ def provenance() -> dict[str, Any]:
         "hardware": {
             "cpu": _cpu_model(),
             "cores": os.cpu_count(),
-            "gpus": _gpu_names(),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "load_average": round(os.getloadavg()[0], 2),  # others at work make times worthless
         },
     }
@@ -255,11 +242,5 @@ def provenance() -> dict[str, Any]:
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text("utf-8").splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _gpu_names() -> list[str]:
-    import torch
-
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -87,7 +87,7 @@ def block_of(entry: SchemeEntry, args: argparse.Namespace) -> dict[str, Any] | N
     block: dict[str, Any] = {"scheme": entry.name, "seed": args.seed}
     if args.node_size is not None:
         block["node_size"] = args.node_size
-    return with_overrides(block, {**dict(args.override), **entry.overrides})
+    return with_overrides(block, entry.overrides)
 
 
 def with_overrides(block: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -108,12 +108,10 @@ def deepspeed_config(entry: SchemeEntry, args: argparse.Namespace) -> dict[str, 
     if args.stage == 3:
         # Gather for forward and again for backward, as for a model that does not fit. By default
         # DeepSpeed would keep all parameters of a model this small gathered.
-        zero |= {
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_reuse_distance": 0,
-            "stage3_max_live_parameters": 0,
-        }
-    schedule = {"total_num_steps": args.steps, "warmup_num_steps": max(1, args.steps // 10)}
+        released = ("param_persistence_threshold", "max_reuse_distance", "max_live_parameters")
+        zero |= {f"stage3_{name}": 0 for name in released}
+    schedule = {"total_num_steps": args.steps, "warmup_num_steps": max(1, args.steps // 10),
+                "warmup_type": "linear", "cos_min_ratio": 0.1}  # fmt: skip
     adam = {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}
     config = {
         "train_micro_batch_size_per_gpu": args.batch,
@@ -121,10 +119,7 @@ def deepspeed_config(entry: SchemeEntry, args: argparse.Namespace) -> dict[str, 
         "gradient_clipping": 1.0,
         "steps_per_print": args.steps,
         "optimizer": {"type": "AdamW", "params": adam},
-        "scheduler": {
-            "type": "WarmupCosineLR",
-            "params": {**schedule, "warmup_type": "linear", "cos_min_ratio": 0.1},
-        },
+        "scheduler": {"type": "WarmupCosineLR", "params": schedule},
         "bf16": {"enabled": args.dtype == "bf16"},
         "zero_optimization": zero,
     }

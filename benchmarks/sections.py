@@ -4,8 +4,8 @@
     python benchmarks/sections.py --check    # exit 1 where something is not up to date
 
 Every benchmark owns its page: ``section(result)`` turns what it has written as JSON into a heading
-and a body. convergence.py writes its page itself. May import the standard library and, by name, the
-benchmark that a file's "command" names.
+and a body. Pages whose benchmark is no longer in the checkout stay as they are and name the commit
+that has it. May import the standard library and, by name, the benchmark of a file's "command".
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def section_of(path: Path) -> str | None:
-    """Return the page of a result file, None for one whose benchmark writes it itself."""
+    """Return the page of a result file, None where its benchmark is gone."""
     result = json.loads(path.read_text("utf-8"))
-    script = Path(result["command"].split()[1]).stem
-    if script == "convergence":
+    script = ROOT / result["command"].split()[1]
+    if not script.exists():
         return None
-    heading, body = importlib.import_module(script).section(result)
+    apart = script.with_name(f"{script.stem}_page.py")  # what shows need not load what measures
+    module = importlib.import_module(apart.stem if apart.exists() else script.stem)
+    heading, body = module.section(result)
     picture = path.with_suffix(".png")
     shown = f"![{heading}]({picture.name})\n\n" if picture.exists() else ""
     return f"# {heading}\n\n{body}\n\n{shown}{origin(result, path.name)}"
@@ -60,11 +62,10 @@ def written(results: Path, page: Path) -> dict[Path, str]:
     """Return the text of every page beside a result file in ``results``, and of ``page``."""
     found = {}
     for path in sorted(results.glob("*.json")):
-        if (text := section_of(path)) is not None:
-            found[path.with_suffix(".md")] = text
-    own = {path: path.read_text("utf-8") for path in results.glob("*.md") if path not in found}
-    headings = {path: text.partition("\n")[0].lstrip("# ") for path, text in (found | own).items()}
-    links = [f"- [{headings[p]}](../benchmarks/results/{p.name})" for p in sorted(headings)]
+        beside = path.with_suffix(".md")
+        found[beside] = section_of(path) or beside.read_text("utf-8")
+    headings = {path.name: text.partition("\n")[0].lstrip("# ") for path, text in found.items()}
+    links = [f"- [{heading}](../benchmarks/results/{name})" for name, heading in headings.items()]
     above = page.read_text("utf-8").partition(MARK)[0]
     return {**found, page: above + MARK + "\n" + "\n".join(links) + "\n"}
 

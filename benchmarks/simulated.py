@@ -30,8 +30,8 @@ from ds_quant.comm.transport import Link, Pending
 from ds_quant.kernels.wire import shard_range
 from ds_quant.policy.scheme import Scheme
 from ds_quant.zero.engine import QuantizedEngine
+from ds_quant.zero.gradients import ShardReduction
 from ds_quant.zero.held import HeldGradients
-from ds_quant.zero.stage3 import ShardReduction
 
 Batch = Callable[[int, int], Sequence[Tensor]]  # micro-step and rank -> what the module takes
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -183,6 +183,7 @@ class Simulation:
 
     The master weights are those of the module when this is made, or those that are ``load``-ed;
     weights and gradients travel in the module's dtype. Frozen parameters are gathered, too.
+    ``clip`` is DeepSpeed's ``gradient_clipping``, whose default is 1; 0 leaves gradients alone.
 
     master: all trained parameters end to end, fp32, the only parameter of ``optimizer``.
     """
@@ -195,9 +196,12 @@ class Simulation:
         *,
         topology: Topology,
         micro_steps: int = 1,
+        clip: float = 1.0,
     ) -> None:
         self.module, self._topology, self._micro_steps = module, topology, micro_steps
-        self.scheme = replace(scheme, slices=1)  # each slice has random bits of its own
+        self._clip = clip
+        block = scheme.block.model_copy(update={"slices": 1})  # each has random bits of its own
+        self.scheme = replace(scheme, block=block)
         self._parameters = list(module.parameters())
         self._sizes = [p.numel() for p in self._parameters]
         self._trained = [p for p in self._parameters if p.requires_grad]
@@ -301,11 +305,12 @@ class Simulation:
         pieces = [shard for of_ranks in zip(*shards, strict=True) for shard in of_ranks]
         return total, torch.cat(pieces)
 
-    @staticmethod
-    def _clipped(gradient: Tensor) -> Tensor:
-        """As DeepSpeed does it unless told otherwise: the norm of all gradients is at most 1."""
+    def _clipped(self, gradient: Tensor) -> Tensor:
+        """As DeepSpeed does it: by the norm of all gradients."""
+        if not self._clip:
+            return gradient
         norm = gradient.double().norm()
-        return gradient.mul_(1 / (norm + 1e-6).clamp(min=1.0))
+        return gradient.mul_(1 / ((norm + 1e-6) / self._clip).clamp(min=1.0))
 
     def _error(self, exact: Tensor) -> float:
         """Squared error over squared norm of what is quantized."""

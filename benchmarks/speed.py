@@ -15,6 +15,7 @@ needs, so that difference is not ours to claim; `deepspeed_hpz` adds hpZ.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -28,9 +29,7 @@ import launch
 import report
 import sections
 from netlab.lab import Lab, LabError, Loopback, obstacle, remove
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from schemes import parse_schemes, with_overrides
 
 BASELINE = "full_precision"
@@ -38,26 +37,17 @@ SHIPPED = ("deepspeed_plain", "deepspeed_hpz")
 QUICK = {"stages": [3], "topologies": ["2x2"], "rates": [50.0, 400.0], "blocks": 3}
 
 
-def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of the runs of speed_worker.py, whatever is compared."""
-    add = parser.add_argument
-    add("--blocks", type=int, default=5, help="turns of every engine at every rate")
-    add("--steps-per-block", type=int, default=2)
-    add("--warmup", type=int, default=3, help="steps before the first block, per engine")
-    add("--layers", type=int, default=6)
-    add("--width", type=int, default=384)
-    add("--heads", type=int, default=6)
-    add("--seq-len", type=int, default=64)
-    add("--batch", type=int, default=4, help="sequences per rank")
-    add("--accumulation", type=int, default=1, help="micro-steps of an optimizer step")
-    add("--max-foreign", type=float, default=0.25, help="cores in other use, above: block left out")
-    add("--reduce-bucket-size", type=int,
-        help="elements; default: ZeRO-3 2 million, several that travel during backward, as a large "
-        "model has; ZeRO-1/2 DeepSpeed's 500 million, which hold all of this one")  # fmt: skip
-    add("--prefetch-bucket-size", type=int, default=300_000, help="elements, under ZeRO-3")
-    add("--reuse-distance", type=int, default=0,
-        help="elements, under ZeRO-3. 0: weights are gathered again for backward, as a large model "
-        "has it; 1000000000, DeepSpeed's default: this one stays gathered")  # fmt: skip
+# Of the model and its runs, which speed_worker.py reads from its plan.
+PLANNED = {
+    "blocks": (5, "turns of every engine at every rate"),
+    "steps_per_block": (2, None),
+    "warmup": (3, "steps before the first block, per engine"),
+    "layers": (6, None),
+    "width": (384, None),
+    "heads": (6, None),
+    "seq_len": (64, None),
+    "batch": (4, "sequences per rank"),
+}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -73,7 +63,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--schemes", nargs="+",
         default=["full_precision", "qsdp", "zeropp", "sdp4bit", "deepspeed_plain"],
         help="names, with keys of the block as in qsdp:payload_checksum=true")  # fmt: skip
-    add_run_flags(parser)
+    for name, (default, meaning) in PLANNED.items():
+        add(f"--{name.replace('_', '-')}", type=int, default=default, help=meaning)
+    add("--accumulation", type=int, default=1, help="micro-steps of an optimizer step")
+    add("--max-foreign", type=float, default=0.25, help="cores in other use, above: block left out")
+    add("--reduce-bucket-size", type=int,
+        help="elements; default: ZeRO-3 2 million, several that travel during backward, as a large "
+        "model has; ZeRO-1/2 DeepSpeed's 500 million, which hold all of this one")  # fmt: skip
+    add("--prefetch-bucket-size", type=int, default=300_000, help="elements, under ZeRO-3")
+    add("--reuse-distance", type=int, default=0,
+        help="elements, under ZeRO-3. 0: weights are gathered again for backward, as a large model "
+        "has it; 1000000000, DeepSpeed's default: this one stays gathered")  # fmt: skip
     add("--loopback", action="store_true", help="no lab, even where one can be built")
     add("--timeout", type=float, default=1800, help="seconds per point")
     add("--out", type=Path, default=Path("speed_out"))
@@ -130,9 +130,8 @@ def run_point(stage: int, topology: str, args: argparse.Namespace) -> dict[str, 
     schemes = [s for s in args.schemes if s != "deepspeed_hpz" or (stage == 3 and ranks > 1)]
     plan = {
         "stage": stage, "topology": topology, "nodes": nodes, "rates": args.rates,
-        "schemes": [{"label": s, "config": config_of(s, stage, ranks, args)} for s in schemes],
-        **{k: getattr(args, k) for k in ("blocks", "steps_per_block", "warmup", "layers", "width",
-                                         "heads", "seq_len", "batch")},
+        "schemes": {s: config_of(s, stage, ranks, args) for s in schemes},
+        **{name: getattr(args, name) for name in PLANNED},
     }  # fmt: skip
     done = folder / "result.json"
     if done.exists() and (result := json.loads(done.read_text("utf-8")))["plan"] == plan:
@@ -145,54 +144,37 @@ def run_point(stage: int, topology: str, args: argparse.Namespace) -> dict[str, 
 
 
 def run_ranks(
-    plan: dict[str, Any],
-    network: Lab | Loopback,
-    ranks: int,
-    folder: Path,
-    timeout: float,
-    worker: str = "speed_worker.py",
+    plan: dict[str, Any], network: Lab | Loopback, ranks: int, folder: Path, timeout: float
 ) -> dict[str, Any]:
-    """Start a process per rank on its host and wait; the worker's result.
-
-    The worker prints a line that ends in "done" for every block at every rate.
-    """
+    """Start a process per rank on its host and wait; the worker's result."""
     (folder / "plan.json").write_text(json.dumps(plan), "utf-8")
-    outcome, processes = folder / "outcome.json", []
+    outcome, log, world = folder / "outcome.json", folder / "log.txt", network.hosts * ranks
     outcome.unlink(missing_ok=True)
-    env = launch.environment("cpu", installed=launch.has_entry_point())
-    argv = [sys.executable, str(Path(__file__).with_name(worker)),
-            str(folder / "plan.json"), str(outcome)]  # fmt: skip
-    world, port = network.hosts * ranks, str(launch.free_port())
-    with (folder / "log.txt").open("wb") as log:
-        for rank in range(world):
-            node, local = divmod(rank, ranks)
-            env |= {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_RANK": str(local),
-                "LOCAL_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": network.address(0),
-                "MASTER_PORT": port,
-                "GLOO_SOCKET_IFNAME": network.interface,
-            }
-            processes.append(subprocess.Popen(
-                network.command(node, argv), env=env, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True))  # fmt: skip
-        try:
-            _wait(processes, timeout, Path(log.name), len(plan["rates"]) * plan["blocks"])
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+    argv = [sys.executable, str(launch.HERE / "speed_worker.py"), str(folder / "plan.json"),
+            str(outcome)]  # fmt: skip
+    shared = launch.environment("cpu", installed=launch.has_entry_point()) | {
+        "WORLD_SIZE": str(world), "LOCAL_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": network.address(0), "MASTER_PORT": str(launch.free_port()),
+        "GLOO_SOCKET_IFNAME": network.interface,
+    }  # fmt: skip
+    commands = [
+        (network.command(rank // ranks, argv),
+         shared | {"RANK": str(rank), "LOCAL_RANK": str(rank % ranks)})
+        for rank in range(world)
+    ]  # fmt: skip
+    with launch.started(commands, log) as processes:
+        _wait(processes, timeout, log, len(plan["rates"]) * plan["blocks"])
     if not outcome.exists():
-        tail = (folder / "log.txt").read_text("utf-8", "replace")[-2000:]
+        tail = log.read_text("utf-8", "replace")[-2000:]
         raise LabError(f"{folder}: the ranks left no result; the end of their log:\n{tail}")
     return json.loads(outcome.read_text("utf-8"))
 
 
 def _wait(processes: Sequence[subprocess.Popen], timeout: float, log: Path, blocks: int) -> None:
-    """Until all have ended, or one has failed, or time is up; the bar counts blocks in the log."""
+    """Until all have ended, or one has failed, or time is up.
+
+    The bar counts blocks: for each the worker prints a line that ends in "done".
+    """
     end = time.monotonic() + timeout
     with Progress(transient=True) as progress:
         task = progress.add_task("blocks", total=blocks)
@@ -227,21 +209,6 @@ def summary(result: dict[str, Any], *, max_foreign: float) -> list[dict[str, Any
                 "clean_blocks": sum(b["foreign_cores"] <= max_foreign for b in own.values()),
             })  # fmt: skip
     return rows
-
-
-def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    grid = Table(title=title)
-    for header in ("Mbit/s", "scheme", "step s", "speed-up (range)", "bytes allow", "B/param in",
-                   "counted", "clean"):  # fmt: skip
-        grid.add_column(header, justify="right")
-    for row in rows:
-        grid.add_row(
-            f"{row['rate']:g}" if row["rate"] else "none", row["scheme"], f"{row['seconds']:.3f}",
-            f"{row['speedup']:.2f} ({row['speedup_min']:.2f}-{row['speedup_max']:.2f})",
-            f"{row['bytes_bound']:.2f}", f"{row['interface_bytes']:.3f}",
-            f"{row['counted_bytes']:.3f}", str(row["clean_blocks"]),
-        )  # fmt: skip
-    return grid
 
 
 def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
@@ -301,21 +268,7 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
     links = f"{links} Mbit/s" if links else "not shaped"
     others = "".join(f", {name}" for name in schemes if name not in USUAL)
     heading = f"Step times: ZeRO-{'/'.join(stages)}, {'/'.join(topologies)} ranks, {links}{others}"
-    parts = []
-    for point in points:
-        cells: dict[float, dict[str, Any]] = {}
-        for row in point["rows"]:
-            cells.setdefault(row["rate"], {})[row["scheme"]] = row
-        first = next(iter(cells.values()))
-        names = [name for name in first if name != BASELINE]
-        rows = [
-            [f"{rate:g} Mbit/s" if rate else "not shaped", f"{by_scheme[BASELINE]['seconds']:.3f}",
-             *(_speed_up(by_scheme[name]) for name in names)]
-            for rate, by_scheme in cells.items()
-        ]  # fmt: skip
-        rows.append(["bytes allow", "", *(f"{first[name]['bytes_bound']:.2f}" for name in names)])
-        header = ["link", f"`{BASELINE}`, s", *(f"`{name}`" for name in names)]
-        parts.append(f"## {point['title']}\n\n{sections.table(header, rows)}")
+    parts = [f"## {p['title']}\n\n{sections.table(*cells(p['rows']))}" for p in points]
     return heading, (
         "Seconds of a step in full precision, and speed-ups over it in the same block: median and\n"
         f"range of {result['arguments']['blocks']} blocks. The last row is what the bytes at the\n"
@@ -323,46 +276,59 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
     )
 
 
+def cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table of a point: a line per rate, a column per scheme."""
+    by_rate: dict[float, dict[str, Any]] = {}
+    for row in rows:
+        by_rate.setdefault(row["rate"], {})[row["scheme"]] = row
+    first = next(iter(by_rate.values()))
+    names = [name for name in first if name != BASELINE]
+    found = [
+        [f"{rate:g} Mbit/s" if rate else "not shaped", f"{by_scheme[BASELINE]['seconds']:.3f}",
+         *(_speed_up(by_scheme[name]) for name in names)]
+        for rate, by_scheme in by_rate.items()
+    ]  # fmt: skip
+    found.append(["bytes allow", "", *(f"{first[name]['bytes_bound']:.2f}" for name in names)])
+    return ["link", f"`{BASELINE}`, s", *(f"`{name}`" for name in names)], found
+
+
 def _speed_up(row: dict[str, Any]) -> str:
     noise = "" if row["clean_blocks"] else " (no quiet block)"
     return f"{row['speedup']:.2f} ({row['speedup_min']:.2f}-{row['speedup_max']:.2f}){noise}"
 
 
-def main() -> int:
-    args, console = parse_args(), Console()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     sys.path.append(str(launch.HERE.parent))  # last: an installed ds_quant comes first
     reason = "--loopback" if args.loopback else obstacle()
     args.loopback = reason is not None
     if args.loopback:
         # Shipped DeepSpeed is left out: without interfaces nobody counts its bytes.
         args.rates, args.schemes = [0], [s for s in args.schemes if s not in SHIPPED]
-        console.print(
+        print(
             f"speed.py: warning: no network lab: {reason}. Over loopback instead: one point without"
             " a rate limit, bytes as the plugin counts them"
         )
     points = []
     try:
-        for stage in args.stages:
-            for topology in args.topologies:
-                console.print(
-                    f"ZeRO-{stage}, {topology}: {args.out}/zero{stage}_{topology}/log.txt"
-                )
-                result = run_point(stage, topology, args)
-                rows = summary(result, max_foreign=args.max_foreign)
-                title = f"ZeRO-{stage}, {topology} ranks, {result['parameters'] / 1e6:.1f} M"
-                console.print(table(rows, title))
-                points.append({"title": title, "stage": stage, "topology": topology,
-                               "parameters": result["parameters"], "lines": result["lines"],
-                               "rows": rows})  # fmt: skip
+        for stage, topology in itertools.product(args.stages, args.topologies):
+            print(f"ZeRO-{stage}, {topology}: {args.out}/zero{stage}_{topology}/log.txt")
+            result = run_point(stage, topology, args)
+            rows = summary(result, max_foreign=args.max_foreign)
+            title = f"ZeRO-{stage}, {topology} ranks, {result['parameters'] / 1e6:.1f} M"
+            report.show(*cells(rows), title)
+            points.append({"title": title, "stage": stage, "topology": topology,
+                           "parameters": result["parameters"], "lines": result["lines"],
+                           "rows": rows})  # fmt: skip
     except LabError as error:
-        console.print(f"speed.py: {error}")
+        print(f"speed.py: {error}", file=sys.stderr)
         return 1
     finally:
         if not args.loopback:
             remove()
     report.save(args.json, "speed", args, points=points)
     plot(points, args.plot)
-    console.print(f"results: {args.json}, plot: {args.plot}")
+    print(f"results: {args.json}, plot: {args.plot}")
     return 0
 
 

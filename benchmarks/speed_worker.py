@@ -10,8 +10,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +18,23 @@ import torch
 from deepspeed import comm as dist
 from gpt import GPT, VOCABULARY, Block, GPTConfig
 from netlab import lab
-from timeline import Timeline
 
 import ds_quant
-from ds_quant.comm.transport import Link, Pending
 
 
-def build(scheme: dict[str, Any], plan: dict[str, Any]) -> Any:
+def build(config: dict[str, Any], plan: dict[str, Any]) -> Any:
     """An engine of one scheme on the model of the plan; the same weights for all."""
     torch.manual_seed(0)
     sizes = {key: plan[key] for key in ("layers", "width", "heads", "seq_len")}
     model = GPT(GPTConfig(**sizes, compute_dtype=torch.float32))
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=scheme["config"]
+        model=model, model_parameters=model.parameters(), config=config
     )
-    if scheme.get("waiting"):
-        overlap_nothing(engine)
     return engine
 
 
-def overlap_nothing(engine: Any) -> None:
-    """Await every message of this engine where it is posted."""
-    traffic, posted = engine.ds_quant_engine.traffic, Link._posted
-
-    def awaited(link: Link, *args: Any) -> Pending[Any]:
-        pending = posted(link, *args)
-        if link._traffic is traffic:
-            pending.wait()
-        return pending
-
-    Link._posted = awaited
-
-
-def steps(
-    engine: Any,
-    count: int,
-    plan: dict[str, Any],
-    span: Callable[[str], AbstractContextManager[None]] = nullcontext,
-) -> float:
+def steps(engine: Any, count: int, plan: dict[str, Any]) -> float:
     """Seconds of `count` optimizer steps, from one barrier to the next, after one that is not
     timed: a step waits for what the one before left on its way.
     """
@@ -70,29 +46,15 @@ def steps(
             dist.barrier()
             start = time.perf_counter()
         for _ in range(engine.gradient_accumulation_steps()):
-            inputs, targets = (
-                torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2)
+            engine.backward(
+                engine(*(torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2)))
             )
-            with span("forward"):
-                loss = engine(inputs, targets)
-            with span("backward"):
-                engine.backward(loss)
-            with span("step"):
-                engine.step()
+            engine.step()
     dist.barrier()
     seconds = time.perf_counter() - start
     if (node := getattr(getattr(engine, "ds_quant_engine", None), "node", None)) is not None:
         node.finish()  # else it would travel beside the next engine
     return seconds
-
-
-def draw(engine: Any, plan: dict[str, Any]) -> None:
-    """Two steps as a Chrome trace of rank 0."""
-    timeline = Timeline()
-    with timeline.messages():
-        steps(engine, 2, plan, timeline.span)
-    if dist.get_rank() == 0:
-        timeline.write(Path(plan["trace"]))
 
 
 def busy_seconds() -> float:
@@ -110,29 +72,26 @@ def total(value: float) -> float:
 
 def measure_block(engine: Any, plan: dict[str, Any]) -> dict[str, float]:
     """Seconds per step, bytes into a host per step (interface and plugin), foreign CPU cores."""
-    count, first = plan["steps_per_block"], int(os.environ["LOCAL_RANK"]) == 0
-    read = lab.own_counters if plan["lab"] else lambda: None  # loopback has no such counters
-    before, counted = read(), _counted(engine)
+    count, at_interface = plan["steps_per_block"], plan["lab"] and os.environ["LOCAL_RANK"] == "0"
+    read = lab.received_bytes if at_interface else lambda: 0  # loopback has no such counter
+    before, counted = read(), counted_bytes(engine)
     own, busy, start = time.process_time(), busy_seconds(), time.perf_counter()
     seconds = steps(engine, count, plan)
     elapsed = time.perf_counter() - start
     used, busy = total(time.process_time() - own), busy_seconds() - busy
-    received = read().received - before.received if first and before else 0
     per_host = (count + 1) * plan["nodes"]
-    counted = total(_counted(engine) - counted) / per_host
+    received, counted = total(read() - before), total(counted_bytes(engine) - counted)
     return {
         "seconds": seconds / count,
-        "interface_bytes": total(received) / per_host if plan["lab"] else counted,
-        "counted_bytes": counted,
+        "interface_bytes": (received if plan["lab"] else counted) / per_host,
+        "counted_bytes": counted / per_host,
         "foreign_cores": max(0.0, busy - used) / elapsed,
     }
 
 
-def _counted(engine: Any) -> int:
+def counted_bytes(engine: Any) -> int:
     """Bytes that this rank has received from other hosts, as the plugin counts."""
-    report = ds_quant.report(engine)
-    if report is None:
-        return 0
+    report = ds_quant.report(engine) or {"received_bytes": {}}
     return sum(links["inter"] for links in report["received_bytes"].values())
 
 
@@ -142,36 +101,33 @@ def main() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would bypass the network
     deepspeed.init_distributed("gloo", verbose=False)
     first = dist.get_rank() == 0
-    engines = {scheme["label"]: build(scheme, plan) for scheme in plan["schemes"]}
+    engines = {label: build(config, plan) for label, config in plan["schemes"].items()}
     for engine in engines.values():
         steps(engine, plan["warmup"], plan)
-    results = []
+    results, labels = [], list(engines)
     for rate in plan["rates"]:
         if first and plan["lab"]:
             lab.set_rate(plan["nodes"], rate or None, name=plan["lab"])
-        labels = list(engines)
         for block in range(plan["blocks"]):
             turn = block % len(labels)
             for label in labels[turn:] + labels[:turn]:
                 row = measure_block(engines[label], plan)
                 results.append({"rate": rate, "block": block, "scheme": label, **row})
-            if plan.get("trace") and rate == plan["rates"][0] and block == 0:
-                draw(engines[labels[-2]], plan)
             if first:
                 print(f"rate {rate} block {block + 1}/{plan['blocks']} done", flush=True)
-    numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     if first:
-        lines = {label: _line(engine) for label, engine in engines.items()}
-        outcome = {"parameters": numel, "lines": lines, "blocks": results}
+        reports = {label: ds_quant.report(engine) for label, engine in engines.items()}
+        outcome = {
+            "parameters": sum(
+                getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()
+            ),
+            "lines": {k: r["line"] if r else "DeepSpeed as shipped" for k, r in reports.items()},
+            "blocks": results,
+        }
         Path(sys.argv[2]).write_text(json.dumps(outcome), "utf-8")
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
-
-
-def _line(engine: Any) -> str:
-    report = ds_quant.report(engine)
-    return "DeepSpeed as shipped" if report is None else report["line"]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import text
@@ -38,6 +39,19 @@ class Task(NamedTuple):
     module: torch.nn.Module
     batch: Batch
     whole_layers: list[type]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of train.py, which compare.py hands on; sizes are those of the demo."""
+    add = parser.add_argument
+    add("--steps", type=int, default=150, help="optimizer steps per scheme")
+    add("--seed", type=int, default=0, help="of initial weights, data order and rounding")
+    add("--layers", type=int, default=2)
+    add("--width", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--seq-len", type=int, default=64, help="bytes per sequence")
+    add("--model", metavar="MODULE:FUNCTION", help="your own model instead of the GPT, see task.py")
+    add("--text", type=Path, help="file to train on; default: the documentation of CPython")
 
 
 def find(name: str) -> Callable[[int], tuple[torch.nn.Module, Batch]]:
@@ -66,13 +80,9 @@ def load_task(args: argparse.Namespace, *, on_cpu: bool) -> Task:
 def _gpt(args: argparse.Namespace, *, on_cpu: bool) -> Task:
     torch.manual_seed(args.seed)
     config = GPTConfig(
-        layers=args.layers,
-        width=args.width,
-        heads=args.heads,
-        seq_len=args.seq_len,
-        tied=args.tied,
+        layers=args.layers, width=args.width, heads=args.heads, seq_len=args.seq_len,
         compute_dtype=torch.float32 if on_cpu else None,
-    )
+    )  # fmt: skip
     training, validation = text.split(text.load(args.text))
 
     def batch(step: int, rank: int, size: int) -> tuple[torch.Tensor, ...]:

@@ -20,7 +20,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from task import HELD_OUT, Batch, load_task
+from task import HELD_OUT, Batch, add_flags, load_task
 
 LOG_INTERVAL = 10  # steps between two log writes; each costs one all-reduce of 10 losses
 VALIDATION_BATCHES = 8  # per rank
@@ -29,20 +29,13 @@ VALIDATION_BATCHES = 8  # per rank
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Command line of one training run; sizes are per rank and per micro-step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--deepspeed_config", required=True, help="ds_config.json")
-    parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
-    parser.add_argument("--model", help="MODULE:FUNCTION, see task.py; default: a byte-level GPT")
-    parser.add_argument("--text", type=Path, help="default: the documentation of CPython")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--tied", action="store_true", help="share embedding and output head")
-    parser.add_argument("--progress", type=Path, help="JSON lines, one per step, as they happen")
-    parser.add_argument("--result", type=Path, help="JSON written at the end")
-    parser.add_argument("--plugin-import", action="store_true", help="import ds_quant by name")
+    add = parser.add_argument
+    add("--deepspeed_config", required=True, help="ds_config.json")
+    add("--local_rank", type=int, default=-1, help="set by the launcher")
+    add_flags(parser)
+    add("--progress", type=Path, help="JSON lines, one per step, as they happen")
+    add("--result", type=Path, help="JSON written at the end")
+    add("--plugin-import", action="store_true", help="import ds_quant by name")
     return parser.parse_args(argv)
 
 
@@ -82,21 +75,19 @@ def train(engine: deepspeed.DeepSpeedEngine, batch: Batch, args: argparse.Namesp
         get_accelerator().synchronize()
         seconds.append(time.perf_counter() - start)
         if len(pending) == LOG_INTERVAL or step == args.steps - 1:
-            losses += mean_over_ranks(pending)
+            found = mean_over_ranks(pending)
+            if args.progress is not None and dist.get_rank() == 0:
+                write_progress(args.progress, len(losses), found)
+            losses += found
             pending.clear()
-            write_progress(args.progress, losses, seconds)
     return losses, seconds
 
 
-def write_progress(path: Path | None, losses: list[float], seconds: list[float]) -> None:
-    """Append the steps that are not in the file yet; rank 0 only."""
-    if path is None or dist.get_rank() != 0:
-        return
-    first = (len(losses) - 1) // LOG_INTERVAL * LOG_INTERVAL
+def write_progress(path: Path, first: int, losses: list[float]) -> None:
+    """Append the losses of steps from ``first`` on."""
     with path.open("a", encoding="utf-8") as file:
-        for step in range(first, len(losses)):
-            line = {"step": step, "loss": losses[step], "seconds": seconds[step]}
-            file.write(json.dumps(line) + "\n")
+        for step, loss in enumerate(losses, start=first):
+            file.write(json.dumps({"step": step, "loss": loss}) + "\n")
 
 
 def validate(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> float:

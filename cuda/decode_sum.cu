@@ -6,7 +6,7 @@
 // Stores:  a thread writes its own run, so neighbouring lanes write DSQ_RUN vectors apart; with
 //          DSQ_STAGED a warp turns its runs in shared memory and neighbouring lanes write
 //          neighbouring 16 bytes. kernels/geometry.py chooses.
-// Exactness: equal to ds_quant/kernels/reference.py and hadamard.py byte for byte.
+// Exactness: equal to ds_quant/kernels/reference.py byte for byte.
 #include "include/decoder.cuh"
 #include "include/hadamard.cuh"
 #include "include/job.cuh"

@@ -3,7 +3,7 @@
 // Inputs:  rows of bf16, fp16 or fp32 values at any address, rows of base values likewise.
 // Outputs: rows on the wire, 16-byte aligned, every byte of them, [Note: wire layout].
 // Grid:    one block per DSQ_BLOCK_GROUPS groups of a row, see include/tile.cuh and job.cuh.
-// Exactness: equal to ds_quant/kernels/reference.py and hadamard.py byte for byte.
+// Exactness: equal to ds_quant/kernels/reference.py byte for byte.
 #include "include/encoder.cuh"
 #include "include/gaussian.cuh"
 #include "include/hadamard.cuh"

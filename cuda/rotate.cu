@@ -3,7 +3,7 @@
 // Inputs:  bf16, fp16 or fp32 values at any address.
 // Outputs: fp32, 16-byte aligned, whole blocks.
 // Grid:    one thread per run of 32 elements, one block per DSQ_THREADS runs.
-// Exactness: equal to ds_quant/kernels/hadamard.py bit for bit.
+// Exactness: equal to ds_quant/kernels/reference.py bit for bit.
 #include "include/hadamard.cuh"
 #include "include/job.cuh"
 #include "include/values.cuh"

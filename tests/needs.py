@@ -23,10 +23,14 @@ def _source_of_deepspeed(path: str) -> str:
     return (Path(find_spec("deepspeed").origin).parent / path).read_text("utf-8")
 
 
+def has_engine_method(name: str) -> bool:
+    return f"def {name}(" in _source_of_deepspeed("runtime/engine.py")
+
+
 def engine_method(name: str) -> pytest.MarkDecorator:
     """A method that the engines of older versions of DeepSpeed lack."""
     return pytest.mark.skipif(
-        f"def {name}(" not in _source_of_deepspeed("runtime/engine.py"),
+        not has_engine_method(name),
         reason=f"DeepSpeed {version('deepspeed')} has no engine.{name}",
     )
 

@@ -4,8 +4,9 @@
 #
 #     benchmarks/gpu/collect_wheels.sh [DEST] [PYTHON_VERSION]    # default wheels/ 3.12
 #
-# DeepSpeed is built without its operators (pure Python); the others are wheels for Linux x86-64 and
-# the Python of the GPU machine. Fails if all together take more than 64 MiB.
+# DeepSpeed is built without its operators (pure Python); what it requires, but for torch and NumPy,
+# are wheels for Linux x86-64 and the Python of the GPU machine, whose own may be too old. Fails if
+# all together take more than 64 MiB.
 set -euo pipefail
 
 DEST="${1:-wheels}"
@@ -18,10 +19,10 @@ platforms+=(--platform manylinux2014_x86_64)
 
 DS_BUILD_OPS=0 "$PYTHON" -m pip wheel --no-deps --no-build-isolation --wheel-dir "$DEST" \
     "deepspeed>=0.17.6,<0.20"
-# pip takes the pydantic_core that fits this pydantic.
+# pip takes the pydantic_core and typing_extensions that fit this pydantic.
 "$PYTHON" -m pip download --only-binary=:all: --implementation cp --python-version "$VERSION" \
-    "${platforms[@]}" --dest "$DEST" "pydantic>=2" hjson
-rm -f "$DEST"/typing_extensions-*.whl # comes with torch
+    "${platforms[@]}" --dest "$DEST" \
+    "pydantic>=2" einops hjson msgpack ninja packaging psutil py-cpuinfo tqdm
 
 size="$(du -sk "$DEST" | cut -f1)"
 ls -l "$DEST"

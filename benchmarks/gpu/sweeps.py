@@ -22,11 +22,14 @@ import torch
 from kernels import cache_bytes, line, measure, write
 from operations import UNIT, Bench, Operation, absmax
 
+from ds_quant.codec.bound import Coding, decode, decode_sum, encode
 from ds_quant.kernels import dispatch, launch
+from ds_quant.kernels.batch import Recode
 from ds_quant.kernels.geometry import Stores, runs_of
-from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.launch import merge
 from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.reference import BlockRotation
+from ds_quant.kernels.run import Operations, Streams
 
 ADDRESS = Address(key=1, step=1)
 INT4, INT4_2048, INT8 = absmax(4, 128, "stochastic"), absmax(4, 2048, "stochastic"), absmax(8, 128)
@@ -73,7 +76,7 @@ def many(bench: Bench, kind: str, numel: int) -> Operation:
     room = -(-numel // 8) * 8
     values = torch.randn(TENSORS, room, device=bench.device).to(BF16)[:, :numel]
     wire = torch.zeros(TENSORS, sources, row, dtype=torch.uint8, device=bench.device)
-    run = dispatch.runner_for(INT4, bench.device)
+    run = dispatch.cuda_runner(bench.device, "auto")
 
     def collect(take: Callable) -> None:
         for x, rows in zip(values, wire, strict=True):
@@ -116,15 +119,15 @@ def five(device: torch.device, nbytes: float) -> None:
     wire = torch.empty(8, INT4.wire_bytes(numel), dtype=torch.uint8, device=device)
     out = torch.empty(1, numel, dtype=BF16, device=device)
     for row in wire:
-        INT4.encode(x, row[None], address=ADDRESS)
+        encode(INT4, x, row[None], address=ADDRESS)
     rotation = BlockRotation(32)
-    INT4.encode(x, wire[:1], address=ADDRESS, rotation=rotation)
-    INT4.decode(wire[:1], out)
+    encode(INT4, x, wire[:1], address=ADDRESS, rotation=rotation)
+    decode(INT4, wire[:1], out)
     total = torch.empty(numel, device=device)
-    INT4.decode_sum(wire, total)
-    options = {"numel": numel, "own": None, "address": ADDRESS}
-    options |= {"source_levels": None, "levels": None}
-    dispatch.recode(wire, wire[0].clone(), INT4, INT4, **options)
+    decode_sum(INT4, wire, total)
+    again = Recode(INT4, INT4, numel, 0, 1, 0, 8, wire.stride(0), None, 0)
+    streams = Streams([Coding(INT4, ADDRESS)], [None])
+    Operations([(again, (0, 0, 0, 0))]).run([wire, wire[0].clone()], streams)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import argparse
 import subprocess
 import sys
 
-from netlab.lab import Lab, LabError, leftovers, remove, set_rate
+from netlab.lab import Lab, LabError, remove, set_rate
 
 
 def main() -> int:
@@ -20,31 +20,23 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    up = commands.add_parser("up")
-    up.add_argument("hosts", type=int)
-    up.add_argument("--rate", type=float, help="Mbit/s; default: not shaped")
-    rate = commands.add_parser("rate")
-    rate.add_argument("hosts", type=int)
+    up, rate, execute, _ = map(commands.add_parser, ("up", "rate", "exec", "down"))
+    for command in (up, rate):
+        command.add_argument("hosts", type=int)
+    up.add_argument("--rate", dest="mbits", type=float, help="Mbit/s; default: not shaped")
     rate.add_argument("mbits", type=float, help="Mbit/s; 0: not shaped")
-    execute = commands.add_parser("exec")
     execute.add_argument("host", type=int)
     execute.add_argument("argv", nargs=argparse.REMAINDER)
-    commands.add_parser("show")
-    commands.add_parser("down")
     args = parser.parse_args()
     try:
-        if args.command == "up":
-            lab = Lab(args.hosts)
-            lab.up()
-            lab.set_rate(args.rate)
-        elif args.command == "rate":
-            set_rate(args.hosts, args.mbits or None)
-        elif args.command == "exec":
+        if args.command == "exec":
             return subprocess.call(Lab(args.host + 1).command(args.host, args.argv))
-        elif args.command == "show":
-            print("\n".join(leftovers()) or "no lab")
-        else:
+        if args.command == "down":
             remove()
+            return 0
+        if args.command == "up":
+            Lab(args.hosts).up()
+        set_rate(args.hosts, args.mbits or None)
     except LabError as error:
         print(f"netlab: {error}", file=sys.stderr)
         return 1

@@ -13,12 +13,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 PREFIX = "dsqlab"
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
+RECEIVED = f"/sys/class/net/{INTERFACE}/statistics/rx_bytes"
 _LATENCY = "50ms"  # longest stay in the shaper's queue
 # (up to Mbit/s, burst): smaller bursts cap the rate or cut large packets into frames
 _BURSTS = ((1000, "128k"), (2000, "256k"), (3200, "512k"), (5000, "1m"), (float("inf"), "2m"))
@@ -37,25 +37,17 @@ def obstacle() -> str | None:
             return f"needs the command {tool}: install iproute2"
     probe = f"{PREFIX}-probe"
     try:
-        _ip("netns", "add", probe)
+        _ip(f"netns add {probe}")
     except LabError as error:
         return f"cannot create network namespaces: {error}"
     try:
-        _run("ip", "netns", "exec", probe, "tc", "qdisc", "add", "dev", "lo", "root", "tbf",
-             "rate", "10mbit", "burst", "128k", "latency", _LATENCY)  # fmt: skip
+        shaper = f"tbf rate 10mbit burst 128k latency {_LATENCY}"
+        _ip(f"netns exec {probe} tc qdisc add dev lo root {shaper}")
     except LabError as error:
         return f"the kernel cannot shape rates (tc tbf): {error}"
     finally:
-        _ip("netns", "del", probe)
+        _ip(f"netns del {probe}")
     return None
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Bytes that a host's link has carried since it exists."""
-
-    received: int
-    sent: int
 
 
 class Lab:
@@ -89,9 +81,9 @@ class Lab:
             raise LabError(reason)
         remove(self.name)
         try:
-            _ip("netns", "add", self._switch)
-            _ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
-            _ip("-n", self._switch, "link", "set", "br0", "up")
+            _ip(f"netns add {self._switch}")
+            _ip(f"-n {self._switch} link add br0 type bridge")
+            _ip(f"-n {self._switch} link set br0 up")
             for index in range(self.hosts):
                 self._add_host(index)
         except LabError:
@@ -99,17 +91,16 @@ class Lab:
             raise
 
     def _add_host(self, index: int) -> None:
-        host, port = self.namespace(index), f"p{index}"
-        _ip("netns", "add", host)
-        _ip("-n", host, "link", "set", "lo", "up")
-        _ip("-n", host, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns",
-            self._switch)  # fmt: skip
-        _ip("-n", host, "addr", "add", f"{self.address(index)}/24", "dev", INTERFACE)
-        _ip("-n", host, "link", "set", INTERFACE, "up")
-        _ip("-n", self._switch, "link", "set", port, "master", "br0", "up")
+        host, port, address = self.namespace(index), f"p{index}", self.address(index)
+        _ip(f"netns add {host}")
+        _ip(f"-n {host} link set lo up")
+        _ip(f"-n {host} link add {INTERFACE} type veth peer name {port} netns {self._switch}")
+        _ip(f"-n {host} addr add {address}/24 dev {INTERFACE}")
+        _ip(f"-n {host} link set {INTERFACE} up")
+        _ip(f"-n {self._switch} link set {port} master br0 up")
         # Another congestion control than the usual one would be measured instead of the codecs.
-        _ip("-n", host, "route", "change", f"{SUBNET}.0/24", "dev", INTERFACE, "proto", "kernel",
-            "scope", "link", "src", self.address(index), "congctl", "cubic")  # fmt: skip
+        route = f"{SUBNET}.0/24 dev {INTERFACE} proto kernel scope link src {address}"
+        _ip(f"-n {host} route change {route} congctl cubic")
 
     def namespace(self, index: int) -> str:
         """Name of a host's network namespace."""
@@ -118,18 +109,6 @@ class Lab:
     def address(self, index: int) -> str:
         """IPv4 address of a host."""
         return f"{SUBNET}.{index + 1}"
-
-    def set_rate(self, mbits: float | None) -> None:
-        """Shape every host's link, both ways, to `mbits` Mbit/s; None: as fast as the machine."""
-        set_rate(self.hosts, mbits, name=self.name)
-
-    def counters(self, index: int) -> Counters:
-        """What the interface of a host has carried."""
-        path = f"/sys/class/net/{INTERFACE}/statistics"
-        text = _run("ip", "netns", "exec", self.namespace(index), "cat", f"{path}/rx_bytes",
-                    f"{path}/tx_bytes")  # fmt: skip
-        received, sent = text.split()
-        return Counters(int(received), int(sent))
 
     def command(self, index: int, argv: Sequence[str]) -> list[str]:
         """`argv` as a command line that runs on a host."""
@@ -163,7 +142,9 @@ class Loopback:
 
 
 def set_rate(hosts: int, mbits: float | None, *, name: str = PREFIX) -> None:
-    """See Lab.set_rate; works from inside a host too.
+    """Shape every host's link, both ways, to ``mbits`` Mbit/s; None: as fast as the machine.
+
+    Works from inside a host too.
 
     Raises:
         LabError: a rate that is not positive, or that the kernel does not take.
@@ -172,25 +153,23 @@ def set_rate(hosts: int, mbits: float | None, *, name: str = PREFIX) -> None:
         raise LabError(f"rate = {mbits} Mbit/s: must be positive, or None for no limit")
     for index in range(hosts):
         for namespace, device in ((f"{name}-{index}", INTERFACE), (f"{name}-sw", f"p{index}")):
-            shaper = ["tc", "-n", namespace, "qdisc"]
+            shaper, where = f"tc -n {namespace} qdisc", f"dev {device} root"
             if mbits is None:
-                subprocess.run([*shaper, "del", "dev", device, "root"], capture_output=True)
+                subprocess.run(f"{shaper} del {where}".split(), capture_output=True)
                 continue
             burst = next(size for limit, size in _BURSTS if mbits <= limit)
-            _run(*shaper, "replace", "dev", device, "root", "tbf", "rate", f"{int(mbits * 1e6)}bit",
-                 "burst", burst, "latency", _LATENCY)  # fmt: skip
+            rate = f"tbf rate {int(mbits * 1e6)}bit burst {burst} latency {_LATENCY}"
+            _run(f"{shaper} replace {where} {rate}")
 
 
-def own_counters() -> Counters:
-    """Of the host that the calling process runs on."""
-    statistics = Path(f"/sys/class/net/{INTERFACE}/statistics")
-    read = [int((statistics / f"{way}_bytes").read_text()) for way in ("rx", "tx")]
-    return Counters(*read)
+def received_bytes() -> int:
+    """What the link of the host that the calling process runs on has brought since it exists."""
+    return int(Path(RECEIVED).read_text())
 
 
 def leftovers(name: str = PREFIX) -> list[str]:
     """Namespaces of a lab that exist now."""
-    listed = _ip("netns", "list").splitlines()
+    listed = _ip("netns list").splitlines()
     names = [line.split()[0] for line in listed if line.strip()]
     return [n for n in names if n.startswith(f"{name}-")]
 
@@ -198,15 +177,15 @@ def leftovers(name: str = PREFIX) -> list[str]:
 def remove(name: str = PREFIX) -> None:
     """Remove all namespaces of a lab, with their links; nothing else."""
     for namespace in leftovers(name):
-        _ip("netns", "del", namespace)
+        _ip(f"netns del {namespace}")
 
 
-def _ip(*args: str) -> str:
-    return _run("ip", *args)
+def _ip(command: str) -> str:
+    return _run(f"ip {command}")
 
 
-def _run(*argv: str) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True)
+def _run(command: str) -> str:
+    done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
-        raise LabError(f"{' '.join(argv)}: {done.stderr.strip() or f'exit {done.returncode}'}")
+        raise LabError(f"{command}: {done.stderr.strip() or f'exit {done.returncode}'}")
     return done.stdout

@@ -2,7 +2,7 @@
 //
 // Inputs:  Held, the values of a lane: 32 consecutive elements of a group that four lanes share.
 // Outputs: planes and bf16 scales of the row.
-// Exactness: [Note: Gaussian levels] of ds_quant/kernels/gaussian.py, step by step.
+// Exactness: [Note: Gaussian levels] of ds_quant/kernels/reference.py, step by step.
 #ifndef DSQ_GAUSSIAN_CUH
 #define DSQ_GAUSSIAN_CUH
 

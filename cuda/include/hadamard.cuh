@@ -1,6 +1,6 @@
 // Walsh-Hadamard transform of blocks of 32, 64 or 128 elements, in registers and shuffles.
 //
-// Exactness: [Note: rotation numbers] of ds_quant/kernels/hadamard.py: stages of distance 1, 2, 4,
+// Exactness: [Note: rotation numbers] of ds_quant/kernels/reference.py: stages of distance 1, 2, 4,
 // ... block / 2, each mapping a pair (a, b) to (fl(a + b), fl(a - b)).
 // Layout: a lane holds whole runs of 32 consecutive elements, so the first five stages stay inside
 // the lane; stages of distance 32 and 64 pair lanes whose numbers differ in bit 0 and bit 1.

@@ -65,6 +65,15 @@ struct RotateJob {
     u64 flips_low, flips_high;
 };
 
+struct CastJob {
+    u64 first_block, row_blocks;
+    u64 source, source_row;  // read; from one output row to the next
+    u64 sources, source_stride;  // that are added up, and the way from one to the next
+    u64 values, values_stride, numel, padded;  // written; zeros from numel to padded
+    u64 own, own_values;  // source that counts as these fp32 values; own >= sources for none
+    u64 factor;  // bits of an fp32: multiplies the sum
+};
+
 struct LosslessJob {
     u64 first_block, row_blocks;
     u64 values, reference, wire;  // values: read by the sender, written by the receiver

@@ -4,7 +4,7 @@
 //          key (k0, k1) = (low, high), see [Note: who gets which bits] in ds_quant/kernels/random_bits.py.
 // Output:  words w0..w3; element 2i of the vector of 8 takes the low 16 bits of w_i, element
 //          2i + 1 the high 16 bits.
-// Exactness: integers only, bit-equal to rng.philox4x32 and kernels/philox.py.
+// Exactness: integers only, bit-equal to random_bits.philox4x32 and kernels/reference.py.
 #ifndef DSQ_PHILOX_CUH
 #define DSQ_PHILOX_CUH
 

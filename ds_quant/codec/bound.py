@@ -6,6 +6,7 @@ quantizers in between all see rotated values. It is linear, so sums need no rota
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -13,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_quant.codec.codec import CastCodec, Codec, GroupCodec, check_bytes
-from ds_quant.kernels import dispatch, scratch
-from ds_quant.kernels import hadamard as kernels
+from ds_quant.codec.codec import CAST_NAMES, CastCodec, Codec, GroupCodec
+from ds_quant.kernels.batch import Decode, Encode, Operation, Sum
 from ds_quant.kernels.random_bits import Address, philox4x32
+from ds_quant.kernels.reference import BlockRotation
+from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import round_up
 
 # ---- the rotation of a tensor ----
@@ -48,21 +50,10 @@ class Rotation:
         return round_up(numel, self.block)
 
     @property
-    def kernel(self) -> kernels.BlockRotation:
+    def kernel(self) -> BlockRotation:
         """The rotation with its sign flips as bits, as the kernels take it."""
         flips = None if self.signs is None else _flips(self.signs) & (1 << self.block) - 1
-        return kernels.BlockRotation(self.block, flips)
-
-    def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """(numel,) floating point -> (padded(numel),) fp32, ``out`` if given; x is not modified."""
-        if out is None:
-            out = torch.empty(self.padded(x.numel()), dtype=torch.float32, device=x.device)
-        dispatch.on_host(x.device, self.backend).rotate(x.detach(), out, self.kernel)
-        return out
-
-    def inverse_(self, x: Tensor, *, scale: float = 1.0) -> None:
-        """x = scale * (what ``forward`` made it from), in place; (padded,) fp32 contiguous."""
-        dispatch.on_host(x.device, self.backend).unrotate_(x, self.kernel, scale=scale)
+        return BlockRotation(self.block, flips)
 
 
 @lru_cache(maxsize=64)
@@ -105,80 +96,6 @@ class Coding(NamedTuple):
         key, step, first = self.address.key, self.address.step, self.address.first_vector
         return self._replace(address=Address(key, step, first + VECTORS_PER_ELEMENT * start))
 
-    def encode(
-        self,
-        values: Tensor,
-        wire: Tensor,
-        *,
-        held: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> None:
-        """values (numel,) -> wire (bytes,), or (rows, numel) -> (rows, bytes).
-
-        held: (numel,), what all ranks hold; needed to send differences. The values are rounded to
-        its dtype first, as the code of SDP4Bit does: a weight that stays the same in 16 bits then
-        gives exactly zero, which costs the others of its group no precision.
-        rotation: the rotated values are encoded; of one row.
-        """
-        if rotation is not None and not isinstance(self.codec, GroupCodec):
-            values, rotation = rotation.forward(values), None
-        wire, values, options = _rows(wire), _rows(values), {}
-        if rotation is not None:
-            options["rotation"] = rotation.kernel
-        if self.difference:
-            values, options["base"] = _rounded(values, held.dtype), _rows(held)
-        self.codec.encode(values, wire, address=self.address, levels=self.levels, **options)
-
-    def recode(
-        self, source: Coding, wire: Tensor, out: Tensor, *, numel: int, own: Own | None
-    ) -> None:
-        """Encode the sum of rows of another coding: wire (rows, bytes) -> out (bytes,).
-
-        ``own[1]``, (numel,), is added as row ``own[0]``, which the wire leaves out.
-        """
-        check_bytes("wire", wire, source.codec.wire_bytes(numel))
-        check_bytes("out", out, self.codec.wire_bytes(numel))
-        if isinstance(source.codec, GroupCodec) and isinstance(self.codec, GroupCodec):
-            dispatch.recode(
-                wire, out, source.codec, self.codec, numel=numel, own=own, address=self.address,
-                source_levels=source.codec.table(source.levels, wire.device),
-                levels=self.codec.table(self.levels, wire.device),
-            )  # fmt: skip
-            return
-        total = scratch.take("temporary", (numel,), dtype=torch.float32, device=wire.device)
-        with dispatch.launch_in_order():
-            source.decode_sum(wire, total, own=own)
-            self.encode(total, out)
-
-    def sum_dtype(self, wanted: torch.dtype, device: torch.device) -> torch.dtype:
-        """The cheapest dtype for ``decode_sum`` to write where `wanted` is needed in the end."""
-        if not isinstance(self.codec, GroupCodec):
-            return torch.float32
-        return dispatch.sum_dtype(self.codec, wanted, device)
-
-    def decode_sum(
-        self,
-        wire: Tensor,
-        out: Tensor,
-        *,
-        own: Own | None,
-        scale: float = 1.0,
-        rotation: Rotation | None = None,
-    ) -> None:
-        """out = scale * sum of rows: wire (rows, bytes) -> (numel,) fp32, or as ``sum_dtype`` says,
-        rotated back first.
-        """
-        options = {"own": own, "levels": self.levels}
-        if rotation is None:
-            self.codec.decode_sum(wire, out, scale=scale, **options)
-        elif isinstance(self.codec, GroupCodec):
-            self.codec.decode_sum(wire, out, scale=scale, rotation=rotation.kernel, **options)
-        else:
-            total = out.new_empty(rotation.padded(out.numel()))
-            self.codec.decode_sum(wire, total, **options)
-            rotation.inverse_(total, scale=scale)
-            out.copy_(total[: out.numel()])
-
     @torch.no_grad()
     def error(
         self,
@@ -191,46 +108,25 @@ class Coding(NamedTuple):
         """Squared error and squared norm of what ``encode`` got, (2,) fp64 on the device, read back
         from its message; of the weights, not of their difference.
         """
-        with dispatch.launch_in_order():
-            if self.difference:
-                values, found = values.to(held.dtype), held.clone()
-                self.decode(wire, found)
-            elif rotation is not None:
-                found = values.new_empty(values.shape, dtype=torch.float32)
-                self.decode_sum(wire.view(1, -1), found, own=None, rotation=rotation)
-            else:
-                found = values.new_empty(values.shape, dtype=torch.float32)
-                self.decode(wire, found)
-        return squares(found, values)
-
-    def decode(self, wire: Tensor, values: Tensor) -> None:
-        """wire (bytes,) -> values (numel,), or (rows, bytes) -> (rows, numel): overwritten, or the
-        decoded difference added in fp32.
-        """
-        wire, values = _rows(wire), _rows(values)
+        how = {"levels": self.levels}
         if self.difference:
-            self.codec.decode(wire, values, levels=self.levels, add=True)
+            values, found = values.to(held.dtype), held.clone()
+            decode(self.codec, _rows(wire), _rows(found), add=True, **how)
         else:
-            self.codec.decode(wire, values, levels=self.levels)
+            found = values.new_empty(values.numel(), dtype=torch.float32)
+            decode_sum(self.codec, _rows(wire), found, rotation=rotation, **how)
+        return squares(found, values)
 
 
 @cache
-def exactly(dtype: torch.dtype) -> Coding:
-    """Return the coding that sends values of `dtype` unchanged."""
-    return Coding(codec=CastCodec(dtype))
+def exactly(dtype: torch.dtype, *, tight: bool = False) -> Coding:
+    """Return the coding that sends values of `dtype` unchanged; ``tight``: as a small tensor."""
+    return Coding(codec=CastCodec(dtype, tight))
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """(n,) as the one row (1, n); rows as they are."""
     return tensor.view(1, -1) if tensor.dim() == 1 else tensor
-
-
-def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast to ``dtype``; on the CPU valid until the next call."""
-    if values.dtype == dtype:
-        return values
-    shape, device = tuple(values.shape), values.device
-    return scratch.take("temporary", shape, dtype=dtype, device=device).copy_(values)
 
 
 def squares(found: Tensor, exact: Tensor) -> Tensor:
@@ -242,3 +138,153 @@ def squares(found: Tensor, exact: Tensor) -> Tensor:
         sums[0] += (a.float() - b).square().sum(dtype=torch.float64)
         sums[1] += b.square().sum(dtype=torch.float64)
     return sums
+
+
+# ---- single tensors ----
+
+
+def encode(
+    codec: Codec,
+    x: Tensor,  # (rows, numel) floating point
+    out: Tensor,  # (rows, bytes) uint8
+    *,
+    address: Address | None = None,
+    levels: Tensor | None = None,  # (2^bits,) fp32
+    base: Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
+    rotation: Rotation | BlockRotation | None = None,  # of x, or x - base
+    backend: str = "auto",
+) -> None:
+    """Encode the rows of x, each a row of bytes; with a rotation whole blocks of it.
+
+    Raises ``ValueError`` for shapes, dtypes and options that the codec does not take.
+    """
+    turn = None if rotation is None else rotation.kernel
+    block = 0 if turn is None else turn.block
+    on_wire = round_up(x.shape[-1], block or 1)
+    _check(codec, ("x", x), ("out", out), on_wire, block)
+    if getattr(codec, "rounding", "nearest") != "nearest" and address is None:
+        raise ValueError(f"address = None: rounding {codec.rounding!r} needs an Address")
+    if x.numel() == 0:
+        return
+    wire, held = _dense(out, copy=False), 2 if base is not None else None
+    buffers = [_dense(x), wire] + ([] if base is None else [_dense(base)])
+    flips = turn is not None and turn.flips is not None
+    operation = Encode(codec, x.shape[1], 0, 1, 0, block, flips, held)
+    step = 0 if address is None else address.vectors_per_row(on_wire)
+    steps = [buffers[0].stride(0), wire.stride(0), step]
+    steps += [] if base is None else [buffers[2].stride(0)]
+    _run(operation, len(x), steps, buffers, Coding(codec, address, levels), rotation, backend)
+    if wire is not out:
+        out.copy_(wire)
+
+
+def decode(
+    codec: Codec,
+    wire: Tensor,  # (rows, bytes) uint8
+    out: Tensor,  # (rows, numel) floating point
+    *,
+    levels: Tensor | None = None,
+    add: bool = False,  # in fp32 to what ``out`` holds
+    backend: str = "auto",
+) -> None:
+    """Decode every row and cast once to the dtype of ``out``. ``ValueError`` as of ``encode``."""
+    _check(codec, ("out", out), ("wire", wire), out.shape[-1])
+    if out.numel() == 0:
+        return
+    buffers = [_dense(wire), _dense(out)]
+    steps = [buffer.stride(0) for buffer in buffers]
+    operation = Decode(codec, out.shape[1], 0, 1, 0, add)
+    _run(operation, len(out), steps, buffers, Coding(codec, None, levels), None, backend)
+    if buffers[1] is not out:
+        out.copy_(buffers[1])
+
+
+def decode_sum(
+    codec: Codec,
+    wire: Tensor,  # (rows, bytes) uint8
+    out: Tensor,  # (numel,) floating point
+    *,
+    scale: float = 1.0,
+    own: Own | None = None,  # place, (numel on the wire,) floating point
+    levels: Tensor | None = None,
+    rotation: Rotation | BlockRotation | None = None,  # to undo
+    backend: str = "auto",
+) -> None:
+    """out = scale * sum of the rows: fp32, in order, rotated back, scaled and cast once.
+
+    The values ``own[1]`` are added as row ``own[0]``, which the wire leaves out. ``ValueError`` as
+    of ``encode``.
+    """
+    turn = None if rotation is None else rotation.kernel
+    block = 0 if turn is None else turn.block
+    on_wire = round_up(out.shape[0], block or 1)
+    if out.dim() != 1 or out.dtype not in CAST_NAMES:
+        allowed = " or ".join(CAST_NAMES.values())
+        raise ValueError(f"out: shape {tuple(out.shape)} {out.dtype}, must be (numel,) {allowed}")
+    _check(codec, ("out", out.expand(len(wire), -1)), ("wire", wire), on_wire, block)
+    if len(wire) == 0 and own is None:
+        out.zero_()
+    if out.numel() == 0 or (len(wire) == 0 and own is None):
+        return
+    place, values = own or (None, out.new_empty(0))
+    buffers = [_dense(wire), _dense(out[None])[0], _dense(values[None].float())[0]]
+    operation = Sum(
+        codec, len(out), wire_in=0, values=1, stream=0, sources=len(wire),
+        stride=buffers[0].stride(0), place=place, own=2, block=block,
+        flips=turn is not None and turn.flips is not None, scale=scale,
+    )  # fmt: skip
+    _run(operation, 1, [0] * 3, buffers, Coding(codec, None, levels), rotation, backend)
+    if buffers[1].data_ptr() != out.data_ptr():
+        out.copy_(buffers[1])
+
+
+def _run(
+    operation: Operation,
+    rows: int,
+    steps: Sequence[int],
+    buffers: list[Tensor],
+    coding: Coding,
+    rotation: Rotation | BlockRotation | None,
+    backend: str,
+) -> None:
+    table = coding.codec.table(coding.levels, buffers[0].device)  # refuses what does not fit
+    coding = coding._replace(levels=None if coding.levels is None else table)
+    tasks = [(operation, tuple(row * step for step in steps)) for row in range(rows)]
+    if backend == "auto":
+        backend = getattr(coding.codec, "backend", backend)
+    Operations(tasks).run(buffers, Streams([coding], [rotation]), backend=backend)
+
+
+def _dense(rows: Tensor, *, copy: bool = True) -> Tensor:
+    """Rows without holes, in a dtype that messages can have; ``copy``: the content, too."""
+    dtype = rows.dtype if rows.dtype in _DENSE else torch.float32
+    if dtype == rows.dtype and (rows.stride(-1) == 1 or rows.shape[-1] == 1):
+        return rows.detach()
+    dense = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    return dense.copy_(rows.detach()) if copy else dense
+
+
+_DENSE = (torch.uint8, *CAST_NAMES)
+
+
+def _check(
+    codec: Codec, values: tuple[str, Tensor], wire: tuple[str, Tensor], on_wire: int, block: int = 0
+) -> None:
+    """Named tensors: rows of values and of bytes."""
+    name, rows = values
+    if rows.dim() != 2 or not rows.is_floating_point():
+        raise ValueError(
+            f"{name}: shape {tuple(rows.shape)} {rows.dtype}, must be (rows, numel) floating point"
+        )
+    (name, found), expected = wire, (len(rows), codec.wire_bytes(on_wire))
+    if found.shape != expected or found.dtype != torch.uint8:
+        raise ValueError(
+            f"{name}: shape {tuple(found.shape)} {found.dtype}, must be {expected} uint8"
+        )
+    if block and isinstance(codec, GroupCodec) and codec.group_size % block:
+        raise ValueError(f"rotation block = {block}: must divide group_size = {codec.group_size}")
+    if isinstance(codec, GroupCodec) and codec.is_gaussian and on_wire % codec.group_size:
+        raise ValueError(
+            f"numel = {rows.shape[1]} with range = 'gaussian': allowed are multiples of "
+            f"{codec.group_size}, or a rotation of {codec.group_size}"
+        )

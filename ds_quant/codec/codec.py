@@ -1,27 +1,18 @@
-"""Checks of what reaches a codec: settings, shapes and dtypes.
+"""The codecs: GroupCodec quantizes groups, CastCodec sends a dtype unchanged.
 
-GroupCodec is the one quantizer, CastCodec the do-nothing codec that is the baseline of every test
-and the path of tensors that are not quantized.
-
-Shapes of all methods: a message is (rows, wire_bytes(numel)) uint8, one row per peer; rows may be
-strided, so a message can be a column slice of a bigger one. Values are (rows, numel) of any
-floating-point dtype, rows may be strided too. 0 rows and 0 elements are valid everywhere.
+A codec says what is sent and how many bytes that takes. Tasks of kernels/batch.py encode and decode
+with it, ``bound.encode`` and ``bound.decode`` single tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
-from ds_quant.kernels import dispatch, gaussian, scratch
-from ds_quant.kernels.hadamard import BlockRotation
-from ds_quant.kernels.packing import layout_of
-from ds_quant.kernels.random_bits import Address
-from ds_quant.kernels.wire import ALIGNMENT, round_up
+from ds_quant.kernels import dispatch, reference
+from ds_quant.kernels.wire import ALIGNMENT, layout_of, round_up
 
 RANGES = ("minmax", "absmax", "gaussian")
 ROUNDINGS = ("nearest", "stochastic", "random_shift")
@@ -30,7 +21,9 @@ CAST_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp3
 
 
 class Codec(Protocol):
-    """Interface of a codec: an exact size and three pure functions."""
+    """Interface of a codec: an exact size; the kernels know how it encodes."""
+
+    kind: str  # "groups", "cast" or "module"
 
     @property
     def name(self) -> str:
@@ -39,38 +32,8 @@ class Codec(Protocol):
     def wire_bytes(self, numel: int) -> int:
         """Exact bytes of one row of `numel` elements; a multiple of 16, 0 for no elements."""
 
-    def encode(
-        self,
-        x: torch.Tensor,  # (rows, numel) floating point
-        out: torch.Tensor,  # (rows, wire_bytes(numel)) uint8
-        *,
-        address: Address | None = None,
-        levels: torch.Tensor | None = None,  # (2^bits,) fp32
-    ) -> None:
-        """Write every byte of `out`. x is not modified."""
-
-    def decode(
-        self,
-        wire: torch.Tensor,  # (rows, wire_bytes(numel)) uint8
-        out: torch.Tensor,  # (rows, numel) floating point
-        *,
-        levels: torch.Tensor | None = None,  # (2^bits,) fp32
-    ) -> None:
-        """Decode in fp32 and cast once to the dtype of `out`."""
-
-    def decode_sum(
-        self,
-        wire: torch.Tensor,  # (rows, wire_bytes(numel)) uint8
-        out: torch.Tensor,  # (numel,) fp32
-        *,
-        scale: float = 1.0,
-        own: tuple[int, torch.Tensor] | None = None,  # place, (numel,) floating point
-        levels: torch.Tensor | None = None,  # (2^bits,) fp32
-    ) -> None:
-        """out = scale * sum of the decoded rows: fp32, in row order, scaled once at the end.
-
-        The values ``own[1]`` are added as row ``own[0]``, which the wire leaves out.
-        """
+    def table(self, levels: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+        """Levels that codes name, those given or its own, (2^bits,) fp32; None for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +62,8 @@ class GroupCodec:
     levels: str = "uniform"
     backend: str = "auto"
 
+    kind: ClassVar[str] = "groups"
+
     def __post_init__(self) -> None:
         check_int("bits", self.bits, low=2, high=8, multiple=1)
         check_int("group_size", self.group_size, low=32, high=65536, multiple=32)
@@ -119,7 +84,11 @@ class GroupCodec:
             )
 
     def _check_gaussian(self) -> None:
-        allowed = {"bits": gaussian.BITS, "group_size": (gaussian.GROUP,), "rounding": ("nearest",)}
+        allowed = {
+            "bits": reference.GAUSSIAN_BITS,
+            "group_size": (reference.GAUSSIAN_GROUP,),
+            "rounding": ("nearest",),
+        }
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(
@@ -147,90 +116,12 @@ class GroupCodec:
         """Exact bytes of one row of `numel` elements."""
         return layout_of(self, numel).nbytes
 
-    def encode(
-        self,
-        x: torch.Tensor,  # (rows, numel) floating point
-        out: torch.Tensor,  # (rows, wire_bytes(numel)) uint8
-        *,
-        address: Address | None = None,
-        levels: torch.Tensor | None = None,  # (2^bits,) fp32
-        base: torch.Tensor | None = None,  # (rows, numel) floating point
-        rotation: BlockRotation | None = None,
-    ) -> None:
-        """See Codec. With a base, x - base is encoded, rounded to fp32 once. What a rotation makes
-        of x is encoded instead; then `out` holds whole rotation blocks.
-
-        ValueError without an address when the rounding is random.
-        """
-        self._check_rotation(rotation)
-        check_rows("x", x, "out", out, self, block=rotation.block if rotation else 1)
-        self._check_whole(x.shape[1], rotation)
-        if self.rounding != "nearest" and address is None:
-            raise ValueError(f"address = None: rounding {self.rounding!r} needs an Address")
-        levels = self.table(levels, x.device)
-        options = {"address": address, "levels": levels, "base": base, "rotation": rotation}
-        dispatch.kernel("encode", self, x.device)(x, out, self, **options)
-
-    def decode(
-        self,
-        wire: torch.Tensor,  # (rows, wire_bytes(numel)) uint8
-        out: torch.Tensor,  # (rows, numel) floating point
-        *,
-        levels: torch.Tensor | None = None,  # (2^bits,) fp32
-        add: bool = False,
-    ) -> None:
-        """See Codec. ``add``: to what `out` holds, in fp32, before the cast."""
-        check_rows("out", out, "wire", wire, self)
-        self._check_whole(out.shape[1])
-        options = {"levels": self.table(levels, wire.device), "add": add}
-        dispatch.kernel("decode", self, wire.device)(wire, out.detach(), self, **options)
-
-    def decode_sum(
-        self,
-        wire: torch.Tensor,  # (rows, wire_bytes(numel)) uint8
-        out: torch.Tensor,  # (numel,) fp32, or bf16 or fp16: cast once at the end
-        *,
-        scale: float = 1.0,
-        own: tuple[int, torch.Tensor] | None = None,  # place, (numel on the wire,) floating
-        levels: torch.Tensor | None = None,  # (2^bits,) fp32
-        rotation: BlockRotation | None = None,
-    ) -> None:
-        """See Codec. A rotation is undone before the sum is scaled; the wire holds whole blocks."""
-        self._check_rotation(rotation)
-        block = rotation.block if rotation else 1
-        check_sum(wire, out, self, block=block, dtypes=CAST_NAMES)
-        self._check_whole(out.shape[0], rotation)
-        options = {"levels": self.table(levels, wire.device), "rotation": rotation}
-        total = out = out.detach()
-        device, dtype = wire.device, out.dtype
-        if dtype != torch.float32 and dispatch.sum_dtype(self, dtype, device) != dtype:
-            total = scratch.take("sum", tuple(out.shape), dtype=torch.float32, device=device)
-        run = dispatch.kernel("decode_sum", self, device)
-        run(wire, total, self, scale=scale, own=own, **options)
-        if total is not out:
-            out.copy_(total)
-
-    def _check_rotation(self, rotation: BlockRotation | None) -> None:
-        if rotation is not None and self.group_size % rotation.block:
-            raise ValueError(
-                f"rotation block = {rotation.block}: must divide group_size = {self.group_size}"
-            )
-
-    def _check_whole(self, numel: int, rotation: BlockRotation | None = None) -> None:
-        """Gaussian groups are whole: a rotation fills them up."""
-        on_wire = round_up(numel, rotation.block) if rotation else numel
-        if self.is_gaussian and on_wire % self.group_size:
-            raise ValueError(
-                f"numel = {numel} with range = 'gaussian': allowed are multiples of "
-                f"{self.group_size}, or a rotation of {self.group_size}"
-            )
-
     def table(self, levels: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         """The levels that the kernels need: those given, or else the initial or Gaussian ones."""
         if self.levels != "learned":
             if levels is not None:
                 raise ValueError("levels: a table was passed to a codec with levels 'uniform'")
-            return gaussian.table_of(self.bits, device) if self.is_gaussian else None
+            return reference.gaussian_table(self.bits, device) if self.is_gaussian else None
         count = 1 << self.bits
         if levels is None:
             return torch.arange(count, device=device).to(torch.float32)
@@ -245,10 +136,14 @@ class GroupCodec:
 class CastCodec:
     """Raw values of one dtype on the wire, padded to 16 bytes: full precision, and the baseline.
 
-    dtype: torch.bfloat16, torch.float16 or torch.float32.
+    dtype: torch.bfloat16, torch.float16 or torch.float32. tight: without padding, so that small
+    tensors lie side by side, see [Note: small tensors] of comm/message.py.
     """
 
     dtype: torch.dtype = torch.bfloat16
+    tight: bool = False
+
+    kind: ClassVar[str] = "cast"
 
     def __post_init__(self) -> None:
         if self.dtype not in CAST_NAMES:
@@ -264,87 +159,14 @@ class CastCodec:
         """Exact bytes of one row of `numel` elements."""
         if numel < 0:
             raise ValueError(f"numel = {numel}: must not be negative")
-        return round_up(numel * self.dtype.itemsize, ALIGNMENT)
+        nbytes = numel * self.dtype.itemsize
+        return nbytes if self.tight else round_up(nbytes, ALIGNMENT)
 
-    def encode(
-        self,
-        x: torch.Tensor,  # (rows, numel) floating point
-        out: torch.Tensor,  # (rows, wire_bytes(numel)) uint8
-        *,
-        address: Address | None = None,
-        levels: torch.Tensor | None = None,  # unused, as is the address
-    ) -> None:
-        """See Codec."""
-        check_rows("x", x, "out", out, self)
-        nbytes = x.shape[1] * self.dtype.itemsize
-        out[:, nbytes:].zero_()
-        values = self._values(out[:, :nbytes])
-        if values is not None:
-            values.copy_(x.detach())
-        else:
-            out[:, :nbytes].copy_(x.detach().to(self.dtype).contiguous().view(torch.uint8))
-
-    def decode(
-        self,
-        wire: torch.Tensor,  # (rows, wire_bytes(numel)) uint8
-        out: torch.Tensor,  # (rows, numel) floating point
-        *,
-        levels: torch.Tensor | None = None,  # unused
-    ) -> None:
-        """See Codec."""
-        check_rows("out", out, "wire", wire, self)
-        out.detach().copy_(self._read(wire, out.shape[1]))
-
-    def decode_sum(
-        self,
-        wire: torch.Tensor,  # (rows, wire_bytes(numel)) uint8
-        out: torch.Tensor,  # (numel,) fp32
-        *,
-        scale: float = 1.0,
-        own: tuple[int, torch.Tensor] | None = None,  # place, (numel,) floating point
-        levels: torch.Tensor | None = None,  # unused
-    ) -> None:
-        """See Codec."""
-        check_sum(wire, out, self)
-        out = out.detach()
-        rows = list(self._read(wire, out.shape[0]))
-        if own is not None:
-            rows.insert(*own)
-        if not rows:
-            out.zero_()
-        for index, row in enumerate(rows):
-            out.copy_(row) if index == 0 else out.add_(row)
-        if scale != 1.0:
-            out.mul_(scale)
-
-    def _read(self, wire: torch.Tensor, numel: int) -> torch.Tensor:
-        section = wire[:, : numel * self.dtype.itemsize]
-        values = self._values(section)
-        if values is None:
-            values = section.clone(memory_format=torch.contiguous_format).view(self.dtype)
-        return values
-
-    def _values(self, section: torch.Tensor) -> torch.Tensor | None:
-        """A view of bytes as values, or None where their alignment does not allow one."""
-        itemsize = self.dtype.itemsize
-        if section.numel() == 0:
-            return section.to(self.dtype)[:, : section.shape[1] // itemsize]
-        aligned = section.storage_offset() % itemsize == 0 and section.data_ptr() % itemsize == 0
-        if aligned and section.stride(1) == 1 and section.stride(0) % itemsize == 0:
-            return section.view(self.dtype)
-        return None
+    def table(self, levels: torch.Tensor | None, device: torch.device) -> None:
+        """No levels."""
 
 
 # ---- checks of what reaches a codec ----
-
-
-class Sized(Protocol):
-    """The part of a codec that the checks read."""
-
-    def wire_bytes(self, numel: int) -> int: ...
-
-
-_FP32 = MappingProxyType({torch.float32: "fp32"})
 
 
 def check_int(field: str, value: int, *, low: int, high: int, multiple: int) -> None:
@@ -357,50 +179,3 @@ def check_int(field: str, value: int, *, low: int, high: int, multiple: int) -> 
 def check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{field} = {value!r}: allowed are {', '.join(map(repr, allowed))}")
-
-
-def check_rows(
-    values_name: str,
-    values: torch.Tensor,
-    bytes_name: str,
-    wire: torch.Tensor,
-    codec: Sized,
-    *,
-    block: int = 1,  # the wire holds whole blocks
-) -> None:
-    if values.dim() != 2 or not values.is_floating_point():
-        raise ValueError(
-            f"{values_name}: shape {tuple(values.shape)} {values.dtype}, must be (rows, numel) "
-            "floating point"
-        )
-    expected = (values.shape[0], codec.wire_bytes(round_up(values.shape[1], block)))
-    if wire.shape != expected or wire.dtype != torch.uint8:
-        raise ValueError(
-            f"{bytes_name}: shape {tuple(wire.shape)} {wire.dtype}, must be {expected} uint8"
-        )
-
-
-def check_bytes(name: str, wire: torch.Tensor, nbytes: int) -> None:
-    """Raise ValueError unless `wire` is one row of ``nbytes``, or several."""
-    if wire.shape[-1] != nbytes or wire.dtype != torch.uint8:
-        raise ValueError(
-            f"{name}: shape {tuple(wire.shape)} {wire.dtype}, must be (..., {nbytes}) uint8"
-        )
-
-
-def check_sum(
-    wire: torch.Tensor,
-    out: torch.Tensor,
-    codec: Sized,
-    *,
-    block: int = 1,
-    dtypes: Mapping[torch.dtype, str] = _FP32,
-) -> None:
-    if out.dim() != 1 or out.dtype not in dtypes:
-        allowed = " or ".join(dtypes.values())
-        raise ValueError(f"out: shape {tuple(out.shape)} {out.dtype}, must be (numel,) {allowed}")
-    nbytes = codec.wire_bytes(round_up(out.shape[0], block))
-    if wire.dim() != 2 or wire.shape[1] != nbytes or wire.dtype != torch.uint8:
-        raise ValueError(
-            f"wire: shape {tuple(wire.shape)} {wire.dtype}, must be (rows, {nbytes}) uint8"
-        )

@@ -76,9 +76,11 @@ class LosslessCodec:
         lengths: Sequence[int] | np.ndarray,  # (rows,): its bytes
         reference: torch.Tensor,  # (rows, numel) bf16 or fp16, each row contiguous
         out: torch.Tensor,  # (rows, numel) of the same dtype; may be the reference itself
+        status: torch.Tensor | None = None,  # (rows, 2) int32, zeros
     ) -> None:
         """Decode one message into every row of `out`, with host calls that do not grow with the
-        rows. ``Damaged`` names the row, by its place, of a message as ``decode`` refuses it.
+        rows. ``Damaged`` names the row, by its place, of a message as ``decode`` refuses it. With
+        `status` that tells instead, see ``kernels.lossless.problem_of``, and nothing waits.
         """
         if reference.dtype not in DTYPES:
             raise _wrong_dtype(reference)
@@ -99,7 +101,9 @@ class LosslessCodec:
                 f"messages begin at {starts.tolist()} and have {lengths.tolist()} bytes: allowed "
                 f"are multiples of {ALIGNMENT}, and ends up to {wire.numel()}"
             )
-        dispatch.decode_lossless(wire, starts, lengths, reference, out, backend=self.backend)
+        dispatch.decode_lossless(
+            wire, starts, lengths, reference, out, backend=self.backend, status=status
+        )
 
 
 def _check_values(name: str, values: torch.Tensor, reference: torch.Tensor) -> None:

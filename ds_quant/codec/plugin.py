@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ds_quant.codec.codec import check_rows, check_sum
-from ds_quant.kernels.philox import random_bits
 from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.reference import random_bits
 from ds_quant.kernels.wire import ALIGNMENT, VECTOR_NUMEL, ceil_div
 
 FUNCTIONS = ("wire_bytes", "encode", "decode")
@@ -33,7 +32,9 @@ class CodecError(ValueError):
 
 @dataclass(frozen=True)
 class ModuleCodec:
-    """See Codec; sums, differences and random numbers are added to the module's functions."""
+    """See Codec; random numbers are added to the module's functions."""
+
+    kind: ClassVar[str] = "module"
 
     module: str
     functions: ModuleType = field(compare=False, repr=False)
@@ -53,60 +54,18 @@ class ModuleCodec:
         """Exact bytes of one row of `numel` elements."""
         return self.functions.wire_bytes(numel) if numel else 0
 
-    def encode(
-        self,
-        x: Tensor,  # (rows, numel) floating point
-        out: Tensor,  # (rows, wire_bytes(numel)) uint8
-        *,
-        address: Address | None = None,
-        levels: Tensor | None = None,  # unused
-        base: Tensor | None = None,  # (rows, numel) floating point
-    ) -> None:
-        """See Codec. With a base, x - base is encoded, rounded to fp32 once."""
-        check_rows("x", x, "out", out, self)
-        if x.numel():
-            x = x.detach()
-            x = x if base is None else x.float() - base.float()
-            self.functions.encode(x, out, partial(_uniform, x, address))
+    def table(self, levels: Tensor | None, device: torch.device) -> None:
+        """No levels."""
 
-    def decode(
-        self,
-        wire: Tensor,  # (rows, wire_bytes(numel)) uint8
-        out: Tensor,  # (rows, numel) floating point
-        *,
-        levels: Tensor | None = None,  # unused
-        add: bool = False,
-    ) -> None:
-        """See Codec. ``add``: to what `out` holds, in fp32, before the cast."""
-        check_rows("out", out, "wire", wire, self)
-        out = out.detach()
-        if out.numel():
-            values = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-            self.functions.decode(wire, values)
-            out.copy_(values.add_(out) if add else values)
+    def write(self, x: Tensor, out: Tensor, address: Address | None) -> None:
+        """x (rows, numel) floating point -> out (rows, wire_bytes(numel)) uint8."""
+        self.functions.encode(x, out, partial(_uniform, x, address))
 
-    def decode_sum(
-        self,
-        wire: Tensor,  # (rows, wire_bytes(numel)) uint8
-        out: Tensor,  # (numel,) fp32
-        *,
-        scale: float = 1.0,
-        own: tuple[int, Tensor] | None = None,  # place, (numel,) floating point
-        levels: Tensor | None = None,  # unused
-    ) -> None:
-        """See Codec."""
-        check_sum(wire, out, self)
-        out = out.detach().zero_()
-        values = torch.empty_like(out)
-        for index, row in enumerate(wire):
-            if own is not None and index == own[0]:
-                out.add_(own[1])
-            if out.numel():
-                self.functions.decode(row.view(1, -1), values.view(1, -1))
-                out.add_(values)
-        if own is not None and own[0] == len(wire):
-            out.add_(own[1])
-        out.mul_(scale)
+    def read(self, wire: Tensor, numel: int) -> Tensor:
+        """wire (rows, wire_bytes(numel)) uint8 -> (rows, numel) fp32."""
+        values = torch.empty(len(wire), 4 * numel, dtype=torch.uint8, device=wire.device)
+        self.functions.decode(wire, values.view(torch.float32))
+        return values.view(torch.float32)
 
 
 def _uniform(x: Tensor, address: Address | None) -> Tensor:
@@ -115,9 +74,8 @@ def _uniform(x: Tensor, address: Address | None) -> Tensor:
         raise ValueError("address = None: random numbers need an Address")
     rows, numel = x.shape
     vectors = ceil_div(numel, VECTOR_NUMEL)
-    bits = torch.empty(rows * vectors, VECTOR_NUMEL, dtype=torch.uint16, device=x.device)
-    random_bits(address, address.first_vector, bits)
-    return bits.view(rows, -1)[:, :numel].to(torch.float32).mul_(2.0**-16)
+    bits = random_bits(address, address.first_vector, rows * vectors, x.device)
+    return bits.view(rows, vectors * VECTOR_NUMEL)[:, :numel].float() * 2.0**-16
 
 
 @lru_cache

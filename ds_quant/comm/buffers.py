@@ -1,4 +1,4 @@
-"""Large host buffers of one engine, used again in every step.
+"""Host memory: large buffers of one engine, used again in every step, and what stays for good.
 
 [Note: why a pool] A steady step asks for the same few large buffers as the one before. glibc hands
 blocks of that size back to the system when they are freed, and every page of the next one is then
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -83,3 +83,27 @@ class Buffers:
 
 def _size(array: np.ndarray) -> int:
     return array.nbytes
+
+
+class HostRoom:
+    """Host memory for tensors that stay, ``nbytes`` in all, which ``pin`` makes page-locked.
+
+    torch rounds every page-locked block up to a power of two: tensors are cut out of such blocks.
+    """
+
+    _BLOCK, _ALIGNMENT = 1 << 28, 64
+
+    def __init__(self, nbytes: int, pin: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._to_come, self._pin = nbytes, pin
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return contiguous zeros."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        taken = -(-nbytes // self._ALIGNMENT) * self._ALIGNMENT
+        if taken > self._left.numel():
+            block = max(taken, min(self._BLOCK, self._to_come))
+            self._left = self._pin(torch.zeros(block, dtype=torch.uint8))
+        self._to_come -= taken
+        room, self._left = self._left[:nbytes], self._left[taken:]
+        return room.view(dtype).view(shape)

@@ -6,7 +6,8 @@ words the second; the length and the sender are added, so that zeros, a message 
 another rank do not pass. This is against accidents, not against an enemy.
 
 [Note: when it is told] The comparison stays on the device, because reading its outcome would wait
-for the device in every message. Outcomes are collected in ``Findings`` and read once per step.
+for the device in every message. Outcomes are collected in ``Findings`` and read once per step, by
+all ranks together; so are those of exact differences that could not be decoded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from torch import Tensor
 from ds_quant.kernels.wire import ALIGNMENT, round_up
 
 TRAILER_BYTES = 16
-_WORD_BYTES = 8
 _OF_LENGTH = 0x1E3779B97F4A7C15
 _OF_SENDER = 0x3F58476D
 
@@ -99,30 +99,76 @@ def _runs(sizes: Sequence[int]) -> Iterator[_Run]:
         first, plain, sealed = first + count, plain_end, sealed_end
 
 
-class Findings:
-    """Collect which messages were corrupted in transit. See [Note: when it is told].
+class Finding(NamedTuple):
+    """A message that cannot be used: its role, its sender, and what is wrong with it, with {} for
+    its receiver.
+    """
 
-    ``at_once``: called with role and sender of a changed message when it is noted, which waits for
-    the device; for engines that never step.
+    role: str
+    sender: int
+    problem: str
+
+
+class _Noted(NamedTuple):
+    role: str
+    senders: Sequence[int]
+    outcomes: Tensor  # (senders, numbers), all 0 where nothing is wrong
+    say: Callable[[Sequence[int]], str | None]
+
+
+class Findings:
+    """Collect which messages cannot be used. See [Note: when it is told].
+
+    ``at_once``: called with such a finding when it is noted, which waits for the device; for
+    engines that never step.
     """
 
     def __init__(self) -> None:
-        self._noted: list[tuple[str, Sequence[int], Tensor]] = []
-        self.at_once: Callable[[str, int], None] | None = None
+        self._noted: list[_Noted] = []
+        self._streams: set[torch.cuda.Stream] = set()  # those that the outcomes are written on
+        self.at_once: Callable[[Finding], None] | None = None
 
-    def note(self, role: str, senders: Sequence[int], changed: Tensor) -> None:
-        """``changed``: (senders,) bool, of messages that carry ``role``."""
-        self._noted.append((role, senders, changed))
-        if self.at_once is not None and (found := self.first()) is not None:
-            self.at_once(*found)
+    def note(
+        self,
+        role: str,
+        senders: Sequence[int],
+        outcomes: Tensor,
+        say: Callable[[Sequence[int]], str | None],
+    ) -> None:
+        """Note messages that carry ``role``, one of each sender.
 
-    def first(self) -> tuple[str, int] | None:
-        """Return role and sender of the first corrupted message since the last call, and forget
-        all.
+        ``outcomes``: (senders, numbers) bool or int32, all 0 where nothing is wrong. ``say`` makes
+        a sentence of the numbers of one.
         """
+        self._noted.append(_Noted(role, senders, outcomes, say))
+        if outcomes.is_cuda:
+            self._streams.add(torch.cuda.current_stream(outcomes.device))
+        if self.at_once is not None and (found := self.first()) is not None:
+            self.at_once(found)
+
+    def found(self, device: torch.device) -> Tensor:
+        """Whether anything is wrong, () bool on the device, which is not waited for."""
+        for stream in self._streams:
+            torch.cuda.current_stream(device).wait_stream(stream)
+        if not self._noted:
+            return torch.zeros((), dtype=torch.bool, device=device)
+        return torch.cat([noted.outcomes.reshape(-1).int() for noted in self._noted]).any()
+
+    def forget(self) -> list[_Noted]:
+        """Begin anew; returns what was noted."""
         noted, self._noted = self._noted, []
-        if not noted:
-            return None
-        outcomes = iter(torch.cat([changed for *_, changed in noted]).tolist())
-        messages = [(role, sender) for role, senders, _ in noted for sender in senders]
-        return next((m for m, bad in zip(messages, outcomes, strict=True) if bad), None)
+        self._streams.clear()
+        return noted
+
+    def first(self) -> Finding | None:
+        """Return what was found first since the last call, and forget all. Waits for the device."""
+        for role, senders, outcomes, say in self.forget():
+            for sender, numbers in zip(senders, outcomes.tolist(), strict=True):
+                if any(numbers):
+                    return Finding(role, sender, say(numbers))
+        return None
+
+
+def say_changed(_: Sequence[int]) -> str:
+    """For ``Findings.note``, of what ``unseal`` has found."""
+    return "were changed on their way to rank {}: their checksum is wrong"

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding
+from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import Codec
-from ds_quant.comm.message import Message, lay_out, row_place, row_vector
+from ds_quant.comm.buffers import HostRoom
+from ds_quant.comm.message import Message, Part, row_vector
 from ds_quant.comm.transport import Fabric, Link, Pending
-from ds_quant.kernels.batch import Decode, Encode, Task
 from ds_quant.kernels.wire import ceil_div, shard_range
 
 # ---- of ZeRO-3's shards ----
@@ -45,7 +45,7 @@ def all_gather(
         codings: per tensor; the addresses are this rank's own.
     """
     sizes = tuple([(c.codec, n) for c, n in zip(codings, numels, strict=True)])
-    message = shard_message(sizes, link.size, link.rank, link.node_size)
+    message = _shard_message(sizes, link.size, link.rank, link.node_size)
     shapes, device = [(n, s.dtype) for n, s in zip(numels, shards, strict=True)], shards[0].device
     return message.gather(link, shards, codings, lambda: new_values(shapes, device))
 
@@ -61,78 +61,17 @@ def new_values(
 
 
 @lru_cache(maxsize=1024)
-def shard_message(
+def _shard_message(
     sizes: tuple[tuple[Codec, int], ...], ranks: int, rank: int, node_size: int | None
 ) -> Message:
-    """Plan the gather of tensors (codec, numel) from their shards; a slot has room for a full one.
-    How the rows arrive: see ``row_place``.
-    """
-    slots, nbytes = lay_out((codec, ceil_div(numel, ranks)) for codec, numel in sizes)
-    encode: list[Task] = []
-    decode: list[Task] = []
-    for tensor, ((codec, numel), slot) in enumerate(zip(sizes, slots, strict=True)):
+    """Plan the gather of tensors (codec, numel) from their shards, in slots of full ones."""
+    parts = []
+    for tensor, (codec, numel) in enumerate(sizes):
         for peer in range(ranks):
             start, stop = shard_range(numel, ranks, peer)
-            if start == stop:
-                continue
-            if peer == rank:
-                operation = Encode(codec, stop - start, 1 + tensor, 0, tensor)
-                encode.append((operation, (0, slot, 0)))
-            place = row_place(peer, ranks, node_size) * nbytes + slot
-            decode.append((Decode(codec, stop - start, 0, 1 + tensor, tensor), (place, start)))
-    return Message(nbytes, encode, decode)
-
-
-# ---- of parts that single ranks own ----
-
-
-class Part(NamedTuple):
-    """Consecutive elements of one parameter that belong to rank ``owner``, to be gathered.
-
-    source: where the owner has their new values, a tensor and its first element; None for where
-    they are to be. Tensors that only hold values follow those that are written.
-    """
-
-    owner: int
-    tensor: int  # where they are to be, from element ``start`` on
-    start: int
-    numel: int
-    weight: int  # its codec
-    first: int = 0  # of its elements: names the random bits
-    source: tuple[int, int] | None = None
-
-
-def owner_message(
-    parts: Sequence[Part], weights: Sequence[tuple[Codec, bool]], fabric: Fabric
-) -> Message:
-    """Plan a gather that sets every part, on all ranks and the owner too, to its owner's decoded
-    values. Until then only the owner's are read, except that a difference is added to what every
-    rank holds.
-
-    weights: per weight its codec, and whether differences are sent.
-    """
-    rows: list[list[Part]] = [[] for _ in range(fabric.size)]
-    for part in parts:
-        if part.numel:
-            rows[part.owner].append(part)
-    layouts = [lay_out([(weights[p.weight][0], p.numel) for p in row]) for row in rows]
-    nbytes = max(used for _, used in layouts)
-    encode: list[Task] = []
-    decode: list[Task] = []
-    for owner, (row, (slots, _)) in enumerate(zip(rows, layouts, strict=True)):
-        begin = row_place(owner, fabric.size, fabric.node_size) * nbytes
-        for part, slot in zip(row, slots, strict=True):
-            (codec, differs), into = weights[part.weight], 1 + part.tensor
-            if owner == fabric.rank:
-                tensor, start = part.source or (part.tensor, part.start)
-                operation = Encode(
-                    codec, part.numel, 1 + tensor, 0, part.weight, held=into if differs else None
-                )
-                vector = VECTORS_PER_ELEMENT * part.first
-                encode.append((operation, (start, slot, vector, part.start)))
-            operation = Decode(codec, part.numel, 0, into, part.weight, differs)
-            decode.append((operation, (begin + slot, part.start)))
-    return Message(nbytes, encode, decode)
+            places, width = ((tensor, 0), (tensor, start)), ceil_div(numel, ranks)
+            parts.append(Part(peer, codec, stop - start, tensor, *places, room=width))
+    return Message(parts, rank=rank, ranks=ranks, node_size=node_size)
 
 
 # ---- of the node shard ----
@@ -143,26 +82,53 @@ class Kept:
     """One parameter of ``numel`` elements in the node shard of a rank with place ``local``.
 
     rows: (nodes, width), in the dtype of the weights; what lies past a shard's end stays zero.
+    device: where collectives run; None if the rows are there.
     """
 
     numel: int
     node_size: int
     local: int
     rows: Tensor
+    device: torch.device | None = None
 
     @classmethod
     def allocate(
-        cls, numel: int, *, nodes: int, node_size: int, local: int, dtype: torch.dtype, device: str
+        cls,
+        numel: int,
+        *,
+        nodes: int,
+        node_size: int,
+        local: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        room: HostRoom | None = None,
     ) -> Kept:
-        """Allocate rows of zeros."""
-        width = ceil_div(numel, nodes * node_size)
+        """Allocate rows of zeros, in host memory if there is ``room``."""
+        width, place = ceil_div(numel, nodes * node_size), {"node_size": node_size, "local": local}
+        if room is not None:
+            rows = room.zeros(nodes, width, dtype=dtype)
+            return cls(numel=numel, **place, rows=rows, device=device)
         rows = torch.zeros(nodes, width, dtype=dtype, device=device)
-        return cls(numel=numel, node_size=node_size, local=local, rows=rows)
+        return cls(numel=numel, **place, rows=rows)
+
+
+def rows_of(kept: Sequence[Kept], node: int | None = None) -> list[Tensor]:
+    """Return their rows, or those of one node, on the device; of what is kept elsewhere a copy,
+    made in order of the current stream. Parameters are all kept on the device or none.
+    """
+    rows = [item.rows if node is None else item.rows[node] for item in kept]
+    device = kept[0].device
+    return rows if device is None else [own.to(device, non_blocking=True) for own in rows]
+
+
+def take_rows(kept: Sequence[Kept], rows: Sequence[Tensor]) -> None:
+    """Take over what was made of ``rows_of(kept)``, or of copies."""
+    torch._foreach_copy_([item.rows for item in kept], rows, non_blocking=True)
 
 
 def exchange(
     kept: Sequence[Kept], shards: Sequence[Tensor], codings: Sequence[Coding], inter: Link
-) -> Pending[list[Tensor]]:
+) -> Pending[Any]:
     """Update all rows of every parameter to the decoded values of their owners, of this rank's own
     too; the ranks of ``inter`` have equal places in their nodes.
 
@@ -171,12 +137,17 @@ def exchange(
         codings: per parameter; the addresses are this rank's own.
     """
     sizes = tuple([(c.codec, k.numel, c.difference) for c, k in zip(codings, kept, strict=True)])
-    rows = [item.rows for item in kept]
+    on_host, differs = kept[0].device is not None, any([c.difference for c in codings])
+    rows = shards if on_host and not differs else rows_of(kept)  # which differences alone read
     # Differences are of rounded values: see ``Coding.encode``.
     of = zip(shards, rows, codings, strict=True)
     values = [shard.to(r.dtype) if c.difference else shard for shard, r, c in of]
     message = _exchange_message(sizes, inter.size, kept[0].node_size, inter.rank, kept[0].local)
-    return message.gather(inter, [*rows, *values], codings, lambda: rows)
+    tensors = [*rows, *values]
+    if not on_host:
+        return message.gather(inter, tensors, codings, lambda: rows)
+    arrived = message.gather(inter, tensors, codings, partial(rows_of, kept))
+    return arrived.then(partial(take_rows, kept))
 
 
 @lru_cache(maxsize=1024)
@@ -184,24 +155,15 @@ def _exchange_message(
     sizes: tuple[tuple[Codec, int, bool], ...], nodes: int, node_size: int, node: int, local: int
 ) -> Message:
     """(codec, numel, whether differences are sent) each; the rows are the first tensors."""
-    ranks, count = nodes * node_size, len(sizes)
-    slots, nbytes = lay_out((codec, ceil_div(numel, ranks)) for codec, numel, _ in sizes)
-    encode: list[Task] = []
-    decode: list[Task] = []
-    for place, ((codec, numel, differs), slot) in enumerate(zip(sizes, slots, strict=True)):
+    parts = []
+    for place, (codec, numel, differs) in enumerate(sizes):
+        width = ceil_div(numel, nodes * node_size)
         for row in range(nodes):
-            start, stop = shard_range(numel, ranks, row * node_size + local)
-            if start == stop:
-                continue
-            first, into = row * ceil_div(numel, ranks), 1 + place
-            if row == node:
-                operation = Encode(
-                    codec, stop - start, into + count, 0, place, held=into if differs else None
-                )
-                encode.append((operation, (0, slot, 0, first)))
-            operation = Decode(codec, stop - start, 0, into, place, differs)
-            decode.append((operation, (row * nbytes + slot, first)))
-    return Message(nbytes, encode, decode)
+            start, stop = shard_range(numel, nodes * node_size, row * node_size + local)
+            places = (len(sizes) + place, 0), (place, row * width)
+            how = {"differs": differs, "room": width}
+            parts.append(Part(row, codec, stop - start, place, *places, **how))
+    return Message(parts, rank=node, ranks=nodes)
 
 
 def gather(
@@ -212,9 +174,13 @@ def gather(
     Every rank uses decoded values, of its own rows too. ``intra`` is None with one rank per node.
     """
     if intra is None:
+        if kept[0].device is not None:
+            copies = rows_of(kept)  # begun now, ahead of their use
+            full = [rows.view(-1)[: k.numel] for rows, k in zip(copies, kept, strict=True)]
+            return Pending(lambda: full)
         return Pending(lambda: [item.rows.view(-1)[: item.numel].clone() for item in kept])
     sizes = tuple([(c.codec, k.numel, k.rows.shape[0]) for c, k in zip(codings, kept, strict=True)])
-    rows, shapes = [item.rows for item in kept], [(item.numel, item.rows.dtype) for item in kept]
+    rows, shapes = rows_of(kept), [(item.numel, item.rows.dtype) for item in kept]
     message = _node_message(sizes, intra.size, intra.rank)
     return message.gather(intra, rows, codings, lambda: new_values(shapes, rows[0].device))
 
@@ -222,22 +188,13 @@ def gather(
 @lru_cache(maxsize=1024)
 def _node_message(sizes: tuple[tuple[Codec, int, int], ...], node_size: int, local: int) -> Message:
     """(codec, numel, nodes) each; a slot for every row of a parameter, one behind the other."""
-    rows = [(codec, ceil_div(numel, nodes * node_size), nodes) for codec, numel, nodes in sizes]
-    slots, nbytes = lay_out((codec, width) for codec, width, nodes in rows for _ in range(nodes))
-    encode: list[Task] = []
-    decode: list[Task] = []
-    left = iter(slots)
-    for place, ((codec, numel, nodes), (_, width, _)) in enumerate(zip(sizes, rows, strict=True)):
-        of_rows = [next(left) for _ in range(nodes)]
+    parts = []
+    for place, (codec, numel, nodes) in enumerate(sizes):
+        width = ceil_div(numel, nodes * node_size)
         for rank in range(nodes * node_size):
+            row, peer = divmod(rank, node_size)
             start, stop = shard_range(numel, nodes * node_size, rank)
-            (row, peer), count = divmod(rank, node_size), stop - start
-            if not count:
-                continue
-            if peer == local:
-                vector = row_vector(row, count, width)
-                operation = Encode(codec, count, 1 + place, 0, place)
-                encode.append((operation, (row * width, of_rows[row], vector)))
-            wire = peer * nbytes + of_rows[row]
-            decode.append((Decode(codec, count, 0, 1 + place, place), (wire, start)))
-    return Message(nbytes, encode, decode)
+            places = (place, row * width), (place, start)
+            how = {"vector": row_vector(row, stop - start, width), "room": width}
+            parts.append(Part(peer, codec, stop - start, place, *places, **how))
+    return Message(parts, rank=local, ranks=node_size)

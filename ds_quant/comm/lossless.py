@@ -8,6 +8,10 @@ to post the first gather. So a step has one exchange of lengths, whatever the nu
 until it is over the messages stand in one buffer, with room for the longest that each may be.
 Lengths come from outside: each is checked against that room before anything is received, so that a
 changed one ends in an error and never in a read or a write past a buffer.
+
+[Note: status] What cannot be decoded is noted on the device and read by all ranks before the next
+optimizer step, see ``checksum.Findings``: a rank that raised by itself would leave the others
+waiting, and to look at every message would wait for the device in each.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.message import row_place
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link, Pending
-from ds_quant.kernels.lossless import Damaged
+from ds_quant.kernels.lossless import Damaged, problem_of
 from ds_quant.kernels.wire import ALIGNMENT
 
 MOST_NUMEL = 1 << 24  # elements of one rank in a message: more would only be decoded later
@@ -73,14 +77,13 @@ class Outbox:
         self._rooms = [codec.max_bytes(parcel.numel) for parcel in parcels]
         ends = list(accumulate(self._rooms, initial=0))
         buffer = link.empty(ends[-1], device=device)
+        self._made_on = torch.cuda.current_stream(device) if buffer.is_cuda else None
         self._messages = [buffer[start:end] for start, end in pairwise(ends)]
         own = torch.empty(len(parcels), dtype=torch.int64, device=device)
         with link.encoding("weights"):
             for place, (parcel, out) in enumerate(zip(parcels, self._messages, strict=True)):
                 codec.encode(*parcel.values(), out, own[place : place + 1])
-        arriving = link.all_gather(own.view(torch.uint8), role="weights")
-        # (ranks, messages) int64
-        self._lengths = arriving.wait().view(torch.int64).view(link.size, -1).cpu().numpy()
+        self._lengths = self._agree(own)
         self._check()
         self._count(parcels, traffic)
         with link.encoding("weights") as notes:
@@ -89,6 +92,11 @@ class Outbox:
                 for parcel, message, nbytes in mine:
                     values, held = parcel.values()
                     notes.note(Reading(codec), values, message[:nbytes], held=held)
+
+    def _agree(self, own: Tensor) -> np.ndarray:
+        """Lengths of this rank (messages,) int64 -> those of all, (ranks, messages)."""
+        arriving = self._link.all_gather(own.view(torch.uint8), role="weights").wait()
+        return arriving.view(torch.int64).view(self._link.size, -1).cpu().numpy()
 
     def _check(self) -> None:
         lengths, rooms = self._lengths, np.array(self._rooms, dtype=np.int64)
@@ -117,7 +125,12 @@ class Outbox:
         most = int(lengths.max())
         if not most:  # of parameters without elements
             return Pending(held)
-        arriving = self._road.all_gather(self._messages[place][:most], role="weights")
+        message = self._messages[place][:most]
+        if self._made_on is not None:
+            sending = torch.cuda.current_stream(message.device)
+            if sending != self._made_on:  # which may be far ahead when all have been sent
+                message.record_stream(sending)
+        arriving = self._road.all_gather(message, role="weights")
 
         def decoded() -> Tensor:
             wire, ranks = arriving.wait(), np.arange(self._link.size)
@@ -126,19 +139,13 @@ class Outbox:
                 wire = wire.transpose(0, 1).reshape(-1)
             with self._link.decoding():
                 rows = held()
-                try:
-                    self._codec.decode_rows(wire, starts, lengths, rows, rows)
-                except Damaged as error:
-                    raise self._named(error) from error
+                status = torch.zeros(len(rows), 2, dtype=torch.int32, device=rows.device)
+                self._codec.decode_rows(wire, starts, lengths, rows, rows, status)
+            self._link.findings.note("weights", self._link.ranks, status, _say)
             return rows
 
         return Pending(decoded)
 
-    def _named(self, error: Damaged) -> RuntimeError:
-        """Name the rank whose message cannot be."""
-        return RuntimeError(
-            f"quantized_comm: weights from rank {self._link.ranks[error.row]} cannot be decoded "
-            f"({error}): they, or what this rank holds of those weights, were changed; look "
-            "for code that writes weights outside the optimizer, faulty memory or a faulty "
-            "network, and resume from the last checkpoint"
-        )
+
+def _say(status: Sequence[int]) -> str:
+    return f"cannot be decoded on rank {{}} ({Damaged(problem_of(status))})"

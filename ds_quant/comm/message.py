@@ -1,4 +1,4 @@
-"""Pack messages and unpack them: rows of slots, and bundles of what is small.
+"""Pack messages and unpack them: rows of slots.
 
 [Note: one message] The payload for one peer is a *row*: one slot per tensor, codes and scales
 together, every slot at a 16-byte boundary. A slot's place depends on the tensors' sizes alone, so
@@ -6,40 +6,67 @@ all ranks agree on it, and a short or empty last shard uses the front of its slo
 encoded. Where everything lies, and so the operations of the kernels, is planned once; a step hands
 over the tensors and the streams of random bits.
 
-[Note: bundles] What a tensor costs beyond its bytes, slots, views and calls, is the same for ten
-elements as for ten million. So the small ones of a collective over ranks are laid side by side:
-each as rows (ranks, width) of its ceil-division shards, filled up at the end. The whole is again a
-tensor whose ceil-division shards are its rows, and takes any collective. Full precision has no
+[Note: small tensors] Small tensors in full precision follow each other in a row without padding,
+and are never cut into slices: a norm's shard on 64 ranks is shorter than the padding. They have no
 groups that could straddle two tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding
 from ds_quant.codec.codec import CastCodec, Codec
-from ds_quant.comm.operations import Operations, Streams
 from ds_quant.comm.transport import Fabric, Link, Pending
-from ds_quant.kernels.batch import Task
-from ds_quant.kernels.wire import VECTOR_NUMEL, ceil_div, shard_range
+from ds_quant.kernels.batch import Decode, Encode, Task
+from ds_quant.kernels.run import Operations, Streams
+from ds_quant.kernels.wire import ALIGNMENT, VECTOR_NUMEL, ceil_div, round_up
+
+T = TypeVar("T")
 
 # ---- rows of slots ----
+
+
+SMALL_NUMEL = 1 << 14  # at most; padding is nothing to larger ones
+
+
+def is_tight(codec: Codec | None) -> bool:
+    """Whether tensors of this codec are small: see [Note: small tensors]."""
+    return isinstance(codec, CastCodec) and codec.tight
+
+
+def small_together(items: Iterable[tuple[T, Hashable | None]]) -> list[T]:
+    """Put small tensors of an owner behind the first of them; the owner is None of larger ones."""
+    runs: list[list[T]] = []
+    small: dict[Hashable, list[T]] = {}
+    for item, owner in items:
+        if owner in small:
+            small[owner].append(item)
+        else:
+            runs.append([item] if owner is None else small.setdefault(owner, [item]))
+    return [item for run in runs for item in run]
+
+
+def small_last(codecs: Sequence[Codec]) -> list[int]:
+    """Return the order in which small tensors of one dtype follow each other, behind the others."""
+    order = sorted(range(len(codecs)), key=lambda i: is_tight(codecs[i]))
+    return small_together((i, codecs[i] if is_tight(codecs[i]) else None) for i in order)
 
 
 def lay_out(sizes: Iterable[tuple[Codec, int]]) -> tuple[list[int], int]:
     """Lay out a row that holds one (codec, numel) after the other: first byte of each slot, and the
     bytes of the row.
     """
-    ends = list(accumulate((codec.wire_bytes(numel) for codec, numel in sizes), initial=0))
-    return ends[:-1], ends[-1]
+    starts, end, before = [], 0, None
+    for codec, numel in sizes:
+        if codec != before:
+            end, before = round_up(end, ALIGNMENT), codec
+        starts.append(end)
+        end += codec.wire_bytes(numel)
+    return starts, round_up(end, ALIGNMENT)
 
 
 def row_place(rank: int, ranks: int, node_size: int | None) -> int:
@@ -72,7 +99,7 @@ def pack(
     """Encode a message of ``nbytes``, which is buffer 0 of the operations; the others follow."""
     wire = link.empty(nbytes, device=buffers[0].device)
     with link.encoding(role) as notes:
-        encode.run([wire, *buffers], streams, notes)
+        encode.run([wire, *buffers], streams, notes, backend=link.backend)
     return wire
 
 
@@ -81,18 +108,62 @@ def unpack(
 ) -> None:
     """Decode, or add up, what has arrived: one of the operations' buffers."""
     with link.decoding():
-        decode.run(buffers, streams)
+        decode.run(buffers, streams, backend=link.backend)
+
+
+# ---- gathers ----
+
+
+class Part(NamedTuple):
+    """Consecutive elements that one rank of a gather sends to all.
+
+    source: the sender's tensor and its first element; into: where all ranks decode them, alike.
+    vector: of their random bits. differs: what is decoded is added to what ``into`` holds; then the
+    tensors of ``into`` come first among the values. room: elements that the slot has room for, if
+    more.
+    """
+
+    peer: int
+    codec: Codec
+    numel: int
+    stream: int
+    source: tuple[int, int]
+    into: tuple[int, int]
+    vector: int = 0
+    differs: bool = False
+    room: int = 0
 
 
 class Message:
     """A gather, planned once: of one row of ``nbytes`` from every rank.
 
-    encode: what this rank sends; buffer 0 is its row, the others are given to ``gather``.
-    decode: buffer 0 is what has arrived, the others are the tensors that it becomes.
+    Rank ``rank`` of ``ranks`` sends its parts, all ranks decode all; ``node_size``: how the rows
+    arrive, see ``row_place``. Tensors are those given to ``gather``.
     """
 
-    def __init__(self, nbytes: int, encode: Iterable[Task], decode: Iterable[Task]) -> None:
-        self.nbytes, self._encode, self._decode = nbytes, Operations(encode), Operations(decode)
+    def __init__(
+        self, parts: Iterable[Part], *, rank: int, ranks: int, node_size: int | None = None
+    ) -> None:
+        parts, rows = list(parts), [[] for _ in range(ranks)]
+        for part in parts:
+            rows[part.peer].append((part.codec, max(part.room, part.numel)))
+        layouts = [lay_out(row) for row in rows]
+        self.nbytes = max(used for _, used in layouts)
+        begins = [row_place(peer, ranks, node_size) * self.nbytes for peer in range(ranks)]
+        left = [iter(slots) for slots, _ in layouts]
+        encode: list[Task] = []
+        decode: list[Task] = []
+        for part in parts:
+            slot, (tensor, start), (into, place) = next(left[part.peer]), part.source, part.into
+            if part.numel == 0:
+                continue
+            if part.peer == rank:
+                held = 1 + into if part.differs else None
+                op = Encode(part.codec, part.numel, 1 + tensor, 0, part.stream, held=held)
+                encode.append((op, (start, slot, part.vector, *([place] if part.differs else []))))
+            op = Decode(part.codec, part.numel, 0, 1 + into, part.stream, part.differs)
+            decode.append((op, (begins[part.peer] + slot, place)))
+        self._encode, self._decode = Operations(encode), Operations(decode)
 
     def gather(
         self,
@@ -119,133 +190,3 @@ class Message:
             return tensors
 
         return Pending(decoded)
-
-
-# ---- bundles ----
-
-
-# Bundling costs two more copies of a tensor, a tensor of its own about 50 us: 16,384 elements are
-# copied in a tenth of that.
-MAX_NUMEL = 1 << 14
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """Tensors of ``numels`` elements over ``ranks``; ``widths``: of their shards."""
-
-    numels: tuple[int, ...]
-    ranks: int
-    widths: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the bundle, padding included."""
-        return self.ranks * sum(self.widths)
-
-    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Whole tensors, contiguous and of any shape -> (numel,), padding zero."""
-        rows = []
-        for tensor, numel, width in zip(tensors, self.numels, self.widths, strict=True):
-            flat, missing = tensor.view(-1), self.ranks * width - numel
-            rows.append((pad(flat, (0, missing)) if missing else flat).view(self.ranks, width))
-        return torch.cat(rows, dim=1).view(-1)
-
-    def unpack(self, bundle: Tensor) -> list[Tensor]:
-        """(numel,) -> whole tensors, 1-D and contiguous, that share no memory."""
-        columns = bundle.view(self.ranks, -1).split(self.widths, dim=1)
-        return [
-            column.clone(memory_format=torch.contiguous_format).view(-1)[:numel]
-            for column, numel in zip(columns, self.numels, strict=True)
-        ]
-
-    def unpack_shard(self, shard: Tensor, rank: int) -> list[Tensor]:
-        """The row of ``rank``, (numel / ranks,) -> its shards without padding, as views."""
-        return [
-            part[: len(range(*shard_range(numel, self.ranks, rank)))]
-            for part, numel in zip(shard.split(self.widths), self.numels, strict=True)
-        ]
-
-
-@lru_cache(maxsize=256)
-def bundle_of(numels: tuple[int, ...], ranks: int) -> Bundle:
-    """Return the bundle of tensors of these sizes, cached."""
-    return Bundle(numels, ranks, tuple(ceil_div(numel, ranks) for numel in numels))
-
-
-class Cuts:
-    """Ranges [start, stop) of a flat tensor.
-
-    One call makes all views: sliced one by one they cost microseconds each.
-    """
-
-    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
-        places: dict[tuple[int, int], int] = {}
-        self._sizes: list[int] = []
-        self._end = 0
-        for start, stop in sorted(ranges):
-            if start > self._end:
-                self._sizes.append(start - self._end)  # in no range
-            places[start, stop] = len(self._sizes)
-            self._sizes.append(stop - start)
-            self._end = stop
-        self._places = [places[piece] for piece in ranges]
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Every range of ``flat``, (numel,)."""
-        if not self._places:
-            return []
-        parts = flat[: self._end].split(self._sizes)
-        return [parts[place] for place in self._places]
-
-    def joined(self, flat: Tensor) -> list[Tensor]:
-        """Copy them end to end into one tensor; nothing if there are none."""
-        views = self.views(flat)
-        return [torch.cat(views)] if views else []
-
-
-class Copies:
-    """Copies of parts of one flat tensor over ranges of another: (ranges, first element of what is
-    laid end to end over them).
-    """
-
-    def __init__(self, pairs: Iterable[tuple[Sequence[tuple[int, int]], int]]) -> None:
-        into: list[tuple[int, int]] = []
-        parts: list[tuple[int, int]] = []
-        for ranges, place in pairs:
-            for start, stop in ranges:
-                into.append((start, stop))
-                parts.append((place, place + stop - start))
-                place += stop - start
-        self._into, self._parts = Cuts(into), Cuts(parts)
-
-    def copy(self, flat: Tensor, values: Tensor) -> None:
-        """Make all copies in one call, cast to the dtype of ``flat``."""
-        if into := self._into.views(flat):
-            torch._foreach_copy_(into, self._parts.views(values))
-
-
-def joined(views: Sequence[Tensor]) -> Tensor:
-    """Concatenate rows of one dtype; a single row is returned without a copy."""
-    return views[0] if len(views) == 1 else torch.cat(tuple(views), dim=-1)
-
-
-def is_small(numel: int, codec: Codec) -> bool:
-    """Whether a tensor is to be bundled: see [Note: bundles]."""
-    return numel <= MAX_NUMEL and isinstance(codec, CastCodec)
-
-
-def sort_out(
-    numels: Sequence[int], codecs: Sequence[Codec], ranks: int
-) -> tuple[list[int], list[tuple[Bundle, list[int]]]]:
-    """Split tensors into those sent alone and bundles of the others with their members."""
-    alone: list[int] = []
-    small: dict[torch.dtype, list[int]] = {}
-    for index, (numel, codec) in enumerate(zip(numels, codecs, strict=True)):
-        if is_small(numel, codec):
-            small.setdefault(codec.dtype, []).append(index)
-        else:
-            alone.append(index)
-    bundles = [
-        (bundle_of(tuple(numels[i] for i in members), ranks), members) for members in small.values()
-    ]
-    return alone, bundles

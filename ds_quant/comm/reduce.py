@@ -22,7 +22,9 @@ must then be those of one optimizer step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -30,20 +32,14 @@ from torch import Tensor
 
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding, Rotation
 from ds_quant.codec.codec import Codec
-from ds_quant.comm.message import pack, row_vector, unpack
-from ds_quant.comm.operations import Operations, Streams
-from ds_quant.comm.owners import Piece
-from ds_quant.comm.reduction_plan import (
-    Form,
-    LinkHop,
-    ReductionPlan,
-    Segment,
-    SlicePlan,
-    own_totals,
-)
+from ds_quant.comm import owners
+from ds_quant.comm.message import is_tight, lay_out, pack, unpack
+from ds_quant.comm.owners import Piece, Shape
+from ds_quant.comm.reduction_plan import Form, LinkHop, ReductionPlan, Segment, SlicePlan
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.batch import Decode, Encode
-from ds_quant.kernels.wire import VECTOR_NUMEL, ceil_div, round_up, shard_range
+from ds_quant.kernels.run import Operations, Streams
+from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 
 # ---- over one or two hops ----
 
@@ -62,6 +58,7 @@ class Reduction:
             rank reduces have their places; None: only add to what is held.
         held: (plan.held_numel,) fp32, see [Note: held sums]; None for a reduction without a rest.
         fresh: whether nothing is held yet; then the first hop overwrites.
+        then: called when all slices are done.
     """
 
     def __init__(
@@ -74,12 +71,12 @@ class Reduction:
         *,
         held: Tensor | None = None,
         fresh: bool = False,
+        then: Callable[[], None] | None = None,
     ) -> None:
         self._plan, self._sums, self._held, self._fresh = plan, sums, held, fresh
+        self._then = then
         by_hop = list(zip(*codings, strict=True))
-        self._streams = [
-            Streams(hop, rotations, by_hop[max(depth - 1, 0)]) for depth, hop in enumerate(by_hop)
-        ]
+        self._streams = [Streams(hop, rotations) for hop in by_hop]
         first, stop = int(tensors is None), len(plan.hops) if sums is not None else 1
         self._hops = range(first, stop)
         self._running: deque[tuple[Iterator[None], int]] = deque()  # and exchanges still to post
@@ -104,6 +101,9 @@ class Reduction:
         self.advance()
         while self._running:
             self._finish_oldest()
+        if self._then is not None:
+            then, self._then = self._then, None
+            then()
 
     def _finish_oldest(self) -> None:
         steps, _ = self._running.popleft()
@@ -149,85 +149,43 @@ class Reduction:
             into = held
             if not self._fresh:
                 into = link.empty(held.numel(), dtype=torch.float32, device=held.device)
-            part.partial.run([nothing, into, arrived, kept, nothing], self._streams[0])
+            buffers = [nothing, into, arrived, kept, nothing]
+            part.partial.run(buffers, self._streams[0], backend=link.backend)
             if not self._fresh:
                 held.add_(into)
 
 
-# ---- to the shards of all ranks ----
+# ---- to owners ----
 
 
-class ShardSums:
-    """Plan for summing tensors over the ranks, each rank its ceil-division shards.
+class GradientSums:
+    """Sums shares of gradients over the ranks for their owners, in every step.
 
-    ``shard_numels``: of this rank. ``dtype``: what the sums should have, if nothing is to be added
-    to them. Without rotations and exact own contributions, over one hop,
-    all slots of a tensor have room for a full shard.
-    """
-
-    def __init__(
-        self,
-        numels: Sequence[int],
-        forms: Sequence[Form],
-        route: Sequence[LinkHop],
-        link: Link,
-        *,
-        scale: float,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        is_plain = len(route) == 1 and not route[0].exact_own and not any(f.block for f in forms)
-        segments = []
-        for tensor, numel in enumerate(numels):
-            width = ceil_div(numel, link.size)
-            for rank in range(link.size):
-                start, stop = shard_range(numel, link.size, rank)
-                segment = Segment(tensor, start, stop - start, tensor, start, rank)
-                if is_plain:
-                    vector = row_vector(rank, stop - start, width)
-                    segment = segment._replace(vector=vector, slot=width)
-                segments.append(segment)
-        placed, self._numel = own_totals(segments, route)
-        self.plan = ReductionPlan(placed, forms, route, scale=scale)
-        self.shard_numels = [s.numel for s in segments if s.reducer == link.rank]
-        self._link, self.dtype = link, dtype
-
-    def room(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Allocate the sums."""
-        return self._link.empty(self._numel, dtype=dtype, device=device)
-
-    def shards(self, sums: Tensor) -> list[Tensor]:
-        """View this rank's shards in the sums, without padding."""
-        rooms = [round_up(numel, VECTOR_NUMEL) for numel in self.shard_numels]
-        parts = zip(sums.split(rooms), self.shard_numels, strict=True)
-        return [part if part.numel() == n else part[:n] for part, n in parts]
-
-
-# ---- to single owners ----
-
-
-class OwnerSums:
-    """Sums shares over the ranks for their owners, in every step.
-
-    1. reduce each of ``pieces``, as ``owners.plan`` gives them, over the hops of ``route``
-    2. balanced only: encode the sums for the owners, all-to-all over ``link``, the whole group.
+    1. reduce every share over the hops of ``route``: whole by its owner, or ``balanced`` in the
+       pieces of owners.py
+    2. encode sums that another rank than the owner has made, all-to-all over ``link``, the whole
+       group.
 
     shares: segments whose reducer is their owner. forms: of every gradient. ``scale`` multiplies
-    the sums. totals: where each sum of this rank begins, None for those of others.
+    the sums. own: by place, the first element of the sum of each share of this rank.
     """
 
     def __init__(
         self,
         shares: Sequence[Segment],
-        pieces: Sequence[Piece],
         forms: Sequence[Form],
         route: Sequence[LinkHop],
         link: Link,
         *,
         scale: float,
+        balanced: bool = False,
     ) -> None:
         self._link, self._numel = link, 0
-        self.totals = [self._room(s.numel) if s.reducer == link.rank else None for s in shares]
-        segments = [self._segment(shares[p.part], self.totals[p.part], p) for p in pieces]
+        self.own = {i: self._room(s.numel) for i, s in enumerate(shares) if s.reducer == link.rank}
+        pieces = [Piece(i, 0, share.numel, share.reducer) for i, share in enumerate(shares)]
+        if balanced:
+            pieces = list(_pieces(shares, forms, route, link.size))
+        segments = [self._segment(shares[p.part], p) for p in pieces]
         self.plan = ReductionPlan(segments, forms, route, scale=scale)
         moved = [
             (segment, shares[piece.part].reducer)
@@ -242,37 +200,70 @@ class OwnerSums:
         self._numel += round_up(numel, VECTOR_NUMEL)
         return start
 
-    def _segment(self, share: Segment, total: int | None, piece: Piece) -> Segment:
-        if total is not None:
-            total += piece.start
+    def _segment(self, share: Segment, piece: Piece) -> Segment:
+        total = 0
+        if share.reducer == self._link.rank:
+            total = self.own[piece.part] + piece.start
         elif piece.reducer == self._link.rank:
             total = self._room(piece.stop - piece.start)
-        part = share.part(piece.start, piece.stop)
-        return part._replace(reducer=piece.reducer, total=total or 0)
+        return share.part(piece.start, piece.stop)._replace(reducer=piece.reducer, total=total)
 
-    def add_up(
+    def begin(
         self,
         tensors: Sequence[Tensor] | None,
         codings: Sequence[tuple[Coding, ...]],
         rotations: Sequence[Rotation | None],
+        *,
+        into: Tensor,
         held: Tensor | None = None,
-    ) -> Tensor:
-        """Add up this rank's shares, fp32; ``totals`` says where each begins. Arguments are those
-        of ``Reduction``.
+    ) -> Reduction:
+        """Begin to fill ``into``, of ``room``, where ``own`` says. Arguments are those of
+        ``Reduction``.
         """
-        sums = self.room((held if tensors is None else tensors[0]).device)
-        Reduction(self.plan, tensors, codings, rotations, sums, held=held).wait()
-        if self._delivery is not None:  # fill what this rank's shares lack
-            self._delivery.run(sums, [hops[-1] for hops in codings])
-        return sums
+        delivery, then = self._delivery, None
+        if delivery is not None:
+            then = partial(delivery.run, into, [hops[-1] for hops in codings])
+        return Reduction(self.plan, tensors, codings, rotations, into, held=held, then=then)
 
-    def room(self, device: torch.device) -> Tensor:
+    def room(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate the sums."""
-        return self._link.empty(self._numel, dtype=torch.float32, device=device)
+        return self._link.empty(self._numel, dtype=dtype, device=device)
 
     def held_room(self, device: torch.device) -> Tensor:
         """Allocate what is held between the two hops."""
         return self._link.empty(self.plan.held_numel, dtype=torch.float32, device=device)
+
+
+def _pieces(
+    shares: Sequence[Segment], forms: Sequence[Form], route: Sequence[LinkHop], ranks: int
+) -> Iterator[Piece]:
+    """Cut the shares as is cheapest, small ones that follow each other as one."""
+    runs: list[list[int]] = []
+    shapes: list[Shape] = []
+    before = None
+    for place, share in enumerate(shares):
+        form, alike = forms[share.gradient], (share.gradient, share.reducer)
+        if alike == before and is_tight(form.delivery):
+            runs[-1].append(place)
+            shapes[-1] = shapes[-1]._replace(numel=shapes[-1].numel + share.numel)
+            continue
+        runs.append([place])
+        inner = form.codecs[0] if len(form.codecs) > 1 else None
+        codecs = map(_padded, (form.codecs[-1], form.delivery, inner))
+        shapes.append(Shape(share.reducer, share.numel, *codecs))
+        before = alike
+    for piece in owners.plan(tuple(shapes), ranks, route[0].link.size if len(route) > 1 else None):
+        begin = 0
+        for place in runs[piece.part]:
+            numel = shares[place].numel
+            start, stop = max(piece.start - begin, 0), min(piece.stop - begin, numel)
+            if start < stop:
+                yield Piece(place, start, stop, piece.reducer)
+            begin += numel
+
+
+def _padded(codec: Codec | None) -> Codec | None:
+    return replace(codec, tight=False) if is_tight(codec) else codec
 
 
 class _Delivery:
@@ -323,7 +314,11 @@ def _placed(
     rows: Sequence[Sequence[Segment]], codecs: Sequence[Codec]
 ) -> tuple[list[int], list[tuple[Segment, int]]]:
     """Return the bytes of every row, and where each segment begins in the message."""
-    sizes = [[codecs[s.gradient].wire_bytes(s.numel) for s in row] for row in rows]
-    starts = accumulate((nbytes for row in sizes for nbytes in row), initial=0)
-    segments = (segment for row in rows for segment in row)
-    return [sum(row) for row in sizes], list(zip(segments, starts, strict=False))
+    layouts = [lay_out((codecs[s.gradient], s.numel) for s in row) for row in rows]
+    sent = [nbytes for _, nbytes in layouts]
+    placed = [
+        (segment, begin + slot)
+        for row, (slots, _), begin in zip(rows, layouts, accumulate(sent, initial=0), strict=False)
+        for segment, slot in zip(row, slots, strict=True)
+    ]
+    return sent, placed

@@ -15,31 +15,45 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import torch
+
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT
 from ds_quant.codec.codec import Codec, GroupCodec
-from ds_quant.comm.operations import Operations
+from ds_quant.comm.message import is_tight, lay_out, row_vector
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.batch import Encode, Recode, Rotate, Sum, Task
-from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
+from ds_quant.kernels.run import Operations
+from ds_quant.kernels.wire import VECTOR_NUMEL, ceil_div, round_up, shard_range
 
 # ---- slices ----
 
 
-# What a slice costs the host beyond its bytes and the links' latency: an order of magnitude, from
-# its few calls, not fitted to any link.
-SLICE_SECONDS = 1e-4
 MOST = 16  # slices, unless more are asked for
+
+
+def slice_seconds(device: torch.device) -> float:
+    """What a slice costs the host beyond its bytes and the links' latency: an order of magnitude,
+    from its few calls, not fitted to any link. On CUDA they launch kernels on several streams.
+    """
+    return 1e-4 if device.type == "cpu" else 5e-4
+
+
+def presumed_pace(device: torch.device, backend: str) -> float:
+    """The pace of slices between links that nobody has measured: 8 bits inside a node at 300 GB/s
+    where NCCL carries them, else at 20 GB/s.
+    """
+    nvlink = device.type == "cuda" and "nccl" in backend
+    return 1 / (3e11 if nvlink else 2e10) / slice_seconds(device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slicing:
     """Number of slices: ``count``, or the best one for a ``pace``, which is the shorter hop's
-    seconds per element over a slice's overhead in seconds. Where no link is measured it is that of
-    8 bits at 20 GB/s inside a node.
+    seconds per element over a slice's overhead in seconds.
     """
 
     count: int | None = None
-    pace: float = 5e-11 / SLICE_SECONDS
+    pace: float = presumed_pace(torch.device("cpu"), "gloo")
 
     def slices(self, numel: int) -> int:
         """Number of slices for ``numel`` elements of this rank's input."""
@@ -119,6 +133,22 @@ class Segment(NamedTuple):
         )
 
 
+def shards_of(tensor: int, numel: int, ranks: int, *, plain: bool, small: bool) -> list[Segment]:
+    """The shards of a tensor as segments, each summed by its rank; its gradient is ``tensor``, too.
+
+    plain: over one hop without rotations and exact own contributions; then slots have room for a
+    full shard, and so they have of small tensors.
+    """
+    width, shards = ceil_div(numel, ranks), []
+    for rank in range(ranks):
+        start, stop = shard_range(numel, ranks, rank)
+        shard = Segment(tensor, start, stop - start, tensor, start, rank)
+        if plain:
+            shard = shard._replace(vector=row_vector(rank, stop - start, width))
+        shards.append(shard._replace(slot=width) if plain or small else shard)
+    return shards
+
+
 class Step(NamedTuple):
     """One hop of one slice. ``own`` makes the ``kept`` fp32 values that are added as they are."""
 
@@ -180,27 +210,20 @@ class ReductionPlan:
         return self.held[-1].stop if self.held else 0
 
 
-def own_totals(segments: Sequence[Segment], hops: Sequence[LinkHop]) -> tuple[list[Segment], int]:
-    """Give places to the sums that this rank reduces; returns the segments and the size of all
-    sums.
-    """
-    found, end = [], 0
-    for segment in segments:
-        if all(hop.place(segment.reducer) == hop.link.rank for hop in hops):
-            segment, end = segment._replace(total=end), end + round_up(segment.numel, VECTOR_NUMEL)
-        found.append(segment)
-    return found, end
-
-
 def _slices(
     segments: Sequence[Segment], forms: Sequence[Form], hops: Sequence[LinkHop]
 ) -> list[list[Segment]]:
-    """Distribute the segments over slices by their sizes alone, so that all ranks cut alike."""
+    """Distribute the segments over slices by their sizes alone, so that all ranks cut alike.
+    Small ones are whole in the first: see [Note: small tensors] of message.py.
+    """
     total = sum(segment.numel for segment in segments)
     count = hops[-1].slicing.slices(total) if len(hops) > 1 else 1
     slices: list[list[Segment]] = [[] for _ in range(count)]
-    units = [form.unit for form in forms]
+    units, small = [form.unit for form in forms], [is_tight(form.codecs[-1]) for form in forms]
     for segment in segments:
+        if small[segment.gradient]:
+            slices[0].append(segment)
+            continue
         numel, unit = segment.numel, units[segment.gradient]
         borders = [numel * i // count // unit * unit for i in range(count)] + [numel]
         for part, (start, stop) in zip(slices, pairwise(borders), strict=True):
@@ -214,8 +237,6 @@ class _Compiler:
 
     def __init__(self, segments: list[Segment], forms: Sequence[Form], scale: float) -> None:
         self._segments, self._forms, self._scale = segments, forms, scale
-        codecs = [c for form in forms for c in form.codecs if isinstance(c, GroupCodec)]
-        self._backend = codecs[0].backend if codecs else "torch"  # casts alone need no kernels
         self._on_wire = [round_up(s.numel, forms[s.gradient].block or 1) for s in segments]
         # Of the hop before: where segments lie in a row, its bytes, and their kept values.
         self._columns: dict[int, int] = {}
@@ -258,13 +279,13 @@ class _Compiler:
     def _step(self, rows: list[list[int]], depth: int, hops: Sequence[LinkHop]) -> Step:
         hop, mine = hops[depth], hops[depth].link.rank
         leaving = [[] if hop.exact_own and place == mine else row for place, row in enumerate(rows)]
-        sizes = [[self._bytes(index, depth) for index in row] for row in leaving]
-        sent = [sum(row) for row in sizes]
-        starts = accumulate((nbytes for row in sizes for nbytes in row), initial=0)
-        order = zip((index for row in leaving for index in row), starts, strict=False)
+        layouts = [lay_out(self._size(index, depth) for index in row) for row in leaving]
+        sent = [nbytes for _, nbytes in layouts]
+        begins = accumulate(sent, initial=0)
         encode = [
-            self._encode(index, start, depth, hops)
-            for index, start in order
+            self._encode(index, begin + slot, depth, hops)
+            for row, (slots, _), begin in zip(leaving, layouts, begins, strict=False)
+            for index, slot in zip(row, slots, strict=True)
             if self._segments[index].numel
         ]
         encode.sort(key=lambda task: task[0].stream)  # those of one gradient form rows
@@ -276,18 +297,18 @@ class _Compiler:
             for index in rows[mine]:
                 kept[index], end = end, end + round_up(self._on_wire[index], VECTOR_NUMEL)
             own = [self._own(index, place, depth, hops) for index, place in kept.items()]
-        ends = list(accumulate((self._bytes(index, depth) for index in rows[mine]), initial=0))
-        self._columns = dict(zip(rows[mine], ends, strict=False))
-        self._row_bytes, self._kept = ends[-1], kept
+        slots, self._row_bytes = lay_out(self._size(index, depth) for index in rows[mine])
+        self._columns, self._kept = dict(zip(rows[mine], slots, strict=True)), kept
         received = [self._row_bytes] * hop.link.size
         if hop.exact_own:
             received[mine] = 0
         return Step(sent, received, Operations(encode), Operations(own), end)
 
-    def _bytes(self, index: int, depth: int) -> int:
+    def _size(self, index: int, depth: int) -> tuple[Codec, int]:
+        """Codec and elements of a segment's slot."""
         segment = self._segments[index]
         codec = self._forms[segment.gradient].codecs[depth]
-        return codec.wire_bytes(max(self._on_wire[index], segment.slot))
+        return codec, max(self._on_wire[index], segment.slot)
 
     def _encode(self, index: int, start: int, depth: int, hops: Sequence[LinkHop]) -> Task:
         segment = self._segments[index]
@@ -323,9 +344,7 @@ class _Compiler:
         if depth:
             return self._sum(index, hops, depth, KEPT, place)
         tensor, form = TENSORS + segment.tensor, self._forms[segment.gradient]
-        operation = Rotate(
-            segment.numel, tensor, KEPT, segment.gradient, form.block, form.flips, self._backend
-        )
+        operation = Rotate(segment.numel, tensor, KEPT, segment.gradient, form.block, form.flips)
         return operation, (segment.start, place)
 
     def _sum(

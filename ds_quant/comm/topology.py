@@ -56,7 +56,7 @@ def launched_size(world: int) -> tuple[str, int] | None:
     """
     for variable in _VARIABLES:
         value = os.environ.get(variable, "")
-        if value.isdigit() and int(value) > 0 and world % int(value) == 0:
+        if value.isdecimal() and int(value) > 0 and world % int(value) == 0:
             return variable, int(value)
     return None
 

@@ -166,10 +166,7 @@ class Meter:
         return _OFF if self._sample is None else self._timed(name)
 
     def encoding(self, role: str, link: str) -> AbstractContextManager[Notes]:
-        """Charge the encoding of a message, and read back some of what was noted at its end.
-
-        It must enclose ``batch_launches()``, whose block writes nothing before its end.
-        """
+        """Charge the encoding of a message, and read back some of what was noted at its end."""
         return _OFF if self._sample is None else self._checked((role, link))
 
     @contextmanager

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ds_quant.comm.buffers import Buffers
-from ds_quant.comm.checksum import Findings, seal, sealed_bytes, unseal
+from ds_quant.comm.checksum import Findings, say_changed, seal, sealed_bytes, unseal
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Notes, Traffic
 
@@ -86,10 +86,13 @@ class _JoinedWorks:
 class Link:
     """Byte collectives over one process group, counted. Holds no algorithm.
 
-    ``findings``: with it messages are sealed, and it learns of those that were changed.
+    ``findings``: learns of messages that cannot be used. ``sealed``: see [Note: sealed messages].
+    ``dist``: the module of collectives, DeepSpeed's if None.
+    ``backend``: the kernels that make and read its messages, one of ``dispatch.BACKENDS``.
     ``empty``, ``empties``: as those of ``Buffers``, for messages and what is made of them.
     """
 
+    backend = "auto"
     node_size: int | None = None  # what a gather brings is rows of ranks in order, see ``Fabric``
 
     def __init__(
@@ -99,13 +102,18 @@ class Link:
         topology: Topology,
         traffic: Traffic,
         findings: Findings | None = None,
+        sealed: bool = False,
         buffers: Buffers | None = None,
+        backend: str = "auto",
+        dist: Any = None,
     ) -> None:
-        from deepspeed import comm as dist
-
+        self.backend = backend
+        if dist is None:
+            from deepspeed import comm as dist
         self._dist = dist
         self.process_group = process_group
-        self._traffic, self._findings = traffic, findings
+        self._traffic, self._sealed = traffic, sealed
+        self.findings = findings or Findings()
         pool = buffers or Buffers()
         self.empty, self.empties = pool.empty, pool.empties
         self.size: int = dist.get_world_size(group=process_group)
@@ -116,7 +124,7 @@ class Link:
         self._near = [r for r in near if r != self.rank]
         self._far = [r for r in range(self.size) if r not in near]
         self._reach = "inter" if self._far else "intra"
-        self._gloo = "gloo" in str(torch.distributed.get_backend(process_group))
+        self.is_gloo = "gloo" in str(torch.distributed.get_backend(process_group))
 
     def _global_rank(self, rank: int) -> int:
         if self.process_group is None:
@@ -134,11 +142,11 @@ class Link:
     def all_gather(self, payload: Tensor, *, role: str) -> Pending[Tensor]:
         """payload (bytes,) uint8, equal size on all ranks -> received (ranks * bytes,) uint8."""
         plain = payload.numel()
-        if self._findings is not None:
+        if self._sealed:
             payload = seal(payload, [plain], sender=self.rank)
         received = self.empty(self.size * payload.numel(), device=payload.device)
         self._count(role, [payload.numel()] * self.size)
-        if self._gloo and payload.device.type == "cpu":
+        if self.is_gloo and payload.device.type == "cpu":
             rows = list(received.view(self.size, -1))
             work = self._peer_to_peer([payload] * self.size, rows)
         else:
@@ -146,7 +154,7 @@ class Link:
                 received, payload, group=self.process_group, async_op=True
             )
         pending = self._posted(payload, received, work)
-        if self._findings is None:
+        if not self._sealed:
             return pending
         return pending.then(partial(self._open, [plain] * self.size, role))
 
@@ -155,12 +163,12 @@ class Link:
     ) -> Pending[Tensor]:
         """payload (sum(sent),) uint8, ``sent[d]`` bytes for rank d -> (sum(received),) uint8."""
         plain = received
-        if self._findings is not None:
+        if self._sealed:
             payload = seal(payload, sent, sender=self.rank)
             sent, received = [[sealed_bytes(n) for n in side] for side in (sent, received)]
         buffer = self.empty(sum(received), device=payload.device)
         self._count(role, received)
-        if self._gloo and payload.device.type == "cpu":
+        if self.is_gloo and payload.device.type == "cpu":
             work = self._peer_to_peer(payload.split(list(sent)), buffer.split(list(received)))
         else:
             work = self._dist.all_to_all_single(
@@ -172,12 +180,23 @@ class Link:
                 async_op=True,
             )
         pending = self._posted(payload, buffer, work)
-        return pending if self._findings is None else pending.then(partial(self._open, plain, role))
+        return pending.then(partial(self._open, plain, role)) if self._sealed else pending
+
+    def differs(self, number: int) -> bool:
+        """Whether any ranks call this with different numbers (int64), which all of them learn. A
+        collective of 16 bytes that are not counted, for gloo: with NCCL the answer would wait for
+        the device.
+        """
+        votes = torch.tensor([number, ~number])
+        minimum = torch.distributed.ReduceOp.MIN
+        torch.distributed.all_reduce(votes, op=minimum, group=self.process_group)
+        least, inverted = votes.tolist()
+        return least != ~inverted
 
     def _open(self, sizes: Sequence[int], role: str, sealed: Tensor) -> Tensor:
         """Check and remove the checksums; rank r has sent ``sizes[r]`` bytes without its own."""
         payload, changed = unseal(sealed, sizes)
-        self._findings.note(role, self.ranks, changed)
+        self.findings.note(role, self.ranks, changed.view(-1, 1), say_changed)
         return payload
 
     def _peer_to_peer(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Work:
@@ -222,6 +241,17 @@ class Link:
 
         return Pending(finish)
 
+    def count_ring(self, nbytes: int, *, role: str, passes: int = 1) -> None:
+        """Count a collective that somebody else runs on ``nbytes`` bytes, as a ring in the order of
+        the ranks: a gather is one pass, an all-reduce two, and each brings (W - 1) / W of them from
+        the rank before.
+        """
+        if self.size == 1:
+            return
+        brought = passes * nbytes * (self.size - 1) // self.size
+        crosses = (self.rank - 1) % self.size in self._far
+        self._traffic.count(role, intra=0 if crosses else brought, inter=crosses * brought)
+
     def _count(self, role: str, received: Sequence[int]) -> None:
         intra = sum([received[r] for r in self._near])
         inter = sum([received[r] for r in self._far])
@@ -233,18 +263,26 @@ class Fabric:
     levels.
 
     intra: this rank's node. inter: the ranks of all nodes with this rank's place in the node.
-    Both are None for a group that lies in one node, has one rank per node, or is not the world, and
-    so is ``node_size``.
+    gradients: what they take inside the node, ``intra`` if not given. All are None for a group that
+    lies in one node, has one rank per node, or is not the world, and so is ``node_size``.
 
     [Note: order of the second level] A gather over two levels posts its second one when it is
     waited for, and DeepSpeed's waits come from sets, in another order on every rank. So a wait
     first posts the second level of all gathers that were posted before.
     """
 
-    def __init__(self, whole: Link, intra: Link | None = None, inter: Link | None = None) -> None:
+    def __init__(
+        self,
+        whole: Link,
+        intra: Link | None = None,
+        inter: Link | None = None,
+        gradients: Link | None = None,
+    ) -> None:
         self.whole, self.intra, self.inter = whole, intra, inter
+        self.gradients = gradients or intra
         self.size, self.rank = whole.size, whole.rank
         self.node_size = None if intra is None or inter is None else intra.size
+        self.backend = whole.backend
         self.encoding, self.decoding, self.empty = whole.encoding, whole.decoding, whole.empty
         self.unposted: deque[_TwoLevelGather] = deque()  # their second level
 

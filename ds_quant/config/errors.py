@@ -1,7 +1,6 @@
 """Error messages for a "quantized_comm" block: which key, its value, what is allowed.
 
-What is allowed is read from the JSON schema of the model, so that an error, the schema and the
-check itself cannot disagree.
+What is allowed is read from the types of the model that checks it, so that both agree.
 """
 
 from __future__ import annotations
@@ -9,14 +8,17 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from ds_quant.config.presets import AUTOTUNE
 
 KEY = "quantized_comm"
 Location = tuple[str | int, ...]  # ("gradients", "bits"): below the block
+Model = type[BaseModel]
 
 # Keys that somebody will look for and that are missing on purpose.
 _ABSENT = {
@@ -101,9 +103,9 @@ def auto_values(value: Any, location: Location = ()) -> list[str]:
     return [line for key, item in items for line in auto_values(item, (*location, key))]
 
 
-def explain(error: ValidationError, *, schema: dict[str, Any], block: dict) -> list[str]:
-    """Return one sentence per mistake. ``schema``: of the block; ``block``: what the user wrote."""
-    return [_sentence(e, schema, block) for e in error.errors(include_url=False)]
+def explain(error: ValidationError, *, model: Model, block: dict) -> list[str]:
+    """Return one sentence per mistake. ``model``: of the block; ``block``: what the user wrote."""
+    return [_sentence(e, model, block) for e in error.errors(include_url=False)]
 
 
 def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
@@ -115,66 +117,66 @@ def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
             for key in ("weights", "gradients", "node_shard")
             if block.get(key) is not None
         ]
-    problems = []
+    rules: list[tuple[str, Iterable[str], str]] = []  # role, keys, why they have no effect
     for role in ("weights", "gradients"):
         settings, written = getattr(config, role), block.get(role, {})
         if settings.codec is not None:
-            problems += [
-                f"{path_of((role, key))}={show(written[key])}: no effect with "
-                f"{path_of((role, 'codec'))}={show(settings.codec)}: leave one of them out"
-                for key in _QUANTIZER
-                if key in written
-            ]
-        if settings.enabled or "enabled" in written:
-            continue
-        problems += [
-            f"{path_of((role, key))}={show(value)}: no effect, {path_of((role, 'enabled'))}=false "
-            f"(set by scheme {config.scheme}): set it to true or choose another scheme"
-            for key, value in written.items()
-            if key != "cross"  # how often they travel, quantized or not
-        ]
-    weights = block.get("weights", {})
-    if config.weights.exactly_differ:
-        by = "" if "lossless" in weights else f" (set by scheme {config.scheme})"
-        return problems + [
-            f"{path_of(('weights', key))}={show(weights[key])}: no effect with "
-            f"{path_of(('weights', 'lossless'))}=true{by}: leave {key} out, or set lossless to "
-            "false"
-            for key in (*_QUANTIZER, *_LEVELS, "codec", "difference")
-            if key in weights
-        ]
-    if config.weights.enabled and config.weights.levels == "uniform":
-        problems += [
-            f"{path_of(('weights', key))}={show(weights[key])}: no effect with uniform levels: "
-            f'set {path_of(("weights", "levels"))} to "learned" or leave {key} out'
-            for key in _LEVELS
-            if key in weights
-        ]
-    return problems
+            codec = f"{path_of((role, 'codec'))}={show(settings.codec)}"
+            rules.append((role, _QUANTIZER, f" with {codec}: leave one of them out"))
+        if not settings.enabled and "enabled" not in written:
+            off = f"{path_of((role, 'enabled'))}=false (set by scheme {config.scheme})"
+            keys = [key for key in written if key != "cross"]  # how often, quantized or not
+            rules.append((role, keys, f", {off}: set it to true or choose another scheme"))
+    weights = config.weights
+    if weights.exactly_differ:
+        by = "" if "lossless" in block.get("weights", {}) else f" (set by scheme {config.scheme})"
+        fix = "leave {key} out, or set lossless to false"
+        keys = [*_QUANTIZER, *_LEVELS, "codec", "difference"]
+        rules.append(("weights", keys, f" with {path_of(('weights', 'lossless'))}=true{by}: {fix}"))
+    elif weights.enabled and weights.levels == "uniform":
+        fix = f'set {path_of(("weights", "levels"))} to "learned" or leave {{key}} out'
+        rules.append(("weights", _LEVELS, f" with uniform levels: {fix}"))
+    return [
+        f"{path_of((role, key))}={show(block[role][key])}: no effect{why.replace('{key}', key)}"
+        for role, keys, why in rules
+        for key in keys
+        if key in block.get(role, {})
+    ]
 
 
-def allowed_in(schema: dict[str, Any], location: Location) -> str:
-    """Describe the values allowed at one place of ``schema``; ValueError outside of it."""
-    node = _node(schema, location)
-    if node is None:
+def allowed_in(model: Model, location: Location) -> str:
+    """Describe the values allowed at one place of ``model``; ValueError outside of it."""
+    found = _type_at(model, location)
+    if found is None:
         raise ValueError(f"{'.'.join(map(str, location))}: no such key")
-    return _allowed(node)
+    return _in_words(found)
 
 
-def _sentence(error: Mapping[str, Any], schema: dict[str, Any], block: dict) -> str:
+def model_in(annotation: Any) -> Model | None:
+    """The model that a key holds, perhaps beside null; None if it holds a value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(model_in, get_args(annotation))), None)
+
+
+def _sentence(error: Mapping[str, Any], model: Model, block: dict) -> str:
     location: Location = error["loc"]
-    context = error.get("ctx", {})
-    if error["type"] == "extra_forbidden":
-        return _unknown_key(location, error["input"], schema)
-    if error["type"] == "conflict":
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _unknown_key(location, error["input"], model)
+    if kind == "conflict":
         settings = context["settings"].items()
         both = (_setting((*location, key), value, block) for key, value in settings)
         return f"{' conflicts with '.join(both)}: {context['fix']}"
-    node = _node(schema, location)
-    if node is None:  # a key that is not a string
+    found = _type_at(model, location)
+    if found is None:  # a key that is not a string
         return f"{path_of(location)}: {error['msg']}"
-    allowed = context["allowed"] if error["type"] == "rule" else _allowed(node)
-    hint = "" if error["type"] == "rule" else _spelling_hint(error["input"], node)
+    if kind == "rule":
+        allowed, words = context["allowed"], context.get("words", ())
+    else:
+        allowed, words = _in_words(found), _literals(found)
+    near = did_you_mean(error["input"], words) if isinstance(error["input"], str) else None
+    hint = "" if near is None else f"; did you mean {show(near)}?"
     return f"{path_of(location)}={show(error['input'])}: allowed: {allowed}{hint}"
 
 
@@ -185,12 +187,13 @@ def _setting(location: Location, value: Any, block: Any) -> str:
     return f"{path_of(location)}={show(value)}{'' if block is not None else ' (set by the scheme)'}"
 
 
-def _unknown_key(location: Location, value: Any, schema: dict[str, Any]) -> str:
+def _unknown_key(location: Location, value: Any, model: Model) -> str:
     path, key = f"{path_of(location)}={show(value)}", str(location[-1])
     if location in _ABSENT:
         return f"{path}: not supported: {_ABSENT[location]}"
-    here = list(_properties(_node(schema, location[:-1]) or {}))
-    elsewhere = [c for c in _all_locations(schema) if c[-1] == key]
+    parent = model_in(_type_at(model, location[:-1]))
+    here = list(parent.model_fields) if parent else []
+    elsewhere = [c for c in _all_locations(model) if c[-1] == key]
     elsewhere = [c for c in elsewhere if len(c) == min(map(len, elsewhere))]
     near = did_you_mean(key, here)
     if elsewhere:
@@ -200,74 +203,82 @@ def _unknown_key(location: Location, value: Any, schema: dict[str, Any]) -> str:
     return f"{path}: unknown key: allowed: {', '.join(here)}{hint}"
 
 
-def _all_locations(schema: dict[str, Any], above: Location = ()) -> list[Location]:
+def _all_locations(model: Model, above: Location = ()) -> list[Location]:
     found: list[Location] = []
-    for key in _properties(_node(schema, above) or {}):
-        found += [(*above, key), *_all_locations(schema, (*above, key))]
+    for key, field in model.model_fields.items():
+        inner = model_in(field.annotation)
+        found += [(*above, key), *(_all_locations(inner, (*above, key)) if inner else ())]
     return found
 
 
-def _node(schema: dict[str, Any], location: Location) -> dict[str, Any] | None:
-    """The schema of one place in the block, with $ref followed; ``None`` outside the schema."""
-    node: dict[str, Any] | None = schema
+# ---- what a type allows ----
+
+
+_LIMITS = ("ge", "gt", "le", "lt", "multiple_of", "min_length", "pattern")
+
+
+def _type_at(model: Model, location: Location) -> Any:
+    """The type of one place in the block, with its limits; ``None`` outside the model."""
+    found: Any = model
     for part in location:
-        node = node.get("items") if isinstance(part, int) else _properties(node).get(part)
-        if node is None:
+        if isinstance(part, int):  # of a list, or a key that is no string
+            found = next(iter(get_args(get_args(found)[0])), None) if get_args(found) else None
+            continue
+        inner = model_in(found)
+        field = inner.model_fields.get(part) if inner else None
+        if field is None:
             return None
-        node = _followed(schema, node)
-    return node
+        found = Annotated[(field.annotation, *field.metadata, None)]
+    return found
 
 
-def _followed(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
-    """The node with $ref followed, also in its alternatives."""
-    if "$ref" in node:
-        return schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
-    if "anyOf" in node:
-        return {**node, "anyOf": [_followed(schema, option) for option in node["anyOf"]]}
-    return node
+def _in_words(kind: Any) -> str:
+    """What values of a type are: "a whole number from 2 to 8"."""
+    limits: dict[str, Any] = {}
+    if get_origin(kind) is Annotated:
+        kind, *metadata = get_args(kind)
+        limits = _limits(metadata)
+    options = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(_in_words(option) for option in options)
+    if get_origin(kind) is Literal:
+        return " or ".join(map(show, options))
+    if get_origin(kind) is tuple:
+        return f"a list, each item {_in_words(options[0])}"
+    if kind is str:
+        return f"a string{', not empty' * ('min_length' in limits)}" + (
+            " (no NUL bytes)" * ("pattern" in limits)
+        )
+    if kind in (int, float):
+        step = limits.get("multiple_of")
+        noun = "a whole number" if kind is int else "a number"
+        return (f"a multiple of {step}" if step else noun) + _bounds(limits)
+    if model := model_in(kind):
+        return "an object with the keys " + ", ".join(model.model_fields)
+    return {bool: "true or false", NoneType: "null"}[kind]
 
 
-def _properties(node: dict[str, Any]) -> dict[str, Any]:
-    """Keys of an object, also of one that may be null."""
-    objects = [option for option in node.get("anyOf", [node]) if "properties" in option]
-    return objects[0]["properties"] if objects else {}
+def _limits(metadata: Iterable[Any]) -> dict[str, Any]:
+    """As ``Field`` calls them."""
+    found: dict[str, Any] = {}
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            found |= _limits(item.metadata)
+        found |= {name: getattr(item, name) for name in _LIMITS if hasattr(item, name)}
+    return found
 
 
-def _allowed(node: dict[str, Any]) -> str:
-    if "anyOf" in node:
-        return " or ".join(_allowed(option) for option in node["anyOf"])
-    if "enum" in node:
-        return " or ".join(show(choice) for choice in node["enum"])
-    kind = node.get("type")
-    if kind in ("integer", "number"):
-        step = node.get("multipleOf")
-        noun = {"integer": "a whole number", "number": "a number"}[kind]
-        return (f"a multiple of {step}" if step else noun) + _bounds(node)
-    if kind == "object":
-        return "an object with the keys " + ", ".join(node.get("properties", {}))
-    if kind == "array":
-        return f"a list, each item {_allowed(node['items'])}"
-    if kind == "string":
-        return "a string, not empty" if "minLength" in node else "a string"
-    return {"boolean": "true or false", "null": "null"}[kind]
-
-
-def _bounds(node: dict[str, Any]) -> str:
-    low, high = node.get("minimum"), node.get("maximum")
+def _bounds(limits: Mapping[str, Any]) -> str:
+    low, high = limits.get("ge"), limits.get("le")
     if low is not None and high is not None:
         return f" from {low} to {high}"
-    words = {
-        "minimum": "at least",
-        "exclusiveMinimum": "above",
-        "maximum": "at most",
-        "exclusiveMaximum": "below",
-    }
-    parts = [f"{word} {node[limit]}" for limit, word in words.items() if limit in node]
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    parts = [f"{word} {limits[key]}" for key, word in words.items() if key in limits]
     return " " + " and ".join(parts) if parts else ""
 
 
-def _spelling_hint(value: Any, node: dict[str, Any]) -> str:
-    options = node.get("anyOf", [node])
-    choices = [c for option in options for c in option.get("enum", ()) if isinstance(c, str)]
-    near = did_you_mean(value, choices) if isinstance(value, str) else None
-    return "" if near is None else f"; did you mean {show(near)}?"
+def _literals(kind: Any) -> list[str]:
+    """The words that a type may be."""
+    if get_origin(kind) is Literal:
+        return [word for word in get_args(kind) if isinstance(word, str)]
+    return [word for option in get_args(kind) for word in _literals(option)]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from itertools import pairwise
+from math import isqrt
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -33,7 +35,15 @@ from ds_quant.config.errors import (
     show,
     without_effect,
 )
-from ds_quant.config.presets import AUTOTUNE, apply_preset, preset_description, preset_names
+from ds_quant.config.presets import (
+    AUTOTUNE,
+    RENAMED,
+    apply_preset,
+    choices,
+    preset_description,
+    preset_groups,
+    preset_names,
+)
 
 # ---- parts of the block ----
 
@@ -60,8 +70,9 @@ def conflict(block: BaseModel, *keys: str, fix: str) -> PydanticCustomError:
     return PydanticCustomError("conflict", "{fix}", {"settings": settings, "fix": fix})
 
 
-def rule(allowed: str) -> PydanticCustomError:
-    return PydanticCustomError("rule", "{allowed}", {"allowed": allowed})
+def rule(allowed: str, words: Sequence[str] = ()) -> PydanticCustomError:
+    """``words``: that somebody may have misspelt."""
+    return PydanticCustomError("rule", "{allowed}", {"allowed": allowed, "words": words})
 
 
 class Block(BaseModel):
@@ -131,7 +142,7 @@ class MetricsConfig(Block):
         description="Every so many optimizer steps one is sampled and bytes, errors, bits and "
         "seconds are written to the monitors of the DeepSpeed config. 0: never.",
     )
-    file: Annotated[str, Field(min_length=1)] | None = Field(
+    file: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")] | None = Field(
         None, description="File to which rank 0 appends the same as a line of JSON. null: none."
     )
 
@@ -280,7 +291,6 @@ class GradientsConfig(_Quantizer):
 
 
 if TYPE_CHECKING:
-    from ds_quant.codec.codec import Codec
     from ds_quant.policy.scheme import Scheme
 
 __all__ = ["KEY", "ConfigError", "QuantizedCommConfig", "json_schema", "parse", "parse_block"]
@@ -324,9 +334,8 @@ class QuantizedCommConfig(Block):
         description="With one rank per node the node shard is a full copy of the weights: "
         "true accepts that.",
     )
-    slices: Positive | None = Field(
+    slices: Annotated[int, Field(ge=1, le=64), BeforeValidator(whole)] | None = Field(
         None,
-        le=64,
         description="Slices of a gradient bucket on two levels: one crosses between nodes, the "
         "next is inside them. null: by its size and, with autotune, the links' measured rates.",
     )
@@ -364,11 +373,11 @@ class QuantizedCommConfig(Block):
         description="Seconds to wait at start-up for ranks without this block, a day at most.",
     )
 
-    @field_validator("scheme")
+    @field_validator("scheme", mode="before")
     @classmethod
-    def _known_scheme(cls, name: str) -> str:
+    def _known_scheme(cls, name: Any) -> Any:
         if name not in (*preset_names(), AUTOTUNE):
-            raise PydanticCustomError("unknown_scheme", "unknown scheme")
+            raise rule(choices(), words=(*preset_names(), AUTOTUNE))
         return name
 
     def resolved(self) -> dict[str, Any]:
@@ -390,9 +399,17 @@ class QuantizedCommConfig(Block):
         """Raise ``ConfigError`` unless ``node_size`` divides the number of ranks."""
         if self.node_size is None or world % self.node_size == 0:
             return
-        divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        small = [n for n in range(1, min(isqrt(world), 10**6) + 1) if world % n == 0]
+        divisors = sorted({*small, *(world // n for n in small)})
+        shown = ", ".join(map(str, divisors[:16])) + (", ..." if len(divisors) > 16 else "")
         path = path_of(("node_size",))
-        raise ConfigError(f"{path}={self.node_size}: allowed with {world} ranks: {divisors}")
+        raise ConfigError(f"{path}={self.node_size}: allowed with {world} ranks: {shown}")
+
+    @property
+    def own_codecs(self) -> dict[str, str]:
+        """Modules with a number format of the user's own, by role."""
+        roles = {"weights": self.weights, "gradients": self.gradients}
+        return {role: s.codec for role, s in roles.items() if s.enabled and s.codec is not None}
 
     @property
     def keeps_node_shard(self) -> bool:
@@ -419,62 +436,9 @@ class QuantizedCommConfig(Block):
 
     def to_scheme(self) -> Scheme:
         """Build the scheme; ConfigError for "autotune", see ``picked``."""
-        if self.scheme == AUTOTUNE:
-            raise ConfigError(
-                f'{path_of(("scheme",))}="{AUTOTUNE}": no scheme before links are measured: '
-                "allowed here: a preset"
-            )
         from ds_quant.policy.scheme import Scheme  # here, so that checks do not load torch
 
-        weights, gradients = self.weights, self.gradients
-        learned = weights.enabled and weights.levels == "learned" and not weights.lossless
-        return Scheme(
-            name=self.scheme,
-            weights=None if weights.exactly_differ else _codec(self, weights),
-            weights_intra=_codec(self, weights, weights.intra),
-            gradients=_codec(self, gradients),
-            gradients_intra=_codec(self, gradients, gradients.intra),
-            difference=weights.differ,
-            lossless=weights.exactly_differ,
-            node_shard=self.keeps_node_shard,
-            allow_full_replica=self.allow_full_replica,
-            checksum_steps=self.checksum_steps,
-            payload_checksum=self.payload_checksum,
-            cross=gradients.cross,
-            rotation=gradients.rotation if gradients.enabled else 0,
-            rotation_signs=gradients.rotation_signs,
-            exclude=self.exclude,
-            min_numel=self.min_numel,
-            warmup_steps=self.warmup_steps,
-            seed=self.seed,
-            node_size=self.node_size,
-            slices=self.slices,
-            level_steps=self.weights.level_steps if learned else (),
-            level_rate=self.weights.level_rate,
-            backend=self.backend,
-        )
-
-
-def _codec(
-    config: QuantizedCommConfig,
-    role: WeightsConfig | GradientsConfig,
-    intra: IntraConfig | None | Literal[False] = False,
-) -> Codec | None:
-    """The codec of a role, or with ``intra`` that of its exchanges inside a node."""
-    from ds_quant.codec.codec import GroupCodec
-    from ds_quant.codec.plugin import load
-
-    if not role.enabled or intra is None:
-        return None
-    if role.codec is not None and not intra:
-        return load(role.codec)
-    fields = ("bits", "group_size", "range", "rounding", "levels")
-    given = {name: getattr(role, name) for name in fields if hasattr(role, name)}
-    if intra:
-        given |= {"bits": intra.bits, "group_size": intra.group_size, "levels": "uniform"}
-    if role.range == "gaussian":
-        given |= {"range": "absmax"} if intra else {"rounding": "nearest"}
-    return GroupCodec(**given, backend=config.backend)
+        return Scheme.of(self)
 
 
 def parse(param_dict: dict[str, Any], *, load_codecs: bool = True) -> QuantizedCommConfig | None:
@@ -509,10 +473,13 @@ def parse_block(block: Any, *, load_codecs: bool = True) -> QuantizedCommConfig:
     if problems := auto_values(block):
         raise ConfigError(*problems)
     name = block.get("scheme", QuantizedCommConfig.model_fields["scheme"].default)
+    if isinstance(name, str) and name in RENAMED:
+        name = RENAMED[name]
+        block = {**block, "scheme": name}
     try:
         config = QuantizedCommConfig.model_validate(apply_preset(name, block))
     except ValidationError as error:
-        raise ConfigError(*explain(error, schema=_block_schema(), block=block)) from None
+        raise ConfigError(*explain(error, model=QuantizedCommConfig, block=block)) from None
     own = _unusable_codecs if config.enabled and load_codecs else lambda _: []
     if problems := without_effect(config, block) or own(config):
         raise ConfigError(*problems)
@@ -521,14 +488,14 @@ def parse_block(block: Any, *, load_codecs: bool = True) -> QuantizedCommConfig:
 
 def _unusable_codecs(config: QuantizedCommConfig) -> list[str]:
     """Find modules named in the block that are no codecs."""
+    from ds_quant.codec.plugin import load
+
     problems = []
-    for role in ("weights", "gradients"):
-        settings = getattr(config, role)
+    for role, module in config.own_codecs.items():
         try:
-            if settings.codec is not None:
-                _codec(config, settings)
+            load(module)
         except ValueError as error:
-            problems.append(f"{path_of((role, 'codec'))}={show(settings.codec)}: {error}")
+            problems.append(f"{path_of((role, 'codec'))}={show(module)}: {error}")
     return problems
 
 
@@ -537,8 +504,9 @@ def _block_schema() -> dict[str, Any]:
     schema = QuantizedCommConfig.model_json_schema()
     scheme = schema["properties"]["scheme"]
     scheme["enum"] = [*preset_names(), AUTOTUNE]
-    described = "; ".join(f"{name}: {preset_description(name)}" for name in preset_names())
-    scheme["description"] += f" {described}."
+    for group, names in preset_groups().items():
+        described = "; ".join(f"{name}: {preset_description(name)}" for name in names)
+        scheme["description"] += f" {group}{', ' if group else ''}{described}."
     return schema
 
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ds_quant.kernels.packing import Format
-from ds_quant.kernels.wire import round_up
+from ds_quant.kernels.wire import Format, round_up
 
 Places = tuple[int, ...]
 
@@ -41,11 +40,6 @@ class Encode(NamedTuple):
         """Elements of a row."""
         return round_up(self.numel, self.block or 1)
 
-    @property
-    def backend(self) -> str:
-        """One of dispatch.BACKENDS."""
-        return self.codec.backend
-
 
 class Decode(NamedTuple):
     """Places: wire, values. ``add``: to the values that are there."""
@@ -56,8 +50,6 @@ class Decode(NamedTuple):
     values: int
     stream: int
     add: bool = False
-
-    backend = Encode.backend
 
 
 class Sum(NamedTuple):
@@ -78,7 +70,7 @@ class Sum(NamedTuple):
     flips: bool = False
     scale: float = 1.0
 
-    on_wire, backend = Encode.on_wire, Encode.backend
+    on_wire = Encode.on_wire
 
 
 class Recode(NamedTuple):
@@ -98,7 +90,7 @@ class Recode(NamedTuple):
     own: int
     block: int = 0
 
-    on_wire, backend = Encode.on_wire, Encode.backend
+    on_wire = Encode.on_wire
 
 
 class Rotate(NamedTuple):
@@ -110,7 +102,6 @@ class Rotate(NamedTuple):
     stream: int
     block: int = 0
     flips: bool = False
-    backend: str = "auto"
 
     padded = Encode.on_wire
 
@@ -231,9 +222,4 @@ class Arguments:
             target[:] = values if instead is None else np.where(values, values, instead)
 
 
-def addresses_of(buffers: Sequence[torch.Tensor]) -> np.ndarray:
-    """Addresses of the buffers."""
-    return np.array([b.data_ptr() for b in buffers], dtype=np.uint64)
-
-
-Runnable = Callable[[Sequence[torch.Tensor], StreamArrays], None]
+Runnable = Callable[[np.ndarray, StreamArrays], None]  # addresses of the buffers, uint64

@@ -28,13 +28,13 @@ import torch
 
 from ds_quant.kernels import launch
 from ds_quant.kernels.launch import Launch, Table, merge
-from ds_quant.kernels.packing import layout_of
+from ds_quant.kernels.wire import layout_of
 from ds_quant.resources import resource_dir
 
 # ---- source text ----
 
 
-KERNELS = ("encode", "decode_sum", "recode", "rotate", "lossless")
+KERNELS = ("encode", "decode_sum", "recode", "rotate", "cast", "lossless")
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 
@@ -127,32 +127,6 @@ class Runner:
         mine.stream.ptr = _current_stream(self.index)
         function(grid, (work.threads,), arguments, 0, mine.stream)
         return None
-
-
-class Batch:
-    """A runner that collects independent launches and merges them into few."""
-
-    # Below that, tables of jobs gain nothing: each costs a copy to the device.
-    FEW = 4
-
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
-        self._launches: list[Launch] = []
-
-    def __call__(self, work: Launch) -> None:
-        if work.at_once:
-            self.runner(work)
-        else:
-            self._launches.append(work)
-
-    def run(self) -> None:
-        """Carry out what has been collected."""
-        launches, self._launches = self._launches, []
-        if len(launches) < self.FEW:
-            for work in launches:
-                self.runner(work)
-        else:
-            self.runner.run_many(launches)
 
 
 def _current_stream(index: int) -> int:
@@ -265,6 +239,7 @@ def _check_versions() -> None:
 class _ProbeFormat(NamedTuple):
     """A codec whose codes are the integers -127 to 127 when the largest value is 127."""
 
+    kind: str = "groups"
     bits: int = 8
     group_size: int = 32
     rounding: str = "nearest"

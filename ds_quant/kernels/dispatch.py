@@ -7,10 +7,8 @@ or the library does not work, which is reported once. Same signatures and same b
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Hashable, Sequence
+from functools import cache
 from types import ModuleType
 
 import numpy as np
@@ -18,20 +16,16 @@ import torch
 
 from ds_quant.kernels import (
     cuda,
-    launch,
     launch_batch,
     launch_lossless,
     lossless,
     native,
     native_batch,
     native_lossless,
-    random_bits,
     reference,
-    scratch,
 )
 from ds_quant.kernels.batch import Runnable, Task
 from ds_quant.kernels.geometry import MAX_GROUP
-from ds_quant.kernels.packing import Format
 from ds_quant.kernels.wire import ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -56,53 +50,6 @@ def on_host(device: torch.device, backend: str) -> ModuleType:
     return native
 
 
-def runner_for(fmt: Format, device: torch.device) -> launch.Runner | None:
-    """Return the runner for a codec on a device; None where no kernel takes it."""
-    if device.type == "cuda" and fmt.backend != "torch" and not launch.supports(fmt):
-        _report_large_groups(fmt.group_size)
-        return None
-    runner = cuda_runner(device, fmt.backend)
-    if runner is None or _open.batches is None:
-        return runner
-    return _open.batches.setdefault(device, cuda.Batch(runner))
-
-
-class _Open(threading.local):
-    """Batches of this thread by device while ``batch_launches`` is entered, else None."""
-
-    batches: dict[torch.device, cuda.Batch] | None = None
-
-
-_open = _Open()
-
-
-@contextmanager
-def batch_launches() -> Iterator[None]:
-    """Let independent operations inside share launches on CUDA.
-
-    What they write is there after the end of the block, not before. Does nothing on the CPU.
-    """
-    before, _open.batches = _open.batches, {}
-    try:
-        yield
-        for batch in _open.batches.values():
-            batch.run()
-    finally:
-        _open.batches = before
-
-
-@contextmanager
-def launch_in_order() -> Iterator[None]:
-    """Launch operations inside in order, each reading what earlier ones wrote, also within
-    ``batch_launches``.
-    """
-    before, _open.batches = _open.batches, None
-    try:
-        yield
-    finally:
-        _open.batches = before
-
-
 def variant_of(buffers: Sequence[torch.Tensor]) -> Hashable:
     """Key of ``compile_tasks`` besides the tasks."""
     device = buffers[0].device
@@ -111,27 +58,33 @@ def variant_of(buffers: Sequence[torch.Tensor]) -> Hashable:
     return device, tuple([(b.dtype, b.data_ptr() % ALIGNMENT) for b in buffers])
 
 
-def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable | None:
-    """Compile tasks of one kind and backend for such buffers; None where no kernel takes all."""
-    device, operations = buffers[0].device, [operation for operation, _ in tasks]
-    backend = operations[0].backend
+def compile_tasks(
+    tasks: Sequence[Task], buffers: Sequence[torch.Tensor], backend: str
+) -> tuple[list[Runnable], list[Task]]:
+    """Compile tasks for such buffers: one call of a kernel for all tasks of a kind that it covers,
+    and the tasks that are left.
+    """
+    device, kernels, how = buffers[0].device, None, ()
     runner = cuda_runner(device, backend)
     if runner is not None:
-        kernels, run = launch_batch, (runner.run_tables,)
+        kernels, how = launch_batch, (runner.run_tables,)
     elif on_host(device, backend) is native:
-        kernels, run = native_batch, ()
-    else:
-        return None
-    if not all(kernels.covers(operation, buffers) for operation in operations):
-        return None
-    return kernels.compile_tasks(tasks, buffers, *run)
-
-
-def cuda_runner(device: torch.device, backend: str) -> cuda.Runner | None:
-    """Return the launcher of CuPy kernels on a device; None where there is none."""
-    if device.type != "cuda" or backend == "torch":
-        return None
-    return cuda.runner_of(device)
+        kernels = native_batch
+    kinds: dict[Hashable, list[Task]] = {}
+    left = []
+    for task in tasks:
+        operation = task[0]
+        codecs = (getattr(operation, name, None) for name in ("codec", "source"))
+        own = any(codec is not None and codec.kind == "module" for codec in codecs)
+        if kernels is None or own or not kernels.covers(operation, buffers):
+            size = getattr(getattr(operation, "codec", None), "group_size", 0)
+            if runner is not None and size > MAX_GROUP:
+                _report_large_groups(size)
+            left.append(task)
+        else:
+            kind = type(operation), getattr(operation, "held", None) is None
+            kinds.setdefault(kind, []).append(task)
+    return [kernels.compile_tasks(alike, buffers, *how) for alike in kinds.values()], left
 
 
 @cache
@@ -143,53 +96,11 @@ def _report_large_groups(group_size: int) -> None:
     )
 
 
-def kernel(name: str, fmt: Format, device: torch.device) -> Callable[..., None]:
-    """Find "encode", "decode" or "decode_sum" for a codec on a device.
-
-    The signatures are those of reference.py; on CUDA a sum may also be written in 16 bits.
-    """
-    run = runner_for(fmt, device)
-    if run is None:
-        return getattr(on_host(device, fmt.backend), name)
-    return partial(getattr(launch, name), run=run)
-
-
-def sum_dtype(fmt: Format, wanted: torch.dtype, device: torch.device) -> torch.dtype:
-    """The cheapest dtype for ``decode_sum`` to write where `wanted` is needed: CUDA kernels cast
-    for free, elsewhere many sums are cast at once.
-    """
-    return torch.float32 if runner_for(fmt, device) is None else wanted
-
-
-def recode(
-    wire: torch.Tensor,  # (sources, nbytes of source) uint8
-    out: torch.Tensor,  # (nbytes of fmt,) uint8
-    source: Format,
-    fmt: Format,
-    *,
-    numel: int,
-    own: tuple[int, torch.Tensor] | None,  # place and values, (numel,) floating point
-    address: random_bits.Address | None,
-    source_levels: torch.Tensor | None,  # learned levels only
-    levels: torch.Tensor | None,
-) -> None:
-    """Decode, add up in fp32 in order and encode the sum, as one operation.
-
-    On CUDA one kernel, whose sums never leave the registers.
-    """
-    device = wire.device
-    runs = runner_for(source, device), runner_for(fmt, device)
-    if None in runs:
-        total = scratch.take("sum", (numel,), dtype=torch.float32, device=device)
-        with launch_in_order():
-            add_up, encode = kernel("decode_sum", source, device), kernel("encode", fmt, device)
-            add_up(wire, total, source, scale=1.0, own=own, levels=source_levels)
-            encode(total.view(1, -1), out.view(1, -1), fmt, address=address, levels=levels)
-        return
-    launch.recode(
-        wire.unsqueeze(0), out.view(1, -1), source, fmt, numel=numel, address=address,
-        run=runs[1], source_levels=source_levels, levels=levels, own=own,
-    )  # fmt: skip
+def cuda_runner(device: torch.device, backend: str) -> cuda.Runner | None:
+    """Return the launcher of CuPy kernels on a device; None where there is none."""
+    if device.type != "cuda" or backend == "torch":
+        return None
+    return cuda.runner_of(device)
 
 
 def encode_lossless(
@@ -216,15 +127,23 @@ def decode_lossless(
     out: torch.Tensor,  # (rows, numel) of the same dtype; may be the reference
     *,
     backend: str,
+    status: torch.Tensor | None = None,  # (rows, 2) int32, zeros
 ) -> None:
-    """Decode a message into every row of `out`. ``lossless.Damaged`` for one that cannot be: on
-    CUDA that waits for the device.
+    """Decode a message into every row of `out`. What cannot be decoded is told by `status`, see
+    ``lossless.problem_of``; without one by ``lossless.Damaged``, which waits for a CUDA device.
     """
     runner, messages = cuda_runner(wire.device, backend), (wire, starts, lengths)
-    if runner is None:
+    if runner is not None:
+        launch_lossless.decode_rows(
+            *messages, reference, out, run_tables=runner.run_tables, status=status
+        )
+        return
+    try:
         _lossless_on(wire.device, backend).decode_rows(*messages, reference, out)
-    else:
-        launch_lossless.decode_rows(*messages, reference, out, run_tables=runner.run_tables)
+    except lossless.Damaged as error:
+        if status is None:
+            raise
+        status[error.row, 0] = lossless.PROBLEMS.index(error.what) + 1
 
 
 def _lossless_on(device: torch.device, backend: str) -> ModuleType:

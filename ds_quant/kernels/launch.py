@@ -30,9 +30,16 @@ from ds_quant.kernels.geometry import (
     sum_threads,
     tiling,
 )
-from ds_quant.kernels.hadamard import BlockRotation
-from ds_quant.kernels.packing import Format, layout_of
-from ds_quant.kernels.wire import ALIGNMENT, VECTOR_NUMEL, WireLayout, ceil_div, round_up
+from ds_quant.kernels.reference import BlockRotation
+from ds_quant.kernels.wire import (
+    ALIGNMENT,
+    VECTOR_NUMEL,
+    Format,
+    WireLayout,
+    ceil_div,
+    layout_of,
+    round_up,
+)
 
 # ---- argument structs ----
 
@@ -66,6 +73,12 @@ FIELDS["rotate"] = (
     *_PLACE,
     *("values", "values_stride", "numel", "rotated", "rotated_stride", "padded"),
     *("flips_low", "flips_high"),
+)
+
+FIELDS["cast"] = (
+    *_PLACE,
+    *("source", "source_row", "sources", "source_stride"),
+    *("values", "values_stride", "numel", "padded", "own", "own_values", "factor"),
 )
 
 FIELDS["lossless"] = (
@@ -130,11 +143,6 @@ def merge(launches: Iterable[Launch]) -> list[Table]:
         written = b"".join(jobs), len(jobs), b"".join(job_of_block)
         tables.append(Table(kernel, macros, blocks, threads, *written))
     return tables
-
-
-def place_of(kernel: str, field: str) -> int:
-    """Index of a field among the 64-bit integers of a job, to change it in a device buffer."""
-    return FIELDS[kernel].index(field)
 
 
 class Plan:
@@ -555,6 +563,27 @@ def recode_plan(source_fmt: Format, fmt: Format, numel: int, sources: int, has_o
     fields["sources"] = sources
     blocks = ceil_div(layout.num_groups, tiles.block_groups)
     return Plan("recode", macros, blocks=blocks, threads=THREADS, fields=fields)
+
+
+@lru_cache(maxsize=_PLANS)
+def cast_plan(
+    source: torch.dtype,
+    dtype: torch.dtype,
+    numel: int,
+    padded: int,
+    *,
+    sources: int = 1,
+    has_own: bool = False,
+    scale: float = 1.0,
+) -> Plan:
+    """Plan launches that cast rows to ``dtype``, filled up with zeros, or add them up."""
+    is_copy = source == dtype and sources == 1 and not has_own and scale == 1.0
+    macros = {"DSQ_SOURCE": DTYPES[source], "DSQ_VALUES": DTYPES[dtype]}
+    macros |= {"DSQ_COPY": int(is_copy), "DSQ_THREADS": THREADS}
+    fields = {"numel": numel, "padded": padded, "sources": sources, "factor": float_bits(scale)}
+    blocks = ceil_div(padded, VECTOR_NUMEL * THREADS)
+    fields["own"] = NO_SOURCE
+    return Plan("cast", macros, blocks=blocks, threads=THREADS, fields=fields)
 
 
 @lru_cache(maxsize=_PLANS)

@@ -25,13 +25,11 @@ from ds_quant.kernels.batch import (
     StreamArrays,
     Sum,
     Task,
-    addresses_of,
     rows_of,
 )
-from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.launch import FIELDS, NO_SOURCE, Launch, Table, merge
-from ds_quant.kernels.packing import Format
-from ds_quant.kernels.wire import ALIGNMENT
+from ds_quant.kernels.reference import BlockRotation
+from ds_quant.kernels.wire import ALIGNMENT, Cast, Format, layout_of
 
 _FP32_BYTES = 4
 
@@ -52,25 +50,36 @@ class _Job(NamedTuple):
 
 def covers(operation: Operation, buffers: Buffers) -> bool:
     """Whether the kernels take its codecs, and messages begin where they may."""
-    rotation = _rotation(operation)
     codecs = [getattr(operation, name, None) for name in ("codec", "source")]
     wires = [getattr(operation, name, None) for name in ("wire", "wire_in", "rotated")]
     dtypes = [getattr(operation, name, None) for name in ("values", "held")]
     return (
-        all(codec is None or launch.supports(codec, rotation) for codec in codecs)
+        _takes([codec for codec in codecs if codec is not None], operation)
         and all(w is None or buffers[w].data_ptr() % ALIGNMENT == 0 for w in wires)
         and all(v is None or buffers[v].dtype in launch.DTYPES for v in dtypes)
-        and not (isinstance(operation, Rotate) and operation.block == 0)
     )
+
+
+def _takes(codecs: Sequence[Format | Cast], operation: Operation) -> bool:
+    """Whether there is a kernel for these codecs; casts are done alone."""
+    if any(codec.kind == "cast" for codec in codecs):
+        others = [getattr(operation, name, 0) or 0 for name in ("block", "add")]
+        held = getattr(operation, "held", None) is not None
+        return all(codec.kind == "cast" for codec in codecs) and not (any(others) or held)
+    return all(launch.supports(codec, _rotation(operation)) for codec in codecs)
 
 
 def compile_tasks(tasks: Sequence[Task], buffers: Buffers, run_tables: RunTables) -> Runnable:
     """Compile tasks of one kind for buffers of the same dtypes and alignment."""
-    tables = [_Filled(table, jobs, buffers[0].device) for table, jobs in _tables(tasks, buffers)]
+    device = buffers[0].device
+    tables = [(table, _arguments(table, jobs, device)) for table, jobs in _tables(tasks, buffers)]
 
-    def run(buffers: Buffers, streams: StreamArrays) -> None:
-        addresses = addresses_of(buffers)
-        run_tables([table.filled(addresses, streams) for table in tables])
+    def run(addresses: np.ndarray, streams: StreamArrays) -> None:
+        filled = []
+        for table, arguments in tables:
+            arguments.fill(addresses, streams)
+            filled.append(table._replace(jobs=arguments.records.tobytes()))
+        run_tables(filled)
 
     return run
 
@@ -85,8 +94,8 @@ def _tables(tasks: Sequence[Task], buffers: Buffers) -> list[tuple[Table, list[_
     rows = rows_of(tasks, 1) if kind in (Encode, Decode) else [Rows(*task) for task in tasks]
     alike: dict[tuple, list[_Job]] = {}
     for row in rows:
-        job = _jobs[kind](row, buffers)
-        alike.setdefault((job.launch.macros, job.launch.threads), []).append(job)
+        job = (_cast if _is_cast(row.operation) else _jobs[kind])(row, buffers)
+        alike.setdefault((job.launch.kernel, job.launch.macros), []).append(job)
     found = []
     for jobs in alike.values():
         (table,) = merge([job.launch for job in jobs])
@@ -94,26 +103,20 @@ def _tables(tasks: Sequence[Task], buffers: Buffers) -> list[tuple[Table, list[_
     return found
 
 
-class _Filled:
-    """A table that is filled in at every run."""
-
-    def __init__(self, table: Table, jobs: Sequence[_Job], device: torch.device) -> None:
-        self._table, first = table, jobs[0]
-        fields = np.dtype([(name, "<u8") for name in FIELDS[table.kernel]])
-        self._arguments = Arguments(fields, table.jobs, [job.stream for job in jobs])
-        for field in first.points:
-            self._arguments.point(field, [job.points[field] for job in jobs])
-        if first.vector is not None:
-            self._arguments.take_randomness([job.vector for job in jobs])
-        if first.flips:
-            self._arguments.take_flips()
-        for place, (field, _) in enumerate(first.tables):
-            codecs = [job.tables[place][1] for job in jobs]
-            self._arguments.take_levels(codecs, device, field)
-
-    def filled(self, addresses: np.ndarray, streams: StreamArrays) -> Table:
-        self._arguments.fill(addresses, streams)
-        return self._table._replace(jobs=self._arguments.records.tobytes())
+def _arguments(table: Table, jobs: Sequence[_Job], device: torch.device) -> Arguments:
+    """What a run fills in of a table."""
+    first, fields = jobs[0], np.dtype([(name, "<u8") for name in FIELDS[table.kernel]])
+    arguments = Arguments(fields, table.jobs, [job.stream for job in jobs])
+    for field in first.points:
+        arguments.point(field, [job.points[field] for job in jobs])
+    if first.vector is not None:
+        arguments.take_randomness([job.vector for job in jobs])
+    if first.flips:
+        arguments.take_flips()
+    for place, (field, _) in enumerate(first.tables):
+        codecs = [job.tables[place][1] for job in jobs]
+        arguments.take_levels(codecs, device, field)
+    return arguments
 
 
 def _rotation(operation: Operation) -> BlockRotation | None:
@@ -181,6 +184,38 @@ def _rotate(rows: Rows, buffers: Buffers) -> _Job:
     points = {"values": _at(buffers, op.values, places[0])}
     points["rotated"] = (op.rotated, places[1] * _FP32_BYTES)
     return _Job(plan.launch(1, {}), op.stream, points, flips=op.flips)
+
+
+def _is_cast(op: Operation) -> bool:
+    return not op.block if isinstance(op, Rotate) else op.codec.kind == "cast"
+
+
+def _cast(rows: Rows, buffers: Buffers) -> _Job:
+    """An operation that only changes the dtype of numbers and adds them up."""
+    op, places = rows.operation, rows.places
+    count, steps = (rows.shape[0], rows.steps[0]) if rows.shape else (1, places)
+    if isinstance(op, Encode | Rotate):
+        source, read = buffers[op.values].dtype, steps[0] * buffers[op.values].element_size()
+        points = {"source": _at(buffers, op.values, places[0])}
+    else:
+        source, read = (op.source if isinstance(op, Recode) else op.codec).dtype, steps[0]
+        points = {"source": (op.wire if isinstance(op, Decode) else op.wire_in, places[0])}
+    if isinstance(op, Encode | Recode):
+        dtype, written = op.codec.dtype, steps[1]
+        points["values"] = op.wire, places[1]
+        padded = layout_of(op.codec, op.numel).nbytes // dtype.itemsize
+    else:
+        into = op.rotated if isinstance(op, Rotate) else op.values
+        dtype, padded = buffers[into].dtype, op.numel
+        points["values"], written = _at(buffers, into, places[1]), steps[1] * dtype.itemsize
+    fields, how = {"source_row": read, "values_stride": written}, {}
+    if isinstance(op, Sum | Recode):
+        fields |= _source_fields(op)
+        points["own_values"] = _at(buffers, op.own, places[2])
+        how = {"sources": op.sources + (op.place is not None), "has_own": op.place is not None}
+        how["scale"] = getattr(op, "scale", 1.0)
+    plan = launch.cast_plan(source, dtype, op.numel, padded, **how)
+    return _Job(plan.launch(count, fields), op.stream, points)
 
 
 def _source_fields(op: Sum | Recode) -> dict[str, int]:

@@ -53,6 +53,7 @@ kind      the fewest words of raw, Rice and, if at most half of the elements cha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -93,6 +94,16 @@ class Damaged(ValueError):
             "different references"
         )
         self.what, self.row = what, row
+
+
+def problem_of(status: Sequence[int]) -> str | None:
+    """What is wrong with a row by its status (2,): the number of a problem, 0 for none, and how far
+    its checksum is off.
+    """
+    number, difference = status
+    if number:
+        return PROBLEMS[number - 1]
+    return "checksum" if difference else None
 
 
 def blocks_of(numel: int) -> int:

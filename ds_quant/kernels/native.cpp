@@ -1,6 +1,5 @@
-// GroupCodec and rotations on the CPU, bit for bit as reference.py and hadamard.py
-// specify them: [Note: numbers], [Note: exceptional groups], [Note: rotation numbers] there,
-// [Note: Gaussian levels] of gaussian.py and [Note: wire layout] of wire.py.
+// GroupCodec, casts and rotations on the CPU, bit for bit as the notes of reference.py and [Note: wire
+// layout] of wire.py specify them.
 //
 // A group is loaded as fp32 into a buffer that stays in cache, and every step is a plain loop over
 // it, which compilers vectorize: once per instruction set, and the dynamic loader picks. No fused
@@ -9,7 +8,8 @@
 // loads it.
 #include "native.hpp"
 
-enum Dtype { FP32, BF16 };
+enum Dtype { FP32, BF16, FP16 };
+static const i64 CODES = -1;  // a row holds codes of groups, not numbers
 enum Rounding { NEAREST, STOCHASTIC, RANDOM_SHIFT, LEARNED, GAUSSIAN };
 
 // Mirrored by kernels/native.py. A change of the fields or their meaning changes the version.
@@ -18,6 +18,7 @@ struct Job {
     i64 values_stride, wire_stride, base_stride;  // bytes from row to row
     i64 rows, numel, valid;    // elements of a row on the wire, and of values: fewer if rotated
     i64 dtype, base_dtype, add;  // of values and base; decode adds to the values that are there
+    i64 cast;  // dtype of the numbers that a row holds, or CODES
     i64 bits, group, has_offset, rounding, rotation;
     i64 planes[3], scales, offsets, nbytes;  // where the sections of a row lie
     u64 key, step, first_vector, row_vectors;  // of the random bits; vectors from row to row
@@ -31,7 +32,7 @@ struct Job {
 struct Recode {
     Job sum, encode;
 };
-extern "C" i64 dsq_version() { return 5; }
+extern "C" i64 dsq_version() { return 6; }
 
 // --- floats
 
@@ -53,6 +54,22 @@ INLINE u16 to_bf16(float x) {  // nearest, ties to even
     return (u16)((bits & 0x7FFFFFFF) > 0x7F800000u ? 0x7FC0 : rounded);
 }
 
+INLINE u16 to_fp16(float x) {  // nearest, ties to even
+    const u32 sign = bits_of(x) >> 16 & 0x8000, rest = bits_of(x) & 0x7FFFFFFF;
+    const u32 normal = (rest - 0x38000000 + 0xFFF + (rest >> 13 & 1)) >> 13;
+    // Below 2^-14: adding 1/2 rounds to a multiple of 2^-24.
+    const u32 subnormal = bits_of(float_of(rest) + 0.5f) - bits_of(0.5f);
+    u32 found = rest < 0x38800000 ? subnormal : normal;
+    if (rest >= 0x477FF000) found = rest > 0x7F800000 ? 0x7E00 : 0x7C00;
+    return (u16)(sign | found);
+}
+
+INLINE float of_fp16(u16 x) {
+    const u32 sign = (u32)(x & 0x8000) << 16, rest = (u32)(x & 0x7FFF) << 13;
+    const float finite = float_of(rest) * 0x1p112f;  // moves the exponent, of subnormals too
+    return float_of(sign | (rest >= 0x0F800000 ? 0x7F800000 | rest : bits_of(finite)));
+}
+
 INLINE void load(float *to, const u8 *from, i64 dtype, i64 count) {
     if (dtype == FP32) {
         memcpy(to, from, 4 * count);
@@ -61,7 +78,7 @@ INLINE void load(float *to, const u8 *from, i64 dtype, i64 count) {
     for (i64 i = 0; i < count; ++i) {
         u16 bits;
         memcpy(&bits, from + 2 * i, 2);
-        to[i] = float_of((u32)bits << 16);
+        to[i] = dtype == BF16 ? float_of((u32)bits << 16) : of_fp16(bits);
     }
 }
 
@@ -71,7 +88,7 @@ INLINE void store(u8 *to, const float *from, i64 dtype, i64 count) {
         return;
     }
     for (i64 i = 0; i < count; ++i) {
-        const u16 bits = to_bf16(from[i]);
+        const u16 bits = dtype == BF16 ? to_bf16(from[i]) : to_fp16(from[i]);
         memcpy(to + 2 * i, &bits, 2);
     }
 }
@@ -241,7 +258,7 @@ static void random_words(const Job &job, u64 first, i64 count, u32 *words) {
     philox(job, first + done, count - done, words + 4 * done);
 }
 
-// --- rotation, [Note: rotation numbers] of hadamard.py
+// --- rotation, [Note: rotation numbers] of reference.py
 
 typedef float Lanes __attribute__((vector_size(32)));
 
@@ -429,7 +446,7 @@ INLINE void nearest_level(const Job &job, const float *values, const Range &rang
     }
 }
 
-// --- Gaussian levels, [Note: Gaussian levels] of gaussian.py
+// --- Gaussian levels, [Note: Gaussian levels] of reference.py
 
 static const i64 GAUSSIAN_GROUP = 128;
 
@@ -508,6 +525,10 @@ static EVERY_CPU void encode_groups(const Job *pointer, i64 first, i64 last) {
         const i64 valid = job.valid - start < job.group ? job.valid - start : job.group;
         u8 *wire = job.wire + row * job.wire_stride;
         const u8 *x = job.values + row * job.values_stride + start * width_of(job.dtype);
+        if (job.cast == job.dtype && !job.base && !job.rotation) {  // every bit, of a NaN too
+            memcpy(wire + start * width_of(job.cast), x, width_of(job.cast) * count);
+            continue;
+        }
         load(values.data(), x, job.dtype, valid);
         if (job.base) {
             const i64 width = width_of(job.base_dtype);
@@ -516,6 +537,10 @@ static EVERY_CPU void encode_groups(const Job *pointer, i64 first, i64 last) {
             for (i64 j = 0; j < valid; ++j) values[j] -= base[j];
         }
         if (job.rotation) rotate_forward(values.data(), valid, count, job.rotation, signs);
+        if (job.cast != CODES) {
+            store(wire + start * width_of(job.cast), values.data(), job.cast, count);
+            continue;
+        }
         if (job.rounding == GAUSSIAN) {
             const u16 scale = gaussian_group(job, values.data(), codes.data());
             pack(job, wire, start, codes.data(), padded);
@@ -547,6 +572,11 @@ INLINE i64 scale_width(const Job &job) { return job.rounding == GAUSSIAN ? 2 : 4
 
 // The bytes of a row that no section uses.
 static void clear_gaps(const Job &job, u8 *row) {
+    if (job.cast != CODES) {
+        const i64 used = job.numel * width_of(job.cast);
+        memset(row + used, 0, job.nbytes - used);
+        return;
+    }
     const i64 vectors = (job.numel + 7) / 8, groups = (job.numel + job.group - 1) / job.group;
     Plane planes[3];
     const int found = planes_of(job.bits, planes);
@@ -565,6 +595,10 @@ static void clear_gaps(const Job &job, u8 *row) {
 INLINE void decode_group(const Job &job, const u8 *row, i64 index, i64 count, u8 *codes,
                          float *values) {
     const i64 start = index * job.group;
+    if (job.cast != CODES) {
+        load(values, row + start * width_of(job.cast), job.cast, count);
+        return;
+    }
     unpack(job, row, start, codes, (count + 7) / 8 * 8);
     float scale, offset = 0.0f;
     load(&scale, row + job.scales + scale_width(job) * index, job.rounding == GAUSSIAN ? BF16 : FP32,
@@ -589,8 +623,12 @@ static EVERY_CPU void decode_groups(const Job *pointer, i64 first, i64 last) {
         const i64 row = i / groups, index = i % groups, start = index * job.group;
         const i64 count = job.numel - start < job.group ? job.numel - start : job.group;
         u8 *out = job.values + row * job.values_stride + start * width_of(job.dtype);
-        decode_group(job, job.wire + row * job.wire_stride, index, count, codes.data(),
-                     values.data());
+        const u8 *wire = job.wire + row * job.wire_stride;
+        if (job.cast == job.dtype && !job.add) {
+            memcpy(out, wire + start * width_of(job.cast), width_of(job.cast) * count);
+            continue;
+        }
+        decode_group(job, wire, index, count, codes.data(), values.data());
         if (job.add) {
             load(before.data(), out, job.dtype, count);
             for (i64 j = 0; j < count; ++j) values[j] += before[j];
@@ -599,7 +637,7 @@ static EVERY_CPU void decode_groups(const Job *pointer, i64 first, i64 last) {
     }
 }
 
-// values = factor * (row 0 + row 1 + ...), one row of fp32.
+// values = factor * (row 0 + row 1 + ...), one row.
 static EVERY_CPU void sum_groups(const Job *pointer, i64 first, i64 last) {
     const Job &job = *pointer;
     const Signs signs = signs_of(job);
@@ -627,12 +665,12 @@ static EVERY_CPU void sum_groups(const Job *pointer, i64 first, i64 last) {
             for (i64 j = 0; j < count; ++j) total[j] *= job.factor;
         }
         const i64 valid = job.valid - start < job.group ? job.valid - start : job.group;
-        memcpy(job.values + 4 * start, total.data(), 4 * valid);
+        store(job.values + start * width_of(job.dtype), total.data(), job.dtype, valid);
     }
 }
 
-// A rotation alone; `group` is its block. With a wire, fp32 blocks there are the rotated values, or
-// just the values if `rotation` is 0; without, whole blocks of values are rotated back in place.
+// A rotation alone; `group` is its block. fp32 blocks are written behind the wire: the rotated
+// values, or just the values if `rotation` is 0.
 static EVERY_CPU void rotate_blocks(const Job *pointer, i64 first, i64 last) {
     const Job &job = *pointer;
     const i64 block = job.group;
@@ -640,20 +678,9 @@ static EVERY_CPU void rotate_blocks(const Job *pointer, i64 first, i64 last) {
     for (i64 index = first; index < last; ++index) {
         const i64 start = index * block;
         const i64 count = job.valid - start < block ? job.valid - start : block;
-        if (!job.rotation) {
-            load((float *)(job.wire + 4 * start), job.values + start * width_of(job.dtype),
-                 job.dtype, count);
-            continue;
-        }
-        float values[128];
-        if (job.wire) {
-            load(values, job.values + start * width_of(job.dtype), job.dtype, count);
-            rotate_forward(values, count, block, block, signs);
-        } else {
-            memcpy(values, job.values + 4 * start, 4 * block);
-            rotate_back(values, block, block, signs, job.factor);
-        }
-        memcpy((job.wire ? job.wire : job.values) + 4 * start, values, 4 * block);
+        float *out = (float *)(job.wire + 4 * start);
+        load(out, job.values + start * width_of(job.dtype), job.dtype, count);
+        if (job.rotation) rotate_forward(out, count, block, block, signs);
     }
 }
 

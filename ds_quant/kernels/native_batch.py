@@ -21,15 +21,13 @@ from ds_quant.kernels.batch import (
     StreamArrays,
     Sum,
     Task,
-    addresses_of,
     rows_of,
 )
-from ds_quant.kernels.packing import Format
+from ds_quant.kernels.wire import Format
 
 _FIELDS = np.dtype(native.Job)
 _FP32_BYTES = 4
-_CPU = torch.device("cpu")
-_COPIED_NUMEL = 4096  # unit of what is not rotated
+_CPU, _FP32 = torch.device("cpu"), torch.float32
 _KERNELS = {
     Encode: "dsq_encode",
     Decode: "dsq_decode",
@@ -41,10 +39,8 @@ _KERNELS = {
 
 def covers(operation: Operation, buffers: Sequence[torch.Tensor]) -> bool:
     """Whether the kernels read and write the dtypes of its values."""
-    places = [getattr(operation, name, None) for name in ("values", "own", "rotated", "held")]
-    found = [buffers[place].dtype for place in places if place is not None]
-    allowed = [torch.float32] if isinstance(operation, Sum) else native.DTYPES
-    return all(dtype in allowed for dtype in found)
+    places = [getattr(operation, name, None) for name in ("values", "held")]
+    return all(buffers[place].dtype in native.DTYPES for place in places if place is not None)
 
 
 def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
@@ -55,8 +51,8 @@ def compile_tasks(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Run
 def _runnable(arguments: Arguments, kernel: type, count: int, numel: int) -> Runnable:
     function, where = native.function(_KERNELS[kernel]), arguments.records.ctypes.data
 
-    def run(buffers: Sequence[torch.Tensor], streams: StreamArrays) -> None:
-        arguments.fill(addresses_of(buffers), streams)
+    def run(addresses: np.ndarray, streams: StreamArrays) -> None:
+        arguments.fill(addresses, streams)
         function(where, count, native.threads_for(numel))
 
     return run
@@ -106,12 +102,13 @@ def _decode(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
 def _sum(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
     jobs = []
     for operation, _ in tasks:
-        job = _source_job(operation, operation.codec, operation.numel, operation.block)
+        dtype = buffers[operation.values].dtype
+        job = _source_job(operation, operation.codec, operation.numel, operation.block, dtype)
         job.factor = operation.scale / operation.block if operation.block else operation.scale
         jobs.append(job)
     arguments = _arguments(jobs, [operation.stream for operation, _ in tasks])
     arguments.point("wire", [(op.wire_in, places[0]) for op, places in tasks])
-    arguments.point("values", [(op.values, places[1] * _FP32_BYTES) for op, places in tasks])
+    _point(arguments, [Rows(*task) for task in tasks], buffers, "values", place=1)
     arguments.point("own_values", [(op.own, places[2] * _FP32_BYTES) for op, places in tasks])
     arguments.take_flips()
     arguments.take_levels([operation.codec for operation, _ in tasks], _CPU)
@@ -121,8 +118,12 @@ def _sum(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
 def _recode(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
     jobs = []
     for operation, _ in tasks:
-        jobs.append(_source_job(operation, operation.source, operation.on_wire, 0))
-        jobs.append(native.job_of(operation.codec, 1, operation.on_wire, torch.float32, 0))
+        source, codec, numel = operation.source, operation.codec, operation.on_wire
+        pair = [_source_job(operation, source, numel), native.job_of(codec, 1, numel, _FP32, 0)]
+        for job, other in (pair, pair[::-1]):
+            if job.cast >= 0:  # in runs of the other's groups
+                job.group = other.group
+        jobs += pair
     arguments = _arguments(jobs, [operation.stream for operation, _ in tasks for _ in range(2)])
     sums, encodes = slice(0, None, 2), slice(1, None, 2)
     arguments.point("wire", [(op.wire_in, places[0]) for op, places in tasks], sums)
@@ -140,7 +141,7 @@ def _rotate(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
     for operation, _ in tasks:
         dtype = native.DTYPES[buffers[operation.values].dtype]
         job = native.Job(valid=operation.numel, dtype=dtype, rotation=operation.block)
-        job.group = operation.block or _COPIED_NUMEL
+        job.group = operation.block or native.COPIED_NUMEL
         jobs.append(job)
     arguments = _arguments(jobs, [operation.stream for operation, _ in tasks])
     rows = [Rows(*task) for task in tasks]
@@ -150,9 +151,11 @@ def _rotate(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> Runnable:
     return _runnable(arguments, Rotate, len(jobs), _numel(tasks))
 
 
-def _source_job(operation: Sum | Recode, codec: Format, numel: int, block: int) -> native.Job:
+def _source_job(
+    operation: Sum | Recode, codec: Format, numel: int, block: int = 0, dtype: torch.dtype = _FP32
+) -> native.Job:
     rows = operation.sources + (operation.place is not None)
-    job = native.job_of(codec, rows, numel, torch.float32, block)
+    job = native.job_of(codec, rows, numel, dtype, block)
     job.wire_stride = operation.stride
     job.own = -1 if operation.place is None else operation.place
     return job

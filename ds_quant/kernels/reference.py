@@ -1,7 +1,8 @@
-"""Reference kernels of GroupCodec, in torch, on any device: the specification of the numbers.
+"""The numbers of GroupCodec and of rotations in plain torch, on any device: the specification.
 
-CUDA kernels equal this file bit for bit, so every step is one correctly rounded fp32 operation
-and no product is fused with a sum.
+C++ and CUDA kernels equal this file bit for bit, so every step is one correctly rounded fp32
+operation and no product is fused with a sum. It is written to be read; nothing reads a value back
+to the host or keeps memory, so it may run on several streams at once.
 
 [Note: numbers]
 x is converted to fp32 (exact). Per group, with b bits, F = fraction bits of the rounding:
@@ -17,10 +18,8 @@ random_shift  offset = fl(offset + fl(u * scale)), then nearest against that off
 learned  q = index of the nearest level (ties to the lower one) to fl(fl(x - offset) * inv)
 decode   fl(q * scale), or fl(fl(table[q] * scale) + offset), then one cast to the output dtype
 
-q is clamped to its range. T and q are read off the mantissa: 2^23 + zero + t is rounded to an
-integer by the addition itself. Clamping T before r is added gives the same q.
-Groups without a usable range: [Note: exceptional groups]. Gaussian levels are an affair of their
-own, [Note: Gaussian levels] of gaussian.py.
+q is clamped to its range; clamping T before r is added gives the same q. Groups without a usable
+range: [Note: exceptional groups].
 
 [Note: exceptional groups]
 tiny        m < 2^-99, or max - min < 2^-99: scale 0 and the code of 0; offset = min, or 0 when
@@ -32,46 +31,76 @@ non-finite  Inf or NaN in the group, or a range, scale or offset that leaves fp3
 offsets     a denormal or negative-zero offset is written as +0, as flush-to-zero would have it
             and because min(-0, +0) depends on the order of comparison.
 A value near FLT_MAX may decode to Inf, as (2^b - 1) * scale rounds up: visible, never plausible.
+
+[Note: rotation numbers]
+Natural (Sylvester) order, entries +-1. Stages of distance 1, 2, 4, ... block / 2; each stage maps
+the pair (a, b) to (fl(a + b), fl(a - b)) in fp32. Signs, if any, multiply the input of the forward
+transform and the output of the inverse, which is the same butterflies and then one multiplication
+by fl(scale / block), because H H = block * I.
+Pairs are independent within a stage, so every order of work gives the same bits.
+
+[Note: Gaussian levels]
+Random signs and a Hadamard transform make any group look Gaussian; each value then goes to the
+nearest of the levels that Lloyd and Max found for N(0, 1), and the scale makes the decoded group
+unbiased over the signs (EDEN: Vargaftik et al., arXiv 2108.08842). It takes no random bits.
+Per group of 128 elements x, with b bits, levels t_0 < t_1 < ... of 2^(b-1) magnitudes and
+boundaries h_k = fl(fl(t_k + t_(k+1)) / 2); every step is one correctly rounded fp32 operation:
+
+m, e    m = max|x|, 2^e <= m < 2^(e+1); u = x * 2^-e, exact unless it is lost beside m
+S       sum of fl(u * u)
+k       number of fl(h_k * h_k) below fl(fl(u * u) * fl(1 / fl(S / 128))): squares, so no root
+code    k, plus 2^(b-1) unless the sign bit of x is set
+P       sum of fl(|u| * t_k)
+scale   bf16 of fl(fl(S * fl(1 / P)) * 2^e), nearest, ties to even: <x, x> / <x, levels>
+decode  fl(level * scale) with level = t_k or -t_k
+
+Sums fold the group by distance 8, 16, 1, 2, 4, 32 and 64: the values whose places differ in that
+bit are added, 128 become 64, and so on. So a thread that holds 32 values in a row folds them
+first, and a vector of 8 lanes is full.
+tiny: m < 2^-99 gives scale 0; non-finite: an Inf or NaN, or m of at least 2^127, gives scale NaN;
+both have the codes of t_0, 2^(b-1). Messages hold whole groups: what is shorter is filled up with
+zeros by the rotation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from ds_quant.kernels import gaussian, packing, philox, random_bits, scratch
-from ds_quant.kernels.hadamard import BlockRotation, rotate, rotated_rows, unrotate_  # noqa: F401
-from ds_quant.kernels.packing import (
-    Block,
-    Format,
-    blocks,
-    gaps,
-    group_section,
-    has_table,
-    layout_of,
-    plane_sections,
-    scale_bytes,
-    section,
+from ds_quant.kernels.random_bits import (
+    PHILOX_M0,
+    PHILOX_M1,
+    PHILOX_ROUNDS,
+    PHILOX_W0,
+    PHILOX_W1,
+    Address,
+    shift_of,
 )
-from ds_quant.kernels.wire import FP32_BYTES, VECTOR_NUMEL, WireLayout, round_up
-
-# ---- ranges of groups ----
-
+from ds_quant.kernels.wire import (
+    Format,
+    WireLayout,
+    ceil_div,
+    layout_of,
+    planes,
+    round_up,
+    scale_bytes,
+)
 
 TINY = 2.0**-99
 HUGE_SCALE = 2.0**126
+HUGE = 2.0**127
 LARGEST_DENORMAL = 2.0**-126 - 2.0**-149
 FLT_MAX = torch.finfo(torch.float32).max
 
+# Elements of a run. On one core runs of 2^22, whose values leave the cache, take 40 times as long.
+_RUN_NUMEL = {"cpu": 1 << 17}
+_DEVICE_RUN_NUMEL = 1 << 24
 
-class Ranges(NamedTuple):
-    """Per-group numbers of a block, each (groups, 1)."""
-
-    scale: torch.Tensor  # fp32
-    offset: torch.Tensor | None  # fp32
-    inverse: torch.Tensor  # fp32: 2^F / scale, 0 in exceptional groups
-    code_of_zero: torch.Tensor | None  # bool: groups whose codes are forced, None for none
+_LOW32 = (1 << 32) - 1
 
 
 def fraction_bits(fmt: Format) -> int:
@@ -81,276 +110,280 @@ def fraction_bits(fmt: Format) -> int:
     return 15 if fmt.bits == 8 else 16
 
 
-def code_range(fmt: Format) -> tuple[int, int]:
-    """Smallest and largest code on the wire: 0..K for minmax, 2^(b-1) -+ L for absmax."""
-    return (0 if fmt.has_offset else 1), (1 << fmt.bits) - 1
+def code_of_zero(fmt: Format) -> int:
+    return 0 if fmt.has_offset else 1 << (fmt.bits - 1)
 
 
-def ranges_of(values: torch.Tensor, fmt: Format, shift: float | None) -> Ranges:
-    """Scale, offset and inverse of each group of `values` (groups, group_size) fp32."""
-    low = torch.amin(values, dim=1, keepdim=True)
-    high = torch.amax(values, dim=1, keepdim=True)
-    if fmt.has_offset:
-        span = high - low
-        scale = _divided(span, (1 << fmt.bits) - 1)
-        offset = _flush(low)
-    else:
-        span = torch.maximum(high, -low)
-        scale = _divided(span, (1 << (fmt.bits - 1)) - 1)
-        offset = None
-    tiny = nan = None
-    if not _all_usual(span):
-        tiny = span < TINY
-        nan = (tiny | (scale <= HUGE_SCALE)).logical_not_()
-        scale.masked_fill_(tiny, 0.0)
-        if offset is not None:
-            offset.masked_fill_(tiny & (torch.maximum(high, -low) < TINY), 0.0)
-    if shift is not None:
-        # Tiny groups stay where they are: their scale is 0.
-        offset = _flush(offset + _flush(scale * shift))
-        if not _all_finite(offset):
-            outside = (offset.abs() <= FLT_MAX).logical_not_()
-            nan = outside if nan is None else nan.logical_or_(outside)
-    return _with_inverse(scale, offset, fmt, tiny=tiny, nan=nan)
+# ---- random bits ----
 
 
-def _all_usual(span: torch.Tensor) -> bool:
-    """Whether no group is tiny or non-finite; False too where that could only be read back late.
+def random_bits(address: Address, first: int, vectors: int, device: torch.device) -> Tensor:
+    """The bits of ``vectors`` vectors from ``first`` on, (vectors, 8) int32 of 16 bits each.
 
-    Then no comparison per group is needed: scale <= span.
+    See [Note: who gets which bits] of random_bits.py. Products of 32-bit words wrap in int64, but
+    keep all 64 bits.
     """
-    if not scratch.is_synchronous(span.device):
-        return False
-    smallest, largest = (bound.item() for bound in span.aminmax())
-    return TINY <= smallest <= largest <= HUGE_SCALE  # False for NaN
+    start = (first + (1 << 63)) % (1 << 64) - (1 << 63)  # as int64
+    index = torch.arange(vectors, dtype=torch.int64, device=device) + start
+    c0, c1 = index & _LOW32, index >> 32 & _LOW32
+    c2, c3 = (torch.full_like(index, word) for word in address.step_words)
+    k0, k1 = address.key_words
+    for _ in range(PHILOX_ROUNDS):
+        p0, p1 = PHILOX_M0 * c0, PHILOX_M1 * c2
+        c0, c1 = (p1 >> 32 & _LOW32) ^ c1 ^ k0, p1 & _LOW32
+        c2, c3 = (p0 >> 32 & _LOW32) ^ c3 ^ k1, p0 & _LOW32
+        k0, k1 = k0 + PHILOX_W0 & _LOW32, k1 + PHILOX_W1 & _LOW32
+    words = torch.stack([c0, c1, c2, c3], dim=1)
+    return torch.stack([words & 0xFFFF, words >> 16], dim=2).int().view(-1, 8)
 
 
-def _all_finite(offset: torch.Tensor) -> bool:
-    """Whether all offsets are; False too where that could only be read back late."""
-    return scratch.is_synchronous(offset.device) and offset.abs().max().item() <= FLT_MAX
+# ---- rotation ----
 
 
-def _divided(span: torch.Tensor, steps: int) -> torch.Tensor:
-    """Rounded once. By a tensor, because torch on CUDA multiplies by the reciprocal of a number."""
-    return span / torch.full((), float(steps), device=span.device)
+class BlockRotation(NamedTuple):
+    """Walsh-Hadamard transform of blocks of 32, 64 or 128 elements.
+
+    flips: bit i set = element i of every block changes its sign; None for no flips.
+    """
+
+    block: int
+    flips: int | None = None
+
+    @property
+    def kernel(self) -> BlockRotation:
+        """Itself: what a rotation is to the kernels."""
+        return self
 
 
-def _flush(numbers: torch.Tensor) -> torch.Tensor:
+def rotate(
+    x: Tensor,  # (numel,) floating point
+    out: Tensor,  # (blocks * block,) fp32
+    rotation: BlockRotation,
+) -> None:
+    """out = H (signs * x) block by block, x filled up with zeros to whole blocks."""
+    for start, stop in _runs(1, out.shape[0], rotation.block, x.device):
+        out[start:stop] = _rotated(x.detach()[None, start:stop].float(), rotation)
+
+
+def unrotate_(
+    x: Tensor,  # (blocks * block,) fp32
+    rotation: BlockRotation,
+    *,
+    scale: float = 1.0,
+) -> None:
+    """x = signs * (H x * (scale / block)), in place: the inverse of ``rotate``, times scale."""
+    for start, stop in _runs(1, x.shape[0], rotation.block, x.device):
+        x[start:stop] = _unrotated(x[start:stop], rotation, scale)
+
+
+def _rotated(x: Tensor, rotation: BlockRotation) -> Tensor:
+    """(rows, numel) fp32 -> (rows, whole blocks)."""
+    missing = -x.shape[1] % rotation.block
+    blocks = torch.nn.functional.pad(x, (0, missing)).view(len(x), -1, rotation.block)
+    return _hadamard(_flipped(blocks, rotation)).flatten(1)
+
+
+def _unrotated(x: Tensor, rotation: BlockRotation, scale: float) -> Tensor:
+    """(whole blocks,) fp32 -> the same."""
+    blocks = _hadamard(x.view(-1, rotation.block)) * (scale / rotation.block)
+    return _flipped(blocks, rotation).view(-1)
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    """H of the last dimension, in stages of distance 1, 2, 4, ..."""
+    distance = 1
+    while distance < x.shape[-1]:
+        a, b = x.view(*x.shape[:-1], -1, 2, distance).unbind(-2)
+        x = torch.stack([a + b, a - b], dim=-2).view(x.shape)
+        distance *= 2
+    return x
+
+
+def _flipped(blocks: Tensor, rotation: BlockRotation) -> Tensor:
+    """Multiply the elements of every block, the last dimension, by their signs."""
+    if rotation.flips is None:
+        return blocks
+    places = torch.arange(32, device=blocks.device)
+    words = [rotation.flips >> start & _LOW32 for start in range(0, rotation.block, 32)]
+    bits = torch.cat([torch.full_like(places, word) >> places & 1 for word in words])
+    return blocks * (1 - 2 * bits).float()
+
+
+# ---- codes and ranges of groups ----
+
+
+# Codes (groups, size) int32, scales and offsets (groups, 1), offsets None for none.
+_Quantized = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _uniform(
+    x: Tensor,  # (groups, size) fp32
+    fmt: Format,
+    address: Address | None,
+    levels: Tensor | None,  # learned ones
+    random: Tensor | None,  # (groups, size) int32 of 16 bits
+) -> _Quantized:
+    scale, offset, tiny, nan = _ranges(x, fmt, address)
+    zero, fraction = code_of_zero(fmt), fraction_bits(fmt)
+    inverse = (scale.reciprocal() * 2.0**fraction).masked_fill(tiny | nan, 0.0)
+    y = (x if offset is None else x - offset) * inverse
+    if levels is not None:
+        codes = torch.bucketize(y, (levels[1:] + levels[:-1]) / 2).masked_fill(tiny, 0)
+    else:
+        highest = (1 << fmt.bits) - 1
+        lowest = 1 if zero else 0
+        codes = y.clamp_(lowest - zero << fraction, highest - zero << fraction).round_().int()
+        codes += zero << fraction
+        if random is not None:
+            codes = (codes + (random >> 16 - fraction) >> fraction).clamp_(lowest, highest)
+    return codes.masked_fill_(nan, zero), scale.masked_fill(nan, float("nan")), offset
+
+
+def _ranges(
+    x: Tensor, fmt: Format, address: Address | None
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Scale, offset, and which groups are tiny and non-finite, (groups, 1) each."""
+    low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    largest = torch.maximum(high, -low)
+    span = high - low if fmt.has_offset else largest
+    steps = (1 << fmt.bits) - 1 if fmt.has_offset else (1 << (fmt.bits - 1)) - 1
+    # By a tensor: torch on CUDA multiplies by the reciprocal of a number.
+    scale = span / span.new_full((), float(steps))
+    tiny = span < TINY
+    nan = ~(tiny | (scale <= HUGE_SCALE))
+    scale = scale.masked_fill(tiny, 0.0)
+    if not fmt.has_offset:
+        return scale, None, tiny, nan
+    offset = _flushed(low).masked_fill(tiny & (largest < TINY), 0.0)
+    if fmt.rounding == "random_shift":
+        offset = _flushed(offset + _flushed(scale * shift_of(address)))
+        nan = nan | ~(offset.abs() <= FLT_MAX)
+    return scale, offset.masked_fill(nan, 0.0), tiny, nan
+
+
+def _flushed(numbers: Tensor) -> Tensor:
     """Denormals and negative zeros become +0; NaN stays."""
     return torch.nn.functional.hardshrink(numbers, LARGEST_DENORMAL)
 
 
-def _with_inverse(
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    fmt: Format,
-    *,
-    tiny: torch.Tensor | None,
-    nan: torch.Tensor | None,
-) -> Ranges:
-    """Adds 2^F / scale and settles the exceptional groups; tiny and nan are bool or None."""
-    inverse = scale.reciprocal()
-    if fraction_bits(fmt):
-        # Rounded once: 1 / scale is a normal number and the power of two is exact.
-        inverse.mul_(2.0 ** fraction_bits(fmt))
-    if nan is not None:
-        scale.masked_fill_(nan, float("nan"))
-        inverse.masked_fill_(nan, 0.0)
-        if offset is not None:
-            offset.masked_fill_(nan, 0.0)
-    if tiny is not None:
-        inverse.masked_fill_(tiny, 0.0)
-        if fmt.levels == "learned":
-            nan = nan | tiny  # with uniform levels x * 0 is the code of 0 already
-    if nan is not None and scratch.is_synchronous(nan.device) and not bool(nan.any()):
-        nan = None
-    return Ranges(scale, offset, inverse, nan)
+# --- Gaussian levels
 
 
-# ---- encode and decode ----
+GAUSSIAN_GROUP = 128  # elements: of a group, and of the block of the rotation before
+GAUSSIAN_BITS = (2, 3, 4)
+
+_MAGNITUDES = {
+    2: (0.452780035, 1.510417608),
+    3: (0.245094179, 0.756005281, 1.343909279, 2.151945705),
+    4: (
+        *(0.128395030, 0.388048299, 0.656759119, 0.942340456),
+        *(1.256231197, 1.618046386, 2.069017227, 2.732589571),
+    ),
+}
+_MANTISSA = 23  # bits
+_FOLDED_BITS = (3, 4, 0, 1, 2, 5, 6)  # of a place in a group
 
 
-_UNIT = 2.0**23  # floats in [2^23, 2^24) are the integers, one per bit pattern
+@cache
+def gaussian_table(bits: int, device: torch.device) -> Tensor:
+    """(2^bits,) fp32: the level of every code."""
+    with torch.inference_mode(False):
+        magnitudes = torch.tensor(_MAGNITUDES[bits], dtype=torch.float32, device=device)
+        return torch.cat([-magnitudes, magnitudes])
 
 
-# --- encode
+def _gaussian(x: Tensor, levels: Tensor) -> _Quantized:
+    half = levels.numel() // 2
+    magnitudes = levels[half:]
+    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
+    largest = x.abs().amax(1, keepdim=True)
+    exponent = largest.view(torch.int32) >> _MANTISSA  # biased
+    units = x * ((254 - exponent) << _MANTISSA).view(torch.float32)
+    squares = units * units
+    energy = _folded(squares)
+    codes = torch.bucketize(squares * (energy / GAUSSIAN_GROUP).reciprocal(), middles * middles)
+    scale = energy * _folded(units.abs() * magnitudes[codes]).reciprocal()
+    scale = (scale * (exponent << _MANTISSA).view(torch.float32)).bfloat16()
+    tiny, nan = largest < TINY, ~(largest < HUGE)
+    codes = (codes + half * ~torch.signbit(x)).masked_fill(tiny | nan, half)
+    # After the cast, because casts differ in the bits of a NaN.
+    return codes, scale.masked_fill(tiny, 0.0).masked_fill(nan, float("nan")), None
+
+
+def _folded(values: Tensor) -> Tensor:
+    """(groups, 128) -> (groups, 1): sums in the order of [Note: Gaussian levels]."""
+    values, left = values.view(-1, *[2] * 7), [6, 5, 4, 3, 2, 1, 0]
+    for bit in _FOLDED_BITS:
+        first, second = values.unbind(1 + left.index(bit))
+        values = first + second
+        left.remove(bit)
+    return values.view(-1, 1)
+
+
+# ---- messages ----
 
 
 def encode(
-    x: torch.Tensor,  # (rows, numel) floating point
-    out: torch.Tensor,  # (rows, nbytes) uint8
+    x: Tensor,  # (rows, numel) floating point
+    out: Tensor,  # (rows, nbytes) uint8
     fmt: Format,
     *,
-    address: random_bits.Address | None,
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
-    base: torch.Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
+    address: Address | None,
+    levels: Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
+    base: Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
     rotation: BlockRotation | None = None,  # of x, or x - base; the wire holds whole blocks
 ) -> None:
     """Write the wire bytes of every row, padding included."""
-    if rotation is not None:
-        x, base = rotated_rows(x, base, rotation), None
-    rows, numel = x.shape
-    layout = layout_of(fmt, numel)
-    x = x.detach()
-    for start, length in gaps(layout, fmt.bits, scale_bytes(fmt)):
-        out.narrow(1, start, length).zero_()
-    shift = random_bits.shift_of(address) if fmt.rounding == "random_shift" else None
-    for block in blocks(rows, numel, group_size=fmt.group_size, device=x.device):
-        random = None
-        if fmt.rounding == "stochastic":  # first, because it uses the scratch of the values
-            random = _random(block, fmt, address, numel, x.device)
-        groups = _load_groups(x, base, block, fmt.group_size)
+    (rows, numel), group = x.shape, fmt.group_size
+    layout = layout_of(fmt, round_up(numel, rotation.block if rotation else 1))
+    out.zero_()
+    for start, stop in _runs(rows, layout.numel, group, x.device):
+        part = x.detach()[:, start:stop].float()
+        if base is not None:
+            part = part - base.detach()[:, start:stop].float()
+        if rotation is not None:
+            part = _rotated(part, rotation)
+        groups, random = _whole_groups(part, group), None
+        if fmt.rounding == "stochastic":
+            random = _whole_groups(_random_of(part, address, layout, start), group).view(-1, group)
         if fmt.is_gaussian:
-            codes, scales = gaussian.quantize(groups, levels)
-            _store_codes(codes, plane_sections(out, layout, block, fmt.bits), block, fmt)
-            _store_numbers(scales, out, layout.scale_offset, block, fmt)
-            continue
-        ranges = ranges_of(groups, fmt, shift)
-        codes = _codes(groups, ranges, fmt, levels)
-        if random is not None:
-            fixed = codes.view(block.num_rows, block.padded_numel)
-            fixed[:, : block.vector_numel].add_(random)
-            codes.bitwise_right_shift_(fraction_bits(fmt))
-        if ranges.code_of_zero is not None:
-            codes.masked_fill_(ranges.code_of_zero, 0 if fmt.has_offset else 1 << (fmt.bits - 1))
-        _store_codes(codes, plane_sections(out, layout, block, fmt.bits), block, fmt)
-        _store_numbers(ranges.scale, out, layout.scale_offset, block, fmt)
-        if layout.offset_offset is not None:
-            _store_numbers(ranges.offset, out, layout.offset_offset, block, fmt)
-
-
-def _take_values(block: Block, device: torch.device) -> torch.Tensor:
-    shape = (block.num_rows, block.padded_numel)
-    return scratch.take("values", shape, dtype=torch.float32, device=device)
-
-
-def _load_groups(
-    x: torch.Tensor, base: torch.Tensor | None, block: Block, group_size: int
-) -> torch.Tensor:
-    """A block of x - base as (groups, group_size) fp32: scratch, or x where it has that form.
-
-    A short last group is filled up with its own first element, which leaves its range alone.
-    """
-    source = section(x, block, block.start, block.numel)
-    whole = block.numel == block.padded_numel
-    if whole and base is None and source.dtype == torch.float32 and source.is_contiguous():
-        return source.view(-1, group_size)
-    values = _take_values(block, x.device)
-    filled = values if whole else values[:, : block.numel]
-    filled.copy_(source)
-    if base is not None:
-        filled.sub_(section(base.detach(), block, block.start, block.numel))
-    if not whole:
-        first = block.padded_numel - group_size
-        values[:, block.numel :] = values[:, first : first + 1]
-    return values.view(-1, group_size)
-
-
-def _codes(
-    groups: torch.Tensor, ranges: Ranges, fmt: Format, levels: torch.Tensor | None
-) -> torch.Tensor:
-    """Codes in the low bits, or T + zero for stochastic rounding, as (groups, size) int32.
-
-    groups may be the caller's x and is read only; the result is scratch.
-    """
-    values = scratch.take("values", tuple(groups.shape), dtype=torch.float32, device=groups.device)
-    if ranges.offset is not None:
-        groups = torch.sub(groups, ranges.offset, out=values)
-    torch.mul(groups, ranges.inverse, out=values)
-    if fmt.levels == "learned":
-        middles = (levels[1:] + levels[:-1]) / 2
-        out = scratch.take("codes", tuple(values.shape), dtype=torch.int32, device=values.device)
-        return torch.bucketize(values, middles, out_int32=True, out=out)
-    fraction = fraction_bits(fmt)
-    if fmt.rounding == "random_shift" or (fraction and fmt.bits == 8):
-        # Elsewhere |fl(x * inv)| exceeds the range by far less than 1/2, which nearest rounding
-        # forgives, and _store_codes clamps what stochastic rounding makes of it.
-        low, high = code_range(fmt)
-        zero = 0 if fmt.has_offset else 1 << (fmt.bits - 1)
-        values.clamp_(float((low - zero) << fraction), float((high - zero) << fraction))
-    zero = 0 if fmt.has_offset else 1 << (fmt.bits - 1 + fraction)
-    return values.add_(_UNIT + zero).view(torch.int32)
-
-
-def _random(
-    block: Block, fmt: Format, address: random_bits.Address, numel: int, device: torch.device
-) -> torch.Tensor:
-    """r of [Note: numbers] for the elements of a block, (num_rows, vector_numel) int32."""
-    vectors, step = block.vector_numel // VECTOR_NUMEL, address.vectors_per_row(numel)
-    shape = (block.num_rows * vectors, VECTOR_NUMEL)
-    bits = scratch.take("narrow", shape, dtype=torch.uint16, device=device)
-    first = address.first_vector + block.row * step + block.start // VECTOR_NUMEL
-    runs = (bits,) if step == vectors else bits.split(vectors)  # several rows are whole ones
-    for row, run in enumerate(runs):
-        philox.random_bits(address, first + row * step, run)
-    shape = (block.num_rows, block.vector_numel)
-    random = scratch.take("random", shape, dtype=torch.int32, device=device)
-    random.copy_(bits.view(shape))
-    if fraction_bits(fmt) < 16:
-        random.bitwise_right_shift_(16 - fraction_bits(fmt))
-    return random
-
-
-def _store_codes(
-    codes: torch.Tensor, sections: list[torch.Tensor], block: Block, fmt: Format
-) -> None:
-    """Pack the low bits of the codes of a block; codes past the end of a row become 0."""
-    codes = codes.view(block.num_rows, block.padded_numel)
-    if block.vector_numel != block.padded_numel:
-        codes = codes[:, : block.vector_numel]
-    if block.vector_numel != block.numel:
-        codes[:, block.numel :].zero_()
-    if fmt.bits == 8:
-        sections[0].copy_(codes)  # int32 -> uint8 keeps the lowest byte
-        return
-    narrow = scratch.take("narrow", tuple(codes.shape), dtype=torch.uint8, device=codes.device)
-    narrow.copy_(codes)
-    if fmt.rounding == "stochastic":
-        narrow.clamp_(*code_range(fmt))  # at most one off, and 2^b still fits a byte
-    if block.vector_numel != block.numel:
-        narrow[:, block.numel :].zero_()
-    packing.pack(narrow, sections, bits=fmt.bits)
-
-
-def _store_numbers(
-    numbers: torch.Tensor, out: torch.Tensor, base: int, block: Block, fmt: Format
-) -> None:
-    target = group_section(out, base, block, fmt.group_size, numbers.element_size())
-    target.copy_(numbers.view(block.num_rows, -1).view(torch.uint8))
-
-
-# --- decode
+            codes, scales, offsets = _gaussian(groups.view(-1, group), levels)
+        else:
+            codes, scales, offsets = _uniform(groups.view(-1, group), fmt, address, levels, random)
+        codes = codes.view(rows, -1)[:, : round_up(stop - start, 8)].contiguous()
+        codes[:, stop - start :].zero_()
+        sections = _sections(out, layout, fmt, start, stop)
+        shift = 0
+        for section, width in zip(sections.planes, planes(fmt.bits), strict=True):
+            section.copy_(_packed(codes, width, shift))
+            shift += width
+        sections.scales.copy_(scales.view(rows, -1).view(torch.uint8))
+        if offsets is not None:
+            sections.offsets.copy_(offsets.view(rows, -1).view(torch.uint8))
 
 
 def decode(
-    wire: torch.Tensor,  # (rows, nbytes) uint8
-    out: torch.Tensor,  # (rows, numel) floating point
+    wire: Tensor,  # (rows, nbytes) uint8
+    out: Tensor,  # (rows, numel) floating point
     fmt: Format,
     *,
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
+    levels: Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     add: bool = False,  # in fp32 to what `out` holds
 ) -> None:
     """Decode every row and cast once to the dtype of `out`."""
-    rows, numel = out.shape
-    layout = layout_of(fmt, numel)
-    for block in blocks(rows, numel, group_size=fmt.group_size, device=wire.device):
-        target = section(out, block, block.start, block.numel)
-        direct = not add and block.numel == block.padded_numel and target.dtype == torch.float32
-        values = target if direct and target.is_contiguous() else _take_values(block, wire.device)
-        _decode_block(wire, values, layout, block, fmt, levels)
-        if values is not target:
-            decoded = values[:, : block.numel]
-            target.copy_(decoded.add_(target) if add else decoded)
+    for start, stop, values in _decoded(wire, fmt, out.shape[1], levels):
+        part = out[:, start:stop]
+        part.copy_(values + part if add else values)
 
 
 def decode_sum(
-    wire: torch.Tensor,  # (rows, nbytes) uint8
-    out: torch.Tensor,  # (numel,) fp32
+    wire: Tensor,  # (rows, nbytes) uint8
+    out: Tensor,  # (numel,) floating point
     fmt: Format,
     *,
     scale: float,
-    own: tuple[int, torch.Tensor] | None,  # place and values, (numel on the wire,) floating point
-    levels: torch.Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
+    own: tuple[int, Tensor] | None,  # place and values, (numel on the wire,) floating point
+    levels: Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     rotation: BlockRotation | None = None,  # to undo; the wire holds whole blocks
 ) -> None:
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
@@ -358,76 +391,109 @@ def decode_sum(
     ``own[1]`` is added as row ``own[0]``, which the wire leaves out. With a rotation the sum is
     rotated back before it is multiplied.
     """
-    if rotation is not None:
-        total = out.new_empty(round_up(out.shape[0], rotation.block))
-        decode_sum(wire, total, fmt, scale=1.0, own=own, levels=levels)
-        unrotate_(total, rotation, scale=scale)
-        out.copy_(total[: out.shape[0]])
+    if len(wire) == 0 and own is None:
+        out.zero_()
         return
-    layout = layout_of(fmt, out.shape[0])
-    for block in blocks(wire.shape[0], layout.numel, group_size=fmt.group_size, device=wire.device):
-        values = _take_values(block, wire.device)
-        _decode_block(wire, values, layout, block, fmt, levels)
-        total = out[block.start : block.start + block.numel]
-        rows = list(values[:, : block.numel].unbind(0))
-        is_last = block.row + block.num_rows == wire.shape[0]
-        if own is not None and own[0] - block.row in range(block.num_rows + is_last):
-            rows.insert(own[0] - block.row, own[1][block.start : block.start + block.numel])
-        for index, row in enumerate(rows, start=block.row):
-            total.copy_(row) if index == 0 else total.add_(row)
-    if wire.shape[0] == 0:
-        out.zero_() if own is None else out.copy_(own[1])
-    if scale != 1.0:
-        out.mul_(scale)
+    numel = round_up(out.shape[0], rotation.block if rotation else 1)
+    for start, stop, values in _decoded(wire, fmt, numel, levels):
+        rows = list(values)
+        if own is not None:
+            rows.insert(own[0], own[1][start:stop].float())
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        if rotation is not None:
+            total = _unrotated(total, rotation, scale)
+        elif scale != 1.0:
+            total *= scale
+        into = out[start:stop]
+        into.copy_(total[: len(into)])
 
 
-def _decode_block(
-    wire: torch.Tensor,  # (rows, nbytes) uint8
-    values: torch.Tensor,  # (num_rows, padded_numel) fp32, contiguous
-    layout: WireLayout,
-    block: Block,
-    fmt: Format,
-    levels: torch.Tensor | None,
-) -> None:
-    """Fill `values` with the block; what lies past the end of a row is undefined."""
-    codes = _load_codes(wire, layout, block, fmt)
-    decoded = values
-    if block.vector_numel != block.padded_numel:
-        decoded = values[:, : block.vector_numel]
-    if has_table(fmt):
-        shape, device = tuple(codes.shape), wire.device
-        index = scratch.take("codes", shape, dtype=torch.int32, device=device).copy_(codes)
-        looked_up = scratch.take("looked up", shape, dtype=torch.float32, device=device)
-        torch.index_select(levels, 0, index.view(-1), out=looked_up.view(-1))
-        codes = looked_up
-    decoded.copy_(codes)
-    groups = values.view(-1, fmt.group_size)
-    groups.mul_(_load_numbers(wire, layout.scale_offset, block, fmt.group_size, scale_bytes(fmt)))
-    if layout.offset_offset is not None:
-        groups.add_(_load_numbers(wire, layout.offset_offset, block, fmt.group_size, FP32_BYTES))
+def _runs(rows: int, numel: int, unit: int, device: torch.device) -> list[tuple[int, int]]:
+    """Columns [start, stop) of whole units, as many elements as stay in cache."""
+    limit = _RUN_NUMEL.get(device.type, _DEVICE_RUN_NUMEL)
+    step = max(1, limit // max(1, rows) // unit) * unit
+    return [(start, min(start + step, numel)) for start in range(0, numel if rows else 0, step)]
 
 
-def _load_codes(wire: torch.Tensor, layout: WireLayout, block: Block, fmt: Format) -> torch.Tensor:
-    """(num_rows, vector_numel): codes as uint8, or q as int8 for absmax."""
-    sections = plane_sections(wire, layout, block, fmt.bits)
-    if fmt.bits == 8 and fmt.has_offset:
-        return sections[0]
-    shape = (block.num_rows, block.vector_numel)
-    codes = scratch.take("narrow", shape, dtype=torch.uint8, device=wire.device)
-    zero = 0 if fmt.has_offset or fmt.is_gaussian else 1 << (fmt.bits - 1)
-    if fmt.bits == 8:
-        return torch.sub(sections[0], zero, out=codes).view(torch.int8)
-    packing.unpack(sections, codes, bits=fmt.bits)
-    return codes.sub_(zero).view(torch.int8) if zero else codes
+def _whole_groups(values: Tensor, group: int) -> Tensor:
+    """Fill a short last group up with its own first element, which leaves its range alone."""
+    missing = -values.shape[1] % group
+    if not missing:
+        return values.contiguous()
+    first = values[:, values.shape[1] + missing - group, None]
+    return torch.cat([values, first.expand(-1, missing)], dim=1)
 
 
-def _load_numbers(
-    wire: torch.Tensor, base: int, block: Block, group_size: int, width: int
-) -> torch.Tensor:
-    """Scales or offsets of a block, fp32 or bf16, as (groups, 1) scratch."""
-    source = group_section(wire, base, block, group_size, width)
-    shape = (block.num_rows, block.padded_numel // group_size)
-    dtype = torch.float32 if width == FP32_BYTES else torch.bfloat16
-    numbers = scratch.take("numbers", shape, dtype=dtype, device=wire.device)
-    numbers.view(torch.uint8).copy_(source)
-    return numbers.view(-1, 1)
+def _random_of(x: Tensor, address: Address, layout: WireLayout, start: int) -> Tensor:
+    """The random bits of x, columns from ``start`` on: (rows, whole vectors) int32."""
+    step, first = address.vectors_per_row(layout.numel), address.first_vector + start // 8
+    firsts, vectors = [first + row * step for row in range(len(x))], ceil_div(x.shape[1], 8)
+    rows = [random_bits(address, first, vectors, x.device).view(-1) for first in firsts]
+    return torch.stack(rows)
+
+
+class _Sections(NamedTuple):
+    """Views (rows, bytes) of what messages hold of some columns."""
+
+    planes: list[Tensor]
+    scales: Tensor
+    offsets: Tensor | None
+
+
+def _sections(wire: Tensor, layout: WireLayout, fmt: Format, start: int, stop: int) -> _Sections:
+    first_group, groups = start // fmt.group_size, ceil_div(stop - start, fmt.group_size)
+
+    def of_groups(base: int, width: int) -> Tensor:
+        return wire.narrow(1, base + first_group * width, groups * width)
+
+    parts = [
+        wire.narrow(1, base + start // 8 * width, ceil_div(stop - start, 8) * width)
+        for base, width in zip(layout.plane_offsets, planes(fmt.bits), strict=True)
+    ]
+    offsets = None if layout.offset_offset is None else of_groups(layout.offset_offset, 4)
+    return _Sections(parts, of_groups(layout.scale_offset, scale_bytes(fmt)), offsets)
+
+
+def _packed(codes: Tensor, width: int, shift: int) -> Tensor:
+    """(rows, 8 n) int32 -> (rows, width n) uint8: one plane."""
+    part = (codes >> shift).to(torch.uint8)
+    if width == 8:
+        return part
+    parts = (part & (1 << width) - 1).view(len(codes), -1, 8 // width).unbind(-1)
+    return sum(codes << width * place for place, codes in enumerate(parts))
+
+
+def _unpacked(section: Tensor, width: int) -> Tensor:
+    """(rows, width n) uint8 -> (rows, 8 n)."""
+    mask = (1 << width) - 1
+    return torch.stack([section >> place & mask for place in range(0, 8, width)], -1).flatten(1)
+
+
+def _decoded(
+    wire: Tensor, fmt: Format, numel: int, levels: Tensor | None
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield start, stop and the values (rows, stop - start) fp32 of runs of columns."""
+    layout = layout_of(fmt, numel)
+    for start, stop in _runs(max(1, len(wire)), numel, fmt.group_size, wire.device):
+        count = stop - start
+        sections = _sections(wire, layout, fmt, start, stop)
+        codes, shift = 0, 0
+        for section, width in zip(sections.planes, planes(fmt.bits), strict=True):
+            codes = codes | _unpacked(section, width) << shift
+            shift += width
+        codes = codes[:, :count]
+        values = levels[codes.long()] if levels is not None else codes.float() - code_of_zero(fmt)
+        padded = torch.nn.functional.pad(values, (0, -count % fmt.group_size))
+        groups = padded.unflatten(1, (-1, fmt.group_size))
+        scale = torch.bfloat16 if fmt.is_gaussian else torch.float32
+        groups = groups * _numbers(sections.scales, scale)
+        if sections.offsets is not None:
+            groups = groups + _numbers(sections.offsets, torch.float32)
+        yield start, stop, groups.flatten(1)[:, :count]
+
+
+def _numbers(section: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes of scales or offsets, at any alignment, as (rows, groups, 1) fp32."""
+    return section.clone(memory_format=torch.contiguous_format).view(dtype).float().unsqueeze(2)

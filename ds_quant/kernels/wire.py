@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Protocol
 
 ALIGNMENT = 16  # bytes; one vector load of the kernels
 FP32_BYTES = 4
@@ -82,6 +83,50 @@ def wire_layout(
         offset_offset = position
         position = round_up(position + num_groups * FP32_BYTES, ALIGNMENT)
     return WireLayout(numel, num_groups, tuple(offsets), scale_offset, offset_offset, position)
+
+
+class Cast(Protocol):
+    """The part of a codec that the kernels read; CastCodec has it."""
+
+    kind: str  # "cast"
+    dtype: Any  # torch.float32, bfloat16 or float16
+
+    def wire_bytes(self, numel: int) -> int: ...
+
+
+class Format(Protocol):
+    """The part of a codec that the kernels read; GroupCodec has it."""
+
+    kind: str  # "groups"
+    bits: int
+    group_size: int
+    rounding: str  # nearest, stochastic or random_shift
+    levels: str  # uniform or learned
+    backend: str  # auto or torch: which kernels, not what they compute
+
+    @property
+    def has_offset(self) -> bool: ...
+
+    @property
+    def is_gaussian(self) -> bool: ...  # [Note: Gaussian levels] of reference.py
+
+    def table(self, levels: Any, device: Any) -> Any: ...  # tensors, which this file knows not
+
+
+def layout_of(fmt: Format | Cast, numel: int) -> WireLayout:
+    """Layout of a row in a format; numbers of a cast lie one behind the other."""
+    if fmt.kind == "cast":
+        nbytes = fmt.wire_bytes(numel)
+        return WireLayout(numel, 0, (0,), nbytes, None, nbytes)
+    return wire_layout(
+        numel, bits=fmt.bits, group_size=fmt.group_size, has_offset=fmt.has_offset,
+        scale_bytes=scale_bytes(fmt),
+    )  # fmt: skip
+
+
+def scale_bytes(fmt: Format) -> int:
+    """Bytes of the scale of a group."""
+    return BF16_BYTES if fmt.is_gaussian else FP32_BYTES
 
 
 def shard_range(numel: int, world: int, rank: int) -> tuple[int, int]:

@@ -21,9 +21,9 @@ from statistics import median
 
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.bound import Rotation, decode, decode_sum, encode
 from ds_quant.codec.codec import CastCodec, Codec
-from ds_quant.comm.reduction_plan import SLICE_SECONDS
+from ds_quant.comm.reduction_plan import slice_seconds
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.random_bits import Address
 from ds_quant.policy.cost import Cluster, Costs, Volume, predict
@@ -158,13 +158,13 @@ def _weights(
 ) -> Speed:
     if codec is None:
         codec, difference = CastCodec(dtype), False
-    coding = Coding(codec=codec, address=Address(key=0, step=0), difference=difference)
-    values = _values(dtype, device)
+    values = _values(dtype, device)[None]
     held = torch.zeros_like(values)
-    wire = torch.empty(codec.wire_bytes(held.numel()), dtype=torch.uint8, device=device)
+    wire = torch.empty(1, codec.wire_bytes(held.numel()), dtype=torch.uint8, device=device)
+    how = {"address": Address(key=0, step=0), "base": held if difference else None}
     return Speed(
-        encode=_per_element(values, lambda: coding.encode(values, wire, held=held)),
-        decode=_per_element(values, lambda: coding.decode(wire, held)),
+        encode=_per_element(values, lambda: encode(codec, values, wire, **how)),
+        decode=_per_element(values, lambda: decode(codec, wire, held, add=difference)),
     )
 
 
@@ -173,14 +173,13 @@ def _gradients(
 ) -> Speed:
     if codec is None:
         codec, rotation = CastCodec(dtype), None
-    coding = Coding(codec=codec, address=Address(key=0, step=0))
-    values = _values(dtype, device)
-    total = torch.empty_like(values, dtype=torch.float32)
-    wire = torch.empty(codec.wire_bytes(total.numel()), dtype=torch.uint8, device=device)
-    row, how = wire.view(1, -1), {"rotation": rotation}
+    values = _values(dtype, device)[None]
+    total = torch.empty_like(values[0], dtype=torch.float32)
+    wire = torch.empty(1, codec.wire_bytes(total.numel()), dtype=torch.uint8, device=device)
+    where, how = Address(key=0, step=0), {"rotation": rotation}
     return Speed(
-        encode=_per_element(values, lambda: coding.encode(values, wire, **how)),
-        decode=_per_element(values, lambda: coding.decode_sum(row, total, own=None, **how)),
+        encode=_per_element(values, lambda: encode(codec, values, wire, address=where, **how)),
+        decode=_per_element(values, lambda: decode_sum(codec, wire, total, **how)),
     )
 
 
@@ -313,7 +312,9 @@ def _latency_of_gathers(bill: Costs, place: Place, links: Links) -> float:
     return place.step_gathers * place.modules * latency
 
 
-def slice_pace(candidate: Candidate, place: Place, links: Links) -> float | None:
+def slice_pace(
+    candidate: Candidate, place: Place, links: Links, device: torch.device
+) -> float | None:
     """For ``Slicing``: seconds that an element of a reduction takes on the shorter of its two
     hops, over those that a slice costs beyond its bytes; None without two levels.
     """
@@ -322,7 +323,7 @@ def slice_pace(candidate: Candidate, place: Place, links: Links) -> float | None
     inside = candidate.bill.gradients_intra * (1 - 1 / place.node_size)
     between = candidate.bill.gradients * (1 - 1 / place.nodes)
     per_element = min(inside / links.intra.bytes_per_second, between / links.inter.bytes_per_second)
-    return per_element / (SLICE_SECONDS + links.intra.latency + links.inter.latency)
+    return per_element / (slice_seconds(device) + links.intra.latency + links.inter.latency)
 
 
 def codec_seconds(

@@ -19,23 +19,31 @@ from typing import NamedTuple
 
 import torch
 
-from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy.route import Hop, Route, Routes, gradients_per, times, weights_per
-from ds_quant.policy.scheme import Scheme
+from ds_quant.policy.scheme import FLOATS, Scheme
 
 LOSSLESS_BITS = 2.9  # see [Note: exact differences]
 _FP32 = 4
+_MORE = "weights_most", "weights_intra", "gradients_intra", "memory"
 LABELS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class PricedParam(NamedTuple):
-    """One parameter, as the formula counts it."""
+    """One parameter, as the formula counts it.
+
+    whole: several ranks need all of its gradient, which DeepSpeed therefore all-reduces: a matrix
+    that Muon updates and that lies on several of them.
+    boundary: bytes per element that DeepSpeed gathers for Muon once per optimizer step.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+    packed: bool = False  # see ``scheme.is_packed``
+    whole: bool = False
+    boundary: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +53,8 @@ class Costs:
     weights: one exchange of all weights between nodes, or of a gather over all ranks.
     weights_most: the same at most, more only where the length of messages depends on the weights.
     gradients: one reduction of all gradients between nodes, or over all ranks (direct).
+    summed: one reduction of the gradients that DeepSpeed all-reduces itself, in every micro-step.
+    boundary: what DeepSpeed gathers for Muon once per optimizer step, exactly.
     weights_intra: one gather from the node shard. gradients_intra: the hop inside the nodes.
     once_per_step: ZeRO-3 exchanges weights once per optimizer step (node shard), not per gather.
     crosses_once: gradients cross between nodes once per optimizer step, not per micro-step.
@@ -59,6 +69,8 @@ class Costs:
     numel: int
     weights: float
     gradients: float
+    summed: float = 0.0
+    boundary: float = 0.0
     weights_intra: float = 0.0
     gradients_intra: float = 0.0
     once_per_step: bool = False
@@ -86,7 +98,12 @@ class Costs:
         """
         gathers = 1.0 if self.once_per_step else self.step_gathers(stage, micro_steps)
         weights = self.weights_most if most and self.varies else self.weights
-        return gathers * weights + self.crossings(stage, micro_steps) * self.gradients
+        gradients = self.crossings(stage, micro_steps) * self.gradients
+        return gathers * weights + gradients + self.exact_bytes(stage, micro_steps)
+
+    def exact_bytes(self, stage: int, micro_steps: int) -> float:
+        """What DeepSpeed sends itself of gradients and for Muon, in an optimizer step."""
+        return self.reductions(stage, micro_steps) * self.summed + self.boundary
 
     def crossings(self, stage: int, micro_steps: int) -> float:
         """How often gradients cross between nodes in an optimizer step."""
@@ -125,6 +142,11 @@ class Costs:
             found[role] = {
                 "intra": inner * near * self.numel, "inter": outer * away * self.numel,
             }  # fmt: skip
+        ranks = nodes * node_size
+        ring = self.exact_bytes(stage, micro_steps) * (1 - 1 / ranks) * self.numel
+        crossing = ring / node_size if nodes > 1 else 0.0  # one rank of a node hears from another
+        found["gradients"]["intra"] += ring - crossing
+        found["gradients"]["inter"] += crossing
         return found
 
 
@@ -158,21 +180,26 @@ def bill(
         reason = _kept_reason(scheme, item)
         if reason is not None:
             kept[reason] += 1
+        elif item.whole:
+            kept["Muon gradients on several ranks"] += 1
         total.update(_weight_bytes(routes, item))
         if item.trainable:
             total.update(_gradient_bytes(routes, item, gradient_dtype))
-        total["trained"] += torch.Size(item.shape).numel() * item.trainable
+            exact = item.boundary * torch.Size(item.shape).numel()
+            total.update(boundary=exact, plain=exact)
+        trained = torch.Size(item.shape).numel() * item.trainable
+        total.update(trained=trained, held=0 if item.whole else trained)
     numel = max(1, total["numel"])
     reduction = routes.gradients()
-    sent = ("weights", "weights_most", "gradients", "weights_intra", "gradients_intra")
+    sent = ("weights", "gradients", "summed", "boundary")
     return Costs(
         numel=total["numel"],
-        **{field: total[field] / numel for field in (*sent, "memory")},
+        **{field: total[field] / numel for field in (*sent, *_MORE)},
         once_per_step=routes.keeps_shard,
         crosses_once=reduction.waits,
         exact_own=any(hop.exact_own for hop in reduction.hops),
-        held=_FP32 * total["trained"] / numel / node_size if reduction.waits else 0.0,
-        full_precision_share=total["plain"] / max(1, total["weights"] + total["gradients"]),
+        held=_FP32 * total["held"] / numel / node_size if reduction.waits else 0.0,
+        full_precision_share=total["plain"] / max(1, sum(total[field] for field in sent)),
         kept=dict(kept),
         gathers=gathers,
         trained=total["trained"] / numel if total["numel"] else 1.0,
@@ -181,8 +208,8 @@ def bill(
 
 def _kept_reason(scheme: Scheme, item: PricedParam) -> str | None:
     """Why a parameter stays in full precision in a role that has a codec."""
-    reason = scheme.skip_reason(item.name, item.shape, item.dtype)
-    if not scheme.lossless or reason == "not floating point":
+    reason = scheme.skip_reason(item.name, item.shape, item.dtype, packed=item.packed)
+    if not scheme.lossless or item.dtype not in FLOATS:
         return reason
     if not scheme.differs_exactly(item.dtype):
         return "fp32 weights"
@@ -191,10 +218,11 @@ def _kept_reason(scheme: Scheme, item: PricedParam) -> str | None:
 
 def _weight_bytes(routes: Routes, item: PricedParam) -> Counter[str]:
     numel, dtype = torch.Size(item.shape).numel(), item.dtype
-    if dtype not in CAST_NAMES:  # such as an int8 base: DeepSpeed gathers it
+    if dtype not in FLOATS:  # such as an int8 base: DeepSpeed gathers it
         nbytes = numel * dtype.itemsize
         return Counter(weights=nbytes, weights_most=nbytes, plain=nbytes)
-    quantized = routes.scheme.skip_reason(item.name, item.shape, dtype) is None
+    reason = routes.scheme.skip_reason(item.name, item.shape, dtype, packed=item.packed)
+    quantized = reason is None
     route = routes.weights(dtype=dtype, quantized=quantized, trained=item.trainable)
     found: Counter[str] = Counter()
     for hop in route.hops:
@@ -213,11 +241,11 @@ def _weight_bytes(routes: Routes, item: PricedParam) -> Counter[str]:
 
 def _gradient_bytes(routes: Routes, item: PricedParam, dtype: torch.dtype) -> Counter[str]:
     numel = torch.Size(item.shape).numel()
-    quantized = routes.scheme.skip_reason(item.name, item.shape, dtype) is None
-    route = routes.gradients(quantized=quantized)
-    if not route.hops:  # DeepSpeed's all-reduce
+    reason = routes.scheme.skip_reason(item.name, item.shape, dtype, packed=item.packed)
+    route = routes.gradients(quantized=reason is None)
+    if item.whole or not route.hops:  # DeepSpeed's all-reduce
         nbytes = 2 * numel * dtype.itemsize
-        return Counter(gradients=nbytes, plain=nbytes)
+        return Counter({"summed" if item.whole else "gradients": nbytes, "plain": nbytes})
     found: Counter[str] = Counter()
     for hop in route.hops:
         nbytes = _wire_bytes(routes, route, hop, numel, dtype)

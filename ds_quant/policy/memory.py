@@ -30,7 +30,7 @@ class Sizes:
     allgather_bucket_size and stage3_prefetch_bucket_size.
 
     trained, largest: parameters that are trained, and the largest of all. under_way: buckets at
-    once.
+    once. offloaded: the node shard is in host memory, and what a gather sends of it is copied.
     """
 
     ranks: int
@@ -42,6 +42,7 @@ class Sizes:
     prefetch: int = 5 * 10**7
     itemsize: int = 2
     under_way: int = 1
+    offloaded: bool = False
     slicing: Slicing = Slicing()
 
     @property
@@ -109,7 +110,8 @@ def _window(bill: Costs, sizes: Sizes) -> float:
 def _gather(bill: Costs, sizes: Sizes) -> float:
     gathered = max(sizes.largest, min(sizes.prefetch, bill.numel))
     if bill.once_per_step:
-        return gathered * bill.weights_intra * (1 + 1 / sizes.node_size)
+        copies = bill.memory if sizes.offloaded else 0.0
+        return gathered * (bill.weights_intra * (1 + 1 / sizes.node_size) + copies)
     forwarded = 1 / sizes.node_size if sizes.two_levels else 0.0
     return gathered * bill.weights * (1 + 1 / sizes.ranks + forwarded)
 

@@ -17,6 +17,13 @@ _FLAGS = (
 )  # fmt: skip
 
 
+# Optimizers that compress what they send, and the plain ones.
+ONE_BIT = {"onebitadam": "AdamW", "zerooneadam": "AdamW", "onebitlamb": "Lamb"}
+
+
+_MIGRATE = '"ds_quant migrate ds_config.json" translates the settings'
+
+
 def section(param_dict: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a part of a DeepSpeed config, without the values that a Trainer would fill in."""
     value = param_dict.get(name)
@@ -29,7 +36,7 @@ def section(param_dict: Mapping[str, Any], name: str) -> dict[str, Any]:
 def stage_of(param_dict: Mapping[str, Any]) -> Any:
     """Return the ZeRO stage as written, None if it is not."""
     stage = section(param_dict, "zero_optimization").get("stage")
-    return int(stage) if _number(stage) in (0, 1, 2, 3) else stage
+    return int(stage) if number(stage) in (0, 1, 2, 3) else stage
 
 
 def facts(param_dict: Mapping[str, Any], *, bf16_optimizer: bool = False) -> dict[str, Any]:
@@ -43,36 +50,45 @@ def facts(param_dict: Mapping[str, Any], *, bf16_optimizer: bool = False) -> dic
     )
     full_gradients = (
         stage == 1
-        and _on(section(param_dict, "bf16").get("enabled"))
+        and is_on(section(param_dict, "bf16").get("enabled"))
         and section(param_dict, "data_types").get("grad_accum_dtype") == "fp32"
         and offload_optimizer.get("device", "none") == "none"
     )
-    zeropp = [f"{flag}=true" for flag in _FLAGS if _on(zero.get(flag))]
-    if _number(zero.get("zero_hpz_partition_size")) > 1:
+    one_bit = section(param_dict, "optimizer").get("type")
+    zeropp = [f"{flag}=true" for flag in _FLAGS if is_on(zero.get(flag))]
+    if number(zero.get("zero_hpz_partition_size")) > 1:
         zeropp.append(f"zero_hpz_partition_size={zero['zero_hpz_partition_size']}")
     return {
         "stage": stage,
         "bf16_optimizer": bf16_optimizer or full_gradients,
-        "deepcompile": _on(section(param_dict, "compile").get("deepcompile")),
+        "deepcompile": is_on(section(param_dict, "compile").get("deepcompile")),
         "zeropp": zeropp,
-        "mics": _number(zero.get("mics_shard_size")) > 0,
+        "one_bit": one_bit if str(one_bit).lower() in ONE_BIT else None,
+        "mics": number(zero.get("mics_shard_size")) > 0,
         "nvme_params": offload_param.get("device") == "nvme",
         "nvme_optimizer": stage == 3 and offload_optimizer.get("device") == "nvme",
-        "hybrid_engine": _on(section(param_dict, "hybrid_engine").get("enabled")),
-        "auto_experts": _on(section(param_dict, "expert_parallel").get("enabled")),
+        "hybrid_engine": is_on(section(param_dict, "hybrid_engine").get("enabled")),
+        "auto_experts": stage == 3 and is_on(section(param_dict, "expert_parallel").get("enabled")),
         "zenflow": zero.get("zenflow") is not None,
-        "super_offload": _on(offload_optimizer.get("super_offload")),
+        "super_offload": is_on(offload_optimizer.get("super_offload")),
     }
 
 
-def _on(value: Any) -> bool:
+def is_on(value: Any) -> bool:
+    """Read a flag as DeepSpeed does."""
     return str(value).lower() in _YES
 
 
-def _number(value: Any) -> float:
+def low_precision(param_dict: Mapping[str, Any]) -> list[str]:
+    """Return which of bf16 and fp16 the config switches on."""
+    return [name for name in ("bf16", "fp16") if is_on(section(param_dict, name).get("enabled"))]
+
+
+def number(value: Any) -> float:
+    """Read a number as DeepSpeed does; -1 for what is none."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return -1.0
 
 
@@ -95,9 +111,11 @@ def refuse_unsupported(facts: Mapping[str, Any]) -> None:
          "DeepCompile removes the hooks this plugin needs; set compile.deepcompile to false "
          "(plain engine.compile() works)"),
         (facts["zeropp"], ", ".join(f"zero_optimization.{k}" for k in facts["zeropp"]),
-         "ZeRO++ and quantized_comm would both quantize; remove the ZeRO++ settings"),
+         f"ZeRO++ and quantized_comm would both quantize; {_MIGRATE}"),
         (facts["mics"], "zero_optimization.mics_shard_size",
-         "MiCS keeps its own shards; remove mics_shard_size"),
+         f"MiCS keeps its own shards; {_MIGRATE}"),
+        (facts["one_bit"], f"optimizer.type={facts['one_bit']}",
+         f"it compresses what it sends by itself; {_MIGRATE}"),
         (facts["nvme_params"], "zero_optimization.offload_param.device=nvme",
          "parameters on NVMe are not supported; allowed: cpu, none"),
         (facts["zenflow"], "zero_optimization.zenflow",
@@ -110,8 +128,8 @@ def refuse_unsupported(facts: Mapping[str, Any]) -> None:
          "not tested; allowed: cpu, none"),
         (facts["hybrid_engine"], "hybrid_engine.enabled=true",
          "generation with kernels of its own is not tested; set it to false"),
-        (facts["auto_experts"], "expert_parallel.enabled=true",
-         "AutoEP is not tested; set it to false and use deepspeed.moe.layer.MoE under ZeRO-1 or 2"),
+        (facts["auto_experts"], "expert_parallel.enabled=true under ZeRO-3",
+         "AutoEP works under ZeRO-1 and 2; use zero_optimization.stage 2"),
     )  # fmt: skip
     for refused, setting, remedy in rules:
         if refused:
@@ -128,12 +146,14 @@ def refuse_full_replica(
         return
     key = config.weights.reference
     what = "node_shard" if key is None else f"weights.{key}"
+    exact = not (config.weights.enabled or config.gradients.enabled)
     more = "" if model_bytes is None else f", {model_bytes / 1e9:.3g} GB more"
     raise ConfigError(
         f"{KEY}.{what}=true with one rank per node: under ZeRO-3 the node shard is a "
         f"full copy of the weights{more} on every rank; set "
         f"{KEY}.allow_full_replica to true to accept that, use zero_optimization.stage "
-        '2 (which keeps that copy anyway), or a scheme without a node shard such as "qsdp"'
+        "2 (which keeps that copy anyway), or a scheme without a node shard such as "
+        + ('"full_precision"; "lossless" under stage 2 is exact, too' if exact else '"qsdp"')
     )
 
 

@@ -145,7 +145,7 @@ class Routes:
             outer, inner = gradient_codecs(scheme)
         per = gradients_per(self.stage)
         if self.two_levels and whole:
-            once = self.stage > 1 and scheme.cross == "step"
+            once = self.stage > 1 and scheme.block.gradients.cross == "step"
             first = Hop(level="intra", codec=inner, per=per, inner=True, exact_own=True)
             last = Hop(level="inter", codec=outer, per="step" if once else per, exact_own=True)
             hops: tuple[Hop, ...] = (first, last)

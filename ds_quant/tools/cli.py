@@ -11,16 +11,21 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ds_quant
-from ds_quant.config.presets import AUTOTUNE, CANDIDATES
+from ds_quant.config import environment
+from ds_quant.config.environment import VARIABLE
+from ds_quant.config.presets import AUTOTUNE, CANDIDATES, renamed
 from ds_quant.config.schema import KEY, ConfigError, QuantizedCommConfig, json_schema, parse
 from ds_quant.kernels.wire import BF16_BYTES, FP32_BYTES, wire_layout
 from ds_quant.policy import refusals
 from ds_quant.tools import docs
 
+_LOAD_CODECS = "import and try codecs that the config names"
 _STAGES = {
     1: "ZeRO-1: gradients reduced once per step, updated weights gathered after it",
     2: "ZeRO-2: gradients reduced every micro-step, updated weights gathered after the step",
@@ -28,38 +33,61 @@ _STAGES = {
 }
 
 
+# What wrong files and values raise is told in one line; other errors are bugs.
+_MISTAKES = (OSError, ValueError, RecursionError, OverflowError)
+_WORDS = {RecursionError: "nested too deeply", OverflowError: "a number is too large"}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script; the exit code is 1 if anything is wrong."""
     arguments = _parser().parse_args(argv)
+    if sys.stdout is None:  # as of ">&-"
+        sys.exit("ds_quant: standard output is closed")
     try:
         return _run(arguments)
     except BrokenPipeError:  # as of "| head": nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
         return 0
+    except _MISTAKES as error:
+        print(f"ds_quant {arguments.command}: {_WORDS.get(type(error), error)}", file=sys.stderr)
+        return 1
+
+
+@contextmanager
+def about(subject: object) -> Iterator[None]:
+    """Name the file or option in the message of a mistake, which becomes a ValueError."""
+    try:
+        yield
+    except _MISTAKES as error:
+        why = getattr(error, "strerror", None) or _WORDS.get(type(error), error)
+        raise ValueError(f"{subject}: {why}") from error
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.command != "validate" or arguments.load_codecs:
+    if getattr(arguments, "load_codecs", False):
         sys.path.append(os.getcwd())  # where a codec of the user's own may lie
     if arguments.command == "schema":
         print(docs.markdown() if arguments.markdown else json.dumps(json_schema(), indent=2))
         code = 0
     elif arguments.command == "validate":
-        code = max([_validate(path, arguments) for path in arguments.paths])
+        if not arguments.paths and not arguments.env:
+            raise ConfigError(f"no file: give a DeepSpeed config, or --env for {VARIABLE} alone")
+        code = max([_validate(path, arguments) for path in arguments.paths or [None]])
     else:
         code = importlib.import_module(f"ds_quant.tools.{arguments.command}").main(arguments)
-    sys.stdout.flush()  # inside the try of main
+    sys.stdout.flush()  # here, so that main tells of a full disk
     return code
 
 
-def _validate(path: Path, arguments: argparse.Namespace) -> int:
+def _validate(path: Path | None, arguments: argparse.Namespace) -> int:
     try:
-        print("\n".join(_report(path, load(path), arguments)))
-    except (OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(f"{path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+        with about(path or "--env"):
+            lines = (
+                _of_variable(arguments) if path is None else _report(path, load(path), arguments)
+            )
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 1
+    print("\n".join(lines))
     return 0
 
 
@@ -69,11 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     validate = commands.add_parser("validate", help="check the quantized_comm block of a config")
     add = validate.add_argument
-    add("paths", nargs="+", type=Path, metavar="PATH", help="ds_config.json")
+    add("paths", nargs="*", type=Path, metavar="PATH", help="ds_config.json")
+    add("--env", action="store_true", help=f"with the block of {VARIABLE} where a file has none")
     add("--world", type=count, help="number of ranks, to check node_size")
     add("--node-size", type=count, help="ranks per node, where the launcher says so")
     add("--params", type=count, help="parameters such as 7b, for memory in GB")
-    add("--load-codecs", action="store_true", help="import and try codecs that the config names")
+    add("--load-codecs", action="store_true", help=_LOAD_CODECS)
     add("--json", action="store_true", help="print the block with every key instead")
     schema = commands.add_parser("schema", help="print the JSON schema of the block, for editors")
     schema.add_argument("--markdown", action="store_true", help="as docs/keys.md")
@@ -101,7 +130,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _report(path: Path, param_dict: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
     """Describe what the file asks for. Raises ``ConfigError`` where start-up would."""
-    config = parse(param_dict, load_codecs=arguments.load_codecs)
+    from_variable = arguments.env and environment.is_source(param_dict)
+    read = environment.parse if arguments.env else parse
+    config = read(param_dict, load_codecs=arguments.load_codecs)
     if config is None:
         reason = f"{KEY} is disabled" if KEY in param_dict else f"no {KEY} block"
         return [f"{path}: {reason}: DeepSpeed communicates as without ds_quant"]
@@ -115,11 +146,24 @@ def _report(path: Path, param_dict: dict[str, Any], arguments: argparse.Namespac
     zero = refusals.section(param_dict, "zero_optimization")
     exact = refusals.exact_gradient_reason(stage, lambda name: zero.get(name, True))
     return [
-        f"{path}: valid",
+        f"{path}: valid" + (f", block from {VARIABLE}" if from_variable else ""),
+        *filter(None, [renamed(param_dict.get(KEY))]),
         *_meaning(config, exact, loaded=arguments.load_codecs),
         *shard,
         _STAGES[stage],
     ]
+
+
+def _of_variable(arguments: argparse.Namespace) -> list[str]:
+    """Describe the block of the variable alone."""
+    if not environment.is_set():
+        raise ConfigError(f"{VARIABLE} is not set")
+    config = environment.parse({}, load_codecs=arguments.load_codecs)
+    if config is None:
+        return [f"{VARIABLE}: {KEY} is disabled"]
+    if arguments.json:
+        return [json.dumps({KEY: config.resolved()}, indent=2)]
+    return [f"{VARIABLE}: valid", *_meaning(config, None, loaded=arguments.load_codecs)]
 
 
 def _node_shard(
@@ -129,10 +173,7 @@ def _node_shard(
     if config.scheme == AUTOTUNE or not config.keeps_node_shard:
         return []
     size, numel = config.node_size or arguments.node_size, arguments.params
-    low = any(
-        refusals.section(param_dict, name).get("enabled") is True for name in ("bf16", "fp16")
-    )
-    each = 2 if low else 4
+    each = 2 if refusals.low_precision(param_dict) else 4
     if size is None:
         return [
             f"node shard: {each} / (ranks per node) bytes per parameter more on every rank; refused"
@@ -227,11 +268,20 @@ _POWERS = {"k": 3, "m": 6, "b": 9, "t": 12}  # 7b: as models are named
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    """doctor, probe, estimate, plot."""
+    """doctor, migrate, probe, estimate, plot."""
+    _migrate(commands.add_parser("migrate", help="turn ZeRO++, MiCS and 1-bit keys into a block"))
     _doctor(commands.add_parser("doctor", help="check this machine and try the plugin on it"))
     _probe(commands.add_parser("probe", help="measure the links between processes"))
     _estimate(commands.add_parser("estimate", help="predict what each scheme would bring"))
     _plot(commands.add_parser("plot", help="draw the metrics of a run: bytes, error, seconds"))
+
+
+def _migrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=file, metavar="PATH", help="ds_config.json")
+    parser.add_argument(
+        "-o", dest="out", type=Path, metavar="FILE",
+        help="the new file, which may exist (beside the old one, with .ds_quant before .json)",
+    )  # fmt: skip
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
@@ -257,6 +307,7 @@ def _estimate(parser: argparse.ArgumentParser) -> None:
         help="of the parameters, the others are frozen; LoRA: about 0.01 (1)")  # fmt: skip
     add("--model-config", type=file, help="config.json of a Hugging Face causal language model")
     add("--ds-config", type=file, help="DeepSpeed config: stage, accumulation, dtype, its block")
+    add("--load-codecs", action="store_true", help=_LOAD_CODECS)
     add("--stage", type=int, choices=(1, 2, 3), help="ZeRO stage (3)")
     add("--accumulation", type=count, help="micro-steps per optimizer step (1)")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="of weights and gradients (bf16)")
@@ -291,11 +342,11 @@ def positive(value: str) -> float:
 
 
 def count(value: str) -> int:
-    """A whole number from 1, also as 7e9 or 7b."""
+    """A whole number from 1, also as 7e9 or 7b; no model and no cluster has more than 1e15."""
     power = _POWERS.get(value[-1:].lower(), 0)
     number = positive(f"{value[:-1]}e{power}" if power else value)
-    if number != int(number):
-        raise argparse.ArgumentTypeError(f"{value!r}: allowed: whole numbers from 1")
+    if number != int(number) or number > 1e15:
+        raise argparse.ArgumentTypeError(f"{value!r}: allowed: whole numbers from 1 to 1e15")
     return int(number)
 
 

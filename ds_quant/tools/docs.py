@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ds_quant.config.errors import allowed_in, show
-from ds_quant.config.presets import AUTOTUNE, preset_description, preset_names
-from ds_quant.config.schema import KEY, json_schema, parse_block
+from ds_quant.config.errors import Location, Model, allowed_in, model_in, show
+from ds_quant.config.presets import AUTOTUNE, preset_description, preset_groups
+from ds_quant.config.schema import KEY, QuantizedCommConfig, parse_block
 
 _HEAD = f"""# Keys of the block
 
@@ -33,37 +33,40 @@ _NOT_EXACT = tuple(
 
 def markdown() -> str:
     """Return the page, without a newline at its end."""
-    definitions = json_schema()["$defs"]
-    keys = _keys(definitions["QuantizedCommConfig"], definitions)
+    keys = _keys(QuantizedCommConfig)
     return _HEAD + "\n".join(f"| {' | '.join(row)} |" for row in keys) + "\n\n" + _schemes()
 
 
-def _keys(model: dict[str, Any], definitions: dict[str, Any], above: str = "") -> Iterator[tuple]:
+def _keys(model: Model, above: Location = ()) -> Iterator[tuple[str, ...]]:
     """Yield path, allowed, default and effect of every key that holds a value."""
-    for key, node in model["properties"].items():
-        path, options = above + key, node.get("anyOf", [node])
-        models = [definitions[o["$ref"].rsplit("/", 1)[1]] for o in options if "$ref" in o]
-        allowed, effect = allowed_in(json_schema(), (KEY, *path.split("."))), node["description"]
-        if path == "scheme":  # the list of schemes stands in a table of its own
-            allowed, effect = (
-                f"a scheme below, or `{show(AUTOTUNE)}`",
-                effect.partition(". ")[0] + ".",
-            )
-        elif models:
+    for key, field in model.model_fields.items():
+        location, inner = (*above, key), model_in(field.annotation)
+        allowed = allowed_in(QuantizedCommConfig, location)
+        if key == "scheme":
+            allowed = f"a scheme below, or `{show(AUTOTUNE)}`"
+        elif inner:
             allowed = "an object with the keys below, or null"
-        if len(models) < len(options):
-            default = f"`{show(node['default'])}`" if "default" in node else ""
-            yield f"`{path}`", _cell(allowed), default, _cell(effect)
-        if models:
-            yield from _keys(models[0], definitions, f"{path}.")
+        if inner is None or field.default is None:
+            effect = _cell(field.description or "")
+            yield f"`{'.'.join(location)}`", _cell(allowed), f"`{show(field.default)}`", effect
+        if inner:
+            yield from _keys(inner, location)
 
 
 def _schemes() -> str:
     """Return what each scheme sets, where schemes differ."""
-    blocks = {name: _flat(parse_block({"scheme": name}).resolved()) for name in preset_names()}
-    lines = ["## Schemes", ""]
-    lines += [f"- `{name}`: {_cell(preset_description(name))}" for name in blocks]
-    lines += ["", "| key | " + " | ".join(blocks) + " |", "| --- " * (len(blocks) + 1) + "|"]
+    lines = ["## Schemes"]
+    for group, names in preset_groups().items():
+        lines += ["", f"{group.capitalize()}:"] if group else []
+        lines += ["", *(f"- `{name}`: {_cell(preset_description(name))}" for name in names)]
+        lines += ["", *_table(names)]
+    return "\n".join(lines)
+
+
+def _table(names: tuple[str, ...]) -> list[str]:
+    """What the schemes set, where they differ."""
+    blocks = {name: _flat(parse_block({"scheme": name}).resolved()) for name in names}
+    lines = ["| key | " + " | ".join(blocks) + " |", "| --- " * (len(blocks) + 1) + "|"]
     for key in dict.fromkeys(key for block in blocks.values() for key in block if key != "scheme"):
         found = [show(block.get(key)) for block in blocks.values()]
         enabled = f"{key.partition('.')[0]}.enabled"
@@ -76,7 +79,7 @@ def _schemes() -> str:
             cells = ("" if gone or value == "null" else f"`{value}`"
                      for gone, value in zip(off, found, strict=True))  # fmt: skip
             lines.append(f"| `{key}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return lines
 
 
 def _flat(block: dict[str, Any], above: str = "") -> dict[str, Any]:

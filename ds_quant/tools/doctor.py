@@ -103,6 +103,7 @@ def versions() -> list[Check]:
     checks = [version_check(name, found[name], spec) for name, spec in SUPPORTED.items()]
     others = {name: found[name] for name in OPTIONAL if found[name]}
     shown = ", ".join(f"{name} {version}" for name, version in others.items()) or "none"
+    checks += known_faults(found["deepspeed"])
     return [*checks, Check(name="other packages", status=OK, found=shown, details=others)]
 
 
@@ -121,6 +122,21 @@ def version_check(name: str, version: str | None, supported: str) -> Check:
         found=f"{version} ({'supported' if fits else 'not supported'}: {supported})",
         fix="" if fits else install,
     )  # fmt: skip
+
+
+def known_faults(deepspeed: str | None) -> list[Check]:
+    """Gradients that this version of DeepSpeed loses, with and without the plugin."""
+    from ds_quant.zero.version import FAULTS
+
+    return [
+        Check(
+            name="deepspeed", status=WARNING, found=f"under ZeRO-2 {where} it {fault.loses}",
+            fix=f"pip install 'deepspeed>={fault.until}', or use zero_optimization.stage 1 or 3",
+        )
+        for fault in FAULTS
+        for where in ["with an offloaded optimizer" if fault.offload else "without offload"]
+        if deepspeed is not None and fault.is_in(deepspeed)
+    ]  # fmt: skip
 
 
 def device() -> Check:
@@ -362,13 +378,14 @@ def _worst_error(values: object, value_range: str, bits: int) -> float:
     """Largest |decoded - value| in units of its group's step."""
     import torch
 
+    from ds_quant.codec.bound import decode, encode
     from ds_quant.codec.codec import GroupCodec
 
     codec = GroupCodec(bits=bits, group_size=1024, range=value_range)
     wire = torch.empty(1, codec.wire_bytes(_NUMEL), dtype=torch.uint8, device=values.device)
     decoded = torch.empty_like(values)
-    codec.encode(values, wire)
-    codec.decode(wire, decoded)
+    encode(codec, values, wire)
+    decode(codec, wire, decoded)
     groups = values.view(-1, codec.group_size)
     if value_range == "minmax":
         step = (groups.amax(1) - groups.amin(1)) / (2**bits - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,10 @@ _HEADERS = (
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the table; 1 with a sentence on standard error for settings that cannot work."""
-    try:
-        from ds_quant.tools.planning import make_plan
+    """Print the table."""
+    from ds_quant.tools.planning import make_plan
 
-        _show(make_plan(arguments), arguments)
-    except BrokenPipeError:
-        raise
-    except (OSError, ValueError) as error:
-        print(f"ds_quant estimate: {error}", file=sys.stderr)
-        return 1
+    _show(make_plan(arguments), arguments)
     return 0
 
 
@@ -34,9 +28,8 @@ def _show(plan: Any, arguments: argparse.Namespace) -> None:
     from ds_quant.tools import forecast
 
     rows = forecast.forecast(plan)
-    chosen = forecast.best(rows)
-    links = forecast.by_link(plan) if plan.cluster.nodes > 1 else {}
-    accumulated = forecast.by_micro_steps(plan) if plan.cluster.nodes > 1 else {}
+    chosen, (links, accumulations) = forecast.best(rows), forecast.variants(plan)
+    good = [row.scheme for row in rows if not row.note]
     if arguments.plot is not None:
         plot(plan, arguments.plot)
     if arguments.json:
@@ -45,13 +38,21 @@ def _show(plan: Any, arguments: argparse.Namespace) -> None:
             "micro_steps": plan.micro_steps, "compute": plan.compute, "best": chosen.scheme,
             "gathers": plan.gathers,
             "cluster": {**asdict(plan.cluster), "flops": None}, "rows": forecast.as_json(rows),
-            "links": {str(link): forecast.as_json(found) for link, found in links.items()},
-            "accumulations": {str(count): found for count, found in accumulated.items()},
+            "links": {link: forecast.as_json(row for row in found if row.scheme in good)
+                      for link, found in links.items()},
+            "accumulations": {count: {row.scheme: row.inter_bytes for row in found}
+                              for count, found in accumulations.items()},
         }  # fmt: skip
         print(json.dumps(_finite(facts), indent=2))
         return
-    shown = [row.scheme for row in rows if not row.note or row.scheme.startswith("HSDP")]
-    lines = [*_tables(rows), *_link_table(links), *_accumulation_table(accumulated, shown)]
+    hybrid = [row.scheme for row in rows if row.scheme.startswith("HSDP")]
+    lines = [
+        *_tables(rows),
+        *_grid("speed-up by link between nodes, nothing hidden:", "{} Gb/s", links,
+               lambda row: f"{row.speedup_serial:.2f}", good),
+        *_grid("B/param between nodes and step, by micro-steps k of an optimizer step:", "k = {}",
+               accumulations, lambda row: f"{row.inter_bytes:.3f}", [*good, *hybrid]),
+    ]  # fmt: skip
     print("\n".join([_title(plan), *lines, *_advice(chosen)]))
 
 
@@ -68,46 +69,36 @@ def _tables(rows: list[Any]) -> list[str]:
     """Format the schemes that may be chosen, and the others apart."""
     from ds_quant.policy.cost import LOSSLESS_BITS
 
-    good = [(*cells(row), row.limit) for row in rows if not row.note]
-    others = [(*cells(row), row.note) for row in rows if row.note]
-    lines = table(good, (*_HEADERS, "limited by"))
+    offloaded = any(row.host_memory for row in rows)
+    headers = (*_HEADERS, "host GB") if offloaded else _HEADERS
+    good = [(*cells(row, offloaded), row.limit) for row in rows if not row.note]
+    others = [(*cells(row, offloaded), row.note) for row in rows if row.note]
+    lines = table(good, (*headers, "limited by"))
     if others:
-        lines += ["", "not recommended:", *table(others, (*_HEADERS, "because"))]
-    for row in rows:
-        if row.most_bytes is not None:
-            lines += ["", f"{row.scheme}: exact differences of {LOSSLESS_BITS} bits per weight, as "
-                      "at a learning rate of 3e-4; fewer below it, and at most "
-                      f"{row.most_bytes:.3f} B/param"]  # fmt: skip
+        lines += ["", "not chosen by itself:", *table(others, (*headers, "because"))]
+    most = [f"{row.most_bytes:.3f} B/param ({row.scheme})" for row in rows if row.most_bytes]
+    if most:
+        lines += ["", f"exact differences take {LOSSLESS_BITS} bits per weight, as at a learning "
+                  "rate of 3e-4; fewer below it, and at most", ", ".join(most)]  # fmt: skip
     return [
         *lines, "",
         "step s and speed-up: communication fully hidden to not hidden at all; GB per GPU: kept "
         "between steps, messages and",
         "sums at most, and all with DeepSpeed's own states under Adam, without activations",
+        *(["host GB: what is offloaded of a GPU, with what is kept of the weights"] * offloaded),
     ]  # fmt: skip
 
 
-def _link_table(links: dict[int, list[Any]]) -> list[str]:
-    """Speed-up over DeepSpeed as shipped, nothing hidden, by Gb/s into a node."""
-    if not links:
+def _grid(
+    title: str, heading: str, found: dict[int, list[Any]], cell: Callable[[Any], str],
+    schemes: list[str],
+) -> list[str]:  # fmt: skip
+    """A column per link or accumulation."""
+    if not found:
         return []
-    columns = [[f"{row.speedup_serial:.2f}" for row in found] for found in links.values()]
-    schemes = [row.scheme for row in next(iter(links.values()))]
-    rows = [(name, *own, "") for name, *own in zip(schemes, *columns, strict=True)]
-    headers = ("scheme", *(f"{link} Gb/s" for link in links), "")
-    return ["", "speed-up by link between nodes, nothing hidden:", *table(rows, headers)]
-
-
-def _accumulation_table(accumulated: dict[int, dict[str, float]], schemes: list[str]) -> list[str]:
-    """Bytes between nodes by micro-steps of an optimizer step."""
-    if not accumulated:
-        return []
-    rows = [
-        (scheme, *(f"{found[scheme]:.3f}" for found in accumulated.values()), "")
-        for scheme in schemes
-    ]
-    headers = ("scheme", *(f"k = {count}" for count in accumulated), "")
-    title = "B/param between nodes and step, by micro-steps k of an optimizer step:"
-    return ["", title, *table(rows, headers)]
+    columns = [{row.scheme: cell(row) for row in rows} for rows in found.values()]
+    rows = [(name, *(column[name] for column in columns), "") for name in schemes]
+    return ["", title, *table(rows, ("scheme", *map(heading.format, found), ""))]
 
 
 def _advice(chosen: Any) -> list[str]:
@@ -117,8 +108,11 @@ def _advice(chosen: Any) -> list[str]:
         fits = f" ({chosen.note})" if chosen.note else ""
         return ["", "nothing gains 2 %: this link is not what limits the step; leave the block "
                 f"out{fits}"]  # fmt: skip
+    less = [
+        "exact, too, in fewer bytes: lossless; then lossless_w_g3, whose gradients are not exact"
+    ]
     return [
-        "", f"shortest step: {chosen.scheme}",
+        "", f"shortest step: {chosen.scheme}", *(less if chosen.scheme == "hybrid" else ()),
         "this is time only: what a scheme costs in loss is in docs/choosing.md",
     ]  # fmt: skip
 
@@ -132,13 +126,14 @@ def _finite(value: Any) -> Any:
     return None if value == float("inf") else value
 
 
-def cells(row: Any) -> tuple[str, ...]:
+def cells(row: Any, offloaded: bool = False) -> tuple[str, ...]:
     """Format a row of the table except its last column."""
     low, high = row.speedups
     return (
         row.scheme, f"{row.inter_bytes:.3f}", f"{row.communication:.3g}",
         f"{row.step_overlapped:.3g} - {row.step_serial:.3g}", f"{low:.2f} - {high:.2f}",
         f"{row.memory / 1e9:.3g}", f"{row.peak / 1e9:.3g}", f"{row.gpu_memory / 1e9:.3g}",
+        *([f"{row.host_memory / 1e9:.3g}"] * offloaded),
     )  # fmt: skip
 
 

@@ -6,15 +6,23 @@ No GPU, no files, no printing: settings in, rows out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 
-from ds_quant.config.presets import BY_HAND, CANDIDATES, preset_names
+from ds_quant.config.presets import (
+    BY_HAND,
+    CANDIDATES,
+    RESEARCH,
+    YOURS,
+    group_of,
+    preset_names,
+)
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy import cost, gathers, memory
@@ -107,19 +115,21 @@ def of_config(path: Path, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
     Raises:
         ValueError: transformers is missing, or the file is no config of a causal language model.
     """
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ValueError(
-            f"--model-config {path} needs transformers: pip install 'ds_quant[hf]', or give "
-            "--params"
-        ) from error
     settings = json.loads(path.read_text("utf-8"))
     if not isinstance(settings, dict) or "model_type" not in settings:
-        raise ValueError(f"--model-config {path}: no model_type, allowed: a Hugging Face config")
-    config = AutoConfig.for_model(**settings)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        raise ValueError("no model_type, allowed: a Hugging Face config")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model(**settings)
+        if not 1 <= config.num_hidden_layers <= 1000:  # which are built one by one
+            raise ValueError(f"num_hidden_layers={config.num_hidden_layers}: allowed: 1 to 1000")
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # a wrong field may raise anything
+        missing = isinstance(error, ImportError)
+        fix = ": pip install 'ds_quant[hf]', or give --params" if missing else ""
+        raise ValueError(shorten(f"{type(error).__name__}: {error}", 200) + fix) from error
     cargo = tuple(
         PricedParam(name, tuple(p.shape), dtype, True) for name, p in model.named_parameters()
     )
@@ -163,6 +173,7 @@ class Plan:
     """A run to predict. compute: seconds of an optimizer step without communication.
 
     exact_gradients: they take DeepSpeed's own path. gpu_memory: bytes of a GPU, if they matter.
+    offloads: what DeepSpeed keeps in host memory, of "param" and "optimizer".
     """
 
     model: Model
@@ -175,6 +186,7 @@ class Plan:
     allow_full_replica: bool = False
     exact_gradients: bool = False
     gpu_memory: float | None = None
+    offloads: frozenset[str] = frozenset()
     buckets: Buckets = field(default_factory=Buckets)
 
     @property
@@ -199,15 +211,32 @@ class Plan:
         root = self.model.outline(self.buckets.persistence)
         return gathers.mean_gathers(root, self.buckets.fetch, micro_steps=self.micro_steps)
 
+    @property
+    def offloads_shard(self) -> bool:
+        """Whether a node shard is in host memory."""
+        return self.stage == 3 and "param" in self.offloads
+
+    @cached_property
+    def shipped_host_memory(self) -> float:
+        """Host bytes per GPU of what DeepSpeed offloads: weights, and under Adam fp32 gradients,
+        masters and two states.
+        """
+        states = (16 if self.dtype.itemsize == 2 else 12) * self.model.trained / self.ranks
+        weights = self.dtype.itemsize * self.model.numel / self.ranks
+        return states * ("optimizer" in self.offloads) + weights * self.offloads_shard
+
     @cached_property
     def shipped_memory(self) -> float:
         """Bytes per GPU of DeepSpeed with Adam and without activations: weights, gradients, fp32
-        masters and two states; under ZeRO-3 what is gathered at once.
+        masters and two states, less what is offloaded; under ZeRO-3 what is gathered at once.
         """
         model, size = self.model, self.dtype.itemsize
         part = {1: (1, 1), 2: (1, self.ranks), 3: (self.ranks, self.ranks)}[self.stage]
-        held = size * (model.numel / part[0] + model.trained / part[1])
-        held += (12 if size == 2 else 8) * model.trained / self.ranks
+        held = 0.0 if self.offloads_shard else size * model.numel / part[0]
+        if "optimizer" not in self.offloads:
+            held += (12 if size == 2 else 8) * model.trained / self.ranks
+        if "optimizer" not in self.offloads or self.stage == 1:
+            held += size * model.trained / part[1]
         if self.stage == 3:
             root = model.outline(self.buckets.persistence)
             held += size * gathers.most_live(root, self.buckets.fetch)
@@ -220,7 +249,8 @@ class Row:
 
     step_overlapped, step_serial: communication hidden behind compute entirely, or not at all.
     speedup_*: over DeepSpeed as shipped, of these two. memory: bytes more on every rank, between
-    steps; peak: besides, in a step, of messages and sums; gpu_memory: all that a GPU holds.
+    steps; peak: besides, in a step, of messages and sums; gpu_memory: all that a GPU holds;
+    host_memory: all that is offloaded from it, the node shard too.
     limit: what takes longest. note: why it is not recommended; empty if it may be.
     most_bytes: inter_bytes at most, where they depend on the learning rate, else None.
     """
@@ -237,6 +267,7 @@ class Row:
     limit: str
     peak: float = 0.0
     gpu_memory: float = 0.0
+    host_memory: float = 0.0
     note: str = ""
     most_bytes: float | None = None
 
@@ -254,7 +285,8 @@ def forecast(plan: Plan) -> list[Row]:
     if plan.block is not None:
         blocks = {f"your block ({plan.block.scheme})": plan.block, **blocks}
     shipped = _row(SHIPPED, _shipped(plan), plan, None)
-    rows = [_fitted(replace(shipped, gpu_memory=plan.shipped_memory), plan)]
+    held = {"gpu_memory": plan.shipped_memory, "host_memory": plan.shipped_host_memory}
+    rows = [_fitted(replace(shipped, **held), plan)]
     for name, block in blocks.items():
         costs = _bill(block, plan)
         kept, peak = costs.memory * plan.counted, _peak(costs, plan)
@@ -262,11 +294,12 @@ def forecast(plan: Plan) -> list[Row]:
             peak += costs.held * plan.counted
         row = replace(
             _row(name, _volume(costs, plan), plan, rows[0]), memory=kept, peak=peak,
-            gpu_memory=plan.shipped_memory + kept + peak, note=_against(name, block, plan),
-            most_bytes=_most(costs, plan),
+            gpu_memory=plan.shipped_memory + kept * (not plan.offloads_shard) + peak,
+            host_memory=plan.shipped_host_memory + kept * plan.offloads_shard,
+            note=_against(name, block, plan), most_bytes=_most(costs, plan),
         )  # fmt: skip
         rows.append(_fitted(row, plan))
-    if plan.stage == 3 and plan.cluster.nodes > 1 < plan.cluster.node_size:
+    if plan.stage == 3 and plan.cluster.nodes > 1 < plan.cluster.node_size and not plan.offloads:
         rows.append(_hybrid(plan, rows[0]))
     return rows
 
@@ -294,17 +327,17 @@ def _hybrid(plan: Plan, shipped: Row) -> Row:
 
 
 def _against(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
-    """Return why start-up or autotune would not take the scheme."""
+    """Return why start-up would refuse the scheme, or why a user has to choose it."""
     nodes = {"world": plan.ranks, "node_size": plan.cluster.node_size}
     if not starts(block, stage=plan.stage, **nodes):
         return "start-up refuses it: needs allow_full_replica"
-    if name in preset_names() and name not in (*CANDIDATES, *BY_HAND):
-        varies = block.weights.exactly_differ
-        return (
-            "its bytes depend on the learning rate: autotune does not take it" if varies
-            else "for research: autotune never takes it"
-        )  # fmt: skip
-    return ""
+    group = group_of(name)
+    if group == RESEARCH:
+        return group
+    if group == YOURS or name not in preset_names() or name in (*CANDIDATES, *BY_HAND):
+        return ""
+    varies = block.weights.exactly_differ
+    return "bytes depend on the learning rate" if varies else "weigh its loss: docs/choosing.md"
 
 
 def _fitted(row: Row, plan: Plan) -> Row:
@@ -322,20 +355,15 @@ def best(rows: list[Row]) -> Row:
     return fastest if fastest.speedup_serial >= WORTH_IT else rows[0]
 
 
-def by_link(plan: Plan) -> dict[int, list[Row]]:
-    """Return rows at typical links between nodes, in Gb/s, of the allowed schemes."""
-    return {
-        link: [row for row in forecast(at_link(plan, link)) if not row.note]
-        for link in TYPICAL_LINKS
-    }
-
-
-def by_micro_steps(plan: Plan) -> dict[int, dict[str, float]]:
-    """Bytes between nodes per parameter and optimizer step by scheme, at usual accumulations."""
-    return {
-        count: {row.scheme: row.inter_bytes for row in forecast(replace(plan, micro_steps=count))}
-        for count in TYPICAL_MICRO_STEPS
-    }
+def variants(plan: Plan) -> tuple[dict[int, list[Row]], dict[int, list[Row]]]:
+    """Return rows by usual links between nodes, in Gb/s, and by usual micro-steps of an optimizer
+    step; none with one node.
+    """
+    if plan.cluster.nodes == 1:
+        return {}, {}
+    links = {link: forecast(at_link(plan, link)) for link in TYPICAL_LINKS}
+    counts = {k: forecast(replace(plan, micro_steps=k)) for k in TYPICAL_MICRO_STEPS}
+    return links, counts
 
 
 def at_link(plan: Plan, gigabits: float) -> Plan:
@@ -343,7 +371,7 @@ def at_link(plan: Plan, gigabits: float) -> Plan:
     return replace(plan, cluster=replace(plan.cluster, link=gigabits * GIGABIT))
 
 
-def as_json(rows: list[Row]) -> list[dict[str, Any]]:
+def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The rows as JSON types."""
     return [asdict(row) for row in rows]
 
@@ -354,7 +382,7 @@ def _peak(costs: cost.Costs, plan: Plan) -> float:
         ranks=plan.ranks, node_size=plan.cluster.node_size, trained=model.trained,
         largest=model.largest, bucket=buckets.reduce, window=buckets.allgather,
         prefetch=min(fetch.prefetch_bucket_size, fetch.max_live_parameters),
-        itemsize=plan.dtype.itemsize,
+        itemsize=plan.dtype.itemsize, offloaded=plan.offloads_shard,
     )  # fmt: skip
     exact = plan.exact_gradients
     whole = replace(costs, numel=plan.counted)

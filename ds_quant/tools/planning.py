@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from ds_quant.config.errors import path_of, show
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import ConfigError, QuantizedCommConfig, parse
 from ds_quant.policy import refusals
 from ds_quant.policy.cost import Cluster
 from ds_quant.policy.gathers import FetchSettings
 from ds_quant.tools import forecast, probe
+from ds_quant.tools.cli import about, load
 from ds_quant.tools.forecast import GIGABIT, Buckets, Plan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -41,7 +43,8 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     Raises:
         ValueError: naming every option that is missing, or one that cannot work.
     """
-    settings = _from_deepspeed(arguments.ds_config)
+    with about(arguments.ds_config):
+        settings = _from_deepspeed(arguments.ds_config, load_codecs=arguments.load_codecs)
     missing: list[str] = []
     stage = arguments.stage or settings.stage or 3
     dtype = _chosen("dtype", "bf16", arguments.dtype, settings, missing)
@@ -58,6 +61,8 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         lines = "".join(f"\n  {line}" for line in missing)
         raise ValueError(missing[0] if len(missing) == 1 else f"{len(missing)} are missing:{lines}")
     model = _model(arguments, _DTYPES[dtype])
+    with about(arguments.ds_config):
+        buckets = _buckets(settings.zero, model.hidden)
     block = settings.block
     if block is not None:
         _check_block(block, cluster, stage, arguments.ds_config)
@@ -69,14 +74,22 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         allow_full_replica=block is not None and block.allow_full_replica,
         exact_gradients=_keeps_gradients_exact(stage, settings.zero),
         gpu_memory=arguments.gpu_memory and arguments.gpu_memory * 1e9,
-        buckets=_buckets(settings.zero, model.hidden),
+        offloads=_offloads(settings.zero), buckets=buckets,
     )  # fmt: skip
 
 
+def _offloads(zero: dict[str, Any]) -> frozenset[str]:
+    """What is in host memory, of "param" and "optimizer"."""
+    sections = {name: zero.get(f"offload_{name}") for name in ("param", "optimizer")}
+    of = {name: found for name, found in sections.items() if isinstance(found, dict)}
+    return frozenset(name for name, found in of.items() if found.get("device") == "cpu")
+
+
 def _model(arguments: argparse.Namespace, dtype: torch.dtype) -> forecast.Model:
-    if arguments.model_config is not None:
+    if arguments.model_config is None:
+        return forecast.of_size(arguments.params, dtype=dtype, trained=arguments.trained)
+    with about(f"--model-config {arguments.model_config}"):
         return forecast.of_config(arguments.model_config, dtype=dtype, trained=arguments.trained)
-    return forecast.of_size(arguments.params, dtype=dtype, trained=arguments.trained)
 
 
 def _keeps_gradients_exact(stage: int, zero: dict[str, Any]) -> bool:
@@ -89,7 +102,7 @@ def _buckets(zero: dict[str, Any], hidden: int) -> Buckets:
 
     def read(key: str, default: int, automatic: float) -> int:
         value = zero.get(key, default)
-        return int(automatic if value == "auto" else float(value))
+        return int(automatic) if value == "auto" else _whole(f"zero_optimization.{key}", value, 0)
 
     fetch = known.fetch
     return Buckets(
@@ -108,6 +121,14 @@ def _buckets(zero: dict[str, Any], hidden: int) -> Buckets:
             ),
         ),
     )
+
+
+def _whole(key: str, value: Any, least: int) -> int:
+    """Read a whole number, also as 5e8."""
+    number = refusals.number(value)
+    if isinstance(value, bool) or number < least or number % 1:
+        raise ConfigError(f'{key}={show(value)}: allowed: whole numbers from {least}, or "auto"')
+    return int(number)
 
 
 def _check_block(block: QuantizedCommConfig, cluster: Cluster, stage: int, path: Path) -> None:
@@ -138,33 +159,41 @@ def _chosen(name: str, default: Any, given: Any, settings: _Settings, missing: l
     return given or found or default
 
 
-def _from_deepspeed(path: Path | None) -> _Settings:
+def _from_deepspeed(path: Path | None, *, load_codecs: bool) -> _Settings:
     if path is None:
         return _Settings()
-    from ds_quant.tools.cli import load
-
     config = load(path)
-    block = parse(config)
+    block = parse(config, load_codecs=load_codecs)
     stage = refusals.stage_of(config)
     if stage not in (1, 2, 3):
-        found = " is not set" if stage is None else f"={stage}"
-        raise ConfigError(f"{path}: zero_optimization.stage{found}: allowed: 1, 2 or 3")
+        found = " is not set" if stage is None else f"={show(stage)}"
+        raise ConfigError(f"zero_optimization.stage{found}: allowed: 1, 2 or 3")
     if block is not None:
         refusals.refuse(config, block)
+        if block.own_codecs and not load_codecs:
+            role, module = next(iter(block.own_codecs.items()))
+            raise ConfigError(
+                f"{path_of((role, 'codec'))}={show(module)}: only its code knows its bytes: "
+                "give --load-codecs, which imports it, or leave codec out"
+            )
     sections = {n: s if isinstance(s := config.get(n), dict) else {} for n in ("bf16", "fp16")}
-    low = {name: section.get("enabled", False) for name, section in sections.items()}
-    on = [name for name, enabled in low.items() if enabled is True]
+    switches = [section.get("enabled") for section in sections.values()]
+    on = refusals.low_precision(config)
     zero = config.get("zero_optimization")
+    accumulation = config.get("gradient_accumulation_steps")
+    if accumulation not in (None, "auto"):
+        accumulation = _whole("gradient_accumulation_steps", accumulation, 1)
     return _Settings(
-        path=path, stage=stage, accumulation=config.get("gradient_accumulation_steps"),
-        dtype=on[0] if on else "auto" if "auto" in low.values() else "fp32", block=block,
+        path=path, stage=stage, accumulation=accumulation,
+        dtype=on[0] if on else "auto" if "auto" in switches else "fp32", block=block,
         zero=zero if isinstance(zero, dict) else {},
     )  # fmt: skip
 
 
 def _cluster(arguments: argparse.Namespace, missing: list[str]) -> Cluster:
     """Rates from options, else from the probe file, else usual ones inside a node."""
-    found = probe.load(arguments.probe) if arguments.probe else None
+    with about(f"--probe {arguments.probe}"):
+        found = arguments.probe and probe.load(arguments.probe)
     nodes = arguments.nodes or (found and found.nodes) or 1
     node_size = arguments.gpus or (found and found.node_size) or 1
     between, inside = (found.inter, found.intra) if found else (None, None)

@@ -18,15 +18,12 @@ Row = dict[str, Any]  # a line of the file
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the picture; 1 with a sentence on standard error if the file cannot be drawn."""
+    """Write the picture."""
     path: Path = arguments.metrics
     out = arguments.out or path.with_suffix(".png")
-    try:
-        rows = read(path)
-        draw(rows, title=path.name, path=out)
-    except (OSError, ValueError) as error:
-        print(f"ds_quant plot: {error}", file=sys.stderr)
-        return 1
+    out = out if out.suffix else out.with_suffix(".png")  # as matplotlib would
+    rows = read(path)
+    draw(rows, title=path.name, path=out)
     print(f"{out}: {len(rows)} sampled steps, {rows[0]['step']} to {rows[-1]['step']}")
     return 0
 
@@ -35,37 +32,45 @@ def read(path: Path) -> list[Row]:
     """Return the records of a metrics file, by step.
 
     A run that was resumed appends to the file: its records replace those of the steps it repeats.
-    A last line without an end is still being written and is left out.
+    A last line without an end is still being written and is left out. So are lines that are not
+    records, such as one that a full disk has cut off; they are named on standard error.
 
     Raises:
-        ValueError: a line is not a record, or there is none.
+        ValueError: there is no record.
     """
     rows: list[Row] = []
-    complete, _, _ = path.read_text("utf-8").rpartition("\n")
-    for number, line in enumerate(complete.splitlines(), start=1):
-        row = _record(line, f"{path}, line {number}")
+    bad: list[int] = []
+    lines = path.read_text("utf-8", errors="replace").split("\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        row = _record(line)
+        if row is None:
+            bad.append(number)
+            continue
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
         rows.append(row)
+    wrong = f"no JSON objects of numbers with a step in line(s) {', '.join(map(str, bad))}"
     if not rows:
         raise ValueError(
-            f"{path}: no records yet: allowed: a file that quantized_comm.metrics.file names, "
-            "written every metrics.interval optimizer steps"
+            f"{path}: {wrong if bad else 'no records yet'}: allowed: a file that "
+            "quantized_comm.metrics.file names, written every metrics.interval optimizer steps"
         )
+    if bad:
+        print(f"{path}: {wrong}: left out", file=sys.stderr)
     return rows
 
 
-def _record(line: str, where: str) -> Row:
+def _record(line: str) -> Row | None:
+    """Parse a record; None if the line is something else."""
     try:
         row = json.loads(line)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise ValueError(
-            f"{where}: not a record of quantized_comm.metrics.file, which is a JSON object with "
-            f"an integer 'step': {line[:60]!r}"
+        sound = isinstance(row["step"], int) and all(
+            value is None or (math.isfinite(value) and not isinstance(value, bool))
+            for value in row.values()
         )
-    return row
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        return None
+    return row if sound else None
 
 
 def draw(rows: list[Row], *, title: str, path: Path) -> None:
@@ -105,7 +110,7 @@ def _saved(rows: list[Row]) -> float | None:
     for row in rows:
         for name, share in row.items():
             if name.endswith("/saved") and share is not None and share < 1:
-                nbytes = row[name.removesuffix("saved") + "bytes"]
+                nbytes = row.get(name.removesuffix("saved") + "bytes") or 0.0
                 sent, exact = sent + nbytes, exact + nbytes / (1 - share)
     return 1 - sent / exact if exact else None
 

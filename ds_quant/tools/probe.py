@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import re
 import socket
 import sys
 from dataclasses import asdict, dataclass
@@ -18,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_quant.comm.topology import Topology, default_node_size
+from ds_quant.config.errors import show
 from ds_quant.policy import autotune
 from ds_quant.policy.autotune import Rate
+from ds_quant.tools.cli import about
 
 SIZES = (1 << 10, 1 << 20, 1 << 23, 1 << 25)  # bytes from each rank; the first gives the latency
 KIND, VERSION = "probe", 1
@@ -40,29 +44,41 @@ def load(path: Path) -> Found:
     """Read a file written by ``main``.
 
     Raises:
-        ValueError: it is none, or of another version.
+        ValueError: it is none, of another version, or has a number that cannot be.
     """
     facts = json.loads(path.read_text("utf-8"))
-    if not isinstance(facts, dict) or (facts.get("kind"), facts.get("version")) != (KIND, VERSION):
-        raise ValueError(f"--probe {path}: allowed: a file of this version's 'ds_quant probe'")
-    rates = {key: facts[key] and Rate(**facts[key]) for key in ("intra", "inter")}
-    return Found(**{key: facts[key] for key in ("nodes", "node_size", "backend")}, **rates)
+    try:
+        known = (facts["kind"], facts["version"]) == (KIND, VERSION)
+        given = {key: facts[key] for key in ("intra", "inter")}
+        rates = {key: None if rate is None else Rate(**rate) for key, rate in given.items()}
+        found = Found(**{key: facts[key] for key in ("nodes", "node_size", "backend")}, **rates)
+    except (KeyError, TypeError):
+        known = False
+    if not known:
+        raise ValueError("allowed: a file of this version's 'ds_quant probe'")
+    numbers = {"nodes": found.nodes, "node_size": found.node_size}
+    for level, rate in rates.items():
+        numbers |= {} if rate is None else {f"{level}.{k}": v for k, v in vars(rate).items()}
+    for key, value in numbers.items():
+        kinds, what = ((int, float), "numbers") if "." in key else ((int,), "whole numbers")
+        if type(value) not in kinds or not 0 < float(value) < math.inf:
+            raise ValueError(f"{key}={show(value)}: allowed: {what} above 0")
+    return found
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Measure and, on rank 0, write and print; 1 outside a launcher."""
+    """Measure and, on rank 0, write and print."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         if arguments.hostfile is not None:
             command = launch_command(arguments)
             sys.stdout.flush()
             os.execv(command[0], command)  # so that signals and exit code are the launcher's
-        print(
-            "ds_quant probe: RANK and WORLD_SIZE are not set: give it a --hostfile, as deepspeed\n"
-            "takes it, or start it with a launcher, such as\n"
-            "  torchrun --nproc-per-node 8 --nnodes 2 ... --no-python ds_quant probe",
-            file=sys.stderr,
+        raise ValueError(
+            "RANK and WORLD_SIZE are not set: give it a --hostfile, as deepspeed takes it, or a "
+            "launcher: torchrun --nproc-per-node 8 --nnodes 2 ... --no-python ds_quant probe"
         )
-        return 1
+    if os.environ["RANK"] == "0":
+        _require_writable(arguments.out)
     measure_and_write(arguments)
     sys.stdout.flush()
     if os.environ.get("DS_ACCELERATOR") == "cpu":
@@ -70,12 +86,25 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _require_writable(path: Path) -> None:
+    """Raise ValueError before anything is measured, if the file cannot be written."""
+    is_new = not path.exists()
+    with about(f"--out {path}"), path.open("a"):
+        pass
+    if is_new:
+        path.unlink()
+
+
 def launch_command(arguments: argparse.Namespace) -> list[str]:
     """The deepspeed launcher with this very command on the hosts of ``arguments.hostfile``."""
-    lines = arguments.hostfile.read_text("utf-8").splitlines()
-    hosts = {line.split()[0] for line in lines if line.strip() and not line.startswith("#")}
+    path = arguments.hostfile
+    lines = [line.strip() for line in path.read_text("utf-8", errors="replace").splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    if not lines or not all(re.match(r"\S+\s+slots=\d", line) for line in lines):
+        raise ValueError(f"--hostfile {path}: allowed: a line per host, such as 'node0 slots=8'")
+    hosts = {line.split()[0] for line in lines}
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]
-    command += ["--hostfile", str(arguments.hostfile), "--module", "--no_local_rank"]
+    command += ["--hostfile", str(path), "--module", "--no_local_rank"]
     if hosts <= {"localhost", "127.0.0.1"}:  # no need to reach them by ssh
         command += ["--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", _free_port()]
     command += ["ds_quant", "probe", "--out", str(arguments.out)]
@@ -132,7 +161,7 @@ def _measure(arguments: argparse.Namespace) -> Found:
     deepspeed.init_distributed(backend, verbose=False)
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     if world < 2:
-        raise SystemExit("ds_quant probe: WORLD_SIZE=1: allowed: 2 ranks or more")
+        raise ValueError("WORLD_SIZE=1: allowed: 2 ranks or more")
     topology = Topology(world=world, node_size=arguments.node_size or default_node_size(world))
     device = torch.device("cuda" if cuda else "cpu")
     levels = []

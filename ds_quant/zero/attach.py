@@ -18,28 +18,23 @@ from ds_quant.codec.plugin import load
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Link
-from ds_quant.config.errors import did_you_mean
+from ds_quant.config.environment import VARIABLE
 from ds_quant.config.presets import AUTOTUNE, CANDIDATES
 from ds_quant.config.schema import FallbackConfig, QuantizedCommConfig
-from ds_quant.kernels import dispatch, scratch
+from ds_quant.kernels import dispatch
 from ds_quant.policy import autotune, refusals
-from ds_quant.policy.autotune import (
-    Candidate,
-    Links,
-    Place,
-    Rate,
-    choose,
-    codec_seconds,
-    slice_pace,
-)
-from ds_quant.policy.cost import LABELS, LOSSLESS_BITS, shipped_bytes
+from ds_quant.policy.autotune import Candidate, Links, Place, Rate, codec_seconds, slice_pace
 from ds_quant.policy.refusals import starts
-from ds_quant.policy.scheme import matches
-from ds_quant.zero import checkpoint, hooks, log, optimizer_hooks, safety
+from ds_quant.zero import checkpoint, hooks, muon, muon_hooks, offload, optimizer_hooks, safety
+from ds_quant.zero.advice import advice, one_bucket
 from ds_quant.zero.cpu_overlap import LateReduction
-from ds_quant.zero.engine import QuantizedEngine, broadcast
+from ds_quant.zero.engine import QuantizedEngine
+from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.gather_count import GatherCount
+from ds_quant.zero.gradients import OwnerReduction, ShardReduction
 from ds_quant.zero.held import GradientBuckets, HeldGradients
+from ds_quant.zero.replica import Replica
+from ds_quant.zero.report import announce, figures, start_line
 from ds_quant.zero.safety import (
     KILL_VARIABLE,
     Agreement,
@@ -49,113 +44,9 @@ from ds_quant.zero.safety import (
     kill_file,
     promised_roles,
 )
-from ds_quant.zero.stage3 import Fetch, ShardReduction
-from ds_quant.zero.stage12 import OwnerReduction, Replica
-from ds_quant.zero.telemetry import Telemetry, check_file, listened_to
-from ds_quant.zero.warmup import warm_up
-
-# ---- the start-up line ----
-
-
-def start_line(binding: QuantizedEngine) -> str:
-    """Describe the engine in one line: scheme, bytes against DeepSpeed's, what stays exact,
-    kernels.
-    """
-    costs, stage = binding.bill(), binding.stage
-    micro_steps = binding.engine.gradient_accumulation_steps()
-    waits = costs.crosses_once and hooks.accumulates(binding.engine)
-    per_micro_step = stage == 3 and not costs.once_per_step and not (waits and micro_steps > 1)
-    micro_steps = 1 if per_micro_step else micro_steps
-    dtype = hooks.gradient_dtype(binding.engine)
-    label = LABELS.get(dtype, "fp32")
-    kept = [f"{n} {reason}" for reason, n in sorted(costs.kept.items())]
-    if binding.scheme.lossless and binding.scheme.gradients is None:
-        kept.insert(0, "all gradients")
-    if _weights_stay(binding):
-        kept.insert(0, "all weights")
-    shipped = shipped_bytes(
-        stage, dtype, micro_steps=micro_steps, gathers=costs.gathers, trained=costs.trained
-    )
-    inside = costs.intra_bytes(stage, micro_steps=micro_steps)
-    parts = [
-        f"{binding.scheme.name} on ZeRO-{stage}, "
-        f"{costs.step_bytes(stage, micro_steps=micro_steps):.2f} "
-        f"B/param/{'micro-step' if per_micro_step else 'step'}"
-        f"{' between nodes' if inside else ''} "
-        f"({label} {shipped:.2f}), "
-        f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision "
-        f"({', '.join(kept) or 'none'})",
-        f"{binding.topology.nodes} x {binding.topology.node_size} ranks",
-        dispatch.describe(hooks.device(), binding.scheme.backend),
-    ]
-    if stage == 3:
-        parts.append(f"{costs.gathers:.3g} gathers of the weights per micro-step")
-    if inside:
-        parts.append(f"{inside:.2f} B/param inside a node")
-    if costs.memory:
-        gigabytes = costs.memory * costs.numel / 1e9
-        parts.append(f"keeps {costs.memory:.2f} B/param ({gigabytes:.3g} GB) more on every rank")
-    if waits:
-        gigabytes = costs.held * costs.numel / 1e9
-        parts.append(
-            f"gradients cross once per step and are held until then, {costs.held:.2f} B/param "
-            f"({gigabytes:.3g} GB) on every rank"
-        )
-    if binding.topology.world > 1:
-        parts.append(f"messages and sums of up to {binding.peak_bytes(costs) / 1e9:.2g} GB")
-    if binding.scheme.warmup_steps:
-        parts.append(f"from step {binding.scheme.warmup_steps} on")
-    if costs.varies:
-        most = costs.step_bytes(stage, micro_steps=micro_steps, most=True)
-        parts.append(
-            f"exact differences take {LOSSLESS_BITS} bits per weight at a learning rate of 3e-4, "
-            f"fewer below it, and {most:.2f} B/param/step at most"
-        )
-    return "; ".join([*parts, *_why_weights_stay(binding), *binding.notices])
-
-
-def _weights_stay(binding: QuantizedEngine) -> bool:
-    """Whether a node shard has nobody to exchange quantized weights with."""
-    sends = binding.scheme.weights is not None or binding.scheme.lossless
-    is_exact = binding.routes.weights(dtype=torch.bfloat16).is_exact
-    return sends and is_exact and binding.topology.world > 1
-
-
-def _why_weights_stay(binding: QuantizedEngine) -> list[str]:
-    """Say why and what would help, if they do."""
-    if not _weights_stay(binding):
-        return []
-    if binding.scheme.lossless:
-        return [
-            "weights travel in full precision, because their differences cross between nodes and "
-            "there is one node: zero_optimization.stage 2 sends differences inside a node, too"
-        ]
-    return [
-        "weights stay exact, because this scheme quantizes what they cross between nodes and "
-        'there is one node: weights.intra, such as {"bits": 8}, quantizes gathers inside it, '
-        'scheme "qsdp" all weights'
-    ]
-
-
-def announce(binding: QuantizedEngine) -> None:
-    """Log the start-up line and its warnings on rank 0."""
-    for sentence in _idle_patterns(binding):
-        log.log_rank0(f"quantized_comm: {sentence}")
-    log.info_rank0(f"quantized_comm: {start_line(binding)}")
-
-
-def _idle_patterns(binding: QuantizedEngine) -> list[str]:
-    """One sentence per ``exclude`` pattern that matches no parameter."""
-    names = [param.name for param in binding.all_params()]
-    sentences = []
-    for pattern in binding.scheme.exclude:
-        if not any(matches(name, pattern) for name in names):
-            near = did_you_mean(pattern, names, cutoff=0.4) or next(iter(names), "nothing")
-            sentences.append(
-                f'exclude pattern "{pattern}" matches no parameter; one is called {near}'
-            )
-    return sentences
-
+from ds_quant.zero.telemetry import Telemetry, listened_to, unwritable
+from ds_quant.zero.warmup import rehearse
+from ds_quant.zero.world import broadcast
 
 # ---- autotune ----
 
@@ -174,10 +65,10 @@ def tune(binding: QuantizedEngine, config: QuantizedCommConfig) -> QuantizedComm
     )
     links = _links(binding)
     found = [_candidate(binding, config.picked(name), place) for name in _allowed(config, place)]
-    choice = choose(found, place, links)
+    choice = autotune.choose(found, place, links)
     (chosen,) = (c for c in found if c.name == choice.scheme)
-    decided = choice.scheme, choice.reason(links), slice_pace(chosen, place, links)
-    scheme, reason, pace = broadcast(decided, source=0)
+    pace = slice_pace(chosen, place, links, hooks.device())
+    scheme, reason, pace = broadcast((choice.scheme, choice.reason(links), pace), source=0)
     binding.notices.append(reason)
     if pace is not None:
         binding.slicing = replace(binding.slicing, pace=pace)
@@ -226,7 +117,7 @@ def _candidate(binding: QuantizedEngine, config: QuantizedCommConfig, place: Pla
         gradients=hooks.gradient_dtype(binding.engine),
         device=hooks.device(),
     )
-    shipped = hooks.exact_gradient_reason(binding.engine) is not None
+    shipped = muon_hooks.exact_gradient_reason(binding.engine) is not None
     codec = codec_seconds(scheme, speeds, place, shipped_gradients=shipped)
     return Candidate(name=config.scheme, bill=binding.bill(scheme), codec=codec)
 
@@ -248,10 +139,11 @@ def attach(engine: Any, optimizer: Any) -> None:
     refusals.refuse(hooks.param_dict(engine), config, bf16_optimizer=optimizer is None)
     rank, world = hooks.rank_and_world()
     config.validate_world(world)
-    check_file(config.metrics, rank)
     topology = _agree(config, rank, world)
     binding = engine.ds_quant_engine = _bind(engine, config, topology)
     binding.hooks = hooks.Hooks(engine, optimizer)
+    if getattr(engine._config, "quantized_comm_from_variable", False):
+        binding.notices.append(f"from {VARIABLE}")
     fetch = None
     if world == 1:
         binding.notices.append("single rank: nothing to communicate")
@@ -259,13 +151,12 @@ def attach(engine: Any, optimizer: Any) -> None:
         fetch = _attach_shards(binding, optimizer)
     else:
         _attach_replica(binding, optimizer)
-    for role, settings in (("weights", config.weights), ("gradients", config.gradients)):
-        if settings.enabled and settings.codec is not None:
-            binding.notices.append(f"{role} in codec {settings.codec}")
+    binding.notices += [f"{role} in codec {name}" for role, name in config.own_codecs.items()]
     _connect(binding, config, fetch, trains=binding.stage < 3 or hooks.steps(optimizer))
     device = hooks.device()
     if device.type == "cuda" and world > 1:
-        warm_up(binding, device)
+        binding.notices += advice(engine)
+        rehearse(binding, device)
     announce(binding)
 
 
@@ -280,9 +171,11 @@ def _connect(
     fallback = _fallback(binding, config.fallback)
     corruption = _corruption(binding, trains=trains)
     if trains:
-        if corruption is not None:  # before the messages of the step are used for anything
+        if corruption is not None:  # before the messages of the step are used for an update
             events.before_step.append(corruption.check)
-            events.after_save.append(corruption.check)
+            events.around_export.insert(0, corruption.before_export)
+            if binding.scheme.block.payload_checksum:  # of those that the save has sent
+                events.after_save.append(corruption.check)
         if fallback is not None:  # then all ranks agree how the next step is sent
             events.before_step.append(fallback.vote)
         if fetch is not None:  # levels and the node shard follow the new weights
@@ -292,18 +185,20 @@ def _connect(
                 events.after_update.append(binding.node.after_step)
             events.after_update.append(fetch.barrier.record)
         holder = binding.node or (binding.replica if binding.scheme.keeps_reference else None)
-        if holder is not None and binding.scheme.checksum_steps:  # compares what was updated
+        if holder is not None and binding.scheme.block.checksum_steps:  # compares what was updated
             events.after_update.append(Agreement(binding, holder).after_step)
         if not alone:
-            events.after_step.append(_first_step(binding).after_step)
+            _first_step(binding).attach()
         if fallback is not None:  # may refresh what a skipped step left behind
             events.after_step.append(fallback.after_step)
         if fetch is not None:
-            GatherCount.attach(binding)
+            GatherCount.attach(binding, partial(start_line, binding))
         if listened_to(binding.engine, config.metrics) and not alone:
             binding.telemetry = Telemetry(binding, config.metrics)
             events.after_count.append(binding.telemetry.after_step)
             binding.telemetry.arm()
+    shards, sums = ([guest] if guest else [] for guest in (binding.node, binding.held))
+    offload.follow_states(events, weights=shards, gradients=sums)
     dump, restore = partial(checkpoint.dump, binding), partial(checkpoint.restore, binding)
     events.keep_state(checkpoint.KEY, dump, restore)
     events.connect()
@@ -311,12 +206,14 @@ def _connect(
 
 def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
     """Run the handshake of all ranks and return the topology."""
-    own = [load(r.codec) for r in (config.weights, config.gradients) if r.enabled and r.codec]
-    must = {f"codec {codec.name}": codec.digest for codec in own}
+    must = {f"codec {name}": load(name).digest for name in config.own_codecs.values()}
     # A vote in which some ranks take no part would hang.
     must[KILL_VARIABLE] = "unset" if kill_file() is None else "set"
     facts = {"kernels": dispatch.describe(hooks.device(), config.backend)}
-    agreed = safety.handshake(config=config, must=must, facts=facts, rank=rank, world=world)
+    fault = unwritable(config.metrics, rank)
+    agreed = safety.handshake(
+        config=config, must=must, facts=facts, rank=rank, world=world, fault=fault
+    )
     return Topology(world=world, node_size=config.node_size or agreed)
 
 
@@ -341,8 +238,9 @@ def _attach_shards(binding: QuantizedEngine, optimizer: Any) -> Fetch:
     params = list(binding.engine.module.parameters())
     fetch.attach(params)
     binding.note_groups([p.ds_process_group for p in params])
+    _note_empty(binding)
+    safety.refuse_no_room(binding)
     if binding.routes.keeps_shard:
-        safety.refuse_no_room(binding)
         binding.node = fetch.keep_in_node()
     binding.hooks.on_destroy.append(fetch.close)
     if hooks.steps(optimizer):  # else inference: parameters only
@@ -351,12 +249,25 @@ def _attach_shards(binding: QuantizedEngine, optimizer: Any) -> Fetch:
             binding.hooks.after_checkpoint_event.append(binding.node.resync)
         if binding.gradients_travel():
             _attach_reduction(binding)
+        muon.attach(binding, optimizer)
     return fetch
+
+
+def _note_empty(binding: QuantizedEngine) -> None:
+    """Name parameters of 0 elements, on which DeepSpeed fails with an assertion or a KeyError."""
+    empty = [param.name for param in binding.all_params() if param.shape.numel() == 0]
+    if empty:
+        binding.notices.append(
+            f"{len(empty)} parameter(s) have 0 elements, such as {empty[0]}: under ZeRO-3 "
+            "DeepSpeed can neither fetch nor save those, with or without this plugin. If the run "
+            "fails, leave them out of the model, or use zero_optimization.stage 2"
+        )
 
 
 def _attach_reduction(binding: QuantizedEngine) -> None:
     events, overlaps = binding.hooks, binding.engine.zero_overlap_comm()
-    _note_one_bucket(binding, binding.engine)
+    muon_hooks.reduce_scatter(events)
+    binding.notices += one_bucket(binding.engine)
     _note_single_ranks(binding)
     reduction, skip = ShardReduction(binding), None
     if binding.crosses_at_boundary():
@@ -393,7 +304,7 @@ def _waits(binding: QuantizedEngine, owner: int, parameter: torch.Tensor) -> boo
 
 def _note_single_ranks(binding: QuantizedEngine) -> None:
     """Explain why gradients cross in every micro-step where every node has one rank."""
-    asked = binding.scheme.cross == "step" and binding.stage > 1
+    asked = binding.scheme.block.gradients.cross == "step" and binding.stage > 1
     alone = binding.topology.node_size == 1 < binding.topology.nodes
     if asked and alone and hooks.accumulates(binding.engine):
         binding.notices.append(
@@ -414,41 +325,27 @@ def _attach_replica(binding: QuantizedEngine, optimizer: Any) -> None:
             "engine.module; pass the module's own parameters to the optimizer"
         )
     binding.note_groups([group.process_group for group in groups for _ in group.params])
+    safety.refuse_no_room(binding)
     binding.replica = replica = Replica(binding, optimizer)
     keep = binding.scheme.keeps_reference
     gathering = optimizer_hooks.weight_gather(optimizer, replica.gather_updated, keep_replica=keep)
     events.around_step.append(gathering)
-    optimizer_hooks.wrap_exports(events, replica.exact)
-    checkpoint.wrap_state_dict()
-    checkpoint.watch_state_dict(binding)
-    if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
-        binding.notices.append("buckets with Muon matrices split over ranks stay exact")
+    events.around_export.append(replica.exact)
+    checkpoint.watch_reads(binding)
+    muon.attach(binding, optimizer)
     if binding.gradients_travel():
+        muon.note_whole_matrices(binding, optimizer)
         reduction = OwnerReduction(binding, optimizer)
         optimizer_hooks.wrap_owner_reduction(events, reduction.bucket, reduction.reduce)
+        reduction.equal.attach()
         _note_single_ranks(binding)
         _hold(binding, optimizer_hooks.OwnerBuckets)
         if binding.crosses_at_boundary():
             rank = binding.link(optimizer.dp_process_group).rank
             optimizer_hooks.skip_zero_gradients(events, partial(_waits, binding, rank))
         events.after_backward.append(binding.after_backward)
-    forgotten = optimizer_hooks.forgotten_gradients(engine, optimizer)
-    if forgotten is not None and binding.held is None:  # zeros are forgotten without harm
-        binding.notices.append(forgotten)
-
-
-def _note_one_bucket(binding: QuantizedEngine, engine: Any) -> None:
-    """DeepSpeed hands over a bucket when it is full or backward ends. Of a model that is mostly
-    frozen, little is to be handed over at all.
-    """
-    room, params = engine.zero_reduce_bucket_size(), list(engine.module.parameters())
-    numel = sum(hooks.shape_of(p).numel() for p in params)
-    trained = sum(hooks.shape_of(p).numel() for p in params if p.requires_grad)
-    if engine.zero_overlap_comm() and len(params) > 1 and numel / 2 < trained <= room:
-        binding.notices.append(
-            f"gradients are not reduced during backward: reduce_bucket_size={room} holds all "
-            f"{trained} elements (try {trained // 8})"
-        )
+    held = binding.held is not None
+    binding.notices += optimizer_hooks.lost_gradients(engine, optimizer, held=held)
 
 
 def _first_step(binding: QuantizedEngine) -> FirstStep:
@@ -458,17 +355,17 @@ def _first_step(binding: QuantizedEngine) -> FirstStep:
     else:
         groups = optimizer_hooks.replica_groups(binding.hooks.optimizer)
         served = [(p, group.process_group) for group in groups for p in group.params]
-    # DeepSpeed reduces Muon's whole matrices through its own code path.
-    exact = any(getattr(p, "use_muon", False) for p in params)
-    exact = exact or hooks.exact_gradient_reason(binding.engine) is not None
+    exact = muon_hooks.exact_gradient_reason(binding.engine) is not None
     return FirstStep(binding, promised_roles(binding, served, gradients=not exact))
 
 
 def _corruption(binding: QuantizedEngine, *, trains: bool) -> Corruption | None:
-    """The check of payload checksums, if messages have them."""
-    if binding.findings is None or binding.topology.world == 1:
+    """The check of messages, if anything is known of them."""
+    scheme = binding.scheme
+    if not (scheme.block.payload_checksum or scheme.lossless) or binding.topology.world == 1:
         return None
-    binding.notices.append("every message carries a checksum")
+    if scheme.block.payload_checksum:
+        binding.notices.append("every message carries a checksum")
     corruption = Corruption(binding)
     if not trains:  # no step at which all ranks could agree
         binding.findings.at_once = corruption.end_alone
@@ -503,20 +400,22 @@ def exact_weights(engine: Any) -> AbstractContextManager[None]:
     """Exact weights in the module of a ZeRO-1/2 engine for the length of a ``with`` block.
 
     Needed around code of your own that reads the parameters, such as ``module.state_dict()``;
-    DeepSpeed's own save functions do it by themselves. A collective: all ranks must enter and
-    leave. Does nothing under ZeRO-3, where ``GatheredParameters`` is exact anyway, and on engines
-    without the plugin.
+    DeepSpeed's own save functions do it by themselves. Saves inside the block keep what you write
+    there. A collective: all ranks must enter and leave. Does nothing under ZeRO-3, where
+    ``GatheredParameters`` is exact anyway, and on engines without the plugin.
     """
     binding = _binding_of(engine, "exact_weights")
-    return nullcontext() if binding is None or binding.replica is None else binding.replica.exact()
+    if binding is None or binding.replica is None:
+        return nullcontext()
+    return hooks.opened(binding.hooks.around_export)
 
 
 def resync(engine: Any) -> None:
-    """Bring back exact weights on all ranks after code of your own has changed them.
+    """Fill the module with the master weights, exactly and on all ranks.
 
-    Needed only by schemes that keep weights between steps (weight differences, node shard) and
-    only for changes that DeepSpeed does not see, such as writing ``parameter.data`` under ZeRO-1/2.
-    A collective: all ranks must call it.
+    Shows what ``safe_set_full_fp32_param`` has written, and undoes what your code has written into
+    ``parameter.data`` under ZeRO-1/2. Under ZeRO-3 it refills the node shard, if the scheme keeps
+    one. A collective: all ranks must call it.
     """
     binding = _binding_of(engine, "resync")
     for holder in (None,) if binding is None else (binding.replica, binding.node):
@@ -529,19 +428,21 @@ def report(engine: Any) -> dict[str, Any] | None:
 
     Returns:
         scheme, stage, params (elements), steps, micro_steps, received_bytes[role][link] with role
-        weights or gradients and link intra or inter (node), collectives[role],
+        weights or gradients and link intra or inter (node), collectives[role], not_counted (roles
+        that both leave out, because DeepSpeed sends them its own way),
         gathers (of an element per micro-step under ZeRO-3, predicted and after the first steps
         counted, else 1), full_precision_share (0 to 1, of wire bytes), expected_bytes and
         expected_intra_bytes (per parameter and optimizer step, volumes as in ``cost``),
         expected_most_bytes (the same at most: exact differences of weights are as long as the
         training makes them), lossless_bits (per weight, as measured so far, None without exact
         differences), lossless_padding (what moves besides them, a share of them), kept_bytes
-        and expected_kept_bytes (memory on this rank that the scheme keeps between steps),
+        and expected_kept_bytes (memory on this rank that the scheme keeps between steps, host
+        memory where parameters are offloaded),
         held_bytes (most bytes of gradients that waited for the last micro-step so far) and
         expected_held_bytes (the same by formula, if they wait),
         expected_peak_bytes (most bytes of messages and sums in a step, by the formula of memory),
         buffer_bytes (host buffers of 1 MB and more that messages use again in every step, none on
-        CUDA, where torch's allocator keeps them, and the kernels' scratch memory in this process),
+        CUDA, where torch's allocator keeps them),
         resyncs (exact refills after a checksum that differed), nonfinite_steps (found by
         ``fallback``, unless its policy is skip), exact_steps (in full precision because of that or
         of a kill file), killed (whether a kill file is there), line (the start-up line).
@@ -549,34 +450,4 @@ def report(engine: Any) -> dict[str, Any] | None:
     binding = _binding_of(engine, "report")
     if binding is None:
         return None
-    bill = binding.bill()
-    micro_steps = engine.gradient_accumulation_steps()
-    return {
-        "scheme": binding.scheme.name,
-        "stage": binding.stage,
-        "world": binding.topology.world,
-        "node_size": binding.topology.node_size,
-        "params": bill.numel,
-        "steps": engine.global_steps,
-        "micro_steps": engine.micro_steps,
-        "received_bytes": {r: dict(links) for r, links in binding.traffic.received.items()},
-        "collectives": dict(binding.traffic.collectives),
-        "gathers": binding.gathers,
-        "full_precision_share": bill.full_precision_share,
-        "expected_bytes": bill.step_bytes(binding.stage, micro_steps=micro_steps),
-        "expected_intra_bytes": bill.intra_bytes(binding.stage, micro_steps=micro_steps),
-        "expected_most_bytes": bill.step_bytes(binding.stage, micro_steps=micro_steps, most=True),
-        "lossless_bits": binding.traffic.exact.bits,
-        "lossless_padding": binding.traffic.exact.padding,
-        "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),
-        "expected_kept_bytes": bill.memory * bill.numel,
-        "held_bytes": 0 if binding.held is None else binding.held.most_nbytes,
-        "expected_held_bytes": bill.held * bill.numel if hooks.accumulates(engine) else 0,
-        "expected_peak_bytes": binding.peak_bytes(bill),
-        "buffer_bytes": binding.buffers.nbytes + scratch.nbytes(),
-        "resyncs": binding.state.resyncs,
-        "nonfinite_steps": binding.state.nonfinite_steps,
-        "exact_steps": binding.state.exact_steps,
-        "killed": binding.state.killed,
-        "line": start_line(binding),
-    }
+    return figures(binding)

@@ -1,25 +1,31 @@
 """Save and restore the scheme's state with DeepSpeed's checkpoints; exact weights in state dicts.
 
 Weights that are kept between steps are not in a checkpoint: saving and loading make them exact, so
-both runs go on from the same bits (see stage12.py and node_shard.py). Nothing depends on world or
+both runs go on from the same bits (see replica.py and node_shard.py). Nothing depends on world or
 node size.
 
-[Note: state dicts] Under ZeRO-1 and 2 ``module.state_dict()`` reads the replica, which holds
-decoded weights, and logs that once. ``Accelerator.get_state_dict``, from which Trainer.save_model
-and the usual save_pretrained recipe take what they write, calls it too: it is wrapped once, when an
-engine attaches, to return exact weights. Accelerate is loaded by then if it built the engine.
+[Note: who reads weights] Under ZeRO-1 and 2 a module's parameters hold decoded weights between
+steps. ``Accelerator.get_state_dict``, from which Trainer.save_model and the usual save_pretrained
+recipe take what they write, returns exact ones, and the end of ``Trainer.train`` leaves exact ones
+behind, as scripts save from ``named_parameters()`` then. Both are collectives. Other state dicts,
+such as that of ``save_pretrained`` on rank 0 alone, must not wait for other ranks: they are logged.
+Both are wrapped once, when an engine attaches: their libraries are loaded by then if they built it.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-import weakref
+import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from ds_quant.codec.codec import GroupCodec
+from ds_quant.config.presets import RENAMED
 from ds_quant.zero import hooks, log, safety
 from ds_quant.zero.engine import QuantizedEngine
 
@@ -50,7 +56,7 @@ def dump(binding: QuantizedEngine) -> dict[str, Any]:
 def restore(binding: QuantizedEngine, saved: Any) -> None:
     """Restore a state, and log what does not fit this run.
 
-    A checkpoint without one is welcome: it cannot be told from that of a run without the plugin.
+    A checkpoint without our state is accepted: it may come from a run without the plugin.
 
     Raises:
         RuntimeError: the state is of another version, is none, or is incomplete.
@@ -63,23 +69,16 @@ def restore(binding: QuantizedEngine, saved: Any) -> None:
             f"quantized_comm: the checkpoint holds no state {KEY!r}, as one that was saved without "
             "this plugin; starting with fresh scheme state"
         )
+        binding.state.learned_at = 0
+        for param in binding.all_params():
+            param.levels = None
     else:
         _require_usable(saved)
         _take_over(binding, saved)
     if binding.node is not None:
         binding.node.resync()
-    if binding.replica is not None and _gathered_otherwise(binding):
-        with binding.replica.exact():
-            pass
-
-
-def _gathered_otherwise(binding: QuantizedEngine) -> bool:
-    """Whether DeepSpeed has gathered the replica before it was known how, or, as it does for
-    universal checkpoints, by a way of its own.
-    """
-    has_levels = any(param.levels is not None for param in binding.all_params())
-    known_late = has_levels or binding.is_exact(binding.step)
-    return known_late or binding.engine.load_universal_checkpoint()
+    if binding.replica is not None:
+        binding.replica.after_load()
 
 
 def _require_usable(saved: Any) -> None:
@@ -116,9 +115,10 @@ def _is_table(table: Any) -> bool:
 
 def _take_over(binding: QuantizedEngine, saved: dict[str, Any]) -> None:
     ranks = (binding.topology.nodes, binding.topology.node_size)
-    if (saved["scheme"], tuple(saved["ranks"])) != (binding.scheme.name, ranks):
+    scheme = RENAMED.get(saved["scheme"], saved["scheme"])
+    if (scheme, tuple(saved["ranks"])) != (binding.scheme.name, ranks):
         log.log_rank0(
-            f"quantized_comm: resuming {saved['scheme']} of {saved['ranks'][0]} x "
+            f"quantized_comm: resuming {scheme} of {saved['ranks'][0]} x "
             f"{saved['ranks'][1]} ranks as {binding.scheme.name} on {ranks[0]} x {ranks[1]}"
             + ("; weights kept between steps start exact" if _keeps_weights(binding) else "")
         )
@@ -149,71 +149,95 @@ def _restore_levels(binding: QuantizedEngine, saved: dict[str, Any]) -> None:
         )
 
 
-# ---- state dicts of ZeRO-1 and 2 ----
+# ---- who reads weights under ZeRO-1 and 2 ----
 
 
 _PATIENCE = 60.0  # seconds before rank 0 warns which ranks are missing
 _TIMEOUT = 1800.0  # seconds; torch's own limit for a collective
 
+_EXACT_SCHEMES = "lossless, lossless_w_g4 or lossless_w_g3"
 
-def wrap_state_dict() -> None:
-    """Make ``Accelerator.get_state_dict`` see exact weights of engines that quantize. Idempotent.
+# In the order in which they attached, which is the same on all ranks.
+_bindings: WeakValueDictionary[int, QuantizedEngine] = WeakValueDictionary()
+_numbers = itertools.count()
+_told: set[str] = set()  # lines of user code
 
-    It becomes a collective under ZeRO-1 and 2, as it is under ZeRO-3.
-    """
+
+def watch_reads(binding: QuantizedEngine) -> None:
+    """Serve or log what reads the weights of an engine: see [Note: who reads weights]."""
+    if binding.scheme.weights is None:  # nothing is decoded
+        return
+    number, cleanup = next(_numbers), binding.hooks.on_destroy
+    _bindings[number] = binding
+    cleanup.append(lambda: _bindings.pop(number, None))
+    for module in binding.engine.module.modules():
+        if any(_is_coded(binding, p) for p in module.parameters(recurse=False)):
+            cleanup.append(module.register_state_dict_pre_hook(_tell).remove)
     accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
     if accelerator is not None:
         hooks.wrap_once(accelerator, "get_state_dict", _exactly)
+    events = getattr(sys.modules.get("transformers.trainer_callback"), "CallbackHandler", None)
+    if events is not None:
+        hooks.wrap_once(events, "on_train_end", _train_end)
+
+
+def _is_coded(binding: QuantizedEngine, parameter: torch.Tensor) -> bool:
+    param = binding.param_of(parameter)
+    return param is not None and param.trained and param.is_quantized(parameter.dtype)
+
+
+def _decoded(model: Any) -> list[QuantizedEngine]:
+    """Return the engines whose decoded weights are among the parameters of any module: part of
+    theirs, theirs, or one around it.
+    """
+    params = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+    shown = [b for b in _bindings.values() if not b.replica.holds_exact]
+    return [b for b in shown if any(_is_coded(b, p) for p in params)]
+
+
+def _meet(what: str, model: Any) -> list[Any]:
+    """Return the decoded replicas behind a module, once all ranks are there to make them exact."""
+    replicas = [binding.replica for binding in _decoded(model)]
+    if replicas:
+        rank, world = hooks.rank_and_world()
+        safety.wait_for_ranks(what, rank=rank, world=world, patience=_PATIENCE, timeout=_TIMEOUT)
+    return replicas
 
 
 def _exactly(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kw: Any) -> Any:
-    replica = _replica_of(model, getattr(self, "_models", ()))
-    if replica is None:
-        return original(self, model, *args, **kw)
-    rank, world = hooks.rank_and_world()
-    safety.wait_for_ranks(
-        "Accelerator.get_state_dict", rank=rank, world=world,
-        patience=_PATIENCE, timeout=_TIMEOUT,
-    )  # fmt: skip
-    with replica.exact():
+    with ExitStack() as stack:
+        for replica in _meet("Accelerator.get_state_dict", model):
+            stack.enter_context(replica.exact())
         return original(self, model, *args, **kw)
 
 
-def _replica_of(model: Any, engines: Any) -> Any:
-    """Find the decoded replica behind an engine or its module, None if there is none."""
-    for engine in (model, *engines):
-        if engine is model or getattr(engine, "module", None) is model:
-            binding = getattr(engine, "ds_quant_engine", None)
-            if binding is not None:
-                return binding.replica
-    return None
+def _train_end(original: Callable[..., Any], self: Any, *args: Any, **kw: Any) -> Any:
+    for replica in _meet("Trainer's on_train_end", self.model):
+        replica.show_exact()
+    return original(self, *args, **kw)
 
 
-def watch_state_dict(binding: QuantizedEngine) -> None:
-    """Log the first call of ``module.state_dict()`` that gives decoded weights."""
-    if binding.scheme.weights is None:
-        return
-    hook = binding.engine.module.register_state_dict_pre_hook(_Hook(binding))
-    binding.hooks.on_destroy.append(hook.remove)
+def _tell(module: torch.nn.Module, *_: Any) -> None:
+    """Log a state dict with decoded weights, once per line of user code."""
+    for binding in _decoded(module):
+        line = _calling_line()
+        if line not in _told:
+            _told.add(line)
+            log.log_rank0(
+                f"quantized_comm: {line}: state_dict() under ZeRO-{binding.stage} gives decoded "
+                "weights, which are not those of a checkpoint: call it inside `with "
+                "ds_quant.exact_weights(engine):`, entered by all ranks, save with "
+                "engine.save_16bit_model or Accelerator.get_state_dict, or take a scheme with "
+                f"exact weights: {_EXACT_SCHEMES} (logged once per line)"
+            )
 
 
-class _Hook:
-    """Does not keep the engine alive; inert in a copy of the module and in a pickled one."""
-
-    def __init__(self, binding: QuantizedEngine | None = None) -> None:
-        self._find = (lambda: None) if binding is None else weakref.ref(binding)
-
-    def __reduce__(self) -> Any:
-        return _Hook, ()
-
-    def __call__(self, *_: Any) -> None:
-        binding = self._find()
-        if binding is None or binding.replica.is_exact():
-            return
-        self._find = lambda: None
-        log.log_rank0(
-            f"quantized_comm: module.state_dict() under ZeRO-{binding.stage} gives decoded "
-            "weights, which are not those of a checkpoint: call it inside `with "
-            "ds_quant.exact_weights(engine):`, entered by all ranks, or use "
-            "engine.save_16bit_model (logged once)"
-        )
+def _calling_line() -> str:
+    """Return file and line of the innermost code that is running and not an installed package."""
+    line = ""
+    for frame, number in traceback.walk_stack(sys._getframe()):
+        file = frame.f_code.co_filename
+        line = f"{file}:{number}"
+        if file != __file__ and "-packages" not in file:
+            break
+    return line

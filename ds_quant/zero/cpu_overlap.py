@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ds_quant.policy.memory import BUCKETS_AHEAD
-from ds_quant.zero.stage3 import Bucket, ShardReduction
+from ds_quant.zero.gradients import Bucket, ShardReduction
 
 
 class LateReduction:

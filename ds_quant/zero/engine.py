@@ -16,52 +16,24 @@ from ds_quant.codec.codec import GroupCodec
 from ds_quant.codec.levels import initial_levels, merge_levels, update_levels
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import Findings
-from ds_quant.comm.reduction_plan import LinkHop, Slicing
+from ds_quant.comm.reduction_plan import LinkHop, Slicing, presumed_pace
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link
+from ds_quant.config.schema import parse_block
 from ds_quant.policy.cost import Costs, PricedParam, bill
 from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes
 from ds_quant.policy.route import Route, Routes
-from ds_quant.policy.scheme import Scheme
-from ds_quant.zero import hooks
+from ds_quant.policy.scheme import Scheme, is_packed
+from ds_quant.zero import hooks, muon_hooks, offload
 from ds_quant.zero.gather_count import predicted_gathers
 from ds_quant.zero.param import Param
-
-# ---- collectives of the whole world ----
-
-
-def minimum(numbers: list[int]) -> list[int]:
-    """Return the smallest of each number over all ranks. A collective of the whole world."""
-    from deepspeed import comm as dist
-
-    votes = torch.tensor(numbers, device=hooks.device())
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-    return votes.tolist()
-
-
-def broadcast(value: Any, *, source: int) -> Any:
-    """Return the value of rank ``source``. A collective of the whole world."""
-    from deepspeed import comm as dist
-
-    values = [value]
-    dist.broadcast_object_list(values, src=source)
-    return values[0]
-
-
-def new_group(ranks: list[int]) -> Any:
-    """A process group of global ranks, as patient as the world's: without being told, torch gives
-    every new group half an hour. A collective of the whole world.
-    """
-    whole = torch.distributed.distributed_c10d._get_default_group()
-    world = whole._get_backend(hooks.device())
-    timeout = getattr(getattr(world, "options", None), "_timeout", None)
-    return torch.distributed.new_group(ranks, timeout=timeout)
+from ds_quant.zero.world import backend, level_groups
 
 
 def linked(route: Route, fabric: Fabric, slicing: Slicing) -> tuple[LinkHop, ...]:
     """Return the hops of a gradient's route on the links that they take."""
-    links = {"whole": fabric.whole, "intra": fabric.intra, "inter": fabric.inter}
+    links = {"whole": fabric.whole, "intra": fabric.gradients, "inter": fabric.inter}
     hops, divisor = [], 1
     for hop in route.hops:
         link = links[hop.level]
@@ -144,15 +116,16 @@ class QuantizedEngine:
         self.scheme = scheme
         self.traffic, self.buffers = Traffic(), Buffers()
         self.state = SchemeState()
-        self.slicing = Slicing(count=scheme.slices)
+        pace = presumed_pace(hooks.device(), backend())
+        self.slicing = Slicing(count=scheme.block.slices, pace=pace)
         self.notices: list[str] = []  # what the start-up line must add
         self.asked: set[str] = set()  # roles for which DeepSpeed has called the plugin
         self.has_few_ranks = False  # some parameters belong to part of the world
         self.process_groups: list[Any] = []  # of the parameters
         self.hooks: Any = None  # zero.hooks.Hooks
-        self.replica: Any = None  # zero.stage12.Replica under ZeRO-1/2
+        self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
         self.node: Any = None  # zero.node_shard.NodeShard under ZeRO-3, if the scheme keeps one
-        self.findings = Findings() if scheme.payload_checksum else None
+        self.findings = Findings()
         self.telemetry: Any = None  # zero.telemetry.Telemetry, if steps are sampled
         self.watch: Any = None  # zero.safety.Watch, if non-finite gradients are looked for
         self.held: Any = None  # zero.held.HeldGradients, if gradients wait for the last micro-step
@@ -162,10 +135,12 @@ class QuantizedEngine:
         self._fabrics: dict[int, Fabric] = {}
         self._levels = self._make_levels()
         self._backwards: dict[int, int] = {}  # those done in the current optimizer step
+        modules = dict(engine.module.named_modules())
         for index, (name, p) in enumerate(engine.module.named_parameters()):
             self._params[id(p)] = Param(
                 index=index, name=name, shape=hooks.shape_of(p), trained=p.requires_grad,
-                tensor=p, routes=self.routes,
+                packed=is_packed(p, modules.get(name.rpartition(".")[0])), tensor=p,
+                routes=self.routes,
             )  # fmt: skip
 
     @property
@@ -213,19 +188,21 @@ class QuantizedEngine:
                 topology=self.topology,
                 traffic=self.traffic,
                 findings=self.findings,
+                sealed=self.scheme.block.payload_checksum,
                 buffers=self.buffers,
+                backend=self.scheme.block.backend,
             )
         return self._links[key]
 
-    def _make_levels(self) -> tuple[Link, Link] | None:
-        """Make links inside this rank's node and between nodes, where the world has both levels."""
+    def links(self) -> list[Link]:
+        """All so far, in an order that is the same on the ranks of each."""
+        return list(self._links.values())
+
+    def _make_levels(self) -> tuple[Link, ...] | None:
+        """Make the links of ``LevelGroups``, where the world has both levels."""
         if not self.routes.two_levels:
             return None
-        own, mine = [], hooks.rank_and_world()[0]
-        for ranks_of_level in self.topology.levels():
-            groups = [(ranks, new_group(ranks)) for ranks in ranks_of_level]
-            own += [group for ranks, group in groups if mine in ranks]
-        return self.link(own[0]), self.link(own[1])
+        return tuple([self.link(group) for group in level_groups(self.topology)])
 
     def fabric(self, process_group: Any) -> Fabric:
         """Return the links of a process group; two levels if it is the world and that has them."""
@@ -267,7 +244,7 @@ class QuantizedEngine:
 
     def is_exact(self, step: int) -> bool:
         """Whether an optimizer step sends everything in full precision."""
-        until = max(self.scheme.warmup_steps, self.state.exact_until)
+        until = max(self.scheme.block.warmup_steps, self.state.exact_until)
         return self.state.killed or step < until
 
     @property
@@ -297,16 +274,19 @@ class QuantizedEngine:
             param = self.param_of(parameter)
             if param is None or param.shape.numel() == 0:
                 continue
-            if self.scheme.skip_reason(param.name, param.shape, values.dtype) is None:
+            if param.is_quantized(values.dtype):
                 by_link.setdefault(link, []).append((param, values))
         for link, shards in by_link.items():
-            learn(shards, codec=codec, rate=self.scheme.level_rate, link=link)
+            learn(shards, codec=codec, rate=self.scheme.block.weights.level_rate, link=link)
 
     def gradients_travel(self) -> bool:
         """Whether gradients take this plugin's collectives; notes the setting if they do not."""
-        reason = hooks.exact_gradient_reason(self.engine)
+        reason = muon_hooks.exact_gradient_reason(self.engine)
         if reason is not None:
-            self.notices.append(f"gradients stay exact: {reason}")
+            self.notices.append(
+                f"gradients stay exact: {reason}; DeepSpeed sends them, and reports and metrics do "
+                "not count them"
+            )
         return reason is None
 
     def peak_bytes(self, bill: Costs) -> float:
@@ -325,31 +305,41 @@ class QuantizedEngine:
             prefetch=min(engine.zero_prefetch_bucket_size(), engine.zero_max_live_parameters()),
             itemsize=hooks.gradient_dtype(engine).itemsize,
             under_way=1 + BUCKETS_AHEAD if late else 1,
+            offloaded=offload.offloads_parameters(engine),
             slicing=self.slicing,
         )
-        exact = hooks.exact_gradient_reason(engine) is not None
+        exact = muon_hooks.exact_gradient_reason(engine) is not None
         return peak_bytes(bill, self.stage, sizes, shipped_gradients=exact)
 
     def received_in_full_precision(self) -> dict[str, dict[str, float]]:
         """Bytes that this plugin would bring to a rank per optimizer step, were nothing quantized,
         by role and link as ``Traffic`` counts them.
         """
-        plain = Scheme(name="full_precision", weights=None, gradients=None, cross=self.scheme.cross)
+        cross = {"cross": self.scheme.block.gradients.cross}
+        plain = parse_block({"scheme": "full_precision", "gradients": cross}).to_scheme()
         found = self.bill(plain).received(
             self.stage,
             micro_steps=self.engine.gradient_accumulation_steps(),
             nodes=self.topology.nodes,
             node_size=self.topology.node_size,
         )
-        if hooks.exact_gradient_reason(self.engine) is not None:
+        if muon_hooks.exact_gradient_reason(self.engine) is not None:
             found["gradients"] = {"intra": 0.0, "inter": 0.0}  # DeepSpeed's, which nobody counts
         return found
 
     def bill(self, scheme: Scheme | None = None) -> Costs:
         """Price a step of the engine's scheme, or of another, in bytes per parameter."""
         cargo = [
-            PricedParam(name, hooks.shape_of(p), p.dtype, p.requires_grad)
-            for name, p in self.engine.module.named_parameters()
+            PricedParam(
+                p.name,
+                p.shape,
+                p.tensor.dtype,
+                p.tensor.requires_grad,
+                p.packed,
+                p.whole,
+                p.boundary,
+            )  # fmt: skip
+            for p in self.all_params()
         ]
         return bill(
             scheme or self.scheme,
@@ -358,6 +348,6 @@ class QuantizedEngine:
             ranks=self.topology.world,
             node_size=self.topology.node_size,
             gradient_dtype=hooks.gradient_dtype(self.engine),
-            shipped_gradients=hooks.exact_gradient_reason(self.engine) is not None,
+            shipped_gradients=muon_hooks.exact_gradient_reason(self.engine) is not None,
             gathers=self.gathers,
         )

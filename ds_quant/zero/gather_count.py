@@ -7,7 +7,7 @@ step that began after two undisturbed micro-steps and was not disturbed itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,10 +40,13 @@ def _outline(module: torch.nn.Module) -> Module:
 
 
 class GatherCount:
-    """Count fetched elements until an optimizer step in a steady state gives the number."""
+    """Count fetched elements until an optimizer step in a steady state gives the number.
 
-    def __init__(self, binding: Any) -> None:
-        self._binding = binding
+    line: makes the start-up line, which is logged again if the number was predicted wrongly.
+    """
+
+    def __init__(self, binding: Any, line: Callable[[], str]) -> None:
+        self._binding, self._line = binding, line
         params = list(binding.engine.module.parameters())
         self._numel = sum(hooks.shape_of(p).numel() for p in params)
         self._persistent = sum(p.ds_numel for p in params if p.ds_persist)
@@ -52,9 +55,9 @@ class GatherCount:
         self._disturbed = False
 
     @classmethod
-    def attach(cls, binding: Any) -> None:
+    def attach(cls, binding: Any, line: Callable[[], str]) -> None:
         """Count the first steps of an engine that trains."""
-        binding.gather_count = cls(binding)
+        binding.gather_count = cls(binding, line)
         binding.hooks.after_count.append(binding.gather_count.after_step)
 
     def fetched(self, params: Iterable[Any]) -> None:
@@ -73,13 +76,11 @@ class GatherCount:
         self._fetched, self._disturbed = 0, False
 
     def _settle(self, counted: float) -> None:
-        from ds_quant.zero.attach import start_line
-
         binding = self._binding
         predicted, binding.gathers, binding.gather_count = binding.gathers, counted, None
         binding.hooks.after_count.remove(self.after_step)
         if abs(counted - predicted) > _CLOSE * predicted:
             log.log_rank0(
                 f"quantized_comm: {counted:.3g} gathers of the weights per micro-step were counted,"
-                f" {predicted:.3g} predicted, so the line at start-up is now: {start_line(binding)}"
+                f" {predicted:.3g} predicted, so the line at start-up is now: {self._line()}"
             )

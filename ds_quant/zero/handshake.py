@@ -152,16 +152,19 @@ def handshake(
     facts: Mapping[str, str],
     rank: int,
     world: int,
+    fault: str = "",
 ) -> int:
     """Check through the store that all ranks fit together, and return the ranks per node.
 
     Args:
         must: what has to be equal on all ranks besides versions and the block, by name.
         facts: what may differ, but slows all ranks down if it does, by name; one warning each.
+        fault: of rank 0, a mistake that it alone can find; it ends all ranks.
 
     Raises:
         StartError: naming the ranks that did not answer within ``handshake_timeout`` seconds,
-            those whose version or settings differ, or a placement that makes no nodes.
+            those whose version or settings differ, the fault of rank 0, or a placement that makes
+            no nodes.
     """
     from ds_quant import __version__
 
@@ -175,7 +178,7 @@ def handshake(
         host=host_name(),
         launched=launched_size(world),
     )
-    verdict = meeting.lead(card) if rank == 0 else meeting.follow(card, rank)
+    verdict = meeting.lead(card, fault) if rank == 0 else meeting.follow(card, rank)
     if "error" in verdict:
         raise StartError(f"quantized_comm: {verdict['error']}")
     for warning in verdict["warnings"]:
@@ -225,14 +228,14 @@ class _Meeting:
         self._board, self._config = board, config
         self._ranks = list(range(world))
 
-    def lead(self, card: Card) -> dict[str, Any]:
+    def lead(self, card: Card, fault: str) -> dict[str, Any]:
         """Rank 0: judge and publish the verdict."""
         board, timeout = self._board, self._config.handshake_timeout
         board.put(0, card.to_json())
         missing = [] if board.arrive(self._ranks, timeout) else board.missing(self._ranks)
         if missing:
             board.put("asked", "[]")
-        verdict = self._no_answer(missing) if missing else self._judge()
+        verdict = self._no_answer(missing) if missing else self._judge(fault)
         board.put("verdict", json.dumps(verdict))
         if "error" in verdict:  # this process may hold the store: it leaves last
             present = sorted({*self._ranks[1:]} - {*missing})
@@ -271,12 +274,14 @@ class _Meeting:
         )
         return {"error": error}
 
-    def _judge(self) -> dict[str, Any]:
+    def _judge(self, fault: str) -> dict[str, Any]:
         cards = [card_from(text) for text in self._board.read(self._ranks)]
         groups = mismatched(cards)
         blocks = self._blocks(cards, [ranks[0] for ranks in groups])
         if groups:
             return {"error": disagreement(cards, groups, blocks)}
+        if fault:
+            return {"error": fault}
         try:
             placement = place(
                 [card.host for card in cards],

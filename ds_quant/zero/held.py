@@ -11,14 +11,15 @@ without a gradient at the boundary gets one of zeros there, after the last bucke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ds_quant.comm.reduce import Reduction
-from ds_quant.zero import hooks
+from ds_quant.zero import hooks, offload
 from ds_quant.zero.param import Param
 
 Member = tuple[Param, int]  # a parameter, and the rank that owns this part of it or -1
@@ -35,7 +36,7 @@ class HeldBucket:
     members: Sequence[Member]
     values: Tensor
     added: Reduction
-    cross: Callable[[], dict[Member, Tensor]]
+    cross: Callable[[], Iterable[tuple[Member, Tensor]]]
 
 
 class GradientBuckets(Protocol):
@@ -98,6 +99,23 @@ class HeldGradients:
         self._crossed.clear()
         self.nbytes = 0
 
+    def leave_device(self, *, pin: bool) -> None:
+        """See Guest."""
+        for sums in self._sums():
+            room = torch.empty_like(sums, device="cpu")
+            sums.data = (offload.pin(room) if pin else room).copy_(sums)
+
+    def return_to_device(self) -> None:
+        """See Guest."""
+        for sums in self._sums():
+            sums.data = sums.to(hooks.device())
+
+    def _sums(self) -> Iterator[Tensor]:
+        for bucket in self._buckets.values():
+            bucket.added.wait()
+            yield bucket.values
+        yield from self._crossed.values()
+
     def waits(self, member: Member) -> bool:
         """Whether something is held of it."""
         return self._keys.get(member) in self._buckets
@@ -141,6 +159,6 @@ class HeldGradients:
                 self._is_over = False
 
     def _cross(self, bucket: HeldBucket) -> None:
-        for member, sums in bucket.cross().items():
+        for member, sums in bucket.cross():
             waiting = self._crossed.get(member)
             self._crossed[member] = sums if waiting is None else waiting + sums

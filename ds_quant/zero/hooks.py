@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from ds_quant.policy import refusals
 from ds_quant.zero.version import deepspeed_version, is_older
 
 # ---- wrapping ----
@@ -65,7 +64,7 @@ class Hooks:
         self.around_last_buckets: list[Callable[[], AbstractContextManager[Any]]] = []
         self.after_backward: list[Callable[[], None]] = []
         self.after_zero_grad: list[Callable[[], None]] = []
-        self.around_export: list[Callable[[], AbstractContextManager[Any]]] = []
+        self.around_export: list[Callable[[], AbstractContextManager[Any]]] = []  # and a load
         self.after_save: list[Callable[[], None]] = []  # a checkpoint or 16-bit weights
         self.after_checkpoint_event: list[Callable[[], None]] = []  # ZeRO-3: saved or loaded
         self.on_destroy: list[Callable[[], None]] = []
@@ -86,11 +85,6 @@ class Hooks:
             )
         self._replaced.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, _wrapped(original, around))
-
-    def add(self, owner: Any, name: str, call: Callable[[], None]) -> None:
-        """Give an instance a method that DeepSpeed calls where there is one."""
-        self._replaced.append((owner, name, None))
-        setattr(owner, name, _wrapped(call, lambda original: original()))
 
     def remove(self) -> None:
         """Give back what was wrapped, unless somebody has replaced it since. Idempotent."""
@@ -132,20 +126,20 @@ class Hooks:
         the checkpoint has none). The caller's client state does not show it.
         """
 
+        export = _around(self.around_export, after=self.after_save)
+
         def save(
             original: Callable[..., Any], save_dir: Any, tag: Any = None, client_state: Any = None,
             *args: Any, **kwargs: Any,
         ) -> Any:  # fmt: skip
             state = {**(client_state or {}), key: dump()}
-            result = original(save_dir, tag, state, *args, **kwargs)
-            for call in self.after_save:
-                call()
-            return result
+            return export(original, save_dir, tag, state, *args, **kwargs)
 
         def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            path, client_state = original(*args, **kwargs)
-            if path is not None:
-                restore(client_state.pop(key, None))
+            with opened(self.around_export):
+                path, client_state = original(*args, **kwargs)
+                if path is not None:
+                    restore(client_state.pop(key, None))
             return path, client_state
 
         self.wrap(self.engine, "save_checkpoint", save)
@@ -154,7 +148,7 @@ class Hooks:
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for call in (*self.before_gradients, *self.before_step):
             call()
-        with _opened(self.around_step):
+        with opened(self.around_step):
             result = original(*args, **kwargs)
         skipped = bool(self.optimizer.overflow)
         if not skipped:
@@ -173,7 +167,7 @@ class Hooks:
             original(*args, **kwargs)
 
 
-def _opened(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> ExitStack:
+def opened(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> ExitStack:
     """Enter the contexts, the first one outermost."""
     with ExitStack() as stack:
         for context in contexts:
@@ -192,7 +186,7 @@ def _around(
     """
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _opened(contexts):
+        with opened(contexts):
             for call in before:
                 call()
             result = original(*args, **kwargs)
@@ -274,12 +268,6 @@ _FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
 
 
 _shard_reduction = Redirect("reduce_scatter_coalesced")
-
-
-def exact_gradient_reason(engine: Any) -> str | None:
-    """Return the setting that keeps gradients on DeepSpeed's own exact path, if there is one."""
-    zero = engine._config.zero_config
-    return refusals.exact_gradient_reason(int(zero.stage), partial(getattr, zero))
 
 
 def param_dict(engine: Any) -> dict[str, Any]:
@@ -402,6 +390,11 @@ def skip_zero_shards(optimizer: Any, waits: Callable[[Any], bool]) -> Callable[.
     return partition
 
 
+def has_gradients(optimizer: Any) -> bool:
+    """Whether any gradient waits in the optimizer's buckets, as the last ones of a backward do."""
+    return any(bucket.params for bucket in optimizer.ipg_buckets.values())
+
+
 def unasked(role: str) -> RuntimeError:
     """Return the error for a step that never called the function that carries ``role``."""
     gradients = "__avg_scatter_grads (ZeRO-3) or average_tensor (ZeRO-1 and 2)"
@@ -498,9 +491,14 @@ def free_memory() -> int:
     return int(_accelerator().available_memory())
 
 
+def has_streams() -> bool:
+    """Whether the device runs by itself: what waits there keeps a stream back, not the host."""
+    return not _accelerator().resolves_data_dependency()
+
+
 def synchronize() -> None:
     """Wait until the device has done all it was asked to, where it runs by itself."""
-    if not _accelerator().resolves_data_dependency():
+    if has_streams():
         _accelerator().synchronize()
 
 
@@ -583,10 +581,9 @@ class StepBarrier:
         self._event: Any = None
 
     def record(self) -> None:
-        accelerator = _accelerator()
-        if not accelerator.resolves_data_dependency():
-            self._event = accelerator.Event()
-            self._event.record(accelerator.current_stream())
+        if has_streams():
+            self._event = _accelerator().Event()
+            self._event.record(_accelerator().current_stream())
 
     def wait(self) -> None:
         if self._event is not None:

@@ -31,8 +31,10 @@ from typing import Any
 import torch
 
 from ds_quant import leftovers
-from ds_quant.config import schema
-from ds_quant.config.schema import ConfigError
+from ds_quant.config import environment
+from ds_quant.config.environment import VARIABLE
+from ds_quant.config.presets import renamed
+from ds_quant.config.schema import KEY, ConfigError
 from ds_quant.policy import refusals
 from ds_quant.zero import hooks, log
 from ds_quant.zero.handshake import Board, StartError
@@ -45,23 +47,33 @@ def install() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     def read_block(original: Callable[..., Any], self: Any, param_dict: dict) -> None:
-        self.quantized_comm = schema.parse(param_dict)
+        self.quantized_comm = environment.parse(param_dict)
+        self.quantized_comm_from_variable = environment.is_source(param_dict)
+        if environment.is_set() and not self.quantized_comm_from_variable:
+            _tell_once(environment.CONFIG_WINS)
         if self.quantized_comm is not None:
             if refusals.stage_of(param_dict):  # else see judge_stage_0
                 refusals.refuse(param_dict, self.quantized_comm)  # ahead of DeepSpeed's own checks
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 for lock in leftovers.idle_locks():
                     log.log_here(f"quantized_comm: {leftovers.lock_sentence(lock)}")
+            if sentence := renamed(param_dict.get(KEY)):
+                _tell_once(sentence)
         original(self, param_dict)
 
     def judge_stage_0(original: Callable[..., Any], self: Any) -> None:
         original(self)
         block = getattr(self._config, "quantized_comm", None)
         if block is not None and self.zero_optimization_stage() == 0:
-            if self.optimizer_name():
-                block.validate_stage(refusals.stage_of(hooks.param_dict(self)))
+            if self._config.quantized_comm_from_variable:
+                log.log_rank0(f"quantized_comm: {VARIABLE} has no effect on an engine at stage 0")
+            else:
+                if self.optimizer_name():
+                    block.validate_stage(refusals.stage_of(hooks.param_dict(self)))
+                log.log_rank0(
+                    "quantized_comm: inactive in an engine at stage 0 without an optimizer"
+                )
             self._config.quantized_comm = None  # as for the frozen model of a preference trainer
-            log.log_rank0("quantized_comm: inactive in an engine at stage 0 without an optimizer")
 
     def attach_zero(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = original(self, *args, **kwargs)
@@ -83,10 +95,19 @@ def install() -> None:
     wrap_once(DeepSpeedEngine, "_configure_fp16_optimizer", refuse_other)
 
 
+@functools.cache
+def _tell_once(sentence: str) -> None:
+    log.log_rank0(f"quantized_comm: {sentence}")
+
+
 def _attach(engine: Any, optimizer: Any) -> None:
     """Import ``attach`` late: it imports DeepSpeed, whose import runs this module."""
     from ds_quant.zero.attach import attach
 
+    idle = engine.zero_optimization_stage() == 3 and not hooks.steps(optimizer)
+    if idle and engine._config.quantized_comm and engine._config.quantized_comm_from_variable:
+        log.log_rank0(f"quantized_comm: {VARIABLE} has no effect without an optimizer")
+        engine._config.quantized_comm = None
     attach(engine, optimizer)
 
 
@@ -161,7 +182,7 @@ def _place() -> tuple[int, int]:
     if torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return int(rank) if rank.isdigit() else 0, int(world) if world.isdigit() else 1
+    return int(rank) if rank.isdecimal() else 0, int(world) if world.isdecimal() else 1
 
 
 def _board(message: str) -> Board | None:

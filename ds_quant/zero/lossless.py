@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec.lossless import LosslessCodec
-from ds_quant.comm.gather import Kept
+from ds_quant.comm.gather import Kept, rows_of, take_rows
 from ds_quant.comm.lossless import Outbox, Parcel
-from ds_quant.comm.message import joined
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
@@ -43,8 +42,7 @@ class Window(NamedTuple):
     def values(self) -> tuple[Tensor, Tensor]:
         """The new weights of this rank's partition in 16 bits, and those held."""
         held = self.rows()[self.fabric.rank]
-        wanted = self.fabric.empty(held.numel(), dtype=held.dtype, device=held.device)
-        return wanted.copy_(self.group.master[self.within.start : self.within.stop]), held
+        return self.group.updated(self.within, self.fabric.empty), held
 
 
 def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]:
@@ -86,17 +84,17 @@ class NodeRows(NamedTuple):
             missing = item.rows.shape[1] - shard.numel()
             if missing:
                 parts.append(shard.new_zeros(missing))
-        return joined(parts), joined([item.rows[self.node] for item in self.kept])
+        return joined(parts), joined(rows_of(self.kept, self.node))
 
     def held(self) -> Tensor:
         """The rows of all nodes, (nodes, elements), of all parameters end to end."""
-        return joined([item.rows for item in self.kept])
+        return joined(rows_of(self.kept))
 
     def take(self, rows: Tensor) -> None:
         """Take over new values of what ``held`` has returned."""
-        if len(self.kept) > 1:
+        if len(self.kept) > 1 or self.kept[0].device is not None:
             widths = [item.rows.shape[1] for item in self.kept]
-            torch._foreach_copy_([item.rows for item in self.kept], rows.split(widths, dim=1))
+            take_rows(self.kept, rows.split(widths, dim=1))
 
     def post(self, outbox: Outbox, place: int) -> Pending[None]:
         """Begin to gather the rows of all nodes."""
@@ -114,3 +112,8 @@ def shard_posts(
     outbox = Outbox(parcels, inter, inter, **how)
     for place, rows in enumerate(messages):
         yield partial(rows.post, outbox, place)
+
+
+def joined(rows: Sequence[Tensor]) -> Tensor:
+    """Concatenate rows of one dtype; a single row is returned without a copy."""
+    return rows[0] if len(rows) == 1 else torch.cat(tuple(rows), dim=-1)

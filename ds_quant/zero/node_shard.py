@@ -13,23 +13,34 @@ the order in which the last step gathered them. They are posted at once, and eac
 a parameter of it is gathered. Chunks are finished in the order of their posting, whichever is asked
 for: over one link they arrive in that order, and a forward that takes another way than the last
 one changes nothing of what the ranks post.
+
+[Note: when a gather is posted] A gather inside the node needs the chunks that hold its parameters.
+On a device with streams it is posted when it is asked for, behind them on DeepSpeed's stream of
+gathers. On the CPU to wait for a chunk keeps the host, so it is posted when it is waited for.
+
+[Note: in host memory] Where DeepSpeed keeps its shards on the host (``offload_param``), the rows
+are there too, page-locked. A gather copies its rows to the device when it is posted, as far ahead
+of their use as DeepSpeed fetches. An exchange copies a chunk to the device when it has arrived,
+changes it there and copies it back; differences are taken from a copy, too. Copies take their turn
+on the stream that asks for them: the device holds one chunk and what is being gathered.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ds_quant.codec.bound import Coding, exactly
-from ds_quant.comm.gather import Kept, exchange, gather
+from ds_quant.comm.buffers import HostRoom
+from ds_quant.comm.gather import Kept, exchange, gather, rows_of
 from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.zero import hooks, lossless
+from ds_quant.zero import hooks, lossless, offload
 from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.param import Param, Stream
 
@@ -130,6 +141,8 @@ class NodeShard:
         self._inter, self._intra = fabric.inter or fabric.whole, fabric.intra
         self._rank = fabric.whole.rank
         self.served = [binding.param_of(p) for p in params if self._belongs(p)]
+        self._stays_on_host, self._is_away = offload.offloads_parameters(binding.engine), False
+        room = self._host_room() if self._stays_on_host else None
         for param in self.served:
             p, param.stale = param.tensor, True
             param.kept = Kept.allocate(
@@ -139,16 +152,47 @@ class NodeShard:
                 local=self._rank % topology.node_size,
                 dtype=p.ds_tensor.dtype,
                 device=hooks.device(),
+                room=room,
             )
         self._spread = Spread()
         self._gathered: dict[Param, None] = {}  # since the last step, in order of first gather
         self._asked: deque[_RequestedGather] = deque()  # not posted yet
+        self._at_once = hooks.has_streams()
 
     def _belongs(self, p: Any) -> bool:
         """Rank-invariant. Persistent parameters stay gathered; expert groups are not the world."""
         ranks = self._binding.link(p.ds_process_group).ranks
         world = list(range(self._binding.topology.world))
         return hooks.is_sendable(p) and not p.ds_persist and ranks == world
+
+    def _host_room(self, *, pin: bool = True) -> HostRoom:
+        """Return room for all rows."""
+        own = sum(param.tensor.ds_tensor.nbytes for param in self.served)
+        how = offload.pin if pin else lambda block: block
+        return HostRoom(self._binding.topology.nodes * own, how)
+
+    def leave_device(self, *, pin: bool) -> None:
+        """See Guest. From here gathers take copies: see [Note: in host memory]."""
+        self.finish()
+        if self._stays_on_host or self._is_away:
+            return
+        hooks.synchronize()  # what has written rows on other streams
+        self._is_away, room = True, self._host_room(pin=pin)
+        for param in self.served:
+            rows = room.zeros(*param.kept.rows.shape, dtype=param.kept.rows.dtype)
+            rows.copy_(param.kept.rows)
+            param.kept = replace(param.kept, rows=rows, device=hooks.device())
+
+    def return_to_device(self) -> None:
+        """See Guest."""
+        self.finish()
+        if not self._is_away:
+            return
+        self._is_away = False
+        for param in self.served:
+            (rows,) = rows_of([param.kept])
+            param.kept = replace(param.kept, rows=rows, device=None)
+        self._barrier.record()
 
     def nbytes(self) -> int:
         """Bytes of the node shard on this rank."""
@@ -163,11 +207,11 @@ class NodeShard:
             if param is not None:
                 param.stale = param.kept is not None
 
-    def copies(self) -> Iterable[tuple[int, list[torch.Tensor]]]:
+    def copies(self) -> Iterable[tuple[int, Iterable[torch.Tensor]]]:
         """See Holder. Ranks of equal place in their nodes hold equal rows."""
         self.finish()
         # Stale rows are about to be refilled; they are the same ones on all ranks.
-        rows = [param.kept.rows for param in self.served if not param.stale]
+        rows = (rows_of([param.kept])[0] for param in self.served if not param.stale)
         yield self._rank % self._binding.topology.node_size, rows
 
     def resync(self) -> None:
@@ -199,15 +243,13 @@ class NodeShard:
 
     def gather(self, params: Sequence[Param]) -> tuple[Pending[list[torch.Tensor]], list[bool]]:
         """Gather full weights of served parameters; also returns which may differ from the exact
-        ones.
-
-        What has not arrived yet is not waited for before the gather is.
+        ones. See [Note: when a gather is posted].
         """
         asked = _RequestedGather(params)
         self._gathered |= dict.fromkeys(params)
         quantized = not self._binding.is_exact(self._binding.step)
         lossy = [quantized and any(self._streams(param)) for param in params]
-        at_once = not self._asked and not self._spread.misses(params)
+        at_once = self._at_once or not (self._asked or self._spread.misses(params))
         self._asked.append(asked)
         if at_once:
             self._post_until(asked)
@@ -300,8 +342,9 @@ class NodeShard:
 
     def _shards(self, params: Sequence[Param]) -> list[torch.Tensor]:
         """Return this rank's own shards, as the optimizer has left them."""
-        device = hooks.device()
-        return [hooks.valid_shard(param.tensor, self._rank).to(device) for param in params]
+        shards = [hooks.valid_shard(param.tensor, self._rank) for param in params]
+        device = hooks.device()  # not theirs if parameters are offloaded
+        return [shard.to(device, non_blocking=True) for shard in shards]
 
     def _exchange(self, params: Sequence[Param], codings: Sequence[Coding]) -> Pending[Any]:
         kept = [param.kept for param in params]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +11,7 @@ import torch
 
 from ds_quant.zero import hooks
 from ds_quant.zero.hooks import ExpectedCall, Hooks, Redirect, moved, require
-from ds_quant.zero.version import deepspeed_version, is_older
+from ds_quant.zero.version import FAULTS, REUSED, deepspeed_version
 
 _BUCKET, _REDUCE_TO_OWNERS = "average_tensor", "allreduce_and_copy_with_multiple_ranks"
 
@@ -31,8 +30,8 @@ def wrap_owner_reduction(
     reduce: Callable[..., Any],
 ) -> None:
     """ZeRO-1/2: ``around_bucket(tensor, params, divisor)`` is open while a bucket is cut into
-    slices by owner, ``reduce(original, call)`` replaces the reduction of slices and divides by
-    ``divisor``, with the call's bound arguments.
+    slices by owner, ``reduce(original, call)`` replaces the reduction of slices, which is
+    ``original(**call)``, and divides by ``divisor``.
     """
     optimizer = hooks.optimizer
     require(optimizer, _REDUCE_TO_OWNERS)
@@ -57,7 +56,7 @@ def wrap_owner_reduction(
         _to_owners.calls += 1
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        return reduce(functools.partial(original, *args, **kwargs), call.arguments)
+        return reduce(original, call.arguments)
 
     hooks.wrap(optimizer, _BUCKET, bucket)
     hooks.wrap(optimizer, _REDUCE_TO_OWNERS, slices)
@@ -79,6 +78,33 @@ def _undivided(optimizer: Any) -> Iterator[float]:
         yield ranks / optimizer.sequence_parallel_size
     finally:
         optimizer.gradient_average = True
+
+
+_LISTS = "small_bucket", "bucket_ranks", "output_bucket"  # the last one not in 0.17
+
+
+def sorted_out(
+    call: dict[str, Any], *, alone: bool
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The arguments of a reduction for the slices that several ranks need, and for those of one;
+    ``alone``: there is one rank, all its slices are of the first kind. None for no slices.
+    """
+    owners = owners_of(call)
+    whole = [i for i, ranks in enumerate(owners) if alone or len(ranks) > 1]
+    if not whole or len(whole) == len(owners):
+        return (call, None) if whole else (None, call)
+    single = [i for i in range(len(owners)) if i not in whole]
+    lists = {name: call[name] for name in _LISTS if call.get(name) is not None}
+    found = [
+        {**call, **{name: [values[i] for i in places] for name, values in lists.items()}}
+        for places in (whole, single)
+    ]
+    return found[0], found[1]
+
+
+def owners_of(call: dict[str, Any]) -> list[frozenset[int]]:
+    """The ranks that need each slice, named by rank or, from 0.19.3 on, by sets of ranks."""
+    return [r if isinstance(r, frozenset) else frozenset((r,)) for r in call["bucket_ranks"]]
 
 
 class OwnerBuckets:
@@ -106,21 +132,28 @@ class OwnerBuckets:
             optimizer.reduce_ready_partitions_and_remove_grads(p, groups[id(p)])
 
 
-def forgotten_gradients(engine: Any, optimizer: Any) -> str | None:
-    """Say which gradients this version of DeepSpeed loses itself, and since when it does not:
-    ZeRO-2 restarted its sums in every micro-step; offloaded, they were never written back.
+def lost_gradients(engine: Any, optimizer: Any, *, held: bool) -> list[str]:
+    """Say which gradients this version of DeepSpeed loses itself, and since when it does not.
+
+    held: they wait for the last micro-step; what is forgotten before it are zeros then.
     """
-    since, kept = ("0.19", 2) if optimizer.cpu_offload else ("0.18.3", 1)
-    lost = optimizer.partition_gradients and engine.gradient_accumulation_steps() > kept
-    if not lost or not is_older(since):
-        return None
-    others = "the last one" if kept == 1 else "the first and the last one"
-    return (
-        f"{deepspeed_version()} forgets the gradients of all micro-steps but {others} under "
-        "ZeRO-2, with and without this plugin: gradient_accumulation_steps="
-        f"{engine.gradient_accumulation_steps()} needs DeepSpeed {since} or newer, or "
-        "zero_optimization.stage 1 or 3"
-    )
+    import deepspeed
+
+    steps, said = engine.gradient_accumulation_steps(), []
+    for fault in FAULTS if optimizer.partition_gradients else ():
+        if fault.offload != bool(optimizer.cpu_offload) or not fault.is_in(deepspeed.__version__):
+            continue
+        if fault == REUSED:
+            needs = "a model that has one"
+        elif held or steps <= (2 if fault.offload else 1):
+            continue
+        else:
+            needs = f"gradient_accumulation_steps={steps}"
+        said.append(
+            f"{deepspeed_version()} {fault.loses} under ZeRO-2, with and without this plugin: "
+            f"{needs} needs DeepSpeed {fault.until} or newer, or zero_optimization.stage 1 or 3"
+        )
+    return said
 
 
 def skip_zero_gradients(hooks: Hooks, waits: Callable[[Any], bool]) -> None:
@@ -206,20 +239,21 @@ def weight_gather(
     return replaced
 
 
-def wrap_exports(hooks: Hooks, exact: Callable[[], AbstractContextManager[Any]]) -> None:
-    """ZeRO-1/2: hold ``exact()`` open around checkpoint save and load and ``save_16bit_model``."""
-    held: list[Any] = []
+def finish_background_save(engine: Any) -> None:
+    """Wait for a checkpoint that is written in the background, as DeepSpeed does before a step: it
+    is read from the replica. A collective.
+    """
+    if getattr(engine.checkpoint_engine, "is_decoupled", lambda: False)():  # not in 0.17
+        engine._commit_decoupled_checkpoint()
 
-    def prologue() -> None:
-        held.append(exact())
-        held[-1].__enter__()
 
-    def epilogue() -> None:
-        held.pop().__exit__(None, None, None)
-
-    hooks.add(hooks.optimizer, "checkpoint_event_prologue", prologue)
-    hooks.add(hooks.optimizer, "checkpoint_event_epilogue", epilogue)
-    hooks.around_export.append(exact)
+def require_replica(optimizer: Any) -> None:
+    """Raise RuntimeError if ``offload_states`` has taken the replica off the device."""
+    if "lp_params" in getattr(optimizer, "offloaded_states", ()):
+        raise RuntimeError(
+            "quantized_comm: what is saved or exported is first gathered exactly, but "
+            "offload_states has taken the weights off the device: call reload_states before"
+        )
 
 
 def refresh_replica(optimizer: Any, gather: Callable[[], None]) -> None:
@@ -236,6 +270,15 @@ class ReplicaGroup(NamedTuple):
     params: list[torch.Tensor]  # views of it
     process_group: Any
     master: torch.Tensor  # fp32 weights of this rank's partition, (partition,), on any device
+
+    def updated(self, within: range, empty: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """New weights of a range of the partition, (elements,), as the replica has them.
+
+        Of an offloaded optimizer they are copied and then rounded on the device; otherwise the
+        host would round them, and wait.
+        """
+        values = empty(len(within), dtype=self.flat.dtype, device=self.flat.device)
+        return values.copy_(self.master[within.start : within.stop], non_blocking=True)
 
 
 def replica_groups(optimizer: Any) -> Iterator[ReplicaGroup]:

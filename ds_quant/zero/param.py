@@ -52,13 +52,16 @@ class GradientStreams(NamedTuple):
         rotation = self.rotation
         if rotation is not None and self.signs is not None:
             rotation = replace(rotation, signs=Address(self.signs, signed))
-        return tuple([Coding(hop.codec, hop.address(step)) for hop in self.hops]), rotation
+        keys = [
+            (codec, None if key is None else Address(key, step)) for codec, key, *_ in self.hops
+        ]
+        return tuple([Coding(*key) for key in keys]), rotation
 
 
 @cache
-def exact_gradient(dtype: torch.dtype, hops: int) -> GradientStreams:
-    """Return the streams of a gradient that is sent unchanged."""
-    codec = CastCodec(dtype)
+def exact_gradient(dtype: torch.dtype, hops: int, *, tight: bool = False) -> GradientStreams:
+    """Return the streams of a gradient that is sent unchanged; ``tight``: as a small tensor."""
+    codec = CastCodec(dtype, tight)
     return GradientStreams((Stream(codec, None),) * hops, Form((codec,) * hops, delivery=codec))
 
 
@@ -68,6 +71,8 @@ class Param:
 
     trained: when the engine was built. Momentum and weight decay move it also once its
         ``requires_grad`` is turned off.
+    packed: its values may be bit patterns, see ``scheme.is_packed``.
+    whole, boundary: what Muon needs of it, see ``cost.PricedParam``.
     tensor: the parameter itself; while it lives, its id names nothing else.
     levels: learned ones, (2^bits,) fp32, identical on all ranks; None as long as they are uniform.
     kept: its rows in the node shard, None if that does not serve it. stale: they are to be
@@ -81,12 +86,20 @@ class Param:
     trained: bool
     tensor: Any
     routes: Routes
+    packed: bool = False
+    whole: bool = False
+    boundary: int = 0
     levels: Tensor | None = None
     kept: Kept | None = None
     stale: bool = False
     decoded: bool = False
     _weights: dict[tuple, tuple[Stream | None, ...]] = field(default_factory=dict, repr=False)
     _gradients: dict[tuple, GradientStreams] = field(default_factory=dict, repr=False)
+
+    def is_quantized(self, dtype: torch.dtype) -> bool:
+        """Whether the scheme quantizes its weights or gradients of this dtype."""
+        how = {"packed": self.packed}
+        return self.routes.scheme.skip_reason(self.name, self.shape, dtype, **how) is None
 
     def follow(self, routes: Routes) -> None:
         """Take the routes of another scheme."""
@@ -102,7 +115,7 @@ class Param:
         """
         key = dtype, rank, whole
         if key not in self._weights:
-            quantized = self._is_quantized(dtype)
+            quantized = self.is_quantized(dtype)
             how = {"quantized": quantized, "trained": self.trained, "whole": whole}
             hops = self.routes.weights(dtype=dtype, **how).hops
             self._weights[key] = tuple(
@@ -127,9 +140,6 @@ class Param:
             self._gradients[key] = self._gradient_streams(dtype, rank, hops)
         return self._gradients[key]
 
-    def _is_quantized(self, dtype: torch.dtype) -> bool:
-        return self.routes.scheme.skip_reason(self.name, self.shape, dtype) is None
-
     def _weight_stream(self, hop: Hop, rank: int | None) -> Stream | None:
         if hop.codec is None:
             return None
@@ -137,11 +147,11 @@ class Param:
         return Stream(hop.codec, key, not hop.inner, hop.difference)
 
     def _gradient_streams(self, dtype: torch.dtype, rank: int, hops: int) -> GradientStreams:
-        route = self.routes.gradients(quantized=self._is_quantized(dtype), whole=hops > 1)
+        route = self.routes.gradients(quantized=self.is_quantized(dtype), whole=hops > 1)
         if route.is_exact:
             return exact_gradient(dtype, hops)
         rotation, signs = route.rotation, None
-        if rotation is not None and self.routes.scheme.rotation_signs:
+        if rotation is not None and self.routes.scheme.block.gradients.rotation_signs:
             signs = self._stream_key(Role.GRADIENTS, 0, _SIGNS)
         codecs = tuple([hop.codec for hop in route.hops])
         delivery = None if route.delivery is None else route.delivery.codec
@@ -165,5 +175,5 @@ class Param:
 
     def _stream_key(self, role: Role, stream: int, hop: int) -> int:
         """Key that is the same on all ranks whose ``stream`` is."""
-        seed = self.routes.scheme.seed
+        seed = self.routes.scheme.block.seed
         return key_of(seed=seed, role=role, parameter=self.index, rank=stream, hop=hop)

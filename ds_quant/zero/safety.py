@@ -11,9 +11,15 @@ every error names the setting, its value and the fix.
 Differences are added to what a rank holds, so one lost or changed bit would stay for ever and
 nobody would see it. All ranks exchange all checksums and decide alike.
 
-Corrupted messages that the links of an engine have found are reported before every optimizer step,
-before the messages are used for anything, and after every save, which sends weights too. All ranks
-raise together: one that ended alone would leave the others waiting.
+Messages that the links of an engine have found changed, or exact differences that could not be
+decoded, are reported before every optimizer step, before anything is updated from them, before
+weights are exported, and after every save, which may send weights too. All ranks raise together:
+one that ended alone would leave the others waiting.
+
+[Note: written weights] A parameter that user code has written since the last gather of ZeRO-1 and 2
+is left alone by exports, as without this plugin; the next step overwrites it. Writing
+``parameter.data`` leaves no trace in torch, so every gather is followed by a sample of 64 elements
+of each parameter, spread evenly, to which the next export compares.
 
 [Note: one vote] What one rank sees (a NaN in its shard, a file on its disk) must change the traffic
 of all ranks in the same step, else they wait for messages of different lengths. So all ranks take
@@ -25,7 +31,8 @@ for it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,11 +40,13 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from ds_quant.zero import hooks, log
-from ds_quant.zero.engine import QuantizedEngine, broadcast, minimum
+from ds_quant.comm.checksum import Finding
+from ds_quant.zero import hooks, log, offload
+from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.handshake import Board, handshake
 from ds_quant.zero.param import Param
 from ds_quant.zero.version import deepspeed_version
+from ds_quant.zero.world import broadcast, minimum
 
 # ---- start-up ----
 
@@ -46,24 +55,44 @@ __all__ = ["handshake", "refuse_no_room", "wait_for_ranks"]
 
 
 def refuse_no_room(binding: QuantizedEngine) -> None:
-    """Raise RuntimeError on all ranks if the node shard does not fit on one. A collective."""
+    """Raise RuntimeError on all ranks if what the scheme keeps does not fit on one: the node shard
+    between steps, or with it the sums of gradients within one. A collective, if it keeps any.
+    """
     bill = binding.bill()
     kept, peak = bill.memory * bill.numel, binding.peak_bytes(bill)
-    if hooks.accumulates(binding.engine):
-        peak += bill.held * bill.numel
-    (free,) = minimum([hooks.free_memory()])
+    held = bill.held * bill.numel if hooks.accumulates(binding.engine) else 0.0
+    if not (kept or held):
+        return
+    (free, host) = minimum([hooks.free_memory(), offload.free_host_memory()])
     shown = f"{free / 1e9:.3g} GB of memory are free on the fullest device"
+    fix = (
+        "use more ranks per node, zero_optimization.stage 2, or a scheme without a node shard "
+        'such as "qsdp"'
+    )
+    if offload.offloads_parameters(binding.engine):
+        in_node, kept = kept * binding.topology.node_size, 0.0
+        if in_node > host:
+            raise RuntimeError(
+                f"quantized_comm: the node shard takes {in_node / 1e9:.3g} GB of host memory in "
+                f"every node, but {host / 1e9:.3g} GB are free in the fullest one; {fix}"
+            )
     if kept > free:
         raise RuntimeError(
             f"quantized_comm: the node shard takes {kept / 1e9:.3g} GB on every rank, but {shown}; "
-            "use more ranks per node, zero_optimization.stage 2, or a scheme without a node shard "
-            'such as "qsdp"'
+            f"{fix}"
         )
-    if kept + peak > free:
-        binding.notices.append(
-            f"may run out of memory: {kept / 1e9:.3g} GB of node shard and {peak / 1e9:.3g} GB of "
-            f"messages are to come and {shown}"
+    if kept + held > free:
+        shard = f" beside {kept / 1e9:.3g} GB of node shard" if kept else ""
+        raise RuntimeError(
+            "quantized_comm: gradients that wait for the last micro-step take "
+            f"{held / 1e9:.3g} GB on every rank{shard}, but {shown}; set quantized_comm."
+            'gradients.cross: "micro_step", which holds none and sends them in every micro-step, '
+            "or use more ranks per node"
         )
+    if kept + held + peak > free:
+        parts = {"node shard": kept, "waiting gradients": held, "messages": peak}
+        sizes = " and ".join(f"{n / 1e9:.3g} GB of {what}" for what, n in parts.items() if n)
+        binding.notices.append(f"may run out of memory: {sizes} are to come and {shown}")
 
 
 def wait_for_ranks(what: str, *, rank: int, world: int, patience: float, timeout: float) -> None:
@@ -77,14 +106,17 @@ def wait_for_ranks(what: str, *, rank: int, world: int, patience: float, timeout
     """
     store = torch_dist.distributed_c10d._get_default_store()
     call = store.add(f"ds_quant/calls/{what}/{rank}", 1)
-    board, ranks = Board(store, f"ds_quant/wait_for_ranks/{what}/{call}"), range(world)
+    name, ranks = f"ds_quant/wait_for_ranks/{what}/{call}", range(world)
+    board = Board(store, name)
     board.put(rank, "here")
+    if store.add(f"{name}/count", 1) == world:  # so that nobody asks for every rank
+        board.put("all", "here")
     message = "quantized_comm: {} needs all ranks under ZeRO-1 and 2: not called on rank(s) {}"
-    if board.arrive(ranks, patience):
+    if board.arrive(["all"], patience):
         return
     if missing := board.missing(ranks):
         log.log_rank0(message.format(what, missing) + f" after {patience:g} s, still waiting")
-    if not board.arrive(ranks, timeout) and (missing := board.missing(ranks)):
+    if not board.arrive(["all"], timeout) and (missing := board.missing(ranks)):
         raise RuntimeError(
             message.format(what, missing) + f" within {timeout:g} s. Call it on all ranks and let "
             "one of them write the files, as ZeRO-3 needs it too"
@@ -100,7 +132,7 @@ _ROW = 4096  # elements of equal weight in the position-dependent sum
 class Holder(Protocol):
     """Holds weights between steps."""
 
-    def copies(self) -> Iterable[tuple[int, list[Tensor]]]:
+    def copies(self) -> Iterable[tuple[int, Iterable[Tensor]]]:
         """(who, weights): ranks that report equal ``who`` in the same place hold equal weights."""
 
     def resync(self) -> None:
@@ -130,7 +162,7 @@ class Agreement:
 
     def after_step(self) -> None:
         """Run after the optimizer step and the update of the kept weights."""
-        every, step = self._binding.scheme.checksum_steps, self._binding.step + 1
+        every, step = self._binding.scheme.block.checksum_steps, self._binding.step + 1
         if step % every == 0 and (differing := self._differing()):
             self._binding.state.resyncs += 1
             log.log_rank0(
@@ -149,6 +181,7 @@ class Agreement:
         ).to(device)  # (copies, 3) int64
         link = self._binding.fabric(None).whole
         received = link.all_gather(own.view(torch.uint8).view(-1), role="weights").wait()
+        self._require_equal(received)
         by_rank = received.view(torch.int64).view(link.size, len(copies), 3).tolist()
         holders: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = {}
         for rank, rows in enumerate(by_rank):
@@ -156,6 +189,24 @@ class Agreement:
                 versions = holders.setdefault((place, who), {})
                 versions.setdefault(tuple(sums), []).append(rank)
         return sorted({rank for versions in holders.values() for rank in _outvoted(versions)})
+
+    def _require_equal(self, received: Tensor) -> None:
+        """End all ranks if their checksums arrived differently: some would resync, others not.
+
+        Raises:
+            RuntimeError: on all ranks.
+        """
+        sums = checksum([received.view(torch.int64)]).tolist()
+        least = minimum([*sums, *(~total for total in sums)])
+        if least[:2] == [~total for total in least[2:]]:
+            return
+        Corruption(self._binding).check()  # may know sender and receiver
+        raise RuntimeError(
+            f"quantized_comm: step {self._binding.step + 1}: ranks have received different "
+            "checksums of the weights that they keep, so a message was changed on its way. Look "
+            "for faulty memory or a faulty network, and resume from the last checkpoint; "
+            "quantized_comm.payload_checksum=true names sender and receiver of such a message"
+        )
 
 
 def _outvoted(versions: dict[tuple[int, int], list[int]]) -> list[int]:
@@ -165,42 +216,92 @@ def _outvoted(versions: dict[tuple[int, int], list[int]]) -> list[int]:
     return [rank for ranks in versions.values() if len(ranks) != common for rank in ranks]
 
 
+# ---- weights that user code has written ----
+
+
+_SAMPLE = 64  # elements of a parameter
+
+
+class Samples:
+    """Notice which parameters user code has written: see [Note: written weights]."""
+
+    def __init__(self, flats: Iterable[tuple[Tensor, list[tuple[Tensor, int]]]]) -> None:
+        """Each flat buffer comes with its parameters and the first element of each."""
+        self._sampled: list[tuple[list[Tensor], Tensor, Tensor]] = []
+        self._taken: list[Tensor] = []  # by buffer, (parameters, _SAMPLE)
+        spread = torch.linspace(0, 1, _SAMPLE, dtype=torch.float64)
+        for flat, params in flats:
+            params = [(p, begin) for p, begin in params if p.numel()]
+            places = [begin + (spread * (p.numel() - 1)).long() for p, begin in params]
+            self._sampled.append(
+                ([p for p, _ in params], flat, torch.stack(places).to(flat.device))
+            )
+
+    def take(self) -> None:
+        """Sample what is there now, with one kernel per buffer."""
+        self._taken = [flat[places] for _, flat, places in self._sampled]
+
+    def forget(self) -> None:
+        """Take whatever is there for gathered."""
+        self._taken = []
+
+    def written(self) -> list[Tensor]:
+        """Find parameters whose sample differs in any bit from the one that was taken last."""
+        found = []
+        for (params, flat, places), taken in zip(self._sampled, self._taken, strict=False):
+            differs = (flat[places].view(torch.uint8) != taken.view(torch.uint8)).any(1)
+            found += [params[i] for i in differs.nonzero().view(-1).tolist()]
+        return found
+
+
 # ---- corrupted messages ----
 
 
 class Corruption:
-    """Check the links of one engine for wrong checksums."""
+    """Check the links of one engine for messages that cannot be used."""
 
     def __init__(self, binding: QuantizedEngine) -> None:
         self._binding = binding
 
     def check(self) -> None:
-        """End the run if any rank received a corrupted message. A collective of the whole world.
+        """End the run if any rank received such a message. A collective of the whole world; waits
+        for the device once.
 
         Raises:
-            RuntimeError: on all ranks, naming the message that the first of them found changed.
+            RuntimeError: on all ranks, naming the message that the first of them found.
         """
         rank, world = hooks.rank_and_world()
-        found = self._binding.findings.first()
-        (receiver,) = minimum([world if found is None else rank])
+        findings = self._binding.findings
+        vote = world - (world - rank) * findings.found(hooks.device()).long()
+        (receiver,) = minimum(vote.view(1))
         if receiver < world:
-            self._end(*broadcast(found, source=receiver), receiver)
+            self._end(broadcast(findings.first(), source=receiver), receiver)
+        findings.forget()
 
-    def end_alone(self, role: str, sender: int) -> None:
+    @contextmanager
+    def before_export(self) -> Iterator[None]:
+        """Check when weights are about to be read by all ranks."""
+        self.check()
+        yield
+
+    def end_alone(self, found: Finding) -> None:
         """End the run on this rank alone, for an engine without steps.
 
         Raises:
             RuntimeError: always, on this rank.
         """
-        self._end(role, sender, hooks.rank_and_world()[0])
+        self._end(found, hooks.rank_and_world()[0])
 
-    def _end(self, role: str, sender: int, receiver: int) -> None:
-        step = self._binding.engine.global_steps
+    def _end(self, found: Finding, receiver: int) -> None:
+        step, scheme = self._binding.engine.global_steps, self._binding.scheme
+        sealed = scheme.block.payload_checksum
+        why = " because quantized_comm.payload_checksum=true" if sealed else ""
+        code = " and for code that writes weights outside the optimizer" if scheme.lossless else ""
         raise RuntimeError(
-            f"quantized_comm: step {step}: {role} from rank {sender} were changed on their way to "
-            f"rank {receiver}: their checksum is wrong. Training ends because "
-            "quantized_comm.payload_checksum=true; look for faulty memory or a faulty network on "
-            "the hosts of these two, and resume from a checkpoint that was saved before this step"
+            f"quantized_comm: step {step}: {found.role} from rank {found.sender} "
+            f"{found.problem.format(receiver)}. Training ends{why}; look for faulty memory or a "
+            f"faulty network on the hosts of these two{code}, and resume from a checkpoint that "
+            "was saved before this step"
         )
 
 
@@ -353,11 +454,12 @@ _LEAST_SHARE = 0.5
 
 
 class FirstStep:
-    """Check once that the first step sent what was promised."""
+    """Check once that the first step with gradients sent what was promised."""
 
     def __init__(self, binding: QuantizedEngine, promised: Iterable[str]) -> None:
         """``promised``: roles that must be asked for."""
         self._binding, self._promised = binding, tuple(promised)
+        self._had_gradients = "gradients" not in self._promised
         # As for ZeRO-1: one exchange and one reduction, the least that a step of any stage needs.
         received = binding.bill().received(
             1, micro_steps=1,
@@ -369,15 +471,31 @@ class FirstStep:
         if binding.has_few_ranks:  # then other ranks send what the formula counts
             self._least.clear()
 
+    def attach(self) -> None:
+        """Watch the steps until one is judged."""
+        events = self._binding.hooks
+        if not self._had_gradients:
+            events.before_last_buckets.append(self.before_last_buckets)
+        events.after_step.append(self.after_step)
+
+    def before_last_buckets(self) -> None:
+        """Run at the end of a backward: its last gradients are in DeepSpeed's buckets."""
+        self._had_gradients |= hooks.has_gradients(self._binding.hooks.optimizer)
+
     def after_step(self, skipped: bool) -> None:
         """Run after the optimizer step, or after DeepSpeed ``skipped`` the update.
+
+        A step without gradients (every label masked) is not judged.
 
         Raises:
             RuntimeError: DeepSpeed has not asked for a role that was promised.
         """
-        if skipped:
+        if skipped or not (self._had_gradients or "gradients" in self._binding.asked):
             return
-        self._binding.hooks.after_step.remove(self.after_step)
+        events = self._binding.hooks
+        events.after_step.remove(self.after_step)
+        if self.before_last_buckets in events.before_last_buckets:
+            events.before_last_buckets.remove(self.before_last_buckets)
         for role in self._promised:
             if role not in self._binding.asked:
                 raise hooks.unasked(role)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 
 from ds_quant.comm.traffic import Sample, normalised
-from ds_quant.config.schema import ConfigError, MetricsConfig
+from ds_quant.config.errors import show
+from ds_quant.config.schema import MetricsConfig
 from ds_quant.policy.autotune import device_clock
 from ds_quant.zero import hooks, log
 from ds_quant.zero.engine import QuantizedEngine
@@ -29,22 +31,18 @@ PREFIX = "Train/Samples/ds_quant"  # as DeepSpeed names its own events
 Received = dict[str, dict[str, int]]  # bytes by role and link
 
 
-def check_file(settings: MetricsConfig, rank: int) -> None:
-    """On rank 0, make sure that the file can be written. Before any collective.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+def unwritable(settings: MetricsConfig, rank: int) -> str:
+    """On rank 0, say why the file cannot be written; empty if it can."""
     if rank or not settings.interval or settings.file is None:
-        return
+        return ""
     try:
         with Path(settings.file).open("a", encoding="utf-8"):
-            pass
+            return ""
     except OSError as error:
-        raise ConfigError(
-            f"quantized_comm.metrics.file={settings.file!r}: {error.strerror}: allowed: a file "
-            "that rank 0 can write, in a folder that exists; or null"
-        ) from None
+        return (
+            f"metrics.file={show(settings.file)}: {error.strerror}: allowed: a file that rank 0 "
+            "can write, in a folder that exists; or null"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +138,18 @@ class Telemetry:
         if monitor.enabled:
             monitor.write_events(record.events())
         if self._file is not None:
+            start = "\n" if _is_torn(self._file) else ""
             with self._file.open("a", encoding="utf-8") as file:
-                file.write(record.line() + "\n")
+                file.write(f"{start}{record.line()}\n")
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether the last line has no end, because the disk was full or a job was killed."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def listened_to(engine: Any, settings: MetricsConfig) -> bool:

@@ -1,12 +1,42 @@
-"""Which DeepSpeed runs."""
+"""Which DeepSpeed runs, and which gradients it is known to lose by itself."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 from packaging.version import Version
 
 _parsed = cache(Version)  # asked for as often as in every exact gather
+
+
+class Fault(NamedTuple):
+    """An error of DeepSpeed, with and without this plugin, from one version until before another.
+
+    offload: whether it needs an offloaded optimizer, or needs one that is not.
+    """
+
+    since: str
+    until: str
+    offload: bool
+    loses: str
+
+    def is_in(self, version: str) -> bool:
+        """Whether a version of DeepSpeed has it."""
+        return _parsed(self.since) <= _parsed(version) < _parsed(self.until)
+
+
+FORGETS = "forgets the gradients of all micro-steps but"
+REUSED = Fault(
+    "0.18.3", "0.19.4", False,
+    "loses gradients of a module that a step uses more than once (DeepSpeed issue 8224)",
+)  # fmt: skip
+# Under ZeRO-2.
+FAULTS = (
+    Fault("0", "0.18.3", False, f"{FORGETS} the last one"),
+    Fault("0", "0.19", True, f"{FORGETS} the first and the last one"),
+    REUSED,
+)
 
 
 def deepspeed_version() -> str:

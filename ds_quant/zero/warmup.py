@@ -1,4 +1,6 @@
-"""Compile the CUDA kernels of a run before its first step, by using each once on a few elements.
+"""Do what a first step would wait for: compile the CUDA kernels, connect the ranks.
+
+Kernels are compiled by using each once on a few elements.
 
 A kernel is compiled at its first launch, which takes a second or so and must not happen inside a
 CUDA graph capture. What a run launches follows from its scheme, stage and hops; rows of whole
@@ -8,42 +10,90 @@ blocks and others are different variants of a kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from ds_quant.codec.bound import Coding
-from ds_quant.codec.codec import GroupCodec
-from ds_quant.comm.operations import Operations, Streams
+from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.reduction_plan import LinkHop
-from ds_quant.kernels.batch import Rotate
-from ds_quant.kernels.cuda import Batch
-from ds_quant.kernels.dispatch import batch_launches
+from ds_quant.comm.topology import Topology
+from ds_quant.comm.traffic import Traffic
+from ds_quant.comm.transport import Link
+from ds_quant.kernels.batch import Decode, Encode, Operation, Recode, Rotate, Sum
 from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.random_bits import Address
-from ds_quant.zero import hooks
+from ds_quant.kernels.run import Operations, Streams
+from ds_quant.kernels.wire import round_up
+from ds_quant.zero import hooks, muon_hooks
 from ds_quant.zero.engine import QuantizedEngine
+from ds_quant.zero.handshake import Board
 
 _RAGGED = 9  # elements: more than a vector, less than anything else
+_ADDRESS = Address(key=0, step=0)
+_PATIENCE = 600.0  # seconds that ranks wait for the first of their node, then compile themselves
+
+
+def rehearse(binding: QuantizedEngine, device: torch.device) -> None:
+    """Use every kernel of the engine and every link once. All ranks call it."""
+    with _first_of_node_first(hooks.rank_and_world()[0], binding.topology.node_size):
+        warm_up(binding, device)
+    for link in binding.links():
+        _use(link, binding.topology, device)
+
+
+@contextmanager
+def _first_of_node_first(rank: int, node_size: int) -> Iterator[None]:
+    """Inside, the first rank of a node leaves compiled kernels in CuPy's cache, where the others
+    then find them.
+    """
+    store, first = torch.distributed.distributed_c10d._get_default_store(), rank - rank % node_size
+    turn = store.add(f"ds_quant/rehearsals/{rank}", 1)
+    board = Board(store, f"ds_quant/rehearsed/{turn}")
+    if rank != first:
+        board.arrive([first], _PATIENCE)
+    try:
+        yield
+    finally:
+        if rank == first:
+            board.put(first, "done")
+
+
+def _use(link: Link, topology: Topology, device: torch.device) -> None:
+    """Send a byte from each rank to each: NCCL connects them at their first use, which takes
+    seconds. Nothing is counted.
+    """
+    if link.size == 1:
+        return
+    uncounted = Link(link.process_group, topology=topology, traffic=Traffic())
+    payload, one = torch.zeros(link.size, dtype=torch.uint8, device=device), [1] * link.size
+    uncounted.all_gather(payload[:1], role="weights").wait()
+    uncounted.all_to_all(payload, sent=one, received=one, role="gradients").wait()
 
 
 class _Use(NamedTuple):
-    """An operation on some elements, and the codecs whose blocks they may fill."""
+    """What is done with some elements, and the codecs whose blocks they may fill."""
 
     codecs: tuple[GroupCodec, ...]
-    run: Callable[[int], None]
+    tasks: Callable[[int], Iterator[Operation]]
+    buffers: Callable[[int], list[Tensor]]  # of the operations, by their numbers
 
 
 def warm_up(binding: QuantizedEngine, device: torch.device) -> None:
     """Use every kernel of the engine once on ``device``."""
     _rehearse_exact_differences(binding, device)
-    for codecs, run in _uses(binding, device):
+    backend = binding.scheme.block.backend
+    for codecs, tasks, buffers in _uses(binding, device):
         for numel in (_RAGGED, whole_numel(codecs)):
-            run(numel)
-            with batch_launches():  # tables of launches are variants of their own
-                for _ in range(Batch.FEW):
-                    run(numel)
+            for operation in tasks(numel):
+                # Tables of several jobs are variants of their own.
+                others = [operation, operation._replace(stream=1)]
+                for alike in ([operation], others):
+                    work = Operations((each, (0,) * _PLACES[type(each)]) for each in alike)
+                    work.run(buffers(numel), _streams(operation), backend=backend)
 
 
 def _rehearse_exact_differences(binding: QuantizedEngine, device: torch.device) -> None:
@@ -73,70 +123,99 @@ def _uses(binding: QuantizedEngine, device: torch.device) -> Iterator[_Use]:
     sent = dict.fromkeys((hop.codec, hop.difference) for route in routes for hop in route.hops)
     for dtype in _dtypes(binding):
         for codec, difference in sent:
-            if isinstance(codec, GroupCodec):
-                yield from _weights(_coding(codec, difference), dtype, device)
-    if hooks.exact_gradient_reason(binding.engine) is None:
+            if codec is not None:
+                yield _weights(codec, difference, dtype, device)
+        yield _weights(CastCodec(dtype), False, dtype, device)
+    if muon_hooks.exact_gradient_reason(binding.engine) is None:
         reductions = {binding.route(group): None for group in binding.process_groups}
         for hops in reductions:
             yield from _gradients(binding, hops, hooks.gradient_dtype(binding.engine), device)
 
 
-def _coding(codec: GroupCodec, difference: bool = False) -> Coding:
-    return Coding(codec=codec, address=Address(key=0, step=0), difference=difference)
+# Buffers of the operations: values, messages, fp32 values, sums in the dtype of the values. All
+# rows of a sum are the same.
+_VALUES, _WIRE, _ARRIVED, _NUMBERS, _SUMS = range(5)
+_PLACES = {Encode: 4, Decode: 2, Sum: 3, Recode: 4, Rotate: 2}  # of each operation, all 0
 
 
-def _weights(coding: Coding, dtype: torch.dtype, device: torch.device) -> Iterator[_Use]:
-    def encode_and_decode(numel: int) -> None:
-        values = torch.zeros(numel, dtype=dtype, device=device)
-        wire = _wire(coding, numel, device)
-        coding.encode(values, wire, held=values)
-        coding.decode(wire, values)
+def _buffers(
+    codecs: Sequence[Codec], dtype: torch.dtype, device: torch.device, numel: int
+) -> list[Tensor]:
+    whole = round_up(numel, 128)
+    values, sums = (torch.zeros(whole, dtype=dtype, device=device) for _ in range(2))
+    room = max(codec.wire_bytes(whole) for codec in codecs)
+    wire, arrived = (torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(2))
+    return [values, wire, arrived, values.new_zeros(whole, dtype=torch.float32), sums]
 
-    yield _Use((coding.codec,), encode_and_decode)
+
+def _streams(operation: Operation) -> Streams:
+    coding = Coding(getattr(operation, "codec", None), _ADDRESS)
+    rotation = None
+    if block := getattr(operation, "block", 0):
+        signs = _ADDRESS if getattr(operation, "flips", False) else None
+        rotation = Rotation(block=block, signs=signs)
+    return Streams([coding] * 2, [rotation] * 2)
+
+
+def _weights(codec: Codec, differs: bool, dtype: torch.dtype, device: torch.device) -> _Use:
+    def tasks(numel: int) -> Iterator[Operation]:
+        yield Encode(codec, numel, _VALUES, _WIRE, 0, held=_SUMS if differs else None)
+        yield Decode(codec, numel, _WIRE, _SUMS, 0, differs)
+
+    return _Use(_grouped([codec]), tasks, partial(_buffers, [codec], dtype, device))
+
+
+def _grouped(codecs: Sequence[Codec]) -> tuple[GroupCodec, ...]:
+    return tuple(codec for codec in codecs if isinstance(codec, GroupCodec))
 
 
 def _gradients(
     binding: QuantizedEngine, hops: Sequence[LinkHop], dtype: torch.dtype, device: torch.device
 ) -> Iterator[_Use]:
     route = binding.routes.gradients(whole=len(hops) > 1)
-    codecs = [hop.codec for hop in route.hops]
-    if hops[0].link.size == 1 or not all(isinstance(codec, GroupCodec) for codec in codecs):
+    if hops[0].link.size == 1:
         return
-    codings, rotation = [_coding(codec) for codec in codecs], route.rotation
-    if rotation is not None and binding.scheme.rotation_signs:
-        rotation = replace(rotation, signs=Address(key=0, step=0))
-
-    def reduce(numel: int) -> None:
-        values = torch.zeros(numel, dtype=dtype, device=device)
-        on_wire = numel if rotation is None else rotation.padded(numel)
-        wire = _wire(codings[0], on_wire, device)
-        codings[0].encode(values, wire, rotation=rotation)
-        if rotation is not None:  # of what a rank adds as it is; the others launch as they do here
-            block, flips = rotation.block, rotation.signs is not None
-            rotated = torch.empty(on_wire, device=device).float()
-            turn = Operations([(Rotate(numel, 0, 1, 0, block, flips, rotation.backend), (0, 0))])
-            turn.run([values, rotated], Streams(codings[:1], [rotation]))
-        for depth, (hop, coding) in enumerate(zip(hops, codings, strict=True)):
-            rows = wire.expand(hop.link.size - hop.exact_own, -1)
-            own = (0, values.new_zeros(on_wire).float()) if hop.exact_own else None
-            if depth + 1 == len(hops):
-                for wanted in {torch.float32, coding.sum_dtype(dtype, device)}:
-                    total = torch.empty(numel, dtype=wanted, device=device)
-                    for scale in (1.0, 1 / 3):  # DeepSpeed may divide by itself
-                        coding.decode_sum(rows, total, own=own, scale=scale, rotation=rotation)
-                return
-            following = codings[depth + 1]
-            wire = _wire(following, on_wire, device)
-            following.recode(coding, rows, wire, numel=on_wire, own=own)
-            if binding.crosses_once(hops):  # encoded from what is held instead
-                following.encode(torch.zeros(on_wire, device=device).float(), wire)
-            if hops[depth + 1].exact_own or binding.crosses_once(hops):
-                coding.decode_sum(rows, torch.empty(on_wire, device=device).float(), own=own)
-
-    yield _Use(tuple(codecs), reduce)
+    flips = route.rotation is not None and binding.scheme.block.gradients.rotation_signs
+    block = 0 if route.rotation is None else route.rotation.block
+    cast = CastCodec(dtype)
+    turns = {((cast,) * len(hops), 0, False): None}
+    turns[tuple(hop.codec or cast for hop in route.hops), block, flips] = None
+    once = binding.crosses_once(hops)
+    for codecs, block, flips in turns:
+        tasks = partial(_reduction, hops, codecs, block, flips, once)
+        yield _Use(_grouped(codecs), tasks, partial(_buffers, codecs, dtype, device))
     if route.delivery is not None:  # sums that balanced buckets deliver to their owners
-        yield from _weights(_coding(route.delivery.codec), torch.float32, device)
+        for codec in (cast, route.delivery.codec or cast):
+            yield _weights(codec, False, torch.float32, device)
 
 
-def _wire(coding: Coding, numel: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(coding.codec.wire_bytes(numel), dtype=torch.uint8, device=device)
+def _reduction(
+    hops: Sequence[LinkHop],
+    codecs: Sequence[Codec],
+    block: int,
+    flips: bool,
+    once: bool,
+    numel: int,
+) -> Iterator[Operation]:
+    """The operations of a reduction; ``once``: sums wait between its two hops."""
+    on_wire = round_up(numel, block or 1)
+    yield Encode(codecs[0], numel, _VALUES, _WIRE, 0, block, flips)
+    if hops[0].exact_own:
+        yield Rotate(numel, _VALUES, _NUMBERS, 0, block, flips)
+    for depth, (hop, codec) in enumerate(zip(hops, codecs, strict=True)):
+        rows = {
+            "wire_in": _ARRIVED, "stream": 0, "sources": hop.link.size - hop.exact_own,
+            "stride": 0, "place": 0 if hop.exact_own else None, "own": _NUMBERS,
+        }  # fmt: skip
+        if depth + 1 == len(hops):
+            for values in (_NUMBERS, _SUMS):
+                for scale in (1.0, 1 / 3):  # DeepSpeed may divide by itself
+                    how = {"block": block, "flips": flips, "scale": scale, **rows}
+                    yield Sum(codec, numel, values=values, **how)
+            return
+        following = codecs[depth + 1]
+        yield Recode(codec, following, numel, wire=_WIRE, block=block, **rows)
+        if once:  # encoded from what is held instead
+            yield Encode(following, on_wire, _NUMBERS, _WIRE, 0)
+        if hops[depth + 1].exact_own or once:
+            yield Sum(codec, on_wire, values=_NUMBERS, **rows)

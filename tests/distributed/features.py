@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,9 +21,11 @@ from tests.distributed.models import (
     Regression,
     Run,
     digest,
+    forward,
     plain_descent,
     settings,
     train,
+    train_step,
 )
 
 TOKENS = 251
@@ -130,6 +133,63 @@ class Unused(Regression):
         self.spare = nn.Linear(HIDDEN, 65)
 
 
+class KeepsBuffer(Regression):
+    """A buffer that bf16 would round, as the routing bias of DeepSeek-V3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gain", 1 + torch.arange(WIDTH) * 2.0**-12)
+
+    def body(self, x: Tensor) -> Tensor:
+        assert self.gain.dtype == torch.float32
+        hidden = super().body(x)
+        return (hidden * self.gain).to(hidden.dtype)
+
+
+class Tiled(Regression):
+    """The middle is DeepSpeed's linear layer of tiles."""
+
+    def __init__(self) -> None:
+        import deepspeed
+
+        super().__init__()
+        self.second = deepspeed.zero.TiledLinear(
+            HIDDEN, WIDTH, in_splits=2, out_splits=2, init_linear=self.second
+        )
+
+
+# ---- loops of their own: one optimizer step each ----
+
+
+def coalesced(engine: Any, step: int, _: int) -> list[float]:
+    """One reduction for two backwards."""
+    losses = []
+    with engine.coalesce_grad_reduction():
+        for micro in range(2):
+            losses.append(forward(engine, step, micro))
+            engine.backward(losses[-1])
+    engine.step()
+    return [float(loss.detach()) for loss in losses]
+
+
+def unmanaged(engine: Any, step: int, _: int) -> list[float]:
+    """The caller alone says when to step."""
+    losses = []
+    for micro in range(2):
+        losses.append(forward(engine, step, micro))
+        engine.backward(losses[-1] / 2)
+    engine.step()
+    return [float(loss.detach()) for loss in losses]
+
+
+def bare(engine: Any, step: int, _: int) -> list[float]:
+    """``loss.backward()`` instead of ``engine.backward(loss)``."""
+    loss = forward(engine, step)
+    loss.backward()
+    engine.step()
+    return [float(loss.detach())]
+
+
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
@@ -142,7 +202,8 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 @dataclass(frozen=True, kw_only=True)
 class Feature:
     """How to set DeepSpeed up for a feature: ``zero`` goes into its section of the config, ``top``
-    to the top level, ``groups`` makes the optimizer's parameter groups.
+    to the top level, ``groups`` makes the optimizer's parameter groups, ``step`` is a loop of its
+    own. ``method``: of engines, which some versions of DeepSpeed lack.
     """
 
     stages: tuple[int, ...] = (1, 2, 3)
@@ -154,23 +215,21 @@ class Feature:
     groups: Callable[[nn.Module], Iterable[Any]] | None = None
     in_zero_init: bool = False
     since: str = "0.17"  # an older DeepSpeed cannot train it, with or without the plugin
+    step: Callable[[Any, int, int], list[float]] = train_step
+    method: str = "backward"
 
     def skip_if_too_old(self) -> None:
         needs.deepspeed(self.since, "cannot train this, with or without the plugin")
+        if not needs.has_engine_method(self.method):
+            pytest.skip(f"this DeepSpeed has no engine.{self.method}")
 
     def train(self, stage: int, block: dict[str, Any] | None, steps: int) -> Run:
         if not needs.has_deepspeed(self.since):
             raise RuntimeError(f"DeepSpeed cannot train this before {self.since}")
-        config = settings(
-            stage,
-            block,
-            dtype=self.dtype,
-            accumulation=self.accumulation,
-            zero=self.zero,
-            **self.top,
-        )
+        more = {"accumulation": self.accumulation, "zero": self.zero, **self.top}
+        config = settings(stage, block, dtype=self.dtype, **more)
         model = partial(_born_sharded, self.model, config) if self.in_zero_init else self.model
-        chosen = {"groups": self.groups, "optimizer": plain_descent}
+        chosen = {"groups": self.groups, "optimizer": plain_descent, "step": self.step}
         return train(config, steps, model, watched=True, **chosen)
 
 
@@ -212,6 +271,12 @@ DEEPSPEED_FEATURES: dict[str, Feature] = {
     ),
     "round-robin gradients": Feature(stages=(1, 2), zero={"round_robin_gradients": True}),
     "small weight buckets": Feature(stages=(1, 2), zero={"allgather_bucket_size": 20_000}),
+    "`parameter_alignment`": Feature(
+        stages=(1, 2), zero={"parameter_alignment": True}, since="0.19.8"
+    ),
+    "`keep_in_fp32_modules`": Feature(
+        model=KeepsBuffer, top={"data_types": {"keep_in_fp32_modules": ["gain"]}}, since="0.19.8"
+    ),
     "leaf modules": Feature(stages=(3,), model=with_leaf),
     "built under zero.Init": Feature(stages=(3,), in_zero_init=True),
     "one gather per tensor": Feature(
@@ -228,3 +293,18 @@ DEEPSPEED_FEATURES: dict[str, Feature] = {
     ),
     "parameter offload": Feature(stages=(3,), zero={"offload_param": OFFLOAD}),
 }
+NO_OVERLAP = {"overlap_comm": False}
+# Not in the table of docs/support.md.
+ALL_FEATURES = {
+    **DEEPSPEED_FEATURES,
+    "tiled linear": Feature(stages=(3,), model=Tiled),
+    "small sub-groups": Feature(stages=(3,), zero={"sub_group_size": 10_000}),
+    "one reduction of two backwards": Feature(
+        stages=(2, 3), accumulation=2, step=coalesced, method="coalesce_grad_reduction"
+    ),
+    "the caller alone steps": Feature(
+        stages=(3, 2), step=unmanaged, method="managed_gradient_accumulation",
+        top={"managed_gradient_accumulation": False}, zero=NO_OVERLAP,
+    ),
+    "loss.backward()": Feature(stages=(2, 3), step=bare, since="0.18.3"),
+}  # fmt: skip

@@ -36,7 +36,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "scheme": (
         "full_precision", "qsdp", "qsdp_w4g4", "qw4", "qwd", "sdp4bit", "sdp4bit_paper", "tlq",
         "tlq_hs", "ulq", "zeropp", "eden4", "eden3", "eden2", "lossless", "qsdp_shard",
-        "lossless_g2", "lossless_g3", "lossless_g4",
+        "lossless_w_g2", "lossless_w_g3", "lossless_w_g4", "hybrid",
     ),
     "topology": tuple(TOPOLOGIES),
     "stage": (1, 2, 3),
@@ -80,9 +80,10 @@ class Row(NamedTuple):
         }
         if backend != "auto":
             block["backend"] = backend
-        return settings(
-            self.stage, block, dtype=self.dtype, accumulation=self.accumulation, zero=zero
-        )
+        # Clipping, which DeepSpeed does by default, multiplies by a norm whose sum takes another
+        # order on another processor.
+        more = {"accumulation": self.accumulation, "zero": zero, "gradient_clipping": 0.0}
+        return settings(self.stage, block, dtype=self.dtype, **more)
 
 
 # Two levels are where most can go wrong: a few schemes in every stage, in slices.

@@ -7,6 +7,7 @@ returned, raises if one failed, and kills all of them at the time limit: no test
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import tempfile
@@ -39,7 +40,8 @@ def run(
     """``function(*args)`` on every rank of a fresh default process group; results by rank.
 
     TEST_COLLECTIVE_TIMEOUT in ``environment`` is the seconds after which a collective gives up;
-    with TEST_PROCESS_GROUP=own there is no process group until ``function`` makes one.
+    with TEST_PROCESS_GROUP=own there is no process group until ``function`` makes one; with
+    TEST_FP16=yes or no DeepSpeed believes that the processor computes in fp16, or that it does not.
     ``function`` is a module-level function of a test module; it may use ``deepspeed.comm``,
     initialised, and finds RANK and WORLD_SIZE in the environment. Exceptions come back as
     ``AssertionError`` with the rank's traceback.
@@ -48,6 +50,21 @@ def run(
     failures = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(outcomes) if error]
     assert not failures, "\n".join(failures)
     return [result for result, _ in outcomes]
+
+
+@functools.cache
+def run_all(
+    function: Callable[..., Any], world: int, cases: tuple[tuple[Any, ...], ...]
+) -> dict[tuple[Any, ...], list[Any]]:
+    """``function(*case)`` for one case after the other on one start of the ranks: case -> results
+    by rank. Remembered, so that a test for every case costs one start.
+    """
+    ranks = run(_play, world, function, cases, timeout=30 + 30 * len(cases))
+    return {case: [rank[place] for rank in ranks] for place, case in enumerate(cases)}
+
+
+def _play(function: Callable[..., Any], cases: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    return [function(*case) for case in cases]
 
 
 def run_each(
@@ -117,7 +134,10 @@ def _rank_main(
 
         torch.set_num_threads(1)
         from deepspeed import comm as dist
+        from deepspeed.accelerator import get_accelerator
 
+        if "TEST_FP16" in os.environ:
+            get_accelerator().is_fp16_supported = lambda: os.environ["TEST_FP16"] == "yes"
         seconds = float(os.environ.get("TEST_COLLECTIVE_TIMEOUT", "600"))
         if os.environ.get("TEST_PROCESS_GROUP") != "own":
             dist.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=seconds))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_quant.comm.reduction_plan import Slicing
+from ds_quant.comm.reduction_plan import Slicing, presumed_pace
 from tests.distributed import harness
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -187,11 +187,12 @@ def small_layers(world: World, stage: int, scheme: str | None) -> Case:
 def llama_layer(scheme: str | None, slices: int | None) -> Case:
     """ZeRO-3; norms persist, weights are fetched again for backward, one bucket of gradients.
 
-    ``slices``: None for as many as the full size would take.
+    ``slices``: None for as many as the full size would take over NVLink.
     """
     block = None
     if scheme is not None:
-        count = slices or Slicing().slices(LLAMA_NUMEL * SCALE**2)
+        nvlink = Slicing(pace=presumed_pace(torch.device("cuda"), "nccl"))
+        count = slices or nvlink.slices(LLAMA_NUMEL * SCALE**2)
         block = {"scheme": scheme, "slices": count}
     zero = {
         "stage3_param_persistence_threshold": HIDDEN,

@@ -17,8 +17,8 @@ import torch
 
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.reduce import Reduction, ShardSums
-from ds_quant.comm.reduction_plan import Form, LinkHop
+from ds_quant.comm.reduce import GradientSums
+from ds_quant.comm.reduction_plan import Form, LinkHop, Segment, shards_of
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Link, Pending
@@ -151,8 +151,20 @@ def reduce_scatter(
     hops, rotations = [(coding,) for coding in codings], [None] * len(codings)
     forms = [Form((coding.codec,)) for coding in codings]
     numels = [tensor.numel() for tensor in tensors]
-    plan = ShardSums(numels, forms, (LinkHop(link=link),), link, scale=scale)
-    sums = plan.room(tensors[0].device)
+    how = {"plain": True, "small": False}
+    shares = [s for i, n in enumerate(numels) for s in shards_of(i, n, link.size, **how)]
+    sums = GradientSums(shares, forms, (LinkHop(link=link),), link, scale=scale)
+    total = sums.room(tensors[0].device)
     flat = [tensor.reshape(-1) for tensor in tensors]
-    under_way = Reduction(plan.plan, flat, hops, rotations, sums)
-    return Pending(under_way.wait).then(lambda _: plan.shards(sums))
+    under_way = sums.begin(flat, hops, rotations, into=total)
+    own = [found for found in own_sums(shares, sums, total) if found is not None]
+    return Pending(under_way.wait).then(lambda _: own)
+
+
+def own_sums(
+    shares: Sequence[Segment], sums: GradientSums, total: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """Views of this rank's sums, by share; None where another rank's."""
+    starts = [sums.own.get(place) for place in range(len(shares))]
+    pairs = zip(starts, shares, strict=True)
+    return [None if start is None else total[start : start + s.numel] for start, s in pairs]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,8 +68,8 @@ def settings(
         "zero_allow_untested_optimizer": True,
         **top,
     }
-    if dtype == "bf16":
-        config["bf16"] = {"enabled": True}
+    if dtype != "fp32":  # fp16 with dynamic loss scale
+        config[dtype] = {"enabled": True}
     if block is not None:
         config["quantized_comm"] = block
     return config
@@ -223,21 +223,15 @@ def train(
     *,
     seed: int = 0,
     watched: bool = False,
+    step: Callable[[Any, int, int], list[float]] = train_step,
     **building: Any,
 ) -> Run:
     """Build an engine and train it; ``building`` goes to ``build``."""
     import ds_quant
 
     engine = build(config, model, seed=seed, **building)
-    seen: list[Sighting] = []
-    losses: list[float] = []
-    if watched:
-        with watch(engine) as seen:
-            for step in range(steps):
-                losses += train_step(engine, step, seed)
-    else:
-        for step in range(steps):
-            losses += train_step(engine, step, seed)
+    with watch(engine) if watched else nullcontext([]) as seen:
+        losses = [loss for place in range(steps) for loss in step(engine, place, seed)]
     run = Run(losses, masters(engine), seen, ds_quant.report(engine))
     engine.destroy()
     return run

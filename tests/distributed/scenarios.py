@@ -7,6 +7,7 @@ optimizer step, and the engine's report.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -93,6 +94,43 @@ def experts(stage: int, block: dict[str, Any] | None, ep_size: int) -> Outcome:
     groups = split({"params": list(model.parameters()), "name": "parameters"})
     optimizer = plain_descent(groups)
     return losses_of(initialize(model, settings(stage, block, dtype="bf16"), optimizer=optimizer))
+
+
+class _Experts(nn.Module):
+    """Four experts in two parameters, as transformers has them."""
+
+    def __init__(self, inner: int = 127) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 2 * inner, HIDDEN) / HIDDEN**0.5)
+        self.down_proj = nn.Parameter(torch.randn(4, HIDDEN, inner) / inner**0.5)
+
+
+class AutoMixture(Regression):
+    """Four experts that AutoEP finds, and replaces by a layer that computes with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(
+            model_type="mixtral", num_local_experts=4, num_experts_per_tok=1, hidden_act="silu"
+        )
+        self.moe = nn.Module()
+        self.moe.gate = nn.Linear(HIDDEN, 4, bias=False)
+        self.moe.experts = _Experts()
+
+    def body(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        mixed = self.moe(hidden.unsqueeze(0))
+        return self.second(hidden + mixed.view_as(hidden))
+
+
+def auto_experts(stage: int, block: dict[str, Any] | None) -> Outcome:
+    found = {"moe_layer_pattern": "moe", "router_pattern": "gate", "expert_pattern": "experts"}
+    weights = {"expert_w1": "gate_up_proj", "expert_w2": "down_proj", "top_k": 1}
+    section = {"enabled": True, "autoep_size": 2, "use_grouped_mm": False, **found, **weights}
+    config = settings(stage, block, dtype="bf16", expert_parallel=section)
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.5}}  # DeepSpeed splits its groups
+    model = seeded(AutoMixture)
+    return losses_of(initialize(model, config, model_parameters=model.parameters()))
 
 
 # ---- pipeline ----
@@ -240,17 +278,22 @@ def sequence_parallel(stage: int, block: dict[str, Any] | None) -> Outcome:
 
 
 class Quantized(Regression):
-    """A frozen int8 weight with an fp scale: as the quantized base of an adapter."""
+    """A frozen int8 weight with an fp scale: as the quantized base of an adapter. It is not the
+    first parameter, whose dtype ZeRO-3 takes for the model's where the device supports fp16.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         whole = (self.second.weight.detach() * 2000).round().clamp(-127, 127).to(torch.int8)
-        self.codes = nn.Parameter(whole, requires_grad=False)
+        self.base = nn.Module()
+        self.base.codes = nn.Parameter(whole, requires_grad=False)
         self.second.weight = nn.Parameter(torch.zeros(WIDTH, HIDDEN))
 
     def body(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
-        return self.second(hidden) + functional.linear(hidden, self.codes.to(hidden.dtype) / 2000)
+        return self.second(hidden) + functional.linear(
+            hidden, self.base.codes.to(hidden.dtype) / 2000
+        )
 
 
 def integer_base(stage: int, block: dict[str, Any] | None) -> Outcome:

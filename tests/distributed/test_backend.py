@@ -64,7 +64,7 @@ def _engines(
 
 @pytest.mark.parametrize("backends", [("torch", "auto"), ("auto", "torch")])
 @pytest.mark.parametrize(
-    ("stage", "scheme"), [(2, "sdp4bit"), (3, "sdp4bit"), (3, "qsdp"), (2, "lossless_g4")]
+    ("stage", "scheme"), [(2, "sdp4bit"), (3, "sdp4bit"), (3, "qsdp"), (2, "lossless_w_g4")]
 )
 def test_each_engine_uses_its_own_kernels(
     stage: int, scheme: str, backends: tuple[str, ...]

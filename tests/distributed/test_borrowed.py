@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -12,19 +10,18 @@ from torch import Tensor, nn
 from tests.distributed.features import Borrowed
 from tests.distributed.harness import run
 from tests.distributed.models import (
+    QSDP,
     Regression,
     build,
     digest,
-    digests,
     evaluate,
     masters,
     settings,
     train_step,
+    watch,
 )
 
 pytestmark = pytest.mark.distributed
-
-BLOCKS = {"qsdp": {"scheme": "qsdp"}, "sdp4bit": {"scheme": "sdp4bit", "node_size": 2}}
 
 
 class HandsOut(nn.Linear):
@@ -47,51 +44,44 @@ class TakesIn(Regression):
         return self.second(torch.tanh(hidden + bias.mean(1)))
 
 
-def went_on_and_resumed(block: dict) -> list[tuple]:
-    from deepspeed import comm as dist
-
-    folder = os.environ["TEST_SCRATCH"]
-    outcomes = []
-    for resumed in (False, True):
-        engine = build(settings(3, block, dtype="bf16"), Borrowed, seed=7 if resumed else 0)
-        losses = []
-        if resumed:
-            engine.load_checkpoint(folder, tag="middle")
-        for step in range(2 if resumed else 0, 4):
-            losses += train_step(engine, step)
-            if step == 1:
-                engine.save_checkpoint(folder, "middle")
-                dist.barrier()
-                losses = []
-        outcomes.append((losses, digests(masters(engine))))
-        engine.destroy()
-    return outcomes
-
-
-@pytest.mark.parametrize("scheme", BLOCKS)
-def test_a_run_with_a_borrowed_weight_resumes_bit_for_bit(scheme: str) -> None:
-    for went_on, resumed in run(went_on_and_resumed, 4, BLOCKS[scheme]):
-        assert went_on == resumed
-
-
-def handed_out(model: type) -> tuple[list[str], bool]:
-    """Bits of the weight in two evaluations, and whether GatheredParameters still sees the exact
-    one after them and after ``Module.apply``, which writes what it gathers.
+def handed_out(model: type) -> tuple[list[str], list[str], bool]:
+    """Bits of the weight in every forward and in the fetches of its own module; whether
+    GatheredParameters still sees the exact one after ``Module.apply``, which writes what it reads.
     """
     import deepspeed
 
-    engine = build(settings(3, BLOCKS["qsdp"]), model)
-    weight = engine.module.first.bias if model is TakesIn else engine.module.embed.weight
+    engine = build(settings(3, QSDP), model)
     name = "first.bias" if model is TakesIn else "embed.weight"
+    weight = engine.module.get_parameter(name)
+    with watch(engine) as seen:
+        for step in range(3):
+            train_step(engine, step)
+    fetched = {s.step: s.bits for s in seen if s.name == name}
     evaluate(engine), evaluate(engine)
     engine.module.apply(lambda _: None)
     exact = masters(engine)[name]
     with deepspeed.zero.GatheredParameters([weight]):
-        return engine.module.used, np.array_equal(weight.detach().numpy(), exact)
+        is_exact = np.array_equal(weight.detach().numpy(), exact)
+    return engine.module.used, [fetched[step] for step in range(3)], is_exact
 
 
 @pytest.mark.parametrize("model", [Borrowed, TakesIn])
-def test_the_first_forward_uses_what_later_ones_use_and_exact_reads_stay_exact(model: type) -> None:
-    for used, is_exact in run(handed_out, 2, model):
-        assert len(used) == 2 and used[0] == used[1]
-        assert is_exact
+def test_all_forwards_use_what_is_fetched_and_exact_reads_stay_exact(model: type) -> None:
+    """Also the first one, in which DeepSpeed learns of such a use and gathers the weight on the
+    spot. From then on it fetches it for the other module too.
+    """
+    for used, fetched, is_exact in run(handed_out, 2, model):
+        assert len(used) == 5 and used[:3] == fetched and used[3] == used[4]
+        assert len(set(used)) == 4 and is_exact
+
+
+def evaluated_first(model: type) -> list[str]:
+    engine = build(settings(3, QSDP), model)
+    first = digest(torch.from_numpy(masters(engine)["embed.weight"]))
+    evaluate(engine), evaluate(engine)
+    return [*engine.module.used, first]
+
+
+def test_a_first_forward_that_only_evaluates_uses_what_later_ones_use() -> None:
+    for first, second, exact in run(evaluated_first, 2, Borrowed):
+        assert first == second != exact

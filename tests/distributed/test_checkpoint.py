@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from tests.distributed.features import Borrowed
 from tests.distributed.harness import run, run_each
-from tests.distributed.models import build, digests, masters, settings, train_step
+from tests.distributed.models import Regression, build, digests, masters, settings, train_step
 from tests.thin import thinned
 
 pytestmark = pytest.mark.distributed
@@ -21,7 +23,12 @@ LEARNED = {
 QSDP = {"scheme": "qsdp"}
 
 
-def _went_on_and_resumed(stage: int, block: dict, dtype: str, accumulation: int) -> list[tuple]:
+LEVELS = {"scheme": "sdp4bit", "node_size": 2, "allow_full_replica": True}
+
+
+def _went_on_and_resumed(
+    stage: int, block: dict, dtype: str, accumulation: int, model: type[nn.Module]
+) -> list[tuple]:
     """(losses, bits, client state) after step 3 of a run that saves there and of one that loads."""
     from deepspeed import comm as dist
 
@@ -29,7 +36,7 @@ def _went_on_and_resumed(stage: int, block: dict, dtype: str, accumulation: int)
     config = settings(stage, block, dtype=dtype, accumulation=accumulation)
     outcomes = []
     for resumed in (False, True):
-        engine = build(config, seed=7 if resumed else 0)
+        engine = build(config, model, seed=7 if resumed else 0)
         losses, state = [], {}
         if resumed:
             _, state = engine.load_checkpoint(folder, tag="middle")
@@ -45,16 +52,25 @@ def _went_on_and_resumed(stage: int, block: dict, dtype: str, accumulation: int)
 
 
 @pytest.mark.parametrize(
-    ("stage", "name", "dtype"),
+    ("stage", "block", "dtype", "accumulation", "model"),
     [
-        (1, "learned", "fp32"), (1, "qsdp", "bf16"), (2, "learned", "bf16"), (2, "qsdp", "fp32"),
-        (3, "learned", "fp32"), (3, "learned", "bf16"), (3, "qsdp", "bf16"),
+        (1, LEARNED, "fp32", 2, Regression), (1, QSDP, "bf16", 2, Regression),
+        (2, LEARNED, "bf16", 2, Regression), (2, QSDP, "fp32", 2, Regression),
+        (3, LEARNED, "fp32", 2, Regression), (3, LEARNED, "bf16", 2, Regression),
+        (3, QSDP, "bf16", 2, Regression), (3, QSDP, "bf16", 1, Borrowed),
+        (1, LEVELS, "bf16", 2, Regression), (2, LEVELS, "bf16", 1, Regression),
+        (3, LEVELS, "bf16", 1, Borrowed), (3, LEVELS, "bf16", 2, Regression),
     ],
 )  # fmt: skip
-def test_a_resumed_run_equals_the_one_that_saved(stage: int, name: str, dtype: str) -> None:
-    """Learned levels, the steps that address random bits, and the user's own client state."""
-    block = LEARNED if name == "learned" else QSDP
-    for went_on, resumed in run(_went_on_and_resumed, 3, stage, block, dtype, 2):
+def test_a_resumed_run_equals_the_one_that_saved(
+    stage: int, block: dict, dtype: str, accumulation: int, model: type[nn.Module]
+) -> None:
+    """Learned levels, the steps that address random bits, kept weights, which both saving and
+    loading make exact, a weight that another module borrows, and the user's own client state.
+    """
+    world = 4 if block is LEVELS else 3
+    outcomes = run(_went_on_and_resumed, world, stage, block, dtype, accumulation, model)
+    for went_on, resumed in outcomes:
         assert went_on[:2] == resumed[:2]
         assert resumed[2]["epoch"] == 4 and "ds_quant" not in resumed[2]
 
@@ -87,6 +103,36 @@ SDP4BIT = {"scheme": "sdp4bit", "allow_full_replica": True}
 def test_checkpoints_cross_between_schemes(stage: int, saving: Any, loading: Any) -> None:
     for losses in run(_across, 2, stage, saving, loading):
         assert losses[-1] < 0.9
+
+
+def _reloaded(stage: int) -> list[tuple]:
+    """(losses, bits) after a plain checkpoint was loaded, into a fresh engine with learned levels
+    and into one that has learned some.
+    """
+    from deepspeed import comm as dist
+
+    folder = os.environ["TEST_SCRATCH"]
+    engine = build(settings(stage, None, dtype="bf16"))
+    engine.save_checkpoint(folder, "plain")
+    dist.barrier()
+    engine.destroy()
+    outcomes = []
+    for learned in (False, True):
+        engine = build(settings(stage, LEARNED, dtype="bf16"), seed=7)
+        if learned:
+            for step in range(3):
+                train_step(engine, step)
+        engine.load_checkpoint(folder, tag="plain")
+        losses = [train_step(engine, step) for step in range(2)]
+        outcomes.append((losses, digests(masters(engine))))
+        engine.destroy()
+    return outcomes
+
+
+@pytest.mark.parametrize("stage", thinned([2, 3], lambda stage: stage == 3))
+def test_a_checkpoint_without_state_resets_learned_levels(stage: int) -> None:
+    for fresh, had_learned in run(_reloaded, 2, stage):
+        assert had_learned == fresh
 
 
 def _foreign(state: Any) -> None:

@@ -65,7 +65,9 @@ class Maker:
         """The end of a scenario: nothing is held any more."""
         for engine in self._engines:
             held = engine.ds_quant_engine.held
-            assert (held is not None) == (engine.ds_quant_engine.scheme.cross == "step")
+            assert (held is not None) == (
+                engine.ds_quant_engine.scheme.block.gradients.cross == "step"
+            )
             assert held is None or held.nbytes == 0
             engine.destroy()
 

@@ -142,15 +142,15 @@ def test_what_was_predicted_wrongly_is_counted_corrected_and_told_once() -> None
 
 def tuned(zero: dict[str, int]) -> float:
     """Gathers with which autotune prices its candidates."""
-    from ds_quant.zero import attach
+    from ds_quant.policy import autotune
 
-    choose, seen = attach.choose, []
+    choose, seen = autotune.choose, []
 
     def noted(candidates: Any, place: Any, links: Any) -> Any:
         seen.append((place.gathers, {c.bill.gathers for c in candidates}))
         return choose(candidates, place, links)
 
-    attach.choose = noted
+    autotune.choose = noted
     build(settings(3, {"scheme": "autotune"}, dtype="bf16", zero=zero), Tower)
     ((gathers, priced),) = seen
     assert priced == {gathers}

@@ -11,6 +11,7 @@ import os
 import time
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -63,73 +64,22 @@ def block(**fields: Any) -> dict[str, Any]:
     return settings(2, fields)
 
 
-# What is asked for -> parts of the message: the key, the value, the way out.
+# What is asked for -> parts of the message: key, value, way out. Others go the same way:
+# see test_support.py and tests/unit/golden/wrong_configs.yaml.
 AT_PARSING = {
     "stage 0": (settings(0, QSDP), ["zero_optimization.stage=0", "1, 2 or 3", "remove"]),
-    "deepcompile": (
-        settings(2, QSDP, compile={"deepcompile": True}),
-        ["compile.deepcompile=true", "set compile.deepcompile to false"],
-    ),
-    **{
-        f"{key}, ZeRO-{stage}": (
-            zero(stage, **{key: True}), [f"zero_optimization.{key}=true", "remove"]
-        )
-        for key in ("zero_quantized_weights", "zero_quantized_gradients")
-        for stage in (2, 3)
-    },
-    "hpZ": (
-        zero(3, zero_hpz_partition_size=2),
-        ["zero_optimization.zero_hpz_partition_size=2", "remove"],
-    ),
-    "NVMe parameters": (
-        zero(3, offload_param={"device": "nvme", "nvme_path": "/nowhere"}),
-        ["zero_optimization.offload_param.device=nvme", "allowed: cpu, none"],
-    ),
-    "ZenFlow": (
-        zero(2, zenflow={"topk_ratio": 0.1}, offload_optimizer={"device": "cpu"}),
-        ["zero_optimization.zenflow", "remove zenflow"],
-    ),
     "SuperOffload": (
         zero(3, offload_optimizer={"device": "cpu", "super_offload": True}),
         ["zero_optimization.offload_optimizer.super_offload=true", "set it to false"],
     ),
-    "bits 1": (
-        block(gradients={"bits": 1}),
-        ["quantized_comm.gradients.bits=1", "from 2 to 8"],
-    ),
-    "bits 9": (
-        block(weights={"bits": 9}),
-        ["quantized_comm.weights.bits=9", "from 2 to 8"],
-    ),
-    "group_size 33": (
-        block(weights={"group_size": 33}),
-        ["quantized_comm.weights.group_size=33", "multiple of 32"],
-    ),
-    "unknown scheme": (
-        block(scheme="qspd"),
-        ['quantized_comm.scheme="qspd"', "full_precision", "qsdp_w4g4", 'did you mean "qsdp"?'],
-    ),
-    "auto": (
-        block(gradients={"bits": "auto"}),
-        ['quantized_comm.gradients.bits="auto"', "accelerate", "leave the key out"],
-    ),
+    "bits 9": (block(weights={"bits": 9}), ["quantized_comm.weights.bits=9", "from 2 to 8"]),
     "misspelt key": (
         settings(2) | {"quantised_comm": {"scheme": "qsdp"}},
         ["quantised_comm", "did you mean quantized_comm?"],
     ),
-    "misspelt field": (
-        block(weights={"bit": 4}),
-        ["quantized_comm.weights.bit", "unknown key", "did you mean quantized_comm.weights.bits?"],
-    ),
     "block inside zero_optimization": (
-        zero(2, quantized_comm=QSDP),
-        ["zero_optimization.quantized_comm", "top level"],
+        zero(2, quantized_comm=QSDP), ["zero_optimization.quantized_comm", "top level"]
     ),
-    "not an object": (
-        settings(2) | {"quantized_comm": True},
-        ["quantized_comm=true", 'an object such as {"scheme": "qsdp"}'],
-    ),
-    "list": (settings(2) | {"quantized_comm": [4]}, ["quantized_comm=[4]", "an object such as"]),
 }  # fmt: skip
 BF16_OPTIMIZER = settings(1, QSDP, dtype="bf16", data_types={"grad_accum_dtype": "fp32"})
 AT_THE_ENGINE = {
@@ -176,31 +126,19 @@ def test_what_only_the_engine_knows_is_refused_before_the_first_own_collective(c
 
 # ---- settings that are no mistake ----
 
+LEFT_ALONE = [settings(stage, block) for stage in (0, 2) for block in (None, {"enabled": False})]
 
-def _accepted_rank(config: dict[str, Any]) -> tuple[bool, Any, list[float]]:
-    """Whether the engine is bound, its report, and the losses of two steps."""
+
+def _left_alone_rank() -> list[bool]:
+    """Whether engines are bound or have a report, by config."""
     import ds_quant
 
-    engine = build(config)
-    losses = train_step(engine, 0) + train_step(engine, 1)
-    return hasattr(engine, "ds_quant_engine"), ds_quant.report(engine), losses
+    engines = [build(config) for config in LEFT_ALONE]
+    return [hasattr(e, "ds_quant_engine") or ds_quant.report(e) is not None for e in engines]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [settings(2), settings(2, {"enabled": False}), settings(0), settings(0, {"enabled": False})],
-    ids=["no block", "disabled", "stage 0", "stage 0, disabled"],
-)
-def test_no_block_and_a_disabled_block_leave_the_engine_alone(config: dict[str, Any]) -> None:
-    for bound, report, _ in run(_accepted_rank, 2, config):
-        assert not bound and report is None
-
-
-def test_settings_that_keep_gradients_exact_are_named_in_the_line() -> None:
-    config = settings(2, QSDP, zero={"reduce_scatter": False})
-    for _, report, _ in run(_accepted_rank, 2, config):
-        assert "gradients stay exact: zero_optimization.reduce_scatter is false" in report["line"]
-        assert report["collectives"]["gradients"] == 0 < report["collectives"]["weights"]
+def test_no_block_and_a_disabled_block_leave_the_engine_alone() -> None:
+    assert run(_left_alone_rank, 2) == [[False] * 4] * 2
 
 
 # ---- a world of one ----
@@ -287,118 +225,89 @@ def test_ranks_without_the_plugin_are_named_within_the_timeout(
         assert collectives == 0
 
 
-@pytest.mark.parametrize(
-    ("other", "named"),
-    [
-        ({"gradients": {"bits": 4}}, "gradients.bits=4 (rank 0: 8)"),
-        ({"seed": 1}, "seed=1 (rank 0: 0)"),
-        ({"scheme": "qsdp_w4g4"}, 'scheme="qsdp_w4g4" (rank 0: "qsdp")'),
-        ({"min_numel": 64}, "min_numel=64 (rank 0: 2048)"),
-        ({"exclude": ["last*"]}, 'exclude=["last*"] (rank 0: [])'),
-        ({"node_size": 1}, "node_size=1 (rank 0: null)"),
-        ({"fallback": {"steps": 7}}, "fallback.steps=7 (rank 0: 100)"),
-    ],
-    ids=str,
-)
-def test_ranks_with_other_settings_are_named_with_the_keys_that_differ(
-    other: dict[str, Any], named: str
-) -> None:
-    configs = [settings(2, CAREFUL), settings(2, CAREFUL), settings(2, CAREFUL | other)]
-    for kind, message, _, collectives in run(_handshake_rank, 3, configs):
+# What the message says of the last rank -> what its block has besides.
+OTHERS = {
+    "gradients.bits=4 (rank 0: 8)": {"gradients": {"bits": 4}},
+    "seed=1 (rank 0: 0)": {"seed": 1},
+    'scheme="qsdp_w4g4" (rank 0: "qsdp")': {"scheme": "qsdp_w4g4"},
+    "min_numel=64 (rank 0: 2048)": {"min_numel": 64},
+    'exclude=["last*"] (rank 0: [])': {"exclude": ["last*"]},
+    "node_size=1 (rank 0: null)": {"node_size": 1},
+    "fallback.steps=7 (rank 0: 100)": {"fallback": {"steps": 7}},
+}
+SPELT_OUT = {"scheme": "qsdp", "weights": {"bits": 8}, "seed": 0, "enabled": True}
+
+
+def _compared_rank() -> dict[str, tuple[str, str, float, int]]:
+    """One engine after the other, each compared with those of equal place."""
+    import ds_quant
+    from ds_quant.zero import handshake
+
+    rank, found = torch.distributed.get_rank(), {}
+
+    def compare(name: str, *blocks: dict[str, Any]) -> None:
+        found[name] = _handshake_rank([settings(2, fields) for fields in blocks])
+
+    for named, other in OTHERS.items():
+        compare(named, CAREFUL, CAREFUL, CAREFUL, CAREFUL | other)
+    other, third = CAREFUL | {"seed": 1}, CAREFUL | {"seed": 2}
+    compare("together", CAREFUL, other, other, third)
+    compare("spelt differently", {}, QSDP, SPELT_OUT, QSDP)
+    for name, owner, value in (("__version__", ds_quant, "0.0.0"), ("WIRE_VERSION", handshake, 9)):
+        with patch.object(owner, name, value if rank == 1 else getattr(owner, name)):
+            compare(name, *[CAREFUL] * 4)
+    compare("again", *[CAREFUL] * 4)
+    return found
+
+
+@functools.cache
+def compared() -> list[dict[str, tuple[str, str, float, int]]]:
+    return run(_compared_rank, 4)
+
+
+@pytest.mark.parametrize("named", OTHERS)
+def test_ranks_with_other_settings_are_named_with_the_keys_that_differ(named: str) -> None:
+    for kind, message, _, collectives in (rank[named] for rank in compared()):
         assert kind == "StartError" and "ranks disagree" in message
         assert f"quantized_comm.{named}" in message
-        assert "rank 2:" in message and "rank 1:" not in message
+        assert "rank 3:" in message and "rank 1:" not in message and "rank 2:" not in message
         assert "handshake_timeout" not in message, "equal keys are left out"
         assert collectives == 0
 
 
 def test_ranks_with_one_other_block_are_named_together() -> None:
-    other, third = CAREFUL | {"seed": 1}, CAREFUL | {"seed": 2}
-    configs = [settings(2, block) for block in (CAREFUL, other, other, third)]
-    for _, message, _, _ in run(_handshake_rank, 4, configs):
+    for _, message, _, _ in (rank["together"] for rank in compared()):
         assert "ranks 1 to 2: quantized_comm.seed=1 (rank 0: 0); rank 3: " in message
 
 
-def test_the_same_settings_written_differently_agree() -> None:
-    spelt_out = {"scheme": "qsdp", "weights": {"bits": 8}, "seed": 0, "enabled": True}
-    configs = [settings(2, {}), settings(2, QSDP), settings(2, spelt_out)]
-    assert [kind for kind, *_ in run(_handshake_rank, 3, configs)] == ["built"] * 3
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("__version__", ['rank 1: ds_quant="0.0.0" (rank 0: "', "same ds_quant everywhere"]),
+        ("WIRE_VERSION", ["rank 1: wire=9 (rank 0: "]),
+    ],
+)
+def test_ranks_with_another_version_or_other_bytes_are_named(name: str, said: list[str]) -> None:
+    for kind, message, _, collectives in (rank[name] for rank in compared()):
+        assert kind == "StartError" and "ranks disagree" in message and collectives == 0
+        assert [text for text in said if text not in message] == []
 
 
-def _version_rank() -> str:
-    import ds_quant
-
-    if torch.distributed.get_rank() == 1:
-        ds_quant.__version__ = "0.0.0"
-    try:
-        build(settings(2, CAREFUL))
-    except RuntimeError as error:
-        return str(error)
-    return "built"
-
-
-def test_ranks_with_another_version_are_named() -> None:
-    for message in run(_version_rank, 2):
-        assert "install the same ds_quant everywhere" in message
-        assert 'rank 1: ds_quant="0.0.0" (rank 0: "' in message
-
-
-def _several_engines_rank(blocks: list[dict[str, Any]]) -> list[tuple[str, list[float]]]:
-    import ds_quant
-
-    engines = [build(settings(2, fields)) for fields in blocks]
-    losses = [train_step(engine, 0) for engine in engines]
-    return [
-        (ds_quant.report(engine)["scheme"], loss)
-        for engine, loss in zip(engines, losses, strict=True)
-    ]
-
-
-def test_every_engine_of_a_process_shakes_hands_for_itself() -> None:
-    blocks = [{"scheme": s} for s in ("qsdp", "qsdp_w4g4", "qsdp")]
-    for results in run(_several_engines_rank, 2, blocks):
-        assert [scheme for scheme, _ in results] == ["qsdp", "qsdp_w4g4", "qsdp"]
-
-
-def _second_engine_rank() -> str:
-    build(settings(2, CAREFUL))
-    seed = torch.distributed.get_rank()
-    try:
-        build(settings(2, CAREFUL | {"seed": seed}))
-    except RuntimeError as error:
-        return str(error)
-    return "built"
-
-
-def test_the_second_engine_is_compared_with_second_engines() -> None:
-    for message in run(_second_engine_rank, 2):
-        assert "ranks disagree" in message and "rank 1:" in message
-
-
-def _other_bytes_rank() -> tuple[str, str, float, int]:
-    from ds_quant.zero import handshake
-
-    handshake.WIRE_VERSION += torch.distributed.get_rank()
-    return _handshake_rank([settings(2, CAREFUL)] * 2)
-
-
-def test_ranks_with_other_bytes_are_named() -> None:
-    for kind, message, _, collectives in run(_other_bytes_rank, 2):
-        assert kind == "StartError" and "ranks disagree" in message
-        assert "rank 1: wire=3 (rank 0: 2)" in message
-        assert collectives == 0
+@pytest.mark.parametrize("name", ["spelt differently", "again"])
+def test_the_same_settings_agree_however_written_and_whatever_was_before(name: str) -> None:
+    assert [rank[name][0] for rank in compared()] == ["built"] * 4
 
 
 def _launched_otherwise_rank() -> str:
     import ds_quant
 
-    if torch.distributed.get_rank() == 1:
+    if torch.distributed.get_rank() == 0:
         os.environ["LOCAL_SIZE"] = "1"
     return ds_quant.report(build(settings(2, QSDP)))["line"]
 
 
 def test_hosts_decide_where_launchers_contradict_each_other() -> None:
-    """Rank 0 was told of two ranks on its host, rank 1 of one; they share it."""
+    """Rank 0 was told of one rank on its host, rank 1 of two; they share it."""
     for line in run(_launched_otherwise_rank, 2):
         assert "; 1 x 2 ranks; " in line
 
@@ -419,8 +328,6 @@ class _Counted:
 
 def _store_rank() -> int:
     """Questions that one handshake puts to the store."""
-    from unittest.mock import patch
-
     from ds_quant.config.schema import parse_block
     from ds_quant.zero import safety
 
@@ -438,9 +345,17 @@ def test_the_handshake_asks_the_store_no_more_with_more_ranks() -> None:
     assert run(_store_rank, 2) == run(_store_rank, 6)[:2]
 
 
-def _placed_rank(
-    hosts: list[str], config: dict[str, Any], kernels: list[str] | None = None
-) -> tuple[str, list[str]]:
+# hosts of the ranks, block, kernels of the ranks.
+PLACES: dict[str, tuple[str, dict[str, Any], list[str] | None]] = {
+    "nobody says": ("aabb", QSDP, None),
+    "a node on two hosts": ("aabb", {"node_size": 4}, None),
+    "two nodes on a host": ("aaaa", {"node_size": 2}, None),
+    "cyclic": ("abab", QSDP, None),
+    "kernels": ("abcd", {"node_size": 1}, ["CuPy kernels"] * 2 + ["torch kernels", "CuPy kernels"]),
+}
+
+
+def _placed_rank() -> dict[str, tuple[str, list[str]]]:
     """The line of the report or the error, and what rank 0 was told."""
     import socket
 
@@ -448,52 +363,47 @@ def _placed_rank(
     from ds_quant.kernels import dispatch
     from ds_quant.zero import log
 
-    rank, said = torch.distributed.get_rank(), []
-    socket.gethostname = lambda: hosts[rank]
-    log.log_rank0 = said.append
-    if kernels is not None:
-        dispatch.describe = lambda *_: kernels[rank]
-    try:
-        return ds_quant.report(build(config))["line"], said
-    except RuntimeError as error:
-        return str(error), said
+    rank, found = torch.distributed.get_rank(), {}
+    for name, (hosts, fields, kernels) in PLACES.items():
+        said: list[str] = []
+        with (
+            patch.object(socket, "gethostname", lambda hosts=hosts: hosts[rank]),
+            patch.object(log, "log_rank0", said.append),
+            patch.object(
+                dispatch, "describe", lambda *_, k=kernels: k[rank] if k else "torch kernels"
+            ),
+        ):
+            try:
+                line = ds_quant.report(build(settings(2, fields)))["line"]
+            except RuntimeError as error:
+                line = str(error)
+        found[name] = line, said
+    return found
 
 
-NOBODY_SAYS = {"LOCAL_SIZE": "", "LOCAL_WORLD_SIZE": ""}
+@functools.cache
+def placed() -> list[dict[str, tuple[str, list[str]]]]:
+    return run(_placed_rank, 4, environment={"LOCAL_SIZE": "", "LOCAL_WORLD_SIZE": ""})
 
 
-def test_hosts_make_the_nodes_where_neither_config_nor_launcher_says() -> None:
-    for line, said in run(
-        _placed_rank, 4, list("aabb"), settings(2, QSDP), environment=NOBODY_SAYS
-    ):
-        assert "; 2 x 2 ranks; " in line and said == []
-
-
-def test_a_given_node_on_several_hosts_trains_with_one_warning() -> None:
-    ranks = run(_placed_rank, 4, list("aabb"), block(node_size=4))
-    assert all("; 1 x 4 ranks; " in line for line, _ in ranks)
-    (warning,) = ranks[0][1]
-    assert "node_size=4, but ranks 0 to 3 lie on several hosts (2 on a, 2 on b)" in warning
-
-
-def test_several_declared_nodes_on_one_host_are_silent() -> None:
-    for line, said in run(_placed_rank, 4, ["a"] * 4, block(node_size=2)):
-        assert "; 2 x 2 ranks; " in line and said == []
-
-
-def test_cyclic_ranks_are_refused_on_all_ranks() -> None:
-    ranks = run(_placed_rank, 4, list("abab"), settings(2, QSDP), environment=NOBODY_SAYS)
-    for message, _ in ranks:
-        assert "are not consecutive" in message and "srun --distribution=block" in message
-
-
-def test_ranks_with_other_kernels_are_named_in_one_warning() -> None:
-    kernels = ["CuPy kernels"] * 2 + ["torch kernels"]
-    ranks = run(_placed_rank, 3, list("abc"), block(node_size=1), kernels)
-    assert all("x 1 ranks; " in line for line, _ in ranks)
-    (warning,) = ranks[0][1]
-    assert "kernels differ" in warning
-    assert "Most ranks: CuPy kernels; rank 2 on c: torch kernels" in warning
+@pytest.mark.parametrize(
+    ("name", "said", "warned"),
+    [
+        ("nobody says", "; 2 x 2 ranks; ", []),
+        ("a node on two hosts", "; 1 x 4 ranks; ",
+         ["node_size=4, but ranks 0 to 3 lie on several hosts (2 on a, 2 on b)"]),
+        ("two nodes on a host", "; 2 x 2 ranks; ", []),
+        ("cyclic", "srun --distribution=block", []),
+        ("kernels", "x 1 ranks; ", ["Most ranks: CuPy kernels; rank 2 on c: torch kernels"]),
+    ],
+)  # fmt: skip
+def test_hosts_make_the_nodes_and_what_contradicts_them_is_told_once(
+    name: str, said: str, warned: list[str]
+) -> None:
+    ranks = [rank[name] for rank in placed()]
+    assert all(said in line for line, _ in ranks)
+    assert len(ranks[0][1]) == len(warned)
+    assert all(part in line for part, line in zip(warned, ranks[0][1], strict=True))
 
 
 # ---- exclude ----

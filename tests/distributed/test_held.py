@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from ds_quant.codec.bound import Rotation
-from ds_quant.comm.reduce import Reduction
-from ds_quant.comm.reduction_plan import Form, ReductionPlan, Segment, Slicing, own_totals
+from ds_quant.comm.reduce import GradientSums, Reduction
+from ds_quant.comm.reduction_plan import Form, Segment, Slicing
 from tests.distributed.harness import run
+from tests.distributed.messages import own_sums
 from tests.distributed.test_hops import (
     CODECS,
     INT4,
@@ -27,6 +28,7 @@ from tests.distributed.test_hops import (
     route_of,
 )
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.distributed
 
 MICRO_STEPS = 3
@@ -63,20 +65,19 @@ def _held_rank(node_size: int) -> dict[tuple, tuple]:
         segments = [
             Segment(p, 0, NUMELS[p % len(NUMELS)], p, 0, (p + 1) % world) for p in range(GRADIENTS)
         ]
-        segments, numel = own_totals(segments, route)
         form = Form(CODECS[name], rotation.block if rotation else 0)
-        plan = ReductionPlan(segments, [form] * GRADIENTS, route, scale=0.5)
-        held, sums = torch.full((plan.held_numel,), torch.nan), torch.full((numel,), torch.nan)
+        sums = GradientSums(segments, [form] * GRADIENTS, route, fabric.whole, scale=0.5)
+        held, total = sums.held_room(CPU).fill_(torch.nan), sums.room(CPU).fill_(torch.nan)
         how = codings_of(rank, CODECS[name]), [rotation] * GRADIENTS
         before, calls = dict(traffic.received["gradients"]), traffic.collectives["gradients"]
         for micro in range(MICRO_STEPS):
             values = values_of(rank, world, micro, gridded=name != "fp32")
-            last = sums if together and micro == MICRO_STEPS - 1 else None
-            Reduction(plan, values, *how, last, held=held, fresh=micro == 0).wait()
+            last = total if together and micro == MICRO_STEPS - 1 else None
+            Reduction(sums.plan, values, *how, last, held=held, fresh=micro == 0).wait()
         if not together:
-            Reduction(plan, None, *how, sums, held=held).wait()
+            sums.begin(None, *how, into=total, held=held).wait()
         after = traffic.received["gradients"]
-        found = [sums[s.total : s.total + s.numel] if s.reducer == rank else None for s in segments]
+        found = own_sums(segments, sums, total)
         results[case] = (
             [None if s is None else s.numpy() for s in found],
             {link: after[link] - before[link] for link in before},

@@ -15,14 +15,16 @@ import torch
 
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.reduce import Reduction
-from ds_quant.comm.reduction_plan import Form, LinkHop, ReductionPlan, Segment, Slicing, own_totals
+from ds_quant.comm.reduce import GradientSums
+from ds_quant.comm.reduction_plan import Form, LinkHop, Segment, Slicing
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link
 from ds_quant.kernels.random_bits import Role, address
 from tests.distributed.harness import run
+from tests.distributed.messages import own_sums
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.distributed
 
 TOPOLOGIES = ((1, 4), (2, 2), (4, 1), (2, 1), (1, 3), (3, 1))
@@ -89,21 +91,20 @@ def codings_of(rank: int, codecs: tuple) -> list[tuple[Coding, ...]]:
 
 
 def reduce(
-    route: list[LinkHop], codecs: tuple, rotation: Rotation | None, rank: int, world: int
+    route: list[LinkHop], codecs: tuple, rotation: Rotation | None, whole: Link
 ) -> list[torch.Tensor | None]:
     """The gradients one after the other, each on a rank of its own; None where another rank's."""
-    gridded = codecs[0] is INT8
+    rank, world, gridded = whole.rank, whole.size, codecs[0] is INT8
     values = [gradient(p, rank, world, gridded=gridded) for p in range(2 * len(NUMELS))]
     segments = [
         Segment(place, 0, x.numel(), place, 0, (place + 1) % world)
         for place, x in enumerate(values)
     ]
-    segments, numel = own_totals(segments, route)
     forms = [Form(codecs, rotation.block if rotation else 0)] * len(values)
-    plan, sums = ReductionPlan(segments, forms, route, scale=0.5), torch.empty(numel)
-    codings = codings_of(rank, codecs)
-    Reduction(plan, values, codings, [rotation] * len(values), sums).wait()
-    return [sums[s.total : s.total + s.numel] if s.reducer == rank else None for s in segments]
+    sums = GradientSums(segments, forms, route, whole, scale=0.5)
+    total, codings = sums.room(CPU), codings_of(rank, codecs)
+    sums.begin(values, codings, [rotation] * len(values), into=total).wait()
+    return own_sums(segments, sums, total)
 
 
 CASES = {
@@ -119,14 +120,13 @@ def _reduce_rank(node_size: int) -> dict[tuple, tuple]:
     """By case: sums (None where another rank's), bytes and collectives."""
     results = {}
     fabric, traffic = fabric_of(node_size)
-    rank, world = fabric.whole.rank, fabric.whole.size
     for name, rotated, sliced, exact_own in sorted(CASES):
         slicing = Slicing(count=5 if sliced else 1)
         route = [replace(hop, slicing=slicing)
                  for hop in route_of(fabric, node_size, exact_own=exact_own)]  # fmt: skip
         codecs = CODECS[name][2 - len(route) :] if name == "fp32" else CODECS[name][: len(route)]
         before = {k: dict(v) for k, v in traffic.received.items()}, traffic.collectives["gradients"]
-        sums = reduce(route, codecs, Rotation(block=32) if rotated else None, rank, world)
+        sums = reduce(route, codecs, Rotation(block=32) if rotated else None, fabric.whole)
         bytes_ = {
             k: n - before[0]["gradients"][k] for k, n in traffic.received["gradients"].items()
         }

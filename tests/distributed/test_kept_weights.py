@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import Any
 
 import pytest
 import torch
 
 import ds_quant
-from tests.distributed.harness import run
+from tests.distributed.harness import run, run_all
 from tests.distributed.models import Regression, build, evaluate, masters, settings, train_step
 
 pytestmark = pytest.mark.distributed
@@ -39,13 +38,10 @@ def frozen_later(scheme: str) -> float:
     return float((used[-1] - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("scheme, allowed", [("sdp4bit", 0.02), ("zeropp", 0.02)])
-def test_a_parameter_frozen_during_training_goes_on_following_its_master(
-    scheme: str, allowed: float
-) -> None:
+def test_a_parameter_frozen_during_training_goes_on_following_its_master() -> None:
     """Momentum and weight decay move it still, as they do in DeepSpeed alone."""
-    for distance in run(frozen_later, 2, scheme):
-        assert distance < allowed
+    for distances in run_all(frozen_later, 2, (("sdp4bit",), ("zeropp",))).values():
+        assert max(distances) < 0.02
 
 
 def lines() -> dict[str, str]:
@@ -71,33 +67,6 @@ def test_on_one_node_the_line_says_why_weights_stay_exact_and_what_helps() -> No
 
 
 # ---- saving ----
-
-
-def with_and_without_a_save(stage: int, block: dict[str, Any]) -> list[list[float]]:
-    runs = []
-    for saves in (False, True):
-        engine, losses = build(settings(stage, block, dtype="bf16")), []
-        for step in range(6):
-            losses += train_step(engine, step)
-            if saves and step == 2:
-                engine.save_checkpoint(os.environ["TEST_SCRATCH"], "middle")
-        runs.append(losses)
-        engine.destroy()
-    return runs
-
-
-@pytest.mark.parametrize("stage", (2, 3))
-@pytest.mark.parametrize("scheme", ("qsdp", "sdp4bit"))
-def test_only_kept_weights_are_moved_by_a_save(stage: int, scheme: str) -> None:
-    """As docs/running.md says: by some thousandths of the loss."""
-    block = {"scheme": scheme, **(ALONE if scheme == "sdp4bit" else {})}
-    for undisturbed, saving in run(with_and_without_a_save, 2, stage, block):
-        assert saving[:3] == undisturbed[:3]
-        if scheme == "qsdp":
-            assert saving == undisturbed
-        else:
-            assert saving[3] != undisturbed[3]
-            assert saving == pytest.approx(undisturbed, rel=5e-3)
 
 
 # ---- engines rebuilt on one module ----

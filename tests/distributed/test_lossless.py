@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import nn
 
+import ds_quant
 from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.lossless import Outbox, Parcel
 from tests import needs
 from tests.distributed import scenarios
 from tests.distributed.features import DEEPSPEED_FEATURES
-from tests.distributed.harness import run, run_each
+from tests.distributed.harness import run, run_all, run_each
 from tests.distributed.models import (
     Regression,
     batch,
@@ -155,85 +156,72 @@ def test_two_hundred_steps_equal_full_precision(stage: int, topology: tuple[int,
     _require_equal(ranks, kept=True)
 
 
-def _with(keys: dict[str, Any], stage: int, dtype: str) -> list[tuple[list[float], dict, Any]]:
+# ---- settings: one start of the ranks per stage plays all of them ----
+
+BESIDE_LOW_BITS = ({"scheme": "tlq_hs"}, {"scheme": "sdp4bit", "weights": {"lossless": True}})
+FALLBACK = {"fallback": {"on_nonfinite": "full_precision", "steps": 2}}
+# Settings -> what is added to both blocks, or the blocks of both, and to the DeepSpeed config.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "warm-up": {"warmup_steps": 2},
+    "checksums": {"payload_checksum": True},
+    "accumulation": {"accumulation": 4},
+    "fp32 weights": {"dtype": "fp32"},
+    "low-bit gradients": {"blocks": BESIDE_LOW_BITS},
+    "fallback": {"skips": True, **FALLBACK},
+}
+Trained = tuple[list[float], dict[str, str], dict[str, Any]]
+
+
+def _trained(stage: int, block: dict[str, Any], *, skips: bool = False, **keys: Any) -> Trained:
     import ds_quant
 
-    outcomes = []
-    for scheme in SCHEMES:
-        engine = build(config_of(scheme, stage, 2, dtype=dtype, **keys))
-        losses = [loss for step in range(4) for loss in train_step(engine, step)]
-        outcomes.append((losses, digests(masters(engine)), ds_quant.report(engine)))
-        engine.destroy()
-    return outcomes
+    engine = build(config_of(stage=stage, node_size=2, **block, **keys))
+    losses = []
+    for step in range(7 if skips else 4):
+        if skips and step == 2:
+            skipped_step(engine, step)
+        losses += train_step(engine, step)
+    found = losses, digests(masters(engine)), ds_quant.report(engine)
+    engine.destroy()
+    return found
 
 
-@pytest.mark.parametrize("stage", thinned([1, 3], lambda stage: stage == 3))
-@pytest.mark.parametrize(
-    "keys", [{"warmup_steps": 2}, {"payload_checksum": True}, {"accumulation": 4}], ids=str
-)
-def test_settings_change_no_bit(stage: int, keys: dict[str, Any]) -> None:
-    for plain, exact in run(_with, 4, keys, stage, "bf16"):
+def _all_settings(stage: int) -> dict[str, list[Any]]:
+    """Of full precision, then of exact differences."""
+    found: dict[str, list[Any]] = {}
+    for name, keys in SETTINGS.items():
+        keys = dict(keys)
+        blocks = keys.pop("blocks", [{"scheme": scheme} for scheme in SCHEMES])
+        found[name] = [_trained(stage, block, **keys) for block in blocks]
+    found["surgery"] = [_surgery(stage, scheme) for scheme in SCHEMES]
+    return found
+
+
+@functools.cache
+def played(stage: int) -> list[dict[str, list[Any]]]:
+    return run(_all_settings, 4, stage, timeout=200)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_settings_change_no_bit(stage: int, name: str) -> None:
+    if name == "fallback":
+        needs_skipped_steps(stage)
+    for plain, exact in (rank[name] for rank in played(stage)):
         assert exact[:2] == plain[:2]
-        assert exact[2]["lossless_bits"] < 12
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_fp32_weights_travel_in_full_precision_and_the_line_says_so(stage: int) -> None:
-    for plain, exact in run(_with, 4, {}, stage, "fp32"):
-        assert exact[:2] == plain[:2]
-        assert exact[2]["lossless_bits"] is None
-        assert "fp32 weights" in exact[2]["line"] and "exact differences" not in exact[2]["line"]
-
-
-def _paired(stage: int) -> list[tuple[list[float], dict]]:
-    """The gradients of sdp4bit beside weights in full precision, and beside exact differences."""
-    outcomes = []
-    for scheme, keys in (("tlq_hs", {}), ("sdp4bit", {"weights": {"lossless": True}})):
-        engine = build(config_of(scheme, stage, 2, **keys))
-        losses = [loss for step in range(4) for loss in train_step(engine, step)]
-        outcomes.append((losses, digests(masters(engine))))
-        engine.destroy()
-    return outcomes
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_low_bit_gradients_beside_exact_differences_change_no_bit(stage: int) -> None:
-    for plain, exact in run(_paired, 4, stage):
-        assert exact == plain
-
-
-def _to_full_precision(stage: int) -> list[tuple[list[float], int]]:
-    outcomes = []
-    for scheme in SCHEMES:
-        keys = {"fallback": {"on_nonfinite": "full_precision", "steps": 2}}
-        engine = build(config_of(scheme, stage, 2, **keys))
-        losses = []
-        for step in range(7):
-            if step == 2:
-                skipped_step(engine, step)
-            losses += train_step(engine, step)
-        outcomes.append((losses, engine.ds_quant_engine.state.exact_steps))
-        engine.destroy()
-    return outcomes
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_fallback_to_full_precision_and_back_changes_no_bit(stage: int) -> None:
-    needs_skipped_steps(stage)
-    for plain, exact in run(_to_full_precision, 4, stage):
-        assert exact == plain
-        assert exact[1] == 2
-
-
-def _surgeries(stage: int) -> list[tuple[list[float], bool]]:
-    return [_surgery(stage, scheme) for scheme in SCHEMES]
+        report = exact[2]
+        if name == "fp32 weights":  # travel in full precision
+            assert report["lossless_bits"] is None and "fp32 weights" in report["line"]
+            assert "exact differences" not in report["line"]
+        else:
+            assert report["lossless_bits"] < 12
+        assert report["exact_steps"] == plain[2]["exact_steps"] == 2 * (name == "fallback")
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_changed_by_hand_are_used_at_once(stage: int) -> None:
-    for plain, exact in run(_surgeries, 4, stage):
-        assert exact == plain
-        assert exact[1]
+    for plain, exact in (rank["surgery"] for rank in played(stage)):
+        assert exact == plain and exact[1]
 
 
 def _experts(ep_size: int) -> list[list[float]]:
@@ -300,7 +288,7 @@ def _looked_at(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_always_exact_is_not_brought_back(stage: int) -> None:
-    for found in run(_looked_at, 4, stage):
+    for found in run_all(_looked_at, 4, ((1,), (2,), (3,)))[stage,]:
         if stage < 3:
             assert found["live"] == found["exact"]
         assert found["messages"] == 0
@@ -309,7 +297,7 @@ def test_what_is_always_exact_is_not_brought_back(stage: int) -> None:
         assert after == pytest.approx(before, rel=0.15)
 
 
-def _drifted(stage: int) -> None:
+def _drifted(stage: int, then: str) -> None:
     engine = build(config_of("lossless", stage, 2))
     train_step(engine, 0)
     if torch.distributed.get_rank() == 1:
@@ -318,18 +306,28 @@ def _drifted(stage: int) -> None:
             engine.ds_quant_engine.node.served[0].kept.rows[0, 0] += 1
         else:
             engine.module.first.weight.data.view(-1)[3] += 1
-    train_step(engine, 1)
-    train_step(engine, 2)
+    train_step(engine, 1)  # with the next difference
+    if then == "save":
+        engine.save_checkpoint(os.environ["TEST_SCRATCH"])
+    elif then == "read":
+        with ds_quant.exact_weights(engine):
+            pass
+    else:
+        train_step(engine, 2)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_holder_that_drifts_is_told_by_the_next_difference(stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "then"), [*((stage, "step") for stage in STAGES), (2, "save"), (2, "read")]
+)
+def test_a_holder_that_drifts_is_told_to_all_ranks_before_its_weights_count(
+    stage: int, then: str
+) -> None:
     environment = {"TEST_COLLECTIVE_TIMEOUT": "20"}
-    outcomes = run_each(_drifted, 4, stage, environment=environment)
-    told = [error for _, error in outcomes if "cannot be decoded" in (error or "")]
-    assert told and all(error is not None for _, error in outcomes)
-    assert "quantized_comm: weights from rank" in told[0] and "different references" in told[0]
-    assert "resume from the last checkpoint" in told[0]
+    for _, error in run_each(_drifted, 4, stage, then, environment=environment):
+        assert "step 2: weights from rank" in error
+        finder = 3 if stage == 3 else 1  # of a row of rank 1's own, who receives its difference
+        assert f"cannot be decoded on rank {finder} (lossless message: wrong checksum" in error
+        assert "different references" in error and "writes weights outside the optimizer" in error
 
 
 # ---- announced lengths ----
@@ -508,7 +506,7 @@ def _unchanged(stage: int) -> int:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_that_changes_nothing_sends_a_few_bytes(stage: int) -> None:
     numel = sum(p.numel() for p in Regression().parameters())
-    for nbytes in run(_unchanged, 2, stage):
+    for nbytes in run_all(_unchanged, 2, ((1,), (2,), (3,)))[stage,]:
         assert 0 < nbytes < 400 < 0.005 * numel
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+import ds_quant
 from tests.distributed.harness import run, run_each
-from tests.distributed.models import build, settings, train_step
+from tests.distributed.models import Regression, build, forward, settings, train_step
 
 pytestmark = pytest.mark.distributed
 
@@ -105,6 +106,43 @@ def test_a_function_that_is_no_longer_called_ends_the_run(
 def test_weights_that_are_fetched_elsewhere_end_the_run() -> None:
     for _, error in run_each(without_fetches, 2, timeout=60):
         assert error is not None and "did not call all_gather_coalesced" in error
+
+
+def masked_first(is_moved: bool) -> float:
+    """The first step has no gradient at all; the loss of the third."""
+    if is_moved:
+        move(3, PARTITION, SCATTER)
+    engine = build(settings(3, {"scheme": "qsdp"}, dtype="bf16"))
+    forward(engine, 0)
+    engine.backward(torch.zeros((), requires_grad=True) * 1)
+    engine.step()
+    assert ("gradients" in engine.ds_quant_engine.asked) is False
+    train_step(engine, 1)
+    return train_step(engine, 2)[0]
+
+
+def test_a_first_step_without_gradients_is_not_judged_but_the_next_one_is() -> None:
+    for loss in run(masked_first, 2, False):
+        assert loss < 1.3
+    for _, error in run_each(masked_first, 2, True):
+        assert error is not None and "did not call" in error and "train_step(engine, 1)" in error
+
+
+class WithEmpty(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = torch.nn.Linear(0, 3, bias=False)
+
+
+def with_empty() -> tuple[str, float]:
+    engine = build(settings(3, {"scheme": "qsdp"}, dtype="bf16"), WithEmpty)
+    return ds_quant.report(engine)["line"], train_step(engine, 0)[0]
+
+
+def test_a_parameter_without_elements_is_named_and_trains_if_no_forward_needs_it() -> None:
+    for line, loss in run(with_empty, 2):
+        assert "1 parameter(s) have 0 elements, such as empty.weight: under ZeRO-3" in line
+        assert loss < 1.5
 
 
 def few_gradients(dropped: bool) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,14 @@ from ds_quant.comm.gather import Kept, exchange, gather
 from ds_quant.kernels.wire import shard_range
 from tests.distributed.harness import run
 from tests.distributed.messages import bits
+from tests.distributed.models import (
+    PREFETCH,
+    build,
+    digests,
+    masters,
+    settings,
+    train_step,
+)
 from tests.distributed.test_hops import fabric_of
 
 pytestmark = pytest.mark.distributed
@@ -21,6 +31,7 @@ pytestmark = pytest.mark.distributed
 TOPOLOGIES = ((2, 2), (4, 1), (2, 1), (3, 1))
 NUMELS = (1, 2, 5, 1000, 5003)
 ROUNDS = 12
+ROLES = ("weights", "gradients")
 BF16 = torch.bfloat16
 DIFFERENCE = Coding(codec=GroupCodec(bits=4, group_size=2048, range="absmax"), difference=True)
 INT8 = Coding(codec=GroupCodec(bits=8, group_size=128, range="absmax"))
@@ -111,3 +122,50 @@ def test_eight_bits_inside_a_node_are_equal_on_all_ranks_and_close(topology: tup
         assert np.abs(got - exact).max() <= step / 2 + np.abs(exact).max() * 2.0**-8
         for other in others:
             np.testing.assert_array_equal(got, other["int8"][place])
+
+
+# ---- communicators ----
+
+
+def _posted(stage: int, streams: bool) -> tuple[list[str], list[tuple[str, int, str]]]:
+    """Digests of the weights, and what was posted inside the node, in order: role, process group
+    and collective.
+    """
+    from ds_quant.comm.transport import Link
+    from ds_quant.zero import world
+
+    world.hooks = SimpleNamespace(**vars(world.hooks) | {"has_streams": lambda: streams})
+    seen, groups = [], []
+
+    def noting(name: str) -> None:
+        original = getattr(Link, name)
+
+        def noted(link: Link, payload: torch.Tensor, *, role: str, **how: Any) -> Any:
+            if link.size == 2 and link._reach == "intra":
+                if link.process_group not in groups:
+                    groups.append(link.process_group)
+                seen.append((role, groups.index(link.process_group), name))
+            return original(link, payload, role=role, **how)
+
+        setattr(Link, name, noted)
+
+    noting("all_gather")
+    noting("all_to_all")
+    block = {"scheme": "sdp4bit", "node_size": 2, "metrics": {"interval": 0}}
+    zero = PREFETCH if stage == 3 else {"reduce_bucket_size": 20_000}
+    engine = build(settings(stage, block, dtype="bf16", accumulation=2, zero=zero))
+    for step in range(3):
+        train_step(engine, step)
+    return digests(masters(engine)), seen
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_gradients_have_a_communicator_inside_the_node_and_one_order(stage: int) -> None:
+    apart, together = (run(_posted, 4, stage, streams) for streams in (True, False))
+    for (weights, seen), (other_weights, other_seen) in zip(apart, together, strict=True):
+        assert weights == other_weights
+        used = [{group for role, group, _ in seen if role == name} for name in ROLES]
+        assert all(len(groups) == 1 for groups in used) and used[0] != used[1]
+        assert {group for _, group, _ in other_seen} == {0}
+    for one, other in ((0, 1), (2, 3)):  # of a node
+        assert apart[one][1] == apart[other][1]

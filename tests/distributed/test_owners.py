@@ -13,17 +13,19 @@ import numpy as np
 import pytest
 import torch
 
+from ds_quant.codec.bound import decode, encode
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.gather import Part, owner_message
+from ds_quant.comm.message import Message, Part
 from ds_quant.comm.owners import Piece, Shape, inbound, plan
-from ds_quant.comm.reduce import OwnerSums
+from ds_quant.comm.reduce import GradientSums
 from ds_quant.comm.reduction_plan import Form, LinkHop, Segment
 from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.wire import shard_range
 from ds_quant.policy.route import delivery_codec
 from tests.distributed.harness import run
-from tests.distributed.messages import Item, bits, make_link
+from tests.distributed.messages import Item, bits, make_link, own_sums
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.distributed
 
 WORLDS = (1, 2, 3, 4)
@@ -105,9 +107,9 @@ def contributions(shapes: Layout, world: int, rank: int) -> list[torch.Tensor]:
 def gather_from_owners(
     shapes: Layout, values: Sequence[torch.Tensor], link: Link
 ) -> Pending[list[torch.Tensor]]:
-    parts = [Part(s.owner, i, 0, s.numel, i) for i, s in enumerate(shapes)]
+    parts = [Part(s.owner, s.codec, s.numel, i, (i, 0), (i, 0)) for i, s in enumerate(shapes)]
     fabric = Fabric(link)
-    message = owner_message(parts, [(s.codec, False) for s in shapes], fabric)
+    message = Message(parts, rank=link.rank, ranks=link.size)
     codings = [item.coding(link.rank) for item in items(shapes)]
     return message.gather(fabric, values, codings, lambda: list(values))
 
@@ -117,15 +119,11 @@ def reduce_flat(
 ) -> list[torch.Tensor | None]:
     """The sums of this rank's shares, None for those of others."""
     given = [Segment(i, 0, s.numel, i, 0, s.owner) for i, s in enumerate(shapes)]
-    pieces, route = plan(tuple(shapes), link.size), (LinkHop(link=link),)
-    forms = [Form((s.codec,), delivery=s.delivery) for s in shapes]
-    adder = OwnerSums(given, pieces, forms, route, link, scale=scale)
-    codings = [(item.coding(link.rank),) for item in items(shapes)]
-    sums = adder.add_up(values, codings, [None] * len(shapes))
-    return [
-        None if start is None else sums[start : start + shape.numel]
-        for shape, start in zip(shapes, adder.totals, strict=True)
-    ]
+    forms, route = [Form((s.codec,), delivery=s.delivery) for s in shapes], (LinkHop(link=link),)
+    sums = GradientSums(given, forms, route, link, scale=scale, balanced=True)
+    codings, total = [(item.coding(link.rank),) for item in items(shapes)], sums.room(CPU)
+    sums.begin(values, codings, [None] * len(shapes), into=total).wait()
+    return own_sums(given, sums, total)
 
 
 # ---- gradients ----
@@ -327,9 +325,9 @@ def test_all_ranks_and_the_owner_hold_the_decoded_bits(world: int, layout: str, 
     for place, (shape, item) in enumerate(zip(shapes, items(shapes), strict=True)):
         wire = torch.empty(1, item.codec.wire_bytes(item.numel), dtype=torch.uint8)
         values = item.off_grid().view(1, -1)
-        item.codec.encode(values, wire, address=item.coding(shape.owner).address)
+        encode(item.codec, values, wire, address=item.coding(shape.owner).address)
         decoded = torch.empty_like(values)
-        item.codec.decode(wire, decoded)
+        decode(item.codec, wire, decoded)
         assert item.numel < 3 or (decoded != values).any()
         for result in gathered(world):
             np.testing.assert_array_equal(result[layout, codec][0][place], bits(decoded))

@@ -108,6 +108,35 @@ def test_weights_changed_on_their_way_into_a_checkpoint_are_found_by_the_save() 
         assert "step 2: weights from rank 0 were changed" in error
 
 
+def _hit_in_comparison(stage: int, more: dict) -> None:
+    """Rank 1 gets a changed message while checksums of the kept weights are compared."""
+    from ds_quant.zero.safety import Agreement
+
+    fault, compare = Fault("weights", sender=0), Agreement._differing
+
+    def hit(agreement: Agreement) -> list[int]:
+        fault.armed = torch.distributed.get_rank() == 1
+        return compare(agreement)
+
+    Agreement._differing = hit
+    block = BLOCKS["sdp4bit"] | {"node_size": 1, "checksum_steps": 2} | more
+    engine = build(settings(stage, block, dtype="bf16"))
+    for step in range(3):
+        train_step(engine, step)
+
+
+@pytest.mark.parametrize(("stage", "sealed"), [(2, False), (3, False), (3, True)])
+def test_a_changed_comparison_ends_all_ranks_together(stage: int, sealed: bool) -> None:
+    """Else one rank refills kept weights, which is a collective, and the other does not."""
+    reason = (
+        "step 1: weights from rank 0 were changed on their way to rank 1"
+        if sealed
+        else "step 2: ranks have received different checksums of the weights that they keep"
+    )
+    for result, error in run_each(_hit_in_comparison, 2, stage, {"payload_checksum": sealed}):
+        assert result is None and f"quantized_comm: {reason}" in error, error
+
+
 def _inference() -> float:
     import deepspeed
     from deepspeed import comm as dist

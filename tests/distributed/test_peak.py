@@ -84,7 +84,7 @@ def test_the_peak_is_what_is_alive_at_once_or_somewhat_more() -> None:
     """
     for case, *ranks in zip(CASES, *run(predicted_and_alive, 4, CASES, timeout=280), strict=True):
         (predicted, *_), found = zip(*ranks, strict=True)
-        most = 1.9 if case[1] == "lossless" else 1.5 if needs.has_deepspeed("0.19") else 1.7
+        most = 1.9 if case[1] == "lossless" else 1.6 if needs.has_deepspeed("0.19") else 1.7
         assert 0.99 * max(found) <= predicted <= most * max(found), case
 
 
@@ -106,6 +106,26 @@ def with_room(free: tuple[int, ...]) -> str:
     block = {"scheme": "sdp4bit", "node_size": 1, "allow_full_replica": True}
     engine = build(settings(3, block, dtype="bf16"), lambda: Stack(*SHAPE))
     return ds_quant.report(engine)["line"]
+
+
+def with_held(stage: int, cross: str) -> str:
+    """The start-up line where 1 MB is left for gradients that are held between micro-steps."""
+    from ds_quant.zero import hooks
+
+    hooks.free_memory = lambda: 10**6
+    block = {"scheme": "qsdp", "node_size": 2, "gradients": {"cross": cross}}
+    config = settings(stage, block, dtype="bf16", accumulation=2)
+    return ds_quant.report(build(config, lambda: Stack(*SHAPE)))["line"]
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_gradients_that_have_no_room_to_wait_are_refused_with_the_way_out(stage: int) -> None:
+    for _, error in run_each(with_held, 4, stage, "step"):
+        assert "gradients that wait for the last micro-step take 0.00" in error
+        assert "on every rank, but 0.001 GB of memory are free" in error
+        assert 'gradients.cross: "micro_step"' in error
+    for line in run(with_held, 4, stage, "micro_step"):
+        assert "run out" not in line and "held" not in line
 
 
 def test_a_node_shard_that_does_not_fit_on_one_rank_is_refused_on_all() -> None:

@@ -89,10 +89,10 @@ def _drawn_rank() -> dict[str, Draws]:
     everything twice.
     """
     from ds_quant.comm.traffic import Meter
-    from ds_quant.kernels import philox
+    from ds_quant.kernels import reference
 
     drawn: list[tuple[int, int, int, int, int]] = []
-    draw, encoding = philox.random_bits, Meter.encoding
+    draw, encoding = reference.random_bits, Meter.encoding
     place = 0
 
     def placed(self: Meter, role: str, link: str) -> Any:
@@ -100,11 +100,11 @@ def _drawn_rank() -> dict[str, Draws]:
         place = PLACES.index((role, link))
         return encoding(self, role, link)
 
-    def noted(address: Any, first_vector: int, out: torch.Tensor) -> None:
-        drawn.append((address.key, address.step, first_vector, out.shape[0], place))
-        draw(address, first_vector, out)
+    def noted(address: Any, first: int, vectors: int, device: torch.device) -> torch.Tensor:
+        drawn.append((address.key, address.step, first, vectors, place))
+        return draw(address, first, vectors, device)
 
-    philox.random_bits, Meter.encoding = noted, placed
+    reference.random_bits, Meter.encoding = noted, placed
     found = {}
     for name, (settings_of_case, model) in CASES.items():
         engine = build(settings_of_case, model)

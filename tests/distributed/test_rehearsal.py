@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_quant.kernels import dispatch, launch, launch_batch, launch_lossless
+from ds_quant.kernels import dispatch, launch_batch, launch_lossless
 from ds_quant.zero.warmup import warm_up
 from tests.distributed.harness import run
 from tests.distributed.models import build, plain_descent, settings, train_step
@@ -29,6 +29,8 @@ SCHEMES: tuple[dict[str, Any], ...] = (
     {"scheme": "zeropp"},
     {"scheme": "qw4"},
     {"scheme": "lossless", "gradients": {"enabled": True}},
+    {"scheme": "eden3"},
+    {"scheme": "lossless_g3"},
 )
 
 
@@ -37,16 +39,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self.variants: set[tuple] = set()
-        kernel = dispatch.kernel
-        dispatch.kernel = lambda name, *args: self._both(getattr(launch, name), kernel(name, *args))
         encode = dispatch.encode_lossless
         dispatch.encode_lossless = self._both(launch_lossless.encode, encode)
         decode = dispatch.decode_lossless
         dispatch.decode_lossless = lambda *args, **how: self._decode_lossless(decode, *args, **how)
         compile_tasks = dispatch.compile_tasks
         dispatch.compile_tasks = lambda *args: self._compile(compile_tasks, *args)
-        recode = dispatch.recode
-        dispatch.recode = lambda *args, **options: self._recode(recode, *args, **options)
 
     def _note(self, work: Any) -> None:
         self.variants.add((work.kernel, work.macros))
@@ -67,30 +65,24 @@ class Recorder:
         launch_lossless.decode_rows(*args, run_tables=note)
         original(*args, **options)
 
-    def _compile(self, original: Any, tasks: Any, buffers: Any) -> Any:
-        """Tables of operations: variants of the same macros, which the rehearsal uses as well."""
-        if all(launch_batch.covers(operation, buffers) for operation, _ in tasks):
-            for table in launch_batch.tables_of(tasks, buffers):
-                macros = tuple(pair for pair in table.macros if pair != ("DSQ_TABLE", 1))
-                self.variants.add((table.kernel, macros))
-        return original(tasks, buffers)
-
-    def _recode(self, original: Any, wire, out, source, fmt, **options: Any) -> None:
-        where = wire.unsqueeze(0), out.view(1, -1)
-        launch.recode(*where, source, fmt, run=self._note, **options)
-        # On CUDA this is one kernel: what the reference does instead is not launched.
-        before = set(self.variants)
-        original(wire, out, source, fmt, **options)
-        self.variants = before
+    def _compile(self, original: Any, tasks: Any, buffers: Any, backend: str) -> Any:
+        """Tables of operations, alone or several."""
+        kinds: dict[type, list[Any]] = {}
+        for task in tasks:
+            if launch_batch.covers(task[0], buffers):
+                kinds.setdefault(type(task[0]), []).append(task)
+        for alike in kinds.values():
+            for table in launch_batch.tables_of(alike, buffers):
+                self._note(table.alone() if table.num_jobs == 1 else table)
+        return original(tasks, buffers, backend)
 
 
 def _variants(stage: int, block: dict[str, Any]) -> tuple[set, set]:
-    """(rehearsed, launched by three optimizer steps)."""
+    """(rehearsed, launched by three optimizer steps of two micro-steps, whose sums are held)."""
     # Buckets of few owners under ZeRO-2: there, ranks also deliver sums to each other.
     zero = {"reduce_bucket_size": 20_000} if stage == 2 else {}
-    return _of(
-        build(settings(stage, block | {"allow_full_replica": True}, dtype="bf16", zero=zero))
-    )
+    block = block | {"allow_full_replica": True}
+    return _of(build(settings(stage, block, dtype="bf16", accumulation=2, zero=zero)))
 
 
 def _of_experts(stage: int, block: dict[str, Any]) -> tuple[set, set]:

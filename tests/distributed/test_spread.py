@@ -6,9 +6,12 @@ Chunks are made small here, so that the tiny models have several.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,12 +28,17 @@ from tests.distributed.models import (
     digest,
     digests,
     evaluate,
+    forward,
     masters,
     settings,
     train,
     train_step,
 )
 from tests.thin import thinned
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import fake_world  # noqa: E402
 
 pytestmark = pytest.mark.distributed
 
@@ -45,8 +53,12 @@ def config(node_size: int, zero: dict[str, Any] | None = None, **block: Any) -> 
 
 
 @contextmanager
-def small_chunks(*, in_flight: int = 2, at_once: bool = False) -> Iterator[None]:
-    """``at_once``: every exchange is finished before the optimizer step returns."""
+def small_chunks(
+    *, in_flight: int = 2, at_once: bool = False, streams: bool = False
+) -> Iterator[None]:
+    """``at_once``: every exchange is finished before the optimizer step returns. ``streams``:
+    gathers are posted as on a device with streams.
+    """
     from ds_quant.zero import node_shard
 
     after_step = node_shard.NodeShard.after_step
@@ -55,13 +67,14 @@ def small_chunks(*, in_flight: int = 2, at_once: bool = False) -> Iterator[None]
         after_step(self)
         self.finish()
 
-    kept = node_shard._LEAST_NUMEL, node_shard._IN_FLIGHT
+    kept = node_shard._LEAST_NUMEL, node_shard._IN_FLIGHT, node_shard.hooks
+    node_shard.hooks = SimpleNamespace(**vars(kept[2]) | {"has_streams": lambda: streams})
     node_shard._LEAST_NUMEL, node_shard._IN_FLIGHT = 500, in_flight
     node_shard.NodeShard.after_step = then_finish if at_once else after_step
     try:
         yield
     finally:
-        node_shard._LEAST_NUMEL, node_shard._IN_FLIGHT = kept
+        node_shard._LEAST_NUMEL, node_shard._IN_FLIGHT, node_shard.hooks = kept
         node_shard.NodeShard.after_step = after_step
 
 
@@ -90,14 +103,17 @@ CASES: dict[str, tuple[type[nn.Module], dict]] = {
 SOME = ("Regression, a layer ahead", "Detour, no prefetch")
 
 
-def both_ways(node_size: int, names: tuple[str, ...]) -> dict[str, list[Any]]:
-    """Name of a case -> what was seen with the exchange at once, then spread."""
+WAYS = ({"at_once": True}, {}, {"streams": True})
+
+
+def every_way(node_size: int, names: tuple[str, ...]) -> dict[str, list[Any]]:
+    """Name of a case -> what was seen with the exchange at once, then spread, also as on CUDA."""
     found: dict[str, list[Any]] = {}
     for name in names:
         model, zero = CASES[name]
         all_in_flight = zero is PREFETCH  # else the end of the last exchange is never posted
-        for at_once in (True, False):
-            with small_chunks(in_flight=99 if all_in_flight else 2, at_once=at_once):
+        for way in WAYS:
+            with small_chunks(in_flight=99 if all_in_flight else 2, **way):
                 result = train(config(node_size, zero), STEPS, model, watched=True)
             received = result.report["received_bytes"] if all_in_flight else None
             found.setdefault(name, []).append(
@@ -113,10 +129,9 @@ def both_ways(node_size: int, names: tuple[str, ...]) -> dict[str, list[Any]]:
 def test_spreading_changes_no_weight_no_loss_and_no_byte(
     nodes: int, node_size: int, names: tuple[str, ...]
 ) -> None:
-    for found in run(both_ways, nodes * node_size, node_size, names, timeout=240):
-        for name, (at_once, spread_out) in found.items():
-            for one, other in zip(at_once, spread_out, strict=True):
-                assert one == other, name
+    for found in run(every_way, nodes * node_size, node_size, names, timeout=240):
+        for name, (at_once, *spread_out) in found.items():
+            assert all(other == at_once for other in spread_out), name
 
 
 def missing_names(arriving: Any) -> list[str]:
@@ -125,7 +140,7 @@ def missing_names(arriving: Any) -> list[str]:
 
 def missing() -> list[list[str]]:
     """Names still to arrive: after a step, then whenever a gather of the forward has arrived."""
-    from ds_quant.zero import stage3
+    from ds_quant.zero import fetch
 
     seen: list[list[str]] = []
 
@@ -134,26 +149,73 @@ def missing() -> list[list[str]]:
         arriving = engine.ds_quant_engine.node._spread
         for step in range(2):
             train_step(engine, step)
-        wait = stage3._FetchHandle.wait
+        wait = fetch._FetchHandle.wait
 
         def noted(self: Any, **kwargs: Any) -> None:
             wait(self, **kwargs)
             seen.append(missing_names(arriving))
 
         seen.append(missing_names(arriving))
-        stage3._FetchHandle.wait = noted
+        fetch._FetchHandle.wait = noted
         train_step(engine, 2)
     return seen
 
 
 def test_a_gather_waits_for_its_own_parameters_and_those_before() -> None:
-    for before, *forward in run(missing, 4):
+    for before, *later in run(missing, 4):
         assert {"first.weight", "second.weight", "last.weight"} <= set(before)
-        held = [name for name in before if name not in forward[0]]
+        held = [name for name in before if name not in later[0]]
         assert held == ["first.weight", "first.bias"] or held == ["first.weight"]
-        assert "last.weight" in forward[0] and forward[-1] == []
-        sizes = [len(names) for names in forward]
+        assert "last.weight" in later[0] and later[-1] == []
+        sizes = [len(names) for names in later]
         assert sizes == sorted(sizes, reverse=True)
+
+
+def posted(streams: bool) -> list[list[str]]:
+    """By micro-step, the calls of DeepSpeed in which gathers of the node shard are posted."""
+    from ds_quant.zero import fetch
+
+    fake_world.join(fake_world.World(2, 2))
+    during, seen = [""], []
+
+    def noting(kind: type, name: str, call: str) -> None:
+        original = getattr(kind, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            during[0] = call
+            return original(*args, **kwargs)
+
+        setattr(kind, name, noted)
+
+    noting(fetch.Fetch, "fetch", "fetch")
+    noting(fetch._FetchHandle, "wait", "wait")
+    small = small_chunks(in_flight=16, streams=streams)
+    with fake_world.without_handshake(), fake_world.faked_cuda(), small:
+        engine = build(settings(3, config(2)["quantized_comm"], dtype="bf16", accumulation=2,
+                                zero=PREFETCH))  # fmt: skip
+        for step in range(2):
+            train_step(engine, step)
+        link = engine.ds_quant_engine.node._intra
+        gather = link.all_gather
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            seen[-1].append(during[0])
+            return gather(*args, **kwargs)
+
+        link.all_gather = counted
+        for micro in range(2):
+            seen.append([])
+            engine.backward(forward(engine, 2, micro))
+            engine.step()
+    return seen
+
+
+@pytest.mark.parametrize("streams", (False, True), ids=("cpu", "streams"))
+def test_gathers_are_posted_ahead_in_the_first_forward_after_a_step(streams: bool) -> None:
+    ((first, second),) = run(posted, 1, streams, environment={"TEST_PROCESS_GROUP": "own"})
+    assert len(first) == len(second) > 3
+    assert set(second) == {"fetch"}
+    assert set(first) == {"fetch"} if streams else "wait" in first
 
 
 ACTS = ("modified", "saved", "loaded", "resynced", "evaluated", "read exactly")

@@ -123,6 +123,22 @@ def test_a_mistake_of_one_rank_is_told_by_that_rank() -> None:
     assert second.startswith("ConfigError on rank 1: quantized_comm.weights.bits=1: allowed: ")
 
 
+def told_of_files(files: list[str]) -> list[str]:
+    return [told([settings(2, QSDP | {"metrics": {"file": file}})] * 2) for file in files]
+
+
+def test_a_metrics_file_that_rank_0_cannot_write_ends_all_ranks_together() -> None:
+    """Only rank 0 opens it. A folder, no folder, a file in the folder's place, no file name."""
+    reasons = {"/": "Is a directory", "/no/where": "No such file", "/dev/null/x": "Not a directory"}
+    first, second = run(told_of_files, 2, [*reasons, "a\0b"])
+    for printed, (file, reason) in zip(first[:-1], reasons.items(), strict=True):
+        assert printed.startswith(f'StartError: quantized_comm: metrics.file="{file}": {reason}')
+        assert printed.endswith(": allowed: a file that rank 0 can write, in a folder that exists; "
+                                "or null\n")  # fmt: skip
+    assert first[-1].startswith('ConfigError: quantized_comm.metrics.file="a\\u0000b": allowed: ')
+    assert second == [SHORT] * 4
+
+
 def broken() -> tuple[str, bool]:
     from ds_quant.policy import refusals
 

@@ -63,6 +63,13 @@ LINES = {
         "gradients cross once per step and are held until then, 2.00 B/param (2.48e-05 GB) on "
         "every rank",
     ),
+    # One row: 8256 + 4128 + 256 = 12,640 for weights and, in each of three micro-steps, for
+    # gradients: 50,560 / 12,416 in a step, though nothing waits. In full precision 512 of 25,280.
+    "qsdp ZeRO-2 on one node": (
+        config(2, "qsdp", 4, 3),
+        "qsdp on ZeRO-2, 4.07 B/param/step (bf16 14.00), 2.0 % of bytes left in full precision "
+        "(1 1-D); 1 x 4 ranks; torch kernels",
+    ),
     # 2.9 bits of every weight: 2970 + 1485 + 47 = 4502 bytes, gradients 24,832 bytes once:
     # 29,334 / 12,416, and with 16 bits 4.00; inside the node in each of three micro-steps:
     # 78,998 / 12,416. In full precision 24,832 of 29,334.

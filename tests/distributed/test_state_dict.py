@@ -1,4 +1,4 @@
-"""``module.state_dict()`` under ZeRO-1/2 holds decoded weights, and says so once."""
+"""``state_dict()`` under ZeRO-1/2 holds decoded weights, and says so once per line of user code."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ pytestmark = pytest.mark.distributed
 CODES = {"scheme": "qsdp_w4g4"}
 
 
-def said(stage: int, block: dict[str, Any]) -> dict[str, int]:
-    """How often rank 0 warns, after what is allowed and after what is not."""
-    import ds_quant
+def counted() -> list[str]:
+    """The state dicts that rank 0 has warned of, as they are."""
     from ds_quant.zero import log
 
-    engine = build(settings(stage, block, dtype="bf16"))
     logged: list[str] = []
-    log.log_rank0 = logged.append
-    warnings: dict[str, int] = {}
+    log.log_rank0 = lambda line: logged.append(line) if "state_dict()" in line else None
+    return logged
 
-    def count(name: str) -> None:
-        warnings[name] = sum("module.state_dict()" in line for line in logged)
 
+def said(stage: int, block: dict[str, Any]) -> dict[str, int]:
+    """How often rank 0 has warned, after what is allowed and after what is not."""
+    import ds_quant
+
+    engine, logged = build(settings(stage, block, dtype="bf16")), counted()
+    found: dict[str, int] = {}
     engine.module.state_dict()
-    count("before the first step")
+    found["before the first step"] = len(logged)
     train_step(engine, 0)
     with ds_quant.exact_weights(engine):
         engine.module.state_dict()
@@ -38,31 +40,37 @@ def said(stage: int, block: dict[str, Any]) -> dict[str, int]:
     engine.save_16bit_model(os.environ["TEST_SCRATCH"])
     train_step(engine, 1)
     copy.deepcopy(engine.module).state_dict()
-    count("exact, or a copy")
-    engine.module.state_dict()
-    engine.module.state_dict()
-    count("decoded")
-    return warnings
+    copy.deepcopy(engine.module.second).state_dict()
+    engine.module.norm.state_dict()  # travels in full precision
+    found["exact, or a copy"] = len(logged)
+    for read in (engine.state_dict, engine.module.state_dict, engine.module.second.state_dict):
+        read()  # one line
+    found["decoded"] = len(logged)
+    engine.module.second.state_dict()
+    found["elsewhere"] = len(logged)
+    assert not logged or f"{__file__}:" in logged[0] and "lossless_w_g4" in logged[0]
+    return found
 
 
 @pytest.mark.parametrize("stage", (1, 2))
-def test_a_decoded_state_dict_is_told_of_once(stage: int) -> None:
-    for warnings in run(said, 2, stage, CODES):
-        assert warnings == {"before the first step": 0, "exact, or a copy": 0, "decoded": 1}
+def test_a_decoded_state_dict_is_told_of_once_per_line(stage: int) -> None:
+    for found in run(said, 2, stage, CODES):
+        assert found == {
+            "before the first step": 0, "exact, or a copy": 0, "decoded": 1, "elsewhere": 2,
+        }  # fmt: skip
 
 
-@pytest.mark.parametrize("block", [FULL, {**CODES, "warmup_steps": 9}], ids=["full", "warm-up"])
+EXACT = {"full": FULL, "warm-up": {**CODES, "warmup_steps": 9}, "lossless": {"scheme": "lossless"}}
+
+
+@pytest.mark.parametrize("block", EXACT.values(), ids=EXACT)
 def test_an_exact_state_dict_is_not_told_of(block: dict[str, Any]) -> None:
-    for warnings in run(said, 2, 2, block):
-        assert set(warnings.values()) == {0}
+    for found in run(said, 2, 2, block):
+        assert set(found.values()) == {0}
 
 
 def after_a_save() -> int:
-    from ds_quant.zero import log
-
-    engine = build(settings(2, {"scheme": "sdp4bit"}, dtype="bf16"))
-    logged: list[str] = []
-    log.log_rank0 = logged.append
+    engine, logged = build(settings(2, {"scheme": "sdp4bit"}, dtype="bf16")), counted()
     train_step(engine, 0)
     engine.save_checkpoint(os.environ["TEST_SCRATCH"], "here")
     engine.module.state_dict()

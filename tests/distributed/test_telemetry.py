@@ -6,18 +6,19 @@ import csv
 import json
 import os
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.harness import run, run_each
+from tests.distributed.harness import run, run_all
 from tests.distributed.models import Regression, build, settings, train_step
 
 pytestmark = pytest.mark.distributed
 PREFIX = "Train/Samples/ds_quant/"
-INTERVAL, STEPS = 3, 7
+INTERVAL, STEPS, STAGES = 3, 7, (1, 2, 3)
 SECONDS = {f"seconds/{name}" for name in ("encode", "wait", "decode")}
 COUNTS = {"resyncs", "nonfinite_steps", "exact_steps"}
 
@@ -36,7 +37,9 @@ def received(engine: Any) -> dict[str, dict[str, int]]:
 
 def sampled(stage: int, scheme: str, node_size: int) -> tuple[list[dict], list[dict], dict]:
     """Lines of the file, bytes received up to every step, and the CSV monitor's files."""
-    folder = Path(os.environ["TEST_SCRATCH"])
+    folder = Path(os.environ["TEST_SCRATCH"], f"{stage} {scheme}")
+    folder.mkdir(exist_ok=True)
+    torch.distributed.barrier()
     monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
     config = settings(stage, block(scheme, str(folder / "lines"), node_size), csv_monitor=monitor)
     engine = build(config)
@@ -72,11 +75,13 @@ BITS = {
 
 
 @pytest.mark.parametrize("scheme", BITS)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_every_interval_is_reported_with_the_bytes_that_were_counted(
     stage: int, scheme: str
 ) -> None:
-    lines, before, tables = run(sampled, 2, stage, scheme, 1)[0]
+    lines, before, tables = run_all(sampled, 2, tuple(product(STAGES, BITS, [1])))[
+        stage, scheme, 1
+    ][0]
     assert [line["step"] for line in lines] == [3, 6]
     for line, first in zip(lines, (0, 3), strict=True):
         nbytes = {name: value for name, value in line.items() if name.endswith("/bytes")}
@@ -100,9 +105,8 @@ def test_every_interval_is_reported_with_the_bytes_that_were_counted(
 
 def test_two_levels_are_told_apart() -> None:
     """SDP4Bit's gradients take 8 bits inside a node and 4 between, at every stage."""
-    for stage in (2, 3):
-        lines, _, _ = run(sampled, 4, stage, "sdp4bit", 2)[0]
-        line = lines[0]
+    for ranks in run_all(sampled, 4, ((2, "sdp4bit", 2), (3, "sdp4bit", 2))).values():
+        line = ranks[0][0][0]
         assert 8 < line["gradients/intra/bits"] < 9.7 and 4 < line["gradients/inter/bits"] < 5.7
         assert 0 < line["gradients/intra/error"] < 1e-3 < line["gradients/inter/error"] < 5e-2
         assert 0 < line["weights/inter/error"] < 1e-3  # of differences, relative to the weights
@@ -111,40 +115,30 @@ def test_two_levels_are_told_apart() -> None:
     assert line["weights/intra/error"] == 0 and line["weights/intra/bits"] >= 32
 
 
-def nothing(interval: int, steps: int) -> tuple[bool, bool]:
+def quiet(interval: int, steps: int, *, heard: bool = True) -> tuple[bool, bool]:
     """Whether a file was written, and whether a sample is open."""
-    path = Path(os.environ["TEST_SCRATCH"], "lines")
-    fields = block("qsdp", str(path)) | {"metrics": {"interval": interval, "file": str(path)}}
-    engine = build(settings(2, fields))
+    path = Path(os.environ["TEST_SCRATCH"], f"lines {interval} {steps}")
+    metrics = {"interval": interval, "file": str(path) if heard else None}
+    engine = build(settings(2, block("qsdp", None) | {"metrics": metrics}))
     for step in range(steps):
         train_step(engine, step)
     torch.distributed.barrier()
     return path.exists() and path.read_text() != "", engine.ds_quant_engine.traffic.meter.is_open
 
 
-def test_interval_zero_measures_and_writes_nothing() -> None:
-    assert run(nothing, 2, 0, 3) == [(False, False)] * 2
+def test_nothing_is_sampled_before_it_is_asked_for_or_where_nobody_listens() -> None:
+    """The step before the first interval opens a sample; rank 0 alone writes."""
+    cases = ((0, 3), (4, 2), (4, 3))
+    found = run_all(quiet, 2, cases)
+    assert [found[case] for case in cases] == [
+        [(False, False)] * 2, [(False, False)] * 2, [(False, True), (False, False)]
+    ]  # fmt: skip
+    assert run(unheard, 2) == [(False, False)] * 2
 
 
-def test_nothing_is_written_before_the_first_interval_and_the_step_before_it_opens_a_sample() -> (
-    None
-):
-    assert run(nothing, 2, 4, 2) == [(False, False)] * 2
-    assert run(nothing, 2, 4, 3) == [(False, True), (False, False)]
-
-
-def unheard() -> list[bool]:
-    """Whether a sample is open before each step; with neither monitor nor file."""
-    engine = build(settings(2, block("qsdp", None) | {"metrics": {"interval": 1}}))
-    found = []
-    for step in range(3):
-        found.append(engine.ds_quant_engine.traffic.meter.is_open)
-        train_step(engine, step)
-    return found
-
-
-def test_nothing_is_sampled_where_nobody_listens() -> None:
-    assert run(unheard, 2) == [[False] * 3] * 2
+def unheard() -> tuple[bool, bool]:
+    """With neither monitor nor file."""
+    return quiet(1, 2, heard=False)
 
 
 def two_engines() -> list[list[dict]]:
@@ -174,7 +168,8 @@ def same_weights(stage: int) -> list[dict[str, str]]:
 
     found = []
     for interval in (1, 0):
-        metrics = {"interval": interval, "file": str(Path(os.environ["TEST_SCRATCH"], "lines"))}
+        file = Path(os.environ["TEST_SCRATCH"], f"lines {stage}")
+        metrics = {"interval": interval, "file": str(file)}
         engine = build(settings(stage, block("sdp4bit", None) | {"metrics": metrics}))
         for step in range(3):
             train_step(engine, step)
@@ -183,10 +178,9 @@ def same_weights(stage: int) -> list[dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_sampling_changes_no_bit(stage: int) -> None:
-    for sampled_weights, plain in run(same_weights, 2, stage):
-        assert sampled_weights == plain
+def test_sampling_changes_no_bit() -> None:
+    for ranks in run_all(same_weights, 2, ((2,), (3,))).values():
+        assert all(sampled_weights == plain for sampled_weights, plain in ranks)
 
 
 def resumed() -> list[int]:
@@ -207,16 +201,6 @@ def resumed() -> list[int]:
 
 def test_a_resumed_run_samples_the_same_steps() -> None:
     assert run(resumed, 2)[0] == [6, 9]
-
-
-def unwritable() -> None:
-    build(settings(2, block("qsdp", "/nowhere/at/all") | {"handshake_timeout": 5.0}))
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_sent() -> None:
-    (_, writer), (_, other) = run_each(unwritable, 2)
-    assert "quantized_comm.metrics.file='/nowhere/at/all': No such file" in writer
-    assert "in handshake" in other, "which is before the first collective"
 
 
 def lost_file() -> tuple[int, list[int], list[str]]:

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.harness import run
+from tests.distributed.harness import run, run_all
 from tests.distributed.models import (
     QSDP,
     Run,
     build,
     digests,
-    masters,
     settings,
     train,
     train_step,
@@ -64,24 +63,6 @@ def test_run_without_the_block_equals_one_without_the_plugin(stage: int, dtype: 
         assert same(hooked, unhooked)
 
 
-def beside_a_quantized_one(stage: int) -> tuple[Run, Run]:
-    """A plain engine alone, then one whose steps alternate with those of a quantized one."""
-    alone = plain(stage, "bf16")
-    quantized = build(settings(stage, QSDP, dtype="bf16"), seed=5)
-    engine = build(settings(stage, dtype="bf16", accumulation=2))
-    losses = []
-    for step in range(STEPS):
-        train_step(quantized, step)
-        losses += train_step(engine, step)
-    return alone, Run(losses, masters(engine))
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_plain_engine_beside_a_quantized_one_equals_one_alone(stage: int) -> None:
-    for alone, beside in run(beside_a_quantized_one, 2, stage):
-        assert same(alone, beside)
-
-
 def traces(engine: Any) -> list[str]:
     """Attributes of the engine, its optimizer and its parameters that the plugin made."""
     owners = {"engine": engine, "config": engine._config, "optimizer": engine.optimizer}
@@ -118,6 +99,6 @@ def attributes(stage: int) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_engine_without_the_block_carries_no_trace_of_the_plugin(stage: int) -> None:
-    for plain_traces, quantized_traces in run(attributes, 2, stage):
+    for plain_traces, quantized_traces in run_all(attributes, 2, ((1,), (2,), (3,)))[stage,]:
         assert plain_traces == []
         assert len(quantized_traces) >= 4  # else the search is blind

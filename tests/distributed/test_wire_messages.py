@@ -14,6 +14,7 @@ from torch import nn
 
 from ds_quant.codec.codec import GroupCodec
 from tests.distributed.harness import run
+from tests.distributed.messages import own_sums
 from tests.distributed.models import Regression, build, settings, train_step
 from tests.unit import wire_oracle as oracle
 
@@ -98,8 +99,8 @@ def taken(caught: Messages) -> Messages:
 
 
 def reduced_to_shards(block: dict[str, Any]) -> list[Call]:
-    """Every bucket of a step under ZeRO-3; small tensors in full precision as the page bundles."""
-    from ds_quant.zero.stage3 import ShardReduction
+    """Every bucket of a step under ZeRO-3."""
+    from ds_quant.zero.gradients import ShardReduction
 
     engine = build(settings(3, block, zero={"overlap_comm": False}), Uneven)
     caught, calls, original = catch(), [], ShardReduction.__call__
@@ -125,52 +126,39 @@ def reduced_to_shards(block: dict[str, Any]) -> list[Call]:
 
 def reduced_to_owners(block: dict[str, Any]) -> list[Call]:
     """Every bucket of a step under ZeRO-2."""
-    from ds_quant.comm.reduce import OwnerSums
+    from ds_quant.comm.reduce import GradientSums, Reduction
 
     engine = build(settings(2, block, zero={"reduce_bucket_size": 20_000}), Uneven)
     caught, calls = catch(), []
-    made, original = OwnerSums.__init__, OwnerSums.add_up
+    made, begin, wait = GradientSums.__init__, GradientSums.begin, Reduction.wait
 
-    def make(self: Any, shares: Any, *rest: Any, scale: float) -> None:
+    def make(self: Any, shares: Any, *rest: Any, scale: float, balanced: bool) -> None:
         self.seen = list(shares), scale
-        made(self, shares, *rest, scale=scale)
+        made(self, shares, *rest, scale=scale, balanced=balanced)
 
-    def add_up(self: Any, tensors: Any, codings: Any, rotations: Any, *held: Any) -> Any:
+    def start(self: Any, tensors: Any, codings: Any, rotations: Any, **how: Any) -> Any:
         shares, scale = self.seen
         values = [fp32(tensors[s.tensor].view(-1)[s.start : s.start + s.numel]) for s in shares]
-        sums = original(self, tensors, codings, rotations, *held)
-        kinds = [kind_of(codings[s.gradient], rotations[s.gradient]) for s in shares]
-        signs = [signs_of(rotations[s.gradient]) for s in shares]
-        got = [
-            None if total is None else fp32(sums[total : total + s.numel])
-            for s, total in zip(shares, self.totals, strict=True)
-        ]
-        owners = [s.reducer for s in shares]
-        calls.append(Call(values, kinds, signs, owners, got, scale, taken(caught)))
-        return sums
+        under_way = begin(self, tensors, codings, rotations, **how)
 
-    OwnerSums.__init__, OwnerSums.add_up = make, add_up
+        def note() -> None:
+            wait(under_way)
+            kinds = [kind_of(codings[s.gradient], rotations[s.gradient]) for s in shares]
+            signs = [signs_of(rotations[s.gradient]) for s in shares]
+            sums = own_sums(shares, self, how["into"])
+            got = [None if found is None else fp32(found) for found in sums]
+            owners = [s.reducer for s in shares]
+            calls.append(Call(values, kinds, signs, owners, got, scale, taken(caught)))
+
+        under_way.wait = note
+        return under_way
+
+    GradientSums.__init__, GradientSums.begin = make, start
     train_step(engine, 0)
     return calls
 
 
 # ---- the receiving side, from the page ----
-
-
-def bundled(call: Call) -> tuple[list[np.ndarray], list[Kind], list[int]]:
-    """The tensors of a ZeRO-3 message: small raw ones are one behind the others, shard by shard."""
-    small = [i for i, (formats, _) in enumerate(call.kinds) if formats[0] is None]
-    alone = [i for i in range(len(call.tensors)) if i not in small]
-    assert all(call.tensors[i].size <= 16_384 for i in small)
-    rows = []
-    for r in range(RANKS):
-        for i in small:
-            c = -(-call.tensors[i].size // RANKS)
-            row = call.tensors[i][r * c : r * c + c]
-            rows.append(np.concatenate([row, np.zeros(c - row.size, np.float32)]))
-    tensors = [call.tensors[i] for i in alone] + ([np.concatenate(rows)] if small else [])
-    kinds = [call.kinds[i] for i in alone] + [((None, None), 0)] * bool(small)
-    return tensors, kinds, [*alone, *small]
 
 
 def received(calls: list[Call], link: tuple[int, ...], rank: int, nth: int) -> dict[int, bytes]:
@@ -232,27 +220,17 @@ NAMES = ["sdp4bit", "3 slices", "qsdp", "eden3"]
 @pytest.mark.parametrize("block", TWO_LEVELS, ids=NAMES)
 def test_shards_are_read_off_the_messages_as_the_page_says(block: dict[str, Any]) -> None:
     for calls in zip(*run(reduced_to_shards, RANKS, block), strict=True):
-        whole = [bundled(call) for call in calls]
-        _, kinds, order = whole[0]
-        tensors = [tensors for tensors, _, _ in whole]
+        kinds, tensors = calls[0].kinds, [call.tensors for call in calls]
         pieces = [
             piece
             for i, (formats, h) in enumerate(kinds)
             for piece in oracle.shards(i, tensors[0][i].size, RANKS, formats, h)
         ]
-        signs = [calls[0].signs[i] for i in order]
-        found = sums_of(calls, tensors, signs, pieces, block.get("slices"))
+        pieces.sort(key=lambda piece: piece.small)  # small ones behind all others
+        found = sums_of(calls, tensors, calls[0].signs, pieces, block.get("slices"))
         for rank, call in enumerate(calls):
-            expected = [joined(found, i, rank) for i in range(len(kinds))]
-            start = 0
-            for place, index in enumerate(order):
-                shard = call.sums[index]
-                if kinds[min(place, len(kinds) - 1)][0][0] is not None:
-                    np.testing.assert_array_equal(expected[place], shard)
-                    continue
-                values = expected[-1][start : start + shard.size]
-                np.testing.assert_array_equal(values, shard)
-                start += -(-call.tensors[index].size // RANKS)
+            for i, shard in enumerate(call.sums):
+                np.testing.assert_array_equal(joined(found, i, rank), shard)
 
 
 @pytest.mark.parametrize("block", TWO_LEVELS, ids=NAMES)
@@ -260,8 +238,18 @@ def test_owners_read_sums_off_the_messages_as_the_page_says(block: dict[str, Any
     ways = set()
     for calls in zip(*run(reduced_to_owners, RANKS, block), strict=True):
         owners, kinds = calls[0].owners, calls[0].kinds
-        runs = [(o, t.size, *k) for o, t, k in zip(owners, calls[0].tensors, kinds, strict=True)]
-        pieces = oracle.owner_pieces(runs, RANKS, NODE_SIZE)
+        runs, members = [], []
+        for i, (owner, values, kind) in enumerate(
+            zip(owners, calls[0].tensors, kinds, strict=True)
+        ):
+            small = oracle.is_small(kind[0], values.size)
+            if runs and small and runs[-1][0] == owner and runs[-1][2:] == kind:
+                runs[-1] = owner, runs[-1][1] + values.size, *kind
+                members[-1].append((i, values.size))
+            else:
+                runs.append((owner, values.size, *kind))
+                members.append([(i, values.size)])
+        pieces = oracle.split_small(oracle.owner_pieces(runs, RANKS, NODE_SIZE), members)
         tensors = [call.tensors for call in calls]
         found = sums_of(calls, tensors, calls[0].signs, pieces, block.get("slices"))
         whole = {p: joined({q: v for q, v in found.items() if p.tensor == q.tensor
@@ -290,6 +278,7 @@ def read_delivery(
     position = 0
     for p in coming:
         fmt, n = oracle.delivered(p.formats[1]), p.stop - p.start
+        position = position if p.small else oracle.pad16(position)
         whole[p] = oracle.read(message[position:], fmt, n)
-        position += oracle.row_bytes(fmt, n)
-    assert position == len(message)
+        position += 4 * n if p.small else oracle.row_bytes(fmt, n)
+    assert oracle.pad16(position) == len(message)

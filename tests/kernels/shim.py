@@ -76,5 +76,6 @@ JOBS = {
     "decode_sum": "SumJob",
     "recode": "RecodeJob",
     "rotate": "RotateJob",
+    "cast": "CastJob",
     "lossless": "LosslessJob",
 }

@@ -12,8 +12,8 @@ import torch
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, reference
-from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.reference import BlockRotation
 
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
 INT8 = GroupCodec(bits=8, group_size=128, range="absmax")

@@ -24,11 +24,6 @@ def run(*command: str, timeout: float = 120) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("script", ("kernels.py", "one_gpu.py"))
-def test_help_names_the_dry_run(script: str) -> None:
-    assert "dry run" in run(sys.executable, script, "--help")
-
-
 def test_dry_run_writes_rows_and_a_plot(tmp_path: Path) -> None:
     sizes = ["--min-bytes", "1e5", "--max-bytes", "1e5", "--repeats", "1", "--dtypes", "fp32"]
     files = ["--json", str(tmp_path / "k.json"), "--plot", str(tmp_path / "k.png")]

@@ -9,18 +9,21 @@ import sys
 import tempfile
 import threading
 import types
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from ds_quant.codec.bound import encode
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.kernels import cuda, dispatch, launch, reference
+from ds_quant.kernels import cuda, dispatch, launch, launch_batch, reference
+from ds_quant.kernels.batch import Encode
 from ds_quant.kernels.cuda import source
-from ds_quant.kernels.launch import Launch, is_aligned, merge, place_of
+from ds_quant.kernels.launch import FIELDS, Launch, merge
 from ds_quant.kernels.random_bits import Address
 from tests.kernels import tables
 
@@ -69,6 +72,8 @@ def cupy(shim, monkeypatch) -> FakeCupy:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     stream = types.SimpleNamespace(cuda_stream=77)
+    # A CUDA build of torch without a GPU would ask the driver.
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     return fake
@@ -106,6 +111,84 @@ def test_every_launch_asks_for_the_stream(cupy, runner, monkeypatch) -> None:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index, stream=stream: stream)
         launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=runner)
     assert cupy.streams == [5, 6, 5]
+
+
+def test_a_launch_switches_to_the_runners_device_and_back(cupy, monkeypatch) -> None:
+    """CuPy launches on the current device, whatever stream it is given."""
+    current, launched = [0], []
+
+    @contextmanager
+    def on(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", on)
+    compiled = lambda kernel, macros: lambda *work: launched.append(current[-1])  # noqa: E731
+    monkeypatch.setattr(cuda, "compiled", compiled)
+    second, x = cuda.Runner(torch.device("cuda", 1)), torch.randn(1, 128)
+    out = torch.empty(1, CODEC.wire_bytes(128), dtype=torch.uint8)
+    launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=second)
+    assert launched == [1] and current == [0]
+
+
+@pytest.mark.parametrize("what", ["values", "base"])
+@pytest.mark.parametrize("skewed", ["nothing", "address", "stride"])
+def test_rows_that_are_not_aligned_take_the_careful_variant(what: str, skewed: str) -> None:
+    """The other one loads 16 bytes at once, which a GPU refuses elsewhere."""
+    numel, found = launch.whole_numel([CODEC]), []
+    tensors = {"values": torch.zeros(2, numel), "base": torch.zeros(2, numel)}
+    odd = torch.zeros(2, numel + 1) if skewed == "stride" else torch.zeros(2, numel + 4)
+    rows = {"address": odd[:, 1:-3], "stride": odd[:, :-1], "nothing": odd[:, 4:]}[skewed]
+    tensors[what] = rows
+    out = torch.empty(2, CODEC.wire_bytes(numel), dtype=torch.uint8)
+    how = {"address": ADDRESS, "levels": None, "run": found.append, "base": tensors["base"]}
+    launch.encode(tensors["values"], out, CODEC, **how)
+    (alone,) = found
+    values, base = tensors.values()
+    operation = Encode(CODEC, numel, 0, 1, 0, held=2)
+    places = [
+        (row * values.stride(0), row * out.stride(0), 0, row * base.stride(0)) for row in range(2)
+    ]
+    (table,) = launch_batch.tables_of([(operation, p) for p in places], [values, out, base])
+    for macros in (alone.macros, table.macros):
+        assert dict(macros)["DSQ_WHOLE"] == (skewed == "nothing")
+
+
+@pytest.mark.parametrize("changed", ["dtype", "alignment"])
+def test_tables_are_compiled_anew_for_other_buffers(changed: str) -> None:
+    device = torch.device("cuda", 0)
+
+    def buffers(dtype: torch.dtype, address: int) -> list[types.SimpleNamespace]:
+        first = types.SimpleNamespace(device=device, dtype=dtype, data_ptr=lambda: address)
+        return [first, types.SimpleNamespace(dtype=torch.uint8, data_ptr=lambda: 64)]
+
+    usual = dispatch.variant_of(buffers(torch.float32, 32))
+    assert usual == dispatch.variant_of(buffers(torch.float32, 96))
+    other = (torch.bfloat16, 32) if changed == "dtype" else (torch.float32, 40)
+    assert usual != dispatch.variant_of(buffers(*other))
+
+
+def test_rows_beyond_the_grid_have_random_bits_of_their_own(shim, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "_MAX_GRID_ROWS", 2)
+    x, launches = torch.randn(1, 200).expand(5, -1).contiguous(), []
+
+    def run(work: Launch) -> None:
+        launches.append(work.grid[1])
+        shim(work)
+
+    out = torch.empty(5, CODEC.wire_bytes(200), dtype=torch.uint8)
+    launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=run)
+    assert torch.equal(out, wire_of(x)) and launches == [2, 2, 1]
+    finer, decoded = replace(CODEC, bits=8, rounding="nearest"), torch.empty(5, 200)
+    sources = torch.empty(5, 1, finer.wire_bytes(200), dtype=torch.uint8)  # of one rank
+    reference.encode(x, sources[:, 0], finer, address=None, levels=None)
+    reference.decode(sources[:, 0], decoded, finer, levels=None)
+    found, wanted = torch.empty_like(out), torch.empty_like(out)
+    launch.recode(sources, found, finer, CODEC, numel=200, address=ADDRESS, run=run)
+    reference.encode(decoded, wanted, CODEC, address=ADDRESS, levels=None)
+    assert torch.equal(found, wanted)
 
 
 def test_no_option_lets_the_compiler_round_differently() -> None:
@@ -179,56 +262,6 @@ def test_a_launch_of_its_own_kind_takes_no_table(cupy, runner, monkeypatch) -> N
     assert torch.equal(outs[1], wanted[1])
 
 
-@pytest.fixture
-def on_runner(cupy, runner, monkeypatch) -> FakeCupy:
-    """Codecs take the runner for the CPU tensors of these tests."""
-    choose, device = dispatch.runner_for, torch.device("cuda", 0)
-    monkeypatch.setattr(cuda, "runner_of", lambda _: runner)
-    monkeypatch.setattr(dispatch, "runner_for", lambda fmt, _: choose(fmt, device))
-    return cupy
-
-
-def test_operations_that_belong_together_share_launches(on_runner) -> None:
-    tensors = [torch.randn(1, n).bfloat16() for n in (5000, 129, 1, 2047, 77)]
-    tensors.append(torch.randn(3, 700).double()[:, ::2])  # which the kernels cannot read
-    sizes = [(len(x), CODEC.wire_bytes(x.shape[1]) + 1) for x in tensors]
-    outs = [torch.empty(size, dtype=torch.uint8)[:, :-1] for size in sizes]
-    outs[1] = torch.empty(sizes[1], dtype=torch.uint8)[:, 1:]
-    with dispatch.batch_launches():
-        for x, out in zip(tensors, outs, strict=True):
-            CODEC.encode(x, out, address=ADDRESS)
-        taken = torch.full((1 << 16,), 7.0)  # memory of copies that are no longer referred to
-        early = len(on_runner.streams)
-    assert early == sum(not is_aligned(out) for out in outs) == 2  # these go through a buffer
-    assert len(on_runner.streams) == early + 1
-    for x, out in zip(tensors, outs, strict=True):
-        assert torch.equal(out, wire_of(x))
-    assert torch.all(taken == 7)
-
-
-def test_few_operations_are_launched_one_by_one(on_runner) -> None:
-    x = torch.randn(1, 1000)
-    outs = [torch.empty(1, CODEC.wire_bytes(1000), dtype=torch.uint8) for _ in range(3)]
-    with dispatch.batch_launches():
-        for out in outs:
-            CODEC.encode(x, out, address=ADDRESS)
-        assert not on_runner.streams
-    assert len(on_runner.streams) == 3
-    assert all(torch.equal(out, wire_of(x)) for out in outs)
-
-
-def test_operations_in_order_do_not_wait_for_the_others(on_runner) -> None:
-    x = torch.randn(1, 1000)
-    wire, decoded = torch.empty(1, CODEC.wire_bytes(1000), dtype=torch.uint8), torch.empty(1, 1000)
-    with dispatch.batch_launches(), dispatch.launch_in_order():
-        CODEC.encode(x, wire, address=ADDRESS)
-        CODEC.decode(wire, decoded)
-        assert torch.equal(wire, wire_of(x))
-    wanted = torch.empty(1, 1000)
-    reference.decode(wire, wanted, CODEC, levels=None)
-    assert torch.equal(decoded, wanted)
-
-
 def test_step_of_a_table_can_change_between_launches(cupy, runner) -> None:
     """As a replayed CUDA graph needs: the step lies in a buffer on the device."""
     x, launches = torch.randn(1, 1000), []
@@ -237,7 +270,7 @@ def test_step_of_a_table_can_change_between_launches(cupy, runner) -> None:
     (table,) = merge(launches)
     buffer = torch.frombuffer(bytearray(table.written), dtype=torch.uint8)
     for step in (1, 6):
-        buffer.view(torch.int64)[place_of("encode", "step")] = step
+        buffer.view(torch.int64)[FIELDS["encode"].index("step")] = step
         runner.run_table(table, buffer)
     assert torch.equal(out, wire_of(x))
 
@@ -259,7 +292,7 @@ def test_broken_cupy_gives_one_line_and_the_torch_path(
     cuda._failures.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert dispatch.runner_for(CODEC, torch.device("cuda", 0)) is None
+            assert dispatch.cuda_runner(torch.device("cuda", 0), "auto") is None
     found = cuda.failure_of(torch.device("cuda", 0))
     assert "Traceback" in found.traceback
     assert ("second line" in found.traceback) == (fault == "compiler")
@@ -276,7 +309,7 @@ def test_broken_cupy_gives_one_line_and_the_torch_path(
 def test_torch_backend_is_never_asked_about_cupy(monkeypatch) -> None:
     monkeypatch.setattr(cuda, "runner_of", broken)
     device = torch.device("cuda", 0)
-    assert dispatch.runner_for(replace(CODEC, backend="torch"), device) is None
+    assert dispatch.cuda_runner(device, "torch") is None
 
 
 def test_unwritable_home_moves_the_cache(cupy, monkeypatch, tmp_path) -> None:
@@ -319,11 +352,13 @@ def test_sources_are_flat_ascii_and_named() -> None:
         source("quant")
 
 
-def test_groups_beyond_the_kernels_are_reported_once(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(cuda, "runner_of", broken)
+def test_groups_beyond_the_kernels_are_reported_once(runner, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: runner)
     dispatch._report_large_groups.cache_clear()
+    codec = GroupCodec(group_size=65536)
+    x, wire = torch.zeros(1, 9), torch.empty(1, codec.wire_bytes(9), dtype=torch.uint8)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert dispatch.runner_for(GroupCodec(group_size=65536), torch.device("cuda")) is None
+            encode(codec, x, wire)
     (record,) = caplog.records
     assert "group_size = 65536" in record.getMessage()

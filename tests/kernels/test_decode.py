@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, reference
 from ds_quant.kernels.geometry import Stores
-from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.reference import BlockRotation
 from tests.kernels.inputs import (
     CODECS,
     DTYPES,

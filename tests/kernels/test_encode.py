@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, reference
 from ds_quant.kernels.geometry import tiling
-from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.reference import BlockRotation
 from ds_quant.kernels.wire import round_up
 from ds_quant.resources import resource_dir
 from tests.kernels.inputs import (

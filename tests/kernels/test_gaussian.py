@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, reference
-from ds_quant.kernels.hadamard import BlockRotation
+from ds_quant.kernels.reference import BlockRotation
 from ds_quant.kernels.wire import round_up
 from tests.kernels.inputs import (
     DTYPES,
@@ -39,6 +39,23 @@ every_codec = pytest.mark.parametrize("codec", GAUSSIAN, ids=id_of)
 def test_every_kind_of_group(shim, codec: GroupCodec, dtype: torch.dtype) -> None:
     x = awkward(128 * len(KINDS), 128, sorted(KINDS), seed=1).to(dtype)[None]
     assert_same(codec, encoded(shim, codec, x, ADDRESS), expected(codec, x, ADDRESS))
+
+
+# Of 128 equal values: scales halfway between two bf16 numbers, the lower or the upper one even.
+TIES = {
+    2: ("0x1.07916p+0", "0x1.03096p+0"), 3: ("0x1.0adebp+0", "0x1.2a9f4p+0"),
+    4: ("0x1.05074p+0", "0x1.0aaebp+0"),
+}  # fmt: skip
+
+
+@every_codec
+def test_ties_of_the_scale_are_rounded_to_even(shim, codec: GroupCodec) -> None:
+    values = [torch.full((128,), float.fromhex(value)) for value in TIES[codec.bits]]
+    x = torch.cat(values)[None]
+    wanted = expected(codec, x, ADDRESS)
+    bits = wanted.view(torch.int16).view(-1)
+    assert not (bits[256 * codec.bits // 16 :][:2] & 1).any()
+    assert_same(codec, encoded(shim, codec, x, ADDRESS), wanted)
 
 
 @pytest.mark.parametrize("flips", (None, FLIPS), ids=("plain", "flips"))

@@ -6,7 +6,7 @@ The reference is computed on the CPU. Needs CuPy: without it every test fails, n
 from __future__ import annotations
 
 import threading
-import types
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,14 +14,13 @@ import torch
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.codec.lossless import LosslessCodec
-from ds_quant.comm.traffic import Meter
 from ds_quant.comm.transport import Link
-from ds_quant.kernels import cuda, dispatch, launch, launch_lossless, lossless, reference
+from ds_quant.kernels import cuda, launch, launch_lossless, lossless, reference
 from ds_quant.kernels.cuda import source
 from ds_quant.kernels.geometry import Stores
-from ds_quant.kernels.hadamard import BlockRotation
-from ds_quant.kernels.launch import merge, place_of
+from ds_quant.kernels.launch import FIELDS, merge
 from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.reference import BlockRotation
 from tests.kernels import tables
 from tests.kernels.inputs import (
     CODECS,
@@ -34,6 +33,7 @@ from tests.kernels.inputs import (
     rotated_back,
     table,
 )
+from tests.kernels.links import alone
 from tests.lossless_inputs import DTYPES as LOSSLESS_DTYPES
 from tests.lossless_inputs import SORTS, mixed
 
@@ -310,19 +310,9 @@ def test_torch_path_does_not_wait_for_its_stream() -> None:
 
 
 @pytest.fixture
-def link():
-    """Over a process group of this process alone, without DeepSpeed."""
-    torch.distributed.init_process_group(
-        "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    made = object.__new__(Link)
-    made._dist, made.process_group = torch.distributed, None
-    made._findings, made._gloo, made._near = None, False, [True]
-    made.size, made.rank = 1, 0
-    made.empty = lambda numel, device: torch.empty(numel, dtype=torch.uint8, device=device)
-    made._traffic = types.SimpleNamespace(meter=Meter(), count=lambda *_, **__: None)
-    yield made
-    torch.distributed.destroy_process_group()
+def link() -> Iterator[Link]:
+    with alone("nccl") as made:
+        yield made
 
 
 def test_an_exchange_waited_for_on_another_stream_keeps_its_buffers(link) -> None:
@@ -376,7 +366,7 @@ def test_replayed_graph_takes_the_step_from_its_buffer(runner) -> None:
     launch.encode(x, out, INT4, address=zero, levels=None, run=launches.append)
     (work,) = merge(launches)
     buffer = torch.frombuffer(bytearray(work.written), dtype=torch.uint8).to(DEVICE)
-    step = buffer.view(torch.int64)[place_of("encode", "step")]
+    step = buffer.view(torch.int64)[FIELDS["encode"].index("step")]
     runner.run_table(work, buffer)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -417,17 +407,3 @@ def test_more_than_2_to_the_31_elements(runner) -> None:
     reference.decode(wire_of(codec, x[:, start:].cpu()), small, codec, levels=None)
     assert_values(out[:, start:], small)
     assert not out[0, : numel - 4099].any()
-
-
-def test_operations_that_belong_together_share_launches(runner) -> None:
-    """With copies on the way: their memory must not be given to somebody else before the launch."""
-    tensors = [torch.randn(1, 3 + 1001 * i).double() for i in range(8)]
-    gpu = [on_gpu(x) for x in tensors]
-    sizes = [(1, INT4.wire_bytes(x.shape[1])) for x in tensors]
-    outs = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in sizes]
-    with dispatch.batch_launches():
-        for x, out in zip(gpu, outs, strict=True):
-            INT4.encode(x, out, address=ADDRESS)
-            torch.full((1, x.shape[1]), 7.0, device=DEVICE)
-    for x, out in zip(tensors, outs, strict=True):
-        assert torch.equal(out.cpu(), wire_of(INT4, x))

@@ -5,23 +5,29 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 import torch
 
-from ds_quant.kernels import dispatch
+from ds_quant.kernels import cuda, dispatch
 from ds_quant.kernels.launch import merge
+from tests.kernels.links import alone
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks")]
 
+import one_gpu  # noqa: E402
 import plan  # noqa: E402
+import precompile  # noqa: E402
 import suite  # noqa: E402
 import sweeps  # noqa: E402
 from operations import Bench  # noqa: E402
@@ -71,41 +77,6 @@ def test_sections_run_in_order_and_a_bad_one_stops_nothing(tmp_path, monkeypatch
     assert shown[-1] == f"{'last':<16}seen" and any("last words" in line for line in shown)
     with tarfile.open(tmp_path / "out" / "A.tar.gz") as archive:
         assert "A/fails.log" in archive.getnames() and "A/last.json" in archive.getnames()
-
-
-@pytest.mark.slow
-def test_sections_share_one_deadline(tmp_path, monkeypatch) -> None:
-    sleep = "import time; time.sleep(60)"
-    sections = [section("long", sleep, seconds=500), section("late", WRITE)]
-    found = run(tmp_path, monkeypatch, sections, seconds=7)
-    assert found["sections"]["long"]["limit"] <= 7
-    assert found["sections"]["long"]["result"] == "time limit"
-    assert found["sections"]["late"]["result"] == "no time left"
-
-
-def test_a_section_takes_its_processes_along(tmp_path, monkeypatch) -> None:
-    note = tmp_path / "pid"
-    code = (
-        "import subprocess, sys, time; "
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
-        f"open({str(note)!r}, 'w').write(str(child.pid)); time.sleep(60)"
-    )
-    run(tmp_path, monkeypatch, [section("family", code, seconds=4)])
-    assert ended(int(note.read_text()))
-
-
-def ended(pid: int, seconds: float = 30) -> bool:
-    """Whether a killed process has gone; the kernel takes a moment after the signal."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            status = Path("/proc", str(pid), "status").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if "zombie" in status:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 KILLED = f"""
@@ -175,6 +146,77 @@ def test_a_dry_run_has_the_sections_of_a_real_one(part: str) -> None:
     assert not any(s.programs for s in dry)
 
 
+@pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
+def test_checkers_see_every_kernel_with_barriers(tool: str) -> None:
+    (section,) = (each for each in plan.training(dry=True) if each.name == tool)
+    done = subprocess.run(section.command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    for name in ("test_lossless_rows_of_one_message", "test_gaussian_levels[", "ragged]"):
+        assert name in done.stdout, done.stdout + done.stderr
+
+
+def test_kernels_are_compiled_before_ranks_need_them(monkeypatch, tmp_path, capsys) -> None:
+    names = [section.name for section in plan.training(dry=False)]
+    assert names.index("precompile") < names.index("zero3_world2")
+    shared, compiled = ("encode", (("A", 1),)), []
+    found = {precompile.WORLDS[0]: {shared}, precompile.WORLDS[1]: {shared, ("recode", ())}}
+    monkeypatch.setattr(precompile, "variants", lambda world, schemes: found[world])
+    monkeypatch.setattr(precompile, "_processes", ThreadPoolExecutor)
+    monkeypatch.setattr(cuda, "compiled", lambda *variant: compiled.append(variant))
+    monkeypatch.setattr(sys, "argv", ["precompile.py", "--json", str(tmp_path / "c.json")])
+    precompile.main()
+    assert sorted(compiled) == [shared, ("recode", ())], "each once, whatever worlds share"
+    assert "2 kernels" in capsys.readouterr().out
+
+
+def test_operators_of_deepspeed_are_tried_on_the_cpu_only(monkeypatch) -> None:
+    from deepspeed import ops
+
+    def probe() -> dict[str, bool]:
+        raise AssertionError("compiles and asks every GPU")
+
+    monkeypatch.setattr(ops, "_probe_compatible_ops", probe, raising=False)
+    monkeypatch.delitem(vars(ops), "__compatible_ops__", raising=False)
+    one_gpu.leave_out_host_operator("cuda")
+    monkeypatch.setitem(vars(ops), "__compatible_ops__", {"deepspeed_shm_comm": True})
+    one_gpu.leave_out_host_operator("cpu")
+    assert ops.__compatible_ops__ == {"deepspeed_shm_comm": False}
+
+
+# Stands for Python: "pip wheel" and "pip download" leave an empty wheel of what they are asked for.
+FAKE_PIP = f"""#!{PY}
+import pathlib, sys
+words = iter(sys.argv[4:])
+asked, options = ["typing_extensions"], {{}}
+for word in words:
+    if word in ("--wheel-dir", "--dest", "--platform", "--implementation", "--python-version"):
+        options[word] = next(words)
+    elif not word.startswith("-"):
+        asked.append(word.split(">")[0])
+folder = options.get("--dest") or options["--wheel-dir"]
+for name in asked:
+    pathlib.Path(folder, name + "-1-py3-none-any.whl").touch()
+"""
+
+
+def test_the_wheels_are_all_that_deepspeed_requires(tmp_path) -> None:
+    """None is left to a machine whose own may be too old for the others."""
+    python, wheels = tmp_path / "python", tmp_path / "wheels"
+    python.write_text(FAKE_PIP)
+    python.chmod(0o755)
+    script = str(ROOT / "benchmarks" / "gpu" / "collect_wheels.sh")
+    environment = os.environ | {"PYTHON": str(python)}
+    subprocess.run([script, str(wheels)], env=environment, check=True, timeout=60)
+    found = {path.name.split("-1-py3")[0] for path in wheels.iterdir()}
+    needed = {re.match(r"[\w-]+", each)[0] for each in requires("deepspeed") if "extra" not in each}
+    assert needed - {"torch", "numpy"} | {"deepspeed", "typing_extensions"} <= found
+
+
+def test_a_link_of_one_rank_as_the_gpu_tests_use_it() -> None:
+    payload = torch.arange(64, dtype=torch.uint8)
+    with alone("gloo") as link:
+        assert torch.equal(link.all_gather(payload, role="weights").wait(), payload)
+
+
 class OnShim:
     """A runner that takes tables too, on the CPU."""
 
@@ -192,7 +234,10 @@ class OnShim:
         self.shim.run(table.kernel, table.macros, (table.blocks, 1), table.threads, *addresses)
 
     def run_many(self, launches) -> None:
-        for table in merge(launches):
+        self.run_tables(merge(launches))
+
+    def run_tables(self, tables) -> None:
+        for table in tables:
             self.run_table(table, torch.frombuffer(bytearray(table.written), dtype=torch.uint8))
 
 
@@ -200,7 +245,7 @@ class OnShim:
 def on_shim(shim, monkeypatch) -> OnShim:
     """The benchmarks take CPU tensors for those of a GPU."""
     found = OnShim(shim)
-    monkeypatch.setattr(dispatch, "runner_for", lambda fmt, device: found)
+    monkeypatch.setattr(dispatch, "cuda_runner", lambda device, backend: found)
     return found
 
 

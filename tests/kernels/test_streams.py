@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from ds_quant.kernels import dispatch, hadamard, philox, reference, scratch
-from ds_quant.kernels.hadamard import BlockRotation
+from ds_quant.codec.bound import Coding
+from ds_quant.kernels import reference
+from ds_quant.kernels.batch import Recode
 from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.reference import BlockRotation
+from ds_quant.kernels.run import Operations, Streams
 from tests.kernels.inputs import CODECS, KINDS, awkward, id_of, table
 from tests.kernels.streams import Recorder, in_turns, spoiled
 
 ADDRESS = Address(key=0x0123456789ABCDEF, step=(1 << 33) + 1, first_vector=(1 << 32) - 5)
 ROTATION = BlockRotation(64, flips=0xF00D_0000_1234_5678)
-
-
-def become_a_device(monkeypatch) -> None:
-    """CPU tensors are treated as those of a device from here on."""
-    monkeypatch.setattr(scratch, "is_synchronous", lambda device: False)
-    philox._cpu_ramp.cache_clear()
-    hadamard._cpu_signs.cache_clear()
 
 
 def values_of(codec, seed: int) -> torch.Tensor:
@@ -39,14 +33,13 @@ def wire_of(codec, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("codec", CODECS[::5], ids=id_of)  # every formula, every width
-def test_two_streams_encode_and_decode_at_once(codec, monkeypatch) -> None:
+def test_two_streams_encode_and_decode_at_once(codec) -> None:
     inputs = [values_of(codec, seed) for seed in (1, 2)]
     wanted = [wire_of(codec, x) for x in inputs]
     sums = [torch.empty(3001) for _ in inputs]
     for wire, total in zip(wanted, sums, strict=True):
         reference.decode_sum(wire, total, codec, scale=0.5, own=None, levels=table(codec))
     levels = table(codec)
-    become_a_device(monkeypatch)
     outs = [torch.empty_like(wire) for wire in wanted]
     totals = [torch.empty(3001) for _ in inputs]
     streams = Recorder(), Recorder()
@@ -61,14 +54,15 @@ def test_two_streams_encode_and_decode_at_once(codec, monkeypatch) -> None:
         assert torch.equal(total.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-def test_two_streams_rotate_and_recode_at_once(monkeypatch) -> None:
-    codec = replace(CODECS[1], backend="torch")
+def test_two_streams_rotate_and_recode_at_once() -> None:
+    codec = CODECS[1]
+    recode = Recode(codec, codec, 1024, 0, 1, 0, 2, codec.wire_bytes(1024), None, 0)
+    streams_of = Streams([Coding(codec, ADDRESS)], [None])
     inputs = [torch.randn(2, 1024) for _ in range(2)]
 
     def work(x: torch.Tensor, wire: torch.Tensor, out: torch.Tensor) -> None:
         reference.encode(x, wire, codec, address=ADDRESS, levels=None, rotation=ROTATION)
-        options = {"source_levels": None, "levels": None, "address": ADDRESS, "own": None}
-        dispatch.recode(wire, out, codec, codec, numel=1024, **options)
+        Operations([(recode, (0, 0, 0, 0))]).run([wire, out], streams_of, backend="torch")
 
     def empty() -> tuple[torch.Tensor, torch.Tensor]:
         nbytes = codec.wire_bytes(1024)
@@ -77,7 +71,6 @@ def test_two_streams_rotate_and_recode_at_once(monkeypatch) -> None:
     wanted = [empty() for _ in inputs]
     for x, outs in zip(inputs, wanted, strict=True):
         work(x, *outs)
-    become_a_device(monkeypatch)
     streams, found = (Recorder(), Recorder()), [empty() for _ in inputs]
     for stream, x, outs in zip(streams, inputs, found, strict=True):
         with stream:
@@ -86,14 +79,3 @@ def test_two_streams_rotate_and_recode_at_once(monkeypatch) -> None:
     in_turns(*streams)
     for mine, theirs in zip(found, wanted, strict=True):
         assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
-
-
-def test_scratch_of_a_device_is_not_kept(monkeypatch) -> None:
-    become_a_device(monkeypatch)
-    before = scratch.nbytes()
-    shape, device = (1 << 20,), torch.device("cpu")
-    first, second = (
-        scratch.take("of a test", shape, dtype=torch.float32, device=device) for _ in range(2)
-    )
-    assert first.data_ptr() != second.data_ptr()
-    assert scratch.nbytes() == before

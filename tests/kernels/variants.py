@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, launch_lossless
 from ds_quant.kernels.geometry import Stores
-from ds_quant.kernels.hadamard import BlockRotation
 from ds_quant.kernels.launch import Launch, merge
 from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.reference import BlockRotation
 from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, table
 
 _WHOLE, _RAGGED = 1 << 16, (1 << 16) + 5
@@ -184,6 +185,12 @@ def others() -> dict[str, Launch]:
     for dtype, rotation in ((bf16, BlockRotation(32)), (torch.float32, _FLIPPED)):
         alone = launch.rotate_plan(_RAGGED, dtype, rotation).launch(1, {})
         found[f"rotate Hadamard-{rotation.block} {dtype}, from a table"] = _tabled(alone)
+    for source, dtype in product(DTYPES, DTYPES):
+        for how in ({}, {"sources": 8, "has_own": True, "scale": 0.125}):
+            work = launch.cast_plan(source, dtype, _RAGGED, _RAGGED, **how).launch(1, {})
+            what = "sum" if how else "cast"
+            found[f"{what} {source} -> {dtype}"] = work
+            found[f"{what} {source} -> {dtype}, from a table"] = _tabled(work)
     for run in (1, 2, 4, 8):
         for staged in (False, True):
             found[f"decode_sum 8 x int8 g2048 bf16, runs of {run}{' staged' * staged}"] = (

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ast
 import configparser
+import io
 import json
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +52,8 @@ OTHERS = {
     "zero": {"torch", "deepspeed.comm"},
     "zero.hooks": {"torch", "deepspeed"},
     "zero.optimizer_hooks": {"torch", "deepspeed"},
+    "zero.offload": {"torch", "deepspeed"},
+    "zero.muon_hooks": {"torch", "deepspeed"},
     "zero.version": {"deepspeed", "packaging"},
     "zero.install": {"torch", "deepspeed"},
     "tools": {
@@ -65,7 +69,7 @@ OTHERS = {
 }
 ONLY_INSIDE_FUNCTIONS = {"cupy", "deepspeed"}
 PRIVATE_NAMES = ("deepspeed.runtime", "_DeepSpeedZeroOptimizer")
-PRIVATE_HOMES = ("zero.hooks", "zero.optimizer_hooks", "zero.install")
+PRIVATE_HOMES = ("zero.hooks", "zero.optimizer_hooks", "zero.muon_hooks", "zero.install")
 
 
 class Edge(NamedTuple):
@@ -144,11 +148,11 @@ def is_allowed(module: str, edge: Edge) -> bool:
         ("comm.reduce", "deepspeed.comm", True, False),
         ("comm.reduce", "codec.codec", True, True),
         ("comm.reduce", "policy.cost", False, False),
-        ("zero.stage3", "deepspeed.comm", False, True),
-        ("zero.stage3", "deepspeed.runtime.engine", False, False),
-        ("zero.stage3", "tools.cli", False, False),
+        ("zero.fetch", "deepspeed.comm", False, True),
+        ("zero.fetch", "deepspeed.runtime.engine", False, False),
+        ("zero.fetch", "tools.cli", False, False),
         ("kernels.wire", "torch", True, False),
-        ("kernels.wire", "kernels.scratch", True, True),
+        ("kernels.wire", "kernels.random_bits", True, True),
         ("config.schema", "policy.scheme", True, False),
         ("config.schema", "policy.scheme", False, True),
         ("codec.codec", "config.schema", True, False),
@@ -191,8 +195,14 @@ def test_modules_import_only_what_their_room_allows(room: str) -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions hide a circle as well, but for those that start or check only."""
+    hidden = {"__init__", "_autoload", "zero.install", "config.schema"}
     edges = {
-        module_name(path): {e.target for e in edges_of(path, module_name(path)) if e.at_top}
+        module_name(path): {
+            e.target
+            for e in edges_of(path, module_name(path))
+            if e.at_top or module_name(path) not in hidden
+        }
         for paths in ROOMS.values()
         for path in paths
     }
@@ -228,6 +238,44 @@ def _docstring_node(node: ast.AST) -> ast.Constant | None:
         return None
     value = body[0].value
     return value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+
+
+# Lines without blanks, comments and docstrings, and classes: lower them when a change needs less.
+BUDGETS = {
+    "ds_quant": (146, 2),
+    "kernels": (2515, 42),
+    "codec": (578, 8),
+    "comm": (1484, 44),
+    "config": (713, 9),
+    "policy": (1019, 22),
+    "zero": (4029, 55),
+    "tools": (2086, 11),
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_stay_within_their_budget(room: str) -> None:
+    lines = classes = 0
+    for path in ROOMS[room]:
+        source = path.read_text("utf-8")
+        nodes = list(ast.walk(ast.parse(source)))
+        classes += sum(isinstance(node, ast.ClassDef) for node in nodes)
+        lines += len(_code_lines(source, nodes))
+    assert lines <= BUDGETS[room][0] and classes <= BUDGETS[room][1], (lines, classes)
+
+
+def _code_lines(source: str, nodes: list[ast.AST]) -> set[int]:
+    """Numbers of the lines that hold code."""
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if (
+            token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER)
+            and token.string.strip()
+        ):
+            found.update(range(token.start[0], token.end[0] + 1))
+    for docstring in filter(None, map(_docstring_node, nodes)):
+        found -= set(range(docstring.lineno, docstring.end_lineno + 1))
+    return found
 
 
 @pytest.mark.parametrize("room", ROOMS)

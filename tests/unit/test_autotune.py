@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_quant.comm.reduction_plan import MOST, SLICE_SECONDS, Slicing
+from ds_quant.comm.reduction_plan import MOST, Slicing, presumed_pace, slice_seconds
 from ds_quant.config.presets import CANDIDATES
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import autotune, cost
@@ -34,6 +34,7 @@ from ds_quant.tools.forecast import block_cargo
 RESULTS = sorted(Path(__file__).parents[2].glob("benchmarks/results/speed_*.json"))
 CLOSE = 1.05
 BF16 = torch.bfloat16
+CPU = torch.device("cpu")
 TWO_BY_ONE = Place(stage=2, micro_steps=1, nodes=2, node_size=1)
 
 
@@ -84,14 +85,23 @@ def test_slices_are_as_many_as_take_the_least_time(
     bill = Costs(numel=1, weights=0, gradients=between, gradients_intra=inside,
                 full_precision_share=0, kept={})  # fmt: skip
     place = Place(stage=2, micro_steps=1, nodes=2, node_size=2)
-    pace = slice_pace(Candidate(name="a", bill=bill, codec=0), place, links(1e9, 1e9))
+    pace = slice_pace(Candidate(name="a", bill=bill, codec=0), place, links(1e9, 1e9), CPU)
     hops = [numel * nbytes / 2 / 1e9 for nbytes in (inside, between)]
 
     def seconds(count: int) -> float:
-        return max(hops) + min(hops) / count + count * SLICE_SECONDS
+        return max(hops) + min(hops) / count + count * slice_seconds(CPU)
 
     best = min(range(1, MOST + 1), key=seconds)
     assert seconds(Slicing(pace=pace).slices(numel)) <= 1.02 * seconds(best)
+
+
+def test_nvlink_takes_few_slices() -> None:
+    """Of a layer of Llama-7B and of DeepSpeed's largest bucket, where no link is measured."""
+    cuda, layer, bucket = torch.device("cuda"), 202_383_360, 500_000_000
+    fast = Slicing(pace=presumed_pace(cuda, "cpu:gloo,cuda:nccl"))
+    assert [fast.slices(numel) for numel in (layer, bucket)] == [1, 2]
+    assert Slicing(pace=presumed_pace(cuda, "gloo")).slices(layer) == 4
+    assert Slicing(pace=presumed_pace(CPU, "nccl")) == Slicing() and Slicing().slices(layer) == 10
 
 
 def test_slices_that_are_given_are_taken() -> None:
@@ -100,7 +110,7 @@ def test_slices_that_are_given_are_taken() -> None:
 
 @pytest.mark.parametrize("found", [links(inter=1e9), links(intra=1e9)])
 def test_one_level_has_no_pace(found: Links) -> None:
-    assert slice_pace(candidate("a", 1.0), TWO_BY_ONE, found) is None
+    assert slice_pace(candidate("a", 1.0), TWO_BY_ONE, found, CPU) is None
 
 
 @pytest.mark.parametrize(

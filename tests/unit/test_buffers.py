@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from ds_quant.comm.buffers import MIN_BYTES, Buffers
-from ds_quant.kernels import scratch
 
 CPU = torch.device("cpu")
 N = MIN_BYTES
@@ -80,15 +78,3 @@ def test_small_tensors_do_not_enter_the_pool() -> None:
     pool = Buffers()
     pool.empty(N - 1, device=CPU)
     assert pool.nbytes == 0
-
-
-def test_scratch_of_all_threads_is_counted_while_they_live() -> None:
-    def take() -> int:
-        scratch.take("of a test", (1 << 20,), dtype=torch.uint8, device=torch.device("cpu"))
-        return scratch.nbytes()
-
-    before = scratch.nbytes()
-    with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(take).result() == before + (1 << 20)
-        assert scratch.nbytes() == before + (1 << 20)
-    assert scratch.nbytes() == before

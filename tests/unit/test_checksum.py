@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from ds_quant.comm.checksum import Findings, seal, sealed_bytes, unseal
+from ds_quant.comm.checksum import Finding, Findings, say_changed, seal, sealed_bytes, unseal
 
 SIZES = [0, 1, 16, 40, 40, 40, 0, 208]  # bytes that ranks 0 to 7 send
 
@@ -79,19 +81,47 @@ def test_other_accidents_are_found(accident: object) -> None:
     assert unseal(accident(sealed), [208])[1].item()
 
 
+CPU = torch.device("cpu")
+
+
+def told(role: str, sender: int) -> Finding:
+    return Finding(role, sender, "were changed on their way to rank {}: their checksum is wrong")
+
+
+def note(findings: Findings, role: str, *changed: bool) -> None:
+    """From ranks 4, 5, ..."""
+    senders = [4 + place for place in range(len(changed))]
+    findings.note(role, senders, torch.tensor(changed).view(-1, 1), say_changed)
+
+
 def test_findings_name_the_first_changed_message_once() -> None:
     findings = Findings()
-    assert findings.first() is None
-    findings.note("weights", [4, 6], torch.tensor([False, False]))
-    findings.note("gradients", [4, 6], torch.tensor([False, True]))
-    findings.note("weights", [4, 6], torch.tensor([True, True]))
-    assert findings.first() == ("gradients", 6)
-    assert findings.first() is None
+    assert findings.first() is None and not findings.found(CPU)
+    note(findings, "weights", False, False)
+    assert not findings.found(CPU)
+    note(findings, "gradients", False, True)
+    note(findings, "weights", True, True)
+    assert findings.found(CPU)
+    assert findings.first() == told("gradients", 5)
+    assert findings.first() is None and not findings.found(CPU)
 
 
 def test_findings_of_engines_without_steps_are_told_when_noted() -> None:
-    findings, told = Findings(), []
-    findings.at_once = lambda role, sender: told.append((role, sender))
-    findings.note("weights", [0, 1], torch.tensor([False, False]))
-    findings.note("weights", [0, 1], torch.tensor([False, True]))
-    assert told == [("weights", 1)]
+    findings, seen = Findings(), []
+    findings.at_once = seen.append
+    note(findings, "weights", False, False)
+    note(findings, "weights", False, True)
+    assert seen == [told("weights", 5)]
+
+
+def test_outcomes_are_read_behind_the_streams_that_write_them(monkeypatch) -> None:
+    """On the stream of the optimizer, which runs beside that of the gathers."""
+    waited: list[str] = []
+    stream = SimpleNamespace(wait_stream=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "gathers")
+    findings = Findings()
+    findings.note("weights", [0], SimpleNamespace(is_cuda=True, device=CPU), say_changed)
+    findings._noted.clear()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    findings.found(CPU)
+    assert waited == ["gathers"]

@@ -14,6 +14,7 @@ from ds_quant.config.schema import json_schema
 from ds_quant.resources import resource_dir
 from ds_quant.tools.cli import main
 
+ESTIMATE = "estimate --params 7b --nodes 2 --link 10 --step 1".split()
 GOOD = {"zero_optimization": {"stage": 2}, "quantized_comm": {"node_size": 4, "exclude": ["a.*"]}}
 
 
@@ -23,35 +24,57 @@ def write(folder: Path, content: object, name: str = "ds_config.json") -> str:
     return str(path)
 
 
-def test_validate_says_what_the_block_means(tmp_path, capsys) -> None:
-    config = {**GOOD, "quantized_comm": {"warmup_steps": 10, **GOOD["quantized_comm"]}}
-    assert main(["validate", write(tmp_path, config)]) == 0
+SDP4BIT_3 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+             "quantized_comm": {"scheme": "sdp4bit"}}  # fmt: skip
+EXACT = {"zero_optimization": {"stage": 2, "reduce_scatter": False}}
+
+
+def blocks(**block: object) -> dict:
+    return {"zero_optimization": {"stage": 2}, "quantized_comm": block}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "said", "not_said"),
+    [
+        # 8 bits, and 8 bytes of scale and offset per 1024 elements
+        (blocks(warmup_steps=10, node_size=4, exclude=["a.*"]), "", [
+            "weights: 8-bit minmax codes, groups of 1024, 1.008 bytes per element", "ZeRO-2",
+            "random_shift rounding", "parameters under 2048 elements, names matching a.*",
+            "the first 10 steps are in full precision"], "node shard"),
+        (blocks(scheme="sdp4bit", weights={"lossless": True}), "", [
+            "weights: exact differences, 2.9 bits per element at a learning rate of 3e-4, 16 ",
+            "gradients: 4-bit absmax codes, groups of 128"], "node shard"),
+        # 3 bits, and 2 bytes of scale per 128 elements
+        ({"zero_optimization": {"stage": 3}, "quantized_comm": {"scheme": "eden3"}}, "", [
+            "gradients: 3-bit gaussian codes, groups of 128, 0.391 bytes per element",
+            "nearest level, scale of EDEN, Hadamard blocks of 128", "stochastic rounding",
+            "inside a node 8-bit absmax codes, groups of 128, 1.031 bytes per element"], "minmax"),
+        ({}, "", ["as without ds_quant"], "weights:"),
+        ({"quantized_comm": {"enabled": False}}, "", ["as without ds_quant"], "weights:"),
+        (blocks(scheme="full_precision"), "",
+         ["weights: full precision\ngradients: full precision"], "bytes per element"),
+        (blocks(scheme="autotune", exclude=["a.*"], allow_full_replica=True), "", [
+            "scheme: full_precision, qsdp, sdp4bit, as links and codecs measured",
+            "names matching a.*"], "bytes per element"),
+        (blocks(scheme="autotune", allow_full_replica=True), "--json", ["{"], '"node_shard"'),
+        (blocks(scheme="autotune", allow_full_replica=True), "--json", ["{"], '"weights"'),
+        (SDP4BIT_3, "",
+         ["node shard: 2 / (ranks per node) bytes per parameter more on every rank"], "none"),
+        (SDP4BIT_3, "--node-size 8 --params 7b",
+         ["0.25 bytes per parameter more on every rank (1."], "none"),
+        (SDP4BIT_3, "--node-size 8 --world 8",
+         ["node shard: none, all ranks are on one node"], "more on every rank"),
+        *((EXACT | {"quantized_comm": {"scheme": scheme}}, "", [
+            "gradients: full precision, because zero_optimization.reduce_scatter is false"],
+           "gradients: 8-bit") for scheme in ("qsdp", "autotune")),
+    ],
+)  # fmt: skip
+def test_validate_says_what_the_block_means(
+    tmp_path, capsys, config: dict, options: str, said: list[str], not_said: str
+) -> None:
+    assert main(["validate", write(tmp_path, config), *options.split()]) == 0
     out = capsys.readouterr().out
-    # 8 bits, and 8 bytes of scale and offset per 1024 elements
-    assert "weights: 8-bit minmax codes, groups of 1024, 1.008 bytes per element" in out
-    assert "random_shift rounding" in out
-    assert "parameters under 2048 elements, names matching a.*" in out
-    assert "the first 10 steps are in full precision" in out
-    assert "ZeRO-2" in out
-
-
-def test_validate_says_what_exact_differences_cost(tmp_path, capsys) -> None:
-    config = {**GOOD, "quantized_comm": {"scheme": "sdp4bit", "weights": {"lossless": True}}}
-    assert main(["validate", write(tmp_path, config)]) == 0
-    out = capsys.readouterr().out
-    assert "weights: exact differences, 2.9 bits per element at a learning rate of 3e-4, 16 " in out
-    assert "gradients: 4-bit absmax codes, groups of 128" in out
-
-
-def test_validate_says_how_gaussian_levels_travel(tmp_path, capsys) -> None:
-    config = {"zero_optimization": {"stage": 3}, "quantized_comm": {"scheme": "eden3"}}
-    assert main(["validate", write(tmp_path, config)]) == 0
-    out = capsys.readouterr().out
-    # 3 bits, and 2 bytes of scale per 128 elements
-    assert "gradients: 3-bit gaussian codes, groups of 128, 0.391 bytes per element" in out
-    assert "nearest level, scale of EDEN, Hadamard blocks of 128" in out
-    assert "inside a node 8-bit absmax codes, groups of 128, 1.031 bytes per element" in out
-    assert out.count("stochastic rounding") == 1
+    assert [text for text in said if text not in out] == [] and not_said not in out, out
 
 
 def test_validate_accepts_every_shipped_config(capsys) -> None:
@@ -103,29 +126,6 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path) -> None:
     assert main(["validate", write(tmp_path, text)]) == 0
 
 
-@pytest.mark.parametrize("config", [{}, {"quantized_comm": {"enabled": False}}])
-def test_validate_says_when_nothing_is_quantized(tmp_path, capsys, config: dict) -> None:
-    assert main(["validate", write(tmp_path, config)]) == 0
-    assert "as without ds_quant" in capsys.readouterr().out
-
-
-def test_roles_in_full_precision_are_named(tmp_path, capsys) -> None:
-    config = {**GOOD, "quantized_comm": {"scheme": "full_precision"}}
-    assert main(["validate", write(tmp_path, config)]) == 0
-    assert "weights: full precision\ngradients: full precision" in capsys.readouterr().out
-
-
-def test_autotune_is_valid_and_says_what_it_chooses_from(tmp_path, capsys) -> None:
-    block = {"scheme": "autotune", "exclude": ["a.*"], "allow_full_replica": True}
-    assert main(["validate", write(tmp_path, {**GOOD, "quantized_comm": block})]) == 0
-    out = capsys.readouterr().out
-    assert "scheme: full_precision, qsdp, sdp4bit, as links and codecs measured" in out
-    assert "names matching a.*" in out
-    assert main(["validate", "--json", str(tmp_path / "ds_config.json")]) == 0
-    out = capsys.readouterr().out
-    assert '"weights"' not in out and '"node_shard"' not in out
-
-
 def test_json_alone_is_the_resolved_block(tmp_path, capsys) -> None:
     assert main(["validate", "--json", write(tmp_path, GOOD)]) == 0
     block = json.loads(capsys.readouterr().out)["quantized_comm"]
@@ -139,34 +139,13 @@ def test_a_world_without_ranks_is_refused(tmp_path, capsys, world: str) -> None:
     assert "argument --world" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ((), "node shard: 2 / (ranks per node) bytes per parameter more on every rank"),
-        (("--node-size", "8", "--params", "7b"), "0.25 bytes per parameter more on every rank (1."),
-        (("--node-size", "8", "--world", "8"), "node shard: none, all ranks are on one node"),
-    ],
-)
-def test_the_node_shard_and_its_memory_are_named(
-    tmp_path, capsys, options: tuple[str, ...], expected: str
-) -> None:
-    config = {"bf16": {"enabled": True}, "quantized_comm": {"scheme": "sdp4bit"}}
-    path = write(tmp_path, {**config, "zero_optimization": {"stage": 3}})
-    assert main(["validate", path, *options]) == 0
-    assert expected in capsys.readouterr().out
-    path = write(tmp_path, {**config, "zero_optimization": {"stage": 2}})
-    assert main(["validate", path, *options]) == 0
-    assert "node shard" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("scheme", ["qsdp", "autotune"])
-def test_gradients_that_stay_exact_are_not_promised_in_8_bits(tmp_path, capsys, scheme) -> None:
-    zero = {"stage": 2, "reduce_scatter": False}
-    path = write(tmp_path, {"zero_optimization": zero, "quantized_comm": {"scheme": scheme}})
-    assert main(["validate", path]) == 0
-    out = capsys.readouterr().out
-    assert "gradients: full precision, because zero_optimization.reduce_scatter is false" in out
-    assert "gradients: 8-bit" not in out
+def test_estimate_reads_switches_as_deepspeed_does(tmp_path, capsys) -> None:
+    told = []
+    for enabled in (True, "true", False):
+        config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": enabled}}
+        assert main([*ESTIMATE, "--ds-config", write(tmp_path, config), "--json"]) == 0
+        told.append(json.loads(capsys.readouterr().out)["rows"])
+    assert told[0] == told[1] != told[2]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -177,18 +156,28 @@ def test_code_that_a_config_names_runs_only_when_asked_for(
     monkeypatch.chdir(tmp_path)
     block = {"enabled": enabled, "weights": {"codec": "trap"}}
     path = write(tmp_path, {"zero_optimization": {"stage": 2}, "quantized_comm": block})
+    estimate = [*ESTIMATE, "--ds-config", path]
     assert main(["validate", path]) == 0
     assert (
         "codec trap, not tried (--load-codecs imports it)" in capsys.readouterr().out
     ) == enabled
-    if enabled:
-        with pytest.raises(SystemExit, match="imported"):
-            main(["validate", path, "--load-codecs"])
-    else:
-        assert main(["validate", path, "--load-codecs"]) == 0
+    assert main(estimate) == enabled
+    said = 'weights.codec="trap": only its code knows its bytes: give --load-codecs'
+    assert (said in capsys.readouterr().err) == enabled
+    for command in (["validate", path], estimate):
+        if enabled:
+            with pytest.raises(SystemExit, match="imported"):
+                main([*command, "--load-codecs"])
+        else:
+            assert main([*command, "--load-codecs"]) == 0
 
 
-ESTIMATE = "estimate --params 7b --nodes 2 --link 10 --step 1".split()
+def test_only_codecs_are_looked_for_in_the_working_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert main(["schema"]) == main(["validate", write(tmp_path, GOOD)]) == main(ESTIMATE) == 0
+    assert str(tmp_path) not in sys.path
+    assert main([*ESTIMATE, "--load-codecs"]) == 0 and sys.path[-1] == str(tmp_path)
 
 
 @pytest.mark.parametrize("command", [["schema"], ["validate", "--json"], ESTIMATE])
@@ -223,3 +212,28 @@ def test_command_loads_neither_torch_nor_deepspeed() -> None:
     )
     root = Path(ds_quant.__file__).parent.parent
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True)
+
+
+# ---- the block of the environment ----
+
+
+def test_the_block_of_the_environment_is_checked(tmp_path, capsys, monkeypatch) -> None:
+    plain, own = tmp_path / "plain.json", tmp_path / "own.json"
+    plain.write_text('{"zero_optimization": {"stage": 2}}')
+    own.write_text('{"zero_optimization": {"stage": 2}, "quantized_comm": {"scheme": "qwd"}}')
+    assert main(["validate", "--env"]) == 1 and "is not set" in capsys.readouterr().err
+    monkeypatch.setenv("DS_QUANT_BLOCK", '{"scheme": "eden3"}')
+    assert main(["validate", "--env"]) == 0
+    assert "gradients: 3-bit gaussian" in capsys.readouterr().out
+    assert main(["validate", "--env", str(plain), str(own)]) == 0
+    first, second = capsys.readouterr().out.split(f"{own}: valid")
+    assert "valid, block from DS_QUANT_BLOCK" in first and "3-bit gaussian" in first
+    assert "gradients: full precision" in second
+    assert main(["validate", str(plain)]) == 0 and "no quantized_comm" in capsys.readouterr().out
+    monkeypatch.setenv("DS_QUANT_BLOCK", '{"scheme": "eden5"}')
+    assert main(["validate", "--env", str(plain)]) == 1
+    assert 'DS_QUANT_BLOCK: quantized_comm.scheme="eden5"' in capsys.readouterr().err
+
+
+def test_validate_needs_a_file_or_the_environment(capsys) -> None:
+    assert main(["validate"]) == 1 and "no file: give" in capsys.readouterr().err

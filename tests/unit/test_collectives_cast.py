@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.bound import Rotation, decode_sum, encode
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.buffers import Buffers
-from ds_quant.comm.reduce import Reduction, ShardSums
 from ds_quant.comm.reduction_plan import Form, LinkHop
 from ds_quant.comm.traffic import Meter
 from ds_quant.kernels import dispatch
 from ds_quant.kernels.random_bits import Address
+from ds_quant.zero.gradients import ShardReduction
 from ds_quant.zero.held import HeldGradients
-from ds_quant.zero.stage3 import ShardReduction, _cast, _Sent
+from ds_quant.zero.param import GradientStreams, Stream
 from tests.kernels.conftest import shim  # noqa: F401
 from tests.kernels.test_cuda_launcher import cupy, runner  # noqa: F401
 
@@ -28,17 +29,18 @@ RANKS = 4
 class Alone:
     """A link whose other ranks send what this one sends."""
 
+    backend = "auto"
+
     def __init__(self, size: int = RANKS, rank: int = 1) -> None:
         self.size, self.rank = size, rank
-        pool, meter, self.casts = Buffers(), Meter(), []
-        self.empty, self._empties = pool.empty, pool.empties
+        self._pool, meter = Buffers(), Meter()
+        self.rooms: list[torch.dtype] = []  # that it was asked for
         self.encoding = lambda role: meter.encoding(role, "inter")
         self.decoding = lambda: meter.section("decode")
 
-    def empties(self, numels, *, dtype, device):
-        """Memory for what is cast."""
-        self.casts.append(dtype)
-        return self._empties(numels, dtype=dtype, device=device)
+    def empty(self, *shape, dtype=torch.uint8, device):
+        self.rooms.append(dtype)
+        return self._pool.empty(*shape, dtype=dtype, device=device)
 
     def all_to_all(self, payload, *, sent, received, role):
         rows = payload.split(sent)
@@ -46,42 +48,68 @@ class Alone:
         return types.SimpleNamespace(wait=lambda: row.repeat(sum(map(bool, received))))
 
 
-def reduced(
-    codecs: Sequence[Codec], gradients: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.dtype]]:
-    """This rank's shards as a bucket returns them, and the dtypes that sums were cast to."""
-    link = Alone()
-    one_hop = [(codec,) for codec in codecs]
-    flat, sent, plan = planned(link, one_hop, gradients, [LinkHop(link=link)])
-    sums = plan.room(flat[0].device, plan.dtype)
-    Reduction(plan.plan, flat, sent.codings, sent.rotations, sums).wait()
-    return _cast(plan.shards(sums), sent.dtypes, link), link.casts
+@dataclass(frozen=True)
+class Tracked:
+    """A parameter whose gradient takes the codecs, one for each hop."""
+
+    index: int
+    shape: torch.Size
+    codecs: tuple[Codec, ...]
+    rotation: Rotation | None = None
+
+    def gradient_streams(self, dtype: torch.dtype, *, rank: int, hops: int) -> GradientStreams:
+        streams = [
+            Stream(c, 1 + self.index if getattr(c, "rounding", "") == "stochastic" else None)
+            for c in self.codecs
+        ]
+        rotation = self.rotation if isinstance(self.codecs[0], GroupCodec) else None
+        form = Form(self.codecs, rotation.block if rotation else 0)
+        return GradientStreams(tuple(streams), form, rotation)
 
 
-def planned(
-    link: Alone,
+def bucket_of(
     codecs: Sequence[tuple[Codec, ...]],
     gradients: list[torch.Tensor],
-    route: Sequence[LinkHop],
+    link: Alone,
+    route: tuple[LinkHop, ...],
+    *,
+    micro_steps: int = 0,
     rotation: Rotation | None = None,
-) -> tuple[list[torch.Tensor], _Sent, ShardSums]:
-    """What a bucket of these gradients makes before it is sent; codecs of every hop."""
-    codings = []
-    for hops in codecs:
-        random = [getattr(codec, "rounding", "") == "stochastic" for codec in hops]
-        addresses = [Address(key=1 + i, step=1) if r else None for i, r in enumerate(random)]
-        codings.append(tuple(map(Coding, hops, addresses)))
-    coded = [isinstance(hops[0], GroupCodec) for hops in codecs]
-    rotations = [rotation if is_coded else None for is_coded in coded]
-    forms = tuple(
-        Form(hops, rotation.block if rotation and is_coded else 0)
-        for hops, is_coded in zip(codecs, coded, strict=True)
-    )
-    flat = [g.reshape(-1) for g in gradients]
-    dtypes, numels = tuple(g.dtype for g in gradients), [g.numel() for g in gradients]
-    sent = _Sent(list(range(len(codecs))), [], dtypes, forms, codings, rotations)
-    how = {"scale": 1 / RANKS, "dtype": sent.sum_dtype(flat[0].device)}
-    return flat, sent, ShardSums(numels, forms, route, link, **how)
+    crossed: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    indices: Sequence[int] | None = None,
+) -> tuple[list[torch.Tensor], bool]:
+    """This rank's shards as a bucket returns them, and whether they were cast from fp32.
+    micro_steps: how many cross between nodes once, 0 for none. crossed: sums of some that wait.
+    indices: of the parameters.
+    """
+    engine = Engine()
+    held = HeldGradients(engine) if micro_steps else None
+    tracked = {
+        id(g): Tracked(i, g.shape, hops, rotation)
+        for i, g, hops in zip(indices or range(len(codecs)), gradients, codecs, strict=True)
+    }
+    binding = types.SimpleNamespace(
+        engine=engine, held=held, asked=set(), watch=None,
+        routes=None, step=1, gradient_step=1, link=lambda _: link, route=lambda _: route,
+        is_exact=lambda _: False, signed_step=lambda _: 1, crosses_once=lambda _: micro_steps > 0,
+        param_of=lambda p: tracked[id(p)],
+    )  # fmt: skip
+    if crossed:
+        held._step = engine.global_steps
+        held._crossed = {(tracked[id(gradients[i])], -1): sums for i, sums in crossed.items()}
+    reduction = ShardReduction(binding)
+    for micro_step in range(max(1, micro_steps)):
+        engine.boundary = micro_step == micro_steps - 1
+        shards = reduction(None, gradients, gradients)
+    return shards, link.rooms.count(torch.float32) > (micro_steps > 1)  # partial sums are
+
+
+def reduced(
+    codecs: Sequence[Codec], gradients: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], bool]:
+    """As ``bucket_of``, over one hop."""
+    link = Alone()
+    return bucket_of([(codec,) for codec in codecs], gradients, link, (LinkHop(link=link),))
 
 
 def gradients() -> list[torch.Tensor]:
@@ -97,33 +125,23 @@ BF16 = CastCodec(torch.bfloat16)
 def test_kernels_write_the_dtype_of_the_gradients(runner, monkeypatch) -> None:  # noqa: F811
     """Beside one in full precision, whose sum is rounded once too."""
     codecs, narrow = (CODEC, BF16, CODEC), [g.bfloat16() for g in gradients()]
-    wanted, casts = reduced(codecs, narrow)
-    assert casts == [torch.bfloat16]
+    wanted, cast = reduced(codecs, narrow)
+    assert not cast
     on(runner, monkeypatch)
     assert_found(reduced(codecs, narrow), wanted)
 
 
 def on(runner, monkeypatch) -> None:  # noqa: F811
     """As on a GPU."""
-    monkeypatch.setattr(dispatch, "runner_for", lambda *_: runner)
     monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: runner)
 
 
-def assert_found(
-    found: tuple[list[torch.Tensor], list[torch.dtype]], wanted: list[torch.Tensor]
-) -> None:
+def assert_found(found: tuple[list[torch.Tensor], bool], wanted: list[torch.Tensor]) -> None:
     """Nothing was cast, and every bit is as it was."""
-    shards, casts = found
-    assert casts == []
+    shards, cast = found
+    assert not cast
     for mine, theirs in zip(shards, wanted, strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
-
-
-@dataclass(frozen=True)
-class Tracked:
-    """A parameter."""
-
-    index: int
 
 
 class Engine:
@@ -138,45 +156,66 @@ class Engine:
         return self.boundary
 
 
-def accumulated(micro_steps: int) -> tuple[list[torch.Tensor], list[torch.dtype]]:
+def accumulated(micro_steps: int) -> tuple[list[torch.Tensor], bool]:
     """As ``reduced``, in two nodes of two ranks, where sums cross between nodes once."""
-    whole, engine = Alone(4, rank=3), Engine()
+    whole = Alone(4, rank=3)
     route = LinkHop(link=Alone(2)), LinkHop(link=Alone(2), divisor=2, exact_own=True)
     codecs = (INT8, CODEC), (BF16, BF16), (INT8, CODEC)
     narrow = [g.view(-1)[: g.numel() // 4 * 4].bfloat16() for g in gradients()]  # equal shards
-    flat, sent, plan = planned(whole, codecs, narrow, route, Rotation(block=32))
-    binding = types.SimpleNamespace(engine=engine, held=HeldGradients(engine))
-    tracked = list(map(Tracked, range(3)))
-    reduction = ShardReduction(binding)
-    for micro_step in range(micro_steps):
-        engine.boundary = micro_step == micro_steps - 1
-        under_way, take = reduction._begin_held(flat, sent, plan, tracked, whole)
-        under_way.wait()
-        shards = take()
-    return shards, whole.casts
+    how = {"micro_steps": micro_steps, "rotation": Rotation(block=32)}
+    return bucket_of(codecs, narrow, whole, route, **how)
 
 
 @pytest.mark.parametrize("micro_steps", (1, 3))
 def test_kernels_write_it_of_sums_that_cross_once(runner, monkeypatch, micro_steps) -> None:  # noqa: F811
-    wanted, casts = accumulated(micro_steps)
-    assert casts == [torch.bfloat16]
+    wanted, cast = accumulated(micro_steps)
+    assert not cast
     on(runner, monkeypatch)
     assert_found(accumulated(micro_steps), wanted)
 
 
+def test_three_equal_micro_steps_add_up_to_three() -> None:
+    """Of the gradient that is sent in full precision, to the rounding of its parts to bf16."""
+    once, thrice = (accumulated(micro_steps)[0][1].float() for micro_steps in (1, 3))
+    torch.testing.assert_close(thrice, 3 * once, rtol=2**-7, atol=0.05)
+
+
+def test_sums_that_crossed_are_added_in_fp32_to_those_of_their_parameter() -> None:
+    """193 of at most 200 is decoded to 193.7, which is 194 in bf16."""
+    gradient, found = torch.full((300,), 193.0).bfloat16(), []
+    gradient[::100] = 200  # the first element of every shard
+    for crossed in ({}, {0: torch.full((100,), 1.6)}):
+        link, how = Alone(3), {"micro_steps": 1, "crossed": crossed}
+        (shard,), _ = bucket_of([(INT8,)], [gradient], link, (LinkHop(link=link),), **how)
+        found.append(set(shard[1:].tolist()))
+    assert found == [{194.0}, {195.0}]
+
+
+@pytest.mark.parametrize("micro_steps", (0, 1, 2))
+def test_a_parameter_that_is_in_a_bucket_twice_gets_both_sums(micro_steps: int) -> None:
+    """As of a module that is used twice under reentrant checkpointing."""
+    link, route = Alone(4, rank=3), [LinkHop(link=Alone(2)), LinkHop(link=Alone(2), divisor=2)]
+    twice = [torch.full((64,), value).bfloat16() for value in (1.0, 2.0)]
+    how = {"micro_steps": micro_steps, "indices": [0, 0]}
+    shards, _ = bucket_of([(BF16, BF16)] * 2, twice, link, tuple(route), **how)
+    assert [set(shard.tolist()) for shard in shards] == [
+        {value * max(1, micro_steps)} for value in (1.0, 2.0)
+    ]
+
+
 @pytest.mark.parametrize("codec", (CODEC, BF16), ids=("torch", "cast"))
-def test_without_kernels_sums_are_cast_at_once(codec) -> None:
-    found, casts = reduced([codec] * 3, gradients())
-    assert casts == [torch.bfloat16]
+def test_sums_of_several_dtypes_are_cast_at_once(codec) -> None:
+    found, cast = reduced([codec] * 3, gradients())
+    assert cast
     assert [shard.dtype for shard in found] == [g.dtype for g in gradients()]
 
 
 def test_sums_in_another_dtype_are_rounded_once() -> None:
     wire = torch.empty(3, CODEC.wire_bytes(999), dtype=torch.uint8)
-    CODEC.encode(torch.randn(3, 999), wire, address=Address(key=1, step=1))
+    encode(CODEC, torch.randn(3, 999), wire, address=Address(key=1, step=1))
     whole, narrow = torch.empty(999), torch.empty(999, dtype=torch.bfloat16)
     for out in (whole, narrow):
-        CODEC.decode_sum(wire, out, scale=1 / 3)
+        decode_sum(CODEC, wire, out, scale=1 / 3)
     assert torch.equal(whole.bfloat16(), narrow)
     with pytest.raises(ValueError, match=r"float64, must be \(numel,\) bf16 or fp16 or fp32"):
-        CODEC.decode_sum(wire, torch.empty(999, dtype=torch.float64))
+        decode_sum(CODEC, wire, torch.empty(999, dtype=torch.float64))

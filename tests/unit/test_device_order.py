@@ -7,9 +7,13 @@ import types
 import deepspeed.accelerator
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_quant.policy import autotune
+from ds_quant.zero import hooks
 from ds_quant.zero.hooks import StepBarrier
+from ds_quant.zero.node_shard import NodeShard
+from ds_quant.zero.optimizer_hooks import ReplicaGroup
 
 
 @pytest.fixture
@@ -87,3 +91,36 @@ def test_where_the_device_keeps_order_nothing_is_recorded(monkeypatch: pytest.Mo
     barrier.record()
     barrier.wait()
     assert accelerator.did == [] and accelerator.events == 0
+
+
+class Copies(TorchDispatchMode):
+    """Whether each copy waits for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.async_: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default:
+            self.async_.append((*args, False)[2])
+        elif func is torch.ops.aten._to_copy.default:
+            self.async_.append(kwargs.get("non_blocking", False))
+        return func(*args, **kwargs)
+
+
+def test_offloaded_weights_are_copied_to_the_device_without_a_wait(monkeypatch) -> None:
+    device = torch.device("meta")
+    monkeypatch.setattr(hooks, "device", lambda: device)
+    flat = torch.empty(8, dtype=torch.bfloat16, device=device)
+    shard = torch.zeros(3, dtype=torch.bfloat16)
+    shard.ds_numel = 3
+    param = types.SimpleNamespace(tensor=types.SimpleNamespace(ds_tensor=shard, ds_numel=5))
+    node = object.__new__(NodeShard)
+    node._rank = 1
+    with Copies() as copies:
+        wanted = ReplicaGroup(0, flat, [], None, torch.zeros(4)).updated(range(1, 3), torch.empty)
+        (values,) = node._shards([param])
+    assert (wanted.dtype, wanted.device, wanted.numel()) == (flat.dtype, device, 2)
+    assert (values.device, values.numel()) == (device, 2)
+    assert copies.async_ == [True, True]

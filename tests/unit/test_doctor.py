@@ -37,12 +37,28 @@ def test_supported_versions_are_those_of_setup_cfg() -> None:
 @pytest.mark.parametrize(
     ("version", "status"),
     [("0.19.8", OK), ("0.17.6", OK), ("0.19.8+cpu", OK), ("0.20.0", PROBLEM), ("0.17.5", PROBLEM),
-     (None, PROBLEM)],
+     ("0.17.6.dev20251101+cpu", OK), (None, PROBLEM)],
 )  # fmt: skip
 def test_version_verdict_names_range_and_fix(version: str | None, status: str) -> None:
     check = doctor.version_check("deepspeed", version, ">=0.17.6,<0.20")
     assert check.status == status and bool(check.fix) == (status == PROBLEM)
     assert ">=0.17.6,<0.20" in check.found + check.fix
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("0.17.6", ["but the last one", "but the first and the last one"]),
+        ("0.18.2", ["but the last one", "but the first and the last one"]),
+        ("0.18.3", ["but the first and the last one", "issue 8224"]),
+        ("0.19.3", ["issue 8224"]), ("0.19.4", []), ("0.19.8+cpu", []), (None, []),
+    ],
+)  # fmt: skip
+def test_gradients_that_deepspeed_loses_are_named(version: str | None, said: list[str]) -> None:
+    checks = doctor.known_faults(version)
+    assert [check.status for check in checks] == [WARNING] * len(said)
+    for check, words in zip(checks, said, strict=True):
+        assert words in check.found and "deepspeed>=" in check.fix
 
 
 @pytest.mark.parametrize(
@@ -127,17 +143,18 @@ def test_a_cupy_that_fails_is_a_warning_with_its_traceback(monkeypatch) -> None:
     assert doctor.cuda_kernels(torch.device("cpu")).status == OK
 
 
-def test_codecs_are_exact_to_half_a_step_and_a_broken_one_is_found(monkeypatch) -> None:
+@pytest.mark.parametrize("error", [0.1, float("nan")])
+def test_codecs_are_exact_to_half_a_step_and_a_broken_one_is_found(monkeypatch, error) -> None:
     assert doctor.codecs().status == OK
-    from ds_quant.codec.codec import GroupCodec
+    from ds_quant.codec import bound
 
-    decode = GroupCodec.decode
+    decode = bound.decode
 
     def one_wrong(self, wire, out, **options) -> None:
         decode(self, wire, out, **options)
-        out[0, 77_777] += 0.1
+        out[0, 77_777] += error
 
-    monkeypatch.setattr(GroupCodec, "decode", one_wrong)
+    monkeypatch.setattr(bound, "decode", one_wrong)
     assert doctor.codecs().status == PROBLEM
 
 

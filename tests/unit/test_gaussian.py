@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.bound import Coding, Rotation, decode, decode_sum, encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.config.schema import parse_block
-from ds_quant.kernels import gaussian
+from ds_quant.kernels import reference
+from ds_quant.kernels.batch import Recode
 from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.run import Operations, Streams
 from ds_quant.policy.route import Routes, delivery_codec
 from ds_quant.zero.param import Param
 from tests import needs
@@ -44,7 +46,7 @@ def encoded(codec: GroupCodec, x: torch.Tensor, rotation: Rotation | None = None
     """(rows, bytes); what is not written stays 85."""
     numel = rotation.padded(x.shape[1]) if rotation else x.shape[1]
     wire = torch.full((x.shape[0], codec.wire_bytes(numel)), 85, dtype=torch.uint8)
-    codec.encode(x, wire, rotation=rotation.kernel if rotation else None)
+    encode(codec, x, wire, rotation=rotation.kernel if rotation else None)
     return wire
 
 
@@ -52,7 +54,7 @@ def round_trip(codec: GroupCodec, x: torch.Tensor, rotation: Rotation | None = N
     """(numel,) fp32 of one row."""
     out = torch.empty(x.numel())
     how = {"rotation": rotation.kernel if rotation else None}
-    codec.decode_sum(encoded(codec, x.view(1, -1), rotation), out, **how)
+    decode_sum(codec, encoded(codec, x.view(1, -1), rotation), out, **how)
     return out
 
 
@@ -67,7 +69,7 @@ def nmse(found: torch.Tensor, x: torch.Tensor) -> float:
 def test_levels_are_the_means_of_their_cells(bits: int) -> None:
     """Lloyd and Max: borders halfway, every level the mean of N(0, 1) between its borders."""
     levels = [float(t) for t in oracle.LEVELS[bits]]
-    table = gaussian.table_of(bits, torch.device("cpu"))
+    table = reference.gaussian_table(bits, torch.device("cpu"))
     assert table.tolist() == [*(-np.float32(t) for t in levels), *map(np.float32, levels)]
     borders = [0.0, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
     for (low, high), level in zip(pairwise(borders), levels, strict=True):
@@ -102,7 +104,7 @@ def assert_equals_oracle(bits: int, x: torch.Tensor) -> None:
             torch.empty(1, row.numel()),
             oracle.decode(wire.numpy().tobytes(), fmt, row.numel()),
         )
-        codec.decode(wire.view(1, -1), found)
+        decode(codec, wire.view(1, -1), found)
         assert np.array_equal(found.numpy()[0], wanted, equal_nan=True)
 
 
@@ -238,12 +240,12 @@ def test_a_sum_is_that_of_its_rows_in_order(bits: int) -> None:
     x, own = normal(3, 700), normal(768, seed=8)
     wire = encoded(codec, x, rotation)
     rows = torch.empty(3, 768)
-    codec.decode(wire, rows)
+    decode(codec, wire, rows)
     total = ((rows[0] + own) + rows[1]) + rows[2]
-    rotation.inverse_(total, scale=0.25)
+    reference.unrotate_(total, rotation.kernel, scale=0.25)
     found = torch.empty(700)
     how = {"scale": 0.25, "rotation": rotation.kernel, "own": (1, own)}
-    codec.decode_sum(wire, found, **how)
+    decode_sum(codec, wire, found, **how)
     assert torch.equal(found, total[:700])
 
 
@@ -251,8 +253,13 @@ def test_a_sum_is_encoded_anew_while_it_is_rotated() -> None:
     inner = GroupCodec(bits=8, group_size=128, range="absmax")
     x, sums = normal(3, 640), torch.empty(640)
     wire, found = encoded(inner, x), torch.empty(CODECS[3].wire_bytes(640), dtype=torch.uint8)
-    Coding(CODECS[3]).recode(Coding(inner), wire, found, numel=640, own=None)
-    inner.decode_sum(wire, sums)
+    operation = Recode(
+        inner, CODECS[3], 640, wire_in=0, wire=1, stream=0, sources=3, stride=wire.stride(0),
+        place=None, own=2,
+    )  # fmt: skip
+    streams = Streams([Coding(CODECS[3])], [None])
+    Operations([(operation, (0, 0, 0, 0))]).run([wire, found, torch.empty(0)], streams)
+    decode_sum(inner, wire, sums)
     assert torch.equal(found, encoded(CODECS[3], sums.view(1, -1))[0])
 
 
@@ -277,9 +284,9 @@ def test_groups_that_are_not_whole_are_refused() -> None:
     codec = CODECS[4]
     wire = torch.zeros(1, codec.wire_bytes(130), dtype=torch.uint8)
     for call in (
-        lambda: codec.encode(torch.ones(1, 130), wire),
-        lambda: codec.decode(wire, torch.ones(1, 130)),
-        lambda: codec.decode_sum(wire, torch.ones(130)),
+        lambda: encode(codec, torch.ones(1, 130), wire),
+        lambda: decode(codec, wire, torch.ones(1, 130)),
+        lambda: decode_sum(codec, wire, torch.ones(130)),
     ):
         with pytest.raises(ValueError, match="numel = 130 .* multiples of 128, or a rotation"):
             call()

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from ds_quant.comm.reduction_plan import Segment
 from ds_quant.zero import hooks, optimizer_hooks
+from ds_quant.zero.gradients import GradientReducer, Layout
 from ds_quant.zero.held import HeldBucket, HeldGradients, Member
-from ds_quant.zero.param import Param
+from ds_quant.zero.param import Param, exact_gradient
 
 MODULE = torch.nn.Linear(2, 2)
 
@@ -41,7 +43,7 @@ def bucket(*members: Member, value: float = 1.0) -> HeldBucket:
         members=members,
         values=torch.zeros(4 * len(members)),
         added=SimpleNamespace(wait=lambda: None),
-        cross=lambda: {member: torch.tensor([value]) for member in members},
+        cross=lambda: [(member, torch.tensor([value])) for member in members],
     )
 
 
@@ -109,6 +111,59 @@ def test_the_rest_is_given_zeros_in_module_order_at_the_boundary_only() -> None:
     params = [id(p) for p in MODULE.parameters()]
     assert calls == ["flush", params, "flush"]
     assert not held.are_left((A,))
+
+
+@pytest.mark.parametrize("how", ["at the boundary", "by the user's word"])
+def test_sums_that_crossed_are_the_rest_too(how: str) -> None:
+    """Their parameter has no gradient in the last micro-step, and no bucket is held."""
+    held, engine = store()
+    given: list[Any] = []
+    buckets = SimpleNamespace(flush=lambda: None, reduce_zeros=given.extend)
+    held.take("a", (A,))
+    held.put("a", bucket(A))
+    held.take("ab", (A, B))  # A's sum crosses
+    assert held.nbytes == 0
+    if how == "at the boundary":
+        engine.boundary = True
+        held.reduce_rest(buckets)
+    else:
+        epilogue = lambda: held.reduce_rest(buckets)  # noqa: E731
+        held.finish(SimpleNamespace(independent_gradient_partition_epilogue=epilogue))
+    assert [id(p) for p in given] == [id(A[0].tensor)]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_sums_that_crossed_are_added_to_those_of_the_last_micro_step(left: bool) -> None:
+    """To the last bucket's sums or, where only zeros are left, to these."""
+    held, engine = store()
+    held.take("a", (A,))
+    held.put("a", bucket(A, value=3.0))
+    held.take("ab", (A, B))
+    engine.boundary = True
+    sums: Any = SimpleNamespace(
+        room=lambda device, dtype=None: torch.ones(3),
+        begin=lambda *args, into, held: Filled(into),
+    )
+    own = [(B, Segment(0, 0, 2, 0, 0, 0), 0), (A, Segment(1, 0, 1, 0, 0, 0), 2)]
+    layout = Layout(
+        streams=[exact_gradient(torch.float32, 2)], sums=sums, members=(B, A), own=own,
+        dtype=torch.float32,
+    )  # fmt: skip
+    held._left = {A[0], B[0]} if left else set()
+    binding: Any = SimpleNamespace(
+        engine=engine, held=held, routes=None, gradient_step=0,
+        signed_step=lambda route: 0, crosses_once=lambda route: True,
+    )  # fmt: skip
+    found = GradientReducer(binding)._begin(layout, [torch.zeros(3)], ()).wait()
+    assert found.tolist() == ([0.0, 0.0, 3.0] if left else [10.0, 20.0, 33.0])
+    assert held.take_crossed((A, B)) == {}
+
+
+class Filled:
+    """A reduction of which the sums are 10, 20 and 30."""
+
+    def __init__(self, into: torch.Tensor) -> None:
+        self.wait = lambda: into.copy_(torch.tensor([10.0, 20.0, 30.0]))
 
 
 def test_zeros_are_not_added_to_shards_on_the_host() -> None:

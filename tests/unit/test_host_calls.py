@@ -17,14 +17,17 @@ import ds_quant
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, GroupCodec
 from ds_quant.codec.lossless import LosslessCodec
+from ds_quant.comm.checksum import Findings
 from ds_quant.comm.gather import all_gather
-from ds_quant.comm.reduce import Reduction, ShardSums
-from ds_quant.comm.reduction_plan import Form, LinkHop
+from ds_quant.comm.reduce import GradientSums
+from ds_quant.comm.reduction_plan import Form, LinkHop, shards_of
 from ds_quant.comm.traffic import Meter, Traffic
 from ds_quant.kernels import native_lossless
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import shard_range
 from ds_quant.zero.lossless import Window, replica_posts
+from ds_quant.zero.optimizer_hooks import ReplicaGroup
+from ds_quant.zero.replica import _windows
 from tests import needs
 
 PACKAGE = str(Path(ds_quant.__file__).parent)
@@ -34,13 +37,14 @@ FEW, MANY, RANK = 4, 64, 2
 class Echo:
     """A link, or fabric, of ``size`` ranks that all send what this one sends."""
 
-    node_size = None
+    node_size, backend = None, "auto"
 
     def __init__(self, size: int) -> None:
         meter = Meter()
         self.size, self.rank, self.ranks, self.whole = size, RANK, range(size), self
         self.encoding = lambda role: meter.encoding(role, "inter")
         self.decoding = lambda: meter.section("decode")
+        self.findings = Findings()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.uint8, device: Any) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -79,7 +83,7 @@ def replica(ranks: int) -> tuple[Any, list[Window]]:
     draw = torch.Generator().manual_seed(0)
     held = torch.randn(5000, generator=draw).bfloat16()
     master = held.float() + 1e-3 * torch.randn(5000, generator=draw)
-    group = types.SimpleNamespace(flat=held.repeat(ranks), master=master)
+    group = ReplicaGroup(0, held.repeat(ranks), [], None, master)
     fabric = Echo(ranks)
     within = (range(3000), range(3000, 5000))
     return group, [Window(group, fabric, part, LosslessCodec()) for part in within]
@@ -116,14 +120,29 @@ def test_exact_differences_of_all_ranks_take_one_call_per_message(monkeypatch) -
     assert spent[0] == spent[1]
 
 
+@pytest.mark.parametrize("ranks", [24, 40, 48, 64, 96, 128, 192, 256, 512])
+def test_windows_of_a_partition_begin_at_whole_vectors(ranks: int) -> None:
+    """Of DeepSpeed's bucket, and of one that is too small for any."""
+    partition = 18_000_001
+    group = types.SimpleNamespace(flat=torch.empty(partition * ranks, device="meta"))
+    for bucket in (5 * 10**8, 1000 * ranks):
+        windows = list(_windows(group, ranks, bucket // ranks))
+        assert all(len(window) <= bucket // ranks for window in windows)
+        assert all(window.start % (4096 if bucket > 10**6 else 1000) == 0 for window in windows)
+        assert [window.start for window in windows[1:]] == [w.stop for w in windows[:-1]]
+        assert windows[0].start == 0 and windows[-1].stop == partition
+
+
 @pytest.mark.parametrize("damaged", [0, 1, 3])
 def test_an_error_names_the_rank_whose_weights_were_changed(damaged: int) -> None:
     group, windows = replica(FEW)
     group.flat.view(FEW, -1)[damaged, 3100] += 1
     first, second = replica_posts(windows, Traffic())
-    first().wait()
-    with pytest.raises(RuntimeError, match=f"weights from rank {damaged} cannot be decoded"):
-        second().wait()
+    for post in (first, second):
+        post().wait()
+    found = windows[0].fabric.findings.first()
+    assert (found.role, found.sender) == ("weights", damaged)
+    assert found.problem.startswith("cannot be decoded on rank {} (lossless message: wrong che")
 
 
 # ---- gathers and flat reductions ----
@@ -144,10 +163,12 @@ def gathering(link: Any) -> Callable[[], Any]:
 def reducing(link: Any) -> Callable[[], Any]:
     hops, rotations = [(coding,) for coding in CODINGS], [None] * len(CODINGS)
     forms = [Form((coding.codec,)) for coding in CODINGS]
-    plan = ShardSums(NUMELS, forms, (LinkHop(link=link),), link, scale=1.0)
+    how = {"plain": True, "small": False}
+    shares = [s for i, n in enumerate(NUMELS) for s in shards_of(i, n, link.size, **how)]
+    sums = GradientSums(shares, forms, (LinkHop(link=link),), link, scale=1.0)
     tensors = [torch.ones(numel, dtype=torch.bfloat16) for numel in NUMELS]
-    sums = plan.room(torch.device("cpu"))
-    return lambda: Reduction(plan.plan, tensors, hops, rotations, sums).wait()
+    total = sums.room(torch.device("cpu"))
+    return lambda: sums.begin(tensors, hops, rotations, into=total).wait()
 
 
 @needs.native_kernels

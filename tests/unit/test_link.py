@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import types
 from contextlib import nullcontext
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
+from ds_quant.comm.checksum import Findings, seal
+from ds_quant.comm.lossless import Outbox
 from ds_quant.comm.transport import Link, Pending
+from ds_quant.zero.node_shard import Chunk, Spread
 
 
 class DeviceBytes:
@@ -34,7 +39,7 @@ class Device:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.now)
         work = types.SimpleNamespace(wait=lambda: self.waited.append(self.now))
         self.link = object.__new__(Link)
-        self.link._findings, self.link._gloo, self.link.process_group = None, False, None
+        self.link._sealed, self.link.is_gloo, self.link.process_group = False, False, None
         self.link.size, self.link.rank, self.link._near, self.link._far = 2, 0, [], [1]
         self.link.empty = lambda numel, device: DeviceBytes()
         meter = types.SimpleNamespace(section=lambda name: nullcontext())
@@ -70,3 +75,49 @@ def test_buffers_are_kept_for_the_stream_that_waits(collective: str, monkeypatch
 def test_on_the_posting_stream_nothing_is_recorded(collective: str, monkeypatch) -> None:
     payload, received = Device(monkeypatch).received(collective, "posting")
     assert payload.streams == received.streams == []
+
+
+def test_peers_are_named_by_their_global_rank(monkeypatch) -> None:
+    """Of a group of the global ranks 1 and 3: one whose message was changed, one that has died."""
+    link = object.__new__(Link)
+    link.process_group, link.rank, link.size = object(), 0, 2
+    link._dist = types.SimpleNamespace(get_global_rank=lambda group, rank: (1, 3)[rank])
+    link.ranks, link.findings = [link._global_rank(r) for r in range(2)], Findings()
+    sealed = torch.cat([seal(torch.zeros(32).byte(), [32], sender=r) for r in range(2)])
+    sealed[-20] ^= 1
+    link._open([32, 32], "weights", sealed)
+    found = link.findings.first()
+    assert (found.role, found.sender) == ("weights", 3)
+
+    def dies(tensor: torch.Tensor, src: int, group: object) -> None:
+        raise RuntimeError(f"no connection to {src}")
+
+    monkeypatch.setattr(torch.distributed, "irecv", dies)
+    with pytest.raises(RuntimeError, match="rank 3 does not answer.*no connection to 3"):
+        link._peer_to_peer([torch.zeros(8)] * 2, [torch.zeros(8)] * 2)
+
+
+class Room(DeviceBytes):
+    """What an outbox has of one message; views are recorded as the whole."""
+
+    def __getitem__(self, _: slice) -> Room:
+        return self
+
+
+def test_messages_of_an_outbox_are_kept_for_the_stream_that_sends_them(monkeypatch) -> None:
+    """The first sixteen are sent where they were made, the next when the first has arrived."""
+    now = ["optimizer"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    outbox, rooms = object.__new__(Outbox), [Room() for _ in range(18)]
+    outbox._made_on, outbox._messages, outbox._lengths = "optimizer", rooms, np.full((2, 18), 16)
+    outbox._codec = types.SimpleNamespace(decode_rows=lambda *_: None)
+    outbox._link = types.SimpleNamespace(
+        size=2, ranks=[0, 1], decoding=nullcontext, findings=Findings()
+    )
+    arrived = Pending(lambda: torch.zeros(32, dtype=torch.uint8))
+    outbox._road = types.SimpleNamespace(node_size=None, all_gather=lambda *_, role: arrived)
+    spread, rows = Spread(), lambda: torch.zeros(2, 8)
+    spread.begin(Chunk((place,), partial(outbox.post, place, rows)) for place in range(18))
+    now[0] = "gathers"
+    spread.finish([1])
+    assert [room.streams for room in rooms] == [[]] * 16 + [["gathers"]] * 2

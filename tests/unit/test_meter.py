@@ -1,4 +1,4 @@
-"""Meter: whose seconds count where, and that nothing happens between samples."""
+"""Meter: whose seconds count where, and that nothing happens between samples; Traffic."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.bound import Coding, Rotation, decode, encode
 from ds_quant.codec.codec import CastCodec, GroupCodec
 from ds_quant.comm import traffic as meter_module
-from ds_quant.comm.traffic import Meter, Tally, normalised
+from ds_quant.comm.traffic import Meter, Tally, Traffic, normalised
 
 
 def ticking(*times: float) -> Iterator[float]:
@@ -54,11 +54,11 @@ def test_what_was_encoded_is_read_back_outside_the_sections() -> None:
     coding = Coding(codec=GroupCodec(bits=2, group_size=32, range="absmax"))
     wire = torch.empty(1, coding.codec.wire_bytes(32), dtype=torch.uint8)
     with meter.encoding("gradients", "inter") as notes:
-        coding.encode(values, wire)
+        encode(coding.codec, values, wire)
         notes.note(coding, values, wire)
     sample = meter.close()
     decoded = torch.empty_like(values)
-    coding.decode(wire, decoded)
+    decode(coding.codec, wire, decoded)
     tally = sample.tallies["gradients", "inter"]
     expected = (decoded - values).square().sum() / values.square().sum()
     assert normalised(*tally.squares.tolist()) == pytest.approx(expected.item()) and expected > 0
@@ -72,10 +72,10 @@ def test_error_of_a_difference_is_that_of_the_weights() -> None:
     codec = GroupCodec(bits=4, group_size=32, range="absmax")
     coding = Coding(codec=codec, difference=True)
     wire = torch.empty(codec.wire_bytes(64), dtype=torch.uint8)
-    coding.encode(wanted, wire, held=held)
+    encode(codec, wanted[None], wire[None], base=held[None])
     error, norm = coding.error(wanted, wire, held=held)
     after = held.clone()
-    coding.decode(wire, after)
+    decode(codec, wire[None], after[None], add=True)
     assert error == pytest.approx((after - wanted).double().square().sum().item())
     assert norm == pytest.approx(wanted.double().square().sum().item())
     assert 0 < error < 1e-4 * norm
@@ -88,7 +88,7 @@ def test_error_of_rotated_values_is_that_of_the_values() -> None:
     rotation = Rotation(block=32)
     coding = Coding(codec=GroupCodec(bits=8, group_size=32, range="absmax"))
     wire = torch.empty(coding.codec.wire_bytes(rotation.padded(100)), dtype=torch.uint8)
-    coding.encode(values, wire, rotation=rotation)
+    encode(coding.codec, values[None], wire[None], rotation=rotation)
     error, norm = coding.error(values, wire, rotation=rotation)
     assert norm == pytest.approx(values.double().square().sum().item())
     assert 0 < error < 1e-4 * norm
@@ -98,7 +98,7 @@ def test_a_cast_to_its_own_dtype_loses_nothing() -> None:
     values = torch.randn(33).bfloat16()
     coding = Coding(codec=CastCodec(torch.bfloat16))
     wire = torch.empty(coding.codec.wire_bytes(33), dtype=torch.uint8)
-    coding.encode(values, wire)
+    encode(coding.codec, values[None], wire[None])
     assert coding.error(values, wire)[0] == 0
 
 
@@ -166,7 +166,7 @@ def test_nothing_waits_for_the_device_while_a_sample_is_open(
     coding = Coding(codec=GroupCodec(bits=4, group_size=32))
     wire = torch.empty(coding.codec.wire_bytes(64), dtype=torch.uint8)
     meter.open(lambda: 0.0)
-    coding.encode(values, wire)
+    encode(coding.codec, values[None], wire[None])
     for name in ("tolist", "item", "__float__", "__bool__"):
         monkeypatch.setattr(torch.Tensor, name, waits)
     with meter.encoding("weights", "inter") as notes:
@@ -175,3 +175,18 @@ def test_nothing_waits_for_the_device_while_a_sample_is_open(
     monkeypatch.undo()
     error, norm = tally.squares.tolist()
     assert 0 < error < 0.1 * norm
+
+
+def test_bytes_and_collectives_add_up_by_role_and_link_in_counters_of_their_own() -> None:
+    traffic, other = Traffic(), Traffic()
+    traffic.count("weights", intra=100, inter=7)
+    traffic.count("weights", intra=20, inter=0)
+    traffic.count("gradients", intra=0, inter=3)
+    assert traffic.received == {
+        "weights": {"intra": 120, "inter": 7},
+        "gradients": {"intra": 0, "inter": 3},
+    }
+    assert traffic.collectives == {"weights": 2, "gradients": 1} and traffic.total() == 130
+    assert other.total() == 0 and other.collectives == {"weights": 0, "gradients": 0}
+    with pytest.raises(KeyError, match="activations"):
+        traffic.count("activations", intra=1, inter=1)

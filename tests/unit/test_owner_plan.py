@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.owners import Piece, Shape, inbound, plan
-from ds_quant.comm.reduce import OwnerSums
+from ds_quant.comm.reduce import GradientSums
 from ds_quant.comm.reduction_plan import Form, LinkHop, Segment
+from ds_quant.config.schema import parse_block
 from ds_quant.kernels.wire import ALIGNMENT, ceil_div
 from ds_quant.policy.route import Routes, delivery_codec
 from ds_quant.policy.scheme import Scheme
@@ -230,14 +231,14 @@ def pieces_of_one_rank(shapes: tuple[Shape, ...], width: int) -> int:
 
 
 def test_the_second_hop_has_at_least_eight_bits_and_random_bits_of_its_own() -> None:
-    link, codec = SimpleNamespace(rank=1, size=2), GroupCodec(bits=4, rounding="stochastic")
+    link, codec = SimpleNamespace(rank=1, size=8), GroupCodec(bits=4, rounding="stochastic")
     form = Form((codec,), delivery=delivery_codec(codec))
-    share, pieces = Segment(0, 0, 200, 0, 10, 0), [Piece(0, 0, 100, 1), Piece(0, 100, 200, 0)]
-    sums = OwnerSums([share], pieces, [form], [LinkHop(link=link)], link, scale=1.0)
+    share = Segment(0, 0, 20_000, 0, 10, 0)  # rank 1 sums the second eighth
+    sums = GradientSums([share], [form], [LinkHop(link=link)], link, scale=1.0, balanced=True)
     ((second, (_, _, vector)),) = sums._delivery._encode.tasks
     assert second.codec == GroupCodec(bits=8, rounding="stochastic")
     # Parameters have far fewer than 2^62 elements, so no vector of the first hop comes near.
-    assert vector == (1 << 62) + 16 * 10
+    assert vector == (1 << 62) + 16 * (10 + 2500)
     assert delivery_codec(CastCodec(torch.bfloat16)) == CastCodec(torch.bfloat16)
 
 
@@ -288,7 +289,7 @@ def test_a_whole_model_costs_at_most_six_tenths_whatever_its_bucket_size() -> No
     the ratio may exceed 1/2, the balanced exchange's, while large buckets approach direct's 1/4.
     """
     codec = GroupCodec(bits=8, group_size=1024, rounding="stochastic")
-    scheme = Scheme(name="int8", weights=None, gradients=codec)
+    scheme = Scheme(block=parse_block({"scheme": "full_precision"}), gradients=codec)
     print(f"\nMB into the slowest rank, int8 g1024, W = {WORLD}")
     print(
         f"{'params':>8} {'bucket':>8} {'bf16':>7} {'direct':>7} {'balanced':>8} {'chosen':>7} ratio"

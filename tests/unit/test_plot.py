@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -82,6 +81,21 @@ def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
     assert [row["step"] for row in plot.read(path)] == [10]
 
 
+def test_lines_that_are_no_records_are_named_and_the_others_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], texts: dict[str, list[str]]
+) -> None:
+    """A record that a full disk has cut off, other text, wrong values; saved without its bytes."""
+    torn, odd = record(2)[:40], record(3).replace("0.1", '"fast"')
+    alone = '{"step": 5, "weights/inter/saved": 0.9, "seconds/wait": 1}'
+    path = write(tmp_path, record(1), torn, "loss 3.4", odd, record(4), alone)
+    assert main(["plot", str(path)]) == 0
+    said = capsys.readouterr()
+    assert said.out.endswith("metrics.png: 3 sampled steps, 1 to 5\n")
+    wrong = "no JSON objects of numbers with a step in line(s) 2, 3, 4: left out"
+    assert said.err == f"{path}: {wrong}\n"
+    assert "Bytes received per step: 62 % less than in full precision" in texts
+
+
 def test_what_has_no_error_or_no_value_is_drawn_without_it(
     tmp_path: Path, texts: dict[str, list[str]]
 ) -> None:
@@ -96,15 +110,13 @@ def test_what_has_no_error_or_no_value_is_drawn_without_it(
     ("lines", "message"),
     [
         ([], "no records yet: allowed: a file that quantized_comm.metrics.file names"),
-        ([record(1), "loss 3.4"], "line 2: not a record of quantized_comm.metrics.file"),
-        (['{"loss": 1}'], "line 1: not a record"),
-        (["[1]"], "line 1: not a record"),
+        (['{"loss": 1}', "[1]"], "no JSON objects of numbers with a step in line(s) 1, 2: allowed"),
     ],
 )
 def test_a_file_that_holds_no_metrics_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: list[str], message: str
 ) -> None:
-    assert main(["plot", str(write(tmp_path, *lines))]) == 1
+    assert main(["plot", str(write(tmp_path, *lines, end="\n" if lines else ""))]) == 1
     assert message in capsys.readouterr().err
     assert list(tmp_path.glob("*.png")) == []
 
@@ -143,20 +155,6 @@ def test_labels_are_moved_apart_as_little_as_possible(
     assert plot_style.spread(heights, sizes, floor=0) == pytest.approx(above_zero)
 
 
-def test_long_names_are_wrapped_and_marks_are_round() -> None:
-    assert plot_style.wrapped("qsdp") == "qsdp"
-    long = "qsdp_w4g4:weights.levels=learned,gradients.bits=6, 1.15 B/param"
-    assert plot_style.wrapped(long).split("\n") == [
-        "qsdp_w4g4:", "weights.levels=learned,", "gradients.bits=6, 1.15", "B/param"
-    ]  # fmt: skip
-    assert plot_style.round_marks(0.7, 60) == [1, 2, 5, 10, 20, 50]
-    assert plot_style.round_marks(1.3, 3.4) == [1.5, 2, 2.5, 3]
-
-
-def test_names_of_several_lines_take_their_own_room() -> None:
-    assert plot_style.spread([0, 0], [10, 30]) == [-10, 10]
-
-
 def test_a_scheme_has_its_colour_in_every_plot_and_others_differ() -> None:
     found = plot_style.colors(["mine", "qsdp", "sdp4bit", "yours"])
     assert found["qsdp"] == plot_style.colors(["qsdp"])["qsdp"]
@@ -164,7 +162,3 @@ def test_a_scheme_has_its_colour_in_every_plot_and_others_differ() -> None:
     assert (
         len(set(plot_style.colors(f"qsdp:weights.bits={bits}" for bits in range(7)).values())) == 7
     )
-
-
-def test_files_of_a_run_are_json_lines_with_a_step() -> None:
-    assert json.loads(record(3))["step"] == 3

@@ -1,81 +1,105 @@
-"""benchmarks/predicted.py: the cost model against the step times of the network lab."""
+"""The cost model against the step times of the network lab, as docs/choosing.md states it.
+
+Bytes come from ``policy.cost``, the link from the rate that the lab set. What a step does without
+any link is not predicted but taken from the point without a rate limit, which so tests nothing.
+
+[Note: overlap] Messages take no time as far as compute hides them. Where nothing is fetched ahead
+and one bucket holds all gradients, and under ZeRO-1/2 on the CPU, messages and compute add up.
+Under ZeRO-3 with several ranks per node they were seen to add up to less even so: those ranks
+gather layer by layer, each on its own, so one may compute on the shared cores while another waits.
+What crosses once per optimizer step has the compute of one micro-step to hide behind.
+``TURNS`` and, with ``--prefetch-bucket-size``, ``AHEAD`` are fitted to the lab's files.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
+import torch
+
+from ds_quant.config.presets import RENAMED, preset_names
+from ds_quant.config.schema import parse_block
+from ds_quant.policy import cost
+from ds_quant.policy.gathers import FetchSettings, Module, Unit, mean_gathers
+from ds_quant.tools.forecast import block_cargo
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.append(str(ROOT / "benchmarks"))
 
-import predicted  # noqa: E402
+from schemes import parse_schemes, with_overrides  # noqa: E402
+
+TURNS = 0.15  # of the compute hides messages where ranks take turns: see [Note: overlap]
+AHEAD = 0.5  # the same where parameters are fetched ahead
 
 
-def test_predictions_of_the_network_lab_are_as_close_as_we_say(capsys) -> None:
-    """docs/choosing.md states these figures; a change of the model must not make them worse."""
-    files = sorted(map(str, RESULTS.glob("speed_*.json")))
-    errors = [abs(point.error) for path in files for point in predicted.compare(Path(path))[0]]
-    assert len(errors) > 50 and max(errors) < predicted.CLOSE
-    mean, worst = 100 * sum(errors) / len(errors), 100 * max(errors)
-    said = f"at all {len(errors)} points (mean error {mean:.1f} %, largest {worst:.1f} %"
+@cache
+def gathers(layers: int, width: int, reuse: int, prefetch: int) -> float:
+    """Of the weights in a micro-step under ZeRO-3: speed.py's blocks are gathered whole."""
+    cargo = block_cargo(width, dtype=torch.bfloat16)
+    numel = sum(torch.Size(item.shape).numel() for item in cargo)
+    blocks = tuple(Module((Unit(i, numel),)) for i in range(layers))
+    settings = FetchSettings(max_reuse_distance=reuse, prefetch_bucket_size=prefetch)
+    return mean_gathers(Module((), blocks), settings)
+
+
+def predicted(point: dict[str, Any], row: dict[str, Any], local: float, given: Any) -> float:
+    """Seconds of a step that takes ``local`` without a rate limit."""
+    nodes, node_size = map(int, point["topology"].split("x"))
+    stage, micro_steps = point["stage"], given.get("accumulation", 1)
+    ahead = given.get("prefetch_bucket_size") or 0
+    (entry,) = parse_schemes(row["scheme"])
+    bill = cost.bill(
+        parse_block(with_overrides({"scheme": entry.name}, entry.overrides)).to_scheme(), stage,
+        block_cargo(given["width"], dtype=torch.bfloat16), ranks=nodes * node_size,
+        node_size=node_size, gradient_dtype=torch.bfloat16,
+        gathers=gathers(given["layers"], given["width"], given.get("reuse_distance", 0), ahead),
+    )  # fmt: skip
+    cluster = cost.Cluster(
+        nodes=nodes, node_size=node_size, link=row["rate"] * 1e6 / 8, intra_link=float("inf"),
+        flops=1.0,
+    )  # fmt: skip
+    moved, next_one = (bill.step_bytes(stage, micro_steps=micro_steps + i) for i in (0, 1))
+    each = next_one - moved  # micro-step
+    often, once = (
+        cost.predict(cost.Volume(inter=b), cluster, numel=point["parameters"], tokens=1)
+        for b in (each, moved - each * micro_steps)
+    )
+    takes_turns = stage == 3 and nodes > 1 and node_size > 1
+    share = AHEAD if ahead and stage == 3 else TURNS if takes_turns else 0.0
+    hidden = local * share / micro_steps
+    exposed = micro_steps * max(0.0, often.communication - hidden)
+    exposed += max(0.0, once.communication - max(0.0, hidden - often.communication))
+    return local + exposed
+
+
+def _is_preset(name: str) -> bool:
+    return RENAMED.get(name, name) in preset_names()
+
+
+def errors(path: Path) -> list[float]:
+    """Relative ones of every point that can be predicted."""
+    result, found = json.loads(path.read_text("utf-8")), []
+    for point in result["points"]:
+        local = {row["scheme"]: row["seconds"] for row in point["rows"] if not row["rate"]}
+        for row in point["rows"]:
+            name = row["scheme"]
+            if row["rate"] and name in local and _is_preset(name.partition(":")[0]):
+                seconds = predicted(point, row, local[name], result["arguments"])
+                found.append(abs(seconds / row["seconds"] - 1))
+    return found
+
+
+def test_predictions_of_the_network_lab_are_as_close_as_we_say() -> None:
+    """A change of the model must not make them worse."""
+    found = {path.stem: errors(path) for path in RESULTS.glob("speed_*.json")}
+    assert len(found["speed_2x2_cpu"]) == 2 * 9 * 2
+    every = [error for of_file in found.values() for error in of_file]
+    assert len(every) > 50 and max(every) < 0.15
+    mean, worst = 100 * sum(every) / len(every), 100 * max(every)
+    said = f"at all {len(every)} points (mean error {mean:.1f} %, largest {worst:.1f} %"
     assert said in " ".join((ROOT / "docs" / "choosing.md").read_text("utf-8").split())
-    assert predicted.main(files) == 0
-    printed = capsys.readouterr().out
-    assert f"{len(errors)} of {len(errors)} points within 15%" in printed
-    assert "not predicted: ZeRO-2 deepspeed_plain: another program's" in printed
-
-
-def test_every_shaped_point_of_a_file_is_predicted() -> None:
-    points, left_out = predicted.compare(RESULTS / "speed_2x2_cpu.json")
-    assert len(points) == 2 * 9 * 2 and len(left_out) == 2
-    errors = sorted(abs(point.error) for point in points)
-    assert sum(errors) / len(errors) < 0.05 and errors[-1] < 0.115
-
-
-def test_a_run_that_fetches_nothing_ahead_is_predicted_to_hide_less() -> None:
-    points, _ = predicted.compare(RESULTS / "speed_hpz_2x2_cpu.json")
-    assert len(points) == 2 and all(abs(point.error) < 0.1 for point in points)
-
-
-def speed_file(path: Path, rows: dict[float, float], **place: Any) -> Path:
-    """Seconds of full precision by rate, as speed.py writes them."""
-    found = [{"scheme": "full_precision", "rate": r, "seconds": s} for r, s in rows.items()]
-    point = {"stage": 3, "topology": "2x2", "parameters": 10**6, "rows": found, **place}
-    path.write_text(json.dumps({"kind": "speed", "arguments": {"width": 256}, "points": [point]}))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("place", "hidden"),
-    [
-        ({"topology": "4x1"}, 0.0),
-        ({"topology": "2x2"}, 0.15 * 2.0),
-        ({"topology": "2x2", "stage": 2}, 0.0),
-    ],
-)
-def test_a_prediction_is_the_unshaped_step_plus_what_it_does_not_hide(
-    place: dict[str, Any], hidden: float, tmp_path: Path
-) -> None:
-    path = speed_file(tmp_path / "speed.json", {0: 2.0, 40.0: 10.0}, **place)
-    ((found,), _) = predicted.compare(path)
-    nodes, nbytes = int(place["topology"][0]), 4 if place.get("stage") == 2 else 6
-    wire = nbytes * 10**6 * (1 - 1 / nodes) / 5e6
-    assert found.predicted == pytest.approx(2.0 + wire - hidden, rel=1e-6)
-    assert found.error == pytest.approx(found.predicted / 10 - 1)
-
-
-def test_points_without_a_rate_limit_alone_predict_nothing(capsys, tmp_path: Path) -> None:
-    path = speed_file(tmp_path / "speed.json", {0: 2.0})
-    assert predicted.main([str(path)]) == 1
-    assert "no scheme has points both with and without a rate limit" in capsys.readouterr().err
-
-
-def test_a_file_of_another_benchmark_is_refused(capsys, tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text("{}")
-    assert predicted.main([str(tmp_path / "other.json")]) == 1
-    assert "other.json: allowed: a result file of speed.py" in capsys.readouterr().err

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import ds_quant
-from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.reduce import Reduction
-from ds_quant.comm.reduction_plan import Form, LinkHop, ReductionPlan, Segment, Slicing, own_totals
+from ds_quant.comm.reduce import GradientSums, Reduction
+from ds_quant.comm.reduction_plan import Form, LinkHop, ReductionPlan, Segment, Slicing
 from ds_quant.comm.traffic import Meter
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import shard_range
@@ -35,6 +35,8 @@ NUMELS = (3 * 128 * 128, 128 * 128, 5000)  # the last one ends in a short shard
 
 class SilentLink:
     """As a Link of ``size`` ranks, for rank ``rank``."""
+
+    backend = "auto"
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.messages, self._meter = rank, size, 0, Meter()
@@ -85,18 +87,19 @@ def calls_of(
         for reducer in range(ranks):
             start, stop = shard_range(numel, ranks, reducer)
             segments.append(Segment(tensor, start, stop - start, tensor, start, reducer))
-    segments, own = own_totals(segments, route)
-    plan = ReductionPlan(segments, [Form(codecs, block)] * len(NUMELS), route, scale=0.5)
+    whole = SilentLink(rank, ranks)
+    sums = GradientSums(segments, [Form(codecs, block)] * len(NUMELS), route, whole, scale=0.5)
+    plan, own = sums.plan, sums.room("cpu")
     tensors = [torch.randn(numel).bfloat16() for numel in NUMELS]
 
     def step() -> None:
         how = codings, rotations
         if not held:
-            Reduction(plan, tensors, *how, torch.empty(own)).wait()
+            Reduction(plan, tensors, *how, own).wait()
             return
         values = torch.empty(plan.held_numel)
         Reduction(plan, tensors, *how, None, held=values, fresh=True).wait()
-        Reduction(plan, tensors, *how, torch.empty(own), held=values).wait()
+        Reduction(plan, tensors, *how, own, held=values).wait()
 
     step()
     calls = 0
@@ -130,3 +133,23 @@ def test_a_slice_costs_as_much_as_a_reduction_whatever_it_holds() -> None:
     sliced, messages = calls_of(case, 4, 4, slices=8)
     assert messages == 2 * 8
     assert sliced <= 8 * whole
+
+
+def encoded(slices: int) -> list[tuple[int, int]]:
+    """(elements, first vector) of what a plan encodes of a gradient for another node."""
+    route = (
+        LinkHop(link=SilentLink(0, 2)),
+        LinkHop(link=SilentLink(0, 2), divisor=2, slicing=Slicing(count=slices)),
+    )
+    segments = [Segment(0, start, 500, 0, start, reducer=3) for start in (0, 500)]
+    plan = ReductionPlan(segments, [Form((INT8, INT4))], route, scale=1.0)
+    tasks = (task for part in plan.slices for task in part.steps[0].encode.tasks)
+    return [(operation.numel, places[2]) for operation, places in tasks]
+
+
+def test_slices_are_cut_between_groups_and_every_piece_has_random_bits_of_its_own() -> None:
+    whole, cut = encoded(1), encoded(3)
+    assert whole == [(500, 0), (500, 500 * VECTORS_PER_ELEMENT)]
+    assert sum(numel for numel, _ in cut) == 1000 and len({vector for _, vector in cut}) == len(cut)
+    firsts = [vector // VECTORS_PER_ELEMENT % 500 for _, vector in cut]
+    assert all(first % 128 == 0 for first in firsts) and len(cut) > 2

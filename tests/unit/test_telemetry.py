@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from ds_quant.comm.lossless import Outbox, Parcel
 from ds_quant.comm.traffic import Traffic
 from ds_quant.config.schema import MetricsConfig
 from ds_quant.zero import telemetry
@@ -49,8 +53,9 @@ class Job:
         self.engine.global_samples += 32
         self.telemetry.after_step()
 
-    def lines(self) -> list[dict[str, float]]:
-        return [json.loads(line) for line in self._file.read_text("utf-8").splitlines()]
+    def lines(self, torn: Sequence[int] = ()) -> list[dict[str, float]]:
+        lines = enumerate(self._file.read_text("utf-8").splitlines())
+        return [json.loads(line) for place, line in lines if place not in torn]
 
 
 @pytest.fixture
@@ -80,10 +85,45 @@ def test_what_full_precision_does_not_send_saves_nothing(job: Job) -> None:
     assert line["weights/intra/bytes"] == 5 and "weights/intra/saved" not in line
 
 
+def test_a_record_begins_on_a_line_of_its_own_after_a_torn_one(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full in the middle of a record and freed later; then a killed job's file."""
+    file, (_, hard) = tmp_path / "lines", resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(telemetry.log, "log_here", lambda message: None)
+    for step in range(6):
+        full = step == 3  # the second record
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (file.stat().st_size + 50 if full else hard, hard)
+        )
+        try:
+            job.step()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert [row["step"] for row in job.lines(torn=[1])] == [2, 6]
+    with file.open("a", encoding="utf-8") as other:
+        other.write('{"step": 7, "sam')
+    again = Job(file, monkeypatch)
+    again.step()
+    again.step()
+    assert [row["step"] for row in again.lines(torn=[1, 3])] == [2, 6, 2]
+
+
+def test_exact_differences_move_as_many_bytes_as_the_longest_message_of_each() -> None:
+    outbox, traffic = object.__new__(Outbox), Traffic()
+    outbox._link, outbox._lengths = SimpleNamespace(size=2), np.array([[16, 32], [48, 16]])
+    outbox._count([Parcel(numel=70, values=list), Parcel(numel=80, values=list)], traffic)
+    found = traffic.exact
+    assert (found.numel, found.used, found.moved) == (300, 112, 2 * (48 + 32))
+
+
 def test_every_count_has_its_own_name(job: Job) -> None:
+    exact = job.traffic.exact
+    exact.numel, exact.used, exact.moved = 100, 40, 50
     job.step()
     job.step()
     (line,) = job.lines()
+    assert line["weights/padding"] == 0.25 and exact.bits == 3.2
     assert (line["resyncs"], line["nonfinite_steps"], line["exact_steps"]) == (3, 5, 7)
     assert (line["step"], line["samples"]) == (2, 64)
     counts = [event for event in job.events if "steps" in event[0] or "resyncs" in event[0]]

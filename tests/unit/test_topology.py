@@ -51,6 +51,7 @@ def test_a_node_size_that_does_not_divide_the_world_is_refused(
         ({"LOCAL_WORLD_SIZE": "0"}, 8),
         ({"LOCAL_SIZE": "-2"}, 8),
         ({"LOCAL_SIZE": "two"}, 8),
+        ({"LOCAL_SIZE": "\u00b2"}, 8),  # a digit, but no number
         ({"LOCAL_SIZE": ""}, 8),
     ],
 )
@@ -145,6 +146,11 @@ def test_uneven_hosts_get_the_largest_nodes_that_fit_and_a_warning(
     placement = place(hosts, given=None, launched=launched)
     assert placement.node_size == expected
     assert f"hosts hold {', '.join(map(str, runs))} ranks" in placement.warning
+
+
+def test_launchers_that_contradict_each_other_are_not_believed() -> None:
+    told = [("LOCAL_SIZE", 2), *launcher(1, 3)]
+    assert place(["a"] * 4, given=None, launched=told).node_size == 4
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_id() -> None:

@@ -232,7 +232,8 @@ def rotate(x: np.ndarray, h: int) -> np.ndarray:
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """Elements [start, stop) of a tensor and where they are summed. ``formats`` by hop, None for
-    raw fp32; ``h`` of the rotation, 0 for none.
+    raw fp32; ``h`` of the rotation, 0 for none. small: follows others without padding, in a slot
+    with ``room``.
     """
 
     tensor: int
@@ -241,6 +242,8 @@ class Piece:
     reducer: int
     formats: tuple[Format | None, ...]
     h: int = 0
+    small: bool = False
+    room: int = 0
 
     @property
     def on_wire(self) -> int:
@@ -257,12 +260,16 @@ def read(row: bytes, fmt: Format | None, n: int) -> np.ndarray:
     return np.frombuffer(row, "<f4", n) if fmt is None else decode(row, fmt, n)
 
 
+def is_small(formats: tuple, n: int) -> bool:
+    return formats[0] is None and n <= 16_384
+
+
 def shards(tensor: int, numel: int, ranks: int, formats: tuple, h: int) -> list[Piece]:
     """The pieces of a tensor under ZeRO-3."""
-    c = -(-numel // ranks)
+    c, small = -(-numel // ranks), is_small(formats, numel)
     return [
         Piece(tensor=tensor, start=min(r * c, numel), stop=min(r * c + c, numel), reducer=r,
-              formats=formats, h=h)
+              formats=formats, h=h, small=small, room=c if small else 0)
         for r in range(ranks)
     ]  # fmt: skip
 
@@ -276,6 +283,9 @@ def slices(pieces: list[Piece], count: int | None) -> list[list[Piece]]:
     count = count or slice_count(sum(p.stop - p.start for p in pieces))
     found: list[list[Piece]] = [[] for _ in range(count)]
     for p in pieces:
+        if p.small:
+            found[0].append(p)
+            continue
         n = p.stop - p.start
         unit = np.lcm.reduce([8, p.h or 1, *(f.group for f in p.formats if f)])
         cuts = [n * i // count // unit * unit for i in range(count)] + [n]
@@ -289,10 +299,11 @@ def cut_message(message: bytes, pieces: list[Piece], hop: int) -> list[bytes]:
     """The rows of a message, one per piece, each as long as it needs."""
     rows, position = [], 0
     for p in pieces:
-        nbytes = row_bytes(p.formats[hop], p.on_wire)
+        position = position if p.small else pad16(position)
+        nbytes = 4 * max(p.room, p.on_wire) if p.small else row_bytes(p.formats[hop], p.on_wire)
         rows.append(message[position : position + nbytes])
         position += nbytes
-    assert position == len(message), "a message is its slots and nothing else"
+    assert pad16(position) == len(message), "a message is its slots and nothing else"
     return rows
 
 
@@ -333,6 +344,20 @@ def owner_pieces(
     found = [_cut(runs, teams) for teams in ways]
     owners = [owner for owner, *_ in runs]
     return min(found, key=lambda pieces: _busiest(pieces, owners, ranks, node_size))
+
+
+def split_small(pieces: list[Piece], members: list[list[tuple[int, int]]]) -> list[Piece]:
+    """Pieces of runs as those of their members (tensor, elements), in order."""
+    found = []
+    for p in pieces:
+        begin = 0
+        for tensor, n in members[p.tensor]:
+            start, stop = max(p.start - begin, 0), min(p.stop - begin, n)
+            if start < stop:
+                small = is_small(p.formats, n)
+                found.append(replace(p, tensor=tensor, start=start, stop=stop, small=small))
+            begin += n
+    return found
 
 
 def _cut(runs: list, teams: list[tuple[int, ...]]) -> list[Piece]:

@@ -1,0 +1,91 @@
+"""Compiles every kernel that the training of part C launches into CuPy's cache, each once.
+
+    python benchmarks/gpu/precompile.py --json precompile.json
+
+Else each of twelve ranks would compile all of them at the same time. Which they are is asked of
+engines in worlds of one process, as fake_world.py makes them, whose kernels are not launched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import Executor, ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import fake_world  # noqa: E402
+import one_gpu  # noqa: E402
+
+WORLDS = (fake_world.World(1, 2), fake_world.World(2, 2))
+STAGES = (3, 2)
+
+Variant = tuple[str, tuple[tuple[str, int], ...]]  # a kernel and its macros
+
+
+def variants(world: fake_world.World, schemes: list[str]) -> set[Variant]:
+    """What rehearsals launch in one world. Once per process."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import torch
+
+    import ds_quant  # noqa: F401  # activates it where the entry point is not installed
+    from ds_quant.zero.warmup import warm_up
+
+    one_gpu.leave_out_host_operator("cpu")
+    fake_world.join(world)
+    nodes = {"node_size": world.ranks_per_node, "accumulation": 2} if world.nodes > 1 else {}
+    with fake_world.without_handshake(), fake_world.faked_cuda() as runner:
+        for stage, scheme in product(STAGES, schemes):
+            args = SimpleNamespace(**{"node_size": None, "accumulation": 1, **nodes}, stage=stage)
+            args.width = 128
+            model = one_gpu.model_of(args)
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(),
+                config=one_gpu.config_of(args, scheme),
+            )  # fmt: skip
+            warm_up(engine.ds_quant_engine, torch.device("cpu"))
+    return runner.variants
+
+
+def _compile(variant: Variant) -> None:
+    from ds_quant.kernels import cuda
+
+    cuda.compiled(*variant)
+
+
+def _processes(count: int) -> Executor:
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only says which they are")
+    add("--schemes", nargs="+", default=["full_precision", "qsdp"])
+    add("--json", type=Path)
+    args = parser.parse_args()
+    start = time.perf_counter()
+    with _processes(len(WORLDS)) as pool:
+        asked = [pool.submit(variants, world, args.schemes) for world in WORLDS]
+        found = sorted(set().union(*(each.result() for each in asked)))
+    if args.device == "cuda":
+        with _processes(min(12, os.cpu_count() or 1, len(found))) as pool:
+            list(pool.map(_compile, found))
+    seconds = time.perf_counter() - start
+    shown = [f"{len(found)} kernels for {len(args.schemes)} schemes, {seconds:.0f} s"]
+    print(shown[0])
+    document = {"variants": found, "seconds": seconds, "shown": shown}
+    if args.json:
+        args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""``ds_quant migrate``: turn DeepSpeed's own communication savers into a ``quantized_comm`` block.
+
+ZeRO++ (hpZ, qwZ, qgZ), LoCo, MiCS, 1-bit Adam, 1-bit LAMB and 0/1 Adam are translated; every change
+is explained. Everything else in the file stays as it is written. Loads neither torch nor deepspeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_quant.config.errors import ConfigError, path_of, show
+from ds_quant.config.schema import KEY, parse
+from ds_quant.policy import refusals
+from ds_quant.policy.refusals import ONE_BIT, section
+from ds_quant.tools import json_text
+from ds_quant.tools.cli import about, load
+
+Keys = tuple[str, ...]
+
+_ZERO = "zero_optimization"
+_NODE = "zero_hpz_partition_size"
+_MICS = ("mics_shard_size", "mics_hierarchical_params_gather")
+_WEIGHTS, _FROZEN, _GRADIENTS = (
+    f"zero_quantized_{what}" for what in ("weights", "nontrainable_weights", "gradients")
+)
+_KNOWN = (_NODE, _WEIGHTS, _FROZEN, _GRADIENTS, "zeropp_loco_param", *_MICS)
+_FAMILIES = ("zero_quantized", "zero_hpz", "zeropp", "mics")
+# What DeepSpeed's Adam and LAMB take, of the parameters of their 1-bit forms.
+_OPTIMIZER_KEYS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "bias_correction",
+    "max_coeff",
+    "min_coeff",
+)
+_COMPRESSION_KEYS = (
+    "freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min",
+    "factor_threshold", "var_freeze_step", "var_update_scaler", "local_step_scaler",
+    "local_step_clipper", "max_grad_norm", "amsgrad", "eps_inside_sqrt",
+)  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Migration:
+    """What changes in a file.
+
+    values: by path, new ones and, as None, those to remove. block: of quantized_comm, empty if none
+    is needed. said: one line per change; left: what stays and may need a hand.
+    """
+
+    values: dict[Keys, Any] = field(default_factory=dict)
+    block: dict[str, Any] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    def remove(self, path: Keys, value: Any, why: str) -> None:
+        """Take a key out, and say why."""
+        self.values[path] = None
+        self.said.append(f"{'.'.join(path)}={show(value)}: {why}")
+
+    def set(self, path: Keys, value: Any, why: str) -> None:
+        """Give a key a value, and say why."""
+        self.values[path] = value
+        self.said.append(f"{'.'.join(path)}={show(value)} (new): {why}")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Write the new file and explain it; 1 if something is left that start-up refuses."""
+    source = arguments.path
+    with about(source):
+        config = load(source)
+        found = translate(config)
+        if not found.values:
+            print("\n".join([f"{source}: nothing to translate", *found.left]))
+            return 0
+        text = rewritten(source.read_text("utf-8"), found)
+    target = arguments.out or source.with_name(f"{source.stem}.ds_quant{source.suffix}")
+    with about(target):
+        if target.exists() and arguments.out is None:
+            raise ConfigError("exists: give -o FILE, which may overwrite")
+        target.write_text(text, "utf-8")
+    refused = _refused(target)
+    print("\n".join([*found.said, *found.left, *refused, f"written: {target}"]))
+    return 1 if refused else 0
+
+
+def translate(config: Mapping[str, Any]) -> Migration:
+    """Find what to change in a DeepSpeed config."""
+    found = Migration()
+    zero = config.get(_ZERO)
+    if isinstance(zero, dict):
+        _zeropp(zero, refusals.stage_of(config), found)
+        _mics(zero, found)
+        found.left += [
+            f"{_ZERO}.{key}={show(value)}: not known here, left as it is"
+            for key, value in zero.items()
+            if key.startswith(_FAMILIES) and key not in _KNOWN
+        ]
+    _one_bit(config, found)
+    _dtype(config, found)
+    if "sparse_gradients" in config:
+        found.remove(
+            ("sparse_gradients",), config["sparse_gradients"],
+            "DeepSpeed from 0.19.7 on refuses it; gradients of embeddings are reduced dense",
+        )  # fmt: skip
+    if found.block and KEY in config:
+        found.left.append(f"{KEY}: is there already and stays; the translation would be "
+                          f"{show(found.block)}")  # fmt: skip
+    elif found.block:
+        found.values[KEY,] = found.block
+        found.said.append(f"{KEY}={json.dumps(found.block)} (new)")
+    return found
+
+
+def _zeropp(zero: dict[str, Any], stage: Any, found: Migration) -> None:
+    """hpZ, qwZ, qgZ, frozen weights in few bits, and LoCo."""
+    ranks = refusals.number(zero.get(_NODE))
+    weights, frozen, gradients = (
+        refusals.is_on(zero.get(key)) for key in (_WEIGHTS, _FROZEN, _GRADIENTS)
+    )
+    shard = ranks > 1
+    if shard or weights or frozen or gradients:
+        found.block |= _zeropp_block(shard, weights, frozen, gradients)
+    if shard:
+        found.block["node_size"] = int(ranks)
+    reasons = {
+        _NODE: shard and f"{path_of(('node_size',))}: weights stay in nodes of that many ranks",
+        _WEIGHTS: weights and "8-bit weights",
+        _FROZEN: frozen and "frozen weights travel in 8 bits, and are kept in 16",
+        _GRADIENTS: gradients and "4-bit gradients on both hops; scheme sdp4bit sends fewer bytes "
+        "and loses less",
+        "zeropp_loco_param": "error feedback is not offered, and DeepSpeed 0.19.8 removed it; "
+        "schemes sdp4bit and eden4 round gradients unbiased and need none",
+    }  # fmt: skip
+    ignored = "" if stage == 3 else f"; DeepSpeed ignores it under stage {stage}, ds_quant does not"
+    for key, why in reasons.items():
+        if key in zero and why:
+            found.remove((_ZERO, key), zero[key], why + ignored)
+
+
+def _zeropp_block(shard: bool, weights: bool, frozen: bool, gradients: bool) -> dict[str, Any]:
+    if not (weights or gradients):  # hpZ, perhaps with adapters over frozen weights
+        if not frozen:
+            return {"scheme": "hybrid"}
+        more = {"node_shard": True} if shard else {}
+        return {"scheme": "qsdp", **more, "gradients": {"enabled": False}}
+    block: dict[str, Any] = {"scheme": "zeropp"}
+    if not shard:
+        block["node_shard"] = False
+    if not (weights or frozen):
+        block["weights"] = {"enabled": False}
+    if not gradients:
+        block["gradients"] = {"enabled": False}
+    return block
+
+
+def _mics(zero: dict[str, Any], found: Migration) -> None:
+    size = refusals.number(zero.get("mics_shard_size"))
+    if size > 1:
+        found.block |= {"scheme": "hybrid", "node_size": int(size)}
+        why = (
+            "scheme hybrid: weights stay in nodes of node_size ranks, gradients cross between them "
+            "once per step; optimizer states are sharded over all ranks: less memory"
+        )
+    elif size == 1:
+        found.block |= {"scheme": "full_precision"}
+        why = "shards of one rank are full copies: zero_optimization.stage 1 or 2 keeps those"
+    else:
+        why = "was off"
+    for key, reason in zip(
+        _MICS, (why, "belongs to MiCS; gathers stay inside the node"), strict=True
+    ):
+        if key in zero:
+            found.remove((_ZERO, key), zero[key], reason)
+
+
+def _one_bit(config: Mapping[str, Any], found: Migration) -> None:
+    """Optimizers that compress by themselves become the plain ones, with a block."""
+    optimizer = section(config, "optimizer")
+    kind = str(optimizer.get("type", "")).lower()
+    if kind not in ONE_BIT:
+        return
+    plain, params = ONE_BIT[kind], section(optimizer, "params")
+    why = f"{optimizer['type']} compresses momentum by itself, and DeepSpeed 0.19.7 removed it"
+    found.set(("optimizer", "type"), plain, why)
+    found.block |= {"scheme": "sdp4bit"}
+    steps = refusals.number(params.get("freeze_step"))
+    if steps >= 1:
+        found.block["warmup_steps"] = int(steps)
+    for key, value in params.items():
+        if key == "freeze_step" and steps >= 1:
+            why = f"{path_of(('warmup_steps',))}: steps in full precision at the start"
+            found.remove(("optimizer", "params", key), value, why)
+        elif key in _COMPRESSION_KEYS:
+            found.remove(("optimizer", "params", key), value, f"{plain} has no such parameter")
+        elif key not in _OPTIMIZER_KEYS:
+            found.left.append(
+                f"optimizer.params.{key}={show(value)}: not known here, left as it is"
+            )
+    if refusals.stage_of(config) not in (1, 2, 3):
+        found.set((_ZERO, "stage"), 1, "ds_quant works under ZeRO; stage 1 keeps weights and "
+                  "gradients as they were")  # fmt: skip
+    if plain == "Lamb" and not config.get("zero_allow_untested_optimizer"):
+        found.set(("zero_allow_untested_optimizer",), True, "DeepSpeed asks for it: ZeRO with LAMB")
+
+
+def _dtype(config: Mapping[str, Any], found: Migration) -> None:
+    """A cast before gradients are sent."""
+    key, value = "communication_data_type", config.get("communication_data_type")
+    if value is None:
+        return
+    if value != "fp32" and not found.block:
+        found.block |= {"scheme": "qsdp"}
+    if found.block or KEY in config:
+        why = "gradients are sent as the scheme says, summed in fp32: a cast before adds error"
+        found.remove((key,), value, why)
+
+
+def rewritten(text: str, found: Migration) -> str:
+    """Return the file with the changes, all else as it was written."""
+    tree = json_text.parse(text)
+    for path, value in found.values.items():
+        tree.change(path, value)
+    return tree.text()
+
+
+def _refused(path: Path) -> list[str]:
+    """What start-up would still refuse."""
+    try:
+        config = load(path)
+        block = parse(config)
+        if block is not None:
+            refusals.refuse(config, block)
+    except ConfigError as error:
+        return [f"still refused: {problem}" for problem in error.problems]
+    return []

@@ -1,0 +1,221 @@
+"""ZeRO-3: fetch weights.
+
+[Note: two gathers] DeepSpeed fetches for computation through ``all_gather_coalesced`` and gathers
+everything that must be exact (GatheredParameters, checkpoints, persistent parameters) through
+``all_gather``. Only the first is quantized. A parameter can stay gathered with decoded values
+after an evaluation, so the second drops such values and fetches exactly; else GatheredParameters
+with a modifier rank would write decoded weights into the master shards. A parameter that a module
+borrows from another one comes through the second in the first forward of a run, though it is
+computed with: it is sent to the first, so that this forward equals later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_quant.codec.bound import Coding, exactly
+from ds_quant.codec.codec import CastCodec
+from ds_quant.comm.gather import all_gather
+from ds_quant.comm.message import SMALL_NUMEL, small_last
+from ds_quant.comm.transport import Link, Pending
+from ds_quant.zero import hooks
+from ds_quant.zero.engine import QuantizedEngine
+from ds_quant.zero.node_shard import NodeShard
+from ds_quant.zero.param import Param
+
+
+class Fetch:
+    """Serve the parameter fetches of one engine."""
+
+    def __init__(self, binding: QuantizedEngine) -> None:
+        self._binding = binding
+        self.barrier = hooks.StepBarrier()
+        self._parameters: list[torch.Tensor] = []
+        self._hooked: dict[int, Any] = {}  # wrapped parameters by ds_id
+        self._is_closed = False  # then hooks that nobody has removed may still call
+        self.node: NodeShard | None = None
+
+    def attach(self, params: Iterable[torch.Tensor]) -> None:
+        """Serve the parameters of a module, and what is fetched together with them."""
+        self._parameters = list(params)
+        for before in dict.fromkeys(hooks.owner_of(p) for p in self._parameters):
+            if before is not None and before.serves_only(self._parameters):
+                before.close()  # an engine on the same module that nobody has destroyed
+        self.hook_parameters(self._parameters)
+        hooks.before_fetch(self._binding.hooks, self.hook_parameters)
+        hooks.note_borrowed()
+
+    def hook_parameters(self, params: Iterable[Any]) -> None:
+        """Hook all parameters, also those created later or never quantized: which
+        one of a fetch DeepSpeed calls, the first of a set, differs from rank to rank.
+        """
+        for p in params:
+            if p.ds_id not in self._hooked and not self._is_closed:
+                self._hooked[p.ds_id] = p
+                hooks.wrap_fetch(p, self.fetch, self.gather_exactly, owner=self)
+
+    def keep_in_node(self) -> NodeShard:
+        """Serve gathers from a node shard from now on."""
+        self.node = NodeShard(self._binding, self._parameters, self.barrier)
+        for parameter in self._parameters:
+            hooks.wrap_partition(parameter, self.node.mark_stale, owner=self)
+        return self.node
+
+    def serves_only(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether all parameters of its module are among these."""
+        return {p.ds_id for p in self._parameters} <= {p.ds_id for p in params}
+
+    def close(self) -> None:
+        """Give the parameters back to DeepSpeed when the engine is destroyed, all exact."""
+        self._is_closed = True
+        if self.node is not None:
+            self.node.close()
+        for p in self._hooked.values():
+            hooks.unwrap(p, owner=self)
+            if self._pop_decoded(p) and hooks.is_available(p):
+                p.ds_active_sub_modules.clear()  # a forward that was not finished has left them
+                p.partition()
+        self._hooked.clear()
+        self._parameters = []
+
+    def _pop_decoded(self, parameter: Any) -> bool:
+        """Whether the values of the last gather may be decoded ones, which is forgotten."""
+        param = self._binding.param_of(parameter)
+        if param is None or not param.decoded:
+            return False
+        param.decoded = False
+        return True
+
+    def learn_levels(self) -> None:
+        """Learn from the shards that the optimizer has written. DeepSpeed counts its step later."""
+        self._binding.learn_levels(self._binding.step + 1, self._own_values())
+
+    def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
+        """(parameter, this rank's shard, link) of every parameter."""
+        for p in self._parameters:
+            link = self._binding.link(p.ds_process_group)
+            yield p, hooks.valid_shard(p, link.rank).to(hooks.device(), non_blocking=True), link
+
+    def fetch(
+        self, original: Callable[..., Any], params: Iterable[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Replace ``all_gather_coalesced``: post one gather per process group.
+
+        Parameters that this engine does not know (created later) or that hold no floats go to
+        DeepSpeed. The split and the order depend on rank-invariant facts only.
+        """
+        self._binding.asked.add("weights")
+        params = sorted(params, key=lambda p: p.ds_id)  # the caller's order comes from a set
+        if self._binding.gather_count is not None:
+            self._binding.gather_count.fetched(params)
+        groups: dict[int, list[Param]] = {}
+        kept, others = [], []
+        for p in params:
+            param = self._binding.param_of(p)
+            if param is not None and param.kept is not None:
+                kept.append(param)
+            elif param is not None and self._is_sent(p):
+                groups.setdefault(id(p.ds_process_group), []).append(param)
+            else:
+                others.append(p)
+                self._pop_decoded(p)
+        self.barrier.wait()
+        ours = [self._gather(group) for group in groups.values()]
+        if kept:
+            ours.append(self._gather_in_node(kept))
+        if not others:
+            return _FetchHandle(ours)
+        theirs = original(others, *args, **kwargs)
+        return _FetchHandle(ours, theirs) if ours else theirs
+
+    def _is_sent(self, parameter: Any) -> bool:
+        link = self._binding.link(parameter.ds_process_group)
+        return hooks.is_sendable(parameter) and link.size > 1
+
+    def _gather(self, params: list[Param]) -> _Gather:
+        tensors = [param.tensor for param in params]
+        fabric = self._binding.fabric(tensors[0].ds_process_group)
+        for p in tensors:
+            hooks.begin_fetch(p)
+        step = self._binding.step
+        exact = self._binding.is_exact(step)
+        codings = [self._coding(param, fabric.rank, step, exact) for param in params]
+        order = small_last([c.codec for c in codings])
+        params, codings = [params[i] for i in order], [codings[i] for i in order]
+        shards = [hooks.valid_shard(param.tensor, fabric.rank) for param in params]
+        device = hooks.device()
+        pending = all_gather(
+            [shard.to(device, non_blocking=True) for shard in shards],
+            [param.tensor.ds_numel for param in params],
+            codings,
+            fabric,
+        )
+        return _Gather(params, [not isinstance(c.codec, CastCodec) for c in codings], pending)
+
+    def _gather_in_node(self, params: list[Param]) -> _Gather:
+        for param in params:
+            hooks.begin_fetch(param.tensor)
+        pending, lossy = self.node.gather(params)
+        return _Gather(params, lossy, pending)
+
+    def _coding(self, param: Param, rank: int, step: int, exact: bool) -> Coding:
+        dtype, coding = param.tensor.ds_tensor.dtype, None
+        if not (exact or param.tensor.ds_persist):  # stays gathered between steps: exact
+            # The node shard serves all that the whole world shares.
+            stream, *_ = param.weight_streams(dtype, rank=rank, whole=self.node is None)
+            coding = None if stream is None else param.coding(stream, dtype, step)
+        return coding or exactly(dtype, tight=param.tensor.ds_numel <= SMALL_NUMEL)
+
+    def gather_exactly(
+        self,
+        original: Callable[..., Any],
+        parameter: Any,
+        param_list: Sequence[Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Replace ``all_gather``. See [Note: two gathers]."""
+        if param_list is None and hooks.take_borrowed(parameter):
+            if hooks.is_unavailable(parameter):
+                parameter.all_gather_coalesced([parameter]).wait()
+            return None
+        for p in [parameter] if param_list is None else param_list:
+            if hooks.is_available(p) and self._pop_decoded(p):
+                hooks.drop_values(p)
+        if param_list is not None and not (args or kwargs) and hooks.awaits_last_gather_only():
+            for p in param_list:
+                original([p])
+            return None
+        return original(param_list, *args, **kwargs)
+
+
+class _Gather(NamedTuple):
+    """A posted gather: its parameters, and which values may differ from the exact ones."""
+
+    params: list[Param]
+    lossy: list[bool]
+    pending: Pending[list[torch.Tensor]]
+
+
+class _FetchHandle:
+    """DeepSpeed's gather handle, for our gathers and what it gathers itself.
+
+    ``wait`` is called once per parameter, and DeepSpeed keeps the handle until the last one is
+    used: so it keeps no values.
+    """
+
+    def __init__(self, ours: list[_Gather], theirs: Any = None) -> None:
+        self._ours, self._theirs = ours, theirs
+
+    def wait(self, **kwargs: Any) -> None:
+        while self._ours:
+            params, lossy, pending = self._ours[0]
+            for param, full, is_lossy in zip(params, pending.wait(), lossy, strict=True):
+                hooks.fill(param.tensor, full)
+                param.decoded = is_lossy
+            del self._ours[0]
+        if self._theirs is not None:
+            self._theirs.wait(**kwargs)

@@ -1,0 +1,470 @@
+"""Reduce gradients: buckets of DeepSpeed become sums at their owners, under every stage.
+
+[Note: one reduction] A bucket holds parts of gradients, *shares*, each of which one rank gets the
+mean of: under ZeRO-3 every rank its shard of every gradient, under ZeRO-1 and 2 the rank that owns
+the part of the flat partition. What a bucket is reduced by, its ``Layout``, follows from its
+parameters alone and is planned when the bucket is first seen; plans of equal sizes are shared,
+as layers are alike.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_quant.codec.bound import Coding, Rotation, exactly
+from ds_quant.codec.codec import CastCodec
+from ds_quant.comm.message import SMALL_NUMEL, is_tight, small_last, small_together
+from ds_quant.comm.reduce import GradientSums, Reduction
+from ds_quant.comm.reduction_plan import LinkHop, Segment, shards_of
+from ds_quant.comm.transport import Link
+from ds_quant.kernels.batch import Decode
+from ds_quant.kernels.run import Operations, Streams
+from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
+from ds_quant.zero import hooks, optimizer_hooks
+from ds_quant.zero.engine import QuantizedEngine
+from ds_quant.zero.equal_buckets import EqualBuckets, digest_of
+from ds_quant.zero.held import HeldBucket, Member
+from ds_quant.zero.optimizer_hooks import owners_of
+from ds_quant.zero.param import GradientStreams, Param, exact_gradient
+
+# ---- any stage ----
+
+
+_PLANS = 1000  # remembered: a parameter without a gradient makes another bucket
+
+
+class Share(NamedTuple):
+    """Elements of a gradient whose mean one rank gets, as ``segment`` says; ``member`` names them
+    among what waits for the boundary.
+    """
+
+    member: Member
+    streams: GradientStreams
+    segment: Segment  # its ``gradient`` is set by the layout
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Layout:
+    """How a bucket is reduced in every step.
+
+    streams: of each gradient. own: this rank's shares in the order of their sums, each with its
+    member and the first element of its sum; a member may have two, as a parameter that is used
+    twice may be in a bucket twice. dtype: of the sums, unless others are added to them.
+    """
+
+    streams: Sequence[GradientStreams]
+    sums: GradientSums
+    members: tuple[Member, ...]
+    own: Sequence[tuple[Member, Segment, int]]
+    dtype: torch.dtype
+
+    def shards(self, total: Tensor) -> list[Tensor]:
+        """View the sums by tensor, under ZeRO-3, where this rank has a share of each."""
+        found = {}
+        for (_, share, _), part in zip(self.own, total.split(self._rooms), strict=True):
+            found[share.tensor] = part if part.numel() == share.numel else part[: share.numel]
+        return [found[tensor] for tensor in range(len(found))]
+
+    @cached_property
+    def _rooms(self) -> list[int]:
+        return [round_up(share.numel, VECTOR_NUMEL) for _, share, _ in self.own]
+
+    @cached_property
+    def places(self) -> dict[Member, slice]:
+        """Where the sum of a member lies, the first one of two."""
+        backwards = reversed(self.own)
+        return {member: slice(start, start + share.numel) for member, share, start in backwards}
+
+    @cached_property
+    def digest(self) -> int:
+        """Of the members, equal on ranks that reduce the same."""
+        return digest_of(self.members)
+
+    @cached_property
+    def copies(self) -> Operations:
+        """Write the sums, as bytes, over the shares: of the tensors that are the next buffers."""
+        sums = CastCodec(torch.float32)
+        return Operations(
+            (Decode(sums, share.numel, 0, 1 + share.tensor, 0), (4 * start, share.start))
+            for _, share, start in self.own
+        )
+
+
+class Sums:
+    """Sums of a bucket on their way; ``crossed`` ones are added to them, see held.py."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        under_way: Reduction | None,
+        total: Tensor | None,
+        crossed: Mapping[Member, Tensor] | None = None,
+    ) -> None:
+        self._layout, self._under_way, self._total = layout, under_way, total
+        self._crossed = crossed or {}
+
+    def advance(self) -> None:
+        """Post what was not posted yet, waiting for what comes before it."""
+        if self._under_way is not None:
+            self._under_way.advance()
+
+    def wait(self) -> Tensor | None:
+        """Return the sums where the layout says, None if they wait for the boundary."""
+        if self._under_way is not None:
+            self._under_way.wait()
+        for member, values in self._crossed.items():
+            if member in self._layout.places:  # else another rank's, and empty
+                self._total[self._layout.places[member]].add_(values)
+        return self._total
+
+
+_How = tuple[Sequence[tuple[Coding, ...]], Sequence[Rotation | None]]
+
+
+class GradientReducer:
+    """Plans and begins the reductions of one engine."""
+
+    def __init__(self, binding: QuantizedEngine) -> None:
+        self._binding, self._routes = binding, binding.routes
+        self._layouts: dict[tuple, Layout] = {}
+        self._sums: dict[tuple, GradientSums] = {}
+
+    def _layout(
+        self,
+        key: tuple,
+        shares: Callable[[], Sequence[Share]],
+        route: tuple[LinkHop, ...],
+        link: Link,
+        *,
+        scale: float,
+        dtypes: Sequence[torch.dtype] = (),
+    ) -> Layout:
+        """Return the layout of a bucket; ``key``: all that its shares depend on. ``dtypes``: under
+        ZeRO-3, of gradients whose sums may have theirs.
+        """
+        if len(self._layouts) >= _PLANS or self._routes is not self._binding.routes:
+            self._routes = self._binding.routes
+            self._layouts.clear()
+            self._sums.clear()
+        if key not in self._layouts:
+            self._layouts[key] = self._plan(shares(), route, link, scale, dtypes)
+        return self._layouts[key]
+
+    def _plan(
+        self,
+        shares: Sequence[Share],
+        route: tuple[LinkHop, ...],
+        link: Link,
+        scale: float,
+        dtypes: Sequence[torch.dtype],
+    ) -> Layout:
+        places: dict[tuple[int, int], int] = {}  # of streams among the gradients
+        streams, segments = [], []
+        for share in shares:
+            place = places.setdefault((id(share.streams), share.segment.tensor), len(streams))
+            if place == len(streams):
+                streams.append(share.streams)
+            segments.append(share.segment._replace(gradient=place))
+        forms = tuple([s.form for s in streams])
+        key = tuple(segments), forms, route, link, scale
+        if key not in self._sums:
+            how = {"scale": scale, "balanced": not dtypes}
+            self._sums[key] = GradientSums(segments, forms, route, link, **how)
+        sums = self._sums[key]
+        return Layout(
+            streams=streams,
+            sums=sums,
+            members=tuple(dict.fromkeys(share.member for share in shares)),
+            own=[(shares[i].member, segments[i], start) for i, start in sums.own.items()],
+            dtype=dtypes[0] if len(set(dtypes)) == 1 else torch.float32,
+        )
+
+    def _streams(
+        self, param: Param, dtype: torch.dtype, numel: int, route: Sequence[LinkHop], rank: int
+    ) -> GradientStreams:
+        hops = len(route)
+        if self._binding.is_exact(self._binding.step):
+            streams = exact_gradient(dtype, hops)
+        else:
+            streams = param.gradient_streams(dtype, rank=rank, hops=hops)
+        if numel <= SMALL_NUMEL and isinstance(streams.form.codecs[-1], CastCodec):
+            return exact_gradient(dtype, hops, tight=True)
+        return streams
+
+    def _begin(self, layout: Layout, tensors: Sequence[Tensor], route: Sequence[LinkHop]) -> Sums:
+        """Post a reduction; afterwards the tensors may change."""
+        binding, sums, device = self._binding, layout.sums, tensors[0].device
+        steps = binding.gradient_step, binding.signed_step(route)
+        codings, rotations = zip(*[s.codings(*steps) for s in layout.streams], strict=True)
+        how, held, crossed = (codings, rotations), None, {}
+        if binding.crosses_once(route):
+            store, members = binding.held, layout.members
+            if store.are_left(members):  # what is held of them takes the second hop alone
+                store.take(None, members)
+                return Sums(layout, None, sums.room(device).zero_(), store.take_crossed(members))
+            kept = store.take(layout, members)
+            if kept is not None:
+                kept.added.wait()
+                held = kept.values
+            if not hooks.at_boundary(binding.engine):
+                bucket = _hold(layout, tensors, how, held)
+                store.put(layout, bucket)
+                return Sums(layout, bucket.added, None)
+            crossed = store.take_crossed(members)
+        total = sums.room(device, torch.float32 if crossed else layout.dtype)
+        return Sums(layout, sums.begin(tensors, *how, into=total, held=held), total, crossed)
+
+
+def _hold(layout: Layout, tensors: Sequence[Tensor], how: _How, held: Tensor | None) -> HeldBucket:
+    """Begin to add the tensors, summed inside the node, to what is held of them."""
+    device, fresh = tensors[0].device, held is None
+    values = layout.sums.held_room(device) if fresh else held
+    added = Reduction(layout.sums.plan, tensors, *how, None, held=values, fresh=fresh)
+
+    def cross() -> Iterator[tuple[Member, Tensor]]:
+        added.wait()
+        total = layout.sums.room(device)
+        layout.sums.begin(None, *how, into=total, held=values).wait()
+        yield from ((member, total[:0]) for member in layout.members if member not in layout.places)
+        for member, share, start in layout.own:
+            yield member, total[start : start + share.numel]
+
+    return HeldBucket(members=layout.members, values=values, added=added, cross=cross)
+
+
+# ---- ZeRO-3 ----
+
+
+class ShardReduction(GradientReducer):
+    """ZeRO-3: replace ``reduce_scatter_coalesced``."""
+
+    def __call__(
+        self,
+        original: Callable[..., Any],
+        params: Sequence[Any],
+        tensors: list[Tensor],
+        group: Any = None,
+    ) -> list[Tensor]:
+        """Mean over ``group`` of each tensor; returns this rank's unpadded shard, input dtype."""
+        bucket = self.begin(params, tensors, group)
+        return original(tensors, group) if bucket is None else bucket.finish()
+
+    def begin(self, params: Sequence[Any], tensors: list[Tensor], group: Any) -> Bucket | None:
+        """Post the reduction; None if it is DeepSpeed's own. Afterwards the tensors may change."""
+        binding = self._binding
+        binding.asked.add("gradients")
+        link = binding.link(group)
+        tracked = [binding.param_of(p) for p in params]
+        if link.size == 1 or not tensors or None in tracked:
+            return None
+        route, dtypes = binding.route(group), tuple([tensor.dtype for tensor in tensors])
+        key = tuple(map(id, params)), dtypes, link, binding.is_exact(binding.step)
+        shares = partial(self._shares, tracked, dtypes, route, link)
+        layout = self._layout(key, shares, route, link, scale=1 / link.size, dtypes=dtypes)
+        sums = self._begin(layout, [tensor.reshape(-1) for tensor in tensors], route)
+        return Bucket(binding, tracked, tensors, layout, sums)
+
+    def _shares(
+        self,
+        tracked: Sequence[Param],
+        dtypes: Sequence[torch.dtype],
+        route: Sequence[LinkHop],
+        link: Link,
+    ) -> list[Share]:
+        """Shards of all gradients, small ones last, by dtype."""
+        numels = [param.shape.numel() for param in tracked]
+        streams = [
+            self._streams(param, dtype, numel, route, link.rank)
+            for param, dtype, numel in zip(tracked, dtypes, numels, strict=True)
+        ]
+        plain = len(route) == 1 and not route[0].exact_own
+        plain = plain and not any(s.form.block for s in streams)
+        last = [s.form.codecs[-1] for s in streams]
+        shares = []
+        for i in small_last(last):
+            how = {"plain": plain, "small": is_tight(last[i])}
+            for shard in shards_of(i, numels[i], link.size, **how):
+                shares.append(Share((tracked[i], -1), streams[i], shard))
+        return shares
+
+
+class Bucket:
+    """A running reduction of some gradients to this rank's shards.
+
+    shards: (length,) each, in the gradients' dtype; valid once ``finish`` has returned them.
+    """
+
+    def __init__(
+        self,
+        binding: QuantizedEngine,
+        tracked: Sequence[Param],
+        tensors: Sequence[Tensor],
+        layout: Layout,
+        sums: Sums,
+    ) -> None:
+        self._binding, self._tracked, self._layout, self._sums = binding, tracked, layout, sums
+        self.shards = [g.new_empty(0) for g in tensors]
+        self.advance, self.finished = sums.advance, False
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the shards."""
+        watch, total = self._binding.watch, self._sums.wait()
+        found = self._zeros() if total is None else self._taken(total)
+        for parameter, shard, values in zip(self._tracked, self.shards, found, strict=True):
+            shard.data = values
+            if watch is not None:
+                watch.note(parameter, shard)
+        self.finished = True
+        return self.shards
+
+    def _taken(self, total: Tensor) -> list[Tensor]:
+        """Views of the sums, cast if they have another dtype."""
+        dtypes = {shard.dtype for shard in self.shards}
+        if dtypes != {total.dtype} and len(dtypes) == 1:
+            total = self._layout.sums.room(total.device, *dtypes).copy_(total)
+        parts = self._layout.shards(total)
+        return [part.to(shard.dtype) for part, shard in zip(parts, self.shards, strict=True)]
+
+    def _zeros(self) -> list[Tensor]:
+        """Shards of zeros, which share memory."""
+        numels = {share.tensor: share.numel for _, share, _ in self._layout.own}
+        memory = {shard.dtype: shard.new_zeros(max(numels.values())) for shard in self.shards}
+        return [memory[shard.dtype][: numels[i]] for i, shard in enumerate(self.shards)]
+
+
+# ---- ZeRO-1 and 2 ----
+
+
+_COPY = Streams([exactly(torch.float32)], [None])
+
+
+class OwnerReduction(GradientReducer):
+    """ZeRO-1/2: replace ``allreduce_and_copy_with_multiple_ranks``.
+
+    DeepSpeed hands over slices of its bucket by owner, with parameters run together. Where one
+    parameter ends is read off the bucket, so that no group of a codec straddles two.
+    """
+
+    def __init__(self, binding: QuantizedEngine, optimizer: Any) -> None:
+        super().__init__(binding)
+        self._optimizer, self.equal = optimizer, EqualBuckets(binding, optimizer)
+        self._bucket: Tensor | None = None
+        self._divisor = 1.0
+        self._params: list[Tensor] = []
+        self._starts: list[int] = []
+
+    @contextmanager
+    def bucket(self, tensor: Tensor, params: list[Tensor], divisor: float) -> Iterator[None]:
+        """Inside, ``tensor`` is reduced, the sum divided by ``divisor``: ``params``, end to end.
+        DeepSpeed frees its buffer at the end of a backward, so nothing may hold on to it.
+        """
+        self._bucket, self._params, self._divisor = tensor.view(-1), params, divisor
+        self._starts = list(accumulate((p.numel() for p in params), initial=0))
+        try:
+            yield
+        finally:
+            self._bucket = None
+
+    def reduce(self, original: Callable[..., None], call: dict[str, Any]) -> None:
+        """Sum every slice for its owner, in place; other ranks' slices keep their old values."""
+        self._binding.asked.add("gradients")
+        link = self._binding.link(call["process_group"] or self._optimizer.dp_process_group)
+        whole, single = optimizer_hooks.sorted_out(call, alone=link.size == 1)
+        if whole is not None:
+            self._all_reduce(original, whole, link)
+        if single is not None:
+            self._reduce_to_owners(single, link)
+
+    def _all_reduce(self, original: Callable[..., None], call: dict[str, Any], link: Link) -> None:
+        """Leave slices of which several ranks need all (Muon's split matrices) to DeepSpeed."""
+        slices, dtype = call["small_bucket"], call["communication_data_type"]
+        for values in slices if self._divisor != 1 else ():
+            values.div_(self._divisor)
+        original(**call)
+        nbytes = sum(s.numel() for s in slices) * dtype.itemsize
+        link.count_ring(nbytes, role="gradients", passes=2)
+        own = [s for s, ranks in zip(slices, owners_of(call), strict=True) if link.rank in ranks]
+        self._watch(cut for a, b in self._ranges(own) for _, *cut in self._cuts(a, b))
+
+    def _reduce_to_owners(self, call: dict[str, Any], link: Link) -> None:
+        """Sum every slice for the one rank that owns it."""
+        owners = [owner for (owner,) in owners_of(call)]
+        slices, dtype = call["small_bucket"], call["communication_data_type"]
+        binding, route = self._binding, self._binding.route(link.process_group)
+        ranges, params = self._ranges(slices), tuple(map(id, self._params))
+        exact = binding.is_exact(binding.step)
+        key = tuple(ranges), tuple(owners), params, dtype, exact, link, self._divisor
+        shares = partial(self._shares, ranges, owners, dtype, route, link.rank)
+        layout = self._layout(key, shares, route, link, scale=1 / self._divisor)
+        if link.is_gloo:
+            self.equal.require(link, layout.digest, layout.members)
+        sums = self._begin(layout, [self._bucket], route).wait()
+        if sums is None:
+            for owner, values in zip(owners, slices, strict=True):
+                if owner == link.rank:
+                    values.zero_()
+            return
+        layout.copies.run([sums.view(torch.uint8), self._bucket], _COPY, backend=link.backend)
+        self._watch((m[0], s.start, s.start + s.numel) for m, s, _ in layout.own)
+        outputs = call.get("output_bucket") or [None] * len(slices)
+        for owner, values, output in zip(owners, slices, outputs, strict=True):
+            if owner == link.rank:
+                optimizer_hooks.add_to_partition(self._optimizer, output, values)
+
+    def _watch(self, cuts: Iterable[tuple[Param, int, int]]) -> None:
+        if self._binding.watch is not None:
+            for param, start, stop in cuts:
+                self._binding.watch.note(param, self._bucket[start:stop])
+
+    def _shares(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        owners: Sequence[int],
+        dtype: torch.dtype,
+        route: Sequence[LinkHop],
+        rank: int,
+    ) -> list[Share]:
+        """Cut ranges of the bucket; small ones of an owner follow each other, where the first of
+        them is.
+        """
+        shares = []
+        for owner, whole in zip(owners, ranges, strict=True):
+            for first, param, start, stop in self._cuts(*whole):
+                streams = self._streams(param, dtype, stop - start, route, rank)
+                share = Share(
+                    (param, owner), streams, Segment(0, start, stop - start, 0, first, owner)
+                )
+                shares.append((share, owner if is_tight(streams.form.codecs[-1]) else None))
+        return small_together(shares)
+
+    def _cuts(self, position: int, end: int) -> Iterator[tuple[int, Param, int, int]]:
+        """Cut elements of the bucket at parameter borders: the first element in the parameter, the
+        parameter, and the range of the bucket.
+        """
+        place = bisect_right(self._starts, position) - 1
+        while position < end:
+            start, stop = self._starts[place], min(end, self._starts[place + 1])
+            if position < stop:  # else a parameter of no elements
+                param = self._binding.param_of(self._params[place])
+                yield position - start, param, position, stop
+            position, place = stop, place + 1
+
+    def _ranges(self, slices: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """Return the first element of every slice in the bucket and the one behind its last."""
+        begin, itemsize = self._bucket.data_ptr(), self._bucket.element_size()
+        found = []
+        for values in slices:
+            first, numel = (values.data_ptr() - begin) // itemsize, values.numel()
+            if not 0 <= first <= self._bucket.numel() - numel:
+                raise RuntimeError("quantized_comm: a gradient slice lies outside its bucket")
+            found.append((first, first + numel))
+        return found

@@ -1,0 +1,255 @@
+"""ZeRO-1 and 2: gather updated weights and reduce gradients to their owners.
+
+After a step the replica holds decoded weights on all ranks, the owner too, bit for bit. The fp32
+master weights stay untouched, and exact replicas come back on demand (checkpoints, exports).
+What user code has written since the last gather stays in place.
+
+[Note: differences] With difference coding the replica itself is the reference: the owner encodes
+what its master weights differ from it, everybody adds the decoded difference, in place and without
+a copy. What one step loses is in the next difference. A replica that was made exact stays so, on
+all ranks: a run that saves continues like a run that loads what was saved.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_quant.codec.bound import VECTORS_PER_ELEMENT
+from ds_quant.codec.codec import CastCodec, Codec
+from ds_quant.comm.lossless import MOST_NUMEL
+from ds_quant.comm.message import SMALL_NUMEL, Message, Part, is_tight, small_together
+from ds_quant.comm.transport import Fabric, Link, Pending
+from ds_quant.kernels.wire import ceil_div
+from ds_quant.zero import log, optimizer_hooks
+from ds_quant.zero.engine import QuantizedEngine
+from ds_quant.zero.lossless import Post, Window, replica_posts
+from ds_quant.zero.optimizer_hooks import ReplicaGroup
+from ds_quant.zero.param import Param, Stream
+from ds_quant.zero.safety import Samples
+
+
+class _GatherPlan(NamedTuple):
+    """The gather of a window of the partitions: the streams of its parameters; buffers are the
+    replica and this rank's new weights of the window, if they are not in the replica.
+    """
+
+    weights: list[tuple[Param, Stream]]
+    message: Message
+
+
+class Replica:
+    """The 16-bit (or fp32) replica of one ZeRO-1/2 engine."""
+
+    def __init__(self, binding: QuantizedEngine, optimizer: Any) -> None:
+        self._binding, self._optimizer = binding, optimizer
+        self.holds_exact = True  # what was gathered last, whatever user code has made of it
+        self._always_exact = binding.scheme.weights is None
+        self._plans: dict[tuple, _GatherPlan] = {}  # do not change between steps
+        groups = list(optimizer_hooks.replica_groups(optimizer))
+        # User code may give a parameter other storage.
+        self._begins = {id(p): _offset(group.flat, p) for group in groups for p in group.params}
+        self._samples = Samples(
+            (g.flat, [(p, self._begins[id(p)]) for p in g.params]) for g in groups
+        )
+        self._said_kept = False
+
+    def gather_updated(self) -> None:
+        """Inside ``optimizer.step``: the own partition holds new exact weights, gather them."""
+        self._binding.asked.add("weights")
+        step = self._binding.step + 1  # DeepSpeed counts the step only after it
+        if self._binding.scheme.level_steps:
+            self._binding.learn_levels(step, self._own_values())
+        self._gather(step)
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Show exact weights inside the context, decoded ones outside. All ranks must enter and
+        leave. After an error they stay exact: a rank that fails alone must not wait for others.
+
+        With difference coding the exact ones stay: see [Note: differences].
+        """
+        shown = self.holds_exact
+        self.show_exact()
+        yield
+        if not shown and self.holds_exact:  # else there was a step inside
+            self._decode(self._refill)
+
+    def show_exact(self) -> None:
+        """Show exact weights until the next step. A collective, unless they are shown already."""
+        if not self.holds_exact:
+            self._refill(exact=True)
+
+    def after_load(self) -> None:
+        """Follow DeepSpeed, which has loaded master weights and an exact replica."""
+        self.holds_exact = True
+        self._samples.forget()
+        self._decode(lambda exact: self._gather(self._binding.step, exact=exact))
+
+    def resync(self) -> None:
+        """Refill exact weights on all ranks from the master weights. A collective."""
+        self._samples.forget()
+        self._refill(exact=True)
+
+    def _decode(self, gather: Callable[..., None]) -> None:
+        """Show again what the last step has gathered: equal step, equal bits."""
+        binding = self._binding
+        stays = self._always_exact or binding.scheme.difference or binding.is_exact(binding.step)
+        if binding.step > 0 and not stays:
+            gather(exact=False)
+
+    def _refill(self, *, exact: bool) -> None:
+        """Gather the master weights; what user code has written stays: [Note: written weights]."""
+        optimizer_hooks.require_replica(self._optimizer)
+        written = [(p, p.detach().clone()) for p in self._samples.written()]
+        optimizer_hooks.finish_background_save(self._binding.engine)
+        gather = partial(self._gather, self._binding.step, exact=exact)
+        optimizer_hooks.refresh_replica(self._optimizer, gather)
+        for p, values in written:
+            p.data.copy_(values)
+        if written and not self._said_kept:
+            self._said_kept = True
+            log.log_rank0(
+                f"quantized_comm: your code has written {len(written)} parameter(s) since the last "
+                f"step, such as {self._binding.param_of(written[0][0]).name}: exports hold them as "
+                "they are, and the next step overwrites them, as without this plugin (logged once)"
+            )
+
+    def copies(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """See Holder. The ranks of a process group hold equal replicas."""
+        for group in optimizer_hooks.replica_groups(self._optimizer):
+            yield self._binding.link(group.process_group).ranks[0], list(group.params)
+
+    def _gather(self, step: int, *, exact: bool = False) -> None:
+        """Gather all partitions, slice by slice so that the message stays within DeepSpeed's
+        ``allgather_bucket_size``; slice i travels while slice i - 1 is decoded.
+        """
+        self.holds_exact = exact or self._always_exact or self._binding.is_exact(step)
+        posted: deque[Pending[Any]] = deque()
+        for post in self._posts(step, exact):
+            posted.append(post())
+            if len(posted) > 1:
+                posted.popleft().wait()
+        for last in posted:
+            last.wait()
+        if not self._always_exact:
+            self._samples.take()
+
+    def _posts(self, step: int, exact: bool) -> Iterator[Post]:
+        """Yield what posts the gather of each window."""
+        routes, exactly = self._binding.routes, list[Window]()
+        differs = self._binding.scheme.lossless and not (exact or self._binding.is_exact(step))
+        for group in optimizer_hooks.replica_groups(self._optimizer):
+            fabric = self._binding.fabric(group.process_group)
+            if fabric.size == 1:
+                continue
+            most = self._optimizer.allgather_bucket_size // fabric.size
+            if differs and routes.differs_exactly(group.flat.dtype):
+                codec = self._binding.scheme.exact_codec
+                windows = _windows(group, fabric.size, min(most, MOST_NUMEL))
+                exactly += [Window(group, fabric, w, codec) for w in windows]
+                continue
+            for window in _windows(group, fabric.size, most):
+                yield partial(self._post, group, fabric, window, step, exact)
+        if exactly:
+            yield from replica_posts(exactly, self._binding.traffic)
+
+    def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
+        """(parameter, this rank's elements of it, link) of every parameter."""
+        for group in optimizer_hooks.replica_groups(self._optimizer):
+            link = self._binding.link(group.process_group)
+            for p in group.params:
+                width = group.flat.numel() // link.size
+                begin = self._begins[id(p)]
+                start = max(begin, link.rank * width)
+                stop = max(start, min(begin + p.numel(), (link.rank + 1) * width))
+                yield p, group.flat[start:stop], link
+
+    def _post(
+        self, group: ReplicaGroup, fabric: Fabric, window: range, step: int, exact: bool
+    ) -> Pending[None]:
+        """Post the gather of ``window`` of the partitions."""
+        # Else the new weights are in the replica already: exact ones, or absolute codes.
+        from_master = self._binding.scheme.keeps_reference and not exact
+        exact = exact or self._binding.is_exact(step)
+        plan = self._plan(group, fabric, window, exact, from_master)
+        flat = group.flat.view(-1)
+        codings = [param.coding(stream, flat.dtype, step) for param, stream in plan.weights]
+        values = [flat]
+        if from_master:
+            # Rounded first, as the code of SDP4Bit does: see ``Coding.encode``.
+            values.append(group.updated(window, fabric.empty))
+        return plan.message.gather(fabric, values, codings, lambda: [flat]).then(lambda _: None)
+
+    def _plan(
+        self, group: ReplicaGroup, fabric: Fabric, window: range, exact: bool, from_master: bool
+    ) -> _GatherPlan:
+        """Cut the flat replica at parameter and partition borders, keeping the elements that lie
+        in ``window`` of their partition; alignment gaps stay out.
+        """
+        key = group.index, window, exact, from_master
+        if key not in self._plans:
+            parts, weights = self._parts(group, fabric.whole, window, exact, from_master)
+            how = {"rank": fabric.rank, "ranks": fabric.size, "node_size": fabric.node_size}
+            self._plans[key] = _GatherPlan(weights, Message(parts, **how))
+        return self._plans[key]
+
+    def _parts(
+        self, group: ReplicaGroup, link: Link, window: range, exact: bool, from_master: bool
+    ) -> tuple[list[Part], list[tuple[Param, Stream]]]:
+        """Small ones of an owner follow each other, where the first of them is."""
+        flat, width = group.flat, group.flat.numel() // link.size
+        weights: list[tuple[Param, Stream]] = []
+        places: dict[Param | Codec, int] = {}  # of parameters, and of exact codecs, in the weights
+        parts: list[tuple[Part, int | None]] = []
+        for p in group.params:
+            begin, param = self._begins[id(p)], self._binding.param_of(p)
+            end = begin + p.numel()
+            for owner in range(begin // width, ceil_div(end, width)):
+                start = max(begin, owner * width + window.start)
+                stop, stream = min(end, owner * width + window.stop), None
+                if start >= stop:
+                    continue
+                own = owner == link.rank
+                if not exact:
+                    sender = link.rank if own else None
+                    (stream,) = param.weight_streams(flat.dtype, rank=sender)
+                key: Param | Codec = param
+                if stream is None:
+                    key = CastCodec(flat.dtype, tight=stop - start <= SMALL_NUMEL)
+                    stream = Stream(key, None)
+                place = places.setdefault(key, len(weights))
+                if place == len(weights):
+                    weights.append((param, stream))
+                elif own:  # whose random bits are drawn
+                    weights[place] = param, stream
+                source = (1, start - owner * width - window.start) if from_master else (0, start)
+                part = Part(
+                    owner,
+                    stream.codec,
+                    stop - start,
+                    place,
+                    source=source,
+                    into=(0, start),
+                    vector=VECTORS_PER_ELEMENT * (start - begin),
+                    differs=stream.difference,
+                )
+                parts.append((part, owner if is_tight(stream.codec) else None))
+        return small_together(parts), weights
+
+
+def _windows(group: ReplicaGroup, ranks: int, most: int) -> Iterator[range]:
+    """Ranges of at most ``most`` elements that make up a partition, aligned as well as it is."""
+    width, stride = group.flat.numel() // ranks, max(1, most // 4096 * 4096 or most)
+    for first in range(0, width, stride):
+        yield range(first, min(first + stride, width))
+
+
+def _offset(flat: torch.Tensor, parameter: torch.Tensor) -> int:
+    """Return the first element of a parameter, a view of the flat buffer."""
+    return (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()

@@ -1,0 +1,157 @@
+"""What an engine does, in one line at start-up and in the figures of ``ds_quant.report``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_quant.config.errors import did_you_mean
+from ds_quant.kernels import dispatch
+from ds_quant.policy.cost import LABELS, LOSSLESS_BITS, shipped_bytes
+from ds_quant.policy.scheme import matches
+from ds_quant.zero import hooks, log, muon_hooks, offload
+from ds_quant.zero.engine import QuantizedEngine
+
+
+def start_line(binding: QuantizedEngine) -> str:
+    """Describe the engine in one line: scheme, bytes against DeepSpeed's, what stays exact,
+    kernels.
+    """
+    costs, stage = binding.bill(), binding.stage
+    micro_steps = binding.engine.gradient_accumulation_steps()
+    waits = costs.crosses_once and hooks.accumulates(binding.engine)
+    once = costs.once_per_step or costs.boundary or (waits and micro_steps > 1)
+    per_micro_step = stage == 3 and not once
+    micro_steps = 1 if per_micro_step else micro_steps
+    dtype = hooks.gradient_dtype(binding.engine)
+    label = LABELS.get(dtype, "fp32")
+    kept = [f"{n} {reason}" for reason, n in sorted(costs.kept.items())]
+    if binding.scheme.lossless and binding.scheme.gradients is None:
+        kept.insert(0, "all gradients")
+    if _weights_stay(binding):
+        kept.insert(0, "all weights")
+    shipped = shipped_bytes(
+        stage, dtype, micro_steps=micro_steps, gathers=costs.gathers, trained=costs.trained
+    )
+    inside = costs.intra_bytes(stage, micro_steps=micro_steps)
+    parts = [
+        f"{binding.scheme.name} on ZeRO-{stage}, "
+        f"{costs.step_bytes(stage, micro_steps=micro_steps):.2f} "
+        f"B/param/{'micro-step' if per_micro_step else 'step'}"
+        f"{' between nodes' if inside else ''} "
+        f"({label} {shipped + costs.boundary:.2f}), "
+        f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision "
+        f"({', '.join(kept) or 'none'})",
+        f"{binding.topology.nodes} x {binding.topology.node_size} ranks",
+        dispatch.describe(hooks.device(), binding.scheme.block.backend),
+    ]
+    if stage == 3:
+        parts.append(f"{costs.gathers:.3g} gathers of the weights per micro-step")
+    if inside:
+        parts.append(f"{inside:.2f} B/param inside a node")
+    if costs.memory:
+        gigabytes = costs.memory * costs.numel / 1e9
+        where = "in host memory " if offload.offloads_parameters(binding.engine) else ""
+        parts.append(
+            f"keeps {costs.memory:.2f} B/param ({gigabytes:.3g} GB) more {where}on every rank"
+        )
+    if waits:
+        gigabytes = costs.held * costs.numel / 1e9
+        parts.append(
+            f"gradients cross once per step and are held until then, {costs.held:.2f} B/param "
+            f"({gigabytes:.3g} GB) on every rank"
+        )
+    if binding.topology.world > 1:
+        parts.append(f"messages and sums of up to {binding.peak_bytes(costs) / 1e9:.2g} GB")
+    if binding.scheme.name == "hybrid" and binding.topology.nodes > 1:
+        parts.append('scheme "lossless" is exact, too, and sends less; "lossless_w_g3" least')
+    if binding.scheme.block.warmup_steps:
+        parts.append(f"from step {binding.scheme.block.warmup_steps} on")
+    if costs.varies:
+        most = costs.step_bytes(stage, micro_steps=micro_steps, most=True)
+        parts.append(
+            f"exact differences take {LOSSLESS_BITS} bits per weight at a learning rate of 3e-4, "
+            f"fewer below it, and {most:.2f} B/param/step at most"
+        )
+    return "; ".join([*parts, *_why_weights_stay(binding), *binding.notices])
+
+
+def _weights_stay(binding: QuantizedEngine) -> bool:
+    """Whether a node shard has nobody to exchange quantized weights with."""
+    sends = binding.scheme.weights is not None or binding.scheme.lossless
+    is_exact = binding.routes.weights(dtype=torch.bfloat16).is_exact
+    return sends and is_exact and binding.topology.world > 1
+
+
+def _why_weights_stay(binding: QuantizedEngine) -> list[str]:
+    """Say why and what would help, if they do."""
+    if not _weights_stay(binding):
+        return []
+    if binding.scheme.lossless:
+        return [
+            "weights travel in full precision, because their differences cross between nodes and "
+            "there is one node: zero_optimization.stage 2 sends differences inside a node, too"
+        ]
+    return [
+        "weights stay exact, because this scheme quantizes what they cross between nodes and "
+        'there is one node: weights.intra, such as {"bits": 8}, quantizes gathers inside it, '
+        'scheme "qsdp" all weights'
+    ]
+
+
+def announce(binding: QuantizedEngine) -> None:
+    """Log the start-up line and its warnings on rank 0."""
+    for sentence in _idle_patterns(binding):
+        log.log_rank0(f"quantized_comm: {sentence}")
+    log.info_rank0(f"quantized_comm: {start_line(binding)}")
+
+
+def _idle_patterns(binding: QuantizedEngine) -> list[str]:
+    """One sentence per ``exclude`` pattern that matches no parameter."""
+    names = [param.name for param in binding.all_params()]
+    sentences = []
+    for pattern in binding.scheme.block.exclude:
+        if not any(matches(name, pattern) for name in names):
+            near = did_you_mean(pattern, names, cutoff=0.4) or next(iter(names), "nothing")
+            sentences.append(
+                f'exclude pattern "{pattern}" matches no parameter; one is called {near}'
+            )
+    return sentences
+
+
+def figures(binding: QuantizedEngine) -> dict[str, Any]:
+    """See ``ds_quant.report``."""
+    bill, engine = binding.bill(), binding.engine
+    exact = muon_hooks.exact_gradient_reason(engine) is not None
+    micro_steps = engine.gradient_accumulation_steps()
+    return {
+        "scheme": binding.scheme.name,
+        "stage": binding.stage,
+        "world": binding.topology.world,
+        "node_size": binding.topology.node_size,
+        "params": bill.numel,
+        "steps": engine.global_steps,
+        "micro_steps": engine.micro_steps,
+        "received_bytes": {r: dict(links) for r, links in binding.traffic.received.items()},
+        "collectives": dict(binding.traffic.collectives),
+        "not_counted": ["gradients"] if exact else [],
+        "gathers": binding.gathers,
+        "full_precision_share": bill.full_precision_share,
+        "expected_bytes": bill.step_bytes(binding.stage, micro_steps=micro_steps),
+        "expected_intra_bytes": bill.intra_bytes(binding.stage, micro_steps=micro_steps),
+        "expected_most_bytes": bill.step_bytes(binding.stage, micro_steps=micro_steps, most=True),
+        "lossless_bits": binding.traffic.exact.bits,
+        "lossless_padding": binding.traffic.exact.padding,
+        "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),
+        "expected_kept_bytes": bill.memory * bill.numel,
+        "held_bytes": 0 if binding.held is None else binding.held.most_nbytes,
+        "expected_held_bytes": bill.held * bill.numel if hooks.accumulates(engine) else 0,
+        "expected_peak_bytes": binding.peak_bytes(bill),
+        "buffer_bytes": binding.buffers.nbytes,
+        "resyncs": binding.state.resyncs,
+        "nonfinite_steps": binding.state.nonfinite_steps,
+        "exact_steps": binding.state.exact_steps,
+        "killed": binding.state.killed,
+        "line": start_line(binding),
+    }

@@ -1,0 +1,288 @@
+"""A device with streams, for CPU tensors: says what a GPU might do in another order.
+
+Operations run at once, but every one belongs to the stream that is current, and streams know of
+each other only what events and waits tell them (vector clocks). What touches memory without knowing
+that whoever touched it before is done is noted as a fault:
+
+- an operation that reads or writes what another stream may still write, or writes what it may read
+- memory that is freed and may be given to the next operation of its stream while another one still
+  uses it, unless it was recorded there.
+
+Collectives run on a stream of their process group, as NCCL's. The host knows what it has waited
+for.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Clock = dict[str, int]  # by stream: how many of its operations are known to be done
+
+
+def merged(clock: Clock, other: Clock) -> None:
+    for name, count in other.items():
+        clock[name] = max(clock.get(name, 0), count)
+
+
+class Event:
+    """As torch.cuda.Event."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self.clock = model, Clock()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = dict((stream or self._model.now).clock)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        merged(self._model.host, self.clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._model.now).wait_event(self)
+
+
+class Stream:
+    """As torch.cuda.Stream."""
+
+    def __init__(self, model: Model, name: str) -> None:
+        self._model, self.name, self.clock = model, name, Clock()
+        self.freed: list[tuple[Access, str]] = []  # what others did to memory that is free again
+
+    def wait_event(self, event: Event) -> None:
+        merged(self.clock, event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        merged(self.clock, other.clock)
+
+    def synchronize(self) -> None:
+        merged(self._model.host, self.clock)
+
+    def query(self) -> bool:
+        return True
+
+
+class Access(NamedTuple):
+    """Bytes [start, stop) that operation ``count`` of a stream has read or written."""
+
+    start: int
+    stop: int
+    stream: str
+    count: int
+    writes: bool
+    where: str
+
+
+class Memory:
+    """What has touched one allocation."""
+
+    def __init__(self, owner: Stream) -> None:
+        self.owner = owner
+        self.recorded: set[str] = set()
+        self.accesses: list[Access] = []
+
+
+class Model(TorchDispatchMode):
+    """The device: active inside ``with``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: Clock = {}
+        self.default = self.now = Stream(self, "default")
+        self.streams = {"default": self.default}
+        self.faults: list[str] = []
+        self._memory: dict[int, Memory] = {}
+
+    def stream(self, name: str) -> Stream:
+        if name not in self.streams:
+            self.streams[name] = Stream(self, name)
+        return self.streams[name]
+
+    @contextmanager
+    def on(self, stream: Stream | None) -> Iterator[None]:
+        before, self.now = self.now, stream or self.now
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def synchronize(self) -> None:
+        for stream in self.streams.values():
+            merged(self.host, stream.clock)
+
+    # ---- operations ----
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.touch(args[:1], ())
+            merged(self.host, self.now.clock)
+        elif func is torch.ops.aten.lift_fresh.default:
+            self._allocate(args)
+        elif not func.is_view and func.namespace != "prim":
+            read, written = [], []
+            given = {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}  # noqa: B905
+            for argument in func._schema.arguments:
+                writes = argument.alias_info is not None and argument.alias_info.is_write
+                (written if writes else read).extend(_tensors(given.get(argument.name)))
+            made = [t for t in _tensors(result) if not any(t is w for w in written)]
+            self._allocate(made)
+            if "empty" not in func._opname:
+                self.touch(read, [*written, *made])
+        return result
+
+    def _allocate(self, made: Iterable[Tensor]) -> None:
+        """Give memory to new tensors, which may be any that is free on the current stream."""
+        now = self.now
+        merged(now.clock, self.host)
+        if any(tensor.numel() for tensor in made):
+            for seen, where in now.freed:
+                if now.clock.get(seen.stream, 0) < seen.count:
+                    self._fault(f"memory of {now.name}, free in {where}, is taken again", seen)
+            now.freed.clear()
+        for tensor in made:
+            self._memory_of(tensor, now)
+
+    def touch(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+        """An operation of the current stream."""
+        now = self.now
+        merged(now.clock, self.host)  # it was asked for when the host knew that
+        now.clock[now.name] = now.clock.get(now.name, 0) + 1
+        for tensors, writes in ((read, False), (written, True)):
+            for tensor in tensors:
+                if tensor.numel() and tensor.device.type == "cpu":
+                    self._access(tensor, writes)
+
+    def _memory_of(self, tensor: Tensor, made_on: Stream | None = None) -> Memory:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._memory:  # without a stream: made before the model was active
+            memory = self._memory[key] = Memory(made_on or self.default)
+            weakref.finalize(storage, self._freed, key, memory)
+        return self._memory[key]
+
+    def _access(self, tensor: Tensor, writes: bool) -> None:
+        memory, now = self._memory_of(tensor), self.now
+        extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.storage_offset() * tensor.element_size()
+        stop = start + (extent + 1) * tensor.element_size()
+        kept = []
+        for seen in memory.accesses:
+            overlaps = seen.start < stop and start < seen.stop
+            known = now.clock.get(seen.stream, 0) >= seen.count
+            if overlaps and not known and (writes or seen.writes):
+                self._fault(f"{'write' if writes else 'read'} on {now.name}", seen)
+            covered = known and start <= seen.start and seen.stop <= stop and writes >= seen.writes
+            if not covered:
+                kept.append(seen)
+        mine = Access(start, stop, now.name, now.clock[now.name], writes, _caller())
+        memory.accesses = [*kept, mine]
+
+    def _freed(self, key: int, memory: Memory) -> None:
+        if self._memory.pop(key, None) is None:
+            return
+        where = _caller()
+        memory.owner.freed += [
+            (seen, where) for seen in memory.accesses if seen.stream not in memory.recorded
+        ]
+
+    def _fault(self, what: str, seen: Access) -> None:
+        did = "writes" if seen.writes else "reads"
+        self.faults.append(f"{what} in {_caller()}, while {seen.stream} {did} in {seen.where}")
+
+    def record(self, tensor: Tensor, stream: Stream) -> None:
+        self._memory_of(tensor).recorded.add(stream.name)
+
+    # ---- what programs call ----
+
+    def collective(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A collective of torch.distributed on a stream of its process group."""
+
+        def posted(*args: Any, **kwargs: Any) -> Any:
+            group, waits = kwargs.get("group"), not kwargs.pop("async_op", False)
+            stream, tensors = self.stream(f"group {id(group)}"), _tensors([*args, *kwargs.values()])
+            stream.wait_stream(self.now)
+            with self.on(stream):
+                original(*args, **kwargs)
+                self.touch(tensors[1:], tensors[:1])
+            work = _Work(self, stream, tensors)
+            return work.wait() if waits else work
+
+        return posted
+
+
+class _Work:
+    """Keeps its tensors until it is waited for, as torch does since 2.8."""
+
+    def __init__(self, model: Model, stream: Stream, tensors: list[Tensor]) -> None:
+        self._model, self._done, self._tensors = model, Event(model), tensors
+        self._done.record(stream)
+
+    def wait(self) -> None:
+        self._model.now.wait_event(self._done)
+        self._tensors = []
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Accelerator(CPU_Accelerator):
+    """DeepSpeed's view of the device."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self._model = model
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def synchronize(self, device_index: Any = None) -> None:
+        self._model.synchronize()
+
+    @property
+    def Stream(self) -> Callable[..., Stream]:  # noqa: N802
+        return lambda *_, **__: self._model.stream(f"stream {len(self._model.streams)}")
+
+    @property
+    def Event(self) -> Callable[..., Event]:  # noqa: N802
+        return lambda *_, **__: Event(self._model)
+
+    def stream(self, stream: Stream | None) -> Any:
+        return self._model.on(stream)
+
+    def current_stream(self, device_index: Any = None) -> Stream:
+        return self._model.now
+
+    def default_stream(self, device_index: Any = None) -> Stream:
+        return self._model.default
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return []
+
+
+def _caller() -> str:
+    """Line of the plugin or of DeepSpeed that asks for the operation."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if "/ds_quant/" in path or "/deepspeed/runtime/" in path:
+            short = path.rpartition("/site-packages/")[2].rpartition("/ds_quant/")
+            return f"{short[1].strip('/')}/{short[2]}:{frame.f_lineno}".lstrip("/")
+        frame = frame.f_back
+    return "?"

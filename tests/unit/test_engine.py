@@ -1,0 +1,100 @@
+"""One engine's addresses, links and full precision, on stand-ins for DeepSpeed's engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_quant.comm.topology import Topology
+from ds_quant.config.schema import parse_block
+from ds_quant.policy.route import Routes
+from ds_quant.zero import engine as module
+from ds_quant.zero.engine import QuantizedEngine, SchemeState
+
+TWO_HOPS, ONE_HOP = ("intra", "inter"), ("whole",)
+
+
+def binding(**keys: Any) -> QuantizedEngine:
+    """In optimizer step 5, of which one was skipped, with sums held between micro-steps."""
+    made = object.__new__(QuantizedEngine)
+    made.engine = SimpleNamespace(global_steps=5, skipped_steps=1, zero_optimization_stage=3)
+    made.engine.gradient_accumulation_steps = lambda: 2
+    made.held, made._backwards, made.state = object(), {}, SchemeState()
+    made.stage, made.topology = 2, Topology(world=4, node_size=2)
+    scheme = parse_block({"scheme": "full_precision", **keys}).to_scheme()
+    made.routes = Routes(scheme=scheme, stage=2, nodes=2, node_size=2)
+    return made
+
+
+def test_micro_steps_have_random_bits_of_their_own_and_share_the_signs_of_held_sums() -> None:
+    made, drawn, signs, alone = binding(), [], [], []
+    for _ in range(3):
+        drawn.append(made.gradient_step)
+        signs.append(made.signed_step(TWO_HOPS))
+        alone.append(made.signed_step(ONE_HOP))
+        made.after_backward()
+    assert len(set(drawn)) == 3 and len(set(signs)) == 1
+    assert alone == drawn  # nothing waits there
+    made.engine.global_steps = 6
+    assert made.gradient_step > max(drawn) and made.signed_step(TWO_HOPS) not in signs
+    made.held = None
+    made.after_backward()
+    assert made.signed_step(TWO_HOPS) == made.gradient_step
+
+
+def test_steps_that_deepspeed_skipped_do_not_count_for_weights() -> None:
+    assert binding().step == 4
+
+
+@pytest.mark.parametrize(
+    ("warmup", "until", "killed", "exact"),
+    [(0, 0, False, 0), (3, 0, False, 3), (0, 2, False, 2), (2, 4, False, 4), (4, 2, False, 4),
+     (0, 0, True, 6)],
+)  # fmt: skip
+def test_full_precision_lasts_for_the_warm_up_the_fallback_and_the_kill_file(
+    warmup: int, until: int, killed: bool, exact: int
+) -> None:
+    made = binding(warmup_steps=warmup)
+    made.state.exact_until, made.state.killed = until, killed
+    assert [made.is_exact(step) for step in range(6)] == [step < exact for step in range(6)]
+
+
+def test_an_entry_of_a_schedule_is_due_once() -> None:
+    state = SchemeState()
+    due = [state.due((2, 5), step) for step in (1, 2, 3, 6, 7, 4)]  # step 5 is loaded over
+    assert due == [False, True, False, True, False, False]
+    assert state.learned_at == 7
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [0, 2]])
+def test_the_world_has_two_levels_and_a_part_of_it_one(ranks: list[int]) -> None:
+    made = binding()
+    near, far = SimpleNamespace(size=2), SimpleNamespace(size=2)
+    whole: Any = SimpleNamespace(ranks=ranks, size=len(ranks), rank=0, backend="auto")
+    whole.encoding = whole.decoding = whole.empty = None
+    made._fabrics, made._levels, made.link = {}, (near, far), lambda group: whole
+    fabric = made.fabric(object())
+    assert (fabric.intra is near) == (fabric.inter is far) == (len(ranks) == 4)
+
+
+@pytest.mark.parametrize("cross", ["step", "micro_step"])
+def test_what_is_saved_is_compared_with_full_precision_that_crosses_as_often(
+    cross: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 x 64 in fp32 over 2 x 2 ranks: half of a node's gradients comes from the other one."""
+    monkeypatch.setattr(module.muon_hooks, "exact_gradient_reason", lambda engine: None)
+    monkeypatch.setattr(module.hooks, "gradient_dtype", lambda engine: module.torch.float32)
+    made = binding(gradients={"cross": cross})
+    weight: Any = module.torch.nn.Parameter(module.torch.empty(64, 64))
+    made.all_params = lambda: [
+        SimpleNamespace(
+            name="w", shape=weight.shape, tensor=weight, packed=False, whole=False, boundary=0
+        )
+    ]
+    made.gathers = 1.0
+    found = made.received_in_full_precision()["gradients"]
+    crossings = 1 if cross == "step" else 2
+    assert found["inter"] == crossings * 4 * 64 * 64 / 2 / 2
+    assert found["intra"] == 2 * 4 * 64 * 64 / 2

@@ -1,0 +1,62 @@
+"""What all ranks compare and vote on, without ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_quant.zero import safety
+from ds_quant.zero.engine import SchemeState
+from ds_quant.zero.safety import Fallback, Samples, Watch, checksum
+
+
+def test_checksums_see_every_bit_and_its_place() -> None:
+    weights = torch.arange(10_000, dtype=torch.float32)
+    usual = checksum([weights]).tolist()
+    assert checksum(weights.split(7000)).tolist() != usual  # other tensors
+    for first, second in ((0, 9000), (8192, 9999)):  # rows, and single elements behind them
+        other = weights.clone()
+        other[[first, second]] = weights[[second, first]]
+        assert checksum([other]).tolist() != usual
+    assert checksum([-torch.zeros(1)]).tolist() != checksum([torch.zeros(1)]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("versions", "outvoted"),
+    [({"a": [0, 1, 2]}, []), ({"a": [0, 2], "b": [1]}, [1]), ({"a": [0], "b": [1]}, [0, 1])],
+)
+def test_holders_of_the_rarer_version_are_outvoted(versions: dict, outvoted: list[int]) -> None:
+    assert sorted(safety._outvoted(versions)) == outvoted
+
+
+def test_what_was_written_is_found_bit_by_bit() -> None:
+    flat = torch.randn(1000)
+    params = [(flat[:400], 0), (flat[400:990], 400)]
+    flat[400] = torch.nan
+    samples = Samples([(flat, params)])
+    samples.take()
+    assert samples.written() == []  # NaN is what it was
+    flat[989] = 7.0  # the last one
+    (found,) = samples.written()
+    assert found.data_ptr() == flat[400:].data_ptr()
+    samples.forget()
+    assert samples.written() == []
+
+
+def test_the_first_gradient_that_is_not_finite_is_named_once() -> None:
+    watch, a, b, c = Watch(), *(SimpleNamespace(name=name) for name in "abc")
+    for param, value in ((a, 1.0), (b, torch.inf), (c, torch.nan)):
+        watch.note(param, torch.tensor([0.0, value]))
+    assert watch.first() is b
+    assert watch.first() is None
+
+
+def test_a_fallback_begins_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safety.log, "log_rank0", lambda message: None)
+    engine = SimpleNamespace(global_steps=9)
+    binding: Any = SimpleNamespace(state=SchemeState(), step=7, engine=engine, watch=None)
+    Fallback(binding, on_nonfinite="full_precision", steps=3, kill_file=None)._found(0, None)
+    assert binding.state.exact_until == 11 and binding.state.nonfinite_steps == 1

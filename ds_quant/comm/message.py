@@ -52,8 +52,9 @@ def small_together(items: Iterable[tuple[T, Hashable | None]]) -> list[T]:
 
 def small_last(codecs: Sequence[Codec]) -> list[int]:
     """Return the order in which small tensors of one dtype follow each other, behind the others."""
-    order = sorted(range(len(codecs)), key=lambda i: is_tight(codecs[i]))
-    return small_together((i, codecs[i] if is_tight(codecs[i]) else None) for i in order)
+    owners = [codec if is_tight(codec) else None for codec in codecs]
+    order = sorted(range(len(codecs)), key=[owner is not None for owner in owners].__getitem__)
+    return small_together(zip(order, [owners[i] for i in order], strict=True))
 
 
 def lay_out(sizes: Iterable[tuple[Codec, int]]) -> tuple[list[int], int]:

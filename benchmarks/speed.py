@@ -9,7 +9,9 @@ neighbours in time. Reported are medians over blocks and their range; blocks dur
 programs used the cores are left out. Without root: one point over loopback, without a rate limit.
 Baselines: `full_precision` goes through the same collectives as the quantized schemes;
 `deepspeed_plain` is DeepSpeed as shipped over gloo, whose reduce-scatter moves twice the bytes it
-needs, so that difference is not ours to claim; `deepspeed_hpz` adds hpZ.
+needs, so that difference is not ours to claim; `deepspeed_hpz` adds hpZ; `fsdp2_hsdp` is torch's
+own hybrid sharding: gradients cross between nodes in the last micro-step, weights and optimizer
+states lie in every node.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from rich.progress import Progress
 from schemes import parse_schemes, with_overrides
 
 BASELINE = "full_precision"
-SHIPPED = ("deepspeed_plain", "deepspeed_hpz")
+RIVALS = ("deepspeed_plain", "deepspeed_hpz", "fsdp2_hsdp")
 QUICK = {"stages": [3], "topologies": ["2x2"], "rates": [50.0, 400.0], "blocks": 3}
 
 
@@ -112,7 +114,9 @@ def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> 
     }
     if scheme == "deepspeed_hpz":
         zero["zero_hpz_partition_size"] = ranks
-    elif scheme not in SHIPPED:
+    elif scheme == "fsdp2_hsdp":
+        config["fsdp2"] = True
+    elif scheme not in RIVALS:
         (entry,) = parse_schemes(scheme)
         block = {
             "scheme": entry.name, "node_size": ranks, "allow_full_replica": True,
@@ -127,7 +131,8 @@ def run_point(stage: int, topology: str, args: argparse.Namespace) -> dict[str, 
     nodes, ranks = nodes_and_ranks(topology)
     folder = args.out / f"zero{stage}_{topology}"
     folder.mkdir(parents=True, exist_ok=True)
-    schemes = [s for s in args.schemes if s != "deepspeed_hpz" or (stage == 3 and ranks > 1)]
+    sharded_in_nodes = stage == 3 and ranks > 1
+    schemes = [s for s in args.schemes if sharded_in_nodes or s not in RIVALS[1:]]
     plan = {
         "stage": stage, "topology": topology, "nodes": nodes, "rates": args.rates,
         "schemes": {s: config_of(s, stage, ranks, args) for s in schemes},
@@ -206,6 +211,7 @@ def summary(result: dict[str, Any], *, max_foreign: float) -> list[dict[str, Any
                 "counted_bytes": median(b["counted_bytes"] for b in own.values())
                 / result["parameters"],
                 "bytes_bound": median(b["interface_bytes"] for b in base.values()) / received,
+                "loss": own[max(own)]["loss"],
                 "clean_blocks": sum(b["foreign_cores"] <= max_foreign for b in own.values()),
             })  # fmt: skip
     return rows
@@ -225,7 +231,7 @@ def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
         for scheme, color in colors.items():
             own = [row for row in shaped if row["scheme"] == scheme]
             _curves(times, ratios, own, scheme, color)
-        best = max((row for row in shaped if row["scheme"] not in SHIPPED),
+        best = max((row for row in shaped if row["scheme"] not in RIVALS),
                    key=lambda row: row["speedup"], default=None)  # fmt: skip
         found = "" if best is None else (
             f"\n{best['scheme']} is up to {best['speedup']:.1f}x as fast as {BASELINE}"
@@ -252,7 +258,7 @@ def _curves(
     ratios.plot(rates, [row["speedup"] for row in own], marker="o", label=scheme, color=color)
     low, high = ([row[key] for row in own] for key in ("speedup_min", "speedup_max"))
     ratios.fill_between(rates, low, high, color=color, alpha=0.15, linewidth=0)
-    if scheme not in (BASELINE, *SHIPPED):
+    if scheme not in (BASELINE, *RIVALS):
         ratios.axhline(own[0]["bytes_bound"], color=color, linestyle=":", label="_")
 
 
@@ -271,8 +277,8 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
     parts = [f"## {p['title']}\n\n{sections.table(*cells(p['rows']))}" for p in points]
     return heading, (
         "Seconds of a step in full precision, and speed-ups over it in the same block: median and\n"
-        f"range of {result['arguments']['blocks']} blocks. The last row is what the bytes at the\n"
-        "interfaces allow.\n\n" + "\n\n".join(parts)
+        f'range of {result["arguments"]["blocks"]} blocks. "bytes allow": by the bytes at the\n'
+        "interfaces.\n\n" + "\n\n".join(parts)
     )
 
 
@@ -289,6 +295,10 @@ def cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         for rate, by_scheme in by_rate.items()
     ]  # fmt: skip
     found.append(["bytes allow", "", *(f"{first[name]['bytes_bound']:.2f}" for name in names)])
+    last = by_rate[rows[-1]["rate"]]
+    if "loss" in last[BASELINE]:
+        losses = (f"{last[name]['loss']:.4f}" for name in (BASELINE, *names))
+        found.append(["loss of the last step", *losses])
     return ["link", f"`{BASELINE}`, s", *(f"`{name}`" for name in names)], found
 
 
@@ -303,8 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     reason = "--loopback" if args.loopback else obstacle()
     args.loopback = reason is not None
     if args.loopback:
-        # Shipped DeepSpeed is left out: without interfaces nobody counts its bytes.
-        args.rates, args.schemes = [0], [s for s in args.schemes if s not in SHIPPED]
+        # Rivals are left out: without interfaces nobody counts its bytes.
+        args.rates, args.schemes = [0], [s for s in args.schemes if s not in RIVALS]
         print(
             f"speed.py: warning: no network lab: {reason}. Over loopback instead: one point without"
             " a rate limit, bytes as the plugin counts them"

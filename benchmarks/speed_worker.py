@@ -18,8 +18,46 @@ import torch
 from deepspeed import comm as dist
 from gpt import GPT, VOCABULARY, Block, GPTConfig
 from netlab import lab
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ds_quant
+
+
+class FSDP2:
+    """torch's own hybrid sharding, with what a measurement asks of a DeepSpeed engine: weights
+    gathered and gradients reduced in bf16, between nodes in the last micro-step only.
+    """
+
+    def __init__(self, model: GPT, config: dict[str, Any], nodes: int) -> None:
+        mesh = init_device_mesh(
+            "cpu", (nodes, dist.get_world_size() // nodes), mesh_dim_names=("replicate", "shard")
+        )
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for module in (*(m for m in model.modules() if isinstance(m, Block)), model):
+            fully_shard(module, mesh=mesh, mp_policy=precision)
+        self.module, self.global_steps, self._micro_steps = model, 0, 0
+        self._accumulation = config["gradient_accumulation_steps"]
+        rate = config["optimizer"]["params"]["lr"]
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._accumulation
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        self.module.set_requires_all_reduce(self._micro_steps == self._accumulation - 1)
+        return self.module(*inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        (loss / self._accumulation).backward()
+
+    def step(self) -> None:
+        self._micro_steps = (self._micro_steps + 1) % self._accumulation
+        if self._micro_steps == 0:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self.global_steps += 1
 
 
 def build(config: dict[str, Any], plan: dict[str, Any]) -> Any:
@@ -27,6 +65,8 @@ def build(config: dict[str, Any], plan: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     sizes = {key: plan[key] for key in ("layers", "width", "heads", "seq_len")}
     model = GPT(GPTConfig(**sizes, compute_dtype=torch.float32))
+    if "fsdp2" in config:
+        return FSDP2(model, config, plan["nodes"])
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
@@ -34,9 +74,10 @@ def build(config: dict[str, Any], plan: dict[str, Any]) -> Any:
     return engine
 
 
-def steps(engine: Any, count: int, plan: dict[str, Any]) -> float:
+def steps(engine: Any, count: int, plan: dict[str, Any]) -> tuple[float, float]:
     """Seconds of `count` optimizer steps, from one barrier to the next, after one that is not
-    timed: a step waits for what the one before left on its way.
+    timed: a step waits for what the one before left on its way. And the loss of the last
+    micro-step; all engines train on the same tokens.
     """
     shape = (plan["batch"], plan["seq_len"])
     generator = torch.Generator().manual_seed(engine.global_steps * 1000 + dist.get_rank())
@@ -46,15 +87,16 @@ def steps(engine: Any, count: int, plan: dict[str, Any]) -> float:
             dist.barrier()
             start = time.perf_counter()
         for _ in range(engine.gradient_accumulation_steps()):
-            engine.backward(
-                engine(*(torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2)))
+            loss = engine(
+                *(torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
             )
+            engine.backward(loss)
             engine.step()
     dist.barrier()
     seconds = time.perf_counter() - start
     if (node := getattr(getattr(engine, "ds_quant_engine", None), "node", None)) is not None:
         node.finish()  # else it would travel beside the next engine
-    return seconds
+    return seconds, total(loss.item()) / dist.get_world_size()
 
 
 def busy_seconds() -> float:
@@ -76,13 +118,14 @@ def measure_block(engine: Any, plan: dict[str, Any]) -> dict[str, float]:
     read = lab.received_bytes if at_interface else lambda: 0  # loopback has no such counter
     before, counted = read(), counted_bytes(engine)
     own, busy, start = time.process_time(), busy_seconds(), time.perf_counter()
-    seconds = steps(engine, count, plan)
+    seconds, loss = steps(engine, count, plan)
     elapsed = time.perf_counter() - start
     used, busy = total(time.process_time() - own), busy_seconds() - busy
     per_host = (count + 1) * plan["nodes"]
     received, counted = total(read() - before), total(counted_bytes(engine) - counted)
     return {
         "seconds": seconds / count,
+        "loss": loss,
         "interface_bytes": (received if plan["lab"] else counted) / per_host,
         "counted_bytes": counted / per_host,
         "foreign_cores": max(0.0, busy - used) / elapsed,
@@ -91,8 +134,13 @@ def measure_block(engine: Any, plan: dict[str, Any]) -> dict[str, float]:
 
 def counted_bytes(engine: Any) -> int:
     """Bytes that this rank has received from other hosts, as the plugin counts."""
-    report = ds_quant.report(engine) or {"received_bytes": {}}
+    report = report_of(engine) or {"received_bytes": {}}
     return sum(links["inter"] for links in report["received_bytes"].values())
+
+
+def report_of(engine: Any) -> dict[str, Any] | None:
+    """The plugin's report; None without it."""
+    return None if isinstance(engine, FSDP2) else ds_quant.report(engine)
 
 
 def main() -> None:
@@ -116,12 +164,12 @@ def main() -> None:
             if first:
                 print(f"rate {rate} block {block + 1}/{plan['blocks']} done", flush=True)
     if first:
-        reports = {label: ds_quant.report(engine) for label, engine in engines.items()}
+        reports = {label: report_of(engine) for label, engine in engines.items()}
         outcome = {
             "parameters": sum(
                 getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()
             ),
-            "lines": {k: r["line"] if r else "DeepSpeed as shipped" for k, r in reports.items()},
+            "lines": {k: r["line"] if r else "not ours" for k, r in reports.items()},
             "blocks": results,
         }
         Path(sys.argv[2]).write_text(json.dumps(outcome), "utf-8")

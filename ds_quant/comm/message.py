@@ -52,9 +52,8 @@ def small_together(items: Iterable[tuple[T, Hashable | None]]) -> list[T]:
 
 def small_last(codecs: Sequence[Codec]) -> list[int]:
     """Return the order in which small tensors of one dtype follow each other, behind the others."""
-    owners = [codec if is_tight(codec) else None for codec in codecs]
-    order = sorted(range(len(codecs)), key=[owner is not None for owner in owners].__getitem__)
-    return small_together(zip(order, [owners[i] for i in order], strict=True))
+    owned = [(i, codec if is_tight(codec) else None) for i, codec in enumerate(codecs)]
+    return small_together(sorted(owned, key=lambda one: one[1] is not None))
 
 
 def lay_out(sizes: Iterable[tuple[Codec, int]]) -> tuple[list[int], int]:

@@ -1,4 +1,5 @@
 # One command each: install once into .venv, then demo, docs, test, test-all, lint, wheel.
+# HOMEPAGE=URL, the repository's address, goes into the site and into what is published.
 # Without a GPU: make install TORCH_INDEX=URL, the index of torch's CPU build; the default build
 # brings 5.6 GB of CUDA libraries.
 PYTHON ?= python3
@@ -7,15 +8,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+export DS_QUANT_HOMEPAGE := $(HOMEPAGE)
+
 .PHONY: install demo report docs test test-all test-clients lint wheel clean
 
 install: $(STAMP)
 
 # torch goes first and alone: deepspeed's build looks for it.
 $(STAMP): setup.cfg pyproject.toml constraints.txt
+	@echo "1 of 3: a virtual environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH_FLAGS) torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@echo "2 of 3: torch$(if $(TORCH_INDEX),, (5.6 GB with CUDA; TORCH_INDEX=URL of the CPU build: 0.2 GB))"
+	$(BIN)/python -m pip install -c constraints.txt $(TORCH_FLAGS) torch
+	@echo "3 of 3: ds_quant with its C++ kernels, DeepSpeed, and what tests, demo and docs need"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
 demo: install
@@ -28,6 +34,7 @@ report: install
 # The documentation as a site, in build/site; a link that leads nowhere ends the build.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f .ci/mkdocs.yml
+	@echo "open file://$(abspath build/site/index.html)"
 
 # What the markers leave out: test-all takes what is slow, too. Two workers, as ranks mostly wait for
 # each other; tests that compare times come last and alone.
@@ -49,9 +56,8 @@ lint: install
 	$(BIN)/ruff format --check .
 
 # What is published, in dist/: source archive, a manylinux wheel with the C++ library, and a wheel
-# without it for all other platforms; HOMEPAGE=URL puts links to the repository into them. build/ is
-# removed because setuptools would pack modules left there by an earlier build.
-wheel: export DS_QUANT_HOMEPAGE := $(HOMEPAGE)
+# without it for all other platforms. build/ is removed because setuptools would pack modules left
+# there by an earlier build.
 wheel: install
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[release]"
 	rm -rf build dist

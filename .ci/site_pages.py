@@ -1,7 +1,8 @@
-"""Hooks of mkdocs.yml: add to the site what lies outside docs/."""
+"""Hooks of mkdocs.yml: add to the site what lies outside docs/, and the repository's address."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Lead links to where these files are on the site."""
     if page.file.src_uri == "index.md":
-        return markdown.replace("](docs/", "](")
+        homepage = os.environ.get("DS_QUANT_HOMEPAGE") or "HOMEPAGE"
+        return markdown.replace("](docs/", "](").replace("HOMEPAGE", homepage)
     if page.file.src_uri.startswith("benchmarks/"):
         return markdown.replace("](../../docs/", "](../../")
     return markdown.replace("](../README.md", "](index.md").replace(

@@ -137,15 +137,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def cells(summary: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table; bytes from other nodes where there are any."""
+    """Header and rows of the table; bytes from other nodes first, where there are any."""
     number, nodes = report.number, any(row["inter_bytes"] for row in summary)
-    header = ["scheme", "final loss", "gap %", "held-out loss", "B/param per step",
-              *(["between nodes"] if nodes else []), "step ms"]  # fmt: skip
+    header = ["scheme", *(["B/param between nodes"] if nodes else []), "B/param all links",
+              "final loss", "gap %", "held-out loss", "step ms"]  # fmt: skip
     return header, [
-        [f"`{row['label']}`", f"{row['final_loss']:.4f}", number(row["gap_percent"], "+.2f"),
-         f"{row['validation_loss']:.4f}", number(row["wire_bytes"], ".3f"),
-         *([number(row["inter_bytes"], ".3f")] if nodes else []),
-         f"{1e3 * row['step_seconds']:.0f}"]
+        [f"`{row['label']}`", *([number(row["inter_bytes"], ".3f")] if nodes else []),
+         number(row["wire_bytes"], ".3f"), f"{row['final_loss']:.4f}", report.gap(row),
+         f"{row['validation_loss']:.4f}", f"{1e3 * row['step_seconds']:.0f}"]
         for row in summary
     ]  # fmt: skip
 
@@ -155,27 +154,37 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
     given = result["arguments"]
     heading = f"Comparison: ZeRO-{given['stage']}, {given['world']} ranks, {given['steps']} steps"
     return heading, (
-        "Loss in nats per byte of text, mean of the last 50 steps; bytes received by a rank per\n"
-        f"parameter and optimizer step.\n\n{sections.table(*cells(result['summary']))}"
+        "Bytes received by a rank per parameter and optimizer step. Loss in nats per byte of\n"
+        f"text, mean of the last 50 steps.\n\n{sections.table(*cells(result['summary']))}"
     )
+
+
+def title(result: dict[str, Any]) -> str:
+    """What was trained, in a line."""
+    given, parameters = result["arguments"], result["runs"][0]["result"]["parameters"]
+    size = given.get("node_size")
+    nodes = "" if size is None else f" in {given['world'] // size} nodes"
+    return (
+        f"ZeRO-{given['stage']}, {given['world']} ranks{nodes}, {given.get('model') or 'GPT'} with "
+        f"{parameters / 1e6:.2f} M parameters, {given['dtype']}, seed {given['seed']}"
+    )
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Write the picture of a result file."""
+    report.plot(result["runs"], title(result), path)
 
 
 def show(args: argparse.Namespace, runs: list[dict[str, Any]], **about: Any) -> None:
     """Print the table, write the JSON file and the picture."""
     summary = report.rows(runs)
     arguments = {**vars(args), "schemes": [entry.label for entry in args.schemes]}
-    report.save(
+    result = report.save(
         args.json, "compare", arguments, commas=("schemes",), **about, summary=summary, runs=runs
     )
-    millions = runs[0]["result"]["parameters"] / 1e6
-    nodes = "" if args.node_size is None else f" in {args.world // args.node_size} nodes"
-    title = (
-        f"ZeRO-{args.stage}, {args.world} ranks{nodes}, {args.model or 'GPT'} with {millions:.2f} "
-        f"M parameters, {args.dtype}, seed {args.seed}"
-    )
-    report.plot(runs, title, args.plot)
+    draw(result, args.plot)
     report.show(*cells(summary))
-    print(title, *report.conclusions(summary, world=args.world), sep="\n")
+    print(title(result), *report.conclusions(summary, world=args.world), sep="\n")
     print(f"curves: {args.plot}\nresults: {args.json}\nlogs: {args.out}/*/log.txt")
 
 

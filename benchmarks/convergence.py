@@ -368,7 +368,7 @@ def save(
         "rows": [one for one in found if one["gap"] is not None],
         "runs": ledger.runs,
     }
-    convergence_page.plot(content, args.json.with_suffix(".png"))
+    convergence_page.draw(content, args.json.with_suffix(".png"))
     return report.save(args.json, "convergence", arguments, commas=["schemes"], **content)
 
 

@@ -178,7 +178,7 @@ def directions(ours: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
+def draw(result: dict[str, Any], path: Path) -> None:
     """Draw gap against bits, of presets that cost something, if there are enough for a picture."""
     from ds_quant.tools import plot_style
 
@@ -200,7 +200,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         title="Weight differences and rotated gradients lose little in few bits",
     )  # fmt: skip
     for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
-        plot_style.plain_ticks(axis, plot_style.round_marks(*limits))
+        plot_style.plain_ticks(axis, sections.round_marks(*limits))
     plot_style.finish(axes)
     plot_style.label_lines(axes)
     plot_style.save(figure, path)

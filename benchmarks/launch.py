@@ -100,7 +100,9 @@ class Progress:
 
         self._runs, self._steps, self._begun, self._lines = runs, steps, 0, 0
         self._start = time.monotonic()
-        self._bar = tqdm(total=runs * steps, unit="step", disable=None, leave=False)
+        # Some consoles report a terminal of no columns: those get lines, too.
+        shown = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        self._bar = tqdm(total=runs * steps, unit="step", disable=not shown, leave=False)
 
     def begin(self, label: str, *, world: int) -> None:
         """A run starts; the first steps are seconds away."""

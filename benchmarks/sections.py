@@ -1,4 +1,4 @@
-"""A Markdown page beside every result file, and the list of these pages in docs/results.md.
+"""A Markdown page beside every result file, its picture, and the list of pages in docs/results.md.
 
     python benchmarks/sections.py            # write (make report)
     python benchmarks/sections.py --check    # exit 1 where something is not up to date
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,18 +32,45 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def round_marks(low: float, high: float) -> list[float]:
+    """Return the values 1, 2 and 5 times a power of ten from ``low`` to ``high``.
+
+    Where fewer than three lie there, return multiples of the largest such step that has three.
+    """
+    powers = range(math.floor(math.log10(low)) - 2, math.ceil(math.log10(high)) + 1)
+    steps = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
+    marks = [step for step in steps if low <= step <= high]
+    while len(marks) < 3 and steps:
+        step = steps.pop()
+        marks = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return marks
+
+
 def section_of(path: Path) -> str | None:
     """Return the page of a result file, None where its benchmark is gone."""
     result = json.loads(path.read_text("utf-8"))
-    script = ROOT / result["command"].split()[1]
-    if not script.exists():
+    if not (ROOT / result["command"].split()[1]).exists():
         return None
-    apart = script.with_name(f"{script.stem}_page.py")  # what shows need not load what measures
-    module = importlib.import_module(apart.stem if apart.exists() else script.stem)
-    heading, body = module.section(result)
+    heading, body = _drawn_by(result).section(result)
     picture = path.with_suffix(".png")
     shown = f"![{heading}]({picture.name})\n\n" if picture.exists() else ""
     return f"# {heading}\n\n{body}\n\n{shown}{origin(result, path.name)}"
+
+
+def redraw(page: Path) -> None:
+    """Draw the picture beside a page anew, if it has one and its benchmark is still here."""
+    path, picture = page.with_suffix(".json"), page.with_suffix(".png")
+    if path.exists() and picture.exists():
+        result = json.loads(path.read_text("utf-8"))
+        if (ROOT / result["command"].split()[1]).exists():
+            _drawn_by(result).draw(result, picture)
+
+
+def _drawn_by(result: dict[str, Any]) -> Any:
+    """Return the module with the page of a result file: what shows need not load what measures."""
+    script = ROOT / result["command"].split()[1]
+    apart = script.with_name(f"{script.stem}_page.py")
+    return importlib.import_module(apart.stem if apart.exists() else script.stem)
 
 
 def origin(result: dict[str, Any], name: str) -> str:
@@ -80,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, text in written(args.results, args.page).items():
         if not args.check:
             path.write_text(text, "utf-8")
+            redraw(path)
         elif not path.exists() or path.read_text("utf-8") != text:
             stale = 1
             print(f"sections.py: {path} is not up to date: run make report", file=sys.stderr)

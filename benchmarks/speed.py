@@ -217,17 +217,29 @@ def summary(result: dict[str, Any], *, max_foreign: float) -> list[dict[str, Any
     return rows
 
 
-def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(result: dict[str, Any], path: Path) -> None:
     """Per point: step time and speed-up against link rate, with what the bytes allow."""
+    points = result["points"]
+    from ds_quant.config.presets import RENAMED
     from ds_quant.tools import plot_style
 
     figure, axes = plot_style.pyplot().subplots(
         2, len(points), figsize=(6 * len(points), 8), layout="constrained", squeeze=False
     )
     for column, point in enumerate(points):
-        shaped = [row for row in point["rows"] if row["rate"]]
+        rows = [
+            row | {"scheme": RENAMED.get(row["scheme"], row["scheme"])} for row in point["rows"]
+        ]
+        shaped = [row for row in rows if row["rate"]] or rows
         times, ratios = axes[0][column], axes[1][column]
         colors = plot_style.colors(dict.fromkeys(row["scheme"] for row in shaped))
+        rates = sorted({row["rate"] for row in shaped})
+        if len(rates) == 1:
+            _bars(times, ratios, shaped, colors)
+            link = f"{rates[0]:g} Mbit/s" if rates[0] else "not shaped"
+            times.set(title=f"{point['title']}, {link}", xlabel="seconds per step")
+            ratios.set(xlabel="speed-up (whisker: spread, dotted: bytes allow)")
+            continue
         for scheme, color in colors.items():
             own = [row for row in shaped if row["scheme"] == scheme]
             _curves(times, ratios, own, scheme, color)
@@ -241,12 +253,34 @@ def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
         ratios.set(xscale="log", xlabel="link, Mbit/s",
                    ylabel="speed-up (band: spread, dotted: bytes allow)")  # fmt: skip
         for each in (times, ratios):
-            plot_style.plain_ticks(each.xaxis, sorted({row["rate"] for row in shaped}))
+            plot_style.plain_ticks(each.xaxis, rates)
             plot_style.finish(each)
             plot_style.label_lines(each)
-        if shaped:
-            plot_style.plain_ticks(times.yaxis, plot_style.round_marks(*times.get_ylim()))
+        plot_style.plain_ticks(times.yaxis, sections.round_marks(*times.get_ylim()))
     plot_style.save(figure, path)
+
+
+_ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+
+
+def _bars(times: Any, ratios: Any, rows: Sequence[dict[str, Any]], colors: dict[str, str]) -> None:
+    """Draw the schemes of one rate in both panels, the first one on top."""
+    from ds_quant.tools import plot_style
+
+    names = [row["scheme"] for row in rows]
+    shades = [colors[name] for name in names]
+    labels = [plot_style.wrapped(name) for name in names]
+    for axes, key in ((times, "seconds"), (ratios, "speedup")):
+        bars = axes.barh(labels, [row[key] for row in rows], color=shades)
+        axes.bar_label(bars, fmt="%.2f", padding=4, bbox=_ON_WHITE)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        plot_style.finish(axes)
+    for place, row in enumerate(rows):
+        low, high = row["speedup_min"], row["speedup_max"]
+        ratios.plot([low, high], [place + 0.3] * 2, color="0.2", linewidth=1)
+        if row["scheme"] not in (BASELINE, *RIVALS) and row["rate"]:
+            ratios.plot([row["bytes_bound"]] * 2, [place - 0.4, place + 0.4], ":", color="0.2")
 
 
 def _curves(
@@ -336,8 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if not args.loopback:
             remove()
-    report.save(args.json, "speed", args, points=points)
-    plot(points, args.plot)
+    draw(report.save(args.json, "speed", args, points=points), args.plot)
     print(f"results: {args.json}, plot: {args.plot}")
     return 0
 

@@ -139,8 +139,8 @@ class MetricsConfig(Block):
     interval: Whole = Field(
         100,
         ge=0,
-        description="Every so many optimizer steps one is sampled and bytes, errors, bits and "
-        "seconds are written to the monitors of the DeepSpeed config. 0: never.",
+        description="Sample one optimizer step in this many and write bytes, errors, bits and "
+        "seconds to the monitors of the DeepSpeed config. 0: never.",
     )
     file: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")] | None = Field(
         None, description="File to which rank 0 appends the same as a line of JSON. null: none."
@@ -162,10 +162,9 @@ class WeightsConfig(_Quantizer):
     )
     lossless: bool = Field(
         False,
-        description="true: send exactly what changed since the last weights, in as many bits as "
-        "that takes: about 2.9 per weight at a learning rate of 3e-4, fewer below it, 16 at most. "
-        "For bf16 and fp16; fp32 weights travel in full precision. Under ZeRO-3 it needs "
-        "node_shard.",
+        description="true: send what changed since the last weights, without loss; about 2-3 "
+        "bits per weight, more at high learning rates, 16 at most. For bf16 and fp16; fp32 weights "
+        "are sent in full precision. Under ZeRO-3 it needs node_shard.",
     )
     intra: IntraConfig | None = Field(
         None,
@@ -185,7 +184,8 @@ class WeightsConfig(_Quantizer):
         0.01,
         gt=0,
         lt=1,
-        description="Share of its distance to a value by which the nearest learned level moves.",
+        description="Learning rate of the levels: share of its distance to a value by which the "
+        "nearest level moves.",
     )
 
     @property
@@ -236,29 +236,26 @@ class GradientsConfig(_Quantizer):
     rounding: Rounding = Field(
         "stochastic",
         description="As for weights. Only stochastic keeps every gradient element unbiased "
-        "independently of the others. With Gaussian levels, which take the nearest, of the hop "
-        "inside a node.",
+        "independently of the others. With gaussian this sets rounding inside a node only.",
     )
     intra: IntraConfig | None = Field(
         None,
-        description="With several nodes of several ranks gradients are summed inside each node "
-        "with this codec and the partial sums between nodes with the outer one. null: the outer "
-        "one on both hops.",
+        description="With several nodes of several ranks: the codec of gradients inside a node; "
+        "the keys above then apply between nodes. null: those keys on both hops.",
     )
     cross: Literal["step", "micro_step"] = Field(
         "step",
-        description="How often gradients cross between nodes of several ranks under ZeRO-2 and 3. "
-        "step: they are summed inside each node in every micro-step and cross at the last one, so "
-        "bytes between nodes do not grow with gradient accumulation; keeps 4 / ranks per node "
-        "bytes per parameter until then. micro_step: in every micro-step.",
+        description="When gradients are sent between nodes of several ranks under ZeRO-2 and 3. "
+        "step: once per optimizer step, so accumulation costs no extra traffic between nodes; "
+        "buffers 4 / ranks per node bytes per parameter. micro_step: in every micro-step.",
     )
     rotation: Literal[0, 32, 64, 128] = Field(
         0,
-        description="Block of the Hadamard transform that spreads outliers before the first hop "
-        "and is undone after the last sum (SDP4Bit); 0: none.",
+        description="Block size of the Hadamard transform that spreads outliers (SDP4Bit). "
+        "0: none.",
     )
     rotation_signs: bool = Field(
-        False, description="Random sign flips before the transform, anew in every step."
+        False, description="Flip signs at random before the transform, differently in every step."
     )
 
     @model_validator(mode="after")
@@ -324,20 +321,21 @@ class QuantizedCommConfig(Block):
     )
     node_shard: bool | None = Field(
         None,
-        description="ZeRO-3: keep the weights in every node, sharded over its ranks, and cross "
-        "between nodes once per optimizer step; gathers stay inside the node. Costs "
-        "2 / node_size bytes per parameter. null: only where weights.difference or "
+        description="ZeRO-3: keep a copy of the weights in every node, sharded over its ranks, so "
+        "that gathers stay inside the node and weights are sent between nodes once per optimizer "
+        "step. Takes 2 / node_size bytes per parameter. null: only where weights.difference or "
         "weights.lossless needs it.",
     )
     allow_full_replica: bool = Field(
         False,
-        description="With one rank per node the node shard is a full copy of the weights: "
-        "true accepts that.",
+        description="true: allow a node shard with one rank per node, where it is a full copy of "
+        "the weights.",
     )
     slices: Annotated[int, Field(ge=1, le=64), BeforeValidator(whole)] | None = Field(
         None,
-        description="Slices of a gradient bucket on two levels: one crosses between nodes, the "
-        "next is inside them. null: by its size and, with autotune, the links' measured rates.",
+        description="Slices of a gradient bucket with several nodes of several ranks: one is sent "
+        "between nodes while the next is summed inside them. null: by its size and, with autotune, "
+        "the links' measured rates.",
     )
     fallback: FallbackConfig = Field(
         FallbackConfig(), description="When a running job returns to full precision."
@@ -348,29 +346,29 @@ class QuantizedCommConfig(Block):
     checksum_steps: Whole = Field(
         100,
         ge=0,
-        description="Every so many optimizer steps all holders of weights that are kept between "
-        "steps compare a checksum, and bring them back exactly if it differs. 0: never.",
+        description="Every N optimizer steps, ranks compare checksums of the weights that they "
+        "cache and resync on mismatch. 0: never.",
     )
     payload_checksum: bool = Field(
         False,
-        description="true: every message carries a checksum, and a message that was changed on its "
-        "way ends all ranks, naming role, sender and step, before the optimizer uses it. Costs 16 "
-        "bytes per message and one all-reduce of 8 bytes per optimizer step.",
+        description="true: add a checksum to every message; a corrupted message stops all ranks "
+        "before the optimizer uses it, with role, sender and step. Costs 16 bytes per message and "
+        "one all-reduce of 8 bytes per optimizer step.",
     )
     warmup_steps: Whole = Field(
         0, ge=0, description="Optimizer steps in full precision before quantization starts."
     )
     backend: Literal["auto", "torch"] = Field(
         "auto",
-        description="Kernels of this engine: CuPy ones on CUDA and C++ ones on the CPU "
-        "where they work, or always plain torch, the slower reference. Same bytes either way.",
+        description="auto: CuPy kernels on CUDA and C++ kernels on the CPU where they work; torch: "
+        "always plain torch, slower. Same bytes either way.",
     )
     seed: Whole = Field(0, ge=0, le=MAX_SEED, description="Seed of all random rounding.")
     handshake_timeout: float = Field(
         60.0,
         gt=0,
         le=86_400,
-        description="Seconds to wait at start-up for ranks without this block, a day at most.",
+        description="Seconds to wait at start-up for ranks that do not answer.",
     )
 
     @field_validator("scheme", mode="before")

@@ -4,7 +4,7 @@ pyproject.toml names this module, so it runs without torch. Without a working C+
 build says so and goes on; the torch reference then does the work on CPU tensors. With
 DS_QUANT_PURE=1 in the environment the wheel holds no library and fits every platform. With
 DS_QUANT_HOMEPAGE, the address of the repository, a package index gets project links, and those of
-the README lead there instead of to files beside it.
+the README lead there instead of to files beside it; its word HOMEPAGE becomes the address.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Source(sdist):
 
 def links(homepage: str) -> dict[str, object]:
     """Metadata with links to a repository's address."""
-    readme = Path("README.md").read_text("utf-8")
+    readme = Path("README.md").read_text("utf-8").replace("HOMEPAGE", homepage.rstrip("/"))
     documents = f"{homepage.rstrip('/')}/blob/main"
     return {
         "url": homepage,

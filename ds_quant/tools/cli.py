@@ -288,8 +288,8 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="all facts as JSON")
     parser.add_argument("--no-processes", action="store_true", help="leave out the exchange")
     parser.add_argument(
-        "--timeout", type=positive, default=120.0, metavar="SECONDS",
-        help="limit of the exchange between two processes (120)",
+        "--timeout", type=positive, metavar="SECONDS",
+        help="limit of the two processes (120, more on a loaded host)",
     )  # fmt: skip
 
 

@@ -14,13 +14,20 @@ from ds_quant.config.schema import KEY, QuantizedCommConfig, parse_block
 
 _HEAD = f"""# Keys of the block
 
-Made by `ds_quant schema --markdown` from the models that check the block; do not edit. A key that
-is left out takes the value of its scheme (below); the default column is what schemes start from.
-All keys lie in `"{KEY}"`; steps are optimizer steps, sizes are elements of a parameter.
-
-| key | allowed | default | effect |
-| --- | --- | --- | --- |
+All keys lie in `"{KEY}"`; most runs need the first table only. A key that is left out takes the
+value of its scheme ([below](#schemes)); the default column is what schemes start from. Steps are
+optimizer steps, sizes elements of a parameter. Made by `ds_quant schema --markdown`; do not edit.
 """
+# Who sets a key; "" is what is in no other group.
+_GROUPS = {
+    "For a training run": "scheme enabled node_size exclude min_numel warmup_steps node_shard "
+    "allow_full_replica gradients.cross metrics.interval metrics.file",
+    "For many hosts": "handshake_timeout payload_checksum checksum_steps fallback.on_nonfinite "
+    "fallback.steps",
+    "For authors of schemes": "",
+    "For tests and experiments": "backend slices weights.levels weights.level_steps "
+    "weights.level_rate weights.intra.group_size",
+}
 # Without effect where weights.lossless is true.
 _NOT_EXACT = tuple(
     f"weights.{key}"
@@ -33,8 +40,13 @@ _NOT_EXACT = tuple(
 
 def markdown() -> str:
     """Return the page, without a newline at its end."""
-    keys = _keys(QuantizedCommConfig)
-    return _HEAD + "\n".join(f"| {' | '.join(row)} |" for row in keys) + "\n\n" + _schemes()
+    rows = {row[0].strip("`"): f"| {' | '.join(row)} |" for row in _keys(QuantizedCommConfig)}
+    rest = [key for key in rows if key not in " ".join(_GROUPS.values()).split()]
+    lines = [_HEAD]
+    for title, keys in _GROUPS.items():
+        lines += [f"## {title}", "", "| key | allowed | default | effect |"]
+        lines += ["| --- | --- | --- | --- |", *(rows[key] for key in keys.split() or rest), ""]
+    return "\n".join([*lines, _schemes()])
 
 
 def _keys(model: Model, above: Location = ()) -> Iterator[tuple[str, ...]]:

@@ -15,10 +15,33 @@ from typing import Any
 
 # Apart for colour-blind readers too (Okabe and Ito), in the order in which lines take them.
 PALETTE = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5b3a")
+
+
+def shade(color: str, amount: float) -> str:
+    """Mix "#rrggbb" with white, or with black where ``amount`` (-1 to 1) is negative."""
+    target = 255 if amount > 0 else 0
+    parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + (target - part) * abs(amount)):02x}" for part in parts)
+
+
+# A hue per family, and in it a shade per scheme: the fewer bits, the darker.
+_FAMILIES = {
+    "#666666": "deepspeed_plain hybrid full_precision deepspeed_hpz",
+    "#8c8cb4": ". fsdp2_hsdp",
+    PALETTE[0]: "qsdp_shard qsdp qsdp_w4g4",
+    PALETTE[1]: "sdp4bit_paper sdp4bit",
+    PALETTE[2]: ". zeropp",
+    PALETTE[3]: ". eden4 eden3 eden2",
+    PALETTE[4]: "lossless lossless_w_g4 lossless_w_g3 lossless_w_g2",
+    PALETTE[5]: ". qwd qw4",
+    PALETTE[6]: "tlq tlq_hs ulq",
+}
+_SHADES = (0.35, 0.0, -0.35, -0.6)
 COLORS = {
-    "full_precision": "#444444", "deepspeed_plain": "#999999",
-    "qsdp": PALETTE[0], "sdp4bit": PALETTE[1], "zeropp": PALETTE[2],
-}  # fmt: skip
+    scheme: shade(hue, amount)
+    for hue, schemes in _FAMILIES.items()
+    for scheme, amount in zip(schemes.split(), _SHADES, strict=False)
+}
 _LABEL_POINTS = 9.0
 _LINE_POINTS = 11.0  # from one label to the next
 
@@ -40,11 +63,18 @@ def pyplot() -> Any:
 
 
 def colors(names: Iterable[str]) -> dict[str, str]:
-    """Return one colour per name; a scheme has the same one in every plot."""
+    """Return one colour per name: a scheme has the same one in every plot, and with settings
+    (``qsdp:weights.bits=6``) a lighter one.
+    """
     wanted = list(names)
-    taken = {COLORS[name] for name in wanted if name in COLORS}
-    spare = itertools.cycle(color for color in reversed(PALETTE) if color not in taken)
-    return {name: COLORS[name] if name in COLORS else next(spare) for name in wanted}
+    found = {name: COLORS[name] for name in wanted if name in COLORS}
+    spare = itertools.cycle(PALETTE)
+    for name in wanted:
+        color = found.get(name) or COLORS.get(name.partition(":")[0]) or next(spare)
+        while name not in found and color in found.values():
+            color = shade(color, 0.25)
+        found[name] = color
+    return found
 
 
 def finish(axes: Any) -> None:
@@ -62,38 +92,23 @@ def plain_ticks(axis: Any, marks: Sequence[float]) -> None:
     axis.set_minor_locator(ticker.NullLocator())
 
 
-def round_marks(low: float, high: float) -> list[float]:
-    """Return the values 1, 2 and 5 times a power of ten from ``low`` to ``high``.
-
-    Where fewer than three lie there, return multiples of the largest such step that has three.
-    """
-    powers = range(math.floor(math.log10(low)) - 2, math.ceil(math.log10(high)) + 1)
-    steps = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
-    marks = [step for step in steps if low <= step <= high]
-    while len(marks) < 3 and steps:
-        step = steps.pop()
-        marks = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    return marks
-
-
-def label_lines(axes: Any, *, at_start: bool = False) -> None:
+def label_lines(axes: Any) -> None:
     """Write every labelled line's name at its right end, in its colour, instead of a legend.
 
     Call it when everything is drawn and the scales are set: names that would cover each other are
-    moved apart. Names that begin with ``_`` are left out, as in a legend. With ``at_start`` they
-    stand above the left ends, for lines that meet on the right.
+    moved apart. Names that begin with ``_`` are left out, as in a legend.
     """
     ends = []
     for line in axes.get_lines():
         points = [(x, y) for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)]
         if points and not line.get_label().startswith("_"):
-            ends.append((points[0 if at_start else -1], line))
+            ends.append((points[-1], line))
     names = [wrapped(line.get_label()) for _, line in ends]
     axes.figure.draw_without_rendering()  # settles scales and layout
     to_points = 72 / axes.figure.dpi
     heights = [float(axes.transData.transform(end)[1]) * to_points for end, _ in ends]
     places = spread(
-        [height + (8 if at_start else 0) for height in heights],
+        heights,
         sizes=[_LINE_POINTS * (name.count("\n") + 1) for name in names],
         floor=axes.get_window_extent().y0 * to_points + _LINE_POINTS / 2,
     )

@@ -258,9 +258,8 @@ def _note_empty(binding: QuantizedEngine) -> None:
     empty = [param.name for param in binding.all_params() if param.shape.numel() == 0]
     if empty:
         binding.notices.append(
-            f"{len(empty)} parameter(s) have 0 elements, such as {empty[0]}: under ZeRO-3 "
-            "DeepSpeed can neither fetch nor save those, with or without this plugin. If the run "
-            "fails, leave them out of the model, or use zero_optimization.stage 2"
+            f"{len(empty)} parameter(s) have 0 elements, such as {empty[0]}: DeepSpeed itself can "
+            "not fetch or save them under ZeRO-3; remove them, or use zero_optimization.stage 2"
         )
 
 
@@ -308,9 +307,8 @@ def _note_single_ranks(binding: QuantizedEngine) -> None:
     alone = binding.topology.node_size == 1 < binding.topology.nodes
     if asked and alone and hooks.accumulates(binding.engine):
         binding.notices.append(
-            "gradients cross between nodes in every micro-step, because a rank that is alone in "
-            "its node would hold all of them until the last one; zero_optimization.stage 1 keeps "
-            "them and crosses once"
+            "gradients are sent between nodes in every micro-step, because with one rank per node "
+            "buffering them would take a full copy; zero_optimization.stage 1 sends them once"
         )
 
 

@@ -81,6 +81,6 @@ class GatherCount:
         binding.hooks.after_count.remove(self.after_step)
         if abs(counted - predicted) > _CLOSE * predicted:
             log.log_rank0(
-                f"quantized_comm: {counted:.3g} gathers of the weights per micro-step were counted,"
-                f" {predicted:.3g} predicted, so the line at start-up is now: {self._line()}"
+                f"quantized_comm: weights are fetched {counted:.3g} times per micro-batch, not "
+                f"{predicted:.3g} as predicted; corrected start-up line: {self._line()}"
             )

@@ -8,10 +8,15 @@ import torch
 
 from ds_quant.config.errors import did_you_mean
 from ds_quant.kernels import dispatch
-from ds_quant.policy.cost import LABELS, LOSSLESS_BITS, shipped_bytes
+from ds_quant.policy.cost import LABELS, Costs, shipped_bytes
 from ds_quant.policy.scheme import matches
 from ds_quant.zero import hooks, log, muon_hooks, offload
 from ds_quant.zero.engine import QuantizedEngine
+
+_ONE_NODE = (
+    "weights are sent in full precision: this scheme compresses them between nodes only, and there "
+    "is one node;"
+)
 
 
 def start_line(binding: QuantizedEngine) -> str:
@@ -26,11 +31,6 @@ def start_line(binding: QuantizedEngine) -> str:
     micro_steps = 1 if per_micro_step else micro_steps
     dtype = hooks.gradient_dtype(binding.engine)
     label = LABELS.get(dtype, "fp32")
-    kept = [f"{n} {reason}" for reason, n in sorted(costs.kept.items())]
-    if binding.scheme.lossless and binding.scheme.gradients is None:
-        kept.insert(0, "all gradients")
-    if _weights_stay(binding):
-        kept.insert(0, "all weights")
     shipped = shipped_bytes(
         stage, dtype, micro_steps=micro_steps, gathers=costs.gathers, trained=costs.trained
     )
@@ -40,14 +40,13 @@ def start_line(binding: QuantizedEngine) -> str:
         f"{costs.step_bytes(stage, micro_steps=micro_steps):.2f} "
         f"B/param/{'micro-step' if per_micro_step else 'step'}"
         f"{' between nodes' if inside else ''} "
-        f"({label} {shipped + costs.boundary:.2f}), "
-        f"{100 * costs.full_precision_share:.1f} % of bytes left in full precision "
-        f"({', '.join(kept) or 'none'})",
+        f"({label} {shipped + costs.boundary:.2f}), " + _unquantized(binding, costs),
         f"{binding.topology.nodes} x {binding.topology.node_size} ranks",
         dispatch.describe(hooks.device(), binding.scheme.block.backend),
     ]
     if stage == 3:
-        parts.append(f"{costs.gathers:.3g} gathers of the weights per micro-step")
+        times = "once" if costs.gathers == 1 else f"{costs.gathers:.3g} times"
+        parts.append(f"weights fetched {times} per micro-batch")
     if inside:
         parts.append(f"{inside:.2f} B/param inside a node")
     if costs.memory:
@@ -59,45 +58,52 @@ def start_line(binding: QuantizedEngine) -> str:
     if waits:
         gigabytes = costs.held * costs.numel / 1e9
         parts.append(
-            f"gradients cross once per step and are held until then, {costs.held:.2f} B/param "
-            f"({gigabytes:.3g} GB) on every rank"
+            "gradients are sent between nodes once per optimizer step; buffering them takes "
+            f"{costs.held:.2f} B/param ({gigabytes:.3g} GB) on every rank"
         )
     if binding.topology.world > 1:
-        parts.append(f"messages and sums of up to {binding.peak_bytes(costs) / 1e9:.2g} GB")
+        parts.append(f"extra memory: up to {binding.peak_bytes(costs) / 1e9:.2g} GB")
     if binding.scheme.name == "hybrid" and binding.topology.nodes > 1:
-        parts.append('scheme "lossless" is exact, too, and sends less; "lossless_w_g3" least')
+        parts.append('scheme "lossless" is also exact and sends less')
     if binding.scheme.block.warmup_steps:
         parts.append(f"from step {binding.scheme.block.warmup_steps} on")
     if costs.varies:
         most = costs.step_bytes(stage, micro_steps=micro_steps, most=True)
-        parts.append(
-            f"exact differences take {LOSSLESS_BITS} bits per weight at a learning rate of 3e-4, "
-            f"fewer below it, and {most:.2f} B/param/step at most"
-        )
+        parts.append(f"traffic depends on the learning rate: {most:.2f} B/param/step at most")
     return "; ".join([*parts, *_why_weights_stay(binding), *binding.notices])
+
+
+def _unquantized(binding: QuantizedEngine, costs: Costs) -> str:
+    """Name what is sent in full precision, and its share of the bytes."""
+    scheme, kept = binding.scheme, dict(costs.kept)
+    if scheme.weights is None and scheme.gradients is None and not scheme.lossless:
+        return "nothing quantized"
+    small = kept.pop("1-D", 0) + kept.pop("small", 0)
+    all_weights = _weights_stay(binding) or (scheme.weights is None and not scheme.lossless)
+    parts = ["all weights"] * all_weights + ["all gradients"] * (scheme.gradients is None)
+    parts += [f"{small} small tensor{'s' if small > 1 else ''}"] * (small > 0)
+    parts += [f"{n} {reason}" for reason, n in sorted(kept.items())]
+    share = f"{100 * costs.full_precision_share:.1f} % of bytes"
+    return f"{', '.join(parts)} unquantized ({share})" if parts else "all tensors quantized"
 
 
 def _weights_stay(binding: QuantizedEngine) -> bool:
     """Whether a node shard has nobody to exchange quantized weights with."""
     sends = binding.scheme.weights is not None or binding.scheme.lossless
-    is_exact = binding.routes.weights(dtype=torch.bfloat16).is_exact
-    return sends and is_exact and binding.topology.world > 1
+    alone = binding.topology.world == 1
+    return sends and not alone and binding.routes.weights(dtype=torch.bfloat16).is_exact
 
 
 def _why_weights_stay(binding: QuantizedEngine) -> list[str]:
     """Say why and what would help, if they do."""
     if not _weights_stay(binding):
         return []
+    why, way_out = _ONE_NODE, 'set weights.intra, such as {"bits": 8}, or use scheme "qsdp"'
     if binding.scheme.lossless:
-        return [
-            "weights travel in full precision, because their differences cross between nodes and "
-            "there is one node: zero_optimization.stage 2 sends differences inside a node, too"
-        ]
-    return [
-        "weights stay exact, because this scheme quantizes what they cross between nodes and "
-        'there is one node: weights.intra, such as {"bits": 8}, quantizes gathers inside it, '
-        'scheme "qsdp" all weights'
-    ]
+        way_out = "use zero_optimization.stage 2, where they are compressed on one node too"
+    if binding.scheme.gradients is None:
+        why = "nothing to gain on one node: remove the block, or"
+    return [f"{why} {way_out}"]
 
 
 def announce(binding: QuantizedEngine) -> None:

@@ -92,7 +92,7 @@ def refuse_no_room(binding: QuantizedEngine) -> None:
     if kept + held + peak > free:
         parts = {"node shard": kept, "waiting gradients": held, "messages": peak}
         sizes = " and ".join(f"{n / 1e9:.3g} GB of {what}" for what, n in parts.items() if n)
-        binding.notices.append(f"may run out of memory: {sizes} are to come and {shown}")
+        binding.notices.append(f"may run out of memory: {sizes} are needed, {shown}")
 
 
 def wait_for_ranks(what: str, *, rank: int, world: int, patience: float, timeout: float) -> None:

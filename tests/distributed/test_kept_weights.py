@@ -60,8 +60,8 @@ def lines() -> dict[str, str]:
 def test_on_one_node_the_line_says_why_weights_stay_exact_and_what_helps() -> None:
     for found in run(lines, 2):
         for name in ("sdp4bit", "qwd", "zeropp"):
-            assert "full precision (all weights, " in found[name]
-            assert "there is one node: weights.intra" in found[name]
+            assert "), all weights, " in found[name]
+            assert "set weights.intra, such as" in found[name]
         for name in ("with intra", "two nodes"):
             assert "all weights" not in found[name]
 

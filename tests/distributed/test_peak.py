@@ -134,4 +134,4 @@ def test_a_node_shard_that_does_not_fit_on_one_rank_is_refused_on_all() -> None:
     for line in run(with_room, 2, (10**12, 2 * 10**6)):
         assert "may run out of memory: 0.00158 GB of node shard and" in line
     for line in run(with_room, 2, (10**12, 10**12)):
-        assert "run out" not in line and "messages and sums of up to 0.00" in line
+        assert "run out" not in line and "extra memory: up to 0.00" in line

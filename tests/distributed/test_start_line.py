@@ -36,9 +36,9 @@ LINES = {
     # 512 of 25,600.
     "qsdp ZeRO-3": (
         config(3, "qsdp", 4, 2),
-        "qsdp on ZeRO-3, 3.09 B/param/micro-step (bf16 6.00), 2.0 % of bytes left in full "
-        "precision (1 1-D); 1 x 4 ranks; torch kernels; 2 gathers of the weights per "
-        "micro-step; gradients are not reduced during backward: reduce_bucket_size=1000000 holds "
+        "qsdp on ZeRO-3, 3.09 B/param/micro-step (bf16 6.00), 1 small tensor unquantized "
+        "(2.0 % of bytes); 1 x 4 ranks; torch kernels; weights fetched 2 times per "
+        "micro-batch; gradients are not reduced during backward: reduce_bucket_size=1000000 holds "
         "all 12416 elements (try 1552)",
     ),
     # Between nodes: weights once, 4160 + 2112 + 256 = 6528; gradients once, 4352 + 2176 + 256 =
@@ -47,47 +47,46 @@ LINES = {
     # half of the gradients is held in fp32.
     "sdp4bit ZeRO-3": (
         config(3, "sdp4bit", 2, 2, warmup_steps=7),
-        "sdp4bit on ZeRO-3, 1.07 B/param/step between nodes (bf16 12.00), 3.8 % of bytes left in "
-        "full precision (1 1-D); 2 x 2 ranks; torch kernels; 2 gathers of the weights per "
-        "micro-step; 10.08 B/param inside a node; keeps 1.00 B/param (1.24e-05 GB) more on every "
-        "rank; gradients cross once per step and are held until then, 2.00 B/param (2.48e-05 GB) "
-        "on every rank; from step 7 on",
+        "sdp4bit on ZeRO-3, 1.07 B/param/step between nodes (bf16 12.00), 1 small tensor "
+        "unquantized (3.8 % of bytes); 2 x 2 ranks; torch kernels; weights fetched 2 times per "
+        "micro-batch; 10.08 B/param inside a node; keeps 1.00 B/param (1.24e-05 GB) more on every "
+        "rank; gradients are sent between nodes once per optimizer step; buffering them takes "
+        "2.00 B/param (2.48e-05 GB) on every rank; from step 7 on",
     ),
     # One row: weights 4112 + 2064 + 256 = 6432, gradients 6784 once: 13,216 / 12,416, and
     # 512 of 13,216 in full precision. Inside: the same weights, gradients 12,928 per micro-step:
     # 45,216 / 12,416.
     "sdp4bit ZeRO-2": (
         config(2, "sdp4bit", 2, 3),
-        "sdp4bit on ZeRO-2, 1.06 B/param/step between nodes (bf16 14.00), 3.9 % of bytes left in "
-        "full precision (1 1-D); 2 x 2 ranks; torch kernels; 3.64 B/param inside a node; "
-        "gradients cross once per step and are held until then, 2.00 B/param (2.48e-05 GB) on "
-        "every rank",
+        "sdp4bit on ZeRO-2, 1.06 B/param/step between nodes (bf16 14.00), 1 small tensor "
+        "unquantized (3.9 % of bytes); 2 x 2 ranks; torch kernels; 3.64 B/param inside a node; "
+        "gradients are sent between nodes once per optimizer step; buffering them takes "
+        "2.00 B/param (2.48e-05 GB) on every rank",
     ),
     # One row: 8256 + 4128 + 256 = 12,640 for weights and, in each of three micro-steps, for
     # gradients: 50,560 / 12,416 in a step, though nothing waits. In full precision 512 of 25,280.
     "qsdp ZeRO-2 on one node": (
         config(2, "qsdp", 4, 3),
-        "qsdp on ZeRO-2, 4.07 B/param/step (bf16 14.00), 2.0 % of bytes left in full precision "
-        "(1 1-D); 1 x 4 ranks; torch kernels",
+        "qsdp on ZeRO-2, 4.07 B/param/step (bf16 14.00), 1 small tensor unquantized "
+        "(2.0 % of bytes); 1 x 4 ranks; torch kernels",
     ),
     # 2.9 bits of every weight: 2970 + 1485 + 47 = 4502 bytes, gradients 24,832 bytes once:
     # 29,334 / 12,416, and with 16 bits 4.00; inside the node in each of three micro-steps:
     # 78,998 / 12,416. In full precision 24,832 of 29,334.
     "lossless ZeRO-2": (
         config(2, "lossless", 2, 3),
-        "lossless on ZeRO-2, 2.36 B/param/step between nodes (bf16 14.00), 84.7 % of bytes left in "
-        "full precision (all gradients); 2 x 2 ranks; torch kernels; 6.36 B/param inside a node; "
-        "gradients cross once per step and are held until then, 2.00 B/param (2.48e-05 GB) on "
-        "every rank; exact differences take 2.9 bits per weight at a learning rate of 3e-4, fewer "
-        "below it, and 4.00 B/param/step at most",
+        "lossless on ZeRO-2, 2.36 B/param/step between nodes (bf16 14.00), all gradients "
+        "unquantized (84.7 % of bytes); 2 x 2 ranks; torch kernels; 6.36 B/param inside a node; "
+        "gradients are sent between nodes once per optimizer step; buffering them takes "
+        "2.00 B/param (2.48e-05 GB) on every rank; traffic depends on the learning rate: "
+        "4.00 B/param/step at most",
     ),
     "lossless ZeRO-3 on one node": (
         config(3, "lossless", 4, 1),
-        "lossless on ZeRO-3, 6.00 B/param/micro-step (bf16 6.00), 100.0 % of bytes left in full "
-        "precision (all weights, all gradients); 1 x 4 ranks; torch kernels; 2 gathers of the "
-        "weights per micro-step; weights travel in full precision, because their differences cross "
-        "between nodes and there is one node: zero_optimization.stage 2 sends differences inside a "
-        "node, too",
+        "lossless on ZeRO-3, 6.00 B/param/micro-step (bf16 6.00), all weights, all gradients "
+        "unquantized (100.0 % of bytes); 1 x 4 ranks; torch kernels; weights fetched 2 times per "
+        "micro-batch; nothing to gain on one node: remove the block, or use "
+        "zero_optimization.stage 2, where they are compressed on one node too",
     ),
 }
 
@@ -119,5 +118,5 @@ def test_the_line_says_what_crosses_the_wire_and_what_is_kept(case: str) -> None
     for found in logged():
         lines, report = found[case]
         assert lines == [f"quantized_comm: {report['line']}"]
-        peak = f"; messages and sums of up to {report['expected_peak_bytes'] / 1e9:.2g} GB"
+        peak = f"; extra memory: up to {report['expected_peak_bytes'] / 1e9:.2g} GB"
         assert report["line"].replace(peak, "", 1) == line and peak in report["line"]

@@ -177,8 +177,8 @@ def test_counted_bytes_are_beta_times_the_volume(topology: Topology, case: Case)
             assert links["inter"] / NUMEL == pytest.approx(away * outer, rel=0.01), role
             assert links["intra"] / NUMEL == pytest.approx(inside, rel=0.01), role
     waits = nodes > 1 < node_size and scheme not in EVERY_MICRO_STEP and stage > 1 < micro_steps
-    assert ("gradients cross once per step" in report["line"]) == waits
-    assert ('scheme "lossless" is exact, too' in report["line"]) == (scheme == "hybrid")
+    assert ("gradients are sent between nodes once" in report["line"]) == waits
+    assert ('scheme "lossless" is also exact' in report["line"]) == (scheme == "hybrid")
     held = 4 * NUMEL / node_size if waits else 0
     for key in ("held_bytes", "expected_held_bytes"):
         assert report[key] == pytest.approx(held, rel=0.05)

@@ -24,6 +24,7 @@ harness.preload("tests.integration.hf_preload")
 pytestmark = pytest.mark.distributed
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+PAGE = (EXAMPLES.parent / "examples.md").read_text("utf-8")
 QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
@@ -66,9 +67,8 @@ def test_example_trains_and_saves(folder: Path, name: str, line: str, saved: str
 
 
 def test_every_script_and_config_is_tried_here_and_shown_on_the_page() -> None:
-    page = (EXAMPLES.parent / "examples.md").read_text("utf-8")
     for path in EXAMPLES.iterdir():
-        assert f"](examples/{path.name})" in page, path.name
+        assert f"](examples/{path.name})" in PAGE, path.name
         source = Path(__file__).read_text("utf-8")
         assert path.suffix != ".py" or path.stem == "data" or path.name in source, path.name
 
@@ -101,18 +101,53 @@ def test_two_hosts_of_the_hostfile_train_together(folder: Path) -> None:
     (folder / "hostfile").write_text("localhost slots=1\n127.0.0.1 slots=1\n", "utf-8")
     launch = (sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile",
               "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", free_port())  # fmt: skip
+    commands = [[*launch, "--node_rank", str(rank), "plain_loop.py"] for rank in range(2)]
+    printed = "".join(_together(commands, folder))
+    assert "; 2 x 1 ranks; " in printed and len(losses(printed)) == 4, printed
+    assert "'inter': 0" not in printed, "all bytes come from the other host"
+
+
+def _together(commands: list[list[str]], folder: Path, **more: str) -> list[str]:
+    """Run them side by side; what each printed."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     started = [
-        subprocess.Popen([*launch, "--node_rank", str(rank), "plain_loop.py"], cwd=folder,
-                         env=inherited | QUIET, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
+        subprocess.Popen(command, cwd=folder, env=inherited | QUIET | more, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for command in commands
     ]  # fmt: skip
     try:
         printed = [process.communicate(timeout=240)[0] for process in started]
     finally:
         for process in started:
             process.terminate()
-    assert [process.returncode for process in started] == [0, 0], printed
-    assert "; 2 x 1 ranks; " in printed[0] and len(losses(printed[0])) == 4, printed
-    assert "'inter': 0" not in printed[0], "all bytes come from the other host"
+    assert [process.returncode for process in started] == [0] * len(started), printed
+    return printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trainer.py", "plain_loop.py"])
+def test_two_hosts_train_with_torchrun(folder: Path, name: str) -> None:
+    (command,) = re.findall(rf"^torchrun (.*) {name}$", PAGE, re.MULTILINE)
+    arguments = command.replace("host1:29500", f"127.0.0.1:{free_port()}").split()
+    launch = [sys.executable, "-m", "torch.distributed.run", *arguments, name]
+    printed = "".join(_together([launch, launch], folder))
+    assert "; 2 x 1 ranks; " in printed and len(losses(printed)) >= 4, printed
+
+
+@pytest.mark.slow
+def test_the_slurm_script_starts_one_launcher_per_node(folder: Path) -> None:
+    """With stand-ins for SLURM's commands: both nodes are this machine."""
+    tools = folder / "bin"
+    tools.mkdir()
+    stand_ins = {
+        "scontrol": "echo 127.0.0.1; echo localhost",
+        "srun": '"$@" & first=$!; "$@"; wait $first',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }
+    for name, body in stand_ins.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+    given = {"SLURM_JOB_NODELIST": "host[1-2]", "SLURM_NNODES": "2", "RANKS": "1",
+             "PORT": free_port(), "PATH": f"{tools}:{os.environ['PATH']}"}  # fmt: skip
+    (printed,) = _together([["bash", "two_hosts.slurm"]], folder, **given)
+    assert "; 2 x 1 ranks; " in printed and len(losses(printed)) >= 4, printed

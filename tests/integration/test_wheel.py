@@ -67,6 +67,7 @@ def test_a_homepage_makes_links_absolute(wheel: Path, tmp_path: Path) -> None:
         text = archive.extractfile(facts).read().decode()
     assert f"Project-URL: Issues, {home}/issues" in text
     assert f"]({home}/blob/main/docs/install.md)" in text and "](docs/" not in text
+    assert f"git clone {home} ds_quant" in text and "HOMEPAGE" not in text
 
 
 def test_import_torch_activates_the_installed_plugin(python: Path, tmp_path: Path) -> None:

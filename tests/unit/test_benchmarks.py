@@ -131,6 +131,9 @@ def test_figures_of_runs_and_what_is_concluded_from_them() -> None:
     assert other["gap_percent"] == pytest.approx(5.0)
     assert base["wire_bytes"] == 4.5  # (2500 + 2000) bytes / 10 parameters / 100 steps
     assert base["inter_bytes"] == 2.0 and base["step_seconds"] == 0.1
-    units, saved, _ = report.conclusions(rows, world=4)
-    assert "4/3 times" in units
+    saved, units, _ = report.conclusions(rows, world=4)
+    assert "multiply by 4/3" in units
     assert saved == "x: 4.0x fewer bytes between nodes than full_precision, loss +5.00 %."
+    assert report.gap(other) == "+5.00"
+    assert report.gap(other | {"gap_percent": -0.4}) == "-0.40 (too short to tell)"
+    assert report.gap(base) == "+0.00" and report.gap({"gap_percent": None}) == "n/a"

@@ -24,19 +24,29 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = (
-    "make", "pip", "python", "ds_quant", "deepspeed", "accelerate", "torchrun", "sudo",
-    "benchmarks/",
+    "git", "make", "sbatch", "pip", "python", "ds_quant", "deepspeed", "accelerate", "torchrun",
+    "sudo", "benchmarks/",
 )  # fmt: skip
 INSTALLED = "tests/integration/test_wheel.py::test_import_torch_activates_the_installed_plugin"
 STARTED = "tests/integration/test_readme.py::test_five_minute_start"
 
 EXAMPLES = "tests/integration/test_examples.py::"
 TWO_HOSTS = EXAMPLES + "test_two_hosts_of_the_hostfile_train_together"
+TORCHRUN = EXAMPLES + "test_two_hosts_train_with_torchrun"
 SUITE = "tests/kernels/test_gpu_suite.py::test_dry_run_of_the_suite"
 GIVEN = "tests/unit/test_cli.py::test_the_block_of_the_environment_is_checked"
 COVERED = {
     "pip install torch": INSTALLED,
-    'pip install ".[cuda12]"': INSTALLED,
+    'pip install ".[cuda13]"': INSTALLED,
+    "git clone HOMEPAGE ds_quant && cd ds_quant": "tests/integration/test_wheel.py::"
+    "test_a_homepage_makes_links_absolute",
+    "make demo": "tests/integration/test_demo.py::"
+    "test_two_schemes_train_on_the_same_data_and_count_their_bytes",
+    **{
+        "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint host1:29500 "
+        f"{name}.py": TORCHRUN for name in ("trainer", "plain_loop")
+    },
+    "sbatch two_hosts.slurm": EXAMPLES + "test_the_slurm_script_starts_one_launcher_per_node",
     'pip install ".[hf]"': INSTALLED,
     "ds_quant doctor": "tests/unit/test_doctor.py::"
     "test_doctor_trains_two_processes_and_sees_a_disabled_plugin",

@@ -224,3 +224,7 @@ def test_a_rank_that_dies_is_reported_with_its_last_words(monkeypatch) -> None:
     monkeypatch.setattr(doctor.sys, "executable", "/bin/false")
     check = doctor.exchange(30.0)
     assert check.status == PROBLEM and check.found.startswith("rank 0 failed")
+
+
+def test_a_loaded_host_is_given_more_time() -> None:
+    assert [doctor.patience(load) for load in (0.1, 1, 4.5, 1000)] == [120, 120, 540, 1200]

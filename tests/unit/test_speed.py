@@ -20,7 +20,7 @@ from netlab import lab  # noqa: E402
 def block(scheme: str, index: int, seconds: float, nbytes: float, foreign: float = 0.0) -> dict:
     return {
         "rate": 100.0, "block": index, "scheme": scheme, "seconds": seconds,
-        "interface_bytes": nbytes, "counted_bytes": nbytes, "foreign_cores": foreign,
+        "interface_bytes": nbytes, "counted_bytes": nbytes, "foreign_cores": foreign, "loss": 2.0,
     }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 # Everything there is to check on a bare GPU machine without network, in three parts.
 #
 #     benchmarks/gpu_suite.sh A [OUT]     # equality: the kernels' bytes, streams, launch overhead
-#     benchmarks/gpu_suite.sh B [OUT]     # speed: layouts of stores, tables, sizes, rivals
+#     benchmarks/gpu_suite.sh B [OUT]     # speed: layouts of stores, tables, sizes
 #     benchmarks/gpu_suite.sh C [OUT]     # DeepSpeed with several ranks on one GPU; memory checks
 #
 # A part takes at most LIMIT seconds (540) and depends on no other one. It writes summary_A.json,

@@ -1,8 +1,8 @@
-"""Speed of the CUDA kernels beside a copy, torch, torch.compile, Triton and DeepSpeed's kernels.
+"""Speed of the kernels beside a copy and the torch reference.
 
     python benchmarks/kernels.py                                # 4 kB to 2 GB, every operation
     python benchmarks/kernels.py --max-bytes 1e8 --codecs int4 --json kernels.json --plot k.png
-    python benchmarks/kernels.py --device cpu --max-bytes 1e6   # dry run: torch only, no figures
+    python benchmarks/kernels.py --device cpu --max-bytes 1e6   # C++ and torch on this machine
 
 Sizes are bytes that an operation reads and writes. Times are medians of CUDA events around single
 calls behind a busy device, with tensors rotating through more than the second-level cache; a copy
@@ -16,39 +16,185 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from operations import CODECS, LOSSLESS, SOURCES, UNIT, Bench, Operation, absmax
 from report import provenance
 
+from ds_quant.codec.bound import Coding, Rotation, encode
+from ds_quant.codec.codec import CAST_NAMES, GroupCodec
 from ds_quant.codec.lossless import DTYPES as LOSSLESS_DTYPES
-from ds_quant.kernels import dispatch
+from ds_quant.codec.lossless import LosslessCodec
+from ds_quant.kernels import dispatch, lossless
+from ds_quant.kernels.batch import Decode, Encode, Recode, Sum, Task
+from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.run import Operations, Streams
 
 SMALLEST = 4096  # bytes
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-RIVALS = ("torch", "compile", "triton", "deepspeed")
+DTYPES = {name: dtype for dtype, name in CAST_NAMES.items()}
+WAYS = ("auto", "torch")
+SOURCES = 8  # rows of decode_sum and recode
+UNIT = 1 << 14  # sizes are multiples of it: whole blocks
+ADDRESS = Address(key=1, step=1)
 _SLEEP_CYCLES = 2_000_000  # about 1 ms: the device works while the host queues
 
 
-def sizes(smallest: int, largest: int) -> list[int]:
-    """Powers of 8 times the smallest, and the largest."""
-    found, size = [], smallest
-    while size < largest:
-        found.append(size)
-        size *= 8
-    return [*found, largest]
+def absmax(bits: int, group_size: int, rounding: str = "nearest") -> GroupCodec:
+    return GroupCodec(bits=bits, group_size=group_size, range="absmax", rounding=rounding)
 
 
-def operations(bench: Bench, nbytes: int, dtype: torch.dtype, filter_: str):
+CODECS = (
+    absmax(4, 128, "stochastic"),
+    absmax(4, 2048, "stochastic"),
+    absmax(8, 128),
+    absmax(4, 2048),
+    GroupCodec(bits=8, group_size=1024, rounding="random_shift"),
+    GroupCodec(bits=4, group_size=1024, rounding="stochastic"),
+    GroupCodec(bits=4, group_size=1024, levels="learned"),
+    GroupCodec(bits=3, group_size=128, range="gaussian"),
+)
+LOSSLESS = LosslessCodec()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operation on one size. ways: calls on the set of tensors of a number, of which there are
+    ``sets``, so that no run finds its input in a cache; nbytes: read and written by a call.
+    """
+
+    name: str
+    codec: str
+    dtype: str
+    numel: int
+    nbytes: int
+    sets: int
+    ways: dict[str, Callable[[int], object]]
+
+
+Maker = Callable[[], Operation]
+
+
+class Bench:
+    """Makes operations on one device. ways: back ends; cache_bytes: of the second-level cache."""
+
+    def __init__(self, device: torch.device, cache_bytes: int, ways: Sequence[str] = WAYS) -> None:
+        self.device, self.cache_bytes, self.ways = device, cache_bytes, ways
+
+    def tasks(
+        self, name: str, codec: str, tasks: Sequence[Task], buffers: list[torch.Tensor]
+    ) -> Operation:
+        """All tasks in one call; they use every buffer once."""
+        first, nbytes = tasks[0][0], sum(buffer.nbytes for buffer in buffers)
+        sets = [buffers]
+        sets += [[b.clone() for b in buffers] for _ in range(1, self._sets(nbytes))]
+        rotation = Rotation(block=first.block) if getattr(first, "block", 0) else None
+        streams = Streams([Coding(first.codec, ADDRESS)], [rotation])
+        runs = {way: Operations(tasks) for way in self.ways}
+        return Operation(
+            name=name, codec=codec, numel=sum(task.numel for task, _ in tasks), nbytes=nbytes,
+            dtype=next((CAST_NAMES[b.dtype] for b in buffers if b.dtype in CAST_NAMES), "-"),
+            sets=len(sets),
+            ways={
+                way: lambda i, way=way: runs[way].run(sets[i], streams, backend=way)
+                for way in self.ways
+            },
+        )  # fmt: skip
+
+    def encode(self, codec: GroupCodec, numel: int, dtype: torch.dtype, block: int = 0):
+        """numel values -> wire bytes; block: of a rotation."""
+        buffers = [self.random(numel, dtype), self.bytes(codec.wire_bytes(numel))]
+        name = "rotate and encode" if block else "encode"
+        return self.tasks(
+            name, codec.name, [(Encode(codec, numel, 0, 1, 0, block), (0, 0, 0))], buffers
+        )
+
+    def decode(self, codec: GroupCodec, numel: int, dtype: torch.dtype, sources: int = 1):
+        """``sources`` rows -> numel values, their sum."""
+        buffers = [self.wire(codec, numel, sources), torch.empty_like(self.random(numel, dtype))]
+        task = Decode(codec, numel, 0, 1, 0), (0, 0)
+        if sources > 1:
+            task = _sum(codec, numel, sources), (0, 0, 0)
+        name = "decode" if sources == 1 else f"decode_sum of {sources}"
+        return self.tasks(name, codec.name, [task], buffers)
+
+    def recode(self, source: GroupCodec, codec: GroupCodec, numel: int):
+        """Rows -> wire bytes of their sum."""
+        buffers = [self.wire(source, numel, SOURCES), self.bytes(codec.wire_bytes(numel))]
+        operation = Recode(
+            source, codec, numel, 0, 1, 0, SOURCES, source.wire_bytes(numel), None, 0
+        )
+        label = f"{source.name} -> {codec.name}"
+        return self.tasks(f"recode of {SOURCES}", label, [(operation, (0, 0, 0, 0))], buffers)
+
+    def lossless(self, name: str, numel: int, dtype: torch.dtype) -> Operation:
+        """encode: weights against those before a step at 3e-4 -> a message; decode: back, which
+        waits for the device.
+        """
+        before = self.random(numel, torch.float32) * 0.02
+        values = before + 0.3 * 3e-4 * self.random(numel, torch.float32, seed=1)
+        values, before = values.to(dtype), before.to(dtype)
+        room, used = self.bytes(lossless.max_bytes(numel)), self.bytes(8).view(torch.int64)
+        LOSSLESS.encode(values, before, room, used)
+        message = room[: used.item()].clone()
+        nbytes = 2 * values.nbytes + message.numel()
+        sets = self._sets(nbytes)
+        olds, news, wires = (
+            x.expand(sets, -1).clone()
+            for x in (before, values, room if name == "encode" else message)
+        )
+
+        def way(codec: LosslessCodec) -> Callable[[int], object]:
+            if name == "encode":
+                return lambda i: codec.encode(news[i], olds[i], wires[i], used)
+            return lambda i: codec.decode(wires[i], olds[i], news[i])
+
+        return Operation(
+            name=name, codec=LOSSLESS.name, dtype=CAST_NAMES[dtype], numel=numel, nbytes=nbytes,
+            sets=sets, ways={each: way(LosslessCodec(backend=each)) for each in self.ways},
+        )  # fmt: skip
+
+    def copy(self, nbytes: int) -> Operation:
+        """Read and write ``nbytes`` bytes together."""
+        half, sets = max(nbytes // 2, 16), self._sets(nbytes)
+        pool = self.bytes(2 * sets * half).view(2, sets, half)
+        return Operation(
+            name="copy", codec="-", dtype="-", numel=half, nbytes=2 * half, sets=sets,
+            ways={"copy": lambda i: pool[1, i].copy_(pool[0, i])},
+        )  # fmt: skip
+
+    def random(self, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(numel, generator=generator, device=self.device, dtype=dtype)
+
+    def bytes(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self.device)
+
+    def wire(self, codec: GroupCodec, numel: int, rows: int) -> torch.Tensor:
+        """Rows of random values, one behind the other."""
+        row = self.bytes(codec.wire_bytes(numel))
+        encode(codec, self.random(numel, torch.float32)[None], row[None], address=ADDRESS)
+        return row.repeat(rows)
+
+    def _sets(self, nbytes: int) -> int:
+        """How many sets of tensors exceed the cache twice, at most 64."""
+        return min(64, 2 * self.cache_bytes // max(nbytes, 1) + 1)
+
+
+def _sum(codec: GroupCodec, numel: int, sources: int) -> Sum:
+    row = codec.wire_bytes(numel)
+    return Sum(codec, numel, 0, 1, 0, sources=sources, stride=row, place=None, own=1)
+
+
+def operations(bench: Bench, nbytes: int, dtype: torch.dtype, chosen: str):
     """Makers of every operation that moves about `nbytes`; one at a time, as memory is short."""
 
     def numel_for(bytes_per_element: float) -> int:
         return max(UNIT, int(nbytes / bytes_per_element) // UNIT * UNIT)
 
     for codec in CODECS:
-        if filter_ not in codec.name:
+        if chosen not in codec.name:
             continue
         width = codec.bits / 8
         numel = numel_for(dtype.itemsize + width)
@@ -56,16 +202,20 @@ def operations(bench: Bench, nbytes: int, dtype: torch.dtype, filter_: str):
         yield lambda codec=codec, numel=numel: bench.decode(codec, numel, dtype)
         if codec.range == "minmax":
             continue
-        yield lambda codec=codec, numel=numel: bench.encode(codec, numel, dtype, rotate=True)
+        block = 128 if codec.is_gaussian else 32
+        yield lambda codec=codec, numel=numel, n=block: bench.encode(codec, numel, dtype, n)
         numel = numel_for(dtype.itemsize + SOURCES * width)
         yield lambda codec=codec, numel=numel: bench.decode(codec, numel, dtype, SOURCES)
         numel = numel_for(SOURCES * width + 0.5)
         target = codec if codec.is_gaussian else absmax(4, codec.group_size, "stochastic")
         yield lambda codec=codec, numel=numel, to=target: bench.recode(codec, to, numel)
-    if filter_ in LOSSLESS.name and dtype in LOSSLESS_DTYPES:
+    if chosen in LOSSLESS.name and dtype in LOSSLESS_DTYPES:
         for name in ("encode", "decode"):  # a difference has about 3 bits
             numel = numel_for(2 * dtype.itemsize + 0.4)
             yield lambda name=name, numel=numel: bench.lossless(name, numel, dtype)
+
+
+# ---- times ----
 
 
 def seconds_of(work: Callable[[int], object], num_sets: int, repeats: int, cuda: bool) -> float:
@@ -97,25 +247,24 @@ def measure(found: Operation, bench: Bench, repeats: int) -> list[dict]:
     cuda = bench.device.type == "cuda"
     copy = bench.copy(found.nbytes)
     copies, times = [], {}
-    copies.append(seconds_of(copy.ways["copy"], copy.num_sets, repeats, cuda))
+    copies.append(seconds_of(copy.ways["copy"], copy.sets, repeats, cuda))
     for way, work in found.ways.items():
-        # A slow way at a large size needs no more repeats than show its order.
-        count = max(3, repeats // 4) if way in ("torch", "deepspeed") else repeats
-        times[way] = seconds_of(work, found.num_sets, count, cuda)
-    copies.append(seconds_of(copy.ways["copy"], copy.num_sets, repeats, cuda))
-    copy_seconds = min(copies)
+        # The reference at a large size needs no more repeats than show its order.
+        count = max(3, repeats // 4) if way == "torch" else repeats
+        times[way] = seconds_of(work, found.sets, count, cuda)
+    copies.append(seconds_of(copy.ways["copy"], copy.sets, repeats, cuda))
     base = {"operation": found.name, "codec": found.codec, "dtype": found.dtype}
-    base |= {"numel": found.numel, "bytes": found.nbytes, "copy_seconds": copy_seconds}
+    base |= {"numel": found.numel, "bytes": found.nbytes, "copy_seconds": min(copies)}
     return [
         base
         | {
             "way": way,
             "seconds": seconds,
             "gb_per_s": found.nbytes / seconds / 1e9,
-            "share_of_copy": copy_seconds / seconds,
+            "share_of_copy": min(copies) / seconds,
         }
         for way, seconds in times.items()
-    ] + [base | {"way": way, "why_not": reason} for way, reason in found.why_not.items()]
+    ]
 
 
 def launch_overhead(bench: Bench, calls: int) -> dict[str, float]:
@@ -138,11 +287,14 @@ def launch_overhead(bench: Bench, calls: int) -> dict[str, float]:
     return found
 
 
+# ---- the command ----
+
+
 def plot(rows: list[dict], path: Path) -> None:
-    """Share of copy against bytes, a panel per operation; dotted: not ours."""
+    """Share of copy against bytes, a panel per operation."""
     from ds_quant.tools import plot_style
 
-    rows = [row for row in rows if "seconds" in row and row["way"] in ("cuda", "triton")]
+    rows = [row for row in rows if row["way"] == "auto"]
     names = sorted({row["operation"] for row in rows}) or ["nothing measured"]
     figure, panels = plot_style.pyplot().subplots(
         1, len(names), figsize=(6 * len(names), 4.5), squeeze=False, layout="constrained"
@@ -151,11 +303,10 @@ def plot(rows: list[dict], path: Path) -> None:
         series: dict[str, list[tuple[int, float]]] = {}
         for row in rows:
             if row["operation"] == name:
-                label = f"{row['way']} {row['codec']} {row['dtype']}"
+                label = f"{row['codec']} {row['dtype']}"
                 series.setdefault(label, []).append((row["bytes"], row["share_of_copy"]))
         for label, points in series.items():
-            style = "-" if label.startswith("cuda") else ":"
-            panel.plot(*zip(*sorted(points), strict=True), style, label=label, marker=".")
+            panel.plot(*zip(*sorted(points), strict=True), label=label, marker=".")
         panel.set(xscale="log", xlabel="bytes read and written", title=name, ylim=(0, 1.3))
         panel.set_ylabel("share of the copy's speed")
         plot_style.finish(panel)
@@ -165,48 +316,24 @@ def plot(rows: list[dict], path: Path) -> None:
 
 def line(row: dict) -> str:
     head = f"{row['operation']:<18}{row['codec']:<34}{row['dtype']:<5}{row['bytes']:>12} B  "
-    if "why_not" in row:
-        return f"{head}{row['way']:<10}{row['why_not']}"
     times = f"{row['seconds'] * 1e6:>11.1f} us {row['gb_per_s']:>8.1f} GB/s"
     return f"{head}{row['way']:<10}{times}  {row['share_of_copy']:.2f} of copy"
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: dry run of the script")
-    add("--min-bytes", type=float, default=SMALLEST)
-    add("--max-bytes", type=float, default=2e9)
-    add("--dtypes", nargs="+", choices=list(DTYPES), default=["bf16", "fp32"])
-    add("--codecs", default="", help="only codecs whose name contains this")
-    add("--rivals", nargs="*", choices=RIVALS, default=["torch", "triton"])
-    add("--repeats", type=int, default=20)
-    add("--overhead", action="store_true", help="only the launch overhead")
-    add("--limit", type=float, default=480, help="seconds after which no operation is started")
-    add("--json", type=Path, help="write provenance, settings and rows here")
-    add("--plot", type=Path, help="write a picture here")
-    return parser.parse_args(argv)
+def measure_all(
+    makers: Iterator[Callable[[], Operation]],
+    bench: Bench,
+    args: argparse.Namespace,
+    document: dict,
+) -> dict:
+    """The document with a row per operation and way.
 
-
-def run(args: argparse.Namespace) -> dict:
-    """All rows, largest sizes first: what the bars are about comes before the time is up.
-
-    The file is written anew after every operation, for whoever ends this before it is done.
+    Its file is written anew after every operation, for whoever ends this before it is done.
     """
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    if args.device == "cuda":
-        if dispatch.cuda_runner(device, "auto") is None:
-            raise SystemExit("kernels.py: CuPy does not work here; the warning above says why")
-    bench = Bench(device, cache_bytes(device), tuple(args.rivals))
     deadline = time.monotonic() + args.limit
-    settings = {key: str(value) for key, value in vars(args).items()}
-    document = {"provenance": provenance(), "settings": settings}
+    document |= {"rows": [], "operations_skipped_for_time": 0}
     with torch.no_grad():
-        overhead = launch_overhead(bench, 2000 if args.device == "cuda" else 200)
-        document |= {"launch_overhead_s": overhead, "rows": [], "operations_skipped_for_time": 0}
-        for make in work_of(args, bench):
+        for make in makers:
             if time.monotonic() > deadline:
                 document["operations_skipped_for_time"] += 1
                 continue
@@ -214,19 +341,28 @@ def run(args: argparse.Namespace) -> dict:
             print("\n".join(map(line, found)), flush=True)
             document["rows"] += found
             write(args.json, document)
-    for name, seconds in overhead.items():
-        print(f"launch overhead, {name}: {seconds * 1e6:.1f} us")
     write(args.json, document)
     return document
 
 
-def work_of(args: argparse.Namespace, bench: Bench) -> Iterator[Callable[[], Operation]]:
-    """Makers of all operations, in the order in which they are measured."""
+def work_of(args: argparse.Namespace, bench: Bench) -> Iterator[Maker]:
+    """Makers of all operations, largest sizes first: what matters comes before the time is up."""
     if args.overhead:
         return
-    for nbytes in reversed(sizes(int(args.min_bytes), int(args.max_bytes))):
+    sizes = [int(args.max_bytes)]
+    while sizes[-1] > 8 * args.min_bytes:
+        sizes.append(sizes[-1] // 8)
+    for nbytes in (*sizes, *([int(args.min_bytes)] if args.min_bytes < sizes[-1] else [])):
         for name in args.dtypes:
             yield from operations(bench, nbytes, DTYPES[name], args.codecs)
+
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    """Exits where CUDA kernels are wanted and do not work."""
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda" and dispatch.cuda_runner(device, "auto") is None:
+        raise SystemExit("kernels.py: CuPy does not work here; the warning above says why")
+    return device
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -244,9 +380,38 @@ def write(path: Path | None, document: dict) -> None:
         beside.replace(path)
 
 
+def add_options(parser: argparse.ArgumentParser, limit: float) -> Callable:
+    """Options that sweeps.py has, too."""
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--repeats", type=int, default=20)
+    add("--limit", type=float, default=limit, help="seconds after which no operation is started")
+    add("--json", type=Path, help="write provenance, settings and rows here")
+    return add
+
+
 def main() -> None:
-    args = parse_args()
-    document = run(args)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = add_options(parser, limit=480)
+    add("--min-bytes", type=float, default=SMALLEST)
+    add("--max-bytes", type=float, default=2e9)
+    add("--dtypes", nargs="+", choices=list(DTYPES), default=["bf16", "fp32"])
+    add("--codecs", default="", help="only codecs whose name contains this")
+    add("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="back ends")
+    add("--overhead", action="store_true", help="only the launch overhead")
+    add("--plot", type=Path, help="write a picture here")
+    args = parser.parse_args()
+    device = device_of(args)
+    bench = Bench(device, cache_bytes(device), args.ways)
+    with torch.no_grad():
+        overhead = launch_overhead(bench, 2000 if args.device == "cuda" else 200)
+    for name, seconds in overhead.items():
+        print(f"launch overhead, {name}: {seconds * 1e6:.1f} us")
+    settings = {key: str(value) for key, value in vars(args).items()}
+    document = {"provenance": provenance(), "settings": settings, "launch_overhead_s": overhead}
+    document = measure_all(work_of(args, bench), bench, args, document)
     if args.plot:
         plot(document["rows"], args.plot)
 

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu/sweeps.py --sweep stores --json stores.json
     python benchmarks/gpu/sweeps.py --sweep five               # each once, for a profiler
-    python benchmarks/gpu/sweeps.py --sweep stores --device cpu --bytes 1e5   # dry run, torch only
+    python benchmarks/gpu/sweeps.py --sweep stores --device cpu --bytes 1e5   # dry run
 
 stores   decode and decode_sum with runs of 1, 2, 4 and 8 vectors, with and without staging
-tables   64 tensors as 64 launches and as one table
+tables   64 tensors as 64 calls and as one
 ragged   a row that fills whole blocks, and one that is 5 elements longer
 
 Rows as those of kernels.py; the file is written anew after every row.
@@ -14,29 +14,32 @@ Rows as those of kernels.py; the file is written anew after every row.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from unittest.mock import patch
 
 import torch
-from kernels import cache_bytes, line, measure, write
-from operations import UNIT, Bench, Operation, absmax
+from kernels import (
+    UNIT,
+    Bench,
+    Maker,
+    Operation,
+    absmax,
+    add_options,
+    cache_bytes,
+    device_of,
+    measure_all,
+)
 
-from ds_quant.codec.bound import Coding, decode, decode_sum, encode
-from ds_quant.kernels import dispatch, launch
-from ds_quant.kernels.batch import Recode
+from ds_quant.kernels import launch
+from ds_quant.kernels.batch import Encode
 from ds_quant.kernels.geometry import Stores, runs_of
-from ds_quant.kernels.launch import merge
-from ds_quant.kernels.random_bits import Address
-from ds_quant.kernels.reference import BlockRotation
-from ds_quant.kernels.run import Operations, Streams
 
-ADDRESS = Address(key=1, step=1)
 INT4, INT4_2048, INT8 = absmax(4, 128, "stochastic"), absmax(4, 2048, "stochastic"), absmax(8, 128)
 TENSORS = 64  # of a table
 BF16, FP32 = torch.bfloat16, torch.float32
-
-Maker = Callable[[], Operation]
 
 
 def numel_for(nbytes: float, bytes_per_element: float) -> int:
@@ -48,54 +51,37 @@ def stores(bench: Bench, nbytes: float) -> Iterator[Maker]:
     for codec, sources in ((INT4, 1), (INT4, 8), (INT4_2048, 8), (INT8, 8), (INT8, 1)):
         for dtype in (BF16, FP32):
             numel = numel_for(nbytes, dtype.itemsize + sources * codec.bits / 8)
-            ways = [
-                Stores(run, staged) for run in runs_of(codec.group_size) for staged in (False, True)
-            ]
-            yield (
-                lambda codec=codec, sources=sources, dtype=dtype, numel=numel, ways=ways: (
-                    bench.stores(codec, numel, dtype, sources, ways)
-                )
-            )
+            plain = codec, numel, dtype, sources
+            for run, staged in product(runs_of(codec.group_size), (False, True)):
+                yield partial(stored, bench, plain, Stores(run, staged))
+
+
+def stored(bench: Bench, plain: tuple, stores: Stores) -> Operation:
+    """A decode or a sum that writes in this way: its first call compiles it."""
+    found = bench.decode(*plain)
+    launch.sum_plan.cache_clear()
+    with patch.object(launch, "stores_of", lambda *_: stores):
+        found.ways["auto"](0)
+    launch.sum_plan.cache_clear()
+    return replace(found, name=f"{found.name}, run {stores.run}{' staged' * stores.staged}")
 
 
 def tables(bench: Bench, nbytes: float) -> Iterator[Maker]:
-    """Encode and decode_sum of many tensors, one by one and as a table made beforehand."""
-    numel = numel_for(nbytes / TENSORS, 2.5)
-    for kind in ("encode", "decode_sum of 8"):
-        for size in (numel, UNIT, 1000):
-            yield lambda kind=kind, size=size: many(bench, kind, size)
+    """Encode of many tensors, one by one and all at once."""
+    for size in (numel_for(nbytes / TENSORS, 2.5), UNIT, 1000):
+        for count in (1, TENSORS):
+            yield lambda size=size, count=count: many(bench, size, count)
 
 
-def many(bench: Bench, kind: str, numel: int) -> Operation:
-    """TENSORS tensors of `numel` elements."""
-    sources = 8 if kind != "encode" else 1
-    row = INT4.wire_bytes(numel)
-    nbytes = TENSORS * (2 * numel + sources * row)
-    found = Operation(f"{TENSORS} x {kind}", INT4.name, "bf16", TENSORS * numel, nbytes, 1)
-    # Rows at multiples of 16 bytes, as those of a bucket.
-    room = -(-numel // 8) * 8
-    values = torch.randn(TENSORS, room, device=bench.device).to(BF16)[:, :numel]
-    wire = torch.zeros(TENSORS, sources, row, dtype=torch.uint8, device=bench.device)
-    run = dispatch.cuda_runner(bench.device, "auto")
-
-    def collect(take: Callable) -> None:
-        for x, rows in zip(values, wire, strict=True):
-            if sources == 1:
-                launch.encode(x[None], rows, INT4, address=ADDRESS, levels=None, run=take)
-            else:
-                launch.decode_sum(rows, x, INT4, scale=1.0, levels=None, run=take)
-
-    if run is None:
-        found.why_not["one by one"] = "no CUDA kernels here"
-        return found
-    launches: list = []
-    collect(launches.append)
-    (table,) = merge(launches)
-    buffer = torch.frombuffer(bytearray(table.written), dtype=torch.uint8).to(bench.device)
-    found.offer("one by one", lambda: lambda _: [run(work) for work in launches])
-    found.offer("table", lambda: lambda _: run.run_table(table, buffer))
-    found.offer("table, copied", lambda: lambda _: run.run_many(launches))
-    return found
+def many(bench: Bench, numel: int, at_once: int) -> Operation:
+    """TENSORS tensors of `numel` elements at multiples of 16 bytes, as those of a bucket."""
+    row, room = INT4.wire_bytes(numel), -(-numel // 8) * 8
+    buffers = [bench.random(TENSORS * room, BF16), bench.bytes(TENSORS * row)]
+    tasks = [(Encode(INT4, numel - i % 2, 0, 1, 0), (i * room, i * row, 0)) for i in range(TENSORS)]
+    name, calls = f"{TENSORS} x encode, {at_once} at once", range(0, TENSORS, at_once)
+    found = [bench.tasks(name, INT4.name, tasks[i : i + at_once], buffers) for i in calls]
+    ways = {way: lambda i, way=way: [each.ways[way](0) for each in found] for way in bench.ways}
+    return replace(found[0], numel=TENSORS * numel, sets=1, ways=ways)
 
 
 def ragged(bench: Bench, nbytes: float) -> Iterator[Maker]:
@@ -112,52 +98,33 @@ def ragged(bench: Bench, nbytes: float) -> Iterator[Maker]:
 SWEEPS = {"stores": stores, "tables": tables, "ragged": ragged}
 
 
-def five(device: torch.device, nbytes: float) -> None:
-    """Five kernels once each, for a profiler; on the CPU the reference's operations."""
+def five(bench: Bench, nbytes: float) -> None:
+    """Five kernels once each, for a profiler."""
     numel = numel_for(nbytes, 8)
-    x = torch.randn(1, numel, device=device).to(BF16)
-    wire = torch.empty(8, INT4.wire_bytes(numel), dtype=torch.uint8, device=device)
-    out = torch.empty(1, numel, dtype=BF16, device=device)
-    for row in wire:
-        encode(INT4, x, row[None], address=ADDRESS)
-    rotation = BlockRotation(32)
-    encode(INT4, x, wire[:1], address=ADDRESS, rotation=rotation)
-    decode(INT4, wire[:1], out)
-    total = torch.empty(numel, device=device)
-    decode_sum(INT4, wire, total)
-    again = Recode(INT4, INT4, numel, 0, 1, 0, 8, wire.stride(0), None, 0)
-    streams = Streams([Coding(INT4, ADDRESS)], [None])
-    Operations([(again, (0, 0, 0, 0))]).run([wire, wire[0].clone()], streams)
+    for found in (
+        bench.encode(INT4, numel, BF16),
+        bench.encode(INT4, numel, BF16, 32),
+        bench.decode(INT4, numel, BF16),
+        bench.decode(INT4, numel, FP32, 8),
+        bench.recode(INT4, INT4, numel),
+    ):
+        found.ways["auto"](0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add = add_options(parser, limit=120)
     add("--sweep", choices=(*SWEEPS, "five"), required=True)
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: dry run, nothing to time")
     add("--bytes", type=float, default=5e8, help="that an operation reads and writes")
-    add("--repeats", type=int, default=20)
-    add("--limit", type=float, default=120, help="seconds after which no operation is started")
-    add("--json", type=Path)
     args = parser.parse_args()
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    device = device_of(args)
+    bench = Bench(device, cache_bytes(device), ("auto",))
     if args.sweep == "five":
-        five(device, args.bytes)
-        return
-    deadline, rows, skipped = time.monotonic() + args.limit, [], 0
-    bench = Bench(device, cache_bytes(device), ())
-    with torch.no_grad():
-        for make in SWEEPS[args.sweep](bench, args.bytes):
-            if time.monotonic() > deadline:
-                skipped += 1
-                continue
-            found = measure(make(), bench, args.repeats)
-            print("\n".join(map(line, found)), flush=True)
-            rows += found
-            write(args.json, {"rows": rows, "operations_skipped_for_time": skipped})
-    write(args.json, {"rows": rows, "operations_skipped_for_time": skipped})
+        five(bench, args.bytes)
+    else:
+        measure_all(SWEEPS[args.sweep](bench, args.bytes), bench, args, {})
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ds_quant.kernels import launch
-from ds_quant.kernels.launch import Launch, Table, merge
+from ds_quant.kernels.batch import Decode, Encode, StreamArrays
+from ds_quant.kernels.launch import Launch, Table
+from ds_quant.kernels.launch_batch import compile_tasks
 from ds_quant.kernels.wire import layout_of
 from ds_quant.resources import resource_dir
 
@@ -93,10 +94,6 @@ class Runner:
         The buffer may change between launches, or between replays of a CUDA graph.
         """
         self._launch(table, (table.blocks,), (buffer.data_ptr(), table.num_jobs))
-
-    def run_many(self, launches: list[Launch]) -> None:
-        """Independent launches as few as possible: one per kernel and set of macros."""
-        self.run_tables(merge(launches))
 
     def run_tables(self, tables: Iterable[Table]) -> None:
         """Launch tables whose jobs lie on the host."""
@@ -247,15 +244,19 @@ class _ProbeFormat(NamedTuple):
     has_offset: bool = False
     is_gaussian: bool = False
 
+    def table(self, levels: None, device: torch.device) -> None:
+        """No levels."""
+
 
 def _probe(runner: Runner) -> None:
     """Encode and decode a few numbers that lie on the grid."""
     fmt = _ProbeFormat()
-    x = torch.tensor([[127.0, -127.0, 0.0, 1.0, -64.0]], device=runner.device)
-    nbytes = layout_of(fmt, x.shape[1]).nbytes
-    wire = torch.empty(1, nbytes, dtype=torch.uint8, device=runner.device)
+    x = torch.tensor([127.0, -127.0, 0.0, 1.0, -64.0], device=runner.device)
+    wire = torch.empty(layout_of(fmt, 5).nbytes, dtype=torch.uint8, device=runner.device)
     out = torch.zeros_like(x)
-    launch.encode(x, wire, fmt, address=None, levels=None, run=runner)
-    launch.decode(wire, out, fmt, levels=None, run=runner)
+    buffers, streams = [x, wire, out], StreamArrays(*[np.zeros(1, dtype=np.uint64)] * 6)
+    addresses = np.array([buffer.data_ptr() for buffer in buffers], dtype=np.uint64)
+    for task in ((Encode(fmt, 5, 0, 1, 0), (0, 0, 0)), (Decode(fmt, 5, 1, 2, 0), (0, 0))):
+        compile_tasks([task], buffers, runner.run_tables)(addresses, streams)
     if not torch.equal(x, out):
         raise RuntimeError("a kernel returned wrong numbers")

@@ -84,11 +84,6 @@ def compile_tasks(tasks: Sequence[Task], buffers: Buffers, run_tables: RunTables
     return run
 
 
-def tables_of(tasks: Sequence[Task], buffers: Buffers) -> list[Table]:
-    """The launches of tasks, without addresses."""
-    return [table for table, _ in _tables(tasks, buffers)]
-
-
 def _tables(tasks: Sequence[Task], buffers: Buffers) -> list[tuple[Table, list[_Job]]]:
     kind = type(tasks[0][0])
     rows = rows_of(tasks, 1) if kind in (Encode, Decode) else [Rows(*task) for task in tasks]

@@ -1,17 +1,17 @@
 """Launches of the CUDA kernels of LosslessCodec: signatures and bytes of lossless.py.
 
-Nothing is collected for shared launches: a message is three launches that read what the one before
-wrote, and a decoded one is checked before anybody uses it.
+A message is three launches that read what the one before wrote; messages are decoded in one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from ds_quant.kernels.launch import DTYPES, FIELDS, Plan, Runner, Table, aligned, stride
+from ds_quant.kernels.launch import DTYPES, FIELDS, Launch, Plan, Table
 from ds_quant.kernels.launch_batch import RunTables
 from ds_quant.kernels.lossless import HEADER, PROBLEMS, Damaged, blocks_of
 from ds_quant.kernels.wire import ALIGNMENT
@@ -28,18 +28,18 @@ def encode(
     out: torch.Tensor,  # (max_bytes(numel),) uint8
     nbytes: torch.Tensor,  # (1,) int64, receives the bytes used
     *,
-    run: Runner,
+    run: Callable[[Launch], None],
 ) -> None:
     """Write a message."""
     if values.numel() == 0:
         nbytes.zero_()
         return
-    target = aligned(out, copy=False)
+    target = _aligned(out, copy=False)
     target[:HEADER].zero_()  # the checksum is added up there
     fields = _fields(values, reference, target) | {"nbytes": nbytes.data_ptr()}
     for phase in (PLAN, SCAN, WRITE):
         plan = plan_of(phase, values.numel(), values.dtype)
-        run(plan.launch(1, fields, values, reference, target, nbytes, at_once=True))
+        run(plan.launch(1, fields))
     if target is not out:
         out.copy_(target)
 
@@ -62,12 +62,12 @@ def decode_rows(
     _check(wrong * LENGTH)
     if not numel:
         return
-    wire, waits = aligned(wire, copy=True), status is None
+    wire, waits = _aligned(wire, copy=True), status is None
     if status is None:
         status = torch.zeros(rows, 2, dtype=torch.int32, device=wire.device)
     jobs = np.zeros(rows, dtype=_FIELDS)
     for name, tensor in (("values", out), ("reference", reference), ("status", status)):
-        nbytes = np.uint64(stride(tensor))
+        nbytes = np.uint64(tensor.stride(0) * tensor.element_size())
         jobs[name] = tensor.data_ptr() + np.arange(rows, dtype=np.uint64) * nbytes
     jobs["wire"] = wire.data_ptr() + starts.astype(np.uint64)
     jobs["nbytes"], jobs["numel"] = lengths, numel
@@ -75,6 +75,13 @@ def decode_rows(
     if waits:
         problem, difference = status.cpu().numpy().T
         _check(np.where(problem, problem, (difference != 0) * CHECKSUM))
+
+
+def _aligned(wire: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    """`wire`, or a buffer of its size at a multiple of 16 bytes; `copy`: with the same content."""
+    if wire.data_ptr() % ALIGNMENT == 0:
+        return wire
+    return wire.clone() if copy else torch.empty_like(wire)
 
 
 def _check(problems: np.ndarray) -> None:

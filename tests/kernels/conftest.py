@@ -1,9 +1,15 @@
-"""The shim, once per session: every variant of a kernel is compiled once."""
+"""The kernels that tests of numbers run on: C++, and CUDA on the host.
+
+The shim is made once per session: every variant of a kernel is compiled once.
+"""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
+from ds_quant.kernels import dispatch, native
+from tests.kernels.backends import Kernels
 from tests.kernels.shim import Shim
 
 
@@ -11,3 +17,40 @@ from tests.kernels.shim import Shim
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Shim:
     """Runner of launches on the CPU."""
     return Shim(tmp_path_factory.mktemp("shim"))
+
+
+@pytest.fixture
+def cuda_kernels(shim, monkeypatch) -> Kernels:
+    """Tasks take the CUDA kernels; test_gpu.py has those of a GPU instead."""
+    found = Kernels("shim", torch.device("cpu"), shim)
+    monkeypatch.setattr(dispatch, "cuda_runner", found.runner)
+    return found
+
+
+@pytest.fixture(params=("native", "cuda"))
+def kernels(request) -> Kernels:
+    """Tasks take these kernels, unless a test asks for the torch reference."""
+    if request.param == "cuda":
+        return request.getfixturevalue("cuda_kernels")
+    if native.unavailable_reason() is not None:
+        pytest.skip(native.unavailable_reason())
+    return Kernels("native", torch.device("cpu"))
+
+
+@pytest.fixture
+def all_kernels(kernels, nothing_left) -> Kernels:
+    """As ``kernels``, which take every task."""
+    return kernels
+
+
+@pytest.fixture
+def nothing_left(monkeypatch) -> None:
+    """No task may be left for the torch reference."""
+    compile_tasks = dispatch.compile_tasks
+
+    def all_of(tasks, buffers, backend):
+        found, left = compile_tasks(tasks, buffers, backend)
+        assert not left, "no kernel takes it"
+        return found, left
+
+    monkeypatch.setattr(dispatch, "compile_tasks", all_of)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from ds_quant.codec.codec import GroupCodec
+from ds_quant.kernels.geometry import Stores
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import round_up
 
@@ -32,6 +33,7 @@ CODECS = tuple(
     for bits in range(2, 9)
     for index, formula in enumerate(FORMULAS)
 )
+STORES = [Stores(run, staged) for run in (1, 2, 4, 8) for staged in (False, True)]
 GAUSSIAN = tuple(GroupCodec(bits=bits, group_size=128, range="gaussian") for bits in (2, 3, 4))
 
 # What a group may hold. Values below fp16's range become zeros there, those above Inf.
@@ -70,6 +72,11 @@ def table(codec: GroupCodec) -> torch.Tensor | None:
     generator = torch.Generator().manual_seed(codec.bits)
     steps = torch.rand(1 << codec.bits, generator=generator) + 0.5
     return steps.cumsum(0) - steps[0]
+
+
+def learned(codec: GroupCodec) -> torch.Tensor | None:
+    """The levels that a codec is given; Gaussian ones are its own."""
+    return table(codec) if codec.levels == "learned" else None
 
 
 def id_of(value) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from ds_quant.kernels.cuda import source
-from ds_quant.kernels.launch import FIELDS, Launch
+from ds_quant.kernels.launch import FIELDS, Launch, Table
 
 HEADER = Path(__file__).with_name("shim.h")
 # -O1: the whole run is a few thousand blocks, compiling dominates. No contraction into fused
@@ -20,7 +21,7 @@ WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
 
 
 class Shim:
-    """A runner for ds_quant.kernels.launch; libraries are kept in `folder`."""
+    """Stands for kernels.cuda.Runner, on CPU tensors; libraries are kept in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.compiler = shutil.which("g++")
@@ -29,12 +30,24 @@ class Shim:
         self.folder = folder
         self.reversed_warps = False
         self.built: dict[tuple, ctypes.CDLL] = {}
+        self.launched: list[tuple[str, tuple]] = []  # kernels and their macros
 
     def __call__(self, launch: Launch) -> None:
         """Run every block of a launch, on this thread."""
         job = ctypes.create_string_buffer(launch.job, len(launch.job))
         where = ctypes.addressof(job)
         self.run(launch.kernel, launch.macros, launch.grid, launch.threads, where)
+
+    def run_tables(self, tables: Iterable[Table]) -> None:
+        """As a Runner does: a table of one job without a buffer."""
+        for table in tables:
+            if table.num_jobs == 1:
+                self(table.alone())
+                continue
+            buffer = ctypes.create_string_buffer(table.written, len(table.written))
+            values = [ctypes.c_uint64(n) for n in (ctypes.addressof(buffer), table.num_jobs)]
+            where = map(ctypes.addressof, values)
+            self.run(table.kernel, table.macros, (table.blocks, 1), table.threads, *where)
 
     def run(
         self,
@@ -45,6 +58,7 @@ class Shim:
         *addresses: int,  # of the arguments
     ) -> None:
         """Run a kernel as cuLaunchKernel would."""
+        self.launched.append((kernel, macros))
         arguments = (ctypes.c_void_p * len(addresses))(*addresses)
         sizes = (ctypes.c_uint * 2)(*grid)
         library = self.library(kernel, macros)

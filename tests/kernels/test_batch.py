@@ -13,15 +13,12 @@ import torch
 from ds_quant.codec.bound import Coding, Rotation, decode, encode
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.gather import _shard_message
-from ds_quant.kernels import dispatch, native
 from ds_quant.kernels.batch import Decode, Encode, Recode, Rotate, Sum, Task, rows_of
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import round_up
 from tests import needs
 from tests.kernels.inputs import DTYPES, GAUSSIAN
-from tests.kernels.test_cuda_launcher import cupy, runner  # noqa: F401
-from tests.torch_kernels import only_torch
 
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
 INT8 = GroupCodec(bits=8, group_size=64, rounding="stochastic")
@@ -50,27 +47,19 @@ def streams_of(codecs: Sequence[Codec], *, block: int, flips: bool) -> Streams:
     return Streams(codings, rotations)
 
 
-@pytest.fixture(params=("native", "cuda"))
-def kernels(request, monkeypatch) -> str:
-    """Operations take these kernels unless a test asks for the torch reference."""
-    if request.param == "cuda":
-        found = request.getfixturevalue("runner")
-        monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: found)
-    elif native.unavailable_reason() is not None:
-        pytest.skip(native.unavailable_reason())
-    return request.param
-
-
-def check(tasks: Sequence[Task], make: Callable[[], list[torch.Tensor]], streams: Streams) -> None:
+def check(
+    kernels, tasks: Sequence[Task], make: Callable[[], list[torch.Tensor]], streams: Streams
+) -> None:
     """Every buffer is the same with the kernels and with the torch reference."""
     torch.manual_seed(1)
-    buffers = make()
-    wanted = [buffer.clone() for buffer in buffers]
-    Operations(tasks).run(buffers, streams)
-    with only_torch():
-        Operations(tasks).run(wanted, streams)
+    wanted = make()
+    buffers = [kernels.put(buffer.clone()) for buffer in wanted]
+    tables = [c.levels if c.levels is None else kernels.put(c.levels) for c in streams.codings]
+    there = [c._replace(levels=t) for c, t in zip(streams.codings, tables, strict=True)]
+    Operations(tasks).run(buffers, Streams(there, streams.rotations))
+    Operations(tasks).run(wanted, streams, backend="torch")
     for found, expected in zip(buffers, wanted, strict=True):
-        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 def encodes(codecs: Sequence[Codec], *, block: int = 0, flips: bool = False) -> list[Task]:
@@ -96,7 +85,8 @@ def buffers_for(tasks: Sequence[Task], dtype: torch.dtype) -> list[torch.Tensor]
 def test_encode(kernels, dtype: torch.dtype, block: int, flips: bool) -> None:
     codecs = IN_128 if block == 128 else CODECS + CODECS
     tasks = encodes(codecs, block=block, flips=flips)
-    check(tasks, lambda: buffers_for(tasks, dtype), streams_of(codecs, block=block, flips=flips))
+    streams = streams_of(codecs, block=block, flips=flips)
+    check(kernels, tasks, lambda: buffers_for(tasks, dtype), streams)
 
 
 @pytest.mark.parametrize("held_dtype", (torch.bfloat16, torch.float32), ids=str)
@@ -117,7 +107,7 @@ def test_encode_differences(kernels, dtype: torch.dtype, held_dtype: torch.dtype
         held = torch.randn(values.numel() + 5).to(held_dtype)
         return [values.to(dtype), wire, held]
 
-    check(tasks, make, streams_of(codecs, block=0, flips=False))
+    check(kernels, tasks, make, streams_of(codecs, block=0, flips=False))
 
 
 def arrived(codecs: Sequence[Codec], numels: Sequence[int], sources: int) -> torch.Tensor:
@@ -148,7 +138,7 @@ def test_decode(kernels, add: bool) -> None:
     def make() -> list[torch.Tensor]:
         return [arrived(sent, NUMELS, 1), torch.randn(values).bfloat16()]
 
-    check(tasks, make, streams_of(codecs, block=0, flips=False))
+    check(kernels, tasks, make, streams_of(codecs, block=0, flips=False))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +164,7 @@ def test_sum(kernels, place, dtype, block: int, flips: bool, scale: float) -> No
     def make() -> list[torch.Tensor]:
         return [arrived(codecs, sizes, 2), torch.randn(own), torch.zeros(out, dtype=dtype)]
 
-    check(tasks, make, streams_of(codecs, block=block, flips=flips))
+    check(kernels, tasks, make, streams_of(codecs, block=block, flips=flips))
 
 
 @pytest.mark.parametrize("place", (None, 1))
@@ -204,7 +194,7 @@ def test_recode(kernels, source: Codec, codec: Codec, place: int | None, block: 
         wire = torch.full((written,), 7, dtype=torch.uint8)
         return [arrived([source], sizes, 3), torch.randn(own), wire]
 
-    check(tasks, make, streams)
+    check(kernels, tasks, make, streams)
 
 
 @pytest.mark.parametrize("block, flips", [(0, False), (32, False), (64, True), (128, True)])
@@ -220,7 +210,7 @@ def test_rotate(kernels, dtype: torch.dtype, block: int, flips: bool) -> None:
     def make() -> list[torch.Tensor]:
         return [torch.randn(values).to(dtype), torch.zeros(out)]
 
-    check(tasks, make, streams_of((INT4, INT4), block=block, flips=flips))
+    check(kernels, tasks, make, streams_of((INT4, INT4), block=block, flips=flips))
 
 
 def test_pieces_at_equal_distances_become_rows() -> None:

@@ -27,12 +27,14 @@ def run(*command: str, timeout: float = 120) -> str:
 def test_dry_run_writes_rows_and_a_plot(tmp_path: Path) -> None:
     sizes = ["--min-bytes", "1e5", "--max-bytes", "1e5", "--repeats", "1", "--dtypes", "fp32"]
     files = ["--json", str(tmp_path / "k.json"), "--plot", str(tmp_path / "k.png")]
-    command = ["--device", "cpu", "--codecs", "int8", "--rivals", "torch", *sizes, *files]
+    command = ["--device", "cpu", "--codecs", "int8", "--ways", "torch", *sizes, *files]
     text = run(sys.executable, "kernels.py", *command)
     document = json.loads((tmp_path / "k.json").read_text())
     rows = document["rows"]
     operations = {row["operation"] for row in rows}
-    assert operations == {"encode", "decode", "decode_sum of 8", "recode of 8"}
+    assert operations == {
+        "encode", "rotate and encode", "decode", "decode_sum of 8", "recode of 8"
+    }  # fmt: skip
     for row in rows:
         assert row["way"] == "torch"
         assert 0 < row["copy_seconds"] and 0 < row["share_of_copy"]

@@ -12,23 +12,24 @@ import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 
-from ds_quant.codec.bound import encode
+from ds_quant.codec.bound import Coding, encode
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.kernels import cuda, dispatch, launch, launch_batch, reference
+from ds_quant.kernels import cuda, dispatch, launch
 from ds_quant.kernels.batch import Encode
 from ds_quant.kernels.cuda import source
-from ds_quant.kernels.launch import FIELDS, Launch, merge
-from ds_quant.kernels.random_bits import Address
-from tests.kernels import tables
+from ds_quant.kernels.launch import FIELDS, Launch
+from ds_quant.kernels.reference import BlockRotation
+from ds_quant.kernels.run import Operations, Streams
+from tests.kernels.backends import ADDRESS, tables_of
+from tests.kernels.test_numbers import INT4 as CODEC
+from tests.kernels.test_numbers import assert_bytes, encoded, expected
 
-CODEC = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
-ADDRESS = Address(key=5, step=6)
 CPU = torch.device("cpu")
 
 
@@ -86,30 +87,38 @@ def runner(cupy) -> cuda.Runner:
     return found
 
 
+@pytest.fixture
+def launched(runner, monkeypatch) -> cuda.Runner:
+    """The runner that tasks take."""
+    monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: runner)
+    return runner
+
+
 def wire_of(x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(x.shape[0], CODEC.wire_bytes(x.shape[1]), dtype=torch.uint8)
-    reference.encode(x, out, CODEC, address=ADDRESS, levels=None)
-    return out
+    return expected(CODEC, x, ADDRESS)
 
 
-def test_launches_compile_once_and_go_to_the_current_stream(cupy, runner) -> None:
+def encode_now(x: torch.Tensor) -> torch.Tensor:
+    wire = torch.zeros(len(x), CODEC.wire_bytes(x.shape[1]), dtype=torch.uint8)
+    encode(CODEC, x, wire, address=ADDRESS)
+    return wire
+
+
+def test_launches_compile_once_and_go_to_the_current_stream(cupy, launched) -> None:
     for numel in (1000, 130):
         x = torch.randn(2, numel)
-        out = torch.empty(2, CODEC.wire_bytes(numel), dtype=torch.uint8)
-        launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=runner)
-        assert torch.equal(out, wire_of(x))
+        assert torch.equal(encode_now(x), wire_of(x))
     assert cupy.compiled == 1
     assert cupy.streams == [77, 77]
     assert cupy.devices == [0]
 
 
-def test_every_launch_asks_for_the_stream(cupy, runner, monkeypatch) -> None:
+def test_every_launch_asks_for_the_stream(cupy, launched, monkeypatch) -> None:
     """DeepSpeed reduces on a stream of its own, and a graph capture records on another one."""
-    x, out = torch.randn(1, 130), torch.empty(1, CODEC.wire_bytes(130), dtype=torch.uint8)
     for current in (5, 6, 5):
         stream = types.SimpleNamespace(cuda_stream=current)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index, stream=stream: stream)
-        launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=runner)
+        encode_now(torch.randn(1, 130))
     assert cupy.streams == [5, 6, 5]
 
 
@@ -127,9 +136,9 @@ def test_a_launch_switches_to_the_runners_device_and_back(cupy, monkeypatch) -> 
     monkeypatch.setattr(torch.cuda, "device", on)
     compiled = lambda kernel, macros: lambda *work: launched.append(current[-1])  # noqa: E731
     monkeypatch.setattr(cuda, "compiled", compiled)
-    second, x = cuda.Runner(torch.device("cuda", 1)), torch.randn(1, 128)
-    out = torch.empty(1, CODEC.wire_bytes(128), dtype=torch.uint8)
-    launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=second)
+    second = cuda.Runner(torch.device("cuda", 1))
+    monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: second)
+    encode_now(torch.randn(1, 128))
     assert launched == [1] and current == [0]
 
 
@@ -137,23 +146,18 @@ def test_a_launch_switches_to_the_runners_device_and_back(cupy, monkeypatch) -> 
 @pytest.mark.parametrize("skewed", ["nothing", "address", "stride"])
 def test_rows_that_are_not_aligned_take_the_careful_variant(what: str, skewed: str) -> None:
     """The other one loads 16 bytes at once, which a GPU refuses elsewhere."""
-    numel, found = launch.whole_numel([CODEC]), []
+    numel = launch.whole_numel([CODEC])
     tensors = {"values": torch.zeros(2, numel), "base": torch.zeros(2, numel)}
     odd = torch.zeros(2, numel + 1) if skewed == "stride" else torch.zeros(2, numel + 4)
-    rows = {"address": odd[:, 1:-3], "stride": odd[:, :-1], "nothing": odd[:, 4:]}[skewed]
-    tensors[what] = rows
-    out = torch.empty(2, CODEC.wire_bytes(numel), dtype=torch.uint8)
-    how = {"address": ADDRESS, "levels": None, "run": found.append, "base": tensors["base"]}
-    launch.encode(tensors["values"], out, CODEC, **how)
-    (alone,) = found
+    tensors[what] = {"address": odd[:, 1:-3], "stride": odd[:, :-1], "nothing": odd[:, 4:]}[skewed]
     values, base = tensors.values()
+    out = torch.empty(2, CODEC.wire_bytes(numel), dtype=torch.uint8)
     operation = Encode(CODEC, numel, 0, 1, 0, held=2)
     places = [
         (row * values.stride(0), row * out.stride(0), 0, row * base.stride(0)) for row in range(2)
     ]
-    (table,) = launch_batch.tables_of([(operation, p) for p in places], [values, out, base])
-    for macros in (alone.macros, table.macros):
-        assert dict(macros)["DSQ_WHOLE"] == (skewed == "nothing")
+    (table,) = tables_of([(operation, p) for p in places], [values, out, base])
+    assert dict(table.macros)["DSQ_WHOLE"] == (skewed == "nothing")
 
 
 @pytest.mark.parametrize("changed", ["dtype", "alignment"])
@@ -170,25 +174,17 @@ def test_tables_are_compiled_anew_for_other_buffers(changed: str) -> None:
     assert usual != dispatch.variant_of(buffers(*other))
 
 
-def test_rows_beyond_the_grid_have_random_bits_of_their_own(shim, monkeypatch) -> None:
-    monkeypatch.setattr(launch, "_MAX_GRID_ROWS", 2)
-    x, launches = torch.randn(1, 200).expand(5, -1).contiguous(), []
-
-    def run(work: Launch) -> None:
-        launches.append(work.grid[1])
-        shim(work)
-
-    out = torch.empty(5, CODEC.wire_bytes(200), dtype=torch.uint8)
-    launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=run)
-    assert torch.equal(out, wire_of(x)) and launches == [2, 2, 1]
-    finer, decoded = replace(CODEC, bits=8, rounding="nearest"), torch.empty(5, 200)
-    sources = torch.empty(5, 1, finer.wire_bytes(200), dtype=torch.uint8)  # of one rank
-    reference.encode(x, sources[:, 0], finer, address=None, levels=None)
-    reference.decode(sources[:, 0], decoded, finer, levels=None)
-    found, wanted = torch.empty_like(out), torch.empty_like(out)
-    launch.recode(sources, found, finer, CODEC, numel=200, address=ADDRESS, run=run)
-    reference.encode(decoded, wanted, CODEC, address=ADDRESS, levels=None)
-    assert torch.equal(found, wanted)
+@pytest.mark.parametrize("group_size", (8192, 288, 96))
+def test_order_of_warps_does_not_matter(cuda_kernels, shim, group_size: int) -> None:
+    """A race between warps of a block would show as a difference."""
+    for formula in ({"rounding": "random_shift"}, {"levels": "learned"}, {"range": "absmax"}):
+        codec = GroupCodec(bits=5, group_size=group_size, **formula)
+        x = torch.randn(2, 3 * group_size + 5).bfloat16()
+        forward = encoded(cuda_kernels, codec, x)
+        shim.reversed_warps = True
+        backward = encoded(cuda_kernels, codec, x)
+        shim.reversed_warps = False
+        assert_bytes(codec, backward, forward)
 
 
 def test_no_option_lets_the_compiler_round_differently() -> None:
@@ -198,20 +194,19 @@ def test_no_option_lets_the_compiler_round_differently() -> None:
     assert cuda.OPTIONS == ("--std=c++17", "-fmad=false")
 
 
-def test_threads_launch_on_their_own_streams(cupy, runner, monkeypatch) -> None:
+def test_threads_launch_on_their_own_streams(cupy, launched, monkeypatch) -> None:
     """Both have said which stream they want before either launch looks."""
-    mine, met, launched = threading.local(), threading.Barrier(2, timeout=30), {}
+    mine, met, streams = threading.local(), threading.Barrier(2, timeout=30), {}
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: mine)
 
     def function(grid, block, arguments, shared_mem, stream) -> None:
         met.wait()
-        launched[threading.get_ident()] = stream.ptr
+        streams[threading.get_ident()] = stream.ptr
 
     def work(address: int) -> tuple[int, int]:
         mine.cuda_stream = address
-        x, out = torch.randn(1, 128), torch.empty(1, CODEC.wire_bytes(128), dtype=torch.uint8)
-        launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=runner)
-        return address, launched[threading.get_ident()]
+        encode_now(torch.randn(1, 128))
+        return address, streams[threading.get_ident()]
 
     monkeypatch.setattr(cuda, "compiled", lambda kernel, macros: function)
     with ThreadPoolExecutor(2) as threads:
@@ -223,56 +218,38 @@ def test_probe_passes_on_working_kernels(cupy, runner) -> None:
     cuda._probe(runner)
 
 
-def test_many_tensors_of_a_bucket_take_one_launch(cupy, runner) -> None:
-    tensors = [torch.randn(rows, numel) for rows, numel in ((1, 5000), (3, 129), (2, 1), (1, 2048))]
-    outs = [
-        torch.empty(x.shape[0], CODEC.wire_bytes(x.shape[1]), dtype=torch.uint8) for x in tensors
-    ]
-    launches: list[Launch] = []
-    for x, out in zip(tensors, outs, strict=True):
-        launch.encode(x, out, CODEC, address=ADDRESS, levels=None, run=launches.append)
-    runner.run_many(launches)
-    assert len(cupy.streams) == 1
-    for x, out in zip(tensors, outs, strict=True):
-        assert torch.equal(out, wire_of(x))
+def test_tensors_of_a_kind_take_one_launch_and_others_no_table(cupy, launched, monkeypatch) -> None:
+    """Training mostly launches tables: many tensors of a bucket at once."""
+    tables, run_table = [], launched.run_table
 
+    def noted(table, buffer: torch.Tensor) -> None:
+        tables.append(table.num_jobs)
+        run_table(table, buffer)
 
-@pytest.mark.parametrize("kind", tables.KINDS)
-def test_tables_of_every_kernel(kind: str, cupy, runner) -> None:
-    """Training mostly launches these: many tensors of a bucket at once."""
-    cases, launches = list(tables.KINDS[kind](CPU)), []
-    for case in cases:
-        case.call(launches.append)
-    runner.run_many(launches)
-    assert len(cupy.streams) == 1, "one table"
-    for case in cases:
-        assert torch.equal(case.found, case.wanted)
-
-
-def test_a_launch_of_its_own_kind_takes_no_table(cupy, runner, monkeypatch) -> None:
-    tables = []
-    monkeypatch.setattr(runner, "run_table", lambda table, buffer: tables.append(table.num_jobs))
-    outs, wanted, launches = [], [], []
-    for x in (torch.randn(1, 999), torch.randn(1, 999).bfloat16(), torch.randn(1, 77)):
-        outs.append(torch.empty(1, CODEC.wire_bytes(x.shape[1]), dtype=torch.uint8))
-        wanted.append(wire_of(x))
-        launch.encode(x, outs[-1], CODEC, address=ADDRESS, levels=None, run=launches.append)
-    runner.run_many(launches)  # two in fp32, one in bf16
-    assert tables == [2] and len(cupy.streams) == 1
-    assert torch.equal(outs[1], wanted[1])
+    monkeypatch.setattr(launched, "run_table", noted)
+    fp32, bf16 = torch.randn(8000), torch.randn(999).bfloat16()
+    pieces = [*fp32.split([5000, 129, 1, 2048, 822])[:4], bf16]
+    wanted = [wire_of(piece[None])[0] for piece in pieces]
+    tasks = [
+        (Encode(CODEC, len(piece), 0 if piece.dtype == fp32.dtype else 2, 1, 0),
+         (piece.storage_offset(), start, 0))
+        for piece, start in zip(pieces, accumulate(map(len, wanted), initial=0), strict=False)
+    ]  # fmt: skip
+    wire = torch.zeros_like(torch.cat(wanted))
+    Operations(tasks).run([fp32, wire, bf16], Streams([Coding(CODEC, ADDRESS)], [None]))
+    assert torch.equal(wire, torch.cat(wanted))
+    assert tables == [4] and len(cupy.streams) == 2
 
 
 def test_step_of_a_table_can_change_between_launches(cupy, runner) -> None:
     """As a replayed CUDA graph needs: the step lies in a buffer on the device."""
-    x, launches = torch.randn(1, 1000), []
-    out = torch.empty(1, CODEC.wire_bytes(1000), dtype=torch.uint8)
-    launch.encode(x, out, CODEC, address=Address(key=5, step=0), levels=None, run=launches.append)
-    (table,) = merge(launches)
+    x, out = torch.randn(1000), torch.empty(CODEC.wire_bytes(1000), dtype=torch.uint8)
+    (table,) = tables_of([(Encode(CODEC, 1000, 0, 1, 0), (0, 0, 0))], [x, out])
     buffer = torch.frombuffer(bytearray(table.written), dtype=torch.uint8)
-    for step in (1, 6):
+    for step in (1, ADDRESS.step):
         buffer.view(torch.int64)[FIELDS["encode"].index("step")] = step
         runner.run_table(table, buffer)
-    assert torch.equal(out, wire_of(x))
+    assert torch.equal(out, wire_of(x[None])[0])
 
 
 def broken(*_args) -> None:
@@ -352,10 +329,11 @@ def test_sources_are_flat_ascii_and_named() -> None:
         source("quant")
 
 
-def test_groups_beyond_the_kernels_are_reported_once(runner, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: runner)
+def test_groups_beyond_the_kernels_are_reported_once(launched, caplog) -> None:
     dispatch._report_large_groups.cache_clear()
     codec = GroupCodec(group_size=65536)
+    assert launch.supports(GroupCodec(group_size=8192)) and not launch.supports(codec)
+    assert not launch.supports(GroupCodec(group_size=96), BlockRotation(64))
     x, wire = torch.zeros(1, 9), torch.empty(1, codec.wire_bytes(9), dtype=torch.uint8)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -33,27 +32,11 @@ def message_of(shim, values: torch.Tensor, reference: torch.Tensor) -> torch.Ten
     return with_guard(out[: nbytes.item()])
 
 
-def run_tables(shim) -> Callable[[Iterable[Table]], None]:
-    """Runs tables of one job as the launcher does, others by their buffer."""
-
-    def run(tables: Iterable[Table]) -> None:
-        for table in tables:
-            if table.num_jobs == 1:
-                shim(table.alone())
-                continue
-            buffer = torch.frombuffer(bytearray(table.written), dtype=torch.uint8)
-            values = [ctypes.c_uint64(n) for n in (buffer.data_ptr(), table.num_jobs)]
-            where = map(ctypes.addressof, values)
-            shim.run(table.kernel, table.macros, (table.blocks, 1), table.threads, *where)
-
-    return run
-
-
 def decode(shim, message: torch.Tensor, reference: torch.Tensor, out: torch.Tensor) -> None:
     """One message."""
     where = np.zeros(1, dtype=np.int64), np.array([message.numel()])
     rows = reference.view(1, -1), out.view(1, -1)
-    launch_lossless.decode_rows(message, *where, *rows, run_tables=run_tables(shim))
+    launch_lossless.decode_rows(message, *where, *rows, run_tables=shim.run_tables)
 
 
 def expected(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -98,7 +81,7 @@ def test_ends_are_scanned_over_more_blocks_than_a_turn_has(shim) -> None:
     wire[4::2] = words
     nbytes = torch.zeros(1, dtype=torch.int64)
     fields = {"wire": wire.data_ptr(), "nbytes": nbytes.data_ptr()}
-    shim(plan.launch(1, fields, wire, nbytes))
+    shim(plan.launch(1, fields))
     assert torch.equal(wire[4::2].long(), words.cumsum(0))
     used = -(-(16 + 8 * blocks + 4 * int(words.sum())) // 16) * 16
     assert wire[:4].tolist() == [2, 0, used, 0] and nbytes.item() == used
@@ -158,31 +141,10 @@ def through_codec(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor
 
 def test_codec_takes_the_kernels_where_there_is_a_runner(shim, monkeypatch) -> None:
     values, reference = mixed([3e-4, 1e-5], 5000, torch.bfloat16, seed=3)
-    launched = []
-
-    class Runner:
-        run_tables = staticmethod(run_tables(lambda launch: Runner()(launch)))
-
-        def __call__(self, launch) -> None:
-            launched.append(dict(launch.macros)["DSQ_PHASE"])
-            shim(launch)
-
-    monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: Runner())
+    monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: shim)
+    first = len(shim.launched)
     assert torch.equal(through_codec(values, reference), expected(values, reference))
-    assert launched == [0, 1, 2, 3]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bytes_on_a_gpu(dtype: torch.dtype) -> None:
-    for numel, seed in ((1, 0), (2049, 1), (5_000_003, 2)):
-        values, reference = mixed(list(SORTS), numel, dtype, seed)
-        message = through_codec(values.cuda(), reference.cuda())
-        assert torch.equal(message.cpu(), expected(values, reference))
-        damaged = message.clone()
-        damaged[4] ^= 1  # the checksum
-        with pytest.raises(ValueError, match="lossless message"):
-            LosslessCodec().decode(damaged, reference.cuda(), values.cuda())
+    assert [dict(macros)["DSQ_PHASE"] for _, macros in shim.launched[first:]] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("rows", (1, 3, 5))
@@ -199,7 +161,7 @@ def test_messages_of_several_ranks_are_one_launch_and_an_error_names_the_first(s
 
     def run(tables: Iterable[Table]) -> None:
         launches.append(len(tables))
-        run_tables(shim)(tables)
+        shim.run_tables(tables)
 
     found = torch.zeros(rows, numel + 9, dtype=torch.bfloat16)[:, 3 : numel + 3]
     launch_lossless.decode_rows(wire, starts, lengths, held, found, run_tables=run)

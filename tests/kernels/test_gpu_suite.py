@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -13,13 +12,13 @@ import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import requires
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
-from ds_quant.kernels import cuda, dispatch
-from ds_quant.kernels.launch import merge
+from ds_quant.kernels import cuda
 from tests.kernels.links import alone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +29,7 @@ import plan  # noqa: E402
 import precompile  # noqa: E402
 import suite  # noqa: E402
 import sweeps  # noqa: E402
-from operations import Bench  # noqa: E402
+from kernels import Bench  # noqa: E402
 
 PY = sys.executable
 WRITE = "import json, sys; json.dump({'rows': [], 'shown': ['seen']}, open(sys.argv[1], 'w'))"
@@ -150,7 +149,7 @@ def test_a_dry_run_has_the_sections_of_a_real_one(part: str) -> None:
 def test_checkers_see_every_kernel_with_barriers(tool: str) -> None:
     (section,) = (each for each in plan.training(dry=True) if each.name == tool)
     done = subprocess.run(section.command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    for name in ("test_lossless_rows_of_one_message", "test_gaussian_levels[", "ragged]"):
+    for name in ("test_lossless_rows_of_one_message", "gaussian", "g8192"):
         assert name in done.stdout, done.stdout + done.stderr
 
 
@@ -217,65 +216,25 @@ def test_a_link_of_one_rank_as_the_gpu_tests_use_it() -> None:
         assert torch.equal(link.all_gather(payload, role="weights").wait(), payload)
 
 
-class OnShim:
-    """A runner that takes tables too, on the CPU."""
-
-    def __init__(self, shim) -> None:
-        self.shim, self.launches, self.tables = shim, [], []
-
-    def __call__(self, work) -> None:
-        self.launches.append(work)
-        self.shim(work)
-
-    def run_table(self, table, buffer: torch.Tensor) -> None:
-        self.tables.append(table)
-        values = [ctypes.c_uint64(number) for number in (buffer.data_ptr(), table.num_jobs)]
-        addresses = map(ctypes.addressof, values)
-        self.shim.run(table.kernel, table.macros, (table.blocks, 1), table.threads, *addresses)
-
-    def run_many(self, launches) -> None:
-        self.run_tables(merge(launches))
-
-    def run_tables(self, tables) -> None:
-        for table in tables:
-            self.run_table(table, torch.frombuffer(bytearray(table.written), dtype=torch.uint8))
-
-
-@pytest.fixture
-def on_shim(shim, monkeypatch) -> OnShim:
-    """The benchmarks take CPU tensors for those of a GPU."""
-    found = OnShim(shim)
-    monkeypatch.setattr(dispatch, "cuda_runner", lambda device, backend: found)
-    return found
-
-
-def ways_of(operation) -> list[str]:
-    """Names of the ways that work, each run once; the others must be none."""
-    assert not operation.why_not
-    return list(operation.ways)
+@pytest.mark.slow
+def test_sweep_of_stores_runs_every_way(cuda_kernels) -> None:
+    bench = Bench(torch.device("cpu"), 1, ("auto",))
+    made = [make() for make in islice(sweeps.stores(bench, 1.0), 8)]
+    ways = [("", False), (" staged", True)]
+    wanted = [(run, staged, text) for run in (1, 2, 4, 8) for text, staged in ways]
+    assert [each.name for each in made] == [f"decode, run {run}{text}" for run, _, text in wanted]
+    found = [(m["DSQ_RUN"], m["DSQ_STAGED"]) for m in cuda_kernels.macros if "DSQ_STAGED" in m]
+    assert found == [(run, staged) for run, staged, _ in wanted]
 
 
 @pytest.mark.slow
-def test_sweep_of_stores_runs_every_way(on_shim) -> None:
-    bench = Bench(torch.device("cpu"), 1, ())
-    make = next(iter(sweeps.stores(bench, 1.0)))
-    ways = ways_of(make())
-    assert ways == ["cuda"] + [
-        f"run {run}{' staged' * staged}" for run in (1, 2, 4, 8) for staged in (False, True)
-    ]
-    macros = [dict(work.macros) for work in on_shim.launches if work.kernel == "decode_sum"]
-    assert {(m["DSQ_RUN"], m["DSQ_STAGED"]) for m in macros} == {
-        (run, staged) for run in (1, 2, 4, 8) for staged in (0, 1)
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ("encode", "decode_sum of 8"))
-def test_sweep_of_tables_runs_one_table(kind: str, on_shim, monkeypatch) -> None:
+def test_sweep_of_tables_runs_one_table(cuda_kernels, monkeypatch) -> None:
     monkeypatch.setattr(sweeps, "TENSORS", 6)
-    operation = sweeps.many(Bench(torch.device("cpu"), 1, ()), kind, 1000)
-    assert ways_of(operation) == ["one by one", "table", "table, copied"]
-    assert [table.num_jobs for table in on_shim.tables] == [6, 6]
+    for at_once, launches in ((6, 1), (1, 6)):
+        operation = sweeps.many(Bench(torch.device("cpu"), 1, ("auto",)), 1000, at_once)
+        cuda_kernels.macros.clear()
+        operation.ways["auto"](0)
+        assert len(cuda_kernels.macros) == launches
 
 
 WITHOUT_DEEPSPEED = """
@@ -297,7 +256,7 @@ def test_kernels_are_measured_without_deepspeed(tmp_path) -> None:
     """What a bare machine lacks costs a null in the provenance, not the rows."""
     path = tmp_path / "k.json"
     options = ["--device", "cpu", "--min-bytes", "1e4", "--max-bytes", "1e4", "--repeats", "1"]
-    options += ["--codecs", "int8", "--rivals", "torch", "--json", str(path)]
+    options += ["--codecs", "int8", "--json", str(path)]
     folders = os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks")))
     done = subprocess.run(
         [PY, "-c", WITHOUT_DEEPSPEED, str(ROOT / "benchmarks" / "kernels.py"), *options],

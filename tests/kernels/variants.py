@@ -4,74 +4,77 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import torch
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, launch_lossless
+from ds_quant.kernels.batch import Decode, Encode, Operation, Recode, Sum
 from ds_quant.kernels.geometry import Stores
 from ds_quant.kernels.launch import Launch, merge
-from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.reference import BlockRotation
-from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, table
+from ds_quant.kernels.wire import round_up
+from tests.kernels.backends import storing, tables_of
+from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, STORES
 
 _WHOLE, _RAGGED = 1 << 16, (1 << 16) + 5
 _HADAMARD = BlockRotation(32)
 _FLIPPED = BlockRotation(128, flips=(1 << 100) + 5)
 
 
-def _one(call: Callable[[Callable], None]) -> Launch:
-    found: list[Launch] = []
-    call(found.append)
-    return found[0]
+def _launch(operation: Operation, *buffers: torch.Tensor) -> Launch:
+    """That of one task on aligned buffers, which are never read or written."""
+    places = (0,) * (2 if isinstance(operation, Decode) else 4)
+    return tables_of([(operation, places)], buffers)[0].alone()
 
 
-def _aligned(rows: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows at multiples of 16 bytes, never read or written."""
-    return torch.empty(rows, -(-numel // 16) * 16, dtype=dtype)[:, :numel]
+def _wire(codec: GroupCodec, numel: int) -> torch.Tensor:
+    return torch.empty(codec.wire_bytes(round_up(numel, 128)), dtype=torch.uint8)
+
+
+def _turn(rotation: BlockRotation | None) -> dict[str, Any]:
+    return {"block": rotation.block, "flips": bool(rotation.flips)} if rotation else {}
 
 
 def encode(codec, dtype, *, numel=_RAGGED, rotation=None, base=None) -> Launch:
     """The launch of an encode."""
-    padded = -(-numel // rotation.block) * rotation.block if rotation else numel
-    x = _aligned(1, numel, dtype)
-    out = _aligned(1, codec.wire_bytes(padded), torch.uint8)
-    options = {"levels": table(codec), "rotation": rotation}
-    options |= {"address": Address(key=1, step=1)}
-    options["base"] = None if base is None else _aligned(1, numel, base)
-    return _one(lambda run: launch.encode(x, out, codec, run=run, **options))
+    held = None if base is None else 2
+    operation = Encode(codec, numel, 0, 1, 0, held=held, **_turn(rotation))
+    buffers = [torch.empty(numel, dtype=dtype), _wire(codec, numel)]
+    return _launch(operation, *buffers, torch.empty(numel, dtype=base or dtype))
 
 
-def decode(codec, dtype, *, numel=_RAGGED, add=False, stores=None) -> Launch:
+def decode(codec, dtype, *, numel=_RAGGED, add=False) -> Launch:
     """The launch of a decode of single rows."""
-    wire = _aligned(1, codec.wire_bytes(numel), torch.uint8)
-    out = _aligned(1, numel, dtype)
-    options = {"levels": table(codec), "add": add, "stores": stores}
-    return _one(lambda run: launch.decode(wire, out, codec, run=run, **options))
+    operation = Decode(codec, numel, 0, 1, 0, add)
+    return _launch(operation, _wire(codec, numel), torch.empty(numel, dtype=dtype))
 
 
 def decode_sum(
-    codec, sources, dtype=torch.float32, *, numel=_WHOLE, scale=1.0, own=False, rotation=None,
-    stores=None,
+    codec, sources, dtype=torch.float32, *, numel=_WHOLE, scale=1.0, own=False, rotation=None
 ):  # fmt: skip
     """The launch of a sum."""
-    padded = -(-numel // rotation.block) * rotation.block if rotation else numel
-    wire = _aligned(sources - own, codec.wire_bytes(padded), torch.uint8)
-    out = _aligned(1, numel, dtype)[0]
-    replaced = (0, _aligned(1, padded, torch.float32)[0]) if own else None
-    options = {"scale": scale, "levels": table(codec), "own": replaced, "rotation": rotation}
-    options["stores"] = stores
-    return _one(lambda run: launch.decode_sum(wire, out, codec, run=run, **options))
+    operation = Sum(
+        codec, numel, wire_in=0, values=1, stream=0, sources=sources - own, stride=0,
+        place=0 if own else None, own=2, scale=scale, **_turn(rotation),
+    )  # fmt: skip
+    return _launch(operation, _wire(codec, numel), torch.empty(numel, dtype=dtype), torch.empty(0))
 
 
 def recode(source, codec, sources, *, numel=_WHOLE, own=False) -> Launch:
     """The launch of a recode."""
-    wire = _aligned(sources - own, source.wire_bytes(numel), torch.uint8)[None]
-    out = _aligned(1, codec.wire_bytes(numel), torch.uint8)
-    options = {"numel": numel, "address": Address(key=1, step=1)}
-    options |= {"levels": table(codec), "source_levels": table(source)}
-    options["own"] = (0, _aligned(1, numel, torch.float32)[0]) if own else None
-    return _one(lambda run: launch.recode(wire, out, source, codec, run=run, **options))
+    operation = Recode(
+        source, codec, numel, wire_in=0, wire=1, stream=0, sources=sources - own, stride=0,
+        place=0 if own else None, own=2,
+    )  # fmt: skip
+    return _launch(operation, _wire(source, numel), _wire(codec, numel), torch.empty(0))
+
+
+def stored(stores: Stores, make: Callable[..., Launch], *args: Any, **options: Any) -> Launch:
+    """The launch of a sum or decode that writes in this way."""
+    with storing(stores):
+        return make(*args, **options)
 
 
 def lossless(phase: int, dtype=torch.bfloat16) -> Launch:
@@ -112,19 +115,19 @@ def headline() -> dict[str, Launch]:
         "encode int4 minmax stochastic g1024 bf16": encode(coin, bf16, **whole),
         "decode int4 g128 bf16": decode(int4, bf16, **whole),
         "decode int8 random shift g1024 bf16": decode(qsdp, bf16, **whole),
-        "decode int4 g128 bf16, runs of 1": decode(int4, bf16, stores=Stores(1), **whole),
-        "decode int4 g128 bf16, runs of 4 staged": decode(
-            int4, bf16, stores=Stores(4, True), **whole
+        "decode int4 g128 bf16, runs of 1": stored(Stores(1), decode, int4, bf16, **whole),
+        "decode int4 g128 bf16, runs of 4 staged": stored(
+            Stores(4, True), decode, int4, bf16, **whole
         ),
         "decode int4 g2048, added to bf16": decode(int4_2048, bf16, add=True, **whole),
         "decode_sum 8 x int4 g128 fp32": decode_sum(int4, 8),
         "decode_sum 8 x int4 g128 fp32, ragged": decode_sum(int4, 8, numel=_RAGGED),
         "decode_sum 8 x int4 g128 bf16": decode_sum(int4, 8, bf16),
-        "decode_sum 8 x int4 g128 fp32, runs of 4 staged": decode_sum(
-            int4, 8, stores=Stores(4, True)
+        "decode_sum 8 x int4 g128 fp32, runs of 4 staged": stored(
+            Stores(4, True), decode_sum, int4, 8
         ),
-        "decode_sum 8 x int4 g128 fp32, runs of 8 staged": decode_sum(
-            int4, 8, stores=Stores(8, True)
+        "decode_sum 8 x int4 g128 fp32, runs of 8 staged": stored(
+            Stores(8, True), decode_sum, int4, 8
         ),
         "decode_sum 8 x int4 g128 Hadamard-32 fp32": decode_sum(int4, 8, rotation=_HADAMARD),
         "decode_sum 8 x int8 g128 fp32": decode_sum(int8, 8),
@@ -191,11 +194,9 @@ def others() -> dict[str, Launch]:
             what = "sum" if how else "cast"
             found[f"{what} {source} -> {dtype}"] = work
             found[f"{what} {source} -> {dtype}, from a table"] = _tabled(work)
-    for run in (1, 2, 4, 8):
-        for staged in (False, True):
-            found[f"decode_sum 8 x int8 g2048 bf16, runs of {run}{' staged' * staged}"] = (
-                decode_sum(_absmax(8, 2048), 8, bf16, stores=Stores(run, staged))
-            )
+    for stores in STORES:
+        name = f"decode_sum 8 x int8 g2048 bf16, runs of {stores.run}{' staged' * stores.staged}"
+        found[name] = stored(stores, decode_sum, _absmax(8, 2048), 8, bf16)
     for name in ("encode int4 stochastic g128 bf16", "decode_sum 8 x int4 g128 fp32"):
         found[f"{name}, from a table"] = _tabled(headline()[name])
     return found

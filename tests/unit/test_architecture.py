@@ -243,7 +243,7 @@ def _docstring_node(node: ast.AST) -> ast.Constant | None:
 # Lines without blanks, comments and docstrings, and classes: lower them when a change needs less.
 BUDGETS = {
     "ds_quant": (146, 2),
-    "kernels": (2515, 42),
+    "kernels": (2333, 42),
     "codec": (578, 8),
     "comm": (1484, 44),
     "config": (713, 9),

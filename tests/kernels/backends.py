@@ -1,0 +1,77 @@
+"""Back ends for tests of numbers: where their tensors lie, and what they launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_quant.codec.bound import Coding
+from ds_quant.kernels import launch, launch_batch
+from ds_quant.kernels.batch import Task
+from ds_quant.kernels.geometry import Stores
+from ds_quant.kernels.launch import Table
+from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.run import Streams
+
+ADDRESS = Address(key=5, step=6)
+
+
+class Kernels:
+    """name: "native", "shim" or "gpu"; runner: of the CUDA kernels."""
+
+    def __init__(self, name: str, device: torch.device, runner: Any = None) -> None:
+        self.name, self.device, self._runner = name, device, runner
+        self.macros: list[dict[str, int]] = []  # of every launch
+
+    def runner(self, *_: object) -> Kernels:
+        """Stand for ``dispatch.cuda_runner``."""
+        return self
+
+    def run_tables(self, tables: Iterable[Table]) -> None:
+        """As a Runner does."""
+        tables = list(tables)
+        self.macros += [dict(table.macros) for table in tables]
+        self._runner.run_tables(tables)
+
+    def put(self, x: torch.Tensor) -> torch.Tensor:
+        """x on the device, rows (rows, numel) as far apart and as far off an allocation as here."""
+        if self.device.type == "cpu":
+            return x
+        if x.dim() == 1 or x.stride(0) < x.shape[1]:
+            return x.to(self.device)
+        padding = x.stride(0) - x.shape[1]
+        room = torch.empty(len(x), x.stride(0), dtype=x.dtype, device=self.device)
+        return room[:, padding:].copy_(x)
+
+    def example(
+        self, count: int = 6, **drawn: st.SearchStrategy
+    ) -> Callable[[Callable[..., None]], None]:
+        """Run the decorated function on ``count`` examples."""
+        how = settings(max_examples=count, deadline=None, derandomize=True, database=None)
+        return lambda check: how(given(**drawn)(check))()
+
+
+def tables_of(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> list[Table]:
+    """The launches of tasks of one kind, with the random bits of ``ADDRESS``; never carried out."""
+    found: list[Table] = []
+    operation = tasks[0][0]
+    streams = Streams([Coding(getattr(operation, "codec", None), ADDRESS)], [None])
+    run = launch_batch.compile_tasks(tasks, buffers, found.extend)
+    run(np.array([buffer.data_ptr() for buffer in buffers], dtype=np.uint64), streams.arrays)
+    return found
+
+
+@contextmanager
+def storing(stores: Stores):
+    """Inside, sums are written this way, whatever geometry.py chooses."""
+    launch.sum_plan.cache_clear()
+    with patch.object(launch, "stores_of", lambda *_: stores):
+        yield
+    launch.sum_plan.cache_clear()

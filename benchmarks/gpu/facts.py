@@ -1,8 +1,9 @@
-"""What a GPU machine is: driver, versions, NVRTC, and the speed of a copy and of a fill.
+"""What a GPU machine is: driver, versions, NVRTC, speed of a copy and of a fill; whether the
+CUDA kernels work: compiles one, runs it, shows the whole traceback if not.
 
     python benchmarks/gpu/facts.py --json facts.json
 
-Everything is optional: what is missing is null. Takes a few seconds.
+Everything but the kernels is optional: what is missing is null. Takes a few seconds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -66,6 +68,16 @@ def gpu() -> dict[str, Any]:
     return {name: getattr(found, name, None) for name in names}
 
 
+def failure() -> dict[str, str] | None:
+    """Why the CUDA kernels do not work; None if they do."""
+    import torch
+
+    from ds_quant.kernels import cuda
+
+    found = cuda.failure_of(torch.device("cuda", 0))
+    return None if found is None else found._asdict()
+
+
 def version(package: str) -> str | None:
     return or_none(lambda: metadata.version(package))
 
@@ -90,11 +102,18 @@ def main() -> None:
     found = facts(args.device)
     speeds = found["bytes_per_second"] or {}
     found["shown"] = [f"{name} {speed / 1e9:.0f} GB/s" for name, speed in speeds.items()]
+    start = time.monotonic()
+    found["kernels"] = broken = failure()
+    compiled = f"kernels work, {time.monotonic() - start:.1f} s"
+    found["shown"].append(compiled if broken is None else broken["reason"])
     print(json.dumps(found, indent=1))
+    print(broken["traceback"] if broken else compiled)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     if args.device == "cuda" and found["gpu"] is None:
         sys.exit("facts.py: torch sees no GPU")
+    if args.device == "cuda" and broken is not None:
+        sys.exit("facts.py: CUDA tensors would take the torch path")
 
 
 if __name__ == "__main__":

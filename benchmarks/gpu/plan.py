@@ -67,8 +67,7 @@ def equality(dry: bool) -> list[Section]:
     sizes = ("--min-bytes", size, "--max-bytes", size, "--limit", "{limit}")
     kernels = _script("kernels.py", *device, *sizes, "--dtypes", "bf16", "--ways", "auto")
     return [
-        Section(name="facts", seconds=30, command=_script("gpu/facts.py", *device)),
-        Section(name="probe", seconds=60, command=_script("gpu/probe.py", *device)),
+        Section(name="facts", seconds=50, command=_script("gpu/facts.py", *device)),
         Section(
             name="equality", seconds=300, command=(*tests, *workers),
             packages=pytest if dry else (*pytest, "xdist"),

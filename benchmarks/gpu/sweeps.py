@@ -35,7 +35,7 @@ from kernels import (
 
 from ds_quant.kernels import launch
 from ds_quant.kernels.batch import Encode
-from ds_quant.kernels.geometry import Stores, runs_of
+from ds_quant.kernels.geometry import Stores
 
 INT4, INT4_2048, INT8 = absmax(4, 128, "stochastic"), absmax(4, 2048, "stochastic"), absmax(8, 128)
 TENSORS = 64  # of a table
@@ -52,7 +52,8 @@ def stores(bench: Bench, nbytes: float) -> Iterator[Maker]:
         for dtype in (BF16, FP32):
             numel = numel_for(nbytes, dtype.itemsize + sources * codec.bits / 8)
             plain = codec, numel, dtype, sources
-            for run, staged in product(runs_of(codec.group_size), (False, True)):
+            runs = [run for run in (1, 2, 4, 8) if codec.group_size % (8 * run) == 0]
+            for run, staged in product(runs, (False, True)):
                 yield partial(stored, bench, plain, Stores(run, staged))
 
 

@@ -12,9 +12,7 @@ import torch
 
 from ds_quant.codec.bound import Rotation, decode_sum, encode
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.reduction_plan import Form, LinkHop
-from ds_quant.comm.traffic import Meter
 from ds_quant.kernels import dispatch
 from ds_quant.kernels.random_bits import Address
 from ds_quant.zero.gradients import ShardReduction
@@ -22,30 +20,9 @@ from ds_quant.zero.held import HeldGradients
 from ds_quant.zero.param import GradientStreams, Stream
 from tests.kernels.conftest import shim  # noqa: F401
 from tests.kernels.test_cuda_launcher import cupy, runner  # noqa: F401
+from tests.unit.links import Echo
 
 RANKS = 4
-
-
-class Alone:
-    """A link whose other ranks send what this one sends."""
-
-    backend = "auto"
-
-    def __init__(self, size: int = RANKS, rank: int = 1) -> None:
-        self.size, self.rank = size, rank
-        self._pool, meter = Buffers(), Meter()
-        self.rooms: list[torch.dtype] = []  # that it was asked for
-        self.encoding = lambda role: meter.encoding(role, "inter")
-        self.decoding = lambda: meter.section("decode")
-
-    def empty(self, *shape, dtype=torch.uint8, device):
-        self.rooms.append(dtype)
-        return self._pool.empty(*shape, dtype=dtype, device=device)
-
-    def all_to_all(self, payload, *, sent, received, role):
-        rows = payload.split(sent)
-        row = rows[self.rank] if sent[self.rank] else rows[0]  # what is kept exact is not sent
-        return types.SimpleNamespace(wait=lambda: row.repeat(sum(map(bool, received))))
 
 
 @dataclass(frozen=True)
@@ -70,7 +47,7 @@ class Tracked:
 def bucket_of(
     codecs: Sequence[tuple[Codec, ...]],
     gradients: list[torch.Tensor],
-    link: Alone,
+    link: Echo,
     route: tuple[LinkHop, ...],
     *,
     micro_steps: int = 0,
@@ -108,7 +85,7 @@ def reduced(
     codecs: Sequence[Codec], gradients: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], bool]:
     """As ``bucket_of``, over one hop."""
-    link = Alone()
+    link = Echo(RANKS)
     return bucket_of([(codec,) for codec in codecs], gradients, link, (LinkHop(link=link),))
 
 
@@ -158,8 +135,8 @@ class Engine:
 
 def accumulated(micro_steps: int) -> tuple[list[torch.Tensor], bool]:
     """As ``reduced``, in two nodes of two ranks, where sums cross between nodes once."""
-    whole = Alone(4, rank=3)
-    route = LinkHop(link=Alone(2)), LinkHop(link=Alone(2), divisor=2, exact_own=True)
+    whole = Echo(4, rank=3)
+    route = LinkHop(link=Echo(2)), LinkHop(link=Echo(2), divisor=2, exact_own=True)
     codecs = (INT8, CODEC), (BF16, BF16), (INT8, CODEC)
     narrow = [g.view(-1)[: g.numel() // 4 * 4].bfloat16() for g in gradients()]  # equal shards
     how = {"micro_steps": micro_steps, "rotation": Rotation(block=32)}
@@ -185,7 +162,7 @@ def test_sums_that_crossed_are_added_in_fp32_to_those_of_their_parameter() -> No
     gradient, found = torch.full((300,), 193.0).bfloat16(), []
     gradient[::100] = 200  # the first element of every shard
     for crossed in ({}, {0: torch.full((100,), 1.6)}):
-        link, how = Alone(3), {"micro_steps": 1, "crossed": crossed}
+        link, how = Echo(3), {"micro_steps": 1, "crossed": crossed}
         (shard,), _ = bucket_of([(INT8,)], [gradient], link, (LinkHop(link=link),), **how)
         found.append(set(shard[1:].tolist()))
     assert found == [{194.0}, {195.0}]
@@ -194,7 +171,7 @@ def test_sums_that_crossed_are_added_in_fp32_to_those_of_their_parameter() -> No
 @pytest.mark.parametrize("micro_steps", (0, 1, 2))
 def test_a_parameter_that_is_in_a_bucket_twice_gets_both_sums(micro_steps: int) -> None:
     """As of a module that is used twice under reentrant checkpointing."""
-    link, route = Alone(4, rank=3), [LinkHop(link=Alone(2)), LinkHop(link=Alone(2), divisor=2)]
+    link, route = Echo(4, rank=3), [LinkHop(link=Echo(2)), LinkHop(link=Echo(2), divisor=2)]
     twice = [torch.full((64,), value).bfloat16() for value in (1.0, 2.0)]
     how = {"micro_steps": micro_steps, "indices": [0, 0]}
     shards, _ = bucket_of([(BF16, BF16)] * 2, twice, link, tuple(route), **how)

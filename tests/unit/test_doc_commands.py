@@ -75,8 +75,8 @@ COVERED = {
     "make report": "tests/unit/test_results.py::test_pages_are_up_to_date_and_stale_ones_are_found",
     ".venv/bin/ds_quant schema --markdown > docs/keys.md": "tests/unit/test_docs.py::"
     "test_keys_page_is_what_the_models_say",
-    ".venv/bin/python benchmarks/gradient_errors.py --json gradient_errors.json":
-    "tests/unit/test_benchmark_runs.py::test_benchmark_writes_its_file",
+    ".venv/bin/python benchmarks/kernels.py --device cpu --max-bytes 1e6 --json kernels.json":
+    "tests/kernels/test_benchmark.py::test_dry_run_writes_rows_and_a_plot",
     ".venv/bin/python -m tests.distributed.host_cost --llama-layer":
     "tests/distributed/test_host_cost.py::test_figures_of_a_llama_layer_are_printed",
     "sudo .venv/bin/python benchmarks/speed.py --quick": "tests/unit/test_speed.py::"

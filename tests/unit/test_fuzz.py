@@ -14,7 +14,7 @@ from ds_quant.codec.bound import decode, decode_sum
 from ds_quant.codec.codec import CAST_NAMES, CastCodec, Codec
 from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import KEY, ConfigError, json_schema, parse
-from tests.codec_oracle import codecs
+from tests.codecs import codecs
 
 FUZZ = settings(max_examples=500, deadline=None, derandomize=True)
 

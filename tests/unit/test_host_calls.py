@@ -4,24 +4,20 @@ sends, so nothing is needed but this one.
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import ds_quant
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, GroupCodec
 from ds_quant.codec.lossless import LosslessCodec
-from ds_quant.comm.checksum import Findings
 from ds_quant.comm.gather import all_gather
 from ds_quant.comm.reduce import GradientSums
 from ds_quant.comm.reduction_plan import Form, LinkHop, shards_of
-from ds_quant.comm.traffic import Meter, Traffic
+from ds_quant.comm.traffic import Traffic
 from ds_quant.kernels import native_lossless
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import shard_range
@@ -29,50 +25,9 @@ from ds_quant.zero.lossless import Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 from ds_quant.zero.replica import _windows
 from tests import needs
+from tests.unit.links import Echo, calls_of
 
-PACKAGE = str(Path(ds_quant.__file__).parent)
 FEW, MANY, RANK = 4, 64, 2
-
-
-class Echo:
-    """A link, or fabric, of ``size`` ranks that all send what this one sends."""
-
-    node_size, backend = None, "auto"
-
-    def __init__(self, size: int) -> None:
-        meter = Meter()
-        self.size, self.rank, self.ranks, self.whole = size, RANK, range(size), self
-        self.encoding = lambda role: meter.encoding(role, "inter")
-        self.decoding = lambda: meter.section("decode")
-        self.findings = Findings()
-
-    def empty(self, *shape: int, dtype: torch.dtype = torch.uint8, device: Any) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def all_gather(self, payload: torch.Tensor, *, role: str) -> Any:
-        received = payload.repeat(self.size)
-        return types.SimpleNamespace(wait=lambda: received)
-
-    def all_to_all(self, payload: torch.Tensor, *, sent: Any, received: Any, role: str) -> Any:
-        mine = payload.view(self.size, -1)[self.rank].repeat(self.size)
-        return types.SimpleNamespace(wait=lambda: mine)
-
-
-def calls_of(step: Callable[[], Any]) -> int:
-    """Python calls in the package of a second step."""
-    step()
-    calls = 0
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
-
-    sys.setprofile(count)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 # ---- exact differences under ZeRO-1 and 2 ----
@@ -84,7 +39,7 @@ def replica(ranks: int) -> tuple[Any, list[Window]]:
     held = torch.randn(5000, generator=draw).bfloat16()
     master = held.float() + 1e-3 * torch.randn(5000, generator=draw)
     group = ReplicaGroup(0, held.repeat(ranks), [], None, master)
-    fabric = Echo(ranks)
+    fabric = Echo(ranks, RANK)
     within = (range(3000), range(3000, 5000))
     return group, [Window(group, fabric, part, LosslessCodec()) for part in within]
 
@@ -174,5 +129,5 @@ def reducing(link: Any) -> Callable[[], Any]:
 @needs.native_kernels
 @pytest.mark.parametrize("collective", [gathering, reducing])
 def test_a_collective_takes_as_many_calls_whatever_the_ranks(collective: Any) -> None:
-    few, many = (calls_of(collective(Echo(ranks))) for ranks in (FEW, MANY))
+    few, many = (calls_of(collective(Echo(ranks, RANK))) for ranks in (FEW, MANY))
     assert many <= 1.1 * few, f"{few} calls at {FEW} ranks, {many} at {MANY}"

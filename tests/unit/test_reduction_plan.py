@@ -1,27 +1,21 @@
 """A reduction is worked out once; what a step costs the host then depends on neither shards
-nor ranks. Links are stand-ins: nothing is sent, and what arrives is zeros.
+nor ranks.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
-import ds_quant
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.reduce import GradientSums, Reduction
 from ds_quant.comm.reduction_plan import Form, LinkHop, ReductionPlan, Segment, Slicing
-from ds_quant.comm.traffic import Meter
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import shard_range
 from tests import needs
+from tests.unit.links import Echo, calls_of
 
-PACKAGE = str(Path(ds_quant.__file__).parent)
 INT8 = GroupCodec(bits=8, group_size=128, range="absmax", rounding="stochastic")
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
 BF16 = CastCodec(torch.bfloat16)
@@ -33,34 +27,7 @@ CASES: dict[str, tuple[tuple[Codec, Codec], int]] = {
 NUMELS = (3 * 128 * 128, 128 * 128, 5000)  # the last one ends in a short shard
 
 
-class SilentLink:
-    """As a Link of ``size`` ranks, for rank ``rank``."""
-
-    backend = "auto"
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.messages, self._meter = rank, size, 0, Meter()
-
-    def empty(self, *shape: int, dtype: torch.dtype = torch.uint8, device: Any) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
-    def encoding(self, role: str) -> Any:
-        return self._meter.encoding(role, "inter")
-
-    def decoding(self) -> Any:
-        return self._meter.section("decode")
-
-    def all_to_all(self, payload: torch.Tensor, *, sent: Any, received: Any, role: str) -> Any:
-        assert payload.numel() == sum(sent)
-        self.messages += 1
-        self._arriving = torch.zeros(sum(received), dtype=torch.uint8)
-        return self
-
-    def wait(self) -> torch.Tensor:
-        return self._arriving
-
-
-def calls_of(
+def cost_of(
     case: str, nodes: int, node_size: int, slices: int = 1, *, held: bool = False
 ) -> tuple[int, int]:
     """Python calls in the package of one step as a rank in the middle, and its messages. With
@@ -68,9 +35,9 @@ def calls_of(
     """
     rank, ranks = nodes * node_size // 2 + 1, nodes * node_size
     route = (
-        LinkHop(link=SilentLink(rank % node_size, node_size), exact_own=True),
+        LinkHop(link=Echo(node_size, rank % node_size), exact_own=True),
         LinkHop(
-            link=SilentLink(rank // node_size, nodes),
+            link=Echo(nodes, rank // node_size),
             divisor=node_size,
             exact_own=True,
             slicing=Slicing(count=slices),
@@ -87,7 +54,7 @@ def calls_of(
         for reducer in range(ranks):
             start, stop = shard_range(numel, ranks, reducer)
             segments.append(Segment(tensor, start, stop - start, tensor, start, reducer))
-    whole = SilentLink(rank, ranks)
+    whole = Echo(ranks, rank)
     sums = GradientSums(segments, [Form(codecs, block)] * len(NUMELS), route, whole, scale=0.5)
     plan, own = sums.plan, sums.room("cpu")
     tensors = [torch.randn(numel).bfloat16() for numel in NUMELS]
@@ -101,27 +68,17 @@ def calls_of(
         Reduction(plan, tensors, *how, None, held=values, fresh=True).wait()
         Reduction(plan, tensors, *how, own, held=values).wait()
 
-    step()
-    calls = 0
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
-
-    sent = [hop.link.messages for hop in route]
-    sys.setprofile(count)
-    step()
-    sys.setprofile(None)
-    return calls, sum(hop.link.messages for hop in route) - sum(sent)
+    calls = calls_of(step)
+    return calls, sum(len(hop.link.payloads) for hop in route) // 2
 
 
 @needs.native_kernels
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_calls_of_a_step_do_not_grow_with_the_ranks(case: str, held: bool) -> None:
-    few, _ = calls_of(case, 2, 2, held=held)
+    few, _ = cost_of(case, 2, 2, held=held)
     for nodes, node_size in ((8, 8), (16, 8)):
-        many, messages = calls_of(case, nodes, node_size, held=held)
+        many, messages = cost_of(case, nodes, node_size, held=held)
         assert messages == 2 + held
         assert many <= 1.5 * few, f"{few} calls at 2 x 2, {many} at {nodes} x {node_size}"
 
@@ -129,8 +86,8 @@ def test_calls_of_a_step_do_not_grow_with_the_ranks(case: str, held: bool) -> No
 @needs.native_kernels
 def test_a_slice_costs_as_much_as_a_reduction_whatever_it_holds() -> None:
     case = "8 and 4 bits, rotated"
-    whole, _ = calls_of(case, 4, 4)
-    sliced, messages = calls_of(case, 4, 4, slices=8)
+    whole, _ = cost_of(case, 4, 4)
+    sliced, messages = cost_of(case, 4, 4, slices=8)
     assert messages == 2 * 8
     assert sliced <= 8 * whole
 
@@ -138,8 +95,8 @@ def test_a_slice_costs_as_much_as_a_reduction_whatever_it_holds() -> None:
 def encoded(slices: int) -> list[tuple[int, int]]:
     """(elements, first vector) of what a plan encodes of a gradient for another node."""
     route = (
-        LinkHop(link=SilentLink(0, 2)),
-        LinkHop(link=SilentLink(0, 2), divisor=2, slicing=Slicing(count=slices)),
+        LinkHop(link=Echo(2, 0)),
+        LinkHop(link=Echo(2, 0), divisor=2, slicing=Slicing(count=slices)),
     )
     segments = [Segment(0, start, 500, 0, start, reducer=3) for start in (0, 500)]
     plan = ReductionPlan(segments, [Form((INT8, INT4))], route, scale=1.0)

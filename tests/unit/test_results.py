@@ -62,18 +62,18 @@ def test_pages_are_up_to_date_and_stale_ones_are_found(tmp_path: Path, capsys) -
     assert sections.main(["--check"]) == 0, capsys.readouterr().err
     page = tmp_path / "page.txt"
     page.write_text(f"# By hand\n\n{sections.MARK}old\n", "utf-8")
-    for name in ("gradient_errors_cpu.json", "levels_cpu.json", "levels_cpu.md"):
+    for name in ("peer_suite_cpu.json", "levels_cpu.json", "levels_cpu.md"):
         (tmp_path / name).write_bytes((sections.RESULTS / name).read_bytes())
     arguments = ["--results", str(tmp_path), "--page", str(page)]
     codes = [sections.main([*arguments, *check]) for check in (["--check"], [], ["--check"])]
     assert codes == [1, 0, 0]
-    written = tmp_path / "gradient_errors_cpu.md"
+    written = tmp_path / "peer_suite_cpu.md"
     text = written.read_text("utf-8")
-    assert text.startswith("# What gradients lose\n") and "\n- Command: `python bench" in text
+    assert text.startswith("# DeepSpeed's own tests\n") and "\n- Command: `python bench" in text
     assert page.read_text("utf-8") == (
         f"# By hand\n\n{sections.MARK}\n"
-        "- [What gradients lose](../benchmarks/results/gradient_errors_cpu.md)\n"
         "- [Learned levels](../benchmarks/results/levels_cpu.md)\n"
+        "- [DeepSpeed's own tests](../benchmarks/results/peer_suite_cpu.md)\n"
     )
     written.write_text(text + "x", "utf-8")
     assert sections.main([*arguments, "--check"]) == 1

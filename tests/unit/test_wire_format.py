@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from contextlib import AbstractContextManager
-
 import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation, decode, decode_sum, encode
+from ds_quant.codec.bound import Coding, Rotation, decode, encode
 from ds_quant.codec.codec import CastCodec, GroupCodec
-from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import seal
 from ds_quant.comm.gather import all_gather
 from ds_quant.comm.message import lay_out
 from ds_quant.comm.reduction_plan import Slicing
-from ds_quant.comm.traffic import Meter, Notes
 from ds_quant.kernels import random_bits, reference
 from tests.distributed.messages import reduce_scatter
 from tests.unit import wire_oracle as oracle
-
-SIZES = (0, 1, 7, 8, 33, 64, 200, 321)
-FORMATS = [(bits, minmax) for bits in range(2, 9) for minmax in (True, False)]
+from tests.unit.links import Echo
 
 
 def values(n: int, seed: int = 0) -> torch.Tensor:
@@ -49,65 +42,12 @@ def decoded(codec: GroupCodec, row: bytes, n: int) -> np.ndarray:
     return out.numpy()[0]
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize(("bits", "minmax"), FORMATS)
-def test_rows_are_read_and_written_alike(bits: int, minmax: bool, n: int) -> None:
-    codec = codec_of(bits, minmax)
-    fmt = oracle.Format(bits=bits, group=64, minmax=minmax)
-    x = values(n)
-    row = encoded(codec, x)
-    assert len(row) == oracle.sections(fmt, n)[3]
-    assert np.array_equal(oracle.decode(row, fmt, n), decoded(codec, row, n))
-    assert oracle.encode(x.numpy(), fmt) == row
-
-
-@pytest.mark.parametrize("rounding", ["stochastic", "random_shift"])
-@pytest.mark.parametrize("bits", [3, 4, 8])
-def test_random_bits_are_those_of_section_4(bits: int, rounding: str) -> None:
+def test_keys_are_those_of_section_4() -> None:
     names = {"seed": 5, "parameter": 3, "hop": 1}
-    address = random_bits.address(role=random_bits.Role.GRADIENTS, step=2**33 + 7, rank=4, **names)
-    key = oracle.key_of(role=1, stream=4, **names)
-    x = values(321)
-    row = encoded(codec_of(bits, True, rounding), x, address)
-    fmt = oracle.Format(bits=bits, group=64, minmax=True)
-    assert oracle.encode(x.numpy(), fmt, rounding=rounding, stream=(key, 2**33 + 7)) == row
-
-
-def test_absmax_stochastic_too() -> None:
-    address = random_bits.address(seed=0, role=random_bits.Role.WEIGHTS, step=1, parameter=0)
-    key = oracle.key_of(seed=0, role=0, parameter=0, stream=0, hop=0)
-    row = encoded(codec_of(4, False, "stochastic"), values(200), address)
-    fmt = oracle.Format(bits=4, group=64, minmax=False)
-    assert oracle.encode(values(200).numpy(), fmt, rounding="stochastic", stream=(key, 1)) == row
-
-
-def test_learned_levels_are_looked_up() -> None:
-    codec = GroupCodec(bits=3, group_size=64, levels="learned")
-    table = torch.tensor([0.0, 0.5, 1.5, 3.0, 4.0, 5.25, 6.5, 7.0])
-    x, out = values(100), torch.empty(1, 100)
-    wire = torch.empty(1, codec.wire_bytes(100), dtype=torch.uint8)
-    encode(codec, x.view(1, -1), wire, levels=table)
-    decode(codec, wire, out, levels=table)
-    fmt = oracle.Format(bits=3, group=64, minmax=True)
-    found = oracle.decode(wire.numpy().tobytes(), fmt, 100, table.numpy())
-    assert np.array_equal(found, out.numpy()[0])
-
-
-def test_a_group_that_is_not_finite_decodes_to_nan() -> None:
-    x = values(200)
-    x[70] = math.inf
-    fmt = oracle.Format(bits=4, group=64, minmax=True)
-    found = oracle.decode(encoded(codec_of(4, True), x), fmt, 200)
-    assert np.isnan(found[64:128]).all() and np.isfinite(np.delete(found, range(64, 128))).all()
-
-
-def test_sums_are_taken_in_source_order() -> None:
-    codec, fmt = codec_of(4, False), oracle.Format(bits=4, group=64, minmax=False)
-    rows = [encoded(codec, values(200, seed) * 10.0**seed) for seed in range(3)]
-    out = torch.empty(200)
-    wire = torch.tensor([list(row) for row in rows], dtype=torch.uint8)
-    decode_sum(codec, wire, out, scale=1 / 3)
-    assert np.array_equal(oracle.decode_sum(rows, fmt, 200, 1 / 3), out.numpy())
+    for role in random_bits.Role:
+        for rank in (0, 4):
+            key = random_bits.key_of(role=role, rank=rank, **names)
+            assert key == oracle.key_of(role=int(role), stream=rank, **names)
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
@@ -135,54 +75,36 @@ def test_sign_flips_are_those_of_the_page() -> None:
 # ---- section 5: whole messages ----
 
 
-class Recorder:
-    """A link of three ranks that keeps what this rank, the second, would send."""
-
-    size, rank, node_size, backend = 3, 1, None, "auto"
-
-    def __init__(self) -> None:
-        self.payload = b""
-        self._meter = Meter()  # without a sample: measures nothing
-        self.empty = Buffers().empty
-
-    def encoding(self, role: str) -> AbstractContextManager[Notes]:
-        return self._meter.encoding(role, "inter")
-
-    def decoding(self) -> AbstractContextManager[object]:
-        return self._meter.section("decode")
-
-    def _keep(self, payload: torch.Tensor, **_: object) -> Recorder:
-        self.payload = payload.numpy().tobytes()
-        return self
-
-    all_gather = all_to_all = _keep
+def sent(payload: torch.Tensor) -> bytes:
+    return payload.numpy().tobytes()
 
 
 def test_message_of_a_gather_has_one_slot_per_tensor() -> None:
     """Two tensors of 400 and 5 elements: shards of 134 and 2, this rank's own."""
-    link, codec = Recorder(), codec_of(5, True)
+    link, codec = Echo(3), codec_of(5, True)
     shards = [values(134), values(2)]
     all_gather(
         shards, [400, 5], [Coding(codec=codec), Coding(codec=CastCodec(torch.float32))], link
     )
     fmt = oracle.Format(bits=5, group=64, minmax=True)
-    first = oracle.sections(fmt, 134)[3]
-    assert len(link.payload) == first + 16
-    expected = oracle.decode(link.payload[:first], fmt, 134)
+    (payload,), first = map(sent, link.payloads), oracle.sections(fmt, 134)[3]
+    assert len(payload) == first + 16
+    expected = oracle.decode(payload[:first], fmt, 134)
     assert np.array_equal(expected, decoded(codec, encoded(codec, shards[0]), 134))
-    assert np.frombuffer(link.payload, "<f4", 2, first).tolist() == shards[1].tolist()
+    assert np.frombuffer(payload, "<f4", 2, first).tolist() == shards[1].tolist()
 
 
 def test_message_of_a_reduction_has_one_row_per_peer_and_short_last_shards() -> None:
-    link, codec = Recorder(), codec_of(8, False)
+    link, codec = Echo(3), codec_of(8, False)
     tensor = values(100)
     reduce_scatter([tensor], [Coding(codec=codec)], link, scale=1.0)
     fmt = oracle.Format(bits=8, group=64, minmax=False)
     nbytes = oracle.sections(fmt, 34)[3]  # shards of 34, 34 and 32 elements, equal slots
-    assert len(link.payload) == 3 * nbytes == 3 * lay_out([(codec, 34)])[1]
+    (payload,) = map(sent, link.payloads)
+    assert len(payload) == 3 * nbytes == 3 * lay_out([(codec, 34)])[1]
     for peer, n in enumerate((34, 34, 32)):
         part = tensor[34 * peer : 34 * peer + n].numpy()
-        row = link.payload[peer * nbytes : (peer + 1) * nbytes]
+        row = payload[peer * nbytes : (peer + 1) * nbytes]
         assert row[: oracle.sections(fmt, n)[3]] == oracle.encode(part, fmt)
         step = np.abs(part).max() / 127
         assert np.abs(oracle.decode(row, fmt, n) - part).max() <= 0.51 * step

@@ -6,6 +6,7 @@ Section numbers are those of the page.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -77,9 +78,17 @@ def decode_sum(rows: list[bytes], fmt: Format, n: int, scale: float) -> np.ndarr
 
 
 def encode(
-    x: np.ndarray, fmt: Format, *, rounding: str = "nearest", stream: tuple[int, int] = (0, 0)
+    x: np.ndarray,
+    fmt: Format,
+    *,
+    rounding: str = "nearest",
+    stream: tuple[int, int] = (0, 0),
+    first: int = 0,
+    table: np.ndarray | None = None,
 ) -> bytes:
-    """Section 3 for finite values. ``stream``: key and step of section 4."""
+    """Section 3. ``stream``: key and step of section 4; first: vector of the row; table: learned
+    levels.
+    """
     n = len(x)
     planes, scales, offsets, nbytes = sections(fmt, n)
     row = bytearray(nbytes)
@@ -88,31 +97,58 @@ def encode(
         _pack(codes.reshape(-1), 0, planes, fmt, row)
         row[scales : scales + 2 * len(halves)] = halves.astype("<u2").tobytes()
         return bytes(row)
-    fraction = 0 if rounding != "stochastic" else 15 if fmt.bits == 8 else 16
-    zero = 0 if fmt.minmax else 2 ** (fmt.bits - 1)
-    for g in range(-(-n // fmt.group)):
-        values = x[g * fmt.group : (g + 1) * fmt.group].astype(F32)
-        y, span = values, np.abs(values).max()
-        scale = span / F32(2 ** (fmt.bits - 1) - 1)
+    drawn = np.zeros(n, np.int64)
+    if rounding == "stochastic":
+        drawn = np.array([random16(*stream, 8 * first + i) for i in range(n)], np.int64)
+    shift = F32(shift_of(*stream)) if rounding == "random_shift" else F32(0)
+    for g, start in enumerate(range(0, n, fmt.group)):
+        part = slice(start, start + fmt.group)
+        with np.errstate(all="ignore"):
+            codes, scale, offset = _group(
+                x[part].astype(F32), fmt, drawn[part], rounding, shift, table
+            )
+        row[scales + 4 * g : scales + 4 * g + 4] = F32(scale).tobytes()
         if fmt.minmax:
-            offset = values.min()
-            span = values.max() - offset
-            scale = span / F32(2**fmt.bits - 1)
-            if rounding == "random_shift":
-                offset = offset + F32(shift_of(*stream)) * scale
-            y = values - offset
             row[offsets + 4 * g : offsets + 4 * g + 4] = F32(offset).tobytes()
-        tiny = span < 2.0**-99
-        row[scales + 4 * g : scales + 4 * g + 4] = F32(0 if tiny else scale).tobytes()
-        inverse = F32(0) if tiny else F32(2**fraction) / scale
-        codes = np.rint(y * inverse).astype(np.int64) + (zero << fraction)
-        if fraction:
-            first = g * fmt.group
-            drawn = np.array([random16(*stream, first + i) for i in range(len(values))])
-            codes = (codes + (drawn >> (16 - fraction))) >> fraction
-        codes = codes.clip(0 if fmt.minmax else 1, 2**fmt.bits - 1)
-        _pack(codes, g * fmt.group, planes, fmt, row)
+        _pack(codes, start, planes, fmt, row)
     return bytes(row)
+
+
+def _group(
+    x: np.ndarray,
+    fmt: Format,
+    drawn: np.ndarray,
+    rounding: str,
+    shift: F32,
+    table: np.ndarray | None,
+) -> tuple[np.ndarray, F32, F32]:
+    """Codes, scale and offset; ``drawn``: 16 random bits of every element."""
+    top = 2**fmt.bits - 1 if fmt.minmax else 2 ** (fmt.bits - 1) - 1
+    zero = 0 if fmt.minmax else 2 ** (fmt.bits - 1)
+    nothing, largest = np.full(len(x), zero), np.abs(x).max()
+    low = x.min() if fmt.minmax else F32(0)
+    span = x.max() - low if fmt.minmax else largest
+    if span < 2.0**-99:
+        return nothing, F32(0), F32(0) if largest < 2.0**-99 else _normal(low)
+    scale = span / F32(top)
+    offset = _normal(low)
+    if rounding == "random_shift":
+        offset = _normal(offset + _normal(shift * scale))
+    if not (np.isfinite(x).all() and scale <= 2.0**126 and np.isfinite(offset)):
+        return nothing, F32("nan"), F32(0)
+    fraction = 0 if rounding != "stochastic" else 15 if fmt.bits == 8 else 16
+    scaled = (x - offset if fmt.minmax else x) * (F32(2.0**fraction) / scale)
+    if table is not None:
+        codes = (scaled[:, None] > (table[1:] + table[:-1]) / F32(2)).sum(1)
+    else:  # beside a shift x - offset may overflow
+        codes = np.rint(np.minimum(scaled, F32(2.0**31))).astype(np.int64)
+        codes = codes + (drawn >> (16 - fraction)) >> fraction
+    return codes.clip(0 if fmt.minmax else -top, top) + zero, scale, offset
+
+
+def _normal(value: F32) -> F32:
+    """Denormals and -0 become +0."""
+    return F32(0) if abs(value) < 2.0**-126 else value
 
 
 LEVELS = {
@@ -183,6 +219,7 @@ def key_of(*, seed: int, role: int, parameter: int, stream: int, hop: int) -> in
     return key
 
 
+@lru_cache(maxsize=4096)
 def philox(key: int, step: int, vector: int) -> list[int]:
     c = [vector & M32, vector >> 32, step & M32, step >> 32]
     k = [key & M32, key >> 32]

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds_quant.codec.lossless import LosslessCodec
-from ds_quant.kernels import native
+from ds_quant.kernels import dispatch, native
 from ds_quant.kernels.lossless import Damaged
 from tests.kernels.inputs import guarded
 from tests.lossless_inputs import DTYPES, NUMELS, SORTS, mixed, wrong_entries
@@ -25,11 +25,14 @@ GUARD = 64  # bytes or elements around what may be written
 PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)
 
 
-@pytest.fixture(params=["torch", "auto"], autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The reference, and whatever works on the CPU."""
-    if request.param == "auto" and native.unavailable_reason() is not None:
+@pytest.fixture(params=["torch", "native", "cuda"], autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch) -> Iterator[None]:
+    """The reference, the C++ kernels, and the CUDA ones on the host."""
+    if request.param == "native" and native.unavailable_reason() is not None:
         pytest.skip("needs the C++ library")
+    if request.param == "cuda":
+        shim = request.getfixturevalue("shim")
+        monkeypatch.setattr(dispatch, "cuda_runner", lambda *_: shim)
     with only_torch() if request.param == "torch" else nullcontext():
         yield
 
@@ -90,15 +93,23 @@ def test_any_bits_arrive(data: bytes, dtype: torch.dtype, in_place: bool) -> Non
     numel=st.sampled_from(NUMELS) | st.integers(0, 9000),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**31),
+    skew=st.sampled_from([0, 0, 1, 3, 8]),
     in_place=st.booleans(),
 )
-@example(sorts=[3e-4, "any", 1e-5, "same"], numel=2**20 + 5, dtype=DTYPES[0], seed=1, in_place=True)
-def test_blocks_of_all_sorts_arrive(
-    sorts: list, numel: int, dtype: torch.dtype, seed: int, in_place: bool
+@example(
+    sorts=["few", "any", 1e-5, "zeros"], numel=2**18 + 5, dtype=DTYPES[1], seed=1, skew=0,
+    in_place=True,
+)  # fmt: skip
+def test_blocks_of_all_sorts_arrive_in_the_bytes_of_the_reference(
+    sorts: list, numel: int, dtype: torch.dtype, seed: int, skew: int, in_place: bool
 ) -> None:
-    values, reference = mixed(sorts, numel, dtype, seed)
+    """From memory that ends at an inaccessible page, or ``skew`` elements before it."""
+    pair = mixed(sorts, numel, dtype, seed)
+    values, reference = (guarded(numel + skew, dtype)[:numel].copy_(each) for each in pair)
     message = encoded(values, reference)
     assert same_bits(decoded(message, reference, in_place=in_place), values)
+    with only_torch():
+        assert torch.equal(encoded(values, reference), message)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

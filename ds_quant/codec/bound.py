@@ -34,12 +34,10 @@ class Rotation:
     block: 32, 64 or 128 elements.
     signs: stream of the sign flips before the transform, one pattern for all blocks, equal on all
         ranks; None for none. Without flips a block of equal values becomes one spike.
-    backend: see GroupCodec.
     """
 
     block: int
     signs: Address | None = None
-    backend: str = "auto"
 
     def __post_init__(self) -> None:
         if self.block not in BLOCKS:
@@ -104,11 +102,12 @@ class Coding(NamedTuple):
         *,
         held: Tensor | None = None,
         rotation: Rotation | None = None,
+        backend: str = "auto",
     ) -> Tensor:
         """Squared error and squared norm of what ``encode`` got, (2,) fp64 on the device, read back
         from its message; of the weights, not of their difference.
         """
-        how = {"levels": self.levels}
+        how = {"levels": self.levels, "backend": backend}
         if self.difference:
             values, found = values.to(held.dtype), held.clone()
             decode(self.codec, _rows(wire), _rows(found), add=True, **how)
@@ -250,8 +249,6 @@ def _run(
     table = coding.codec.table(coding.levels, buffers[0].device)  # refuses what does not fit
     coding = coding._replace(levels=None if coding.levels is None else table)
     tasks = [(operation, tuple(row * step for step in steps)) for row in range(rows)]
-    if backend == "auto":
-        backend = getattr(coding.codec, "backend", backend)
     Operations(tasks).run(buffers, Streams([coding], [rotation]), backend=backend)
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from ds_quant.kernels import dispatch, reference
+from ds_quant.kernels import reference
 from ds_quant.kernels.wire import ALIGNMENT, layout_of, round_up
 
 RANGES = ("minmax", "absmax", "gaussian")
@@ -51,8 +51,6 @@ class GroupCodec:
         shift per address, min-max only). The last two need an address to encode.
     levels: "uniform", or "learned" with a table of 2^bits fp32 values in units of code steps
         (min-max and nearest only). Passing no table means the initial one, 0, 1, 2, ...
-    backend: "auto" takes the kernels for the device of the tensors where they work, "torch" the
-        reference; the bytes are the same.
     """
 
     bits: int = 8
@@ -60,7 +58,6 @@ class GroupCodec:
     range: str = "minmax"
     rounding: str = "nearest"
     levels: str = "uniform"
-    backend: str = "auto"
 
     kind: ClassVar[str] = "groups"
 
@@ -70,7 +67,6 @@ class GroupCodec:
         check_choice("range", self.range, RANGES)
         check_choice("rounding", self.rounding, ROUNDINGS)
         check_choice("levels", self.levels, LEVELS)
-        check_choice("backend", self.backend, dispatch.BACKENDS)
         if self.rounding == "random_shift" and self.range != "minmax":
             raise ValueError(
                 f"rounding = 'random_shift' with range = {self.range!r}: it needs range 'minmax'"

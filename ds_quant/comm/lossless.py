@@ -87,7 +87,7 @@ class Outbox:
         self._check()
         self._count(parcels, traffic)
         with link.encoding("weights") as notes:
-            if notes.are_read:
+            if notes is not None:
                 mine = zip(parcels, self._messages, self._lengths[link.rank].tolist(), strict=True)
                 for parcel, message, nbytes in mine:
                     values, held = parcel.values()

@@ -102,8 +102,6 @@ class Note(NamedTuple):
 class Notes:
     """The pieces of one message while it is encoded."""
 
-    are_read = True
-
     def __init__(self) -> None:
         self._noted: list[Note] = []
 
@@ -121,18 +119,7 @@ class Notes:
             tally.add(note)
 
 
-class _NoNotes(Notes):
-    """The notes while no sample is open: all methods return at once."""
-
-    are_read = False
-
-    def note(
-        self, coding: Measures, values: Any, wire: Any, *, numel: int | None = None, **how: Any
-    ) -> None:
-        pass
-
-
-_OFF = nullcontext(_NoNotes())
+_OFF = nullcontext()
 
 
 class Meter:
@@ -165,8 +152,10 @@ class Meter:
         """Charge the time inside to ``name``. See [Note: sections]."""
         return _OFF if self._sample is None else self._timed(name)
 
-    def encoding(self, role: str, link: str) -> AbstractContextManager[Notes]:
-        """Charge the encoding of a message, and read back some of what was noted at its end."""
+    def encoding(self, role: str, link: str) -> AbstractContextManager[Notes | None]:
+        """Charge the encoding of a message, and read back some of what was noted at its end. None
+        while no sample is open.
+        """
         return _OFF if self._sample is None else self._checked((role, link))
 
     @contextmanager

@@ -131,7 +131,7 @@ class Link:
             return rank
         return self._dist.get_global_rank(self.process_group, rank)
 
-    def encoding(self, role: str) -> AbstractContextManager[Notes]:
+    def encoding(self, role: str) -> AbstractContextManager[Notes | None]:
         """Charge the encoding of a message for this link: see ``Meter.encoding``."""
         return self._traffic.meter.encoding(role, self._reach)
 

@@ -63,11 +63,6 @@ class Stores(NamedTuple):
     staged: bool = False  # through shared memory, a warp at a time; False: each thread its own run
 
 
-def runs_of(group_size: int) -> list[int]:
-    """Runs that lie in one group."""
-    return [run for run in (1, 2, 4, 8) if group_size % (run * VECTOR_NUMEL) == 0]
-
-
 def stores_of(bits: int, group_size: int, num_sources: int) -> Stores:
     """Choose the stores for a codec and a number of rows; no choice has been measured yet.
 

@@ -81,9 +81,7 @@ class Streams:
 
 
 class Notes(Protocol):
-    """Is told what is encoded, if it wants to know."""
-
-    are_read: bool
+    """Is told what is encoded."""
 
     def note(self, coding: Any, values: Any, wire: Tensor, **how: Any) -> None: ...
 
@@ -130,16 +128,17 @@ class Operations:
                     run(addresses, streams.arrays)
             for operation, places in left:
                 _Piece(operation, places, buffers, streams).run()
-        if notes is not None and notes.are_read:
+        if notes is not None:
             for task in self.tasks:
-                _note(task, buffers, streams, notes)
+                _note(task, buffers, streams, notes, backend)
 
 
-def _note(task: Task, buffers: Buffers, streams: Streams, notes: Notes) -> None:
+def _note(task: Task, buffers: Buffers, streams: Streams, notes: Notes, backend: str) -> None:
     piece = _Piece(*task, buffers, streams)
     if isinstance(piece.op, Encode | Recode):
         coding = streams.codings[piece.op.stream]
         how: dict[str, Any] = {"numel": piece.op.numel, "rotation": piece.turn}
+        how["backend"] = backend
         if isinstance(piece.op, Recode):
             values: Any = piece.restored  # made only when it is read
         else:

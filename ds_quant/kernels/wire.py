@@ -102,7 +102,6 @@ class Format(Protocol):
     group_size: int
     rounding: str  # nearest, stochastic or random_shift
     levels: str  # uniform or learned
-    backend: str  # auto or torch: which kernels, not what they compute
 
     @property
     def has_offset(self) -> bool: ...

@@ -76,10 +76,10 @@ class Scheme:
         weights, gradients = block.weights, block.gradients
         return cls(
             block=block,
-            weights=None if weights.exactly_differ else _codec(block, weights),
-            gradients=_codec(block, gradients),
-            weights_intra=_inner_codec(block, weights),
-            gradients_intra=_inner_codec(block, gradients),
+            weights=None if weights.exactly_differ else _codec(weights),
+            gradients=_codec(gradients),
+            weights_intra=_inner_codec(weights),
+            gradients_intra=_inner_codec(gradients),
         )
 
     @property
@@ -124,9 +124,8 @@ class Scheme:
     @property
     def gradient_rotation(self) -> Rotation | None:
         """Rotation of the gradients, its sign flips left out."""
-        size, backend = self.block.gradients.rotation, self.block.backend
-        rotates = size and self.gradients is not None
-        return Rotation(block=size, backend=backend) if rotates else None
+        size = self.block.gradients.rotation
+        return Rotation(block=size) if size and self.gradients is not None else None
 
     def differs_exactly(self, dtype: torch.dtype) -> bool:
         """Whether weights of this dtype travel as exact differences, wherever something is kept
@@ -154,7 +153,7 @@ class Scheme:
         return None
 
 
-def _codec(block: QuantizedCommConfig, role: WeightsConfig | GradientsConfig) -> Codec | None:
+def _codec(role: WeightsConfig | GradientsConfig) -> Codec | None:
     """The codec of a role."""
     if not role.enabled:
         return None
@@ -164,12 +163,10 @@ def _codec(block: QuantizedCommConfig, role: WeightsConfig | GradientsConfig) ->
     given = {name: getattr(role, name) for name in fields if hasattr(role, name)}
     if role.range == "gaussian":
         given["rounding"] = "nearest"
-    return GroupCodec(**given, backend=block.backend)
+    return GroupCodec(**given)
 
 
-def _inner_codec(
-    block: QuantizedCommConfig, role: WeightsConfig | GradientsConfig
-) -> GroupCodec | None:
+def _inner_codec(role: WeightsConfig | GradientsConfig) -> GroupCodec | None:
     """That of its exchanges inside a node, where it has one of its own."""
     if not role.enabled or role.intra is None:
         return None
@@ -178,5 +175,4 @@ def _inner_codec(
         group_size=role.intra.group_size,
         range="absmax" if role.range == "gaussian" else role.range,
         rounding=role.rounding,
-        backend=block.backend,
     )

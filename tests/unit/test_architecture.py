@@ -243,11 +243,11 @@ def _docstring_node(node: ast.AST) -> ast.Constant | None:
 # Lines without blanks, comments and docstrings, and classes: lower them when a change needs less.
 BUDGETS = {
     "ds_quant": (146, 2),
-    "kernels": (2333, 42),
-    "codec": (578, 8),
-    "comm": (1484, 44),
+    "kernels": (2312, 42),
+    "codec": (574, 8),
+    "comm": (1478, 43),
     "config": (713, 9),
-    "policy": (1019, 22),
+    "policy": (1015, 22),
     "zero": (4029, 55),
     "tools": (2086, 11),
 }

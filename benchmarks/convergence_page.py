@@ -1,6 +1,6 @@
 """The page of convergence.py: what every scheme costs in loss.
 
-May import sections and, for the plot, ds_quant.tools.plot_style.
+May import sections, the presets' names and, for the plot, ds_quant.tools.plot_style.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import sections
+
+from ds_quant.config.presets import RENAMED
 
 ABOUT = """\
 Gap to `full_precision` in per cent, with its 95 % interval (Student's): loss of the exact weights
@@ -105,7 +107,7 @@ def beside_adamw(result: dict[str, Any]) -> list[str]:
 
 def compared(muon: dict[str, Any], adamw: dict[str, Any], page: str) -> str:
     """A table, and of how many schemes the gaps differ by more than chance."""
-    theirs = {row["scheme"]: row["gap"] for row in adamw["rows"]}
+    theirs = {RENAMED.get(row["scheme"], row["scheme"]): row["gap"] for row in adamw["rows"]}
     both = [(row["scheme"], row["gap"], theirs[row["scheme"]]) for row in muon["rows"]
             if row["scheme"] in theirs]  # fmt: skip
     rows = [[f"`{name}`", *shown(ours), *shown(their)] for name, ours, their in both]
@@ -119,13 +121,13 @@ def compared(muon: dict[str, Any], adamw: dict[str, Any], page: str) -> str:
         f"Of {len(both)} schemes, {len(more)} cost{'s' * (len(more) == 1)} more under Muon and "
         f"{len(less)} less by more than both intervals allow"
     )
-    named = [f"{word}: {', '.join(f'`{n}`' for n in names)}"
-             for word, names in (("more", more), ("less", less)) if names]  # fmt: skip
+    named = "; ".join(f"{word}: {', '.join(f'`{n}`' for n in names)}"
+                      for word, names in (("more", more), ("less", less)) if names)  # fmt: skip
     header = ["scheme", "Muon", "95 %", "AdamW", "95 %"]
     return (
         f"## Beside AdamW\n\nThe same model, text, steps and pairs ([AdamW]({page})), each at a "
         "rate tuned in full precision or, for AdamW, as in all its studies.\n"
-        f"{found}{f' ({chr(59).join(named)})' if named else ''}.\n\n{sections.table(header, rows)}"
+        f"{found}{f' ({named})' if named else ''}.\n\n{sections.table(header, rows)}"
     )
 
 

@@ -34,7 +34,9 @@ class FSDP2:
         mesh = init_device_mesh(
             "cpu", (nodes, dist.get_world_size() // nodes), mesh_dim_names=("replicate", "shard")
         )
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        precision = MixedPrecisionPolicy(  # computes in fp32 as the others: see gpt.py
+            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False
+        )
         for module in (*(m for m in model.modules() if isinstance(m, Block)), model):
             fully_shard(module, mesh=mesh, mp_policy=precision)
         self.module, self.global_steps, self._micro_steps = model, 0, 0

@@ -197,6 +197,49 @@ def test_accelerate_launch_takes_the_block_from_its_config_file(stage: int, tmp_
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 100_000
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_trl_takes_the_block_of_the_environment(stage: int, tmp_path: Path) -> None:
+    given = {"DS_QUANT_BLOCK": json.dumps(BLOCKS["qsdp"])}
+    args = (_train, WORLD, "sft", hf.ds_config(stage, None), str(tmp_path / "environment"))
+    for ours, theirs in zip(
+        harness.run(*args, timeout=280, environment=given),
+        run("sft", stage, "qsdp", tmp_path),
+        strict=True,
+    ):
+        assert ours["losses"] == theirs["losses"]
+        assert ours["report"]["received_bytes"] == theirs["report"]["received_bytes"]
+        assert [line.endswith("from DS_QUANT_BLOCK") for line in ours["lines"]] == [True] * len(
+            theirs["lines"]
+        )
+
+
+YAML = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 1, offload_optimizer_device: none}
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+"""
+
+
+def test_the_environment_reaches_a_yaml_config_of_accelerate(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT + hf.TRAINING)
+    (tmp_path / "accelerate.yaml").write_text(YAML)
+    command = (
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml",
+        "--main_process_port", free_port(), "train.py",
+    )  # fmt: skip
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    given = {"DS_QUANT_BLOCK": json.dumps(BLOCKS["qsdp"])}
+    printed = "".join(run_both(*command, cwd=tmp_path, **quiet, **given))
+    (line,) = re.findall(r"quantized_comm: \S+ on ZeRO-\d, .*", printed)
+    assert "qsdp on ZeRO-2" in line and "from DS_QUANT_BLOCK" in line
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+
+
 # ---- the page's table ----
 
 

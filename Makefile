@@ -17,7 +17,7 @@ install: $(STAMP)
 # torch goes first and alone: deepspeed's build looks for it.
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@echo "1 of 3: a virtual environment in $(VENV)"
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 	@echo "2 of 3: torch$(if $(TORCH_INDEX),, (5.6 GB with CUDA; TORCH_INDEX=URL of the CPU build: 0.2 GB))"
 	$(BIN)/python -m pip install -c constraints.txt $(TORCH_FLAGS) torch
 	@echo "3 of 3: ds_quant with its C++ kernels, DeepSpeed, and what tests, demo and docs need"

@@ -103,4 +103,4 @@ def _flat(block: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|").replace("*", "\\*")

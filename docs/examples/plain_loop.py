@@ -34,7 +34,10 @@ def main():
             print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
     engine.save_checkpoint("checkpoint")  # exact weights; all ranks call it
     if rank == 0:
-        print("bytes received:", ds_quant.report(engine)["received_bytes"], flush=True)
+        report = ds_quant.report(engine)
+        for name in ("received_bytes", "saved_bytes"):
+            for role, links in report[name].items():
+                print(f"{role} {name}: {sum(links.values()):.3g}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,15 +14,7 @@ import yaml
 
 from ds_quant.resources import resource_dir
 
-AUTOTUNE = "autotune"  # in place of a preset: one of CANDIDATES, chosen at start-up
-
-# In the order of what they lose, the most exact one first. Only schemes whose loss stays with that
-# of full precision (benchmarks/results/convergence.json, and in their papers). Left out: zeropp,
-# whose gradients have six to eight times the error of sdp4bit's (errors_cpu.json); the families
-# eden and lossless, whose loss is being studied and whose bytes depend on the learning rate.
-CANDIDATES = ("full_precision", "qsdp", "sdp4bit")
-# Lose what these lose and keep a node shard for it: whether that is worth the memory says a user.
-BY_HAND = ("hybrid", "qsdp_shard")
+AUTOTUNE = "autotune"  # in place of a preset: a scheme of ``policy.choosing``, found at start-up
 # Earlier names, which stay accepted.
 RENAMED = MappingProxyType({f"lossless_g{bits}": f"lossless_w_g{bits}" for bits in (4, 3, 2)})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import isqrt
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,7 +22,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ds_quant.config.errors import (
     KEY,
@@ -102,11 +102,15 @@ class _Quantizer(Block):
         "absmax: symmetric around zero (scale only).",
     )
 
-    @model_validator(mode="after")
-    def _shift_needs_minmax(self) -> _Quantizer:
+    def _conflicts(self) -> Iterator[PydanticCustomError]:
         if self.rounding == "random_shift" and self.range != "minmax":
             fix = 'a shift moves the min-max grid: set range to "minmax" or rounding to "nearest"'
-            raise conflict(self, "range", "rounding", fix=fix)
+            yield conflict(self, "range", "rounding", fix=fix)
+
+    @model_validator(mode="after")
+    def _all_conflicts(self) -> _Quantizer:
+        if found := [InitErrorDetails(type=each, input=self) for each in self._conflicts()]:
+            raise ValidationError.from_exception_data(type(self).__name__, found)
         return self
 
 
@@ -210,18 +214,19 @@ class WeightsConfig(_Quantizer):
             raise rule("one or more step numbers in increasing order, such as [400, 1900]")
         return steps
 
-    @model_validator(mode="after")
-    def _learned_is_nearest(self) -> WeightsConfig:
-        if self.levels == "learned" and self.range != "minmax":
+    def _conflicts(self) -> Iterator[PydanticCustomError]:
+        yield from super()._conflicts()
+        if self.levels != "learned":
+            return
+        if self.range != "minmax":
             fix = 'learned levels divide the min-max range: set range to "minmax"'
-            raise conflict(self, "levels", "range", fix=fix)
-        if self.levels == "learned" and self.difference:
+            yield conflict(self, "levels", "range", fix=fix)
+        if self.difference:
             fix = "levels are fitted to weights, not to differences: switch one of them off"
-            raise conflict(self, "levels", "difference", fix=fix)
-        if self.levels == "learned" and self.rounding != "nearest":
+            yield conflict(self, "levels", "difference", fix=fix)
+        if self.rounding != "nearest":
             fix = 'a value goes to its nearest learned level: set rounding to "nearest"'
-            raise conflict(self, "levels", "rounding", fix=fix)
-        return self
+            yield conflict(self, "levels", "rounding", fix=fix)
 
 
 class GradientsConfig(_Quantizer):
@@ -258,30 +263,24 @@ class GradientsConfig(_Quantizer):
         False, description="Flip signs at random before the transform, differently in every step."
     )
 
-    @model_validator(mode="after")
-    def _gaussian_groups(self) -> GradientsConfig:
-        if self.range != "gaussian":
-            return self
-        if not 2 <= self.bits <= 4:
-            fix = "Gaussian levels are those of 2, 3 and 4 bits: set bits to one of them"
-            raise conflict(self, "range", "bits", fix=fix)
-        for key, needed in {"group_size": 128, "rotation": 128, "rotation_signs": True}.items():
-            if getattr(self, key) != needed:
+    def _conflicts(self) -> Iterator[PydanticCustomError]:
+        yield from super()._conflicts()
+        needs = {"group_size": 128, "rotation": 128, "rotation_signs": True}
+        if self.range == "gaussian":
+            if not 2 <= self.bits <= 4:
+                fix = "Gaussian levels are those of 2, 3 and 4 bits: set bits to one of them"
+                yield conflict(self, "range", "bits", fix=fix)
+            for key in (key for key, needed in needs.items() if getattr(self, key) != needed):
                 fix = (
                     "Gaussian levels are for groups of 128 that random signs and a Hadamard "
-                    f"transform have made look normal: set {key} to {show(needed)}"
+                    f"transform have made look normal: set {key} to {show(needs[key])}"
                 )
-                raise conflict(self, "range", key, fix=fix)
-        return self
-
-    @model_validator(mode="after")
-    def _whole_blocks(self) -> GradientsConfig:
+                yield conflict(self, "range", key, fix=fix)
         fix = "a group holds whole rotation blocks: use a multiple, or a smaller rotation"
-        if self.rotation and self.group_size % self.rotation:
-            raise conflict(self, "group_size", "rotation", fix=fix)
+        if self.range != "gaussian" and self.rotation and self.group_size % self.rotation:
+            yield conflict(self, "group_size", "rotation", fix=fix)
         if self.rotation and self.intra and self.intra.group_size % self.rotation:
-            raise conflict(self, "intra", "rotation", fix=fix)
-        return self
+            yield conflict(self, "intra", "rotation", fix=fix)
 
 
 # ---- the block ----
@@ -301,9 +300,9 @@ class QuantizedCommConfig(Block):
     enabled: bool = Field(True, description="false: validate the block but stay inactive.")
     scheme: str = Field(
         "qsdp",
-        description="Preset whose values the other keys replace, or autotune: measures links and "
-        "codecs at start-up and takes full_precision, qsdp or sdp4bit, whichever has the shortest "
-        "step.",
+        description="Preset whose values the other keys replace, or autotune: measures at start-up "
+        "whether full_precision or what docs/choosing.md advises for the stage and the nodes has "
+        "the shorter step.",
     )
     weights: WeightsConfig = Field(WeightsConfig(), description="How weights are quantized.")
     gradients: GradientsConfig = Field(
@@ -334,8 +333,7 @@ class QuantizedCommConfig(Block):
     slices: Annotated[int, Field(ge=1, le=64), BeforeValidator(whole)] | None = Field(
         None,
         description="Slices of a gradient bucket with several nodes of several ranks: one is sent "
-        "between nodes while the next is summed inside them. null: by its size and, with autotune, "
-        "the links' measured rates.",
+        "between nodes while the next is summed inside them. null: by its size.",
     )
     fallback: FallbackConfig = Field(
         FallbackConfig(), description="When a running job returns to full precision."

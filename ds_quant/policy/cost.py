@@ -5,8 +5,9 @@ there were infinitely many ranks. A rank of W really receives (W - 1) / W of the
 nodes (N - 1) / N, if each byte enters once.
 
 [Note: exact differences] How many bits an exact difference takes is up to the training: more at a
-higher learning rate, fewer the more weights stay as they are. ``LOSSLESS_BITS`` is the entropy of
-bf16 differences under Adam at a learning rate of 3e-4 (1e-3: 4.4, 1e-4: 1.9, 1e-5: 0.45). A message
+higher learning rate, fewer the more weights stay as they are. ``LOSSLESS_BITS`` is what the codec
+takes for bf16 differences under Adam at a learning rate of 3e-4 (1e-3: 3.6, 1e-4: 1.6, 1e-5: 0.54;
+benchmarks/results/lossless_bits_cpu.json). A message
 is never longer than the weights themselves: that is the most, which is given beside it.
 """
 
@@ -23,7 +24,7 @@ from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy.route import Hop, Route, Routes, gradients_per, times, weights_per
 from ds_quant.policy.scheme import FLOATS, Scheme
 
-LOSSLESS_BITS = 2.9  # see [Note: exact differences]
+LOSSLESS_BITS = 2.36  # see [Note: exact differences]
 _FP32 = 4
 _MORE = "weights_most", "weights_intra", "gradients_intra", "memory"
 LABELS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -282,80 +283,31 @@ def shipped_bytes(
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Where a step runs. Rates in bytes per second: ``link`` into one node, ``intra_link`` into
-    one rank from its node; ``flops``: reached per rank; ``encode``: parameters that a rank encodes
-    or decodes per second; ``latency``: seconds of one collective.
+    one rank from its node; ``encode``: parameters that a rank encodes or decodes per second;
+    ``latency``: seconds of one collective.
     """
 
     nodes: int
     node_size: int
     link: float
     intra_link: float
-    flops: float
     encode: float = float("inf")
     latency: float = 0.0
 
-    def __post_init__(self) -> None:
-        for field in ("nodes", "node_size", "link", "intra_link", "flops", "encode"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field}={getattr(self, field)}: allowed: above 0")
-        if self.latency < 0:
-            raise ValueError(f"latency={self.latency}: allowed: 0 or more, in seconds")
 
+def seconds(
+    cluster: Cluster, numel: int, *, inter: float, intra: float, encoded: float, collectives: float
+) -> dict[str, float]:
+    """Seconds of a step's messages, nothing hidden, by what takes them.
 
-@dataclass(frozen=True, kw_only=True)
-class Volume:
-    """Bytes per parameter and step, as from ``Costs.step_bytes`` and ``Costs.intra_bytes``.
-
-    encoded: parameters encoded or decoded per rank and step, over all parameters.
-    collectives: number of them per step.
+    A link carries its volume less the share that is already there, see [Note: bytes per parameter];
+    hops do not overlap each other. encoded: how often every parameter is.
     """
-
-    inter: float
-    intra: float = 0.0
-    encoded: float = 0.0
-    collectives: float = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Seconds of one optimizer step; communication and compute one after the other, or at once."""
-
-    communication: float
-    compute: float
-
-    @property
-    def no_overlap(self) -> float:
-        return self.communication + self.compute
-
-    @property
-    def full_overlap(self) -> float:
-        return max(self.communication, self.compute)
-
-
-def volume(costs: Costs, stage: int, *, micro_steps: int, layers: int) -> Volume:
-    """Count what an optimizer step moves and encodes; one collective per layer and exchange."""
-    exchanges = costs.step_gathers(stage, micro_steps) + costs.reductions(stage, micro_steps)
-    return Volume(
-        inter=costs.step_bytes(stage, micro_steps=micro_steps),
-        intra=costs.intra_bytes(stage, micro_steps=micro_steps),
-        encoded=0.0 if costs.full_precision_share == 1 else exchanges,
-        collectives=exchanges * layers,
-    )
-
-
-def predict(volume: Volume, cluster: Cluster, *, numel: int, tokens: int) -> StepTime:
-    """Step time of a model of ``numel`` parameters, ``tokens`` per rank and step.
-
-    Compute is 6 flops per parameter and token. A link carries its volume less the share that is
-    already there, see [Note: bytes per parameter]; hops do not overlap each other.
-    """
-    away, near = 1 - 1 / cluster.nodes, 1 - 1 / cluster.node_size
     if cluster.nodes == 1:  # then the volume over all ranks stays inside
-        wire = volume.inter * near / cluster.intra_link
-    else:
-        wire = volume.inter * away / cluster.link + volume.intra * near / cluster.intra_link
-    seconds = numel * (wire + volume.encoded / cluster.encode)
-    return StepTime(
-        communication=seconds + volume.collectives * cluster.latency,
-        compute=6.0 * numel * tokens / cluster.flops,
-    )
+        inter, intra = 0.0, inter
+    return {
+        "link between nodes": numel * inter * (1 - 1 / cluster.nodes) / cluster.link,
+        "links inside a node": numel * intra * (1 - 1 / cluster.node_size) / cluster.intra_link,
+        "encoding": numel * encoded / cluster.encode,
+        "latency": collectives * cluster.latency,
+    }

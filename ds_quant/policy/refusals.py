@@ -84,6 +84,12 @@ def low_precision(param_dict: Mapping[str, Any]) -> list[str]:
     return [name for name in ("bf16", "fp16") if is_on(section(param_dict, name).get("enabled"))]
 
 
+def automatic_precision(param_dict: Mapping[str, Any]) -> bool:
+    """Whether a Trainer fills in bf16 or fp16, one of which is then switched on or none is."""
+    given = (param_dict.get(name) for name in ("bf16", "fp16"))
+    return any(isinstance(found, dict) and found.get("enabled") == "auto" for found in given)
+
+
 def number(value: Any) -> float:
     """Read a number as DeepSpeed does; -1 for what is none."""
     try:
@@ -92,12 +98,24 @@ def number(value: Any) -> float:
         return -1.0
 
 
+def together(*checks: Callable[[], object]) -> None:
+    """Raise one ``ConfigError`` with what all checks have found."""
+    problems: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+
+
 def refuse(
     param_dict: Mapping[str, Any], config: QuantizedCommConfig, *, bf16_optimizer: bool = False
 ) -> None:
     """Raise ConfigError for a DeepSpeed config whose block ``config`` cannot work in it."""
-    config.validate_stage(stage_of(param_dict))
-    refuse_unsupported(facts(param_dict, bf16_optimizer=bf16_optimizer))
+    found = facts(param_dict, bf16_optimizer=bf16_optimizer)
+    together(lambda: config.validate_stage(stage_of(param_dict)), lambda: refuse_unsupported(found))
 
 
 def refuse_unsupported(facts: Mapping[str, Any]) -> None:
@@ -131,9 +149,13 @@ def refuse_unsupported(facts: Mapping[str, Any]) -> None:
         (facts["auto_experts"], "expert_parallel.enabled=true under ZeRO-3",
          "AutoEP works under ZeRO-1 and 2; use zero_optimization.stage 2"),
     )  # fmt: skip
-    for refused, setting, remedy in rules:
-        if refused:
-            raise ConfigError(f"quantized_comm cannot be used with {setting}: {remedy}")
+    found = [
+        f"quantized_comm cannot be used with {setting}: {remedy}"
+        for refused, setting, remedy in rules
+        if refused
+    ]
+    if found:
+        raise ConfigError(*found)
 
 
 def refuse_full_replica(

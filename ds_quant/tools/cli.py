@@ -10,27 +10,31 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ds_quant
 from ds_quant.config import environment
 from ds_quant.config.environment import VARIABLE
-from ds_quant.config.presets import AUTOTUNE, CANDIDATES, renamed
+from ds_quant.config.presets import AUTOTUNE, renamed
 from ds_quant.config.schema import KEY, ConfigError, QuantizedCommConfig, json_schema, parse
 from ds_quant.kernels.wire import BF16_BYTES, FP32_BYTES, wire_layout
-from ds_quant.policy import refusals
+from ds_quant.policy import choosing, refusals
 from ds_quant.tools import docs
 
 _LOAD_CODECS = "import and try codecs that the config names"
 _STAGES = {
-    1: "ZeRO-1: gradients reduced once per step, updated weights gathered after it",
-    2: "ZeRO-2: gradients reduced every micro-step, updated weights gathered after the step",
+    1: "ZeRO-1: updated weights gathered after the step, gradients reduced once per step",
+    2: "ZeRO-2: updated weights gathered after the step, gradients reduced every micro-step",
     3: "ZeRO-3: weights gathered for forward and backward, gradients reduced every micro-step",
 }
+_ONCE = ", between nodes of several ranks once per step"  # gradients, under ZeRO-2 and 3
+_YAML = re.compile(r"(\s|#[^\n]*\n)*(---|[\w.]+:\s)")
 
 
 # What wrong files and values raise is told in one line; other errors are bugs.
@@ -101,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--env", action="store_true", help=f"with the block of {VARIABLE} where a file has none")
     add("--world", type=count, help="number of ranks, to check node_size")
     add("--node-size", type=count, help="ranks per node, where the launcher says so")
-    add("--params", type=count, help="parameters such as 7b, for memory in GB")
+    add("--params", type=numel, help="parameters such as 7b, for memory in GB")
     add("--load-codecs", action="store_true", help=_LOAD_CODECS)
     add("--json", action="store_true", help="print the block with every key instead")
     schema = commands.add_parser("schema", help="print the JSON schema of the block, for editors")
@@ -114,8 +118,13 @@ def load(path: Path) -> dict[str, Any]:
     """Read the file as DeepSpeed does: JSON with comments, duplicate keys refused."""
     import hjson
 
-    with path.open(encoding="utf-8") as file:
-        config = hjson.load(file, object_pairs_hook=_without_duplicates)
+    text = path.read_text("utf-8")
+    if _YAML.match(text):
+        raise ConfigError(
+            "YAML, and DeepSpeed reads JSON: write it in braces; of accelerate's YAML give "
+            "the file that deepspeed_config_file names"
+        )
+    config = hjson.loads(text, object_pairs_hook=_without_duplicates)
     if not isinstance(config, dict):
         raise ConfigError("a DeepSpeed config is an object in braces")
     return config
@@ -132,15 +141,23 @@ def _report(path: Path, param_dict: dict[str, Any], arguments: argparse.Namespac
     """Describe what the file asks for. Raises ``ConfigError`` where start-up would."""
     from_variable = arguments.env and environment.is_source(param_dict)
     read = environment.parse if arguments.env else parse
-    config = read(param_dict, load_codecs=arguments.load_codecs)
+    stage = refusals.stage_of(param_dict)
+    block = partial(read, param_dict, load_codecs=arguments.load_codecs)
+    try:
+        config = block()
+    except ConfigError:  # told with what else is wrong
+        unsupported = partial(refusals.refuse_unsupported, refusals.facts(param_dict))
+        refusals.together(block, unsupported)
+        raise
     if config is None:
         reason = f"{KEY} is disabled" if KEY in param_dict else f"no {KEY} block"
         return [f"{path}: {reason}: DeepSpeed communicates as without ds_quant"]
-    refusals.refuse(param_dict, config)
-    if arguments.world is not None:
-        config.validate_world(arguments.world)
-    stage = refusals.stage_of(param_dict)
-    shard = _node_shard(param_dict, config, arguments) if stage == 3 else []
+    each = (
+        2 if refusals.low_precision(param_dict) or refusals.automatic_precision(param_dict) else 4
+    )
+    shard = partial(_node_shard, each, config, arguments, stage)
+    world = partial(config.validate_world, arguments.world or config.node_size or 1)
+    refusals.together(partial(refusals.refuse, param_dict, config), world, shard)
     if arguments.json:
         return [json.dumps({KEY: config.resolved()}, indent=2)]
     zero = refusals.section(param_dict, "zero_optimization")
@@ -148,10 +165,22 @@ def _report(path: Path, param_dict: dict[str, Any], arguments: argparse.Namespac
     return [
         f"{path}: valid" + (f", block from {VARIABLE}" if from_variable else ""),
         *filter(None, [renamed(param_dict.get(KEY))]),
-        *_meaning(config, exact, loaded=arguments.load_codecs),
-        *shard,
-        _STAGES[stage],
+        *_meaning(config, exact, arguments, stage, each),
+        *shard(),
+        _STAGES[stage] + _ONCE * (stage > 1 and config.gradients.cross == "step"),
+        *_strictly(path),
     ]
+
+
+def _strictly(path: Path) -> list[str]:
+    """Say where a file is not JSON, though DeepSpeed reads it."""
+    try:
+        json.loads(path.read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        return [
+            f"DeepSpeed reads this file, Hugging Face does not: line {error.lineno}: {error.msg}"
+        ]
+    return []
 
 
 def _of_variable(arguments: argparse.Namespace) -> list[str]:
@@ -163,17 +192,18 @@ def _of_variable(arguments: argparse.Namespace) -> list[str]:
         return [f"{VARIABLE}: {KEY} is disabled"]
     if arguments.json:
         return [json.dumps({KEY: config.resolved()}, indent=2)]
-    return [f"{VARIABLE}: valid", *_meaning(config, None, loaded=arguments.load_codecs)]
+    return [f"{VARIABLE}: valid", *_meaning(config, None, arguments)]
 
 
 def _node_shard(
-    param_dict: dict[str, Any], config: QuantizedCommConfig, arguments: argparse.Namespace
+    each: int, config: QuantizedCommConfig, arguments: argparse.Namespace, stage: Any
 ) -> list[str]:
-    """Describe what ZeRO-3 keeps on every rank. Raises ``ConfigError`` for a full copy."""
-    if config.scheme == AUTOTUNE or not config.keeps_node_shard:
+    """Describe what ZeRO-3 keeps on every rank, of weights of ``each`` bytes. Raises
+    ``ConfigError`` for a full copy.
+    """
+    if stage != 3 or config.scheme == AUTOTUNE or not config.keeps_node_shard:
         return []
     size, numel = config.node_size or arguments.node_size, arguments.params
-    each = 2 if refusals.low_precision(param_dict) else 4
     if size is None:
         return [
             f"node shard: {each} / (ranks per node) bytes per parameter more on every rank; refused"
@@ -188,16 +218,28 @@ def _node_shard(
     return [f"node shard: {each / size:.3g} bytes per parameter more on every rank{gigabytes}"]
 
 
-def _meaning(config: QuantizedCommConfig, exact: str | None, *, loaded: bool) -> list[str]:
-    """``exact``: why gradients stay on DeepSpeed's own path, if they do."""
+def _meaning(
+    config: QuantizedCommConfig,
+    exact: str | None,
+    arguments: argparse.Namespace,
+    stage: int = 3,
+    each: int = 2,
+) -> list[str]:
+    """``exact``: why gradients stay on DeepSpeed's own path, if they do. each: bytes of an element
+    in full precision.
+    """
+    loaded = arguments.load_codecs
     gradients = f"gradients: full precision, because {exact}"
     if config.scheme == AUTOTUNE:
-        lines = [f"scheme: {', '.join(CANDIDATES)}, as links and codecs measured at start-up say"]
+        place = choosing.Place(stage, 2, config.node_size or arguments.node_size or 8)
+        tried = " or ".join(choosing.tuned(place))
+        lines = [f"scheme: {tried}, whichever is measured to be faster at start-up"]
         lines += [gradients] if exact else []
     else:
         lines = [_role_line("weights", config.weights, loaded)]
         lines.append(gradients if exact else _role_line("gradients", config.gradients, loaded))
-    kept = f"full precision: 1-D parameters, parameters under {config.min_numel} elements"
+    kept = f"full precision ({each} bytes each): 1-D parameters, "
+    kept += f"parameters under {config.min_numel} elements"
     if config.exclude:
         kept += ", names matching " + " ".join(config.exclude)
     lines.append(kept)
@@ -242,7 +284,7 @@ def _codec_of(settings: Any, loaded: bool) -> str:
 
     numel = 2**20
     nbytes = load(settings.codec).wire_bytes(numel)
-    line = f"codec {settings.codec}, {nbytes / numel:.3f} bytes per element (bf16: 2)"
+    line = f"codec {settings.codec}, {nbytes / numel:.3f} bytes per element"
     return line + (", of differences" if getattr(settings, "difference", False) else "")
 
 
@@ -257,7 +299,7 @@ def _codes(settings: Any, value_range: str) -> str:
     ).nbytes
     return (
         f"{settings.bits}-bit {value_range} codes, groups of {settings.group_size}, "
-        f"{nbytes / numel:.3f} bytes per element (bf16: 2)"
+        f"{nbytes / numel:.3f} bytes per element"
     )
 
 
@@ -273,7 +315,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     _doctor(commands.add_parser("doctor", help="check this machine and try the plugin on it"))
     _probe(commands.add_parser("probe", help="measure the links between processes"))
     _estimate(commands.add_parser("estimate", help="predict what each scheme would bring"))
-    _plot(commands.add_parser("plot", help="draw the metrics of a run: bytes, error, seconds"))
+    plot = commands.add_parser("plot", help="draw the metrics of a run: bytes, error, seconds")
+    _plot(plot.add_argument)
 
 
 def _migrate(parser: argparse.ArgumentParser) -> None:
@@ -302,7 +345,7 @@ def _probe(parser: argparse.ArgumentParser) -> None:
 
 def _estimate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--params", type=count, help="parameters, such as 7b or 7e9")
+    add("--params", type=numel, help="parameters, such as 7b or 7e9")
     add("--trained", type=share, default=1.0, metavar="SHARE",
         help="of the parameters, the others are frozen; LoRA: about 0.01 (1)")  # fmt: skip
     add("--model-config", type=file, help="config.json of a Hugging Face causal language model")
@@ -318,14 +361,20 @@ def _estimate(parser: argparse.ArgumentParser) -> None:
     add("--latency", type=positive, help="seconds per collective (2e-5, or as probed)")
     add("--probe", type=file, help="links as measured by 'ds_quant probe'")
     add("--step", type=positive, metavar="SECONDS", help="compute of one optimizer step")
+    add(
+        "--measured",
+        type=positive,
+        metavar="SECONDS",
+        help="a whole step with DeepSpeed as shipped, to find the rate that the link reaches",
+    )
     add("--gpu-memory", type=positive, metavar="GB", help="per GPU: leave out what does not fit")
     add("--encode", type=positive, default=1e11, help="parameters per second and GPU (1e11)")
+    add("--all", action="store_true", help="every scheme, memory and accumulation")
     add("--json", action="store_true", help="the rows as JSON")
     add("--plot", type=Path, help="PNG of the speed-up against the link rate")
 
 
-def _plot(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def _plot(add: Any) -> None:
     add("metrics", type=file, metavar="METRICS", help="the file of quantized_comm.metrics.file")
     add("--out", type=Path, metavar="FILE", help=".png, .svg or .pdf (METRICS with .png)")
 
@@ -348,6 +397,14 @@ def count(value: str) -> int:
     if number != int(number) or number > 1e15:
         raise argparse.ArgumentTypeError(f"{value!r}: allowed: whole numbers from 1 to 1e15")
     return int(number)
+
+
+def numel(value: str) -> int:
+    """Parameters of a model: a number so small that billions are meant is asked about."""
+    number = count(value)
+    if number < 1000:
+        raise argparse.ArgumentTypeError(f"{value!r}: {value} billion? write {value}b")
+    return number
 
 
 def share(value: str) -> float:

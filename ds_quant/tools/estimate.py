@@ -1,143 +1,125 @@
-"""``ds_quant estimate``: predict bytes and step time of each scheme; no GPU, no cluster."""
+"""``ds_quant estimate``: what to take, and the step of each scheme; no GPU, no cluster."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from ds_quant.tools import plot_style
 
-_HEADERS = (
-    "scheme", "B/param", "comm s", "step s", "speed-up", "kept GB", "peak GB", "GPU GB",
-)  # fmt: skip
+LINKS = (10, 25, 100, 200, 400)  # Gb/s into a node
+MICRO_STEPS = (1, 4, 16)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the table."""
+    """Print the answer, and the table below it."""
+    from ds_quant.tools import forecast
     from ds_quant.tools.planning import make_plan
 
-    _show(make_plan(arguments), arguments)
-    return 0
-
-
-def _show(plan: Any, arguments: argparse.Namespace) -> None:
-    from ds_quant.tools import forecast
-
+    plan = make_plan(arguments)
     rows = forecast.forecast(plan)
-    chosen, (links, accumulations) = forecast.best(rows), forecast.variants(plan)
-    good = [row.scheme for row in rows if not row.note]
+    taken, said = forecast.answer(plan, rows)
+    said += forecast.other_stage(plan, taken)
+    several = plan.cluster.nodes > 1
+    if several and plan.cluster.link < forecast.GIGABIT:
+        said.append("below 1 Gb/s something else gains more: docs/slow_links.md")
+    links = {link: forecast.forecast(plan.at(link=link)) for link in LINKS * several}
+    counts = {k: forecast.forecast(plan.at(micro_steps=k)) for k in MICRO_STEPS * several}
     if arguments.plot is not None:
         plot(plan, arguments.plot)
     if arguments.json:
         facts = {
             "model": plan.model.name, "parameters": plan.model.numel, "stage": plan.stage,
-            "micro_steps": plan.micro_steps, "compute": plan.compute, "best": chosen.scheme,
-            "gathers": plan.gathers,
-            "cluster": {**asdict(plan.cluster), "flops": None}, "rows": forecast.as_json(rows),
-            "links": {link: forecast.as_json(row for row in found if row.scheme in good)
-                      for link, found in links.items()},
-            "accumulations": {count: {row.scheme: row.inter_bytes for row in found}
-                              for count, found in accumulations.items()},
+            "micro_steps": plan.micro_steps, "compute": plan.compute, "gathers": plan.gathers,
+            "best": taken.scheme, "answer": said, "cluster": asdict(plan.cluster),
+            "rows": list(map(asdict, rows)),
+            "links": {link: list(map(asdict, of)) for link, of in links.items()},
+            "accumulations": {k: {r.scheme: r.inter_bytes for r in of} for k, of in counts.items()},
         }  # fmt: skip
-        print(json.dumps(_finite(facts), indent=2))
-        return
-    hybrid = [row.scheme for row in rows if row.scheme.startswith("HSDP")]
-    lines = [
-        *_tables(rows),
-        *_grid("speed-up by link between nodes, nothing hidden:", "{} Gb/s", links,
-               lambda row: f"{row.speedup_serial:.2f}", good),
-        *_grid("B/param between nodes and step, by micro-steps k of an optimizer step:", "k = {}",
-               accumulations, lambda row: f"{row.inter_bytes:.3f}", [*good, *hybrid]),
-    ]  # fmt: skip
-    print("\n".join([_title(plan), *lines, *_advice(chosen)]))
+        print(json.dumps(facts, indent=2).replace("Infinity", "null"))  # which JSON lacks
+        return 0
+    shown = [
+        row
+        for row in rows  # what may be taken, whether it fits or not
+        if arguments.all or row is taken or not row.note or row.note.startswith("needs ")
+    ]
+    names = {row.scheme for row in shown}
+    lines = [line for text in said for line in wrap(text, 80)]
+    lines += ["", *_title(plan), "", *_table(shown, rows[0], arguments.all)]
+    lines += _grid("speed-up by Gb/s between nodes, nothing hidden:", links, names,
+                   lambda row: f"{row.speedup_serial:.2f}")  # fmt: skip
+    if arguments.all:
+        lines += _grid("B/param between nodes by micro-steps of an optimizer step:", counts, names,
+                       lambda row: f"{row.inter_bytes:.3f}")  # fmt: skip
+    print("\n".join([*lines, "", *_notes(shown, arguments.all)]))
+    return 0
 
 
-def _title(plan: Any) -> str:
+def _title(plan: Any) -> list[str]:
     cluster = plan.cluster
-    gathers = f", {plan.gathers:.3g} gathers of the weights each" if plan.stage == 3 else ""
-    return (
-        f"{plan.model.name}; ZeRO-{plan.stage}, {cluster.nodes} x {cluster.node_size} ranks, "
-        f"{plan.micro_steps} micro-step(s){gathers}, {plan.compute:g} s of compute per step"
-    )
-
-
-def _tables(rows: list[Any]) -> list[str]:
-    """Format the schemes that may be chosen, and the others apart."""
-    from ds_quant.policy.cost import LOSSLESS_BITS
-
-    offloaded = any(row.host_memory for row in rows)
-    headers = (*_HEADERS, "host GB") if offloaded else _HEADERS
-    good = [(*cells(row, offloaded), row.limit) for row in rows if not row.note]
-    others = [(*cells(row, offloaded), row.note) for row in rows if row.note]
-    lines = table(good, (*headers, "limited by"))
-    if others:
-        lines += ["", "not chosen by itself:", *table(others, (*headers, "because"))]
-    most = [f"{row.most_bytes:.3f} B/param ({row.scheme})" for row in rows if row.most_bytes]
-    if most:
-        lines += ["", f"exact differences take {LOSSLESS_BITS} bits per weight, as at a learning "
-                  "rate of 3e-4; fewer below it, and at most", ", ".join(most)]  # fmt: skip
+    link = f", {cluster.link * 8e-9:.3g} Gb/s into a node" * (cluster.nodes > 1)
+    gathers = f", {plan.gathers:.3g} gathers of the weights" * (plan.stage == 3)
     return [
-        *lines, "",
-        "step s and speed-up: communication fully hidden to not hidden at all; GB per GPU: kept "
-        "between steps, messages and",
-        "sums at most, and all with DeepSpeed's own states under Adam, without activations",
-        *(["host GB: what is offloaded of a GPU, with what is kept of the weights"] * offloaded),
-    ]  # fmt: skip
+        plan.model.name,
+        f"ZeRO-{plan.stage}, {cluster.nodes} x {cluster.node_size} ranks{link}",
+        f"{plan.compute:g} s of compute per step, {plan.micro_steps} micro-step(s){gathers}",
+    ]
+
+
+def _table(rows: list[Any], base: Any, every: bool) -> list[str]:
+    """The schemes that may be taken, then those that are not to be."""
+    from ds_quant.tools import forecast
+
+    columns: dict[str, Callable[[Any], str]] = {
+        "scheme": lambda row: row.scheme,
+        "B/param": lambda row: f"{row.inter_bytes:.3f}",
+        "step s": lambda row: forecast.span(row.step_overlapped, row.step_serial, ".3g"),
+        "speed-up": lambda row: forecast.span(*row.speedups, ".2f"),
+        "+GB": lambda row: f"{(row.gpu_memory - base.gpu_memory) / 1e9:.2f}",
+    }
+    if every:
+        columns["kept"] = lambda row: f"{row.memory / 1e9:.3g}"
+        columns["GPU GB"] = lambda row: f"{row.gpu_memory / 1e9:.3g}"
+    if any(row.host_memory for row in rows):
+        columns["host GB"] = lambda row: f"{row.host_memory / 1e9:.3g}"
+    columns["limited by"] = lambda row: f"no: {row.note}" if row.note else row.limit
+    ordered = sorted(rows, key=lambda row: bool(row.note))
+    return align([[cell(row) for cell in columns.values()] for row in ordered], list(columns))
 
 
 def _grid(
-    title: str, heading: str, found: dict[int, list[Any]], cell: Callable[[Any], str],
-    schemes: list[str],
-) -> list[str]:  # fmt: skip
+    title: str, found: Mapping[int, list[Any]], shown: set[str], cell: Callable[[Any], str]
+) -> list[str]:
     """A column per link or accumulation."""
     if not found:
         return []
-    columns = [{row.scheme: cell(row) for row in rows} for rows in found.values()]
-    rows = [(name, *(column[name] for column in columns), "") for name in schemes]
-    return ["", title, *table(rows, ("scheme", *map(heading.format, found), ""))]
+    names = [row.scheme for row in next(iter(found.values()))]
+    columns = [names, *([cell(row) for row in rows] for rows in found.values()), [""] * len(names)]
+    rows = [list(row) for row in zip(*columns, strict=True) if row[0] in shown]
+    return ["", title, *align(rows, ["scheme", *map(str, found), ""])]
 
 
-def _advice(chosen: Any) -> list[str]:
-    from ds_quant.tools import forecast
+def _notes(rows: list[Any], every: bool) -> list[str]:
+    from ds_quant.policy.cost import LOSSLESS_BITS
 
-    if chosen.scheme == forecast.SHIPPED:
-        fits = f" ({chosen.note})" if chosen.note else ""
-        return ["", "nothing gains 2 %: this link is not what limits the step; leave the block "
-                f"out{fits}"]  # fmt: skip
-    less = [
-        "exact, too, in fewer bytes: lossless; then lossless_w_g3, whose gradients are not exact"
-    ]
+    most = [f"{row.most_bytes:.3f} ({row.scheme})" for row in rows if row.most_bytes]
     return [
-        "", f"shortest step: {chosen.scheme}", *(less if chosen.scheme == "hybrid" else ()),
-        "this is time only: what a scheme costs in loss is in docs/choosing.md",
-    ]  # fmt: skip
+        "step s and speed-up: communication fully hidden to not hidden at all.",
+        "+GB per GPU: kept between steps, and messages and sums at most.",
+        "This is time and memory: loss is in docs/choosing.md.",
+        *[f"lossless: {LOSSLESS_BITS} bits per weight at a learning rate of 3e-4."] * bool(most),
+        "at most, in B/param: " + ", ".join(most)
+        if every
+        else "--all shows every scheme, memory and accumulation.",
+    ]
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: null instead."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if value == float("inf") else value
-
-
-def cells(row: Any, offloaded: bool = False) -> tuple[str, ...]:
-    """Format a row of the table except its last column."""
-    low, high = row.speedups
-    return (
-        row.scheme, f"{row.inter_bytes:.3f}", f"{row.communication:.3g}",
-        f"{row.step_overlapped:.3g} - {row.step_serial:.3g}", f"{low:.2f} - {high:.2f}",
-        f"{row.memory / 1e9:.3g}", f"{row.peak / 1e9:.3g}", f"{row.gpu_memory / 1e9:.3g}",
-        *([f"{row.host_memory / 1e9:.3g}"] * offloaded),
-    )  # fmt: skip
-
-
-def table(rows: list[tuple[str, ...]], headers: tuple[str, ...] = _HEADERS) -> list[str]:
+def align(rows: list[list[str]], headers: list[str]) -> list[str]:
     """Align columns; first and last column to the left."""
     every = [headers, *rows]
     widths = [max(len(row[i]) for row in every) for i in range(len(headers))]
@@ -152,15 +134,16 @@ def table(rows: list[tuple[str, ...]], headers: tuple[str, ...] = _HEADERS) -> l
 
 
 def plot(plan: Any, path: Path) -> None:
-    """Plot speed-up without overlap against link rate, for the schemes that may be chosen."""
+    """Plot speed-up without overlap against link rate, for the schemes that may be taken."""
     from ds_quant.tools import forecast
 
     pyplot = plot_style.pyplot()
     if plan.cluster.nodes == 1:
         raise ValueError("--plot: one node has no link between nodes to vary")
-    own = plan.cluster.link / forecast.GIGABIT
-    rates = _rates(own)
-    curves = _curves(plan, rates)
+    own, rates = plan.cluster.link * 8e-9, [400 ** (i / 60) for i in range(61)]
+    runs = zip(*(forecast.forecast(plan.at(link=rate)) for rate in rates), strict=True)
+    good = {of[0].scheme: [row.speedup_serial for row in of] for of in runs if not of[0].note}
+    curves = {name: line for name, line in good.items() if max(line) > forecast.WORTH_IT}
     colors = plot_style.colors(curves)
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     axes.axhline(1, color="0.4", linestyle="--", linewidth=1.5)
@@ -171,32 +154,11 @@ def plot(plan: Any, path: Path) -> None:
         at = 0 if scheme in plot_style.COLORS else len(rates) // 4  # two curves may be equal
         axes.annotate(scheme, (rates[at], speedups[at]), xytext=(6, 5), color=colors[scheme],
                       textcoords="offset points", weight="bold")  # fmt: skip
-    axes.axvline(own, color="0.7", linestyle=":")
-    axes.annotate(f"{own:g} Gb/s", (own, 0), xycoords=("data", "axes fraction"), xytext=(4, 6),
-                  textcoords="offset points", color="0.4")  # fmt: skip
+    if rates[0] <= own <= rates[-1]:
+        axes.axvline(own, color="0.7", linestyle=":")
     axes.set(xscale="log", xlabel="Gb/s into a node from the others", ylim=(0, None),
              ylabel="predicted speed-up, nothing hidden", xlim=(rates[0], rates[-1]),
              title=f"{plan.model.name}, ZeRO-{plan.stage}")  # fmt: skip
-    marks = (0.1, 1, 2, 5, 10, 25, 50, 100, 200, 400, 1000)
-    plot_style.plain_ticks(axes.xaxis, [mark for mark in marks if rates[0] <= mark <= rates[-1]])
+    plot_style.plain_ticks(axes.xaxis, (1, 2, 5, 10, 25, 50, 100, 200, 400))
     plot_style.finish(axes)
     plot_style.save(figure, path)
-
-
-def _rates(own: float) -> list[float]:
-    """Gb/s from 1 to 400, further where the plan's own link lies there."""
-    low, high = min(1.0, own / 2), max(400.0, own * 2)
-    return [low * (high / low) ** (i / 60) for i in range(61)]
-
-
-def _curves(plan: Any, rates: list[float]) -> dict[str, list[float]]:
-    """Return speed-ups by scheme; what DeepSpeed as shipped would hide is left out."""
-    from ds_quant.tools import forecast
-
-    runs = [forecast.forecast(forecast.at_link(plan, rate)) for rate in rates]
-    found = {
-        rows[0].scheme: [row.speedup_serial for row in rows]
-        for rows in zip(*runs, strict=True)
-        if not rows[0].note
-    }
-    return {name: line for name, line in found.items() if max(line) > forecast.WORTH_IT}

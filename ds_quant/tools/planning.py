@@ -6,8 +6,10 @@ Whatever is missing is said at once.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -15,9 +17,10 @@ import torch
 from ds_quant.config.errors import path_of, show
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import ConfigError, QuantizedCommConfig, parse
-from ds_quant.policy import refusals
-from ds_quant.policy.cost import Cluster
+from ds_quant.policy import model, refusals
+from ds_quant.policy.cost import Cluster, PricedParam
 from ds_quant.policy.gathers import FetchSettings
+from ds_quant.policy.model import Model
 from ds_quant.tools import forecast, probe
 from ds_quant.tools.cli import about, load
 from ds_quant.tools.forecast import GIGABIT, Buckets, Plan
@@ -47,8 +50,17 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         settings = _from_deepspeed(arguments.ds_config, load_codecs=arguments.load_codecs)
     missing: list[str] = []
     stage = arguments.stage or settings.stage or 3
-    dtype = _chosen("dtype", "bf16", arguments.dtype, settings, missing)
-    accumulation = _chosen("accumulation", 1, arguments.accumulation, settings, missing)
+    dtype = arguments.dtype or settings.dtype or "bf16"
+    accumulation = arguments.accumulation or settings.accumulation or 1
+    for name, value, key, fix in (
+        ("dtype", dtype, "bf16.enabled or fp16.enabled", "bf16, fp16 or fp32"),
+        ("accumulation", accumulation, "gradient_accumulation_steps", "the number of micro-steps"),
+    ):
+        if value == "auto":
+            missing.append(
+                f'--{name}: "auto" in the DeepSpeed config ({key} of {settings.path}), which only '
+                f"a Trainer fills in: give {fix}"
+            )
     if arguments.params is None and arguments.model_config is None:
         missing.append("no model: give --params 7b or --model-config config.json")
     if arguments.step is None:
@@ -60,66 +72,103 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     if missing:
         lines = "".join(f"\n  {line}" for line in missing)
         raise ValueError(missing[0] if len(missing) == 1 else f"{len(missing)} are missing:{lines}")
-    model = _model(arguments, _DTYPES[dtype])
+    of = _model(arguments, _DTYPES[dtype])
     with about(arguments.ds_config):
-        buckets = _buckets(settings.zero, model.hidden)
-    block = settings.block
+        buckets = _buckets(settings.zero, of.hidden)
+    block, zero = settings.block, settings.zero
     if block is not None:
-        _check_block(block, cluster, stage, arguments.ds_config)
-    tuned = block is not None and block.scheme == AUTOTUNE
-    return Plan(
-        model=model, dtype=_DTYPES[dtype], stage=stage, compute=arguments.step,
-        block=None if tuned else block,  # all that autotune chooses from has a row anyway
+        block.validate_stage(stage)
+        if block.node_size not in (None, cluster.node_size):
+            raise ConfigError(
+                f"{arguments.ds_config}: quantized_comm.node_size={block.node_size}: allowed here: "
+                f"--gpus, which is {cluster.node_size}; make them equal or leave node_size out"
+            )
+    exact = refusals.exact_gradient_reason(stage, lambda name: zero.get(name, True))
+    offloads = {name: refusals.section(zero, f"offload_{name}") for name in ("param", "optimizer")}
+    plan = Plan(
+        model=of, dtype=_DTYPES[dtype], stage=stage, compute=arguments.step,
+        # All that autotune chooses from has a row anyway.
+        block=None if block is None or block.scheme == AUTOTUNE else block,
         micro_steps=accumulation, cluster=cluster,
         allow_full_replica=block is not None and block.allow_full_replica,
-        exact_gradients=_keeps_gradients_exact(stage, settings.zero),
+        exact_gradients=exact is not None, buckets=buckets,
         gpu_memory=arguments.gpu_memory and arguments.gpu_memory * 1e9,
-        offloads=_offloads(settings.zero), buckets=buckets,
+        offloads=frozenset(n for n, found in offloads.items() if found.get("device") == "cpu"),
     )  # fmt: skip
+    return plan if arguments.measured is None else _measured(plan, arguments.measured)
 
 
-def _offloads(zero: dict[str, Any]) -> frozenset[str]:
-    """What is in host memory, of "param" and "optimizer"."""
-    sections = {name: zero.get(f"offload_{name}") for name in ("param", "optimizer")}
-    of = {name: found for name, found in sections.items() if isinstance(found, dict)}
-    return frozenset(name for name, found in of.items() if found.get("device") == "cpu")
+def _measured(plan: Plan, step: float) -> Plan:
+    """Give the slowest link the rate with which DeepSpeed as shipped takes ``step`` seconds."""
+    cluster, one_node = plan.cluster, plan.cluster.nodes == 1
+    name, ranks = ("intra_link", cluster.node_size) if one_node else ("link", cluster.nodes)
+    shipped = forecast.forecast(replace(plan, cluster=replace(cluster, **{name: float("inf")})))[0]
+    left = step - shipped.step_serial
+    if left <= 0:
+        raise ValueError(
+            f"--measured {step:g}: no longer than the {shipped.step_serial:.3g} s that compute and "
+            "everything but the link take: allowed: a whole step, with DeepSpeed as shipped"
+        )
+    rate = plan.counted * shipped.inter_bytes * (1 - 1 / ranks) / left
+    return replace(plan, cluster=replace(cluster, **{name: rate}))
 
 
-def _model(arguments: argparse.Namespace, dtype: torch.dtype) -> forecast.Model:
+def _model(arguments: argparse.Namespace, dtype: torch.dtype) -> Model:
     if arguments.model_config is None:
-        return forecast.of_size(arguments.params, dtype=dtype, trained=arguments.trained)
+        return model.of_size(arguments.params, dtype=dtype, trained=arguments.trained)
     with about(f"--model-config {arguments.model_config}"):
-        return forecast.of_config(arguments.model_config, dtype=dtype, trained=arguments.trained)
+        return of_config(arguments.model_config, dtype=dtype, trained=arguments.trained)
 
 
-def _keeps_gradients_exact(stage: int, zero: dict[str, Any]) -> bool:
-    return refusals.exact_gradient_reason(stage, lambda name: zero.get(name, True)) is not None
+def of_config(path: Path, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
+    """The model of a Hugging Face config.json, built without memory for its weights.
+
+    Raises:
+        ValueError: transformers is missing, or the file is no config of a causal language model.
+    """
+    settings = json.loads(path.read_text("utf-8"))
+    if not isinstance(settings, dict) or "model_type" not in settings:
+        raise ValueError("no model_type, allowed: a Hugging Face config")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model(**settings)
+        if not 1 <= config.num_hidden_layers <= 1000:  # which are built one by one
+            raise ValueError(f"num_hidden_layers={config.num_hidden_layers}: allowed: 1 to 1000")
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # a wrong field may raise anything
+        missing = isinstance(error, ImportError)
+        fix = ": pip install 'ds_quant[hf]', or give --params" if missing else ""
+        raise ValueError(shorten(f"{type(error).__name__}: {error}", 200) + fix) from error
+    cargo = tuple(
+        PricedParam(name, tuple(p.shape), dtype, True) for name, p in built.named_parameters()
+    )
+    numels = [p.numel() for p in built.parameters()]
+    name = f"{settings['model_type']} of {sum(numels) / 1e9:.3g} B parameters"
+    return Model(
+        name=model.named(name, trained), numel=sum(numels), layers=config.num_hidden_layers,
+        cargo=tuple(model.with_adapters(cargo, trained)), trained=round(sum(numels) * trained),
+        modules=len(numels), largest=max(numels), hidden=config.hidden_size,
+    )  # fmt: skip
 
 
 def _buckets(zero: dict[str, Any], hidden: int) -> Buckets:
     """Read bucket sizes from the section zero_optimization; "auto" as a Trainer fills it in."""
-    known = Buckets()
+    known, auto = Buckets(), {"reduce": hidden**2, "stage3_prefetch": 0.9 * hidden**2}
 
-    def read(key: str, default: int, automatic: float) -> int:
-        value = zero.get(key, default)
-        return int(automatic) if value == "auto" else _whole(f"zero_optimization.{key}", value, 0)
+    def read(key: str, default: int) -> int:
+        value, filled_in = (
+            zero.get(key, default),
+            auto.get(key.removesuffix("_bucket_size"), default),
+        )
+        return int(filled_in) if value == "auto" else _whole(f"zero_optimization.{key}", value, 0)
 
-    fetch = known.fetch
+    fetch = {key: read(f"stage3_{key}", value) for key, value in vars(known.fetch).items()}
     return Buckets(
-        reduce=read("reduce_bucket_size", known.reduce, hidden**2),
-        allgather=read("allgather_bucket_size", known.allgather, known.allgather),
-        persistence=read("stage3_param_persistence_threshold", known.persistence, 10 * hidden),
-        fetch=FetchSettings(
-            max_reuse_distance=read(
-                "stage3_max_reuse_distance", fetch.max_reuse_distance, fetch.max_reuse_distance
-            ),
-            max_live_parameters=read(
-                "stage3_max_live_parameters", fetch.max_live_parameters, fetch.max_live_parameters
-            ),
-            prefetch_bucket_size=read(
-                "stage3_prefetch_bucket_size", fetch.prefetch_bucket_size, 0.9 * hidden**2
-            ),
-        ),
+        reduce=read("reduce_bucket_size", known.reduce),
+        allgather=read("allgather_bucket_size", known.allgather),
+        fetch=FetchSettings(**fetch),
     )
 
 
@@ -129,34 +178,6 @@ def _whole(key: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or number < least or number % 1:
         raise ConfigError(f'{key}={show(value)}: allowed: whole numbers from {least}, or "auto"')
     return int(number)
-
-
-def _check_block(block: QuantizedCommConfig, cluster: Cluster, stage: int, path: Path) -> None:
-    """Refuse what the block could not do on this cluster."""
-    block.validate_stage(stage)
-    if block.node_size not in (None, cluster.node_size):
-        raise ConfigError(
-            f"{path}: quantized_comm.node_size={block.node_size}: allowed here: --gpus, which is "
-            f"{cluster.node_size}; make them equal or leave node_size out"
-        )
-
-
-_AUTO = {  # option -> key of the DeepSpeed config, what to give
-    "accumulation": ("gradient_accumulation_steps", "give the number of micro-steps"),
-    "dtype": ("bf16.enabled or fp16.enabled", "give bf16, fp16 or fp32"),
-}
-
-
-def _chosen(name: str, default: Any, given: Any, settings: _Settings, missing: list[str]) -> Any:
-    """An option, else what the DeepSpeed config says, else the usual value."""
-    found = getattr(settings, name)
-    if given is None and found == "auto":
-        key, fix = _AUTO[name]
-        missing.append(
-            f'--{name}: "auto" in the DeepSpeed config ({key} of {settings.path}), which only a '
-            f"Trainer fills in: {fix}"
-        )
-    return given or found or default
 
 
 def _from_deepspeed(path: Path | None, *, load_codecs: bool) -> _Settings:
@@ -176,16 +197,14 @@ def _from_deepspeed(path: Path | None, *, load_codecs: bool) -> _Settings:
                 f"{path_of((role, 'codec'))}={show(module)}: only its code knows its bytes: "
                 "give --load-codecs, which imports it, or leave codec out"
             )
-    sections = {n: s if isinstance(s := config.get(n), dict) else {} for n in ("bf16", "fp16")}
-    switches = [section.get("enabled") for section in sections.values()]
-    on = refusals.low_precision(config)
+    on, auto = refusals.low_precision(config), refusals.automatic_precision(config)
     zero = config.get("zero_optimization")
     accumulation = config.get("gradient_accumulation_steps")
     if accumulation not in (None, "auto"):
         accumulation = _whole("gradient_accumulation_steps", accumulation, 1)
     return _Settings(
         path=path, stage=stage, accumulation=accumulation,
-        dtype=on[0] if on else "auto" if "auto" in switches else "fp32", block=block,
+        dtype=on[0] if on else "auto" if auto else "fp32", block=block,
         zero=zero if isinstance(zero, dict) else {},
     )  # fmt: skip
 
@@ -197,22 +216,23 @@ def _cluster(arguments: argparse.Namespace, missing: list[str]) -> Cluster:
     nodes = arguments.nodes or (found and found.nodes) or 1
     node_size = arguments.gpus or (found and found.node_size) or 1
     between, inside = (found.inter, found.intra) if found else (None, None)
-    if nodes > 1 and arguments.link is None and between is None:
+    asked = arguments.measured is None
+    if nodes > 1 and arguments.link is None and between is None and asked:
         where = f"; {arguments.probe} was measured on one node" if found else ""
         missing.append(
             f"--link: Gb/s into one node is needed with {nodes} nodes{where}; typical: 10 and 25 "
-            "(Ethernet), 100 to 400 (InfiniBand, RoCE)"
+            "(Ethernet), 100 to 400 (InfiniBand, RoCE); or --measured, a step's seconds as it is"
         )
     if nodes * node_size == 1:
         missing.append("--nodes 1 --gpus 1: one rank sends nothing; allowed: 2 ranks or more")
-    if node_size > 1 and arguments.intra is None and inside is None:
+    if node_size > 1 and arguments.intra is None and inside is None and (asked or nodes > 1):
         missing.append(
             f"--intra: Gb/s into one GPU from its node, with {node_size} per node; typical: 200 "
             "(PCIe 4), 3600 (NVLink 4)"
         )
     latency = max((r.latency for r in (between, inside) if r is not None), default=2e-5)
     return Cluster(
-        nodes=nodes, node_size=node_size, flops=1.0, encode=arguments.encode,
+        nodes=nodes, node_size=node_size, encode=arguments.encode,
         link=_rate(arguments.link, between), intra_link=_rate(arguments.intra, inside),
         latency=latency if arguments.latency is None else arguments.latency,
     )  # fmt: skip

@@ -16,13 +16,13 @@ import re
 import socket
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_quant.comm.topology import Topology, default_node_size
 from ds_quant.config.errors import show
-from ds_quant.policy import autotune
-from ds_quant.policy.autotune import Rate
+from ds_quant.policy.autotune import Rate, rate_from, slowest
 from ds_quant.tools.cli import about
 
 SIZES = (1 << 10, 1 << 20, 1 << 23, 1 << 25)  # bytes from each rank; the first gives the latency
@@ -182,12 +182,17 @@ def _measure(arguments: argparse.Namespace) -> Found:
 
 def _rate_of(name: str, group: Any, topology: Topology, device: Any, rank: int) -> Rate:
     """Return the rate of the slowest rank, so that the estimate waits as the step would."""
+    import torch
+
     from ds_quant.comm.traffic import Traffic
     from ds_quant.comm.transport import Link
 
-    def show(nbytes: int) -> None:
+    link, found = Link(group, topology=topology, traffic=Traffic()), []
+    for nbytes in SIZES:
         if rank == 0 and sys.stderr.isatty():
             print(f"  {name}: {nbytes} bytes per rank", file=sys.stderr)
-
-    link = Link(group, topology=topology, traffic=Traffic())
-    return autotune.measure(link, SIZES, device, show=show)
+        payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        repeats = 20 if nbytes < 1 << 20 else 5
+        gather = partial(link.all_gather, payload, role="weights")
+        found.append(slowest(lambda gather=gather: gather().wait(), device, repeats=repeats))
+    return rate_from([nbytes * (link.size - 1) for nbytes in SIZES], found)

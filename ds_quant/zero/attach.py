@@ -17,20 +17,19 @@ import torch
 from ds_quant.codec.plugin import load
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Link
+from ds_quant.comm.transport import Fabric, Link
 from ds_quant.config.environment import VARIABLE
-from ds_quant.config.presets import AUTOTUNE, CANDIDATES
+from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import FallbackConfig, QuantizedCommConfig
 from ds_quant.kernels import dispatch
-from ds_quant.policy import autotune, refusals
-from ds_quant.policy.autotune import Candidate, Links, Place, Rate, codec_seconds, slice_pace
+from ds_quant.policy import autotune, choosing, refusals
 from ds_quant.policy.refusals import starts
 from ds_quant.zero import checkpoint, hooks, muon, muon_hooks, offload, optimizer_hooks, safety
 from ds_quant.zero.advice import advice, one_bucket
 from ds_quant.zero.cpu_overlap import LateReduction
 from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.fetch import Fetch
-from ds_quant.zero.gather_count import GatherCount
+from ds_quant.zero.gather_count import GatherCount, gathered_modules
 from ds_quant.zero.gradients import OwnerReduction, ShardReduction
 from ds_quant.zero.held import GradientBuckets, HeldGradients
 from ds_quant.zero.replica import Replica
@@ -52,74 +51,51 @@ from ds_quant.zero.world import broadcast
 
 
 def tune(binding: QuantizedEngine, config: QuantizedCommConfig) -> QuantizedCommConfig:
-    """Choose the scheme that suits this engine; adds the reason as a notice, and the pace of slices
-    on these links. A collective.
-    """
-    place = Place(
-        stage=binding.stage,
-        micro_steps=binding.engine.gradient_accumulation_steps(),
-        nodes=binding.topology.nodes,
-        node_size=binding.topology.node_size,
-        modules=sum(map(_is_gathered, binding.engine.module.modules())),
-        gathers=binding.gathers,
+    """Choose the scheme that suits this engine; adds the reason as a notice. A collective."""
+    topology, device = binding.topology, hooks.device()
+    exact = muon_hooks.exact_gradient_reason(binding.engine) is not None
+    fabric, work, seconds = _uncounted(binding.fabric(None), topology), _work(binding), {}
+    for name in _allowed(config, binding.stage, topology):
+        scheme = config.picked(name).to_scheme()
+        routes = replace(binding.routes, scheme=scheme, shipped_gradients=exact)
+        seconds[name] = autotune.step_seconds(routes, fabric, work, device)
+    seconds = broadcast(seconds, source=0)
+    binding.notices.append(autotune.reason(seconds))
+    return config.picked(autotune.choose(seconds))
+
+
+def _allowed(config: QuantizedCommConfig, stage: int, topology: Topology) -> list[str]:
+    """List candidates that start-up would not refuse."""
+    where = {"stage": stage, "world": topology.world, "node_size": topology.node_size}
+    place = choosing.Place(stage, topology.nodes, topology.node_size, config.allow_full_replica)
+    return [name for name in choosing.tuned(place) if starts(config.picked(name), **where)]
+
+
+def _uncounted(fabric: Fabric, topology: Topology) -> Fabric:
+    """Return links of their own, so that nothing is counted as training."""
+    links = (
+        link
+        and Link(link.process_group, topology=topology, traffic=Traffic(), backend=link.backend)
+        for link in (fabric.whole, fabric.intra, fabric.inter)
     )
-    links = _links(binding)
-    found = [_candidate(binding, config.picked(name), place) for name in _allowed(config, place)]
-    choice = autotune.choose(found, place, links)
-    (chosen,) = (c for c in found if c.name == choice.scheme)
-    pace = slice_pace(chosen, place, links, hooks.device())
-    scheme, reason, pace = broadcast((choice.scheme, choice.reason(links), pace), source=0)
-    binding.notices.append(reason)
-    if pace is not None:
-        binding.slicing = replace(binding.slicing, pace=pace)
-    return config.picked(scheme)
+    return Fabric(*links)
 
 
-def _is_gathered(module: torch.nn.Module) -> bool:
-    """Whether the module has parameters of its own that do not stay gathered."""
-    return any(not getattr(p, "ds_persist", True) for p in module.parameters(recurse=False))
-
-
-def _allowed(config: QuantizedCommConfig, place: Place) -> list[str]:
-    """Drop candidates that start-up would refuse."""
-    where = {"world": place.nodes * place.node_size, "node_size": place.node_size}
-    return [n for n in CANDIDATES if starts(config.picked(n), stage=place.stage, **where)]
-
-
-def _links(binding: QuantizedEngine) -> Links:
-    """Measure both levels on separate links, so that nothing is counted as training."""
-    fabric, topology = binding.fabric(None), binding.topology  # None: the world
-    intra, inter = fabric.intra, fabric.inter
-    if intra is None and topology.nodes == 1:
-        intra = fabric.whole
-    elif inter is None:
-        inter = fabric.whole
-    rates: list[Rate | None] = []
-    for link in (intra, inter):
-        if link is None:
-            rates.append(None)
-            continue
-        uncounted = Link(link.process_group, topology=topology, traffic=Traffic())
-        rates.append(autotune.measure_shortly(uncounted, hooks.device()))
-    inside, between = rates
-    if between is not None:  # every rank of a node receives its own share at the same time
-        whole = between.bytes_per_second * topology.node_size
-        between = Rate(bytes_per_second=whole, latency=between.latency)
-    return Links(intra=inside, inter=between)
-
-
-def _candidate(binding: QuantizedEngine, config: QuantizedCommConfig, place: Place) -> Candidate:
-    scheme = config.to_scheme()
-    dtypes = [p.dtype for p in binding.engine.module.parameters() if p.is_floating_point()]
-    speeds = autotune.speeds_of(
-        scheme,
-        weights=dtypes[0] if dtypes else torch.float32,
-        gradients=hooks.gradient_dtype(binding.engine),
-        device=hooks.device(),
-    )
-    shipped = muon_hooks.exact_gradient_reason(binding.engine) is not None
-    codec = codec_seconds(scheme, speeds, place, shipped_gradients=shipped)
-    return Candidate(name=config.scheme, bill=binding.bill(scheme), codec=codec)
+def _work(binding: QuantizedEngine) -> autotune.Work:
+    engine, params = binding.engine, list(binding.engine.module.parameters())
+    numels = [hooks.shape_of(p).numel() for p in params]
+    trained = sum(n for p, n in zip(params, numels, strict=True) if p.requires_grad)
+    numel, gather = trained, engine.zero_allgather_bucket_size()
+    if binding.stage == 3:
+        numel = sum(numels)
+        gather = numel // max(1, gathered_modules(engine.module))
+    dtypes = [p.dtype for p in params if p.is_floating_point()]
+    return autotune.Work(
+        numel=numel, trained=trained, gather=min(gather, numel),
+        bucket=min(engine.zero_reduce_bucket_size(), trained),
+        dtype=dtypes[0] if dtypes else torch.float32, gradients=hooks.gradient_dtype(engine),
+        micro_steps=engine.gradient_accumulation_steps(), gathers=binding.gathers,
+    )  # fmt: skip
 
 
 # ---- attach ----
@@ -429,10 +405,11 @@ def report(engine: Any) -> dict[str, Any] | None:
         weights or gradients and link intra or inter (node), collectives[role], not_counted (roles
         that both leave out, because DeepSpeed sends them its own way),
         gathers (of an element per micro-step under ZeRO-3, predicted and after the first steps
-        counted, else 1), full_precision_share (0 to 1, of wire bytes), expected_bytes and
-        expected_intra_bytes (per parameter and optimizer step, volumes as in ``cost``),
-        expected_most_bytes (the same at most: exact differences of weights are as long as the
-        training makes them), lossless_bits (per weight, as measured so far, None without exact
+        counted, else 1), full_precision_share (0 to 1, of wire bytes), saved_bytes[role][link]
+        (that full precision would have received besides, by formula), expected_bytes_per_param and
+        expected_intra_bytes_per_param (per optimizer step, volumes as in ``cost``),
+        expected_most_bytes_per_param (the same at most: exact differences of weights are as long as
+        the training makes them), lossless_bits (per weight, as measured so far, None without exact
         differences), lossless_padding (what moves besides them, a share of them), kept_bytes
         and expected_kept_bytes (memory on this rank that the scheme keeps between steps, host
         memory where parameters are offloaded),

@@ -317,15 +317,16 @@ class QuantizedEngine:
         """
         cross = {"cross": self.scheme.block.gradients.cross}
         plain = parse_block({"scheme": "full_precision", "gradients": cross}).to_scheme()
-        found = self.bill(plain).received(
-            self.stage,
-            micro_steps=self.engine.gradient_accumulation_steps(),
-            nodes=self.topology.nodes,
-            node_size=self.topology.node_size,
-        )
+        found = self.received_by_formula(self.bill(plain))
         if muon_hooks.exact_gradient_reason(self.engine) is not None:
             found["gradients"] = {"intra": 0.0, "inter": 0.0}  # DeepSpeed's, which nobody counts
         return found
+
+    def received_by_formula(self, bill: Costs) -> dict[str, dict[str, float]]:
+        """Bytes that come to a rank per optimizer step, by role and link as in ``Traffic``."""
+        often = {"micro_steps": self.engine.gradient_accumulation_steps()}
+        where = {"nodes": self.topology.nodes, "node_size": self.topology.node_size}
+        return bill.received(self.stage, **often, **where)
 
     def bill(self, scheme: Scheme | None = None) -> Costs:
         """Price a step of the engine's scheme, or of another, in bytes per parameter."""
@@ -342,12 +343,8 @@ class QuantizedEngine:
             for p in self.all_params()
         ]
         return bill(
-            scheme or self.scheme,
-            self.stage,
-            cargo,
-            ranks=self.topology.world,
-            node_size=self.topology.node_size,
+            scheme or self.scheme, self.stage, cargo, ranks=self.topology.world,
+            node_size=self.topology.node_size, gathers=self.gathers,
             gradient_dtype=hooks.gradient_dtype(self.engine),
             shipped_gradients=muon_hooks.exact_gradient_reason(self.engine) is not None,
-            gathers=self.gathers,
-        )
+        )  # fmt: skip

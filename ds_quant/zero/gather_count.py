@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_quant.policy.gathers import FetchSettings, Module, Unit, mean_gathers
+from ds_quant.policy.gathers import FetchSettings
 from ds_quant.zero import hooks, log
 
 _RECORDING = 2  # micro-steps, see [Note: what is counted]
@@ -20,23 +20,21 @@ _CLOSE = 0.03  # a relative error that is not logged
 
 
 def predicted_gathers(engine: Any) -> float:
-    """Predict gathers of an element per micro-step by the rules of ``policy.gathers``."""
+    """Predict gathers of an element per micro-step by the rule of ``policy.gathers``."""
     settings = FetchSettings(
         max_reuse_distance=engine.zero_max_reuse_distance(),
         max_live_parameters=engine.zero_max_live_parameters(),
         prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
     )
-    accumulation = engine.gradient_accumulation_steps()
-    return mean_gathers(_outline(engine.module), settings, micro_steps=accumulation)
+    numel = sum(hooks.shape_of(p).numel() for p in engine.module.parameters())
+    return settings.gathers(numel, gathered_modules(engine.module))
 
 
-def _outline(module: torch.nn.Module) -> Module:
+def gathered_modules(module: torch.nn.Module) -> int:
+    """Count the modules whose own parameters ZeRO-3 gathers, each by itself."""
     whole = hooks.is_gathered_whole(module)
-    units = (
-        Unit(id(p), hooks.shape_of(p).numel(), bool(getattr(p, "ds_persist", False)))
-        for p in module.parameters(recurse=whole)
-    )
-    return Module(tuple(units), () if whole else tuple(map(_outline, module.children())))
+    own = any(not getattr(p, "ds_persist", True) for p in module.parameters(recurse=whole))
+    return own + (0 if whole else sum(map(gathered_modules, module.children())))
 
 
 class GatherCount:

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 
 from ds_quant.config.errors import did_you_mean
+from ds_quant.config.presets import preset_groups
+from ds_quant.config.schema import parse_block
 from ds_quant.kernels import dispatch
+from ds_quant.policy import choosing
 from ds_quant.policy.cost import LABELS, Costs, shipped_bytes
 from ds_quant.policy.scheme import matches
 from ds_quant.zero import hooks, log, muon_hooks, offload
@@ -17,6 +20,7 @@ _ONE_NODE = (
     "weights are sent in full precision: this scheme compresses them between nodes only, and there "
     "is one node;"
 )
+_LESS = 0.9  # of the bytes: a scheme that sends more than that is not worth a sentence
 
 
 def start_line(binding: QuantizedEngine) -> str:
@@ -70,7 +74,24 @@ def start_line(binding: QuantizedEngine) -> str:
     if costs.varies:
         most = costs.step_bytes(stage, micro_steps=micro_steps, most=True)
         parts.append(f"traffic depends on the learning rate: {most:.2f} B/param/step at most")
-    return "; ".join([*parts, *_why_weights_stay(binding), *binding.notices])
+    return "; ".join([*parts, *_why_weights_stay(binding), *_advised(binding), *binding.notices])
+
+
+def _advised(binding: QuantizedEngine) -> list[str]:
+    """Name the scheme that is advised between these nodes, if it sends clearly less."""
+    stage, topology, block = binding.stage, binding.topology, binding.scheme.block
+    place = choosing.Place(stage, topology.nodes, topology.node_size, block.allow_full_replica)
+    lossy = binding.scheme.gradients is not None and block.scheme in preset_groups()[""]
+    if topology.nodes == 1 or not lossy or block.scheme in choosing.candidates(place):
+        return []
+    best = choosing.tuned(place)[-1]
+    ours, theirs = binding.bill(), binding.bill(parse_block({"scheme": best}).to_scheme())
+    often = {"micro_steps": binding.engine.gradient_accumulation_steps()}
+    less = theirs.step_bytes(stage, **often)
+    if less > _LESS * ours.step_bytes(stage, **often):
+        return []
+    keeps = f", and keeps {theirs.memory:.2f} more" if theirs.memory > ours.memory else ""
+    return [f'advised here: scheme "{best}", which sends {less:.2f} B/param/step{keeps}']
 
 
 def _unquantized(binding: QuantizedEngine, costs: Costs) -> str:
@@ -126,11 +147,21 @@ def _idle_patterns(binding: QuantizedEngine) -> list[str]:
     return sentences
 
 
+def _saved(binding: QuantizedEngine, bill: Costs) -> dict[str, dict[str, float]]:
+    """Bytes that full precision would have received besides, in as many steps: by formula."""
+    plain, own = binding.received_in_full_precision(), binding.received_by_formula(bill)
+    return {
+        role: {at: nbytes * (plain[role][at] / own[role][at] - 1) if own[role][at] else 0.0
+               for at, nbytes in links.items()}
+        for role, links in binding.traffic.received.items()
+    }  # fmt: skip
+
+
 def figures(binding: QuantizedEngine) -> dict[str, Any]:
     """See ``ds_quant.report``."""
     bill, engine = binding.bill(), binding.engine
     exact = muon_hooks.exact_gradient_reason(engine) is not None
-    micro_steps = engine.gradient_accumulation_steps()
+    often = {"micro_steps": engine.gradient_accumulation_steps()}
     return {
         "scheme": binding.scheme.name,
         "stage": binding.stage,
@@ -140,13 +171,14 @@ def figures(binding: QuantizedEngine) -> dict[str, Any]:
         "steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
         "received_bytes": {r: dict(links) for r, links in binding.traffic.received.items()},
+        "saved_bytes": _saved(binding, bill),
         "collectives": dict(binding.traffic.collectives),
         "not_counted": ["gradients"] if exact else [],
         "gathers": binding.gathers,
         "full_precision_share": bill.full_precision_share,
-        "expected_bytes": bill.step_bytes(binding.stage, micro_steps=micro_steps),
-        "expected_intra_bytes": bill.intra_bytes(binding.stage, micro_steps=micro_steps),
-        "expected_most_bytes": bill.step_bytes(binding.stage, micro_steps=micro_steps, most=True),
+        "expected_bytes_per_param": bill.step_bytes(binding.stage, **often),
+        "expected_intra_bytes_per_param": bill.intra_bytes(binding.stage, **often),
+        "expected_most_bytes_per_param": bill.step_bytes(binding.stage, **often, most=True),
         "lossless_bits": binding.traffic.exact.bits,
         "lossless_padding": binding.traffic.exact.padding,
         "kept_bytes": 0 if binding.node is None else binding.node.nbytes(),

@@ -81,7 +81,8 @@ def facts(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ]
         found.append({
             "gathers": [r["gathers"] for r in reports], "params": reports[0]["params"],
-            "received": received[-1] - received[-2], "expected": reports[-1]["expected_bytes"],
+            "received": received[-1] - received[-2],
+            "expected": reports[-1]["expected_bytes_per_param"],
             "lines": [reports[0]["line"], reports[-1]["line"]], "logged": logged,
         })  # fmt: skip
         engine.destroy()
@@ -108,11 +109,12 @@ PREDICTED = [
 
 
 def test_gathers_are_predicted_whether_weights_stay_for_backward_or_not() -> None:
+    """Of eight matrices, one that is gathered once more or less is an eighth."""
     needs.deepspeed("0.19", "fetches by rules of its own; what is counted corrects the line")
     every = run(facts, 2, PREDICTED, timeout=240)
     for case, *ranks in zip(PREDICTED, *every, strict=True):
         for found in ranks:
-            assert found["gathers"][0] == pytest.approx(found["gathers"][-1], rel=0.005), case
+            assert found["gathers"][0] == pytest.approx(found["gathers"][-1], abs=0.3), case
         counted = sum(found["received"] for found in ranks) / 2 / found["params"]
         # Nobody counts what DeepSpeed gathers of persistent parameters by itself.
         assert counted == pytest.approx(found["expected"] / 2, rel=0.02), case
@@ -143,22 +145,21 @@ def test_what_was_predicted_wrongly_is_counted_corrected_and_told_once() -> None
 
 
 def tuned(zero: dict[str, int]) -> float:
-    """Gathers with which autotune prices its candidates."""
+    """Gathers with which autotune counts a step of its candidates."""
     from ds_quant.policy import autotune
 
-    choose, seen = autotune.choose, []
+    step_seconds, seen = autotune.step_seconds, []
 
-    def noted(candidates: Any, place: Any, links: Any) -> Any:
-        seen.append((place.gathers, {c.bill.gathers for c in candidates}))
-        return choose(candidates, place, links)
+    def noted(routes: Any, fabric: Any, work: Any, device: Any) -> float:
+        seen.append(work.gathers)
+        return step_seconds(routes, fabric, work, device)
 
-    autotune.choose = noted
+    autotune.step_seconds = noted
     build(settings(3, {"scheme": "autotune"}, dtype="bf16", zero=zero), Tower)
-    ((gathers, priced),) = seen
-    assert priced == {gathers}
-    return gathers
+    assert len(seen) == 2 and len(set(seen)) == 1
+    return seen[0]
 
 
-def test_autotune_prices_the_gathers_that_the_settings_bring() -> None:
+def test_autotune_counts_the_gathers_that_the_settings_bring() -> None:
     assert run(tuned, 2, DEFAULT) == [1.0, 1.0]
-    assert min(run(tuned, 2, zero(0, 0, 0))) > 2
+    assert run(tuned, 2, zero(0, 0, 0)) == [2.0, 2.0]

@@ -123,7 +123,7 @@ def test_zero3_reduces_by_the_scheme_and_counts_what_muon_gathers() -> None:
         assert report["not_counted"] == []
         share = MATRICES / report["params"]
         assert f"itself, exactly: {8 * share:.2f} B/param/step" in report["line"]
-        assert report["expected_bytes"] > 8 * share
+        assert report["expected_bytes_per_param"] > 8 * share
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])

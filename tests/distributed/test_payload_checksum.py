@@ -193,4 +193,4 @@ def test_checksums_change_no_bit_and_cost_sixteen_bytes_per_message(
             assert after - before == 16 * messages, role
         assert "every message carries a checksum" in sealed[2]["line"]
         assert "checksum" not in plain[2]["line"]
-        assert plain[2]["expected_bytes"] == sealed[2]["expected_bytes"]
+        assert plain[2]["expected_bytes_per_param"] == sealed[2]["expected_bytes_per_param"]

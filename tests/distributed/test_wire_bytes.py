@@ -168,7 +168,7 @@ def test_counted_bytes_are_beta_times_the_volume(topology: Topology, case: Case)
     report = ranks[0]["report"]
     assert report["params"] == NUMEL and report["node_size"] == node_size
     between = sum(outer for outer, _ in expected.values())
-    assert report["expected_bytes"] == pytest.approx(between, rel=0.01)
+    assert report["expected_bytes_per_param"] == pytest.approx(between, rel=0.01)
     near, away = 1 - 1 / node_size, (1 - 1 / nodes) / node_size
     for role, (outer, inner) in expected.items():
         inside = near * (outer if nodes == 1 else inner)

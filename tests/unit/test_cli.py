@@ -42,7 +42,7 @@ def blocks(**block: object) -> dict:
             "random_shift rounding", "parameters under 2048 elements, names matching a.*",
             "the first 10 steps are in full precision"], "node shard"),
         (blocks(scheme="sdp4bit", weights={"lossless": True}), "", [
-            "weights: exact differences, 2.9 bits per element at a learning rate of 3e-4, 16 ",
+            "weights: exact differences, 2.36 bits per element at a learning rate of 3e-4, 16 ",
             "gradients: 4-bit absmax codes, groups of 128"], "node shard"),
         # 3 bits, and 2 bytes of scale per 128 elements
         ({"zero_optimization": {"stage": 3}, "quantized_comm": {"scheme": "eden3"}}, "", [
@@ -54,7 +54,7 @@ def blocks(**block: object) -> dict:
         (blocks(scheme="full_precision"), "",
          ["weights: full precision\ngradients: full precision"], "bytes per element"),
         (blocks(scheme="autotune", exclude=["a.*"], allow_full_replica=True), "", [
-            "scheme: full_precision, qsdp, sdp4bit, as links and codecs measured",
+            "scheme: full_precision or eden4, whichever is measured",
             "names matching a.*"], "bytes per element"),
         (blocks(scheme="autotune", allow_full_replica=True), "--json", ["{"], '"node_shard"'),
         (blocks(scheme="autotune", allow_full_replica=True), "--json", ["{"], '"weights"'),
@@ -75,6 +75,52 @@ def test_validate_says_what_the_block_means(
     assert main(["validate", write(tmp_path, config), *options.split()]) == 0
     out = capsys.readouterr().out
     assert [text for text in said if text not in out] == [] and not_said not in out, out
+
+
+AUTO_3 = SDP4BIT_3 | {"bf16": {"enabled": "auto"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "said", "not_said"),
+    [
+        (AUTO_3, "node shard: 2 / (ranks per node)", "4 bytes"),
+        (AUTO_3 | {"bf16": {"enabled": False}}, "full precision (4 bytes each)", "shard: 2"),
+        (AUTO_3, "micro-step, between nodes of several ranks once per step", "Hugging Face"),
+        (blocks(scheme="zeropp"), "gradients reduced every micro-step", "once per step"),
+        (blocks() | {"zero_optimization": {"stage": 1}}, "once per step", "between nodes of"),
+        ('{"zero_optimization": {"stage": 2},\n "quantized_comm": {},}',
+         "DeepSpeed reads this file, Hugging Face does not: line 2: ", "mistakes"),
+    ],
+)  # fmt: skip
+def test_validate_counts_bytes_and_crossings_as_they_are(
+    tmp_path, capsys, config: object, said: str, not_said: str
+) -> None:
+    assert main(["validate", write(tmp_path, config)]) == 0
+    out = capsys.readouterr().out
+    assert said in out and not_said not in out, out
+
+
+def test_validate_tells_all_conflicts_at_once(tmp_path, capsys) -> None:
+    gaussian = {"range": "gaussian", "bits": 5, "group_size": 64, "rotation": 0}
+    learned = {"levels": "learned", "rounding": "random_shift", "range": "absmax"}
+    zero = {"stage": 3, "zero_quantized_weights": True, "mics_shard_size": 2}
+    block = {"gradients": gaussian, "weights": learned}
+    path = write(tmp_path, {"zero_optimization": zero, "quantized_comm": block})
+    assert main(["validate", path]) == 1
+    said = capsys.readouterr().err
+    assert "9 mistakes in the DeepSpeed config" in said, said
+    fine = {"scheme": "sdp4bit", "node_shard": False, "node_size": 3}
+    path = write(tmp_path, {"zero_optimization": zero, "quantized_comm": fine})
+    assert main(["validate", path, "--world", "8"]) == 1
+    said = capsys.readouterr().err
+    for text in ("conflicts with", "ZeRO++ and quantized_comm", "MiCS", "allowed with 8 ranks"):
+        assert text in said
+
+
+@pytest.mark.parametrize("text", ["zero_optimization:\n  stage: 2\n", "# a\n---\nbf16: {a: 1}\n"])
+def test_yaml_is_recognized(tmp_path, capsys, text: str) -> None:
+    assert main(["validate", write(tmp_path, text)]) == 1
+    assert "YAML, and DeepSpeed reads JSON" in capsys.readouterr().err
 
 
 def test_validate_accepts_every_shipped_config(capsys) -> None:

@@ -11,6 +11,7 @@ from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import parse_block
 from ds_quant.policy.route import Routes
 from ds_quant.zero import engine as module
+from ds_quant.zero import report
 from ds_quant.zero.engine import QuantizedEngine, SchemeState
 
 TWO_HOPS, ONE_HOP = ("intra", "inter"), ("whole",)
@@ -95,6 +96,12 @@ def test_what_is_saved_is_compared_with_full_precision_that_crosses_as_often(
     ]
     made.gathers = 1.0
     found = made.received_in_full_precision()["gradients"]
+    own = made.received_by_formula(made.bill())
+    steps = {role: {at: 3 * n for at, n in links.items()} for role, links in own.items()}
+    made.traffic = SimpleNamespace(received=steps)
+    saved = report._saved(made, made.bill())["gradients"]
+    for at in ("inter", "intra"):
+        assert saved[at] == pytest.approx(3 * (found[at] - own["gradients"][at]))
     crossings = 1 if cross == "step" else 2
     assert found["inter"] == crossings * 4 * 64 * 64 / 2 / 2
     assert found["intra"] == 2 * 4 * 64 * 64 / 2

@@ -16,26 +16,25 @@ LINKS = ("10", "25", "100", "400")
 LORA = "--params 7b --trained 0.01 --step 3"
 KEPT = f"--ds-config {shlex.quote(str(ROOT / 'configs' / 'ds_lora_zero3.json'))}"
 ROWS = {  # what the README says of a plan -> its options, the row of estimate
-    ("LoRA, 7 B, ZeRO-3", "2 x 1", "`qsdp`"): (f"{LORA} --stage 3 --nodes 2 --gpus 1", "qsdp"),
     ("LoRA, 7 B, ZeRO-3", "2 x 4", "`ds_lora_zero3.json`"): (
         f"{LORA} {KEPT} --dtype bf16 --accumulation 1 --nodes 2 --gpus 4 --intra 200",
         "your block (qsdp)",
     ),
-    ("fine-tuning, 1 B, ZeRO-2", "2 x 1", "`sdp4bit`"): (
+    ("fine-tuning, 1 B, ZeRO-2", "2 x 1", "`eden4`"): (
         "--params 1b --stage 2 --nodes 2 --gpus 1 --step 0.6",
-        "sdp4bit",
+        "eden4",
     ),
-    ("fine-tuning, 7 B, ZeRO-3", "2 x 8", "`sdp4bit`"): (
+    ("fine-tuning, 7 B, ZeRO-3", "2 x 8", "`eden4`"): (
         "--params 7b --stage 3 --nodes 2 --gpus 8 --intra 1800 --step 4.2",
-        "sdp4bit",
+        "eden4",
     ),
-    ("pre-training, 1 B, ZeRO-2", "8 x 1", "`sdp4bit`"): (
+    ("pre-training, 1 B, ZeRO-2", "8 x 1", "`eden4`"): (
         "--params 1b --stage 2 --nodes 8 --gpus 1 --step 0.6",
-        "sdp4bit",
+        "eden4",
     ),
-    ("pre-training, 7 B, ZeRO-3", "8 x 8", "`sdp4bit`"): (
+    ("pre-training, 7 B, ZeRO-3", "8 x 8", "`eden4`"): (
         "--params 7b --stage 3 --nodes 8 --gpus 8 --intra 1800 --step 4.2",
-        "sdp4bit",
+        "eden4",
     ),
 }
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ import torch
 from ds_quant.config.presets import RENAMED, preset_names
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import cost
-from ds_quant.policy.gathers import FetchSettings, Module, Unit, mean_gathers
-from ds_quant.tools.forecast import block_cargo
+from ds_quant.policy.model import block_cargo
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -37,14 +35,14 @@ TURNS = 0.15  # of the compute hides messages where ranks take turns: see [Note:
 AHEAD = 0.5  # the same where parameters are fetched ahead
 
 
-@cache
-def gathers(layers: int, width: int, reuse: int, prefetch: int) -> float:
-    """Of the weights in a micro-step under ZeRO-3: speed.py's blocks are gathered whole."""
-    cargo = block_cargo(width, dtype=torch.bfloat16)
-    numel = sum(torch.Size(item.shape).numel() for item in cargo)
-    blocks = tuple(Module((Unit(i, numel),)) for i in range(layers))
-    settings = FetchSettings(max_reuse_distance=reuse, prefetch_bucket_size=prefetch)
-    return mean_gathers(Module((), blocks), settings)
+def gathers(point: dict[str, Any], micro_steps: int) -> float:
+    """Of the weights in a micro-step, from the bytes into a node that were counted in full
+    precision: 2 per gather and crossing of gradients, less what the node has.
+    """
+    nodes, node_size = map(int, point["topology"].split("x"))
+    (counted,) = {r["counted_bytes"] for r in point["rows"] if r["scheme"] == "full_precision"}
+    crossings = 1 if node_size > 1 else micro_steps
+    return (counted / (1 - 1 / nodes) / 2 - crossings) / micro_steps
 
 
 def predicted(point: dict[str, Any], row: dict[str, Any], local: float, given: Any) -> float:
@@ -57,23 +55,17 @@ def predicted(point: dict[str, Any], row: dict[str, Any], local: float, given: A
         parse_block(with_overrides({"scheme": entry.name}, entry.overrides)).to_scheme(), stage,
         block_cargo(given["width"], dtype=torch.bfloat16), ranks=nodes * node_size,
         node_size=node_size, gradient_dtype=torch.bfloat16,
-        gathers=gathers(given["layers"], given["width"], given.get("reuse_distance", 0), ahead),
-    )  # fmt: skip
-    cluster = cost.Cluster(
-        nodes=nodes, node_size=node_size, link=row["rate"] * 1e6 / 8, intra_link=float("inf"),
-        flops=1.0,
+        gathers=gathers(point, micro_steps) if stage == 3 else 1.0,
     )  # fmt: skip
     moved, next_one = (bill.step_bytes(stage, micro_steps=micro_steps + i) for i in (0, 1))
     each = next_one - moved  # micro-step
-    often, once = (
-        cost.predict(cost.Volume(inter=b), cluster, numel=point["parameters"], tokens=1)
-        for b in (each, moved - each * micro_steps)
-    )
+    wire = point["parameters"] * (1 - 1 / nodes) / (row["rate"] * 1e6 / 8)
+    often, once = each * wire, (moved - each * micro_steps) * wire
     takes_turns = stage == 3 and nodes > 1 and node_size > 1
     share = AHEAD if ahead and stage == 3 else TURNS if takes_turns else 0.0
     hidden = local * share / micro_steps
-    exposed = micro_steps * max(0.0, often.communication - hidden)
-    exposed += max(0.0, once.communication - max(0.0, hidden - often.communication))
+    exposed = micro_steps * max(0.0, often - hidden)
+    exposed += max(0.0, once - max(0.0, hidden - often))
     return local + exposed
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from ds_quant.codec.codec import CastCodec, GroupCodec
 from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels.wire import ceil_div, round_up
-from ds_quant.policy.autotune import Place, Speed, Speeds, codec_seconds
 from ds_quant.policy.cost import LOSSLESS_BITS, PricedParam, bill
 from ds_quant.policy.route import Hop, Route, Routes, times
 from ds_quant.policy.scheme import Scheme
@@ -239,31 +237,3 @@ def test_gradients_without_a_codec_stay_exact_inside_a_node_too() -> None:
     assert route.is_exact and route.rotation is None
     costs = bill(scheme, 2, CARGO[:1], ranks=4, node_size=2, gradient_dtype=BF16)
     assert costs.gradients == costs.gradients_intra == 2
-    speeds = Speeds(**{
-        field: Speed(encode=seconds, decode=0.0)
-        for field, seconds in (
-            ("weights", 0.0), ("weights_intra", 0.0), ("gradients", 1.0), ("gradients_intra", 1.0)
-        )
-    })  # fmt: skip
-    place = Place(stage=2, micro_steps=1, nodes=2, node_size=2)
-    assert codec_seconds(scheme, speeds, place) == 0.5 + 0.25
-
-
-def test_gradients_on_deepspeeds_own_path_take_no_codec(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With reduce_scatter off, autotune charges no scheme for gradients that it does not encode."""
-    from ds_quant.zero import attach
-
-    speed = {"weights": 3.0, "weights_intra": 0.0, "gradients": 5.0, "gradients_intra": 5.0}
-    speeds = Speeds(**{name: Speed(encode=s, decode=0.0) for name, s in speed.items()})
-    monkeypatch.setattr(attach.autotune, "speeds_of", lambda *args, **how: speeds)
-    monkeypatch.setattr(attach.hooks, "gradient_dtype", lambda engine: BF16)
-    monkeypatch.setattr(attach.hooks, "device", lambda: torch.device("cpu"))
-    place = Place(stage=2, micro_steps=4, nodes=2, node_size=1)
-    costs = {}
-    for reason in (None, "zero_optimization.reduce_scatter is false"):
-        monkeypatch.setattr(attach.muon_hooks, "exact_gradient_reason", lambda engine, r=reason: r)
-        engine = SimpleNamespace(module=torch.nn.Linear(2, 2))
-        binding = SimpleNamespace(engine=engine, bill=lambda scheme: None)
-        found = attach._candidate(binding, parse_block({"scheme": "qsdp"}), place)
-        costs[reason is None] = found.codec
-    assert costs == {True: 3.0 / 2 + 4 * 5.0, False: 3.0 / 2}

@@ -1,0 +1,63 @@
+"""One advice: README, docs/choosing.md, estimate, autotune and validate say the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from ds_quant.config.presets import preset_groups
+from ds_quant.config.schema import parse_block
+from ds_quant.policy import choosing
+from ds_quant.policy.choosing import BETWEEN, Place, candidates, recommended, tuned
+from ds_quant.policy.refusals import starts
+from ds_quant.tools.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+README, CHOOSING = ((ROOT / page).read_text("utf-8") for page in ("README.md", "docs/choosing.md"))
+PLACES = [Place(s, n, g) for s, n, g in product((1, 2, 3), (1, 2, 8), (1, 8)) if n * g > 1]
+
+
+def test_the_table_of_the_page_is_the_table() -> None:
+    assert choosing.markdown() in CHOOSING, choosing.markdown()
+
+
+@pytest.mark.parametrize("row", re.findall(r"^\| (?:fine-|pre-)[^\n]*$", README, re.MULTILINE))
+def test_the_readme_shows_what_is_advised(row: str) -> None:
+    what, size, scheme = (cell.strip(" `") for cell in row.split("|")[1:4])
+    nodes, gpus = map(int, size.split(" x "))
+    place = Place(int(what[-1]), nodes, gpus)
+    assert {recommended(place, link) for link in (10, 25, 100, 400)} == {scheme}
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_what_is_advised_starts_and_is_among_the_schemes_that_a_user_meets(place: Place) -> None:
+    found = candidates(place)
+    assert found[0] == "full_precision" and set(found) <= set(preset_groups()[""])
+    for name in found:
+        block = parse_block({"scheme": name})
+        where = {"world": place.nodes * place.node_size, "node_size": place.node_size}
+        assert starts(block, stage=place.stage, **where)
+        assert (name in tuned(place)) == (not block.weights.exactly_differ)
+    assert "full_precision" in tuned(place)
+
+
+def test_who_accepts_a_full_replica_is_advised_as_if_a_node_had_several_gpus() -> None:
+    alone = Place(3, 2, 1)
+    assert (
+        candidates(alone) != candidates(alone._replace(replica=True)) == candidates(Place(3, 2, 8))
+    )
+
+
+@pytest.mark.parametrize("row", BETWEEN, ids=lambda row: row.link)
+@pytest.mark.parametrize("place", [p for p in PLACES if p.nodes > 1], ids=str)
+def test_estimate_takes_what_is_advised_for_its_link(capsys, place: Place, row: object) -> None:
+    link = re.match(r"\d+", row.link).group()
+    options = f"--params 7b --nodes {place.nodes} --gpus {place.node_size} --stage {place.stage}"
+    options += f" --link {link} --intra 1800 --step 0.5 --json"
+    assert main(["estimate", *options.split()]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert best == recommended(place, float(link)) or row.ask and best == "deepspeed as shipped"

@@ -120,7 +120,7 @@ def training(dry: bool) -> list[Section]:
     Kernels are compiled first: several processes would compile the same ones.
     """
     device = ("--device", "cpu" if dry else "cuda")
-    numel, steps = ("100000", "3") if dry else (str(1 << 26), "20")
+    steps = "3" if dry else "20"
     schemes = ("full_precision", "qsdp", "sdp4bit", "zeropp", "lossless_w_g3", "eden3")
     schemes = ("qsdp", "lossless_w_g3") if dry else schemes
     cupy = ("torch",) if dry else _CUPY
@@ -146,16 +146,12 @@ def training(dry: bool) -> list[Section]:
         )  # fmt: skip
 
     precompile = _script("gpu/precompile.py", *device, "--schemes", *schemes)
-    simulate = ("--simulate", "8", *device, "--numel", numel)
     world = ("--ranks", "32", "--node-size", "8", *device, *(("--width", "64") if dry else ()))
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return [
         Section(
             name="precompile", seconds=60, command=precompile, environment=_EAGER,
             packages=(*_DEEPSPEED, *cupy),
-        ),
-        Section(
-            name="simulation", seconds=40, command=_script("one_gpu.py", *simulate), packages=cupy
         ),
         ranks(3, 2),
         ranks(2, 2),

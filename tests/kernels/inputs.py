@@ -57,6 +57,10 @@ KINDS = {
 }
 
 
+def absmax(bits: int, group_size: int, rounding: str = "nearest") -> GroupCodec:
+    return GroupCodec(bits=bits, group_size=group_size, range="absmax", rounding=rounding)
+
+
 def awkward(numel: int, group_size: int, kinds: list[str], seed: int) -> torch.Tensor:
     """(numel,) fp32: the groups hold the kinds in turn."""
     torch.manual_seed(seed)

@@ -30,6 +30,7 @@ from tests.kernels.inputs import (
     GAUSSIAN,
     KINDS,
     STORES,
+    absmax,
     awkward,
     cases,
     guarded,
@@ -42,8 +43,7 @@ from tests.kernels.inputs import (
 
 ADDRESS = Address(key=0x0123456789ABCDEF, step=(1 << 33) + 1, first_vector=11)
 BF16, FP16, FP32 = DTYPES
-INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
-INT8 = GroupCodec(bits=8, group_size=128, range="absmax")
+INT4, INT8 = absmax(4, 128, "stochastic"), absmax(8, 128)
 FLIPS = 0x1234567890ABCDEF | 0xFEDCBA9876543210 << 64
 
 
@@ -105,10 +105,6 @@ class Source(NamedTuple):
     base: torch.dtype | None = None
     block: int = 0
     flips: int | None = None
-
-
-def absmax(bits: int, group_size: int, rounding: str = "nearest") -> GroupCodec:
-    return GroupCodec(bits=bits, group_size=group_size, range="absmax", rounding=rounding)
 
 
 SIGNS = 0x9E3779B97F4A7C15 | 0x9E3779B97F4A7C15 << 64

@@ -16,7 +16,7 @@ from ds_quant.kernels.launch import Launch, merge
 from ds_quant.kernels.reference import BlockRotation
 from ds_quant.kernels.wire import round_up
 from tests.kernels.backends import storing, tables_of
-from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, STORES
+from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, STORES, absmax
 
 _WHOLE, _RAGGED = 1 << 16, (1 << 16) + 5
 _HADAMARD = BlockRotation(32)
@@ -83,15 +83,11 @@ def lossless(phase: int, dtype=torch.bfloat16) -> Launch:
     return plan.launch(1, {})
 
 
-def _absmax(bits: int, group_size: int, rounding: str = "nearest") -> GroupCodec:
-    return GroupCodec(bits=bits, group_size=group_size, range="absmax", rounding=rounding)
-
-
 def headline() -> dict[str, Launch]:
     """The variants whose instructions per element have a bar or are measured on a GPU."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    int4, int4_2048 = _absmax(4, 128, "stochastic"), _absmax(4, 2048, "stochastic")
-    int8 = _absmax(8, 128)
+    int4, int4_2048 = absmax(4, 128, "stochastic"), absmax(4, 2048, "stochastic")
+    int8 = absmax(8, 128)
     qsdp = GroupCodec(bits=8, group_size=1024, rounding="random_shift")
     coin = GroupCodec(bits=4, group_size=1024, rounding="stochastic")
     whole, gaussian = {"numel": _WHOLE}, GAUSSIAN[2]
@@ -101,7 +97,7 @@ def headline() -> dict[str, Launch]:
         "encode int4 stochastic g128 fp32": encode(int4, fp32, **whole),
         "encode int4 stochastic g2048 bf16": encode(int4_2048, bf16, **whole),
         "encode int4 stochastic g2048 bf16, ragged": encode(int4_2048, bf16),
-        "encode int4 nearest g128 bf16": encode(_absmax(4, 128), bf16, **whole),
+        "encode int4 nearest g128 bf16": encode(absmax(4, 128), bf16, **whole),
         "encode Hadamard-32 int4 stochastic g128 bf16": encode(
             int4, bf16, rotation=_HADAMARD, **whole
         ),
@@ -109,7 +105,7 @@ def headline() -> dict[str, Launch]:
             int4, fp32, rotation=_HADAMARD, **whole
         ),
         "encode difference int4 nearest g2048 fp32 - bf16": encode(
-            _absmax(4, 2048), fp32, base=bf16, **whole
+            absmax(4, 2048), fp32, base=bf16, **whole
         ),
         "encode int8 random shift g1024 fp32": encode(qsdp, fp32, **whole),
         "encode int4 minmax stochastic g1024 bf16": encode(coin, bf16, **whole),
@@ -131,7 +127,7 @@ def headline() -> dict[str, Launch]:
         ),
         "decode_sum 8 x int4 g128 Hadamard-32 fp32": decode_sum(int4, 8, rotation=_HADAMARD),
         "decode_sum 8 x int8 g128 fp32": decode_sum(int8, 8),
-        "recode 8 x int8 -> int4 nearest g128": recode(int8, _absmax(4, 128), 8),
+        "recode 8 x int8 -> int4 nearest g128": recode(int8, absmax(4, 128), 8),
         "recode 8 x int8 -> int4 stochastic g128": recode(int8, int4, 8),
         "recode 8 x int4 -> int4 stochastic g128": recode(int4, int4, 8),
         "lossless plan bf16": lossless(launch_lossless.PLAN),
@@ -166,14 +162,14 @@ def others() -> dict[str, Launch]:
         )
     wide = GroupCodec(bits=7, group_size=8192, rounding="stochastic")
     found["encode Hadamard-128 with signs int8 g2048"] = encode(
-        _absmax(8, 2048), bf16, rotation=_FLIPPED
+        absmax(8, 2048), bf16, rotation=_FLIPPED
     )
     found["encode difference Hadamard-64 int5 minmax g64"] = encode(
         GroupCodec(bits=5, group_size=64), bf16, rotation=BlockRotation(64), base=torch.float32
     )
     found["decode_sum 17 x int7 minmax, own row"] = decode_sum(wide, 17, own=True, scale=0.5)
     found["decode_sum 3 x int8 Hadamard-128 with signs"] = decode_sum(
-        _absmax(8, 2048), 3, numel=_RAGGED, rotation=_FLIPPED
+        absmax(8, 2048), 3, numel=_RAGGED, rotation=_FLIPPED
     )
     found["recode 9 x int5 -> int3 minmax, own row, ragged"] = recode(
         GroupCodec(bits=5, group_size=1024),
@@ -196,7 +192,7 @@ def others() -> dict[str, Launch]:
             found[f"{what} {source} -> {dtype}, from a table"] = _tabled(work)
     for stores in STORES:
         name = f"decode_sum 8 x int8 g2048 bf16, runs of {stores.run}{' staged' * stores.staged}"
-        found[name] = stored(stores, decode_sum, _absmax(8, 2048), 8, bf16)
+        found[name] = stored(stores, decode_sum, absmax(8, 2048), 8, bf16)
     for name in ("encode int4 stochastic g128 bf16", "decode_sum 8 x int4 g128 fp32"):
         found[f"{name}, from a table"] = _tabled(headline()[name])
     return found

@@ -33,6 +33,18 @@ def test_the_readme_shows_what_is_advised(row: str) -> None:
     assert {recommended(place, link) for link in (10, 25, 100, 400)} == {scheme}
 
 
+@pytest.mark.parametrize(
+    ("config", "place", "link"),
+    [
+        ("ds_2x1_10gbe_zero2.json", Place(2, 2, 1), 10),
+        ("ds_8gpu_100gbe_zero3.json", Place(3, 2, 8), 100),
+    ],
+)
+def test_configs_for_a_place_have_what_is_advised(config: str, place: Place, link: float) -> None:
+    block = json.loads((ROOT / "configs" / config).read_text("utf-8"))["quantized_comm"]
+    assert block["scheme"] == recommended(place, link)
+
+
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_what_is_advised_starts_and_is_among_the_schemes_that_a_user_meets(place: Place) -> None:
     found = candidates(place)

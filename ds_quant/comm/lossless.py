@@ -1,7 +1,7 @@
-"""Gather exact differences of 16-bit weights, whose messages are as long as the values ask for.
+"""Gather lossless differences of 16-bit weights, in messages of variable length.
 
 1. encode all messages of an optimizer step  2. all-gather their lengths, 8 bytes each
-3. all-gather every message by itself, filled up to the longest of any rank  4. decode them all.
+3. all-gather every message by itself, padded to the longest of any rank  4. decode them all.
 
 [Note: lengths] A rank knows its lengths once everything is encoded, and needs those of the others
 to post the first gather. So a step has one exchange of lengths, whatever the number of messages;

@@ -48,8 +48,8 @@ def presumed_pace(device: torch.device, backend: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Slicing:
-    """Number of slices: ``count``, or the best one for a ``pace``, which is the shorter hop's
-    seconds per element over a slice's overhead in seconds.
+    """Number of slices: fixed (``count``), or sqrt(elements x ``pace``), with ``pace`` the shorter
+    hop's seconds per element over a slice's overhead in seconds.
     """
 
     count: int | None = None

@@ -190,7 +190,7 @@ class Meter:
 @dataclass
 class ExactDifferences:
     """Messages whose length the values decide, of all ranks of a gather: ``numel`` weights in
-    ``used`` bytes, and ``moved`` ones with what fills messages up to the longest.
+    ``used`` bytes; ``moved``: bytes including padding to the longest message.
     """
 
     numel: int = 0

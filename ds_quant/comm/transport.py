@@ -5,7 +5,7 @@ Flat uint8 through ``all_gather_into_tensor`` and ``all_to_all_single``, which t
 [Note: gloo] CPU tensors go from peer to peer instead, all receives posted before the first send.
 gloo's all-to-all posts sends first; a send whose peer is ready fills the socket before the note
 that lets the peer send, so two ranks take turns and use half of a slow link (its all-gather two
-thirds). Peer to peer it is 93 to 98 %, and what is counted is what moves.
+thirds). Peer-to-peer reaches 93 to 98 % of the link.
 
 [Note: sealed messages] With ``payload_checksum`` every message carries a checksum behind it. It is
 put on and taken off here, so that codecs and collectives never see it; on two levels each hop has

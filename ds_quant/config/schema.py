@@ -204,7 +204,7 @@ class WeightsConfig(_Quantizer):
 
     @property
     def reference(self) -> str | None:
-        """The key because of which weights differ from what every holder keeps; None if none."""
+        """The key that makes this scheme send differences, or None."""
         return "lossless" if self.exactly_differ else "difference" if self.differ else None
 
     @field_validator("level_steps")

@@ -34,7 +34,7 @@ def advice(engine: Any) -> list[str]:
 
 def one_bucket(engine: Any) -> list[str]:
     """Say so if no gradient is reduced before backward ends: DeepSpeed hands over a bucket when it
-    is full. Of a model that is mostly frozen, little is to be handed over at all.
+    is full. Not worth a notice if most of the model is frozen.
     """
     room, params = engine.zero_reduce_bucket_size(), list(engine.module.parameters())
     numel = sum(hooks.shape_of(p).numel() for p in params)

@@ -1,7 +1,7 @@
 """Attach a scheme to a DeepSpeed engine, and answer what a user asks of it.
 
-Every rank measures, because links are measured together and codecs under the load that a step
-brings; rank 0 decides for all.
+All ranks measure at once, so that links and codecs see the load of a real step; rank 0 decides for
+all.
 """
 
 from __future__ import annotations

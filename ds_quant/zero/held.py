@@ -2,9 +2,9 @@
 
 [Note: held gradients] Before the boundary of gradient accumulation a bucket takes only the first of
 its two hops (see comm/reduce.py), and DeepSpeed gets zeros. At the boundary it takes both, with
-what is held, and DeepSpeed gets the whole sum. Partial sums are kept by make-up: the parameters of
-a bucket and how they were cut. Buckets are made up alike in every micro-step unless parameters come
-and go. If a parameter turns up in another make-up, the old one crosses at once, and the sums of its
+the waiting sums, and DeepSpeed gets the whole sum. Partial sums are stored per bucket; a bucket is
+identified by its parameters and their cuts, which repeat in every micro-step unless parameters come
+and go. If a parameter turns up in another bucket, the old one is sent at once, and the sums of its
 parameters, of this rank's elements only, wait for their next bucket at the boundary. A parameter
 without a gradient at the boundary gets one of zeros there, after the last bucket, in module order.
 """

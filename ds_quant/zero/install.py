@@ -3,8 +3,8 @@
 [Note: what is shortened] Only errors that are messages to the user by their type: a wrong setting,
 and ranks that do not fit together at start-up. Everything else goes to the hook that was there:
 Python's or the one of torch.distributed. A program with another one of its own keeps that. Other
-ranks stay short only if rank 0 has said the very same thing; with a mistake of their own, or
-without an answer, they tell it themselves.
+ranks stay short only if rank 0 has printed the very same message; otherwise each rank prints its
+own.
 
 [Note: where the plugin enters] Five methods are wrapped once, when the engine module is imported:
 the config parser reads the block, the engine's first check refuses stage 0 where there is an

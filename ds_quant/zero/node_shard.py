@@ -11,8 +11,8 @@ shard is not the node shard's row: it stays exact, because exports and GatheredP
 [Note: first needed first] The exchange after an optimizer step is cut into chunks of parameters, in
 the order in which the last step gathered them. They are posted at once, and each is waited for when
 a parameter of it is gathered. Chunks are finished in the order of their posting, whichever is asked
-for: over one link they arrive in that order, and a forward that takes another way than the last
-one changes nothing of what the ranks post.
+for: over one link they arrive in that order. So the order of posts does not depend on the order
+of the forward.
 
 [Note: when a gather is posted] A gather inside the node needs the chunks that hold its parameters.
 On a device with streams it is posted when it is asked for, behind them on DeepSpeed's stream of

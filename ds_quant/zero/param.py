@@ -1,6 +1,6 @@
 """All that is known of one parameter: its codecs and random streams, what is kept of it.
 
-Streams are cached, because thousands of parameters ask in every step: only the step is filled in.
+Streams are cached: only the step number changes between steps.
 """
 
 from __future__ import annotations

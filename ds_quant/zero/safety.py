@@ -23,9 +23,8 @@ of each parameter, spread evenly, to which the next export compares.
 
 [Note: one vote] What one rank sees (a NaN in its shard, a file on its disk) must change the traffic
 of all ranks in the same step, else they wait for messages of different lengths. So all ranks take
-the minimum of two numbers when the optimizer is about to step: where nothing was sent since the
-gradients, and before anything is made of them. Nobody votes unless a policy or a kill file asks
-for it.
+the minimum of two numbers after the last gradient collective and before the optimizer uses the
+gradients. Nobody votes unless a policy or a kill file asks for it.
 """
 
 from __future__ import annotations

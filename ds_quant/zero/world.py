@@ -84,7 +84,7 @@ def level_groups(topology: Topology) -> LevelGroups:
 def _new_groups(level: Sequence[list[int]]) -> Any:
     """The one of these process groups that has this rank: see [Note: how they are made].
 
-    They are as patient as the world: torch gives new groups half an hour unless it is told.
+    With the default group's timeout: torch's own default for new groups is 30 minutes.
     """
     whole = c10d._get_default_group()
     world = whole._get_backend(hooks.device())

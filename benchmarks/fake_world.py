@@ -92,18 +92,15 @@ class CountingRunner:
         self.launches: Counter[str] = Counter()
         self.variants: set[tuple[str, tuple[tuple[str, int], ...]]] = set()
 
-    def __call__(self, work: Any) -> None:
-        """A phase of a lossless message."""
-        from ds_quant.kernels.launch import FIELDS
-        from ds_quant.kernels.lossless import HEADER
-
-        self.launches[work.kernel] += 1
-        self.variants.add((work.kernel, work.macros))
-        (address,) = struct.unpack_from("<Q", work.job, 8 * FIELDS["lossless"].index("nbytes"))
-        ctypes.c_int64.from_address(address).value = HEADER
-
     def run_tables(self, tables: Iterable[Any]) -> None:
+        from ds_quant.kernels import launch, launch_lossless, lossless
+
+        fields = launch.FIELDS["lossless"]
         for table in tables:
+            if ("DSQ_PHASE", launch_lossless.SCAN) in table.macros:
+                told = fields.index("nbytes")
+                for job in struct.iter_unpack(f"<{len(fields)}Q", table.jobs):
+                    ctypes.c_int64.from_address(job[told]).value = lossless.HEADER
             self.launches[table.kernel] += 1
             alone = table.num_jobs == 1  # is launched without a table
             macros = [m for m in table.macros if not alone or m != ("DSQ_TABLE", 1)]

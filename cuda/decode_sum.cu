@@ -61,15 +61,17 @@ DSQ_DEVICE void finish(float (&x)[DSQ_RUN][8], const SumJob& job) {
 DSQ_DEVICE Raw<DSQ_VALUES> finished(const float (&x)[8], const u8* p) {
     Raw<DSQ_VALUES> vector;
     float y[8];
-    if (DSQ_ADD) vector.load(p, false);
+    if (DSQ_ADD && DSQ_WHOLE) vector.load(p, false);
+    if (DSQ_ADD && !DSQ_WHOLE) vector.load_anywhere(p);
     DSQ_UNROLL
     for (int e = 0; e < 8; ++e) y[e] = DSQ_ADD ? add_rn(vector.at(e), x[e]) : x[e];
     vector.set(y);
     return vector;
 }
 
-#if DSQ_STAGED
 #define DSQ_PARTS (Raw<DSQ_VALUES>::WORDS / 4)  // 16 bytes each, of a vector
+
+#if DSQ_STAGED
 #define DSQ_LANE_PARTS (DSQ_RUN * DSQ_PARTS)
 
 // The parts of a lane lie together, one place is left out before those of the next: 8 lanes that
@@ -100,7 +102,23 @@ DSQ_DEVICE void store_staged(const float (&x)[DSQ_RUN][8], u8* first, const u8* 
 }
 #endif
 
-// A run that is cut off or not aligned, element by element through local memory.
+// All runs of a warp, at addresses that are no multiples of 16.
+DSQ_DEVICE void store_anywhere(const float (&x)[DSQ_RUN][8], u8* p, bool whole) {
+    const u32 bytes = 8 * Raw<DSQ_VALUES>::ITEM;
+    Raw<DSQ_VALUES> last = {}, vector;
+    if (whole) last = finished(x[DSQ_RUN - 1], p + (DSQ_RUN - 1) * bytes);
+    SkewedStore store(p, last.part(DSQ_PARTS - 1), whole);
+    if (!whole) return;
+    DSQ_UNROLL
+    for (int i = 0; i < DSQ_RUN * DSQ_PARTS; ++i) {
+        const int v = i / DSQ_PARTS;
+        if (i % DSQ_PARTS == 0) vector = v + 1 < DSQ_RUN ? finished(x[v], p + v * bytes) : last;
+        store.put(i, vector.part(i % DSQ_PARTS));
+    }
+    store.finish(DSQ_RUN * DSQ_PARTS);
+}
+
+// A run that is cut off, element by element through local memory.
 DSQ_DEVICE void store_slowly(const float (&x)[DSQ_RUN][8], u8* p, u64 count) {
     float staged[DSQ_RUN * 8];
     DSQ_UNROLL
@@ -122,7 +140,6 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS) decode_sum(DSQ_JOB_PAR
 #endif
     u64 j = (block * DSQ_THREADS + threadIdx.x) * DSQ_RUN;
     const bool present = DSQ_WHOLE || j < source.vectors;
-    if (DSQ_ROTATION == 0 && !present) return;
     if (!present) j = 0;  // takes part in the shuffles of its warp
 
     float sum[DSQ_RUN][8];
@@ -139,13 +156,14 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS) decode_sum(DSQ_JOB_PAR
         return;
     }
 #endif
-    if (!DSQ_WHOLE && (!present || j * 8 >= job.numel)) return;
-    const u64 count = job.numel - j * 8;
+    const u64 count = present && j * 8 < job.numel ? job.numel - j * 8 : 0;
+    const bool whole = DSQ_WHOLE || count >= DSQ_RUN * 8;
     u8* p = values + j * bytes;
-    if (DSQ_WHOLE || (count >= DSQ_RUN * 8 && (u64)p % 16 == 0)) {
+    if (!DSQ_WHOLE && (u64)values % 16) {
+        store_anywhere(sum, p, whole);
+    } else if (whole) {
         DSQ_UNROLL
         for (int v = 0; v < DSQ_RUN; ++v) finished(sum[v], p + v * bytes).store(p + v * bytes);
-    } else {
-        store_slowly(sum, p, count);
     }
+    if (!whole) store_slowly(sum, p, count);
 }

@@ -1,7 +1,8 @@
 // encode: values -> wire bytes, with an optional difference and an optional rotation before.
 //
 // Inputs:  rows of bf16, fp16 or fp32 values at any address, rows of base values likewise.
-// Outputs: rows on the wire, 16-byte aligned, every byte of them, [Note: wire layout].
+// Outputs: rows on the wire, 16-byte aligned, every byte of them, [Note: wire layout]; of a job
+//          whose rows have no end, the rotated values in fp32.
 // Grid:    one block per DSQ_BLOCK_GROUPS groups of a row, see include/tile.cuh and job.cuh.
 // Exactness: equal to ds_quant/kernels/reference.py byte for byte.
 #include "include/encoder.cuh"
@@ -48,37 +49,62 @@ DSQ_DEVICE long long present(u32 position, u64 values, u64 on_wire) {
     return other < values ? (long long)other : -1;
 }
 
-// All vectors of a lane. Fast: 16-byte loads. Else element by element through local memory.
+// Vector i of a lane, from its first one; of the same group instead of an absent one.
+DSQ_DEVICE u32 vector_of_lane(Tile tile, int i) {
+    const int s = i / DSQ_VECTORS, v = i % DSQ_VECTORS;
+    const u32 step = is_absent(tile.thread, v) ? v % DSQ_RUN : vector_step(v);
+    return slot_group(s) * DSQ_GROUP_VECTORS + step;
+}
+
+// All vectors of a lane by 16 bytes. At the end of a row through local memory, and of a vector that
+// is cut off or absent element by element.
 template <int DTYPE>
 DSQ_DEVICE void load_tile(Held<DTYPE>& held, const u8* row, const EncodeJob& job, Tile tile,
-                          bool fast) {
+                          bool inside) {
     const int bytes = Raw<DTYPE>::ITEM * 8;
     const bool once = DSQ_RUN == 1 && Raw<DTYPE>::ITEM == 2;
-    if (fast) {
-        const u8* p = row + (tile.group * DSQ_GROUP_VECTORS + tile.thread * DSQ_RUN) * bytes;
+    const u8* first = row + (tile.group * DSQ_GROUP_VECTORS + tile.thread * DSQ_RUN) * bytes;
+    if (inside && (DSQ_WHOLE || (u64)row % 16 == 0)) {
         DSQ_UNROLL
         for (int i = 0; i < DSQ_HELD; ++i) {
-            const int s = i / DSQ_VECTORS, v = i % DSQ_VECTORS;
-            const u32 step = is_absent(tile.thread, v) ? v % DSQ_RUN : vector_step(v);
-            held.vector[i].load(p + (slot_group(s) * DSQ_GROUP_VECTORS + step) * bytes, once);
+            held.vector[i].load(first + vector_of_lane(tile, i) * bytes, once);
+        }
+        return;
+    }
+    if (inside) {
+        DSQ_UNROLL
+        for (int i = 0; i < DSQ_HELD; ++i) {
+            held.vector[i].load_skewed(first + vector_of_lane(tile, i) * bytes);
         }
         return;
     }
     Held<DTYPE> staged;
     DSQ_NO_UNROLL
-    for (u32 i = 0; i < DSQ_HELD * 8; ++i) {
-        const u32 v = i / 8 % DSQ_VECTORS;
-        const u64 first = (tile.group + slot_group(i / 8 / DSQ_VECTORS)) * DSQ_GROUP;
-        const u64 values = job.numel > first ? job.numel - first : 0;
-        const u64 on_wire = job.wire.numel > first ? job.wire.numel - first : 0;
+    for (u32 i = 0; i < DSQ_HELD; ++i) {
+        const u32 v = i % DSQ_VECTORS;
+        const u64 start = (tile.group + slot_group(i / DSQ_VECTORS)) * DSQ_GROUP;
+        const u64 values = job.numel > start ? job.numel - start : 0;
+        const u64 on_wire = job.wire.numel > start ? job.wire.numel - start : 0;
         const u32 step = is_absent(tile.thread, v) ? v % DSQ_RUN : vector_step(v);
-        const u32 position = (tile.thread * DSQ_RUN + step) * 8 + i % 8;
-        const long long element = present(position, values, on_wire);
-        const u8* p = row + (first + element) * Raw<DTYPE>::ITEM;
-        const u32 bits = element < 0 ? 0 : load_element<DTYPE>(p);
-        // No u16 pointer into the words: the compiler may assume that types do not alias.
-        u32& word = staged.vector[i / 8].w[i % 8 * Raw<DTYPE>::WORDS / 8];
-        word = DTYPE != DSQ_FP32 && i % 2 ? word | bits << 16 : bits;
+        const u32 place = (tile.thread * DSQ_RUN + step) * 8;
+        const u8* group = row + start * Raw<DTYPE>::ITEM;
+        Raw<DTYPE>& vector = staged.vector[i];
+        if (place + 8 <= values) {
+            vector.load_anywhere(group + place * Raw<DTYPE>::ITEM);
+            continue;
+        }
+        DSQ_UNROLL
+        for (u32 e = 0; e < 8; ++e) {
+            const long long element = present(place + e, values, on_wire);
+            const u8* p = group + element * Raw<DTYPE>::ITEM;
+            if (element == (long long)(place + e)) {
+                DSQ_NOTE_ELEMENT();
+            }
+            const u32 bits = element < 0 ? 0 : load_bits<DTYPE>(p);
+            // No u16 pointer into the words: the compiler may assume that types do not alias.
+            u32& word = vector.w[e * Raw<DTYPE>::WORDS / 8];
+            word = DTYPE != DSQ_FP32 && e % 2 ? word | bits << 16 : bits;
+        }
     }
     held = staged;
 }
@@ -106,21 +132,22 @@ extern "C" __global__ void DSQ_BOUNDS encode(DSQ_JOB_PARAMETERS(EncodeJob)) {
 #if DSQ_ROUNDING == DSQ_LEARNED
     load_middles((const float*)job.levels);
 #endif
-    if (block == 0) zero_gaps(wire, (wire.numel + DSQ_GROUP - 1) / DSQ_GROUP);
+    const bool stays = DSQ_ROTATION && wire.end == 0;
+    if (block == 0 && !stays) zero_gaps(wire, (wire.numel + DSQ_GROUP - 1) / DSQ_GROUP);
 
     const u8* values = (const u8*)(job.values + row * job.values_stride);
     const u64 end = (tile.group + slot_group(DSQ_SLOTS - 1) + 1) * DSQ_GROUP;
     const bool inside = DSQ_WHOLE || end <= job.numel;
     Held<DSQ_HELD_TYPE> held;
 #if !DSQ_COMPUTED
-    load_tile(held, values, job, tile, inside && (DSQ_WHOLE || (u64)values % 16 == 0));
+    load_tile(held, values, job, tile, inside);
 #else
     Held<DSQ_VALUES> minuend;
-    load_tile(minuend, values, job, tile, inside && (DSQ_WHOLE || (u64)values % 16 == 0));
+    load_tile(minuend, values, job, tile, inside);
 #if DSQ_BASE >= 0
     const u8* base = (const u8*)(job.base + row * job.base_stride);
     Held<DSQ_BASE> subtrahend;
-    load_tile(subtrahend, base, job, tile, inside && (DSQ_WHOLE || (u64)base % 16 == 0));
+    load_tile(subtrahend, base, job, tile, inside);
 #endif
     DSQ_UNROLL
     for (int i = 0; i < DSQ_HELD * 8; ++i) {
@@ -131,6 +158,10 @@ extern "C" __global__ void DSQ_BOUNDS encode(DSQ_JOB_PARAMETERS(EncodeJob)) {
         held.vector[i / 8].w[i % 8] = bits_of(x);
     }
     if (DSQ_ROTATION) rotate(held, job, tile);
+    if (stays) {
+        store_values(held, tile, wire);
+        return;
+    }
 #endif
     const Stream stream = {job.key, job.step, job.first_vector + row * job.row_vectors};
     encode_groups(held, tile, wire, stream, (const float*)job.levels);

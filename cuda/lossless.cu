@@ -2,8 +2,8 @@
 //
 // DSQ_PHASE, one launch each:
 // 0 plan   one thread block per block of 2048 elements: how it is coded, into its entry, and how
-//          many words that takes; the checksum into the header
-// 1 scan   one thread block: words into ends, mode and bytes into the header
+//          many words that takes; the checksum to where the bytes of the message will be told
+// 1 scan   one thread block: words into ends, mode, checksum and bytes into the header
 // 2 write  one thread block per block: its payload, or the raw values
 // 3 read   one thread block per block: all of the receiver's work
 //
@@ -19,7 +19,6 @@
 //          set bits, in any order.
 #include "include/job.cuh"
 #include "include/symbols.cuh"
-#include "include/values.cuh"
 
 #ifndef DSQ_VALUES
 #define DSQ_VALUES DSQ_BF16
@@ -179,7 +178,7 @@ DSQ_DEVICE void plan_block(const LosslessJob& job, u64 block, Shared& shared) {
     if (threadIdx.x) return;
     const u32 rest = best.count | best.scale << 16 | best.kind << 24;
     store8(place.entry, best.words | (u64)rest << 32);
-    add_atomically((u32*)job.wire + 1, sums[3]);
+    add_atomically((u32*)job.nbytes, sums[3]);
 }
 
 // ---- scan ----
@@ -216,6 +215,7 @@ DSQ_DEVICE void scan_blocks(const LosslessJob& job, Shared& shared) {
         mode = RAW, used = raw;
     }
     store4((u8*)job.wire, mode);
+    store4((u8*)job.wire + 4, load4_again((const u8*)job.nbytes));
     store8((u8*)job.wire + 8, used);
     store8((u8*)job.nbytes, used);
 }
@@ -226,7 +226,7 @@ DSQ_DEVICE void write_raw(const LosslessJob& job, u64 block) {
     const Place place(job, block);
     u32 values[DSQ_OWN];
     load_own((const u8*)job.values + 2 * place.start, place.count, values);
-    if (place.count) store_own((u8*)job.wire + DSQ_HEADER + 2 * place.start, DSQ_OWN, values);
+    if (place.count) store16((u8*)job.wire + DSQ_HEADER + 2 * place.start, words_of(values));
 }
 
 // Fill `shared.words` with the payload of a block.
@@ -482,7 +482,9 @@ DSQ_DEVICE void read_message(const LosslessJob& job, u64 block, Shared& shared) 
     }
     __syncthreads();
     if (problem == NONE && header.w[0] == RAW && place.count) {
-        load_own((const u8*)job.wire + DSQ_HEADER + 2 * place.start, DSQ_OWN, bits);
+        Raw<DSQ_BF16> own;
+        own.load((const u8*)job.wire + DSQ_HEADER + 2 * place.start, false);
+        take(own, bits);
     } else if (problem == NONE && header.w[0] == BLOCKS) {
         problem = read_block(job, place, block, shared, bits);
     }
@@ -496,8 +498,13 @@ DSQ_DEVICE void read_message(const LosslessJob& job, u64 block, Shared& shared) 
     if (threadIdx.x == 0) add_atomically(status + 1, sums[0] - (block ? 0 : header.w[1]));
 }
 
-extern "C" __global__ void __launch_bounds__(DSQ_THREADS) lossless(
-    DSQ_JOB_PARAMETERS(LosslessJob)) {
+#if DSQ_PHASE == 2  // aiming at five blocks per multiprocessor, ptxas spills on sm_80
+#define DSQ_BOUNDS __launch_bounds__(DSQ_THREADS, 4)
+#else
+#define DSQ_BOUNDS __launch_bounds__(DSQ_THREADS)
+#endif
+
+extern "C" __global__ void DSQ_BOUNDS lossless(DSQ_JOB_PARAMETERS(LosslessJob)) {
     DSQ_FIND_JOB(LosslessJob)
     __shared__ Shared shared;
     if (DSQ_PHASE == 0) plan_block(job, block, shared);

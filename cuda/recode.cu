@@ -1,7 +1,8 @@
 // recode: wire rows -> the sum of what they encode -> wire bytes of another codec.
 //
 // Inputs:  `sources` rows per output row, 16-byte aligned on the wire, but for source `own`, fp32.
-// Outputs: rows on the wire, 16-byte aligned, every byte of them.
+// Outputs: rows on the wire, 16-byte aligned, every byte of them; of a job whose rows have no end,
+//          the sums in fp32.
 // Grid:    one block per DSQ_BLOCK_GROUPS groups of an output row, see include/tile.cuh.
 // Exactness: decode_sum in fp32 without a factor, then encode, byte for byte.
 #include "include/decoder.cuh"
@@ -37,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS, 2) recode(DSQ_JOB_PARA
 #if DSQ_ROUNDING == DSQ_LEARNED
     load_middles((const float*)job.levels);
 #endif
-    if (block == 0) zero_gaps(wire, (wire.numel + DSQ_GROUP - 1) / DSQ_GROUP);
+    const bool stays = wire.end == 0;
+    if (block == 0 && !stays) zero_gaps(wire, (wire.numel + DSQ_GROUP - 1) / DSQ_GROUP);
 
     Held<DSQ_FP32> held;
     DSQ_UNROLL
@@ -52,6 +54,10 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS, 2) recode(DSQ_JOB_PARA
         sum_run(source, j, sum);
         DSQ_UNROLL
         for (int k = 0; k < DSQ_RUN; ++k) held.vector[i + k].set(sum[k]);
+    }
+    if (stays) {
+        store_values(held, tile, wire);
+        return;
     }
     const u64 end = (tile.group + slot_group(DSQ_SLOTS - 1) + 1) * DSQ_GROUP;
     if (!DSQ_WHOLE && end > wire.numel) repeat_present(held, tile, wire.numel);

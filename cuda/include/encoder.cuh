@@ -328,6 +328,25 @@ DSQ_DEVICE void zero_gaps(const WireRow& row, u64 num_groups) {
     if (DSQ_MINMAX) zero_gap(row.bytes, row.offsets + num_groups * 4, row.end);
 }
 
+// Instead of their codes the values themselves, end to end from the first byte of the row on.
+DSQ_DEVICE void store_values(const Held<DSQ_FP32>& held, Tile tile, const WireRow& row) {
+    DSQ_UNROLL
+    for (int i = 0; i < DSQ_HELD; ++i) {
+        const u64 group = tile.group + slot_group(i / DSQ_VECTORS);
+        const int v = i % DSQ_VECTORS;
+        const u64 j = group * DSQ_GROUP_VECTORS + tile.thread * DSQ_RUN + vector_step(v);
+        if (is_absent(tile.thread, v) || (!DSQ_WHOLE && j >= row.vectors)) continue;
+        if (DSQ_WHOLE || (j + 1) * 8 <= row.numel) {
+            held.vector[i].store(row.bytes + j * 32);
+            continue;
+        }
+        DSQ_UNROLL
+        for (u32 e = 0; e < 8; ++e) {
+            if (j * 8 + e < row.numel) store4(row.bytes + j * 32 + 4 * e, held.vector[i].w[e]);
+        }
+    }
+}
+
 template <int DTYPE>
 DSQ_DEVICE void encode_tile(const Held<DTYPE>& held, Tile tile, const WireRow& row, Stream stream) {
     const u64 num_groups = (row.numel + DSQ_GROUP - 1) / DSQ_GROUP;

@@ -22,7 +22,8 @@
 // Rows of one tensor on the wire.
 struct WireJob {
     u64 bytes, stride;  // address of row 0, from row to row
-    u64 plane1, plane2, scales, offsets, end;  // from the start of a row
+    u64 plane1, plane2, scales, offsets;  // from the start of a row
+    u64 end;  // its bytes; 0: values stay fp32
     u64 numel;  // elements of a row on the wire
 };
 
@@ -58,13 +59,6 @@ struct RecodeJob {
     u64 levels, source_levels;
 };
 
-struct RotateJob {
-    u64 first_block, row_blocks;
-    u64 values, values_stride, numel;
-    u64 rotated, rotated_stride, padded;  // fp32; padded: whole blocks
-    u64 flips_low, flips_high;
-};
-
 struct CastJob {
     u64 first_block, row_blocks;
     u64 source, source_row;  // read; from one output row to the next
@@ -72,13 +66,15 @@ struct CastJob {
     u64 values, values_stride, numel, padded;  // written; zeros from numel to padded
     u64 own, own_values;  // source that counts as these fp32 values; own >= sources for none
     u64 factor;  // bits of an fp32: multiplies the sum
+    u64 source_type, values_type;  // DSQ_FP32, DSQ_BF16 or DSQ_FP16
+    u64 is_copy;  // one source of the same type, and nothing is multiplied
 };
 
 struct LosslessJob {
     u64 first_block, row_blocks;
     u64 values, reference, wire;  // values: read by the sender, written by the receiver
     u64 numel;
-    u64 nbytes;  // sender: where the bytes of the message are written; receiver: how many there are
+    u64 nbytes;  // sender: where its bytes are told, 0 before; receiver: how many there are
     u64 status;  // receiver: u32 problem, u32 checksum found - checksum told, both 0 before
 };
 

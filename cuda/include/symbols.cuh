@@ -6,6 +6,7 @@
 #define DSQ_SYMBOLS_CUH
 
 #include "platform.cuh"
+#include "values.cuh"
 
 #define DSQ_THREADS 256
 #define DSQ_WARPS (DSQ_THREADS / DSQ_WARP)
@@ -76,29 +77,46 @@ DSQ_DEVICE u32 checksum_of(const u32 (&bits)[DSQ_OWN], u64 start, u32 count) {
     return sum;
 }
 
-// The first `count` of 8 elements in a row, as bits; zeros after them.
-DSQ_DEVICE void load_own(const u8* p, u32 count, u32 (&bits)[DSQ_OWN]) {
-    if (count == DSQ_OWN && (u64)p % 16 == 0) {
-        const Words4 words = load16(p);
-        DSQ_UNROLL
-        for (int i = 0; i < DSQ_OWN; ++i) bits[i] = words.w[i / 2] >> 16 * (i % 2) & 0xFFFF;
-        return;
-    }
+// 8 elements in a row, as bits.
+DSQ_DEVICE void take(const Raw<DSQ_BF16>& own, u32 (&bits)[DSQ_OWN]) {
     DSQ_UNROLL
-    for (u32 i = 0; i < DSQ_OWN; ++i) bits[i] = i < count ? load2_again(p + 2 * i) : 0;
+    for (int i = 0; i < DSQ_OWN; ++i) bits[i] = own.w[i / 2] >> 16 * (i % 2) & 0xFFFF;
+}
+DSQ_DEVICE Words4 words_of(const u32 (&bits)[DSQ_OWN]) {
+    Words4 words;
+    DSQ_UNROLL
+    for (int i = 0; i < 4; ++i) words.w[i] = bits[2 * i] | bits[2 * i + 1] << 16;
+    return words;
 }
 
-DSQ_DEVICE void store_own(u8* p, u32 count, const u32 (&bits)[DSQ_OWN]) {
-    if (count == DSQ_OWN && (u64)p % 16 == 0) {
-        Words4 words;
-        DSQ_UNROLL
-        for (int i = 0; i < 4; ++i) words.w[i] = bits[2 * i] | bits[2 * i + 1] << 16;
-        store16(p, words);
+// The first `count` of them, at any address; zeros after them.
+DSQ_DEVICE void load_own(const u8* p, u32 count, u32 (&bits)[DSQ_OWN]) {
+    if (count == DSQ_OWN) {
+        Raw<DSQ_BF16> own;
+        own.load_anywhere(p);
+        take(own, bits);
         return;
     }
     DSQ_UNROLL
     for (u32 i = 0; i < DSQ_OWN; ++i) {
-        if (i < count) store2(p + 2 * i, bits[i]);
+        bits[i] = i < count ? reload_element<DSQ_BF16>(p + 2 * i) : 0;
+    }
+}
+
+// All lanes of a warp store theirs, one behind the other.
+DSQ_DEVICE void store_own(u8* p, u32 count, const u32 (&bits)[DSQ_OWN]) {
+    const Words4 words = words_of(bits);
+    const bool whole = count == DSQ_OWN;
+    if ((u64)p % 16) {
+        SkewedStore store(p, words, whole);
+        if (whole) store.put(0, words), store.finish(1);
+    } else if (whole) {
+        store16(p, words);
+    }
+    if (whole) return;
+    DSQ_UNROLL
+    for (u32 i = 0; i < DSQ_OWN; ++i) {
+        if (i < count) store_bits<DSQ_BF16>(p + 2 * i, bits[i]);
     }
 }
 

@@ -98,6 +98,72 @@ DSQ_DEVICE u32 min_pair(u32 a, u32 b) {
 #endif
 }
 
+// The 16 bytes from byte `skew` of 32 on; an even number below 16.
+DSQ_DEVICE Words4 shifted(const Words4& low, const Words4& high, u32 skew) {
+    u32 w[8];
+    Words4 x;
+    DSQ_UNROLL
+    for (int i = 0; i < 8; ++i) w[i] = i < 4 ? low.w[i % 4] : high.w[i % 4];
+    DSQ_UNROLL
+    for (int i = 0; i < 6; ++i) w[i] = skew & 8 ? w[i + 2] : w[i];
+    DSQ_UNROLL
+    for (int i = 0; i < 5; ++i) w[i] = skew & 4 ? w[i + 1] : w[i];
+    DSQ_UNROLL
+    for (int i = 0; i < 4; ++i) x.w[i] = skew & 2 ? permute(w[i], w[i + 1], 0x5432) : w[i];
+    return x;
+}
+
+// Bytes [from, to) of aligned ones, even numbers.
+DSQ_DEVICE void store_part(u8* p, const Words4& x, u32 from, u32 to) {
+    DSQ_UNROLL
+    for (u32 i = 0; i < 4; ++i) {
+        const bool low = from <= 4 * i && to > 4 * i, high = from <= 4 * i + 2 && to > 4 * i + 2;
+        if (low && high) {
+            store4(p + 4 * i, x.w[i]);
+        } else if (low) {
+            store2(p + 4 * i, x.w[i]);
+        } else if (high) {
+            store2(p + 4 * i + 2, x.w[i] >> 16);
+        }
+    }
+}
+
+// Stores the runs of a warp, one behind the other from an address on that is no multiple of 16, as
+// aligned 16 bytes, the first of which begin with the end of the run before. All lanes make one; a
+// lane whose run is not `whole` stores nothing, nor do those behind it.
+struct SkewedStore {
+    u8* p;  // aligned
+    u32 skew;
+    Words4 before;
+    bool is_first, is_last;
+
+    // end: the last 16 bytes of the run at `first`.
+    DSQ_MEMBER SkewedStore(u8* first, const Words4& end, bool whole) {
+        const u32 lane = threadIdx.x % DSQ_WARP, last = DSQ_WARP - 1;
+        skew = (u64)first % 16;
+        p = first - skew;
+        DSQ_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            before.w[i] = __shfl_sync(DSQ_ALL_LANES, end.w[i], (lane + last) % DSQ_WARP);
+        }
+        const u32 next = __shfl_sync(DSQ_ALL_LANES, (u32)whole, (lane + 1) % DSQ_WARP);
+        is_first = lane == 0, is_last = lane == last || !next;
+    }
+    // The i-th 16 bytes of the run, in turn.
+    DSQ_MEMBER void put(int i, const Words4& x) {
+        const Words4 part = shifted(before, x, 16 - skew);
+        if (i || !is_first) {
+            store16(p + 16 * i, part);
+        } else {
+            store_part(p, part, skew, 16);
+        }
+        before = x;
+    }
+    DSQ_MEMBER void finish(int count) const {
+        if (is_last) store_part(p + 16 * count, shifted(before, before, 16 - skew), 0, skew);
+    }
+};
+
 // A vector as it lies in memory.
 template <int DTYPE>
 struct Raw {
@@ -118,12 +184,32 @@ struct Raw {
             for (int j = 0; j < 4; ++j) w[4 * i + j] = x.w[j];
         }
     }
-    DSQ_MEMBER void store(u8* p) const {
+    // At an address that is no multiple of 16: no aligned 16 bytes without one of the vector.
+    DSQ_MEMBER void load_skewed(const u8* p) {
+        const u32 skew = (u64)p % 16;
+        Words4 before = load16(p - skew);
         DSQ_UNROLL
         for (int i = 0; i < WORDS / 4; ++i) {
-            const Words4 x = {{w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]}};
-            store16(p + 16 * i, x);
+            const Words4 next = load16(p - skew + 16 * (i + 1)), x = shifted(before, next, skew);
+            DSQ_UNROLL
+            for (int j = 0; j < 4; ++j) w[4 * i + j] = x.w[j];
+            before = next;
         }
+    }
+    DSQ_MEMBER void load_anywhere(const u8* p) {
+        if ((u64)p % 16) {
+            load_skewed(p);
+        } else {
+            load(p, false);
+        }
+    }
+    DSQ_MEMBER Words4 part(int i) const {
+        const Words4 x = {{w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]}};
+        return x;
+    }
+    DSQ_MEMBER void store(u8* p) const {
+        DSQ_UNROLL
+        for (int i = 0; i < WORDS / 4; ++i) store16(p + 16 * i, part(i));
     }
     DSQ_MEMBER void set(const float (&x)[DSQ_VECTOR]) {
         DSQ_UNROLL
@@ -134,22 +220,37 @@ struct Raw {
     }
 };
 
+#ifndef DSQ_NOTE_ELEMENT  // an element is read or written by itself; tests count them
+#define DSQ_NOTE_ELEMENT()
+#endif
+
+template <int DTYPE>
+DSQ_DEVICE u32 load_bits(const u8* p) {
+    return DTYPE == DSQ_FP32 ? load4(p) : load2(p);
+}
 template <int DTYPE>
 DSQ_DEVICE u32 load_element(const u8* p) {
-    return DTYPE == DSQ_FP32 ? load4(p) : load2(p);
+    DSQ_NOTE_ELEMENT();
+    return load_bits<DTYPE>(p);
 }
 // Of memory that this kernel writes.
 template <int DTYPE>
 DSQ_DEVICE u32 reload_element(const u8* p) {
-    return DTYPE == DSQ_FP32 ? *(const u32*)p : *(const u16*)p;
+    DSQ_NOTE_ELEMENT();
+    return DTYPE == DSQ_FP32 ? load4_again(p) : load2_again(p);
+}
+template <int DTYPE>
+DSQ_DEVICE void store_bits(u8* p, u32 bits) {
+    DSQ_NOTE_ELEMENT();
+    if (DTYPE == DSQ_FP32) {
+        store4(p, bits);
+    } else {
+        store2(p, bits & 0xFFFFu);
+    }
 }
 template <int DTYPE>
 DSQ_DEVICE void store_element(u8* p, float x) {
-    if (DTYPE == DSQ_FP32) {
-        store4(p, bits_of(x));
-    } else {
-        store2(p, pack_pair<DTYPE>(x, 0.0f) & 0xFFFFu);
-    }
+    store_bits<DTYPE>(p, DTYPE == DSQ_FP32 ? bits_of(x) : pack_pair<DTYPE>(x, 0.0f));
 }
 template <int DTYPE>
 DSQ_DEVICE float element_value(u32 bits) {

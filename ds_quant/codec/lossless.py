@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -30,10 +31,7 @@ class LosslessCodec:
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, dispatch.BACKENDS)
 
-    @property
-    def name(self) -> str:
-        """For logs and tables."""
-        return "lossless"
+    name: ClassVar[str] = "lossless"  # for logs and tables
 
     def max_bytes(self, numel: int) -> int:
         """Most bytes of a message of `numel` elements, a multiple of 16; 0 for no elements."""
@@ -55,7 +53,11 @@ class LosslessCodec:
         _check_values("values", values, reference)
         _check_tensor("out", out, self.max_bytes(values.numel()), torch.uint8)
         _check_tensor("nbytes", nbytes, 1, torch.int64)
-        dispatch.encode_lossless(values, reference, out, nbytes, backend=self.backend)
+        self.encode_all([(values, reference, out)], nbytes)
+
+    def encode_all(self, messages: Sequence[dispatch.LosslessTask], nbytes: torch.Tensor) -> None:
+        """As ``encode``, of messages of one dtype and not checked; nbytes: (messages,) int64."""
+        dispatch.encode_lossless(messages, nbytes, backend=self.backend)
 
     def decode(
         self,
@@ -94,8 +96,7 @@ class LosslessCodec:
                     f"{reference.dtype}, each row contiguous"
                 )
         starts, lengths = (np.asarray(n, dtype=np.int64) for n in (starts, lengths))
-        ends = starts + lengths
-        outside = (starts < 0) | (lengths < 0) | (ends > wire.numel())
+        outside = (starts < 0) | (lengths < 0) | (starts + lengths > wire.numel())
         if outside.any() or (starts % ALIGNMENT).any():
             raise ValueError(
                 f"messages begin at {starts.tolist()} and have {lengths.tolist()} bytes: allowed "

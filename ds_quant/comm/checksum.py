@@ -71,9 +71,8 @@ def unseal(sealed: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         rows = sealed[run.sealed].view(run.count, -1)
         payload[run.plain].view(run.count, -1).copy_(rows[:, : run.nbytes])
         words, ranks = rows.view(torch.int64), slice(run.first, run.first + run.count)
-        expected = checksums(
-            words[:, :-2], nbytes=run.nbytes, first_sender=run.first, senders=run.count
-        )
+        sent = {"nbytes": run.nbytes, "first_sender": run.first, "senders": run.count}
+        expected = checksums(words[:, :-2], **sent)
         changed[ranks] = (words[:, -2:] != expected).any(1)
     return payload, changed
 
@@ -109,11 +108,14 @@ class Finding(NamedTuple):
     problem: str
 
 
+Say = Callable[[Sequence[int]], str | None]
+
+
 class _Noted(NamedTuple):
     role: str
     senders: Sequence[int]
     outcomes: Tensor  # (senders, numbers), all 0 where nothing is wrong
-    say: Callable[[Sequence[int]], str | None]
+    say: Say
 
 
 class Findings:
@@ -128,13 +130,7 @@ class Findings:
         self._streams: set[torch.cuda.Stream] = set()  # those that the outcomes are written on
         self.at_once: Callable[[Finding], None] | None = None
 
-    def note(
-        self,
-        role: str,
-        senders: Sequence[int],
-        outcomes: Tensor,
-        say: Callable[[Sequence[int]], str | None],
-    ) -> None:
+    def note(self, role: str, senders: Sequence[int], outcomes: Tensor, say: Say) -> None:
         """Note messages that carry ``role``, one of each sender.
 
         ``outcomes``: (senders, numbers) bool or int32, all 0 where nothing is wrong. ``say`` makes

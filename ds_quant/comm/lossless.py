@@ -7,7 +7,8 @@
 to post the first gather. So a step has one exchange of lengths, whatever the number of messages;
 until it is over the messages stand in one buffer, with room for the longest that each may be.
 Lengths come from outside: each is checked against that room before anything is received, so that a
-changed one ends in an error and never in a read or a write past a buffer.
+changed one ends in an error and never in a read or a write past a buffer. On all ranks: what they
+send next follows from the lengths, so they first compare what they have received.
 
 [Note: status] What cannot be decoded is noted on the device and read by all ranks before the next
 optimizer step, see ``checksum.Findings``: a rank that raised by itself would leave the others
@@ -17,7 +18,7 @@ waiting, and to look at every message would wait for the device in each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,9 @@ from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.lossless import Damaged, problem_of
 from ds_quant.kernels.wire import ALIGNMENT
 
-MOST_NUMEL = 1 << 24  # elements of one rank in a message: more would only be decoded later
+# Elements of one rank in a message: more would only be decoded later; and in messages that are
+# encoded together, whose values are in memory together.
+MOST_NUMEL = 1 << 24
 
 
 class Parcel(NamedTuple):
@@ -56,6 +59,12 @@ class Reading(NamedTuple):
         return squares(found, values)
 
 
+_CHANGED = (
+    ". An announcement of weights was changed on its way; look for faulty memory or a faulty "
+    "network, and resume from the last checkpoint"
+)
+
+
 class Outbox:
     """The messages of one optimizer step; on every rank as many, in the same order.
 
@@ -75,14 +84,16 @@ class Outbox:
         """Encode all messages and agree on their lengths: a collective."""
         self._link, self._road, self._codec = link, road, codec
         self._rooms = [codec.max_bytes(parcel.numel) for parcel in parcels]
-        ends = list(accumulate(self._rooms, initial=0))
-        buffer = link.empty(ends[-1], device=device)
+        buffer = link.empty(sum(self._rooms), device=device)
         self._made_on = torch.cuda.current_stream(device) if buffer.is_cuda else None
-        self._messages = [buffer[start:end] for start, end in pairwise(ends)]
+        self._messages = buffer.split(self._rooms)
         own = torch.empty(len(parcels), dtype=torch.int64, device=device)
         with link.encoding("weights"):
-            for place, (parcel, out) in enumerate(zip(parcels, self._messages, strict=True)):
-                codec.encode(*parcel.values(), out, own[place : place + 1])
+            turns = [end // MOST_NUMEL for end in accumulate(p.numel for p in parcels)]
+            for _, places in groupby(range(len(parcels)), turns.__getitem__):
+                first, *more = places
+                batch = [(*parcels[i].values(), self._messages[i]) for i in (first, *more)]
+                codec.encode_all(batch, own[first : first + len(batch)])
         self._lengths = self._agree(own)
         self._check()
         self._count(parcels, traffic)
@@ -94,21 +105,27 @@ class Outbox:
                     notes.note(Reading(codec), values, message[:nbytes], held=held)
 
     def _agree(self, own: Tensor) -> np.ndarray:
-        """Lengths of this rank (messages,) int64 -> those of all, (ranks, messages)."""
+        """Lengths of this rank (messages,) int64 -> those of all, (ranks, messages).
+
+        RuntimeError on all ranks alike if not all have received the same.
+        """
         arriving = self._link.all_gather(own.view(torch.uint8), role="weights").wait()
-        return arriving.view(torch.int64).view(self._link.size, -1).cpu().numpy()
+        arrived = arriving.view(torch.int64)
+        least = self._link.least(torch.cat([arrived, ~arrived])).cpu().numpy()
+        lengths, inverted = np.split(least, 2)
+        if (lengths != ~inverted).any():
+            raise RuntimeError(f"quantized_comm: ranks have received different lengths{_CHANGED}")
+        return lengths.reshape(self._link.size, -1)
 
     def _check(self) -> None:
         lengths, rooms = self._lengths, np.array(self._rooms, dtype=np.int64)
         least = np.minimum(rooms, ALIGNMENT)
-        wrong = np.argwhere((lengths < least) | (lengths > rooms) | (lengths % ALIGNMENT != 0))
-        if len(wrong):
-            rank, place = wrong[0]
+        wrong = (lengths < least) | (lengths > rooms) | (lengths % ALIGNMENT != 0)
+        for rank, place in np.argwhere(wrong):
             raise RuntimeError(
                 f"quantized_comm: rank {self._link.ranks[rank]} announces {lengths[rank, place]} "
                 f"bytes of weights: allowed here are multiples of {ALIGNMENT} up to "
-                f"{rooms[place]}. The announcement was changed on its way; look for faulty memory "
-                "or a faulty network, and resume from the last checkpoint"
+                f"{rooms[place]}{_CHANGED}"
             )
 
     def _count(self, parcels: Sequence[Parcel], traffic: Traffic) -> None:

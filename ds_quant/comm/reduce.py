@@ -113,7 +113,7 @@ class Reduction:
     def _reduce(self, part: SlicePlan, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Reduce one slice; yields after every exchange that it has posted.
 
-        On each hop 1. encode the message  2. post it  3. make what this rank adds up as it is.
+        On each hop 1. encode the message, and make what this rank adds up as it is  2. post it.
         After the last one add up what has arrived, rotated back and scaled.
         """
         held = None if self._held is None else self._held[part.start : part.stop]
@@ -130,7 +130,6 @@ class Reduction:
             wire = pack(link, "gradients", sum(step.sent), step.encode, buffers, streams)
             sizes = {"sent": step.sent, "received": step.received}
             arriving = link.all_to_all(wire, **sizes, role="gradients")
-            unpack(link, step.own, [wire, *buffers], self._streams[max(depth - 1, 0)])
             del buffers, wire
             yield
             arrived = arriving.wait()

@@ -150,12 +150,13 @@ def shards_of(tensor: int, numel: int, ranks: int, *, plain: bool, small: bool) 
 
 
 class Step(NamedTuple):
-    """One hop of one slice. ``own`` makes the ``kept`` fp32 values that are added as they are."""
+    """One hop of one slice. ``encode`` also makes the ``kept`` fp32 values that are added as they
+    are: on CUDA in the same launch.
+    """
 
     sent: list[int]
     received: list[int]
     encode: Operations
-    own: Operations
     kept: int
 
 
@@ -289,20 +290,19 @@ class _Compiler:
             if self._segments[index].numel
         ]
         encode.sort(key=lambda task: task[0].stream)  # those of one gradient form rows
-        kept: dict[int, int] = {}
-        own, end = [], 0
+        kept, end = dict[int, int](), 0
         if hop.exact_own and depth and self._held is not None:
             kept = {index: self._held[index] for index in rows[mine]}  # added where it rests
         elif hop.exact_own:
             for index in rows[mine]:
                 kept[index], end = end, end + round_up(self._on_wire[index], VECTOR_NUMEL)
-            own = [self._own(index, place, depth, hops) for index, place in kept.items()]
+            encode += [self._own(index, place, depth, hops) for index, place in kept.items()]
         slots, self._row_bytes = lay_out(self._size(index, depth) for index in rows[mine])
         self._columns, self._kept = dict(zip(rows[mine], slots, strict=True)), kept
         received = [self._row_bytes] * hop.link.size
         if hop.exact_own:
             received[mine] = 0
-        return Step(sent, received, Operations(encode), Operations(own), end)
+        return Step(sent, received, Operations(encode), end)
 
     def _size(self, index: int, depth: int) -> tuple[Codec, int]:
         """Codec and elements of a segment's slot."""
@@ -341,11 +341,12 @@ class _Compiler:
         far.
         """
         segment = self._segments[index]
+        codecs, block, flips, _ = self._forms[segment.gradient]
         if depth:
-            return self._sum(index, hops, depth, KEPT, place)
-        tensor, form = TENSORS + segment.tensor, self._forms[segment.gradient]
-        operation = Rotate(segment.numel, tensor, KEPT, segment.gradient, form.block, form.flips)
-        return operation, (segment.start, place)
+            operation, places = self._sum(index, hops, depth, KEPT, place)
+            return operation._replace(beside=codecs[depth]), places
+        how = segment.numel, TENSORS + segment.tensor, KEPT, segment.gradient, block, flips
+        return Rotate(codecs[0], *how), (segment.start, place)
 
     def _sum(
         self, index: int, hops: Sequence[LinkHop], depth: int, into: int, place: int = 0

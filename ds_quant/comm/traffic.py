@@ -111,8 +111,8 @@ class Notes:
         """``values`` were encoded into ``wire``, or what a function returns, which has ``numel``
         elements.
         """
-        count = values.numel() if numel is None else numel
-        self._noted.append(Note(coding, values, wire, count, how))
+        numel = values.numel() if numel is None else numel
+        self._noted.append(Note(coding, values, wire, numel, how))
 
     def add_to(self, tally: Tally) -> None:
         for note in self._noted:
@@ -186,6 +186,8 @@ class Meter:
 
 # ---- counters of all steps ----
 
+_ROLES = ("weights", "gradients")
+
 
 @dataclass
 class ExactDifferences:
@@ -220,11 +222,9 @@ class Traffic:
     """
 
     received: dict[str, dict[str, int]] = field(
-        default_factory=lambda: {
-            role: {"intra": 0, "inter": 0} for role in ("weights", "gradients")
-        }
+        default_factory=lambda: {role: {"intra": 0, "inter": 0} for role in _ROLES}
     )
-    collectives: dict[str, int] = field(default_factory=lambda: {"weights": 0, "gradients": 0})
+    collectives: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_ROLES, 0))
     meter: Meter = field(default_factory=Meter)
     exact: ExactDifferences = field(default_factory=ExactDifferences)
 

@@ -107,12 +107,11 @@ class Link:
         backend: str = "auto",
         dist: Any = None,
     ) -> None:
-        self.backend = backend
         if dist is None:
             from deepspeed import comm as dist
         self._dist = dist
         self.process_group = process_group
-        self._traffic, self._sealed = traffic, sealed
+        self._traffic, self._sealed, self.backend = traffic, sealed, backend
         self.findings = findings or Findings()
         pool = buffers or Buffers()
         self.empty, self.empties = pool.empty, pool.empties
@@ -187,11 +186,14 @@ class Link:
         collective of 16 bytes that are not counted, for gloo: with NCCL the answer would wait for
         the device.
         """
-        votes = torch.tensor([number, ~number])
-        minimum = torch.distributed.ReduceOp.MIN
-        torch.distributed.all_reduce(votes, op=minimum, group=self.process_group)
-        least, inverted = votes.tolist()
+        least, inverted = self.least(torch.tensor([number, ~number])).tolist()
         return least != ~inverted
+
+    def least(self, numbers: Tensor) -> Tensor:
+        """Replace numbers by the least of any rank. Not counted."""
+        minimum = torch.distributed.ReduceOp.MIN
+        torch.distributed.all_reduce(numbers, op=minimum, group=self.process_group)
+        return numbers
 
     def _open(self, sizes: Sequence[int], role: str, sealed: Tensor) -> Tensor:
         """Check and remove the checksums; rank r has sent ``sizes[r]`` bytes without its own."""
@@ -280,9 +282,8 @@ class Fabric:
     ) -> None:
         self.whole, self.intra, self.inter = whole, intra, inter
         self.gradients = gradients or intra
-        self.size, self.rank = whole.size, whole.rank
+        self.size, self.rank, self.backend = whole.size, whole.rank, whole.backend
         self.node_size = None if intra is None or inter is None else intra.size
-        self.backend = whole.backend
         self.encoding, self.decoding, self.empty = whole.encoding, whole.decoding, whole.empty
         self.unposted: deque[_TwoLevelGather] = deque()  # their second level
 

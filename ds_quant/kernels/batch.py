@@ -55,6 +55,8 @@ class Decode(NamedTuple):
 class Sum(NamedTuple):
     """Places: wire, values, own. Sources are rows ``stride`` bytes apart; ``place`` is the one
     that the wire leaves out, its values are ``own``, fp32; None for none. A rotation is undone.
+    ``beside``: the codec to which other sums are recoded, of fp32 values that are neither scaled
+    nor rotated back; no number depends on it.
     """
 
     codec: Format
@@ -69,6 +71,7 @@ class Sum(NamedTuple):
     block: int = 0
     flips: bool = False
     scale: float = 1.0
+    beside: Format | None = None
 
     on_wire = Encode.on_wire
 
@@ -94,8 +97,11 @@ class Recode(NamedTuple):
 
 
 class Rotate(NamedTuple):
-    """Places: values, fp32 rotated blocks. Without a block: the values as fp32."""
+    """Places: values, fp32 rotated blocks. Without a block: the values as fp32. ``codec``: of other
+    values of the tensor; no number depends on it.
+    """
 
+    codec: Format
     numel: int
     values: int
     rotated: int

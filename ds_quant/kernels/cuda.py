@@ -35,7 +35,7 @@ from ds_quant.resources import resource_dir
 # ---- source text ----
 
 
-KERNELS = ("encode", "decode_sum", "recode", "rotate", "cast", "lossless")
+KERNELS = ("encode", "decode_sum", "recode", "cast", "lossless")
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 

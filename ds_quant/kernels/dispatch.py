@@ -62,7 +62,7 @@ def compile_tasks(
     tasks: Sequence[Task], buffers: Sequence[torch.Tensor], backend: str
 ) -> tuple[list[Runnable], list[Task]]:
     """Compile tasks for such buffers: one call of a kernel for all tasks of a kind that it covers,
-    and the tasks that are left.
+    or of any kind on CUDA, and the tasks that are left.
     """
     device, kernels, how = buffers[0].device, None, ()
     runner = cuda_runner(device, backend)
@@ -83,7 +83,7 @@ def compile_tasks(
             left.append(task)
         else:
             kind = type(operation), getattr(operation, "held", None) is None
-            kinds.setdefault(kind, []).append(task)
+            kinds.setdefault(kind if runner is None else "any", []).append(task)
     return [kernels.compile_tasks(alike, buffers, *how) for alike in kinds.values()], left
 
 
@@ -103,20 +103,23 @@ def cuda_runner(device: torch.device, backend: str) -> cuda.Runner | None:
     return cuda.runner_of(device)
 
 
+LosslessTask = launch_lossless.Task
+
+
 def encode_lossless(
-    values: torch.Tensor,  # (numel,) bf16 or fp16
-    reference: torch.Tensor,  # (numel,) of the same dtype
-    out: torch.Tensor,  # (lossless.max_bytes(numel),) uint8
-    nbytes: torch.Tensor,  # (1,) int64, receives the bytes used
-    *,
-    backend: str,
+    messages: Sequence[LosslessTask], nbytes: torch.Tensor, *, backend: str
 ) -> None:
-    """Write the message of the exact differences."""
-    run = cuda_runner(values.device, backend)
-    if run is None:
-        _lossless_on(values.device, backend).encode(values, reference, out, nbytes)
-    else:
-        launch_lossless.encode(values, reference, out, nbytes, run=run)
+    """Write messages of exact differences, in few launches: of each its values (numel,) in bf16 or
+    fp16, the reference (numel,) of the same dtype, and (lossless.max_bytes(numel),) uint8 for it.
+    nbytes: (messages,) int64, receives the bytes used.
+    """
+    device = nbytes.device
+    runner = cuda_runner(device, backend)
+    if runner is not None:
+        launch_lossless.encode(messages, nbytes, run_tables=runner.run_tables)
+        return
+    for place, message in enumerate(messages):
+        _lossless_on(device, backend).encode(*message, nbytes[place : place + 1])
 
 
 def decode_lossless(

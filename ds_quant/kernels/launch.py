@@ -64,16 +64,11 @@ FIELDS = {
     ),
 }
 
-FIELDS["rotate"] = (
-    *_PLACE,
-    *("values", "values_stride", "numel", "rotated", "rotated_stride", "padded"),
-    *("flips_low", "flips_high"),
-)
-
 FIELDS["cast"] = (
     *_PLACE,
     *("source", "source_row", "sources", "source_stride"),
     *("values", "values_stride", "numel", "padded", "own", "own_values", "factor"),
+    *("source_type", "values_type", "is_copy"),
 )
 
 FIELDS["lossless"] = (
@@ -339,20 +334,8 @@ def cast_plan(
 ) -> Plan:
     """Plan launches that cast rows to ``dtype``, filled up with zeros, or add them up."""
     is_copy = source == dtype and sources == 1 and not has_own and scale == 1.0
-    macros = {"DSQ_SOURCE": DTYPES[source], "DSQ_VALUES": DTYPES[dtype]}
-    macros |= {"DSQ_COPY": int(is_copy), "DSQ_THREADS": THREADS}
     fields = {"numel": numel, "padded": padded, "sources": sources, "factor": float_bits(scale)}
+    fields |= {"source_type": DTYPES[source], "values_type": DTYPES[dtype]}
+    fields |= {"is_copy": int(is_copy), "own": NO_SOURCE}
     blocks = ceil_div(padded, VECTOR_NUMEL * THREADS)
-    fields["own"] = NO_SOURCE
-    return Plan("cast", macros, blocks=blocks, threads=THREADS, fields=fields)
-
-
-@lru_cache(maxsize=_PLANS)
-def rotate_plan(numel: int, dtype: torch.dtype, rotation: BlockRotation) -> Plan:
-    """Plan launches of a rotation into fp32 that is filled up with zeros to whole blocks."""
-    padded = round_up(numel, rotation.block)
-    macros = rotation_macros(rotation)
-    macros |= {"DSQ_VALUES": DTYPES[dtype], "DSQ_THREADS": THREADS}
-    fields = {"numel": numel, "padded": padded}
-    blocks = ceil_div(padded, ROTATION_RUN * VECTOR_NUMEL * THREADS)
-    return Plan("rotate", macros, blocks=blocks, threads=THREADS, fields=fields)
+    return Plan("cast", {"DSQ_THREADS": THREADS}, blocks=blocks, threads=THREADS, fields=fields)

@@ -6,7 +6,7 @@ to the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -70,7 +70,7 @@ def _takes(codecs: Sequence[Format | Cast], operation: Operation) -> bool:
 
 
 def compile_tasks(tasks: Sequence[Task], buffers: Buffers, run_tables: RunTables) -> Runnable:
-    """Compile tasks of one kind for buffers of the same dtypes and alignment."""
+    """Compile tasks for buffers of the same dtypes and alignment."""
     device = buffers[0].device
     tables = [(table, _arguments(table, jobs, device)) for table, jobs in _tables(tasks, buffers)]
 
@@ -85,15 +85,17 @@ def compile_tasks(tasks: Sequence[Task], buffers: Buffers, run_tables: RunTables
 
 
 def _tables(tasks: Sequence[Task], buffers: Buffers) -> list[tuple[Table, list[_Job]]]:
-    kind = type(tasks[0][0])
-    rows = rows_of(tasks, 1) if kind in (Encode, Decode) else [Rows(*task) for task in tasks]
+    rows = rows_of((task for task in tasks if isinstance(task[0], Encode | Decode)), 1)
+    rows += [Rows(*task) for task in tasks if not isinstance(task[0], Encode | Decode)]
     alike: dict[tuple, list[_Job]] = {}
     for row in rows:
-        job = (_cast if _is_cast(row.operation) else _jobs[kind])(row, buffers)
-        alike.setdefault((job.launch.kernel, job.launch.macros), []).append(job)
+        job = (_cast if _is_cast(row.operation) else _jobs[type(row.operation)])(row, buffers)
+        rest = [macro for macro in job.launch.macros if macro[0] != "DSQ_WHOLE"]
+        alike.setdefault((job.launch.kernel, *rest), []).append(job)
     found = []
     for jobs in alike.values():
-        (table,) = merge([job.launch for job in jobs])
+        macros = min(job.launch.macros for job in jobs)  # whole blocks only if all have them
+        (table,) = merge([job.launch._replace(macros=macros) for job in jobs])
         found.append((table, jobs))
     return found
 
@@ -121,7 +123,11 @@ def _rotation(operation: Operation) -> BlockRotation | None:
     return BlockRotation(operation.block, 0 if operation.flips else None)
 
 
-def _encode(rows: Rows, buffers: Buffers) -> _Job:
+_NOTHING: Mapping[str, int] = {}
+_STAYS = {"wire.end": 0}  # of rows that stay fp32
+
+
+def _encode(rows: Rows, buffers: Buffers, more: Mapping[str, int] = _NOTHING) -> _Job:
     op, places, (count,), ((values, wire, vectors, *held),) = rows
     at, dtype = _at(buffers, op.values, places[0]), buffers[op.values].dtype
     is_easy = _is_easy(buffers, at, count, values * dtype.itemsize)
@@ -133,7 +139,7 @@ def _encode(rows: Rows, buffers: Buffers) -> _Job:
         fields["base_stride"] = held[0] * base.itemsize
         is_easy = is_easy and _is_easy(buffers, points["base"], count, fields["base_stride"])
     plan = launch.encode_plan(op.codec, op.numel, dtype, base, _rotation(op), is_easy)
-    work = plan.launch(count, fields | {"row_vectors": vectors})
+    work = plan.launch(count, {**fields, "row_vectors": vectors, **more})
     return _Job(work, op.stream, points, places[2], (("levels", op.codec),), op.flips)
 
 
@@ -151,8 +157,12 @@ def _decode(rows: Rows, buffers: Buffers) -> _Job:
 def _sum(rows: Rows, buffers: Buffers) -> _Job:
     op, places, *_ = rows
     at, sources = _at(buffers, op.values, places[1]), op.sources + (op.place is not None)
+    is_easy, beside = _is_easy(buffers, at, 1, 0), op.beside
+    if is_easy and beside and beside.kind == "groups" and launch.supports(beside):
+        how = op.sources, op.stride, op.place, op.own
+        recoded = Recode(op.codec, beside, op.numel, op.wire_in, op.values, op.stream, *how)
+        return _recode(Rows(recoded, (places[0], at[1], places[2], 0)), buffers, _STAYS)
     shape, rotation = (op.numel, sources, buffers[op.values].dtype), _rotation(op)
-    is_easy = _is_easy(buffers, at, 1, 0)
     has_own = op.place is not None
     plan = launch.sum_plan(op.codec, *shape, op.scale, has_own, rotation, False, is_easy)
     work = plan.launch(1, _source_fields(op))
@@ -162,11 +172,11 @@ def _sum(rows: Rows, buffers: Buffers) -> _Job:
     return _Job(work, op.stream, points, tables=tables, flips=bool(op.block and op.flips))
 
 
-def _recode(rows: Rows, buffers: Buffers) -> _Job:
+def _recode(rows: Rows, buffers: Buffers, more: Mapping[str, int] = _NOTHING) -> _Job:
     op, places, *_ = rows
     sources = op.sources + (op.place is not None)
     plan = launch.recode_plan(op.source, op.codec, op.on_wire, sources, op.place is not None)
-    work = plan.launch(1, _source_fields(op))
+    work = plan.launch(1, {**_source_fields(op), **more})
     points = {"source.bytes": (op.wire_in, places[0]), "wire.bytes": (op.wire, places[1])}
     points["own_values"] = _at(buffers, op.own, places[2])
     tables = (("levels", op.codec), ("source_levels", op.source))
@@ -174,11 +184,11 @@ def _recode(rows: Rows, buffers: Buffers) -> _Job:
 
 
 def _rotate(rows: Rows, buffers: Buffers) -> _Job:
-    op, places, *_ = rows
-    plan = launch.rotate_plan(op.numel, buffers[op.values].dtype, _rotation(op))
-    points = {"values": _at(buffers, op.values, places[0])}
-    points["rotated"] = (op.rotated, places[1] * _FP32_BYTES)
-    return _Job(plan.launch(1, {}), op.stream, points, flips=op.flips)
+    """As if encoded, but for the end."""
+    op, (values, rotated) = rows.operation, rows.places
+    encoded = Encode(op.codec, op.numel, op.values, op.rotated, op.stream, op.block, op.flips)
+    places = values, rotated * _FP32_BYTES, 0
+    return _encode(Rows(encoded, places, (1,), (places,)), buffers, _STAYS)
 
 
 def _is_cast(op: Operation) -> bool:
@@ -204,6 +214,7 @@ def _cast(rows: Rows, buffers: Buffers) -> _Job:
         dtype, padded = buffers[into].dtype, op.numel
         points["values"], written = _at(buffers, into, places[1]), steps[1] * dtype.itemsize
     fields, how = {"source_row": read, "values_stride": written}, {}
+    points["own_values"] = points["source"]  # of jobs that have none, not read
     if isinstance(op, Sum | Recode):
         fields |= _source_fields(op)
         points["own_values"] = _at(buffers, op.own, places[2])

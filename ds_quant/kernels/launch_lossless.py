@@ -1,17 +1,18 @@
 """Launches of the CUDA kernels of LosslessCodec: signatures and bytes of lossless.py.
 
-A message is three launches that read what the one before wrote; messages are decoded in one.
+Messages are three launches that read what the one before wrote; decoded ones are checked before
+anybody uses them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from ds_quant.kernels.launch import DTYPES, FIELDS, Launch, Plan, Table
+from ds_quant.kernels.launch import DTYPES, FIELDS, Plan, Table, merge
 from ds_quant.kernels.launch_batch import RunTables
 from ds_quant.kernels.lossless import HEADER, PROBLEMS, Damaged, blocks_of
 from ds_quant.kernels.wire import ALIGNMENT
@@ -19,28 +20,26 @@ from ds_quant.kernels.wire import ALIGNMENT
 THREADS = 256
 PLAN, SCAN, WRITE, READ = range(4)  # DSQ_PHASE
 LENGTH, CHECKSUM = (PROBLEMS.index(what) + 1 for what in ("length", "checksum"))
+Task = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see ``dispatch.encode_lossless``
 _FIELDS = np.dtype([(name, "<u8") for name in FIELDS["lossless"]])
 
 
-def encode(
-    values: torch.Tensor,  # (numel,) bf16 or fp16
-    reference: torch.Tensor,  # (numel,) of the same dtype
-    out: torch.Tensor,  # (max_bytes(numel),) uint8
-    nbytes: torch.Tensor,  # (1,) int64, receives the bytes used
-    *,
-    run: Callable[[Launch], None],
-) -> None:
-    """Write a message."""
-    if values.numel() == 0:
-        nbytes.zero_()
-        return
-    target = _aligned(out, copy=False)
-    target[:HEADER].zero_()  # the checksum is added up there
-    fields = _fields(values, reference, target) | {"nbytes": nbytes.data_ptr()}
+def encode(messages: Sequence[Task], nbytes: torch.Tensor, *, run_tables: RunTables) -> None:
+    """Write messages of values of one dtype; nbytes, (messages,) int64, receives the bytes of each.
+    Three launches for all of them.
+    """
+    nbytes.zero_()  # a checksum is added up there first
+    jobs, copied = [], []
+    for place, (values, reference, out) in enumerate(messages):
+        target = _aligned(out, copy=False)
+        copied += [(out, target)] if target is not out else []
+        fields = {"values": values.data_ptr(), "reference": reference.data_ptr()}
+        fields |= {"wire": target.data_ptr(), "nbytes": nbytes[place].data_ptr()}
+        jobs += [(values, fields)] if values.numel() else []
     for phase in (PLAN, SCAN, WRITE):
-        plan = plan_of(phase, values.numel(), values.dtype)
-        run(plan.launch(1, fields))
-    if target is not out:
+        plans = [plan_of(phase, values.numel(), values.dtype) for values, _ in jobs]
+        run_tables(merge(plan.launch(1, job[1]) for plan, job in zip(plans, jobs, strict=True)))
+    for out, target in copied:
         out.copy_(target)
 
 
@@ -99,11 +98,6 @@ def _table(jobs: np.ndarray, plan: Plan) -> Table:
     job_of_block = np.arange(rows, dtype="<u4").repeat(count).tobytes()
     job_of_block += b"\0" * (len(job_of_block) % 8)
     return Table("lossless", macros, rows * count, plan.threads, jobs.tobytes(), rows, job_of_block)
-
-
-def _fields(values: torch.Tensor, reference: torch.Tensor, wire: torch.Tensor) -> dict[str, int]:
-    tensors = {"values": values, "reference": reference, "wire": wire}
-    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
 @lru_cache(maxsize=4096)

@@ -23,7 +23,7 @@ from ds_quant.comm.reduction_plan import LinkHop
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Link
-from ds_quant.kernels.batch import Decode, Encode, Operation, Recode, Rotate, Sum
+from ds_quant.kernels.batch import Decode, Encode, Operation, Recode, Sum
 from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.run import Operations, Streams
@@ -109,6 +109,8 @@ def _rehearse_exact_differences(binding: QuantizedEngine, device: torch.device) 
                 nbytes, two = int(used), held.new_empty(2, held.numel())
                 codec.decode(wire[:nbytes], held, two[0])  # as metrics read back
                 codec.decode_rows(wire, [0, 0], [nbytes] * 2, held.expand(2, -1), two)
+                pair = [(values, held, wire), (values, held, wire.clone())]
+                codec.encode_all(pair, used.repeat(2))
 
 
 def _dtypes(binding: QuantizedEngine) -> list[torch.dtype]:
@@ -135,7 +137,7 @@ def _uses(binding: QuantizedEngine, device: torch.device) -> Iterator[_Use]:
 # Buffers of the operations: values, messages, fp32 values, sums in the dtype of the values. All
 # rows of a sum are the same.
 _VALUES, _WIRE, _ARRIVED, _NUMBERS, _SUMS = range(5)
-_PLACES = {Encode: 4, Decode: 2, Sum: 3, Recode: 4, Rotate: 2}  # of each operation, all 0
+_PLACES = {Encode: 4, Decode: 2, Sum: 3, Recode: 4}  # of each operation, all 0
 
 
 def _buffers(
@@ -197,11 +199,11 @@ def _reduction(
     once: bool,
     numel: int,
 ) -> Iterator[Operation]:
-    """The operations of a reduction; ``once``: sums wait between its two hops."""
+    """The operations of a reduction; ``once``: sums wait between its two hops. What stays fp32
+    beside what is encoded takes the same kernels.
+    """
     on_wire = round_up(numel, block or 1)
     yield Encode(codecs[0], numel, _VALUES, _WIRE, 0, block, flips)
-    if hops[0].exact_own:
-        yield Rotate(numel, _VALUES, _NUMBERS, 0, block, flips)
     for depth, (hop, codec) in enumerate(zip(hops, codecs, strict=True)):
         rows = {
             "wire_in": _ARRIVED, "stream": 0, "sources": hop.link.size - hop.exact_own,
@@ -217,5 +219,4 @@ def _reduction(
         yield Recode(codec, following, numel, wire=_WIRE, block=block, **rows)
         if once:  # encoded from what is held instead
             yield Encode(following, on_wire, _NUMBERS, _WIRE, 0)
-        if hops[depth + 1].exact_own or once:
             yield Sum(codec, on_wire, values=_NUMBERS, **rows)

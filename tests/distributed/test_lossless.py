@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, ClassVar
 
@@ -18,6 +19,8 @@ from torch import nn
 import ds_quant
 from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.lossless import Outbox, Parcel
+from ds_quant.comm.topology import Topology
+from ds_quant.comm.transport import Link, Pending
 from tests import needs
 from tests.distributed import scenarios
 from tests.distributed.features import DEEPSPEED_FEATURES
@@ -338,10 +341,8 @@ class _Announcing(LosslessCodec):
 
     wrong: ClassVar[int] = 0
 
-    def encode(
-        self, values: torch.Tensor, reference: torch.Tensor, out: torch.Tensor, nbytes: torch.Tensor
-    ) -> None:
-        super().encode(values, reference, out, nbytes)
+    def encode_all(self, messages: Sequence[Any], nbytes: torch.Tensor) -> None:
+        super().encode_all(messages, nbytes)
         if torch.distributed.get_rank() == 1:
             nbytes.fill_(self.wrong)
 
@@ -395,6 +396,33 @@ def test_a_length_that_cannot_be_ends_all_ranks_before_anything_is_received(node
         for message, wrong in zip(said, WRONG, strict=True):
             assert f"rank 1 announces {wrong} bytes of weights" in message
             assert "multiples of 16 up to" in message
+
+
+class _Garbled(Link):
+    """Receives another length than the others on rank 2, one that may be."""
+
+    def all_gather(self, payload: torch.Tensor, *, role: str) -> Pending[torch.Tensor]:
+        return super().all_gather(payload, role=role).then(self._change)
+
+    def _change(self, arrived: torch.Tensor) -> torch.Tensor:
+        if self.rank == 2:
+            arrived.view(torch.int64)[1] += 16
+        return arrived
+
+
+def _received_differently() -> str:
+    fabric, traffic = fabric_of(4)
+    link = _Garbled(None, topology=Topology(world=4, node_size=4), traffic=traffic)
+    held = torch.zeros(2000, dtype=torch.bfloat16)
+    how = {"codec": LosslessCodec(), "device": held.device, "traffic": traffic}
+    with pytest.raises(RuntimeError) as told:
+        Outbox([Parcel(2000, lambda: (held + 1, held))], link, fabric, **how)
+    return str(told.value)
+
+
+def test_lengths_that_one_rank_received_otherwise_end_all_ranks() -> None:
+    for said in run(_received_differently, 4):
+        assert "ranks have received different lengths" in said and "faulty memory" in said
 
 
 # ---- bytes ----

@@ -40,7 +40,7 @@ class Recorder:
     def __init__(self) -> None:
         self.variants: set[tuple] = set()
         encode = dispatch.encode_lossless
-        dispatch.encode_lossless = self._both(launch_lossless.encode, encode)
+        dispatch.encode_lossless = lambda *args, **how: self._encode_lossless(encode, *args, **how)
         decode = dispatch.decode_lossless
         dispatch.decode_lossless = lambda *args, **how: self._decode_lossless(decode, *args, **how)
         compile_tasks = dispatch.compile_tasks
@@ -49,31 +49,22 @@ class Recorder:
     def _note(self, work: Any) -> None:
         self.variants.add((work.kernel, work.macros))
 
-    def _both(self, launched: Any, original: Any) -> Any:
-        def use(*args: Any, **options: Any) -> None:
-            as_launched = {name: option for name, option in options.items() if name != "backend"}
-            launched(*args, run=self._note, **as_launched)
-            original(*args, **options)
+    def _tables(self, tables: Any) -> None:
+        for table in tables:
+            self._note(table.alone() if table.num_jobs == 1 else table)
 
-        return use
+    def _encode_lossless(self, original: Any, *args: Any, **options: Any) -> None:
+        launch_lossless.encode(*args, run_tables=self._tables)
+        original(*args, **options)
 
     def _decode_lossless(self, original: Any, *args: Any, **options: Any) -> None:
-        def note(tables: Any) -> None:
-            for table in tables:
-                self._note(table.alone() if table.num_jobs == 1 else table)
-
-        launch_lossless.decode_rows(*args, run_tables=note)
+        launch_lossless.decode_rows(*args, run_tables=self._tables)
         original(*args, **options)
 
     def _compile(self, original: Any, tasks: Any, buffers: Any, backend: str) -> Any:
         """Tables of operations, alone or several."""
-        kinds: dict[type, list[Any]] = {}
-        for task in tasks:
-            if launch_batch.covers(task[0], buffers):
-                kinds.setdefault(type(task[0]), []).append(task)
-        for alike in kinds.values():
-            for table in launch_batch.tables_of(alike, buffers):
-                self._note(table.alone() if table.num_jobs == 1 else table)
+        covered = [task for task in tasks if launch_batch.covers(task[0], buffers)]
+        self._tables(table for table, _ in launch_batch._tables(covered, buffers))
         return original(tasks, buffers, backend)
 
 

@@ -30,9 +30,9 @@ class Kernels:
         self.name, self.device, self._runner = name, device, runner
         self.macros: list[dict[str, int]] = []  # of every launch
 
-    def runner(self, *_: object) -> Kernels:
+    def runner(self, _: torch.device, backend: str) -> Kernels | None:
         """Stand for ``dispatch.cuda_runner``."""
-        return self
+        return None if backend == "torch" else self
 
     def run_tables(self, tables: Iterable[Table]) -> None:
         """As a Runner does."""

@@ -181,6 +181,11 @@ static inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
 static inline void __syncwarp() { shim::pause(shim::AT_COLLECTIVE); }
 static inline void __syncthreads() { shim::pause(shim::AT_BARRIER); }
 
+// Elements that a kernel has read or written by themselves.
+static unsigned long long elements_alone;
+#define DSQ_NOTE_ELEMENT() ++elements_alone
+extern "C" unsigned long long shim_elements_alone() { return elements_alone; }
+
 #define SHIM_EXPORT(kernel)                                                                 \
     extern "C" void shim_launch(const unsigned* grid, unsigned threads, void** arguments,  \
                                 int reversed) {                                            \

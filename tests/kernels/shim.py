@@ -64,6 +64,14 @@ class Shim:
         library = self.library(kernel, macros)
         library.shim_launch(sizes, threads, arguments, int(self.reversed_warps))
 
+    def elements_alone(self) -> int:
+        """Elements that kernels have read or written by themselves so far."""
+        count = 0
+        for library in self.built.values():
+            library.shim_elements_alone.restype = ctypes.c_ulonglong
+            count += library.shim_elements_alone()
+        return count
+
     def library(self, kernel: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
         """The kernel with these macros as a shared library."""
         key = (kernel, macros)
@@ -89,7 +97,6 @@ JOBS = {
     "encode": "EncodeJob",
     "decode_sum": "SumJob",
     "recode": "RecodeJob",
-    "rotate": "RotateJob",
     "cast": "CastJob",
     "lossless": "LosslessJob",
 }

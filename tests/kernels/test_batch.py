@@ -201,9 +201,10 @@ def test_recode(kernels, source: Codec, codec: Codec, place: int | None, block: 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotate(kernels, dtype: torch.dtype, block: int, flips: bool) -> None:
     tasks, values, out = [], 1, 0
+    codec = IN_128[0] if flips else INT4
     for stream in range(2):
         for numel in (*NUMELS, 20_000):
-            operation = Rotate(numel, 0, 1, stream, block, flips)
+            operation = Rotate(codec, numel, 0, 1, stream, block, flips)
             tasks.append((operation, (values, out)))
             values, out = values + numel, out + round_up(operation.padded, 8)
 
@@ -211,6 +212,97 @@ def test_rotate(kernels, dtype: torch.dtype, block: int, flips: bool) -> None:
         return [torch.randn(values).to(dtype), torch.zeros(out)]
 
     check(kernels, tasks, make, streams_of((INT4, INT4), block=block, flips=flips))
+
+
+ROTATED = ((32, False), (64, True), (128, True))
+
+
+@pytest.mark.parametrize("block, flips", ROTATED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_that_stay_are_made_beside_encoded_ones(
+    kernels, dtype: torch.dtype, block: int, flips: bool
+) -> None:
+    codec = GAUSSIAN[1] if block == 128 else INT4
+    tasks = [
+        (op._replace(wire=2), places)
+        for op, places in encodes((codec, codec), block=block, flips=flips)
+    ]
+    written = sum(op.codec.wire_bytes(op.on_wire) for op, _ in tasks)
+    values, rotated = max(places[0] + op.numel for op, places in tasks), 0
+    for stream in range(2):
+        for numel in (*NUMELS, 20_000):
+            rotation = Rotate(codec, numel, 0, 1, stream, block, flips)
+            tasks.append((rotation, (stream + numel % 9, rotated)))
+            rotated += round_up(rotation.padded, 8)
+
+    def make() -> list[torch.Tensor]:
+        x = torch.randn(max(values, 20_010)).to(dtype)
+        return [x, torch.zeros(rotated), torch.full((written,), 7, dtype=torch.uint8)]
+
+    before = len(kernels.macros)
+    check(kernels, tasks, make, streams_of((codec, codec), block=block, flips=flips))
+    assert kernels.name == "native" or len(kernels.macros) == before + 1
+
+
+@pytest.mark.parametrize("place", (None, 1))
+@pytest.mark.parametrize("codec", (INT4, GAUSSIAN[1], BF16), ids=str)
+def test_sums_that_stay_are_made_beside_recoded_ones(kernels, codec: Codec, place) -> None:
+    sizes, tasks, own, read, written = (128, 640, 640, 4096), [], 0, 0, 0
+    source = BF16 if codec is BF16 else INT8
+    row, total = sum(source.wire_bytes(size) for size in sizes), sum(sizes)
+    for size in sizes:
+        how = {"wire_in": 0, "stream": 0, "sources": 3, "stride": row, "place": place, "own": 1}
+        tasks.append((Recode(source, codec, size, wire=2, **how), (read, written, own, 16 * own)))
+        sum_of = Sum(source, size, values=3, beside=codec, **how)
+        tasks.append((sum_of, (read, own, own)))
+        tasks.append((sum_of._replace(numel=size - 5), (read, total + own, own)))
+        tasks.append((sum_of._replace(beside=None, scale=0.5), (read, 2 * total + own, own)))
+        own, read = own + size, read + source.wire_bytes(size)
+        written += codec.wire_bytes(size)
+
+    def make() -> list[torch.Tensor]:
+        wire = torch.full((written,), 7, dtype=torch.uint8)
+        return [arrived([source], sizes, 3), torch.randn(own), wire, torch.zeros(3 * total)]
+
+    check(kernels, tasks, make, streams_of([codec], block=0, flips=False))
+    launches = sum("DSQ_SOURCES" in macros for macros in kernels.macros)  # not of casts
+    assert kernels.name == "native" or launches == (0 if codec is BF16 else 2)
+
+
+@pytest.mark.parametrize("codec", (INT4, INT8, GAUSSIAN[1], BF16, FP32), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_address_of_values(kernels, dtype: torch.dtype, codec: Codec) -> None:
+    """Rows of several warps and of less than one at every distance from a multiple of 16 bytes."""
+    block, streams = 128 * (codec is GAUSSIAN[1]), streams_of([codec], block=128, flips=False)
+    encoded, decoded, values, wire = [], [], 0, 0
+    for skew in range(16 // dtype.itemsize):
+        for numel in (5000 + 8 * skew, 8192, 100 + skew):
+            start, op = values + skew, Encode(codec, numel, 0, 1, 0, block)
+            encoded.append((op, (start, wire, 16 * start)))
+            decoded.append((Decode(codec, numel, 0, 1, 0), (wire, start)))
+            how = {"sources": 1, "stride": 0, "place": 1, "own": 2, "block": block}
+            decoded.append((Sum(codec, numel, 0, 3, 0, **how), (wire, start, values)))
+            if codec in (INT4, INT8):
+                encoded.append((op._replace(block=0, wire=2, held=3), (*encoded[-1][1], start)))
+                decoded.append((Decode(codec, numel, 0, 4, 0, True), (wire, start)))
+            values, wire = values + round_up(numel + 16, 128), wire + codec.wire_bytes(op.on_wire)
+
+    def numbers() -> torch.Tensor:
+        return torch.randn(values).to(dtype)
+
+    def messages() -> list[torch.Tensor]:
+        written = torch.full((wire,), 7, dtype=torch.uint8)
+        return [numbers(), written, written.clone(), numbers()]
+
+    check(kernels, encoded, messages, streams)
+    sent = messages()
+    Operations(encoded).run(sent, streams, backend="torch")
+    check(
+        kernels,
+        decoded,
+        lambda: [sent[1], numbers(), torch.randn(values), numbers(), numbers()],
+        streams,
+    )
 
 
 def test_pieces_at_equal_distances_become_rows() -> None:

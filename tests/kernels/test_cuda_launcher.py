@@ -23,7 +23,7 @@ from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import cuda, dispatch, launch
 from ds_quant.kernels.batch import Encode
 from ds_quant.kernels.cuda import source
-from ds_quant.kernels.launch import FIELDS, Launch
+from ds_quant.kernels.launch import FIELDS, Launch, merge
 from ds_quant.kernels.reference import BlockRotation
 from ds_quant.kernels.run import Operations, Streams
 from tests.kernels.backends import ADDRESS, tables_of
@@ -239,6 +239,36 @@ def test_tensors_of_a_kind_take_one_launch_and_others_no_table(cupy, launched, m
     Operations(tasks).run([fp32, wire, bf16], Streams([Coding(CODEC, ADDRESS)], [None]))
     assert torch.equal(wire, torch.cat(wanted))
     assert tables == [4] and len(cupy.streams) == 2
+
+
+def test_tables_are_copied_from_pinned_memory_without_a_wait(cupy, monkeypatch) -> None:
+    """The copy of pageable memory would wait for the stream."""
+    done, launches = [], []
+
+    class Host:
+        """What lies in pageable memory, then in pinned."""
+
+        def __init__(self, written: bytearray) -> None:
+            self.written, self.pinned = bytes(written), False
+
+        def pin_memory(self) -> Host:
+            self.pinned = True
+            return self
+
+        def to(self, device: torch.device, *, non_blocking: bool) -> Host:
+            done.append((self.pinned, str(device), non_blocking))
+            return self
+
+    monkeypatch.setattr(torch, "frombuffer", lambda written, dtype: Host(written))
+    runner = cuda.Runner(torch.device("cuda", 0))
+    monkeypatch.setattr(
+        runner, "run_table", lambda table, buffer: launches.append((table.written, buffer.written))
+    )
+    work = launch.cast_plan(torch.float32, torch.bfloat16, 99, 99).launch(1, {})
+    runner.run_tables(merge([work, work]))
+    assert done == [(True, "cuda:0", True)]
+    ((wanted, copied),) = launches
+    assert wanted == copied
 
 
 def test_step_of_a_table_can_change_between_launches(cupy, runner) -> None:

@@ -112,7 +112,7 @@ def test_lossless_differences(runner, numel: int, dtype: torch.dtype, skew: int)
     gpu, old = (skewed(x[None], skew)[0] for x in (values, before))
     out = torch.full((lossless.max_bytes(numel),), 0x55, dtype=torch.uint8, device=DEVICE)
     used = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    launch_lossless.encode(gpu, old, out, used, run=runner)
+    launch_lossless.encode([(gpu, old, out)], used, run_tables=runner.run_tables)
     message = out[: used.item()].clone()
     assert torch.equal(message.cpu(), wanted)
     for into in (torch.empty_like(old), old):  # the second one in place

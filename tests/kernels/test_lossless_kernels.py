@@ -114,6 +114,21 @@ def test_a_message_is_three_launches_and_messages_of_all_ranks_are_decoded_in_on
     assert [dict(macros)["DSQ_PHASE"] for _, macros in cuda.launched[first:]] == [0, 1, 2, 3]
 
 
+def test_messages_of_several_lengths_are_encoded_in_three_launches(cuda) -> None:
+    sizes, first = (3000, 0, 1, 2048, 9000), len(cuda.launched)
+    pairs = [
+        mixed([sort], numel, torch.bfloat16, seed=2)
+        for sort, numel in zip(SORTS, sizes, strict=False)
+    ]
+    rooms = [torch.empty(CODEC.max_bytes(len(values)), dtype=torch.uint8) for values, _ in pairs]
+    nbytes = torch.full((len(pairs),), 5)
+    CODEC.encode_all([(*pair, room) for pair, room in zip(pairs, rooms, strict=True)], nbytes)
+    assert [dict(macros)["DSQ_PHASE"] for _, macros in cuda.launched[first:]] == [0, 1, 2]
+    for pair, room, used in zip(pairs, rooms, nbytes.tolist(), strict=True):
+        with only_torch():
+            assert torch.equal(room[:used], message_of(*pair))
+
+
 def test_ends_are_scanned_over_more_blocks_than_a_turn_has(shim) -> None:
     numel = 2048 * 2048 + 3000  # a turn of the scan holds 2048 blocks
     plan = launch_lossless.plan_of(launch_lossless.SCAN, numel, torch.bfloat16)

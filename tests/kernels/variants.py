@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import torch
@@ -180,16 +179,9 @@ def others() -> dict[str, Launch]:
     )
     for phase in range(4):
         found[f"lossless phase {phase} fp16"] = lossless(phase, torch.float16)
-    found["lossless read bf16, from a table"] = _tabled(lossless(launch_lossless.READ))
-    for dtype, rotation in ((bf16, BlockRotation(32)), (torch.float32, _FLIPPED)):
-        alone = launch.rotate_plan(_RAGGED, dtype, rotation).launch(1, {})
-        found[f"rotate Hadamard-{rotation.block} {dtype}, from a table"] = _tabled(alone)
-    for source, dtype in product(DTYPES, DTYPES):
-        for how in ({}, {"sources": 8, "has_own": True, "scale": 0.125}):
-            work = launch.cast_plan(source, dtype, _RAGGED, _RAGGED, **how).launch(1, {})
-            what = "sum" if how else "cast"
-            found[f"{what} {source} -> {dtype}"] = work
-            found[f"{what} {source} -> {dtype}, from a table"] = _tabled(work)
+        found[f"lossless phase {phase} bf16, from a table"] = _tabled(lossless(phase))
+    found["cast"] = launch.cast_plan(bf16, bf16, _RAGGED, _RAGGED).launch(1, {})
+    found["cast, from a table"] = _tabled(found["cast"])
     for stores in STORES:
         name = f"decode_sum 8 x int8 g2048 bf16, runs of {stores.run}{' staged' * stores.staged}"
         found[name] = stored(stores, decode_sum, absmax(8, 2048), 8, bf16)

@@ -37,6 +37,9 @@ class Echo:
         self.rooms.append(dtype)
         return torch.empty(shape, dtype=dtype)
 
+    def least(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers
+
     def all_gather(self, payload: torch.Tensor, *, role: str) -> Any:
         return self._arrives(payload, payload.repeat(self.size))
 

@@ -243,12 +243,12 @@ def _docstring_node(node: ast.AST) -> ast.Constant | None:
 # Lines without blanks, comments and docstrings, and classes: lower them when a change needs less.
 BUDGETS = {
     "ds_quant": (146, 2),
-    "kernels": (2312, 42),
+    "kernels": (2300, 42),
     "codec": (574, 8),
-    "comm": (1478, 43),
+    "comm": (1476, 43),
     "config": (707, 9),
     "policy": (900, 21),
-    "zero": (4029, 55),
+    "zero": (4027, 55),
     "tools": (2072, 11),
 }
 

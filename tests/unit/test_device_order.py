@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import types
 
 import deepspeed.accelerator
@@ -13,7 +14,7 @@ from ds_quant.policy import autotune
 from ds_quant.zero import hooks
 from ds_quant.zero.hooks import StepBarrier
 from ds_quant.zero.node_shard import NodeShard
-from ds_quant.zero.optimizer_hooks import ReplicaGroup
+from ds_quant.zero.optimizer_hooks import OwnerBuckets, ReplicaGroup
 
 
 @pytest.fixture
@@ -91,6 +92,36 @@ def test_where_the_device_keeps_order_nothing_is_recorded(monkeypatch: pytest.Mo
     barrier.record()
     barrier.wait()
     assert accelerator.did == [] and accelerator.events == 0
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_dropped_values_are_kept_for_the_stream_that_used_them(
+    ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = FakeAccelerator(ordered=ordered)
+    accelerator.is_synchronized_device = lambda: ordered
+    accelerator.on_accelerator = lambda tensor: True
+    use(accelerator, monkeypatch)
+    kept: list[str] = []
+    status = enum.Enum("Status", "AVAILABLE NOT_AVAILABLE")
+    data = types.SimpleNamespace(record_stream=lambda stream: kept.append(stream.name))
+    parameter = types.SimpleNamespace(data=data, ds_status=status.AVAILABLE)
+    hooks.drop_values(parameter)
+    assert parameter.ds_status is status.NOT_AVAILABLE
+    assert kept == ([] if ordered else ["optimizer"])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_flush_waits_where_the_reduction_overlaps(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = FakeAccelerator(ordered=False)
+    accelerator.synchronize = lambda: accelerator.did.append("waited")
+    use(accelerator, monkeypatch)
+    optimizer = types.SimpleNamespace(overlap_comm=overlap)
+    optimizer.reduce_ipg_grads = lambda: accelerator.did.append("reduced")
+    OwnerBuckets(optimizer).flush()
+    assert accelerator.did == ["reduced", "waited"][: 1 + overlap]
 
 
 class Copies(TorchDispatchMode):

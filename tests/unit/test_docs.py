@@ -122,3 +122,17 @@ def test_tests_named_in_backticks_exist(page: Path) -> None:
     named = re.findall(r"`(tests/[\w./]+\.py)::(\w+)`", page.read_text("utf-8"))
     sources = {path: (ROOT / path).read_text("utf-8") for path, _ in named}
     assert [name for path, name in named if f"def {name}(" not in sources[path]] == []
+
+
+def test_every_test_of_a_branch_for_cuda_exists() -> None:
+    page = (ROOT / "docs" / "contributing.md").read_text("utf-8")
+    section = page.split("## Branches for CUDA and NCCL")[1].split("\n## ")[0]
+    named = re.findall(r"`(test_\w+)`", section)
+    defined = {
+        name
+        for path in ROOT.glob("tests/*/test_*.py")
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text("utf-8"), re.MULTILINE)
+    }
+    assert len(named) > 3 and set(named) <= defined
+    files = re.findall(r"`(tests/\w+/\w+\.py|benchmarks/\w+\.sh)`", section)
+    assert len(files) > 6 and all((ROOT / name).is_file() for name in files)

@@ -109,12 +109,12 @@ PREDICTED = [
 
 
 def test_gathers_are_predicted_whether_weights_stay_for_backward_or_not() -> None:
-    """Of eight matrices, one that is gathered once more or less is an eighth."""
+    """As far as a rule can tell of seven matrices, with room for three of them."""
     needs.deepspeed("0.19", "fetches by rules of its own; what is counted corrects the line")
     every = run(facts, 2, PREDICTED, timeout=240)
     for case, *ranks in zip(PREDICTED, *every, strict=True):
         for found in ranks:
-            assert found["gathers"][0] == pytest.approx(found["gathers"][-1], abs=0.3), case
+            assert found["gathers"][0] == pytest.approx(found["gathers"][-1], abs=3 / 7), case
         counted = sum(found["received"] for found in ranks) / 2 / found["params"]
         # Nobody counts what DeepSpeed gathers of persistent parameters by itself.
         assert counted == pytest.approx(found["expected"] / 2, rel=0.02), case

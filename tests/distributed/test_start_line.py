@@ -70,13 +70,13 @@ LINES = {
         "qsdp on ZeRO-2, 4.07 B/param/step (bf16 14.00), 1 small tensor unquantized "
         "(2.0 % of bytes); 1 x 4 ranks; torch kernels",
     ),
-    # 2.9 bits of every weight: 2970 + 1485 + 47 = 4502 bytes, gradients 24,832 bytes once:
-    # 29,334 / 12,416, and with 16 bits 4.00; inside the node in each of three micro-steps:
-    # 78,998 / 12,416. In full precision 24,832 of 29,334.
+    # 2.36 bits of every weight: 2417 + 1209 + 38 = 3664 bytes, gradients 24,832 bytes once:
+    # 28,496 / 12,416, and with 16 bits 4.00; inside the node in each of three micro-steps:
+    # 78,160 / 12,416. In full precision 24,832 of 28,496.
     "lossless ZeRO-2": (
         config(2, "lossless", 2, 3),
-        "lossless on ZeRO-2, 2.36 B/param/step between nodes (bf16 14.00), all gradients "
-        "unquantized (84.7 % of bytes); 2 x 2 ranks; torch kernels; 6.36 B/param inside a node; "
+        "lossless on ZeRO-2, 2.30 B/param/step between nodes (bf16 14.00), all gradients "
+        "unquantized (87.1 % of bytes); 2 x 2 ranks; torch kernels; 6.30 B/param inside a node; "
         "gradients are sent between nodes once per optimizer step; buffering them takes "
         "2.00 B/param (2.48e-05 GB) on every rank; traffic depends on the learning rate: "
         "4.00 B/param/step at most",

@@ -1,4 +1,5 @@
-"""Reduction and Fabric on real gloo ranks, one and two levels, against sums computed here.
+"""Reduction and Fabric on real gloo ranks, one and two levels, against sums computed here; and
+reductions that rest between their hops: several micro-steps cross nodes once.
 
 One start of the ranks per topology (nodes x ranks per node) plays all cases.
 """
@@ -6,8 +7,10 @@ One start of the ranks per topology (nodes x ranks per node) plays all cases.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ import torch
 
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.reduce import GradientSums
+from ds_quant.comm.reduce import GradientSums, Reduction
 from ds_quant.comm.reduction_plan import Form, LinkHop, Segment, Slicing
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
@@ -28,7 +31,9 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.distributed
 
 TOPOLOGIES = ((1, 4), (2, 2), (4, 1), (2, 1), (1, 3), (3, 1))
+TWO_LEVELS = ((2, 2), (3, 2))
 NUMELS = (0, 1, 31, 1000, 5003)
+GRADIENTS = 2 * len(NUMELS)
 FP32 = CastCodec(torch.float32)
 INT8 = GroupCodec(bits=8, group_size=128, range="absmax", rounding="stochastic")
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
@@ -86,130 +91,177 @@ def codings_of(rank: int, codecs: tuple) -> list[tuple[Coding, ...]]:
             )
             for hop, codec in enumerate(codecs)
         )
-        for place in range(2 * len(NUMELS))
+        for place in range(GRADIENTS)
     ]
 
 
-def reduce(
-    route: list[LinkHop], codecs: tuple, rotation: Rotation | None, whole: Link
-) -> list[torch.Tensor | None]:
+class Case(NamedTuple):
+    """``rests``: of several micro-steps that cross once, how the second hop begins: with the last
+    first one or alone; None: one micro-step.
+    """
+
+    name: str
+    rotated: bool
+    slices: int
+    exact_own: bool
+    rests: str | None = None
+
+    @property
+    def micro_steps(self) -> int:
+        return 1 if self.rests is None else 3
+
+
+NAMES, SLICES, RESTS, YES_NO = tuple(CODECS), (1, 5), ("together", "alone"), (False, True)
+PLAIN = [Case(*each) for each in product(NAMES, [False], SLICES, YES_NO)]
+HELD = [Case(*each) for each in product(NAMES, [False], SLICES, [True], RESTS)]
+ROTATED = [Case("fp32", True, 1, True)]
+HELD_ROTATED = [Case("fp32", True, slices, True, "together") for slices in SLICES]
+
+
+def values_of(rank: int, world: int, micro: int, case: Case) -> list[torch.Tensor]:
+    """Gridded: only one micro-step has other values than zeros, so that sums stay on the grid."""
+    if case.name == "fp32":
+        return [gradient(p, rank + 100 * micro, world, gridded=False) for p in range(GRADIENTS)]
+    scale = float(micro == case.micro_steps // 2)
+    return [scale * gradient(p, rank, world, gridded=True) for p in range(GRADIENTS)]
+
+
+def reduce(case: Case, fabric: Fabric, node_size: int) -> list[torch.Tensor | None]:
     """The gradients one after the other, each on a rank of its own; None where another rank's."""
-    rank, world, gridded = whole.rank, whole.size, codecs[0] is INT8
-    values = [gradient(p, rank, world, gridded=gridded) for p in range(2 * len(NUMELS))]
-    segments = [
-        Segment(place, 0, x.numel(), place, 0, (place + 1) % world)
-        for place, x in enumerate(values)
+    rank, world = fabric.whole.rank, fabric.whole.size
+    route = [
+        replace(hop, slicing=Slicing(count=case.slices))
+        for hop in route_of(fabric, node_size, exact_own=case.exact_own)
     ]
-    forms = [Form(codecs, rotation.block if rotation else 0)] * len(values)
-    sums = GradientSums(segments, forms, route, whole, scale=0.5)
-    total, codings = sums.room(CPU), codings_of(rank, codecs)
-    sums.begin(values, codings, [rotation] * len(values), into=total).wait()
+    codecs = CODECS[case.name][: len(route)]
+    rotation = Rotation(block=32) if case.rotated else None
+    segments = [
+        Segment(p, 0, NUMELS[p % len(NUMELS)], p, 0, (p + 1) % world) for p in range(GRADIENTS)
+    ]
+    form = Form(codecs, rotation.block if rotation else 0)
+    sums = GradientSums(segments, [form] * GRADIENTS, route, fabric.whole, scale=0.5)
+    total, how = sums.room(CPU).fill_(torch.nan), (codings_of(rank, codecs), [rotation] * GRADIENTS)
+    if case.rests is None:
+        sums.begin(values_of(rank, world, 0, case), *how, into=total).wait()
+    else:
+        held = sums.held_room(CPU).fill_(torch.nan)
+        for micro in range(case.micro_steps):
+            is_last = case.rests == "together" and micro == case.micro_steps - 1
+            values, into = values_of(rank, world, micro, case), total if is_last else None
+            Reduction(sums.plan, values, *how, into, held=held, fresh=micro == 0).wait()
+    if case.rests == "alone":
+        sums.begin(None, *how, into=total, held=held).wait()
     return own_sums(segments, sums, total)
 
 
-CASES = {
-    (name, rotated, sliced, exact_own)
-    for name in CODECS
-    for rotated in (False, True)
-    for sliced in (False, True)
-    for exact_own in (False, True)
-}
-
-
-def _reduce_rank(node_size: int) -> dict[tuple, tuple]:
-    """By case: sums (None where another rank's), bytes and collectives."""
+def _reduce_rank(node_size: int) -> dict[Case, tuple]:
+    """By case: sums, bytes inside and between nodes, and messages."""
     results = {}
     fabric, traffic = fabric_of(node_size)
-    for name, rotated, sliced, exact_own in sorted(CASES):
-        slicing = Slicing(count=5 if sliced else 1)
-        route = [replace(hop, slicing=slicing)
-                 for hop in route_of(fabric, node_size, exact_own=exact_own)]  # fmt: skip
-        codecs = CODECS[name][2 - len(route) :] if name == "fp32" else CODECS[name][: len(route)]
-        before = {k: dict(v) for k, v in traffic.received.items()}, traffic.collectives["gradients"]
-        sums = reduce(route, codecs, Rotation(block=32) if rotated else None, fabric.whole)
-        bytes_ = {
-            k: n - before[0]["gradients"][k] for k, n in traffic.received["gradients"].items()
-        }
-        calls = traffic.collectives["gradients"] - before[1]
-        results[name, rotated, sliced, exact_own] = (
-            [None if s is None else s.numpy() for s in sums], bytes_, calls,
-        )  # fmt: skip
+    for case in [*PLAIN, *ROTATED, *(HELD + HELD_ROTATED if fabric.intra else ())]:
+        before, calls = dict(traffic.received["gradients"]), traffic.collectives["gradients"]
+        found = [None if s is None else s.numpy() for s in reduce(case, fabric, node_size)]
+        after = traffic.received["gradients"]
+        received = {link: after[link] - before[link] for link in before}
+        results[case] = found, received, traffic.collectives["gradients"] - calls
     return results
 
 
 @functools.cache
-def reduced(nodes: int, node_size: int) -> list[dict[tuple, tuple]]:
+def reduced(nodes: int, node_size: int) -> list[dict[Case, tuple]]:
     return run(_reduce_rank, nodes * node_size, node_size)
 
 
-def plain_sum(place: int, nodes: int, node_size: int, *, gridded: bool) -> np.ndarray:
-    """fp32, in rank order inside a node, then in node order; halved."""
-    total = None
+def plain_sum(place: int, nodes: int, node_size: int, case: Case) -> np.ndarray:
+    """fp32, over ranks of a node, then micro-steps, then nodes; halved."""
+    world, total = nodes * node_size, None
     for node in range(nodes):
-        partial = None
-        for local in range(node_size):
-            rank = node * node_size + local
-            value = gradient(place, rank, nodes * node_size, gridded=gridded)
-            partial = value if partial is None else partial + value
-        total = partial if total is None else total + partial
+        kept = None
+        for micro in range(case.micro_steps):
+            partial = None
+            for rank in range(node * node_size, (node + 1) * node_size):
+                value = values_of(rank, world, micro, case)[place]
+                partial = value if partial is None else partial + value
+            kept = partial if kept is None else kept + partial
+        total = kept if total is None else total + kept
     return (total * 0.5).numpy()
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("exact_own", [False, True])
-@pytest.mark.parametrize("sliced", [False, True])
-@pytest.mark.parametrize("name", CODECS)
-def test_two_hops_give_the_plain_sum_bit_for_bit(
-    name: str, sliced: bool, exact_own: bool, topology: tuple[int, int]
-) -> None:
+def own_and_expected(
+    case: Case, topology: tuple[int, int]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Every sum that a rank got, and the plain one."""
+    world = topology[0] * topology[1]
+    for rank, results in enumerate(reduced(*topology)):
+        for place, got in enumerate(results[case][0]):
+            assert (got is not None) == ((place + 1) % world == rank)
+            if got is not None:
+                yield got, plain_sum(place, *topology, case)
+
+
+WITH_CASES = [
+    *((case, topology) for topology in TOPOLOGIES for case in PLAIN),
+    *((case, topology) for topology in TWO_LEVELS for case in HELD),
+]
+
+
+@pytest.mark.parametrize(("case", "topology"), WITH_CASES)
+def test_sums_are_the_plain_ones_bit_for_bit(case: Case, topology: tuple[int, int]) -> None:
     """With an identity codec for any values, with 8 and 4 bits for values on both grids."""
-    world = topology[0] * topology[1]
-    for rank, results in enumerate(reduced(*topology)):
-        sums = results[name, False, sliced, exact_own][0]
-        for place, got in enumerate(sums):
-            if (place + 1) % world != rank:
-                assert got is None
-                continue
-            expected = plain_sum(place, *topology, gridded=name != "fp32")
-            np.testing.assert_array_equal(got, expected)
+    for got, expected in own_and_expected(case, topology):
+        np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_a_rotation_around_the_hops_changes_rounding_only(topology: tuple[int, int]) -> None:
-    """32 normal values below 6 each: at most 40 fp32 additions of magnitudes below 32 * 6 * world,
-    and a division by 32.
+WITH_ROTATION = [
+    *((case, topology) for topology in TOPOLOGIES for case in ROTATED),
+    *((case, topology) for topology in TWO_LEVELS for case in HELD_ROTATED),
+]
+
+
+@pytest.mark.parametrize(("case", "topology"), WITH_ROTATION)
+def test_a_rotation_around_the_hops_changes_rounding_only(
+    case: Case, topology: tuple[int, int]
+) -> None:
+    """32 normal values below 6 each: at most 40 fp32 additions of magnitudes below 32 * 6 * world
+    per micro-step, and a division by 32.
     """
-    world = topology[0] * topology[1]
-    limit = 40 * 2.0**-24 * 6 * world
-    for rank, results in enumerate(reduced(*topology)):
-        for place, got in enumerate(results["fp32", True, False, True][0]):
-            if (place + 1) % world == rank:
-                expected = plain_sum(place, *topology, gridded=False)
-                np.testing.assert_allclose(got, expected, rtol=0, atol=limit)
+    limit = 40 * 2.0**-24 * 6 * topology[0] * topology[1] * case.micro_steps
+    for got, expected in own_and_expected(case, topology):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize("topology", [(2, 2), (2, 1), (1, 4)])
-def test_traffic_is_split_into_the_two_levels(topology: tuple[int, int]) -> None:
-    """Inside: what the node_size - 1 others send for all nodes; between: one message per node."""
+QUANTIZED = Case("int8/int4", False, 1, True)
+TRAFFIC = [
+    *((QUANTIZED, topology) for topology in [(2, 2), (2, 1), (1, 4)]),
+    *((QUANTIZED._replace(rests=rests), topology) for topology in TWO_LEVELS for rests in RESTS),
+]
+
+
+@pytest.mark.parametrize(("case", "topology"), TRAFFIC)
+def test_traffic_is_split_into_the_two_levels(case: Case, topology: tuple[int, int]) -> None:
+    """Inside: what the node_size - 1 others send for all nodes, in every micro-step; between: one
+    message per node.
+    """
     nodes, node_size = topology
     world = nodes * node_size
     for rank, results in enumerate(reduced(*topology)):
-        _, received, calls = results["int8/int4", False, False, True]
+        _, received, calls = results[case]
         outer = INT4 if nodes > 1 and node_size > 1 else INT8
         intra = inter = 0
-        for place in range(2 * len(NUMELS)):
+        for place in range(GRADIENTS):
             numel, reducer = NUMELS[place % len(NUMELS)], (place + 1) % world
             if node_size > 1 and reducer % node_size == rank % node_size:
-                intra += (node_size - 1) * INT8.wire_bytes(numel)
+                intra += case.micro_steps * (node_size - 1) * INT8.wire_bytes(numel)
             if nodes > 1 and reducer == rank:
                 inter += (nodes - 1) * outer.wire_bytes(numel)
         assert received == {"intra": intra, "inter": inter}
-        assert calls == (2 if nodes > 1 and node_size > 1 else 1)
+        assert calls == (case.micro_steps + 1 if nodes > 1 and node_size > 1 else 1)
 
 
 def test_slices_post_more_messages_and_overlap() -> None:
     for results in reduced(2, 2):
-        assert results["fp32", False, True, True][2] > results["fp32", False, False, True][2]
+        whole, sliced = (results[Case("fp32", False, slices, True)] for slices in SLICES)
+        assert sliced[2] > whole[2]
 
 
 def _gather_rank(node_size: int) -> tuple[np.ndarray, dict[str, int]]:

@@ -233,7 +233,3 @@ class Traffic:
         self.received[role]["intra"] += intra
         self.received[role]["inter"] += inter
         self.collectives[role] += 1
-
-    def total(self) -> int:
-        """All bytes received."""
-        return sum(sum(links.values()) for links in self.received.values())

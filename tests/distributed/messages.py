@@ -161,6 +161,11 @@ def reduce_scatter(
     return Pending(under_way.wait).then(lambda _: own)
 
 
+def received_bytes(traffic: Traffic) -> int:
+    """Over all links, in all roles."""
+    return sum(sum(links.values()) for links in traffic.received.values())
+
+
 def own_sums(
     shares: Sequence[Segment], sums: GradientSums, total: torch.Tensor
 ) -> list[torch.Tensor | None]:

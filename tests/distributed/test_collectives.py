@@ -25,6 +25,7 @@ from tests.distributed.messages import (
     bits,
     correlation_limit,
     make_link,
+    received_bytes,
     reduce_scatter,
     shards,
 )
@@ -272,7 +273,11 @@ def _empty_rank() -> tuple:
     values = [item.off_grid() for item in message]
     full = gather(message, values, link).wait()
     own = reduce(message, values, link).wait()
-    return [(t.numel(), str(t.dtype)) for t in full + own], traffic.collectives, traffic.total()
+    return (
+        [(t.numel(), str(t.dtype)) for t in full + own],
+        traffic.collectives,
+        received_bytes(traffic),
+    )
 
 
 def test_nothing_to_send_starts_no_collective() -> None:

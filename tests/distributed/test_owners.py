@@ -23,7 +23,7 @@ from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.wire import shard_range
 from ds_quant.policy.route import delivery_codec
 from tests.distributed.harness import run
-from tests.distributed.messages import Item, bits, make_link, own_sums
+from tests.distributed.messages import Item, bits, make_link, own_sums, received_bytes
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.distributed
@@ -140,7 +140,12 @@ def _reduce_rank() -> dict[tuple[str, str], tuple]:
         sums = reduce_flat(shapes, values, link, scale=1.0)
         untouched = all((bits(v) == b).all() for v, b in zip(values, before, strict=True))
         owned = [None if s is None else s.numpy() for s in sums]
-        results[layout, codec] = owned, traffic.total(), dict(traffic.collectives), untouched
+        results[layout, codec] = (
+            owned,
+            received_bytes(traffic),
+            dict(traffic.collectives),
+            untouched,
+        )
     return results
 
 

@@ -82,7 +82,7 @@ def commands() -> list[str]:
     text = "\n".join((ROOT / page).read_text("utf-8") for page in ("README.md", "docs/install.md"))
     found = re.findall(r"(?:^|`)pip install ([^`\n#]+)", text, re.MULTILINE)
     install = (ROOT / "Makefile").read_text("utf-8").partition("\ndemo:")[0]
-    found += re.findall(r"pip install --quiet (.+)", install)
+    found += re.findall(r"-m pip install (?:--quiet )?(.+)", install)
     found = [re.sub(r"\$\(.*?\)", "", arguments).strip() for arguments in found]
     return sorted({re.sub(r'(-e )?"?\.(\[[\w,]+\])?"?$', r"ds_quant\2", a) for a in found})
 

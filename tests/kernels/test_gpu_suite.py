@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tarfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import requires
-from itertools import islice
 from pathlib import Path
 
 import pytest
-import torch
-
-from ds_quant.kernels import cuda
-from tests.kernels.links import alone
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks")]
 
-import one_gpu  # noqa: E402
 import plan  # noqa: E402
-import precompile  # noqa: E402
 import suite  # noqa: E402
-import sweeps  # noqa: E402
-from kernels import Bench  # noqa: E402
 
 PY = sys.executable
 WRITE = "import json, sys; json.dump({'rows': [], 'shown': ['seen']}, open(sys.argv[1], 'w'))"
@@ -145,98 +133,6 @@ def test_a_dry_run_has_the_sections_of_a_real_one(part: str) -> None:
     assert not any(s.programs for s in dry)
 
 
-@pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
-def test_checkers_see_every_kernel_with_barriers(tool: str) -> None:
-    (section,) = (each for each in plan.training(dry=True) if each.name == tool)
-    done = subprocess.run(section.command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    for name in ("test_lossless_rows_of_one_message", "gaussian", "g8192"):
-        assert name in done.stdout, done.stdout + done.stderr
-
-
-def test_kernels_are_compiled_before_ranks_need_them(monkeypatch, tmp_path, capsys) -> None:
-    names = [section.name for section in plan.training(dry=False)]
-    assert names.index("precompile") < names.index("zero3_world2")
-    shared, compiled = ("encode", (("A", 1),)), []
-    found = {precompile.WORLDS[0]: {shared}, precompile.WORLDS[1]: {shared, ("recode", ())}}
-    monkeypatch.setattr(precompile, "variants", lambda world, schemes: found[world])
-    monkeypatch.setattr(precompile, "_processes", ThreadPoolExecutor)
-    monkeypatch.setattr(cuda, "compiled", lambda *variant: compiled.append(variant))
-    monkeypatch.setattr(sys, "argv", ["precompile.py", "--json", str(tmp_path / "c.json")])
-    precompile.main()
-    assert sorted(compiled) == [shared, ("recode", ())], "each once, whatever worlds share"
-    assert "2 kernels" in capsys.readouterr().out
-
-
-def test_operators_of_deepspeed_are_tried_on_the_cpu_only(monkeypatch) -> None:
-    from deepspeed import ops
-
-    def probe() -> dict[str, bool]:
-        raise AssertionError("compiles and asks every GPU")
-
-    monkeypatch.setattr(ops, "_probe_compatible_ops", probe, raising=False)
-    monkeypatch.delitem(vars(ops), "__compatible_ops__", raising=False)
-    one_gpu.leave_out_host_operator("cuda")
-    monkeypatch.setitem(vars(ops), "__compatible_ops__", {"deepspeed_shm_comm": True})
-    one_gpu.leave_out_host_operator("cpu")
-    assert ops.__compatible_ops__ == {"deepspeed_shm_comm": False}
-
-
-# Stands for Python: "pip wheel" and "pip download" leave an empty wheel of what they are asked for.
-FAKE_PIP = f"""#!{PY}
-import pathlib, sys
-words = iter(sys.argv[4:])
-asked, options = ["typing_extensions"], {{}}
-for word in words:
-    if word in ("--wheel-dir", "--dest", "--platform", "--implementation", "--python-version"):
-        options[word] = next(words)
-    elif not word.startswith("-"):
-        asked.append(word.split(">")[0])
-folder = options.get("--dest") or options["--wheel-dir"]
-for name in asked:
-    pathlib.Path(folder, name + "-1-py3-none-any.whl").touch()
-"""
-
-
-def test_the_wheels_are_all_that_deepspeed_requires(tmp_path) -> None:
-    """None is left to a machine whose own may be too old for the others."""
-    python, wheels = tmp_path / "python", tmp_path / "wheels"
-    python.write_text(FAKE_PIP)
-    python.chmod(0o755)
-    script = str(ROOT / "benchmarks" / "gpu" / "collect_wheels.sh")
-    environment = os.environ | {"PYTHON": str(python)}
-    subprocess.run([script, str(wheels)], env=environment, check=True, timeout=60)
-    found = {path.name.split("-1-py3")[0] for path in wheels.iterdir()}
-    needed = {re.match(r"[\w-]+", each)[0] for each in requires("deepspeed") if "extra" not in each}
-    assert needed - {"torch", "numpy"} | {"deepspeed", "typing_extensions"} <= found
-
-
-def test_a_link_of_one_rank_as_the_gpu_tests_use_it() -> None:
-    payload = torch.arange(64, dtype=torch.uint8)
-    with alone("gloo") as link:
-        assert torch.equal(link.all_gather(payload, role="weights").wait(), payload)
-
-
-@pytest.mark.slow
-def test_sweep_of_stores_runs_every_way(cuda_kernels) -> None:
-    bench = Bench(torch.device("cpu"), 1, ("auto",))
-    made = [make() for make in islice(sweeps.stores(bench, 1.0), 8)]
-    ways = [("", False), (" staged", True)]
-    wanted = [(run, staged, text) for run in (1, 2, 4, 8) for text, staged in ways]
-    assert [each.name for each in made] == [f"decode, run {run}{text}" for run, _, text in wanted]
-    found = [(m["DSQ_RUN"], m["DSQ_STAGED"]) for m in cuda_kernels.macros if "DSQ_STAGED" in m]
-    assert found == [(run, staged) for run, staged, _ in wanted]
-
-
-@pytest.mark.slow
-def test_sweep_of_tables_runs_one_table(cuda_kernels, monkeypatch) -> None:
-    monkeypatch.setattr(sweeps, "TENSORS", 6)
-    for at_once, launches in ((6, 1), (1, 6)):
-        operation = sweeps.many(Bench(torch.device("cpu"), 1, ("auto",)), 1000, at_once)
-        cuda_kernels.macros.clear()
-        operation.ways["auto"](0)
-        assert len(cuda_kernels.macros) == launches
-
-
 WITHOUT_DEEPSPEED = """
 import importlib.metadata, runpy, sys
 version = importlib.metadata.version
@@ -279,3 +175,8 @@ def test_dry_run_of_the_suite(part: str, tmp_path) -> None:
     assert list(found["sections"]) == [each.name for each in plan.PARTS[part](True)]
     results = {entry["result"] for entry in found["sections"].values()}
     assert results == {"passed"}, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("script", ("gpu_suite.sh", "gpu/collect_wheels.sh"))
+def test_scripts_are_valid_shell(script: str) -> None:
+    subprocess.run(["bash", "-n", str(ROOT / "benchmarks" / script)], check=True)

@@ -37,11 +37,6 @@ def test_gaps_are_paired_by_seed() -> None:
     assert paired.student(100_001) == pytest.approx(1.96, abs=1e-3)
 
 
-def test_one_pair_has_no_interval_and_none_no_gap() -> None:
-    assert paired.of_pairs([0.5]) == paired.Gap(pairs=[0.5], mean=0.5, half_width=None)
-    assert paired.gap({0: 1.0}, {1: 1.0}) is None
-
-
 @pytest.mark.parametrize(
     ("pairs", "least", "settled"),
     [
@@ -137,25 +132,6 @@ def test_a_study_that_was_interrupted_goes_on_where_it_was(argv, tmp_path: Path)
     assert str(tmp_path) not in found["command"]
 
 
-def test_tuning_goes_on_from_the_weights_on_another_text(argv, tmp_path: Path, capsys) -> None:
-    with pytest.raises(SystemExit):
-        convergence.main([*argv, "--lora=2"])
-    assert "--lora=2: allowed: with --tune FILE" in capsys.readouterr().err
-    tune = [*argv, f"--tune={tmp_path / 'other'}"]
-    found, adapters = (
-        study([*tune, "--tune-lr=0.003"]),
-        study([*tune, "--lora=2", "--tune-lr=0.03"]),
-    )
-    for each in (found, adapters):
-        losses = {run["held_out"] for run in each["runs"]}
-        assert max(losses) < each["tuning"]["before"], "it learns the other text"
-        assert each["tuning"]["text"] != each["text"] and len(losses) == len(each["runs"])
-    assert "--lora 2" in adapters["command"] and "adapters (rank 2)" in capsys.readouterr().out
-    went_on = study(argv)  # runs of a study that does not tune are others
-    assert "tuning" not in went_on and went_on["base"] == found["base"]
-    assert not {r["held_out"] for r in went_on["runs"]} & {r["held_out"] for r in found["runs"]}
-
-
 def test_adapters_are_all_that_is_trained() -> None:
     _, settings = convergence.parse_args(TINY)
     (entry,) = parse_schemes("qsdp")
@@ -168,19 +144,6 @@ def test_adapters_are_all_that_is_trained() -> None:
     names = [name for name, _ in simulation.module.named_parameters()]
     for name, old, new in zip(names, before, simulation.exact_weights(), strict=True):
         assert torch.equal(old, new) != (".weight.0." in name), name
-
-
-def test_a_wrong_scheme_or_text_is_refused_before_anything_is_trained(
-    argv, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert convergence.main([*argv, f"--text={tmp_path / 'none'}"]) == 1
-    assert "none" in capsys.readouterr().err
-    assert convergence.main([*argv, "--schemes=qsdp:weights.bits=9"]) == 1
-    assert "weights.bits" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        convergence.main([*argv, "--steps=0"])
-    assert "--steps=0: allowed: above 0" in capsys.readouterr().err
-    assert not list(tmp_path.glob("*.pt"))
 
 
 # ---- Muon ----
@@ -209,14 +172,3 @@ def test_flat_muon_takes_deepspeeds_update_for_matrices_and_adamw_for_the_rest()
         adamw.step()
     torch.testing.assert_close(flat.data[4:24].view(4, 5), matrix)
     torch.testing.assert_close(torch.cat([flat.data[:4], flat.data[24:]]), rest.data)
-
-
-def test_muon_trains_matrices_of_the_blocks_and_its_page_names_it(tmp_path: Path) -> None:
-    argv = [*TINY, "--optimizer=muon", "--schemes=qsdp", "--most-pairs=2", f"--out={tmp_path}"]
-    assert convergence.main(argv) == 0
-    page = (tmp_path / "convergence.md").read_text("utf-8")
-    assert "in loss with Muon" in page and "steps of Muon (matrices of the blocks" in page
-    _, settings = convergence.parse_args(argv)
-    model = settings.model()
-    shapes = [shape for _, shape in flat_muon.matrices_of(model)]
-    assert shapes == [p.shape for p in model.blocks.parameters() if p.dim() == 2]

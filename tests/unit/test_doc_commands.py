@@ -76,12 +76,12 @@ COVERED = {
     ".venv/bin/ds_quant schema --markdown > docs/keys.md": "tests/unit/test_docs.py::"
     "test_keys_page_is_what_the_models_say",
     ".venv/bin/python benchmarks/kernels.py --device cpu --max-bytes 1e6 --json kernels.json":
-    "tests/kernels/test_benchmark.py::test_dry_run_writes_rows_and_a_plot",
+    "tests/kernels/test_gpu_suite.py::test_kernels_are_measured_without_deepspeed",
     ".venv/bin/python -m tests.distributed.host_cost --llama-layer":
     "tests/distributed/test_host_cost.py::test_figures_of_a_llama_layer_are_printed",
     "sudo .venv/bin/python benchmarks/speed.py --quick": "tests/unit/test_speed.py::"
     "test_without_a_lab_one_point_over_loopback",
-    "benchmarks/gpu/collect_wheels.sh": "tests/kernels/test_benchmark.py::"
+    "benchmarks/gpu/collect_wheels.sh": "tests/kernels/test_gpu_suite.py::"
     "test_scripts_are_valid_shell",
     "benchmarks/gpu_suite.sh A": SUITE,
     "benchmarks/gpu_suite.sh B": SUITE,

@@ -63,22 +63,11 @@ def test_picture_is_written_beside_the_file_and_says_what_it_shows(
     }
 
 
-def test_out_names_file_and_format(tmp_path: Path) -> None:
-    path, out = write(tmp_path, record(1)), tmp_path / "new" / "run.svg"
-    assert main(["plot", str(path), "--out", str(out)]) == 0
-    assert "<svg" in out.read_text("utf-8") and not (tmp_path / "metrics.png").exists()
-
-
 def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
     path = write(tmp_path, *(record(step) for step in (10, 20, 30, 20, 30, 40)))
     assert [row["step"] for row in plot.read(path)] == [10, 20, 30, 40]
     again = write(tmp_path, *(record(step) for step in (10, 20, 30, 5, 10)))
     assert [row["step"] for row in plot.read(again)] == [5, 10]
-
-
-def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
-    path = write(tmp_path, record(10), record(20)[:30], end="")
-    assert [row["step"] for row in plot.read(path)] == [10]
 
 
 def test_lines_that_are_no_records_are_named_and_the_others_drawn(
@@ -96,16 +85,6 @@ def test_lines_that_are_no_records_are_named_and_the_others_drawn(
     assert "Bytes received per step: 62 % less than in full precision" in texts
 
 
-def test_what_has_no_error_or_no_value_is_drawn_without_it(
-    tmp_path: Path, texts: dict[str, list[str]]
-) -> None:
-    """Infinite errors are null in the file; full precision has the error 0."""
-    lines = [record(i, **{"weights/inter/error": 0.0, "gradients/inter/error": error})
-             for i, error in ((1, float("inf")), (2, 1e-2), (3, 0.0))]  # fmt: skip
-    assert main(["plot", str(write(tmp_path, *lines))]) == 0
-    assert texts["Error of the messages of rank 0 (none: weights inter)"] == ["gradients inter"]
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -121,44 +100,9 @@ def test_a_file_that_holds_no_metrics_is_refused(
     assert list(tmp_path.glob("*.png")) == []
 
 
-def test_unknown_format_is_refused_with_those_that_exist(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, record(1))
-    assert main(["plot", str(path), "--out", str(tmp_path / "a.txt")]) == 1
-    assert "ds_quant plot: Format 'txt' is not supported" in capsys.readouterr().err
-
-
 def test_without_matplotlib_the_extra_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot", str(write(tmp_path, record(1)))]) == 1
     assert "plots need matplotlib: pip install 'ds_quant[bench]'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("heights", "expected", "above_zero"),
-    [
-        ([], [], []),
-        ([0, 30, 100], [0, 30, 100], [0, 30, 100]),
-        ([50, 50], [45, 55], [45, 55]),
-        ([100, 3, 0], [100, 6.5, -3.5], [100, 10, 0]),  # in the same order
-        ([0, 9, 18], [-1, 9, 19], [0, 10, 20]),
-    ],
-)
-def test_labels_are_moved_apart_as_little_as_possible(
-    heights: list[float], expected: list[float], above_zero: list[float]
-) -> None:
-    sizes = [10.0] * len(heights)
-    assert plot_style.spread(heights, sizes) == pytest.approx(expected)
-    assert plot_style.spread(heights, sizes, floor=0) == pytest.approx(above_zero)
-
-
-def test_a_scheme_has_its_colour_in_every_plot_and_others_differ() -> None:
-    found = plot_style.colors(["mine", "qsdp", "sdp4bit", "yours"])
-    assert found["qsdp"] == plot_style.colors(["qsdp"])["qsdp"]
-    assert len(set(found.values())) == 4
-    assert (
-        len(set(plot_style.colors(f"qsdp:weights.bits={bits}" for bits in range(7)).values())) == 7
-    )

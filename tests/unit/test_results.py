@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from ds_quant.config.schema import parse_block
@@ -18,7 +16,6 @@ from ds_quant.policy.model import block_cargo
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-import paired  # noqa: E402
 import report  # noqa: E402
 import sections  # noqa: E402
 
@@ -88,32 +85,6 @@ def table(page: str, header: str) -> list[list[str]]:
     return [[c.strip() for c in line.strip("|").split("|")] for line in (lines[0], *lines[2:])]
 
 
-def test_speed_ups_in_the_table_of_the_lab_are_those_of_the_result_file() -> None:
-    """The table `| Mbit/s | stage |`: speed-up, in brackets what the bytes allow."""
-    points = result("speed_2x2_cpu").points
-    found = {(point.stage, row.rate, row.scheme): row for point in points for row in point.rows}
-    header, *rows = table(RESULTS, "| Mbit/s | stage |")
-    schemes = [cell.strip("`") if "`" in cell else "deepspeed_plain" for cell in header[2:]]
-    checked = 0
-    for rate, stage, *cells in rows:
-        place = int(stage.removeprefix("ZeRO-")), 0.0 if rate == "not shaped" else float(rate)
-        for scheme, cell in zip(schemes, cells, strict=True):
-            row = found.get((*place, scheme))
-            bound = f" ({row.bytes_bound:.2f})" if "(" in cell else ""
-            assert cell == (f"{row.speedup:.2f}{bound}" if row else ""), (place, scheme)
-            checked += row is not None
-    assert checked >= 30
-    of_base = [row.speedup / row.bytes_bound for row in found.values()
-               if row.rate == 10 and row.scheme != "deepspeed_plain"]  # fmt: skip
-    assert f"Measured up to {100 * (max(of_base) - 1):.0f} % above" in RESULTS
-    slow = {row.scheme: f"{row.seconds:.1f} s" for row in points[0].rows if row.rate == 10}
-    assert (
-        f"a ZeRO-3 step at 10 Mbit/s takes {slow['sdp4bit']} with\n`sdp4bit`, "
-        f"{slow['full_precision']} with this plugin in full precision and "
-        f"{slow['deepspeed_plain']} with DeepSpeed as shipped"
-    ) in README
-
-
 def test_bytes_speed_ups_and_losses_in_the_table_of_results() -> None:
     point = result("speed_2x2_cpu").points[0]
     assert point.stage == 3
@@ -155,120 +126,3 @@ def gaps(name: str, *, digits: int = 3) -> dict[str, str]:
 
 def interval(gap: Any, digits: int) -> str:
     return f"{gap.mean:+.{digits}f} % +-{gap.half_width:.{digits}f}"
-
-
-# ---- sentences ----
-
-
-def rises(name: str, digits: int) -> dict[str, str]:
-    return {row.scheme: f"{row.gap.mean:.{digits}f} %" for row in result(name).rows}
-
-
-def speed_ups(name: str, rate: int, schemes: Iterable[str]) -> list[str]:
-    rows = {row.scheme: row for row in result(name).points[0].rows if row.rate == rate}
-    return [f"{rows[scheme].speedup:.2f}" for scheme in schemes]
-
-
-def sentences_on_losses() -> Iterator[str]:
-    g = rises("convergence", 2)
-    yield (
-        f"loss is {g['qsdp']} higher with `qsdp`, {g['sdp4bit']} with `sdp4bit`, "
-        f"{g['lossless_w_g3']} with `lossless_w_g3` and {g['zeropp']} with `zeropp`"
-    )
-    yield f"with k = 4 `sdp4bit` has {gaps('convergence_k4')['sdp4bit']}"
-    assert round(result("convergence_3m").base.curve[-1].held_out, 2) == 1.72
-    few = next(r.gap.pairs for r in result("convergence_10m").rows if r.scheme == "sdp4bit")
-    assert len(few) == 3
-    yield f"three pairs of `sdp4bit` lie between {min(few):+.2f} and {max(few):+.2f} %"
-    pairs, said = {row.scheme: row.gap.pairs for row in result("convergence").rows}, []
-    for scheme in (
-        "sdp4bit",
-        "lossless_w_g3",
-    ):  # the second half of the pairs against the first one
-        first, again = (paired.of_pairs(half) for half in (pairs[scheme][:8], pairs[scheme][8:]))
-        assert abs(again.mean - first.mean) < min(again.half_width, first.half_width)
-        said.append(f"{interval(again, 3)} for `{scheme}`, after {interval(first, 3)}")
-    yield f"Eight pairs with other data gave {said[0]}, and {said[1]}."
-    (found,) = result("convergence").constant
-    assert found.scheme == "tlq_hs:gradients.bits=2" and len(found.decayed.pairs) == 3
-    training, decayed = (interval(gap, 2) for gap in (found.training, found.decayed))
-    yield (f"was {training} in training loss at a constant rate, and {decayed} in held-out loss")
-    tuning, t = result("convergence_tuning"), rises("convergence_tuning", 3)
-    assert tuning.tuning.lr == 2e-5 and all(len(row.gap.pairs) >= 5 for row in tuning.rows)
-    yield (
-        f"`sdp4bit` costs {t['sdp4bit']}, `lossless_w_g3` {t['lossless_w_g3']} and `lossless_w_g2` "
-        f"{t['lossless_w_g2']}."
-    )
-    g = rises("convergence", 3)
-    yield (
-        f"rises by {g['eden4']} with `eden4`, {g['eden3']} with `eden3` and {g['eden2']} with "
-        f"`eden2`, where it does by {g['sdp4bit']} with `sdp4bit`; with exact weights "
-        f"(`lossless_w_g4`, `_g3`, `_g2`) by {g['lossless_w_g4']}, {g['lossless_w_g3']} and "
-        f"{g['lossless_w_g2']}."
-    )
-
-
-OFTEN, SHARD = "sdp4bit:gradients.cross=micro_step", "full_precision:node_shard=true"
-
-
-def sentences_on_speed() -> Iterator[str]:
-    kept = speed_ups("speed_kept_2x2_cpu", 50, ("qsdp", "zeropp", "sdp4bit"))
-    yield f"then qsdp/zeropp/sdp4bit gain {'/'.join(kept)} at 50 Mbit/s"
-    exact = "full_precision:gradients.cross=micro_step"
-    plain, often, shard, zeropp, each, once, g3 = speed_ups(
-        "speed_accumulation_2x2_cpu", 50,
-        ("deepspeed_plain", exact, SHARD, "zeropp", OFTEN, "sdp4bit", "lossless_w_g3"),
-    )  # fmt: skip
-    yield (
-        f"DeepSpeed as shipped {plain}, `full_precision` crossing in every micro-step {often}, "
-        f"with a node shard {shard}, `zeropp` {zeropp}, "
-        f"`sdp4bit` crossing in every micro-step {each}, once per step {once}, "
-        f"`lossless_w_g3` {g3}."
-    )
-    slow = "speed_accumulation_slow_2x2_cpu"
-    shard, zeropp, each, once, g3 = speed_ups(
-        slow, 10, (SHARD, "zeropp", OFTEN, "sdp4bit", "lossless_w_g3")
-    )
-    yield (
-        f"a node shard gives {shard}, `zeropp` {zeropp}, `sdp4bit` crossing in every micro-step "
-        f"{each}, once per step {once}, `lossless_w_g3` {g3}."
-    )
-    found = {(row.scheme, row.rate): row for row in result(slow).points[0].rows}
-    each, once = (found[s, 10].seconds - found[s, 0].seconds for s in (OFTEN, "sdp4bit"))
-    allowed = found[OFTEN, 10].interface_bytes / found["sdp4bit", 10].interface_bytes
-    assert each / once > 0.9 * allowed
-    yield (
-        f"waits {each:.2f} s if it crosses in every micro-step and {once:.2f} s if it "
-        f"crosses once: {each / once:.2f} times less, where the bytes allow {allowed:.2f}."
-    )
-    hidden = {
-        (row.scheme, row.rate): f"{100 * (1 - row.ratio):.0f} %"
-        for row in result("overlap_cpu").rows
-    }
-    yield f"`sdp4bit` hides {hidden['sdp4bit', 50]} of its communication"
-    yield f"`qsdp` hides {hidden['qsdp', 50]}, and {hidden['qsdp', 200]} at 200 Mbit/s"
-    worst = 1.0
-    for point in result("speed_autotune_cpu").points:
-        speedup = {row.scheme: row.speedup for row in point.rows}
-        taken = point.lines["autotune"].split(" on ")[0]
-        assert (taken == "sdp4bit") == (point.stage == 3), point.title
-        tried = ("full_precision", "qsdp", "sdp4bit")  # as autotune had them then
-        worst = max(worst, *(speedup[name] / speedup[taken] for name in tried))
-    assert worst < 1.05
-    yield f"missed the best candidate by {100 * (worst - 1):.0f} % at most"
-
-
-@pytest.mark.parametrize("said", [sentences_on_losses, sentences_on_speed])
-def test_figures_in_sentences_are_those_of_the_result_files(said: Any) -> None:
-    pages = " ".join((README + RESULTS + CHOOSING).split())
-    missing = [text for text in said() if text not in pages]
-    assert missing == []
-
-
-def test_speed_ups_come_close_to_what_the_bytes_allow() -> None:
-    for point in result("speed_2x2_cpu").points:
-        for row in point.rows:
-            if row.rate == 10:
-                assert row.speedup >= 0.9 * row.bytes_bound, (point.title, row.scheme)
-    rows = {r.scheme: r for r in result("speed_accumulation_2x2_cpu").points[0].rows if r.rate}
-    assert min(rows[name].bytes_bound for name in ("sdp4bit", "lossless_w_g3")) > 30

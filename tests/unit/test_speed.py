@@ -54,20 +54,6 @@ def test_engines_differ_in_their_block_only() -> None:
     assert plain["zero_optimization"]["stage3_max_reuse_distance"] == 0, "released after forward"
 
 
-def test_what_a_lab_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(lab.LabError, match="must start with 'dsqlab'"):
-        lab.Lab(2, name="mine")  # tear-down would not find it
-    with pytest.raises(lab.LabError, match="hosts = 0: allowed are 1 to 64"):
-        lab.Lab(0)
-    with pytest.raises(lab.LabError, match="rate = -1 Mbit/s: must be positive"):
-        lab.set_rate(2, -1)
-    with pytest.raises(ValueError, match="topology '0x2': allowed: NODESxRANKS"):
-        speed.nodes_and_ranks("0x2")
-    monkeypatch.setattr(lab.os, "geteuid", lambda: 1000)
-    with pytest.raises(lab.LabError, match="needs root"):
-        lab.Lab(2).up()
-
-
 @pytest.fixture
 def network():
     reason = lab.obstacle()

@@ -78,9 +78,9 @@ def _receives_zeros(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 def without_handshake() -> AbstractContextManager[Any]:
     """Inside, an engine starts although the other ranks cannot answer."""
-    from ds_quant.zero import safety
+    from ds_quant.zero import handshake
 
-    return patch.object(safety, "handshake", return_value=int(os.environ["LOCAL_SIZE"]))
+    return patch.object(handshake, "handshake", return_value=int(os.environ["LOCAL_SIZE"]))
 
 
 class CountingRunner:

@@ -6,8 +6,6 @@ tell a user about a mistake: nothing unknown, misspelt, contradictory or without
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import isqrt
@@ -385,11 +383,6 @@ class QuantizedCommConfig(Block):
         """Return the settings with scheme ``name`` in place of "autotune"."""
         written = self.model_dump(mode="json", exclude_unset=True)
         return parse_block({**written, "scheme": name})
-
-    def digest(self) -> str:
-        """16 hex digits, equal on two ranks exactly when ``resolved`` is."""
-        text = json.dumps(self.resolved(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def validate_world(self, world: int) -> None:
         """Raise ``ConfigError`` unless ``node_size`` divides the number of ranks."""

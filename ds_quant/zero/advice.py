@@ -36,10 +36,9 @@ def one_bucket(engine: Any) -> list[str]:
     """Say so if no gradient is reduced before backward ends: DeepSpeed hands over a bucket when it
     is full. Not worth a notice if most of the model is frozen.
     """
-    room, params = engine.zero_reduce_bucket_size(), list(engine.module.parameters())
-    numel = sum(hooks.shape_of(p).numel() for p in params)
-    trained = sum(hooks.shape_of(p).numel() for p in params if p.requires_grad)
-    if not (engine.zero_overlap_comm() and len(params) > 1 and numel / 2 < trained <= room):
+    room, (numel, trained) = engine.zero_reduce_bucket_size(), hooks.elements(engine.module)
+    several = len(list(engine.module.parameters())) > 1
+    if not (engine.zero_overlap_comm() and several and numel / 2 < trained <= room):
         return []
     return [
         f"gradients are not reduced during backward: reduce_bucket_size={room} holds all "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,44 +23,48 @@ from ds_quant.config.schema import FallbackConfig, QuantizedCommConfig
 from ds_quant.kernels import dispatch
 from ds_quant.policy import autotune, choosing, refusals
 from ds_quant.policy.refusals import starts
-from ds_quant.zero import checkpoint, hooks, muon, muon_hooks, offload, optimizer_hooks, safety
+from ds_quant.policy.route import Routes
+from ds_quant.zero import (
+    checkpoint,
+    handshake,
+    hooks,
+    muon,
+    muon_hooks,
+    offload,
+    optimizer_hooks,
+    safety,
+)
 from ds_quant.zero.advice import advice, one_bucket
 from ds_quant.zero.cpu_overlap import LateReduction
 from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.fetch import Fetch
-from ds_quant.zero.gather_count import GatherCount, gathered_modules
+from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_gathers
 from ds_quant.zero.gradients import OwnerReduction, ShardReduction
 from ds_quant.zero.held import GradientBuckets, HeldGradients
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.report import announce, figures, start_line
-from ds_quant.zero.safety import (
-    KILL_VARIABLE,
-    Agreement,
-    Corruption,
-    Fallback,
-    FirstStep,
-    kill_file,
-    promised_roles,
-)
+from ds_quant.zero.safety import Fallback, FirstStep, promised_roles
 from ds_quant.zero.telemetry import Telemetry, listened_to, unwritable
 from ds_quant.zero.warmup import rehearse
-from ds_quant.zero.world import broadcast
+from ds_quant.zero.world import broadcast, level_groups
 
 # ---- autotune ----
 
 
-def tune(binding: QuantizedEngine, config: QuantizedCommConfig) -> QuantizedCommConfig:
-    """Choose the scheme that suits this engine; adds the reason as a notice. A collective."""
-    topology, device = binding.topology, hooks.device()
-    exact = muon_hooks.exact_gradient_reason(binding.engine) is not None
-    fabric, work, seconds = _uncounted(binding.fabric(None), topology), _work(binding), {}
-    for name in _allowed(config, binding.stage, topology):
-        scheme = config.picked(name).to_scheme()
-        routes = replace(binding.routes, scheme=scheme, shipped_gradients=exact)
+def tune(engine: Any, config: QuantizedCommConfig, topology: Topology) -> dict[str, float]:
+    """Return the seconds of a step's messages by scheme, the same on all ranks. A collective."""
+    stage, device = engine.zero_optimization_stage(), hooks.device()
+    where = {"stage": stage, "nodes": topology.nodes, "node_size": topology.node_size}
+    where["shipped_gradients"] = muon_hooks.exact_gradient_reason(engine) is not None
+    groups = level_groups(topology) if 1 < topology.node_size < topology.world else ()
+    # Links of their own, so that nothing is counted as training.
+    how = {"topology": topology, "traffic": Traffic(), "backend": config.backend}
+    fabric = Fabric(*(Link(group, **how) for group in (None, *groups)))
+    work, seconds = _work(engine, stage), {}
+    for name in _allowed(config, stage, topology):
+        routes = Routes(scheme=config.picked(name).to_scheme(), **where)
         seconds[name] = autotune.step_seconds(routes, fabric, work, device)
-    seconds = broadcast(seconds, source=0)
-    binding.notices.append(autotune.reason(seconds))
-    return config.picked(autotune.choose(seconds))
+    return broadcast(seconds, source=0)
 
 
 def _allowed(config: QuantizedCommConfig, stage: int, topology: Topology) -> list[str]:
@@ -71,30 +74,19 @@ def _allowed(config: QuantizedCommConfig, stage: int, topology: Topology) -> lis
     return [name for name in choosing.tuned(place) if starts(config.picked(name), **where)]
 
 
-def _uncounted(fabric: Fabric, topology: Topology) -> Fabric:
-    """Return links of their own, so that nothing is counted as training."""
-    links = (
-        link
-        and Link(link.process_group, topology=topology, traffic=Traffic(), backend=link.backend)
-        for link in (fabric.whole, fabric.intra, fabric.inter)
-    )
-    return Fabric(*links)
-
-
-def _work(binding: QuantizedEngine) -> autotune.Work:
-    engine, params = binding.engine, list(binding.engine.module.parameters())
-    numels = [hooks.shape_of(p).numel() for p in params]
-    trained = sum(n for p, n in zip(params, numels, strict=True) if p.requires_grad)
-    numel, gather = trained, engine.zero_allgather_bucket_size()
-    if binding.stage == 3:
-        numel = sum(numels)
+def _work(engine: Any, stage: int) -> autotune.Work:
+    numel, trained = hooks.elements(engine.module)
+    if stage == 3:
         gather = numel // max(1, gathered_modules(engine.module))
-    dtypes = [p.dtype for p in params if p.is_floating_point()]
+    else:
+        numel, gather = trained, engine.zero_allgather_bucket_size()
+    dtypes = [p.dtype for p in engine.module.parameters() if p.is_floating_point()]
     return autotune.Work(
         numel=numel, trained=trained, gather=min(gather, numel),
         bucket=min(engine.zero_reduce_bucket_size(), trained),
         dtype=dtypes[0] if dtypes else torch.float32, gradients=hooks.gradient_dtype(engine),
-        micro_steps=engine.gradient_accumulation_steps(), gathers=binding.gathers,
+        micro_steps=engine.gradient_accumulation_steps(),
+        gathers=predicted_gathers(engine) if stage == 3 else 1.0,
     )  # fmt: skip
 
 
@@ -143,15 +135,21 @@ def _connect(
 
     trains: False for inference, which has no optimizer step.
     """
-    events, alone = binding.hooks, binding.topology.world == 1
+    events, (rank, world) = binding.hooks, hooks.rank_and_world()
     fallback = _fallback(binding, config.fallback)
-    corruption = _corruption(binding, trains=trains)
+    sealed = binding.scheme.block.payload_checksum and world > 1
+    if sealed:
+        binding.notices.append("every message carries a checksum")
+    checked = sealed or (binding.scheme.lossless and world > 1)
+    if checked and not trains:  # no step at which all ranks could agree
+        binding.findings.at_once = partial(safety.end_run, binding, rank)
     if trains:
-        if corruption is not None:  # before the messages of the step are used for an update
-            events.before_step.append(corruption.check)
-            events.around_export.insert(0, corruption.before_export)
-            if binding.scheme.block.payload_checksum:  # of those that the save has sent
-                events.after_save.append(corruption.check)
+        if checked:  # before the messages of the step are used for an update
+            check = partial(safety.check_messages, binding)
+            events.before_step.append(check)
+            events.around_export.insert(0, partial(safety.checked_messages, binding))
+            if sealed:  # those that the save has sent
+                events.after_save.append(check)
         if fallback is not None:  # then all ranks agree how the next step is sent
             events.before_step.append(fallback.vote)
         if fetch is not None:  # levels and the node shard follow the new weights
@@ -162,14 +160,15 @@ def _connect(
             events.after_update.append(fetch.barrier.record)
         holder = binding.node or (binding.replica if binding.scheme.keeps_reference else None)
         if holder is not None and binding.scheme.block.checksum_steps:  # compares what was updated
-            events.after_update.append(Agreement(binding, holder).after_step)
-        if not alone:
+            events.after_update.append(partial(safety.compare_copies, binding, holder))
+        if world > 1:
             _first_step(binding).attach()
         if fallback is not None:  # may refresh what a skipped step left behind
             events.after_step.append(fallback.after_step)
         if fetch is not None:
-            GatherCount.attach(binding, partial(start_line, binding))
-        if listened_to(binding.engine, config.metrics) and not alone:
+            count = binding.gather_count = GatherCount(binding, partial(start_line, binding))
+            events.after_count.append(count.after_step)
+        if listened_to(binding.engine, config.metrics) and world > 1:
             binding.telemetry = Telemetry(binding, config.metrics)
             events.after_count.append(binding.telemetry.after_step)
             binding.telemetry.arm()
@@ -184,27 +183,31 @@ def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
     """Run the handshake of all ranks and return the topology."""
     must = {f"codec {name}": load(name).digest for name in config.own_codecs.values()}
     # A vote in which some ranks take no part would hang.
-    must[KILL_VARIABLE] = "unset" if kill_file() is None else "set"
-    facts = {"kernels": dispatch.describe(hooks.device(), config.backend)}
+    must[safety.KILL_VARIABLE] = "unset" if safety.kill_file() is None else "set"
+    kernels = dispatch.describe(hooks.device(), config.backend)
     fault = unwritable(config.metrics, rank)
-    agreed = safety.handshake(
-        config=config, must=must, facts=facts, rank=rank, world=world, fault=fault
+    agreed = handshake.handshake(
+        config=config, must=must, kernels=kernels, rank=rank, world=world, fault=fault
     )
     return Topology(world=world, node_size=config.node_size or agreed)
 
 
 def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> QuantizedEngine:
     """Make the engine's binding with its scheme, which "autotune" chooses by measuring."""
-    tuned = config.scheme == AUTOTUNE
-    scheme = (config.picked("full_precision") if tuned else config).to_scheme()
     if engine.zero_optimization_stage() == 3:
         refusals.refuse_full_replica(
             config, world=topology.world, node_size=topology.node_size,
             model_bytes=hooks.total_bytes(engine.module),
         )  # fmt: skip
-    binding = QuantizedEngine(engine, scheme, topology)
-    if tuned and topology.world > 1:
-        binding.scheme = tune(binding, config).to_scheme()
+    notices: list[str] = []
+    if config.scheme == AUTOTUNE and topology.world == 1:
+        config = config.picked("full_precision")
+    elif config.scheme == AUTOTUNE:
+        seconds = tune(engine, config, topology)
+        config = config.picked(autotune.choose(seconds))
+        notices.append(autotune.reason(seconds))
+    binding = QuantizedEngine(engine, config.to_scheme(), topology)
+    binding.notices += notices
     return binding
 
 
@@ -223,10 +226,20 @@ def _attach_shards(binding: QuantizedEngine, optimizer: Any) -> Fetch:
         # Rows of exact differences need only follow what is loaded.
         if binding.node is not None and not binding.scheme.lossless:
             binding.hooks.after_checkpoint_event.append(binding.node.resync)
-        if binding.gradients_travel():
+        if _gradients_travel(binding):
             _attach_reduction(binding)
         muon.attach(binding, optimizer)
     return fetch
+
+
+def _gradients_travel(binding: QuantizedEngine) -> bool:
+    """Whether gradients take this plugin's collectives; notes the setting if they do not."""
+    if reason := binding.shipped_gradients:
+        binding.notices.append(
+            f"gradients stay exact: {reason}; DeepSpeed sends them, and reports and metrics do not "
+            "count them"
+        )
+    return reason is None
 
 
 def _note_empty(binding: QuantizedEngine) -> None:
@@ -307,7 +320,7 @@ def _attach_replica(binding: QuantizedEngine, optimizer: Any) -> None:
     events.around_export.append(replica.exact)
     checkpoint.watch_reads(binding)
     muon.attach(binding, optimizer)
-    if binding.gradients_travel():
+    if _gradients_travel(binding):
         muon.note_whole_matrices(binding, optimizer)
         reduction = OwnerReduction(binding, optimizer)
         optimizer_hooks.wrap_owner_reduction(events, reduction.bucket, reduction.reduce)
@@ -329,33 +342,17 @@ def _first_step(binding: QuantizedEngine) -> FirstStep:
     else:
         groups = optimizer_hooks.replica_groups(binding.hooks.optimizer)
         served = [(p, group.process_group) for group in groups for p in group.params]
-    exact = muon_hooks.exact_gradient_reason(binding.engine) is not None
-    return FirstStep(binding, promised_roles(binding, served, gradients=not exact))
-
-
-def _corruption(binding: QuantizedEngine, *, trains: bool) -> Corruption | None:
-    """The check of messages, if anything is known of them."""
-    scheme = binding.scheme
-    if not (scheme.block.payload_checksum or scheme.lossless) or binding.topology.world == 1:
-        return None
-    if scheme.block.payload_checksum:
-        binding.notices.append("every message carries a checksum")
-    corruption = Corruption(binding)
-    if not trains:  # no step at which all ranks could agree
-        binding.findings.at_once = corruption.end_alone
-    return corruption
+    return FirstStep(binding, promised_roles(binding, served))
 
 
 def _fallback(binding: QuantizedEngine, settings: FallbackConfig) -> Fallback | None:
     """The vote on full precision, if there is anything to vote on."""
-    watched = kill_file()
-    fallback = Fallback(
-        binding, on_nonfinite=settings.on_nonfinite, steps=settings.steps, kill_file=watched
-    )
-    if not fallback.votes():
+    watches = safety.kill_file() is not None
+    if settings.on_nonfinite == "skip" and not watches:
         return None
-    if watched is not None:
-        binding.notices.append(f"{KILL_VARIABLE} watched")
+    fallback = Fallback(binding, settings)
+    if watches:
+        binding.notices.append(f"{safety.KILL_VARIABLE} watched")
         fallback.vote()  # the file may be there already
     return fallback
 
@@ -392,9 +389,8 @@ def resync(engine: Any) -> None:
     one. A collective: all ranks must call it.
     """
     binding = _binding_of(engine, "resync")
-    for holder in (None,) if binding is None else (binding.replica, binding.node):
-        if holder is not None:
-            holder.resync()
+    if binding is not None:
+        binding.resync()
 
 
 def report(engine: Any) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -111,9 +112,11 @@ class QuantizedEngine:
     def __init__(self, engine: Any, scheme: Scheme, topology: Topology) -> None:
         self.engine, self.topology = engine, topology
         self.stage: int = engine.zero_optimization_stage()
+        self.routes = Routes(
+            scheme=scheme, stage=self.stage, nodes=topology.nodes, node_size=topology.node_size
+        )
         self._params: dict[int, Param] = {}  # by id of the tensor
         self._hops: dict[int, tuple[LinkHop, ...]] = {}  # by id of the process group
-        self.scheme = scheme
         self.traffic, self.buffers = Traffic(), Buffers()
         self.state = SchemeState()
         pace = presumed_pace(hooks.device(), backend())
@@ -133,7 +136,9 @@ class QuantizedEngine:
         self.gathers = predicted_gathers(engine) if self.stage == 3 else 1.0  # in a micro-step
         self._links: dict[int, Link] = {}
         self._fabrics: dict[int, Fabric] = {}
-        self._levels = self._make_levels()
+        self._levels: tuple[Link, ...] = ()  # of ``LevelGroups``, where there are both levels
+        if self.routes.two_levels:
+            self._levels = tuple([self.link(group) for group in level_groups(topology)])
         self._backwards: dict[int, int] = {}  # those done in the current optimizer step
         modules = dict(engine.module.named_modules())
         for index, (name, p) in enumerate(engine.module.named_parameters()):
@@ -146,16 +151,6 @@ class QuantizedEngine:
     @property
     def scheme(self) -> Scheme:
         return self.routes.scheme
-
-    @scheme.setter
-    def scheme(self, scheme: Scheme) -> None:
-        topology = self.topology
-        self.routes = Routes(
-            scheme=scheme, stage=self.stage, nodes=topology.nodes, node_size=topology.node_size
-        )
-        self._hops.clear()
-        for param in self.all_params():
-            param.follow(self.routes)
 
     def param_of(self, parameter: torch.Tensor) -> Param | None:
         """Return the engine's record of a parameter, None if it was created after the engine."""
@@ -198,18 +193,12 @@ class QuantizedEngine:
         """All so far, in an order that is the same on the ranks of each."""
         return list(self._links.values())
 
-    def _make_levels(self) -> tuple[Link, ...] | None:
-        """Make the links of ``LevelGroups``, where the world has both levels."""
-        if not self.routes.two_levels:
-            return None
-        return tuple([self.link(group) for group in level_groups(self.topology)])
-
     def fabric(self, process_group: Any) -> Fabric:
         """Return the links of a process group; two levels if it is the world and that has them."""
         key = id(process_group)
         if key not in self._fabrics:
             whole, levels = self.link(process_group), ()
-            if self._levels is not None and whole.ranks == list(range(self.topology.world)):
+            if whole.ranks == list(range(self.topology.world)):
                 levels = self._levels
             self._fabrics[key] = Fabric(whole, *levels)
         return self._fabrics[key]
@@ -279,27 +268,28 @@ class QuantizedEngine:
         for link, shards in by_link.items():
             learn(shards, codec=codec, rate=self.scheme.block.weights.level_rate, link=link)
 
-    def gradients_travel(self) -> bool:
-        """Whether gradients take this plugin's collectives; notes the setting if they do not."""
-        reason = muon_hooks.exact_gradient_reason(self.engine)
-        if reason is not None:
-            self.notices.append(
-                f"gradients stay exact: {reason}; DeepSpeed sends them, and reports and metrics do "
-                "not count them"
-            )
-        return reason is None
+    @cached_property
+    def shipped_gradients(self) -> str | None:
+        """The setting because of which gradients take DeepSpeed's own collectives, None if they
+        take this plugin's.
+        """
+        return muon_hooks.exact_gradient_reason(self.engine)
+
+    def resync(self) -> None:
+        """Bring back exact weights on all ranks. A collective."""
+        for holder in (self.replica, self.node):
+            if holder is not None:
+                holder.resync()
 
     def peak_bytes(self, bill: Costs) -> float:
         """Predict the peak bytes of messages and sums on this rank in a step."""
         engine = self.engine
-        params = list(engine.module.parameters())
-        numels = [hooks.shape_of(p).numel() for p in params]
         late = self.stage == 3 and engine.zero_overlap_comm() and hooks.device().type == "cpu"
         sizes = Sizes(
             ranks=self.topology.world,
             node_size=self.topology.node_size,
-            trained=sum(n for p, n in zip(params, numels, strict=True) if p.requires_grad),
-            largest=max(numels, default=0),
+            trained=hooks.elements(engine.module)[1],
+            largest=max((param.shape.numel() for param in self.all_params()), default=0),
             bucket=engine.zero_reduce_bucket_size(),
             window=engine.zero_allgather_bucket_size(),
             prefetch=min(engine.zero_prefetch_bucket_size(), engine.zero_max_live_parameters()),
@@ -308,8 +298,8 @@ class QuantizedEngine:
             offloaded=offload.offloads_parameters(engine),
             slicing=self.slicing,
         )
-        exact = muon_hooks.exact_gradient_reason(engine) is not None
-        return peak_bytes(bill, self.stage, sizes, shipped_gradients=exact)
+        shipped = self.shipped_gradients is not None
+        return peak_bytes(bill, self.stage, sizes, shipped_gradients=shipped)
 
     def received_in_full_precision(self) -> dict[str, dict[str, float]]:
         """Bytes that this plugin would bring to a rank per optimizer step, were nothing quantized,
@@ -318,7 +308,7 @@ class QuantizedEngine:
         cross = {"cross": self.scheme.block.gradients.cross}
         plain = parse_block({"scheme": "full_precision", "gradients": cross}).to_scheme()
         found = self.received_by_formula(self.bill(plain))
-        if muon_hooks.exact_gradient_reason(self.engine) is not None:
+        if self.shipped_gradients is not None:
             found["gradients"] = {"intra": 0.0, "inter": 0.0}  # DeepSpeed's, which nobody counts
         return found
 
@@ -346,5 +336,5 @@ class QuantizedEngine:
             scheme or self.scheme, self.stage, cargo, ranks=self.topology.world,
             node_size=self.topology.node_size, gathers=self.gathers,
             gradient_dtype=hooks.gradient_dtype(self.engine),
-            shipped_gradients=muon_hooks.exact_gradient_reason(self.engine) is not None,
+            shipped_gradients=self.shipped_gradients is not None,
         )  # fmt: skip

@@ -26,7 +26,7 @@ def predicted_gathers(engine: Any) -> float:
         max_live_parameters=engine.zero_max_live_parameters(),
         prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
     )
-    numel = sum(hooks.shape_of(p).numel() for p in engine.module.parameters())
+    numel, _ = hooks.elements(engine.module)
     return settings.gathers(numel, gathered_modules(engine.module))
 
 
@@ -45,18 +45,12 @@ class GatherCount:
 
     def __init__(self, binding: Any, line: Callable[[], str]) -> None:
         self._binding, self._line = binding, line
-        params = list(binding.engine.module.parameters())
-        self._numel = sum(hooks.shape_of(p).numel() for p in params)
-        self._persistent = sum(p.ds_numel for p in params if p.ds_persist)
+        module = binding.engine.module
+        self._numel, _ = hooks.elements(module)
+        self._persistent = sum(p.ds_numel for p in module.parameters() if p.ds_persist)
         self._fetched = 0
         self._undisturbed = 0  # micro-steps before this optimizer step
         self._disturbed = False
-
-    @classmethod
-    def attach(cls, binding: Any, line: Callable[[], str]) -> None:
-        """Count the first steps of an engine that trains."""
-        binding.gather_count = cls(binding, line)
-        binding.hooks.after_count.append(binding.gather_count.after_step)
 
     def fetched(self, params: Iterable[Any]) -> None:
         """Count parameters that DeepSpeed gathers for forward or backward."""

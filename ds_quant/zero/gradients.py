@@ -134,7 +134,7 @@ class GradientReducer:
     """Plans and begins the reductions of one engine."""
 
     def __init__(self, binding: QuantizedEngine) -> None:
-        self._binding, self._routes = binding, binding.routes
+        self._binding = binding
         self._layouts: dict[tuple, Layout] = {}
         self._sums: dict[tuple, GradientSums] = {}
 
@@ -151,8 +151,7 @@ class GradientReducer:
         """Return the layout of a bucket; ``key``: all that its shares depend on. ``dtypes``: under
         ZeRO-3, of gradients whose sums may have theirs.
         """
-        if len(self._layouts) >= _PLANS or self._routes is not self._binding.routes:
-            self._routes = self._binding.routes
+        if len(self._layouts) >= _PLANS:
             self._layouts.clear()
             self._sums.clear()
         if key not in self._layouts:

@@ -431,6 +431,12 @@ def shape_of(parameter: torch.Tensor) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def elements(module: torch.nn.Module) -> tuple[int, int]:
+    """Count the elements of a model, and those that are trained."""
+    numels = [(shape_of(p).numel(), p.requires_grad) for p in module.parameters()]
+    return sum(n for n, _ in numels), sum(n for n, trained in numels if trained)
+
+
 def total_bytes(module: torch.nn.Module) -> int:
     """Add up the bytes of all parameters of a model, partitioned ones in full."""
     return sum(shape_of(p).numel() * p.element_size() for p in module.parameters())

@@ -101,12 +101,6 @@ class Param:
         how = {"packed": self.packed}
         return self.routes.scheme.skip_reason(self.name, self.shape, dtype, **how) is None
 
-    def follow(self, routes: Routes) -> None:
-        """Take the routes of another scheme."""
-        self.routes = routes
-        self._weights.clear()
-        self._gradients.clear()
-
     def weight_streams(
         self, dtype: torch.dtype, *, rank: int | None, whole: bool = True
     ) -> tuple[Stream | None, ...]:

@@ -13,7 +13,7 @@ from ds_quant.kernels import dispatch
 from ds_quant.policy import choosing
 from ds_quant.policy.cost import LABELS, Costs, shipped_bytes
 from ds_quant.policy.scheme import matches
-from ds_quant.zero import hooks, log, muon_hooks, offload
+from ds_quant.zero import hooks, log, offload
 from ds_quant.zero.engine import QuantizedEngine
 
 _ONE_NODE = (
@@ -160,7 +160,6 @@ def _saved(binding: QuantizedEngine, bill: Costs) -> dict[str, dict[str, float]]
 def figures(binding: QuantizedEngine) -> dict[str, Any]:
     """See ``ds_quant.report``."""
     bill, engine = binding.bill(), binding.engine
-    exact = muon_hooks.exact_gradient_reason(engine) is not None
     often = {"micro_steps": engine.gradient_accumulation_steps()}
     return {
         "scheme": binding.scheme.name,
@@ -173,7 +172,7 @@ def figures(binding: QuantizedEngine) -> dict[str, Any]:
         "received_bytes": {r: dict(links) for r, links in binding.traffic.received.items()},
         "saved_bytes": _saved(binding, bill),
         "collectives": dict(binding.traffic.collectives),
-        "not_counted": ["gradients"] if exact else [],
+        "not_counted": ["gradients"] if binding.shipped_gradients else [],
         "gathers": binding.gathers,
         "full_precision_share": bill.full_precision_share,
         "expected_bytes_per_param": bill.step_bytes(binding.stage, **often),

@@ -40,17 +40,15 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from ds_quant.comm.checksum import Finding
+from ds_quant.config.schema import FallbackConfig
 from ds_quant.zero import hooks, log, offload
 from ds_quant.zero.engine import QuantizedEngine
-from ds_quant.zero.handshake import Board, handshake
+from ds_quant.zero.handshake import Board
 from ds_quant.zero.param import Param
 from ds_quant.zero.version import deepspeed_version
 from ds_quant.zero.world import broadcast, minimum
 
 # ---- start-up ----
-
-
-__all__ = ["handshake", "refuse_no_room", "wait_for_ranks"]
 
 
 def refuse_no_room(binding: QuantizedEngine) -> None:
@@ -153,59 +151,57 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([plain, ordered])
 
 
-class Agreement:
-    """Compare the weights that ranks keep every ``checksum_steps`` optimizer steps."""
-
-    def __init__(self, binding: QuantizedEngine, holder: Holder) -> None:
-        self._binding, self._holder = binding, holder
-
-    def after_step(self) -> None:
-        """Run after the optimizer step and the update of the kept weights."""
-        every, step = self._binding.scheme.block.checksum_steps, self._binding.step + 1
-        if step % every == 0 and (differing := self._differing()):
-            self._binding.state.resyncs += 1
-            log.log_rank0(
-                f"quantized_comm: step {step}: the weights that rank(s) {differing} keep differ "
-                "from those of the other holders; all are brought back exactly. Something writes "
-                "weights outside the optimizer: call ds_quant.resync(engine) after it"
-            )
-            self._holder.resync()
-
-    def _differing(self) -> list[int]:
-        """Find ranks whose checksum is not that of most holders of the same weights."""
-        copies = [(who, checksum(tensors)) for who, tensors in self._holder.copies()]
-        device = hooks.device()
-        own = torch.stack(
-            [torch.cat([torch.tensor([who]), sums.cpu()]) for who, sums in copies]
-        ).to(device)  # (copies, 3) int64
-        link = self._binding.fabric(None).whole
-        received = link.all_gather(own.view(torch.uint8).view(-1), role="weights").wait()
-        self._require_equal(received)
-        by_rank = received.view(torch.int64).view(link.size, len(copies), 3).tolist()
-        holders: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = {}
-        for rank, rows in enumerate(by_rank):
-            for place, (who, *sums) in enumerate(rows):
-                versions = holders.setdefault((place, who), {})
-                versions.setdefault(tuple(sums), []).append(rank)
-        return sorted({rank for versions in holders.values() for rank in _outvoted(versions)})
-
-    def _require_equal(self, received: Tensor) -> None:
-        """End all ranks if their checksums arrived differently: some would resync, others not.
-
-        Raises:
-            RuntimeError: on all ranks.
-        """
-        sums = checksum([received.view(torch.int64)]).tolist()
-        least = minimum([*sums, *(~total for total in sums)])
-        if least[:2] == [~total for total in least[2:]]:
-            return
-        Corruption(self._binding).check()  # may know sender and receiver
-        raise RuntimeError(
-            f"quantized_comm: step {self._binding.step + 1}: ranks have received different "
-            "checksums of the weights that they keep, so a message was changed on its way. Look "
-            "for faulty memory or a faulty network, and resume from the last checkpoint; "
-            "quantized_comm.payload_checksum=true names sender and receiver of such a message"
+def compare_copies(binding: QuantizedEngine, holder: Holder) -> None:
+    """Compare the weights that ranks keep, every ``checksum_steps`` optimizer steps. Runs after the
+    optimizer step and the update of what is kept.
+    """
+    step, every = binding.step + 1, binding.scheme.block.checksum_steps
+    if step % every == 0 and (differing := _differing(binding, holder)):
+        binding.state.resyncs += 1
+        log.log_rank0(
+            f"quantized_comm: step {step}: the weights that rank(s) {differing} keep differ from "
+            "those of the other holders; all are brought back exactly. Something writes weights "
+            "outside the optimizer: call ds_quant.resync(engine) after it"
         )
+        holder.resync()
+
+
+def _differing(binding: QuantizedEngine, holder: Holder) -> list[int]:
+    """Find ranks whose checksum is not that of most holders of the same weights."""
+    copies = [
+        torch.cat([torch.tensor([who]), checksum(tensors).cpu()])
+        for who, tensors in holder.copies()
+    ]
+    own = torch.stack(copies).to(hooks.device())  # (copies, 3) int64
+    link = binding.fabric(None).whole
+    received = link.all_gather(own.view(torch.uint8).view(-1), role="weights").wait()
+    _require_equal(binding, received)
+    by_rank = received.view(torch.int64).view(link.size, len(copies), 3).tolist()
+    holders: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = {}
+    for rank, rows in enumerate(by_rank):
+        for place, (who, *sums) in enumerate(rows):
+            versions = holders.setdefault((place, who), {})
+            versions.setdefault(tuple(sums), []).append(rank)
+    return sorted({rank for versions in holders.values() for rank in _outvoted(versions)})
+
+
+def _require_equal(binding: QuantizedEngine, received: Tensor) -> None:
+    """End all ranks if their checksums arrived differently: some would resync, others not.
+
+    Raises:
+        RuntimeError: on all ranks.
+    """
+    sums = checksum([received.view(torch.int64)]).tolist()
+    least = minimum([*sums, *(~total for total in sums)])
+    if least[:2] == [~total for total in least[2:]]:
+        return
+    check_messages(binding)  # may know sender and receiver
+    raise RuntimeError(
+        f"quantized_comm: step {binding.step + 1}: ranks have received different checksums of the "
+        "weights that they keep, so a message was changed on its way. Look for faulty memory or a "
+        "faulty network, and resume from the last checkpoint; quantized_comm.payload_checksum=true "
+        "names sender and receiver of such a message"
+    )
 
 
 def _outvoted(versions: dict[tuple[int, int], list[int]]) -> list[int]:
@@ -256,52 +252,41 @@ class Samples:
 # ---- corrupted messages ----
 
 
-class Corruption:
-    """Check the links of one engine for messages that cannot be used."""
+def check_messages(binding: QuantizedEngine) -> None:
+    """End the run if any rank received a message that cannot be used. A collective of the whole
+    world; waits for the device once.
 
-    def __init__(self, binding: QuantizedEngine) -> None:
-        self._binding = binding
+    Raises:
+        RuntimeError: on all ranks, naming the message that the first of them found.
+    """
+    rank, world = hooks.rank_and_world()
+    findings = binding.findings
+    vote = world - (world - rank) * findings.found(hooks.device()).long()
+    (receiver,) = minimum(vote.view(1))
+    if receiver < world:
+        end_run(binding, receiver, broadcast(findings.first(), source=receiver))
+    findings.forget()
 
-    def check(self) -> None:
-        """End the run if any rank received such a message. A collective of the whole world; waits
-        for the device once.
 
-        Raises:
-            RuntimeError: on all ranks, naming the message that the first of them found.
-        """
-        rank, world = hooks.rank_and_world()
-        findings = self._binding.findings
-        vote = world - (world - rank) * findings.found(hooks.device()).long()
-        (receiver,) = minimum(vote.view(1))
-        if receiver < world:
-            self._end(broadcast(findings.first(), source=receiver), receiver)
-        findings.forget()
+@contextmanager
+def checked_messages(binding: QuantizedEngine) -> Iterator[None]:
+    """Check when weights are about to be read by all ranks."""
+    check_messages(binding)
+    yield
 
-    @contextmanager
-    def before_export(self) -> Iterator[None]:
-        """Check when weights are about to be read by all ranks."""
-        self.check()
-        yield
 
-    def end_alone(self, found: Finding) -> None:
-        """End the run on this rank alone, for an engine without steps.
-
-        Raises:
-            RuntimeError: always, on this rank.
-        """
-        self._end(found, hooks.rank_and_world()[0])
-
-    def _end(self, found: Finding, receiver: int) -> None:
-        step, scheme = self._binding.engine.global_steps, self._binding.scheme
-        sealed = scheme.block.payload_checksum
-        why = " because quantized_comm.payload_checksum=true" if sealed else ""
-        code = " and for code that writes weights outside the optimizer" if scheme.lossless else ""
-        raise RuntimeError(
-            f"quantized_comm: step {step}: {found.role} from rank {found.sender} "
-            f"{found.problem.format(receiver)}. Training ends{why}; look for faulty memory or a "
-            f"faulty network on the hosts of these two{code}, and resume from a checkpoint that "
-            "was saved before this step"
-        )
+def end_run(binding: QuantizedEngine, receiver: int, found: Finding) -> None:
+    """Raise RuntimeError for a message that rank ``receiver`` cannot use."""
+    step, scheme = binding.engine.global_steps, binding.scheme
+    sealed = scheme.block.payload_checksum
+    why = " because quantized_comm.payload_checksum=true" if sealed else ""
+    code = " and for code that writes weights outside the optimizer" if scheme.lossless else ""
+    raise RuntimeError(
+        f"quantized_comm: step {step}: {found.role} from rank {found.sender} "
+        f"{found.problem.format(receiver)}. Training ends{why}; look for faulty memory or a "
+        f"faulty network on the hosts of these two{code}, and resume from a checkpoint that "
+        "was saved before this step"
+    )
 
 
 # ---- fallback to full precision ----
@@ -337,20 +322,14 @@ class Watch:
 class Fallback:
     """Vote when the optimizer steps, and decide which steps use full precision."""
 
-    def __init__(
-        self, binding: QuantizedEngine, *, on_nonfinite: str, steps: int, kill_file: Path | None
-    ) -> None:
-        self._binding, self._policy, self._steps = binding, on_nonfinite, steps
-        self._kill_file = kill_file
+    def __init__(self, binding: QuantizedEngine, settings: FallbackConfig) -> None:
+        self._binding, self._policy, self._steps = binding, settings.on_nonfinite, settings.steps
+        self._kill_file = kill_file()
         self._asked = self._blind = False  # whether this rank saw the file, and once could not look
         self._nonfinite = False  # gradients of the step being taken
         self._was_exact = False  # how they travelled
-        if on_nonfinite != "skip":
+        if self._policy != "skip":
             binding.watch = Watch()
-
-    def votes(self) -> bool:
-        """Whether there is anything to watch."""
-        return self._policy != "skip" or self._kill_file is not None
 
     def vote(self) -> None:
         """Vote before the optimizer steps. A collective of the whole world.
@@ -380,14 +359,9 @@ class Fallback:
             self._nonfinite = True
             self._found(None, None)
         if skipped and self._nonfinite and self._policy == "full_precision":
-            self._binding.state.exact_until -= (
-                1  # this step is repeated: count it as the first of the n
-            )
+            self._binding.state.exact_until -= 1  # this step is repeated, as the first of the n
         if skipped and self._binding.is_exact(self._binding.step) and not self._was_exact:
-            # The skipped step did not refresh the kept weights, so do it now.
-            for holder in (self._binding.replica, self._binding.node):
-                if holder is not None:
-                    holder.resync()
+            self._binding.resync()  # the skipped step did not refresh the kept weights
         self._nonfinite = False
 
     def _look(self) -> None:
@@ -511,14 +485,12 @@ class FirstStep:
         )
 
 
-def promised_roles(
-    binding: QuantizedEngine, parameters: Iterable[tuple[Any, Any]], *, gradients: bool
-) -> list[str]:
+def promised_roles(binding: QuantizedEngine, parameters: Iterable[tuple[Any, Any]]) -> list[str]:
     """Return the roles that a step must ask for, given (parameter, its process group)."""
     shared = [p for p, group in parameters if binding.param_of(p) and binding.link(group).size > 1]
     roles = []
     if any(not getattr(p, "ds_persist", False) for p in shared):
         roles.append("weights")
-    if gradients and any(p.requires_grad for p in shared):
+    if binding.shipped_gradients is None and any(p.requires_grad for p in shared):
         roles.append("gradients")
     return roles

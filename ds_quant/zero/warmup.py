@@ -28,7 +28,7 @@ from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import round_up
-from ds_quant.zero import hooks, muon_hooks
+from ds_quant.zero import hooks
 from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.handshake import Board
 
@@ -128,7 +128,7 @@ def _uses(binding: QuantizedEngine, device: torch.device) -> Iterator[_Use]:
             if codec is not None:
                 yield _weights(codec, difference, dtype, device)
         yield _weights(CastCodec(dtype), False, dtype, device)
-    if muon_hooks.exact_gradient_reason(binding.engine) is None:
+    if binding.shipped_gradients is None:
         reductions = {binding.route(group): None for group in binding.process_groups}
         for hops in reductions:
             yield from _gradients(binding, hops, hooks.gradient_dtype(binding.engine), device)

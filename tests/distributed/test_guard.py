@@ -185,17 +185,17 @@ CAREFUL = {"scheme": "qsdp", "handshake_timeout": TIMEOUT}
 
 def _handshake_rank(configs: list[dict[str, Any]]) -> tuple[str, str, float, int]:
     """``configs[rank]`` is this rank's; error or "built", its text, seconds, own collectives."""
-    from ds_quant.zero import safety
+    from ds_quant.zero import handshake
 
     begun = 0
-    handshake = safety.handshake
+    compare = handshake.handshake
 
     def noted(**facts: Any) -> int:
         nonlocal begun
         begun = collectives_issued()
-        return handshake(**facts)
+        return compare(**facts)
 
-    safety.handshake = noted
+    handshake.handshake = noted
     started = time.monotonic()
     try:
         build(configs[torch.distributed.get_rank()])
@@ -329,13 +329,13 @@ class _Counted:
 def _store_rank() -> int:
     """Questions that one handshake puts to the store."""
     from ds_quant.config.schema import parse_block
-    from ds_quant.zero import safety
+    from ds_quant.zero import handshake
 
     distributed = torch.distributed.distributed_c10d
     store = _Counted(distributed._get_default_store())
     with patch.object(distributed, "_get_default_store", return_value=store):
-        safety.handshake(
-            config=parse_block(CAREFUL), must={}, facts={},
+        handshake.handshake(
+            config=parse_block(CAREFUL), must={}, kernels="",
             rank=torch.distributed.get_rank(), world=torch.distributed.get_world_size(),
         )  # fmt: skip
     return store.asked

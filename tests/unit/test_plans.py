@@ -80,13 +80,6 @@ def test_equal_buckets_of_zero3_share_a_plan_and_others_do_not(binding: Any, fac
     assert begin() is usual
 
 
-def test_another_scheme_has_plans_of_its_own(binding: Any) -> None:
-    begin = shard_layouts(binding)
-    usual = begin()
-    binding.routes = object()
-    assert begin() is not usual
-
-
 def owner_layouts(binding: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same of a bucket of ZeRO-1/2."""
     reduction = OwnerReduction(binding, None)

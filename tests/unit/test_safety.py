@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_quant.config.schema import FallbackConfig
 from ds_quant.zero import safety
 from ds_quant.zero.engine import SchemeState
 from ds_quant.zero.safety import Fallback, Samples, Watch, checksum
@@ -58,5 +59,6 @@ def test_a_fallback_begins_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(safety.log, "log_rank0", lambda message: None)
     engine = SimpleNamespace(global_steps=9)
     binding: Any = SimpleNamespace(state=SchemeState(), step=7, engine=engine, watch=None)
-    Fallback(binding, on_nonfinite="full_precision", steps=3, kill_file=None)._found(0, None)
+    settings = FallbackConfig(on_nonfinite="full_precision", steps=3)
+    Fallback(binding, settings)._found(0, None)
     assert binding.state.exact_until == 11 and binding.state.nonfinite_steps == 1

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 
+from ds_quant.comm.reduction_plan import Slicing, presumed_pace
 from ds_quant.config.presets import RESEARCH, YOURS, group_of, preset_names
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
 from ds_quant.policy import choosing, cost, memory
@@ -23,6 +24,7 @@ from ds_quant.policy.refusals import starts
 
 GIGABIT = 1e9 / 8  # bytes per second
 _SIZES = "reduce", "allgather"  # of buckets; the second one under ZeRO-1/2
+_ON_GPUS = Slicing(pace=presumed_pace(torch.device("cuda"), "nccl"))
 SMALL_BUCKET = 5 * 10**7  # elements: enough for a fast link, and a tenth of DeepSpeed's default
 
 
@@ -250,7 +252,7 @@ def _peak(costs: cost.Costs, plan: Plan) -> float:
         ranks=plan.ranks, node_size=plan.cluster.node_size, trained=model.trained,
         largest=model.largest, bucket=buckets.reduce, window=buckets.allgather,
         prefetch=min(fetch.prefetch_bucket_size, fetch.max_live_parameters),
-        itemsize=plan.dtype.itemsize, offloaded=plan.offloads_shard,
+        itemsize=plan.dtype.itemsize, offloaded=plan.offloads_shard, slicing=_ON_GPUS,
     )  # fmt: skip
     exact = plan.exact_gradients
     whole = replace(costs, numel=plan.counted)

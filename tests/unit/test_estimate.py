@@ -380,7 +380,7 @@ def test_memory_of_a_gpu_is_that_of_its_parts(capsys) -> None:
     assert found["deepspeed as shipped"]["gpu_memory"] == pytest.approx(shipped)
     row = found["sdp4bit"]
     assert row["gpu_memory"] == pytest.approx(shipped + row["memory"] + row["peak"])
-    assert 0.5e9 < row["peak"] < 3e9
+    assert 0.5e9 < row["peak"] < 5e9
 
 
 def test_typical_links_are_in_the_table(capsys) -> None:

@@ -204,5 +204,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
         plot_style.plain_ticks(axis, sections.round_marks(*limits))
     plot_style.finish(axes)
-    plot_style.label_lines(axes)
     plot_style.save(figure, path)

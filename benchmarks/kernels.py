@@ -310,7 +310,6 @@ def plot(rows: list[dict], path: Path) -> None:
         panel.set(xscale="log", xlabel="bytes read and written", title=name, ylim=(0, 1.3))
         panel.set_ylabel("share of the copy's speed")
         plot_style.finish(panel)
-        plot_style.label_lines(panel)
     plot_style.save(figure, path)
 
 

@@ -174,8 +174,6 @@ def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
                   title=f"Loss against {base}, same data")  # fmt: skip
     for axes in (bars, left, *others):
         plot_style.finish(axes)
-    for axes in (left, *others):
-        plot_style.label_lines(axes)
     figure.suptitle(title)
     plot_style.save(figure, path)
 

@@ -1,13 +1,14 @@
 """``ds_quant migrate``: turn DeepSpeed's own communication savers into a ``quantized_comm`` block.
 
 ZeRO++ (hpZ, qwZ, qgZ), LoCo, MiCS, 1-bit Adam, 1-bit LAMB and 0/1 Adam are translated; every change
-is explained. Everything else in the file stays as it is written. Loads neither torch nor deepspeed.
+is explained. Every other key stays, in its order. Loads neither torch nor deepspeed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,6 @@ from ds_quant.config.errors import ConfigError, path_of, show
 from ds_quant.config.schema import KEY, parse
 from ds_quant.policy import refusals
 from ds_quant.policy.refusals import ONE_BIT, section
-from ds_quant.tools import json_text
 from ds_quant.tools.cli import about, load
 
 Keys = tuple[str, ...]
@@ -80,12 +80,12 @@ def main(arguments: argparse.Namespace) -> int:
         if not found.values:
             print("\n".join([f"{source}: nothing to translate", *found.left]))
             return 0
-        text = rewritten(source.read_text("utf-8"), found)
+        found.left += comments_lost(source)
     target = arguments.out or source.with_name(f"{source.stem}.ds_quant{source.suffix}")
     with about(target):
         if target.exists() and arguments.out is None:
             raise ConfigError("exists: give -o FILE, which may overwrite")
-        target.write_text(text, "utf-8")
+        target.write_text(rewritten(config, found), "utf-8")
     refused = _refused(target)
     print("\n".join([*found.said, *found.left, *refused, f"written: {target}"]))
     return 1 if refused else 0
@@ -223,12 +223,28 @@ def _dtype(config: Mapping[str, Any], found: Migration) -> None:
         found.remove((key,), value, why)
 
 
-def rewritten(text: str, found: Migration) -> str:
-    """Return the file with the changes, all else as it was written."""
-    tree = json_text.parse(text)
-    for path, value in found.values.items():
-        tree.change(path, value)
-    return tree.text()
+def comments_lost(source: Path) -> list[str]:
+    """Say that the new file has no comments, if the old one is not plain JSON."""
+    try:
+        json.loads(source.read_text("utf-8"))
+    except json.JSONDecodeError:
+        return ["comments of the old file are not in the new one, which is plain JSON"]
+    return []
+
+
+def rewritten(config: dict[str, Any], found: Migration) -> str:
+    """Return the text of the new file: keys in their order, lists of numbers on one line."""
+    for (*above, key), value in found.values.items():
+        place = config
+        for part in above:
+            place = place.setdefault(part, {})
+        if value is None:
+            place.pop(key, None)
+        else:
+            place[key] = value
+    text = json.dumps(config, indent=2)
+    numbers = re.compile(r"\[\n\s+([^][{}\"]+?)\n\s*\]")
+    return numbers.sub(lambda found: f"[{' '.join(found.group(1).split())}]", text) + "\n"
 
 
 def _refused(path: Path) -> list[str]:

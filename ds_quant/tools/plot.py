@@ -84,7 +84,6 @@ def draw(rows: list[Row], *, title: str, path: Path) -> None:
     _seconds(panels[2], steps, rows)
     for axes in panels:
         plot_style.finish(axes)
-        plot_style.label_lines(axes)
     panels[-1].set_xlabel("optimizer step")
     figure.suptitle(title)
     plot_style.save(figure, path)

@@ -1,4 +1,4 @@
-"""Draw every plot in one style: direct labels, plain ticks, colours that stay apart.
+"""Draw every plot in one style: plain ticks, names beside the lines, colours that stay apart.
 
 matplotlib is imported on first use, so that commands without a plot do not need it.
 """
@@ -6,7 +6,6 @@ matplotlib is imported on first use, so that commands without a plot do not need
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -43,7 +42,6 @@ COLORS = {
     for scheme, amount in zip(schemes.split(), _SHADES, strict=False)
 }
 _LABEL_POINTS = 9.0
-_LINE_POINTS = 11.0  # from one label to the next
 
 
 def pyplot() -> Any:
@@ -78,9 +76,13 @@ def colors(names: Iterable[str]) -> dict[str, str]:
 
 
 def finish(axes: Any) -> None:
-    """Remove the box around the axes and add a light grid."""
+    """Remove the box around the axes, add a light grid and name the lines beside them."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
+    lines, names = axes.get_legend_handles_labels()
+    if lines:
+        beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "frameon": False}
+        axes.legend(lines, map(wrapped, names), fontsize=_LABEL_POINTS, **beside)
 
 
 def plain_ticks(axis: Any, marks: Sequence[float]) -> None:
@@ -92,63 +94,10 @@ def plain_ticks(axis: Any, marks: Sequence[float]) -> None:
     axis.set_minor_locator(ticker.NullLocator())
 
 
-def label_lines(axes: Any) -> None:
-    """Write every labelled line's name at its right end, in its colour, instead of a legend.
-
-    Call it when everything is drawn and the scales are set: names that would cover each other are
-    moved apart. Names that begin with ``_`` are left out, as in a legend.
-    """
-    ends = []
-    for line in axes.get_lines():
-        points = [(x, y) for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)]
-        if points and not line.get_label().startswith("_"):
-            ends.append((points[-1], line))
-    names = [wrapped(line.get_label()) for _, line in ends]
-    axes.figure.draw_without_rendering()  # settles scales and layout
-    to_points = 72 / axes.figure.dpi
-    heights = [float(axes.transData.transform(end)[1]) * to_points for end, _ in ends]
-    places = spread(
-        heights,
-        sizes=[_LINE_POINTS * (name.count("\n") + 1) for name in names],
-        floor=axes.get_window_extent().y0 * to_points + _LINE_POINTS / 2,
-    )
-    for (end, line), name, own, placed in zip(ends, names, heights, places, strict=True):
-        axes.annotate(
-            name, end, xytext=(5, placed - own), textcoords="offset points", va="center",
-            color=line.get_color(), fontsize=_LABEL_POINTS, annotation_clip=False,
-        )  # fmt: skip
-
-
 def wrapped(name: str) -> str:
     """In lines of about 28 characters: a scheme with settings is longer than a plot has room."""
     spaced = re.sub(r"([,:])(?=\S)", r"\1 ", name)
     return "\n".join(textwrap.wrap(spaced, 28, break_long_words=False, break_on_hyphens=False))
-
-
-def spread(
-    heights: Sequence[float], sizes: Sequence[float], floor: float = -math.inf
-) -> list[float]:
-    """Move things of these sizes apart, each as little as possible, in the same order.
-
-    heights: where their middles belong. No middle ends below ``floor``.
-    """
-    order = sorted(range(len(heights)), key=lambda i: heights[i])
-    above: list[float] = []  # how far each middle lies above the lowest where they touch
-    for rank, i in enumerate(order):
-        before = order[rank - 1]
-        above.append(above[-1] + (sizes[before] + sizes[i]) / 2 if rank else 0.0)
-    blocks: list[tuple[float, int]] = []  # where the lowest belongs on the average, members
-    for offset, i in zip(above, order, strict=True):
-        mean, members = heights[i] - offset, 1
-        while blocks and blocks[-1][0] >= mean:
-            other, more = blocks.pop()
-            mean, members = (mean * members + other * more) / (members + more), members + more
-        blocks.append((mean, members))
-    lowest = [max(mean, floor) for mean, members in blocks for _ in range(members)]
-    placed = [0.0] * len(heights)
-    for low, offset, i in zip(lowest, above, order, strict=True):
-        placed[i] = low + offset
-    return placed
 
 
 def save(figure: Any, path: Path) -> None:

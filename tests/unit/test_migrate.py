@@ -1,4 +1,4 @@
-"""``ds_quant migrate``: every change explained, everything else as written."""
+"""``ds_quant migrate``: every change explained, every other key kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import yaml
 
 from ds_quant.config.schema import KEY, ConfigError, parse, parse_block
 from ds_quant.policy import refusals
-from ds_quant.tools import json_text
 from ds_quant.tools.cli import main
 
 CASES = yaml.safe_load((Path(__file__).parents[1] / "migrated.yaml").read_text("utf-8"))
@@ -65,16 +64,18 @@ WRITTEN = """{
   // how it was written
   "bf16": {"enabled": true},   "steps": 1e3,
   "zero_optimization": {"zero_hpz_partition_size": 8, "stage": 3},
-  "list": [1, {"a": [2.50, "}"]}]
+  "list": [1, {"a": [2.50,  3]}]
 }
 """
 
 
-def test_everything_else_stays_as_it_was_written(tmp_path: Path) -> None:
-    old, new = '"zero_hpz_partition_size": 8, "stage"', '"stage"'
-    end = '"}"]}]\n}\n'
-    block = '"}"]}],\n  "quantized_comm": {"scheme": "hybrid", "node_size": 8}\n}\n'
-    assert migrated(tmp_path, WRITTEN) == (0, WRITTEN.replace(old, new).replace(end, block))
+def test_every_other_key_stays_in_its_order(tmp_path: Path, capsys: Any) -> None:
+    after = hjson.loads(WRITTEN)
+    after["zero_optimization"] = {"stage": 3}
+    after[KEY] = {"scheme": "hybrid", "node_size": 8}
+    code, text = migrated(tmp_path, WRITTEN)
+    assert code == 0 and list(json.loads(text).items()) == list(after.items())
+    assert '"a": [2.5, 3]' in text and "comments of the old file" in capsys.readouterr().out
 
 
 def test_a_file_that_exists_is_overwritten_with_o_only(tmp_path: Path, capsys: Any) -> None:
@@ -107,9 +108,3 @@ def test_what_start_up_would_still_refuse_is_said(tmp_path: Path, capsys: Any) -
     config = {"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zenflow": {}}}
     assert migrated(tmp_path, json.dumps(config))[0] == 1
     assert "still refused: quantized_comm cannot be used with" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("text", ["[1]", "{1: 2}", '{"a" 1}', '{"a": 1', '{"a": 1} x', "{a: 1}"])
-def test_what_is_no_json_is_named_with_its_line(text: str) -> None:
-    with pytest.raises(ValueError, match="line 1: no JSON|object in braces"):
-        json_text.parse(text)

@@ -168,9 +168,7 @@ class SimulatedRank(QuantizedEngine):
     def _link(self, group: Group, rank: int) -> Link:
         return SimulatedLink(group, rank, traffic=self.traffic, buffers=self.buffers)
 
-    def _make_levels(self) -> tuple[Link, Link] | None:
-        if not self.routes.two_levels:
-            return None
+    def _make_levels(self) -> tuple[Link, Link]:
         inside, between = self._network.groups(self.number)
         return self._link(*inside), self._link(*between)
 

@@ -136,9 +136,7 @@ class QuantizedEngine:
         self.gathers = predicted_gathers(engine) if self.stage == 3 else 1.0  # in a micro-step
         self._links: dict[int, Link] = {}
         self._fabrics: dict[int, Fabric] = {}
-        self._levels: tuple[Link, ...] = ()  # of ``LevelGroups``, where there are both levels
-        if self.routes.two_levels:
-            self._levels = tuple([self.link(group) for group in level_groups(topology)])
+        self._levels = self._make_levels() if self.routes.two_levels else ()
         self._backwards: dict[int, int] = {}  # those done in the current optimizer step
         modules = dict(engine.module.named_modules())
         for index, (name, p) in enumerate(engine.module.named_parameters()):
@@ -192,6 +190,10 @@ class QuantizedEngine:
     def links(self) -> list[Link]:
         """All so far, in an order that is the same on the ranks of each."""
         return list(self._links.values())
+
+    def _make_levels(self) -> tuple[Link, ...]:
+        """Make the links of ``LevelGroups``."""
+        return tuple([self.link(group) for group in level_groups(self.topology)])
 
     def fabric(self, process_group: Any) -> Fabric:
         """Return the links of a process group; two levels if it is the world and that has them."""

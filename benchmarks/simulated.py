@@ -17,15 +17,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from ds_quant.codec.bound import Coding, exactly
-from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.gather import Kept, all_gather, exchange, gather
 from ds_quant.comm.topology import Topology
-from ds_quant.comm.traffic import Traffic, normalised
+from ds_quant.comm.traffic import normalised
 from ds_quant.comm.transport import Link, Pending
 from ds_quant.kernels.wire import shard_range
 from ds_quant.policy.scheme import Scheme
@@ -49,24 +49,27 @@ class Round:
     sent: dict[int, Sequence[int]] = field(default_factory=dict)
     complete: threading.Event = field(default_factory=threading.Event)
 
+    def bound_for(self, rank: int) -> list[Tensor]:
+        """What every rank sends to this one."""
+        payloads = [self.payloads[source] for source in range(len(self.payloads))]
+        if self.sent:
+            payloads = [p.split(list(self.sent[r]))[rank] for r, p in enumerate(payloads)]
+        return payloads
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arriving:
-    """A message of a round that other ranks may still have to join."""
+    """What a rank receives in a round that others may still have to join."""
 
     round: Round
-    size: int
     rank: int
+    into: Tensor
 
-    def wait(self) -> Tensor:
-        """What this rank receives, (bytes,) uint8."""
+    def wait(self) -> None:
+        """Fill ``into``, whose size is that of what has arrived."""
         if not self.round.complete.wait(PATIENCE):
-            raise RuntimeError(f"rank {self.rank} of {self.size} waits, and others have not sent")
-        payloads = [self.round.payloads[rank] for rank in range(self.size)]
-        if self.round.sent:
-            cut = [p.split(list(self.round.sent[r])) for r, p in enumerate(payloads)]
-            payloads = [parts[self.rank] for parts in cut]
-        return torch.cat(payloads)
+            raise RuntimeError(f"rank {self.rank} of its group waits, and others have not sent")
+        torch.cat(self.round.bound_for(self.rank), out=self.into)
 
 
 class Group:
@@ -77,7 +80,9 @@ class Group:
         self._open: list[Round] = []
         self._lock = threading.Lock()
 
-    def join(self, rank: int, payload: Tensor, sent: Sequence[int] | None = None) -> Arriving:
+    def join(
+        self, rank: int, payload: Tensor, into: Tensor, sent: Sequence[int] | None = None
+    ) -> Arriving:
         """Send in the first round that this rank has not joined."""
         with self._lock:
             found = next((one for one in self._open if rank not in one.payloads), None)
@@ -89,34 +94,72 @@ class Group:
                 found.sent[rank] = sent
             if len(found.payloads) == len(self.ranks):
                 self._open.remove(found)
+                self.completed(found)
                 found.complete.set()
-        return Arriving(round=found, size=len(self.ranks), rank=rank)
+        return Arriving(round=found, rank=rank, into=into)
+
+    def completed(self, one: Round) -> None:
+        """Called once for every round, in their order."""
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What a link asks of torch.distributed, for one rank of a group."""
+
+    group: Group
+    rank: int
+
+    def get_world_size(self, *, group: Group) -> int:
+        return len(group.ranks)
+
+    def get_rank(self, *, group: Group) -> int:
+        return self.rank
+
+    def get_global_rank(self, group: Group, rank: int) -> int:
+        return group.ranks[rank]
+
+    def all_gather_into_tensor(
+        self, into: Tensor, payload: Tensor, *, group: Group, async_op: bool
+    ) -> Arriving:
+        return group.join(self.rank, payload, into)
+
+    def all_to_all_single(
+        self,
+        into: Tensor,
+        payload: Tensor,
+        *,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        group: Group,
+        async_op: bool,
+    ) -> Arriving:
+        return group.join(self.rank, payload, into, input_split_sizes)
+
+
+_MAKING = threading.Lock()
 
 
 class SimulatedLink(Link):
     """A link of one rank whose peers are in this process."""
 
-    def __init__(self, group: Group, rank: int, *, traffic: Traffic, buffers: Buffers) -> None:
-        self.size, self.rank, self.ranks = len(group.ranks), rank, group.ranks
-        self.empty, self.empties = buffers.empty, buffers.empties
-        self._group, self._traffic, self._reach = group, traffic, "inter"
+    def __init__(self, group: Group, rank: int, **how: Any) -> None:
+        backend = patch.object(torch.distributed, "get_backend", lambda _: "simulated")
+        with _MAKING, backend:
+            super().__init__(group, dist=Collectives(group, rank), **how)
 
-    def all_gather(self, payload: Tensor, *, role: str) -> Arriving:
-        return self._group.join(self.rank, payload)
-
-    def all_to_all(
-        self, payload: Tensor, *, sent: Sequence[int], received: Sequence[int], role: str
-    ) -> Arriving:
-        return self._group.join(self.rank, payload, sent)
+    def least(self, numbers: Tensor) -> Tensor:
+        rows = numbers.new_empty(self.size * numbers.numel())
+        self.process_group.join(self.rank, numbers.clone(), rows).wait()
+        return numbers.copy_(rows.view(self.size, -1).amin(0))
 
 
 class Network:
     """The groups of a topology: the world, the nodes, and the ranks of equal place."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, group: Callable[[Sequence[int]], Group] = Group) -> None:
         nodes, places = topology.levels()
-        self.topology, self.world = topology, Group(range(topology.world))
-        self._nodes, self._places = [Group(ranks) for ranks in nodes], [Group(r) for r in places]
+        self.topology, self.world = topology, group(range(topology.world))
+        self._nodes, self._places = [group(ranks) for ranks in nodes], [group(r) for r in places]
 
     def groups(self, rank: int) -> tuple[tuple[Group, int], tuple[Group, int]]:
         """The node of a rank and the ranks of its place, with its number in each."""
@@ -129,19 +172,20 @@ class Network:
 
 @dataclass
 class EngineOfNobody:
-    """What a binding asks of a DeepSpeed engine under ZeRO-3."""
+    """What a binding asks of a DeepSpeed engine."""
 
     module: nn.Module
     micro_steps: int
     global_steps: int = 0
     skipped_steps: int = 0
     is_last_micro_step: bool = True
+    stage: int = 3
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return self.is_last_micro_step
 
     def zero_optimization_stage(self) -> int:
-        return 3
+        return self.stage
 
     def gradient_accumulation_steps(self) -> int:
         return self.micro_steps
@@ -163,10 +207,13 @@ class SimulatedRank(QuantizedEngine):
             self.held = HeldGradients(engine)
 
     def link(self, process_group: Any) -> Link:
-        return self._links.setdefault(0, self._link(self._network.world, self.number))
+        if 0 not in self._links:
+            self._links[0] = self._link(self._network.world, self.number)
+        return self._links[0]
 
     def _link(self, group: Group, rank: int) -> Link:
-        return SimulatedLink(group, rank, traffic=self.traffic, buffers=self.buffers)
+        how = {"traffic": self.traffic, "buffers": self.buffers, "findings": self.findings}
+        return SimulatedLink(group, rank, topology=self.topology, **how)
 
     def _make_levels(self) -> tuple[Link, Link]:
         inside, between = self._network.groups(self.number)

@@ -1,169 +1,149 @@
-"""What is held between micro-steps, without ranks: what is dropped, crosses and is skipped."""
+"""Sums that wait for the last micro-step, on ranks of one process: whatever turns up in which
+bucket and when, the gradients of an optimizer step are the plain sums of its micro-steps.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from ds_quant.comm.reduction_plan import Segment
+from ds_quant.kernels.wire import shard_range
 from ds_quant.zero import hooks, optimizer_hooks
-from ds_quant.zero.gradients import GradientReducer, Layout
-from ds_quant.zero.held import HeldBucket, HeldGradients, Member
-from ds_quant.zero.param import Param, exact_gradient
+from ds_quant.zero.gradients import OwnerReduction
+from tests.world import SimulatedRank, World
 
-MODULE = torch.nn.Linear(2, 2)
-
-
-def member(index: int, tensor: torch.Tensor) -> Member:
-    record = Param(
-        index=index, name="", shape=tensor.shape, trained=True, tensor=tensor, routes=None
-    )
-    return record, -1
-
-
-A, B = (member(index, tensor) for index, tensor in enumerate(MODULE.parameters()))
-C = member(2, torch.empty(2))
-
-
-class Engine(SimpleNamespace):
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return self.boundary
+A, B, C, D = NUMELS = (37, 300, 64, 5)
+NAMES = "ABCD"
+# Micro-steps, each with its buckets; "-" ends a step that is abandoned there.
+SCRIPTS = {
+    "the same buckets": "AB,CD AB,CD AB,CD",
+    "other buckets": "AB,CD A,BC,D ABCD",
+    "other buckets in every micro-step": "AB,C,D A,BC,D AB,CD A,BCD",
+    "no gradient at the end": "AB,CD CD,AB C",
+    "no gradient at the end of what crossed": "AB,CD A,CD D",
+    "only one at the end": "ABCD ABCD D",
+    "twice in a bucket": "AA,B AA,B",
+    "abandoned": "AB,CD - A,B,CD",
+    "abandoned, then the same buckets": "AB,CD AB,CD - AB,CD AB,CD",
+    "abandoned with crossed sums": "AB,CD A,BCD - ABCD D",
+}  # fmt: skip
 
 
-def store() -> tuple[HeldGradients, Engine]:
-    engine = Engine(global_steps=0, boundary=False)
-    return HeldGradients(engine), engine
+def gradient(name: str, rank: int, micro: int, place: int) -> torch.Tensor:
+    """Whole numbers, so that sums are exact in any order."""
+    seed = torch.Generator().manual_seed(1000 * rank + 100 * micro + 10 * place + ord(name))
+    return torch.randint(-50, 50, (NUMELS[NAMES.index(name)],), generator=seed).float()
 
 
-def bucket(*members: Member, value: float = 1.0) -> HeldBucket:
-    return HeldBucket(
-        members=members,
-        values=torch.zeros(4 * len(members)),
-        added=SimpleNamespace(wait=lambda: None),
-        cross=lambda: [(member, torch.tensor([value])) for member in members],
-    )
+class Accumulation:
+    """One rank: reduces buckets as DeepSpeed hands them over and adds up what comes back.
+
+    sums: by parameter, of its elements on this rank, zeros elsewhere.
+    """
+
+    def __init__(self, rank: SimulatedRank) -> None:
+        self.rank, self.params = rank, list(rank.engine.module.parameters())
+        self.owners = OwnerReduction(rank, SimpleNamespace(dp_process_group=None))
+        self.sums = [torch.zeros(numel) for numel in NUMELS]
+        self.flush = lambda: None
+
+    def reduce(self, params: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+        world, mine = self.rank.topology.world, self.rank.number
+        places = [next(i for i, own in enumerate(self.params) if own is p) for p in params]
+        if self.rank.stage == 3:
+            found = self.rank.reduction.begin(params, list(tensors), None).finish()
+            parts = [shard_range(t.numel(), world, mine) for t in tensors]
+        else:
+            flat, found, parts, slices, owners = torch.cat(list(tensors)), [], [], [], []
+            for place, values in zip(places, flat.split([len(t) for t in tensors]), strict=True):
+                first = sum(NUMELS[:place])
+                for owner in range(world):
+                    start, stop = shard_range(sum(NUMELS), world, owner)
+                    cut = [min(max(x - first, 0), len(values)) for x in (start, stop)]
+                    if cut[0] < cut[1]:
+                        slices.append(values[slice(*cut)])
+                        owners.append(owner)
+                    if owner == mine:
+                        found.append(values[slice(*cut)])
+                        parts.append(cut)
+            call = {"small_bucket": slices, "bucket_ranks": owners}
+            call |= {"process_group": None, "communication_data_type": flat.dtype}
+            with self.owners.bucket(flat, params, float(world)):
+                self.owners.reduce(lambda **_: None, call)
+        for place, values, (start, stop) in zip(places, found, parts, strict=True):
+            self.sums[place][start:stop] += values
+
+    def reduce_zeros(self, params: Sequence[Any]) -> None:
+        self.reduce(params, [torch.zeros(p.numel()) for p in params])
+
+    def run(self, script: str, meet: threading.Barrier) -> list[torch.Tensor]:
+        steps = script.split()
+        for micro, buckets in enumerate(steps):
+            if meet.wait(20) == 0:
+                engine = self.rank.engine
+                engine.is_last_micro_step = micro == len(steps) - 1
+                engine.global_steps += buckets == "-"
+            meet.wait(20)
+            if buckets == "-":
+                for sums in self.sums:
+                    sums.zero_()
+                continue
+            for names in buckets.split(","):
+                tensors = [gradient(n, self.rank.number, micro, i) for i, n in enumerate(names)]
+                self.reduce([self.params[NAMES.index(n)] for n in names], tensors)
+            self.rank.held.reduce_rest(self)
+            self.rank.after_backward()
+        return self.sums
 
 
-def test_a_bucket_of_the_same_make_up_gets_what_is_held() -> None:
-    held, _ = store()
-    assert held.take("ab", (A, B)) is None
-    first = bucket(A, B)
-    held.put("ab", first)
-    assert held.waits(A) and not held.waits(C)
-    assert (held.nbytes, held.most_nbytes) == (32, 32)
-    assert held.take("ab", (A, B)) is first
-    assert (held.nbytes, held.most_nbytes) == (0, 32)
-    assert held.take_crossed((A, B)) == {}
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize("stage", (2, 3))
+def test_gradients_are_the_plain_sums_of_all_micro_steps(stage: int, script: str) -> None:
+    world = held_world(stage)
+    meet = threading.Barrier(4)
+    found = world.all(lambda rank: Accumulation(rank).run(script, meet))
+    steps = script.split()
+    begin = steps.index("-") + 1 if "-" in steps else 0
+    for i, name in enumerate(NAMES):
+        wanted = torch.zeros(NUMELS[i])
+        for micro, buckets in enumerate(steps):
+            for names in buckets.split(",") if micro >= begin else ():
+                for place, n in enumerate(names):
+                    if n == name:
+                        wanted += sum(gradient(n, rank, micro, place) for rank in range(4)) / 4
+        torch.testing.assert_close(sum(sums[i] for sums in found), wanted, rtol=0, atol=0)
+    for rank in world.ranks:
+        assert rank.held.nbytes == 0 < rank.held.most_nbytes
+        assert not rank.held.take_crossed(list(rank.held._crossed))
 
 
-def test_another_make_up_lets_what_is_held_of_its_parameters_cross() -> None:
-    held, _ = store()
-    held.take("ab", (A, B))
-    held.put("ab", bucket(A, B))
-    held.put("c", bucket(C))
-    assert held.take("a", (A,)) is None
-    assert held.take_crossed((C,)) == {} and held.waits(C)
-    assert held.take_crossed((A,)) == {A: torch.tensor([1.0])}
-    held.put("b", bucket(B, value=2.0))
-    held.take("bc", (B, C))
-    assert held.take_crossed((B,)) == {B: torch.tensor([3.0])}  # what waited already, and this
-    assert held.nbytes == 0
+def held_world(stage: int, **block: Any) -> World:
+    module = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for numel in NUMELS])
+    return World(2, 2, module=module, stage=stage, micro_steps=2, scheme="full_precision", **block)
 
 
-@pytest.mark.parametrize("how", ["another step", "dropped"])
-def test_an_abandoned_accumulation_is_forgotten(how: str) -> None:
-    held, engine = store()
-    held.take("ab", (A, B))
-    held.put("ab", bucket(A, B))
-    held.take("a", (A,))  # B's sum waits
-    held.put("c", bucket(C))
-    if how == "dropped":
-        held.drop()
-    else:
-        engine.global_steps = 1
-    assert held.take("c", (C,)) is None
-    assert held.take_crossed((A, B, C)) == {}
-    assert held.nbytes == 0
+def test_sums_that_crossed_are_added_before_the_sum_is_rounded() -> None:
+    """In bf16 257.5 is 258, and 257 alone is 256; so are the sums of both nodes exact."""
 
+    def run(rank: SimulatedRank) -> torch.Tensor:
+        first, second = list(rank.engine.module.parameters())[:2]
+        rank.reduction.begin([first], [torch.full((A,), 0.5).bfloat16()], None).finish()
+        meet.wait(20)
+        rank.engine.is_last_micro_step = True
+        value = torch.full((A,), 260.0 if rank.number == 3 else 256.0).bfloat16()
+        both = [value, torch.zeros(B).bfloat16()]
+        return rank.reduction.begin([first, second], both, None).finish()[0]
 
-def test_the_rest_is_given_zeros_in_module_order_at_the_boundary_only() -> None:
-    held, engine = store()
-    calls: list[Any] = []
-
-    class Buckets:
-        def flush(self) -> None:
-            calls.append("flush")
-
-        def reduce_zeros(self, params: Any) -> None:
-            calls.append([id(p) for p in params])
-            assert held.are_left((A,)) and held.are_left((A, B)) and not held.are_left((A, C))
-            held.take(None, (A, B))
-
-    held.take("ba", (B, A))
-    held.put("ba", bucket(B, A))
-    held.reduce_rest(Buckets())
-    assert calls == []
-    engine.boundary = True
-    held.reduce_rest(Buckets())
-    params = [id(p) for p in MODULE.parameters()]
-    assert calls == ["flush", params, "flush"]
-    assert not held.are_left((A,))
-
-
-@pytest.mark.parametrize("how", ["at the boundary", "by the user's word"])
-def test_sums_that_crossed_are_the_rest_too(how: str) -> None:
-    """Their parameter has no gradient in the last micro-step, and no bucket is held."""
-    held, engine = store()
-    given: list[Any] = []
-    buckets = SimpleNamespace(flush=lambda: None, reduce_zeros=given.extend)
-    held.take("a", (A,))
-    held.put("a", bucket(A))
-    held.take("ab", (A, B))  # A's sum crosses
-    assert held.nbytes == 0
-    if how == "at the boundary":
-        engine.boundary = True
-        held.reduce_rest(buckets)
-    else:
-        epilogue = lambda: held.reduce_rest(buckets)  # noqa: E731
-        held.finish(SimpleNamespace(independent_gradient_partition_epilogue=epilogue))
-    assert [id(p) for p in given] == [id(A[0].tensor)]
-
-
-@pytest.mark.parametrize("left", [False, True])
-def test_sums_that_crossed_are_added_to_those_of_the_last_micro_step(left: bool) -> None:
-    """To the last bucket's sums or, where only zeros are left, to these."""
-    held, engine = store()
-    held.take("a", (A,))
-    held.put("a", bucket(A, value=3.0))
-    held.take("ab", (A, B))
-    engine.boundary = True
-    sums: Any = SimpleNamespace(
-        room=lambda device, dtype=None: torch.ones(3),
-        begin=lambda *args, into, held: Filled(into),
-    )
-    own = [(B, Segment(0, 0, 2, 0, 0, 0), 0), (A, Segment(1, 0, 1, 0, 0, 0), 2)]
-    layout = Layout(
-        streams=[exact_gradient(torch.float32, 2)], sums=sums, members=(B, A), own=own,
-        dtype=torch.float32,
-    )  # fmt: skip
-    held._left = {A[0], B[0]} if left else set()
-    binding: Any = SimpleNamespace(
-        engine=engine, held=held, routes=None, gradient_step=0,
-        signed_step=lambda route: 0, crosses_once=lambda route: True,
-    )  # fmt: skip
-    found = GradientReducer(binding)._begin(layout, [torch.zeros(3)], ()).wait()
-    assert found.tolist() == ([0.0, 0.0, 3.0] if left else [10.0, 20.0, 33.0])
-    assert held.take_crossed((A, B)) == {}
-
-
-class Filled:
-    """A reduction of which the sums are 10, 20 and 30."""
-
-    def __init__(self, into: torch.Tensor) -> None:
-        self.wait = lambda: into.copy_(torch.tensor([10.0, 20.0, 30.0]))
+    meet, world = threading.Barrier(4), held_world(3)
+    world.engine.is_last_micro_step = False
+    for shard in world.all(run):
+        assert shard.dtype == torch.bfloat16 and set(shard.tolist()) <= {258.0}
 
 
 def test_zeros_are_not_added_to_shards_on_the_host() -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
-from ds_quant.comm.transport import Fabric, Pending
+from ds_quant.comm.transport import Pending
 
 
 def test_a_result_is_made_once_and_only_when_it_is_asked_for() -> None:
@@ -54,23 +51,3 @@ def test_what_a_result_was_made_of_is_freed_with_the_wait() -> None:
     assert pending.wait() == 7
     gc.collect()
     assert buffer() is None
-
-
-def test_gathers_over_two_levels_go_on_in_the_order_in_which_they_were_posted() -> None:
-    """DeepSpeed waits for them in another order on every rank."""
-    sent: list[str] = []
-
-    def level(name: str) -> SimpleNamespace:
-        def all_gather(payload: torch.Tensor, role: str) -> Pending[torch.Tensor]:
-            sent.append(f"{name} {role}")
-            return Pending(lambda: payload.repeat(2))
-
-        return SimpleNamespace(size=2, all_gather=all_gather)
-
-    whole: Any = SimpleNamespace(
-        size=4, rank=0, encoding=None, decoding=None, empty=None, backend="auto"
-    )
-    fabric = Fabric(whole, level("inside"), level("between"))
-    first, second = (fabric.all_gather(torch.zeros(1), role=role) for role in ("a", "b"))
-    assert second.wait().shape == first.wait().shape == (2, 2, 1)
-    assert sent == ["between a", "between b", "inside a", "inside b"]

@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding, Rotation
+from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.reduce import GradientSums, Reduction
-from ds_quant.comm.reduction_plan import Form, LinkHop, ReductionPlan, Segment, Slicing
+from ds_quant.comm.reduction_plan import Form, LinkHop, Segment, Slicing
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import shard_range
 from tests import needs
@@ -90,23 +90,3 @@ def test_a_slice_costs_as_much_as_a_reduction_whatever_it_holds() -> None:
     sliced, messages = cost_of(case, 4, 4, slices=8)
     assert messages == 2 * 8
     assert sliced <= 8 * whole
-
-
-def encoded(slices: int) -> list[tuple[int, int]]:
-    """(elements, first vector) of what a plan encodes of a gradient for another node."""
-    route = (
-        LinkHop(link=Echo(2, 0)),
-        LinkHop(link=Echo(2, 0), divisor=2, slicing=Slicing(count=slices)),
-    )
-    segments = [Segment(0, start, 500, 0, start, reducer=3) for start in (0, 500)]
-    plan = ReductionPlan(segments, [Form((INT8, INT4))], route, scale=1.0)
-    tasks = (task for part in plan.slices for task in part.steps[0].encode.tasks)
-    return [(operation.numel, places[2]) for operation, places in tasks]
-
-
-def test_slices_are_cut_between_groups_and_every_piece_has_random_bits_of_its_own() -> None:
-    whole, cut = encoded(1), encoded(3)
-    assert whole == [(500, 0), (500, 500 * VECTORS_PER_ELEMENT)]
-    assert sum(numel for numel, _ in cut) == 1000 and len({vector for _, vector in cut}) == len(cut)
-    firsts = [vector // VECTORS_PER_ELEMENT % 500 for _, vector in cut]
-    assert all(first % 128 == 0 for first in firsts) and len(cut) > 2

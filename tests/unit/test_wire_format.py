@@ -6,40 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation, decode, encode
-from ds_quant.codec.codec import CastCodec, GroupCodec
+from ds_quant.codec.bound import Rotation
 from ds_quant.comm.checksum import seal
-from ds_quant.comm.gather import all_gather
-from ds_quant.comm.message import lay_out
 from ds_quant.comm.reduction_plan import Slicing
 from ds_quant.kernels import random_bits, reference
-from tests.distributed.messages import reduce_scatter
 from tests.unit import wire_oracle as oracle
-from tests.unit.links import Echo
 
 
 def values(n: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed + n))
-
-
-def codec_of(bits: int, minmax: bool, rounding: str = "nearest") -> GroupCodec:
-    name = "minmax" if minmax else "absmax"
-    return GroupCodec(bits=bits, group_size=64, range=name, rounding=rounding)
-
-
-def encoded(
-    codec: GroupCodec, x: torch.Tensor, address: random_bits.Address | None = None
-) -> bytes:
-    wire = torch.full((1, codec.wire_bytes(len(x))), 255, dtype=torch.uint8)
-    encode(codec, x.view(1, -1), wire, address=address)
-    return wire.numpy().tobytes()
-
-
-def decoded(codec: GroupCodec, row: bytes, n: int) -> np.ndarray:
-    out = torch.empty(1, n)
-    wire = torch.frombuffer(bytearray(row), dtype=torch.uint8) if row else torch.empty(0)
-    decode(codec, wire.to(torch.uint8).view(1, -1), out)
-    return out.numpy()[0]
 
 
 def test_keys_are_those_of_section_4() -> None:
@@ -70,44 +45,6 @@ def test_sign_flips_are_those_of_the_page() -> None:
     out = torch.empty(128)
     reference.rotate(x, out, Rotation(block=64, signs=signs).kernel)
     assert np.allclose(oracle.unrotate(out.numpy(), 64, 1.0), np.tile(expected, 2) * x.numpy())
-
-
-# ---- section 5: whole messages ----
-
-
-def sent(payload: torch.Tensor) -> bytes:
-    return payload.numpy().tobytes()
-
-
-def test_message_of_a_gather_has_one_slot_per_tensor() -> None:
-    """Two tensors of 400 and 5 elements: shards of 134 and 2, this rank's own."""
-    link, codec = Echo(3), codec_of(5, True)
-    shards = [values(134), values(2)]
-    all_gather(
-        shards, [400, 5], [Coding(codec=codec), Coding(codec=CastCodec(torch.float32))], link
-    )
-    fmt = oracle.Format(bits=5, group=64, minmax=True)
-    (payload,), first = map(sent, link.payloads), oracle.sections(fmt, 134)[3]
-    assert len(payload) == first + 16
-    expected = oracle.decode(payload[:first], fmt, 134)
-    assert np.array_equal(expected, decoded(codec, encoded(codec, shards[0]), 134))
-    assert np.frombuffer(payload, "<f4", 2, first).tolist() == shards[1].tolist()
-
-
-def test_message_of_a_reduction_has_one_row_per_peer_and_short_last_shards() -> None:
-    link, codec = Echo(3), codec_of(8, False)
-    tensor = values(100)
-    reduce_scatter([tensor], [Coding(codec=codec)], link, scale=1.0)
-    fmt = oracle.Format(bits=8, group=64, minmax=False)
-    nbytes = oracle.sections(fmt, 34)[3]  # shards of 34, 34 and 32 elements, equal slots
-    (payload,) = map(sent, link.payloads)
-    assert len(payload) == 3 * nbytes == 3 * lay_out([(codec, 34)])[1]
-    for peer, n in enumerate((34, 34, 32)):
-        part = tensor[34 * peer : 34 * peer + n].numpy()
-        row = payload[peer * nbytes : (peer + 1) * nbytes]
-        assert row[: oracle.sections(fmt, n)[3]] == oracle.encode(part, fmt)
-        step = np.abs(part).max() / 127
-        assert np.abs(oracle.decode(row, fmt, n) - part).max() <= 0.51 * step
 
 
 @pytest.mark.parametrize("sizes", [[0, 1, 16, 16, 40, 0, 4096], [24, 24]])

@@ -6,7 +6,6 @@ Section numbers are those of the page.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 
@@ -16,12 +15,18 @@ F32 = np.float32
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """What both sides know: bits, elements per group, minmax or absmax, or Gaussian levels."""
+    """What both sides know: bits, elements per group, minmax or absmax, or Gaussian levels; and
+    how the sender rounds. In full precision a format is the name of a dtype.
+    """
 
     bits: int
     group: int
     minmax: bool = False
     gaussian: bool = False
+    rounding: str = "nearest"
+
+
+Sent = Format | str
 
 
 def sections(fmt: Format, n: int) -> tuple[list[int], int, int, int]:
@@ -40,13 +45,12 @@ def pad16(n: int) -> int:
 
 
 def codes_of(row: bytes, fmt: Format, n: int) -> np.ndarray:
-    """Section 1: the code of every element, bit by bit."""
+    """Section 1: the code of every element."""
     codes, shift = np.zeros(n, dtype=np.int64), 0
     for width, start in zip(WIDTHS[fmt.bits], sections(fmt, n)[0], strict=True):
-        for i in range(n):
-            bit = i * width
-            value = row[start + bit // 8] >> bit % 8 & (1 << width) - 1
-            codes[i] |= value << shift
+        plane = np.frombuffer(row[start : start + -(-n // 8) * width], np.uint8)
+        bits = np.unpackbits(plane, bitorder="little")[: n * width].reshape(n, width)
+        codes |= (bits.astype(np.int64) << np.arange(width)).sum(1) << shift
         shift += width
     return codes
 
@@ -81,36 +85,37 @@ def encode(
     x: np.ndarray,
     fmt: Format,
     *,
-    rounding: str = "nearest",
+    rounding: str | None = None,
     stream: tuple[int, int] = (0, 0),
     first: int = 0,
     table: np.ndarray | None = None,
 ) -> bytes:
-    """Section 3. ``stream``: key and step of section 4; first: vector of the row; table: learned
-    levels.
+    """Section 3. rounding: another one than the format's; stream: key and step of section 4; first:
+    vector of the row; table: learned levels.
     """
-    n = len(x)
+    n, rounding = len(x), rounding or fmt.rounding
     planes, scales, offsets, nbytes = sections(fmt, n)
     row = bytearray(nbytes)
     if fmt.gaussian:
         codes, halves = gaussian_groups(x.astype(F32).reshape(-1, 128), fmt.bits)
-        _pack(codes.reshape(-1), 0, planes, fmt, row)
+        _pack(codes.reshape(-1), planes, fmt, row)
         row[scales : scales + 2 * len(halves)] = halves.astype("<u2").tobytes()
         return bytes(row)
     drawn = np.zeros(n, np.int64)
     if rounding == "stochastic":
-        drawn = np.array([random16(*stream, 8 * first + i) for i in range(n)], np.int64)
+        drawn = random16(*stream, first, n)
     shift = F32(shift_of(*stream)) if rounding == "random_shift" else F32(0)
+    codes = np.zeros(n, np.int64)
     for g, start in enumerate(range(0, n, fmt.group)):
         part = slice(start, start + fmt.group)
         with np.errstate(all="ignore"):
-            codes, scale, offset = _group(
+            codes[part], scale, offset = _group(
                 x[part].astype(F32), fmt, drawn[part], rounding, shift, table
             )
         row[scales + 4 * g : scales + 4 * g + 4] = F32(scale).tobytes()
         if fmt.minmax:
             row[offsets + 4 * g : offsets + 4 * g + 4] = F32(offset).tobytes()
-        _pack(codes, start, planes, fmt, row)
+    _pack(codes, planes, fmt, row)
     return bytes(row)
 
 
@@ -195,12 +200,12 @@ def sum_of_128(v: np.ndarray) -> np.ndarray:
     return v[:, :1]
 
 
-def _pack(codes: np.ndarray, first: int, planes: list[int], fmt: Format, row: bytearray) -> None:
+def _pack(codes: np.ndarray, planes: list[int], fmt: Format, row: bytearray) -> None:
     shift = 0
     for width, start in zip(WIDTHS[fmt.bits], planes, strict=True):
-        for i, code in enumerate(codes, start=first):
-            bit = i * width
-            row[start + bit // 8] |= (int(code) >> shift & (1 << width) - 1) << bit % 8
+        bits = codes.astype(np.int64)[:, None] >> (shift + np.arange(width)) & 1
+        plane = np.packbits(bits.astype(np.uint8), bitorder="little").tobytes()
+        row[start : start + len(plane)] = plane
         shift += width
 
 
@@ -219,24 +224,29 @@ def key_of(*, seed: int, role: int, parameter: int, stream: int, hop: int) -> in
     return key
 
 
-@lru_cache(maxsize=4096)
-def philox(key: int, step: int, vector: int) -> list[int]:
-    c = [vector & M32, vector >> 32, step & M32, step >> 32]
+def philox(key: int, step: int, vector: int | np.ndarray) -> list[np.ndarray]:
+    """Four words of every vector."""
+    v, low = np.asarray(vector, np.uint64), np.uint64(M32)
+    high = np.uint64(32)
+    c = [v & low, v >> high, np.uint64(step & M32), np.uint64(step >> 32)]
     k = [key & M32, key >> 32]
     for _ in range(7):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [b >> 32 ^ c[1] ^ k[0], b & M32, a >> 32 ^ c[3] ^ k[1], a & M32]
+        a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        c = [b >> high ^ c[1] ^ np.uint64(k[0]), b & low,
+             a >> high ^ c[3] ^ np.uint64(k[1]), a & low]  # fmt: skip
         k = [k[0] + 0x9E3779B9 & M32, k[1] + 0xBB67AE85 & M32]
     return c
 
 
-def random16(key: int, step: int, element: int) -> int:
-    word = philox(key, step, element // 8)[element % 8 // 2]
-    return word >> 16 if element % 2 else word & 0xFFFF
+def random16(key: int, step: int, first: int, n: int) -> np.ndarray:
+    """16 random bits of each of n elements, from the vector ``first`` on."""
+    vectors = np.arange(-(-n // 8), dtype=np.uint64) + np.uint64(first)
+    words = np.stack(np.broadcast_arrays(*philox(key, step, vectors)), -1).astype(np.uint32)
+    return words.view(np.uint16).reshape(-1)[:n].astype(np.int64)
 
 
 def shift_of(key: int, step: int) -> float:
-    return (philox(key, step, 0)[0] >> 8) / 2**24 - 0.5
+    return (int(philox(key, step, 0)[0]) >> 8) / 2**24 - 0.5
 
 
 # ---- section 5 ----
@@ -256,7 +266,7 @@ def unrotate(x: np.ndarray, h: int, scale: float) -> np.ndarray:
 
 def signs_of(key: int, step: int, h: int) -> np.ndarray:
     """+1 or -1 of the elements of a block; the key is that of hop 99, stream 0."""
-    bits = sum(word << 32 * i for i, word in enumerate(philox(key, step, 0)))
+    bits = sum(int(word) << 32 * i for i, word in enumerate(philox(key, step, 0)))
     return np.array([1 if bits >> i & 1 else -1 for i in range(h)], F32)
 
 
@@ -266,21 +276,56 @@ def rotate(x: np.ndarray, h: int) -> np.ndarray:
     return unrotate(filled, h, h)
 
 
+# Full precision: bytes of an element, and how values are written and read.
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def written(x: np.ndarray, dtype: str) -> bytes:
+    if dtype == "bf16":
+        wide = x.astype(F32).view(np.uint32).astype(np.uint64)
+        return ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype("<u2").tobytes()
+    return x.astype("<f4" if dtype == "fp32" else "<f2").tobytes()
+
+
+def read(row: bytes, fmt: Sent, n: int) -> np.ndarray:
+    """(n,) fp32 at the front of a slot."""
+    if isinstance(fmt, Format):
+        return decode(row, fmt, n)
+    if fmt == "bf16":
+        return (np.frombuffer(row, "<u2", n).astype(np.uint32) << 16).view(F32)
+    return np.frombuffer(row, "<f4" if fmt == "fp32" else "<f2", n).astype(F32)
+
+
+def cast(x: np.ndarray, dtype: str) -> np.ndarray:
+    return read(written(x, dtype), dtype, len(x))
+
+
+def row_of(x: np.ndarray, fmt: Sent, stream: tuple[int, int], first: int) -> bytes:
+    if not isinstance(fmt, Format):
+        return written(x, fmt)
+    return encode(x, fmt, stream=stream, first=first)
+
+
+def row_bytes(fmt: Sent, n: int) -> int:
+    return sections(fmt, n)[3] if isinstance(fmt, Format) else pad16(BYTES[fmt] * n)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Elements [start, stop) of a tensor and where they are summed. ``formats`` by hop, None for
-    raw fp32; ``h`` of the rotation, 0 for none. small: follows others without padding, in a slot
-    with ``room``.
+    """Elements [start, stop) of a tensor and where they are summed. ``formats`` by hop; ``h`` of
+    the rotation, 0 for none. small: follows others without padding. room: elements that its slot
+    has room for, if more; row: of the full shards of a reduction over one hop.
     """
 
     tensor: int
     start: int
     stop: int
     reducer: int
-    formats: tuple[Format | None, ...]
+    formats: tuple[Sent, ...]
     h: int = 0
     small: bool = False
     room: int = 0
+    row: int | None = None
 
     @property
     def on_wire(self) -> int:
@@ -288,27 +333,30 @@ class Piece:
         n = self.stop - self.start
         return n + -n % self.h if self.h else n
 
-
-def row_bytes(fmt: Format | None, n: int) -> int:
-    return pad16(4 * n) if fmt is None else sections(fmt, n)[3]
-
-
-def read(row: bytes, fmt: Format | None, n: int) -> np.ndarray:
-    return np.frombuffer(row, "<f4", n) if fmt is None else decode(row, fmt, n)
+    def first(self, begins: int = 0) -> int:
+        """Section 4: the first vector, in a tensor that begins there in its parameter."""
+        if self.row is not None:
+            return self.row * -(-(self.stop - self.start) // 8)
+        return 16 * (begins + self.start)
 
 
-def is_small(formats: tuple, n: int) -> bool:
-    return formats[0] is None and n <= 16_384
+def is_small(formats: tuple[Sent, ...], n: int) -> bool:
+    return not isinstance(formats[-1], Format) and n <= 16_384
 
 
-def shards(tensor: int, numel: int, ranks: int, formats: tuple, h: int) -> list[Piece]:
-    """The pieces of a tensor under ZeRO-3."""
-    c, small = -(-numel // ranks), is_small(formats, numel)
-    return [
-        Piece(tensor=tensor, start=min(r * c, numel), stop=min(r * c + c, numel), reducer=r,
-              formats=formats, h=h, small=small, room=c if small else 0)
-        for r in range(ranks)
-    ]  # fmt: skip
+def shards(
+    tensor: int, numel: int, ranks: int, formats: tuple[Sent, ...], h: int, plain: bool = False
+) -> list[Piece]:
+    """The pieces of a tensor under ZeRO-3; plain: over one hop, with neither ``gradients.intra``
+    nor a rotation in the call.
+    """
+    c, small, found = -(-numel // ranks), is_small(formats, numel), []
+    for r in range(ranks):
+        start, stop = min(r * c, numel), min(r * c + c, numel)
+        row, room = r if plain and stop - start == c else None, c if plain or small else 0
+        found.append(Piece(tensor=tensor, start=start, stop=stop, reducer=r, formats=formats, h=h,
+                           small=small, room=room, row=row))  # fmt: skip
+    return found
 
 
 def slice_count(total: int) -> int:
@@ -316,7 +364,9 @@ def slice_count(total: int) -> int:
 
 
 def slices(pieces: list[Piece], count: int | None) -> list[list[Piece]]:
-    """The parts of every slice of a reduction over two hops."""
+    """The parts of every slice of a reduction, of which there is one over a single hop."""
+    if len(pieces[0].formats) == 1:
+        return [pieces]
     count = count or slice_count(sum(p.stop - p.start for p in pieces))
     found: list[list[Piece]] = [[] for _ in range(count)]
     for p in pieces:
@@ -324,7 +374,8 @@ def slices(pieces: list[Piece], count: int | None) -> list[list[Piece]]:
             found[0].append(p)
             continue
         n = p.stop - p.start
-        unit = np.lcm.reduce([8, p.h or 1, *(f.group for f in p.formats if f)])
+        groups = [f.group for f in p.formats if isinstance(f, Format)]
+        unit = np.lcm.reduce([8, p.h or 1, *groups])
         cuts = [n * i // count // unit * unit for i in range(count)] + [n]
         for part, first, last in zip(found, cuts[:-1], cuts[1:], strict=True):
             if first < last:
@@ -332,30 +383,43 @@ def slices(pieces: list[Piece], count: int | None) -> list[list[Piece]]:
     return [part for part in found if part]
 
 
-def cut_message(message: bytes, pieces: list[Piece], hop: int) -> list[bytes]:
-    """The rows of a message, one per piece, each as long as it needs."""
-    rows, position = [], 0
+def slots(pieces: list[Piece], hop: int) -> tuple[list[tuple[int, int]], int]:
+    """Begin and end of the slot of every piece, and the bytes of the message."""
+    found, end = [], 0
     for p in pieces:
-        position = position if p.small else pad16(position)
-        nbytes = 4 * max(p.room, p.on_wire) if p.small else row_bytes(p.formats[hop], p.on_wire)
-        rows.append(message[position : position + nbytes])
-        position += nbytes
-    assert pad16(position) == len(message), "a message is its slots and nothing else"
-    return rows
+        n = max(p.room, p.on_wire)
+        begin = end if p.small else pad16(end)
+        end = begin + (BYTES[p.formats[hop]] * n if p.small else row_bytes(p.formats[hop], n))
+        found.append((begin, end))
+    return found, pad16(end)
+
+
+def holds(message: bytes, rows: dict[Piece, bytes], hop: int) -> bool:
+    """Whether a message is the slots of these rows; what lies between them may be anything."""
+    places, nbytes = slots(list(rows), hop)
+    found = [
+        message[begin : begin + len(r)] for r, (begin, _) in zip(rows.values(), places, strict=True)
+    ]
+    return len(message) == nbytes and found == list(rows.values())
 
 
 def add_up(
-    own: dict[Piece, np.ndarray], mine: int, messages: dict[int, bytes], hop: int
+    pieces: list[Piece],
+    messages: dict[int, bytes],
+    hop: int,
+    own: tuple[int, dict[Piece, np.ndarray]] | None = None,
 ) -> dict[Piece, np.ndarray]:
-    """Sums of a hop in the order of the sources, the own place taken by unquantized values."""
-    rows = {s: cut_message(m, list(own), hop) for s, m in messages.items() if s != mine}
+    """Sums of a hop in the order of the sources; own: a place that is taken by exact values."""
+    places, _ = slots(pieces, hop)
+    mine, exact = own or (-1, {})
     sums = {}
-    for place, (p, values) in enumerate(own.items()):
+    for p, (begin, end) in zip(pieces, places, strict=True):
         total = None
-        for source in sorted({mine, *rows}):
-            row = values
-            if source != mine:
-                row = read(rows[source][place], p.formats[hop], p.on_wire)
+        for source in sorted({*messages, *([mine] if own else [])}):
+            if source == mine:
+                row = exact[p]
+            else:
+                row = read(messages[source][begin:end], p.formats[hop], p.on_wire)
             total = row if total is None else total + row
         sums[p] = total
     return sums
@@ -367,17 +431,24 @@ def finished(p: Piece, total: np.ndarray, scale: float) -> np.ndarray:
     return total[: p.stop - p.start]
 
 
-def delivered(fmt: Format | None) -> Format | None:
-    return replace(fmt, bits=8, gaussian=False) if fmt else None
+DELIVERED = 1 << 62  # vectors of a delivery
+
+
+def delivered(fmt: Sent) -> Sent:
+    if not isinstance(fmt, Format):
+        return fmt
+    rounding = "stochastic" if fmt.gaussian else fmt.rounding
+    return replace(fmt, bits=8, gaussian=False, rounding=rounding)
 
 
 def owner_pieces(
-    runs: list[tuple[int, int, tuple, int]], ranks: int, node_size: int
+    runs: list[tuple[int, int, tuple[Sent, ...], int]], ranks: int, node_size: int
 ) -> list[Piece]:
-    """Of runs (owner, elements, formats, h) over two hops."""
-    nodes = [tuple(range(n, n + node_size)) for n in range(0, ranks, node_size)]
-    ways = [[(r,) for r in range(ranks)], [nodes[r // node_size] for r in range(ranks)]]
-    ways.append([tuple(range(ranks))] * ranks)
+    """Of runs (owner, elements, formats, h)."""
+    ways = [[(r,) for r in range(ranks)], [tuple(range(ranks))] * ranks]
+    if len(runs[0][2]) == 2:
+        nodes = [tuple(range(n, n + node_size)) for n in range(0, ranks, node_size)]
+        ways.insert(1, [nodes[r // node_size] for r in range(ranks)])
     found = [_cut(runs, teams) for teams in ways]
     owners = [owner for owner, *_ in runs]
     return min(found, key=lambda pieces: _busiest(pieces, owners, ranks, node_size))
@@ -417,16 +488,17 @@ def _cut(runs: list, teams: list[tuple[int, ...]]) -> list[Piece]:
 def _busiest(pieces: list[Piece], owners: list[int], ranks: int, node_size: int) -> tuple[int, int]:
     into_rank, into_node = [0] * ranks, [0] * (ranks // node_size)
     for p in pieces:
-        n, owner = p.stop - p.start, owners[p.tensor]
-        across = row_bytes(p.formats[1], n) * (ranks // node_size - 1)
-        into_node[p.reducer // node_size] += across
+        n, owner, two = p.stop - p.start, owners[p.tensor], len(p.formats) == 2
+        across = row_bytes(p.formats[-1], n) * ((ranks // node_size if two else ranks) - 1)
         into_rank[p.reducer] += across
-        for r in range(p.reducer % node_size, ranks, node_size):
-            into_rank[r] += row_bytes(p.formats[0], n) * (node_size - 1)
+        if two:
+            into_node[p.reducer // node_size] += across
+            for r in range(p.reducer % node_size, ranks, node_size):
+                into_rank[r] += row_bytes(p.formats[0], n) * (node_size - 1)
         if p.reducer != owner:
-            nbytes = row_bytes(delivered(p.formats[1]), n)
+            nbytes = row_bytes(delivered(p.formats[-1]), n)
             into_rank[owner] += nbytes
-            if p.reducer // node_size != owner // node_size:
+            if two and p.reducer // node_size != owner // node_size:
                 into_node[owner // node_size] += nbytes
     return max(into_node), max(into_rank)
 

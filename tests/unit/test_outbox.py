@@ -1,0 +1,97 @@
+"""Messages whose length the values decide, on ranks of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from ds_quant.codec.lossless import LosslessCodec
+from ds_quant.comm.lossless import Outbox, Parcel
+from tests.world import SimulatedRank, World
+
+BF16 = torch.bfloat16
+WRONG = (-16, 0, 8, 40, 1 << 20, 1 << 62)
+
+
+def outbox(rank: SimulatedRank, parcels: Sequence[Parcel], codec: Any = None) -> Outbox:
+    fabric, how = rank.fabric(None), {"device": torch.device("cpu"), "traffic": rank.traffic}
+    return Outbox(parcels, fabric.whole, fabric, codec=codec or LosslessCodec(), **how)
+
+
+def gathered(rank: SimulatedRank) -> list[list[float]]:
+    """What ranks hold after messages of three sizes, one of them none."""
+    ranks, mine = rank.topology.world, rank.number
+    held = [torch.zeros(ranks, numel, dtype=BF16) for numel in (5, 0, 3000)]
+    sent = outbox(
+        rank,
+        [
+            Parcel(rows.shape[1], lambda rows=rows: (rows[mine] + 1 + mine, rows[mine]))
+            for rows in held
+        ],
+    )
+    for place, rows in enumerate(held):
+        assert sent.post(place, lambda rows=rows: rows).wait() is rows
+    assert rank.traffic.exact.numel == ranks * 3005
+    return [rows.float().unique(dim=1).tolist() for rows in held if rows.numel()]
+
+
+@pytest.mark.parametrize("topology", [(4, 1), (2, 2), (1, 4)], ids=str)
+def test_every_rank_gets_the_values_of_every_other(topology: tuple[int, int]) -> None:
+    for found in World(*topology).all(gathered):
+        assert found == [[[1.0], [2.0], [3.0], [4.0]]] * 2
+
+
+class Announcing(LosslessCodec):
+    """Announces a wrong length."""
+
+    wrong = 0
+
+    def encode_all(self, messages: Sequence[Any], nbytes: torch.Tensor) -> None:
+        super().encode_all(messages, nbytes)
+        nbytes.fill_(self.wrong)
+
+
+def announced(rank: SimulatedRank) -> list[str]:
+    """What an outbox says to every wrong length."""
+    held, said = torch.zeros(100, dtype=BF16), []
+    for wrong in WRONG:
+        codec = type("Wrong", (Announcing,), {"wrong": wrong})() if rank.number == 1 else None
+        with pytest.raises(RuntimeError) as told:
+            outbox(rank, [Parcel(100, lambda: (held + 1, held))] * 2, codec)
+        said.append(str(told.value))
+    return said
+
+
+@pytest.mark.parametrize("topology", [(4, 1), (2, 2)], ids=str)
+def test_a_length_that_cannot_be_ends_all_ranks_before_anything_is_received(topology: Any) -> None:
+    world = World(*topology)
+    for said in world.all(announced):
+        for message, wrong in zip(said, WRONG, strict=True):
+            assert f"rank 1 announces {wrong} bytes of weights" in message
+            assert "multiples of 16 up to" in message
+    counted = {sum(rank.traffic.collectives.values()) for rank in world.ranks}
+    assert counted == {len(WRONG)}, "lengths alone"
+
+
+def test_lengths_that_one_rank_received_otherwise_end_all_ranks() -> None:
+    """One that may be."""
+    held = torch.zeros(2000, dtype=BF16)
+
+    def received(rank: SimulatedRank) -> str:
+        link = rank.fabric(None).whole
+        if rank.number == 2:
+            gather = link.all_gather
+            link.all_gather = lambda *a, **how: gather(*a, **how).then(garbled)
+        with pytest.raises(RuntimeError) as told:
+            outbox(rank, [Parcel(2000, lambda: (held + 1, held))])
+        return str(told.value)
+
+    def garbled(arrived: torch.Tensor) -> torch.Tensor:
+        arrived.view(torch.int64)[1] += 16
+        return arrived
+
+    for said in World(1, 4).all(received):
+        assert "ranks have received different lengths" in said and "faulty memory" in said

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from tests import needs
-from tests.distributed.features import DEEPSPEED_FEATURES, Feature
 from tests.distributed.harness import run
 from tests.distributed.models import (
     Regression,
@@ -313,55 +312,3 @@ def test_a_loop_ends_with_the_same_weights(name: str, stage: int) -> None:
     if stage == 2:
         skip_what_deepspeed_forgets(offloaded="offload" in name)
     compare(loops(stage), name)
-
-
-# ---- features ----
-
-
-ACCUMULATED = {
-    name: feature for name, feature in DEEPSPEED_FEATURES.items() if set(feature.stages) & {2, 3}
-}
-# bf16 is what they are about: both runs round each micro-step or their sum to it.
-NARROW = ("fp32 accumulation", "torch autocast")
-
-
-def stage_of(name: str) -> int:
-    """Stages in turn."""
-    stages = [stage for stage in ACCUMULATED[name].stages if stage > 1]
-    return stages[list(ACCUMULATED).index(name) % len(stages)]
-
-
-def _features_rank(names: list[str]) -> dict[Any, Any]:
-    from dataclasses import replace
-
-    from deepspeed.utils import logger
-
-    logger.setLevel("ERROR")
-    found: dict[Any, Any] = {}
-    for name in names:
-        feature: Feature = ACCUMULATED[name]
-        dtype = feature.dtype if name in NARROW else "fp32"
-        zero = {**SMALL, **feature.zero}
-        feature = replace(feature, dtype=dtype, accumulation=3, zero=zero)
-        for cross in CROSSINGS:
-            try:
-                found[name, cross] = feature.train(stage_of(name), block(cross), 2).weights
-            except Exception:
-                found[name, cross] = traceback.format_exc()
-    return found
-
-
-@cache
-def features(part: int) -> list[dict[Any, Any]]:
-    return run(_features_rank, WORLD, list(ACCUMULATED)[part::2], timeout=400)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ACCUMULATED)
-def test_a_feature_trains_to_the_same_weights(name: str) -> None:
-    ACCUMULATED[name].skip_if_too_old()
-    if stage_of(name) == 2:
-        skip_what_deepspeed_forgets(offloaded="offload_optimizer" in ACCUMULATED[name].zero)
-    part = list(ACCUMULATED).index(name) % 2
-    # In bf16 a gradient is rounded to 8 bits once or three times.
-    compare(features(part), name, atol=5e-3 if name in NARROW else 2e-6)

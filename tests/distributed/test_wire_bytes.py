@@ -6,7 +6,7 @@ they stand. What is compared: bytes received per parameter and optimizer step, d
 
 ZeRO-1/2: ``reduce_bucket_size`` is larger than the model, so one bucket covers all owners evenly
 and every gradient takes the direct exchange. Buckets that belong to few ranks cost more; what they
-cost is the subject of tests/unit/test_owner_plan.py and test_owners.py.
+cost is the subject of tests/unit/test_owner_plan.py.
 """
 
 from __future__ import annotations

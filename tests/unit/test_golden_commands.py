@@ -1,0 +1,61 @@
+"""What commands print, word by word, in golden/commands.yaml.
+
+After a deliberate change: python -m tests.unit.test_golden_commands, and read the difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ds_quant.tools.cli import main
+
+GOLDEN = Path(__file__).with_name("golden") / "commands.yaml"
+CASES: dict[str, dict[str, Any]] = yaml.safe_load(GOLDEN.read_text("utf-8"))
+
+
+def played(case: dict[str, Any]) -> dict[str, Any]:
+    """Exit code and output of a command in a folder with the files of its case."""
+    for name, content in case.get("files", {}).items():
+        Path(name).write_text(content if isinstance(content, str) else json.dumps(content), "utf-8")
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(shlex.split(case["run"]))
+        except SystemExit as exit:
+            code = exit.code
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_command_prints_what_is_recorded(case: dict[str, Any], tmp_path, monkeypatch) -> None:
+    if "--model-config" in case["run"]:
+        pytest.importorskip("transformers", reason="needs transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    assert played(case) == {name: case[name] for name in ("code", "out", "err")}
+
+
+def _literal(dumper: yaml.Dumper, text: str) -> yaml.Node:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+if __name__ == "__main__":
+    yaml.SafeDumper.add_representer(str, _literal)
+    for case in CASES.values():
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            case.update(played(case))
+    text = "# What commands print; see test_golden_commands.py.\n"
+    text += yaml.safe_dump(CASES, sort_keys=False, width=1000, allow_unicode=True)
+    GOLDEN.write_text(text, "utf-8")

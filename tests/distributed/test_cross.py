@@ -57,19 +57,9 @@ def local_gradients(accumulation: int, rank: int) -> list[dict[str, torch.Tensor
 
 
 def plain_mean(name: str, accumulation: int) -> np.ndarray:
-    """Ranks of a node in rank order, then micro-steps, then nodes, all fp32."""
-    by_rank = [local_gradients(accumulation, rank) for rank in range(WORLD)]
-    total = None
-    for node in range(NODES):
-        held = None
-        for micro in range(accumulation):
-            partial = None
-            for rank in range(node * NODE_SIZE, (node + 1) * NODE_SIZE):
-                value = by_rank[rank][micro][name]
-                partial = value if partial is None else partial + value
-            held = partial if held is None else held + partial
-        total = held if total is None else total + held
-    return (total * (1 / WORLD)).numpy()
+    """Over ranks, summed over micro-steps."""
+    found = [local_gradients(accumulation, rank) for rank in range(WORLD)]
+    return sum(micro[name] for by_rank in found for micro in by_rank).numpy() / WORLD
 
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 20_000}

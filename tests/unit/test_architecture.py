@@ -252,7 +252,7 @@ BUDGETS = {
     "zero": (3935, 51),
     "tools": (1926, 7),
 }
-BUDGETS_BESIDE = {"tests": 21542, "benchmarks": 4013}  # lines of code
+BUDGETS_BESIDE = {"tests": 20957, "benchmarks": 4006}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

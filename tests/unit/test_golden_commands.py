@@ -42,7 +42,10 @@ def test_a_command_prints_what_is_recorded(case: dict[str, Any], tmp_path, monke
         pytest.importorskip("transformers", reason="needs transformers")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    assert played(case) == {name: case[name] for name in ("code", "out", "err")}
+    found = played(case)
+    assert found == {name: case[name] for name in ("code", "out", "err")}
+    if case["run"].startswith("estimate") and not {"--all", "--ds-config"} & {*case["run"].split()}:
+        assert max(map(len, ["", *found["out"].splitlines()])) <= 80, "fits a terminal"
 
 
 def _literal(dumper: yaml.Dumper, text: str) -> yaml.Node:

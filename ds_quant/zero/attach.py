@@ -158,9 +158,8 @@ def _connect(
             if binding.node is not None:
                 events.after_update.append(binding.node.after_step)
             events.after_update.append(fetch.barrier.record)
-        holder = binding.node or (binding.replica if binding.scheme.keeps_reference else None)
-        if holder is not None and binding.scheme.block.checksum_steps:  # compares what was updated
-            events.after_update.append(partial(safety.compare_copies, binding, holder))
+        if binding.keeper and binding.scheme.block.checksum_steps:  # compares what was updated
+            events.after_update.append(partial(safety.compare_copies, binding, binding.keeper))
         if world > 1:
             _first_step(binding).attach()
         if fallback is not None:  # may refresh what a skipped step left behind

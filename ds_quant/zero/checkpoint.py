@@ -14,13 +14,13 @@ Both are wrapped once, when an engine attaches: their libraries are loaded by th
 
 from __future__ import annotations
 
-import itertools
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -82,8 +82,8 @@ def restore(binding: QuantizedEngine, saved: Any) -> None:
 
 
 def _require_usable(saved: Any) -> None:
-    if not isinstance(saved, dict) or saved.get("version") != VERSION:
-        found = saved.get("version") if isinstance(saved, dict) else type(saved).__name__
+    found = saved.get("version") if isinstance(saved, dict) else type(saved).__name__
+    if found != VERSION:
         raise RuntimeError(
             f"quantized_comm: the state in the checkpoint has version {found!r}, this ds_quant "
             f"reads {VERSION}; use the ds_quant that wrote it, or remove the key {KEY!r} from the "
@@ -120,16 +120,10 @@ def _take_over(binding: QuantizedEngine, saved: dict[str, Any]) -> None:
         log.log_rank0(
             f"quantized_comm: resuming {scheme} of {saved['ranks'][0]} x "
             f"{saved['ranks'][1]} ranks as {binding.scheme.name} on {ranks[0]} x {ranks[1]}"
-            + ("; weights kept between steps start exact" if _keeps_weights(binding) else "")
+            + ("; weights kept between steps start exact" if binding.keeper else "")
         )
     binding.state.exact_until = saved.get("exact_until", 0)
     _restore_levels(binding, saved)
-
-
-def _keeps_weights(binding: QuantizedEngine) -> bool:
-    return binding.node is not None or (
-        binding.replica is not None and binding.scheme.keeps_reference
-    )
 
 
 def _restore_levels(binding: QuantizedEngine, saved: dict[str, Any]) -> None:
@@ -158,8 +152,7 @@ _TIMEOUT = 1800.0  # seconds; torch's own limit for a collective
 _EXACT_SCHEMES = "lossless, lossless_w_g4 or lossless_w_g3"
 
 # In the order in which they attached, which is the same on all ranks.
-_bindings: WeakValueDictionary[int, QuantizedEngine] = WeakValueDictionary()
-_numbers = itertools.count()
+_bindings: WeakKeyDictionary[QuantizedEngine, None] = WeakKeyDictionary()
 _told: set[str] = set()  # lines of user code
 
 
@@ -167,9 +160,9 @@ def watch_reads(binding: QuantizedEngine) -> None:
     """Serve or log what reads the weights of an engine: see [Note: who reads weights]."""
     if binding.scheme.weights is None:  # nothing is decoded
         return
-    number, cleanup = next(_numbers), binding.hooks.on_destroy
-    _bindings[number] = binding
-    cleanup.append(lambda: _bindings.pop(number, None))
+    cleanup = binding.hooks.on_destroy
+    _bindings[binding] = None
+    cleanup.append(partial(_bindings.pop, binding, None))
     for module in binding.engine.module.modules():
         if any(_is_coded(binding, p) for p in module.parameters(recurse=False)):
             cleanup.append(module.register_state_dict_pre_hook(_tell).remove)
@@ -191,7 +184,7 @@ def _decoded(model: Any) -> list[QuantizedEngine]:
     theirs, theirs, or one around it.
     """
     params = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-    shown = [b for b in _bindings.values() if not b.replica.holds_exact]
+    shown = [b for b in _bindings if not b.replica.holds_exact]
     return [b for b in shown if any(_is_coded(b, p) for p in params)]
 
 

@@ -24,24 +24,12 @@ from ds_quant.comm.transport import Fabric, Link
 from ds_quant.config.schema import parse_block
 from ds_quant.policy.cost import Costs, PricedParam, bill
 from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes
-from ds_quant.policy.route import Route, Routes
+from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
 from ds_quant.zero import hooks, muon_hooks, offload
 from ds_quant.zero.gather_count import predicted_gathers
 from ds_quant.zero.param import Param
 from ds_quant.zero.world import backend, level_groups
-
-
-def linked(route: Route, fabric: Fabric, slicing: Slicing) -> tuple[LinkHop, ...]:
-    """Return the hops of a gradient's route on the links that they take."""
-    links = {"whole": fabric.whole, "intra": fabric.gradients, "inter": fabric.inter}
-    hops, divisor = [], 1
-    for hop in route.hops:
-        link = links[hop.level]
-        hops.append(LinkHop(link=link, divisor=divisor, exact_own=hop.exact_own, slicing=slicing))
-        divisor *= link.size
-    return tuple(hops)
-
 
 # ---- state between steps ----
 
@@ -209,9 +197,13 @@ class QuantizedEngine:
         """Return the hops of a gradient reduction over a process group."""
         key = id(process_group)
         if key not in self._hops:
-            fabric = self.fabric(process_group)
-            route = self.routes.gradients(whole=fabric.intra is not None)
-            self._hops[key] = linked(route, fabric, self.slicing)
+            fabric, hops, divisor = self.fabric(process_group), [], 1
+            links = {"whole": fabric.whole, "intra": fabric.gradients, "inter": fabric.inter}
+            for hop in self.routes.gradients(whole=fabric.intra is not None).hops:
+                link, how = links[hop.level], {"exact_own": hop.exact_own, "slicing": self.slicing}
+                hops.append(LinkHop(link=link, divisor=divisor, **how))
+                divisor *= link.size
+            self._hops[key] = tuple(hops)
         return self._hops[key]
 
     def crosses_at_boundary(self) -> bool:
@@ -276,6 +268,11 @@ class QuantizedEngine:
         take this plugin's.
         """
         return muon_hooks.exact_gradient_reason(self.engine)
+
+    @property
+    def keeper(self) -> Any:
+        """What keeps weights between steps on several ranks, None if nothing does."""
+        return self.node or (self.replica if self.scheme.keeps_reference else None)
 
     def resync(self) -> None:
         """Bring back exact weights on all ranks. A collective."""

@@ -155,37 +155,21 @@ class GradientReducer:
             self._layouts.clear()
             self._sums.clear()
         if key not in self._layouts:
-            self._layouts[key] = self._plan(shares(), route, link, scale, dtypes)
+            streams, segments = _by_gradient(found := shares())
+            forms = tuple([s.form for s in streams])
+            alike = segments, forms, route, link, scale
+            if alike not in self._sums:
+                how = {"scale": scale, "balanced": not dtypes}
+                self._sums[alike] = GradientSums(segments, forms, route, link, **how)
+            sums = self._sums[alike]
+            self._layouts[key] = Layout(
+                streams=streams,
+                sums=sums,
+                members=tuple(dict.fromkeys(share.member for share in found)),
+                own=[(found[i].member, segments[i], start) for i, start in sums.own.items()],
+                dtype=dtypes[0] if len(set(dtypes)) == 1 else torch.float32,
+            )
         return self._layouts[key]
-
-    def _plan(
-        self,
-        shares: Sequence[Share],
-        route: tuple[LinkHop, ...],
-        link: Link,
-        scale: float,
-        dtypes: Sequence[torch.dtype],
-    ) -> Layout:
-        places: dict[tuple[int, int], int] = {}  # of streams among the gradients
-        streams, segments = [], []
-        for share in shares:
-            place = places.setdefault((id(share.streams), share.segment.tensor), len(streams))
-            if place == len(streams):
-                streams.append(share.streams)
-            segments.append(share.segment._replace(gradient=place))
-        forms = tuple([s.form for s in streams])
-        key = tuple(segments), forms, route, link, scale
-        if key not in self._sums:
-            how = {"scale": scale, "balanced": not dtypes}
-            self._sums[key] = GradientSums(segments, forms, route, link, **how)
-        sums = self._sums[key]
-        return Layout(
-            streams=streams,
-            sums=sums,
-            members=tuple(dict.fromkeys(share.member for share in shares)),
-            own=[(shares[i].member, segments[i], start) for i, start in sums.own.items()],
-            dtype=dtypes[0] if len(set(dtypes)) == 1 else torch.float32,
-        )
 
     def _streams(
         self, param: Param, dtype: torch.dtype, numel: int, route: Sequence[LinkHop], rank: int
@@ -221,6 +205,21 @@ class GradientReducer:
             crossed = store.take_crossed(members)
         total = sums.room(device, torch.float32 if crossed else layout.dtype)
         return Sums(layout, sums.begin(tensors, *how, into=total, held=held), total, crossed)
+
+
+def _by_gradient(
+    shares: Sequence[Share],
+) -> tuple[list[GradientStreams], tuple[Segment, ...]]:
+    """Return the streams of every gradient, and the segments of the shares by their numbers."""
+    streams: list[GradientStreams] = []
+    numbers: dict[tuple[int, int], int] = {}
+    segments = []
+    for _, own, segment in shares:
+        number = numbers.setdefault((id(own), segment.tensor), len(streams))
+        if number == len(streams):
+            streams.append(own)
+        segments.append(segment._replace(gradient=number))
+    return streams, tuple(segments)
 
 
 def _hold(layout: Layout, tensors: Sequence[Tensor], how: _How, held: Tensor | None) -> HeldBucket:

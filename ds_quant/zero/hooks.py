@@ -99,25 +99,24 @@ class Hooks:
 
     def connect(self) -> None:
         """Wrap the methods behind the events that have something to run."""
+        engine, optimizer = self.engine, self.optimizer
         step = self.before_gradients, self.before_step, self.around_step, self.after_update
         if any(step) or self.after_step:
-            self.wrap(self.optimizer, "step", self._step)
+            self.wrap(optimizer, "step", self._step)
+        last = self.around_last_buckets, self.before_last_buckets, self.after_backward
+        events = [
+            (engine, "_take_model_step", (), (), self.after_count),
+            (engine, "save_16bit_model", self.around_export, (), self.after_save),
+            (optimizer, "zero_grad", (), (), self.after_zero_grad),
+            (optimizer, "independent_gradient_partition_epilogue", *last),
+            (optimizer, "checkpoint_event_epilogue", (), (), self.after_checkpoint_event),
+        ]
         finalize = "finalize_gradient_accumulation_boundary"  # where DeepSpeed does not manage it
-        if self.before_gradients and hasattr(self.optimizer, finalize):
-            self.wrap(self.optimizer, finalize, _around(before=self.before_gradients))
-        if self.after_count:
-            self.wrap(self.engine, "_take_model_step", _around(after=self.after_count))
-        if self.after_zero_grad:
-            self.wrap(self.optimizer, "zero_grad", _around(after=self.after_zero_grad))
-        if self.after_backward or self.around_last_buckets or self.before_last_buckets:
-            last = _around(self.around_last_buckets, self.before_last_buckets, self.after_backward)
-            self.wrap(self.optimizer, "independent_gradient_partition_epilogue", last)
-        if self.around_export or self.after_save:
-            export = _around(self.around_export, after=self.after_save)
-            self.wrap(self.engine, "save_16bit_model", export)
-        if self.after_checkpoint_event:
-            event = _around(after=self.after_checkpoint_event)
-            self.wrap(self.optimizer, "checkpoint_event_epilogue", event)
+        if hasattr(optimizer, finalize):
+            events.append((optimizer, finalize, (), self.before_gradients, ()))
+        for owner, name, contexts, before, after in events:
+            if contexts or before or after:
+                self.wrap(owner, name, _around(contexts, before, after))
         if self._replaced or self.on_destroy:
             self.wrap(self.engine, "destroy", self._destroy)
 

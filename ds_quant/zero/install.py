@@ -167,43 +167,26 @@ def _hook(
     if kind not in (ConfigError, StartError):
         previous(kind, error, traceback)
         return
-    rank, world = _place()
-    if rank and _said_by_rank0(rank, str(error)):
+    board = None
+    if torch.distributed.is_initialized():
+        rank = torch.distributed.get_rank()
+        store: Any = torch.distributed.distributed_c10d._get_default_store()
+        digest = hashlib.sha256(str(error).encode()).hexdigest()[:16]
+        board = Board(store, f"ds_quant/said/{digest}")
+    else:  # the launcher's
+        rank = int(os.environ.get("RANK") or 0)
+    if board is not None and rank and _said_by_rank0(board, rank):
         print(f"rank {rank} ends: see the message of rank 0", file=sys.stderr, flush=True)
         return
     who = f"{kind.__name__} on rank {rank}" if rank else kind.__name__
     print(f"{who}: {error}", file=sys.stderr, flush=True)
-    if world > 1 and not rank:
-        _tell(str(error), world)
+    if board is not None and not rank:
+        board.put("said", "")  # and wait for readers: rank 0's process may hold the store
+        readers = range(1, torch.distributed.get_world_size())
+        board.arrive([f"heard/{rank}" for rank in readers], _PATIENCE)
 
 
-def _place() -> tuple[int, int]:
-    """Return rank and world size, from the launcher before torch.distributed is initialised."""
-    if torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return int(rank) if rank.isdecimal() else 0, int(world) if world.isdecimal() else 1
-
-
-def _board(message: str) -> Board | None:
-    if not torch.distributed.is_initialized():
-        return None
-    store: Any = torch.distributed.distributed_c10d._get_default_store()
-    return Board(store, "ds_quant/said/" + hashlib.sha256(message.encode()).hexdigest()[:16])
-
-
-def _tell(message: str, world: int) -> None:
-    """Publish the message and wait for readers: rank 0's process may hold the store."""
-    board = _board(message)
-    if board is not None:
-        board.put("said", "")
-        board.arrive([f"heard/{rank}" for rank in range(1, world)], _PATIENCE)
-
-
-def _said_by_rank0(rank: int, message: str) -> bool:
-    board = _board(message)
-    if board is None:
-        return False
+def _said_by_rank0(board: Board, rank: int) -> bool:
     try:
         said = board.arrive(["said"], _PATIENCE)
         board.put(f"heard/{rank}", "")

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,14 +33,9 @@ from ds_quant.zero.optimizer_hooks import ReplicaGroup
 from ds_quant.zero.param import Param, Stream
 from ds_quant.zero.safety import Samples
 
-
-class _GatherPlan(NamedTuple):
-    """The gather of a window of the partitions: the streams of its parameters; buffers are the
-    replica and this rank's new weights of the window, if they are not in the replica.
-    """
-
-    weights: list[tuple[Param, Stream]]
-    message: Message
+# Streams of the parameters of a window of the partitions, and its gather, whose buffers are the
+# replica and this rank's new weights of the window, if they are not in the replica.
+_GatherPlan = tuple[list[tuple[Param, Stream]], Message]
 
 
 class Replica:
@@ -177,14 +172,14 @@ class Replica:
         # Else the new weights are in the replica already: exact ones, or absolute codes.
         from_master = self._binding.scheme.keeps_reference and not exact
         exact = exact or self._binding.is_exact(step)
-        plan = self._plan(group, fabric, window, exact, from_master)
+        weights, message = self._plan(group, fabric, window, exact, from_master)
         flat = group.flat.view(-1)
-        codings = [param.coding(stream, flat.dtype, step) for param, stream in plan.weights]
+        codings = [param.coding(stream, flat.dtype, step) for param, stream in weights]
         values = [flat]
         if from_master:
             # Rounded first, as the code of SDP4Bit does: see ``Coding.encode``.
             values.append(group.updated(window, fabric.empty))
-        return plan.message.gather(fabric, values, codings, lambda: [flat]).then(lambda _: None)
+        return message.gather(fabric, values, codings, lambda: [flat]).then(lambda _: None)
 
     def _plan(
         self, group: ReplicaGroup, fabric: Fabric, window: range, exact: bool, from_master: bool
@@ -196,7 +191,7 @@ class Replica:
         if key not in self._plans:
             parts, weights = self._parts(group, fabric.whole, window, exact, from_master)
             how = {"rank": fabric.rank, "ranks": fabric.size, "node_size": fabric.node_size}
-            self._plans[key] = _GatherPlan(weights, Message(parts, **how))
+            self._plans[key] = weights, Message(parts, **how)
         return self._plans[key]
 
     def _parts(

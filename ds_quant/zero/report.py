@@ -16,10 +16,6 @@ from ds_quant.policy.scheme import matches
 from ds_quant.zero import hooks, log, offload
 from ds_quant.zero.engine import QuantizedEngine
 
-_ONE_NODE = (
-    "weights are sent in full precision: this scheme compresses them between nodes only, and there "
-    "is one node;"
-)
 _LESS = 0.9  # of the bytes: a scheme that sends more than that is not worth a sentence
 
 
@@ -111,20 +107,23 @@ def _unquantized(binding: QuantizedEngine, costs: Costs) -> str:
 def _weights_stay(binding: QuantizedEngine) -> bool:
     """Whether a node shard has nobody to exchange quantized weights with."""
     sends = binding.scheme.weights is not None or binding.scheme.lossless
-    alone = binding.topology.world == 1
-    return sends and not alone and binding.routes.weights(dtype=torch.bfloat16).is_exact
+    route = binding.routes.weights(dtype=torch.bfloat16)
+    return sends and binding.topology.world > 1 and route.is_exact
 
 
 def _why_weights_stay(binding: QuantizedEngine) -> list[str]:
     """Say why and what would help, if they do."""
     if not _weights_stay(binding):
         return []
-    why, way_out = _ONE_NODE, 'set weights.intra, such as {"bits": 8}, or use scheme "qsdp"'
+    way_out = 'set weights.intra, such as {"bits": 8}, or use scheme "qsdp"'
     if binding.scheme.lossless:
         way_out = "use zero_optimization.stage 2, where they are compressed on one node too"
     if binding.scheme.gradients is None:
-        why = "nothing to gain on one node: remove the block, or"
-    return [f"{why} {way_out}"]
+        return [f"nothing to gain on one node: remove the block, or {way_out}"]
+    return [
+        "weights are sent in full precision: this scheme compresses them between nodes only, and "
+        f"there is one node; {way_out}"
+    ]
 
 
 def announce(binding: QuantizedEngine) -> None:

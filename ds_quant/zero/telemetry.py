@@ -13,7 +13,6 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from ds_quant.zero import hooks, log
 from ds_quant.zero.engine import QuantizedEngine
 
 PREFIX = "Train/Samples/ds_quant"  # as DeepSpeed names its own events
-
-Received = dict[str, dict[str, int]]  # bytes by role and link
 
 
 def unwritable(settings: MetricsConfig, rank: int) -> str:
@@ -45,25 +42,14 @@ def unwritable(settings: MetricsConfig, rank: int) -> str:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """Metrics reported by rank 0. ``values`` by name, such as "gradients/inter/error".
+def json_line(step: int, samples: int, values: dict[str, float]) -> str:
+    """Return a JSON line; it has no infinity and no NaN: null instead.
 
-    step: optimizer steps as DeepSpeed counts them. samples: ``engine.global_samples``.
+    step: optimizer steps as DeepSpeed counts them. samples: ``engine.global_samples``. values: by
+    name, such as "gradients/inter/error".
     """
-
-    step: int
-    samples: int
-    values: dict[str, float]
-
-    def events(self) -> list[tuple[str, float, int]]:
-        """Return events as ``engine.monitor.write_events`` takes them."""
-        return [(f"{PREFIX}/{name}", value, self.samples) for name, value in self.values.items()]
-
-    def line(self) -> str:
-        """Return a JSON line; it has no infinity and no NaN: null instead."""
-        values = {n: v if math.isfinite(v) else None for n, v in self.values.items()}
-        return json.dumps({"step": self.step, "samples": self.samples, **values})
+    finite = {n: v if math.isfinite(v) else None for n, v in values.items()}
+    return json.dumps({"step": step, "samples": samples, **finite})
 
 
 class Telemetry:
@@ -87,13 +73,12 @@ class Telemetry:
         """Run after DeepSpeed counted an optimizer step, skipped or not."""
         self._steps += 1
         if self._binding.traffic.meter.is_open:
-            self._write(self._record(self._binding.traffic.meter.close()))
+            self._write(self._values(self._binding.traffic.meter.close()))
             self._steps, self._last = 0, _copy(self._binding.traffic.received)
         self.arm()
 
-    def _record(self, sample: Sample) -> Record:
-        engine, state = self._binding.engine, self._binding.state
-        values = dict(self._bytes())
+    def _values(self, sample: Sample) -> dict[str, float]:
+        values, state = dict(self._bytes()), self._binding.state
         values |= _errors(sample)
         for (role, link), tally in sample.tallies.items():
             if tally.numel:
@@ -102,12 +87,11 @@ class Telemetry:
             values["weights/padding"] = padding
         for name in ("encode", "wait", "decode"):
             values[f"seconds/{name}"] = sample.seconds[name]
-        values |= {
+        return values | {
             "resyncs": state.resyncs,
             "nonfinite_steps": state.nonfinite_steps,
             "exact_steps": state.exact_steps,
         }
-        return Record(step=engine.global_steps, samples=engine.global_samples, values=values)
 
     def _bytes(self) -> Iterator[tuple[str, float]]:
         """Bytes per step since the last report, and the share of full precision that is saved."""
@@ -121,26 +105,29 @@ class Telemetry:
                 if per_step and exact:
                     yield f"{role}/{link}/saved", 1 - per_step / exact
 
-    def _write(self, record: Record) -> None:
+    def _write(self, values: dict[str, float]) -> None:
         """Write a record; a full disk or a lost folder costs records, not the run."""
         try:
-            self._append(record)
+            self._append(values)
         except OSError as error:
             if not self._failed:
+                step = self._binding.engine.global_steps
                 log.log_here(
-                    f"quantized_comm: step {record.step}: the metrics cannot be written: {error}; "
+                    f"quantized_comm: step {step}: the metrics cannot be written: {error}; "
                     "training goes on, and later ones are tried again (logged once)"
                 )
             self._failed = True
 
-    def _append(self, record: Record) -> None:
-        monitor = self._binding.engine.monitor
-        if monitor.enabled:
-            monitor.write_events(record.events())
+    def _append(self, values: dict[str, float]) -> None:
+        engine = self._binding.engine
+        samples = engine.global_samples
+        if engine.monitor.enabled:
+            events = [(f"{PREFIX}/{name}", value, samples) for name, value in values.items()]
+            engine.monitor.write_events(events)
         if self._file is not None:
             start = "\n" if _is_torn(self._file) else ""
             with self._file.open("a", encoding="utf-8") as file:
-                file.write(f"{start}{record.line()}\n")
+                file.write(f"{start}{json_line(engine.global_steps, samples, values)}\n")
 
 
 def _is_torn(path: Path) -> bool:
@@ -170,5 +157,5 @@ def _errors(sample: Sample) -> dict[str, float]:
     }
 
 
-def _copy(received: Received) -> Received:
+def _copy(received: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
     return {role: dict(links) for role, links in received.items()}

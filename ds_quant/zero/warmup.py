@@ -10,9 +10,7 @@ blocks and others are different variants of a kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +18,6 @@ from torch import Tensor
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.reduction_plan import LinkHop
-from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.batch import Decode, Encode, Operation, Recode, Sum
@@ -38,62 +35,53 @@ _PATIENCE = 600.0  # seconds that ranks wait for the first of their node, then c
 
 
 def rehearse(binding: QuantizedEngine, device: torch.device) -> None:
-    """Use every kernel of the engine and every link once. All ranks call it."""
-    with _first_of_node_first(hooks.rank_and_world()[0], binding.topology.node_size):
-        warm_up(binding, device)
-    for link in binding.links():
-        _use(link, binding.topology, device)
+    """Use every kernel of the engine and every link once. All ranks call it.
 
-
-@contextmanager
-def _first_of_node_first(rank: int, node_size: int) -> Iterator[None]:
-    """Inside, the first rank of a node leaves compiled kernels in CuPy's cache, where the others
-    then find them.
+    The first rank of a node leaves compiled kernels in CuPy's cache, where the others find them.
     """
-    store, first = torch.distributed.distributed_c10d._get_default_store(), rank - rank % node_size
+    rank, _ = hooks.rank_and_world()
+    first = rank - rank % binding.topology.node_size
+    store = torch.distributed.distributed_c10d._get_default_store()
     turn = store.add(f"ds_quant/rehearsals/{rank}", 1)
     board = Board(store, f"ds_quant/rehearsed/{turn}")
     if rank != first:
         board.arrive([first], _PATIENCE)
     try:
-        yield
+        warm_up(binding, device)
     finally:
         if rank == first:
             board.put(first, "done")
+    for link in binding.links():
+        if link.size > 1:
+            uncounted = Link(link.process_group, topology=binding.topology, traffic=Traffic())
+            _use(uncounted, device)
 
 
-def _use(link: Link, topology: Topology, device: torch.device) -> None:
+def _use(link: Link, device: torch.device) -> None:
     """Send a byte from each rank to each: NCCL connects them at their first use, which takes
-    seconds. Nothing is counted.
+    seconds.
     """
-    if link.size == 1:
-        return
-    uncounted = Link(link.process_group, topology=topology, traffic=Traffic())
     payload, one = torch.zeros(link.size, dtype=torch.uint8, device=device), [1] * link.size
-    uncounted.all_gather(payload[:1], role="weights").wait()
-    uncounted.all_to_all(payload, sent=one, received=one, role="gradients").wait()
+    link.all_gather(payload[:1], role="weights").wait()
+    link.all_to_all(payload, sent=one, received=one, role="gradients").wait()
 
 
-class _Use(NamedTuple):
-    """What is done with some elements, and the codecs whose blocks they may fill."""
-
-    codecs: tuple[GroupCodec, ...]
-    tasks: Callable[[int], Iterator[Operation]]
-    buffers: Callable[[int], list[Tensor]]  # of the operations, by their numbers
+# Codecs of some elements, the dtype of these, and what is done with a number of them.
+_Use = tuple[Sequence[Codec], torch.dtype, Callable[[int], Iterator[Operation]]]
 
 
 def warm_up(binding: QuantizedEngine, device: torch.device) -> None:
     """Use every kernel of the engine once on ``device``."""
     _rehearse_exact_differences(binding, device)
-    backend = binding.scheme.block.backend
-    for codecs, tasks, buffers in _uses(binding, device):
-        for numel in (_RAGGED, whole_numel(codecs)):
+    for codecs, dtype, tasks in (*_weights(binding), *_gradients(binding)):
+        grouped = tuple(codec for codec in codecs if isinstance(codec, GroupCodec))
+        for numel in (_RAGGED, whole_numel(grouped)):
+            buffers = _buffers(codecs, dtype, device, numel)
             for operation in tasks(numel):
                 # Tables of several jobs are variants of their own.
-                others = [operation, operation._replace(stream=1)]
-                for alike in ([operation], others):
+                for alike in ([operation], [operation, operation._replace(stream=1)]):
                     work = Operations((each, (0,) * _PLACES[type(each)]) for each in alike)
-                    work.run(buffers(numel), _streams(operation), backend=backend)
+                    work.run(buffers, _streams(operation), backend=binding.scheme.block.backend)
 
 
 def _rehearse_exact_differences(binding: QuantizedEngine, device: torch.device) -> None:
@@ -118,7 +106,7 @@ def _dtypes(binding: QuantizedEngine) -> list[torch.dtype]:
     return sorted({p.dtype for p in params if p.is_floating_point()}, key=str)
 
 
-def _uses(binding: QuantizedEngine, device: torch.device) -> Iterator[_Use]:
+def _weights(binding: QuantizedEngine) -> Iterator[_Use]:
     routes = [binding.routes.weights()]
     if binding.has_few_ranks:
         routes.append(binding.routes.weights(whole=False))
@@ -126,12 +114,13 @@ def _uses(binding: QuantizedEngine, device: torch.device) -> Iterator[_Use]:
     for dtype in _dtypes(binding):
         for codec, difference in sent:
             if codec is not None:
-                yield _weights(codec, difference, dtype, device)
-        yield _weights(CastCodec(dtype), False, dtype, device)
-    if binding.shipped_gradients is None:
-        reductions = {binding.route(group): None for group in binding.process_groups}
-        for hops in reductions:
-            yield from _gradients(binding, hops, hooks.gradient_dtype(binding.engine), device)
+                yield [codec], dtype, partial(_transfer, codec, difference)
+        yield [CastCodec(dtype)], dtype, partial(_transfer, CastCodec(dtype), False)
+
+
+def _transfer(codec: Codec, differs: bool, numel: int) -> Iterator[Operation]:
+    yield Encode(codec, numel, _VALUES, _WIRE, 0, held=_SUMS if differs else None)
+    yield Decode(codec, numel, _WIRE, _SUMS, 0, differs)
 
 
 # Buffers of the operations: values, messages, fp32 values, sums in the dtype of the values. All
@@ -159,36 +148,27 @@ def _streams(operation: Operation) -> Streams:
     return Streams([coding] * 2, [rotation] * 2)
 
 
-def _weights(codec: Codec, differs: bool, dtype: torch.dtype, device: torch.device) -> _Use:
-    def tasks(numel: int) -> Iterator[Operation]:
-        yield Encode(codec, numel, _VALUES, _WIRE, 0, held=_SUMS if differs else None)
-        yield Decode(codec, numel, _WIRE, _SUMS, 0, differs)
-
-    return _Use(_grouped([codec]), tasks, partial(_buffers, [codec], dtype, device))
-
-
-def _grouped(codecs: Sequence[Codec]) -> tuple[GroupCodec, ...]:
-    return tuple(codec for codec in codecs if isinstance(codec, GroupCodec))
+def _gradients(binding: QuantizedEngine) -> Iterator[_Use]:
+    if binding.shipped_gradients is None:
+        for hops in dict.fromkeys(map(binding.route, binding.process_groups)):
+            if hops[0].link.size > 1:
+                yield from _reductions(binding, hops)
 
 
-def _gradients(
-    binding: QuantizedEngine, hops: Sequence[LinkHop], dtype: torch.dtype, device: torch.device
-) -> Iterator[_Use]:
+def _reductions(binding: QuantizedEngine, hops: Sequence[LinkHop]) -> Iterator[_Use]:
     route = binding.routes.gradients(whole=len(hops) > 1)
-    if hops[0].link.size == 1:
-        return
     flips = route.rotation is not None and binding.scheme.block.gradients.rotation_signs
     block = 0 if route.rotation is None else route.rotation.block
+    dtype = hooks.gradient_dtype(binding.engine)
     cast = CastCodec(dtype)
     turns = {((cast,) * len(hops), 0, False): None}
     turns[tuple(hop.codec or cast for hop in route.hops), block, flips] = None
     once = binding.crosses_once(hops)
     for codecs, block, flips in turns:
-        tasks = partial(_reduction, hops, codecs, block, flips, once)
-        yield _Use(_grouped(codecs), tasks, partial(_buffers, codecs, dtype, device))
+        yield codecs, dtype, partial(_reduction, hops, codecs, block, flips, once)
     if route.delivery is not None:  # sums that balanced buckets deliver to their owners
         for codec in (cast, route.delivery.codec or cast):
-            yield _weights(codec, False, torch.float32, device)
+            yield [codec], torch.float32, partial(_transfer, codec, False)
 
 
 def _reduction(

@@ -203,7 +203,7 @@ class SimulatedRank(QuantizedEngine):
         self.number, self._network = rank, network
         super().__init__(engine, scheme, network.topology)
         self.reduction = ShardReduction(self)
-        if self.crosses_at_boundary():
+        if self.routes.gradients().waits:
             self.held = HeldGradients(engine)
 
     def link(self, process_group: Any) -> Link:

@@ -6,7 +6,6 @@ all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -37,10 +36,11 @@ from ds_quant.zero import (
 from ds_quant.zero.advice import advice, one_bucket
 from ds_quant.zero.cpu_overlap import LateReduction
 from ds_quant.zero.engine import QuantizedEngine
+from ds_quant.zero.equal_buckets import NO_BUCKET, require_equal
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_gathers
 from ds_quant.zero.gradients import OwnerReduction, ShardReduction
-from ds_quant.zero.held import GradientBuckets, HeldGradients
+from ds_quant.zero.held import HeldGradients
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.report import announce, figures, start_line
 from ds_quant.zero.safety import Fallback, FirstStep, promised_roles
@@ -161,7 +161,7 @@ def _connect(
         if binding.keeper and binding.scheme.block.checksum_steps:  # compares what was updated
             events.after_update.append(partial(safety.compare_copies, binding, binding.keeper))
         if world > 1:
-            _first_step(binding).attach()
+            FirstStep(binding, promised_roles(binding)).attach()
         if fallback is not None:  # may refresh what a skipped step left behind
             events.after_step.append(fallback.after_step)
         if fetch is not None:
@@ -215,7 +215,7 @@ def _attach_shards(binding: QuantizedEngine, optimizer: Any) -> Fetch:
     fetch = Fetch(binding)
     params = list(binding.engine.module.parameters())
     fetch.attach(params)
-    binding.note_groups([p.ds_process_group for p in params])
+    binding.serve([(p, p.ds_process_group) for p in params])
     _note_empty(binding)
     safety.refuse_no_room(binding)
     if binding.routes.keeps_shard:
@@ -225,20 +225,9 @@ def _attach_shards(binding: QuantizedEngine, optimizer: Any) -> Fetch:
         # Rows of exact differences need only follow what is loaded.
         if binding.node is not None and not binding.scheme.lossless:
             binding.hooks.after_checkpoint_event.append(binding.node.resync)
-        if _gradients_travel(binding):
-            _attach_reduction(binding)
+        _attach_gradients(binding, optimizer)
         muon.attach(binding, optimizer)
     return fetch
-
-
-def _gradients_travel(binding: QuantizedEngine) -> bool:
-    """Whether gradients take this plugin's collectives; notes the setting if they do not."""
-    if reason := binding.shipped_gradients:
-        binding.notices.append(
-            f"gradients stay exact: {reason}; DeepSpeed sends them, and reports and metrics do not "
-            "count them"
-        )
-    return reason is None
 
 
 def _note_empty(binding: QuantizedEngine) -> None:
@@ -251,14 +240,34 @@ def _note_empty(binding: QuantizedEngine) -> None:
         )
 
 
-def _attach_reduction(binding: QuantizedEngine) -> None:
+def _attach_gradients(binding: QuantizedEngine, optimizer: Any) -> None:
+    """Any stage: reduce gradients, unless they take DeepSpeed's own collectives."""
+    events, shards = binding.hooks, binding.stage == 3
+    if reason := binding.shipped_gradients:
+        binding.notices.append(
+            f"gradients stay exact: {reason}; DeepSpeed sends them, and reports and metrics do not "
+            "count them"
+        )
+        return
+    _note_single_ranks(binding)
+    if binding.routes.gradients().waits:
+        held = binding.held = HeldGradients(binding.engine)
+        buckets = (hooks.ShardBuckets if shards else optimizer_hooks.OwnerBuckets)(optimizer)
+        events.before_last_buckets.append(partial(held.reduce_rest, buckets))
+        events.before_gradients.append(partial(held.finish, optimizer))
+    (_reduce_to_shards if shards else _reduce_to_owners)(binding, optimizer)
+    events.after_backward.append(binding.after_backward)
+
+
+def _reduce_to_shards(binding: QuantizedEngine, optimizer: Any) -> None:
     events, overlaps = binding.hooks, binding.engine.zero_overlap_comm()
     muon_hooks.reduce_scatter(events)
     binding.notices += one_bucket(binding.engine)
-    _note_single_ranks(binding)
     reduction, skip = ShardReduction(binding), None
-    if binding.crosses_at_boundary():
-        skip = hooks.skip_zero_shards(events.optimizer, partial(_waits, binding, -1))
+    if binding.held is not None:
+        skip = hooks.skip_zero_shards(optimizer, partial(_waits, binding, -1))
+        # DeepSpeed drops its own gradients there, which ZeRO-2 does not.
+        events.after_zero_grad.append(binding.held.drop)
     if hooks.device().type != "cpu" or not overlaps:
         hooks.wrap_shard_reduction(events, reduction, skip)
     else:
@@ -266,21 +275,17 @@ def _attach_reduction(binding: QuantizedEngine) -> None:
         partition = late.partition if skip is None else hooks.inside(late.partition, skip)
         hooks.wrap_shard_reduction(events, late.reduce, partition)
         events.around_last_buckets.append(late.last_buckets)
-    _hold(binding, hooks.ShardBuckets)
-    if binding.held is not None:  # DeepSpeed drops its own gradients there, which ZeRO-2 does not
-        events.after_zero_grad.append(binding.held.drop)
-    events.after_backward.append(binding.after_backward)
 
 
-def _hold(binding: QuantizedEngine, buckets: Callable[[Any], GradientBuckets]) -> None:
-    """Hold gradients between micro-steps, if they cross between nodes once per step."""
-    if not binding.crosses_at_boundary():
-        return
-    events = binding.hooks
-    held = binding.held = HeldGradients(binding.engine)
-    rest = partial(held.reduce_rest, buckets(events.optimizer))
-    events.before_last_buckets.append(rest)
-    events.before_gradients.append(partial(held.finish, events.optimizer))
+def _reduce_to_owners(binding: QuantizedEngine, optimizer: Any) -> None:
+    events, link = binding.hooks, binding.link(optimizer.dp_process_group)
+    muon.note_whole_matrices(binding, optimizer)
+    reduction = OwnerReduction(binding, optimizer)
+    optimizer_hooks.wrap_owner_reduction(events, reduction.bucket, reduction.reduce)
+    if link.is_gloo:
+        events.before_step.append(partial(require_equal, binding, link, *NO_BUCKET))
+    if binding.held is not None:
+        optimizer_hooks.skip_zero_gradients(events, partial(_waits, binding, link.rank))
 
 
 def _waits(binding: QuantizedEngine, owner: int, parameter: torch.Tensor) -> bool:
@@ -310,7 +315,7 @@ def _attach_replica(binding: QuantizedEngine, optimizer: Any) -> None:
             f"quantized_comm: the optimizer holds {foreign} parameter(s) that are not in "
             "engine.module; pass the module's own parameters to the optimizer"
         )
-    binding.note_groups([group.process_group for group in groups for _ in group.params])
+    binding.serve([(p, group.process_group) for group in groups for p in group.params])
     safety.refuse_no_room(binding)
     binding.replica = replica = Replica(binding, optimizer)
     keep = binding.scheme.keeps_reference
@@ -319,29 +324,9 @@ def _attach_replica(binding: QuantizedEngine, optimizer: Any) -> None:
     events.around_export.append(replica.exact)
     checkpoint.watch_reads(binding)
     muon.attach(binding, optimizer)
-    if _gradients_travel(binding):
-        muon.note_whole_matrices(binding, optimizer)
-        reduction = OwnerReduction(binding, optimizer)
-        optimizer_hooks.wrap_owner_reduction(events, reduction.bucket, reduction.reduce)
-        reduction.equal.attach()
-        _note_single_ranks(binding)
-        _hold(binding, optimizer_hooks.OwnerBuckets)
-        if binding.crosses_at_boundary():
-            rank = binding.link(optimizer.dp_process_group).rank
-            optimizer_hooks.skip_zero_gradients(events, partial(_waits, binding, rank))
-        events.after_backward.append(binding.after_backward)
+    _attach_gradients(binding, optimizer)
     held = binding.held is not None
     binding.notices += optimizer_hooks.lost_gradients(engine, optimizer, held=held)
-
-
-def _first_step(binding: QuantizedEngine) -> FirstStep:
-    params = list(binding.engine.module.parameters())
-    if binding.stage == 3:
-        served = [(p, p.ds_process_group) for p in params]
-    else:
-        groups = optimizer_hooks.replica_groups(binding.hooks.optimizer)
-        served = [(p, group.process_group) for group in groups for p in group.params]
-    return FirstStep(binding, promised_roles(binding, served))
 
 
 def _fallback(binding: QuantizedEngine, settings: FallbackConfig) -> Fallback | None:

@@ -112,7 +112,7 @@ class QuantizedEngine:
         self.notices: list[str] = []  # what the start-up line must add
         self.asked: set[str] = set()  # roles for which DeepSpeed has called the plugin
         self.has_few_ranks = False  # some parameters belong to part of the world
-        self.process_groups: list[Any] = []  # of the parameters
+        self.served: Sequence[tuple[Any, Any]] = ()  # parameters with their process groups
         self.hooks: Any = None  # zero.hooks.Hooks
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
         self.node: Any = None  # zero.node_shard.NodeShard under ZeRO-3, if the scheme keeps one
@@ -146,17 +146,17 @@ class QuantizedEngine:
         """Every parameter of the module when the engine was built."""
         return self._params.values()
 
-    def note_groups(self, process_groups: Sequence[Any]) -> None:
-        """Add a start-up notice for parameters on a subset of ranks (experts, pipeline, tensor
-        parallel); ``process_groups`` has one entry per parameter.
+    def serve(self, parameters: Sequence[tuple[Any, Any]]) -> None:
+        """Take the parameters, each with its process group; adds a start-up notice for those on a
+        subset of ranks (experts, pipeline, tensor parallel).
         """
-        self.process_groups = list({id(group): group for group in process_groups}.values())
+        self.served = parameters
         world = list(range(self.topology.world))
-        few = sum(self.link(group).ranks != world for group in process_groups)
+        few = sum(self.link(group).ranks != world for _, group in parameters)
         self.has_few_ranks = few > 0
         if few:
             self.notices.append(
-                f"{few} of {len(process_groups)} parameters live on a subset of ranks: "
+                f"{few} of {len(parameters)} parameters live on a subset of ranks: "
                 "single-level collectives, no node shard"
             )
 
@@ -205,10 +205,6 @@ class QuantizedEngine:
                 divisor *= link.size
             self._hops[key] = tuple(hops)
         return self._hops[key]
-
-    def crosses_at_boundary(self) -> bool:
-        """Whether gradients are to wait, summed inside their node, for the last micro-step."""
-        return self.routes.gradients().waits
 
     def crosses_once(self, route: Sequence[LinkHop]) -> bool:
         """Whether gradients that take ``route`` cross between nodes once per optimizer step."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as torch_dist
 
@@ -29,46 +28,36 @@ def digest_of(members: Sequence[Member]) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-class EqualBuckets:
-    """Compare the buckets of all ranks: see [Note: equal buckets]."""
+NO_BUCKET: tuple[int, Sequence[Member]] = (-1, ())  # before the optimizer steps
 
-    def __init__(self, binding: QuantizedEngine, optimizer: Any) -> None:
-        self._binding, self._optimizer = binding, optimizer
 
-    def attach(self) -> None:
-        """Compare before every optimizer step, with gloo."""
-        if self._binding.link(self._optimizer.dp_process_group).is_gloo:
-            self._binding.hooks.before_step.append(self.before_step)
+def require_equal(
+    binding: QuantizedEngine, link: Link, digest: int, members: Sequence[Member]
+) -> None:
+    """Run before a bucket is reduced, and with ``NO_BUCKET`` before the optimizer steps.
 
-    def require(self, link: Link, digest: int, members: Sequence[Member]) -> None:
-        """Run before a bucket is reduced.
+    Raises:
+        RuntimeError: on all ranks, if one has another bucket or none.
+    """
+    if link.differs(digest ^ binding.gradient_step):
+        names = list(dict.fromkeys(param.name for param, _ in members))
+        raise _error(binding.engine.global_steps, link, names)
 
-        Raises:
-            RuntimeError: on all ranks, if one has another bucket or none.
-        """
-        if link.differs(digest ^ self._binding.gradient_step):
-            raise self._error(link, list(dict.fromkeys(param.name for param, _ in members)))
 
-    def before_step(self) -> None:
-        """Run before the optimizer step; raises as ``require``."""
-        link = self._binding.link(self._optimizer.dp_process_group)
-        if link.differs(~self._binding.gradient_step):
-            raise self._error(link, [])
-
-    def _error(self, link: Link, names: list[str]) -> RuntimeError:
-        """The same error on all ranks, whose collective it is. names: of this rank's bucket."""
-        found: list[list[str]] = [[]] * link.size
-        torch_dist.all_gather_object(found, names, group=link.process_group)
-        first = found[0]
-        other = next((rank for rank, names in enumerate(found) if names != first), 0)
-        only = [n for n in (*first, *found[other]) if (n in first) != (n in found[other])]
-        shown = ", ".join(only[:_SHOWN]) + (", ..." if len(only) > _SHOWN else "")
-        return RuntimeError(
-            f"quantized_comm: step {self._binding.engine.global_steps}: ranks reduce different "
-            f"gradients: rank {link.ranks[0]} those of {len(first)} parameter(s) now, rank "
-            f"{link.ranks[other]} those of {len(found[other])}; one of them lacks "
-            f"{shown or 'none, but they come in another order'}. Under ZeRO-1 and 2 every rank "
-            "must have gradients of the same parameters, with and without this plugin. Draw what "
-            "is left out (LayerDrop) alike on all ranks, or add 0 * parameter.sum() of what is "
-            "left out to the loss"
-        )
+def _error(step: int, link: Link, names: list[str]) -> RuntimeError:
+    """The same error on all ranks, whose collective it is. names: of this rank's bucket."""
+    found: list[list[str]] = [[]] * link.size
+    torch_dist.all_gather_object(found, names, group=link.process_group)
+    first = found[0]
+    other = next((rank for rank, names in enumerate(found) if names != first), 0)
+    only = [n for n in (*first, *found[other]) if (n in first) != (n in found[other])]
+    shown = ", ".join(only[:_SHOWN]) + (", ..." if len(only) > _SHOWN else "")
+    return RuntimeError(
+        f"quantized_comm: step {step}: ranks reduce different "
+        f"gradients: rank {link.ranks[0]} those of {len(first)} parameter(s) now, rank "
+        f"{link.ranks[other]} those of {len(found[other])}; one of them lacks "
+        f"{shown or 'none, but they come in another order'}. Under ZeRO-1 and 2 every rank "
+        "must have gradients of the same parameters, with and without this plugin. Draw what "
+        "is left out (LayerDrop) alike on all ranks, or add 0 * parameter.sum() of what is "
+        "left out to the loss"
+    )

@@ -31,7 +31,7 @@ from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 from ds_quant.zero import hooks, optimizer_hooks
 from ds_quant.zero.engine import QuantizedEngine
-from ds_quant.zero.equal_buckets import EqualBuckets, digest_of
+from ds_quant.zero.equal_buckets import digest_of, require_equal
 from ds_quant.zero.held import HeldBucket, Member
 from ds_quant.zero.optimizer_hooks import owners_of
 from ds_quant.zero.param import GradientStreams, Param, exact_gradient
@@ -354,7 +354,7 @@ class OwnerReduction(GradientReducer):
 
     def __init__(self, binding: QuantizedEngine, optimizer: Any) -> None:
         super().__init__(binding)
-        self._optimizer, self.equal = optimizer, EqualBuckets(binding, optimizer)
+        self._optimizer = optimizer
         self._bucket: Tensor | None = None
         self._divisor = 1.0
         self._params: list[Tensor] = []
@@ -404,7 +404,7 @@ class OwnerReduction(GradientReducer):
         shares = partial(self._shares, ranges, owners, dtype, route, link.rank)
         layout = self._layout(key, shares, route, link, scale=1 / self._divisor)
         if link.is_gloo:
-            self.equal.require(link, layout.digest, layout.members)
+            require_equal(binding, link, layout.digest, layout.members)
         sums = self._begin(layout, [self._bucket], route).wait()
         if sums is None:
             for owner, values in zip(owners, slices, strict=True):

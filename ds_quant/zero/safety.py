@@ -33,7 +33,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as torch_dist
@@ -475,19 +475,18 @@ class FirstStep:
         for role, least in self._least.items():
             brought = sum(self._binding.traffic.received[role].values())
             if brought < least:
-                self._warn(role, brought, least / _LEAST_SHARE)
-
-    def _warn(self, role: str, brought: int, expected: float) -> None:
-        log.log_rank0(
-            f"quantized_comm: the first step has brought {brought} bytes of {role} to rank 0, and "
-            f"{expected:.0f} or more were expected: unless many parameters were unused in it, "
-            f"{deepspeed_version()} sends {role} past this plugin, and the start-up line is wrong"
-        )
+                log.log_rank0(
+                    f"quantized_comm: the first step has brought {brought} bytes of {role} to rank "
+                    f"0, and {least / _LEAST_SHARE:.0f} or more were expected: unless many "
+                    f"parameters were unused in it, {deepspeed_version()} sends {role} past this "
+                    "plugin, and the start-up line is wrong"
+                )
 
 
-def promised_roles(binding: QuantizedEngine, parameters: Iterable[tuple[Any, Any]]) -> list[str]:
-    """Return the roles that a step must ask for, given (parameter, its process group)."""
-    shared = [p for p, group in parameters if binding.param_of(p) and binding.link(group).size > 1]
+def promised_roles(binding: QuantizedEngine) -> list[str]:
+    """Return the roles that a step must ask for."""
+    served = binding.served
+    shared = [p for p, group in served if binding.param_of(p) and binding.link(group).size > 1]
     roles = []
     if any(not getattr(p, "ds_persist", False) for p in shared):
         roles.append("weights")

@@ -150,7 +150,7 @@ def _streams(operation: Operation) -> Streams:
 
 def _gradients(binding: QuantizedEngine) -> Iterator[_Use]:
     if binding.shipped_gradients is None:
-        for hops in dict.fromkeys(map(binding.route, binding.process_groups)):
+        for hops in dict.fromkeys(binding.route(group) for _, group in binding.served):
             if hops[0].link.size > 1:
                 yield from _reductions(binding, hops)
 

@@ -31,15 +31,7 @@ _WEIGHTS, _FROZEN, _GRADIENTS = (
 _KNOWN = (_NODE, _WEIGHTS, _FROZEN, _GRADIENTS, "zeropp_loco_param", *_MICS)
 _FAMILIES = ("zero_quantized", "zero_hpz", "zeropp", "mics")
 # What DeepSpeed's Adam and LAMB take, of the parameters of their 1-bit forms.
-_OPTIMIZER_KEYS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "bias_correction",
-    "max_coeff",
-    "min_coeff",
-)
+_OPTIMIZER_KEYS = "lr betas eps weight_decay bias_correction max_coeff min_coeff".split()
 _COMPRESSION_KEYS = (
     "freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min",
     "factor_threshold", "var_freeze_step", "var_update_scaler", "local_step_scaler",

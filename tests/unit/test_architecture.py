@@ -250,7 +250,7 @@ BUDGETS = {
     "config": (702, 9),
     "policy": (896, 14),
     "zero": (3866, 47),
-    "tools": (1926, 7),
+    "tools": (1920, 7),
 }
 BUDGETS_BESIDE = {"tests": 20957, "benchmarks": 3700}  # lines of code
 

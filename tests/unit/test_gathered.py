@@ -29,7 +29,7 @@ STEP = 3
 SENT: list[tuple[Codec, int]] = [
     (codec, NUMELS[i % len(NUMELS)])
     for i, codec in enumerate(
-        [*codecs(levels="uniform"), *map(CastCodec, DTYPES), *[CastCodec(DTYPES[0], True)] * 7]
+        [*[CastCodec(DTYPES[0], True)] * 7, *codecs(levels="uniform"), *map(CastCodec, DTYPES)]
     )
 ]
 

@@ -11,15 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation, decode, decode_sum, encode
+from ds_quant.codec.bound import Rotation, decode, decode_sum, encode
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.config.schema import parse_block
 from ds_quant.kernels import reference
-from ds_quant.kernels.batch import Recode
 from ds_quant.kernels.random_bits import Address
-from ds_quant.kernels.run import Operations, Streams
-from ds_quant.policy.route import Routes, delivery_codec
-from ds_quant.zero.param import Param
 from tests import needs
 from tests.torch_kernels import only_torch
 from tests.unit import wire_oracle as oracle
@@ -209,60 +204,6 @@ def test_mean_over_signs_is_the_input(bits: int, backend: str) -> None:
     assert nmse((total / count * (1 - lloyd_max)).float(), x) > bound
 
 
-# ---- shapes and sums ----
-
-
-@pytest.mark.parametrize("numel", (1, 7, 127, 128, 129, 1000))
-@pytest.mark.parametrize("bits", BITS)
-def test_any_length_with_a_rotation(bits: int, numel: int) -> None:
-    """What is missing in the last group counts as zeros, which cost codes but no error of note."""
-    rotation, x = Rotation(block=128, signs=Address(9, numel)), normal(numel)
-    found = round_trip(CODECS[bits], x, rotation)
-    filled = torch.zeros(-(-numel // 128) * 128)
-    filled[:numel] = x
-    assert torch.equal(found, round_trip(CODECS[bits], filled, rotation)[:numel])
-    assert nmse(found, x) < 2 * NMSE[bits]
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_groups_of_zeros_and_of_nan(bits: int) -> None:
-    x = normal(4 * 128)
-    x[128:256], x[300] = 0.0, math.nan
-    found = round_trip(CODECS[bits], x, Rotation(block=128, signs=Address(3, 1)))
-    assert torch.equal(found[128:256], torch.zeros(128))
-    assert found[256:384].isnan().all()
-    assert found[:128].isfinite().all() and found[384:].isfinite().all()
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_a_sum_is_that_of_its_rows_in_order(bits: int) -> None:
-    codec, rotation = CODECS[bits], Rotation(block=128, signs=Address(5, 2))
-    x, own = normal(3, 700), normal(768, seed=8)
-    wire = encoded(codec, x, rotation)
-    rows = torch.empty(3, 768)
-    decode(codec, wire, rows)
-    total = ((rows[0] + own) + rows[1]) + rows[2]
-    reference.unrotate_(total, rotation.kernel, scale=0.25)
-    found = torch.empty(700)
-    how = {"scale": 0.25, "rotation": rotation.kernel, "own": (1, own)}
-    decode_sum(codec, wire, found, **how)
-    assert torch.equal(found, total[:700])
-
-
-def test_a_sum_is_encoded_anew_while_it_is_rotated() -> None:
-    inner = GroupCodec(bits=8, group_size=128, range="absmax")
-    x, sums = normal(3, 640), torch.empty(640)
-    wire, found = encoded(inner, x), torch.empty(CODECS[3].wire_bytes(640), dtype=torch.uint8)
-    operation = Recode(
-        inner, CODECS[3], 640, wire_in=0, wire=1, stream=0, sources=3, stride=wire.stride(0),
-        place=None, own=2,
-    )  # fmt: skip
-    streams = Streams([Coding(CODECS[3])], [None])
-    Operations([(operation, (0, 0, 0, 0))]).run([wire, found, torch.empty(0)], streams)
-    decode_sum(inner, wire, sums)
-    assert torch.equal(found, encoded(CODECS[3], sums.view(1, -1))[0])
-
-
 # ---- what cannot be ----
 
 
@@ -290,21 +231,3 @@ def test_groups_that_are_not_whole_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="numel = 130 .* multiples of 128, or a rotation"):
             call()
-
-
-def test_sums_are_delivered_to_their_owners_without_bias() -> None:
-    """They are no longer rotated, so Gaussian levels would not fit."""
-    wanted = GroupCodec(bits=8, group_size=128, range="absmax", rounding="stochastic")
-    assert delivery_codec(CODECS[2]) == wanted
-
-
-def test_the_delivery_has_random_bits_of_each_rank() -> None:
-    scheme = parse_block({"scheme": "eden3"}).to_scheme()
-    weight = Param(
-        index=4, name="weight", shape=torch.Size((64, 64)), trained=True, tensor=None,
-        routes=Routes(scheme=scheme, stage=2, nodes=2, node_size=2),
-    )  # fmt: skip
-    ranks = [weight.gradient_streams(torch.bfloat16, rank=rank, hops=2) for rank in range(2)]
-    keys = [hop.key for rank in ranks for hop in rank.hops]
-    assert None not in keys and len(set(keys)) == 4
-    assert ranks[0].signs == ranks[1].signs is not None, "sums are taken of rotated values"

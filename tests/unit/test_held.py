@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,8 @@ from tests.world import SimulatedRank, World
 
 A, B, C, D = NUMELS = (37, 300, 64, 5)
 NAMES = "ABCD"
-# Micro-steps, each with its buckets; "-" ends a step that is abandoned there.
+# Micro-steps, each with its buckets; "-" ends a step that is abandoned there. The user says that
+# the last one is over: "?" without having said before that it is the last, "!" otherwise.
 SCRIPTS = {
     "the same buckets": "AB,CD AB,CD AB,CD",
     "other buckets": "AB,CD A,BC,D ABCD",
@@ -28,6 +30,8 @@ SCRIPTS = {
     "no gradient at the end": "AB,CD CD,AB C",
     "no gradient at the end of what crossed": "AB,CD A,CD D",
     "only one at the end": "ABCD ABCD D",
+    "over afterwards": "AB,CD A,CD?",
+    "over afterwards, of what crossed": "AB,CD A,CD!",
     "twice in a bucket": "AA,B AA,B",
     "abandoned": "AB,CD - A,B,CD",
     "abandoned, then the same buckets": "AB,CD AB,CD - AB,CD AB,CD",
@@ -80,6 +84,8 @@ class Accumulation:
             self.sums[place][start:stop] += values
 
     def reduce_zeros(self, params: Sequence[Any]) -> None:
+        places = [next(i for i, own in enumerate(self.params) if own is p) for p in params]
+        assert places == sorted(places), "an order of their own on every rank"
         self.reduce(params, [torch.zeros(p.numel()) for p in params])
 
     def run(self, script: str, meet: threading.Barrier) -> list[torch.Tensor]:
@@ -87,17 +93,22 @@ class Accumulation:
         for micro, buckets in enumerate(steps):
             if meet.wait(20) == 0:
                 engine = self.rank.engine
-                engine.is_last_micro_step = micro == len(steps) - 1
+                engine.is_last_micro_step = micro == len(steps) - 1 and "?" not in buckets
                 engine.global_steps += buckets == "-"
             meet.wait(20)
             if buckets == "-":
                 for sums in self.sums:
                     sums.zero_()
                 continue
-            for names in buckets.split(","):
+            for names in buckets.rstrip("?!").split(","):
                 tensors = [gradient(n, self.rank.number, micro, i) for i, n in enumerate(names)]
                 self.reduce([self.params[NAMES.index(n)] for n in names], tensors)
-            self.rank.held.reduce_rest(self)
+            if buckets[-1] in "?!":
+                rest = partial(self.rank.held.reduce_rest, self)
+                epilogue = {"independent_gradient_partition_epilogue": rest}
+                self.rank.held.finish(SimpleNamespace(**epilogue))
+            else:
+                self.rank.held.reduce_rest(self)
             self.rank.after_backward()
         return self.sums
 
@@ -113,7 +124,7 @@ def test_gradients_are_the_plain_sums_of_all_micro_steps(stage: int, script: str
     for i, name in enumerate(NAMES):
         wanted = torch.zeros(NUMELS[i])
         for micro, buckets in enumerate(steps):
-            for names in buckets.split(",") if micro >= begin else ():
+            for names in buckets.rstrip("?!").split(",") if micro >= begin else ():
                 for place, n in enumerate(names):
                     if n == name:
                         wanted += sum(gradient(n, rank, micro, place) for rank in range(4)) / 4

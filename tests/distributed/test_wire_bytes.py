@@ -155,7 +155,7 @@ def volumes(topology: Topology, case: Case) -> dict[str, tuple[float, float]]:
     ("topology", "case"),
     thinned(
         [(t, case) for t in (*ONE_NODE, *SEVERAL_NODES) for case in cases_of(t)],
-        lambda topology, _: topology in (*ONE_NODE, (2, 2)),
+        lambda topology, _: topology in ((1, 3), (2, 2)),
     ),
 )
 def test_counted_bytes_are_beta_times_the_volume(topology: Topology, case: Case) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from ds_quant.kernels.wire import shard_range
 from ds_quant.zero import hooks, optimizer_hooks
 from ds_quant.zero.gradients import OwnerReduction
+from ds_quant.zero.held import HeldGradients
 from tests.world import SimulatedRank, World
 
 A, B, C, D = NUMELS = (37, 300, 64, 5)
@@ -155,6 +156,12 @@ def test_sums_that_crossed_are_added_before_the_sum_is_rounded() -> None:
     world.engine.is_last_micro_step = False
     for shard in world.all(run):
         assert shard.dtype == torch.bfloat16 and set(shard.tolist()) <= {258.0}
+
+
+def test_a_bucket_is_the_rest_if_all_of_it_is() -> None:
+    held = HeldGradients(None)
+    held._left = {"a", "b"}
+    assert held.are_left([("a", -1), ("b", -1)]) and not held.are_left([("a", -1), ("c", -1)])
 
 
 def test_zeros_are_not_added_to_shards_on_the_host() -> None:

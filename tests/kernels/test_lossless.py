@@ -22,7 +22,7 @@ from tests.unit import lossless_oracle
 
 CODEC = LosslessCodec()
 GUARD = 64  # bytes or elements around what may be written
-PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)
+PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 @pytest.fixture(params=["torch", "native", "cuda"], autouse=True)
@@ -167,7 +167,7 @@ def check_damaged(message: torch.Tensor, reference: torch.Tensor, values: torch.
     return False
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     sorts=st.sampled_from(sorted(DAMAGED)),
     numel=st.sampled_from([1, 100, 2048, 2500, 3 * 2048]),
@@ -194,7 +194,7 @@ def test_wrong_entries_are_errors() -> None:
             check_damaged(guarded(len(other), torch.uint8).copy_(other), reference, values)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     sorts=st.sampled_from(sorted(DAMAGED)),
     numel=st.sampled_from([0, 1, 2048, 2500, 3 * 2048]),
@@ -214,7 +214,7 @@ def test_another_length_is_an_error(sorts: str, numel: int, change: int, told: b
     assert check_damaged(other, reference, values)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     data=st.binary(min_size=16, max_size=400), mode=st.integers(0, 3), numel=st.integers(0, 4100)
 )

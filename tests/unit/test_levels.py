@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec.bound import decode, encode
-from ds_quant.codec.codec import GroupCodec
 from ds_quant.codec.levels import initial_levels, merge_levels, update_levels
-
-SIZE = 1024
 
 
 def samples(name: str, numel: int, seed: int = 1) -> torch.Tensor:
@@ -46,42 +42,6 @@ def test_update_equals_the_loop_over_values(bits):
     assert torch.equal(start, initial_levels(bits))
 
 
-@pytest.mark.parametrize("rate", (0.01, 0.5, 0.99))
-def test_levels_stay_sorted_and_inside_the_range(rate):
-    levels = initial_levels(5)
-    for seed in range(5):
-        levels = update_levels(levels, samples("laplace", 9000, seed), group_size=512, rate=rate)
-        assert torch.all(levels[1:] >= levels[:-1])
-        assert levels[0] >= 0 and levels[-1] <= 31
-
-
-def relative_error(codec: GroupCodec, x: torch.Tensor, levels: torch.Tensor | None) -> float:
-    wire = torch.empty(1, codec.wire_bytes(x.numel()), dtype=torch.uint8)
-    out = torch.empty(1, x.numel())
-    encode(codec, x[None], wire, levels=levels)
-    decode(codec, wire, out, levels=levels)
-    return float((out - x).double().square().mean())
-
-
-@pytest.mark.parametrize(
-    "bits, gaussian, laplace",
-    ((2, 0.33, 0.22), (3, 0.51, 0.41), (4, 0.66, 0.57), (5, 0.88, 0.80)),
-)
-def test_one_pass_over_100k_values_reaches_the_known_error_ratios(bits, gaussian, laplace):
-    """MSE relative to the uniform grid, a = 0.01; the table of the design notes (qsdp.md 1.8).
-
-    Its numbers are one run each, rounded to 0.01, on other samples and with the assignment
-    renewed at every value: 6 % of the ratio covers sampling (about 1 % for 512 groups, more for
-    the heavy tail that sets the range) and the batches (levels lag by one group).
-    """
-    learned = GroupCodec(bits=bits, group_size=SIZE, levels="learned")
-    for name, expected in (("gaussian", gaussian), ("laplace", laplace)):
-        x = samples(name, 512 * SIZE, seed=bits)
-        levels = update_levels(initial_levels(bits), x[: 98 * SIZE], group_size=SIZE, rate=0.01)
-        ratio = relative_error(learned, x, levels) / relative_error(learned, x, None)
-        assert ratio == pytest.approx(expected, rel=0.06), name
-
-
 def test_groups_are_spread_evenly_and_deterministically():
     """With 2 of 4 groups allowed, groups 0 and 2 are read and the others are not."""
     x = samples("gaussian", 4 * 64)
@@ -108,16 +68,6 @@ def test_groups_without_a_range_teach_nothing(x):
     start = initial_levels(4)
     new = update_levels(start, x, group_size=128, rate=0.5)
     assert torch.equal(new, start) and new is not start
-
-
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_low_precision_inputs_are_read_in_fp32(dtype):
-    x = samples("gaussian", 1000).to(dtype)
-    options = dict(group_size=128, rate=0.02)
-    assert torch.equal(
-        update_levels(initial_levels(3), x, **options),
-        update_levels(initial_levels(3), x.float().view(10, 100), **options),
-    )
 
 
 def test_merge_is_the_weighted_mean_in_rank_order():

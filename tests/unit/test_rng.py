@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -42,54 +40,3 @@ def test_tensor_philox_equals_the_oracle_word_for_word(first, step):
         counter = (vector & MASK32, vector >> 32, step & MASK32, step >> 32)
         words = random_bits.philox4x32(counter, address.key_words)
         assert row == [half for word in words for half in (word & 0xFFFF, word >> 16)]
-
-
-def test_distinct_names_give_distinct_keys():
-    names = itertools.product(range(4), random_bits.Role, range(40), range(12), range(2))
-    keys = [
-        random_bits.address(
-            seed=seed, role=role, step=9, parameter=parameter, rank=rank, hop=hop
-        ).key
-        for seed, role, parameter, rank, hop in names
-    ]
-    assert len(set(keys)) == len(keys) == 4 * 2 * 40 * 12 * 2
-    assert all(0 <= key < 1 << 64 for key in keys)
-    # Both key words vary: a stream is not told apart by half of its key only.
-    assert len({key & MASK32 for key in keys}) > 0.999 * len(keys)
-    assert len({key >> 32 for key in keys}) > 0.999 * len(keys)
-
-
-def test_exchanged_field_values_do_not_collide():
-    base = dict(seed=1, role=random_bits.Role.GRADIENTS, step=0)
-    pair = [
-        random_bits.address(parameter=2, rank=3, **base).key,
-        random_bits.address(parameter=3, rank=2, **base).key,
-        random_bits.address(parameter=2, rank=0, hop=3, **base).key,
-    ]
-    assert len(set(pair)) == 3
-
-
-def test_step_is_a_counter_word_and_leaves_the_key():
-    first, second = (
-        random_bits.address(seed=-5, role=random_bits.Role.WEIGHTS, step=step, parameter=1)
-        for step in (3, 4)
-    )
-    assert first.key == second.key
-    assert (first.step, second.step) == (3, 4)
-    assert random_bits.Address(key=0, step=(5 << 32) | 6).step_words == (6, 5)
-    assert random_bits.Address(key=(5 << 32) | 6, step=0).key_words == (6, 5)
-
-
-def test_shifts_are_exact_in_fp32_and_cover_the_half_open_unit_interval():
-    shifts = [random_bits.shift_of(random_bits.Address(key=11, step=step)) for step in range(4000)]
-    assert all(-0.5 <= shift < 0.5 for shift in shifts)
-    assert all(torch.tensor(shift, dtype=torch.float32).item() == shift for shift in shifts)
-    # Uniform: the mean of N has deviation 1 / sqrt(12 N), the largest gap to the ends ~ 1 / N.
-    assert abs(sum(shifts) / 4000) < 4 / (12 * 4000) ** 0.5
-    assert min(shifts) < -0.5 + 10 / 4000 and max(shifts) > 0.5 - 10 / 4000
-
-
-def test_shift_uses_the_high_24_bits_of_word_0_of_vector_0():
-    address = random_bits.Address(key=99, step=(7 << 32) | 1, first_vector=12)
-    word = random_bits.philox4x32((0, 0, 1, 7), (99, 0))[0]
-    assert random_bits.shift_of(address) == (word >> 8) / 2**24 - 0.5

@@ -12,7 +12,6 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import launch  # noqa: E402
 import speed  # noqa: E402
 from netlab import lab  # noqa: E402
 
@@ -131,60 +130,3 @@ def test_without_a_lab_one_point_over_loopback(
     assert exact["rate"] == 0 and ours["interface_bytes"] == ours["counted_bytes"]
     assert 1.7 < ours["bytes_bound"] < 2
     assert "| not shaped | " in (tmp_path / "speed.md").read_text("utf-8")
-
-
-TRAIN = """
-import json, sys
-import deepspeed, torch
-import ds_quant
-from torch import nn
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a build of half a minute
-model = nn.Linear(256, 256, bias=False)
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
-    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-    "zero_optimization": {"stage": 2}, "quantized_comm": {"scheme": "qsdp"}})
-for _ in range(3):
-    engine.backward(engine(torch.ones(1, 256, dtype=torch.bfloat16)).sum())
-    engine.step()
-report = ds_quant.report(engine)
-if engine.global_rank == 0:
-    with open(sys.argv[1], "w") as file:
-        json.dump([report["line"], report["received_bytes"]], file)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_the_launcher_trains_across_hosts_of_a_lab(network: lab.Lab, tmp_path: Path) -> None:
-    """torchrun on both hosts, as on two machines; a host is a node without being told."""
-    script, outcome = tmp_path / "train.py", tmp_path / "outcome.json"
-    script.write_text(TRAIN)
-    lab.set_rate(2, 200, name=network.name)
-    before = received(network)
-    port = str(launch.free_port())
-    env = launch.environment("cpu", installed=launch.has_entry_point())
-    env |= {"GLOO_SOCKET_IFNAME": network.interface}
-    processes = [
-        subprocess.Popen(
-            network.command(host, [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
-                "--nproc-per-node", "1", "--node-rank", str(host), "--master-addr",
-                network.address(0), "--master-port", port, str(script), str(outcome),
-            ]),
-            env=env, cwd=tmp_path,
-        )
-        for host in range(2)
-    ]  # fmt: skip
-    try:
-        assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    line, counted = json.loads(outcome.read_text())
-    assert "qsdp on ZeRO-2" in line and "2 x 1 ranks" in line
-    inter = sum(links["inter"] for links in counted.values())
-    assert inter > 3 * 256 * 256 and sum(links["intra"] for links in counted.values()) == 0
-    assert received(network) - before > inter

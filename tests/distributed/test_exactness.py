@@ -280,7 +280,7 @@ def skipped_step(stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", thinned([1, 2, 3], lambda stage: stage > 1))
 def test_a_skipped_step_changes_no_weight_and_no_resume(stage: int) -> None:
     if stage == 3:
         needs.deepspeed("0.19", "takes a bf16 step with NaN under ZeRO-3")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.harness import run, run_each
+from tests.distributed.harness import run
 from tests.distributed.models import (
     batch,
     build,
@@ -284,39 +284,3 @@ def test_a_skipped_step_leaves_the_kept_weights_alone(stage: int) -> None:
     if all(skipped == 0 for _, skipped in ranks):
         pytest.skip("this DeepSpeed skips no bf16 step: 0.19 does")
     assert ranks == [(True, 1)] * 4
-
-
-# ---- refusals ----
-
-
-def _refused(block: dict[str, Any]) -> None:
-    build(settings(3, block, dtype="bf16"))
-
-
-def test_a_full_replica_is_refused_with_its_size_unless_it_is_accepted() -> None:
-    outcomes = run_each(_refused, 2, {"scheme": "sdp4bit", "node_size": 1})
-    for _, error in outcomes:
-        assert "weights.difference=true with one rank per node" in error
-        assert "0.000194 GB more on every rank" in error
-        assert "allow_full_replica to true" in error
-
-
-# Other schemes that may keep a node shard, and other codecs inside nodes; on four ranks.
-UNUSUAL = {
-    "qsdp in a node shard": block_of("qsdp", 2, node_shard=True),
-    **{
-        f"8 bits inside nodes of {size}": block_of(
-            "sdp4bit", size, weights={"intra": {"bits": 8, "group_size": 256}}
-        )
-        for size in (2, 4)
-    },
-}
-
-
-def _unusual_rank() -> list[list[float]]:
-    return [train(settings(3, block, dtype="bf16"), STEPS).losses for block in UNUSUAL.values()]
-
-
-def test_unusual_codecs_train() -> None:
-    for losses in np.mean(run(_unusual_rank, 4), axis=0):
-        assert losses[-1] < 0.6 * losses[0]

@@ -107,15 +107,3 @@ def test_weights_have_no_gaussian_levels() -> None:
         ConfigError, match='weights.range="gaussian": allowed: "minmax" or "absmax"'
     ):
         parse_block({"scheme": "qsdp", "weights": {"range": "gaussian"}})
-
-
-def test_null_takes_the_outer_codec_on_both_hops() -> None:
-    block = {"scheme": "sdp4bit", "gradients": {"intra": None}}
-    assert parse_block(block).to_scheme().gradients_intra is None
-
-
-def test_differences_without_a_node_shard_are_refused_under_zero3_only() -> None:
-    config = parse_block({"scheme": "sdp4bit", "node_shard": False})
-    config.validate_stage(2)
-    with pytest.raises(ConfigError, match="weights.difference=true conflicts with .*node_shard"):
-        config.validate_stage(3)

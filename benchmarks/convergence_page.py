@@ -194,7 +194,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
         color, half = colors[row["scheme"]], row["gap"]["half_width"] or 0.0
         below = min(half, 0.9 * gap)  # the axis is logarithmic
         axes.errorbar(bits, gap, [[below], [half]], fmt="none", ecolor=color, capsize=3)
-        axes.plot([bits], [gap], "o", color=color, label=row["scheme"])
+        axes.plot([bits], [gap], "o", color=color)
+        axes.annotate(row["scheme"], (bits, gap), xytext=(6, 3), color=color,
+                      textcoords="offset points", fontsize=9)  # fmt: skip
     axes.set(
         xscale="log", yscale="log",
         xlabel="bits of a weight plus bits of a gradient, between nodes",

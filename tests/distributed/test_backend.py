@@ -62,10 +62,13 @@ def _engines(
     return used, [digests(masters(engine)) for engine in engines]
 
 
-@pytest.mark.parametrize("backends", [("torch", "auto"), ("auto", "torch")])
 @pytest.mark.parametrize(
-    ("stage", "scheme"), [(2, "sdp4bit"), (3, "sdp4bit"), (3, "qsdp"), (2, "lossless_w_g4")]
-)
+    ("stage", "scheme", "backends"),
+    [
+        (2, "sdp4bit", ("torch", "auto")), (3, "sdp4bit", ("auto", "torch")),
+        (2, "lossless_w_g4", ("auto", "torch")),
+    ],
+)  # fmt: skip
 def test_each_engine_uses_its_own_kernels(
     stage: int, scheme: str, backends: tuple[str, ...]
 ) -> None:

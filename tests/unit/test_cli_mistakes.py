@@ -1,4 +1,6 @@
-"""Wrong files and values: every command answers with one line and the exit code 1."""
+"""Wrong files and values: every command answers with one line and the exit code 1. Most are in
+golden/commands.yaml; here are those that YAML cannot hold, or whose words are those of others.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,6 @@ MODEL = ["estimate", *PLAN, "--model-config", "{file}"]
 
 HUGE = 10**400
 DEEP = '{"a": ' * 900 + "1" + "}" * 900
-ENDLESS = '{"zero_optimization": {"stage": 3}, "quantized_comm": {"seed": 1e999}}'
 RATE = {"bytes_per_second": 1e8, "latency": 1e-3}
 LLAMA = {
     "model_type": "llama", "vocab_size": 100, "hidden_size": 128, "num_hidden_layers": 2,
@@ -45,50 +46,18 @@ def config(steps: Any = None, **zero: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 3, **zero}, **accumulation}
 
 
-STEPS = 'gradient_accumulation_steps={}: allowed: whole numbers from 1, or "auto"'
-BUCKET = 'zero_optimization.{}: allowed: whole numbers from 0, or "auto"'
 NO_RECORD = "no JSON objects of numbers with a step in line(s) 1: allowed: a file that"
-NO_PROBE = "allowed: a file of this version's 'ds_quant probe'"
 NO_HOSTS = "allowed: a line per host, such as 'node0 slots=8'"
 
 CASES: list[tuple[list[str], Any, str]] = [
-    (VALIDATE, ENDLESS, "a number is too large"),
     (VALIDATE, DEEP, "nested too deeply"),
     (VALIDATE, b"\xff\xfe\x00", "can't decode byte 0xff"),
-    (CONFIGURED, ENDLESS, "a number is too large"),
     (CONFIGURED, DEEP, "nested too deeply"),
-    (CONFIGURED, config(-3), STEPS.format("-3")),
-    (CONFIGURED, config(0), STEPS.format("0")),
-    (CONFIGURED, config(1.5), STEPS.format("1.5")),
-    (CONFIGURED, config("x"), STEPS.format('"x"')),
-    (CONFIGURED, config([1]), STEPS.format("[1]")),
-    (CONFIGURED, config(True), STEPS.format("true")),
     (CONFIGURED, config(HUGE), "gradient_accumulation_steps=1000"),
     (CONFIGURED, config(stage=HUGE), "zero_optimization.stage=1000"),
-    (CONFIGURED, config(reduce_bucket_size="x"), BUCKET.format('reduce_bucket_size="x"')),
     (CONFIGURED, config(reduce_bucket_size=HUGE), "zero_optimization.reduce_bucket_size=1000"),
-    (CONFIGURED, config(allgather_bucket_size=None), BUCKET.format("allgather_bucket_size=null")),
-    (
-        CONFIGURED, config(stage3_max_reuse_distance=-1),
-        BUCKET.format("stage3_max_reuse_distance=-1"),
-    ),
-    (PROBED, "", "Expecting value"),
     (PROBED, "[" * 100_000, "nested too deeply"),
-    (PROBED, "[1]", NO_PROBE),
-    (PROBED, {"kind": "probe", "version": 1}, NO_PROBE),
-    (PROBED, probe(version=2), NO_PROBE),
-    (PROBED, probe(inter=3), NO_PROBE),
-    (PROBED, probe(inter={"latency": 1.0}), NO_PROBE),
-    (PROBED, probe(inter=RATE | {"more": 1}), NO_PROBE),
-    (PROBED, probe(nodes=0), "nodes=0: allowed: whole numbers above 0"),
-    (PROBED, probe(nodes=1.5), "nodes=1.5: allowed: whole numbers above 0"),
-    (PROBED, probe(node_size="2"), 'node_size="2": allowed: whole numbers above 0'),
-    (PROBED, probe(inter=RATE | {"bytes_per_second": 0}), "inter.bytes_per_second=0: allowed"),
-    (PROBED, probe(intra=RATE | {"bytes_per_second": -1}), "intra.bytes_per_second=-1: allowed"),
-    (PROBED, probe(inter=RATE | {"bytes_per_second": "x"}), 'inter.bytes_per_second="x": allowed'),
     (PROBED, probe(inter=RATE | {"bytes_per_second": HUGE}), "a number is too large"),
-    (PROBED, probe(inter=RATE | {"latency": -1}), "inter.latency=-1: allowed: numbers above 0"),
-    (PROBED, probe(inter=RATE | {"latency": True}), "inter.latency=true: allowed: numbers above 0"),
     (MODEL, "[]", "no model_type, allowed: a Hugging Face config"),
     (MODEL, LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: allowed: 1 to"),
     (MODEL, LLAMA | {"num_hidden_layers": -1}, "num_hidden_layers=-1: allowed: 1 to 1000"),
@@ -96,8 +65,6 @@ CASES: list[tuple[list[str], Any, str]] = [
     (MODEL, LLAMA | {"num_attention_heads": 0}, "ZeroDivisionError"),
     (MODEL, LLAMA | {"hidden_act": "nope"}, "KeyError: 'nope'"),
     (MODEL, {"model_type": "nope"}, "Unrecognized model identifier"),
-    (HOSTS, "", NO_HOSTS),
-    (HOSTS, "# nothing\n\n", NO_HOSTS),
     (HOSTS, b"\xff\xfe\x00", NO_HOSTS),
     (PLOT, record(**{"seconds/wait": "x"}), NO_RECORD),
     (PLOT, record(**{"seconds/wait": [1]}), NO_RECORD),

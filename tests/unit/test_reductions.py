@@ -41,14 +41,14 @@ def module() -> nn.Module:
 
 
 class Case(NamedTuple):
-    """``layout``: of owners under ZeRO-2, None under ZeRO-3. crossing: micro-steps that cross nodes
-    once, where there are two levels.
+    """layout: of owners under ZeRO-2, None under ZeRO-3. dtype: None for two in turns. crossing:
+    micro-steps that cross nodes once, where there are two levels.
     """
 
     scheme: str
     topology: tuple[int, int]
     layout: str | None
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     slices: int | None
     crossing: int
 
@@ -65,7 +65,15 @@ CASES = [
             "crossing": (1, 3),
         }
     )
+] + [
+    Case("qsdp", (1, 3), None, torch.bfloat16, None, 1),
+    Case("qsdp", (4, 1), None, None, None, 1),
+    Case("sdp4bit", (2, 2), None, None, 3, 3),
 ]
+
+
+def dtype_of(case: Case, parameter: int) -> torch.dtype:
+    return case.dtype or (torch.bfloat16, torch.float32)[parameter % 2]
 
 
 def format_of(codec: Codec) -> oracle.Sent:
@@ -84,7 +92,7 @@ def gradients(case: Case, rank: int, micro: int) -> list[torch.Tensor]:
     """Of all parameters."""
     draw = np.random.default_rng((rank, micro))
     found = [torch.from_numpy(draw.normal(size=n) * 10 ** draw.normal(size=n)) for n in NUMELS]
-    return [values.to(case.dtype) for values in found]
+    return [values.to(dtype_of(case, i)) for i, values in enumerate(found)]
 
 
 def borders(case: Case, world: int) -> list[int]:
@@ -161,7 +169,7 @@ class Page:
     def formats(self, parameter: int) -> tuple[oracle.Sent, ...]:
         hops = 1 + self.two
         if NUMELS[parameter] < 64 or parameter == len(NUMELS) - 1 or not self.scheme.gradients:
-            return (CAST_NAMES[self.case.dtype],) * hops
+            return (CAST_NAMES[dtype_of(self.case, parameter)],) * hops
         outer = format_of(self.scheme.gradients)
         inner = format_of(self.scheme.gradients_intra or self.scheme.gradients)
         if self.two:
@@ -183,7 +191,12 @@ class Page:
     def _runs(self) -> list[Run]:
         if self.case.layout is None:
             runs = [Run(parameter=i, numel=n) for i, n in enumerate(NUMELS)]
-            return sorted(runs, key=lambda run: self._is_small(run))
+            small = [run for run in runs if self._is_small(run)]
+            large = [run for run in runs if not self._is_small(run)]
+            dtypes = list(dict.fromkeys(dtype_of(self.case, run.parameter) for run in small))
+            return large + sorted(
+                small, key=lambda r: dtypes.index(dtype_of(self.case, r.parameter))
+            )
         found, small, cuts = [], {}, borders(self.case, self.ranks)
         begins = np.cumsum([0, *NUMELS])
         for owner, (low, high) in enumerate(zip(cuts, cuts[1:], strict=False)):
@@ -371,6 +384,6 @@ def check(case: Case) -> None:
             else:
                 continue
             parts = [sums[p] for p in of if p.tensor == i]
-            wanted = torch.from_numpy(np.concatenate(parts)).to(case.dtype)
+            wanted = torch.from_numpy(np.concatenate(parts)).to(dtype_of(case, run.parameter))
             torch.testing.assert_close(mine, wanted, rtol=0, atol=0, equal_nan=True)
         assert world.ranks[rank].traffic.received["gradients"] == page.received[rank]

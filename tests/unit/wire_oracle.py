@@ -385,10 +385,11 @@ def slices(pieces: list[Piece], count: int | None) -> list[list[Piece]]:
 
 def slots(pieces: list[Piece], hop: int) -> tuple[list[tuple[int, int]], int]:
     """Begin and end of the slot of every piece, and the bytes of the message."""
-    found, end = [], 0
+    found, end, before = [], 0, None
     for p in pieces:
         n = max(p.room, p.on_wire)
-        begin = end if p.small else pad16(end)
+        begin = end if p.small and before == p.formats[hop] else pad16(end)
+        before = p.formats[hop]
         end = begin + (BYTES[p.formats[hop]] * n if p.small else row_bytes(p.formats[hop], n))
         found.append((begin, end))
     return found, pad16(end)

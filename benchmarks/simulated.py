@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_quant.codec.bound import Coding, exactly
+from ds_quant.comm.buffers import Room
 from ds_quant.comm.gather import Kept, all_gather, exchange, gather
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import normalised
@@ -435,7 +436,8 @@ class Simulation:
     def _rows(self, rank: SimulatedRank) -> list[Kept]:
         nodes, size = self._topology.nodes, self._topology.node_size
         where = {"nodes": nodes, "node_size": size, "local": rank.number % size}
-        make = partial(Kept.allocate, **where, dtype=self._dtype, device="cpu")
+        room = Room(0, partial(torch.zeros, dtype=torch.uint8))
+        make = partial(Kept.allocate, **where, dtype=self._dtype, room=room)
         return [make(numel) for numel in self._sizes]
 
     def _exchange(

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from ds_quant.kernels.wire import ALIGNMENT, round_up
+
 MIN_BYTES = 1 << 20  # below, the allocator keeps freed blocks by itself
 
 
@@ -51,7 +53,8 @@ class Buffers:
         if device.type != "cpu" or nbytes < MIN_BYTES:
             return torch.empty(shape, dtype=dtype, device=device)
         with self._lock, torch.inference_mode(False):
-            return torch.from_numpy(self._take(nbytes)[:nbytes]).view(dtype).view(shape)
+            numbers = torch.frombuffer(self._take(nbytes), dtype=dtype, count=math.prod(shape))
+            return numbers if len(shape) == 1 else numbers.view(shape)
 
     def empties(
         self, numels: Sequence[int | None], *, dtype: torch.dtype, device: torch.device
@@ -85,25 +88,25 @@ def _size(array: np.ndarray) -> int:
     return array.nbytes
 
 
-class HostRoom:
-    """Host memory for tensors that stay, ``nbytes`` in all, which ``pin`` makes page-locked.
+class Room:
+    """Memory for tensors that stay, ``nbytes`` in all, end to end: they can be sent as they lie.
 
-    torch rounds every page-locked block up to a power of two: tensors are cut out of such blocks.
+    They are cut out of large blocks, because torch rounds page-locked ones up to powers of two.
+    zeros: makes a block of so many bytes, (bytes,) uint8.
     """
 
-    _BLOCK, _ALIGNMENT = 1 << 28, 64
+    _BLOCK = 1 << 28
 
-    def __init__(self, nbytes: int, pin: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._to_come, self._pin = nbytes, pin
+    def __init__(self, nbytes: int, zeros: Callable[[int], torch.Tensor]) -> None:
+        self._to_come, self._zeros = nbytes, zeros
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return contiguous zeros."""
+        """Return contiguous zeros, at a multiple of 16 bytes."""
         nbytes = math.prod(shape) * dtype.itemsize
-        taken = -(-nbytes // self._ALIGNMENT) * self._ALIGNMENT
+        taken = round_up(nbytes, ALIGNMENT)
         if taken > self._left.numel():
-            block = max(taken, min(self._BLOCK, self._to_come))
-            self._left = self._pin(torch.zeros(block, dtype=torch.uint8))
+            self._left = self._zeros(max(taken, min(self._BLOCK, self._to_come)))
         self._to_come -= taken
         room, self._left = self._left[:nbytes], self._left[taken:]
         return room.view(dtype).view(shape)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import Codec
-from ds_quant.comm.buffers import HostRoom
+from ds_quant.comm.buffers import Room
 from ds_quant.comm.message import Message, Part, row_vector
 from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.wire import ceil_div, shard_range
@@ -47,17 +47,15 @@ def all_gather(
     sizes = tuple([(c.codec, n) for c, n in zip(codings, numels, strict=True)])
     message = _shard_message(sizes, link.size, link.rank, link.node_size)
     shapes, device = [(n, s.dtype) for n, s in zip(numels, shards, strict=True)], shards[0].device
-    return message.gather(link, shards, codings, lambda: new_values(shapes, device))
+    into = partial(new_values, shapes, device)
+    return message.gather(link, shards, codings, into, stays=True)
 
 
 def new_values(
     shapes: Sequence[tuple[int, torch.dtype]], device: torch.device | str
 ) -> list[Tensor]:
     """Allocate tensors (numel,) outside the pool: DeepSpeed frees them as it would without us."""
-    values = []
-    for numel, dtype in shapes:
-        values.append(torch.empty(numel, dtype=dtype, device=device))
-    return values
+    return [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in shapes]
 
 
 @lru_cache(maxsize=1024)
@@ -100,16 +98,12 @@ class Kept:
         node_size: int,
         local: int,
         dtype: torch.dtype,
-        device: torch.device,
-        room: HostRoom | None = None,
+        room: Room,
+        device: torch.device | None = None,
     ) -> Kept:
-        """Allocate rows of zeros, in host memory if there is ``room``."""
-        width, place = ceil_div(numel, nodes * node_size), {"node_size": node_size, "local": local}
-        if room is not None:
-            rows = room.zeros(nodes, width, dtype=dtype)
-            return cls(numel=numel, **place, rows=rows, device=device)
-        rows = torch.zeros(nodes, width, dtype=dtype, device=device)
-        return cls(numel=numel, **place, rows=rows)
+        """Allocate rows of zeros in ``room``."""
+        rows = room.zeros(nodes, ceil_div(numel, nodes * node_size), dtype=dtype)
+        return cls(numel=numel, node_size=node_size, local=local, rows=rows, device=device)
 
 
 def rows_of(kept: Sequence[Kept], node: int | None = None) -> list[Tensor]:
@@ -174,15 +168,15 @@ def gather(
     Every rank uses decoded values, of its own rows too. ``intra`` is None with one rank per node.
     """
     if intra is None:
-        if kept[0].device is not None:
-            copies = rows_of(kept)  # begun now, ahead of their use
-            full = [rows.view(-1)[: k.numel] for rows, k in zip(copies, kept, strict=True)]
-            return Pending(lambda: full)
-        return Pending(lambda: [item.rows.view(-1)[: item.numel].clone() for item in kept])
+        # Copies to the device begin now, ahead of their use.
+        full = [r.view(-1)[: k.numel] for r, k in zip(rows_of(kept), kept, strict=True)]
+        is_copied = kept[0].device is not None
+        return Pending(lambda: full if is_copied else [values.clone() for values in full])
     sizes = tuple([(c.codec, k.numel, k.rows.shape[0]) for c, k in zip(codings, kept, strict=True)])
     rows, shapes = rows_of(kept), [(item.numel, item.rows.dtype) for item in kept]
     message = _node_message(sizes, intra.size, intra.rank)
-    return message.gather(intra, rows, codings, lambda: new_values(shapes, rows[0].device))
+    into = partial(new_values, shapes, rows[0].device)
+    return message.gather(intra, rows, codings, into, stays=True)
 
 
 @lru_cache(maxsize=1024)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding
@@ -95,11 +96,15 @@ def pack(
     encode: Operations,
     buffers: Sequence[Tensor],
     streams: Streams,
+    wire: Tensor | None = None,
 ) -> Tensor:
-    """Encode a message of ``nbytes``, which is buffer 0 of the operations; the others follow."""
-    wire = link.empty(nbytes, device=buffers[0].device)
+    """Encode a message of ``nbytes``, which is buffer 0 of the operations; the others follow.
+    ``wire``: the message, if it is there already; where notes are taken it is encoded all the same.
+    """
     with link.encoding(role) as notes:
-        encode.run([wire, *buffers], streams, notes, backend=link.backend)
+        if wire is None or notes is not None:
+            wire = link.empty(nbytes, device=buffers[0].device)
+            encode.run([wire, *buffers], streams, notes, backend=link.backend)
     return wire
 
 
@@ -171,16 +176,20 @@ class Message:
         values: Sequence[Tensor],
         codings: Sequence[Coding],
         into: Callable[[], list[Tensor]],
+        *,
+        stays: bool = False,
     ) -> Pending[list[Tensor]]:
         """Begin to gather weights; the result is the tensors of ``into()``, decoded.
 
         1. encode this rank's row  2. all-gather the rows, asynchronously  3. when it is waited for,
-        decode them all
+        decode them all. ``stays``: no value changes until then; exact values that lie in memory as
+        in the row are sent from there.
         """
         if self.nbytes == 0:
             return Pending(into)
         streams = Streams(codings, [None] * len(codings))
-        wire = pack(link, "weights", self.nbytes, self._encode, values, streams)
+        lying = _row_in_place(values, codings, self.nbytes) if stays else None
+        wire = pack(link, "weights", self.nbytes, self._encode, values, streams, lying)
         arriving = link.all_gather(wire, role="weights")
 
         def decoded() -> list[Tensor]:
@@ -190,3 +199,19 @@ class Message:
             return tensors
 
         return Pending(decoded)
+
+
+def _row_in_place(
+    values: Sequence[Tensor], codings: Sequence[Coding], nbytes: int
+) -> Tensor | None:
+    """Return exact values that lie end to end in one block as bytes, (nbytes,) uint8: a row of full
+    slots. None for values that lie otherwise, also where NCCL would be slow, between 16 bytes.
+    """
+    begins, first = [v.data_ptr() for v in values], values[0]
+    ends = [begin + v.nbytes for begin, v in zip(begins, values, strict=True)]
+    blocks = {v.untyped_storage().data_ptr() for v in values}
+    sent = {c.codec.dtype if c.codec.kind == "cast" else None for c in codings}
+    is_exact = sent == {first.dtype} == {v.dtype for v in values} and len(blocks) == 1
+    if not is_exact or begins[0] % ALIGNMENT or [*begins[1:], begins[0] + nbytes] != ends:
+        return None
+    return first.as_strided((nbytes // first.element_size(),), (1,)).view(torch.uint8)

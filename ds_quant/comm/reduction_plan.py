@@ -324,16 +324,9 @@ class _Compiler:
             numel = self._on_wire[index]
             operation = Encode(codecs[depth], numel, KEPT_BEFORE, WIRE, segment.gradient)
             return operation, (self._held[index], start, vector)
-        sources = self._sources(hops[depth - 1])
-        operation = Recode(
-            codecs[depth - 1],
-            codecs[depth],
-            segment.numel,
-            wire=WIRE,
-            stream=segment.gradient,
-            block=block,
-            **sources,
-        )
+        how = {"wire": WIRE, "stream": segment.gradient, "block": block}
+        how |= self._sources(hops[depth - 1])
+        operation = Recode(*codecs[depth - 1 : depth + 1], segment.numel, **how)
         return operation, (self._columns[index], start, self._kept.get(index, 0), vector)
 
     def _own(self, index: int, place: int, depth: int, hops: Sequence[LinkHop]) -> Task:
@@ -360,14 +353,9 @@ class _Compiler:
         if into == SUMS:
             place = segment.total
             how = {"numel": segment.numel, "block": block, "flips": flips, "scale": self._scale}
-        operation = Sum(
-            codecs[depth - 1],
-            values=into,
-            stream=segment.gradient,
-            **self._sources(hops[depth - 1]),
-            **how,
-        )
-        return operation, (self._columns[index], place, self._kept.get(index, 0))
+        how |= {"values": into, "stream": segment.gradient, **self._sources(hops[depth - 1])}
+        places = self._columns[index], place, self._kept.get(index, 0)
+        return Sum(codecs[depth - 1], **how), places
 
     def _sources(self, hop: LinkHop) -> dict[str, int | None]:
         """Sources of an operation that adds up what arrived on a hop."""

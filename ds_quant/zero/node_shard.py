@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_quant.codec.bound import Coding, exactly
-from ds_quant.comm.buffers import HostRoom
+from ds_quant.comm.buffers import Room
 from ds_quant.comm.gather import Kept, exchange, gather, rows_of
 from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
@@ -142,7 +142,7 @@ class NodeShard:
         self._rank = fabric.whole.rank
         self.served = [binding.param_of(p) for p in params if self._belongs(p)]
         self._stays_on_host, self._is_away = offload.offloads_parameters(binding.engine), False
-        room = self._host_room() if self._stays_on_host else None
+        room = self._room(on_host=self._stays_on_host)
         for param in self.served:
             p, param.stale = param.tensor, True
             param.kept = Kept.allocate(
@@ -151,8 +151,8 @@ class NodeShard:
                 node_size=topology.node_size,
                 local=self._rank % topology.node_size,
                 dtype=p.ds_tensor.dtype,
-                device=hooks.device(),
                 room=room,
+                device=hooks.device() if self._stays_on_host else None,
             )
         self._spread = Spread()
         self._gathered: dict[Param, None] = {}  # since the last step, in order of first gather
@@ -165,34 +165,38 @@ class NodeShard:
         world = list(range(self._binding.topology.world))
         return hooks.is_sendable(p) and not p.ds_persist and ranks == world
 
-    def _host_room(self, *, pin: bool = True) -> HostRoom:
-        """Return room for all rows."""
-        own = sum(param.tensor.ds_tensor.nbytes for param in self.served)
-        how = offload.pin if pin else lambda block: block
-        return HostRoom(self._binding.topology.nodes * own, how)
+    def _room(self, *, on_host: bool, pin: bool = True) -> Room:
+        """Return room for all rows, on the device or the host."""
+        nbytes = sum(param.tensor.ds_tensor.nbytes for param in self.served)
+        device = "cpu" if on_host else hooks.device()
+
+        def zeros(nbytes: int) -> torch.Tensor:
+            block = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            return offload.pin(block) if on_host and pin else block
+
+        return Room(self._binding.topology.nodes * nbytes, zeros)
 
     def leave_device(self, *, pin: bool) -> None:
         """See Guest. From here gathers take copies: see [Note: in host memory]."""
         self.finish()
-        if self._stays_on_host or self._is_away:
-            return
-        hooks.synchronize()  # what has written rows on other streams
-        self._is_away, room = True, self._host_room(pin=pin)
-        for param in self.served:
-            rows = room.zeros(*param.kept.rows.shape, dtype=param.kept.rows.dtype)
-            rows.copy_(param.kept.rows)
-            param.kept = replace(param.kept, rows=rows, device=hooks.device())
+        if not (self._stays_on_host or self._is_away):
+            hooks.synchronize()  # what has written rows on other streams
+            self._move(self._room(on_host=True, pin=pin), hooks.device())
 
     def return_to_device(self) -> None:
         """See Guest."""
         self.finish()
-        if not self._is_away:
-            return
-        self._is_away = False
+        if self._is_away:
+            self._move(self._room(on_host=False), None)
+            self._barrier.record()
+
+    def _move(self, room: Room, away_from: torch.device | None) -> None:
+        """Copy all rows into ``room``."""
+        self._is_away = away_from is not None
         for param in self.served:
-            (rows,) = rows_of([param.kept])
-            param.kept = replace(param.kept, rows=rows, device=None)
-        self._barrier.record()
+            rows = room.zeros(*param.kept.rows.shape, dtype=param.kept.rows.dtype)
+            rows.copy_(param.kept.rows, non_blocking=not self._is_away)
+            param.kept = replace(param.kept, rows=rows, device=away_from)
 
     def nbytes(self) -> int:
         """Bytes of the node shard on this rank."""

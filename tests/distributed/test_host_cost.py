@@ -27,27 +27,27 @@ class Budget(NamedTuple):
 
 # 24 parameters. Nodes x ranks per node.
 BUDGETS = {
-    ("qsdp", 2, W(2, 2)): Budget(calls=11, views=11, kernels=12, messages=4),
+    ("qsdp", 2, W(2, 2)): Budget(calls=11, views=7, kernels=12, messages=4),
     ("qsdp", 2, W(4, 4)): Budget(calls=11, views=7, kernels=12, messages=4),
     ("qsdp", 2, W(8, 8)): Budget(calls=11, views=7, kernels=12, messages=4),
     ("qsdp", 3, W(2, 2)): Budget(calls=35, views=150, kernels=28, messages=10),
     ("qsdp", 3, W(4, 4)): Budget(calls=35, views=150, kernels=28, messages=10),
     ("qsdp", 3, W(8, 8)): Budget(calls=35, views=166, kernels=28, messages=10),
-    ("sdp4bit", 2, W(2, 2)): Budget(calls=12, views=12, kernels=13, messages=4),
+    ("sdp4bit", 2, W(2, 2)): Budget(calls=12, views=8, kernels=13, messages=4),
     ("sdp4bit", 2, W(4, 4)): Budget(calls=11, views=8, kernels=13, messages=4),
     ("sdp4bit", 2, W(8, 8)): Budget(calls=11, views=8, kernels=13, messages=4),
-    ("sdp4bit", 3, W(2, 2)): Budget(calls=41, views=152, kernels=30, messages=10),
-    ("sdp4bit", 3, W(4, 4)): Budget(calls=41, views=152, kernels=30, messages=10),
-    ("sdp4bit", 3, W(8, 8)): Budget(calls=41, views=168, kernels=30, messages=10),
+    ("sdp4bit", 3, W(2, 2)): Budget(calls=41, views=151, kernels=29, messages=10),
+    ("sdp4bit", 3, W(4, 4)): Budget(calls=41, views=151, kernels=29, messages=10),
+    ("sdp4bit", 3, W(8, 8)): Budget(calls=41, views=164, kernels=30, messages=10),
 }
 # The same in all of one layer of Llama-7B under ZeRO-3, 4 nodes of 8 ranks.
 LAYER = {
-    "full_precision": Budget(calls=525, views=103, kernels=11, messages=10),
-    "lossless": Budget(calls=759, views=129, kernels=35, messages=9),
-    "lossless_w_g3": Budget(calls=827, views=121, kernels=38, messages=9),
-    "qsdp": Budget(calls=537, views=99, kernels=14, messages=10),
-    "sdp4bit": Budget(calls=659, views=84, kernels=18, messages=8),
-    "eden3": Budget(calls=729, views=84, kernels=18, messages=8),
+    "full_precision": Budget(calls=505, views=71, kernels=7, messages=10),
+    "lossless": Budget(calls=732, views=89, kernels=31, messages=9),
+    "lossless_w_g3": Budget(calls=802, views=89, kernels=34, messages=9),
+    "qsdp": Budget(calls=537, views=59, kernels=14, messages=10),
+    "sdp4bit": Budget(calls=634, views=60, kernels=14, messages=8),
+    "eden3": Budget(calls=704, views=60, kernels=14, messages=8),
 }
 GROWTH = 1.05  # of calls from 4 to 64 ranks, at most; 1.0 would be independent of the ranks
 

@@ -13,6 +13,7 @@ import torch
 
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.comm.buffers import Room
 from ds_quant.comm.gather import Kept, all_gather, exchange, gather
 from ds_quant.comm.message import Message, Part
 from ds_quant.kernels.random_bits import Address
@@ -180,21 +181,23 @@ def test_part_of_the_world_is_counted_by_node(node_size: int, reach: str) -> Non
 
 # ---- node shard ----
 
-BF16, NODE_NUMELS = torch.bfloat16, (1, 2, 5, 1000, 5003)
+BF16 = torch.bfloat16
+NODE_NUMELS = ((1, 2, 5, 1000, 5003), (960, 4800, 96))  # the rows of the latter are sent as they lie
 DIFFERENCE = GroupCodec(bits=4, group_size=2048, range="absmax", rounding="stochastic")
 INT8 = GroupCodec(bits=8, group_size=128, range="absmax", rounding="stochastic")
 ROUNDS = 3
 
 
-def keep(rank: SimulatedRank) -> list[list[torch.Tensor]]:
+def keep(rank: SimulatedRank, numels: Sequence[int]) -> list[list[torch.Tensor]]:
     """What a rank gathers in its node after every exchange: exact, and in 8 bits."""
     topology, fabric = rank.topology, rank.fabric(None)
     where = {"nodes": topology.nodes, "node_size": topology.node_size,
-             "local": rank.number % topology.node_size, "dtype": BF16, "device": "cpu"}  # fmt: skip
-    kept, seen = [Kept.allocate(numel, **where) for numel in NODE_NUMELS], []
+             "local": rank.number % topology.node_size, "dtype": BF16,
+             "room": Room(1 << 14, partial(torch.zeros, dtype=torch.uint8))}  # fmt: skip
+    kept, seen = [Kept.allocate(numel, **where) for numel in numels], []
     for step in range(ROUNDS):
         shards = [shard(weights(i, n, BF16, step), topology.world, rank.number)
-                  for i, n in enumerate(NODE_NUMELS)]  # fmt: skip
+                  for i, n in enumerate(numels)]  # fmt: skip
         differs = [coding(i, DIFFERENCE, rank.number, difference=True) for i in range(len(shards))]
         exchange(kept, shards, differs, fabric.inter or fabric.whole).wait()
         for codec in (CastCodec(BF16), INT8):
@@ -205,11 +208,14 @@ def keep(rank: SimulatedRank) -> list[list[torch.Tensor]]:
 
 @pytest.mark.usefixtures("filled_memory")
 @pytest.mark.parametrize("topology", [(2, 2), (3, 2), (4, 1), (3, 1)], ids=str)
-def test_a_node_shard_holds_what_the_page_says(topology: tuple[int, int]) -> None:
+@pytest.mark.parametrize("numels", NODE_NUMELS, ids=str)
+def test_a_node_shard_holds_what_the_page_says(
+    topology: tuple[int, int], numels: Sequence[int]
+) -> None:
     """Differences are added to what every node holds; inside a node it is sent on."""
     (nodes, node_size), ranks = topology, topology[0] * topology[1]
-    seen = World(*topology).all(keep)
-    for place, numel in enumerate(NODE_NUMELS):
+    seen = World(*topology).all(partial(keep, numels=numels))
+    for place, numel in enumerate(numels):
         held, width = torch.zeros(numel).to(BF16), -(-numel // ranks)
         for step in range(ROUNDS):
             new = weights(place, numel, BF16, step)

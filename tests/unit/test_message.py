@@ -1,0 +1,73 @@
+"""A row of exact values that lies in memory as it would be packed is sent from there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from ds_quant.codec.bound import Coding
+from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.comm.buffers import Room
+from ds_quant.comm.message import Message, Part
+from tests.unit.links import Echo
+
+LARGE = CastCodec(torch.bfloat16)
+BF16, FP32 = torch.bfloat16, torch.float32
+BLOCK = torch.arange(64, dtype=BF16)
+WHOLE = [BLOCK[:16], BLOCK[16:24], BLOCK[24:]]  # end to end, each of whole 16 bytes
+
+
+def sent(
+    values: Sequence[torch.Tensor], codecs: Sequence[Codec], *, stays: bool = True
+) -> tuple[torch.Tensor, bool]:
+    """What one of two ranks that send the same receives, and whether its row was packed."""
+    numels, link = [len(tensor) for tensor in values], Echo(2, rank=1)
+    parts = [
+        Part(rank, codec, numel, i, (i, 0), (i, rank * numel))
+        for i, (codec, numel) in enumerate(zip(codecs, numels, strict=True))
+        for rank in range(2)
+    ]
+    into = [torch.zeros(2 * len(tensor), dtype=tensor.dtype) for tensor in values]
+    codings = [Coding(codec) for codec in codecs]
+    message = Message(parts, rank=1, ranks=2)
+    received = message.gather(link, values, codings, lambda: into, stays=stays).wait()
+    return torch.cat([tensor.float() for tensor in received]), bool(link.rooms)
+
+
+def test_exact_values_that_lie_end_to_end_are_sent_from_there() -> None:
+    room = Room(1 << 10, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    cut = [room.zeros(2, 4, dtype=BF16), room.zeros(12, dtype=FP32)]
+    mixed = [BLOCK[:16], BLOCK[16:32].view(FP32)]
+    for values in (WHOLE, WHOLE[1:2], [tensor.view(-1) for tensor in cut[:1]], BLOCK.split(32)):
+        found, packed = sent(values, [LARGE] * len(values))
+        assert torch.equal(found, torch.cat([tensor.repeat(2).float() for tensor in values]))
+        assert not packed
+    assert cut[0].data_ptr() + cut[0].nbytes == cut[1].data_ptr(), "rooms leave no gaps"
+    assert sent(mixed, [LARGE, CastCodec(FP32)])[1], "of one dtype only"
+
+
+@pytest.mark.parametrize(
+    ("values", "codecs"),
+    [
+        ([BLOCK[:16], BLOCK[24:]], [LARGE] * 2),  # a gap
+        ([BLOCK[32:], BLOCK[:32]], [LARGE] * 2),  # in another order
+        ([BLOCK[:16], BLOCK[16:24].clone()], [LARGE] * 2),
+        ([BLOCK[:12], BLOCK[12:32]], [LARGE] * 2),  # slots are padded
+        ([BLOCK[:12]], [LARGE]),
+        ([BLOCK[4:20]], [LARGE]),  # begins between 16 bytes
+        ([BLOCK[:16]], [CastCodec(FP32)]),
+        ([BLOCK[:16]], [CastCodec(torch.float16)]),
+        ([BLOCK], [GroupCodec(bits=8, group_size=32)]),
+        (WHOLE, [LARGE, GroupCodec(bits=8, group_size=32), LARGE]),
+    ],
+)
+def test_what_lies_otherwise_is_packed(values: list, codecs: list) -> None:
+    found, packed = sent(values, codecs)
+    want = torch.cat([tensor.repeat(2).float() for tensor in values])
+    assert packed and torch.allclose(found, want, atol=0.2)
+
+
+def test_what_may_change_before_it_is_sent_is_packed() -> None:
+    assert sent(WHOLE, [LARGE] * 3, stays=False)[1]

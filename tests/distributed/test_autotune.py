@@ -14,11 +14,13 @@ pytestmark = pytest.mark.distributed
 INSIDE = 1e12, 1e-6  # bytes per second into a rank and seconds per message, inside a node
 
 
-def simulate(inter: float, latency: float, node_size: int) -> None:
+def simulate(inter: float, latency: float, node_size: int, host: float = 0.0) -> None:
     """Let the clock of this process show what simulated links take: ``inter`` bytes per second
-    between nodes. Later ranks are slower, and all must take the same.
+    between nodes, and ``host`` seconds for every call of the kernels. Later ranks are slower, and
+    all must take the same.
     """
     from ds_quant.comm.transport import Link
+    from ds_quant.kernels.run import Operations
     from ds_quant.policy import autotune
 
     now, own = 0.0, torch.distributed.get_rank()
@@ -34,17 +36,24 @@ def simulate(inter: float, latency: float, node_size: int) -> None:
 
         return timed
 
-    gather = Link.all_gather
+    def calling(self: Operations, *args: Any, **options: Any) -> None:
+        nonlocal now
+        now += host
+        call(self, *args, **options)
+
+    gather, call, Operations.run = Link.all_gather, Operations.run, calling
     Link.all_gather = charged(gather)
     Link.all_to_all = charged(Link.all_to_all)
     autotune.device_clock = lambda device: lambda: now
 
 
-def tuned(stage: int, inter: float, latency: float, more: dict[str, Any]) -> tuple[str, str, float]:
+def tuned(
+    stage: int, inter: float, latency: float, more: dict[str, Any], host: float = 0.0
+) -> tuple[str, str, float]:
     """Scheme, start-up line and loss of the last of three steps."""
     import ds_quant
 
-    simulate(inter, latency, node_size=2)
+    simulate(inter, latency, 2, host)
     block = {"scheme": "autotune", "node_size": 2, "min_numel": 0, **more}
     engine = build(settings(stage, block))
     losses = [loss for step in range(3) for loss in train_step(engine, step)]
@@ -71,6 +80,16 @@ def test_all_ranks_take_the_fastest_on_their_links(
         assert "chosen by autotune: " in line
         assert ("nothing else gains 5 %" in line) == (expected == "full_precision")
         assert loss < 5
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("inter", "expected"), [(4e11, "full_precision"), (1e5, "eden4")], ids=["fast", "slow"]
+)
+def test_what_the_host_takes_for_a_message_counts(stage: int, inter: float, expected: str) -> None:
+    """Between nodes at 400 GB/s it is all that a message takes."""
+    for scheme, *_ in run(tuned, 4, stage, inter, 1e-6, {}, 60e-6):
+        assert scheme == expected
 
 
 def test_the_other_keys_of_the_block_are_kept() -> None:

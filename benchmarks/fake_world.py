@@ -101,10 +101,9 @@ class CountingRunner:
                 told = fields.index("nbytes")
                 for job in struct.iter_unpack(f"<{len(fields)}Q", table.jobs):
                     ctypes.c_int64.from_address(job[told]).value = lossless.HEADER
-            self.launches[table.kernel] += 1
-            alone = table.num_jobs == 1  # is launched without a table
-            macros = [m for m in table.macros if not alone or m != ("DSQ_TABLE", 1)]
-            self.variants.add((table.kernel, tuple(macros)))
+            for work in table.launches():
+                self.launches[work.kernel] += 1
+                self.variants.add((work.kernel, work.macros))
 
 
 def _decoding_zeros(run: Callable[..., None]) -> Callable[..., None]:

@@ -1,9 +1,9 @@
-// Arguments of a launch: one struct of 64-bit integers, by value or, for many tensors, in a table.
+// Arguments of a launch: one struct of 64-bit integers by value, so that nothing is copied to the
+// device before it.
 //
-// DSQ_TABLE 0: the kernel takes one job by value; grid (blocks of a row, rows).
-// DSQ_TABLE 1: the kernel takes a device array of jobs and their number; behind the jobs lies, as
-// u32, the job of every block; grid (blocks of all jobs). Key and step then live in device memory,
-// where they can change between replays of a CUDA graph.
+// DSQ_TABLE 0: the struct is one job; grid (blocks of a row, rows).
+// DSQ_TABLE bytes: it has up to so many, and jobs of many tensors; grid (blocks of all jobs). The
+// constant bank holds them, where every block looks for its own.
 //
 // All fields are u64; strides and offsets count bytes; ds_quant/kernels/launch.py writes the same
 // fields in the same order, and a test compares the two.
@@ -79,10 +79,25 @@ struct LosslessJob {
 };
 
 #if DSQ_TABLE
-#define DSQ_JOB_PARAMETERS(Job) const Job *jobs, const u64 num_jobs
-#define DSQ_FIND_JOB(Job)                                                            \
-    const Job& job = jobs[load4((const u32*)(jobs + num_jobs) + blockIdx.x)];            \
-    const u32 place = blockIdx.x - (u32)job.first_block, row_blocks = (u32)job.row_blocks; \
+template <class Job>
+struct Jobs {
+    u64 count, begin;  // first block of this launch
+    Job list[(DSQ_TABLE - 16) / sizeof(Job)];  // by their first blocks
+};
+
+#define DSQ_JOB_PARAMETERS(Job) DSQ_ARGUMENT(Jobs<Job>) table
+// The last job that begins at this block or before it.
+#define DSQ_FIND_JOB(Job)                                                                   \
+    const u32 own = blockIdx.x + (u32)table.begin;                                          \
+    u32 found = 0;                                                                          \
+    DSQ_NO_UNROLL                                                                           \
+    for (u32 behind = (u32)table.count; behind - found > 1;) {                              \
+        const u32 middle = (found + behind) / 2;                                            \
+        if ((u32)table.list[middle].first_block <= own) found = middle;                     \
+        else behind = middle;                                                               \
+    }                                                                                       \
+    const Job& job = table.list[found];                                                     \
+    const u32 place = own - (u32)job.first_block, row_blocks = (u32)job.row_blocks;         \
     const u64 row = place / row_blocks, block = place % row_blocks;
 #else
 #define DSQ_JOB_PARAMETERS(Job) const Job job

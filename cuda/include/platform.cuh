@@ -10,13 +10,16 @@
 #ifndef DSQ_PLATFORM_CUH
 #define DSQ_PLATFORM_CUH
 
-// DSQ_DEVICE for functions, DSQ_MEMBER for member functions.
+// DSQ_DEVICE for functions, DSQ_MEMBER for member functions, DSQ_ARGUMENT for a large argument that
+// is read where the launch has put it.
 #ifdef __CUDACC__
+#define DSQ_ARGUMENT(Type) const __grid_constant__ Type
 #define DSQ_DEVICE __device__ __forceinline__
 #define DSQ_MEMBER __device__ __forceinline__
 #define DSQ_UNROLL _Pragma("unroll")
 #define DSQ_NO_UNROLL _Pragma("unroll 1")
 #else
+#define DSQ_ARGUMENT(Type) const Type&
 #define DSQ_DEVICE static inline
 #define DSQ_MEMBER inline
 #define DSQ_UNROLL

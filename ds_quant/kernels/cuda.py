@@ -1,8 +1,9 @@
 """CUDA kernels through CuPy: compile once per (kernel, macros, device), launch on torch's stream.
 
 torch allocates everything; CuPy compiles, loads and launches. Arguments are one struct of 64-bit
-integers, see launch.py. Kernels are compiled at their first launch, which must not happen inside a
-CUDA graph capture: run every variant once before.
+integers, see launch.py, which CuPy passes by value as a NumPy array of one item. Kernels are
+compiled at their first launch, which must not happen inside a CUDA graph capture: run every variant
+once before.
 
 CuPy's disk cache hashes the source text, not the files behind ``-I``, so an edited header would
 silently run the old binary.
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 
 from ds_quant.kernels.batch import Decode, Encode, StreamArrays
-from ds_quant.kernels.launch import Launch, Table
+from ds_quant.kernels.launch import ROOM, Launch, Table
 from ds_quant.kernels.launch_batch import compile_tasks
 from ds_quant.kernels.wire import layout_of
 from ds_quant.resources import resource_dir
@@ -83,33 +84,24 @@ class Runner:
         self._functions: dict[tuple, Callable] = {}
         self._threads = threading.local()
 
-    def __call__(self, work: Launch) -> None:
-        """Launch on torch's current stream of the device."""
-        job = np.frombuffer(work.job, dtype=f"V{len(work.job)}")  # size 1: passed by value
-        self._launch(work, work.grid, (job,))
-
-    def run_table(self, table: Table, buffer: torch.Tensor) -> None:
-        """Launch a table that lies, as `written`, in `buffer` (bytes,) uint8 on the device.
-
-        The buffer may change between launches, or between replays of a CUDA graph.
-        """
-        self._launch(table, (table.blocks,), (buffer.data_ptr(), table.num_jobs))
-
     def run_tables(self, tables: Iterable[Table]) -> None:
-        """Launch tables whose jobs lie on the host."""
+        """Launch tables: nothing is copied to the device but arguments."""
         for table in tables:
-            if table.num_jobs == 1:  # without a copy to the device
-                self(table.alone())
-                continue
-            buffer = torch.frombuffer(bytearray(table.written), dtype=torch.uint8)
-            if self.device.type == "cuda":
-                buffer = buffer.pin_memory()  # else the copy would wait for the stream
-            self.run_table(table, buffer.to(self.device, non_blocking=True))
+            for work in table.launches(self._room):
+                self._launch(work)
 
-    def _launch(self, work: Launch | Table, grid: tuple[int, ...], arguments: tuple) -> None:
+    @cached_property
+    def _room(self) -> int:
+        """Bytes of arguments that compiler and driver take."""
+        cuda = _import_cupy().cuda
+        driver = divmod(cuda.runtime.driverGetVersion() // 10, 100)
+        return ROOM if min(cuda.nvrtc.getVersion(), driver) >= (12, 1) else 4096
+
+    def _launch(self, work: Launch) -> None:
+        """Launch on torch's current stream of the device."""
         if torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
-                return self._launch(work, grid, arguments)
+                return self._launch(work)
         mine = self._threads
         if not hasattr(mine, "stream"):
             # CuPy keeps a current device of its own per thread, and autograd has threads. The
@@ -122,7 +114,8 @@ class Runner:
             function = self._functions[key] = compiled(*key)
         # Asked for at every launch: a cached stream would leave a graph capture empty.
         mine.stream.ptr = _current_stream(self.index)
-        function(grid, (work.threads,), arguments, 0, mine.stream)
+        arguments = np.frombuffer(work.job, dtype=f"V{len(work.job)}")  # size 1: passed by value
+        function(work.grid, (work.threads,), (arguments,), 0, mine.stream)
         return None
 
 
@@ -249,14 +242,15 @@ class _ProbeFormat(NamedTuple):
 
 
 def _probe(runner: Runner) -> None:
-    """Encode and decode a few numbers that lie on the grid."""
+    """Encode and decode a few numbers that lie on the grid, by tables of two equal jobs."""
     fmt = _ProbeFormat()
     x = torch.tensor([127.0, -127.0, 0.0, 1.0, -64.0], device=runner.device)
     wire = torch.empty(layout_of(fmt, 5).nbytes, dtype=torch.uint8, device=runner.device)
     out = torch.zeros_like(x)
-    buffers, streams = [x, wire, out], StreamArrays(*[np.zeros(1, dtype=np.uint64)] * 6)
+    buffers, streams = [x, wire, out], StreamArrays(*[np.zeros(2, dtype=np.uint64)] * 6)
     addresses = np.array([buffer.data_ptr() for buffer in buffers], dtype=np.uint64)
     for task in ((Encode(fmt, 5, 0, 1, 0), (0, 0, 0)), (Decode(fmt, 5, 1, 2, 0), (0, 0))):
-        compile_tasks([task], buffers, runner.run_tables)(addresses, streams)
+        alike = [task, (task[0]._replace(stream=1), task[1])]
+        compile_tasks(alike, buffers, runner.run_tables)(addresses, streams)
     if not torch.equal(x, out):
         raise RuntimeError("a kernel returned wrong numbers")

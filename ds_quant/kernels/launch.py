@@ -89,8 +89,12 @@ class Launch(NamedTuple):
     job: bytes
 
 
+ROOM = 32764  # bytes of arguments that a kernel may have, since CUDA 12.1
+_PLACE_IN_TABLE = struct.Struct("<2Q")  # the fields of _PLACE
+
+
 class Table(NamedTuple):
-    """Several launches of one kernel as one: their jobs in a device buffer, one grid for all."""
+    """Several launches of one kernel as one: jobs in order of their first blocks."""
 
     kernel: str
     macros: tuple[tuple[str, int], ...]
@@ -98,19 +102,23 @@ class Table(NamedTuple):
     threads: int
     jobs: bytes
     num_jobs: int
-    job_of_block: bytes  # behind the jobs in the buffer, whole 8 bytes
 
-    @property
-    def written(self) -> bytes:
-        """The bytes that the buffer holds."""
-        return self.jobs + self.job_of_block
-
-    def alone(self) -> Launch:
-        """The launch of the only job, which needs no buffer; it points into the same tensors."""
-        _, row_blocks = struct.unpack_from("<2Q", self.jobs)
-        macros = tuple(macro for macro in self.macros if macro[0] != "DSQ_TABLE")
-        grid = row_blocks, self.blocks // row_blocks
-        return Launch(self.kernel, macros, grid, self.threads, self.jobs)
+    def launches(self, room: int = ROOM) -> list[Launch]:
+        """Launches whose arguments take up to ``room`` bytes: one, but of very many jobs."""
+        if self.num_jobs == 1:
+            _, row_blocks = _PLACE_IN_TABLE.unpack_from(self.jobs)
+            grid = row_blocks, self.blocks // row_blocks
+            return [Launch(self.kernel, self.macros, grid, self.threads, self.jobs)]
+        size = len(self.jobs) // self.num_jobs
+        most = (room - 16) // size * size
+        parts = [self.jobs[at : at + most] for at in range(0, len(self.jobs), most)]
+        begins = [_PLACE_IN_TABLE.unpack_from(part)[0] for part in parts]
+        macros = tuple(sorted((*self.macros, ("DSQ_TABLE", room))))
+        found = []
+        for part, begin, end in zip(parts, begins, [*begins[1:], self.blocks], strict=True):
+            table = struct.pack(f"<2Q{most}s", len(part) // size, begin, part)  # and zeros
+            found.append(Launch(self.kernel, macros, (end - begin, 1), self.threads, table))
+        return found
 
 
 def merge(launches: Iterable[Launch]) -> list[Table]:
@@ -120,16 +128,12 @@ def merge(launches: Iterable[Launch]) -> list[Table]:
         alike.setdefault((launch.kernel, launch.macros, launch.threads), []).append(launch)
     tables = []
     for (kernel, macros, threads), members in alike.items():
-        blocks, jobs, job_of_block = 0, [], []
-        for index, member in enumerate(members):
-            jobs.append(struct.pack("<2Q", blocks, member.grid[0]) + member.job[16:])
-            count = member.grid[0] * member.grid[1]
-            job_of_block.append(struct.pack("<I", index) * count)
-            blocks += count
-        job_of_block.append(b"\0" * (blocks % 2 * 4))
-        macros = tuple(sorted((*macros, ("DSQ_TABLE", 1))))
-        written = b"".join(jobs), len(jobs), b"".join(job_of_block)
-        tables.append(Table(kernel, macros, blocks, threads, *written))
+        blocks, jobs = 0, []
+        for member in members:
+            place = _PLACE_IN_TABLE.pack(blocks, member.grid[0])
+            jobs.append(place + member.job[len(place) :])
+            blocks += math.prod(member.grid)
+        tables.append(Table(kernel, macros, blocks, threads, b"".join(jobs), len(jobs)))
     return tables
 
 

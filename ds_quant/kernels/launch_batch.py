@@ -1,7 +1,6 @@
 """Operations of batch.py by the CUDA kernels: one launch for all of a kind that share their macros.
 
-The arguments of a launch are a table of jobs; a run fills in its part of them and hands the table
-to the device.
+The arguments of a launch are a table of jobs; a run fills in its part of them.
 """
 
 from __future__ import annotations

@@ -94,10 +94,7 @@ def _table(jobs: np.ndarray, plan: Plan) -> Table:
     """One launch for all jobs, each of as many blocks."""
     rows, count = len(jobs), plan.blocks
     jobs["first_block"], jobs["row_blocks"] = np.arange(rows) * count, count
-    macros = tuple(sorted((*plan.macros, ("DSQ_TABLE", 1))))
-    job_of_block = np.arange(rows, dtype="<u4").repeat(count).tobytes()
-    job_of_block += b"\0" * (len(job_of_block) % 8)
-    return Table("lossless", macros, rows * count, plan.threads, jobs.tobytes(), rows, job_of_block)
+    return Table("lossless", plan.macros, rows * count, plan.threads, jobs.tobytes(), rows)
 
 
 @lru_cache(maxsize=4096)

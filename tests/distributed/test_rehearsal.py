@@ -46,12 +46,10 @@ class Recorder:
         compile_tasks = dispatch.compile_tasks
         dispatch.compile_tasks = lambda *args: self._compile(compile_tasks, *args)
 
-    def _note(self, work: Any) -> None:
-        self.variants.add((work.kernel, work.macros))
-
     def _tables(self, tables: Any) -> None:
         for table in tables:
-            self._note(table.alone() if table.num_jobs == 1 else table)
+            for work in table.launches():
+                self.variants.add((work.kernel, work.macros))
 
     def _encode_lossless(self, original: Any, *args: Any, **options: Any) -> None:
         launch_lossless.encode(*args, run_tables=self._tables)

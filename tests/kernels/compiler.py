@@ -25,6 +25,7 @@ OPTIONS = (*cuda.OPTIONS, "-ftz=true", "--ptxas-options=-v")
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill (?:stores|loads)")
+_STACK = re.compile(r"(\d+) bytes stack frame")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
 
 
@@ -33,6 +34,7 @@ class Report(NamedTuple):
 
     registers: int
     spill_bytes: int
+    stack_bytes: int  # of a thread
     instructions: int | None  # static, the padding after the end left out; None: no nvdisasm
     wide_loads: int | None  # 16 bytes from global memory
     narrow_loads: int | None
@@ -63,16 +65,16 @@ def report(launch: Launch, architecture: str, *, count: bool = True) -> Report:
     options = [*OPTIONS, f"-arch=sm_{architecture}", *defines]
     cubin, log = _compile(source(launch.kernel), options)
     spills = sum(int(number) for number in _SPILLS.findall(log))
-    registers = int(_REGISTERS.search(log)[1])
+    registers, stack = (int(pattern.search(log)[1]) for pattern in (_REGISTERS, _STACK))
     opcodes = _disassemble(cubin) if count else None
     if opcodes is None:
-        return Report(registers, spills, None, None, None, None)
+        return Report(registers, spills, stack, None, None, None, None)
     loads = [opcode for opcode in opcodes if opcode.startswith("LDG")]
     wide = sum(".128" in opcode for opcode in loads)
     instructions = sum(opcode != "NOP" for opcode in opcodes)
     # F2I is part of every integer division.
     flushing = sum(".FTZ" in opcode and not opcode.startswith("F2I") for opcode in opcodes)
-    return Report(registers, spills, instructions, wide, len(loads) - wide, flushing)
+    return Report(registers, spills, stack, instructions, wide, len(loads) - wide, flushing)
 
 
 def nvrtc_version() -> str | None:

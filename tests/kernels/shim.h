@@ -130,7 +130,7 @@ static void** launch_arguments;
 
 template <class... A, size_t... I>
 void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
-    kernel(*(typename std::remove_const<A>::type*)arguments[I]...);
+    kernel(*(std::remove_const_t<std::remove_reference_t<A>>*)arguments[I]...);
 }
 
 template <class... A>

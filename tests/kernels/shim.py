@@ -33,36 +33,19 @@ class Shim:
         self.launched: list[tuple[str, tuple]] = []  # kernels and their macros
 
     def __call__(self, launch: Launch) -> None:
-        """Run every block of a launch, on this thread."""
+        """Run every block of a launch, on this thread, as cuLaunchKernel would."""
+        self.launched.append((launch.kernel, launch.macros))
         job = ctypes.create_string_buffer(launch.job, len(launch.job))
-        where = ctypes.addressof(job)
-        self.run(launch.kernel, launch.macros, launch.grid, launch.threads, where)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(job))
+        sizes = (ctypes.c_uint * 2)(*launch.grid)
+        library = self.library(launch.kernel, launch.macros)
+        library.shim_launch(sizes, launch.threads, arguments, int(self.reversed_warps))
 
     def run_tables(self, tables: Iterable[Table]) -> None:
-        """As a Runner does: a table of one job without a buffer."""
+        """As a Runner does."""
         for table in tables:
-            if table.num_jobs == 1:
-                self(table.alone())
-                continue
-            buffer = ctypes.create_string_buffer(table.written, len(table.written))
-            values = [ctypes.c_uint64(n) for n in (ctypes.addressof(buffer), table.num_jobs)]
-            where = map(ctypes.addressof, values)
-            self.run(table.kernel, table.macros, (table.blocks, 1), table.threads, *where)
-
-    def run(
-        self,
-        kernel: str,
-        macros: tuple[tuple[str, int], ...],
-        grid: tuple[int, int],
-        threads: int,
-        *addresses: int,  # of the arguments
-    ) -> None:
-        """Run a kernel as cuLaunchKernel would."""
-        self.launched.append((kernel, macros))
-        arguments = (ctypes.c_void_p * len(addresses))(*addresses)
-        sizes = (ctypes.c_uint * 2)(*grid)
-        library = self.library(kernel, macros)
-        library.shim_launch(sizes, threads, arguments, int(self.reversed_warps))
+            for launch in table.launches():
+                self(launch)
 
     def elements_alone(self) -> int:
         """Elements that kernels have read or written by themselves so far."""

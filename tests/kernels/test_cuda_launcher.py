@@ -39,9 +39,13 @@ class FakeCupy(types.ModuleType):
     def __init__(self, shim, version: int = 13020) -> None:
         super().__init__("cupy")
         self.shim, self.streams, self.compiled, self.devices = shim, [], 0, []
-        runtime = types.SimpleNamespace(runtimeGetVersion=lambda: version)
+        self.driver, self.compiler = 13000, (13, 2)
+        runtime = types.SimpleNamespace(
+            runtimeGetVersion=lambda: version, driverGetVersion=lambda: self.driver
+        )
+        nvrtc = types.SimpleNamespace(getVersion=lambda: self.compiler)
         device = lambda index: types.SimpleNamespace(use=lambda: self.devices.append(index))  # noqa: E731
-        self.cuda = types.SimpleNamespace(runtime=runtime, Device=device)
+        self.cuda = types.SimpleNamespace(runtime=runtime, nvrtc=nvrtc, Device=device)
 
     def RawKernel(self, code: str, name: str, options: tuple[str, ...]):  # noqa: N802
         assert code == source(name)
@@ -53,10 +57,6 @@ class FakeCupy(types.ModuleType):
 
         def function(grid, block, arguments, shared_mem, stream) -> None:
             self.streams.append(stream.ptr)
-            if len(arguments) == 2:  # a table: address and number of jobs
-                values = [ctypes.c_uint64(a) for a in arguments]
-                self.shim.run(name, macros, (*grid, 1), block[0], *map(ctypes.addressof, values))
-                return
             (job,) = arguments
             assert job.size == 1  # CuPy's condition for an array passed by value
             pointer = job.__array_interface__["data"][0]
@@ -218,15 +218,15 @@ def test_probe_passes_on_working_kernels(cupy, runner) -> None:
     cuda._probe(runner)
 
 
-def test_tensors_of_a_kind_take_one_launch_and_others_no_table(cupy, launched, monkeypatch) -> None:
+def test_tensors_of_a_kind_take_one_launch(cupy, launched, monkeypatch) -> None:
     """Training mostly launches tables: many tensors of a bucket at once."""
-    tables, run_table = [], launched.run_table
+    jobs, run_tables = [], launched.run_tables
 
-    def noted(table, buffer: torch.Tensor) -> None:
-        tables.append(table.num_jobs)
-        run_table(table, buffer)
+    def noted(tables) -> None:
+        jobs.extend(table.num_jobs for table in tables)
+        run_tables(tables)
 
-    monkeypatch.setattr(launched, "run_table", noted)
+    monkeypatch.setattr(launched, "run_tables", noted)
     fp32, bf16 = torch.randn(8000), torch.randn(999).bfloat16()
     pieces = [*fp32.split([5000, 129, 1, 2048, 822])[:4], bf16]
     wanted = [wire_of(piece[None])[0] for piece in pieces]
@@ -238,48 +238,36 @@ def test_tensors_of_a_kind_take_one_launch_and_others_no_table(cupy, launched, m
     wire = torch.zeros_like(torch.cat(wanted))
     Operations(tasks).run([fp32, wire, bf16], Streams([Coding(CODEC, ADDRESS)], [None]))
     assert torch.equal(wire, torch.cat(wanted))
-    assert tables == [4] and len(cupy.streams) == 2
+    assert jobs == [4, 1] and len(cupy.streams) == 2
 
 
-def test_tables_are_copied_from_pinned_memory_without_a_wait(cupy, monkeypatch) -> None:
-    """The copy of pageable memory would wait for the stream."""
-    done, launches = [], []
-
-    class Host:
-        """What lies in pageable memory, then in pinned."""
-
-        def __init__(self, written: bytearray) -> None:
-            self.written, self.pinned = bytes(written), False
-
-        def pin_memory(self) -> Host:
-            self.pinned = True
-            return self
-
-        def to(self, device: torch.device, *, non_blocking: bool) -> Host:
-            done.append((self.pinned, str(device), non_blocking))
-            return self
-
-    monkeypatch.setattr(torch, "frombuffer", lambda written, dtype: Host(written))
-    runner = cuda.Runner(torch.device("cuda", 0))
-    monkeypatch.setattr(
-        runner, "run_table", lambda table, buffer: launches.append((table.written, buffer.written))
-    )
-    work = launch.cast_plan(torch.float32, torch.bfloat16, 99, 99).launch(1, {})
-    runner.run_tables(merge([work, work]))
-    assert done == [(True, "cuda:0", True)]
-    ((wanted, copied),) = launches
-    assert wanted == copied
-
-
-def test_step_of_a_table_can_change_between_launches(cupy, runner) -> None:
-    """As a replayed CUDA graph needs: the step lies in a buffer on the device."""
-    x, out = torch.randn(1000), torch.empty(CODEC.wire_bytes(1000), dtype=torch.uint8)
-    (table,) = tables_of([(Encode(CODEC, 1000, 0, 1, 0), (0, 0, 0))], [x, out])
-    buffer = torch.frombuffer(bytearray(table.written), dtype=torch.uint8)
-    for step in (1, ADDRESS.step):
-        buffer.view(torch.int64)[FIELDS["encode"].index("step")] = step
-        runner.run_table(table, buffer)
-    assert torch.equal(out, wire_of(x[None])[0])
+@pytest.mark.parametrize(
+    ("driver", "compiler", "room"),
+    [
+        (12010, (12, 1), launch.ROOM),
+        (13000, (12, 0), 4096),
+        (12000, (13, 2), 4096),
+        (13010, (13, 0), launch.ROOM),
+    ],
+)
+def test_more_jobs_than_arguments_may_hold_take_several_launches(
+    cupy, runner, driver: int, compiler: tuple[int, int], room: int
+) -> None:
+    """Of 1 and of several blocks, some with two rows."""
+    cupy.driver, cupy.compiler = driver, compiler
+    numels = [(3000, 40, 2048, 5)[i % 4] for i in range(600)]
+    x, plans = torch.randn(sum(numels)), []
+    out = torch.zeros(len(x), dtype=torch.bfloat16)
+    for start, numel in zip(accumulate(numels, initial=0), numels, strict=False):
+        rows = 1 + (numel == 40)
+        plan = launch.cast_plan(torch.float32, torch.bfloat16, numel // rows, numel // rows)
+        fields = {"source": x[start:].data_ptr(), "values": out[start:].data_ptr()}
+        fields |= {"source_row": 4 * numel // rows, "values_stride": 2 * numel // rows}
+        plans.append(plan.launch(rows, fields))
+    runner.run_tables(merge(plans))
+    assert torch.equal(out, x.bfloat16())
+    most = (room - 16) // (8 * len(FIELDS["cast"]))
+    assert len(cupy.streams) == -(-len(plans) // most)
 
 
 def broken(*_args) -> None:

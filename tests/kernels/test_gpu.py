@@ -20,10 +20,8 @@ from ds_quant.comm.transport import Link
 from ds_quant.kernels import cuda, dispatch, launch_lossless, lossless, reference
 from ds_quant.kernels.batch import Encode
 from ds_quant.kernels.cuda import source
-from ds_quant.kernels.launch import FIELDS
 from ds_quant.kernels.run import Operations, Streams
-from tests.kernels.backends import ADDRESS as TABLE_ADDRESS
-from tests.kernels.backends import Kernels, tables_of
+from tests.kernels.backends import Kernels
 from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, KINDS, awkward, id_of, learned, table
 from tests.kernels.links import alone
 from tests.kernels.test_batch import (  # noqa: F401
@@ -269,22 +267,6 @@ def test_an_exchange_waited_for_on_another_stream_keeps_its_buffers(link) -> Non
         torch.cuda.synchronize()
         assert bool((read == turn).all())
         del others
-
-
-def test_replayed_graph_takes_the_step_from_its_buffer(runner) -> None:
-    x = on_gpu(torch.randn(1, 100_000))
-    out = torch.empty(1, INT4.wire_bytes(100_000), dtype=torch.uint8, device=DEVICE)
-    (work,) = tables_of([(Encode(INT4, 100_000, 0, 1, 0), (0, 0, 0))], [x, out])
-    buffer = torch.frombuffer(bytearray(work.written), dtype=torch.uint8).to(DEVICE)
-    step = buffer.view(torch.int64)[FIELDS["encode"].index("step")]
-    runner.run_table(work, buffer)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        runner.run_table(work, buffer)
-    for number in (1, TABLE_ADDRESS.step):
-        step.fill_(number)
-        graph.replay()
-    assert torch.equal(out.cpu(), expected(INT4, x.cpu(), TABLE_ADDRESS))
 
 
 def test_many_tensors_take_one_launch(kernels, runner, monkeypatch) -> None:

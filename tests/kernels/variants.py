@@ -25,7 +25,7 @@ _FLIPPED = BlockRotation(128, flips=(1 << 100) + 5)
 def _launch(operation: Operation, *buffers: torch.Tensor) -> Launch:
     """That of one task on aligned buffers, which are never read or written."""
     places = (0,) * (2 if isinstance(operation, Decode) else 4)
-    return tables_of([(operation, places)], buffers)[0].alone()
+    return tables_of([(operation, places)], buffers)[0].launches()[0]
 
 
 def _wire(codec: GroupCodec, numel: int) -> torch.Tensor:
@@ -179,17 +179,16 @@ def others() -> dict[str, Launch]:
     )
     for phase in range(4):
         found[f"lossless phase {phase} fp16"] = lossless(phase, torch.float16)
-        found[f"lossless phase {phase} bf16, from a table"] = _tabled(lossless(phase))
+    found["lossless scan bf16, from a table"] = _tabled(lossless(launch_lossless.SCAN))
     found["cast"] = launch.cast_plan(bf16, bf16, _RAGGED, _RAGGED).launch(1, {})
     found["cast, from a table"] = _tabled(found["cast"])
     for stores in STORES:
         name = f"decode_sum 8 x int8 g2048 bf16, runs of {stores.run}{' staged' * stores.staged}"
         found[name] = stored(stores, decode_sum, absmax(8, 2048), 8, bf16)
-    for name in ("encode int4 stochastic g128 bf16", "decode_sum 8 x int4 g128 fp32"):
-        found[f"{name}, from a table"] = _tabled(headline()[name])
+    found |= {f"{name}, from a table": _tabled(one) for name, one in headline().items()}
     return found
 
 
 def _tabled(one: Launch) -> Launch:
-    (table_of_one,) = merge([one])
-    return one._replace(macros=table_of_one.macros)
+    (table,) = merge([one, one])
+    return table.launches()[0]

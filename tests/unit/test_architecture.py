@@ -244,9 +244,9 @@ def _docstring_node(node: ast.AST) -> ast.Constant | None:
 # Lines without blanks, comments and docstrings, and classes: lower them when a change needs less.
 BUDGETS = {
     "ds_quant": (146, 2),
-    "kernels": (2300, 42),
+    "kernels": (2298, 42),
     "codec": (574, 8),
-    "comm": (1474, 43),
+    "comm": (1473, 43),
     "config": (702, 9),
     "policy": (896, 14),
     "zero": (3866, 47),

@@ -182,7 +182,10 @@ def test_part_of_the_world_is_counted_by_node(node_size: int, reach: str) -> Non
 # ---- node shard ----
 
 BF16 = torch.bfloat16
-NODE_NUMELS = ((1, 2, 5, 1000, 5003), (960, 4800, 96))  # the rows of the latter are sent as they lie
+NODE_NUMELS = (
+    (1, 2, 5, 1000, 5003),
+    (960, 4800, 96),
+)  # the rows of the latter are sent as they lie
 DIFFERENCE = GroupCodec(bits=4, group_size=2048, range="absmax", rounding="stochastic")
 INT8 = GroupCodec(bits=8, group_size=128, range="absmax", rounding="stochastic")
 ROUNDS = 3

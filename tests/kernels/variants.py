@@ -179,14 +179,12 @@ def others() -> dict[str, Launch]:
     )
     for phase in range(4):
         found[f"lossless phase {phase} fp16"] = lossless(phase, torch.float16)
-    found["lossless scan bf16, from a table"] = _tabled(lossless(launch_lossless.SCAN))
     found["cast"] = launch.cast_plan(bf16, bf16, _RAGGED, _RAGGED).launch(1, {})
-    found["cast, from a table"] = _tabled(found["cast"])
     for stores in STORES:
         name = f"decode_sum 8 x int8 g2048 bf16, runs of {stores.run}{' staged' * stores.staged}"
         found[name] = stored(stores, decode_sum, absmax(8, 2048), 8, bf16)
-    found |= {f"{name}, from a table": _tabled(one) for name, one in headline().items()}
-    return found
+    variants = headline() | found
+    return found | {f"{name}, from a table": _tabled(one) for name, one in variants.items()}
 
 
 def _tabled(one: Launch) -> Launch:

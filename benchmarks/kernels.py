@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from ds_quant.codec.bound import Coding, Rotation, encode
 from ds_quant.codec.codec import CAST_NAMES, GroupCodec
 from ds_quant.codec.lossless import DTYPES as LOSSLESS_DTYPES
 from ds_quant.codec.lossless import LosslessCodec
-from ds_quant.kernels import dispatch, lossless
+from ds_quant.kernels import dispatch, launch, lossless
 from ds_quant.kernels.batch import Decode, Encode, Recode, Sum, Task
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.run import Operations, Streams
@@ -267,24 +268,38 @@ def measure(found: Operation, bench: Bench, repeats: int) -> list[dict]:
     ]
 
 
+JOBS = (2, 16, 64, 180)  # of a table
+
+
 def launch_overhead(bench: Bench, calls: int) -> dict[str, float]:
     """Host seconds per call of tiny operations, without waiting for the device."""
-    codec, found = CODECS[0], {}
+    codec, works = CODECS[0], {}
     for operation in (
         bench.encode(codec, UNIT, torch.bfloat16),
         bench.decode(codec, UNIT, torch.bfloat16),
     ):
         for way, work in operation.ways.items():
-            samples = []
-            for _ in range(max(calls // 200, 1)):  # the queue of a device holds about 1000
-                if bench.device.type == "cuda":
-                    torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(200):
-                    work(0)
-                samples.append((time.perf_counter() - start) / 200)
-            found[f"{operation.name} {way}"] = statistics.median(samples)
-    return found
+            works[f"{operation.name} {way}"] = partial(work, 0)
+    runner = dispatch.cuda_runner(bench.device, "auto")
+    if runner is not None:
+        x = torch.zeros(8, device=bench.device)
+        fields = {"source": x.data_ptr(), "values": x.data_ptr()}
+        one = launch.cast_plan(x.dtype, x.dtype, 8, 8).launch(1, fields)
+        for jobs in JOBS:
+            works[f"table of {jobs} jobs"] = partial(runner.run_tables, launch.merge([one] * jobs))
+    return {name: _host_seconds(work, calls, bench.device) for name, work in works.items()}
+
+
+def _host_seconds(work: Callable[[], object], calls: int, device: torch.device) -> float:
+    samples = []
+    for _ in range(max(calls // 200, 1)):  # the queue of a device holds about 1000
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            work()
+        samples.append((time.perf_counter() - start) / 200)
+    return statistics.median(samples)
 
 
 # ---- the command ----

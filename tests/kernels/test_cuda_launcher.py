@@ -270,6 +270,21 @@ def test_more_jobs_than_arguments_may_hold_take_several_launches(
     assert len(cupy.streams) == -(-len(plans) // most)
 
 
+def test_the_host_time_of_tables_is_measured(cupy, runner, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import kernels as benchmark
+
+    def launches(work, *_) -> int:
+        before = len(cupy.streams)
+        work()
+        return len(cupy.streams) - before
+
+    monkeypatch.setattr(benchmark.dispatch, "cuda_runner", lambda *_: runner)
+    monkeypatch.setattr(benchmark, "_host_seconds", launches)
+    found = benchmark.launch_overhead(benchmark.Bench(CPU, 1 << 20, ()), 200)
+    assert found == {f"table of {jobs} jobs": 1 for jobs in benchmark.JOBS}
+
+
 def broken(*_args) -> None:
     raise RuntimeError("no NVRTC\nsecond line")
 

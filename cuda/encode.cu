@@ -30,8 +30,9 @@
 // Without a number of blocks ptxas aims at many, keeps to 32 registers where it can, and spills a
 // word or two where many values are alive: there two blocks per multiprocessor will do.
 #if DSQ_ROUNDING == DSQ_LEARNED || (DSQ_TABLE && !DSQ_WHOLE) || \
-    (DSQ_MINMAX && DSQ_HELD_TYPE == DSQ_FP32 && !DSQ_WHOLE) ||   \
-    (DSQ_ROUNDING == DSQ_NEAREST && DSQ_BITS == 8 && !DSQ_WHOLE && __CUDA_ARCH__ < 900)
+    (DSQ_MINMAX && DSQ_HELD_TYPE == DSQ_FP32 && !DSQ_WHOLE) || \
+    (DSQ_ROUNDING == DSQ_NEAREST && !DSQ_WHOLE && \
+     (__CUDA_ARCH__ >= 1000 || (DSQ_BITS == 8 && __CUDA_ARCH__ < 900)))
 #define DSQ_BOUNDS __launch_bounds__(DSQ_THREADS, 2)
 #else
 #define DSQ_BOUNDS __launch_bounds__(DSQ_THREADS)

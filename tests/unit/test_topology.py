@@ -8,18 +8,6 @@ from ds_quant.comm.topology import PlacementError, Topology, default_node_size, 
 
 
 @pytest.mark.parametrize(
-    ("world", "node_size", "nodes"),
-    [
-        (4, 1, [0, 1, 2, 3]), (4, 2, [0, 0, 1, 1]), (4, 4, [0, 0, 0, 0]),
-        (6, 3, [0, 0, 0, 1, 1, 1]), (1, 1, [0]),
-    ],
-)  # fmt: skip
-def test_nodes_are_runs_of_consecutive_ranks(world: int, node_size: int, nodes: list[int]) -> None:
-    topology = Topology(world=world, node_size=node_size)
-    assert [topology.node_of(rank) for rank in range(world)] == nodes
-
-
-@pytest.mark.parametrize(
     ("world", "node_size", "allowed"),
     [
         (3, 2, [1, 3]),

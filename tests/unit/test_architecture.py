@@ -252,7 +252,7 @@ BUDGETS = {
     "zero": (3866, 47),
     "tools": (1920, 7),
 }
-BUDGETS_BESIDE = {"tests": 20119, "benchmarks": 3640}  # lines of code
+BUDGETS_BESIDE = {"tests": 20107, "benchmarks": 3646}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -73,7 +73,7 @@ CASES = [
 
 
 def dtype_of(case: Case, parameter: int) -> torch.dtype:
-    return case.dtype or (torch.bfloat16, torch.float32)[parameter % 2]
+    return case.dtype or (torch.bfloat16, torch.float32)[parameter // 2 % 2]
 
 
 def format_of(codec: Codec) -> oracle.Sent:

@@ -344,7 +344,7 @@ class Simulation:
                 exact.add_(flat, alpha=1 / len(self._ranks))
             buckets.append(rank.reduction.begin(self._trained, list(gradients), None))
         for bucket in buckets:
-            bucket.advance()
+            bucket.sums.advance()
         shards = [bucket.finish() for bucket in buckets]
         for rank in self._ranks:
             rank.after_backward()

@@ -84,7 +84,7 @@ def _work(engine: Any, stage: int) -> autotune.Work:
     return autotune.Work(
         numel=numel, trained=trained, gather=min(gather, numel),
         bucket=min(engine.zero_reduce_bucket_size(), trained),
-        dtype=dtypes[0] if dtypes else torch.float32, gradients=hooks.gradient_dtype(engine),
+        dtype=dtypes[0] if dtypes else torch.float32, gradients=engine.communication_data_type,
         micro_steps=engine.gradient_accumulation_steps(),
         gathers=predicted_gathers(engine) if stage == 3 else 1.0,
     )  # fmt: skip
@@ -252,8 +252,8 @@ def _attach_gradients(binding: QuantizedEngine, optimizer: Any) -> None:
     _note_single_ranks(binding)
     if binding.routes.gradients().waits:
         held = binding.held = HeldGradients(binding.engine)
-        buckets = (hooks.ShardBuckets if shards else optimizer_hooks.OwnerBuckets)(optimizer)
-        events.before_last_buckets.append(partial(held.reduce_rest, buckets))
+        buckets = (hooks.shard_buckets if shards else optimizer_hooks.owner_buckets)(optimizer)
+        events.before_last_buckets.append(partial(held.reduce_rest, *buckets))
         events.before_gradients.append(partial(held.finish, optimizer))
     (_reduce_to_shards if shards else _reduce_to_owners)(binding, optimizer)
     events.after_backward.append(binding.after_backward)

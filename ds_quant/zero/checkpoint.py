@@ -69,12 +69,9 @@ def restore(binding: QuantizedEngine, saved: Any) -> None:
             f"quantized_comm: the checkpoint holds no state {KEY!r}, as one that was saved without "
             "this plugin; starting with fresh scheme state"
         )
-        binding.state.learned_at = 0
-        for param in binding.all_params():
-            param.levels = None
-    else:
-        _require_usable(saved)
-        _take_over(binding, saved)
+        saved = dump(binding) | {"levels": {}, "learned_at": 0, "exact_until": 0}
+    _require_usable(saved)
+    _take_over(binding, saved)
     if binding.node is not None:
         binding.node.resync()
     if binding.replica is not None:

@@ -40,7 +40,7 @@ class LateReduction:
     ) -> list[torch.Tensor]:
         """As ``ShardReduction``, except that the shards may be empty until ``partition``."""
         for bucket, _ in self._under_way:
-            bucket.advance()
+            bucket.sums.advance()
         self._begun = bucket = self._reduction.begin(params, tensors, group)
         if bucket is None:
             return original(tensors, group)
@@ -72,7 +72,7 @@ class LateReduction:
             p.grad = None
         self._under_way.append((bucket, partial(_without_grads, original, params)))
         if self._ends:
-            bucket.advance()
+            bucket.sums.advance()
         while len(self._under_way) > (0 if self._ends else BUCKETS_AHEAD):
             self._finish_oldest()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -72,8 +73,6 @@ def learn(
         shards: (parameter, this rank's elements, 1-D, possibly empty), the same parameters in the
             same order on all ranks.
     """
-    if not shards:
-        return
     device = shards[0][1].device
     tables, counts = [], []
     for param, values in shards:
@@ -243,20 +242,16 @@ class QuantizedEngine:
         self, step: int, own_values: Iterator[tuple[torch.Tensor, torch.Tensor, Link]]
     ) -> None:
         """Learn levels if the schedule says so; ``own_values`` is (parameter, shard, link)."""
-        codec = self.scheme.weights
-        if not isinstance(codec, GroupCodec) or codec.levels != "learned":
-            return
         if not self.state.due(self.scheme.level_steps, step):
             return
         by_link: dict[Link, list[tuple[Param, torch.Tensor]]] = {}
         for parameter, values, link in own_values:
             param = self.param_of(parameter)
-            if param is None or param.shape.numel() == 0:
-                continue
-            if param.is_quantized(values.dtype):
+            if param and param.shape.numel() and param.is_quantized(values.dtype):
                 by_link.setdefault(link, []).append((param, values))
+        how = {"codec": self.scheme.weights, "rate": self.scheme.block.weights.level_rate}
         for link, shards in by_link.items():
-            learn(shards, codec=codec, rate=self.scheme.block.weights.level_rate, link=link)
+            learn(shards, **how, link=link)
 
     @cached_property
     def shipped_gradients(self) -> str | None:
@@ -288,7 +283,7 @@ class QuantizedEngine:
             bucket=engine.zero_reduce_bucket_size(),
             window=engine.zero_allgather_bucket_size(),
             prefetch=min(engine.zero_prefetch_bucket_size(), engine.zero_max_live_parameters()),
-            itemsize=hooks.gradient_dtype(engine).itemsize,
+            itemsize=engine.communication_data_type.itemsize,
             under_way=1 + BUCKETS_AHEAD if late else 1,
             offloaded=offload.offloads_parameters(engine),
             slicing=self.slicing,
@@ -315,21 +310,13 @@ class QuantizedEngine:
 
     def bill(self, scheme: Scheme | None = None) -> Costs:
         """Price a step of the engine's scheme, or of another, in bytes per parameter."""
-        cargo = [
-            PricedParam(
-                p.name,
-                p.shape,
-                p.tensor.dtype,
-                p.tensor.requires_grad,
-                p.packed,
-                p.whole,
-                p.boundary,
-            )  # fmt: skip
-            for p in self.all_params()
-        ]
+        priced = attrgetter(
+            "name", "shape", "tensor.dtype", "tensor.requires_grad", "packed", "whole", "boundary"
+        )
+        cargo = [PricedParam(*priced(param)) for param in self.all_params()]
         return bill(
             scheme or self.scheme, self.stage, cargo, ranks=self.topology.world,
             node_size=self.topology.node_size, gathers=self.gathers,
-            gradient_dtype=hooks.gradient_dtype(self.engine),
+            gradient_dtype=self.engine.communication_data_type,
             shipped_gradients=self.shipped_gradients is not None,
         )  # fmt: skip

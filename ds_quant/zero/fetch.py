@@ -61,7 +61,7 @@ class Fetch:
         """Serve gathers from a node shard from now on."""
         self.node = NodeShard(self._binding, self._parameters, self.barrier)
         for parameter in self._parameters:
-            hooks.wrap_partition(parameter, self.node.mark_stale, owner=self)
+            hooks.wrap_partition(parameter, self.node.resync, owner=self)
         return self.node
 
     def serves_only(self, params: Iterable[torch.Tensor]) -> bool:

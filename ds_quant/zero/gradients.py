@@ -29,7 +29,7 @@ from ds_quant.comm.transport import Link
 from ds_quant.kernels.batch import Decode
 from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
-from ds_quant.zero import hooks, optimizer_hooks
+from ds_quant.zero import optimizer_hooks
 from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.equal_buckets import digest_of, require_equal
 from ds_quant.zero.held import HeldBucket, Member
@@ -99,32 +99,27 @@ class Layout:
         )
 
 
-class Sums:
+class Sums(NamedTuple):
     """Sums of a bucket on their way; ``crossed`` ones are added to them, see held.py."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        under_way: Reduction | None,
-        total: Tensor | None,
-        crossed: Mapping[Member, Tensor] | None = None,
-    ) -> None:
-        self._layout, self._under_way, self._total = layout, under_way, total
-        self._crossed = crossed or {}
+    layout: Layout
+    under_way: Reduction | None
+    total: Tensor | None
+    crossed: Mapping[Member, Tensor]
 
     def advance(self) -> None:
         """Post what was not posted yet, waiting for what comes before it."""
-        if self._under_way is not None:
-            self._under_way.advance()
+        if self.under_way is not None:
+            self.under_way.advance()
 
     def wait(self) -> Tensor | None:
         """Return the sums where the layout says, None if they wait for the boundary."""
-        if self._under_way is not None:
-            self._under_way.wait()
-        for member, values in self._crossed.items():
-            if member in self._layout.places:  # else another rank's, and empty
-                self._total[self._layout.places[member]].add_(values)
-        return self._total
+        if self.under_way is not None:
+            self.under_way.wait()
+        for member, values in self.crossed.items():
+            if member in self.layout.places:  # else another rank's, and empty
+                self.total[self.layout.places[member]].add_(values)
+        return self.total
 
 
 _How = tuple[Sequence[tuple[Coding, ...]], Sequence[Rotation | None]]
@@ -198,10 +193,10 @@ class GradientReducer:
             if kept is not None:
                 kept.added.wait()
                 held = kept.values
-            if not hooks.at_boundary(binding.engine):
+            if not binding.engine.is_gradient_accumulation_boundary():
                 bucket = _hold(layout, tensors, how, held)
                 store.put(layout, bucket)
-                return Sums(layout, bucket.added, None)
+                return Sums(layout, bucket.added, None, {})
             crossed = store.take_crossed(members)
         total = sums.room(device, torch.float32 if crossed else layout.dtype)
         return Sums(layout, sums.begin(tensors, *how, into=total, held=held), total, crossed)
@@ -269,7 +264,7 @@ class ShardReduction(GradientReducer):
         shares = partial(self._shares, tracked, dtypes, route, link)
         layout = self._layout(key, shares, route, link, scale=1 / link.size, dtypes=dtypes)
         sums = self._begin(layout, [tensor.reshape(-1) for tensor in tensors], route)
-        return Bucket(binding, tracked, tensors, layout, sums)
+        return Bucket(tracked, [g.new_empty(0) for g in tensors], sums, binding.watch)
 
     def _shares(
         self,
@@ -295,29 +290,25 @@ class ShardReduction(GradientReducer):
         return shares
 
 
+@dataclass(eq=False)
 class Bucket:
     """A running reduction of some gradients to this rank's shards.
 
+    params: of the gradients. watch: of non-finite values, if somebody looks for them.
     shards: (length,) each, in the gradients' dtype; valid once ``finish`` has returned them.
     """
 
-    def __init__(
-        self,
-        binding: QuantizedEngine,
-        tracked: Sequence[Param],
-        tensors: Sequence[Tensor],
-        layout: Layout,
-        sums: Sums,
-    ) -> None:
-        self._binding, self._tracked, self._layout, self._sums = binding, tracked, layout, sums
-        self.shards = [g.new_empty(0) for g in tensors]
-        self.advance, self.finished = sums.advance, False
+    params: Sequence[Param]
+    shards: list[Tensor]
+    sums: Sums
+    watch: Any
+    finished: bool = False
 
     def finish(self) -> list[Tensor]:
         """Wait for the shards."""
-        watch, total = self._binding.watch, self._sums.wait()
+        watch, total = self.watch, self.sums.wait()
         found = self._zeros() if total is None else self._taken(total)
-        for parameter, shard, values in zip(self._tracked, self.shards, found, strict=True):
+        for parameter, shard, values in zip(self.params, self.shards, found, strict=True):
             shard.data = values
             if watch is not None:
                 watch.note(parameter, shard)
@@ -328,13 +319,13 @@ class Bucket:
         """Views of the sums, cast if they have another dtype."""
         dtypes = {shard.dtype for shard in self.shards}
         if dtypes != {total.dtype} and len(dtypes) == 1:
-            total = self._layout.sums.room(total.device, *dtypes).copy_(total)
-        parts = self._layout.shards(total)
+            total = self.sums.layout.sums.room(total.device, *dtypes).copy_(total)
+        parts = self.sums.layout.shards(total)
         return [part.to(shard.dtype) for part, shard in zip(parts, self.shards, strict=True)]
 
     def _zeros(self) -> list[Tensor]:
         """Shards of zeros, which share memory."""
-        numels = {share.tensor: share.numel for _, share, _ in self._layout.own}
+        numels = {share.tensor: share.numel for _, share, _ in self.sums.layout.own}
         memory = {shard.dtype: shard.new_zeros(max(numels.values())) for shard in self.shards}
         return [memory[shard.dtype][: numels[i]] for i, shard in enumerate(self.shards)]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,16 +37,6 @@ class HeldBucket:
     values: Tensor
     added: Reduction
     cross: Callable[[], Iterable[tuple[Member, Tensor]]]
-
-
-class GradientBuckets(Protocol):
-    """Buckets in which DeepSpeed collects gradients until they are reduced."""
-
-    def flush(self) -> None:
-        """Reduce what is in them."""
-
-    def reduce_zeros(self, params: Sequence[Any]) -> None:
-        """Put a gradient of zeros for each into them; what is full is reduced."""
 
 
 class HeldGradients:
@@ -130,22 +120,24 @@ class HeldGradients:
             return {}
         return {m: self._crossed.pop(m) for m in members if m in self._crossed}
 
-    def reduce_rest(self, buckets: GradientBuckets) -> None:
+    def reduce_rest(
+        self, flush: Callable[[], None], reduce_zeros: Callable[[Sequence[Any]], None]
+    ) -> None:
         """At the boundary, when backward has computed its last gradient: reduce what is left of
-        parameters that had none.
+        parameters that had none. Arguments: see ``hooks.shard_buckets``.
         """
         if not (self._buckets or self._crossed):
             return
-        if not self._is_over and not hooks.at_boundary(self._engine):
+        if not self._is_over and not self._engine.is_gradient_accumulation_boundary():
             return
-        buckets.flush()
+        flush()
         held = [member for bucket in self._buckets.values() for member in bucket.members]
         self._left = {param for param, _ in (*held, *self._crossed)}
         try:
             in_order = sorted(self._left, key=lambda param: param.index)
-            buckets.reduce_zeros([param.tensor for param in in_order])
+            reduce_zeros([param.tensor for param in in_order])
             if self._left:
-                buckets.flush()
+                flush()
         finally:
             self._left = set()
 

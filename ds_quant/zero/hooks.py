@@ -341,35 +341,32 @@ def inside(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[...
     return around
 
 
-def at_boundary(engine: Any) -> bool:
-    """Whether gradients of the current backward are the last ones of an optimizer step."""
-    return bool(engine.is_gradient_accumulation_boundary())
-
-
 def accumulates(engine: Any) -> bool:
     """Whether an optimizer step may take several backwards."""
     managed = getattr(engine, "managed_gradient_accumulation", None)
     return engine.gradient_accumulation_steps() > 1 or (managed is not None and not managed())
 
 
-class ShardBuckets:
-    """Buckets in which ZeRO-3 collects gradients until they are reduced."""
+Buckets = tuple[Callable[[], None], Callable[[Sequence[Any]], None]]
 
-    def __init__(self, optimizer: Any) -> None:
-        require(optimizer, _FLUSH)
-        self._optimizer = optimizer
 
-    def flush(self) -> None:
-        """Reduce what is in them."""
-        for dtype in sorted(self._optimizer.ipg_buckets, key=str):
-            getattr(self._optimizer, _FLUSH)(dtype)
+def shard_buckets(optimizer: Any) -> Buckets:
+    """The buckets in which ZeRO-3 collects gradients: what reduces their content, and what puts a
+    gradient of zeros into them for every parameter; a bucket that is full is reduced.
+    """
+    require(optimizer, _FLUSH)
 
-    def reduce_zeros(self, params: Sequence[Any]) -> None:
-        """Put a gradient of zeros for each into them; what is full is reduced."""
+    def flush() -> None:
+        for dtype in sorted(optimizer.ipg_buckets, key=str):
+            getattr(optimizer, _FLUSH)(dtype)
+
+    def reduce_zeros(params: Sequence[Any]) -> None:
         for p in params:
             p.grad = torch.empty_like(p)  # of a partitioned parameter: of no elements
             p.grad.data = torch.zeros(p.ds_shape, dtype=p.dtype, device=device())
-            self._optimizer.reduce_ready_partitions_and_remove_grads(p)
+            optimizer.reduce_ready_partitions_and_remove_grads(p)
+
+    return flush, reduce_zeros
 
 
 def skip_zero_shards(optimizer: Any, waits: Callable[[Any], bool]) -> Callable[..., Any]:
@@ -408,13 +405,6 @@ def rank_and_world() -> tuple[int, int]:
     from deepspeed import comm as dist
 
     return dist.get_rank(), dist.get_world_size()
-
-
-def gradient_dtype(engine: Any) -> torch.dtype:
-    """Return the dtype of DeepSpeed's gradients: ``communication_data_type``, by default the
-    model's.
-    """
-    return engine.communication_data_type
 
 
 def steps(optimizer: Any) -> bool:

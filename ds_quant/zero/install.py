@@ -126,14 +126,13 @@ def defer_operator() -> None:
 
 
 def _reduce(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not getattr(self, "ds_quant_asked", False):
-        self.ds_quant_asked = True
-        _open(self)
+    _open(self)
     return original(self, *args, **kwargs)
 
 
+@functools.cache
 def _open(backend: Any) -> None:
-    """Build and open the operator, as the backend's constructor would."""
+    """Build and open the operator, as the backend's constructor would, at the first call."""
     module = importlib.import_module("deepspeed.comm.torch")
     operator = getattr(module, _BUILD).ds_quant_wraps()
     if operator is None:

@@ -202,9 +202,9 @@ class NodeShard:
         """Bytes of the node shard on this rank."""
         return sum(param.kept.rows.nbytes for param in self.served)
 
-    def mark_stale(self, params: Iterable[Any] | None = None) -> None:
-        """Weights were written outside the optimizer step, of all parameters if None. A collective:
-        what is on its way must arrive first.
+    def resync(self, params: Iterable[Any] | None = None) -> None:
+        """Weights were written outside the optimizer step, of all parameters if None: the next
+        fetches fill them exactly. A collective: what is on its way must arrive first.
         """
         self.finish()
         for param in self.served if params is None else map(self._binding.param_of, params):
@@ -217,10 +217,6 @@ class NodeShard:
         # Stale rows are about to be refilled; they are the same ones on all ranks.
         rows = (rows_of([param.kept])[0] for param in self.served if not param.stale)
         yield self._rank % self._binding.topology.node_size, rows
-
-    def resync(self) -> None:
-        """See Holder: the next fetches fill all parameters exactly."""
-        self.mark_stale()
 
     def after_step(self) -> None:
         """Start to exchange what the optimizer has changed."""

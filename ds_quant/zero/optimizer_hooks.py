@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_quant.zero import hooks
-from ds_quant.zero.hooks import ExpectedCall, Hooks, Redirect, moved, require
-from ds_quant.zero.version import FAULTS, REUSED, deepspeed_version
+from ds_quant.zero.hooks import Buckets, ExpectedCall, Hooks, Redirect, moved, require
+from ds_quant.zero.version import FAULTS, deepspeed_version
 
 _BUCKET, _REDUCE_TO_OWNERS = "average_tensor", "allreduce_and_copy_with_multiple_ranks"
 
@@ -91,15 +91,14 @@ def sorted_out(
     """
     owners = owners_of(call)
     whole = [i for i, ranks in enumerate(owners) if alone or len(ranks) > 1]
-    if not whole or len(whole) == len(owners):
-        return (call, None) if whole else (None, call)
-    single = [i for i in range(len(owners)) if i not in whole]
+    return _only(call, whole), _only(call, sorted({*range(len(owners))} - {*whole}))
+
+
+def _only(call: dict[str, Any], places: Sequence[int]) -> dict[str, Any] | None:
+    if len(places) in (0, len(call["bucket_ranks"])):
+        return call if places else None
     lists = {name: call[name] for name in _LISTS if call.get(name) is not None}
-    found = [
-        {**call, **{name: [values[i] for i in places] for name, values in lists.items()}}
-        for places in (whole, single)
-    ]
-    return found[0], found[1]
+    return {**call, **{name: [values[i] for i in places] for name, values in lists.items()}}
 
 
 def owners_of(call: dict[str, Any]) -> list[frozenset[int]]:
@@ -107,29 +106,24 @@ def owners_of(call: dict[str, Any]) -> list[frozenset[int]]:
     return [r if isinstance(r, frozenset) else frozenset((r,)) for r in call["bucket_ranks"]]
 
 
-class OwnerBuckets:
-    """Buckets in which ZeRO-2 collects gradients until they are reduced."""
+def owner_buckets(optimizer: Any) -> Buckets:
+    """The same as ``shard_buckets`` of ZeRO-2."""
+    require(optimizer, "reduce_ipg_grads")
 
-    def __init__(self, optimizer: Any) -> None:
-        require(optimizer, "reduce_ipg_grads")
-        self._optimizer = optimizer
-
-    def flush(self) -> None:
-        """Reduce what is in them."""
-        optimizer = self._optimizer
+    def flush() -> None:
         if hasattr(optimizer, "setup_buckets"):  # before 0.18.3 every backward sets them up
             optimizer.setup_buckets()
         optimizer.reduce_ipg_grads()
         if optimizer.overlap_comm:  # on a stream that may still read what is filled next
             hooks.synchronize()
 
-    def reduce_zeros(self, params: Sequence[Any]) -> None:
-        """Put a gradient of zeros for each into them; what is full is reduced."""
-        optimizer = self._optimizer
+    def reduce_zeros(params: Sequence[Any]) -> None:
         groups = {id(p): i for i, group in enumerate(optimizer.bit16_groups) for p in group}
         for p in params:
             p.grad = torch.zeros_like(p)
             optimizer.reduce_ready_partitions_and_remove_grads(p, groups[id(p)])
+
+    return flush, reduce_zeros
 
 
 def lost_gradients(engine: Any, optimizer: Any, *, held: bool) -> list[str]:
@@ -143,12 +137,10 @@ def lost_gradients(engine: Any, optimizer: Any, *, held: bool) -> list[str]:
     for fault in FAULTS if optimizer.partition_gradients else ():
         if fault.offload != bool(optimizer.cpu_offload) or not fault.is_in(deepspeed.__version__):
             continue
-        if fault == REUSED:
-            needs = "a model that has one"
-        elif held or steps <= (2 if fault.offload else 1):
+        if fault.accumulation > (1 if held else steps):
             continue
-        else:
-            needs = f"gradient_accumulation_steps={steps}"
+        depends = fault.accumulation > 1
+        needs = f"gradient_accumulation_steps={steps}" if depends else "a model that has one"
         said.append(
             f"{deepspeed_version()} {fault.loses} under ZeRO-2, with and without this plugin: "
             f"{needs} needs DeepSpeed {fault.until} or newer, or zero_optimization.stage 1 or 3"

@@ -13,7 +13,7 @@ all ranks: a run that saves continues like a run that loads what was saved.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -73,7 +73,7 @@ class Replica:
         self.show_exact()
         yield
         if not shown and self.holds_exact:  # else there was a step inside
-            self._decode(self._refill)
+            self._decode()
 
     def show_exact(self) -> None:
         """Show exact weights until the next step. A collective, unless they are shown already."""
@@ -84,19 +84,19 @@ class Replica:
         """Follow DeepSpeed, which has loaded master weights and an exact replica."""
         self.holds_exact = True
         self._samples.forget()
-        self._decode(lambda exact: self._gather(self._binding.step, exact=exact))
+        self._decode()
 
     def resync(self) -> None:
         """Refill exact weights on all ranks from the master weights. A collective."""
         self._samples.forget()
         self._refill(exact=True)
 
-    def _decode(self, gather: Callable[..., None]) -> None:
+    def _decode(self) -> None:
         """Show again what the last step has gathered: equal step, equal bits."""
         binding = self._binding
         stays = self._always_exact or binding.scheme.difference or binding.is_exact(binding.step)
         if binding.step > 0 and not stays:
-            gather(exact=False)
+            self._refill(exact=False)
 
     def _refill(self, *, exact: bool) -> None:
         """Gather the master weights; what user code has written stays: [Note: written weights]."""

@@ -29,7 +29,7 @@ def start_line(binding: QuantizedEngine) -> str:
     once = costs.once_per_step or costs.boundary or (waits and micro_steps > 1)
     per_micro_step = stage == 3 and not once
     micro_steps = 1 if per_micro_step else micro_steps
-    dtype = hooks.gradient_dtype(binding.engine)
+    dtype = binding.engine.communication_data_type
     label = LABELS.get(dtype, "fp32")
     shipped = shipped_bytes(
         stage, dtype, micro_steps=micro_steps, gathers=costs.gathers, trained=costs.trained

@@ -55,28 +55,24 @@ def refuse_no_room(binding: QuantizedEngine) -> None:
     """Raise RuntimeError on all ranks if what the scheme keeps does not fit on one: the node shard
     between steps, or with it the sums of gradients within one. A collective, if it keeps any.
     """
-    bill = binding.bill()
+    bill, offloaded = binding.bill(), offload.offloads_parameters(binding.engine)
     kept, peak = bill.memory * bill.numel, binding.peak_bytes(bill)
     held = bill.held * bill.numel if hooks.accumulates(binding.engine) else 0.0
     if not (kept or held):
         return
     (free, host) = minimum([hooks.free_memory(), offload.free_host_memory()])
     shown = f"{free / 1e9:.3g} GB of memory are free on the fullest device"
-    fix = (
-        "use more ranks per node, zero_optimization.stage 2, or a scheme without a node shard "
-        'such as "qsdp"'
-    )
-    if offload.offloads_parameters(binding.engine):
-        in_node, kept = kept * binding.topology.node_size, 0.0
-        if in_node > host:
-            raise RuntimeError(
-                f"quantized_comm: the node shard takes {in_node / 1e9:.3g} GB of host memory in "
-                f"every node, but {host / 1e9:.3g} GB are free in the fullest one; {fix}"
-            )
-    if kept > free:
+    needed, room, where, left = kept, free, "on every rank", shown
+    if offloaded:
+        needed, room = kept * binding.topology.node_size, host
+        where = "of host memory in every node"
+        left = f"{host / 1e9:.3g} GB are free in the fullest one"
+        kept = 0.0
+    if needed > room:
         raise RuntimeError(
-            f"quantized_comm: the node shard takes {kept / 1e9:.3g} GB on every rank, but {shown}; "
-            f"{fix}"
+            f"quantized_comm: the node shard takes {needed / 1e9:.3g} GB {where}, but {left}; use "
+            "more ranks per node, zero_optimization.stage 2, or a scheme without a node shard such "
+            'as "qsdp"'
         )
     if kept + held > free:
         shard = f" beside {kept / 1e9:.3g} GB of node shard" if kept else ""

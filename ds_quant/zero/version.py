@@ -13,12 +13,14 @@ _parsed = cache(Version)  # asked for as often as in every exact gather
 class Fault(NamedTuple):
     """An error of DeepSpeed, with and without this plugin, from one version until before another.
 
-    offload: whether it needs an offloaded optimizer, or needs one that is not.
+    offload: whether it needs an offloaded optimizer, or needs one that is not. accumulation: how
+    many micro-steps it needs, 1 if it depends on the model.
     """
 
     since: str
     until: str
     offload: bool
+    accumulation: int
     loses: str
 
     def is_in(self, version: str) -> bool:
@@ -26,16 +28,13 @@ class Fault(NamedTuple):
         return _parsed(self.since) <= _parsed(version) < _parsed(self.until)
 
 
-FORGETS = "forgets the gradients of all micro-steps but"
-REUSED = Fault(
-    "0.18.3", "0.19.4", False,
-    "loses gradients of a module that a step uses more than once (DeepSpeed issue 8224)",
-)  # fmt: skip
+_FORGETS = "forgets the gradients of all micro-steps but"
+_REUSED = "loses gradients of a module that a step uses more than once (DeepSpeed issue 8224)"
 # Under ZeRO-2.
 FAULTS = (
-    Fault("0", "0.18.3", False, f"{FORGETS} the last one"),
-    Fault("0", "0.19", True, f"{FORGETS} the first and the last one"),
-    REUSED,
+    Fault("0", "0.18.3", False, 2, f"{_FORGETS} the last one"),
+    Fault("0", "0.19", True, 3, f"{_FORGETS} the first and the last one"),
+    Fault("0.18.3", "0.19.4", False, 1, _REUSED),
 )
 
 

@@ -159,7 +159,7 @@ def _reductions(binding: QuantizedEngine, hops: Sequence[LinkHop]) -> Iterator[_
     route = binding.routes.gradients(whole=len(hops) > 1)
     flips = route.rotation is not None and binding.scheme.block.gradients.rotation_signs
     block = 0 if route.rotation is None else route.rotation.block
-    dtype = hooks.gradient_dtype(binding.engine)
+    dtype = binding.engine.communication_data_type
     cast = CastCodec(dtype)
     turns = {((cast,) * len(hops), 0, False): None}
     turns[tuple(hop.codec or cast for hop in route.hops), block, flips] = None

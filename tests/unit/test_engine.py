@@ -86,8 +86,8 @@ def test_what_is_saved_is_compared_with_full_precision_that_crosses_as_often(
 ) -> None:
     """64 x 64 in fp32 over 2 x 2 ranks: half of a node's gradients comes from the other one."""
     monkeypatch.setattr(module.muon_hooks, "exact_gradient_reason", lambda engine: None)
-    monkeypatch.setattr(module.hooks, "gradient_dtype", lambda engine: module.torch.float32)
     made = binding(gradients={"cross": cross})
+    made.engine.communication_data_type = module.torch.float32
     weight: Any = module.torch.nn.Parameter(module.torch.empty(64, 64))
     made.all_params = lambda: [
         SimpleNamespace(

@@ -105,11 +105,11 @@ class Accumulation:
                 tensors = [gradient(n, self.rank.number, micro, i) for i, n in enumerate(names)]
                 self.reduce([self.params[NAMES.index(n)] for n in names], tensors)
             if buckets[-1] in "?!":
-                rest = partial(self.rank.held.reduce_rest, self)
+                rest = partial(self.rank.held.reduce_rest, self.flush, self.reduce_zeros)
                 epilogue = {"independent_gradient_partition_epilogue": rest}
                 self.rank.held.finish(SimpleNamespace(**epilogue))
             else:
-                self.rank.held.reduce_rest(self)
+                self.rank.held.reduce_rest(self.flush, self.reduce_zeros)
             self.rank.after_backward()
         return self.sums
 

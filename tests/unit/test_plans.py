@@ -43,7 +43,7 @@ def binding(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(GradientReducer, "_begin", lambda self, layout, *args: layout)
     monkeypatch.setattr(gradients, "Bucket", lambda *args: args[-1])
     tracked: dict[int, Tracked] = {}
-    made = SimpleNamespace(asked=set(), step=0, routes=object())
+    made = SimpleNamespace(asked=set(), step=0, watch=None)
     made.param_of = lambda p: tracked.setdefault(id(p), Tracked(p.numel()))
     made.route = lambda group: (LinkHop(link=None),)
     return made

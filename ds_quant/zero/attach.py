@@ -271,9 +271,8 @@ def _reduce_to_shards(binding: QuantizedEngine, optimizer: Any) -> None:
     if hooks.device().type != "cpu" or not overlaps:
         hooks.wrap_shard_reduction(events, reduction, skip)
     else:
-        late = LateReduction(reduction)
-        partition = late.partition if skip is None else hooks.inside(late.partition, skip)
-        hooks.wrap_shard_reduction(events, late.reduce, partition)
+        late = LateReduction(reduction, skip)
+        hooks.wrap_shard_reduction(events, late.reduce, late.partition)
         events.around_last_buckets.append(late.last_buckets)
 
 

@@ -24,8 +24,9 @@ from ds_quant.zero.gradients import Bucket, ShardReduction
 class LateReduction:
     """Post gradient buckets, and hand their shards to DeepSpeed two buckets later."""
 
-    def __init__(self, reduction: ShardReduction) -> None:
-        self._reduction = reduction
+    def __init__(self, reduction: ShardReduction, skip: Callable[..., Any] | None) -> None:
+        """``skip``: goes around DeepSpeed's ``partition_grads``, if anything does."""
+        self._reduction, self._skip = reduction, skip
         self._begun: Bucket | None = None  # its shards are still in DeepSpeed's hands
         self._under_way: deque[tuple[Bucket, Callable[[], Any]]] = deque()
         self._untouched: set[torch.dtype] = set()
@@ -56,6 +57,8 @@ class LateReduction:
         Raises:
             RuntimeError: DeepSpeed has changed shards that it had left alone before.
         """
+        if self._skip is not None:
+            original = partial(self._skip, original)
         bucket, self._begun = self._begun, None
         if bucket is None or bucket.finished:
             original(params, shards)

@@ -332,15 +332,6 @@ def wrap_shard_reduction(
         hooks.wrap(hooks.optimizer, "partition_grads", partition)
 
 
-def inside(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``around`` functions ``outer(original, ...)`` and ``inner(original, ...)`` as one."""
-
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return outer(partial(inner, original), *args, **kwargs)
-
-    return around
-
-
 def accumulates(engine: Any) -> bool:
     """Whether an optimizer step may take several backwards."""
     managed = getattr(engine, "managed_gradient_accumulation", None)

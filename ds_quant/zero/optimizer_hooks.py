@@ -91,12 +91,13 @@ def sorted_out(
     """
     owners = owners_of(call)
     whole = [i for i, ranks in enumerate(owners) if alone or len(ranks) > 1]
-    return _only(call, whole), _only(call, sorted({*range(len(owners))} - {*whole}))
+    if not whole or len(whole) == len(owners):
+        return (call, None) if whole else (None, call)
+    single = sorted({*range(len(owners))} - {*whole})
+    return _only(call, whole), _only(call, single)
 
 
-def _only(call: dict[str, Any], places: Sequence[int]) -> dict[str, Any] | None:
-    if len(places) in (0, len(call["bucket_ranks"])):
-        return call if places else None
+def _only(call: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
     lists = {name: call[name] for name in _LISTS if call.get(name) is not None}
     return {**call, **{name: [values[i] for i in places] for name, values in lists.items()}}
 

@@ -41,7 +41,7 @@ def binding(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of one hop; sums hold nothing, and a reduction is its layout."""
     monkeypatch.setattr(gradients, "GradientSums", lambda *args, **how: SimpleNamespace(own={}))
     monkeypatch.setattr(GradientReducer, "_begin", lambda self, layout, *args: layout)
-    monkeypatch.setattr(gradients, "Bucket", lambda *args: args[-1])
+    monkeypatch.setattr(gradients, "Bucket", lambda params, shards, sums, watch: sums)
     tracked: dict[int, Tracked] = {}
     made = SimpleNamespace(asked=set(), step=0, watch=None)
     made.param_of = lambda p: tracked.setdefault(id(p), Tracked(p.numel()))

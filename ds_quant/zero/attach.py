@@ -219,7 +219,7 @@ def _attach_shards(binding: QuantizedEngine, optimizer: Any) -> Fetch:
     _note_empty(binding)
     safety.refuse_no_room(binding)
     if binding.routes.keeps_shard:
-        binding.node = fetch.keep_in_node()
+        fetch.keep_in_node()
     binding.hooks.on_destroy.append(fetch.close)
     if hooks.steps(optimizer):  # else inference: parameters only
         # Rows of exact differences need only follow what is loaded.

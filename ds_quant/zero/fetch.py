@@ -36,7 +36,6 @@ class Fetch:
         self._parameters: list[torch.Tensor] = []
         self._hooked: dict[int, Any] = {}  # wrapped parameters by ds_id
         self._is_closed = False  # then hooks that nobody has removed may still call
-        self.node: NodeShard | None = None
 
     def attach(self, params: Iterable[torch.Tensor]) -> None:
         """Serve the parameters of a module, and what is fetched together with them."""
@@ -57,12 +56,11 @@ class Fetch:
                 self._hooked[p.ds_id] = p
                 hooks.wrap_fetch(p, self.fetch, self.gather_exactly, owner=self)
 
-    def keep_in_node(self) -> NodeShard:
+    def keep_in_node(self) -> None:
         """Serve gathers from a node shard from now on."""
-        self.node = NodeShard(self._binding, self._parameters, self.barrier)
+        node = self._binding.node = NodeShard(self._binding, self._parameters, self.barrier)
         for parameter in self._parameters:
-            hooks.wrap_partition(parameter, self.node.resync, owner=self)
-        return self.node
+            hooks.wrap_partition(parameter, node.resync, owner=self)
 
     def serves_only(self, params: Iterable[torch.Tensor]) -> bool:
         """Whether all parameters of its module are among these."""
@@ -71,8 +69,8 @@ class Fetch:
     def close(self) -> None:
         """Give the parameters back to DeepSpeed when the engine is destroyed, all exact."""
         self._is_closed = True
-        if self.node is not None:
-            self.node.close()
+        if self._binding.node is not None:
+            self._binding.node.close()
         for p in self._hooked.values():
             hooks.unwrap(p, owner=self)
             if self._pop_decoded(p) and hooks.is_available(p):
@@ -158,14 +156,14 @@ class Fetch:
     def _gather_in_node(self, params: list[Param]) -> _Gather:
         for param in params:
             hooks.begin_fetch(param.tensor)
-        pending, lossy = self.node.gather(params)
+        pending, lossy = self._binding.node.gather(params)
         return _Gather(params, lossy, pending)
 
     def _coding(self, param: Param, rank: int, step: int, exact: bool) -> Coding:
         dtype, coding = param.tensor.ds_tensor.dtype, None
         if not (exact or param.tensor.ds_persist):  # stays gathered between steps: exact
             # The node shard serves all that the whole world shares.
-            stream, *_ = param.weight_streams(dtype, rank=rank, whole=self.node is None)
+            stream, *_ = param.weight_streams(dtype, rank=rank, whole=self._binding.node is None)
             coding = None if stream is None else param.coding(stream, dtype, step)
         return coding or exactly(dtype, tight=param.tensor.ds_numel <= SMALL_NUMEL)
 

@@ -394,11 +394,14 @@ class Fallback:
         state, step = self._binding.state, self._binding.engine.global_steps
         state.nonfinite_steps += 1
         if self._policy == "raise":
+            where = "a parameter that DeepSpeed reduces itself"
+            if finder is not None:
+                name = broadcast(None if param is None else param.name, source=finder)
+                where = f"{name}, received by rank {finder}"
             raise FloatingPointError(
-                f"quantized_comm: step {step}: NaN or Inf in the gradient of "
-                f"{self._name(finder, param)}. Training ends because "
-                'quantized_comm.fallback.on_nonfinite="raise"; resume from the last checkpoint, '
-                'or set it to "skip" or "full_precision"'
+                f"quantized_comm: step {step}: NaN or Inf in the gradient of {where}. Training "
+                'ends because quantized_comm.fallback.on_nonfinite="raise"; resume from the last '
+                'checkpoint, or set it to "skip" or "full_precision"'
             )
         state.exact_until = self._binding.step + 1 + self._steps
         if state.nonfinite_steps == 1:
@@ -406,12 +409,6 @@ class Fallback:
                 f"quantized_comm: step {step}: gradients hold NaN or Inf; the next {self._steps} "
                 "steps travel in full precision (logged once, ds_quant.report counts)"
             )
-
-    def _name(self, finder: int | None, param: Param | None) -> str:
-        if finder is None:
-            return "a parameter that DeepSpeed reduces itself"
-        name = broadcast(None if param is None else param.name, source=finder)
-        return f"{name}, received by rank {finder}"
 
 
 # ---- the first step ----

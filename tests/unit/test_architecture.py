@@ -249,7 +249,7 @@ BUDGETS = {
     "comm": (1473, 43),
     "config": (702, 9),
     "policy": (896, 14),
-    "zero": (3816, 44),
+    "zero": (3812, 44),
     "tools": (1920, 7),
 }
 BUDGETS_BESIDE = {"tests": 20107, "benchmarks": 3646}  # lines of code

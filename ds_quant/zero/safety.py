@@ -62,15 +62,15 @@ def refuse_no_room(binding: QuantizedEngine) -> None:
         return
     (free, host) = minimum([hooks.free_memory(), offload.free_host_memory()])
     shown = f"{free / 1e9:.3g} GB of memory are free on the fullest device"
-    needed, room, where, left = kept, free, "on every rank", shown
+    needed, room, where, left = kept, free, "GB on every rank, but", shown
     if offloaded:
         needed, room = kept * binding.topology.node_size, host
-        where = "of host memory in every node"
+        where = "GB of host memory in every node, but"
         left = f"{host / 1e9:.3g} GB are free in the fullest one"
         kept = 0.0
     if needed > room:
         raise RuntimeError(
-            f"quantized_comm: the node shard takes {needed / 1e9:.3g} GB {where}, but {left}; use "
+            f"quantized_comm: the node shard takes {needed / 1e9:.3g} {where} {left}; use "
             "more ranks per node, zero_optimization.stage 2, or a scheme without a node shard such "
             'as "qsdp"'
         )

@@ -258,11 +258,14 @@ def test_more_jobs_than_arguments_may_hold_take_several_launches(
     numels = [(3000, 40, 2048, 5)[i % 4] for i in range(600)]
     x, plans = torch.randn(sum(numels)), []
     out = torch.zeros(len(x), dtype=torch.bfloat16)
-    for start, numel in zip(accumulate(numels, initial=0), numels, strict=False):
-        rows = 1 + (numel == 40)
+    for place, (start, numel) in enumerate(
+        zip(accumulate(numels, initial=0), numels, strict=False)
+    ):
+        rows = 1 + (place % 100 == 50)
         plan = launch.cast_plan(torch.float32, torch.bfloat16, numel // rows, numel // rows)
         fields = {"source": x[start:].data_ptr(), "values": out[start:].data_ptr()}
-        fields |= {"source_row": 4 * numel // rows, "values_stride": 2 * numel // rows}
+        if rows > 1:
+            fields |= {"source_row": 4 * numel // rows, "values_stride": 2 * numel // rows}
         plans.append(plan.launch(rows, fields))
     runner.run_tables(merge(plans))
     assert torch.equal(out, x.bfloat16())

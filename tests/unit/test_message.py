@@ -53,6 +53,7 @@ def test_exact_values_that_lie_end_to_end_are_sent_from_there() -> None:
     [
         ([BLOCK[:16], BLOCK[24:]], [LARGE] * 2),  # a gap
         ([BLOCK[32:], BLOCK[:32]], [LARGE] * 2),  # in another order
+        ([BLOCK[:16], BLOCK[24:32], BLOCK[16:24], BLOCK[32:]], [LARGE] * 4),
         ([BLOCK[:16], BLOCK[16:24].clone()], [LARGE] * 2),
         ([BLOCK[:12], BLOCK[12:32]], [LARGE] * 2),  # slots are padded
         ([BLOCK[:12]], [LARGE]),

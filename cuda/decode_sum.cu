@@ -10,6 +10,7 @@
 #include "include/decoder.cuh"
 #include "include/hadamard.cuh"
 #include "include/job.cuh"
+#include "include/philox.cuh"
 #include "include/values.cuh"
 
 #ifndef DSQ_VALUES
@@ -24,7 +25,7 @@
 #ifndef DSQ_ROTATION  // block of the rotation to undo, 0 for none
 #define DSQ_ROTATION 0
 #endif
-#ifndef DSQ_FLIPS
+#ifndef DSQ_FLIPS  // signs after the rotation; 2: of each source, which is rotated back alone
 #define DSQ_FLIPS 0
 #endif
 #ifndef DSQ_STAGED
@@ -36,7 +37,21 @@
 
 static_assert(DSQ_ROTATION == 0 || (DSQ_RUN == 4 && DSQ_FACTOR), "rotated runs of 32 elements");
 
-#if DSQ_ROTATION
+#if DSQ_FLIPS == 2
+// Rotates source k back, but for the factor; its signs are those of vector k + 1.
+struct TurnSource {
+    u64 key, step;
+
+    DSQ_MEMBER void operator()(u64 k, float (&x)[DSQ_RUN][8]) const {
+        const PhiloxWords w = philox_of_vector(k + 1, step, key);
+        const u64 low = (u64)w.w1 << 32 | w.w0, high = (u64)w.w3 << 32 | w.w2;
+        butterflies<DSQ_ROTATION>(x, threadIdx.x);
+        flip_signs(x, ~flips_of_lane<DSQ_ROTATION>(low, high, threadIdx.x));
+    }
+};
+#endif
+
+#if DSQ_ROTATION && DSQ_FLIPS != 2
 DSQ_DEVICE void finish(float (&x)[DSQ_RUN][8], const SumJob& job) {
     butterflies<DSQ_ROTATION>(x, threadIdx.x);
     DSQ_UNROLL
@@ -143,7 +158,11 @@ extern "C" __global__ void __launch_bounds__(DSQ_THREADS) decode_sum(DSQ_JOB_PAR
     if (!present) j = 0;  // takes part in the shuffles of its warp
 
     float sum[DSQ_RUN][8];
-    sum_run(source, j, sum);
+#if DSQ_FLIPS == 2
+    sum_run(source, j, sum, TurnSource{job.flips_low, job.flips_high});
+#else
+    sum_run(source, j, sum, AsItIs());
+#endif
     finish(sum, job);
 
     const u32 bytes = 8 * Raw<DSQ_VALUES>::ITEM;  // of a vector

@@ -58,7 +58,7 @@ extern "C" __global__ void DSQ_BOUNDS recode(DSQ_JOB_PARAMETERS(RecodeJob)) {
         if (is_absent(tile.thread, v) || (!DSQ_WHOLE && j >= wire.vectors)) j = first;
         if (!DSQ_WHOLE && j >= wire.vectors) j = 0;
         float sum[DSQ_RUN][8];
-        sum_run(source, j, sum);
+        sum_run(source, j, sum, AsItIs());
         DSQ_UNROLL
         for (int k = 0; k < DSQ_RUN; ++k) held.vector[i + k].set(sum[k]);
     }

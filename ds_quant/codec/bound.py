@@ -7,8 +7,7 @@ quantizers in between all see rotated values. It is linear, so sums need no rota
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -16,50 +15,10 @@ from torch import Tensor
 
 from ds_quant.codec.codec import CAST_NAMES, CastCodec, Codec, GroupCodec
 from ds_quant.kernels.batch import Decode, Encode, Operation, Sum
-from ds_quant.kernels.random_bits import Address, philox4x32
-from ds_quant.kernels.reference import BlockRotation
+from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.reference import Rotation
 from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import round_up
-
-# ---- the rotation of a tensor ----
-
-
-BLOCKS = (32, 64, 128)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rotation:
-    """Walsh-Hadamard transform of blocks of consecutive elements.
-
-    block: 32, 64 or 128 elements.
-    signs: stream of the sign flips before the transform, one pattern for all blocks, equal on all
-        ranks; None for none. Without flips a block of equal values becomes one spike.
-    """
-
-    block: int
-    signs: Address | None = None
-
-    def __post_init__(self) -> None:
-        if self.block not in BLOCKS:
-            raise ValueError(f"rotation block = {self.block}: allowed are {BLOCKS}")
-
-    def padded(self, numel: int) -> int:
-        """Elements after rotation: `numel` rounded up to whole blocks."""
-        return round_up(numel, self.block)
-
-    @property
-    def kernel(self) -> BlockRotation:
-        """The rotation with its sign flips as bits, as the kernels take it."""
-        flips = None if self.signs is None else _flips(self.signs) & (1 << self.block) - 1
-        return BlockRotation(self.block, flips)
-
-
-@lru_cache(maxsize=64)
-def _flips(signs: Address) -> int:
-    """Draw 128 random bits; a set bit flips the sign."""
-    words = philox4x32((0, 0, *signs.step_words), signs.key_words)
-    return ~sum(word << 32 * i for i, word in enumerate(words))
-
 
 # ---- one tensor of a collective ----
 
@@ -150,15 +109,14 @@ def encode(
     address: Address | None = None,
     levels: Tensor | None = None,  # (2^bits,) fp32
     base: Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
-    rotation: Rotation | BlockRotation | None = None,  # of x, or x - base
+    rotation: Rotation | None = None,  # of x, or x - base
     backend: str = "auto",
 ) -> None:
     """Encode the rows of x, each a row of bytes; with a rotation whole blocks of it.
 
     Raises ``ValueError`` for shapes, dtypes and options that the codec does not take.
     """
-    turn = None if rotation is None else rotation.kernel
-    block = 0 if turn is None else turn.block
+    block = 0 if rotation is None else rotation.block
     on_wire = round_up(x.shape[-1], block or 1)
     _check(codec, ("x", x), ("out", out), on_wire, block)
     if getattr(codec, "rounding", "nearest") != "nearest" and address is None:
@@ -167,7 +125,7 @@ def encode(
         return
     wire, held = _dense(out, copy=False), 2 if base is not None else None
     buffers = [_dense(x), wire] + ([] if base is None else [_dense(base)])
-    flips = turn is not None and turn.flips is not None
+    flips = rotation is not None and rotation.flips is not None
     operation = Encode(codec, x.shape[1], 0, 1, 0, block, flips, held)
     step = 0 if address is None else address.vectors_per_row(on_wire)
     steps = [buffers[0].stride(0), wire.stride(0), step]
@@ -206,7 +164,7 @@ def decode_sum(
     scale: float = 1.0,
     own: Own | None = None,  # place, (numel on the wire,) floating point
     levels: Tensor | None = None,
-    rotation: Rotation | BlockRotation | None = None,  # to undo
+    rotation: Rotation | None = None,  # to undo
     backend: str = "auto",
 ) -> None:
     """out = scale * sum of the rows: fp32, in order, rotated back, scaled and cast once.
@@ -214,8 +172,7 @@ def decode_sum(
     The values ``own[1]`` are added as row ``own[0]``, which the wire leaves out. ``ValueError`` as
     of ``encode``.
     """
-    turn = None if rotation is None else rotation.kernel
-    block = 0 if turn is None else turn.block
+    block = 0 if rotation is None else rotation.block
     on_wire = round_up(out.shape[0], block or 1)
     if out.dim() != 1 or out.dtype not in CAST_NAMES:
         allowed = " or ".join(CAST_NAMES.values())
@@ -230,7 +187,7 @@ def decode_sum(
     operation = Sum(
         codec, len(out), wire_in=0, values=1, stream=0, sources=len(wire),
         stride=buffers[0].stride(0), place=place, own=2, block=block,
-        flips=turn is not None and turn.flips is not None, scale=scale,
+        flips=rotation is not None and rotation.flips is not None, scale=scale,
     )  # fmt: skip
     _run(operation, 1, [0] * 3, buffers, Coding(codec, None, levels), rotation, backend)
     if buffers[1].data_ptr() != out.data_ptr():
@@ -243,7 +200,7 @@ def _run(
     steps: Sequence[int],
     buffers: list[Tensor],
     coding: Coding,
-    rotation: Rotation | BlockRotation | None,
+    rotation: Rotation | None,
     backend: str,
 ) -> None:
     table = coding.codec.table(coding.levels, buffers[0].device)  # refuses what does not fit

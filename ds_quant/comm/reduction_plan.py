@@ -31,19 +31,14 @@ from ds_quant.kernels.wire import VECTOR_NUMEL, ceil_div, round_up, shard_range
 MOST = 16  # slices, unless more are asked for
 
 
-def slice_seconds(device: torch.device) -> float:
-    """What a slice costs the host beyond its bytes and the links' latency: an order of magnitude,
-    from its few calls, not fitted to any link. On CUDA they launch kernels on several streams.
-    """
-    return 1e-4 if device.type == "cpu" else 5e-4
-
-
 def presumed_pace(device: torch.device, backend: str) -> float:
     """The pace of slices between links that nobody has measured: 8 bits inside a node at 300 GB/s
-    where NCCL carries them, else at 20 GB/s.
+    where NCCL carries them, else at 20 GB/s. Beyond its bytes and the links' latency a slice costs
+    the host 0.1 ms, and 0.5 ms where its few calls launch CUDA kernels on several streams: orders
+    of magnitude, not fitted to any link.
     """
     nvlink = device.type == "cuda" and "nccl" in backend
-    return 1 / (3e11 if nvlink else 2e10) / slice_seconds(device)
+    return 1 / (3e11 if nvlink else 2e10) / (1e-4 if device.type == "cpu" else 5e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +86,13 @@ class LinkHop:
 
 class Form(NamedTuple):
     """How a gradient is sent: its codec on every hop, the block of its rotation, 0 for none,
-    whether signs flip before it, and the codec of sums on their way to an owner.
+    whether signs flip before it (OWN_SIGNS: every sender of the last hop has its own), and the
+    codec of sums on their way to an owner.
     """
 
     codecs: tuple[Codec, ...]
     block: int = 0
-    flips: bool = False
+    flips: int = 0
     delivery: Codec | None = None  # None under ZeRO-3, where reducers are owners
 
     @property
@@ -318,7 +314,8 @@ class _Compiler:
             vector = VECTORS_PER_ELEMENT * segment.first
         if depth == 0:
             tensor, numel = TENSORS + segment.tensor, segment.numel
-            operation = Encode(codecs[0], numel, tensor, WIRE, segment.gradient, block, flips)
+            how = segment.gradient, block, bool(flips)
+            operation = Encode(codecs[0], numel, tensor, WIRE, *how)
             return operation, (segment.start, start, vector)
         if self._held is not None:  # rotated already
             numel = self._on_wire[index]
@@ -338,7 +335,7 @@ class _Compiler:
         if depth:
             operation, places = self._sum(index, hops, depth, KEPT, place)
             return operation._replace(beside=codecs[depth]), places
-        how = segment.numel, TENSORS + segment.tensor, KEPT, segment.gradient, block, flips
+        how = segment.numel, TENSORS + segment.tensor, KEPT, segment.gradient, block, bool(flips)
         return Rotate(codecs[0], *how), (segment.start, place)
 
     def _sum(

@@ -257,23 +257,30 @@ class GradientsConfig(_Quantizer):
         description="Block size of the Hadamard transform that spreads outliers (SDP4Bit). "
         "0: none.",
     )
-    rotation_signs: bool = Field(
-        False, description="Flip signs at random before the transform, differently in every step."
+    rotation_signs: Literal[True, False, "shared", "node"] = Field(
+        False,
+        description="Flip signs at random before the transform, differently in every step. shared: "
+        "alike on all ranks; node: every node has its own, so that errors of similar gradients "
+        "average out (gaussian only); true: node with 2 and 3 bits from 4 nodes on, else shared.",
     )
 
     def _conflicts(self) -> Iterator[PydanticCustomError]:
         yield from super()._conflicts()
-        needs = {"group_size": 128, "rotation": 128, "rotation_signs": True}
+        signs = (True, "shared", "node")
+        needs = {"group_size": (128,), "rotation": (128,), "rotation_signs": signs}
         if self.range == "gaussian":
             if not 2 <= self.bits <= 4:
                 fix = "Gaussian levels are those of 2, 3 and 4 bits: set bits to one of them"
                 yield conflict(self, "range", "bits", fix=fix)
-            for key in (key for key, needed in needs.items() if getattr(self, key) != needed):
+            for key in (key for key, needed in needs.items() if getattr(self, key) not in needed):
                 fix = (
                     "Gaussian levels are for groups of 128 that random signs and a Hadamard "
-                    f"transform have made look normal: set {key} to {show(needs[key])}"
+                    f"transform have made look normal: set {key} to {show(needs[key][0])}"
                 )
                 yield conflict(self, "range", key, fix=fix)
+        elif self.rotation_signs == "node":
+            fix = 'only errors of Gaussian levels gain by it: set rotation_signs to "shared"'
+            yield conflict(self, "rotation_signs", "range", fix=fix)
         fix = "a group holds whole rotation blocks: use a multiple, or a smaller rotation"
         if self.range != "gaussian" and self.rotation and self.group_size % self.rotation:
             yield conflict(self, "group_size", "rotation", fix=fix)
@@ -488,21 +495,14 @@ def _unusable_codecs(config: QuantizedCommConfig) -> list[str]:
     return problems
 
 
-def _block_schema() -> dict[str, Any]:
-    """JSON Schema of the block alone, with the names of the schemes."""
-    schema = QuantizedCommConfig.model_json_schema()
-    scheme = schema["properties"]["scheme"]
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a DeepSpeed config file, for editors: only our block is described."""
+    block = QuantizedCommConfig.model_json_schema()
+    definitions, scheme = block.pop("$defs"), block["properties"]["scheme"]
     scheme["enum"] = [*preset_names(), AUTOTUNE]
     for group, names in preset_groups().items():
         described = "; ".join(f"{name}: {preset_description(name)}" for name in names)
         scheme["description"] += f" {group}{', ' if group else ''}{described}."
-    return schema
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON Schema of a DeepSpeed config file, for editors: only our block is described."""
-    block = _block_schema()
-    definitions = block.pop("$defs")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "DeepSpeed config with ds_quant",

@@ -18,6 +18,18 @@ import torch
 from ds_quant.kernels.wire import Format, round_up
 
 Places = tuple[int, ...]
+OWN_SIGNS = 2
+
+# Numbers by which the kernels know dtypes and ways to round.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ROUNDINGS = {"nearest": 0, "stochastic": 1, "random_shift": 2}
+
+
+def rounding_of(fmt: Format) -> int:
+    """Return how the codes of a format are made."""
+    if fmt.is_gaussian:
+        return 4
+    return 3 if fmt.levels == "learned" else _ROUNDINGS[fmt.rounding]
 
 
 class Encode(NamedTuple):
@@ -54,7 +66,8 @@ class Decode(NamedTuple):
 
 class Sum(NamedTuple):
     """Places: wire, values, own. Sources are rows ``stride`` bytes apart; ``place`` is the one
-    that the wire leaves out, its values are ``own``, fp32; None for none. A rotation is undone.
+    that the wire leaves out, its values are ``own``, fp32; None for none. A rotation is undone,
+    with OWN_SIGNS that of every source before it is added: see ``reference.decode_sum``.
     ``beside``: the codec to which other sums are recoded, of fp32 values that are neither scaled
     nor rotated back; no number depends on it.
     """
@@ -69,7 +82,7 @@ class Sum(NamedTuple):
     place: int | None
     own: int
     block: int = 0
-    flips: bool = False
+    flips: int = 0
     scale: float = 1.0
     beside: Format | None = None
 
@@ -163,6 +176,8 @@ class StreamArrays(NamedTuple):
     levels: np.ndarray  # addresses of tables, 0 for the initial one
     flips_low: np.ndarray
     flips_high: np.ndarray
+    signs_key: np.ndarray
+    signs_step: np.ndarray
     tensors: Sequence[torch.Tensor] = ()
 
 
@@ -189,10 +204,12 @@ class Arguments:
         self._take("step", part=part)
         self._take("first_vector", plus=vectors, part=part)
 
-    def take_flips(self) -> None:
-        """Take the sign flips of the streams."""
-        self._take("flips_low")
-        self._take("flips_high")
+    def take_flips(
+        self, low: str = "flips_low", high: str = "flips_high", *, own: bool = False
+    ) -> None:
+        """Take the sign flips of the streams, ``own``: what those of each source are drawn from."""
+        self._take(low, "signs_key" if own else "flips_low")
+        self._take(high, "signs_step" if own else "flips_high")
 
     def take_levels(
         self, codecs: Sequence[Format], device: torch.device, field: str = "levels"

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from ds_quant.kernels.batch import DTYPES, OWN_SIGNS, rounding_of
 from ds_quant.kernels.geometry import (
     MAX_GROUP,
     THREADS,
@@ -26,7 +27,6 @@ from ds_quant.kernels.geometry import (
     sum_threads,
     tiling,
 )
-from ds_quant.kernels.reference import BlockRotation
 from ds_quant.kernels.wire import (
     VECTOR_NUMEL,
     Format,
@@ -186,20 +186,15 @@ def wire_fields(name: str, layout: WireLayout) -> dict[str, int]:
 # ---- macros ----
 
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-_ROUNDINGS = {"nearest": 0, "stochastic": 1, "random_shift": 2}
-_LEARNED, _GAUSSIAN = 3, 4
 _MAX_UNROLLED_SOURCES = 8
 
 
 def encode_macros(fmt: Format, tiles: Tiling) -> dict[str, int]:
-    rounding = _LEARNED if fmt.levels == "learned" else _ROUNDINGS[fmt.rounding]
     return {
         "DSQ_BITS": fmt.bits,
         "DSQ_GROUP": fmt.group_size,
         "DSQ_MINMAX": int(fmt.has_offset),
-        "DSQ_ROUNDING": _GAUSSIAN if fmt.is_gaussian else rounding,
+        "DSQ_ROUNDING": rounding_of(fmt),
         "DSQ_RUN": tiles.run,
         "DSQ_LANES": tiles.lanes,
         "DSQ_WARPS": tiles.warps,
@@ -221,11 +216,9 @@ def source_macros(fmt: Format, sources: int, has_own: bool) -> dict[str, int]:
     }
 
 
-def rotation_macros(rotation: BlockRotation | None) -> dict[str, int]:
-    """Block of the rotation and whether signs flip; 0 and 0 without one."""
-    if rotation is None:
-        return {"DSQ_ROTATION": 0, "DSQ_FLIPS": 0}
-    return {"DSQ_ROTATION": rotation.block, "DSQ_FLIPS": int(rotation.flips is not None)}
+# Block of the rotation, 0 for none, and what signs flip: none, those of the stream, or of a sum
+# those of every source.
+NOT_TURNED, _TURN = (0, 0), ("DSQ_ROTATION", "DSQ_FLIPS")
 
 
 def float_bits(number: float) -> int:
@@ -239,11 +232,9 @@ ROTATION_RUN = 4  # vectors of 8: a lane rotates 32 elements
 _PLANS = 4096  # a training run repeats a few dozen
 
 
-def supports(fmt: Format, rotation: BlockRotation | None = None) -> bool:
+def supports(fmt: Format, block: int = 0) -> bool:
     """Whether the kernels cover a codec; the torch reference covers all."""
-    if fmt.group_size > MAX_GROUP:
-        return False
-    return rotation is None or fmt.group_size % rotation.block == 0
+    return fmt.group_size <= MAX_GROUP and fmt.group_size % (block or 1) == 0
 
 
 def whole_numel(fmts: Iterable[Format]) -> int:
@@ -261,13 +252,13 @@ def encode_plan(
     numel: int,
     dtype: torch.dtype,
     base_dtype: torch.dtype | None,
-    rotation: BlockRotation | None,
+    turn: tuple[int, int],
     is_easy: bool,
 ) -> Plan:
     """Plan launches on rows of ``numel`` elements; is_easy: aligned ones."""
-    layout = layout_of(fmt, round_up(numel, rotation.block) if rotation else numel)
-    tiles = tiling(fmt.group_size, ROTATION_RUN if rotation or fmt.is_gaussian else 1)
-    macros = encode_macros(fmt, tiles) | rotation_macros(rotation)
+    layout = layout_of(fmt, round_up(numel, turn[0] or 1))
+    tiles = tiling(fmt.group_size, ROTATION_RUN if turn[0] or fmt.is_gaussian else 1)
+    macros = encode_macros(fmt, tiles) | dict(zip(_TURN, turn, strict=True))
     macros |= {
         "DSQ_VALUES": DTYPES[dtype],
         "DSQ_BASE": -1 if base_dtype is None else DTYPES[base_dtype],
@@ -286,28 +277,29 @@ def sum_plan(
     dtype: torch.dtype,
     scale: float,
     has_own: bool,
-    rotation: BlockRotation | None,
+    turn: tuple[int, int],
     add: bool,
     is_easy: bool,
 ) -> Plan:
     """Plan launches that add up rows, or decode single ones, as ``encode_plan`` does."""
-    layout = layout_of(fmt, round_up(numel, rotation.block) if rotation else numel)
+    (block, flips), layout = turn, layout_of(fmt, round_up(numel, turn[0] or 1))
     stores = stores_of(fmt.bits, fmt.group_size, sources)
-    vectors = ROTATION_RUN if rotation else stores.run
+    vectors = ROTATION_RUN if block else stores.run
     threads = sum_threads(vectors)
-    macros = source_macros(fmt, sources, has_own) | rotation_macros(rotation)
+    unrolled = 0 if flips == OWN_SIGNS else sources  # that is much code for each source
+    macros = source_macros(fmt, unrolled, has_own) | dict(zip(_TURN, turn, strict=True))
     macros |= {
         "DSQ_RUN": vectors,
         "DSQ_THREADS": threads,
         "DSQ_VALUES": DTYPES[dtype],
         "DSQ_ADD": int(add),
         "DSQ_STAGED": int(stores.staged),
-        "DSQ_FACTOR": int(scale != 1.0 or rotation is not None),
+        "DSQ_FACTOR": int(scale != 1.0 or block > 0),
         "DSQ_WHOLE": int(is_easy and numel % (vectors * VECTOR_NUMEL * threads) == 0),
     }
     fields = wire_fields("wire", layout)
     fields |= {"numel": numel, "sources": sources, "own": NO_SOURCE}
-    fields["factor"] = float_bits(scale / rotation.block if rotation else scale)
+    fields["factor"] = float_bits(scale / (block or 1))
     blocks = ceil_div(ceil_div(layout.numel, VECTOR_NUMEL), vectors * threads)
     return Plan("decode_sum", macros, blocks=blocks, threads=threads, fields=fields)
 

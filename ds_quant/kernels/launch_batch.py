@@ -13,6 +13,7 @@ import torch
 
 from ds_quant.kernels import launch
 from ds_quant.kernels.batch import (
+    OWN_SIGNS,
     Arguments,
     Decode,
     Encode,
@@ -27,7 +28,6 @@ from ds_quant.kernels.batch import (
     rows_of,
 )
 from ds_quant.kernels.launch import FIELDS, NO_SOURCE, Launch, Table, merge
-from ds_quant.kernels.reference import BlockRotation
 from ds_quant.kernels.wire import ALIGNMENT, Cast, Format, layout_of
 
 _FP32_BYTES = 4
@@ -44,7 +44,6 @@ class _Job(NamedTuple):
     points: dict[str, tuple[int, int]]
     vector: int | None = None  # of random bits
     tables: tuple[tuple[str, Format], ...] = ()  # fields of learned levels, and whose
-    flips: bool = False
 
 
 def covers(operation: Operation, buffers: Buffers) -> bool:
@@ -65,7 +64,7 @@ def _takes(codecs: Sequence[Format | Cast], operation: Operation) -> bool:
         others = [getattr(operation, name, 0) or 0 for name in ("block", "add")]
         held = getattr(operation, "held", None) is not None
         return all(codec.kind == "cast" for codec in codecs) and not (any(others) or held)
-    return all(launch.supports(codec, _rotation(operation)) for codec in codecs)
+    return all(launch.supports(codec, _turn(operation)[0]) for codec in codecs)
 
 
 def compile_tasks(tasks: Sequence[Task], buffers: Buffers, run_tables: RunTables) -> Runnable:
@@ -107,19 +106,20 @@ def _arguments(table: Table, jobs: Sequence[_Job], device: torch.device) -> Argu
         arguments.point(field, [job.points[field] for job in jobs])
     if first.vector is not None:
         arguments.take_randomness([job.vector for job in jobs])
-    if first.flips:
-        arguments.take_flips()
+    flips = dict(table.macros).get("DSQ_FLIPS")
+    if flips:
+        arguments.take_flips(own=flips == OWN_SIGNS)
     for place, (field, _) in enumerate(first.tables):
         codecs = [job.tables[place][1] for job in jobs]
         arguments.take_levels(codecs, device, field)
     return arguments
 
 
-def _rotation(operation: Operation) -> BlockRotation | None:
+def _turn(operation: Operation) -> tuple[int, int]:
     """What an operation rotates; values that are recoded stay as they are."""
     if isinstance(operation, Decode | Recode) or not operation.block:
-        return None
-    return BlockRotation(operation.block, 0 if operation.flips else None)
+        return launch.NOT_TURNED
+    return operation.block, int(operation.flips)
 
 
 _NOTHING: Mapping[str, int] = {}
@@ -137,9 +137,9 @@ def _encode(rows: Rows, buffers: Buffers, more: Mapping[str, int] = _NOTHING) ->
         base, points["base"] = buffers[op.held].dtype, _at(buffers, op.held, places[3])
         fields["base_stride"] = held[0] * base.itemsize
         is_easy = is_easy and _is_easy(buffers, points["base"], count, fields["base_stride"])
-    plan = launch.encode_plan(op.codec, op.numel, dtype, base, _rotation(op), is_easy)
+    plan = launch.encode_plan(op.codec, op.numel, dtype, base, _turn(op), is_easy)
     work = plan.launch(count, {**fields, "row_vectors": vectors, **more})
-    return _Job(work, op.stream, points, places[2], (("levels", op.codec),), op.flips)
+    return _Job(work, op.stream, points, places[2], (("levels", op.codec),))
 
 
 def _decode(rows: Rows, buffers: Buffers) -> _Job:
@@ -147,7 +147,7 @@ def _decode(rows: Rows, buffers: Buffers) -> _Job:
     at, dtype = _at(buffers, op.values, places[1]), buffers[op.values].dtype
     is_easy = _is_easy(buffers, at, count, values * dtype.itemsize)
     shape = (op.numel, 1, dtype)
-    plan = launch.sum_plan(op.codec, *shape, 1.0, False, None, op.add, is_easy)
+    plan = launch.sum_plan(op.codec, *shape, 1.0, False, launch.NOT_TURNED, op.add, is_easy)
     fields = {"values_stride": values * dtype.itemsize, "wire.stride": wire, "source_stride": wire}
     points = {"wire.bytes": (op.wire, places[0]), "values": at}
     return _Job(plan.launch(count, fields), op.stream, points, tables=(("levels", op.codec),))
@@ -161,14 +161,13 @@ def _sum(rows: Rows, buffers: Buffers) -> _Job:
         how = op.sources, op.stride, op.place, op.own
         recoded = Recode(op.codec, beside, op.numel, op.wire_in, op.values, op.stream, *how)
         return _recode(Rows(recoded, (places[0], at[1], places[2], 0)), buffers, _STAYS)
-    shape, rotation = (op.numel, sources, buffers[op.values].dtype), _rotation(op)
+    shape, turn = (op.numel, sources, buffers[op.values].dtype), _turn(op)
     has_own = op.place is not None
-    plan = launch.sum_plan(op.codec, *shape, op.scale, has_own, rotation, False, is_easy)
+    plan = launch.sum_plan(op.codec, *shape, op.scale, has_own, turn, False, is_easy)
     work = plan.launch(1, _source_fields(op))
     points = {"wire.bytes": (op.wire_in, places[0]), "values": at}
     points["own_values"] = _at(buffers, op.own, places[2])
-    tables = (("levels", op.codec),)
-    return _Job(work, op.stream, points, tables=tables, flips=bool(op.block and op.flips))
+    return _Job(work, op.stream, points, tables=(("levels", op.codec),))
 
 
 def _recode(rows: Rows, buffers: Buffers, more: Mapping[str, int] = _NOTHING) -> _Job:

@@ -26,13 +26,14 @@ struct Job {
     const float *levels;  // learned and Gaussian: 2^bits levels
     u8 *own_values;       // fp32 values of row `own` of a sum, which the wire leaves out
     i64 own;              // -1 for none
+    i64 own_signs;        // rows of a sum differ in their signs, those of row k are of vector k + 1
     float factor, unused;  // whole words
 };
 // Decode and add up with the first, encode the sum with the second; its values are not used.
 struct Recode {
     Job sum, encode;
 };
-extern "C" i64 dsq_version() { return 6; }
+extern "C" i64 dsq_version() { return 7; }
 
 // --- floats
 
@@ -310,11 +311,11 @@ struct Signs {
     float of[128];
     bool any;
 };
-INLINE Signs signs_of(const Job &job) {
+INLINE Signs signs_of(u64 low, u64 high) {
     Signs signs;
-    signs.any = job.flips_low || job.flips_high;
+    signs.any = low || high;
     for (int i = 0; signs.any && i < 128; ++i) {
-        signs.of[i] = (i < 64 ? job.flips_low : job.flips_high) >> (i & 63) & 1 ? -1.0f : 1.0f;
+        signs.of[i] = (i < 64 ? low : high) >> (i & 63) & 1 ? -1.0f : 1.0f;
     }
     return signs;
 }
@@ -510,7 +511,7 @@ static EVERY_CPU void encode_groups(const Job *pointer, i64 first, i64 last) {
     const Job &job = *pointer;
     const i64 groups = (job.numel + job.group - 1) / job.group;
     const float shift = job.rounding == RANDOM_SHIFT ? shift_of(job) : 0.0f;
-    const Signs signs = signs_of(job);
+    const Signs signs = signs_of(job.flips_low, job.flips_high);
     std::vector<float> values(job.group), base(job.base ? job.group : 0);
     std::vector<float> middles(job.rounding == LEARNED ? (1 << job.bits) - 1 : 0);
     for (size_t i = 0; i < middles.size(); ++i) {
@@ -637,10 +638,22 @@ static EVERY_CPU void decode_groups(const Job *pointer, i64 first, i64 last) {
     }
 }
 
+// Signs of every row of a sum.
+static std::vector<Signs> signs_of_rows(const Job &job) {
+    std::vector<Signs> signs(job.own_signs ? job.rows : 0);
+    for (size_t row = 0; row < signs.size(); ++row) {
+        u32 w[4];
+        random_words(job, row + 1, 1, w);
+        signs[row] = signs_of(~((u64)w[1] << 32 | w[0]), ~((u64)w[3] << 32 | w[2]));
+    }
+    return signs;
+}
+
 // values = factor * (row 0 + row 1 + ...), one row.
 static EVERY_CPU void sum_groups(const Job *pointer, i64 first, i64 last) {
     const Job &job = *pointer;
-    const Signs signs = signs_of(job);
+    const Signs signs = signs_of(job.flips_low, job.flips_high);
+    const std::vector<Signs> own = signs_of_rows(job);
     std::vector<float> values(job.group), total(job.group);
     std::vector<u8> codes(job.group);
     for (i64 index = first; index < last; ++index) {
@@ -655,11 +668,15 @@ static EVERY_CPU void sum_groups(const Job *pointer, i64 first, i64 last) {
                 decode_group(job, wire, index, count, codes.data(), target);
                 wire += job.wire_stride;
             }
+            if (job.own_signs) {
+                rotate(target, count, job.rotation);
+                flip_signs(target, count, job.rotation, own[row]);
+            }
             if (row) {
                 for (i64 j = 0; j < count; ++j) total[j] += values[j];
             }
         }
-        if (job.rotation) {
+        if (job.rotation && !job.own_signs) {
             rotate_back(total.data(), count, job.rotation, signs, job.factor);
         } else if (job.factor != 1.0f) {
             for (i64 j = 0; j < count; ++j) total[j] *= job.factor;
@@ -674,7 +691,7 @@ static EVERY_CPU void sum_groups(const Job *pointer, i64 first, i64 last) {
 static EVERY_CPU void rotate_blocks(const Job *pointer, i64 first, i64 last) {
     const Job &job = *pointer;
     const i64 block = job.group;
-    const Signs signs = signs_of(job);
+    const Signs signs = signs_of(job.flips_low, job.flips_high);
     for (i64 index = first; index < last; ++index) {
         const i64 start = index * block;
         const i64 count = job.valid - start < block ? job.valid - start : block;

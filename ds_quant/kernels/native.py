@@ -12,14 +12,12 @@ from importlib.util import find_spec
 
 import torch
 
+from ds_quant.kernels.batch import DTYPES, rounding_of
 from ds_quant.kernels.wire import Format, layout_of, round_up
 
-VERSION = 6  # of the jobs, as dsq_version() of native.cpp
+VERSION = 7  # of the jobs, as dsq_version() of native.cpp
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CODES = -1  # `cast` of rows of codes
-_ROUNDINGS = {"nearest": 0, "stochastic": 1, "random_shift": 2}
-_LEARNED, _GAUSSIAN = 3, 4
 _NUMEL_PER_THREAD = 1 << 18  # starting a thread costs as much as a tenth of this work
 _WORD = (1 << 64) - 1
 COPIED_NUMEL = 4096  # unit of casts, a multiple of every rotation block
@@ -42,7 +40,7 @@ class Job(ctypes.Structure):
         + _fields(ctypes.c_int64, "scales offsets nbytes")
         + _fields(ctypes.c_uint64, "key step first_vector row_vectors")
         + _fields(ctypes.c_uint64, "flips_low flips_high levels own_values")
-        + _fields(ctypes.c_int64, "own")
+        + _fields(ctypes.c_int64, "own own_signs")
         + _fields(ctypes.c_float, "factor unused")
     )
 
@@ -90,9 +88,7 @@ def _template(fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int
         job.cast, job.group = DTYPES[fmt.dtype], COPIED_NUMEL
         return bytes(job)
     job.bits, job.group, job.has_offset = fmt.bits, fmt.group_size, fmt.has_offset
-    job.rounding = _LEARNED if fmt.levels == "learned" else _ROUNDINGS[fmt.rounding]
-    if fmt.is_gaussian:
-        job.rounding = _GAUSSIAN
+    job.rounding = rounding_of(fmt)
     return bytes(job)
 
 

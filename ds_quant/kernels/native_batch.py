@@ -9,6 +9,7 @@ import torch
 
 from ds_quant.kernels import native
 from ds_quant.kernels.batch import (
+    OWN_SIGNS,
     Arguments,
     Decode,
     Encode,
@@ -77,6 +78,8 @@ def _alike(kind: type, tasks: Sequence[Task], buffers: Buffers) -> Arguments:
         arguments.take_randomness([row.places[2] for row in rows])
     if kind is not Decode:
         arguments.take_flips()
+    if kind is Sum:
+        arguments.take_flips("key", "step", own=True)
     if kind is not Rotate:
         arguments.take_levels([row.operation.codec for row in rows], _CPU)
     return arguments
@@ -121,6 +124,7 @@ def _sum(rows: Rows, buffers: Buffers) -> native.Job:
     op = rows.operation
     job = _source_job(op, op.codec, op.numel, op.block, buffers[op.values].dtype)
     job.factor = op.scale / op.block if op.block else op.scale
+    job.own_signs = op.flips == OWN_SIGNS
     return job
 
 

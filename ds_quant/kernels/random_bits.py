@@ -18,6 +18,7 @@ vector takes the low 16 bits of word i of the four words returned, element 2i + 
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 PHILOX_M0 = 0xD2511F53
@@ -109,3 +110,10 @@ def shift_of(address: Address) -> float:
     """
     word = philox4x32((0, 0, *address.step_words), address.key_words)[0]
     return (word >> 8) * 2.0**-24 - 0.5
+
+
+@lru_cache(maxsize=64)
+def flips_of(signs: Address) -> int:
+    """Draw 128 random bits; a set bit flips the sign of its element of a rotation block."""
+    words = philox4x32((signs.first_vector, 0, *signs.step_words), signs.key_words)
+    return ~sum(word << 32 * i for i, word in enumerate(words))

@@ -36,7 +36,8 @@ A value near FLT_MAX may decode to Inf, as (2^b - 1) * scale rounds up: visible,
 Natural (Sylvester) order, entries +-1. Stages of distance 1, 2, 4, ... block / 2; each stage maps
 the pair (a, b) to (fl(a + b), fl(a - b)) in fp32. Signs, if any, multiply the input of the forward
 transform and the output of the inverse, which is the same butterflies and then one multiplication
-by fl(scale / block), because H H = block * I.
+by fl(scale / block), because H H = block * I. Where every source of a sum has signs of its own,
+each is transformed and multiplied by them before it is added; fl(scale / block) comes last.
 Pairs are independent within a stage, so every order of work gives the same bits.
 
 [Note: Gaussian levels]
@@ -65,6 +66,7 @@ zeros by the rotation.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -78,6 +80,7 @@ from ds_quant.kernels.random_bits import (
     PHILOX_W0,
     PHILOX_W1,
     Address,
+    flips_of,
     shift_of,
 )
 from ds_quant.kernels.wire import (
@@ -140,25 +143,40 @@ def random_bits(address: Address, first: int, vectors: int, device: torch.device
 # ---- rotation ----
 
 
-class BlockRotation(NamedTuple):
-    """Walsh-Hadamard transform of blocks of 32, 64 or 128 elements.
+BLOCKS = (32, 64, 128)
 
-    flips: bit i set = element i of every block changes its sign; None for no flips.
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """Walsh-Hadamard transform of blocks of consecutive elements.
+
+    block: 32, 64 or 128 elements.
+    signs: stream of the sign flips before the transform, one pattern for all blocks: vector 0 is
+        that of all ranks, k + 1 that of the k-th sender on the last hop; None for none. Without
+        flips a block of equal values becomes one spike.
     """
 
     block: int
-    flips: int | None = None
+    signs: Address | None = None
+
+    def __post_init__(self) -> None:
+        if self.block not in BLOCKS:
+            raise ValueError(f"rotation block = {self.block}: allowed are {BLOCKS}")
 
     @property
-    def kernel(self) -> BlockRotation:
-        """Itself: what a rotation is to the kernels."""
-        return self
+    def flips(self) -> int | None:
+        """Bit i set: element i of every block changes its sign. None: no flips."""
+        return None if self.signs is None else flips_of(self.signs) & (1 << self.block) - 1
+
+    def of(self, sender: int) -> Rotation:
+        """Return the same with the signs of a sender on the last hop."""
+        return Rotation(block=self.block, signs=Address(*self.signs[:2], sender + 1))
 
 
 def rotate(
     x: Tensor,  # (numel,) floating point
     out: Tensor,  # (blocks * block,) fp32
-    rotation: BlockRotation,
+    rotation: Rotation,
 ) -> None:
     """out = H (signs * x) block by block, x filled up with zeros to whole blocks."""
     for start, stop in _runs(1, out.shape[0], rotation.block, x.device):
@@ -167,7 +185,7 @@ def rotate(
 
 def unrotate_(
     x: Tensor,  # (blocks * block,) fp32
-    rotation: BlockRotation,
+    rotation: Rotation,
     *,
     scale: float = 1.0,
 ) -> None:
@@ -176,14 +194,14 @@ def unrotate_(
         x[start:stop] = _unrotated(x[start:stop], rotation, scale)
 
 
-def _rotated(x: Tensor, rotation: BlockRotation) -> Tensor:
+def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
     """(rows, numel) fp32 -> (rows, whole blocks)."""
     missing = -x.shape[1] % rotation.block
     blocks = torch.nn.functional.pad(x, (0, missing)).view(len(x), -1, rotation.block)
     return _hadamard(_flipped(blocks, rotation)).flatten(1)
 
 
-def _unrotated(x: Tensor, rotation: BlockRotation, scale: float) -> Tensor:
+def _unrotated(x: Tensor, rotation: Rotation, scale: float) -> Tensor:
     """(whole blocks,) fp32 -> the same."""
     blocks = _hadamard(x.view(-1, rotation.block)) * (scale / rotation.block)
     return _flipped(blocks, rotation).view(-1)
@@ -199,7 +217,7 @@ def _hadamard(x: Tensor) -> Tensor:
     return x
 
 
-def _flipped(blocks: Tensor, rotation: BlockRotation) -> Tensor:
+def _flipped(blocks: Tensor, rotation: Rotation) -> Tensor:
     """Multiply the elements of every block, the last dimension, by their signs."""
     if rotation.flips is None:
         return blocks
@@ -331,7 +349,7 @@ def encode(
     address: Address | None,
     levels: Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
     base: Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
-    rotation: BlockRotation | None = None,  # of x, or x - base; the wire holds whole blocks
+    rotation: Rotation | None = None,  # of x, or x - base; the wire holds whole blocks
 ) -> None:
     """Write the wire bytes of every row, padding included."""
     (rows, numel), group = x.shape, fmt.group_size
@@ -384,12 +402,13 @@ def decode_sum(
     scale: float,
     own: tuple[int, Tensor] | None,  # place and values, (numel on the wire,) floating point
     levels: Tensor | None,  # (2^bits,) fp32, learned and Gaussian levels only
-    rotation: BlockRotation | None = None,  # to undo; the wire holds whole blocks
+    rotation: Rotation | None = None,  # to undo; the wire holds whole blocks
+    own_signs: bool = False,  # row k has those of the k-th sender
 ) -> None:
     """out = scale * (row 0 + row 1 + ...), fp32 sums in row order, multiplied once at the end.
 
     ``own[1]`` is added as row ``own[0]``, which the wire leaves out. With a rotation the sum is
-    rotated back before it is multiplied.
+    rotated back before it is multiplied; with ``own_signs`` every row is, before it is added.
     """
     if len(wire) == 0 and own is None:
         out.zero_()
@@ -399,10 +418,14 @@ def decode_sum(
         rows = list(values)
         if own is not None:
             rows.insert(own[0], own[1][start:stop].float())
+        if own_signs:
+            rows = [_unrotated(x, rotation.of(k), rotation.block) for k, x in enumerate(rows)]
         total = rows[0].clone()
         for row in rows[1:]:
             total += row
-        if rotation is not None:
+        if own_signs:
+            total *= scale / rotation.block
+        elif rotation is not None:
             total = _unrotated(total, rotation, scale)
         elif scale != 1.0:
             total *= scale

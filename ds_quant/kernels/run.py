@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ds_quant.kernels import dispatch, reference
 from ds_quant.kernels.batch import (
+    OWN_SIGNS,
     Decode,
     Encode,
     Operation,
@@ -29,7 +30,7 @@ from ds_quant.kernels.batch import (
     Task,
 )
 from ds_quant.kernels.random_bits import Address
-from ds_quant.kernels.reference import BlockRotation
+from ds_quant.kernels.reference import Rotation
 
 Buffers = Sequence[Tensor]
 
@@ -48,16 +49,10 @@ class Stream(Protocol):
     levels: Tensor | None  # (2^bits,) fp32, learned
 
 
-class Turn(Protocol):
-    """The part of a rotation that the kernels read."""
-
-    kernel: BlockRotation
-
-
 class Streams:
     """Random bits and levels of every stream in one step, and rotations; None for none."""
 
-    def __init__(self, codings: Sequence[Stream], rotations: Sequence[Turn | None]) -> None:
+    def __init__(self, codings: Sequence[Stream], rotations: Sequence[Rotation | None]) -> None:
         self.codings, self.rotations = codings, rotations
 
     def address(self, stream: int, vector: int) -> Address | None:
@@ -74,9 +69,11 @@ class Streams:
         numbers = np.array([a[:3] for a in addresses], dtype=np.uint64).T
         levels = [c.levels for c in self.codings]
         pointers = [0 if table is None else table.data_ptr() for table in levels]
-        flips = [0 if r is None else r.kernel.flips or 0 for r in self.rotations]
+        flips = [0 if r is None else r.flips or 0 for r in self.rotations]
         halves = [f & _WORD for f in flips], [f >> 64 for f in flips]
-        more = np.array([pointers, *halves], dtype=np.uint64)
+        signs = [_NO_ADDRESS if r is None else r.signs or _NO_ADDRESS for r in self.rotations]
+        drawn = [s[0] for s in signs], [s[1] for s in signs]
+        more = np.array([pointers, *halves, *drawn], dtype=np.uint64)
         return StreamArrays(*numbers, *more, tensors=levels)
 
 
@@ -137,7 +134,7 @@ def _note(task: Task, buffers: Buffers, streams: Streams, notes: Notes, backend:
     piece = _Piece(*task, buffers, streams)
     if isinstance(piece.op, Encode | Recode):
         coding = streams.codings[piece.op.stream]
-        how: dict[str, Any] = {"numel": piece.op.numel, "rotation": piece.turn}
+        how: dict[str, Any] = {"numel": piece.op.numel, "rotation": piece.rotation}
         how["backend"] = backend
         if isinstance(piece.op, Recode):
             values: Any = piece.restored  # made only when it is read
@@ -190,15 +187,8 @@ class _Piece(NamedTuple):
                 reference.rotate(values, rotated, self.rotation)
 
     @property
-    def turn(self) -> Turn | None:
+    def rotation(self) -> Rotation | None:
         return self.streams.rotations[self.op.stream] if self.op.block else None
-
-    @property
-    def rotation(self) -> BlockRotation | None:
-        """That of the operation, without flips where it has none."""
-        if not self.op.block:
-            return None
-        return self.turn.kernel if self.op.flips else BlockRotation(self.op.block)
 
     @property
     def written(self) -> Tensor:
@@ -213,7 +203,7 @@ class _Piece(NamedTuple):
     def restored(self) -> Tensor:
         """What is recoded, rotated back."""
         total = self._empty(self.op.numel)
-        self._add_up(self.op.source, total, 1.0, self.turn.kernel if self.op.block else None)
+        self._add_up(self.op.source, total, 1.0, self.rotation)
         return total
 
     def _empty(self, numel: int) -> Tensor:
@@ -222,7 +212,7 @@ class _Piece(NamedTuple):
         return torch.empty(4 * numel, dtype=torch.uint8, device=device).view(torch.float32)
 
     def _encode(
-        self, x: Tensor, vector: int, base: Tensor | None, rotation: BlockRotation | None
+        self, x: Tensor, vector: int, base: Tensor | None, rotation: Rotation | None
     ) -> None:
         codec, wire = self.op.codec, self.written
         address = self.streams.address(self.op.stream, vector)
@@ -243,9 +233,7 @@ class _Piece(NamedTuple):
         wire[:, nbytes:].zero_()
         wire[:, :nbytes].copy_(x.to(codec.dtype).contiguous().view(torch.uint8))
 
-    def _add_up(
-        self, codec: Any, out: Tensor, scale: float, rotation: BlockRotation | None
-    ) -> None:
+    def _add_up(self, codec: Any, out: Tensor, scale: float, rotation: Rotation | None) -> None:
         op, levels = self.op, self.streams.codings[self.op.stream].levels
         wire = _rows(
             self.buffers[op.wire_in], self.places[0], codec.wire_bytes(op.on_wire), op.sources,
@@ -257,6 +245,7 @@ class _Piece(NamedTuple):
         out = out.detach()
         if codec.kind == "groups":
             how = {"own": own, "levels": codec.table(levels, wire.device), "rotation": rotation}
+            how["own_signs"] = getattr(op, "flips", 0) == OWN_SIGNS
             reference.decode_sum(wire, out, codec, scale=scale, **how)
             return
         rows = [_decoded(codec, row[None], op.on_wire)[0] for row in wire]

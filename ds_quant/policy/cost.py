@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from ds_quant.kernels.wire import ceil_div
+from ds_quant.kernels.wire import ceil_div, round_up
 from ds_quant.policy.route import Hop, Route, Routes, gradients_per, times, weights_per
 from ds_quant.policy.scheme import FLOATS, Scheme
 
@@ -262,7 +262,7 @@ def _wire_bytes(routes: Routes, route: Route, hop: Hop, numel: int, dtype: torch
     shards = routes.nodes * routes.node_size if routes.stage == 3 else 1
     width = ceil_div(numel, shards)
     if route.rotation is not None:
-        width = route.rotation.padded(width)
+        width = round_up(width, route.rotation.block)
     return shards * hop.sends(dtype).wire_bytes(width)
 
 

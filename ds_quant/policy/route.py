@@ -14,10 +14,15 @@ import torch
 
 from ds_quant.codec.bound import Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.kernels.batch import OWN_SIGNS
 from ds_quant.policy.scheme import Scheme
 
 Level = Literal["intra", "inter", "whole"]
 Per = Literal["gather", "micro_step", "step"]
+
+# Nodes have signs of their own with so few bits, and from so many nodes on: errors of fewer
+# messages have little to average out, and each is rotated back by itself.
+OWN_SIGNS_BITS, OWN_SIGNS_NODES = 3, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +64,13 @@ class Route:
     frozen weights that every rank keeps.
 
     rotation: of gradients, around all hops; its sign flips are left out.
+    flips: whether there are any; OWN_SIGNS: every sender of the last hop has its own.
     delivery: of gradients under ZeRO-1 and 2, brings sums to an owner that did not add them up.
     """
 
     hops: tuple[Hop, ...]
     rotation: Rotation | None = None
+    flips: int = 0
     delivery: Hop | None = None
 
     @property
@@ -141,8 +148,8 @@ class Routes:
         if self.shipped_gradients:
             return Route(hops=())
         scheme, outer, inner = self.scheme, None, None
-        if quantized:
-            outer, inner = gradient_codecs(scheme)
+        if quantized and scheme.gradients is not None:
+            outer, inner = scheme.gradients, scheme.gradients_intra or scheme.gradients
         per = gradients_per(self.stage)
         if self.two_levels and whole:
             once = self.stage > 1 and scheme.block.gradients.cross == "step"
@@ -154,8 +161,17 @@ class Routes:
             exact_own, one_node = scheme.gradients_intra is not None, self.nodes == 1
             codec = inner if one_node else outer
             hops = (Hop(level="whole", codec=codec, per=per, inner=one_node, exact_own=exact_own),)
-        rotation = scheme.gradient_rotation if outer is not None else None
-        return Route(hops=hops, rotation=rotation, delivery=self._delivery(hops[-1]))
+        block = scheme.block.gradients.rotation if outer is not None else 0
+        turned = {"rotation": Rotation(block=block), "flips": self._flips()} if block else {}
+        return Route(hops=hops, **turned, delivery=self._delivery(hops[-1]))
+
+    def _flips(self) -> int:
+        gradients = self.scheme.block.gradients
+        given, few = gradients.rotation_signs, gradients.bits <= OWN_SIGNS_BITS
+        own = given == "node" and self.nodes > 1
+        if given is True and gradients.range == "gaussian" and few:
+            own = self.nodes >= OWN_SIGNS_NODES
+        return OWN_SIGNS if own else int(bool(given))
 
     def _delivery(self, last: Hop) -> Hop | None:
         if self.stage == 3:
@@ -173,13 +189,6 @@ def delivery_codec(codec: Codec) -> Codec:
     if codec.is_gaussian:
         return replace(codec, bits=8, range="absmax", rounding="stochastic")
     return replace(codec, bits=8)
-
-
-def gradient_codecs(scheme: Scheme) -> tuple[Codec | None, Codec | None]:
-    """Codecs of gradients between nodes and inside them; None for full precision."""
-    if scheme.gradients is None:
-        return None, None
-    return scheme.gradients, scheme.gradients_intra or scheme.gradients
 
 
 def weights_per(stage: int) -> Per:

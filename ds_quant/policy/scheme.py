@@ -16,7 +16,6 @@ from functools import cached_property
 
 import torch
 
-from ds_quant.codec.bound import Rotation
 from ds_quant.codec.codec import Codec, GroupCodec
 from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.codec.plugin import load
@@ -120,12 +119,6 @@ class Scheme:
     def exact_codec(self) -> LosslessCodec:
         """Codec of exact differences."""
         return LosslessCodec(backend=self.block.backend)
-
-    @property
-    def gradient_rotation(self) -> Rotation | None:
-        """Rotation of the gradients, its sign flips left out."""
-        size = self.block.gradients.rotation
-        return Rotation(block=size) if size and self.gradients is not None else None
 
     def differs_exactly(self, dtype: torch.dtype) -> bool:
         """Whether weights of this dtype travel as exact differences, wherever something is kept

@@ -92,7 +92,7 @@ def named(ranks: Sequence[int]) -> str:
 # ---- the handshake ----
 
 
-WIRE_VERSION = 2  # raised when bytes on the wire change meaning
+WIRE_VERSION = 3  # raised when bytes on the wire change meaning
 _PATIENCE = 10.0  # seconds for what another rank does at once
 
 

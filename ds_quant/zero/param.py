@@ -5,7 +5,7 @@ Streams are cached: only the step number changes between steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.gather import Kept
 from ds_quant.comm.reduction_plan import Form
+from ds_quant.kernels.batch import OWN_SIGNS
 from ds_quant.kernels.random_bits import Address, Role, key_of
 from ds_quant.policy.route import Hop, Routes
 
@@ -39,19 +40,18 @@ class Stream(NamedTuple):
 
 class GradientStreams(NamedTuple):
     """A gradient on all its hops: a stream for each, and the rotation around them, whose sign flips
-    differ by step if ``signs`` names them. ``form``: the same without random bits.
+    differ by step. ``form``: the same without random bits.
     """
 
     hops: tuple[Stream, ...]
     form: Form
     rotation: Rotation | None = None
-    signs: int | None = None
 
     def codings(self, step: int, signed: int) -> tuple[tuple[Coding, ...], Rotation | None]:
         """One coding per hop and the rotation, in one step; ``signed``: that of the sign flips."""
         rotation = self.rotation
-        if rotation is not None and self.signs is not None:
-            rotation = replace(rotation, signs=Address(self.signs, signed))
+        if rotation is not None and rotation.signs is not None:
+            rotation = Rotation(block=rotation.block, signs=rotation.signs._replace(step=signed))
         keys = [
             (codec, None if key is None else Address(key, step)) for codec, key, *_ in self.hops
         ]
@@ -144,9 +144,12 @@ class Param:
         route = self.routes.gradients(quantized=self.is_quantized(dtype), whole=hops > 1)
         if route.is_exact:
             return exact_gradient(dtype, hops)
-        rotation, signs = route.rotation, None
-        if rotation is not None and self.routes.scheme.block.gradients.rotation_signs:
-            signs = self._stream_key(Role.GRADIENTS, 0, _SIGNS)
+        rotation = route.rotation
+        if route.flips:
+            signs = Address(self._stream_key(Role.GRADIENTS, 0, _SIGNS), 0)
+            rotation = Rotation(block=rotation.block, signs=signs)
+        if route.flips == OWN_SIGNS:
+            rotation = rotation.of(rank // self.routes.node_size if hops > 1 else rank)
         codecs = tuple([hop.codec for hop in route.hops])
         delivery = None if route.delivery is None else route.delivery.codec
         # Random bits of the last hop also serve the delivery, whose codec may need some alone.
@@ -155,9 +158,8 @@ class Param:
             Stream(codec, self._key(Role.GRADIENTS, rounded, rank, place))
             for place, (codec, rounded) in enumerate(zip(codecs, rounds, strict=True))
         ]
-        block = 0 if rotation is None else rotation.block
-        form = Form(codecs, block, signs is not None, delivery)
-        return GradientStreams(tuple(streams), form, rotation, signs)
+        form = Form(codecs, rotation.block if rotation else 0, route.flips, delivery)
+        return GradientStreams(tuple(streams), form, rotation)
 
     def _key(self, role: Role, codec: Codec, rank: int, hop: int) -> int | None:
         """Key of the random bits that ``codec`` takes, None if it takes none."""

@@ -157,12 +157,11 @@ def _gradients(binding: QuantizedEngine) -> Iterator[_Use]:
 
 def _reductions(binding: QuantizedEngine, hops: Sequence[LinkHop]) -> Iterator[_Use]:
     route = binding.routes.gradients(whole=len(hops) > 1)
-    flips = route.rotation is not None and binding.scheme.block.gradients.rotation_signs
     block = 0 if route.rotation is None else route.rotation.block
     dtype = binding.engine.communication_data_type
     cast = CastCodec(dtype)
-    turns = {((cast,) * len(hops), 0, False): None}
-    turns[tuple(hop.codec or cast for hop in route.hops), block, flips] = None
+    turns = {((cast,) * len(hops), 0, 0): None}
+    turns[tuple(hop.codec or cast for hop in route.hops), block, route.flips] = None
     once = binding.crosses_once(hops)
     for codecs, block, flips in turns:
         yield codecs, dtype, partial(_reduction, hops, codecs, block, flips, once)
@@ -175,7 +174,7 @@ def _reduction(
     hops: Sequence[LinkHop],
     codecs: Sequence[Codec],
     block: int,
-    flips: bool,
+    flips: int,
     once: bool,
     numel: int,
 ) -> Iterator[Operation]:
@@ -183,7 +182,7 @@ def _reduction(
     beside what is encoded takes the same kernels.
     """
     on_wire = round_up(numel, block or 1)
-    yield Encode(codecs[0], numel, _VALUES, _WIRE, 0, block, flips)
+    yield Encode(codecs[0], numel, _VALUES, _WIRE, 0, block, bool(flips))
     for depth, (hop, codec) in enumerate(zip(hops, codecs, strict=True)):
         rows = {
             "wire_in": _ARRIVED, "stream": 0, "sources": hop.link.size - hop.exact_own,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -143,6 +144,14 @@ def guarded(numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype)
     first = size - PAGE - nbytes
     return torch.frombuffer(anchor, dtype=torch.uint8)[first : size - PAGE].view(dtype)
+
+
+class FixedRotation(NamedTuple):
+    """Stands in for a rotation whose flips are drawn."""
+
+    block: int
+    flips: int | None = None
+    signs: Address | None = None
 
 
 def signs_of(block: int, flips: int | None) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from ds_quant.codec.bound import Coding, Rotation, decode, encode
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.gather import _shard_message
-from ds_quant.kernels.batch import Decode, Encode, Recode, Rotate, Sum, Task, rows_of
+from ds_quant.kernels.batch import OWN_SIGNS, Decode, Encode, Recode, Rotate, Sum, Task, rows_of
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import round_up
@@ -143,9 +143,9 @@ def test_decode(kernels, add: bool) -> None:
     check(kernels, tasks, make, streams_of(codecs, block=0, flips=False))
 
 
-@pytest.mark.parametrize("dtype, block, flips", TURNED)
+@pytest.mark.parametrize("dtype, block, flips", [*TURNED, (DTYPES[0], 128, OWN_SIGNS)])
 @pytest.mark.parametrize("place, scale", [(None, 1 / 3), (0, 1.0), (2, 0.25)])
-def test_sum(kernels, place, dtype, block: int, flips: bool, scale: float) -> None:
+def test_sum(kernels, place, dtype, block: int, flips: int, scale: float) -> None:
     tasks, out, own, wire = [], 0, 0, 0
     codecs = IN_128 if block == 128 else CODECS
     sizes = [round_up(numel, block or 1) for numel in NUMELS]

@@ -24,7 +24,6 @@ from ds_quant.kernels import cuda, dispatch, launch
 from ds_quant.kernels.batch import Encode
 from ds_quant.kernels.cuda import source
 from ds_quant.kernels.launch import FIELDS, Launch, merge
-from ds_quant.kernels.reference import BlockRotation
 from ds_quant.kernels.run import Operations, Streams
 from tests.kernels.backends import ADDRESS, tables_of
 from tests.kernels.test_numbers import INT4 as CODEC
@@ -369,7 +368,7 @@ def test_groups_beyond_the_kernels_are_reported_once(launched, caplog) -> None:
     dispatch._report_large_groups.cache_clear()
     codec = GroupCodec(group_size=65536)
     assert launch.supports(GroupCodec(group_size=8192)) and not launch.supports(codec)
-    assert not launch.supports(GroupCodec(group_size=96), BlockRotation(64))
+    assert not launch.supports(GroupCodec(group_size=96), 64)
     x, wire = torch.zeros(1, 9), torch.empty(1, codec.wire_bytes(9), dtype=torch.uint8)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

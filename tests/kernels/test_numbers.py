@@ -19,7 +19,6 @@ from ds_quant.kernels.batch import Decode, Encode, Recode
 from ds_quant.kernels.geometry import tiling
 from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.random_bits import Address
-from ds_quant.kernels.reference import BlockRotation
 from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import round_up
 from tests.kernels.backends import storing
@@ -30,6 +29,7 @@ from tests.kernels.inputs import (
     GAUSSIAN,
     KINDS,
     STORES,
+    FixedRotation,
     absmax,
     awkward,
     cases,
@@ -139,7 +139,7 @@ def test_bytes_equal_the_reference(all_kernels, source: Source) -> None:
             turned = turned - base.float()
         if block:
             turned = rotated(turned, block, flips)
-            how = {"rotation": BlockRotation(block, flips), "on_wire": turned.shape[1]}
+            how = {"rotation": FixedRotation(block, flips), "on_wire": turned.shape[1]}
         found = encoded(all_kernels, codec, x, case.address, base=base, **how)
         assert_bytes(codec, found, expected(codec, turned, case.address))
 
@@ -267,7 +267,7 @@ def test_sums_of_rows_equal_the_reference(all_kernels, total: Total) -> None:
     @all_kernels.example(4, case=cases(codec.group_size), row=st.integers(0, sources - 1))
     def check(case, row: int) -> None:
         x = rows_of(codec, case, sources)
-        rotation = BlockRotation(block, flips) if block else None
+        rotation = FixedRotation(block, flips) if block else None
         x = rotated(x, block, flips) if block else x
         own = (row, x[row].to(torch.bfloat16)) if has_own else None
         wire = expected(codec, x)
@@ -363,7 +363,7 @@ def test_whole_blocks_are_encoded_without_checks_of_ends(all_kernels, codec: Gro
     x = awkward(2 * numel, codec.group_size, sorted(KINDS), seed=7).view(2, numel).to(dtype)
     block = 128 if codec.is_gaussian else 32
     wanted = expected(codec, rotated(x.float(), block, 5))
-    assert_bytes(codec, encoded(all_kernels, codec, x, rotation=BlockRotation(block, 5)), wanted)
+    assert_bytes(codec, encoded(all_kernels, codec, x, rotation=FixedRotation(block, 5)), wanted)
     assert_bytes(codec, encoded(all_kernels, codec, x), expected(codec, x))
     base = torch.randn(2, numel).bfloat16()
     wanted = expected(codec, x.float() - base.float())
@@ -415,7 +415,7 @@ def test_every_way_of_storing_writes_the_same_values(cuda_kernels, nothing_left,
         assert macros["DSQ_WHOLE"]
         x = rotated(torch.randn(3, 5000), 64, 77)
         wire, found = expected(INT8, x), put(output(1, 5000, torch.bfloat16, 0))[0]
-        decode_sum(INT8, put(wire), found, scale=0.5, rotation=BlockRotation(64, 77))
+        decode_sum(INT8, put(wire), found, scale=0.5, rotation=FixedRotation(64, 77))
         wanted = rotated_back(sum_of(INT8, wire, x.shape[1], None), 64, 77, 0.5)[:5000]
         assert_values(INT8, found, wanted)
         assert cuda_kernels.macros[-1]["DSQ_STAGED"] == stores.staged

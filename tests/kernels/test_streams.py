@@ -9,13 +9,12 @@ from ds_quant.codec.bound import Coding
 from ds_quant.kernels import reference
 from ds_quant.kernels.batch import Recode
 from ds_quant.kernels.random_bits import Address
-from ds_quant.kernels.reference import BlockRotation
 from ds_quant.kernels.run import Operations, Streams
-from tests.kernels.inputs import CODECS, KINDS, awkward, id_of, table
+from tests.kernels.inputs import CODECS, KINDS, FixedRotation, awkward, id_of, table
 from tests.kernels.streams import Recorder, in_turns, spoiled
 
 ADDRESS = Address(key=0x0123456789ABCDEF, step=(1 << 33) + 1, first_vector=(1 << 32) - 5)
-ROTATION = BlockRotation(64, flips=0xF00D_0000_1234_5678)
+ROTATION = FixedRotation(64, flips=0xF00D_0000_1234_5678)
 
 
 def values_of(codec, seed: int) -> torch.Tensor:

@@ -9,17 +9,18 @@ import torch
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, launch_lossless
-from ds_quant.kernels.batch import Decode, Encode, Operation, Recode, Sum
+from ds_quant.kernels.batch import OWN_SIGNS, Decode, Encode, Operation, Recode, Sum
 from ds_quant.kernels.geometry import Stores
 from ds_quant.kernels.launch import Launch, merge
-from ds_quant.kernels.reference import BlockRotation
+from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import round_up
 from tests.kernels.backends import storing, tables_of
-from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, STORES, absmax
+from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, STORES, FixedRotation, absmax
 
 _WHOLE, _RAGGED = 1 << 16, (1 << 16) + 5
-_HADAMARD = BlockRotation(32)
-_FLIPPED = BlockRotation(128, flips=(1 << 100) + 5)
+_HADAMARD = FixedRotation(32)
+_FLIPPED = FixedRotation(128, flips=(1 << 100) + 5)
+_OWN_SIGNS = _FLIPPED._replace(signs=Address(7, 3))
 
 
 def _launch(operation: Operation, *buffers: torch.Tensor) -> Launch:
@@ -32,8 +33,10 @@ def _wire(codec: GroupCodec, numel: int) -> torch.Tensor:
     return torch.empty(codec.wire_bytes(round_up(numel, 128)), dtype=torch.uint8)
 
 
-def _turn(rotation: BlockRotation | None) -> dict[str, Any]:
-    return {"block": rotation.block, "flips": bool(rotation.flips)} if rotation else {}
+def _turn(rotation: FixedRotation | None) -> dict[str, Any]:
+    if rotation is None:
+        return {}
+    return {"block": rotation.block, "flips": OWN_SIGNS if rotation.signs else bool(rotation.flips)}
 
 
 def encode(codec, dtype, *, numel=_RAGGED, rotation=None, base=None) -> Launch:
@@ -138,6 +141,12 @@ def headline() -> dict[str, Launch]:
         "decode_sum 8 x 4 Gaussian bits, Hadamard-128 with signs": decode_sum(
             gaussian, 8, rotation=_FLIPPED
         ),
+        "decode_sum 3 Gaussian bits, own signs, a source": decode_sum(
+            GAUSSIAN[1], 8, rotation=_OWN_SIGNS
+        ),
+        "decode_sum 2 Gaussian bits, own signs, a source": decode_sum(
+            GAUSSIAN[0], 8, rotation=_OWN_SIGNS
+        ),
         "recode 8 x int8 -> 4 Gaussian bits": recode(int8, gaussian, 8),
     }
 
@@ -156,6 +165,9 @@ def others() -> dict[str, Launch]:
             found[f"encode {codec.name} Hadamard-128 {dtype}"] = encode(codec, dtype, **ragged)
         found[f"decode {codec.name}"] = decode(codec, bf16, numel=_WHOLE)
         found[f"decode_sum 3 x {codec.name}, own row"] = decode_sum(codec, 3, own=True, **ragged)
+        found[f"decode_sum 3 x {codec.name}, own row, own signs"] = decode_sum(
+            codec, 3, own=True, numel=_RAGGED, rotation=_OWN_SIGNS
+        )
         found[f"recode 3 x {codec.name}, own row"] = recode(
             codec, codec, 3, numel=_WHOLE + 128, own=True
         )
@@ -164,7 +176,7 @@ def others() -> dict[str, Launch]:
         absmax(8, 2048), bf16, rotation=_FLIPPED
     )
     found["encode difference Hadamard-64 int5 minmax g64"] = encode(
-        GroupCodec(bits=5, group_size=64), bf16, rotation=BlockRotation(64), base=torch.float32
+        GroupCodec(bits=5, group_size=64), bf16, rotation=FixedRotation(64), base=torch.float32
     )
     found["decode_sum 17 x int7 minmax, own row"] = decode_sum(wide, 17, own=True, scale=0.5)
     found["decode_sum 3 x int8 Hadamard-128 with signs"] = decode_sum(

@@ -244,15 +244,15 @@ def _docstring_node(node: ast.AST) -> ast.Constant | None:
 # Lines without blanks, comments and docstrings, and classes: lower them when a change needs less.
 BUDGETS = {
     "ds_quant": (146, 2),
-    "kernels": (2298, 42),
-    "codec": (574, 8),
-    "comm": (1473, 43),
-    "config": (702, 9),
-    "policy": (896, 14),
-    "zero": (3812, 44),
+    "kernels": (2314, 41),
+    "codec": (553, 7),
+    "comm": (1472, 43),
+    "config": (705, 9),
+    "policy": (898, 14),
+    "zero": (3813, 44),
     "tools": (1920, 7),
 }
-BUDGETS_BESIDE = {"tests": 20107, "benchmarks": 3646}  # lines of code
+BUDGETS_BESIDE = {"tests": 20137, "benchmarks": 3746}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

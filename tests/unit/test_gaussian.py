@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from contextlib import nullcontext
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +17,14 @@ from ds_quant.codec.bound import Rotation, decode, decode_sum, encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import reference
 from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.wire import round_up
 from tests import needs
 from tests.torch_kernels import only_torch
 from tests.unit import wire_oracle as oracle
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import gradient_errors  # noqa: E402
 
 BITS = (2, 3, 4)
 CODECS = {bits: GroupCodec(bits=bits, group_size=128, range="gaussian") for bits in BITS}
@@ -39,17 +46,16 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def encoded(codec: GroupCodec, x: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
     """(rows, bytes); what is not written stays 85."""
-    numel = rotation.padded(x.shape[1]) if rotation else x.shape[1]
+    numel = round_up(x.shape[1], rotation.block) if rotation else x.shape[1]
     wire = torch.full((x.shape[0], codec.wire_bytes(numel)), 85, dtype=torch.uint8)
-    encode(codec, x, wire, rotation=rotation.kernel if rotation else None)
+    encode(codec, x, wire, rotation=rotation)
     return wire
 
 
 def round_trip(codec: GroupCodec, x: torch.Tensor, rotation: Rotation | None = None):
     """(numel,) fp32 of one row."""
     out = torch.empty(x.numel())
-    how = {"rotation": rotation.kernel if rotation else None}
-    decode_sum(codec, encoded(codec, x.view(1, -1), rotation), out, **how)
+    decode_sum(codec, encoded(codec, x.view(1, -1), rotation), out, rotation=rotation)
     return out
 
 
@@ -202,6 +208,43 @@ def test_mean_over_signs_is_the_input(bits: int, backend: str) -> None:
     assert nmse((total / count).float(), x) < bound
     lloyd_max = 1 - 1 / (1 + NMSE[bits])  # what is lost without EDEN's scale
     assert nmse((total / count * (1 - lloyd_max)).float(), x) > bound
+
+
+# ---- signs of every node's own ----
+
+
+def sum_of(x: torch.Tensor, bits: int, step: int = 0, *, own_signs: bool = True) -> torch.Tensor:
+    """The sum of nodes' gradients (nodes, numel)."""
+    how = {"step": step, "parameter": 0, "own_signs": own_signs}
+    return gradient_errors.sum_of(x, gradient_errors.SCHEMES[f"eden{bits}"], **how)
+
+
+@pytest.mark.parametrize("nodes", (2, 4, 8, 16))
+@pytest.mark.parametrize("bits", (2, 3))
+def test_errors_of_nodes_average_out(bits: int, nodes: int) -> None:
+    """Of messages whose errors are independent, |x| = 1 and cosines c: the error of the sum is that
+    of one over 1 + (nodes - 1) c. With shared signs more remains of it.
+    """
+    c, numel = 0.7, 1 << 15
+    x = c**0.5 * normal(numel) + (1 - c) ** 0.5 * normal(nodes, numel, seed=1)
+    own, shared = (nmse(sum_of(x, bits, own_signs=each), x.sum(0)) for each in (True, False))
+    assert own == pytest.approx(NMSE[bits] / (1 + (nodes - 1) * c), rel=0.05)
+    assert shared > (1 + nodes / 80) * own
+
+
+@pytest.mark.parametrize("nodes", (2, 4, 8, 16))
+def test_mean_of_sums_over_signs_is_the_sum(nodes: int, backend: str) -> None:
+    """Of equal gradients, whose biases add up. Bound as of ``test_mean_over_signs_is_the_input``,
+    with as many independent errors as messages: equal ones of more than two nodes exceed it.
+    """
+    count, x = (2048 if backend == "auto" else 256) // nodes, normal(128, seed=nodes)
+    total = torch.zeros(128, dtype=torch.float64)
+    for step in range(count):
+        total += sum_of(x.expand(nodes, -1), 2, step)
+    share = x.double().square() / x.double().square().sum()
+    bias = 2 * bias_of_an_element(2) ** 2 * float(share.pow(3).sum())
+    bound = NMSE[2] / (count * nodes) * (1 + 5 * (2 / 128) ** 0.5) + bias
+    assert nmse((total / (count * nodes)).float(), x) < bound
 
 
 # ---- what cannot be ----

@@ -41,8 +41,9 @@ def module() -> nn.Module:
 
 
 class Case(NamedTuple):
-    """layout: of owners under ZeRO-2, None under ZeRO-3. dtype: None for two in turns. crossing:
-    micro-steps that cross nodes once, where there are two levels.
+    """scheme: and its signs, if not its own. layout: of owners under ZeRO-2, None under ZeRO-3.
+    dtype: None for two in turns. crossing: micro-steps that cross nodes once, where there are two
+    levels.
     """
 
     scheme: str
@@ -57,7 +58,7 @@ CASES = [
     Case(*case)
     for case in all_pairs(
         {
-            "scheme": ("sdp4bit", "qsdp", "eden3", "full_precision", "zeropp", "tlq_hs"),
+            "scheme": "sdp4bit,qsdp,eden3,full_precision,zeropp,tlq_hs,eden2 node".split(","),
             "topology": ((2, 2), (1, 3), (4, 1), (3, 2), (2, 1)),
             "layout": (None, "shards", "one owner", "two owners"),
             "dtype": (torch.bfloat16, torch.float32),
@@ -177,16 +178,24 @@ class Page:
         return (inner if self.nodes == 1 else outer,)
 
     def rotation(self, parameter: int) -> int:
-        turn = self.scheme.gradient_rotation
         quantized = isinstance(self.formats(parameter)[0], oracle.Format)
-        return turn.block if turn and quantized else 0
+        return self.scheme.block.gradients.rotation if quantized else 0
 
-    def signs(self, parameter: int, step: int) -> np.ndarray | None:
+    @property
+    def own_signs(self) -> bool:
+        """Whether every sender of the last hop has its own."""
+        gradients = self.scheme.block.gradients
+        if gradients.rotation_signs is True:
+            return gradients.range == "gaussian" and gradients.bits < 4 and self.nodes >= 4
+        return gradients.rotation_signs == "node" and self.nodes > 1
+
+    def signs(self, parameter: int, sender: int | None) -> np.ndarray | None:
+        """Of the first backward, which has those of sums that wait."""
         h = self.rotation(parameter)
         if not (h and self.scheme.block.gradients.rotation_signs):
             return None
         key = oracle.key_of(seed=0, role=1, parameter=parameter, stream=0, hop=99)
-        return oracle.signs_of(key, step, h)
+        return oracle.signs_of(key, 0, h, sender if self.own_signs else None)
 
     def _runs(self) -> list[Run]:
         if self.case.layout is None:
@@ -262,7 +271,10 @@ class Page:
                 self._count(receiver, link, sent[mine])
                 exact = (mine, own[receiver]) if self.exact_own else None
                 arrived = dict(enumerate(sent[mine]))
-                sums[receiver] = oracle.add_up(pieces, arrived, level, exact)
+                signs = None
+                if self.own_signs and level == self.two:
+                    signs = lambda p, s: self.signs(self.runs[p.tensor].parameter, s)  # noqa: E731
+                sums[receiver] = oracle.add_up(pieces, arrived, level, exact, signs)
         return sums
 
     def _next(self, link: tuple[int, ...]) -> dict[int, list[bytes]]:
@@ -280,9 +292,8 @@ class Page:
         last = len(values) - 1
         held: dict[tuple[int, oracle.Piece], np.ndarray] = {}
         for micro, by_rank in enumerate(values):
-            signed = 0 if last else micro
             for part in oracle.slices(self.pieces, self.case.slices):
-                own = [self._own(part, by_rank[r], signed) for r in range(self.ranks)]
+                own = [self._own(part, by_rank[r], r) for r in range(self.ranks)]
                 inner = self._exchange(0, own, micro)
                 for r, sums in enumerate(inner):
                     for p, partial in sums.items():
@@ -295,19 +306,20 @@ class Page:
                 own = self._exchange(1, own, last)
             for sums in own:
                 for p, total in sums.items():
-                    signs = self.signs(self.runs[p.tensor].parameter, 0 if last else last)
-                    done = oracle.finished(p, total, 1 / self.ranks)
-                    found[p] = done if signs is None else done * np.resize(signs, len(done))
+                    signs = self.signs(self.runs[p.tensor].parameter, None)
+                    done = oracle.finished(p, total, 1 / self.ranks, self.own_signs)
+                    turned = signs is None or self.own_signs
+                    found[p] = done if turned else done * np.resize(signs, len(done))
         return {p: joined(found, p) for p in self.pieces}
 
     def _own(
-        self, part: list[oracle.Piece], values: list[np.ndarray], step: int
+        self, part: list[oracle.Piece], values: list[np.ndarray], rank: int
     ) -> dict[oracle.Piece, np.ndarray]:
         """Values of a rank, rotated."""
-        found = {}
+        found, sender = {}, rank // self.node_size if self.two else rank
         for p in part:
             x = values[p.tensor][p.start : p.stop]
-            signs = self.signs(self.runs[p.tensor].parameter, step)
+            signs = self.signs(self.runs[p.tensor].parameter, sender)
             x = x if signs is None else x * np.resize(signs, len(x))
             found[p] = oracle.rotate(x, p.h) if p.h else x
         return found
@@ -352,7 +364,9 @@ def test_messages_and_sums_are_those_of_the_page(case: Case) -> None:
 
 
 def check(case: Case) -> None:
-    block = {"scheme": case.scheme, "min_numel": 64, "exclude": ["*kept*"], "slices": case.slices}
+    scheme, _, signs = case.scheme.partition(" ")
+    block = {"scheme": scheme, "min_numel": 64, "exclude": ["*kept*"], "slices": case.slices}
+    block |= {"gradients": {"rotation_signs": signs}} if signs else {}
     nodes, node_size = case.topology
     once = nodes > 1 and node_size > 1 and case.scheme not in ("zeropp", "tlq_hs")
     micro_steps = case.crossing if once else 1

@@ -6,17 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec.bound import BLOCKS, Rotation, decode_sum, encode
+from ds_quant.codec.bound import Rotation, decode_sum, encode
 from ds_quant.codec.codec import CastCodec
 from ds_quant.kernels import reference
 from ds_quant.kernels.random_bits import Role, address
+from ds_quant.kernels.reference import BLOCKS
+from ds_quant.kernels.wire import round_up
 
 SIGNS = address(seed=3, role=Role.GRADIENTS, step=5, parameter=2, hop=99)
 
 
 def forward(rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(rotation.padded(x.numel()))
-    reference.rotate(x, out, rotation.kernel)
+    out = torch.empty(round_up(x.numel(), rotation.block))
+    reference.rotate(x, out, rotation)
     return out
 
 
@@ -54,11 +56,11 @@ def test_cutting_the_work_does_not_change_bits(monkeypatch: pytest.MonkeyPatch) 
     rotation = Rotation(block=64, signs=SIGNS)
     whole = forward(rotation, values)
     back = whole.clone()
-    reference.unrotate_(back, rotation.kernel, scale=1 / 3)
+    reference.unrotate_(back, rotation, scale=1 / 3)
     monkeypatch.setitem(reference._RUN_NUMEL, "cpu", 256)
     cut = forward(rotation, values)
     assert torch.equal(cut, whole)
-    reference.unrotate_(cut, rotation.kernel, scale=1 / 3)
+    reference.unrotate_(cut, rotation, scale=1 / 3)
     assert torch.equal(cut, back)
 
 

@@ -12,6 +12,7 @@ import torch
 from ds_quant.codec.codec import CastCodec, GroupCodec
 from ds_quant.config.presets import preset_names
 from ds_quant.config.schema import parse_block
+from ds_quant.kernels.batch import OWN_SIGNS
 from ds_quant.kernels.wire import ceil_div, round_up
 from ds_quant.policy.cost import LOSSLESS_BITS, PricedParam, bill
 from ds_quant.policy.route import Hop, Route, Routes, times
@@ -19,6 +20,7 @@ from ds_quant.policy.scheme import Scheme
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOPOLOGIES = ((1, 4), (4, 1), (2, 2), (3, 4))  # nodes, ranks of a node
+SHARED = 1  # signs
 
 
 def scheme_of(name: str) -> Scheme:
@@ -237,3 +239,26 @@ def test_gradients_without_a_codec_stay_exact_inside_a_node_too() -> None:
     assert route.is_exact and route.rotation is None
     costs = bill(scheme, 2, CARGO[:1], ranks=4, node_size=2, gradient_dtype=BF16)
     assert costs.gradients == costs.gradients_intra == 2
+
+
+@pytest.mark.parametrize(
+    "given, expected, schemes_at_nodes",
+    [
+        (True, OWN_SIGNS, "eden3 4, eden2 8, lossless_w_g3 4"),
+        (True, SHARED, "eden3 1, eden3 2, eden3 3, eden4 8, sdp4bit 8"),
+        ("node", OWN_SIGNS, "eden4 2, eden2 8"),
+        ("node", SHARED, "eden2 1"),
+        ("shared", SHARED, "eden2 8, sdp4bit 8"),
+        (True, 0, "qsdp 8"),
+    ],
+)
+def test_signs_are_of_each_node_with_few_bits_on_many_nodes(
+    given: bool | str, expected: int, schemes_at_nodes: str
+) -> None:
+    for scheme, nodes in (case.split() for case in schemes_at_nodes.split(", ")):
+        block = {"scheme": scheme, "gradients": {"rotation_signs": given}}
+        how = {"scheme": parse_block(block).to_scheme(), "stage": 3, "nodes": int(nodes)}
+        for node_size in (1, 2):
+            found = Routes(**how, node_size=node_size)
+            assert found.gradients().flips == expected
+            assert found.gradients(quantized=False).flips == 0

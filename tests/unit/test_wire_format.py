@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec.bound import Rotation
 from ds_quant.comm.checksum import seal
 from ds_quant.comm.reduction_plan import Slicing
-from ds_quant.kernels import random_bits, reference
+from ds_quant.kernels import random_bits
 from tests.unit import wire_oracle as oracle
 
 
@@ -23,28 +22,6 @@ def test_keys_are_those_of_section_4() -> None:
         for rank in (0, 4):
             key = random_bits.key_of(role=role, rank=rank, **names)
             assert key == oracle.key_of(role=int(role), stream=rank, **names)
-
-
-@pytest.mark.parametrize("block", [32, 64, 128])
-def test_rotation_is_undone_by_the_page(block: int) -> None:
-    x = values(256)
-    rotated = torch.empty(256)
-    turn = reference.BlockRotation(block)
-    reference.rotate(x, rotated, turn)
-    back = rotated.clone()
-    reference.unrotate_(back, turn, scale=0.25)
-    assert np.array_equal(oracle.unrotate(rotated.numpy(), block, 0.25), back.numpy())
-
-
-def test_sign_flips_are_those_of_the_page() -> None:
-    names = {"seed": 5, "parameter": 3, "hop": 99}
-    signs = random_bits.address(role=random_bits.Role.GRADIENTS, step=8, rank=0, **names)
-    words = oracle.philox(oracle.key_of(role=1, stream=0, **names), 8, 0)
-    expected = np.array([words[i // 32] >> i % 32 & 1 for i in range(64)]) * 2.0 - 1
-    x = values(128)
-    out = torch.empty(128)
-    reference.rotate(x, out, Rotation(block=64, signs=signs).kernel)
-    assert np.allclose(oracle.unrotate(out.numpy(), 64, 1.0), np.tile(expected, 2) * x.numpy())
 
 
 @pytest.mark.parametrize("sizes", [[0, 1, 16, 16, 40, 0, 4096], [24, 24]])

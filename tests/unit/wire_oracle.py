@@ -5,6 +5,7 @@ Section numbers are those of the page.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -264,9 +265,12 @@ def unrotate(x: np.ndarray, h: int, scale: float) -> np.ndarray:
     return x.reshape(-1) * F32(scale / h)
 
 
-def signs_of(key: int, step: int, h: int) -> np.ndarray:
-    """+1 or -1 of the elements of a block; the key is that of hop 99, stream 0."""
-    bits = sum(int(word) << 32 * i for i, word in enumerate(philox(key, step, 0)))
+def signs_of(key: int, step: int, h: int, sender: int | None = None) -> np.ndarray:
+    """+1 or -1 of the elements of a block; the key is that of hop 99, stream 0. ``sender``: on the
+    last hop, where each has its own.
+    """
+    words = philox(key, step, 0 if sender is None else sender + 1)
+    bits = sum(int(word) << 32 * i for i, word in enumerate(words))
     return np.array([1 if bits >> i & 1 else -1 for i in range(h)], F32)
 
 
@@ -409,8 +413,11 @@ def add_up(
     messages: dict[int, bytes],
     hop: int,
     own: tuple[int, dict[Piece, np.ndarray]] | None = None,
+    signs: Callable[[Piece, int], np.ndarray] | None = None,
 ) -> dict[Piece, np.ndarray]:
-    """Sums of a hop in the order of the sources; own: a place that is taken by exact values."""
+    """Sums of a hop in the order of the sources; own: a place that is taken by exact values.
+    signs: of the sources, each of which is rotated back before it is added.
+    """
     places, _ = slots(pieces, hop)
     mine, exact = own or (-1, {})
     sums = {}
@@ -421,14 +428,17 @@ def add_up(
                 row = exact[p]
             else:
                 row = read(messages[source][begin:end], p.formats[hop], p.on_wire)
+            if signs is not None and p.h:
+                row = unrotate(row, p.h, p.h) * np.resize(signs(p, source), len(row))
             total = row if total is None else total + row
         sums[p] = total
     return sums
 
 
-def finished(p: Piece, total: np.ndarray, scale: float) -> np.ndarray:
-    """The last sum of a piece, unrotated and scaled."""
-    total = unrotate(total, p.h, scale) if p.h else total * F32(scale)
+def finished(p: Piece, total: np.ndarray, scale: float, own_signs: bool = False) -> np.ndarray:
+    """The last sum of a piece, unrotated if its sources are not, and scaled."""
+    rotated = p.h and not own_signs
+    total = unrotate(total, p.h, scale) if rotated else total * F32(scale / (p.h or 1))
     return total[: p.stop - p.start]
 
 

@@ -64,23 +64,14 @@ def block(**fields: Any) -> dict[str, Any]:
     return settings(2, fields)
 
 
-# What is asked for -> parts of the message: key, value, way out. Others go the same way:
-# see test_support.py and tests/unit/golden/wrong_configs.yaml.
+# The words are in tests/unit/golden. Others go the same way: see test_support.py.
 AT_PARSING = {
-    "stage 0": (settings(0, QSDP), ["zero_optimization.stage=0", "1, 2 or 3", "remove"]),
-    "SuperOffload": (
-        zero(3, offload_optimizer={"device": "cpu", "super_offload": True}),
-        ["zero_optimization.offload_optimizer.super_offload=true", "set it to false"],
-    ),
-    "bits 9": (block(weights={"bits": 9}), ["quantized_comm.weights.bits=9", "from 2 to 8"]),
-    "misspelt key": (
-        settings(2) | {"quantised_comm": {"scheme": "qsdp"}},
-        ["quantised_comm", "did you mean quantized_comm?"],
-    ),
-    "block inside zero_optimization": (
-        zero(2, quantized_comm=QSDP), ["zero_optimization.quantized_comm", "top level"]
-    ),
-}  # fmt: skip
+    "stage 0": settings(0, QSDP),
+    "SuperOffload": zero(3, offload_optimizer={"device": "cpu", "super_offload": True}),
+    "bits 9": block(weights={"bits": 9}),
+    "misspelt key": settings(2) | {"quantised_comm": {"scheme": "qsdp"}},
+    "block inside zero_optimization": zero(2, quantized_comm=QSDP),
+}
 BF16_OPTIMIZER = settings(1, QSDP, dtype="bf16", data_types={"grad_accum_dtype": "fp32"})
 AT_THE_ENGINE = {
     "BF16_Optimizer": (
@@ -103,16 +94,14 @@ AT_THE_ENGINE = {
 
 @functools.cache
 def refused_at_parsing() -> list[list[tuple[str, str, int, int]]]:
-    return run(_all_refused, 2, [config for config, _ in AT_PARSING.values()])
+    return run(_all_refused, 2, list(AT_PARSING.values()))
 
 
 @pytest.mark.parametrize("case", AT_PARSING)
 def test_a_wrong_setting_is_refused_before_any_collective(case: str) -> None:
-    parts, place = AT_PARSING[case][1], list(AT_PARSING).index(case)
+    place = list(AT_PARSING).index(case)
     for kind, message, collectives, _ in (rank[place] for rank in refused_at_parsing()):
-        assert kind == "ConfigError", (kind, message)
-        assert [part for part in parts if part not in message] == [], message
-        assert collectives == 0
+        assert (kind, collectives) == ("ConfigError", 0), message
 
 
 @pytest.mark.parametrize("case", AT_THE_ENGINE)

@@ -21,7 +21,7 @@ NUMEL = sum(p.numel() for p in Regression().parameters())
 SDP = {"scheme": "sdp4bit", "node_size": 1}
 CPU = {"device": "cpu"}
 TABLE: dict[str, dict[str, Any]] = {
-    **{name: config for name, (config, _) in AT_PARSING.items()},
+    **AT_PARSING,
     **{name: config for name, (world, config, _) in AT_THE_ENGINE.items() if world == WORLD},
     **{
         row.feature: row.config(row.stages[-1], QSDP)

@@ -125,7 +125,7 @@ def _require_equal(ranks: list[list[dict[str, Any]]], *, kept: bool) -> None:
     ("stage", "topology"),
     thinned(
         product(STAGES, TOPOLOGIES),
-        lambda *case: case[1] == (2, 2) or case in ((1, (2, 1)), (3, (4, 1))),
+        lambda *case: case in ((1, (2, 1)), (2, (2, 2)), (3, (2, 2))),
     ),
 )
 def test_twelve_steps_equal_full_precision(stage: int, topology: tuple[int, int]) -> None:
@@ -135,19 +135,17 @@ def test_twelve_steps_equal_full_precision(stage: int, topology: tuple[int, int]
     _require_equal(ranks, kept=True)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", thinned(STAGES, lambda stage: stage == 2))
 def test_one_node_equals_full_precision(stage: int) -> None:
     needs_skipped_steps(stage)
     _require_equal(run(_both, 2, stage, 2, 6, timeout=280), kept=stage < 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "topology"), list(product(STAGES, TOPOLOGIES)))
-def test_two_hundred_steps_equal_full_precision(stage: int, topology: tuple[int, int]) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_hundred_steps_equal_full_precision(stage: int) -> None:
     needs_skipped_steps(stage)
-    nodes, node_size = topology
-    ranks = run(_both, nodes * node_size, stage, node_size, 200, timeout=1200)
-    _require_equal(ranks, kept=True)
+    _require_equal(run(_both, 4, stage, 2, 200, timeout=1200), kept=True)
 
 
 # ---- settings: one start of the ranks per stage plays all of them ----
@@ -197,7 +195,7 @@ def played(stage: int) -> list[dict[str, list[Any]]]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", thinned(STAGES, lambda stage: stage > 1))
 def test_settings_change_no_bit(stage: int, name: str) -> None:
     if name == "fallback":
         needs_skipped_steps(stage)
@@ -212,7 +210,7 @@ def test_settings_change_no_bit(stage: int, name: str) -> None:
         assert report["exact_steps"] == plain[2]["exact_steps"] == 2 * (name == "fallback")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", thinned(STAGES, lambda stage: stage > 1))
 def test_weights_changed_by_hand_are_used_at_once(stage: int) -> None:
     for plain, exact in (rank["surgery"] for rank in played(stage)):
         assert exact == plain and exact[1]
@@ -311,7 +309,11 @@ def _drifted(stage: int, then: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "then"), [*((stage, "step") for stage in STAGES), (2, "save"), (2, "read")]
+    ("stage", "then"),
+    thinned(
+        [*((stage, "step") for stage in STAGES), (2, "save"), (2, "read")],
+        lambda *case: case in ((3, "step"), (2, "save")),
+    ),
 )
 def test_a_holder_that_drifts_is_told_to_all_ranks_before_its_weights_count(
     stage: int, then: str

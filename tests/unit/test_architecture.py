@@ -252,7 +252,7 @@ BUDGETS = {
     "zero": (3813, 44),
     "tools": (1920, 7),
 }
-BUDGETS_BESIDE = {"tests": 20137, "benchmarks": 3746}  # lines of code
+BUDGETS_BESIDE = {"tests": 20149, "benchmarks": 3756}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

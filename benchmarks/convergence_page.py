@@ -57,6 +57,9 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
     if "optimizer" in result["settings"]:
         what += " with Muon"
     heading = f"What a scheme costs {what}: {size} parameters, k = {steps}"
+    nodes, each = result["settings"]["nodes"], result["settings"]["node_size"]
+    if nodes != 2:  # then the text of a node matters, too
+        heading += f", {nodes} nodes of {each * result['settings']['batch']} sequences"
     rows = [
         [f"`{row['scheme']}`", *shown(row["gap"]), str(len(row["gap"]["pairs"])),
          shown(row["gap_travelled"])[0], f"{row['gradient_error']:.2g}",

@@ -27,6 +27,7 @@ BARS = {
     "encode int4 stochastic g2048 bf16": 14,
     "encode Hadamard-32 int4 stochastic g128 bf16": 25,
     "decode_sum 8 x int4 g128 fp32": 33,
+    "decode_sum 3 Gaussian bits, own signs, a source": 27,  # the loop over sources is not unrolled
     "recode 8 x int8 -> int4 nearest g128": 41,  # sums that stay fp32 are in the count
     # Both ways to code a block and to load 16 bytes are in the count; a block takes one of them.
     "lossless plan bf16": 230,

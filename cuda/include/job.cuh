@@ -46,7 +46,7 @@ struct SumJob {
     u64 own, own_values;  // source that counts as these fp32 values; own >= sources for none
     u64 factor;  // bits of an fp32: multiplies the sum
     u64 levels;
-    u64 flips_low, flips_high;  // DSQ_FLIPS 2: key and step that the signs of each source are drawn of
+    u64 flips_low, flips_high;  // DSQ_FLIPS 2: key and step of the signs of every source
 };
 
 struct RecodeJob {

@@ -1,7 +1,8 @@
 """Bind a codec to one tensor of a collective: random bits, levels, rotation, reference.
 
 A rotation wraps a whole reduction: once before the first encode, once after the last sum; the
-quantizers in between all see rotated values. It is linear, so sums need no rotation back.
+quantizers in between all see rotated values. It is linear, so sums of values with equal signs need
+no rotation back; where nodes have signs of their own, the last sum rotates each of its sources.
 """
 
 from __future__ import annotations

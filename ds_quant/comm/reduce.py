@@ -5,7 +5,8 @@ Which rank sums what is decided in owners.py.
 [Note: two hops] Ranks are numbered node by node, r = node * node_size + local. The first hop sums
 over the ranks of a node: rank (n, g) collects from its node what is bound for any (n', g). The
 second hop sums those partial sums over the nodes: each byte enters a node once. Between the two a
-segment is decoded, added in fp32 and encoded again (`Recode`); a rotation spans both hops.
+segment is decoded, added in fp32 and encoded again (`Recode`); a rotation spans both hops. Signs
+of a node's own are those of all its ranks, so only the last sum sees different ones.
 Own contributions are exact where a hop says so: nobody else sees them, so they need no bits and no
 place in a message, and with two nodes that halves the variance of the inter-node hop.
 

@@ -115,8 +115,7 @@ class Runner:
         # Asked for at every launch: a cached stream would leave a graph capture empty.
         mine.stream.ptr = _current_stream(self.index)
         arguments = np.frombuffer(work.job, dtype=f"V{len(work.job)}")  # size 1: passed by value
-        function(work.grid, (work.threads,), (arguments,), 0, mine.stream)
-        return None
+        return function(work.grid, (work.threads,), (arguments,), 0, mine.stream)
 
 
 def _current_stream(index: int) -> int:

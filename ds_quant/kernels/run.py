@@ -282,4 +282,5 @@ def _view(buffer: Tensor, start: int, numel: int) -> Tensor:
 
 
 def _rows(buffer: Tensor, start: int, nbytes: int, rows: int = 1, stride: int = 0) -> Tensor:
-    return buffer.as_strided((rows, nbytes), (stride or nbytes, 1), buffer.storage_offset() + start)
+    step = stride if rows > 1 else nbytes  # 0 if all are the same row
+    return buffer.as_strided((rows, nbytes), (step, 1), buffer.storage_offset() + start)

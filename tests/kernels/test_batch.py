@@ -298,6 +298,20 @@ def test_every_address_of_values(kernels, dtype: torch.dtype, codec: Codec) -> N
     )
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_all_sources_of_a_sum_may_be_one_row(backend: str) -> None:
+    """As the rehearsal has them."""
+    codec = GroupCodec(bits=8, group_size=128, range="absmax")
+    wire, once = torch.zeros(1, codec.wire_bytes(256)).byte(), torch.zeros(1, 256)
+    sums = torch.zeros(256)
+    encode(codec, torch.randn(1, 256), wire)
+    decode(codec, wire, once)
+    how = {"sources": 4, "stride": 0, "place": None, "own": 1}
+    task = Sum(codec, 256, 0, 1, 0, **how), (0, 0, 0)
+    Operations([task]).run([wire[0], sums], Streams([Coding(codec)], [None]), backend=backend)
+    assert torch.equal(sums, 4 * once[0])
+
+
 def test_pieces_at_equal_distances_become_rows() -> None:
     """Two nodes of three ranks: the shards of a gradient in the messages to each of them."""
     operation = Encode(INT4, 50, 0, 1, 0)

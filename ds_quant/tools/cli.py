@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.exit("ds_quant: standard output is closed")
     try:
         return _run(arguments)
-    except BrokenPipeError:  # as of "| head": nobody reads on
+    except BrokenPipeError:  # as of "| head": nobody reads on, nor what is flushed at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
         return 0
     except _MISTAKES as error:
         print(f"ds_quant {arguments.command}: {_WORDS.get(type(error), error)}", file=sys.stderr)

@@ -18,6 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,9 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ds_quant
+
+PACKAGE = f"{Path(ds_quant.__file__).parent}/"
 Clock = dict[str, int]  # by stream: how many of its operations are known to be done
 
 
@@ -281,8 +285,9 @@ def _caller() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if "/ds_quant/" in path or "/deepspeed/runtime/" in path:
-            short = path.rpartition("/site-packages/")[2].rpartition("/ds_quant/")
-            return f"{short[1].strip('/')}/{short[2]}:{frame.f_lineno}".lstrip("/")
+        if path.startswith(PACKAGE):
+            return f"ds_quant/{path.removeprefix(PACKAGE)}:{frame.f_lineno}"
+        if "/deepspeed/runtime/" in path:
+            return f"{path.rpartition('/site-packages/')[2]}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

@@ -21,8 +21,8 @@ CASES = yaml.safe_load((Path(__file__).parents[1] / "migrated.yaml").read_text("
 
 def config_of(name: str) -> dict[str, Any]:
     """Translated, in bf16, for nodes of two ranks; full precision at the start takes a step."""
-    text = CASES[name]["config"]
-    found = hjson.loads(migrate.rewritten(text, migrate.translate(hjson.loads(text))))
+    config = hjson.loads(CASES[name]["config"])
+    found = hjson.loads(migrate.rewritten(config, migrate.translate(config)))
     for key in ("fp16", "train_batch_size"):
         found.pop(key, None)
     if "warmup_steps" in found[KEY]:

@@ -77,9 +77,9 @@ def _innermost() -> str | None:
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if PACKAGE in path.parents:
+        if PACKAGE in path.parents and frame.f_code.co_name != "<listcomp>":  # none from 3.12 on
             return f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
-        if TORCH not in path.parents:
+        if not {PACKAGE, TORCH} & set(path.parents):
             return None
         frame = frame.f_back
     return None

@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 import tempfile
@@ -409,16 +408,16 @@ def verdict(ranks: list[dict]) -> Check:
 
 def _run_ranks(folder: str, timeout: float) -> str:
     """Start the ranks; returns what went wrong, or nothing."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    from ds_quant.tools.probe import free_port
+
+    port = free_port()
     script = Path(__file__).with_name("selftest_worker.py")
     processes = []
     for rank in range(RANKS):
         environment = {
             **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS),
             "LOCAL_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         with open(Path(folder, f"log{rank}"), "wb") as log:
             command = [sys.executable, str(script), folder]

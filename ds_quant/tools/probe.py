@@ -106,14 +106,15 @@ def launch_command(arguments: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]
     command += ["--hostfile", str(path), "--module", "--no_local_rank"]
     if hosts <= {"localhost", "127.0.0.1"}:  # no need to reach them by ssh
-        command += ["--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", _free_port()]
+        command += ["--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", free_port()]
     command += ["ds_quant", "probe", "--out", str(arguments.out)]
     if arguments.node_size is not None:
         command += ["--node-size", str(arguments.node_size)]
     return command
 
 
-def _free_port() -> str:
+def free_port() -> str:
+    """Return a port of this machine that nobody uses."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return str(found.getsockname()[1])

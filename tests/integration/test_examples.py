@@ -90,8 +90,7 @@ def test_accelerate_launch_starts_its_example(folder: Path) -> None:
 def test_deepspeed_launcher_starts_an_example(folder: Path, name: str) -> None:
     command = (sys.executable, "-m", *LAUNCHERS["deepspeed"], free_port(), name)
     printed = "".join(run_both(*command, cwd=folder, **QUIET))
-    assert re.search(r"quantized_comm: (eden4|qsdp) on ZeRO-", printed), printed
-    assert len(losses(printed)) == 4, printed
+    assert re.search("quantized_comm: .* on ZeRO-", printed) and len(losses(printed)) == 4, printed
 
 
 @pytest.mark.slow

@@ -49,12 +49,16 @@ def main(argv: list[str] | None = None) -> int:
         sys.exit("ds_quant: standard output is closed")
     try:
         return _run(arguments)
-    except BrokenPipeError:  # as of "| head": nobody reads on, nor what is flushed at the exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
-        return 0
+    except BrokenPipeError:  # as of "| head": nobody reads on
+        code = 0
     except _MISTAKES as error:
         print(f"ds_quant {arguments.command}: {_WORDS.get(type(error), error)}", file=sys.stderr)
-        return 1
+        code = 1
+    try:
+        sys.stdout.flush()
+    except OSError:  # Python would try again at its exit, and end with 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+    return code
 
 
 @contextmanager
@@ -86,9 +90,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _validate(path: Path | None, arguments: argparse.Namespace) -> int:
     try:
         with about(path or "--env"):
-            lines = (
-                _of_variable(arguments) if path is None else _report(path, load(path), arguments)
-            )
+            lines = _of_variable(arguments) if path is None else _report(path, arguments)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
@@ -138,8 +140,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _report(path: Path, param_dict: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
+def _report(path: Path, arguments: argparse.Namespace) -> list[str]:
     """Describe what the file asks for. Raises ``ConfigError`` where start-up would."""
+    param_dict = load(path)
     from_variable = arguments.env and environment.is_source(param_dict)
     read = environment.parse if arguments.env else parse
     stage = refusals.stage_of(param_dict)
@@ -169,11 +172,11 @@ def _report(path: Path, param_dict: dict[str, Any], arguments: argparse.Namespac
         *_meaning(config, exact, arguments, stage, each),
         *shard(),
         _STAGES[stage] + _ONCE * (stage > 1 and config.gradients.cross == "step"),
-        *_strictly(path),
+        *strictly(path),
     ]
 
 
-def _strictly(path: Path) -> list[str]:
+def strictly(path: Path) -> list[str]:
     """Say where a file is not JSON, though DeepSpeed reads it."""
     try:
         json.loads(path.read_text("utf-8"))

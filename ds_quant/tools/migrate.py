@@ -18,7 +18,7 @@ from ds_quant.config.errors import ConfigError, path_of, show
 from ds_quant.config.schema import KEY, parse
 from ds_quant.policy import refusals
 from ds_quant.policy.refusals import ONE_BIT, section
-from ds_quant.tools.cli import about, load
+from ds_quant.tools.cli import about, load, strictly
 
 Keys = tuple[str, ...]
 
@@ -72,7 +72,10 @@ def main(arguments: argparse.Namespace) -> int:
         if not found.values:
             print("\n".join([f"{source}: nothing to translate", *found.left]))
             return 0
-        found.left += comments_lost(source)
+        if strictly(source):
+            found.left.append(
+                "comments of the old file are not in the new one, which is plain JSON"
+            )
     target = arguments.out or source.with_name(f"{source.stem}.ds_quant{source.suffix}")
     with about(target):
         if target.exists() and arguments.out is None:
@@ -213,15 +216,6 @@ def _dtype(config: Mapping[str, Any], found: Migration) -> None:
     if found.block or KEY in config:
         why = "gradients are sent as the scheme says, summed in fp32: a cast before adds error"
         found.remove((key,), value, why)
-
-
-def comments_lost(source: Path) -> list[str]:
-    """Say that the new file has no comments, if the old one is not plain JSON."""
-    try:
-        json.loads(source.read_text("utf-8"))
-    except json.JSONDecodeError:
-        return ["comments of the old file are not in the new one, which is plain JSON"]
-    return []
 
 
 def rewritten(config: dict[str, Any], found: Migration) -> str:

@@ -141,46 +141,6 @@ def is_allowed(module: str, edge: Edge) -> bool:
     return any(target == entry or target.startswith(f"{entry}.") for entry in others)
 
 
-@pytest.mark.parametrize(
-    "module, target, at_top, expected",
-    [
-        ("comm.reduce", "torch.distributed", True, True),
-        ("comm.reduce", "torchvision", True, False),
-        ("comm.reduce", "deepspeed.comm", True, False),
-        ("comm.reduce", "codec.codec", True, True),
-        ("comm.reduce", "policy.cost", False, False),
-        ("zero.fetch", "deepspeed.comm", False, True),
-        ("zero.fetch", "deepspeed.runtime.engine", False, False),
-        ("zero.fetch", "tools.cli", False, False),
-        ("kernels.wire", "torch", True, False),
-        ("kernels.wire", "kernels.random_bits", True, True),
-        ("config.schema", "policy.scheme", True, False),
-        ("config.schema", "policy.scheme", False, True),
-        ("codec.codec", "config.schema", True, False),
-        ("_autoload", "zero.install", False, True),
-        ("_autoload", "zero.install", True, False),
-    ],
-)
-def test_rooms_are_ordered(module: str, target: str, at_top: bool, expected: bool) -> None:
-    assert is_allowed(module, Edge(module, target, 1, at_top)) is expected
-
-
-def test_edges_are_found_wherever_they_are_written(tmp_path: Path) -> None:
-    path = PACKAGE / "kernels" / "wire.py"
-    source = tmp_path / "wire.py"
-    source.write_text(
-        "import math\nimport torch.nn\nfrom ds_quant.kernels import random_bits\n"
-        "def f():\n    import cupy\n    from ds_quant.kernels.reference import encode\n"
-    )
-    found = {(edge.target, edge.at_top) for edge in edges_of(source, module_name(path))}
-    assert found == {
-        ("torch.nn", True),
-        ("kernels.random_bits", True),
-        ("cupy", False),
-        ("kernels.reference", False),
-    }
-
-
 @pytest.mark.parametrize("room", ROOMS)
 def test_modules_import_only_what_their_room_allows(room: str) -> None:
     wrong = []
@@ -252,7 +212,7 @@ BUDGETS = {
     "zero": (3813, 44),
     "tools": (1920, 7),
 }
-BUDGETS_BESIDE = {"tests": 20149, "benchmarks": 3756}  # lines of code
+BUDGETS_BESIDE = {"tests": 19778, "benchmarks": 3756}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -27,66 +27,47 @@ PROGRAMS = (
     "git", "make", "sbatch", "pip", "python", "ds_quant", "deepspeed", "accelerate", "torchrun",
     "sudo", "benchmarks/",
 )  # fmt: skip
-INSTALLED = "tests/integration/test_wheel.py::test_import_torch_activates_the_installed_plugin"
-STARTED = "tests/integration/test_readme.py::test_five_minute_start"
-
 EXAMPLES = "tests/integration/test_examples.py::"
 TWO_HOSTS = EXAMPLES + "test_two_hosts_of_the_hostfile_train_together"
-TORCHRUN = EXAMPLES + "test_two_hosts_train_with_torchrun"
-SUITE = "tests/kernels/test_gpu_suite.py::test_dry_run_of_the_suite"
+INSTALLED = "tests/integration/test_wheel.py::test_import_torch_activates_the_installed_plugin"
+STARTED = "tests/integration/test_readme.py::test_five_minute_start"
+PROBE = "tests/distributed/test_probe.py::"
 GIVEN = "tests/unit/test_cli.py::test_the_block_of_the_environment_is_checked"
-COVERED = {
-    "pip install torch": INSTALLED,
-    'pip install ".[cuda13]"': INSTALLED,
-    "git clone HOMEPAGE ds_quant && cd ds_quant": "tests/integration/test_wheel.py::"
-    "test_a_homepage_makes_links_absolute",
+COVERED = {  # how a command begins -> its test
+    "git clone ": "tests/integration/test_wheel.py::test_a_homepage_makes_links_absolute",
+    "pip install ": INSTALLED,
+    "make install": INSTALLED,
     "make demo": "tests/integration/test_demo.py::"
     "test_two_schemes_train_on_the_same_data_and_count_their_bytes",
-    **{
-        "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint host1:29500 "
-        f"{name}.py": TORCHRUN for name in ("trainer", "plain_loop")
-    },
-    "sbatch two_hosts.slurm": EXAMPLES + "test_the_slurm_script_starts_one_launcher_per_node",
-    'pip install ".[hf]"': INSTALLED,
-    "ds_quant doctor": "tests/unit/test_doctor.py::"
-    "test_doctor_trains_two_processes_and_sees_a_disabled_plugin",
-    "ds_quant validate ds_config.json": STARTED,
-    """export DS_QUANT_BLOCK='{"scheme": "qsdp"}'""": GIVEN,
-    "ds_quant validate --env": GIVEN,
-    "deepspeed --num_accelerators 2 train.py": STARTED,
-    **{
-        f"deepspeed --num_accelerators 2 {name}.py": EXAMPLES + "test_example_trains_and_saves"
-        for name in ("plain_loop", "trainer", "lora")
-    },
-    "accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json --num_processes 2 "
-    "accelerate_loop.py": EXAMPLES + "test_accelerate_launch_starts_its_example",
-    "deepspeed --hostfile hostfile plain_loop.py": TWO_HOSTS,
-    "deepspeed --hostfile hostfile --no_ssh --node_rank 0 --master_addr host1 plain_loop.py":
-    TWO_HOSTS,
-    "deepspeed --hostfile hostfile --no_ssh --node_rank 1 --master_addr host1 plain_loop.py":
-    TWO_HOSTS,
-    "ds_quant probe --hostfile hostfile": "tests/distributed/test_probe.py::"
-    "test_probe_starts_itself_on_the_hosts_of_a_hostfile",
-    "torchrun --nproc-per-node 8 --nnodes 2 --rdzv-endpoint HOST:29400 --no-python ds_quant probe":
-    "tests/distributed/test_probe.py::test_probe_runs_under_torchrun",
-    "make install": INSTALLED,
     "make test": "tests/unit/test_release.py::test_public_ci_runs_what_this_repository_runs",
     "make lint": "tests/unit/test_release.py::test_public_ci_runs_what_this_repository_runs",
     "make report": "tests/unit/test_results.py::test_pages_are_up_to_date_and_stale_ones_are_found",
+    "ds_quant doctor": "tests/unit/test_doctor.py::"
+    "test_doctor_trains_two_processes_and_sees_a_disabled_plugin",
+    "ds_quant validate ds_config.json": STARTED,
+    "deepspeed --num_accelerators 2 train.py": STARTED,
+    "deepspeed --num_accelerators 2 ": EXAMPLES + "test_example_trains_and_saves",
+    "accelerate launch ": EXAMPLES + "test_accelerate_launch_starts_its_example",
+    "deepspeed --hostfile hostfile ": TWO_HOSTS,
+    "torchrun --nnodes 2 ": EXAMPLES + "test_two_hosts_train_with_torchrun",
+    "sbatch ": EXAMPLES + "test_the_slurm_script_starts_one_launcher_per_node",
+    "ds_quant probe --hostfile hostfile": PROBE
+    + "test_probe_starts_itself_on_the_hosts_of_a_hostfile",
+    "torchrun --nproc-per-node 8 ": PROBE + "test_probe_runs_under_torchrun",
+    "export DS_QUANT_BLOCK=": GIVEN,
+    "ds_quant validate --env": GIVEN,
     ".venv/bin/ds_quant schema --markdown > docs/keys.md": "tests/unit/test_docs.py::"
     "test_keys_page_is_what_the_models_say",
-    ".venv/bin/python benchmarks/kernels.py --device cpu --max-bytes 1e6 --json kernels.json":
-    "tests/kernels/test_gpu_suite.py::test_kernels_are_measured_without_deepspeed",
-    ".venv/bin/python -m tests.distributed.host_cost --llama-layer":
-    "tests/distributed/test_host_cost.py::test_figures_of_a_llama_layer_are_printed",
-    "sudo .venv/bin/python benchmarks/speed.py --quick": "tests/unit/test_speed.py::"
+    ".venv/bin/python benchmarks/kernels.py ": "tests/kernels/test_gpu_suite.py::"
+    "test_kernels_are_measured_without_deepspeed",
+    ".venv/bin/python -m tests.distributed.host_cost ": "tests/distributed/test_host_cost.py::"
+    "test_figures_of_a_llama_layer_are_printed",
+    "sudo .venv/bin/python benchmarks/speed.py ": "tests/unit/test_speed.py::"
     "test_without_a_lab_one_point_over_loopback",
     "benchmarks/gpu/collect_wheels.sh": "tests/kernels/test_gpu_suite.py::"
     "test_scripts_are_valid_shell",
-    "benchmarks/gpu_suite.sh A": SUITE,
-    "benchmarks/gpu_suite.sh B": SUITE,
-    "benchmarks/gpu_suite.sh C": SUITE,
-}  # fmt: skip
+    "benchmarks/gpu_suite.sh ": "tests/kernels/test_gpu_suite.py::test_dry_run_of_the_suite",
+}
 
 
 def commands() -> list[str]:
@@ -100,11 +81,11 @@ def commands() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-HERE = [command for command in commands() if command not in COVERED]
+HERE = [command for command in commands() if not command.startswith(tuple(COVERED))]
 
 
 def test_entries_are_commands_of_a_page_and_name_tests_that_exist() -> None:
-    assert set(COVERED) <= set(commands()), set(COVERED) - set(commands())
+    assert not [begin for begin in COVERED if not any(c.startswith(begin) for c in commands())]
     for name in COVERED.values():
         path, _, function = name.partition("::")
         source = (ROOT / path).read_text("utf-8")

@@ -1,9 +1,8 @@
-"""benchmarks/speed.py and the network lab: what needs no root, and one lab where there is root."""
+"""benchmarks/speed.py: paired statistics, equal engines, and a point without a lab."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import speed  # noqa: E402
-from netlab import lab  # noqa: E402
 
 
 def block(scheme: str, index: int, seconds: float, nbytes: float, foreign: float = 0.0) -> dict:
@@ -51,63 +49,6 @@ def test_engines_differ_in_their_block_only() -> None:
     assert hpz["zero_optimization"].pop("zero_hpz_partition_size") == 2
     assert hpz == plain
     assert plain["zero_optimization"]["stage3_max_reuse_distance"] == 0, "released after forward"
-
-
-@pytest.fixture
-def network():
-    reason = lab.obstacle()
-    if reason is not None:
-        pytest.skip(f"no network lab: {reason}")
-    with lab.Lab(2, name="dsqlabtest") as built:
-        yield built
-    assert lab.leftovers("dsqlabtest") == []
-
-
-def received(network: lab.Lab) -> int:
-    """Bytes into the first host."""
-    return int(subprocess.check_output(network.command(0, ["cat", lab.RECEIVED])))
-
-
-SEND = """
-import socket, sys, time
-if sys.argv[1] == "serve":
-    server = socket.create_server(("10.77.0.1", 5001))
-    print("ready", flush=True)
-    peer, _ = server.accept()
-    while peer.recv(1 << 16):
-        pass
-else:
-    start = time.perf_counter()
-    with socket.create_connection(("10.77.0.1", 5001)) as peer:
-        peer.sendall(bytes(2_000_000))
-        peer.shutdown(socket.SHUT_WR)
-        peer.recv(1)
-    print(time.perf_counter() - start)
-"""
-
-
-def test_a_lab_carries_bytes_at_its_rate_counts_them_and_goes_away(network: lab.Lab) -> None:
-    lab.set_rate(2, 20, name=network.name)
-    server = subprocess.Popen(
-        network.command(0, [sys.executable, "-c", SEND, "serve"]), stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert server.stdout.readline() == "ready\n"
-        before = received(network)
-        sent = subprocess.run(
-            network.command(1, [sys.executable, "-c", SEND, "send"]),
-            capture_output=True, text=True, check=True, timeout=60,
-        )  # fmt: skip
-        arrived = received(network) - before
-    finally:
-        server.kill()
-        server.wait()
-        server.stdout.close()
-    assert 2_000_000 <= arrived <= 1.1 * 2_000_000
-    # 2 MB at 20 Mbit/s are 0.8 s; the shaper starts with a burst of 128 kB.
-    assert 0.7 <= float(sent.stdout) <= 3
-    lab.Lab(2, name=network.name).up()  # removes what is there
-    assert len(lab.leftovers(network.name)) == 3
 
 
 TINY = ["--layers", "1", "--width", "64", "--heads", "2", "--seq-len", "16", "--batch", "1"]

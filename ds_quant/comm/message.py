@@ -207,11 +207,13 @@ def _row_in_place(
     """Return exact values that lie end to end in one block as bytes, (nbytes,) uint8: a row of full
     slots. None for values that lie otherwise, also where NCCL would be slow, between 16 bytes.
     """
-    begins, first = [v.data_ptr() for v in values], values[0]
+    first = values[0]
+    if {c.codec.dtype if c.codec.kind == "cast" else None for c in codings} != {first.dtype}:
+        return None  # before anything is asked of every tensor
+    begins = [v.data_ptr() for v in values]
     ends = [begin + v.nbytes for begin, v in zip(begins, values, strict=True)]
     blocks = {v.untyped_storage().data_ptr() for v in values}
-    sent = {c.codec.dtype if c.codec.kind == "cast" else None for c in codings}
-    is_exact = sent == {first.dtype} == {v.dtype for v in values} and len(blocks) == 1
-    if not is_exact or begins[0] % ALIGNMENT or [*begins[1:], begins[0] + nbytes] != ends:
+    is_block = {v.dtype for v in values} == {first.dtype} and len(blocks) == 1
+    if not is_block or begins[0] % ALIGNMENT or [*begins[1:], begins[0] + nbytes] != ends:
         return None
     return first.as_strided((nbytes // first.element_size(),), (1,)).view(torch.uint8)

@@ -172,11 +172,11 @@ def _report(path: Path, arguments: argparse.Namespace) -> list[str]:
         *_meaning(config, exact, arguments, stage, each),
         *shard(),
         _STAGES[stage] + _ONCE * (stage > 1 and config.gradients.cross == "step"),
-        *strictly(path),
+        *not_plain_json(path),
     ]
 
 
-def strictly(path: Path) -> list[str]:
+def not_plain_json(path: Path) -> list[str]:
     """Say where a file is not JSON, though DeepSpeed reads it."""
     try:
         json.loads(path.read_text("utf-8"))

@@ -128,8 +128,7 @@ class Plan:
 
 
 SHIPPED = "deepspeed as shipped"
-WORTH_IT = 1.02  # speed-ups below are not worth a change
-CLEARLY = 1.05  # and below this one not another stage
+WORTH_IT = 1.05  # speed-ups below are not worth a change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +287,7 @@ def answer(plan: Plan, rows: list[Row]) -> tuple[Row, list[str]]:
     gaining = [row for row in fit if row.speedup_serial >= WORTH_IT]
     gaining.sort(key=lambda row: (row.scheme != plan.advised, row.step_serial))
     if not gaining:
-        return shipped, [f"leave the block out: nothing gains 2 %, {shipped.limit} limits the step"]
+        return shipped, [f"leave the block out: nothing gains 5 %, {shipped.limit} limits the step"]
     first = gaining[0]
     gains = f"{span(*first.speedups, '.1f')} x"
     (less,) = (row for row in forecast(small) if row.scheme == first.scheme)
@@ -315,13 +314,13 @@ def other_stage(plan: Plan, taken: Row) -> list[str]:
         other = replace(plan, stage=stage, block=None)
         rows = forecast(other)
         best, _ = answer(other, rows)
-        if rows[0].step_serial <= CLEARLY * best.step_serial:
+        if rows[0].step_serial <= WORTH_IT * best.step_serial:
             best = rows[0]
         if best.gpu_memory <= room:
             found.append((stage, best))
     stage, best = min(found, default=(0, taken), key=lambda f: f[1].step_serial)
     fits = taken.gpu_memory > room and stage
-    if not fits and CLEARLY * best.step_serial > taken.step_serial:
+    if not fits and WORTH_IT * best.step_serial > taken.step_serial:
         return []
     plain = best.scheme == SHIPPED
     what = f"plain ZeRO-{stage} without the block" if plain else f"ZeRO-{stage} with {best.scheme}"

@@ -18,7 +18,7 @@ from ds_quant.config.errors import ConfigError, path_of, show
 from ds_quant.config.schema import KEY, parse
 from ds_quant.policy import refusals
 from ds_quant.policy.refusals import ONE_BIT, section
-from ds_quant.tools.cli import about, load, strictly
+from ds_quant.tools.cli import about, load, not_plain_json
 
 Keys = tuple[str, ...]
 
@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
         if not found.values:
             print("\n".join([f"{source}: nothing to translate", *found.left]))
             return 0
-        if strictly(source):
+        if not_plain_json(source):
             found.left.append(
                 "comments of the old file are not in the new one, which is plain JSON"
             )

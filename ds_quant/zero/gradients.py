@@ -150,7 +150,8 @@ class GradientReducer:
             self._layouts.clear()
             self._sums.clear()
         if key not in self._layouts:
-            streams, segments = _by_gradient(found := shares())
+            found = shares()
+            streams, segments = _by_gradient(found)
             forms = tuple([s.form for s in streams])
             alike = segments, forms, route, link, scale
             if alike not in self._sums:

@@ -30,7 +30,6 @@ PACKAGE = f"{Path(ds_quant.__file__).parent}/"  # a checkout's own folder may be
 
 COLLECTIVES = (*fake_world.RECEIVING, "all_reduce", "broadcast")
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-LOST = ("nothing", "barrier", "recorded")
 
 
 def _is_ours(depth: int) -> bool:

@@ -76,16 +76,12 @@ class Buffers:
         free = [a for a, n in zip(self._arrays, counts, strict=True) if n == _UNUSED]
         fitting = [a for a in free if a.nbytes >= nbytes]
         if fitting:
-            return min(fitting, key=_size)
+            return min(fitting, key=len)
         if free:  # too small for this: its place is taken, so that no more are held than are used
-            replaced = max(free, key=_size)
+            replaced = max(free, key=len)
             self._arrays = [a for a in self._arrays if a is not replaced]
         self._arrays.append(np.empty(nbytes, dtype=np.uint8))
         return self._arrays[-1]
-
-
-def _size(array: np.ndarray) -> int:
-    return array.nbytes
 
 
 class Room:

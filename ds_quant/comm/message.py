@@ -152,6 +152,7 @@ class Message:
         parts, rows = list(parts), [[] for _ in range(ranks)]
         for part in parts:
             rows[part.peer].append((part.codec, max(part.room, part.numel)))
+        self._dtypes = {c.dtype if c.kind == "cast" else None for c, _ in rows[rank]}  # None: lossy
         layouts = [lay_out(row) for row in rows]
         self.nbytes = max(used for _, used in layouts)
         begins = [row_place(peer, ranks, node_size) * self.nbytes for peer in range(ranks)]
@@ -188,7 +189,7 @@ class Message:
         if self.nbytes == 0:
             return Pending(into)
         streams = Streams(codings, [None] * len(codings))
-        lying = _row_in_place(values, codings, self.nbytes) if stays else None
+        lying = self._row_in_place(values) if stays else None
         wire = pack(link, "weights", self.nbytes, self._encode, values, streams, lying)
         arriving = link.all_gather(wire, role="weights")
 
@@ -200,20 +201,17 @@ class Message:
 
         return Pending(decoded)
 
-
-def _row_in_place(
-    values: Sequence[Tensor], codings: Sequence[Coding], nbytes: int
-) -> Tensor | None:
-    """Return exact values that lie end to end in one block as bytes, (nbytes,) uint8: a row of full
-    slots. None for values that lie otherwise, also where NCCL would be slow, between 16 bytes.
-    """
-    first = values[0]
-    if {c.codec.dtype if c.codec.kind == "cast" else None for c in codings} != {first.dtype}:
-        return None  # before anything is asked of every tensor
-    begins = [v.data_ptr() for v in values]
-    ends = [begin + v.nbytes for begin, v in zip(begins, values, strict=True)]
-    blocks = {v.untyped_storage().data_ptr() for v in values}
-    is_block = {v.dtype for v in values} == {first.dtype} and len(blocks) == 1
-    if not is_block or begins[0] % ALIGNMENT or [*begins[1:], begins[0] + nbytes] != ends:
-        return None
-    return first.as_strided((nbytes // first.element_size(),), (1,)).view(torch.uint8)
+    def _row_in_place(self, values: Sequence[Tensor]) -> Tensor | None:
+        """Return this rank's row, (nbytes,) uint8, if it lies in memory: exact values end to end in
+        one block. None also where NCCL would be slow, between 16 bytes.
+        """
+        first = values[0]
+        if self._dtypes != {first.dtype}:
+            return None  # before each tensor is asked
+        begins = [v.data_ptr() for v in values]
+        ends = [begin + v.nbytes for begin, v in zip(begins, values, strict=True)]
+        blocks = {(v.dtype, v.untyped_storage().data_ptr()) for v in values}
+        row = [*begins[1:], begins[0] + self.nbytes]
+        if len(blocks) > 1 or begins[0] % ALIGNMENT or row != ends:
+            return None
+        return first.as_strided((self.nbytes // first.element_size(),), (1,)).view(torch.uint8)

@@ -176,8 +176,8 @@ class GradientSums:
         forms: Sequence[Form],
         route: Sequence[LinkHop],
         link: Link,
-        *,
         scale: float,
+        *,
         balanced: bool = False,
     ) -> None:
         self._link, self._numel = link, 0

@@ -155,8 +155,7 @@ class GradientReducer:
             forms = tuple([s.form for s in streams])
             alike = segments, forms, route, link, scale
             if alike not in self._sums:
-                how = {"scale": scale, "balanced": not dtypes}
-                self._sums[alike] = GradientSums(segments, forms, route, link, **how)
+                self._sums[alike] = GradientSums(*alike, balanced=not dtypes)
             sums = self._sums[alike]
             self._layouts[key] = Layout(
                 streams=streams,

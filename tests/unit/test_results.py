@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import yaml
 
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import cost
@@ -20,6 +24,7 @@ import report  # noqa: E402
 import sections  # noqa: E402
 
 PAGES = ("README.md", "docs/results.md", "docs/choosing.md")
+QUOTED = Path(__file__).parent / "golden" / "quoted.yaml"
 README, RESULTS, CHOOSING = ((ROOT / page).read_text("utf-8") for page in PAGES)
 
 
@@ -126,3 +131,38 @@ def gaps(name: str, *, digits: int = 3) -> dict[str, str]:
 
 def interval(gap: Any, digits: int) -> str:
     return f"{gap.mean:+.{digits}f} % +-{gap.half_width:.{digits}f}"
+
+
+# ---- sentences ----
+
+
+class Figures(dict):
+    """A figure by file, "NAME" or "NAME POINT", then by scheme, and by link in Mbit/s behind it."""
+
+    def __init__(self, figure: Callable[[Any], float]) -> None:
+        self._figure = figure
+
+    def __missing__(self, file: str) -> dict[str, float]:
+        name, _, point = file.partition(" ")
+        found = result(name)
+        rows = found.points[int(point or 0)].rows if "points" in found else found.rows
+        keys = (f"{r.scheme} {r.rate:g}" if "rate" in r else r.scheme for r in rows)
+        return {key: self._figure(row) for key, row in zip(keys, rows, strict=True)}
+
+
+FIGURES = {
+    "gap": Figures(lambda row: row.gap.mean),
+    "half": Figures(lambda row: row.gap.half_width),
+    "hidden": Figures(lambda row: 100 * (1 - row.ratio)),
+    **{name: Figures(itemgetter(name)) for name in ("seconds", "speedup", "bytes_bound")},
+}
+
+
+@pytest.mark.parametrize("quoted", yaml.safe_load(QUOTED.read_text("utf-8")))
+def test_figures_that_pages_quote_are_those_of_the_result_files(quoted: str) -> None:
+    assert quoted.format(**FIGURES) in " ".join((README + RESULTS + CHOOSING).split())
+
+
+def test_speed_ups_come_close_to_what_the_bytes_allow() -> None:
+    rows = [row for point in result("speed_2x2_cpu").points for row in point.rows if row.rate == 10]
+    assert rows and all(row.speedup >= 0.9 * row.bytes_bound for row in rows)

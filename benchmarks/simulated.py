@@ -1,6 +1,6 @@
 """Train on R ranks in one process: ZeRO-3 with the plugin's own plans, codecs and random bits.
 
-Every rank has a binding of its own, as in a real run, and links whose messages stay in memory. All
+Every rank has a plugin of its own, as in a real run, and links whose messages stay in memory. All
 ranks do a part of a step before any does the next one, so a message is there when somebody waits.
 What ranks would compute alike is computed once: the weights that they decode, and the optimizer
 step, over whole parameters instead of shards. A step ends with the same bits as on real ranks. May
@@ -30,9 +30,9 @@ from ds_quant.comm.traffic import normalised
 from ds_quant.comm.transport import Link, Pending
 from ds_quant.kernels.wire import shard_range
 from ds_quant.policy.scheme import Scheme
-from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.gradients import ShardReduction
-from ds_quant.zero.held import HeldGradients
+from ds_quant.zero.plugin import Plugin
+from ds_quant.zero.waiting import WaitingGradients
 
 Batch = Callable[[int, int], Sequence[Tensor]]  # micro-step and rank -> what the module takes
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -173,7 +173,7 @@ class Network:
 
 @dataclass
 class EngineOfNobody:
-    """What a binding asks of a DeepSpeed engine."""
+    """What a plugin asks of a DeepSpeed engine."""
 
     module: nn.Module
     micro_steps: int
@@ -197,15 +197,15 @@ class EngineOfNobody:
     zero_max_live_parameters = zero_prefetch_bucket_size = zero_max_reuse_distance
 
 
-class SimulatedRank(QuantizedEngine):
-    """The binding of one rank, with links to the others of this process."""
+class SimulatedRank(Plugin):
+    """The plugin of one rank, with links to the others of this process."""
 
     def __init__(self, engine: EngineOfNobody, scheme: Scheme, rank: int, network: Network) -> None:
         self.number, self._network = rank, network
         super().__init__(engine, scheme, network.topology)
         self.reduction = ShardReduction(self)
         if self.routes.gradients().waits:
-            self.held = HeldGradients(engine)
+            self.waiting = WaitingGradients(engine)
 
     def link(self, process_group: Any) -> Link:
         if 0 not in self._links:

@@ -96,7 +96,7 @@ def steps(engine: Any, count: int, plan: dict[str, Any]) -> tuple[float, float]:
             engine.step()
     dist.barrier()
     seconds = time.perf_counter() - start
-    if (node := getattr(getattr(engine, "ds_quant_engine", None), "node", None)) is not None:
+    if (node := getattr(getattr(engine, "ds_quant_plugin", None), "node", None)) is not None:
         node.finish()  # else it would travel beside the next engine
     return seconds, total(loss.item()) / dist.get_world_size()
 

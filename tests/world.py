@@ -1,4 +1,4 @@
-"""Many ranks in this process, each with a thread of its own: the plugin's bindings and links, over
+"""Many ranks in this process, each with a thread of its own: plugins and links, over
 messages that stay in memory and can be read afterwards.
 """
 
@@ -45,7 +45,7 @@ class Recorded(Group):
 
 
 class World:
-    """``nodes`` x ``node_size`` ranks with a binding each, under one ZeRO stage and block.
+    """``nodes`` x ``node_size`` ranks with a plugin each, under one ZeRO stage and block.
 
     groups: of processes, by their ranks.
     """

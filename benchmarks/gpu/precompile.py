@@ -51,7 +51,7 @@ def variants(world: fake_world.World, schemes: list[str]) -> set[Variant]:
                 model=model, model_parameters=model.parameters(),
                 config=one_gpu.config_of(args, scheme),
             )  # fmt: skip
-            warm_up(engine.ds_quant_engine, torch.device("cpu"))
+            warm_up(engine.ds_quant_plugin, torch.device("cpu"))
     return runner.variants
 
 

@@ -60,7 +60,7 @@ class Coding(NamedTuple):
         values: Tensor,
         wire: Tensor,
         *,
-        held: Tensor | None = None,
+        reference: Tensor | None = None,
         rotation: Rotation | None = None,
         backend: str = "auto",
     ) -> Tensor:
@@ -69,7 +69,7 @@ class Coding(NamedTuple):
         """
         how = {"levels": self.levels, "backend": backend}
         if self.difference:
-            values, found = values.to(held.dtype), held.clone()
+            values, found = values.to(reference.dtype), reference.clone()
             decode(self.codec, _rows(wire), _rows(found), add=True, **how)
         else:
             found = values.new_empty(values.numel(), dtype=torch.float32)
@@ -124,10 +124,10 @@ def encode(
         raise ValueError(f"address = None: rounding {codec.rounding!r} needs an Address")
     if x.numel() == 0:
         return
-    wire, held = _dense(out, copy=False), 2 if base is not None else None
+    wire, place = _dense(out, copy=False), 2 if base is not None else None
     buffers = [_dense(x), wire] + ([] if base is None else [_dense(base)])
     flips = rotation is not None and rotation.flips is not None
-    operation = Encode(codec, x.shape[1], 0, 1, 0, block, flips, held)
+    operation = Encode(codec, x.shape[1], 0, 1, 0, block, flips, place)
     step = 0 if address is None else address.vectors_per_row(on_wire)
     steps = [buffers[0].stride(0), wire.stride(0), step]
     steps += [] if base is None else [buffers[2].stride(0)]

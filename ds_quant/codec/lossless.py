@@ -1,4 +1,4 @@
-"""Exact differences of 16-bit floats, in as few bytes as they need."""
+"""Lossless differences of 16-bit floats, in as few bytes as they need."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ another rank do not pass. This is against accidents, not against an enemy.
 
 [Note: when it is told] The comparison stays on the device, because reading its outcome would wait
 for the device in every message. Outcomes are collected in ``Findings`` and read once per step, by
-all ranks together; so are those of exact differences that could not be decoded.
+all ranks together; so are those of lossless differences that could not be decoded.
 """
 
 from __future__ import annotations

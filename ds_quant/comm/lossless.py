@@ -52,10 +52,10 @@ class Reading(NamedTuple):
 
     codec: LosslessCodec
 
-    def error(self, values: Tensor, wire: Tensor, *, held: Tensor) -> Tensor:
+    def error(self, values: Tensor, wire: Tensor, *, reference: Tensor) -> Tensor:
         """Squared error, which must be 0, and squared norm, (2,) fp64 on the device."""
         found = torch.empty_like(values)
-        self.codec.decode(wire, held, found)
+        self.codec.decode(wire, reference, found)
         return squares(found, values)
 
 
@@ -101,8 +101,8 @@ class Outbox:
             if notes is not None:
                 mine = zip(parcels, self._messages, self._lengths[link.rank].tolist(), strict=True)
                 for parcel, message, nbytes in mine:
-                    values, held = parcel.values()
-                    notes.note(Reading(codec), values, message[:nbytes], held=held)
+                    values, reference = parcel.values()
+                    notes.note(Reading(codec), values, message[:nbytes], reference=reference)
 
     def _agree(self, own: Tensor) -> np.ndarray:
         """Lengths of this rank (messages,) int64 -> those of all, (ranks, messages).
@@ -129,19 +129,19 @@ class Outbox:
             )
 
     def _count(self, parcels: Sequence[Parcel], traffic: Traffic) -> None:
-        traffic.exact.numel += self._link.size * sum(parcel.numel for parcel in parcels)
-        traffic.exact.used += int(self._lengths.sum())
-        traffic.exact.moved += self._link.size * int(self._lengths.max(axis=0).sum())
+        traffic.lossless.numel += self._link.size * sum(parcel.numel for parcel in parcels)
+        traffic.lossless.used += int(self._lengths.sum())
+        traffic.lossless.moved += self._link.size * int(self._lengths.max(axis=0).sum())
 
-    def post(self, place: int, held: Callable[[], Tensor]) -> Pending[Tensor]:
-        """Begin to gather a message. The result is ``held()``, asked for when everything has
+    def post(self, place: int, reference: Callable[[], Tensor]) -> Pending[Tensor]:
+        """Begin to gather a message. The result is ``reference()``, asked for when everything has
         arrived: row r, (numel,), is what this rank has of rank r's elements and becomes their new
         values.
         """
         lengths = self._lengths[:, place]
         most = int(lengths.max())
         if not most:  # of parameters without elements
-            return Pending(held)
+            return Pending(reference)
         message = self._messages[place][:most]
         if self._made_on is not None:
             sending = torch.cuda.current_stream(message.device)
@@ -155,7 +155,7 @@ class Outbox:
             if wire.dim() == 3:  # as it arrived, without a copy
                 wire = wire.transpose(0, 1).reshape(-1)
             with self._link.decoding():
-                rows = held()
+                rows = reference()
                 status = torch.zeros(len(rows), 2, dtype=torch.int32, device=rows.device)
                 self._codec.decode_rows(wire, starts, lengths, rows, rows, status)
             self._link.findings.note("weights", self._link.ranks, status, _say)

@@ -164,8 +164,8 @@ class Message:
             if part.numel == 0:
                 continue
             if part.peer == rank:
-                held = 1 + into if part.differs else None
-                op = Encode(part.codec, part.numel, 1 + tensor, 0, part.stream, held=held)
+                base = 1 + into if part.differs else None
+                op = Encode(part.codec, part.numel, 1 + tensor, 0, part.stream, base=base)
                 encode.append((op, (start, slot, part.vector, *([place] if part.differs else []))))
             op = Decode(part.codec, part.numel, 0, 1 + into, part.stream, part.differs)
             decode.append((op, (begins[part.peer] + slot, place)))

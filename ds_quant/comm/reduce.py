@@ -13,11 +13,11 @@ place in a message, and with two nodes that halves the variance of the inter-nod
 [Note: slices] Large reductions over two hops are cut into slices. While slice i crosses between
 the nodes, slice i + 1 is inside them.
 
-[Note: held sums] Several micro-steps can cross between the nodes once. The first hop then runs in
-every micro-step; what it brings is added, in fp32 and in micro-step order, to what this rank holds
-for every node: a rank of a node of G holds one G-th of a bucket. The second hop takes the whole at
-the last micro-step. Sums are linear and so is a rotation, so what is held stays rotated; its signs
-must then be those of one optimizer step.
+[Note: waiting sums] Several micro-steps can cross between the nodes once. The first hop then runs
+in every micro-step; what it brings is added, in fp32 and in micro-step order, to what this rank
+holds for every node: a rank of a node of G holds one G-th of a bucket. The second hop takes the
+whole at the last micro-step. Sums are linear and so is a rotation, so what waits stays rotated; its
+signs must then be those of one optimizer step.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ class Reduction:
     applied once at the end. Once this is made, values may change.
 
     Args:
-        tensors: those of the plan's segments, 1-D contiguous; None: only what is held crosses.
+        tensors: those of the plan's segments, 1-D contiguous; None: only what waits crosses.
         codings: per gradient one for each hop; the addresses are this rank's own.
         rotations: per gradient.
         sums: (elements,) fp32, or a dtype that the kernels cast to, where the segments that this
-            rank reduces have their places; None: only add to what is held.
-        held: (plan.held_numel,) fp32, see [Note: held sums]; None for a reduction without a rest.
-        fresh: whether nothing is held yet; then the first hop overwrites.
+            rank reduces have their places; None: only add to what waits.
+        waiting: (plan.waiting_numel,) fp32, see [Note: waiting sums]; None if the hops follow
+            each other.
+        fresh: whether nothing waits yet; then the first hop overwrites.
         then: called when all slices are done.
     """
 
@@ -70,18 +71,18 @@ class Reduction:
         rotations: Sequence[Rotation | None],
         sums: Tensor | None,
         *,
-        held: Tensor | None = None,
+        waiting: Tensor | None = None,
         fresh: bool = False,
         then: Callable[[], None] | None = None,
     ) -> None:
-        self._plan, self._sums, self._held, self._fresh = plan, sums, held, fresh
+        self._plan, self._sums, self._waiting, self._fresh = plan, sums, waiting, fresh
         self._then = then
         by_hop = list(zip(*codings, strict=True))
         self._streams = [Streams(hop, rotations) for hop in by_hop]
         first, stop = int(tensors is None), len(plan.hops) if sums is not None else 1
         self._hops = range(first, stop)
         self._running: deque[tuple[Iterator[None], int]] = deque()  # and exchanges still to post
-        for part in plan.slices if held is None else plan.held:
+        for part in plan.slices if waiting is None else plan.waiting:
             steps = self._reduce(part, tensors or ())
             next(steps)
             self.advance()
@@ -117,10 +118,10 @@ class Reduction:
         On each hop 1. encode the message, and make what this rank adds up as it is  2. post it.
         After the last one add up what has arrived, rotated back and scaled.
         """
-        held = None if self._held is None else self._held[part.start : part.stop]
-        nothing = (self._sums if held is None else held)[:0]
+        waiting = None if self._waiting is None else self._waiting[part.start : part.stop]
+        nothing = (self._sums if waiting is None else waiting)[:0]
         sums = nothing if self._sums is None else self._sums
-        arrived, before = nothing, nothing if held is None else held
+        arrived, before = nothing, nothing if waiting is None else waiting
         for depth in self._hops:
             link, step = self._plan.hops[depth].link, part.steps[depth]
             streams, kept = self._streams[depth], nothing
@@ -134,25 +135,25 @@ class Reduction:
             del buffers, wire
             yield
             arrived = arriving.wait()
-            if held is None:
+            if waiting is None:
                 before = kept
             elif depth == 0:
-                self._hold(part, arrived, kept, held)
+                self._hold(part, arrived, kept, waiting)
                 arrived = nothing
         if self._sums is not None:
             unpack(link, part.total, [nothing, nothing, arrived, before, sums], streams)
 
-    def _hold(self, part: SlicePlan, arrived: Tensor, kept: Tensor, held: Tensor) -> None:
-        """Add what the first hop has brought to what is held."""
-        link, nothing = self._plan.hops[0].link, held[:0]
+    def _hold(self, part: SlicePlan, arrived: Tensor, kept: Tensor, waiting: Tensor) -> None:
+        """Add what the first hop has brought to what waits."""
+        link, nothing = self._plan.hops[0].link, waiting[:0]
         with link.decoding():
-            into = held
+            into = waiting
             if not self._fresh:
-                into = link.empty(held.numel(), dtype=torch.float32, device=held.device)
+                into = link.empty(waiting.numel(), dtype=torch.float32, device=waiting.device)
             buffers = [nothing, into, arrived, kept, nothing]
             part.partial.run(buffers, self._streams[0], backend=link.backend)
             if not self._fresh:
-                held.add_(into)
+                waiting.add_(into)
 
 
 # ---- to owners ----
@@ -215,7 +216,7 @@ class GradientSums:
         rotations: Sequence[Rotation | None],
         *,
         into: Tensor,
-        held: Tensor | None = None,
+        waiting: Tensor | None = None,
     ) -> Reduction:
         """Begin to fill ``into``, of ``room``, where ``own`` says. Arguments are those of
         ``Reduction``.
@@ -223,15 +224,15 @@ class GradientSums:
         delivery, then = self._delivery, None
         if delivery is not None:
             then = partial(delivery.run, into, [hops[-1] for hops in codings])
-        return Reduction(self.plan, tensors, codings, rotations, into, held=held, then=then)
+        return Reduction(self.plan, tensors, codings, rotations, into, waiting=waiting, then=then)
 
     def room(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate the sums."""
         return self._link.empty(self._numel, dtype=dtype, device=device)
 
-    def held_room(self, device: torch.device) -> Tensor:
-        """Allocate what is held between the two hops."""
-        return self._link.empty(self.plan.held_numel, dtype=torch.float32, device=device)
+    def waiting_room(self, device: torch.device) -> Tensor:
+        """Allocate what waits between the two hops."""
+        return self._link.empty(self.plan.waiting_numel, dtype=torch.float32, device=device)
 
 
 def _pieces(

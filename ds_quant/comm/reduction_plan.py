@@ -159,8 +159,8 @@ class Step(NamedTuple):
 class SlicePlan(NamedTuple):
     """The hops of one slice, and the sums at the end.
 
-    Of a reduction that rests between its two hops, see [Note: held sums] of reduce.py: ``partial``
-    adds up what the first hop has brought, rotated, for [start, stop) of what is held.
+    Of a reduction that rests between its two hops, see [Note: waiting sums] of reduce.py:
+    ``partial`` adds up what the first hop has brought, rotated, for [start, stop) of what waits.
     """
 
     steps: list[Step]
@@ -193,18 +193,18 @@ class ReductionPlan:
         return [_Compiler(p, self._forms, self._scale).compile(self.hops) for p in self._parts]
 
     @cached_property
-    def held(self) -> list[SlicePlan]:
+    def waiting(self) -> list[SlicePlan]:
         """The same slices of a reduction over two hops, with a rest between them."""
         found, end = [], 0
         for part in self._parts:
-            found.append(_Compiler(part, self._forms, self._scale).compile_held(self.hops, end))
+            found.append(_Compiler(part, self._forms, self._scale).compile_waiting(self.hops, end))
             end = found[-1].stop
         return found
 
     @property
-    def held_numel(self) -> int:
+    def waiting_numel(self) -> int:
         """Elements that this rank holds between the hops, fp32."""
-        return self.held[-1].stop if self.held else 0
+        return self.waiting[-1].stop if self.waiting else 0
 
 
 def _slices(
@@ -239,7 +239,7 @@ class _Compiler:
         self._columns: dict[int, int] = {}
         self._row_bytes = 0
         self._kept: dict[int, int] = {}
-        self._held: dict[int, int] | None = None  # where the partial sums of the first hop rest
+        self._waiting: dict[int, int] | None = None  # where the partial sums of the first hop rest
 
     def compile(self, hops: Sequence[LinkHop]) -> SlicePlan:
         here = list(range(len(self._segments)))  # still to be added up by this rank
@@ -251,16 +251,16 @@ class _Compiler:
         total = [self._sum(i, hops, len(hops), SUMS) for i in here if self._segments[i].numel]
         return SlicePlan(steps, Operations(total))
 
-    def compile_held(self, hops: Sequence[LinkHop], start: int) -> SlicePlan:
-        """``start``: where the partial sums of this slice begin in what is held."""
+    def compile_waiting(self, hops: Sequence[LinkHop], start: int) -> SlicePlan:
+        """``start``: where the partial sums of this slice begin in what waits."""
         inner, outer = hops
         first = self._step(self._rows(range(len(self._segments)), inner), 0, hops)
-        held, end = {}, 0
+        waiting, end = {}, 0
         for index in self._columns:
-            held[index], end = end, end + round_up(self._on_wire[index], VECTOR_NUMEL)
-        partial = [self._sum(index, hops, 1, KEPT, place) for index, place in held.items()]
-        self._held = held
-        rows = self._rows(held, outer)
+            waiting[index], end = end, end + round_up(self._on_wire[index], VECTOR_NUMEL)
+        partial = [self._sum(index, hops, 1, KEPT, place) for index, place in waiting.items()]
+        self._waiting = waiting
+        rows = self._rows(waiting, outer)
         second = self._step(rows, 1, hops)
         total = [self._sum(index, hops, 2, SUMS) for index in rows[outer.link.rank]]
         stop = start + end
@@ -287,8 +287,8 @@ class _Compiler:
         ]
         encode.sort(key=lambda task: task[0].stream)  # those of one gradient form rows
         kept, end = dict[int, int](), 0
-        if hop.exact_own and depth and self._held is not None:
-            kept = {index: self._held[index] for index in rows[mine]}  # added where it rests
+        if hop.exact_own and depth and self._waiting is not None:
+            kept = {index: self._waiting[index] for index in rows[mine]}  # added where it rests
         elif hop.exact_own:
             for index in rows[mine]:
                 kept[index], end = end, end + round_up(self._on_wire[index], VECTOR_NUMEL)
@@ -317,10 +317,10 @@ class _Compiler:
             how = segment.gradient, block, bool(flips)
             operation = Encode(codecs[0], numel, tensor, WIRE, *how)
             return operation, (segment.start, start, vector)
-        if self._held is not None:  # rotated already
+        if self._waiting is not None:  # rotated already
             numel = self._on_wire[index]
             operation = Encode(codecs[depth], numel, KEPT_BEFORE, WIRE, segment.gradient)
-            return operation, (self._held[index], start, vector)
+            return operation, (self._waiting[index], start, vector)
         how = {"wire": WIRE, "stream": segment.gradient, "block": block}
         how |= self._sources(hops[depth - 1])
         operation = Recode(*codecs[depth - 1 : depth + 1], segment.numel, **how)

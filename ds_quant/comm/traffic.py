@@ -190,7 +190,7 @@ _ROLES = ("weights", "gradients")
 
 
 @dataclass
-class ExactDifferences:
+class LosslessDifferences:
     """Messages whose length the values decide, of all ranks of a gather: ``numel`` weights in
     ``used`` bytes; ``moved``: bytes including padding to the longest message.
     """
@@ -226,7 +226,7 @@ class Traffic:
     )
     collectives: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_ROLES, 0))
     meter: Meter = field(default_factory=Meter)
-    exact: ExactDifferences = field(default_factory=ExactDifferences)
+    lossless: LosslessDifferences = field(default_factory=LosslessDifferences)
 
     def count(self, role: str, *, intra: int, inter: int) -> None:
         """Add one collective that brought ``intra`` + ``inter`` bytes to this rank."""

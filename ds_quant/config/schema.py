@@ -192,7 +192,7 @@ class WeightsConfig(_Quantizer):
 
     @property
     def exactly_differ(self) -> bool:
-        """Whether exact differences travel."""
+        """Whether lossless differences travel."""
         return self.enabled and self.lossless
 
     @property
@@ -484,7 +484,7 @@ def parse_block(block: Any, *, load_codecs: bool = True) -> QuantizedCommConfig:
 
 def _unusable_codecs(config: QuantizedCommConfig) -> list[str]:
     """Find modules named in the block that are no codecs."""
-    from ds_quant.codec.plugin import load
+    from ds_quant.codec.module import load
 
     problems = []
     for role, module in config.own_codecs.items():

@@ -33,7 +33,7 @@ def rounding_of(fmt: Format) -> int:
 
 
 class Encode(NamedTuple):
-    """Places: values, wire, vector, and held values if there are any: the buffer ``held`` has what
+    """Places: values, wire, vector, and base if there is one: the buffer ``base`` has what
     is subtracted. ``block``: of a rotation, 0 for none, as below; then the wire holds whole blocks.
     ``flips``: whether its signs may flip.
     """
@@ -45,7 +45,7 @@ class Encode(NamedTuple):
     stream: int
     block: int = 0
     flips: bool = False
-    held: int | None = None
+    base: int | None = None
 
     @property
     def on_wire(self) -> int:

@@ -82,7 +82,7 @@ def compile_tasks(
                 _report_large_groups(size)
             left.append(task)
         else:
-            kind = type(operation), getattr(operation, "held", None) is None
+            kind = type(operation), getattr(operation, "base", None) is None
             kinds.setdefault(kind if runner is None else "any", []).append(task)
     return [kernels.compile_tasks(alike, buffers, *how) for alike in kinds.values()], left
 
@@ -109,8 +109,9 @@ LosslessTask = launch_lossless.Task
 def encode_lossless(
     messages: Sequence[LosslessTask], nbytes: torch.Tensor, *, backend: str
 ) -> None:
-    """Write messages of exact differences, in few launches: of each its values (numel,) in bf16 or
-    fp16, the reference (numel,) of the same dtype, and (lossless.max_bytes(numel),) uint8 for it.
+    """Write messages of lossless differences, in few launches: of each its values (numel,) in
+    bf16 or fp16, the reference (numel,) of the same dtype, and (lossless.max_bytes(numel),) uint8
+    for it.
     nbytes: (messages,) int64, receives the bytes used.
     """
     device = nbytes.device

@@ -50,7 +50,7 @@ def covers(operation: Operation, buffers: Buffers) -> bool:
     """Whether the kernels take its codecs, and messages begin where they may."""
     codecs = [getattr(operation, name, None) for name in ("codec", "source")]
     wires = [getattr(operation, name, None) for name in ("wire", "wire_in", "rotated")]
-    dtypes = [getattr(operation, name, None) for name in ("values", "held")]
+    dtypes = [getattr(operation, name, None) for name in ("values", "base")]
     return (
         _takes([codec for codec in codecs if codec is not None], operation)
         and all(w is None or buffers[w].data_ptr() % ALIGNMENT == 0 for w in wires)
@@ -62,8 +62,8 @@ def _takes(codecs: Sequence[Format | Cast], operation: Operation) -> bool:
     """Whether there is a kernel for these codecs; casts are done alone."""
     if any(codec.kind == "cast" for codec in codecs):
         others = [getattr(operation, name, 0) or 0 for name in ("block", "add")]
-        held = getattr(operation, "held", None) is not None
-        return all(codec.kind == "cast" for codec in codecs) and not (any(others) or held)
+        base = getattr(operation, "base", None) is not None
+        return all(codec.kind == "cast" for codec in codecs) and not (any(others) or base)
     return all(launch.supports(codec, _turn(operation)[0]) for codec in codecs)
 
 
@@ -127,15 +127,15 @@ _STAYS = {"wire.end": 0}  # of rows that stay fp32
 
 
 def _encode(rows: Rows, buffers: Buffers, more: Mapping[str, int] = _NOTHING) -> _Job:
-    op, places, (count,), ((values, wire, vectors, *held),) = rows
+    op, places, (count,), ((values, wire, vectors, *strides),) = rows
     at, dtype = _at(buffers, op.values, places[0]), buffers[op.values].dtype
     is_easy = _is_easy(buffers, at, count, values * dtype.itemsize)
     points = {"values": at, "wire.bytes": (op.wire, places[1])}
     fields = {"values_stride": values * dtype.itemsize, "wire.stride": wire}
     base = None
-    if op.held is not None:
-        base, points["base"] = buffers[op.held].dtype, _at(buffers, op.held, places[3])
-        fields["base_stride"] = held[0] * base.itemsize
+    if op.base is not None:
+        base, points["base"] = buffers[op.base].dtype, _at(buffers, op.base, places[3])
+        fields["base_stride"] = strides[0] * base.itemsize
         is_easy = is_easy and _is_easy(buffers, points["base"], count, fields["base_stride"])
     plan = launch.encode_plan(op.codec, op.numel, dtype, base, _turn(op), is_easy)
     work = plan.launch(count, {**fields, "row_vectors": vectors, **more})

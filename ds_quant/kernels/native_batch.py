@@ -36,7 +36,7 @@ _KERNELS = {
 }
 # Addresses in a job: the field, the operation's name of the buffer, and its place there.
 _POINTERS = {
-    Encode: (("values", "values", 0), ("wire", "wire", 1), ("base", "held", 3)),
+    Encode: (("values", "values", 0), ("wire", "wire", 1), ("base", "base", 3)),
     Decode: (("wire", "wire", 0), ("values", "values", 1)),
     Sum: (("wire", "wire_in", 0), ("values", "values", 1), ("own_values", "own", 2)),
     Rotate: (("values", "values", 0), ("wire", "rotated", 1)),
@@ -49,7 +49,7 @@ Buffers = Sequence[torch.Tensor]
 
 def covers(operation: Operation, buffers: Buffers) -> bool:
     """Whether the kernels read and write the dtypes of its values."""
-    places = [getattr(operation, name, None) for name in ("values", "held")]
+    places = [getattr(operation, name, None) for name in ("values", "base")]
     return all(buffers[place].dtype in native.DTYPES for place in places if place is not None)
 
 
@@ -100,14 +100,14 @@ def _point(
 
 
 def _encode(rows: Rows, buffers: Buffers) -> native.Job:
-    operation, _, (count,), ((values, wire, vectors, *held),) = rows
+    operation, _, (count,), ((values, wire, vectors, *strides),) = rows
     dtype = buffers[operation.values].dtype
     job = native.job_of(operation.codec, count, operation.numel, dtype, operation.block)
     job.values_stride, job.wire_stride = values * dtype.itemsize, wire
     job.row_vectors = vectors
-    if operation.held is not None:
-        dtype = buffers[operation.held].dtype
-        job.base_stride, job.base_dtype = held[0] * dtype.itemsize, native.DTYPES[dtype]
+    if operation.base is not None:
+        dtype = buffers[operation.base].dtype
+        job.base_stride, job.base_dtype = strides[0] * dtype.itemsize, native.DTYPES[dtype]
     return job
 
 

@@ -140,8 +140,8 @@ def _note(task: Task, buffers: Buffers, streams: Streams, notes: Notes, backend:
             values: Any = piece.restored  # made only when it is read
         else:
             values = piece.at("values", 0)
-            if piece.op.held is not None:
-                how["held"] = piece.at("held", 3)
+            if piece.op.base is not None:
+                how["reference"] = piece.at("base", 3)
                 coding = coding._replace(difference=True)
             elif getattr(coding, "difference", False):
                 coding = coding._replace(difference=False)
@@ -166,7 +166,7 @@ class _Piece(NamedTuple):
             return
         if isinstance(op, Encode):
             values = self.at("values", 0).detach()[None]
-            base = None if op.held is None else self.at("held", 3).detach()[None]
+            base = None if op.base is None else self.at("base", 3).detach()[None]
             self._encode(values, self.places[2], base, self.rotation)
         elif isinstance(op, Decode):
             wire = _rows(self.buffers[op.wire], self.places[0], op.codec.wire_bytes(op.numel))

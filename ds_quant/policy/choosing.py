@@ -86,7 +86,7 @@ def candidates(place: Place) -> tuple[str, ...]:
 
 
 def tuned(place: Place) -> tuple[str, ...]:
-    """List what autotune tries: not exact differences, as long as the training makes them."""
+    """List what autotune tries: not lossless differences, as long as the training makes them."""
     blocks = {name: parse_block({"scheme": name}, load_codecs=False) for name in candidates(place)}
     return tuple(name for name, block in blocks.items() if not block.weights.exactly_differ)
 

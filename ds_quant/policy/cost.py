@@ -4,11 +4,11 @@
 there were infinitely many ranks. A rank of W really receives (W - 1) / W of them, a node of N
 nodes (N - 1) / N, if each byte enters once.
 
-[Note: exact differences] How many bits an exact difference takes is up to the training: more at a
-higher learning rate, fewer the more weights stay as they are. ``LOSSLESS_BITS`` is what the codec
-takes for bf16 differences under Adam at a learning rate of 3e-4 (1e-3: 3.6, 1e-4: 1.6, 1e-5: 0.54;
-benchmarks/results/lossless_bits_cpu.json). A message
-is never longer than the weights themselves: that is the most, which is given beside it.
+[Note: lossless differences] How many bits they take is up to the training: more at a higher
+learning rate, fewer the more weights stay as they are. ``LOSSLESS_BITS`` is what the codec takes
+for bf16 differences under Adam at a learning rate of 3e-4 (1e-3: 3.6, 1e-4: 1.6, 1e-5: 0.54;
+benchmarks/results/lossless_bits_cpu.json). A message is never longer than the weights themselves:
+that is the most, which is given beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ds_quant.kernels.wire import ceil_div, round_up
 from ds_quant.policy.route import Hop, Route, Routes, gradients_per, times, weights_per
 from ds_quant.policy.scheme import FLOATS, Scheme
 
-LOSSLESS_BITS = 2.36  # see [Note: exact differences]
+LOSSLESS_BITS = 2.36  # see [Note: lossless differences]
 _FP32 = 4
 _MORE = "weights_most", "weights_intra", "gradients_intra", "memory"
 LABELS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -62,7 +62,7 @@ class Costs:
     exact_own: a rank adds its own gradients as they are.
     kept: why parameters are not quantized, reason -> number of tensors.
     full_precision_share: part of weights + gradients bytes that no quantizer touches.
-    memory: what the scheme keeps on every rank between steps. held: what it keeps besides while
+    memory: what the scheme keeps on every rank between steps. waiting: what it keeps besides while
         gradients accumulate, if they cross once.
     gathers: of an element under ZeRO-3, in a micro-step. trained: share of the elements.
     """
@@ -80,7 +80,7 @@ class Costs:
     full_precision_share: float
     kept: dict[str, int]
     memory: float = 0.0
-    held: float = 0.0
+    waiting: float = 0.0
     gathers: float = 2.0
     trained: float = 1.0
     weights_most: float = 0.0
@@ -189,7 +189,7 @@ def bill(
             exact = item.boundary * torch.Size(item.shape).numel()
             total.update(boundary=exact, plain=exact)
         trained = torch.Size(item.shape).numel() * item.trainable
-        total.update(trained=trained, held=0 if item.whole else trained)
+        total.update(trained=trained, waiting=0 if item.whole else trained)
     numel = max(1, total["numel"])
     reduction = routes.gradients()
     sent = ("weights", "gradients", "summed", "boundary")
@@ -199,7 +199,7 @@ def bill(
         once_per_step=routes.keeps_shard,
         crosses_once=reduction.waits,
         exact_own=any(hop.exact_own for hop in reduction.hops),
-        held=_FP32 * total["held"] / numel / node_size if reduction.waits else 0.0,
+        waiting=_FP32 * total["waiting"] / numel / node_size if reduction.waits else 0.0,
         full_precision_share=total["plain"] / max(1, sum(total[field] for field in sent)),
         kept=dict(kept),
         gathers=gathers,
@@ -212,9 +212,9 @@ def _kept_reason(scheme: Scheme, item: PricedParam) -> str | None:
     reason = scheme.skip_reason(item.name, item.shape, item.dtype, packed=item.packed)
     if not scheme.lossless or item.dtype not in FLOATS:
         return reason
-    if not scheme.differs_exactly(item.dtype):
+    if not scheme.sends_lossless(item.dtype):
         return "fp32 weights"
-    return None if scheme.gradients is None else reason  # exact differences leave none out
+    return None if scheme.gradients is None else reason  # lossless differences leave none out
 
 
 def _weight_bytes(routes: Routes, item: PricedParam) -> Counter[str]:

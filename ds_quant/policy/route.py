@@ -114,7 +114,7 @@ class Routes:
     ) -> Route:
         """Gather of a parameter's weights.
 
-        dtype: exact differences depend on it, nothing else does. quantized: False for what the
+        dtype: lossless differences depend on it, nothing else does. quantized: False for what the
         scheme leaves in full precision. whole: whether the parameter's ranks are the world.
         """
         scheme, outer, inner = self.scheme, None, None
@@ -122,7 +122,7 @@ class Routes:
             outer, inner = scheme.weights, scheme.weights_intra
         per = weights_per(self.stage)
         differs = scheme.difference and outer is not None
-        exactly = dtype is not None and scheme.differs_exactly(dtype)
+        exactly = dtype is not None and scheme.sends_lossless(dtype)
         if self.keeps_shard and whole:
             level = "inter" if self.two_levels else "whole"
             cross = Hop(level=level, codec=outer, per="step", difference=differs, lossless=exactly)
@@ -131,14 +131,14 @@ class Routes:
             return Route(hops=(*hops, spread) if self.two_levels else hops)
         if self.stage == 3 and scheme.node_shard:  # nobody to exchange with: as from a node shard
             return Route(hops=(Hop(level="whole", codec=inner, per=per, inner=True),))
-        exactly = exactly and self.stage < 3  # elsewhere nothing is held
+        exactly = exactly and self.stage < 3  # elsewhere no reference is kept
         hop = Hop(level="whole", codec=outer, per=per, difference=differs, lossless=exactly)
         if not (self.two_levels and whole):
             return Route(hops=(hop,))
         return Route(hops=(replace(hop, level="inter"), replace(hop, level="intra", forwards=True)))
 
-    def differs_exactly(self, dtype: torch.dtype) -> bool:
-        """Whether weights of this dtype are sent as exact differences."""
+    def sends_lossless(self, dtype: torch.dtype) -> bool:
+        """Whether weights of this dtype are sent as lossless differences."""
         return any(hop.lossless for hop in self.weights(dtype=dtype).hops)
 
     def gradients(self, *, quantized: bool = True, whole: bool = True) -> Route:

@@ -18,7 +18,7 @@ import torch
 
 from ds_quant.codec.codec import Codec, GroupCodec
 from ds_quant.codec.lossless import LosslessCodec
-from ds_quant.codec.plugin import load
+from ds_quant.codec.module import load
 from ds_quant.config.errors import ConfigError, path_of
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import GradientsConfig, QuantizedCommConfig, WeightsConfig
@@ -116,12 +116,12 @@ class Scheme:
         return self.difference or self.lossless
 
     @property
-    def exact_codec(self) -> LosslessCodec:
-        """Codec of exact differences."""
+    def lossless_codec(self) -> LosslessCodec:
+        """Codec of lossless differences."""
         return LosslessCodec(backend=self.block.backend)
 
-    def differs_exactly(self, dtype: torch.dtype) -> bool:
-        """Whether weights of this dtype travel as exact differences, wherever something is kept
+    def sends_lossless(self, dtype: torch.dtype) -> bool:
+        """Whether weights of this dtype travel as lossless differences, wherever something is kept
         that they can differ from.
         """
         return self.lossless and dtype in (torch.bfloat16, torch.float16)

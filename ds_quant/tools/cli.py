@@ -259,7 +259,7 @@ def _role_line(role: str, settings: Any, loaded: bool) -> str:
         from ds_quant.policy.cost import LOSSLESS_BITS
 
         return (
-            f"{role}: exact differences, {LOSSLESS_BITS} bits per element at a learning rate of "
+            f"{role}: lossless differences, {LOSSLESS_BITS} bits per element at a learning rate of "
             "3e-4, 16 at most"
         )
     if settings.codec is not None:
@@ -284,7 +284,7 @@ def _codec_of(settings: Any, loaded: bool) -> str:
     """Describe a codec of the user's own."""
     if not loaded:
         return f"codec {settings.codec}, not tried (--load-codecs imports it)"
-    from ds_quant.codec.plugin import load
+    from ds_quant.codec.module import load
 
     numel = 2**20
     nbytes = load(settings.codec).wire_bytes(numel)

@@ -190,7 +190,7 @@ def _priced(name: str, block: QuantizedCommConfig, plan: Plan) -> Row:
     costs, steps = _bill(block, plan), {"micro_steps": plan.micro_steps}
     kept, peak = costs.memory * plan.counted, _peak(costs, plan)
     if plan.micro_steps > 1:
-        peak += costs.held * plan.counted
+        peak += costs.waiting * plan.counted
     sent = costs.step_bytes(plan.stage, **steps), costs.intra_bytes(plan.stage, **steps)
     most = costs.step_bytes(plan.stage, **steps, most=True) if costs.varies else None
     return _row(

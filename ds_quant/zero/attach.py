@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_quant.codec.plugin import load
+from ds_quant.codec.module import load
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link
@@ -35,16 +35,16 @@ from ds_quant.zero import (
 )
 from ds_quant.zero.advice import advice, one_bucket
 from ds_quant.zero.cpu_overlap import LateReduction
-from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.equal_buckets import NO_BUCKET, require_equal
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_gathers
 from ds_quant.zero.gradients import OwnerReduction, ShardReduction
-from ds_quant.zero.held import HeldGradients
+from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.report import announce, figures, start_line
 from ds_quant.zero.safety import Fallback, FirstStep, promised_roles
 from ds_quant.zero.telemetry import Telemetry, listened_to, unwritable
+from ds_quant.zero.waiting import WaitingGradients
 from ds_quant.zero.warmup import rehearse
 from ds_quant.zero.world import broadcast, level_groups
 
@@ -108,72 +108,72 @@ def attach(engine: Any, optimizer: Any) -> None:
     rank, world = hooks.rank_and_world()
     config.validate_world(world)
     topology = _agree(config, rank, world)
-    binding = engine.ds_quant_engine = _bind(engine, config, topology)
-    binding.hooks = hooks.Hooks(engine, optimizer)
+    plugin = engine.ds_quant_plugin = _bind(engine, config, topology)
+    plugin.hooks = hooks.Hooks(engine, optimizer)
     if getattr(engine._config, "quantized_comm_from_variable", False):
-        binding.notices.append(f"from {VARIABLE}")
+        plugin.notices.append(f"from {VARIABLE}")
     fetch = None
     if world == 1:
-        binding.notices.append("single rank: nothing to communicate")
-    elif binding.stage == 3:
-        fetch = _attach_shards(binding, optimizer)
+        plugin.notices.append("single rank: nothing to communicate")
+    elif plugin.stage == 3:
+        fetch = _attach_shards(plugin, optimizer)
     else:
-        _attach_replica(binding, optimizer)
-    binding.notices += [f"{role} in codec {name}" for role, name in config.own_codecs.items()]
-    _connect(binding, config, fetch, trains=binding.stage < 3 or hooks.steps(optimizer))
+        _attach_replica(plugin, optimizer)
+    plugin.notices += [f"{role} in codec {name}" for role, name in config.own_codecs.items()]
+    _connect(plugin, config, fetch, trains=plugin.stage < 3 or hooks.steps(optimizer))
     device = hooks.device()
     if device.type == "cuda" and world > 1:
-        binding.notices += advice(engine)
-        rehearse(binding, device)
-    announce(binding)
+        plugin.notices += advice(engine)
+        rehearse(plugin, device)
+    announce(plugin)
 
 
 def _connect(
-    binding: QuantizedEngine, config: QuantizedCommConfig, fetch: Fetch | None, *, trains: bool
+    plugin: Plugin, config: QuantizedCommConfig, fetch: Fetch | None, *, trains: bool
 ) -> None:
     """Fill the lists of events, whose order is decided here and nowhere else, and wrap.
 
     trains: False for inference, which has no optimizer step.
     """
-    events, (rank, world) = binding.hooks, hooks.rank_and_world()
-    fallback = _fallback(binding, config.fallback)
-    sealed = binding.scheme.block.payload_checksum and world > 1
+    events, (rank, world) = plugin.hooks, hooks.rank_and_world()
+    fallback = _fallback(plugin, config.fallback)
+    sealed = plugin.scheme.block.payload_checksum and world > 1
     if sealed:
-        binding.notices.append("every message carries a checksum")
-    checked = sealed or (binding.scheme.lossless and world > 1)
+        plugin.notices.append("every message carries a checksum")
+    checked = sealed or (plugin.scheme.lossless and world > 1)
     if checked and not trains:  # no step at which all ranks could agree
-        binding.findings.at_once = partial(safety.end_run, binding, rank)
+        plugin.findings.at_once = partial(safety.end_run, plugin, rank)
     if trains:
         if checked:  # before the messages of the step are used for an update
-            check = partial(safety.check_messages, binding)
+            check = partial(safety.check_messages, plugin)
             events.before_step.append(check)
-            events.around_export.insert(0, partial(safety.checked_messages, binding))
+            events.around_export.insert(0, partial(safety.checked_messages, plugin))
             if sealed:  # those that the save has sent
                 events.after_save.append(check)
         if fallback is not None:  # then all ranks agree how the next step is sent
             events.before_step.append(fallback.vote)
         if fetch is not None:  # levels and the node shard follow the new weights
-            if binding.scheme.level_steps:
+            if plugin.scheme.level_steps:
                 events.after_update.append(fetch.learn_levels)
-            if binding.node is not None:
-                events.after_update.append(binding.node.after_step)
+            if plugin.node is not None:
+                events.after_update.append(plugin.node.after_step)
             events.after_update.append(fetch.barrier.record)
-        if binding.keeper and binding.scheme.block.checksum_steps:  # compares what was updated
-            events.after_update.append(partial(safety.compare_copies, binding, binding.keeper))
+        if plugin.keeper and plugin.scheme.block.checksum_steps:  # compares what was updated
+            events.after_update.append(partial(safety.compare_copies, plugin, plugin.keeper))
         if world > 1:
-            FirstStep(binding, promised_roles(binding)).attach()
+            FirstStep(plugin, promised_roles(plugin)).attach()
         if fallback is not None:  # may refresh what a skipped step left behind
             events.after_step.append(fallback.after_step)
         if fetch is not None:
-            count = binding.gather_count = GatherCount(binding, partial(start_line, binding))
+            count = plugin.gather_count = GatherCount(plugin, partial(start_line, plugin))
             events.after_count.append(count.after_step)
-        if listened_to(binding.engine, config.metrics) and world > 1:
-            binding.telemetry = Telemetry(binding, config.metrics)
-            events.after_count.append(binding.telemetry.after_step)
-            binding.telemetry.arm()
-    shards, sums = ([guest] if guest else [] for guest in (binding.node, binding.held))
+        if listened_to(plugin.engine, config.metrics) and world > 1:
+            plugin.telemetry = Telemetry(plugin, config.metrics)
+            events.after_count.append(plugin.telemetry.after_step)
+            plugin.telemetry.arm()
+    shards, sums = ([guest] if guest else [] for guest in (plugin.node, plugin.waiting))
     offload.follow_states(events, weights=shards, gradients=sums)
-    dump, restore = partial(checkpoint.dump, binding), partial(checkpoint.restore, binding)
+    dump, restore = partial(checkpoint.dump, plugin), partial(checkpoint.restore, plugin)
     events.keep_state(checkpoint.KEY, dump, restore)
     events.connect()
 
@@ -191,8 +191,8 @@ def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
     return Topology(world=world, node_size=config.node_size or agreed)
 
 
-def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> QuantizedEngine:
-    """Make the engine's binding with its scheme, which "autotune" chooses by measuring."""
+def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Plugin:
+    """Make the engine's plugin with its scheme, which "autotune" chooses by measuring."""
     if engine.zero_optimization_stage() == 3:
         refusals.refuse_full_replica(
             config, world=topology.world, node_size=topology.node_size,
@@ -205,69 +205,69 @@ def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Quant
         seconds = tune(engine, config, topology)
         config = config.picked(autotune.choose(seconds))
         notices.append(autotune.reason(seconds))
-    binding = QuantizedEngine(engine, config.to_scheme(), topology)
-    binding.notices += notices
-    return binding
+    plugin = Plugin(engine, config.to_scheme(), topology)
+    plugin.notices += notices
+    return plugin
 
 
-def _attach_shards(binding: QuantizedEngine, optimizer: Any) -> Fetch:
+def _attach_shards(plugin: Plugin, optimizer: Any) -> Fetch:
     """ZeRO-3."""
-    fetch = Fetch(binding)
-    params = list(binding.engine.module.parameters())
+    fetch = Fetch(plugin)
+    params = list(plugin.engine.module.parameters())
     fetch.attach(params)
-    binding.serve([(p, p.ds_process_group) for p in params])
-    _note_empty(binding)
-    safety.refuse_no_room(binding)
-    if binding.routes.keeps_shard:
+    plugin.serve([(p, p.ds_process_group) for p in params])
+    _note_empty(plugin)
+    safety.refuse_no_room(plugin)
+    if plugin.routes.keeps_shard:
         fetch.keep_in_node()
-    binding.hooks.on_destroy.append(fetch.close)
+    plugin.hooks.on_destroy.append(fetch.close)
     if hooks.steps(optimizer):  # else inference: parameters only
-        # Rows of exact differences need only follow what is loaded.
-        if binding.node is not None and not binding.scheme.lossless:
-            binding.hooks.after_checkpoint_event.append(binding.node.resync)
-        _attach_gradients(binding, optimizer)
-        muon.attach(binding, optimizer)
+        # Rows of lossless differences need only follow what is loaded.
+        if plugin.node is not None and not plugin.scheme.lossless:
+            plugin.hooks.after_checkpoint_event.append(plugin.node.resync)
+        _attach_gradients(plugin, optimizer)
+        muon.attach(plugin, optimizer)
     return fetch
 
 
-def _note_empty(binding: QuantizedEngine) -> None:
+def _note_empty(plugin: Plugin) -> None:
     """Name parameters of 0 elements, on which DeepSpeed fails with an assertion or a KeyError."""
-    empty = [param.name for param in binding.all_params() if param.shape.numel() == 0]
+    empty = [param.name for param in plugin.all_params() if param.shape.numel() == 0]
     if empty:
-        binding.notices.append(
+        plugin.notices.append(
             f"{len(empty)} parameter(s) have 0 elements, such as {empty[0]}: DeepSpeed itself can "
             "not fetch or save them under ZeRO-3; remove them, or use zero_optimization.stage 2"
         )
 
 
-def _attach_gradients(binding: QuantizedEngine, optimizer: Any) -> None:
+def _attach_gradients(plugin: Plugin, optimizer: Any) -> None:
     """Any stage: reduce gradients, unless they take DeepSpeed's own collectives."""
-    events, shards = binding.hooks, binding.stage == 3
-    if reason := binding.shipped_gradients:
-        binding.notices.append(
+    events, shards = plugin.hooks, plugin.stage == 3
+    if reason := plugin.shipped_gradients:
+        plugin.notices.append(
             f"gradients stay exact: {reason}; DeepSpeed sends them, and reports and metrics do not "
             "count them"
         )
         return
-    _note_single_ranks(binding)
-    if binding.routes.gradients().waits:
-        held = binding.held = HeldGradients(binding.engine)
+    _note_single_ranks(plugin)
+    if plugin.routes.gradients().waits:
+        waiting = plugin.waiting = WaitingGradients(plugin.engine)
         buckets = (hooks.shard_buckets if shards else optimizer_hooks.owner_buckets)(optimizer)
-        events.before_last_buckets.append(partial(held.reduce_rest, *buckets))
-        events.before_gradients.append(partial(held.finish, optimizer))
-    (_reduce_to_shards if shards else _reduce_to_owners)(binding, optimizer)
-    events.after_backward.append(binding.after_backward)
+        events.before_last_buckets.append(partial(waiting.reduce_rest, *buckets))
+        events.before_gradients.append(partial(waiting.finish, optimizer))
+    (_reduce_to_shards if shards else _reduce_to_owners)(plugin, optimizer)
+    events.after_backward.append(plugin.after_backward)
 
 
-def _reduce_to_shards(binding: QuantizedEngine, optimizer: Any) -> None:
-    events, overlaps = binding.hooks, binding.engine.zero_overlap_comm()
+def _reduce_to_shards(plugin: Plugin, optimizer: Any) -> None:
+    events, overlaps = plugin.hooks, plugin.engine.zero_overlap_comm()
     muon_hooks.reduce_scatter(events)
-    binding.notices += one_bucket(binding.engine)
-    reduction, skip = ShardReduction(binding), None
-    if binding.held is not None:
-        skip = hooks.skip_zero_shards(optimizer, partial(_waits, binding, -1))
+    plugin.notices += one_bucket(plugin.engine)
+    reduction, skip = ShardReduction(plugin), None
+    if plugin.waiting is not None:
+        skip = hooks.skip_zero_shards(optimizer, partial(_waits, plugin, -1))
         # DeepSpeed drops its own gradients there, which ZeRO-2 does not.
-        events.after_zero_grad.append(binding.held.drop)
+        events.after_zero_grad.append(plugin.waiting.drop)
     if hooks.device().type != "cpu" or not overlaps:
         hooks.wrap_shard_reduction(events, reduction, skip)
     else:
@@ -276,78 +276,78 @@ def _reduce_to_shards(binding: QuantizedEngine, optimizer: Any) -> None:
         events.around_last_buckets.append(late.last_buckets)
 
 
-def _reduce_to_owners(binding: QuantizedEngine, optimizer: Any) -> None:
-    events, link = binding.hooks, binding.link(optimizer.dp_process_group)
-    muon.note_whole_matrices(binding, optimizer)
-    reduction = OwnerReduction(binding, optimizer)
+def _reduce_to_owners(plugin: Plugin, optimizer: Any) -> None:
+    events, link = plugin.hooks, plugin.link(optimizer.dp_process_group)
+    muon.note_whole_matrices(plugin, optimizer)
+    reduction = OwnerReduction(plugin, optimizer)
     optimizer_hooks.wrap_owner_reduction(events, reduction.bucket, reduction.reduce)
     if link.is_gloo:
-        events.before_step.append(partial(require_equal, binding, link, *NO_BUCKET))
-    if binding.held is not None:
-        optimizer_hooks.skip_zero_gradients(events, partial(_waits, binding, link.rank))
+        events.before_step.append(partial(require_equal, plugin, link, *NO_BUCKET))
+    if plugin.waiting is not None:
+        optimizer_hooks.skip_zero_gradients(events, partial(_waits, plugin, link.rank))
 
 
-def _waits(binding: QuantizedEngine, owner: int, parameter: torch.Tensor) -> bool:
-    """Whether gradients of a parameter are held; what DeepSpeed was given of it is zeros."""
-    param = binding.param_of(parameter)
-    return param is not None and binding.held.waits((param, owner))
+def _waits(plugin: Plugin, owner: int, parameter: torch.Tensor) -> bool:
+    """Whether gradients of a parameter wait; what DeepSpeed was given of it is zeros."""
+    param = plugin.param_of(parameter)
+    return param is not None and plugin.waiting.waits((param, owner))
 
 
-def _note_single_ranks(binding: QuantizedEngine) -> None:
+def _note_single_ranks(plugin: Plugin) -> None:
     """Explain why gradients cross in every micro-step where every node has one rank."""
-    asked = binding.scheme.block.gradients.cross == "step" and binding.stage > 1
-    alone = binding.topology.node_size == 1 < binding.topology.nodes
-    if asked and alone and hooks.accumulates(binding.engine):
-        binding.notices.append(
+    asked = plugin.scheme.block.gradients.cross == "step" and plugin.stage > 1
+    alone = plugin.topology.node_size == 1 < plugin.topology.nodes
+    if asked and alone and hooks.accumulates(plugin.engine):
+        plugin.notices.append(
             "gradients are sent between nodes in every micro-step, because with one rank per node "
             "buffering them would take a full copy; zero_optimization.stage 1 sends them once"
         )
 
 
-def _attach_replica(binding: QuantizedEngine, optimizer: Any) -> None:
+def _attach_replica(plugin: Plugin, optimizer: Any) -> None:
     """ZeRO-1 and 2."""
-    engine, events = binding.engine, binding.hooks
+    engine, events = plugin.engine, plugin.hooks
     groups = list(optimizer_hooks.replica_groups(optimizer))
-    foreign = sum(binding.param_of(p) is None for group in groups for p in group.params)
+    foreign = sum(plugin.param_of(p) is None for group in groups for p in group.params)
     if foreign:
         raise RuntimeError(
             f"quantized_comm: the optimizer holds {foreign} parameter(s) that are not in "
             "engine.module; pass the module's own parameters to the optimizer"
         )
-    binding.serve([(p, group.process_group) for group in groups for p in group.params])
-    safety.refuse_no_room(binding)
-    binding.replica = replica = Replica(binding, optimizer)
-    keep = binding.scheme.keeps_reference
+    plugin.serve([(p, group.process_group) for group in groups for p in group.params])
+    safety.refuse_no_room(plugin)
+    plugin.replica = replica = Replica(plugin, optimizer)
+    keep = plugin.scheme.keeps_reference
     gathering = optimizer_hooks.weight_gather(optimizer, replica.gather_updated, keep_replica=keep)
     events.around_step.append(gathering)
     events.around_export.append(replica.exact)
-    checkpoint.watch_reads(binding)
-    muon.attach(binding, optimizer)
-    _attach_gradients(binding, optimizer)
-    held = binding.held is not None
-    binding.notices += optimizer_hooks.lost_gradients(engine, optimizer, held=held)
+    checkpoint.watch_reads(plugin)
+    muon.attach(plugin, optimizer)
+    _attach_gradients(plugin, optimizer)
+    waiting = plugin.waiting is not None
+    plugin.notices += optimizer_hooks.lost_gradients(engine, optimizer, waiting=waiting)
 
 
-def _fallback(binding: QuantizedEngine, settings: FallbackConfig) -> Fallback | None:
+def _fallback(plugin: Plugin, settings: FallbackConfig) -> Fallback | None:
     """The vote on full precision, if there is anything to vote on."""
     watches = safety.kill_file() is not None
     if settings.on_nonfinite == "skip" and not watches:
         return None
-    fallback = Fallback(binding, settings)
+    fallback = Fallback(plugin, settings)
     if watches:
-        binding.notices.append(f"{safety.KILL_VARIABLE} watched")
+        plugin.notices.append(f"{safety.KILL_VARIABLE} watched")
         fallback.vote()  # the file may be there already
     return fallback
 
 
-def _binding_of(engine: Any, function: str) -> QuantizedEngine | None:
+def _plugin_of(engine: Any, function: str) -> Plugin | None:
     """Return None for an engine without the plugin. TypeError for anything but an engine."""
     if not hasattr(engine, "zero_optimization_stage"):
         raise TypeError(
             f"ds_quant.{function} takes the engine that deepspeed.initialize or "
             f"accelerator.prepare has returned, not {type(engine).__name__}"
         )
-    return getattr(engine, "ds_quant_engine", None)
+    return getattr(engine, "ds_quant_plugin", None)
 
 
 def exact_weights(engine: Any) -> AbstractContextManager[None]:
@@ -358,10 +358,10 @@ def exact_weights(engine: Any) -> AbstractContextManager[None]:
     there. A collective: all ranks must enter and leave. Does nothing under ZeRO-3, where
     ``GatheredParameters`` is exact anyway, and on engines without the plugin.
     """
-    binding = _binding_of(engine, "exact_weights")
-    if binding is None or binding.replica is None:
+    plugin = _plugin_of(engine, "exact_weights")
+    if plugin is None or plugin.replica is None:
         return nullcontext()
-    return hooks.opened(binding.hooks.around_export)
+    return hooks.opened(plugin.hooks.around_export)
 
 
 def resync(engine: Any) -> None:
@@ -371,9 +371,9 @@ def resync(engine: Any) -> None:
     ``parameter.data`` under ZeRO-1/2. Under ZeRO-3 it refills the node shard, if the scheme keeps
     one. A collective: all ranks must call it.
     """
-    binding = _binding_of(engine, "resync")
-    if binding is not None:
-        binding.resync()
+    plugin = _plugin_of(engine, "resync")
+    if plugin is not None:
+        plugin.resync()
 
 
 def report(engine: Any) -> dict[str, Any] | None:
@@ -387,9 +387,9 @@ def report(engine: Any) -> dict[str, Any] | None:
         counted, else 1), full_precision_share (0 to 1, of wire bytes), saved_bytes[role][link]
         (that full precision would have received besides, by formula), expected_bytes_per_param and
         expected_intra_bytes_per_param (per optimizer step, volumes as in ``cost``),
-        expected_most_bytes_per_param (the same at most: exact differences of weights are as long as
-        the training makes them), lossless_bits (per weight, as measured so far, None without exact
-        differences), lossless_padding (what moves besides them, a share of them), kept_bytes
+        expected_most_bytes_per_param (the same at most: lossless differences of weights are as
+        long as the training makes them), lossless_bits (per weight, as measured so far, None
+        without them), lossless_padding (what moves besides them, a share of them), kept_bytes
         and expected_kept_bytes (memory on this rank that the scheme keeps between steps, host
         memory where parameters are offloaded),
         held_bytes (most bytes of gradients that waited for the last micro-step so far) and
@@ -401,7 +401,7 @@ def report(engine: Any) -> dict[str, Any] | None:
         ``fallback``, unless its policy is skip), exact_steps (in full precision because of that or
         of a kill file), killed (whether a kill file is there), line (the start-up line).
     """
-    binding = _binding_of(engine, "report")
-    if binding is None:
+    plugin = _plugin_of(engine, "report")
+    if plugin is None:
         return None
-    return figures(binding)
+    return figures(plugin)

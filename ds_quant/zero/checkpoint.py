@@ -27,7 +27,7 @@ import torch
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.config.presets import RENAMED
 from ds_quant.zero import hooks, log, safety
-from ds_quant.zero.engine import QuantizedEngine
+from ds_quant.zero.plugin import Plugin
 
 KEY = "ds_quant"  # in DeepSpeed's client state
 VERSION = 1
@@ -40,20 +40,20 @@ _ENTRIES = {
 }
 
 
-def dump(binding: QuantizedEngine) -> dict[str, Any]:
+def dump(plugin: Plugin) -> dict[str, Any]:
     """Return the state as plain types and CPU tensors."""
-    learned = [param for param in binding.all_params() if param.levels is not None]
+    learned = [param for param in plugin.all_params() if param.levels is not None]
     return {
         "version": VERSION,
-        "scheme": binding.scheme.name,
-        "ranks": (binding.topology.nodes, binding.topology.node_size),
+        "scheme": plugin.scheme.name,
+        "ranks": (plugin.topology.nodes, plugin.topology.node_size),
         "levels": {param.name: param.levels.cpu() for param in learned},
-        "learned_at": binding.state.learned_at,
-        "exact_until": binding.state.exact_until,
+        "learned_at": plugin.state.learned_at,
+        "exact_until": plugin.state.exact_until,
     }
 
 
-def restore(binding: QuantizedEngine, saved: Any) -> None:
+def restore(plugin: Plugin, saved: Any) -> None:
     """Restore a state, and log what does not fit this run.
 
     A checkpoint without our state is accepted: it may come from a run without the plugin.
@@ -61,21 +61,21 @@ def restore(binding: QuantizedEngine, saved: Any) -> None:
     Raises:
         RuntimeError: the state is of another version, is none, or is incomplete.
     """
-    binding.state.exact_until = 0
-    if binding.telemetry is not None:
-        binding.telemetry.arm()  # DeepSpeed's count of steps has jumped
+    plugin.state.exact_until = 0
+    if plugin.telemetry is not None:
+        plugin.telemetry.arm()  # DeepSpeed's count of steps has jumped
     if saved is None:
         log.log_rank0(
             f"quantized_comm: the checkpoint holds no state {KEY!r}, as one that was saved without "
             "this plugin; starting with fresh scheme state"
         )
-        saved = dump(binding) | {"levels": {}, "learned_at": 0, "exact_until": 0}
+        saved = dump(plugin) | {"levels": {}, "learned_at": 0, "exact_until": 0}
     _require_usable(saved)
-    _take_over(binding, saved)
-    if binding.node is not None:
-        binding.node.resync()
-    if binding.replica is not None:
-        binding.replica.after_load()
+    _take_over(plugin, saved)
+    if plugin.node is not None:
+        plugin.node.resync()
+    if plugin.replica is not None:
+        plugin.replica.after_load()
 
 
 def _require_usable(saved: Any) -> None:
@@ -110,29 +110,29 @@ def _is_table(table: Any) -> bool:
     )
 
 
-def _take_over(binding: QuantizedEngine, saved: dict[str, Any]) -> None:
-    ranks = (binding.topology.nodes, binding.topology.node_size)
+def _take_over(plugin: Plugin, saved: dict[str, Any]) -> None:
+    ranks = (plugin.topology.nodes, plugin.topology.node_size)
     scheme = RENAMED.get(saved["scheme"], saved["scheme"])
-    if (scheme, tuple(saved["ranks"])) != (binding.scheme.name, ranks):
+    if (scheme, tuple(saved["ranks"])) != (plugin.scheme.name, ranks):
         log.log_rank0(
             f"quantized_comm: resuming {scheme} of {saved['ranks'][0]} x "
-            f"{saved['ranks'][1]} ranks as {binding.scheme.name} on {ranks[0]} x {ranks[1]}"
-            + ("; weights kept between steps start exact" if binding.keeper else "")
+            f"{saved['ranks'][1]} ranks as {plugin.scheme.name} on {ranks[0]} x {ranks[1]}"
+            + ("; weights kept between steps start exact" if plugin.keeper else "")
         )
-    binding.state.exact_until = saved.get("exact_until", 0)
-    _restore_levels(binding, saved)
+    plugin.state.exact_until = saved.get("exact_until", 0)
+    _restore_levels(plugin, saved)
 
 
-def _restore_levels(binding: QuantizedEngine, saved: dict[str, Any]) -> None:
-    codec, tables, fitting = binding.scheme.weights, saved["levels"], 0
+def _restore_levels(plugin: Plugin, saved: dict[str, Any]) -> None:
+    codec, tables, fitting = plugin.scheme.weights, saved["levels"], 0
     learned = isinstance(codec, GroupCodec) and codec.levels == "learned"
-    for param in binding.all_params():
+    for param in plugin.all_params():
         param.levels, table = None, tables.get(param.name)
         if learned and table is not None and table.numel() == 1 << codec.bits:
-            param.levels, fitting = table.to(binding.engine.device), fitting + 1
+            param.levels, fitting = table.to(plugin.engine.device), fitting + 1
     if not learned:
         return
-    binding.state.learned_at = saved["learned_at"]
+    plugin.state.learned_at = saved["learned_at"]
     if lost := len(tables) - fitting:
         log.log_rank0(
             f"quantized_comm: learned levels of {lost} parameter(s) in the checkpoint fit no "
@@ -149,19 +149,19 @@ _TIMEOUT = 1800.0  # seconds; torch's own limit for a collective
 _EXACT_SCHEMES = "lossless, lossless_w_g4 or lossless_w_g3"
 
 # In the order in which they attached, which is the same on all ranks.
-_bindings: WeakKeyDictionary[QuantizedEngine, None] = WeakKeyDictionary()
+_plugins: WeakKeyDictionary[Plugin, None] = WeakKeyDictionary()
 _told: set[str] = set()  # lines of user code
 
 
-def watch_reads(binding: QuantizedEngine) -> None:
+def watch_reads(plugin: Plugin) -> None:
     """Serve or log what reads the weights of an engine: see [Note: who reads weights]."""
-    if binding.scheme.weights is None:  # nothing is decoded
+    if plugin.scheme.weights is None:  # nothing is decoded
         return
-    cleanup = binding.hooks.on_destroy
-    _bindings[binding] = None
-    cleanup.append(partial(_bindings.pop, binding, None))
-    for module in binding.engine.module.modules():
-        if any(_is_coded(binding, p) for p in module.parameters(recurse=False)):
+    cleanup = plugin.hooks.on_destroy
+    _plugins[plugin] = None
+    cleanup.append(partial(_plugins.pop, plugin, None))
+    for module in plugin.engine.module.modules():
+        if any(_is_coded(plugin, p) for p in module.parameters(recurse=False)):
             cleanup.append(module.register_state_dict_pre_hook(_tell).remove)
     accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
     if accelerator is not None:
@@ -171,23 +171,23 @@ def watch_reads(binding: QuantizedEngine) -> None:
         hooks.wrap_once(events, "on_train_end", _train_end)
 
 
-def _is_coded(binding: QuantizedEngine, parameter: torch.Tensor) -> bool:
-    param = binding.param_of(parameter)
+def _is_coded(plugin: Plugin, parameter: torch.Tensor) -> bool:
+    param = plugin.param_of(parameter)
     return param is not None and param.trained and param.is_quantized(parameter.dtype)
 
 
-def _decoded(model: Any) -> list[QuantizedEngine]:
+def _decoded(model: Any) -> list[Plugin]:
     """Return the engines whose decoded weights are among the parameters of any module: part of
     theirs, theirs, or one around it.
     """
     params = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-    shown = [b for b in _bindings if not b.replica.holds_exact]
-    return [b for b in shown if any(_is_coded(b, p) for p in params)]
+    shown = [p for p in _plugins if not p.replica.holds_exact]
+    return [one for one in shown if any(_is_coded(one, p) for p in params)]
 
 
 def _meet(what: str, model: Any) -> list[Any]:
     """Return the decoded replicas behind a module, once all ranks are there to make them exact."""
-    replicas = [binding.replica for binding in _decoded(model)]
+    replicas = [plugin.replica for plugin in _decoded(model)]
     if replicas:
         rank, world = hooks.rank_and_world()
         safety.wait_for_ranks(what, rank=rank, world=world, patience=_PATIENCE, timeout=_TIMEOUT)
@@ -209,12 +209,12 @@ def _train_end(original: Callable[..., Any], self: Any, *args: Any, **kw: Any) -
 
 def _tell(module: torch.nn.Module, *_: Any) -> None:
     """Log a state dict with decoded weights, once per line of user code."""
-    for binding in _decoded(module):
+    for plugin in _decoded(module):
         line = _calling_line()
         if line not in _told:
             _told.add(line)
             log.log_rank0(
-                f"quantized_comm: {line}: state_dict() under ZeRO-{binding.stage} gives decoded "
+                f"quantized_comm: {line}: state_dict() under ZeRO-{plugin.stage} gives decoded "
                 "weights, which are not those of a checkpoint: call it inside `with "
                 "ds_quant.exact_weights(engine):`, entered by all ranks, save with "
                 "engine.save_16bit_model or Accelerator.get_state_dict, or take a scheme with "

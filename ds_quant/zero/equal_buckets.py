@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch.distributed as torch_dist
 
 from ds_quant.comm.transport import Link
-from ds_quant.zero.engine import QuantizedEngine
-from ds_quant.zero.held import Member
+from ds_quant.zero.plugin import Plugin
+from ds_quant.zero.waiting import Member
 
 _SHOWN = 4  # names in a message
 
@@ -31,17 +31,15 @@ def digest_of(members: Sequence[Member]) -> int:
 NO_BUCKET: tuple[int, Sequence[Member]] = (-1, ())  # before the optimizer steps
 
 
-def require_equal(
-    binding: QuantizedEngine, link: Link, digest: int, members: Sequence[Member]
-) -> None:
+def require_equal(plugin: Plugin, link: Link, digest: int, members: Sequence[Member]) -> None:
     """Run before a bucket is reduced, and with ``NO_BUCKET`` before the optimizer steps.
 
     Raises:
         RuntimeError: on all ranks, if one has another bucket or none.
     """
-    if link.differs(digest ^ binding.gradient_step):
+    if link.differs(digest ^ plugin.gradient_step):
         names = list(dict.fromkeys(param.name for param, _ in members))
-        raise _error(binding.engine.global_steps, link, names)
+        raise _error(plugin.engine.global_steps, link, names)
 
 
 def _error(step: int, link: Link, names: list[str]) -> RuntimeError:

@@ -22,16 +22,16 @@ from ds_quant.comm.gather import all_gather
 from ds_quant.comm.message import SMALL_NUMEL, small_last
 from ds_quant.comm.transport import Link, Pending
 from ds_quant.zero import hooks
-from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.node_shard import NodeShard
 from ds_quant.zero.param import Param
+from ds_quant.zero.plugin import Plugin
 
 
 class Fetch:
     """Serve the parameter fetches of one engine."""
 
-    def __init__(self, binding: QuantizedEngine) -> None:
-        self._binding = binding
+    def __init__(self, plugin: Plugin) -> None:
+        self._plugin = plugin
         self.barrier = hooks.StepBarrier()
         self._parameters: list[torch.Tensor] = []
         self._hooked: dict[int, Any] = {}  # wrapped parameters by ds_id
@@ -44,7 +44,7 @@ class Fetch:
             if before is not None and before.serves_only(self._parameters):
                 before.close()  # an engine on the same module that nobody has destroyed
         self.hook_parameters(self._parameters)
-        hooks.before_fetch(self._binding.hooks, self.hook_parameters)
+        hooks.before_fetch(self._plugin.hooks, self.hook_parameters)
         hooks.note_borrowed()
 
     def hook_parameters(self, params: Iterable[Any]) -> None:
@@ -58,7 +58,7 @@ class Fetch:
 
     def keep_in_node(self) -> None:
         """Serve gathers from a node shard from now on."""
-        node = self._binding.node = NodeShard(self._binding, self._parameters, self.barrier)
+        node = self._plugin.node = NodeShard(self._plugin, self._parameters, self.barrier)
         for parameter in self._parameters:
             hooks.wrap_partition(parameter, node.resync, owner=self)
 
@@ -69,8 +69,8 @@ class Fetch:
     def close(self) -> None:
         """Give the parameters back to DeepSpeed when the engine is destroyed, all exact."""
         self._is_closed = True
-        if self._binding.node is not None:
-            self._binding.node.close()
+        if self._plugin.node is not None:
+            self._plugin.node.close()
         for p in self._hooked.values():
             hooks.unwrap(p, owner=self)
             if self._pop_decoded(p) and hooks.is_available(p):
@@ -81,7 +81,7 @@ class Fetch:
 
     def _pop_decoded(self, parameter: Any) -> bool:
         """Whether the values of the last gather may be decoded ones, which is forgotten."""
-        param = self._binding.param_of(parameter)
+        param = self._plugin.param_of(parameter)
         if param is None or not param.decoded:
             return False
         param.decoded = False
@@ -89,12 +89,12 @@ class Fetch:
 
     def learn_levels(self) -> None:
         """Learn from the shards that the optimizer has written. DeepSpeed counts its step later."""
-        self._binding.learn_levels(self._binding.step + 1, self._own_values())
+        self._plugin.learn_levels(self._plugin.step + 1, self._own_values())
 
     def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
         """(parameter, this rank's shard, link) of every parameter."""
         for p in self._parameters:
-            link = self._binding.link(p.ds_process_group)
+            link = self._plugin.link(p.ds_process_group)
             yield p, hooks.valid_shard(p, link.rank).to(hooks.device(), non_blocking=True), link
 
     def fetch(
@@ -105,14 +105,14 @@ class Fetch:
         Parameters that this engine does not know (created later) or that hold no floats go to
         DeepSpeed. The split and the order depend on rank-invariant facts only.
         """
-        self._binding.asked.add("weights")
+        self._plugin.asked.add("weights")
         params = sorted(params, key=lambda p: p.ds_id)  # the caller's order comes from a set
-        if self._binding.gather_count is not None:
-            self._binding.gather_count.fetched(params)
+        if self._plugin.gather_count is not None:
+            self._plugin.gather_count.fetched(params)
         groups: dict[int, list[Param]] = {}
         kept, others = [], []
         for p in params:
-            param = self._binding.param_of(p)
+            param = self._plugin.param_of(p)
             if param is not None and param.kept is not None:
                 kept.append(param)
             elif param is not None and self._is_sent(p):
@@ -130,16 +130,16 @@ class Fetch:
         return _FetchHandle(ours, theirs) if ours else theirs
 
     def _is_sent(self, parameter: Any) -> bool:
-        link = self._binding.link(parameter.ds_process_group)
+        link = self._plugin.link(parameter.ds_process_group)
         return hooks.is_sendable(parameter) and link.size > 1
 
     def _gather(self, params: list[Param]) -> _Gather:
         tensors = [param.tensor for param in params]
-        fabric = self._binding.fabric(tensors[0].ds_process_group)
+        fabric = self._plugin.fabric(tensors[0].ds_process_group)
         for p in tensors:
             hooks.begin_fetch(p)
-        step = self._binding.step
-        exact = self._binding.is_exact(step)
+        step = self._plugin.step
+        exact = self._plugin.is_exact(step)
         codings = [self._coding(param, fabric.rank, step, exact) for param in params]
         order = small_last([c.codec for c in codings])
         params, codings = [params[i] for i in order], [codings[i] for i in order]
@@ -156,14 +156,14 @@ class Fetch:
     def _gather_in_node(self, params: list[Param]) -> _Gather:
         for param in params:
             hooks.begin_fetch(param.tensor)
-        pending, lossy = self._binding.node.gather(params)
+        pending, lossy = self._plugin.node.gather(params)
         return _Gather(params, lossy, pending)
 
     def _coding(self, param: Param, rank: int, step: int, exact: bool) -> Coding:
         dtype, coding = param.tensor.ds_tensor.dtype, None
         if not (exact or param.tensor.ds_persist):  # stays gathered between steps: exact
             # The node shard serves all that the whole world shares.
-            stream, *_ = param.weight_streams(dtype, rank=rank, whole=self._binding.node is None)
+            stream, *_ = param.weight_streams(dtype, rank=rank, whole=self._plugin.node is None)
             coding = None if stream is None else param.coding(stream, dtype, step)
         return coding or exactly(dtype, tight=param.tensor.ds_numel <= SMALL_NUMEL)
 

@@ -43,9 +43,9 @@ class GatherCount:
     line: makes the start-up line, which is logged again if the number was predicted wrongly.
     """
 
-    def __init__(self, binding: Any, line: Callable[[], str]) -> None:
-        self._binding, self._line = binding, line
-        module = binding.engine.module
+    def __init__(self, plugin: Any, line: Callable[[], str]) -> None:
+        self._plugin, self._line = plugin, line
+        module = plugin.engine.module
         self._numel, _ = hooks.elements(module)
         self._persistent = sum(p.ds_numel for p in module.parameters() if p.ds_persist)
         self._fetched = 0
@@ -55,11 +55,11 @@ class GatherCount:
     def fetched(self, params: Iterable[Any]) -> None:
         """Count parameters that DeepSpeed gathers for forward or backward."""
         self._fetched += sum(p.ds_numel for p in params if not p.ds_persist)
-        self._disturbed |= not self._binding.engine.module.training
+        self._disturbed |= not self._plugin.engine.module.training
 
     def after_step(self) -> None:
         """End an optimizer step: take its count if DeepSpeed was in a steady state."""
-        micro_steps = self._binding.engine.gradient_accumulation_steps()
+        micro_steps = self._plugin.engine.gradient_accumulation_steps()
         if not self._disturbed and self._undisturbed >= _RECORDING:
             fetched = (self._fetched + self._persistent) / micro_steps
             self._settle(fetched / max(1, self._numel))
@@ -68,9 +68,9 @@ class GatherCount:
         self._fetched, self._disturbed = 0, False
 
     def _settle(self, counted: float) -> None:
-        binding = self._binding
-        predicted, binding.gathers, binding.gather_count = binding.gathers, counted, None
-        binding.hooks.after_count.remove(self.after_step)
+        plugin = self._plugin
+        predicted, plugin.gathers, plugin.gather_count = plugin.gathers, counted, None
+        plugin.hooks.after_count.remove(self.after_step)
         if abs(counted - predicted) > _CLOSE * predicted:
             log.log_rank0(
                 f"quantized_comm: weights are fetched {counted:.3g} times per micro-batch, not "

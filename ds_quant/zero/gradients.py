@@ -30,11 +30,11 @@ from ds_quant.kernels.batch import Decode
 from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 from ds_quant.zero import optimizer_hooks
-from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.equal_buckets import digest_of, require_equal
-from ds_quant.zero.held import HeldBucket, Member
 from ds_quant.zero.optimizer_hooks import owners_of
 from ds_quant.zero.param import GradientStreams, Param, exact_gradient
+from ds_quant.zero.plugin import Plugin
+from ds_quant.zero.waiting import Member, WaitingBucket
 
 # ---- any stage ----
 
@@ -100,7 +100,7 @@ class Layout:
 
 
 class Sums(NamedTuple):
-    """Sums of a bucket on their way; ``crossed`` ones are added to them, see held.py."""
+    """Sums of a bucket on their way; ``crossed`` ones are added to them, see waiting.py."""
 
     layout: Layout
     under_way: Reduction | None
@@ -128,8 +128,8 @@ _How = tuple[Sequence[tuple[Coding, ...]], Sequence[Rotation | None]]
 class GradientReducer:
     """Plans and begins the reductions of one engine."""
 
-    def __init__(self, binding: QuantizedEngine) -> None:
-        self._binding = binding
+    def __init__(self, plugin: Plugin) -> None:
+        self._plugin = plugin
         self._layouts: dict[tuple, Layout] = {}
         self._sums: dict[tuple, GradientSums] = {}
 
@@ -170,7 +170,7 @@ class GradientReducer:
         self, param: Param, dtype: torch.dtype, numel: int, route: Sequence[LinkHop], rank: int
     ) -> GradientStreams:
         hops = len(route)
-        if self._binding.is_exact(self._binding.step):
+        if self._plugin.is_exact(self._plugin.step):
             streams = exact_gradient(dtype, hops)
         else:
             streams = param.gradient_streams(dtype, rank=rank, hops=hops)
@@ -180,26 +180,26 @@ class GradientReducer:
 
     def _begin(self, layout: Layout, tensors: Sequence[Tensor], route: Sequence[LinkHop]) -> Sums:
         """Post a reduction; afterwards the tensors may change."""
-        binding, sums, device = self._binding, layout.sums, tensors[0].device
-        steps = binding.gradient_step, binding.signed_step(route)
+        plugin, sums, device = self._plugin, layout.sums, tensors[0].device
+        steps = plugin.gradient_step, plugin.signed_step(route)
         codings, rotations = zip(*[s.codings(*steps) for s in layout.streams], strict=True)
-        how, held, crossed = (codings, rotations), None, {}
-        if binding.crosses_once(route):
-            store, members = binding.held, layout.members
-            if store.are_left(members):  # what is held of them takes the second hop alone
+        how, waiting, crossed = (codings, rotations), None, {}
+        if plugin.crosses_once(route):
+            store, members = plugin.waiting, layout.members
+            if store.are_left(members):  # what waits of them takes the second hop alone
                 store.take(None, members)
                 return Sums(layout, None, sums.room(device).zero_(), store.take_crossed(members))
             kept = store.take(layout, members)
             if kept is not None:
                 kept.added.wait()
-                held = kept.values
-            if not binding.engine.is_gradient_accumulation_boundary():
-                bucket = _hold(layout, tensors, how, held)
+                waiting = kept.values
+            if not plugin.engine.is_gradient_accumulation_boundary():
+                bucket = _hold(layout, tensors, how, waiting)
                 store.put(layout, bucket)
                 return Sums(layout, bucket.added, None, {})
             crossed = store.take_crossed(members)
         total = sums.room(device, torch.float32 if crossed else layout.dtype)
-        return Sums(layout, sums.begin(tensors, *how, into=total, held=held), total, crossed)
+        return Sums(layout, sums.begin(tensors, *how, into=total, waiting=waiting), total, crossed)
 
 
 def _by_gradient(
@@ -217,21 +217,23 @@ def _by_gradient(
     return streams, tuple(segments)
 
 
-def _hold(layout: Layout, tensors: Sequence[Tensor], how: _How, held: Tensor | None) -> HeldBucket:
-    """Begin to add the tensors, summed inside the node, to what is held of them."""
-    device, fresh = tensors[0].device, held is None
-    values = layout.sums.held_room(device) if fresh else held
-    added = Reduction(layout.sums.plan, tensors, *how, None, held=values, fresh=fresh)
+def _hold(
+    layout: Layout, tensors: Sequence[Tensor], how: _How, waiting: Tensor | None
+) -> WaitingBucket:
+    """Begin to add the tensors, summed inside the node, to what waits of them."""
+    device, fresh = tensors[0].device, waiting is None
+    values = layout.sums.waiting_room(device) if fresh else waiting
+    added = Reduction(layout.sums.plan, tensors, *how, None, waiting=values, fresh=fresh)
 
     def cross() -> Iterator[tuple[Member, Tensor]]:
         added.wait()
         total = layout.sums.room(device)
-        layout.sums.begin(None, *how, into=total, held=values).wait()
+        layout.sums.begin(None, *how, into=total, waiting=values).wait()
         yield from ((member, total[:0]) for member in layout.members if member not in layout.places)
         for member, share, start in layout.own:
             yield member, total[start : start + share.numel]
 
-    return HeldBucket(members=layout.members, values=values, added=added, cross=cross)
+    return WaitingBucket(members=layout.members, values=values, added=added, cross=cross)
 
 
 # ---- ZeRO-3 ----
@@ -253,18 +255,18 @@ class ShardReduction(GradientReducer):
 
     def begin(self, params: Sequence[Any], tensors: list[Tensor], group: Any) -> Bucket | None:
         """Post the reduction; None if it is DeepSpeed's own. Afterwards the tensors may change."""
-        binding = self._binding
-        binding.asked.add("gradients")
-        link = binding.link(group)
-        tracked = [binding.param_of(p) for p in params]
+        plugin = self._plugin
+        plugin.asked.add("gradients")
+        link = plugin.link(group)
+        tracked = [plugin.param_of(p) for p in params]
         if link.size == 1 or not tensors or None in tracked:
             return None
-        route, dtypes = binding.route(group), tuple([tensor.dtype for tensor in tensors])
-        key = tuple(map(id, params)), dtypes, link, binding.is_exact(binding.step)
+        route, dtypes = plugin.route(group), tuple([tensor.dtype for tensor in tensors])
+        key = tuple(map(id, params)), dtypes, link, plugin.is_exact(plugin.step)
         shares = partial(self._shares, tracked, dtypes, route, link)
         layout = self._layout(key, shares, route, link, scale=1 / link.size, dtypes=dtypes)
         sums = self._begin(layout, [tensor.reshape(-1) for tensor in tensors], route)
-        return Bucket(tracked, [g.new_empty(0) for g in tensors], sums, binding.watch)
+        return Bucket(tracked, [g.new_empty(0) for g in tensors], sums, plugin.watch)
 
     def _shares(
         self,
@@ -343,8 +345,8 @@ class OwnerReduction(GradientReducer):
     parameter ends is read off the bucket, so that no group of a codec straddles two.
     """
 
-    def __init__(self, binding: QuantizedEngine, optimizer: Any) -> None:
-        super().__init__(binding)
+    def __init__(self, plugin: Plugin, optimizer: Any) -> None:
+        super().__init__(plugin)
         self._optimizer = optimizer
         self._bucket: Tensor | None = None
         self._divisor = 1.0
@@ -365,8 +367,8 @@ class OwnerReduction(GradientReducer):
 
     def reduce(self, original: Callable[..., None], call: dict[str, Any]) -> None:
         """Sum every slice for its owner, in place; other ranks' slices keep their old values."""
-        self._binding.asked.add("gradients")
-        link = self._binding.link(call["process_group"] or self._optimizer.dp_process_group)
+        self._plugin.asked.add("gradients")
+        link = self._plugin.link(call["process_group"] or self._optimizer.dp_process_group)
         whole, single = optimizer_hooks.sorted_out(call, alone=link.size == 1)
         if whole is not None:
             self._all_reduce(original, whole, link)
@@ -388,14 +390,14 @@ class OwnerReduction(GradientReducer):
         """Sum every slice for the one rank that owns it."""
         owners = [owner for (owner,) in owners_of(call)]
         slices, dtype = call["small_bucket"], call["communication_data_type"]
-        binding, route = self._binding, self._binding.route(link.process_group)
+        plugin, route = self._plugin, self._plugin.route(link.process_group)
         ranges, params = self._ranges(slices), tuple(map(id, self._params))
-        exact = binding.is_exact(binding.step)
+        exact = plugin.is_exact(plugin.step)
         key = tuple(ranges), tuple(owners), params, dtype, exact, link, self._divisor
         shares = partial(self._shares, ranges, owners, dtype, route, link.rank)
         layout = self._layout(key, shares, route, link, scale=1 / self._divisor)
         if link.is_gloo:
-            require_equal(binding, link, layout.digest, layout.members)
+            require_equal(plugin, link, layout.digest, layout.members)
         sums = self._begin(layout, [self._bucket], route).wait()
         if sums is None:
             for owner, values in zip(owners, slices, strict=True):
@@ -410,9 +412,9 @@ class OwnerReduction(GradientReducer):
                 optimizer_hooks.add_to_partition(self._optimizer, output, values)
 
     def _watch(self, cuts: Iterable[tuple[Param, int, int]]) -> None:
-        if self._binding.watch is not None:
+        if self._plugin.watch is not None:
             for param, start, stop in cuts:
-                self._binding.watch.note(param, self._bucket[start:stop])
+                self._plugin.watch.note(param, self._bucket[start:stop])
 
     def _shares(
         self,
@@ -443,7 +445,7 @@ class OwnerReduction(GradientReducer):
         while position < end:
             start, stop = self._starts[place], min(end, self._starts[place + 1])
             if position < stop:  # else a parameter of no elements
-                param = self._binding.param_of(self._params[place])
+                param = self._plugin.param_of(self._params[place])
                 yield position - start, param, position, stop
             position, place = stop, place + 1
 

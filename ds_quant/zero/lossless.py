@@ -1,4 +1,4 @@
-"""Exact differences of the weights: what their messages hold under ZeRO-1, 2 and 3.
+"""Lossless differences of the weights: what their messages hold under ZeRO-1, 2 and 3.
 
 Every holder has what the owner has: the 16-bit replica under ZeRO-1 and 2, the rows of the node
 shard under ZeRO-3. A message is a stretch of the flat replica or some parameters' rows end to end,
@@ -40,9 +40,9 @@ class Window(NamedTuple):
         return partitions[:, self.within.start : self.within.stop]
 
     def values(self) -> tuple[Tensor, Tensor]:
-        """The new weights of this rank's partition in 16 bits, and those held."""
-        held = self.rows()[self.fabric.rank]
-        return self.group.updated(self.within, self.fabric.empty), held
+        """The new weights of this rank's partition in 16 bits, and its reference."""
+        reference = self.rows()[self.fabric.rank]
+        return self.group.updated(self.within, self.fabric.empty), reference
 
 
 def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]:
@@ -77,7 +77,7 @@ class NodeRows(NamedTuple):
         return sum(item.rows.shape[1] for item in self.kept)
 
     def values(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's new rows end to end, and those held."""
+        """Return this rank's new rows end to end, and their reference."""
         parts = []
         for item, shard in zip(self.kept, self.shards(), strict=True):
             parts.append(shard)
@@ -86,19 +86,19 @@ class NodeRows(NamedTuple):
                 parts.append(shard.new_zeros(missing))
         return joined(parts), joined(rows_of(self.kept, self.node))
 
-    def held(self) -> Tensor:
+    def reference(self) -> Tensor:
         """The rows of all nodes, (nodes, elements), of all parameters end to end."""
         return joined(rows_of(self.kept))
 
     def take(self, rows: Tensor) -> None:
-        """Take over new values of what ``held`` has returned."""
+        """Take over new values of what ``reference`` has returned."""
         if len(self.kept) > 1 or self.kept[0].device is not None:
             widths = [item.rows.shape[1] for item in self.kept]
             take_rows(self.kept, rows.split(widths, dim=1))
 
     def post(self, outbox: Outbox, place: int) -> Pending[None]:
         """Begin to gather the rows of all nodes."""
-        return outbox.post(place, self.held).then(self.take)
+        return outbox.post(place, self.reference).then(self.take)
 
 
 def shard_posts(

@@ -41,8 +41,8 @@ from ds_quant.comm.gather import Kept, exchange, gather, rows_of
 from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import hooks, lossless, offload
-from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.param import Param, Stream
+from ds_quant.zero.plugin import Plugin
 
 # ---- spread over the next forward ----
 
@@ -132,16 +132,14 @@ class _RequestedGather:
 class NodeShard:
     """Weights of the parameters that it serves; ``Param`` has the rows of each."""
 
-    def __init__(
-        self, binding: QuantizedEngine, params: Iterable[Any], barrier: hooks.StepBarrier
-    ) -> None:
-        self._binding, self._barrier = binding, barrier
-        fabric, topology = binding.fabric(None), binding.topology  # None: the world
+    def __init__(self, plugin: Plugin, params: Iterable[Any], barrier: hooks.StepBarrier) -> None:
+        self._plugin, self._barrier = plugin, barrier
+        fabric, topology = plugin.fabric(None), plugin.topology  # None: the world
         # One rank per node: all links are between nodes.
         self._inter, self._intra = fabric.inter or fabric.whole, fabric.intra
         self._rank = fabric.whole.rank
-        self.served = [binding.param_of(p) for p in params if self._belongs(p)]
-        self._stays_on_host, self._is_away = offload.offloads_parameters(binding.engine), False
+        self.served = [plugin.param_of(p) for p in params if self._belongs(p)]
+        self._stays_on_host, self._is_away = offload.offloads_parameters(plugin.engine), False
         room = self._room(on_host=self._stays_on_host)
         for param in self.served:
             p, param.stale = param.tensor, True
@@ -161,8 +159,8 @@ class NodeShard:
 
     def _belongs(self, p: Any) -> bool:
         """Rank-invariant. Persistent parameters stay gathered; expert groups are not the world."""
-        ranks = self._binding.link(p.ds_process_group).ranks
-        world = list(range(self._binding.topology.world))
+        ranks = self._plugin.link(p.ds_process_group).ranks
+        world = list(range(self._plugin.topology.world))
         return hooks.is_sendable(p) and not p.ds_persist and ranks == world
 
     def _room(self, *, on_host: bool, pin: bool = True) -> Room:
@@ -174,7 +172,7 @@ class NodeShard:
             block = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             return offload.pin(block) if on_host and pin else block
 
-        return Room(self._binding.topology.nodes * nbytes, zeros)
+        return Room(self._plugin.topology.nodes * nbytes, zeros)
 
     def leave_device(self, *, pin: bool) -> None:
         """See Guest. From here gathers take copies: see [Note: in host memory]."""
@@ -207,7 +205,7 @@ class NodeShard:
         fetches fill them exactly. A collective: what is on its way must arrive first.
         """
         self.finish()
-        for param in self.served if params is None else map(self._binding.param_of, params):
+        for param in self.served if params is None else map(self._plugin.param_of, params):
             if param is not None:
                 param.stale = param.kept is not None
 
@@ -216,12 +214,12 @@ class NodeShard:
         self.finish()
         # Stale rows are about to be refilled; they are the same ones on all ranks.
         rows = (rows_of([param.kept])[0] for param in self.served if not param.stale)
-        yield self._rank % self._binding.topology.node_size, rows
+        yield self._rank % self._plugin.topology.node_size, rows
 
     def after_step(self) -> None:
         """Start to exchange what the optimizer has changed."""
         self.finish()  # also what no forward has asked for
-        step = self._binding.step + 1  # DeepSpeed counts the step only after it
+        step = self._plugin.step + 1  # DeepSpeed counts the step only after it
         order, self._gathered = self._gathered | dict.fromkeys(self.served), {}
         moved = [param for param in order if param.trained and not param.stale]
         self._spread.begin(self._chunks(moved, step))
@@ -247,7 +245,7 @@ class NodeShard:
         """
         asked = _RequestedGather(params)
         self._gathered |= dict.fromkeys(params)
-        quantized = not self._binding.is_exact(self._binding.step)
+        quantized = not self._plugin.is_exact(self._plugin.step)
         lossy = [quantized and any(self._streams(param)) for param in params]
         at_once = self._at_once or not (self._asked or self._spread.misses(params))
         self._asked.append(asked)
@@ -271,7 +269,7 @@ class NodeShard:
             self._fill_stale([param for param in params if param.stale])
             codings: list[Coding] = []
             if self._intra is not None:  # else nothing is sent
-                codings = self._codings(params, -1, self._binding.step)
+                codings = self._codings(params, -1, self._plugin.step)
             first.posted = gather([param.kept for param in params], codings, self._intra)
 
     def _fill_stale(self, stale: Sequence[Param]) -> None:
@@ -288,7 +286,7 @@ class NodeShard:
 
     def _codings(self, params: Sequence[Param], place: int, step: int) -> list[Coding]:
         """Return their codings in one step; place 0 is between the nodes, -1 inside them."""
-        if self._binding.is_exact(step):
+        if self._plugin.is_exact(step):
             return [exactly(param.kept.rows.dtype) for param in params]
         return [
             param.coding(self._streams(param)[place], param.kept.rows.dtype, step)
@@ -311,33 +309,33 @@ class NodeShard:
             yield run
 
     def _chunks(self, params: Sequence[Param], step: int) -> Iterator[Chunk]:
-        """Cut the exchange: exact differences are encoded at once, see [Note: lengths] of
+        """Cut the exchange: lossless differences are encoded at once, see [Note: lengths] of
         comm/lossless.py, the others when they are posted.
         """
         differs: set[torch.dtype] = set()
-        if self._binding.scheme.lossless and not self._binding.is_exact(step):
+        if self._plugin.scheme.lossless and not self._plugin.is_exact(step):
             dtypes = {param.kept.rows.dtype for param in params}
-            differs = set(filter(self._binding.routes.differs_exactly, dtypes))
+            differs = set(filter(self._plugin.routes.sends_lossless, dtypes))
         left: list[Param] = []
-        alike: dict[torch.dtype, list[Param]] = {}  # served by exact differences
+        alike: dict[torch.dtype, list[Param]] = {}  # served by lossless differences
         for param in params:
             dtype = param.kept.rows.dtype
             (alike.setdefault(dtype, []) if dtype in differs else left).append(param)
         runs = [run for served in alike.values() for run in self._runs(served)]
         if runs:
-            yield from map(Chunk._make, zip(runs, self._exact_differences(runs), strict=True))
+            yield from map(Chunk._make, zip(runs, self._lossless_differences(runs), strict=True))
         for run in self._runs(left):
             yield Chunk(run, partial(self._exchange, run, self._codings(run, 0, step)))
 
-    def _exact_differences(self, runs: Sequence[Sequence[Param]]) -> Iterator[lossless.Post]:
-        node, codec = self._inter.rank, self._binding.scheme.exact_codec
+    def _lossless_differences(self, runs: Sequence[Sequence[Param]]) -> Iterator[lossless.Post]:
+        node, codec = self._inter.rank, self._plugin.scheme.lossless_codec
         messages = [
             lossless.NodeRows(
                 [param.kept for param in run], partial(self._shards, run), node, codec
             )
             for run in runs
         ]
-        traffic = self._binding.traffic
+        traffic = self._plugin.traffic
         return lossless.shard_posts(messages, self._inter, device=hooks.device(), traffic=traffic)
 
     def _shards(self, params: Sequence[Param]) -> list[torch.Tensor]:

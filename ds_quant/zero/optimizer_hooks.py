@@ -127,10 +127,10 @@ def owner_buckets(optimizer: Any) -> Buckets:
     return flush, reduce_zeros
 
 
-def lost_gradients(engine: Any, optimizer: Any, *, held: bool) -> list[str]:
+def lost_gradients(engine: Any, optimizer: Any, *, waiting: bool) -> list[str]:
     """Say which gradients this version of DeepSpeed loses itself, and since when it does not.
 
-    held: they wait for the last micro-step; what is forgotten before it are zeros then.
+    waiting: they wait for the last micro-step; what is forgotten before it are zeros then.
     """
     import deepspeed
 
@@ -138,7 +138,7 @@ def lost_gradients(engine: Any, optimizer: Any, *, held: bool) -> list[str]:
     for fault in FAULTS if optimizer.partition_gradients else ():
         if fault.offload != bool(optimizer.cpu_offload) or not fault.is_in(deepspeed.__version__):
             continue
-        if fault.accumulation > (1 if held else steps):
+        if fault.accumulation > (1 if waiting else steps):
             continue
         depends = fault.accumulation > 1
         needs = f"gradient_accumulation_steps={steps}" if depends else "a model that has one"

@@ -27,10 +27,10 @@ from ds_quant.comm.message import SMALL_NUMEL, Message, Part, is_tight, small_to
 from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import log, optimizer_hooks
-from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.lossless import Post, Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 from ds_quant.zero.param import Param, Stream
+from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.safety import Samples
 
 # Streams of the parameters of a window of the partitions, and its gather, whose buffers are the
@@ -41,10 +41,10 @@ _GatherPlan = tuple[list[tuple[Param, Stream]], Message]
 class Replica:
     """The 16-bit (or fp32) replica of one ZeRO-1/2 engine."""
 
-    def __init__(self, binding: QuantizedEngine, optimizer: Any) -> None:
-        self._binding, self._optimizer = binding, optimizer
+    def __init__(self, plugin: Plugin, optimizer: Any) -> None:
+        self._plugin, self._optimizer = plugin, optimizer
         self.holds_exact = True  # what was gathered last, whatever user code has made of it
-        self._always_exact = binding.scheme.weights is None
+        self._always_exact = plugin.scheme.weights is None
         self._plans: dict[tuple, _GatherPlan] = {}  # do not change between steps
         groups = list(optimizer_hooks.replica_groups(optimizer))
         # User code may give a parameter other storage.
@@ -56,10 +56,10 @@ class Replica:
 
     def gather_updated(self) -> None:
         """Inside ``optimizer.step``: the own partition holds new exact weights, gather them."""
-        self._binding.asked.add("weights")
-        step = self._binding.step + 1  # DeepSpeed counts the step only after it
-        if self._binding.scheme.level_steps:
-            self._binding.learn_levels(step, self._own_values())
+        self._plugin.asked.add("weights")
+        step = self._plugin.step + 1  # DeepSpeed counts the step only after it
+        if self._plugin.scheme.level_steps:
+            self._plugin.learn_levels(step, self._own_values())
         self._gather(step)
 
     @contextmanager
@@ -93,17 +93,17 @@ class Replica:
 
     def _decode(self) -> None:
         """Show again what the last step has gathered: equal step, equal bits."""
-        binding = self._binding
-        stays = self._always_exact or binding.scheme.difference or binding.is_exact(binding.step)
-        if binding.step > 0 and not stays:
+        plugin = self._plugin
+        stays = self._always_exact or plugin.scheme.difference or plugin.is_exact(plugin.step)
+        if plugin.step > 0 and not stays:
             self._refill(exact=False)
 
     def _refill(self, *, exact: bool) -> None:
         """Gather the master weights; what user code has written stays: [Note: written weights]."""
         optimizer_hooks.require_replica(self._optimizer)
         written = [(p, p.detach().clone()) for p in self._samples.written()]
-        optimizer_hooks.finish_background_save(self._binding.engine)
-        gather = partial(self._gather, self._binding.step, exact=exact)
+        optimizer_hooks.finish_background_save(self._plugin.engine)
+        gather = partial(self._gather, self._plugin.step, exact=exact)
         optimizer_hooks.refresh_replica(self._optimizer, gather)
         for p, values in written:
             p.data.copy_(values)
@@ -111,20 +111,20 @@ class Replica:
             self._said_kept = True
             log.log_rank0(
                 f"quantized_comm: your code has written {len(written)} parameter(s) since the last "
-                f"step, such as {self._binding.param_of(written[0][0]).name}: exports hold them as "
+                f"step, such as {self._plugin.param_of(written[0][0]).name}: exports hold them as "
                 "they are, and the next step overwrites them, as without this plugin (logged once)"
             )
 
     def copies(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """See Holder. The ranks of a process group hold equal replicas."""
         for group in optimizer_hooks.replica_groups(self._optimizer):
-            yield self._binding.link(group.process_group).ranks[0], list(group.params)
+            yield self._plugin.link(group.process_group).ranks[0], list(group.params)
 
     def _gather(self, step: int, *, exact: bool = False) -> None:
         """Gather all partitions, slice by slice so that the message stays within DeepSpeed's
         ``allgather_bucket_size``; slice i travels while slice i - 1 is decoded.
         """
-        self.holds_exact = exact or self._always_exact or self._binding.is_exact(step)
+        self.holds_exact = exact or self._always_exact or self._plugin.is_exact(step)
         posted: deque[Pending[Any]] = deque()
         for post in self._posts(step, exact):
             posted.append(post())
@@ -137,27 +137,27 @@ class Replica:
 
     def _posts(self, step: int, exact: bool) -> Iterator[Post]:
         """Yield what posts the gather of each window."""
-        routes, exactly = self._binding.routes, list[Window]()
-        differs = self._binding.scheme.lossless and not (exact or self._binding.is_exact(step))
+        routes, exactly = self._plugin.routes, list[Window]()
+        differs = self._plugin.scheme.lossless and not (exact or self._plugin.is_exact(step))
         for group in optimizer_hooks.replica_groups(self._optimizer):
-            fabric = self._binding.fabric(group.process_group)
+            fabric = self._plugin.fabric(group.process_group)
             if fabric.size == 1:
                 continue
             most = self._optimizer.allgather_bucket_size // fabric.size
-            if differs and routes.differs_exactly(group.flat.dtype):
-                codec = self._binding.scheme.exact_codec
+            if differs and routes.sends_lossless(group.flat.dtype):
+                codec = self._plugin.scheme.lossless_codec
                 windows = _windows(group, fabric.size, min(most, MOST_NUMEL))
                 exactly += [Window(group, fabric, w, codec) for w in windows]
                 continue
             for window in _windows(group, fabric.size, most):
                 yield partial(self._post, group, fabric, window, step, exact)
         if exactly:
-            yield from replica_posts(exactly, self._binding.traffic)
+            yield from replica_posts(exactly, self._plugin.traffic)
 
     def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
         """(parameter, this rank's elements of it, link) of every parameter."""
         for group in optimizer_hooks.replica_groups(self._optimizer):
-            link = self._binding.link(group.process_group)
+            link = self._plugin.link(group.process_group)
             for p in group.params:
                 width = group.flat.numel() // link.size
                 begin = self._begins[id(p)]
@@ -170,8 +170,8 @@ class Replica:
     ) -> Pending[None]:
         """Post the gather of ``window`` of the partitions."""
         # Else the new weights are in the replica already: exact ones, or absolute codes.
-        from_master = self._binding.scheme.keeps_reference and not exact
-        exact = exact or self._binding.is_exact(step)
+        from_master = self._plugin.scheme.keeps_reference and not exact
+        exact = exact or self._plugin.is_exact(step)
         weights, message = self._plan(group, fabric, window, exact, from_master)
         flat = group.flat.view(-1)
         codings = [param.coding(stream, flat.dtype, step) for param, stream in weights]
@@ -203,7 +203,7 @@ class Replica:
         places: dict[Param | Codec, int] = {}  # of parameters, and of exact codecs, in the weights
         parts: list[tuple[Part, int | None]] = []
         for p in group.params:
-            begin, param = self._begins[id(p)], self._binding.param_of(p)
+            begin, param = self._begins[id(p)], self._plugin.param_of(p)
             end = begin + p.numel()
             for owner in range(begin // width, ceil_div(end, width)):
                 start = max(begin, owner * width + window.start)

@@ -11,7 +11,7 @@ every error names the setting, its value and the fix.
 Differences are added to what a rank holds, so one lost or changed bit would stay for ever and
 nobody would see it. All ranks exchange all checksums and decide alike.
 
-Messages that the links of an engine have found changed, or exact differences that could not be
+Messages that the links of an engine have found changed, or lossless differences that could not be
 decoded, are reported before every optimizer step, before anything is updated from them, before
 weights are exported, and after every save, which may send weights too. All ranks raise together:
 one that ended alone would leave the others waiting.
@@ -42,29 +42,29 @@ from torch import Tensor
 from ds_quant.comm.checksum import Finding
 from ds_quant.config.schema import FallbackConfig
 from ds_quant.zero import hooks, log, offload
-from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.handshake import Board
 from ds_quant.zero.param import Param
+from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.version import deepspeed_version
 from ds_quant.zero.world import broadcast, minimum
 
 # ---- start-up ----
 
 
-def refuse_no_room(binding: QuantizedEngine) -> None:
+def refuse_no_room(plugin: Plugin) -> None:
     """Raise RuntimeError on all ranks if what the scheme keeps does not fit on one: the node shard
     between steps, or with it the sums of gradients within one. A collective, if it keeps any.
     """
-    bill, offloaded = binding.bill(), offload.offloads_parameters(binding.engine)
-    kept, peak = bill.memory * bill.numel, binding.peak_bytes(bill)
-    held = bill.held * bill.numel if hooks.accumulates(binding.engine) else 0.0
-    if not (kept or held):
+    bill, offloaded = plugin.bill(), offload.offloads_parameters(plugin.engine)
+    kept, peak = bill.memory * bill.numel, plugin.peak_bytes(bill)
+    waiting = bill.waiting * bill.numel if hooks.accumulates(plugin.engine) else 0.0
+    if not (kept or waiting):
         return
     (free, host) = minimum([hooks.free_memory(), offload.free_host_memory()])
     shown = f"{free / 1e9:.3g} GB of memory are free on the fullest device"
     needed, room, where, left = kept, free, "GB on every rank, but", shown
     if offloaded:
-        needed, room = kept * binding.topology.node_size, host
+        needed, room = kept * plugin.topology.node_size, host
         where = "GB of host memory in every node, but"
         left = f"{host / 1e9:.3g} GB are free in the fullest one"
         kept = 0.0
@@ -74,18 +74,18 @@ def refuse_no_room(binding: QuantizedEngine) -> None:
             "more ranks per node, zero_optimization.stage 2, or a scheme without a node shard such "
             'as "qsdp"'
         )
-    if kept + held > free:
+    if kept + waiting > free:
         shard = f" beside {kept / 1e9:.3g} GB of node shard" if kept else ""
         raise RuntimeError(
             "quantized_comm: gradients that wait for the last micro-step take "
-            f"{held / 1e9:.3g} GB on every rank{shard}, but {shown}; set quantized_comm."
+            f"{waiting / 1e9:.3g} GB on every rank{shard}, but {shown}; set quantized_comm."
             'gradients.cross: "micro_step", which holds none and sends them in every micro-step, '
             "or use more ranks per node"
         )
-    if kept + held + peak > free:
-        parts = {"node shard": kept, "waiting gradients": held, "messages": peak}
+    if kept + waiting + peak > free:
+        parts = {"node shard": kept, "waiting gradients": waiting, "messages": peak}
         sizes = " and ".join(f"{n / 1e9:.3g} GB of {what}" for what, n in parts.items() if n)
-        binding.notices.append(f"may run out of memory: {sizes} are needed, {shown}")
+        plugin.notices.append(f"may run out of memory: {sizes} are needed, {shown}")
 
 
 def wait_for_ranks(what: str, *, rank: int, world: int, patience: float, timeout: float) -> None:
@@ -147,13 +147,13 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([plain, ordered])
 
 
-def compare_copies(binding: QuantizedEngine, holder: Holder) -> None:
+def compare_copies(plugin: Plugin, holder: Holder) -> None:
     """Compare the weights that ranks keep, every ``checksum_steps`` optimizer steps. Runs after the
     optimizer step and the update of what is kept.
     """
-    step, every = binding.step + 1, binding.scheme.block.checksum_steps
-    if step % every == 0 and (differing := _differing(binding, holder)):
-        binding.state.resyncs += 1
+    step, every = plugin.step + 1, plugin.scheme.block.checksum_steps
+    if step % every == 0 and (differing := _differing(plugin, holder)):
+        plugin.state.resyncs += 1
         log.log_rank0(
             f"quantized_comm: step {step}: the weights that rank(s) {differing} keep differ from "
             "those of the other holders; all are brought back exactly. Something writes weights "
@@ -162,16 +162,16 @@ def compare_copies(binding: QuantizedEngine, holder: Holder) -> None:
         holder.resync()
 
 
-def _differing(binding: QuantizedEngine, holder: Holder) -> list[int]:
+def _differing(plugin: Plugin, holder: Holder) -> list[int]:
     """Find ranks whose checksum is not that of most holders of the same weights."""
     copies = [
         torch.cat([torch.tensor([who]), checksum(tensors).cpu()])
         for who, tensors in holder.copies()
     ]
     own = torch.stack(copies).to(hooks.device())  # (copies, 3) int64
-    link = binding.fabric(None).whole
+    link = plugin.fabric(None).whole
     received = link.all_gather(own.view(torch.uint8).view(-1), role="weights").wait()
-    _require_equal(binding, received)
+    _require_equal(plugin, received)
     by_rank = received.view(torch.int64).view(link.size, len(copies), 3).tolist()
     holders: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = {}
     for rank, rows in enumerate(by_rank):
@@ -181,7 +181,7 @@ def _differing(binding: QuantizedEngine, holder: Holder) -> list[int]:
     return sorted({rank for versions in holders.values() for rank in _outvoted(versions)})
 
 
-def _require_equal(binding: QuantizedEngine, received: Tensor) -> None:
+def _require_equal(plugin: Plugin, received: Tensor) -> None:
     """End all ranks if their checksums arrived differently: some would resync, others not.
 
     Raises:
@@ -191,9 +191,9 @@ def _require_equal(binding: QuantizedEngine, received: Tensor) -> None:
     least = minimum([*sums, *(~total for total in sums)])
     if least[:2] == [~total for total in least[2:]]:
         return
-    check_messages(binding)  # may know sender and receiver
+    check_messages(plugin)  # may know sender and receiver
     raise RuntimeError(
-        f"quantized_comm: step {binding.step + 1}: ranks have received different checksums of the "
+        f"quantized_comm: step {plugin.step + 1}: ranks have received different checksums of the "
         "weights that they keep, so a message was changed on its way. Look for faulty memory or a "
         "faulty network, and resume from the last checkpoint; quantized_comm.payload_checksum=true "
         "names sender and receiver of such a message"
@@ -248,7 +248,7 @@ class Samples:
 # ---- corrupted messages ----
 
 
-def check_messages(binding: QuantizedEngine) -> None:
+def check_messages(plugin: Plugin) -> None:
     """End the run if any rank received a message that cannot be used. A collective of the whole
     world; waits for the device once.
 
@@ -256,24 +256,24 @@ def check_messages(binding: QuantizedEngine) -> None:
         RuntimeError: on all ranks, naming the message that the first of them found.
     """
     rank, world = hooks.rank_and_world()
-    findings = binding.findings
+    findings = plugin.findings
     vote = world - (world - rank) * findings.found(hooks.device()).long()
     (receiver,) = minimum(vote.view(1))
     if receiver < world:
-        end_run(binding, receiver, broadcast(findings.first(), source=receiver))
+        end_run(plugin, receiver, broadcast(findings.first(), source=receiver))
     findings.forget()
 
 
 @contextmanager
-def checked_messages(binding: QuantizedEngine) -> Iterator[None]:
+def checked_messages(plugin: Plugin) -> Iterator[None]:
     """Check when weights are about to be read by all ranks."""
-    check_messages(binding)
+    check_messages(plugin)
     yield
 
 
-def end_run(binding: QuantizedEngine, receiver: int, found: Finding) -> None:
+def end_run(plugin: Plugin, receiver: int, found: Finding) -> None:
     """Raise RuntimeError for a message that rank ``receiver`` cannot use."""
-    step, scheme = binding.engine.global_steps, binding.scheme
+    step, scheme = plugin.engine.global_steps, plugin.scheme
     sealed = scheme.block.payload_checksum
     why = " because quantized_comm.payload_checksum=true" if sealed else ""
     code = " and for code that writes weights outside the optimizer" if scheme.lossless else ""
@@ -318,14 +318,14 @@ class Watch:
 class Fallback:
     """Vote when the optimizer steps, and decide which steps use full precision."""
 
-    def __init__(self, binding: QuantizedEngine, settings: FallbackConfig) -> None:
-        self._binding, self._policy, self._steps = binding, settings.on_nonfinite, settings.steps
+    def __init__(self, plugin: Plugin, settings: FallbackConfig) -> None:
+        self._plugin, self._policy, self._steps = plugin, settings.on_nonfinite, settings.steps
         self._kill_file = kill_file()
         self._asked = self._blind = False  # whether this rank saw the file, and once could not look
         self._nonfinite = False  # gradients of the step being taken
         self._was_exact = False  # how they travelled
         if self._policy != "skip":
-            binding.watch = Watch()
+            plugin.watch = Watch()
 
     def vote(self) -> None:
         """Vote before the optimizer steps. A collective of the whole world.
@@ -333,11 +333,11 @@ class Fallback:
         Raises:
             FloatingPointError: on all ranks, with the policy "raise".
         """
-        state, step = self._binding.state, self._binding.step
+        state, step = self._plugin.state, self._plugin.step
         state.exact_steps += state.killed or step < state.exact_until
-        self._was_exact = self._binding.is_exact(step)
+        self._was_exact = self._plugin.is_exact(step)
         rank, world = hooks.rank_and_world()
-        bad = None if self._binding.watch is None else self._binding.watch.first()
+        bad = None if self._plugin.watch is None else self._plugin.watch.first()
         self._look()
         finder, killer = minimum([world if bad is None else rank, rank if self._asked else world])
         self._switch(killer if killer < world else None)
@@ -355,9 +355,9 @@ class Fallback:
             self._nonfinite = True
             self._found(None, None)
         if skipped and self._nonfinite and self._policy == "full_precision":
-            self._binding.state.exact_until -= 1  # this step is repeated, as the first of the n
-        if skipped and self._binding.is_exact(self._binding.step) and not self._was_exact:
-            self._binding.resync()  # the skipped step did not refresh the kept weights
+            self._plugin.state.exact_until -= 1  # this step is repeated, as the first of the n
+        if skipped and self._plugin.is_exact(self._plugin.step) and not self._was_exact:
+            self._plugin.resync()  # the skipped step did not refresh the kept weights
         self._nonfinite = False
 
     def _look(self) -> None:
@@ -377,7 +377,7 @@ class Fallback:
             self._blind = True
 
     def _switch(self, killer: int | None) -> None:
-        state = self._binding.state
+        state = self._plugin.state
         if state.killed == (killer is not None):
             return
         state.killed = killer is not None
@@ -387,11 +387,11 @@ class Fallback:
             if state.killed
             else f"the file of {KILL_VARIABLE} is gone on all ranks: quantized again"
         )
-        log.log_rank0(f"quantized_comm: step {self._binding.engine.global_steps}: {what}")
+        log.log_rank0(f"quantized_comm: step {self._plugin.engine.global_steps}: {what}")
 
     def _found(self, finder: int | None, param: Param | None) -> None:
         """``finder``: rank that holds NaN or Inf, in the gradient of ``param``."""
-        state, step = self._binding.state, self._binding.engine.global_steps
+        state, step = self._plugin.state, self._plugin.engine.global_steps
         state.nonfinite_steps += 1
         if self._policy == "raise":
             where = "a parameter that DeepSpeed reduces itself"
@@ -403,7 +403,7 @@ class Fallback:
                 'ends because quantized_comm.fallback.on_nonfinite="raise"; resume from the last '
                 'checkpoint, or set it to "skip" or "full_precision"'
             )
-        state.exact_until = self._binding.step + 1 + self._steps
+        state.exact_until = self._plugin.step + 1 + self._steps
         if state.nonfinite_steps == 1:
             log.log_rank0(
                 f"quantized_comm: step {step}: gradients hold NaN or Inf; the next {self._steps} "
@@ -422,31 +422,31 @@ _LEAST_SHARE = 0.5
 class FirstStep:
     """Check once that the first step with gradients sent what was promised."""
 
-    def __init__(self, binding: QuantizedEngine, promised: Iterable[str]) -> None:
+    def __init__(self, plugin: Plugin, promised: Iterable[str]) -> None:
         """``promised``: roles that must be asked for."""
-        self._binding, self._promised = binding, tuple(promised)
+        self._plugin, self._promised = plugin, tuple(promised)
         self._had_gradients = "gradients" not in self._promised
         # As for ZeRO-1: one exchange and one reduction, the least that a step of any stage needs.
-        received = binding.bill().received(
+        received = plugin.bill().received(
             1, micro_steps=1,
-            nodes=binding.topology.nodes, node_size=binding.topology.node_size,
+            nodes=plugin.topology.nodes, node_size=plugin.topology.node_size,
         )  # fmt: skip
         self._least = {role: _LEAST_SHARE * sum(received[role].values()) for role in self._promised}
-        if binding.scheme.lossless:  # how little has changed decides
+        if plugin.scheme.lossless:  # how little has changed decides
             self._least.pop("weights", None)
-        if binding.has_few_ranks:  # then other ranks send what the formula counts
+        if plugin.has_few_ranks:  # then other ranks send what the formula counts
             self._least.clear()
 
     def attach(self) -> None:
         """Watch the steps until one is judged."""
-        events = self._binding.hooks
+        events = self._plugin.hooks
         if not self._had_gradients:
             events.before_last_buckets.append(self.before_last_buckets)
         events.after_step.append(self.after_step)
 
     def before_last_buckets(self) -> None:
         """Run at the end of a backward: its last gradients are in DeepSpeed's buckets."""
-        self._had_gradients |= hooks.has_gradients(self._binding.hooks.optimizer)
+        self._had_gradients |= hooks.has_gradients(self._plugin.hooks.optimizer)
 
     def after_step(self, skipped: bool) -> None:
         """Run after the optimizer step, or after DeepSpeed ``skipped`` the update.
@@ -456,17 +456,17 @@ class FirstStep:
         Raises:
             RuntimeError: DeepSpeed has not asked for a role that was promised.
         """
-        if skipped or not (self._had_gradients or "gradients" in self._binding.asked):
+        if skipped or not (self._had_gradients or "gradients" in self._plugin.asked):
             return
-        events = self._binding.hooks
+        events = self._plugin.hooks
         events.after_step.remove(self.after_step)
         if self.before_last_buckets in events.before_last_buckets:
             events.before_last_buckets.remove(self.before_last_buckets)
         for role in self._promised:
-            if role not in self._binding.asked:
+            if role not in self._plugin.asked:
                 raise hooks.unasked(role)
         for role, least in self._least.items():
-            brought = sum(self._binding.traffic.received[role].values())
+            brought = sum(self._plugin.traffic.received[role].values())
             if brought < least:
                 log.log_rank0(
                     f"quantized_comm: the first step has brought {brought} bytes of {role} to rank "
@@ -476,13 +476,13 @@ class FirstStep:
                 )
 
 
-def promised_roles(binding: QuantizedEngine) -> list[str]:
+def promised_roles(plugin: Plugin) -> list[str]:
     """Return the roles that a step must ask for."""
-    served = binding.served
-    shared = [p for p, group in served if binding.param_of(p) and binding.link(group).size > 1]
+    served = plugin.served
+    shared = [p for p, group in served if plugin.param_of(p) and plugin.link(group).size > 1]
     roles = []
     if any(not getattr(p, "ds_persist", False) for p in shared):
         roles.append("weights")
-    if binding.shipped_gradients is None and any(p.requires_grad for p in shared):
+    if plugin.shipped_gradients is None and any(p.requires_grad for p in shared):
         roles.append("gradients")
     return roles

@@ -23,7 +23,7 @@ from ds_quant.config.errors import show
 from ds_quant.config.schema import MetricsConfig
 from ds_quant.policy.autotune import device_clock
 from ds_quant.zero import hooks, log
-from ds_quant.zero.engine import QuantizedEngine
+from ds_quant.zero.plugin import Plugin
 
 PREFIX = "Train/Samples/ds_quant"  # as DeepSpeed names its own events
 
@@ -55,35 +55,35 @@ def json_line(step: int, samples: int, values: dict[str, float]) -> str:
 class Telemetry:
     """Open and close the samples of one engine."""
 
-    def __init__(self, binding: QuantizedEngine, settings: MetricsConfig) -> None:
-        self._binding, self._interval = binding, settings.interval
+    def __init__(self, plugin: Plugin, settings: MetricsConfig) -> None:
+        self._plugin, self._interval = plugin, settings.interval
         self._file = None if settings.file is None else Path(settings.file)
         self._clock = device_clock(hooks.device())
         self._failed = False  # to write, once
         self._steps = 0  # since the last report
-        self._last = _copy(binding.traffic.received)
+        self._last = _copy(plugin.traffic.received)
 
     def arm(self) -> None:
         """Sample the next optimizer step if it is its turn. Called between steps."""
-        meter = self._binding.traffic.meter
-        if (self._binding.engine.global_steps + 1) % self._interval == 0 and not meter.is_open:
+        meter = self._plugin.traffic.meter
+        if (self._plugin.engine.global_steps + 1) % self._interval == 0 and not meter.is_open:
             meter.open(self._clock)
 
     def after_step(self) -> None:
         """Run after DeepSpeed counted an optimizer step, skipped or not."""
         self._steps += 1
-        if self._binding.traffic.meter.is_open:
-            self._write(self._values(self._binding.traffic.meter.close()))
-            self._steps, self._last = 0, _copy(self._binding.traffic.received)
+        if self._plugin.traffic.meter.is_open:
+            self._write(self._values(self._plugin.traffic.meter.close()))
+            self._steps, self._last = 0, _copy(self._plugin.traffic.received)
         self.arm()
 
     def _values(self, sample: Sample) -> dict[str, float]:
-        values, state = dict(self._bytes()), self._binding.state
+        values, state = dict(self._bytes()), self._plugin.state
         values |= _errors(sample)
         for (role, link), tally in sample.tallies.items():
             if tally.numel:
                 values[f"{role}/{link}/bits"] = tally.bits
-        if (padding := self._binding.traffic.exact.padding) is not None:
+        if (padding := self._plugin.traffic.lossless.padding) is not None:
             values["weights/padding"] = padding
         for name in ("encode", "wait", "decode"):
             values[f"seconds/{name}"] = sample.seconds[name]
@@ -95,8 +95,8 @@ class Telemetry:
 
     def _bytes(self) -> Iterator[tuple[str, float]]:
         """Bytes per step since the last report, and the share of full precision that is saved."""
-        baseline = self._binding.received_in_full_precision()
-        for role, links in self._binding.traffic.received.items():
+        baseline = self._plugin.received_in_full_precision()
+        for role, links in self._plugin.traffic.received.items():
             for link, received in links.items():
                 per_step = (received - self._last[role][link]) / self._steps
                 exact = baseline[role][link]
@@ -111,7 +111,7 @@ class Telemetry:
             self._append(values)
         except OSError as error:
             if not self._failed:
-                step = self._binding.engine.global_steps
+                step = self._plugin.engine.global_steps
                 log.log_here(
                     f"quantized_comm: step {step}: the metrics cannot be written: {error}; "
                     "training goes on, and later ones are tried again (logged once)"
@@ -119,7 +119,7 @@ class Telemetry:
             self._failed = True
 
     def _append(self, values: dict[str, float]) -> None:
-        engine = self._binding.engine
+        engine = self._plugin.engine
         samples = engine.global_samples
         if engine.monitor.enabled:
             events = [(f"{PREFIX}/{name}", value, samples) for name, value in values.items()]

@@ -26,34 +26,34 @@ from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import round_up
 from ds_quant.zero import hooks
-from ds_quant.zero.engine import QuantizedEngine
 from ds_quant.zero.handshake import Board
+from ds_quant.zero.plugin import Plugin
 
 _RAGGED = 9  # elements: more than a vector, less than anything else
 _ADDRESS = Address(key=0, step=0)
 _PATIENCE = 600.0  # seconds that ranks wait for the first of their node, then compile themselves
 
 
-def rehearse(binding: QuantizedEngine, device: torch.device) -> None:
+def rehearse(plugin: Plugin, device: torch.device) -> None:
     """Use every kernel of the engine and every link once. All ranks call it.
 
     The first rank of a node leaves compiled kernels in CuPy's cache, where the others find them.
     """
     rank, _ = hooks.rank_and_world()
-    first = rank - rank % binding.topology.node_size
+    first = rank - rank % plugin.topology.node_size
     store = torch.distributed.distributed_c10d._get_default_store()
     turn = store.add(f"ds_quant/rehearsals/{rank}", 1)
     board = Board(store, f"ds_quant/rehearsed/{turn}")
     if rank != first:
         board.arrive([first], _PATIENCE)
     try:
-        warm_up(binding, device)
+        warm_up(plugin, device)
     finally:
         if rank == first:
             board.put(first, "done")
-    for link in binding.links():
+    for link in plugin.links():
         if link.size > 1:
-            uncounted = Link(link.process_group, topology=binding.topology, traffic=Traffic())
+            uncounted = Link(link.process_group, topology=plugin.topology, traffic=Traffic())
             _use(uncounted, device)
 
 
@@ -70,10 +70,10 @@ def _use(link: Link, device: torch.device) -> None:
 _Use = tuple[Sequence[Codec], torch.dtype, Callable[[int], Iterator[Operation]]]
 
 
-def warm_up(binding: QuantizedEngine, device: torch.device) -> None:
+def warm_up(plugin: Plugin, device: torch.device) -> None:
     """Use every kernel of the engine once on ``device``."""
-    _rehearse_exact_differences(binding, device)
-    for codecs, dtype, tasks in (*_weights(binding), *_gradients(binding)):
+    _rehearse_lossless_differences(plugin, device)
+    for codecs, dtype, tasks in (*_weights(plugin), *_gradients(plugin)):
         grouped = tuple(codec for codec in codecs if isinstance(codec, GroupCodec))
         for numel in (_RAGGED, whole_numel(grouped)):
             buffers = _buffers(codecs, dtype, device, numel)
@@ -81,37 +81,39 @@ def warm_up(binding: QuantizedEngine, device: torch.device) -> None:
                 # Tables of several jobs are variants of their own.
                 for alike in ([operation], [operation, operation._replace(stream=1)]):
                     work = Operations((each, (0,) * _PLACES[type(each)]) for each in alike)
-                    work.run(buffers, _streams(operation), backend=binding.scheme.block.backend)
+                    work.run(buffers, _streams(operation), backend=plugin.scheme.block.backend)
 
 
-def _rehearse_exact_differences(binding: QuantizedEngine, device: torch.device) -> None:
-    codec = binding.scheme.exact_codec
-    for dtype in _dtypes(binding):
-        if not binding.routes.differs_exactly(dtype):
+def _rehearse_lossless_differences(plugin: Plugin, device: torch.device) -> None:
+    codec = plugin.scheme.lossless_codec
+    for dtype in _dtypes(plugin):
+        if not plugin.routes.sends_lossless(dtype):
             continue
-        for held in (torch.zeros(numel, dtype=dtype, device=device) for numel in (_RAGGED, 4096)):
-            wire = torch.empty(codec.max_bytes(held.numel()), dtype=torch.uint8, device=device)
+        for reference in (
+            torch.zeros(numel, dtype=dtype, device=device) for numel in (_RAGGED, 4096)
+        ):
+            wire = torch.empty(codec.max_bytes(reference.numel()), dtype=torch.uint8, device=device)
             used = torch.zeros(1, dtype=torch.int64, device=device)
-            for values in (held, held + 1):
-                codec.encode(values, held, wire, used)
-                nbytes, two = int(used), held.new_empty(2, held.numel())
-                codec.decode(wire[:nbytes], held, two[0])  # as metrics read back
-                codec.decode_rows(wire, [0, 0], [nbytes] * 2, held.expand(2, -1), two)
-                pair = [(values, held, wire), (values, held, wire.clone())]
+            for values in (reference, reference + 1):
+                codec.encode(values, reference, wire, used)
+                nbytes, two = int(used), reference.new_empty(2, reference.numel())
+                codec.decode(wire[:nbytes], reference, two[0])  # as metrics read back
+                codec.decode_rows(wire, [0, 0], [nbytes] * 2, reference.expand(2, -1), two)
+                pair = [(values, reference, wire), (values, reference, wire.clone())]
                 codec.encode_all(pair, used.repeat(2))
 
 
-def _dtypes(binding: QuantizedEngine) -> list[torch.dtype]:
-    params = binding.engine.module.parameters()
+def _dtypes(plugin: Plugin) -> list[torch.dtype]:
+    params = plugin.engine.module.parameters()
     return sorted({p.dtype for p in params if p.is_floating_point()}, key=str)
 
 
-def _weights(binding: QuantizedEngine) -> Iterator[_Use]:
-    routes = [binding.routes.weights()]
-    if binding.has_few_ranks:
-        routes.append(binding.routes.weights(whole=False))
+def _weights(plugin: Plugin) -> Iterator[_Use]:
+    routes = [plugin.routes.weights()]
+    if plugin.has_few_ranks:
+        routes.append(plugin.routes.weights(whole=False))
     sent = dict.fromkeys((hop.codec, hop.difference) for route in routes for hop in route.hops)
-    for dtype in _dtypes(binding):
+    for dtype in _dtypes(plugin):
         for codec, difference in sent:
             if codec is not None:
                 yield [codec], dtype, partial(_transfer, codec, difference)
@@ -119,7 +121,7 @@ def _weights(binding: QuantizedEngine) -> Iterator[_Use]:
 
 
 def _transfer(codec: Codec, differs: bool, numel: int) -> Iterator[Operation]:
-    yield Encode(codec, numel, _VALUES, _WIRE, 0, held=_SUMS if differs else None)
+    yield Encode(codec, numel, _VALUES, _WIRE, 0, base=_SUMS if differs else None)
     yield Decode(codec, numel, _WIRE, _SUMS, 0, differs)
 
 
@@ -148,21 +150,21 @@ def _streams(operation: Operation) -> Streams:
     return Streams([coding] * 2, [rotation] * 2)
 
 
-def _gradients(binding: QuantizedEngine) -> Iterator[_Use]:
-    if binding.shipped_gradients is None:
-        for hops in dict.fromkeys(binding.route(group) for _, group in binding.served):
+def _gradients(plugin: Plugin) -> Iterator[_Use]:
+    if plugin.shipped_gradients is None:
+        for hops in dict.fromkeys(plugin.route(group) for _, group in plugin.served):
             if hops[0].link.size > 1:
-                yield from _reductions(binding, hops)
+                yield from _reductions(plugin, hops)
 
 
-def _reductions(binding: QuantizedEngine, hops: Sequence[LinkHop]) -> Iterator[_Use]:
-    route = binding.routes.gradients(whole=len(hops) > 1)
+def _reductions(plugin: Plugin, hops: Sequence[LinkHop]) -> Iterator[_Use]:
+    route = plugin.routes.gradients(whole=len(hops) > 1)
     block = 0 if route.rotation is None else route.rotation.block
-    dtype = binding.engine.communication_data_type
+    dtype = plugin.engine.communication_data_type
     cast = CastCodec(dtype)
     turns = {((cast,) * len(hops), 0, 0): None}
     turns[tuple(hop.codec or cast for hop in route.hops), block, route.flips] = None
-    once = binding.crosses_once(hops)
+    once = plugin.crosses_once(hops)
     for codecs, block, flips in turns:
         yield codecs, dtype, partial(_reduction, hops, codecs, block, flips, once)
     if route.delivery is not None:  # sums that balanced buckets deliver to their owners
@@ -196,6 +198,6 @@ def _reduction(
             return
         following = codecs[depth + 1]
         yield Recode(codec, following, numel, wire=_WIRE, block=block, **rows)
-        if once:  # encoded from what is held instead
+        if once:  # encoded from the sums that wait
             yield Encode(following, on_wire, _NUMBERS, _WIRE, 0)
             yield Sum(codec, on_wire, values=_NUMBERS, **rows)

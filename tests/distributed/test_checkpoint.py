@@ -178,7 +178,7 @@ def _foreign() -> list[str]:
     folder, dump, said = os.environ["TEST_SCRATCH"], checkpoint.dump, []
     for place, (state, _) in enumerate(FOREIGN):
         changed = state if callable(state) else lambda _, state=state: state
-        checkpoint.dump = lambda binding, changed=changed: changed(dump(binding))
+        checkpoint.dump = lambda plugin, changed=changed: changed(dump(plugin))
         engine = build(settings(2, QSDP))
         engine.save_checkpoint(folder, f"tag {place}")
         engine.destroy()

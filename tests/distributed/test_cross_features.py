@@ -61,13 +61,13 @@ class Maker:
         return self._engines[-1]
 
     def close(self) -> None:
-        """The end of a scenario: nothing is held any more."""
+        """The end of a scenario: nothing waits any more."""
         for engine in self._engines:
-            held = engine.ds_quant_engine.held
-            assert (held is not None) == (
-                engine.ds_quant_engine.scheme.block.gradients.cross == "step"
+            waiting = engine.ds_quant_plugin.waiting
+            assert (waiting is not None) == (
+                engine.ds_quant_plugin.scheme.block.gradients.cross == "step"
             )
-            assert held is None or held.nbytes == 0
+            assert waiting is None or waiting.nbytes == 0
             engine.destroy()
 
 

@@ -77,8 +77,8 @@ def _rehearsed_rank() -> dict[str, list[tuple[str, bool]]]:
     found = {}
     device_of, seen = attach.hooks, []
 
-    def noted(binding: Any, device: torch.device) -> None:
-        seen.append((device.type, binding))
+    def noted(plugin: Any, device: torch.device) -> None:
+        seen.append((device.type, plugin))
 
     attach.rehearse = noted
     for kind in ("cpu", "cuda"):
@@ -86,7 +86,7 @@ def _rehearsed_rank() -> dict[str, list[tuple[str, bool]]]:
         attach.hooks = SimpleNamespace(**vars(device_of) | {"device": lambda d=device: d})
         seen.clear()
         engine = build(settings(2, QSDP))
-        found[kind] = [(where, binding is engine.ds_quant_engine) for where, binding in seen]
+        found[kind] = [(where, plugin is engine.ds_quant_plugin) for where, plugin in seen]
     return found
 
 
@@ -97,14 +97,14 @@ def test_kernels_are_rehearsed_once_on_cuda_where_something_is_sent(world: int) 
 
 
 def _pace_on(device: str, backend: str) -> float:
-    from ds_quant.zero import engine
+    from ds_quant.zero import plugin as module
 
-    engine.hooks.device = lambda: torch.device(device)
-    engine.backend = lambda: backend
+    module.hooks.device = lambda: torch.device(device)
+    module.backend = lambda: backend
     scheme = QuantizedCommConfig(scheme="sdp4bit").to_scheme()
-    module, three = torch.nn.Linear(2, 2), lambda: 2
-    alone = SimpleNamespace(module=module, zero_optimization_stage=three)
-    return engine.QuantizedEngine(alone, scheme, Topology(world=1, node_size=1)).slicing.pace
+    three = lambda: 2  # noqa: E731
+    alone = SimpleNamespace(module=torch.nn.Linear(2, 2), zero_optimization_stage=three)
+    return module.Plugin(alone, scheme, Topology(world=1, node_size=1)).slicing.pace
 
 
 def test_slices_are_those_of_the_device_and_of_what_carries_its_tensors() -> None:
@@ -121,7 +121,7 @@ def _rehearsing_rank() -> tuple[list[str], list[tuple[int, int]]]:
     rank, seen = torch.distributed.get_rank(), []
     folder = Path(os.environ["TEST_SCRATCH"])
 
-    def compiling(binding: Any, device: torch.device) -> None:
+    def compiling(plugin: Any, device: torch.device) -> None:
         first = rank - rank % 2
         seen.append("found" if (folder / f"by {first}").exists() else "compiles")
         if rank == first:
@@ -136,11 +136,11 @@ def _rehearsing_rank() -> tuple[list[str], list[tuple[int, int]]]:
         return posted(self, payload, *args)
 
     engine = build(settings(3, {"scheme": "sdp4bit", "node_size": 2}))
-    binding, Link._posted = engine.ds_quant_engine, noted
-    before = dict(binding.traffic.collectives)
+    plugin, Link._posted = engine.ds_quant_plugin, noted
+    before = dict(plugin.traffic.collectives)
     for _ in range(2):  # as by two engines of a process
-        warmup.rehearse(binding, torch.device("cpu"))
-    assert binding.traffic.collectives == before
+        warmup.rehearse(plugin, torch.device("cpu"))
+    assert plugin.traffic.collectives == before
     return seen, sent
 
 

@@ -310,7 +310,7 @@ def blind(stage: int) -> tuple[list[bool], list[str]]:
             (file.touch if step == 1 else file.unlink)()
         torch.distributed.barrier()
         train_step(engine, step)
-        killed.append(engine.ds_quant_engine.state.killed)
+        killed.append(engine.ds_quant_plugin.state.killed)
     return killed, said
 
 

@@ -160,7 +160,7 @@ def excluding(stage: int) -> dict[str, Any]:
         evaluate(engine)
     decoded = {s.name for s in seen if s.bits != wanted[s.name]}
     return {
-        "everything": everything, "decoded": decoded, "line": start_line(engine.ds_quant_engine)
+        "everything": everything, "decoded": decoded, "line": start_line(engine.ds_quant_plugin)
     }  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def _left_alone_rank() -> list[bool]:
     import ds_quant
 
     engines = [build(config) for config in LEFT_ALONE]
-    return [hasattr(e, "ds_quant_engine") or ds_quant.report(e) is not None for e in engines]
+    return [hasattr(e, "ds_quant_plugin") or ds_quant.report(e) is not None for e in engines]
 
 
 def test_no_block_and_a_disabled_block_leave_the_engine_alone() -> None:

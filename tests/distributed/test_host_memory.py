@@ -54,7 +54,7 @@ def on_the_device(scheme: str, offloads: bool) -> dict[str, Any]:
         engine = build(settings(3, block, dtype="bf16", zero=OFFLOADED), lambda: Stack(256, 12))
         for _ in range(2):
             step(engine)
-        engine.ds_quant_engine.node.finish()
+        engine.ds_quant_plugin.node.finish()
         report = ds_quant.report(engine)
         return {
             "bytes": device_bytes(), "copies": host_memory.COPIED.most,
@@ -80,7 +80,7 @@ def copied_by(node_size: int) -> list[int]:
         block = {"scheme": "sdp4bit", "node_size": node_size, "allow_full_replica": True}
         engine = build(settings(3, block, dtype="bf16", zero=OFFLOADED), lambda: Stack(256, 2))
         step(engine)
-        node = engine.ds_quant_engine.node
+        node = engine.ds_quant_plugin.node
         node.finish()
         counts = [host_memory.COPIED.count]
         gathered, _ = node.gather(node.served[:2])

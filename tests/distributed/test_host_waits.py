@@ -1,4 +1,4 @@
-"""How often a step of exact differences waits for the device, in a fake world of 2 x 2 ranks."""
+"""How often a step of lossless differences waits for the device, in a fake world of 2 x 2 ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _waits(stage: int, block: dict[str, Any]) -> tuple[dict[str, int], int]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_exact_differences_wait_twice_per_step_whatever_the_messages(stage: int) -> None:
+def test_lossless_differences_wait_twice_per_step_whatever_the_messages(stage: int) -> None:
     ((waits, messages),) = run(
         _waits, 1, stage, {"scheme": "lossless_g3"}, environment={"TEST_PROCESS_GROUP": "own"}
     )

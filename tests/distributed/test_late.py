@@ -88,7 +88,7 @@ def outcomes(block: dict[str, Any], names: tuple[str, ...]) -> dict[str, list[An
             )  # fmt: skip
             engine = build(config, case.model)
             losses = [train_step(engine, step) for step in range(STEPS)]
-            received = engine.ds_quant_engine.traffic.received
+            received = engine.ds_quant_plugin.traffic.received
             found.setdefault(name, []).append((losses, digests(masters(engine)), received))
             engine.destroy()
         found[name].append(list(depths))

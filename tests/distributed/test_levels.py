@@ -193,7 +193,7 @@ def _corrupted(stage: int, node_size: int) -> tuple[list[float], int]:
     for step in range(8):
         if step == 3 and torch.distributed.get_rank() == 1:
             if stage == 3:
-                engine.ds_quant_engine.node.served[0].kept.rows[0, 0] += 1
+                engine.ds_quant_plugin.node.served[0].kept.rows[0, 0] += 1
             else:
                 next(engine.module.parameters()).data.view(-1)[3] += 1
         losses += train_step(engine, step)

@@ -179,7 +179,7 @@ def _trained(stage: int, block: dict[str, Any], *, skips: bool = False, **keys: 
 
 
 def _all_settings(stage: int) -> dict[str, list[Any]]:
-    """Of full precision, then of exact differences."""
+    """Of full precision, then of lossless differences."""
     found: dict[str, list[Any]] = {}
     for name, keys in SETTINGS.items():
         keys = dict(keys)
@@ -294,8 +294,8 @@ def _drifted(stage: int, then: str) -> None:
     train_step(engine, 0)
     if torch.distributed.get_rank() == 1:
         if stage == 3:
-            engine.ds_quant_engine.node.finish()
-            engine.ds_quant_engine.node.served[0].kept.rows[0, 0] += 1
+            engine.ds_quant_plugin.node.finish()
+            engine.ds_quant_plugin.node.served[0].kept.rows[0, 0] += 1
         else:
             engine.module.first.weight.data.view(-1)[3] += 1
     train_step(engine, 1)  # with the next difference

@@ -37,7 +37,7 @@ def _rank() -> dict[str, tuple[list[float], str]]:
     for name in CASES:
         engine = build(config_of(name))
         losses = [train_step(engine, step)[0] for step in range(6)]
-        found[name] = losses, engine.ds_quant_engine.scheme.name
+        found[name] = losses, engine.ds_quant_plugin.scheme.name
         engine.destroy()
     return found
 

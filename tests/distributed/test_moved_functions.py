@@ -116,7 +116,7 @@ def masked_first(is_moved: bool) -> float:
     forward(engine, 0)
     engine.backward(torch.zeros((), requires_grad=True) * 1)
     engine.step()
-    assert ("gradients" in engine.ds_quant_engine.asked) is False
+    assert ("gradients" in engine.ds_quant_plugin.asked) is False
     train_step(engine, 1)
     return train_step(engine, 2)[0]
 

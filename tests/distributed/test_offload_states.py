@@ -33,11 +33,11 @@ CASES = [(3, "sdp4bit"), (3, "lossless"), (2, "sdp4bit"), (2, "lossless"), (1, "
 
 def moved(engine: Any) -> dict[str, list[torch.Tensor]]:
     """What must leave the device: of the plugin, and the replica of ZeRO-1 and 2."""
-    binding = engine.ds_quant_engine
+    plugin = engine.ds_quant_plugin
     return {
-        "rows": [param.kept.rows for param in binding.node.served] if binding.node else [],
-        "sums": list(binding.held._sums()) if binding.held else [],
-        "replica": list(engine.optimizer.bit16_groups_flat) if binding.replica else [],
+        "rows": [param.kept.rows for param in plugin.node.served] if plugin.node else [],
+        "sums": list(plugin.waiting._sums()) if plugin.waiting else [],
+        "replica": list(engine.optimizer.bit16_groups_flat) if plugin.replica else [],
     }
 
 
@@ -87,7 +87,7 @@ def both(cases: list[tuple[int, str]]) -> list[Any]:
 
 
 def test_what_leaves_the_device_comes_back_with_the_same_bits() -> None:
-    """After every micro-step, so also with held sums and while an exchange is on its way."""
+    """After every micro-step, so also with waiting sums and while an exchange is on its way."""
     for rank in run(both, 4, CASES, timeout=200):
         for (stage, scheme), (alone, away) in zip(CASES, rank, strict=True):
             assert away[:2] == alone[:2], (stage, scheme)

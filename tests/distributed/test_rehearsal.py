@@ -85,7 +85,7 @@ def _of_experts(stage: int, block: dict[str, Any]) -> tuple[set, set]:
 
 def _of(engine: Any) -> tuple[set, set]:
     recorder = Recorder()
-    warm_up(engine.ds_quant_engine, torch.device("cpu"))
+    warm_up(engine.ds_quant_plugin, torch.device("cpu"))
     rehearsed, recorder.variants = recorder.variants, set()
     for step in range(3):
         train_step(engine, step)

@@ -146,7 +146,7 @@ def missing() -> list[list[str]]:
 
     with small_chunks(in_flight=8):
         engine = build(config(2))
-        arriving = engine.ds_quant_engine.node._spread
+        arriving = engine.ds_quant_plugin.node._spread
         for step in range(2):
             train_step(engine, step)
         wait = fetch._FetchHandle.wait
@@ -195,7 +195,7 @@ def posted(streams: bool) -> list[list[str]]:
                                 zero=PREFETCH))  # fmt: skip
         for step in range(2):
             train_step(engine, step)
-        link = engine.ds_quant_engine.node._intra
+        link = engine.ds_quant_plugin.node._intra
         gather = link.all_gather
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -260,7 +260,7 @@ def readers(node_size: int, names: tuple[str, ...]) -> dict[str, bool]:
                     losses.append(train_step(engine, step))
                     if step == 2:
                         acts[name](engine)
-                shard = engine.ds_quant_engine.node
+                shard = engine.ds_quant_plugin.node
                 shard.finish()
                 rows = [digest(param.kept.rows) for param in shard.served]
                 report = ds_quant.report(engine)
@@ -290,7 +290,7 @@ def dropped(explicitly: bool) -> list[float]:
             engine = build(config(1))
             for step in range(3):
                 losses += train_step(engine, step)
-            assert engine.ds_quant_engine.node._spread._missing
+            assert engine.ds_quant_plugin.node._spread._missing
             if explicitly:
                 engine.destroy()
             del engine

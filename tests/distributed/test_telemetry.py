@@ -123,7 +123,7 @@ def quiet(interval: int, steps: int, *, heard: bool = True) -> tuple[bool, bool]
     for step in range(steps):
         train_step(engine, step)
     torch.distributed.barrier()
-    return path.exists() and path.read_text() != "", engine.ds_quant_engine.traffic.meter.is_open
+    return path.exists() and path.read_text() != "", engine.ds_quant_plugin.traffic.meter.is_open
 
 
 def test_nothing_is_sampled_before_it_is_asked_for_or_where_nobody_listens() -> None:
@@ -268,7 +268,7 @@ def baseline() -> tuple[dict, dict]:
     """Bytes of a step of two micro-steps by formula, were nothing quantized, and those counted."""
     engine = build(settings(2, block("full_precision", None), accumulation=2))
     train_step(engine, 0)
-    return engine.ds_quant_engine.received_in_full_precision(), received(engine)
+    return engine.ds_quant_plugin.received_in_full_precision(), received(engine)
 
 
 def test_full_precision_saves_nothing() -> None:

@@ -98,23 +98,23 @@ def test_encode(kernels, dtype: torch.dtype, block: int, flips: bool) -> None:
     check(kernels, tasks, lambda: buffers_for(tasks, dtype), streams)
 
 
-@pytest.mark.parametrize("held_dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("base_dtype", (torch.bfloat16, torch.float32), ids=str)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
-def test_encode_differences(kernels, dtype: torch.dtype, held_dtype: torch.dtype) -> None:
-    """Beside pieces that are encoded as they are; held values lie elsewhere than the new ones."""
+def test_encode_differences(kernels, dtype: torch.dtype, base_dtype: torch.dtype) -> None:
+    """Beside pieces that are encoded as they are; base values lie elsewhere than the new ones."""
     codecs = [codec for codec in CODECS if isinstance(codec, GroupCodec)]
     tasks = []
     for index, (operation, (values, wire, vector)) in enumerate(encodes(codecs)):
         if index % 2:
-            operation = operation._replace(held=2)
+            operation = operation._replace(base=2)
             tasks.append((operation, (values, wire, vector, 5 + values)))
         else:
             tasks.append((operation, (values, wire, vector)))
 
     def make() -> list[torch.Tensor]:
-        values, wire = buffers_for(tasks, held_dtype)
-        held = torch.randn(values.numel() + 5).to(held_dtype)
-        return [values.to(dtype), wire, held]
+        values, wire = buffers_for(tasks, base_dtype)
+        base = torch.randn(values.numel() + 5).to(base_dtype)
+        return [values.to(dtype), wire, base]
 
     check(kernels, tasks, make, streams_of(codecs, block=0, flips=False))
 
@@ -283,7 +283,7 @@ def test_every_address_of_values(kernels, dtype: torch.dtype, codec: Codec) -> N
             how = {"sources": 1, "stride": 0, "place": 1, "own": 2, "block": block}
             decoded.append((Sum(codec, numel, 0, 3, 0, **how), (wire, start, values)))
             if codec in (INT4, INT8):
-                encoded.append((op._replace(block=0, wire=2, held=3), (*encoded[-1][1], start)))
+                encoded.append((op._replace(block=0, wire=2, base=3), (*encoded[-1][1], start)))
                 decoded.append((Decode(codec, numel, 0, 4, 0, True), (wire, start)))
             values, wire = values + round_up(numel + 16, 128), wire + codec.wire_bytes(op.on_wire)
 

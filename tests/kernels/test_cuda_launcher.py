@@ -151,7 +151,7 @@ def test_rows_that_are_not_aligned_take_the_careful_variant(what: str, skewed: s
     tensors[what] = {"address": odd[:, 1:-3], "stride": odd[:, :-1], "nothing": odd[:, 4:]}[skewed]
     values, base = tensors.values()
     out = torch.empty(2, CODEC.wire_bytes(numel), dtype=torch.uint8)
-    operation = Encode(CODEC, numel, 0, 1, 0, held=2)
+    operation = Encode(CODEC, numel, 0, 1, 0, base=2)
     places = [
         (row * values.stride(0), row * out.stride(0), 0, row * base.stride(0)) for row in range(2)
     ]

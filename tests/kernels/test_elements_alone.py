@@ -40,11 +40,11 @@ def test_no_shard_goes_element_by_element(shim, cuda_kernels, ranks: int) -> Non
     start = next(rank * numel for rank in range(1, ranks) if rank * numel % 8)
     skew = start % 8  # where the shard begins in its tensor, from a multiple of 16 bytes on
     room = round_up(numel + 8, 128)
-    values, held, out = (torch.randn(room).bfloat16() for _ in range(3))
+    values, base, out = (torch.randn(room).bfloat16() for _ in range(3))
     numbers = torch.zeros(room)
     for codec in (WEIGHTS, GRADIENTS, EXACT):
         wire = torch.zeros(codec.wire_bytes(round_up(numel, 32)), dtype=torch.uint8)
-        buffers = [values, wire, held, out, numbers]
+        buffers = [values, wire, base, out, numbers]
         encode = Encode(codec, numel, 0, 1, 0)
         how = {"sources": 1, "stride": 0, "place": 1, "own": 4}
         found = {
@@ -53,7 +53,7 @@ def test_no_shard_goes_element_by_element(shim, cuda_kernels, ranks: int) -> Non
             "sum": [(Sum(codec, numel, 1, 3, 0, **how), (0, skew, 0))],
         }
         if codec is not EXACT:
-            found["difference"] = [(encode._replace(held=2), (skew, 0, 0, skew))]
+            found["difference"] = [(encode._replace(base=2), (skew, 0, 0, skew))]
             found["decode, added"] = [(Decode(codec, numel, 1, 3, 0, True), (0, skew))]
             found["rotated"] = [(Rotate(codec, numel, 0, 4, 0, 32), (skew, 0))]
             found["encode, rotated"] = [(encode._replace(block=32), (skew, 0, 0))]

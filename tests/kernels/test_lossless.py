@@ -118,8 +118,8 @@ def test_the_page_says_enough_to_decode(numel: int, dtype: torch.dtype) -> None:
     for sorts in ([3e-4, 1e-5, "few"], ["same"], ["any"], ["zeros", "same", "any"], [1e-7]):
         values, reference = mixed(sorts, numel, dtype, seed=5)
         message = bytes(encoded(values, reference).tolist())
-        held = [bits & 0xFFFF for bits in reference.view(torch.int16).tolist()]
-        found = lossless_oracle.decode(message, held, 7 if dtype == torch.bfloat16 else 10)
+        known = [bits & 0xFFFF for bits in reference.view(torch.int16).tolist()]
+        found = lossless_oracle.decode(message, known, 7 if dtype == torch.bfloat16 else 10)
         assert found == [bits & 0xFFFF for bits in values.view(torch.int16).tolist()]
 
 
@@ -312,9 +312,9 @@ def several(rows: int, numel: int) -> tuple[torch.Tensor, list[int], list[int], 
 
 @pytest.mark.parametrize("numel", [0, 1, 2048, 5000])
 def test_messages_of_several_ranks_are_decoded_at_once(numel: int) -> None:
-    wire, starts, lengths, (values, held) = several(len(SORTS), numel)
+    wire, starts, lengths, (values, reference) = several(len(SORTS), numel)
     room = torch.full((len(SORTS), numel + 2 * GUARD), 77, dtype=torch.int16)
-    rows = room[:, GUARD : GUARD + numel].view(torch.bfloat16).copy_(held)
+    rows = room[:, GUARD : GUARD + numel].view(torch.bfloat16).copy_(reference)
     CODEC.decode_rows(wire, starts, lengths, rows, rows)
     assert same_bits(rows.contiguous(), values)
     assert (room[:, :GUARD] == 77).all() and (room[:, GUARD + numel :] == 77).all()
@@ -322,15 +322,15 @@ def test_messages_of_several_ranks_are_decoded_at_once(numel: int) -> None:
 
 @pytest.mark.parametrize("damaged", [0, 3, 6])
 def test_the_error_says_whose_message_it_is(damaged: int) -> None:
-    wire, starts, lengths, (_, held) = several(7, 3000)
+    wire, starts, lengths, (_, reference) = several(7, 3000)
     wire[starts[damaged] + 4] ^= 1  # the checksum
-    out = torch.empty_like(held)
+    out = torch.empty_like(reference)
     with pytest.raises(Damaged, match="wrong checksum") as told:
-        CODEC.decode_rows(wire, starts, lengths, held, out)
+        CODEC.decode_rows(wire, starts, lengths, reference, out)
     assert told.value.row == damaged
     lengths[damaged] -= 8
     with pytest.raises(Damaged, match="wrong length") as told:
-        CODEC.decode_rows(wire, starts, lengths, held, out)
+        CODEC.decode_rows(wire, starts, lengths, reference, out)
     assert told.value.row == damaged
 
 
@@ -347,6 +347,6 @@ def test_the_error_says_whose_message_it_is(damaged: int) -> None:
 def test_messages_that_lie_elsewhere_are_refused(
     starts: list[int], lengths: list[int], rows: int, what: str
 ) -> None:
-    held = torch.zeros(rows, 8, dtype=torch.bfloat16)
+    reference = torch.zeros(rows, 8, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=what):
-        CODEC.decode_rows(torch.zeros(64, dtype=torch.uint8), starts, lengths, held, held)
+        CODEC.decode_rows(torch.zeros(64, dtype=torch.uint8), starts, lengths, reference, reference)

@@ -104,12 +104,12 @@ def test_a_message_is_three_launches_and_messages_of_all_ranks_are_decoded_in_on
     cuda, rows
 ) -> None:
     numel, first = 3 * 2048 + 77, len(cuda.launched)
-    values, held = mixed([3e-4, 1e-5, "any", "same"], numel, torch.bfloat16, seed=1)
-    message = message_of(values, held)
+    values, reference = mixed([3e-4, 1e-5, "any", "same"], numel, torch.bfloat16, seed=1)
+    message = message_of(values, reference)
     wire, lengths = message.repeat(rows), [len(message)] * rows
     found = torch.zeros(rows, numel + 9, dtype=torch.bfloat16)[:, 3 : numel + 3]
     CODEC.decode_rows(wire, [len(message) * row for row in range(rows)], lengths,
-                      held.expand(rows, -1), found)  # fmt: skip
+                      reference.expand(rows, -1), found)  # fmt: skip
     assert torch.equal(found.view(torch.int16), values.view(torch.int16).expand(rows, -1))
     assert [dict(macros)["DSQ_PHASE"] for _, macros in cuda.launched[first:]] == [0, 1, 2, 3]
 

@@ -41,8 +41,8 @@ def _turn(rotation: FixedRotation | None) -> dict[str, Any]:
 
 def encode(codec, dtype, *, numel=_RAGGED, rotation=None, base=None) -> Launch:
     """The launch of an encode."""
-    held = None if base is None else 2
-    operation = Encode(codec, numel, 0, 1, 0, held=held, **_turn(rotation))
+    place = None if base is None else 2
+    operation = Encode(codec, numel, 0, 1, 0, base=place, **_turn(rotation))
     buffers = [torch.empty(numel, dtype=dtype), _wire(codec, numel)]
     return _launch(operation, *buffers, torch.empty(numel, dtype=base or dtype))
 

@@ -75,30 +75,30 @@ def _blocks(body: bytes, reference: list[int], exponent_at: int) -> list[int]:
     payload, start, values = body[8 * count :], 0, []
     for block in range(count):
         end, changed, scale, kind = struct.unpack_from("<IHBB", body, 8 * block)
-        held = reference[2048 * block :][:2048]
+        part = reference[2048 * block :][:2048]
         bits = Bits(payload[4 * start : 4 * end])
         if kind == 1:
-            values += [bits.take(16) for _ in held]
+            values += [bits.take(16) for _ in part]
         else:
-            values += _coded(bits, held, changed, scale, kind, exponent_at)
+            values += _coded(bits, part, changed, scale, kind, exponent_at)
         assert -(-bits.at // 32) == end - start, "words of the payload"
         start = end
     return values
 
 
 def _coded(
-    bits: Bits, held: list[int], changed: int, scale: int, kind: int, exponent_at: int
+    bits: Bits, reference: list[int], changed: int, scale: int, kind: int, exponent_at: int
 ) -> list[int]:
-    symbols, places = [0] * len(held), []
+    symbols, places = [0] * len(reference), []
     if kind == 2:
-        places = list(range(len(held)))
+        places = list(range(len(reference)))
     elif kind >= 16:
         at = -1
         for gap in rice_list(bits, [kind - 16] * changed):
             at += gap + 1
             places.append(at)
-    parameters = [parameter(scale, held[place], exponent_at) for place in places]
+    parameters = [parameter(scale, reference[place], exponent_at) for place in places]
     for place, symbol in zip(places, rice_list(bits, parameters), strict=True):
         symbols[place] = symbol + (kind >= 16)
     differences = [u // 2 if u % 2 == 0 else -(u + 1) // 2 for u in symbols]
-    return [bits_of(ordered(h) + d) for h, d in zip(held, differences, strict=True)]
+    return [bits_of(ordered(h) + d) for h, d in zip(reference, differences, strict=True)]

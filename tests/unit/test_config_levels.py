@@ -57,7 +57,7 @@ def test_preset_is_what_its_comment_says(name: str) -> None:
     assert s.lossless == (name in LOSSLESS)
 
 
-def test_exact_differences_on_one_rank_per_node_need_a_full_copy() -> None:
+def test_lossless_differences_on_one_rank_per_node_need_a_full_copy() -> None:
     config, where = parse_block({"scheme": "lossless"}), {"world": 2, "node_size": 1}
     with pytest.raises(ConfigError, match="weights.lossless=true with one rank per node"):
         refusals.refuse_full_replica(config, **where, model_bytes=None)
@@ -73,7 +73,7 @@ def test_hybrid_on_one_rank_per_node_is_told_what_else_is_exact() -> None:
         assert text in said
 
 
-def test_exact_differences_take_the_place_of_any_weights() -> None:
+def test_lossless_differences_take_the_place_of_any_weights() -> None:
     for name, row in PRESETS.items():
         if parse_block({"scheme": name}).weights.enabled:
             s = parse_block({"scheme": name, "weights": {"lossless": True}}).to_scheme()

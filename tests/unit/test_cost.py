@@ -87,7 +87,7 @@ def test_what_deepspeed_sends_for_muon_is_a_ring_of_its_own() -> None:
     cargo = [MATRIX, MATRIX._replace(whole=True), MATRIX._replace(boundary=8)]
     ours = bill(W8G4, 2, cargo, ranks=4, node_size=2, gradient_dtype=BF16)
     alone = bill(W8G4, 2, [MATRIX] * 2, ranks=4, node_size=2, gradient_dtype=BF16)
-    assert ours.crosses_once and ours.held == pytest.approx(alone.held * 2 / 3)
+    assert ours.crosses_once and ours.waiting == pytest.approx(alone.waiting * 2 / 3)
     assert ours.kept == {"Muon gradients on several ranks": 1}
     own = 3 * 2 * 2 + 8  # bytes per element of a matrix
     assert ours.exact_bytes(2, 3) * 3 == own
@@ -170,7 +170,7 @@ def test_seconds_are_those_of_links_codec_and_latency() -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_exact_differences_are_priced_at_a_learning_rate_and_at_most(stage: int) -> None:
+def test_lossless_differences_are_priced_at_a_learning_rate_and_at_most(stage: int) -> None:
     """2.36 bits of every 16-bit weight of any shape; 16 at most; fp32 weights as they are."""
     cargo = [
         MATRIX,
@@ -187,12 +187,12 @@ def test_exact_differences_are_priced_at_a_learning_rate_and_at_most(stage: int)
     assert result.kept == {"1-D": 1, "fp32 weights": 1}
     low, most = (result.step_bytes(stage, micro_steps=8, most=most) for most in (False, True))
     assert (most - low) * result.numel == pytest.approx(2 * sent + plain - expected)
-    assert result.held * result.numel == pytest.approx(4 * (sent + 4096) / 2)  # of trained ones
+    assert result.waiting * result.numel == pytest.approx(4 * (sent + 4096) / 2)  # of trained ones
     if stage == 2:
         assert result.weights_intra == result.weights  # forwarded as they came
 
 
-def test_exact_differences_need_nodes_under_zero3() -> None:
+def test_lossless_differences_need_nodes_under_zero3() -> None:
     """Where nothing is kept, weights are gathered in full precision."""
     result = bill(LOSSLESS, 3, [MATRIX], ranks=4, gradient_dtype=BF16)
     assert result.weights * result.numel == 2 * 98304 and not result.varies

@@ -1,4 +1,4 @@
-"""Exact differences under ZeRO-1 and 2: what they cost the host, and whose message is wrong. The
+"""Lossless differences under ZeRO-1 and 2: what they cost the host, and whose message is wrong. The
 other ranks send what this one sends.
 """
 
@@ -35,7 +35,7 @@ def replica(ranks: int) -> tuple[Any, list[Window]]:
 
 
 @needs.native_kernels
-def test_exact_differences_of_all_ranks_take_one_call_per_message(monkeypatch) -> None:
+def test_lossless_differences_of_all_ranks_take_one_call_per_message(monkeypatch) -> None:
     decoded: list[int] = []
     original = native_lossless.function
 

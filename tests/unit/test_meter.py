@@ -58,19 +58,19 @@ def test_what_was_encoded_is_read_back_outside_the_sections() -> None:
 
 
 def test_error_of_a_difference_is_that_of_the_weights() -> None:
-    held = torch.linspace(-1, 1, 64)
-    wanted = held + 0.01 * torch.sin(torch.arange(64.0))
+    reference = torch.linspace(-1, 1, 64)
+    wanted = reference + 0.01 * torch.sin(torch.arange(64.0))
     codec = GroupCodec(bits=4, group_size=32, range="absmax")
     coding = Coding(codec=codec, difference=True)
     wire = torch.empty(codec.wire_bytes(64), dtype=torch.uint8)
-    encode(codec, wanted[None], wire[None], base=held[None])
-    error, norm = coding.error(wanted, wire, held=held)
-    after = held.clone()
+    encode(codec, wanted[None], wire[None], base=reference[None])
+    error, norm = coding.error(wanted, wire, reference=reference)
+    after = reference.clone()
     decode(codec, wire[None], after[None], add=True)
     assert error == pytest.approx((after - wanted).double().square().sum().item())
     assert norm == pytest.approx(wanted.double().square().sum().item())
     assert 0 < error < 1e-4 * norm
-    assert torch.equal(held, torch.linspace(-1, 1, 64)), "what is held is left alone"
+    assert torch.equal(reference, torch.linspace(-1, 1, 64)), "the reference is left alone"
 
 
 def test_error_of_rotated_values_is_that_of_the_values() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_quant.codec.bound import decode, decode_sum, encode
-from ds_quant.codec.plugin import CodecError, ModuleCodec, load
+from ds_quant.codec.module import CodecError, ModuleCodec, load
 from ds_quant.config.schema import ConfigError, parse_block
 from ds_quant.kernels.random_bits import Address
 from ds_quant.tools.cli import main
@@ -70,10 +70,10 @@ def test_a_good_module_is_a_codec(written) -> None:
     assert torch.equal(total, 0.5 * (found[0].float() + own + found[2].float()))
     decode_sum(codec, wire[:1], total, own=(1, own))
     assert torch.equal(total, found[0].float() + own)
-    held = torch.randn(3, 9)
-    encode(codec, x, wire, address=Address(key=3, step=4), base=held)
-    decode(codec, wire, held, add=True)
-    assert torch.allclose(held, x, atol=2**-5)
+    reference = torch.randn(3, 9)
+    encode(codec, x, wire, address=Address(key=3, step=4), base=reference)
+    decode(codec, wire, reference, add=True)
+    assert torch.allclose(reference, x, atol=2**-5)
 
 
 def test_no_elements_and_no_rows_never_reach_the_module(written) -> None:

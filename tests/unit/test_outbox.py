@@ -24,18 +24,18 @@ def outbox(rank: SimulatedRank, parcels: Sequence[Parcel], codec: Any = None) ->
 def gathered(rank: SimulatedRank) -> list[list[float]]:
     """What ranks hold after messages of three sizes, one of them none."""
     ranks, mine = rank.topology.world, rank.number
-    held = [torch.zeros(ranks, numel, dtype=BF16) for numel in (5, 0, 3000)]
+    reference = [torch.zeros(ranks, numel, dtype=BF16) for numel in (5, 0, 3000)]
     sent = outbox(
         rank,
         [
             Parcel(rows.shape[1], lambda rows=rows: (rows[mine] + 1 + mine, rows[mine]))
-            for rows in held
+            for rows in reference
         ],
     )
-    for place, rows in enumerate(held):
+    for place, rows in enumerate(reference):
         assert sent.post(place, lambda rows=rows: rows).wait() is rows
-    assert rank.traffic.exact.numel == ranks * 3005
-    return [rows.float().unique(dim=1).tolist() for rows in held if rows.numel()]
+    assert rank.traffic.lossless.numel == ranks * 3005
+    return [rows.float().unique(dim=1).tolist() for rows in reference if rows.numel()]
 
 
 @pytest.mark.parametrize("topology", [(4, 1), (2, 2), (1, 4)], ids=str)
@@ -56,11 +56,11 @@ class Announcing(LosslessCodec):
 
 def announced(rank: SimulatedRank) -> list[str]:
     """What an outbox says to every wrong length."""
-    held, said = torch.zeros(100, dtype=BF16), []
+    reference, said = torch.zeros(100, dtype=BF16), []
     for wrong in WRONG:
         codec = type("Wrong", (Announcing,), {"wrong": wrong})() if rank.number == 1 else None
         with pytest.raises(RuntimeError) as told:
-            outbox(rank, [Parcel(100, lambda: (held + 1, held))] * 2, codec)
+            outbox(rank, [Parcel(100, lambda: (reference + 1, reference))] * 2, codec)
         said.append(str(told.value))
     return said
 
@@ -78,7 +78,7 @@ def test_a_length_that_cannot_be_ends_all_ranks_before_anything_is_received(topo
 
 def test_lengths_that_one_rank_received_otherwise_end_all_ranks() -> None:
     """One that may be."""
-    held = torch.zeros(2000, dtype=BF16)
+    reference = torch.zeros(2000, dtype=BF16)
 
     def received(rank: SimulatedRank) -> str:
         link = rank.fabric(None).whole
@@ -86,7 +86,7 @@ def test_lengths_that_one_rank_received_otherwise_end_all_ranks() -> None:
             gather = link.all_gather
             link.all_gather = lambda *a, **how: gather(*a, **how).then(garbled)
         with pytest.raises(RuntimeError) as told:
-            outbox(rank, [Parcel(2000, lambda: (held + 1, held))])
+            outbox(rank, [Parcel(2000, lambda: (reference + 1, reference))])
         return str(told.value)
 
     def garbled(arrived: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,7 @@ def test_streams_are_those_of_their_dtype_rank_and_hops() -> None:
     assert found.weight_streams(BF16, rank=0, whole=False) != between
 
 
-def test_signs_are_those_of_the_step_in_which_sums_are_held() -> None:
+def test_signs_are_those_of_the_step_in_which_sums_wait() -> None:
     found = param("eden4", 3).gradient_streams(BF16, rank=0, hops=2)
     _, rotation = found.codings(7, 4)
     assert rotation.signs.step == 4

@@ -37,7 +37,7 @@ class Tracked:
 
 
 @pytest.fixture
-def binding(monkeypatch: pytest.MonkeyPatch) -> Any:
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of one hop; sums hold nothing, and a reduction is its layout."""
     monkeypatch.setattr(gradients, "GradientSums", lambda *args, **how: SimpleNamespace(own={}))
     monkeypatch.setattr(GradientReducer, "_begin", lambda self, layout, *args: layout)
@@ -52,14 +52,14 @@ def binding(monkeypatch: pytest.MonkeyPatch) -> Any:
 ALPHA, BETA = torch.empty(64), torch.empty(64)
 
 
-def shard_layouts(binding: Any) -> Any:
+def shard_layouts(plugin: Any) -> Any:
     """A function that begins the reduction of a ZeRO-3 bucket of one gradient."""
-    reduction, usual = ShardReduction(binding), {"param": ALPHA, "dtype": BF16, "exact": False}
+    reduction, usual = ShardReduction(plugin), {"param": ALPHA, "dtype": BF16, "exact": False}
     usual["link"] = Ranks(2)
 
     def begin(**other: Any) -> Layout:
         facts = usual | other
-        binding.link, binding.is_exact = lambda _: facts["link"], lambda _: facts["exact"]
+        plugin.link, plugin.is_exact = lambda _: facts["link"], lambda _: facts["exact"]
         gradient = torch.empty(facts["param"].numel(), dtype=facts["dtype"])
         return reduction.begin([facts["param"]], [gradient], None)
 
@@ -70,8 +70,8 @@ OTHER_SHARDS = {"param": BETA, "dtype": FP32, "exact": True, "link": Ranks(3)}
 
 
 @pytest.mark.parametrize("fact", OTHER_SHARDS)
-def test_equal_buckets_of_zero3_share_a_plan_and_others_do_not(binding: Any, fact: str) -> None:
-    begin = shard_layouts(binding)
+def test_equal_buckets_of_zero3_share_a_plan_and_others_do_not(plugin: Any, fact: str) -> None:
+    begin = shard_layouts(plugin)
     usual = begin()
     assert begin() is usual
     other = begin(**{fact: OTHER_SHARDS[fact]})
@@ -80,9 +80,9 @@ def test_equal_buckets_of_zero3_share_a_plan_and_others_do_not(binding: Any, fac
     assert begin() is usual
 
 
-def owner_layouts(binding: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def owner_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same of a bucket of ZeRO-1/2."""
-    reduction = OwnerReduction(binding, None)
+    reduction = OwnerReduction(plugin, None)
     found: list[Layout] = []
     monkeypatch.setattr(
         GradientReducer,
@@ -96,7 +96,7 @@ def owner_layouts(binding: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def reduce(**other: Any) -> Layout:
         facts = usual | other
-        binding.is_exact = lambda _: facts["exact"]
+        plugin.is_exact = lambda _: facts["exact"]
         bucket, (start, stop) = torch.empty(64), facts["range"]
         call = {"communication_data_type": facts["dtype"], "bucket_ranks": [facts["owner"]]}
         with reduction.bucket(bucket, [facts["param"]], facts["divisor"]):
@@ -121,9 +121,9 @@ OTHER_OWNERS = {
 
 @pytest.mark.parametrize("fact", OTHER_OWNERS)
 def test_equal_buckets_of_zero2_share_a_plan_and_others_do_not(
-    binding: Any, monkeypatch: pytest.MonkeyPatch, fact: str
+    plugin: Any, monkeypatch: pytest.MonkeyPatch, fact: str
 ) -> None:
-    reduce = owner_layouts(binding, monkeypatch)
+    reduce = owner_layouts(plugin, monkeypatch)
     usual = reduce()
     assert reduce() is usual
     assert reduce(**{fact: OTHER_OWNERS[fact]}) is not usual

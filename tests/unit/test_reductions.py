@@ -290,18 +290,18 @@ class Page:
     def sums(self, values: list[list[list[np.ndarray]]]) -> dict[oracle.Piece, np.ndarray]:
         """Of the gradients by micro-step and rank, in the order of the runs."""
         last = len(values) - 1
-        held: dict[tuple[int, oracle.Piece], np.ndarray] = {}
+        waiting: dict[tuple[int, oracle.Piece], np.ndarray] = {}
         for micro, by_rank in enumerate(values):
             for part in oracle.slices(self.pieces, self.case.slices):
                 own = [self._own(part, by_rank[r], r) for r in range(self.ranks)]
                 inner = self._exchange(0, own, micro)
                 for r, sums in enumerate(inner):
                     for p, partial in sums.items():
-                        before = held.get((r, p))
-                        held[r, p] = partial if before is None else before + partial
+                        before = waiting.get((r, p))
+                        waiting[r, p] = partial if before is None else before + partial
         found: dict[oracle.Piece, np.ndarray] = {}
         for part in oracle.slices(self.pieces, self.case.slices):
-            own = [{p: held[r, p] for p in part if (r, p) in held} for r in range(self.ranks)]
+            own = [{p: waiting[r, p] for p in part if (r, p) in waiting} for r in range(self.ranks)]
             if self.two:
                 own = self._exchange(1, own, last)
             for sums in own:

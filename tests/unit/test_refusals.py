@@ -62,13 +62,13 @@ def test_settings_that_keep_gradients_on_deepspeeds_path(stage: int, off: str, e
 
 
 @pytest.mark.parametrize(("lossless", "warned"), [(True, []), (False, ["weights"])])
-def test_exact_differences_of_a_first_step_may_be_short(
+def test_lossless_differences_of_a_first_step_may_be_short(
     lossless: bool, warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that changes nothing sends nearly nothing, and nothing is wrong."""
     expected = {role: {"intra": 0.0, "inter": 1000.0} for role in ("weights", "gradients")}
     arrived = {"weights": {"inter": 499}, "gradients": {"inter": 501}}
-    binding: Any = SimpleNamespace(
+    plugin: Any = SimpleNamespace(
         bill=lambda: SimpleNamespace(received=lambda *args, **how: expected),
         topology=SimpleNamespace(nodes=2, node_size=1),
         scheme=SimpleNamespace(lossless=lossless), has_few_ranks=False,
@@ -78,9 +78,9 @@ def test_exact_differences_of_a_first_step_may_be_short(
     )  # fmt: skip
     logged: list[str] = []
     monkeypatch.setattr(safety.log, "log_rank0", logged.append)
-    first = FirstStep(binding, ["weights", "gradients"])
+    first = FirstStep(plugin, ["weights", "gradients"])
     first.attach()
     first.after_step(True)  # skipped: the next one counts
     first.after_step(False)
     assert [role for role in expected for line in logged if f"bytes of {role} to" in line] == warned
-    assert binding.hooks.after_step == []
+    assert plugin.hooks.after_step == []

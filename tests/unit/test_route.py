@@ -107,7 +107,7 @@ def test_hops_are_those_of_the_table(row: str) -> None:
         # left out by the scheme: full precision on every hop, as often as any other
         ("qsdp", 2, {"quantized": False}, "inter 16/step, intra 16/step forwards"),
         ("sdp4bit", 3, {"quantized": False}, "inter 16/step, intra 16/gather"),
-        # exact differences leave nothing out but weights of 32 bits
+        # lossless differences leave nothing out but weights of 32 bits
         ("lossless", 2, {"quantized": False},
          "inter 16/step lossless, intra 16/step forwards lossless"),
         ("lossless", 3, {"dtype": FP32}, "inter 16/step, intra 16/gather"),

@@ -10,7 +10,7 @@ import torch
 
 from ds_quant.config.schema import FallbackConfig
 from ds_quant.zero import safety
-from ds_quant.zero.engine import SchemeState
+from ds_quant.zero.plugin import SchemeState
 from ds_quant.zero.safety import Fallback, Samples, Watch, checksum
 
 
@@ -58,7 +58,7 @@ def test_the_first_gradient_that_is_not_finite_is_named_once() -> None:
 def test_a_fallback_begins_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safety.log, "log_rank0", lambda message: None)
     engine = SimpleNamespace(global_steps=9)
-    binding: Any = SimpleNamespace(state=SchemeState(), step=7, engine=engine, watch=None)
+    plugin: Any = SimpleNamespace(state=SchemeState(), step=7, engine=engine, watch=None)
     settings = FallbackConfig(on_nonfinite="full_precision", steps=3)
-    Fallback(binding, settings)._found(0, None)
-    assert binding.state.exact_until == 11 and binding.state.nonfinite_steps == 1
+    Fallback(plugin, settings)._found(0, None)
+    assert plugin.state.exact_until == 11 and plugin.state.nonfinite_steps == 1

@@ -34,14 +34,14 @@ class Job:
         monitor = SimpleNamespace(enabled=True, write_events=self.events.extend)
         self.engine = SimpleNamespace(global_steps=0, global_samples=0, monitor=monitor)
         self.traffic = Traffic()
-        binding: Any = SimpleNamespace(
+        plugin: Any = SimpleNamespace(
             engine=self.engine,
             traffic=self.traffic,
             state=SimpleNamespace(resyncs=3, nonfinite_steps=5, exact_steps=7),
             received_in_full_precision=lambda: BASELINE,
         )
         settings = MetricsConfig(interval=2, file=str(file))
-        self.telemetry, self._file = Telemetry(binding, settings), file
+        self.telemetry, self._file = Telemetry(plugin, settings), file
         self.telemetry.arm()
 
     def step(self, **received: int) -> None:
@@ -109,16 +109,16 @@ def test_a_record_begins_on_a_line_of_its_own_after_a_torn_one(
     assert [row["step"] for row in again.lines(torn=[1, 3])] == [2, 6, 2]
 
 
-def test_exact_differences_move_as_many_bytes_as_the_longest_message_of_each() -> None:
+def test_lossless_differences_move_as_many_bytes_as_the_longest_message_of_each() -> None:
     outbox, traffic = object.__new__(Outbox), Traffic()
     outbox._link, outbox._lengths = SimpleNamespace(size=2), np.array([[16, 32], [48, 16]])
     outbox._count([Parcel(numel=70, values=list), Parcel(numel=80, values=list)], traffic)
-    found = traffic.exact
+    found = traffic.lossless
     assert (found.numel, found.used, found.moved) == (300, 112, 2 * (48 + 32))
 
 
 def test_every_count_has_its_own_name(job: Job) -> None:
-    exact = job.traffic.exact
+    exact = job.traffic.lossless
     exact.numel, exact.used, exact.moved = 100, 40, 50
     job.step()
     job.step()

@@ -85,9 +85,9 @@ def follow(replica: torch.Tensor, master: torch.Tensor, codec: GroupCodec, *, st
     """One exchange of a difference, as all holders apply it."""
     where = address(seed=1, role=Role.WEIGHTS, step=step, parameter=0, rank=1)
     wire = torch.empty(1, codec.wire_bytes(replica.numel()), dtype=torch.uint8)
-    values, held = master.to(replica.dtype).view(1, -1), replica.view(1, -1)
-    encode(codec, values, wire, address=where, base=held)
-    decode(codec, wire, held, add=True)
+    values, reference = master.to(replica.dtype).view(1, -1), replica.view(1, -1)
+    encode(codec, values, wire, address=where, base=reference)
+    decode(codec, wire, reference, add=True)
 
 
 def test_a_replica_contracts_to_a_fixed_target() -> None:

@@ -10,27 +10,27 @@ import pytest
 from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import parse_block
 from ds_quant.policy.route import Routes
-from ds_quant.zero import engine as module
+from ds_quant.zero import plugin as module
 from ds_quant.zero import report
-from ds_quant.zero.engine import QuantizedEngine, SchemeState
+from ds_quant.zero.plugin import Plugin, SchemeState
 
 TWO_HOPS, ONE_HOP = ("intra", "inter"), ("whole",)
 
 
-def binding(**keys: Any) -> QuantizedEngine:
+def plugin(**keys: Any) -> Plugin:
     """In optimizer step 5, of which one was skipped, with sums held between micro-steps."""
-    made = object.__new__(QuantizedEngine)
+    made = object.__new__(Plugin)
     made.engine = SimpleNamespace(global_steps=5, skipped_steps=1, zero_optimization_stage=3)
     made.engine.gradient_accumulation_steps = lambda: 2
-    made.held, made._backwards, made.state = object(), {}, SchemeState()
+    made.waiting, made._backwards, made.state = object(), {}, SchemeState()
     made.stage, made.topology = 2, Topology(world=4, node_size=2)
     scheme = parse_block({"scheme": "full_precision", **keys}).to_scheme()
     made.routes = Routes(scheme=scheme, stage=2, nodes=2, node_size=2)
     return made
 
 
-def test_micro_steps_have_random_bits_of_their_own_and_share_the_signs_of_held_sums() -> None:
-    made, drawn, signs, alone = binding(), [], [], []
+def test_micro_steps_have_random_bits_of_their_own_and_share_the_signs_of_waiting_sums() -> None:
+    made, drawn, signs, alone = plugin(), [], [], []
     for _ in range(3):
         drawn.append(made.gradient_step)
         signs.append(made.signed_step(TWO_HOPS))
@@ -40,13 +40,13 @@ def test_micro_steps_have_random_bits_of_their_own_and_share_the_signs_of_held_s
     assert alone == drawn  # nothing waits there
     made.engine.global_steps = 6
     assert made.gradient_step > max(drawn) and made.signed_step(TWO_HOPS) not in signs
-    made.held = None
+    made.waiting = None
     made.after_backward()
     assert made.signed_step(TWO_HOPS) == made.gradient_step
 
 
 def test_steps_that_deepspeed_skipped_do_not_count_for_weights() -> None:
-    assert binding().step == 4
+    assert plugin().step == 4
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_steps_that_deepspeed_skipped_do_not_count_for_weights() -> None:
 def test_full_precision_lasts_for_the_warm_up_the_fallback_and_the_kill_file(
     warmup: int, until: int, killed: bool, exact: int
 ) -> None:
-    made = binding(warmup_steps=warmup)
+    made = plugin(warmup_steps=warmup)
     made.state.exact_until, made.state.killed = until, killed
     assert [made.is_exact(step) for step in range(6)] == [step < exact for step in range(6)]
 
@@ -71,7 +71,7 @@ def test_an_entry_of_a_schedule_is_due_once() -> None:
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [0, 2]])
 def test_the_world_has_two_levels_and_a_part_of_it_one(ranks: list[int]) -> None:
-    made = binding()
+    made = plugin()
     near, far = SimpleNamespace(size=2), SimpleNamespace(size=2)
     whole: Any = SimpleNamespace(ranks=ranks, size=len(ranks), rank=0, backend="auto")
     whole.encoding = whole.decoding = whole.empty = None
@@ -86,7 +86,7 @@ def test_what_is_saved_is_compared_with_full_precision_that_crosses_as_often(
 ) -> None:
     """64 x 64 in fp32 over 2 x 2 ranks: half of a node's gradients comes from the other one."""
     monkeypatch.setattr(module.muon_hooks, "exact_gradient_reason", lambda engine: None)
-    made = binding(gradients={"cross": cross})
+    made = plugin(gradients={"cross": cross})
     made.engine.communication_data_type = module.torch.float32
     weight: Any = module.torch.nn.Parameter(module.torch.empty(64, 64))
     made.all_params = lambda: [

@@ -17,7 +17,7 @@ from torch import nn
 from ds_quant.kernels.wire import shard_range
 from ds_quant.zero import hooks, optimizer_hooks
 from ds_quant.zero.gradients import OwnerReduction
-from ds_quant.zero.held import HeldGradients
+from ds_quant.zero.waiting import WaitingGradients
 from tests.world import SimulatedRank, World
 
 A, B, C, D = NUMELS = (37, 300, 64, 5)
@@ -105,11 +105,11 @@ class Accumulation:
                 tensors = [gradient(n, self.rank.number, micro, i) for i, n in enumerate(names)]
                 self.reduce([self.params[NAMES.index(n)] for n in names], tensors)
             if buckets[-1] in "?!":
-                rest = partial(self.rank.held.reduce_rest, self.flush, self.reduce_zeros)
+                rest = partial(self.rank.waiting.reduce_rest, self.flush, self.reduce_zeros)
                 epilogue = {"independent_gradient_partition_epilogue": rest}
-                self.rank.held.finish(SimpleNamespace(**epilogue))
+                self.rank.waiting.finish(SimpleNamespace(**epilogue))
             else:
-                self.rank.held.reduce_rest(self.flush, self.reduce_zeros)
+                self.rank.waiting.reduce_rest(self.flush, self.reduce_zeros)
             self.rank.after_backward()
         return self.sums
 
@@ -117,7 +117,7 @@ class Accumulation:
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 @pytest.mark.parametrize("stage", (2, 3))
 def test_gradients_are_the_plain_sums_of_all_micro_steps(stage: int, script: str) -> None:
-    world = held_world(stage)
+    world = waiting_world(stage)
     meet = threading.Barrier(4)
     found = world.all(lambda rank: Accumulation(rank).run(script, meet))
     steps = script.split()
@@ -131,11 +131,11 @@ def test_gradients_are_the_plain_sums_of_all_micro_steps(stage: int, script: str
                         wanted += sum(gradient(n, rank, micro, place) for rank in range(4)) / 4
         torch.testing.assert_close(sum(sums[i] for sums in found), wanted, rtol=0, atol=0)
     for rank in world.ranks:
-        assert rank.held.nbytes == 0 < rank.held.most_nbytes
-        assert not rank.held.take_crossed(list(rank.held._crossed))
+        assert rank.waiting.nbytes == 0 < rank.waiting.most_nbytes
+        assert not rank.waiting.take_crossed(list(rank.waiting._crossed))
 
 
-def held_world(stage: int, **block: Any) -> World:
+def waiting_world(stage: int, **block: Any) -> World:
     module = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for numel in NUMELS])
     return World(2, 2, module=module, stage=stage, micro_steps=2, scheme="full_precision", **block)
 
@@ -152,16 +152,16 @@ def test_sums_that_crossed_are_added_before_the_sum_is_rounded() -> None:
         both = [value, torch.zeros(B).bfloat16()]
         return rank.reduction.begin([first, second], both, None).finish()[0]
 
-    meet, world = threading.Barrier(4), held_world(3)
+    meet, world = threading.Barrier(4), waiting_world(3)
     world.engine.is_last_micro_step = False
     for shard in world.all(run):
         assert shard.dtype == torch.bfloat16 and set(shard.tolist()) <= {258.0}
 
 
 def test_a_bucket_is_the_rest_if_all_of_it_is() -> None:
-    held = HeldGradients(None)
-    held._left = {"a", "b"}
-    assert held.are_left([("a", -1), ("b", -1)]) and not held.are_left([("a", -1), ("c", -1)])
+    waiting = WaitingGradients(None)
+    waiting._left = {"a", "b"}
+    assert waiting.are_left([("a", -1), ("b", -1)]) and not waiting.are_left([("a", -1), ("c", -1)])
 
 
 def test_zeros_are_not_added_to_shards_on_the_host() -> None:

@@ -1,7 +1,7 @@
 """Gradients that wait, summed inside their node, for the last micro-step of an optimizer step.
 
-[Note: held gradients] Before the boundary of gradient accumulation a bucket takes only the first of
-its two hops (see comm/reduce.py), and DeepSpeed gets zeros. At the boundary it takes both, with
+[Note: waiting gradients] Before the boundary of gradient accumulation a bucket takes only the first
+of its two hops (see comm/reduce.py), and DeepSpeed gets zeros. At the boundary it takes both, with
 the waiting sums, and DeepSpeed gets the whole sum. Partial sums are stored per bucket; a bucket is
 identified by its parameters and their cuts, which repeat in every micro-step unless parameters come
 and go. If a parameter turns up in another bucket, the old one is sent at once, and the sums of its
@@ -26,7 +26,7 @@ Member = tuple[Param, int]  # a parameter, and the rank that owns this part of i
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldBucket:
+class WaitingBucket:
     """Partial sums of some parameters.
 
     cross: takes the second hop; this rank's sums by member, fp32, of no elements where another
@@ -39,21 +39,21 @@ class HeldBucket:
     cross: Callable[[], Iterable[tuple[Member, Tensor]]]
 
 
-class HeldGradients:
-    """The held sums of one engine: see [Note: held gradients]. Empty between optimizer steps."""
+class WaitingGradients:
+    """The sums of one engine: see [Note: waiting gradients]. Empty between optimizer steps."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._step = -1
-        self._buckets: dict[Hashable, HeldBucket] = {}
-        self._keys: dict[Member, Hashable] = {}  # of the bucket that held it last
+        self._buckets: dict[Hashable, WaitingBucket] = {}
+        self._keys: dict[Member, Hashable] = {}  # of the bucket that had it last
         self._crossed: dict[Member, Tensor] = {}  # sums that wait for their bucket
-        self.nbytes = self.most_nbytes = 0  # held now, and at most so far
+        self.nbytes = self.most_nbytes = 0  # now, and at most so far
         self._left: set[Param] = set()  # those that are given zeros now
         self._is_over = False  # the accumulation, whatever the engine says
 
-    def take(self, key: Hashable, members: Sequence[Member]) -> HeldBucket | None:
-        """Return and forget what is held of a make-up; others with any of its parameters cross.
+    def take(self, key: Hashable, members: Sequence[Member]) -> WaitingBucket | None:
+        """Return and forget what waits of a make-up; others with any of its parameters cross.
         All ranks call it in the same order.
         """
         step = self._engine.global_steps
@@ -68,13 +68,13 @@ class HeldGradients:
                     self._cross(bucket)
         return found
 
-    def _pop(self, key: Hashable) -> HeldBucket | None:
+    def _pop(self, key: Hashable) -> WaitingBucket | None:
         found = self._buckets.pop(key, None)
         if found is not None:
             self.nbytes -= found.values.nbytes
         return found
 
-    def put(self, key: Hashable, bucket: HeldBucket) -> None:
+    def put(self, key: Hashable, bucket: WaitingBucket) -> None:
         """Hold a bucket."""
         if self._keys.get(bucket.members[0]) != key:
             self._keys.update(dict.fromkeys(bucket.members, key))
@@ -83,7 +83,7 @@ class HeldGradients:
         self.most_nbytes = max(self.most_nbytes, self.nbytes)
 
     def drop(self) -> None:
-        """Forget what is held: an accumulation was abandoned."""
+        """Forget what waits: an accumulation was abandoned."""
         self._buckets.clear()
         self._keys.clear()
         self._crossed.clear()
@@ -107,7 +107,7 @@ class HeldGradients:
         yield from self._crossed.values()
 
     def waits(self, member: Member) -> bool:
-        """Whether something is held of it."""
+        """Whether something waits of it."""
         return self._keys.get(member) in self._buckets
 
     def are_left(self, members: Sequence[Member]) -> bool:
@@ -131,8 +131,8 @@ class HeldGradients:
         if not self._is_over and not self._engine.is_gradient_accumulation_boundary():
             return
         flush()
-        held = [member for bucket in self._buckets.values() for member in bucket.members]
-        self._left = {param for param, _ in (*held, *self._crossed)}
+        waiting = [member for bucket in self._buckets.values() for member in bucket.members]
+        self._left = {param for param, _ in (*waiting, *self._crossed)}
         try:
             in_order = sorted(self._left, key=lambda param: param.index)
             reduce_zeros([param.tensor for param in in_order])
@@ -150,7 +150,7 @@ class HeldGradients:
             finally:
                 self._is_over = False
 
-    def _cross(self, bucket: HeldBucket) -> None:
+    def _cross(self, bucket: WaitingBucket) -> None:
         for member, sums in bucket.cross():
             waiting = self._crossed.get(member)
             self._crossed[member] = sums if waiting is None else waiting + sums

@@ -93,7 +93,7 @@ def learn(
 # ---- the engine ----
 
 
-class QuantizedEngine:
+class Plugin:
     """Scheme, topology, counters and state of one engine; the ``zero`` modules share it."""
 
     def __init__(self, engine: Any, scheme: Scheme, topology: Topology) -> None:
@@ -118,7 +118,7 @@ class QuantizedEngine:
         self.findings = Findings()
         self.telemetry: Any = None  # zero.telemetry.Telemetry, if steps are sampled
         self.watch: Any = None  # zero.safety.Watch, if non-finite gradients are looked for
-        self.held: Any = None  # zero.held.HeldGradients, if gradients wait for the last micro-step
+        self.waiting: Any = None  # zero.waiting.WaitingGradients, if gradients wait
         self.gather_count: Any = None  # zero.gather_count.GatherCount, until it has counted
         self.gathers = predicted_gathers(engine) if self.stage == 3 else 1.0  # in a micro-step
         self._links: dict[int, Link] = {}
@@ -207,7 +207,7 @@ class QuantizedEngine:
 
     def crosses_once(self, route: Sequence[LinkHop]) -> bool:
         """Whether gradients that take ``route`` cross between nodes once per optimizer step."""
-        return self.held is not None and len(route) == 2
+        return self.waiting is not None and len(route) == 2
 
     def signed_step(self, route: Sequence[LinkHop]) -> int:
         """Address of sign flips: one for all micro-steps whose rotated values are added up."""

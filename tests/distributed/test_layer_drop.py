@@ -55,7 +55,7 @@ QSDP, SDP4BIT = {"scheme": "qsdp"}, {"scheme": "sdp4bit", "node_size": 2}
         (1, QSDP, ONE, 1, ((0,), (1,)), "those of 10 parameter(s) now"),  # of equal sizes
         (1, QSDP, SEVERAL, 1, ((5,), ()), "those of 0 parameter(s) now"),  # at its step
         (2, QSDP, ONE, 1, ((), (3, 4)), "rank 1 those of 8"),
-        (2, SDP4BIT, SEVERAL, 2, ((), (), (2,), ()), "layers.2."),  # held until the last one
+        (2, SDP4BIT, SEVERAL, 2, ((), (), (2,), ()), "layers.2."),  # which waits until the last one
     ],
 )  # fmt: skip
 def test_ranks_that_leave_out_different_layers_end_together(

@@ -108,8 +108,8 @@ def with_room(free: tuple[int, ...]) -> str:
     return ds_quant.report(engine)["line"]
 
 
-def with_held(stage: int, cross: str) -> str:
-    """The start-up line where 1 MB is left for gradients that are held between micro-steps."""
+def with_waiting(stage: int, cross: str) -> str:
+    """The start-up line where 1 MB is left for gradients that wait."""
     from ds_quant.zero import hooks
 
     hooks.free_memory = lambda: 10**6
@@ -120,12 +120,12 @@ def with_held(stage: int, cross: str) -> str:
 
 @pytest.mark.parametrize("stage", (2, 3))
 def test_gradients_that_have_no_room_to_wait_are_refused_with_the_way_out(stage: int) -> None:
-    for _, error in run_each(with_held, 4, stage, "step"):
+    for _, error in run_each(with_waiting, 4, stage, "step"):
         assert "gradients that wait for the last micro-step take 0.00" in error
         assert "on every rank, but 0.001 GB of memory are free" in error
         assert 'gradients.cross: "micro_step"' in error
-    for line in run(with_held, 4, stage, "micro_step"):
-        assert "run out" not in line and "held" not in line
+    for line in run(with_waiting, 4, stage, "micro_step"):
+        assert "run out" not in line and "waiting" not in line
 
 
 def test_a_node_shard_that_does_not_fit_on_one_rank_is_refused_on_all() -> None:

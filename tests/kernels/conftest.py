@@ -1,16 +1,19 @@
-"""The kernels that tests of numbers run on: C++, and CUDA on the host.
+"""The kernels that tests of numbers run on: C++, and CUDA on the host; and the torch reference.
 
 The shim is made once per session: every variant of a kernel is compiled once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from ds_quant.kernels import dispatch, native
+from ds_quant.kernels import dispatch, native, reference
 from tests.kernels.backends import Kernels
 from tests.kernels.shim import Shim
+from tests.torch_kernels import only_torch
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +33,10 @@ def cuda_kernels(shim, monkeypatch) -> Kernels:
 @pytest.fixture(params=("native", "cuda"))
 def kernels(request) -> Kernels:
     """Tasks take these kernels, unless a test asks for the torch reference."""
+    return _kernels_of(request)
+
+
+def _kernels_of(request) -> Kernels:
     if request.param == "cuda":
         return request.getfixturevalue("cuda_kernels")
     if native.unavailable_reason() is not None:
@@ -37,10 +44,16 @@ def kernels(request) -> Kernels:
     return Kernels("native", torch.device("cpu"))
 
 
-@pytest.fixture
-def all_kernels(kernels, nothing_left) -> Kernels:
-    """As ``kernels``, which take every task."""
-    return kernels
+@pytest.fixture(params=("torch", "native", "cuda"))
+def all_kernels(request, monkeypatch) -> Iterator[Kernels]:
+    """Every back end: the reference in short runs, and kernels, which take every task."""
+    if request.param == "torch":
+        monkeypatch.setitem(reference._RUN_NUMEL, "cpu", 1000)
+        with only_torch():
+            yield Kernels("torch", torch.device("cpu"))
+        return
+    request.getfixturevalue("nothing_left")
+    yield _kernels_of(request)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the kernel tests feed: awkward groups, guarded memory, codecs, an oracle of the rotation."""
+"""What the kernel tests feed: awkward groups, guarded memory, codecs, rotations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import mmap
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels.geometry import Stores
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import round_up
+from tests.unit import wire_oracle as oracle
 
 PAGE = mmap.PAGESIZE
 FLT_MAX = torch.finfo(torch.float32).max
@@ -55,6 +57,13 @@ KINDS = {
     "inf": lambda n: torch.cat([torch.randn(n - 1), torch.tensor([torch.inf])]),
     "negative inf": lambda n: torch.cat([torch.tensor([-torch.inf]), torch.randn(n - 1)]),
     "nan": lambda n: torch.cat([torch.randn(n - 1), torch.tensor([torch.nan])]),
+    "tiny": lambda n: torch.linspace(-1, 1, n) * 2.0**-99,
+    "span of tiny": lambda n: 1e-30 + torch.linspace(0, 1, n) * 2.0**-99,
+    "zeros of both signs": lambda n: torch.arange(n) % 3 * 1e-45 - torch.arange(n) % 2 * 0.0,
+    "offset of one denormal": lambda n: torch.arange(n) - 1e-44,
+    "fine": lambda n: 1 + torch.arange(n) * 2.0**-23,
+    "largest scale": lambda n: torch.linspace(0, 3 * 2.0**126, n),
+    "largest": lambda n: torch.full((n,), FLT_MAX),
 }
 
 
@@ -154,33 +163,21 @@ class FixedRotation(NamedTuple):
     signs: Address | None = None
 
 
-def signs_of(block: int, flips: int | None) -> torch.Tensor:
-    """(block,) fp32 of +-1."""
-    return torch.tensor([-1.0 if (flips or 0) >> i & 1 else 1.0 for i in range(block)])
-
-
-def hadamard(x: torch.Tensor, block: int) -> torch.Tensor:
-    """(..., blocks * block) fp32: natural order, stages of distance 1, 2, 4, ... in fp32."""
-    y = x.view(*x.shape[:-1], -1, block)
-    distance = 1
-    while distance < block:
-        pairs = y.reshape(*y.shape[:-1], -1, 2, distance)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
-        y = torch.stack([a + b, a - b], dim=-2).reshape(y.shape)
-        distance *= 2
-    return y.reshape(x.shape)
+def signs_of(block: int, flips: int | None, numel: int) -> np.ndarray:
+    """(numel,) fp32 of +-1: those of every block."""
+    signs = [1 - 2 * ((flips or 0) >> place & 1) for place in range(block)]
+    return np.resize(np.array(signs, np.float32), numel)
 
 
 def rotated(x: torch.Tensor, block: int, flips: int | None) -> torch.Tensor:
-    """(rows, padded numel) fp32 of (rows, numel): H (signs * x), filled up with zeros."""
-    rows, numel = x.shape
-    padded = torch.zeros(rows, round_up(numel, block))
-    padded[:, :numel] = x
-    blocks = padded.view(rows, -1, block) * signs_of(block, flips)
-    return hadamard(blocks.reshape(rows, -1), block)
+    """(rows, whole blocks) fp32 of (rows, numel): H (signs * x), filled up with zeros."""
+    with np.errstate(all="ignore"):
+        rows = [oracle.rotate(row * signs_of(block, flips, len(row)), block) for row in x.numpy()]
+    return torch.from_numpy(np.stack(rows))
 
 
 def rotated_back(x: torch.Tensor, block: int, flips: int | None, scale: float) -> torch.Tensor:
-    """signs * ((H x) * fp32(scale / block)) of (padded numel,) fp32."""
-    blocks = (hadamard(x, block) * (scale / block)).view(-1, block)
-    return (blocks * signs_of(block, flips)).reshape(-1)
+    """signs * ((H x) * fp32(scale / block)) of (whole blocks,) fp32."""
+    with np.errstate(all="ignore"):
+        back = oracle.unrotate(x.numpy(), block, scale)
+    return torch.from_numpy(back * signs_of(block, flips, len(back)))

@@ -1,7 +1,7 @@
-"""The kernels on a GPU: the bytes of the reference, streams, CUDA graphs, threads.
+"""The kernels on a GPU: bytes, streams, CUDA graphs, threads.
 
-Cases of test_numbers.py and test_batch.py, and what only a GPU shows. The reference is computed on
-the CPU. Needs CuPy: without it every test fails, none is skipped.
+Cases of test_numbers.py and test_batch.py, and what only a GPU shows, against the torch reference
+on the CPU. Needs CuPy: without it every test fails, none is skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.kernels.test_batch import (  # noqa: F401
     test_sum,
 )
 from tests.kernels.test_numbers import *  # noqa: F403
-from tests.kernels.test_numbers import ADDRESS, INT4, assert_values, decoded, expected
+from tests.kernels.test_numbers import ADDRESS, INT4, assert_values
 from tests.lossless_inputs import DTYPES as LOSSLESS_DTYPES
 from tests.lossless_inputs import SORTS, mixed
 
@@ -59,6 +59,25 @@ def cuda_kernels(runner, monkeypatch) -> Kernels:
 @pytest.fixture
 def kernels(cuda_kernels) -> Kernels:
     return cuda_kernels
+
+
+@pytest.fixture
+def all_kernels(cuda_kernels, nothing_left) -> Kernels:
+    return cuda_kernels
+
+
+def expected(codec, x: torch.Tensor) -> torch.Tensor:
+    """Wire rows of x."""
+    wire = torch.empty(len(x), codec.wire_bytes(x.shape[1]), dtype=torch.uint8)
+    reference.encode(x, wire, codec, address=ADDRESS, levels=table(codec))
+    return wire
+
+
+def decoded(codec, wire: torch.Tensor, numel: int) -> torch.Tensor:
+    """(rows, numel) fp32."""
+    rows = torch.empty(len(wire), numel)
+    reference.decode(wire, rows, codec, levels=table(codec))
+    return rows
 
 
 def on_gpu(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,26 +1,29 @@
-"""Every kernel against the torch reference, byte for byte: one list of cases for all back ends.
+"""Every back end against wire_oracle.py, which was written from docs/wire_format.md alone: every
+byte of a message, every bit of a value.
 
-``all_kernels`` are those of C++ and of CUDA on the host; test_gpu.py runs the same on a GPU.
+``all_kernels`` are the torch reference, C++, and CUDA on the host; test_gpu.py has those of a GPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise, product
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
 
 from ds_quant.codec.bound import Coding, decode, decode_sum, encode
 from ds_quant.codec.codec import CastCodec, GroupCodec
-from ds_quant.kernels import reference
 from ds_quant.kernels.batch import Decode, Encode, Recode
 from ds_quant.kernels.geometry import tiling
 from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import round_up
+from tests.codecs import format_of
 from tests.kernels.backends import storing
 from tests.kernels.inputs import (
     CODECS,
@@ -38,8 +41,8 @@ from tests.kernels.inputs import (
     learned,
     rotated,
     rotated_back,
-    table,
 )
+from tests.unit import wire_oracle as oracle
 
 ADDRESS = Address(key=0x0123456789ABCDEF, step=(1 << 33) + 1, first_vector=11)
 BF16, FP16, FP32 = DTYPES
@@ -48,15 +51,20 @@ FLIPS = 0x1234567890ABCDEF | 0xFEDCBA9876543210 << 64
 
 
 def expected(codec, x: torch.Tensor, address: Address = ADDRESS) -> torch.Tensor:
-    """Wire rows of x (rows, numel) by the reference, ending where readable memory ends."""
-    nbytes = codec.wire_bytes(x.shape[1])
-    wire = guarded(len(x) * nbytes, torch.uint8).view(len(x), nbytes).fill_(0xAA)
-    reference.encode(x, wire, codec, address=address, levels=table(codec))
+    """Wire rows of x (rows, numel), ending where readable memory ends."""
+    nbytes, levels = codec.wire_bytes(x.shape[1]), learned(codec)
+    wire = guarded(len(x) * nbytes, torch.uint8).view(len(x), nbytes)
+    for place, row in enumerate(x.float().numpy()):
+        first = address.first_vector + place * address.vectors_per_row(x.shape[1])
+        how = {"stream": (address.key, address.step), "first": first}
+        how["table"] = None if levels is None else levels.numpy()
+        found = oracle.encode(row, format_of(codec), **how)
+        wire[place] = torch.frombuffer(bytearray(found), dtype=torch.uint8)
     return wire
 
 
 def encoded(kernels, codec, x, address=ADDRESS, *, on_wire=0, base=None, rotation=None):
-    """The same by the kernels."""
+    """The same by a back end."""
     nbytes = codec.wire_bytes(on_wire or x.shape[1])
     wire = kernels.put(guarded(len(x) * nbytes, torch.uint8).view(len(x), nbytes).fill_(0x55))
     base, levels = (None if t is None else kernels.put(t) for t in (base, learned(codec)))
@@ -66,10 +74,12 @@ def encoded(kernels, codec, x, address=ADDRESS, *, on_wire=0, base=None, rotatio
 
 
 def decoded(codec, wire: torch.Tensor, numel: int) -> torch.Tensor:
-    """(rows, numel) fp32 by the reference."""
-    rows = torch.empty(len(wire), numel)
-    reference.decode(wire, rows, codec, levels=table(codec))
-    return rows
+    """(rows, numel) fp32."""
+    levels = learned(codec)
+    how = None if levels is None else levels.numpy()
+    with np.errstate(all="ignore"):
+        rows = [oracle.decode(row.numpy().tobytes(), format_of(codec), numel, how) for row in wire]
+    return torch.from_numpy(np.stack(rows))
 
 
 def output(rows: int, numel: int, dtype: torch.dtype, skew: int) -> torch.Tensor:
@@ -124,7 +134,7 @@ SOURCES = (
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: id_of(s.codec))
-def test_bytes_equal_the_reference(all_kernels, source: Source) -> None:
+def test_bytes_are_those_of_the_page(all_kernels, source: Source) -> None:
     """A difference is taken once, in fp32; what a rotation lacks in its last block is zeros."""
     codec, dtype, base_dtype, block, flips = source
 
@@ -144,15 +154,52 @@ def test_bytes_equal_the_reference(all_kernels, source: Source) -> None:
         assert_bytes(codec, found, expected(codec, turned, case.address))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+IN_4_BITS = [GroupCodec(bits=4, group_size=128, **formula) for formula in FORMULAS]
+
+
 @pytest.mark.parametrize(
-    "codec", [*(GroupCodec(bits=4, group_size=128, **f) for f in FORMULAS), *GAUSSIAN], ids=id_of
+    ("codec", "dtype"),
+    [
+        *((codec, dtype) for codec in (*IN_4_BITS, *GAUSSIAN) for dtype in DTYPES),
+        *((codec, DTYPES[index % 3]) for index, codec in enumerate(CODECS)),
+    ],
+    ids=id_of,
 )
 def test_every_kind_of_group(all_kernels, codec: GroupCodec, dtype: torch.dtype) -> None:
-    whole = 128 * len(KINDS)
-    for numel in (whole, whole if codec.is_gaussian else whole - 61):
-        x = awkward(numel, 128, sorted(KINDS), seed=1).to(dtype)[None]
+    whole = codec.group_size * len(KINDS)
+    x = awkward(whole, codec.group_size, sorted(KINDS), seed=1).to(dtype)[None]
+    assert_bytes(codec, encoded(all_kernels, codec, x), expected(codec, x))
+    if not codec.is_gaussian:
+        x = x[:, :-13]
         assert_bytes(codec, encoded(all_kernels, codec, x), expected(codec, x))
+
+
+def around_borders(bits: int) -> torch.Tensor:
+    """(64, 128) fp32: one unit in the last place around every border between Gaussian levels,
+    among values that fix the root mean square.
+    """
+    levels = [np.float32(t) for t in oracle.LEVELS[bits]]
+    near = [np.nextafter(np.float32((a + b) / 2), np.float32(to), dtype=np.float32)
+            for a, b in pairwise(levels) for to in (0.0, 9.0)]  # fmt: skip
+    x = torch.ones(64, 128)
+    x[:, : len(near)] = torch.tensor(near)
+    x[:, 64:] += torch.linspace(-1e-3, 1e-3, 64)[:, None]
+    return x
+
+
+@pytest.mark.parametrize("codec", GAUSSIAN, ids=id_of)
+def test_every_bf16_number_and_every_border_of_gaussian_levels(all_kernels, codec) -> None:
+    """The numbers as neighbours of equal magnitude, and beside a large one."""
+    every = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16).view(-1, 128).float()
+    mixed = every.t().contiguous().view(-1, 128)
+    mixed[:, 0] = torch.randn(512) * 2.0**60
+    for groups in (every, mixed, around_borders(codec.bits)):
+        x = groups.view(1, -1)
+        wire = expected(codec, x)
+        assert_bytes(codec, encoded(all_kernels, codec, x), wire)
+        found = all_kernels.put(torch.empty_like(x))
+        decode(codec, all_kernels.put(wire), found)
+        assert_values(codec, found, decoded(codec, wire, x.shape[1]))
 
 
 # Of 128 equal values: scales halfway between two bf16 numbers, the lower or the upper one even.
@@ -175,16 +222,15 @@ def test_ties_of_the_scale_are_rounded_to_even(all_kernels, codec: GroupCodec) -
 @pytest.mark.parametrize("numel", (13, 500, 4000))
 @pytest.mark.parametrize("bits", (4, 8))
 def test_random_bits_of_rows_lie_a_stride_apart(all_kernels, bits: int, numel: int) -> None:
-    """As those of runs of one tensor do: 16 vectors per element. Beyond 32 bits, too."""
+    """As those of runs of one tensor do: 16 vectors per element. Beyond 32 bits and 63, too."""
     codec = absmax(bits, 64, "stochastic")
     x = torch.randn(5, numel).bfloat16()
-    for first, step in ((0, 16 * 5000), (7, 1 << 33)):
+    for first, step in ((0, 16 * 5000), (7, 1 << 33), ((1 << 63) + 7, 8)):
         address = Address(key=3, step=4, first_vector=first, row_vectors=step)
         rows = [
             expected(codec, x[row : row + 1], address._replace(first_vector=first + row * step))
             for row in range(len(x))
         ]
-        assert_bytes(codec, expected(codec, x, address), torch.cat(rows))
         assert_bytes(codec, encoded(all_kernels, codec, x, address), torch.cat(rows))
 
 
@@ -195,7 +241,7 @@ DECODERS = tuple(codec for codec in CODECS if codec.rounding == "nearest")
 
 
 @pytest.mark.parametrize("codec", (*DECODERS, *GAUSSIAN), ids=id_of)
-def test_decoded_rows_equal_the_reference(all_kernels, codec: GroupCodec) -> None:
+def test_decoded_rows_are_those_of_the_page(all_kernels, codec: GroupCodec) -> None:
     dtype, add = DTYPES[codec.bits % 3], codec.bits % 2 == 0
 
     @all_kernels.example(4, case=cases(codec.group_size))
@@ -242,7 +288,7 @@ def rows_of(codec, case, sources: int) -> torch.Tensor:
 
 
 def sum_of(codec, wire: torch.Tensor, numel: int, own: tuple | None) -> torch.Tensor:
-    """Rows by the reference, one of them replaced, added one by one."""
+    """Rows, one of them replaced, added one by one."""
     rows = decoded(codec, wire, numel)
     if own is not None:
         rows[own[0]] = own[1]
@@ -258,7 +304,7 @@ def without(wire: torch.Tensor, row: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("total", TOTALS, ids=lambda t: f"{t.sources}-{id_of(t.codec)}")
-def test_sums_of_rows_equal_the_reference(all_kernels, total: Total) -> None:
+def test_sums_of_rows_are_those_of_the_page(all_kernels, total: Total) -> None:
     """In order, rotated back, scaled and cast once."""
     codec, sources, has_own, block, flips = total
     scale = 1.0 if sources in (2, 4) and not block else 1 / sources
@@ -275,9 +321,6 @@ def test_sums_of_rows_equal_the_reference(all_kernels, total: Total) -> None:
         wanted = rotated_back(wanted, block, flips, scale) if block else wanted * scale
         sent = without(wire, row) if has_own else wire
         how = {"scale": scale, "rotation": rotation}
-        found = torch.empty(case.numel)
-        reference.decode_sum(sent, found, codec, own=own, levels=table(codec), **how)
-        assert_values(codec, found, wanted[: case.numel])
         found = all_kernels.put(output(1, case.numel, dtype, case.skew))[0]
         own = own and (row, all_kernels.put(own[1]))
         levels = None if learned(codec) is None else all_kernels.put(learned(codec))
@@ -421,7 +464,19 @@ def test_every_way_of_storing_writes_the_same_values(cuda_kernels, nothing_left,
         assert cuda_kernels.macros[-1]["DSQ_STAGED"] == stores.staged
 
 
-# ---- numbers that are sent as they are ----
+# ---- nothing, and numbers that are sent as they are ----
+
+
+@pytest.mark.parametrize("codec", [IN_4_BITS[0], IN_4_BITS[2], CastCodec()], ids=id_of)
+def test_no_rows_and_no_elements_work_everywhere(all_kernels, codec) -> None:
+    for rows, numel in product((0, 1, 3), (0, 1, 7, 100)):
+        x, put = torch.ones(rows, numel), all_kernels.put
+        wire = put(torch.empty(rows, codec.wire_bytes(numel), dtype=torch.uint8))
+        out, total = put(torch.empty(rows, numel)), put(torch.full((numel,), 7.0))
+        encode(codec, put(x), wire)
+        decode(codec, wire, out)
+        decode_sum(codec, wire, total, scale=0.5)
+        assert torch.equal(out.cpu(), x) and torch.equal(total.cpu(), x.sum(0) / 2)
 
 
 def cast(kernels, operation, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

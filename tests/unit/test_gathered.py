@@ -18,9 +18,8 @@ from ds_quant.comm.gather import Kept, all_gather, exchange, gather
 from ds_quant.comm.message import Message, Part
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import shard_range
-from tests.codecs import codecs
+from tests.codecs import codecs, format_of
 from tests.unit import wire_oracle as oracle
-from tests.unit.test_reductions import format_of
 from tests.world import SimulatedRank, World
 
 TOPOLOGIES = ((2, 2), (1, 3), (4, 1), (3, 2), (1, 1))

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.owners import Piece, Shape, inbound, plan
 from ds_quant.policy.route import delivery_codec
+from tests.codecs import format_of
 from tests.unit import wire_oracle as oracle
-from tests.unit.test_reductions import format_of
 
 CODECS: tuple[Codec, ...] = (
     *(GroupCodec(bits=b, group_size=64) for b in (2, 4, 8)),

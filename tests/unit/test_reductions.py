@@ -19,8 +19,9 @@ import pytest
 import torch
 from torch import nn
 
-from ds_quant.codec.codec import CAST_NAMES, Codec, GroupCodec
+from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.zero.gradients import OwnerReduction
+from tests.codecs import format_of
 from tests.pairwise import all_pairs
 from tests.unit import wire_oracle as oracle
 from tests.world import SimulatedRank, World
@@ -75,15 +76,6 @@ CASES = [
 
 def dtype_of(case: Case, parameter: int) -> torch.dtype:
     return case.dtype or (torch.bfloat16, torch.float32)[parameter // 2 % 2]
-
-
-def format_of(codec: Codec) -> oracle.Sent:
-    if not isinstance(codec, GroupCodec):
-        return CAST_NAMES[codec.dtype]
-    return oracle.Format(
-        bits=codec.bits, group=codec.group_size, minmax=codec.range == "minmax",
-        gaussian=codec.is_gaussian, rounding=codec.rounding,
-    )  # fmt: skip
 
 
 # ---- what is reduced ----

@@ -173,11 +173,11 @@ def coalesced(engine: Any, step: int, _: int) -> list[float]:
 
 
 def unmanaged(engine: Any, step: int, _: int) -> list[float]:
-    """The caller alone says when to step."""
-    losses = []
-    for micro in range(2):
+    """The caller alone says when to step, after another number of micro-steps every time."""
+    losses, count = [], (2, 1, 3)[step % 3]
+    for micro in range(count):
         losses.append(forward(engine, step, micro))
-        engine.backward(losses[-1] / 2)
+        engine.backward(losses[-1] / count)
     engine.step()
     return [float(loss.detach()) for loss in losses]
 
@@ -199,11 +199,18 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def separate_experts(model: nn.Module) -> list[dict[str, Any]]:
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+    return split({"params": list(model.parameters()), "name": "parameters"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Feature:
     """How to set DeepSpeed up for a feature: ``zero`` goes into its section of the config, ``top``
     to the top level, ``groups`` makes the optimizer's parameter groups, ``step`` is a loop of its
-    own. ``method``: of engines, which some versions of DeepSpeed lack.
+    own. ``method``: of engines, which some versions of DeepSpeed lack. ``said``: why gradients stay
+    on DeepSpeed's own path, in the start-up line.
     """
 
     stages: tuple[int, ...] = (1, 2, 3)
@@ -217,19 +224,20 @@ class Feature:
     since: str = "0.17"  # an older DeepSpeed cannot train it, with or without the plugin
     step: Callable[[Any, int, int], list[float]] = train_step
     method: str = "backward"
+    said: str = ""
 
     def skip_if_too_old(self) -> None:
         needs.deepspeed(self.since, "cannot train this, with or without the plugin")
         if not needs.has_engine_method(self.method):
             pytest.skip(f"this DeepSpeed has no engine.{self.method}")
 
-    def train(self, stage: int, block: dict[str, Any] | None, steps: int) -> Run:
+    def train(self, stage: int, block: dict[str, Any] | None, steps: int, **saving: Any) -> Run:
         if not needs.has_deepspeed(self.since):
             raise RuntimeError(f"DeepSpeed cannot train this before {self.since}")
         more = {"accumulation": self.accumulation, "zero": self.zero, **self.top}
         config = settings(stage, block, dtype=self.dtype, **more)
         model = partial(_born_sharded, self.model, config) if self.in_zero_init else self.model
-        chosen = {"groups": self.groups, "optimizer": plain_descent, "step": self.step}
+        chosen = {"groups": self.groups, "optimizer": plain_descent, "step": self.step, **saving}
         return train(config, steps, model, watched=True, **chosen)
 
 
@@ -292,6 +300,11 @@ DEEPSPEED_FEATURES: dict[str, Feature] = {
         stages=(3,), zero={"stage3_param_persistence_threshold": 100_000}
     ),
     "parameter offload": Feature(stages=(3,), zero={"offload_param": OFFLOAD}),
+    "`reduce_scatter: false`": Feature(
+        zero={"reduce_scatter": False},
+        top={"gradient_predivide_factor": 2.0},
+        said="gradients stay exact: zero_optimization.reduce_scatter is false",
+    ),
 }
 NO_OVERLAP = {"overlap_comm": False}
 # Not in the table of docs/support.md.

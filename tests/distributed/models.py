@@ -7,9 +7,11 @@ returns must cross a pipe, so weights travel as NumPy arrays and bit-identity as
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -69,7 +71,7 @@ def settings(
         **top,
     }
     if dtype != "fp32":  # fp16 with dynamic loss scale
-        config[dtype] = {"enabled": True}
+        config[dtype] = {"enabled": True} | top.get(dtype, {})
     if block is not None:
         config["quantized_comm"] = block
     return config
@@ -214,6 +216,7 @@ class Run:
     weights: dict[str, np.ndarray]
     seen: list[Sighting] = field(default_factory=list)
     report: dict[str, Any] | None = None
+    noted: Any = None  # by what was entered around it
 
 
 def train(
@@ -224,19 +227,52 @@ def train(
     seed: int = 0,
     watched: bool = False,
     step: Callable[[Any, int, int], list[float]] = train_step,
+    save_at: int | None = None,
+    resumes: bool = False,
     **building: Any,
 ) -> Run:
-    """Build an engine and train it; ``building`` goes to ``build``."""
+    """Build an engine and train it; ``building`` goes to ``build``. Before step ``save_at`` a
+    checkpoint is saved, and if it ``resumes``, loaded by an engine on other weights that goes on.
+    """
     import ds_quant
 
+    def play(places: range) -> None:
+        with watch(engine) if watched else nullcontext([]) as seen:
+            losses.extend(loss for place in places for loss in step(engine, place, seed))
+        sightings.extend(seen)
+
+    losses: list[float] = []
+    sightings: list[Sighting] = []
     engine = build(config, model, seed=seed, **building)
-    with watch(engine) if watched else nullcontext([]) as seen:
-        losses = [loss for place in range(steps) for loss in step(engine, place, seed)]
-    run = Run(losses, masters(engine), seen, ds_quant.report(engine))
+    if save_at is not None:
+        play(range(save_at))
+        save(engine)
+    if resumes:
+        engine.destroy()
+        engine = build(config, model, seed=7, **building)
+        _, state = engine.load_checkpoint(os.environ["TEST_SCRATCH"], tag="middle")
+        assert state["epoch"] == 4 and "ds_quant" not in state
+    play(range(save_at or 0, steps))
+    run = Run(losses, masters(engine), sightings, ds_quant.report(engine))
     engine.destroy()
     return run
+
+
+def save(engine: Any) -> None:
+    """With client state of the user's own."""
+    from deepspeed import comm as dist
+
+    engine.save_checkpoint(os.environ["TEST_SCRATCH"], "middle", {"epoch": 4})
+    dist.barrier()
 
 
 def mean_losses(runs: list[Run]) -> np.ndarray:
     """Losses averaged over ranks, (micro-steps,) float64."""
     return np.mean([run.losses for run in runs], axis=0)
+
+
+def unsteady(seen: list[Sighting]) -> list[tuple[str, int]]:
+    """(parameter, step) that were fetched with different bits within the step."""
+    order = sorted(seen, key=lambda s: (s.name, s.step))
+    by_step = groupby(order, key=lambda s: (s.name, s.step))
+    return [key for key, sightings in by_step if len({s.bits for s in sightings}) > 1]

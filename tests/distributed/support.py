@@ -193,9 +193,6 @@ ELSEWHERE = (
         for name, feature in DEEPSPEED_FEATURES.items()
     ),
     Elsewhere(
-        feature="`reduce_scatter: false`", test=FEATURES,
-    ),
-    Elsewhere(
         feature="several engines in one process, trained in turn", test="test_support.py",
     ),
     Elsewhere(feature="engine rebuilt in one process", test="test_support.py"),

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from tests.distributed.features import Borrowed
 from tests.distributed.harness import run
-from tests.distributed.models import Regression, build, digests, masters, settings, train_step
+from tests.distributed.models import build, digests, masters, settings, train_step
 from tests.thin import thinned
 
 pytestmark = pytest.mark.distributed
@@ -21,64 +19,6 @@ LEARNED = {
     "weights": {"bits": 4, "rounding": "nearest", "levels": "learned", "level_steps": [2, 5]},
 }
 QSDP = {"scheme": "qsdp"}
-
-
-LEVELS = {"scheme": "sdp4bit", "node_size": 2, "allow_full_replica": True}
-
-
-def _went_on_and_resumed(
-    stage: int, block: dict, dtype: str, accumulation: int, model: type[nn.Module]
-) -> list[tuple]:
-    """(losses, bits, client state) after step 3 of a run that saves there and of one that loads."""
-    from deepspeed import comm as dist
-
-    folder = os.environ["TEST_SCRATCH"]
-    config = settings(stage, block, dtype=dtype, accumulation=accumulation)
-    outcomes = []
-    for resumed in (False, True):
-        engine = build(config, model, seed=7 if resumed else 0)
-        losses, state = [], {}
-        if resumed:
-            _, state = engine.load_checkpoint(folder, tag="middle")
-        for step in range(3 if resumed else 0, 7):
-            losses += train_step(engine, step)
-            if step == 2:
-                engine.save_checkpoint(folder, "middle", {"epoch": 4})
-                dist.barrier()
-                losses = []
-        outcomes.append((losses, digests(masters(engine)), state))
-        engine.destroy()
-    return outcomes
-
-
-QUICK = (
-    (2, LEARNED, "bf16", 2), (3, LEARNED, "bf16", 2), (3, QSDP, "bf16", 1), (3, LEVELS, "bf16", 1),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("stage", "block", "dtype", "accumulation", "model"),
-    thinned([
-        (2, LEARNED, "bf16", 2, Regression), (3, LEARNED, "bf16", 2, Regression),
-        (3, QSDP, "bf16", 1, Borrowed), (1, LEVELS, "bf16", 2, Regression),
-        (3, LEVELS, "bf16", 1, Borrowed),
-        (1, LEARNED, "fp32", 2, Regression), (1, QSDP, "bf16", 2, Regression),
-        (2, QSDP, "fp32", 2, Regression), (3, LEARNED, "fp32", 2, Regression),
-        (3, QSDP, "bf16", 2, Regression), (2, LEVELS, "bf16", 1, Regression),
-        (3, LEVELS, "bf16", 2, Regression),
-    ], lambda *case: case[0] == 1 and case[1] is LEVELS or case[:4] in QUICK),
-)  # fmt: skip
-def test_a_resumed_run_equals_the_one_that_saved(
-    stage: int, block: dict, dtype: str, accumulation: int, model: type[nn.Module]
-) -> None:
-    """Learned levels, the steps that address random bits, kept weights, which both saving and
-    loading make exact, a weight that another module borrows, and the user's own client state.
-    """
-    world = 4 if block is LEVELS else 3
-    outcomes = run(_went_on_and_resumed, world, stage, block, dtype, accumulation, model)
-    for went_on, resumed in outcomes:
-        assert went_on[:2] == resumed[:2]
-        assert resumed[2]["epoch"] == 4 and "ds_quant" not in resumed[2]
 
 
 def _across(stage: int, saving: dict | None, loading: dict | None) -> list[float]:

@@ -30,15 +30,6 @@ def _trained(block: dict[str, Any] | None, stage: int) -> tuple[list[float], Any
     return losses, digests(masters(engine)), "" if report is None else report["line"]
 
 
-@pytest.mark.parametrize("stage", (2, 3))
-def test_a_plain_script_trains_as_with_the_block_in_its_config(stage: int) -> None:
-    written = run(_trained, 4, BLOCK, stage)
-    given = run(_trained, 4, None, stage, environment=GIVEN)
-    for (losses, weights, line), (same, equal, told) in zip(written, given, strict=True):
-        assert (losses, weights) == (same, equal)
-        assert f"from {VARIABLE}" in told and VARIABLE not in line
-
-
 def test_a_file_is_read_and_a_block_in_the_config_wins(tmp_path: Path) -> None:
     path = tmp_path / "block.json"
     path.write_text(json.dumps({"quantized_comm": BLOCK}))

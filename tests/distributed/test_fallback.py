@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import functools
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.distributed.harness import run, run_all, run_each
 from tests.distributed.models import (
+    FULL,
+    QSDP,
     build,
     digest,
     digests,
+    forward,
     masters,
     settings,
     train_step,
@@ -255,34 +260,6 @@ def test_a_kill_file_that_only_some_ranks_watch_is_refused_by_name() -> None:
         assert "ranks disagree" in error and "DS_QUANT_KILL_FILE=" in error
 
 
-def resumed_in_between(stage: int) -> tuple[list[float], list[float]]:
-    """Losses after a checkpoint saved while falling back, of the run that saved and of a resumed
-    one.
-    """
-    folder = os.environ["TEST_SCRATCH"]
-    outcomes = []
-    for resumed in (False, True):
-        engine = build(settings(stage, fields("qsdp", "full_precision"), dtype="bf16"))
-        first = BAD_STEP + 2
-        if resumed:
-            engine.load_checkpoint(folder, tag="middle")
-        else:
-            spoil(engine)
-            for step in range(first):
-                train_step(engine, step)
-            engine.save_checkpoint(folder, "middle")
-            torch.distributed.barrier()
-        outcomes.append([x for step in range(first, STEPS) for x in train_step(engine, step)])
-        engine.destroy()
-    return outcomes[0], outcomes[1]
-
-
-@pytest.mark.parametrize("stage", thinned(STAGES, lambda stage: stage == 3))
-def test_a_run_resumed_while_falling_back_goes_on_as_the_one_that_saved(stage: int) -> None:
-    for went_on, resumed in run(resumed_in_between, RANKS, stage):
-        assert repr(went_on) == repr(resumed)
-
-
 # ---- a file system that fails ----
 
 
@@ -322,3 +299,76 @@ def test_a_rank_that_cannot_look_for_the_file_keeps_its_vote_and_warns_once(stag
     (line,) = ranks[1][1]
     assert "rank 1 cannot look for the file of DS_QUANT_KILL_FILE" in line
     assert "Stale file handle" in line
+
+
+# ---- what a non-finite gradient leaves behind ----
+
+POISONED, DTYPES = "second.weight", ("fp32", "bf16")
+BAD = {"nan": float("nan"), "inf": float("inf")}
+
+
+def poisoned(stage: int, dtype: str) -> dict[str, dict[str, Any]]:
+    return {
+        f"{name} {bad}": _poisoned_run(settings(stage, block, dtype=dtype), BAD[bad])
+        for name, block in (("full", FULL), ("quantized", QSDP))
+        for bad in BAD
+    }
+
+
+def _poisoned_run(config: dict[str, Any], value: float) -> dict[str, Any]:
+    """One good step, one with ``value`` in one element of rank 1's gradient, one more good one."""
+    from deepspeed import comm as dist
+    from deepspeed.utils import safe_get_full_grad
+
+    engine = build(config)
+    parameters = dict(engine.module.named_parameters())
+    train_step(engine, 0)
+    before = digests(masters(engine))
+
+    def poison(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[gradient.numel() // 3] = value
+        return gradient
+
+    hook = parameters[POISONED].register_hook(poison) if dist.get_rank() == 1 else None
+    engine.backward(forward(engine, 1))
+    gradients = {n: safe_get_full_grad(p).float().numpy().copy() for n, p in parameters.items()}
+    engine.step()
+    if hook is not None:
+        hook.remove()
+    return {
+        "gradients": gradients,
+        "overflow": bool(engine.optimizer.overflow),
+        "before": before,
+        "after": masters(engine),
+        "next_loss": train_step(engine, 2)[0],
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_non_finite_gradient_of_one_rank_stays_visible(stage: int, dtype: str) -> None:
+    """The owner sees it, DeepSpeed treats it as in full precision, nothing else is touched."""
+    for rank in run_all(poisoned, 2, tuple(product(STAGES, DTYPES)))[stage, dtype]:
+        for bad in BAD:
+            _check_poisoned(rank[f"full {bad}"], rank[f"quantized {bad}"])
+
+
+def _check_poisoned(full: dict[str, Any], quantized: dict[str, Any]) -> None:
+    element = full["gradients"][POISONED].size // 3
+    for outcome in (full, quantized):
+        assert not np.isfinite(outcome["gradients"][POISONED].reshape(-1)[element])
+        others = [g for n, g in outcome["gradients"].items() if n != POISONED]
+        assert all(np.isfinite(g).all() for g in others)
+    group_size = 1024
+    assert np.count_nonzero(~np.isfinite(full["gradients"][POISONED])) == 1
+    assert np.count_nonzero(~np.isfinite(quantized["gradients"][POISONED])) <= group_size
+    assert quantized["overflow"] == full["overflow"]
+    if full["overflow"]:  # the step is skipped
+        assert digests(quantized["after"]) == quantized["before"]
+        assert np.isfinite(quantized["next_loss"])
+        return
+    for outcome in (full, quantized):
+        broken = ~np.isfinite(outcome["after"][POISONED])
+        assert (broken == ~np.isfinite(outcome["gradients"][POISONED])).all()
+        assert np.isnan(outcome["next_loss"])

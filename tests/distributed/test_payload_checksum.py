@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import run, run_each
-from tests.distributed.models import build, digests, evaluate, masters, settings, train_step
+from tests.distributed.models import build, evaluate, settings, train_step
 from tests.thin import thinned
 
 pytestmark = pytest.mark.distributed
@@ -162,41 +162,3 @@ def _inference() -> float:
 def test_an_engine_without_optimizer_checks_every_message_at_once() -> None:
     _, error = run_each(_inference, 2, timeout=60, environment={"TEST_COLLECTIVE_TIMEOUT": "20"})[1]
     assert "step 0: weights from rank 0 were changed on their way to rank 1" in error
-
-
-def _compared(stage: int, block: dict) -> list[tuple[list, dict, dict]]:
-    """Losses, bits and report without and with checksums."""
-    import ds_quant
-
-    outcomes = []
-    for more in ({}, {"payload_checksum": True}):
-        engine = build(settings(stage, block | more, dtype="bf16", accumulation=2))
-        losses = [train_step(engine, step) for step in range(3)]
-        report = ds_quant.report(engine)
-        outcomes.append((losses, digests(masters(engine)), report))
-        engine.destroy()
-    return outcomes
-
-
-@pytest.mark.parametrize(
-    ("stage", "scheme", "world", "node_size"),
-    [
-        (1, "qsdp", 2, 1), (1, "sdp4bit", 4, 2), (2, "qsdp", 4, 2), (2, "sdp4bit", 2, 1),
-        (3, "qsdp", 2, 1), (3, "sdp4bit", 4, 2),
-    ],
-)  # fmt: skip
-def test_checksums_change_no_bit_and_cost_sixteen_bytes_per_message(
-    stage: int, scheme: str, world: int, node_size: int
-) -> None:
-    """Every collective of these worlds brings a rank one message: two ranks, or pairs of them."""
-    for plain, sealed in run(_compared, world, stage, BLOCKS[scheme] | {"node_size": node_size}):
-        assert plain[:2] == sealed[:2]
-        counted = [outcome[2]["collectives"] for outcome in (plain, sealed)]
-        assert counted[0] == counted[1]
-        for role, messages in counted[0].items():
-            before, after = (sum(r[2]["received_bytes"][role].values()) for r in (plain, sealed))
-            assert messages > 0
-            assert after - before == 16 * messages, role
-        assert "every message carries a checksum" in sealed[2]["line"]
-        assert "checksum" not in plain[2]["line"]
-        assert plain[2]["expected_bytes_per_param"] == sealed[2]["expected_bytes_per_param"]

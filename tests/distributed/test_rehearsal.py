@@ -14,6 +14,7 @@ import torch
 
 from ds_quant.kernels import dispatch, launch_batch, launch_lossless
 from ds_quant.zero.warmup import warm_up
+from tests.distributed.features import separate_experts
 from tests.distributed.harness import run
 from tests.distributed.models import build, plain_descent, settings, train_step
 from tests.distributed.scenarios import Mixture
@@ -76,11 +77,8 @@ def _variants(stage: int, block: dict[str, Any]) -> tuple[set, set]:
 
 def _of_experts(stage: int, block: dict[str, Any]) -> tuple[set, set]:
     """The same of a model whose experts are split over the ranks of a node."""
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
-
-    groups = lambda model: split({"params": list(model.parameters()), "name": "all"})  # noqa: E731
     config = settings(stage, block, dtype="bf16")
-    return _of(build(config, lambda: Mixture(2), optimizer=plain_descent, groups=groups))
+    return _of(build(config, lambda: Mixture(2), optimizer=plain_descent, groups=separate_experts))
 
 
 def _of(engine: Any) -> tuple[set, set]:

@@ -23,7 +23,6 @@ from tests.distributed.models import (
     FEATURES,
     PREFETCH,
     TARGETS,
-    Regression,
     build,
     digest,
     digests,
@@ -31,10 +30,8 @@ from tests.distributed.models import (
     forward,
     masters,
     settings,
-    train,
     train_step,
 )
-from tests.thin import thinned
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -93,45 +90,6 @@ class Detour(nn.Module):
         for place in order[:4]:
             x = x + torch.tanh(self.layers[place](x))
         return (self.last(x).float() - y).square().mean()
-
-
-CASES: dict[str, tuple[type[nn.Module], dict]] = {
-    f"{model.__name__}, {name}": (model, zero)
-    for model in (Regression, Detour)
-    for name, zero in ARRANGEMENTS.items()
-}
-SOME = ("Regression, a layer ahead", "Detour, no prefetch")
-
-
-WAYS = ({"at_once": True}, {}, {"streams": True})
-
-
-def every_way(node_size: int, names: tuple[str, ...]) -> dict[str, list[Any]]:
-    """Name of a case -> what was seen with the exchange at once, then spread, also as on CUDA."""
-    found: dict[str, list[Any]] = {}
-    for name in names:
-        model, zero = CASES[name]
-        all_in_flight = zero is PREFETCH  # else the end of the last exchange is never posted
-        for way in WAYS:
-            with small_chunks(in_flight=99 if all_in_flight else 2, **way):
-                result = train(config(node_size, zero), STEPS, model, watched=True)
-            received = result.report["received_bytes"] if all_in_flight else None
-            found.setdefault(name, []).append(
-                (result.losses, digests(result.weights), result.seen, received)
-            )
-    return found
-
-
-@pytest.mark.parametrize(
-    ("nodes", "node_size", "names"),
-    thinned([(2, 2, tuple(CASES)), (2, 1, SOME), (3, 1, SOME)], lambda *case: case[2] == SOME),
-)
-def test_spreading_changes_no_weight_no_loss_and_no_byte(
-    nodes: int, node_size: int, names: tuple[str, ...]
-) -> None:
-    for found in run(every_way, nodes * node_size, node_size, names, timeout=240):
-        for name, (at_once, *spread_out) in found.items():
-            assert all(other == at_once for other in spread_out), name
 
 
 def missing_names(arriving: Any) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import traceback
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ import torch
 from tests.distributed.harness import run, run_all, run_each
 from tests.distributed.models import (
     QSDP,
+    batch,
     build,
     digests,
+    forward,
     masters,
     settings,
     train_step,
 )
+from tests.distributed.scenarios import Grid, initialize, seeded
 from tests.distributed.support import ELSEWHERE, REFUSED, TRAINED, Refused
 
 pytestmark = pytest.mark.distributed
@@ -165,8 +169,8 @@ Bits = list[tuple[list[float], dict[str, str]]]
 def one_at_a_time() -> Bits:
     found = []
     for seed, (stage, block) in enumerate(PAIRS):
-        engine = build(settings(stage, block, dtype="bf16"), seed=seed)
-        losses = [loss for step in range(5) for loss in train_step(engine, step, seed)]
+        engine = build(settings(stage, block, dtype="bf16", accumulation=2), seed=seed)
+        losses = [loss for step in range(3) for loss in train_step(engine, step, seed)]
         found.append((losses, digests(masters(engine))))
         engine.destroy()
     return found
@@ -174,13 +178,15 @@ def one_at_a_time() -> Bits:
 
 def in_turn() -> Bits:
     engines = [
-        build(settings(stage, block, dtype="bf16"), seed=seed)
+        build(settings(stage, block, dtype="bf16", accumulation=2), seed=seed)
         for seed, (stage, block) in enumerate(PAIRS)
     ]
     losses: list[list[float]] = [[] for _ in engines]
-    for step in range(5):
-        for seed, engine in enumerate(engines):
-            losses[seed] += train_step(engine, step, seed)
+    for step, micro, (seed, engine) in product(range(3), range(2), enumerate(engines)):
+        loss = forward(engine, step, micro, seed=seed)
+        engine.backward(loss)
+        engine.step()
+        losses[seed].append(float(loss.detach()))
     return [(found, digests(masters(e))) for found, e in zip(losses, engines, strict=True)]
 
 
@@ -206,3 +212,21 @@ def test_an_engine_rebuilt_in_one_process_trains_as_the_first() -> None:
     cases = ((1, "sdp4bit"), (2, "qsdp"), (3, "qsdp"), (3, "sdp4bit"))
     for case, ranks in run_all(rebuilt, 4, cases).items():
         assert all(first == second for first, second in ranks), case
+
+
+def copies(stage: int) -> dict[str, str]:
+    """Master weights of a model that tensor-parallel neighbours hold whole, each reducing it in a
+    data-parallel group of its own. Neighbours see the same batches.
+    """
+    grid = Grid(2)
+    engine = initialize(seeded(), settings(stage, QSDP), mpu=grid)
+    for step in range(4):
+        engine.backward(engine(*batch(0, step, 0, grid.get_data_parallel_rank())))
+        engine.step()
+    return digests(masters(engine))
+
+
+def test_tensor_parallel_ranks_keep_copies_of_a_parameter_equal() -> None:
+    """Gradients of copies are equal, and take equal random bits in their groups."""
+    weights = run(copies, 4, 2)
+    assert weights[0] == weights[1] and weights[2] == weights[3] == weights[0]

@@ -162,27 +162,6 @@ def test_two_engines_of_a_process_do_not_mix() -> None:
     assert qsdp["gradients/inter/bytes"] > 1.5 * sdp4bit["gradients/inter/bytes"]
 
 
-def same_weights(stage: int) -> list[dict[str, str]]:
-    """Digests of the master weights, with every step sampled and with none."""
-    from tests.distributed.models import digests, masters
-
-    found = []
-    for interval in (1, 0):
-        file = Path(os.environ["TEST_SCRATCH"], f"lines {stage}")
-        metrics = {"interval": interval, "file": str(file)}
-        engine = build(settings(stage, block("sdp4bit", None) | {"metrics": metrics}))
-        for step in range(3):
-            train_step(engine, step)
-        found.append(digests(masters(engine)))
-        engine.destroy()
-    return found
-
-
-def test_sampling_changes_no_bit() -> None:
-    for ranks in run_all(same_weights, 2, ((2,), (3,))).values():
-        assert all(sampled_weights == plain for sampled_weights, plain in ranks)
-
-
 def resumed() -> list[int]:
     """Steps reported by a run that loads a checkpoint of step 5."""
     folder = Path(os.environ["TEST_SCRATCH"])

@@ -39,41 +39,6 @@ def stage_of(param_dict: Mapping[str, Any]) -> Any:
     return int(stage) if number(stage) in (0, 1, 2, 3) else stage
 
 
-def facts(param_dict: Mapping[str, Any], *, bf16_optimizer: bool = False) -> dict[str, Any]:
-    """Settings that decide whether the plugin can work; equal on all ranks.
-
-    ``bf16_optimizer``: DeepSpeed is seen to use an optimizer without ZeRO's shards.
-    """
-    zero, stage = section(param_dict, "zero_optimization"), stage_of(param_dict)
-    offload_param, offload_optimizer = (
-        section(zero, name) for name in ("offload_param", "offload_optimizer")
-    )
-    full_gradients = (
-        stage == 1
-        and is_on(section(param_dict, "bf16").get("enabled"))
-        and section(param_dict, "data_types").get("grad_accum_dtype") == "fp32"
-        and offload_optimizer.get("device", "none") == "none"
-    )
-    one_bit = section(param_dict, "optimizer").get("type")
-    zeropp = [f"{flag}=true" for flag in _FLAGS if is_on(zero.get(flag))]
-    if number(zero.get("zero_hpz_partition_size")) > 1:
-        zeropp.append(f"zero_hpz_partition_size={zero['zero_hpz_partition_size']}")
-    return {
-        "stage": stage,
-        "bf16_optimizer": bf16_optimizer or full_gradients,
-        "deepcompile": is_on(section(param_dict, "compile").get("deepcompile")),
-        "zeropp": zeropp,
-        "one_bit": one_bit if str(one_bit).lower() in ONE_BIT else None,
-        "mics": number(zero.get("mics_shard_size")) > 0,
-        "nvme_params": offload_param.get("device") == "nvme",
-        "nvme_optimizer": stage == 3 and offload_optimizer.get("device") == "nvme",
-        "hybrid_engine": is_on(section(param_dict, "hybrid_engine").get("enabled")),
-        "auto_experts": stage == 3 and is_on(section(param_dict, "expert_parallel").get("enabled")),
-        "zenflow": zero.get("zenflow") is not None,
-        "super_offload": is_on(offload_optimizer.get("super_offload")),
-    }
-
-
 def is_on(value: Any) -> bool:
     """Read a flag as DeepSpeed does."""
     return str(value).lower() in _YES
@@ -114,39 +79,57 @@ def refuse(
     param_dict: Mapping[str, Any], config: QuantizedCommConfig, *, bf16_optimizer: bool = False
 ) -> None:
     """Raise ConfigError for a DeepSpeed config whose block ``config`` cannot work in it."""
-    found = facts(param_dict, bf16_optimizer=bf16_optimizer)
-    together(lambda: config.validate_stage(stage_of(param_dict)), lambda: refuse_unsupported(found))
+    together(
+        lambda: config.validate_stage(stage_of(param_dict)),
+        lambda: refuse_unsupported(param_dict, bf16_optimizer=bf16_optimizer),
+    )
 
 
-def refuse_unsupported(facts: Mapping[str, Any]) -> None:
-    """Raise ConfigError for combinations that cannot work."""
+def refuse_unsupported(param_dict: Mapping[str, Any], *, bf16_optimizer: bool = False) -> None:
+    """Raise ConfigError for settings of a DeepSpeed config with which the plugin cannot work.
+
+    ``bf16_optimizer``: DeepSpeed is seen to use an optimizer without ZeRO's shards.
+    """
+    zero, stage = section(param_dict, "zero_optimization"), stage_of(param_dict)
+    offloaded, weights = section(zero, "offload_optimizer"), section(zero, "offload_param")
+    bf16_optimizer |= (
+        stage == 1
+        and is_on(section(param_dict, "bf16").get("enabled"))
+        and section(param_dict, "data_types").get("grad_accum_dtype") == "fp32"
+        and offloaded.get("device", "none") == "none"
+    )
+    one_bit = section(param_dict, "optimizer").get("type")
+    zeropp = [f"{flag}=true" for flag in _FLAGS if is_on(zero.get(flag))]
+    if number(zero.get("zero_hpz_partition_size")) > 1:
+        zeropp.append(f"zero_hpz_partition_size={zero['zero_hpz_partition_size']}")
     rules = (
-        (facts["bf16_optimizer"], "data_types.grad_accum_dtype=fp32 with bf16 under ZeRO-1",
+        (bf16_optimizer, "data_types.grad_accum_dtype=fp32 with bf16 under ZeRO-1",
          "DeepSpeed then uses BF16_Optimizer (0.17: FP16_UnfusedOptimizer, without ZeRO), which "
          "needs full gradients on every rank; use zero_optimization.stage 2, or leave "
          "data_types.grad_accum_dtype out"),
-        (facts["deepcompile"], "compile.deepcompile=true",
+        (is_on(section(param_dict, "compile").get("deepcompile")), "compile.deepcompile=true",
          "DeepCompile removes the hooks this plugin needs; set compile.deepcompile to false "
          "(plain engine.compile() works)"),
-        (facts["zeropp"], ", ".join(f"zero_optimization.{k}" for k in facts["zeropp"]),
+        (zeropp, ", ".join(f"zero_optimization.{k}" for k in zeropp),
          f"ZeRO++ and quantized_comm would both quantize; {_MIGRATE}"),
-        (facts["mics"], "zero_optimization.mics_shard_size",
+        (number(zero.get("mics_shard_size")) > 0, "zero_optimization.mics_shard_size",
          f"MiCS keeps its own shards; {_MIGRATE}"),
-        (facts["one_bit"], f"optimizer.type={facts['one_bit']}",
+        (str(one_bit).lower() in ONE_BIT, f"optimizer.type={one_bit}",
          f"it compresses what it sends by itself; {_MIGRATE}"),
-        (facts["nvme_params"], "zero_optimization.offload_param.device=nvme",
+        (weights.get("device") == "nvme", "zero_optimization.offload_param.device=nvme",
          "parameters on NVMe are not supported; allowed: cpu, none"),
-        (facts["zenflow"], "zero_optimization.zenflow",
+        (zero.get("zenflow") is not None, "zero_optimization.zenflow",
          "ZenFlow has update paths of its own; remove zenflow"),
-        (facts["super_offload"], "zero_optimization.offload_optimizer.super_offload=true",
+        (is_on(offloaded.get("super_offload")),
+         "zero_optimization.offload_optimizer.super_offload=true",
          "SuperOffload is not supported; set it to false"),
-    )  # fmt: skip
-    rules += (
-        (facts["nvme_optimizer"], "zero_optimization.offload_optimizer.device=nvme under ZeRO-3",
+        (stage == 3 and offloaded.get("device") == "nvme",
+         "zero_optimization.offload_optimizer.device=nvme under ZeRO-3",
          "not tested; allowed: cpu, none"),
-        (facts["hybrid_engine"], "hybrid_engine.enabled=true",
+        (is_on(section(param_dict, "hybrid_engine").get("enabled")), "hybrid_engine.enabled=true",
          "generation with kernels of its own is not tested; set it to false"),
-        (facts["auto_experts"], "expert_parallel.enabled=true under ZeRO-3",
+        (stage == 3 and is_on(section(param_dict, "expert_parallel").get("enabled")),
+         "expert_parallel.enabled=true under ZeRO-3",
          "AutoEP works under ZeRO-1 and 2; use zero_optimization.stage 2"),
     )  # fmt: skip
     found = [

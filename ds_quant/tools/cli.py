@@ -150,8 +150,7 @@ def _report(path: Path, arguments: argparse.Namespace) -> list[str]:
     try:
         config = block()
     except ConfigError:  # told with what else is wrong
-        unsupported = partial(refusals.refuse_unsupported, refusals.facts(param_dict))
-        refusals.together(block, unsupported)
+        refusals.together(block, partial(refusals.refuse_unsupported, param_dict))
         raise
     if config is None:
         reason = f"{KEY} is disabled" if KEY in param_dict else f"no {KEY} block"

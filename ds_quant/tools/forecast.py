@@ -15,8 +15,7 @@ from ds_quant.config.presets import RESEARCH, YOURS, group_of, preset_names
 from ds_quant.config.schema import QuantizedCommConfig, parse_block
 from ds_quant.policy import choosing, cost, memory
 from ds_quant.policy.cost import Cluster
-from ds_quant.policy.gathers import FetchSettings
-from ds_quant.policy.model import Model
+from ds_quant.policy.model import FetchSettings, Model
 from ds_quant.policy.refusals import starts
 
 # ---- the plan ----

@@ -19,8 +19,7 @@ from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import ConfigError, QuantizedCommConfig, parse
 from ds_quant.policy import model, refusals
 from ds_quant.policy.cost import Cluster, PricedParam
-from ds_quant.policy.gathers import FetchSettings
-from ds_quant.policy.model import Model
+from ds_quant.policy.model import FetchSettings, Model
 from ds_quant.tools import forecast, probe
 from ds_quant.tools.cli import about, load
 from ds_quant.tools.forecast import GIGABIT, Buckets, Plan

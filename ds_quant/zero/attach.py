@@ -28,20 +28,17 @@ from ds_quant.zero import (
     handshake,
     hooks,
     muon,
-    muon_hooks,
     offload,
     optimizer_hooks,
     safety,
 )
-from ds_quant.zero.advice import advice, one_bucket
 from ds_quant.zero.cpu_overlap import LateReduction
-from ds_quant.zero.equal_buckets import NO_BUCKET, require_equal
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_gathers
-from ds_quant.zero.gradients import OwnerReduction, ShardReduction
+from ds_quant.zero.gradients import OwnerReduction, ShardReduction, require_equal
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.replica import Replica
-from ds_quant.zero.report import announce, figures, start_line
+from ds_quant.zero.report import advice, announce, figures, one_bucket, start_line
 from ds_quant.zero.safety import Fallback, FirstStep, promised_roles
 from ds_quant.zero.telemetry import Telemetry, listened_to, unwritable
 from ds_quant.zero.waiting import WaitingGradients
@@ -55,7 +52,7 @@ def tune(engine: Any, config: QuantizedCommConfig, topology: Topology) -> dict[s
     """Return the seconds of a step's messages by scheme, the same on all ranks. A collective."""
     stage, device = engine.zero_optimization_stage(), hooks.device()
     where = {"stage": stage, "nodes": topology.nodes, "node_size": topology.node_size}
-    where["shipped_gradients"] = muon_hooks.exact_gradient_reason(engine) is not None
+    where["shipped_gradients"] = muon.exact_gradient_reason(engine) is not None
     groups = level_groups(topology) if 1 < topology.node_size < topology.world else ()
     # Links of their own, so that nothing is counted as training.
     how = {"topology": topology, "traffic": Traffic(), "backend": config.backend}
@@ -206,6 +203,7 @@ def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Plugi
         config = config.picked(autotune.choose(seconds))
         notices.append(autotune.reason(seconds))
     plugin = Plugin(engine, config.to_scheme(), topology)
+    plugin.shipped_gradients = muon.exact_gradient_reason(engine)
     plugin.notices += notices
     return plugin
 
@@ -261,7 +259,7 @@ def _attach_gradients(plugin: Plugin, optimizer: Any) -> None:
 
 def _reduce_to_shards(plugin: Plugin, optimizer: Any) -> None:
     events, overlaps = plugin.hooks, plugin.engine.zero_overlap_comm()
-    muon_hooks.reduce_scatter(events)
+    muon.reduce_scatter(events)
     plugin.notices += one_bucket(plugin.engine)
     reduction, skip = ShardReduction(plugin), None
     if plugin.waiting is not None:
@@ -282,7 +280,7 @@ def _reduce_to_owners(plugin: Plugin, optimizer: Any) -> None:
     reduction = OwnerReduction(plugin, optimizer)
     optimizer_hooks.wrap_owner_reduction(events, reduction.bucket, reduction.reduce)
     if link.is_gloo:
-        events.before_step.append(partial(require_equal, plugin, link, *NO_BUCKET))
+        events.before_step.append(partial(require_equal, plugin, link, None))
     if plugin.waiting is not None:
         optimizer_hooks.skip_zero_gradients(events, partial(_waits, plugin, link.rank))
 

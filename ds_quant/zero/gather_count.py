@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_quant.policy.gathers import FetchSettings
+from ds_quant.policy.model import FetchSettings
 from ds_quant.zero import hooks, log
 
 _RECORDING = 2  # micro-steps, see [Note: what is counted]
@@ -20,7 +20,7 @@ _CLOSE = 0.03  # a relative error that is not logged
 
 
 def predicted_gathers(engine: Any) -> float:
-    """Predict gathers of an element per micro-step by the rule of ``policy.gathers``."""
+    """Predict gathers of an element per micro-step by the rule of ``policy.model``."""
     settings = FetchSettings(
         max_reuse_distance=engine.zero_max_reuse_distance(),
         max_live_parameters=engine.zero_max_live_parameters(),

@@ -5,10 +5,17 @@ mean of: under ZeRO-3 every rank its shard of every gradient, under ZeRO-1 and 2
 the part of the flat partition. What a bucket is reduced by, its ``Layout``, follows from its
 parameters alone and is planned when the bucket is first seen; plans of equal sizes are shared,
 as layers are alike.
+
+[Note: equal buckets] Under ZeRO-1 and 2 ranks that leave out different layers (LayerDrop) fill
+different buckets. gloo's messages from peer to peer would then wait for ever, or bring sums of
+different parameters. So ranks compare one number before every bucket, and one before the optimizer
+steps, where a rank with fewer buckets meets the others. NCCL's collectives end by their watchdog,
+and an answer would have to wait for the device: there nothing is compared.
 """
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +25,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor
 
 from ds_quant.codec.bound import Coding, Rotation, exactly
@@ -30,7 +38,6 @@ from ds_quant.kernels.batch import Decode
 from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 from ds_quant.zero import optimizer_hooks
-from ds_quant.zero.equal_buckets import digest_of, require_equal
 from ds_quant.zero.optimizer_hooks import owners_of
 from ds_quant.zero.param import GradientStreams, Param, exact_gradient
 from ds_quant.zero.plugin import Plugin
@@ -86,8 +93,10 @@ class Layout:
 
     @cached_property
     def digest(self) -> int:
-        """Of the members, equal on ranks that reduce the same."""
-        return digest_of(self.members)
+        """An int64 that is equal on ranks whose bucket has the same members in the same order."""
+        text = repr([(param.index, owner) for param, owner in self.members])
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
 
     @cached_property
     def copies(self) -> Operations:
@@ -397,7 +406,7 @@ class OwnerReduction(GradientReducer):
         shares = partial(self._shares, ranges, owners, dtype, route, link.rank)
         layout = self._layout(key, shares, route, link, scale=1 / self._divisor)
         if link.is_gloo:
-            require_equal(plugin, link, layout.digest, layout.members)
+            require_equal(plugin, link, layout)
         sums = self._begin(layout, [self._bucket], route).wait()
         if sums is None:
             for owner, values in zip(owners, slices, strict=True):
@@ -459,3 +468,34 @@ class OwnerReduction(GradientReducer):
                 raise RuntimeError("quantized_comm: a gradient slice lies outside its bucket")
             found.append((first, first + numel))
         return found
+
+
+_SHOWN = 4  # names in a message
+
+
+def require_equal(plugin: Plugin, link: Link, layout: Layout | None) -> None:
+    """Run before a bucket is reduced, and without one before the optimizer steps: see
+    [Note: equal buckets].
+
+    Raises:
+        RuntimeError: on all ranks, if one has another bucket or none.
+    """
+    digest, members = (-1, ()) if layout is None else (layout.digest, layout.members)
+    if not link.differs(digest ^ plugin.gradient_step):
+        return
+    found: list[list[str]] = [[]] * link.size
+    names = list(dict.fromkeys(param.name for param, _ in members))
+    torch_dist.all_gather_object(found, names, group=link.process_group)
+    first = found[0]
+    other = next((rank for rank, names in enumerate(found) if names != first), 0)
+    only = [n for n in (*first, *found[other]) if (n in first) != (n in found[other])]
+    shown = ", ".join(only[:_SHOWN]) + (", ..." if len(only) > _SHOWN else "")
+    raise RuntimeError(
+        f"quantized_comm: step {plugin.engine.global_steps}: ranks reduce different "
+        f"gradients: rank {link.ranks[0]} those of {len(first)} parameter(s) now, rank "
+        f"{link.ranks[other]} those of {len(found[other])}; one of them lacks "
+        f"{shown or 'none, but they come in another order'}. Under ZeRO-1 and 2 every rank "
+        "must have gradients of the same parameters, with and without this plugin. Draw what "
+        "is left out (LayerDrop) alike on all ranks, or add 0 * parameter.sum() of what is "
+        "left out to the loss"
+    )

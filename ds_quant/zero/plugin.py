@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +26,7 @@ from ds_quant.policy.cost import Costs, PricedParam, bill
 from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
-from ds_quant.zero import hooks, muon_hooks, offload
+from ds_quant.zero import hooks, offload
 from ds_quant.zero.gather_count import predicted_gathers
 from ds_quant.zero.param import Param
 from ds_quant.zero.world import backend, level_groups
@@ -111,6 +110,8 @@ class Plugin:
         self.notices: list[str] = []  # what the start-up line must add
         self.asked: set[str] = set()  # roles for which DeepSpeed has called the plugin
         self.has_few_ranks = False  # some parameters belong to part of the world
+        # Because of which setting gradients take DeepSpeed's own collectives, if they do.
+        self.shipped_gradients: str | None = None
         self.served: Sequence[tuple[Any, Any]] = ()  # parameters with their process groups
         self.hooks: Any = None  # zero.hooks.Hooks
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
@@ -252,13 +253,6 @@ class Plugin:
         how = {"codec": self.scheme.weights, "rate": self.scheme.block.weights.level_rate}
         for link, shards in by_link.items():
             learn(shards, **how, link=link)
-
-    @cached_property
-    def shipped_gradients(self) -> str | None:
-        """The setting because of which gradients take DeepSpeed's own collectives, None if they
-        take this plugin's.
-        """
-        return muon_hooks.exact_gradient_reason(self.engine)
 
     @property
     def keeper(self) -> Any:

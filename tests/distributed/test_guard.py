@@ -40,10 +40,10 @@ def _refused_rank(config: dict[str, Any]) -> tuple[str, str, int, int]:
     started = checked = collectives_issued()
     check = refusals.refuse_unsupported
 
-    def noted(facts: Any) -> None:
+    def noted(*args: Any, **how: Any) -> None:
         nonlocal checked
         checked = collectives_issued()
-        check(facts)
+        check(*args, **how)
 
     refusals.refuse_unsupported = noted
     try:

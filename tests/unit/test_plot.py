@@ -1,14 +1,13 @@
-"""`ds_quant plot`: what is read from a metrics file, and what the picture says."""
+"""`ds_quant plot`: what is read from a metrics file."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ds_quant.tools import plot, plot_style
+from ds_quant.tools import plot
 from ds_quant.tools.cli import main
 from ds_quant.zero.telemetry import json_line
 
@@ -31,35 +30,13 @@ def write(folder: Path, *lines: str, end: str = "\n") -> Path:
     return path
 
 
-@pytest.fixture
-def texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Fills with the titles and the names of the lines in the picture that is drawn."""
-    seen: dict[str, list[str]] = {}
-    original = plot_style.save
-
-    def noted(figure: Any, path: Path) -> None:
-        for axes in figure.axes:
-            names = axes.get_legend().get_texts() if axes.get_legend() else []
-            seen[axes.get_title()] = [text.get_text() for text in names]
-        original(figure, path)
-
-    monkeypatch.setattr(plot_style, "save", noted)
-    return seen
-
-
-def test_picture_is_written_beside_the_file_and_says_what_it_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], texts: dict[str, list[str]]
+def test_picture_is_written_beside_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, record(50), record(100))
     assert main(["plot", str(path)]) == 0
     assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out == f"{tmp_path / 'metrics.png'}: 2 sampled steps, 50 to 100\n"
-    roles = ["weights inter", "gradients inter"]
-    assert texts == {  # 3 MB instead of 8; 0.6 of 0.8 seconds
-        "Bytes received per step: 62 % less than in full precision": roles,
-        "Error of the messages of rank 0": roles,
-        "Time in collectives of a sampled step: wait takes 75 %": ["encode", "wait", "decode"],
-    }
 
 
 def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
@@ -70,7 +47,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> Non
 
 
 def test_lines_that_are_no_records_are_named_and_the_others_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], texts: dict[str, list[str]]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A record that a full disk has cut off, other text, wrong values; saved without its bytes."""
     torn, odd = record(2)[:40], record(3).replace("0.1", '"fast"')
@@ -81,7 +58,6 @@ def test_lines_that_are_no_records_are_named_and_the_others_drawn(
     assert said.out.endswith("metrics.png: 3 sampled steps, 1 to 5\n")
     wrong = "no JSON objects of numbers with a step in line(s) 2, 3, 4: left out"
     assert said.err == f"{path}: {wrong}\n"
-    assert "Bytes received per step: 62 % less than in full precision" in texts
 
 
 @pytest.mark.parametrize(

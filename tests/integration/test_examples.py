@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import harness
-from tests.integration.processes import LAUNCHERS, free_port, run_both
+from tests.integration.processes import free_port, run_both
 
 for library in ("transformers", "accelerate", "peft"):
     pytest.importorskip(library, reason=f"needs {library}: pip install 'ds_quant[hf]'")
@@ -83,14 +83,6 @@ def test_accelerate_launch_starts_its_example(folder: Path) -> None:
     found = losses(printed)  # without GPUs of every rank, as Accelerate takes each for the first
     assert len(found) >= 4 and found[-1] < found[0] - 1, printed
     assert (folder / "model.pt").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain_loop.py", "trainer.py", "lora.py"])
-def test_deepspeed_launcher_starts_an_example(folder: Path, name: str) -> None:
-    command = (sys.executable, "-m", *LAUNCHERS["deepspeed"], free_port(), name)
-    printed = "".join(run_both(*command, cwd=folder, **QUIET))
-    assert re.search("quantized_comm: .* on ZeRO-", printed) and len(losses(printed)) == 4, printed
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import torch
 from ds_quant.resources import resource_dir
 from tests.distributed import harness
 from tests.integration import hf
-from tests.integration.processes import LAUNCHERS, free_port, run_both
 from tests.thin import thinned
 
 for library in ("transformers", "accelerate", "peft"):
@@ -445,38 +444,3 @@ def test_a_part_of_the_model_is_saved_exactly_or_said_to_be_decoded(
 
 
 # ---- as a user starts it ----
-
-SCRIPT = """
-import os
-import deepspeed  # for an oddity of CPU runs, which GPUs do not need:
-deepspeed.init_distributed("gloo")  # accelerate does not tell DeepSpeed, so zero.Init sees 1 rank
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
-import torch
-
-args = TrainingArguments(
-    output_dir="out", deepspeed="ds_config.json", per_device_train_batch_size=2, max_steps=3,
-    bf16=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
-)
-"""
-END = """
-deepspeed.comm.barrier()
-os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit
-"""
-
-
-@pytest.mark.slow  # make test runs what the README shows, see test_readme.py
-@pytest.mark.parametrize(
-    "launcher",
-    ["torchrun", "deepspeed"],
-)
-def test_a_trainer_script_with_the_block_in_its_json_is_quantized(
-    python: Path, tmp_path: Path, launcher: str
-) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT + hf.TRAINING + END)
-    (tmp_path / "ds_config.json").write_text(json.dumps(hf.ds_config(3, QSDP)))
-    command = (python, "-m", *LAUNCHERS[launcher], free_port(), "train.py")
-    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    printed = "".join(run_both(*command, cwd=tmp_path, **quiet))
-    assert printed.count("quantized_comm: ") == 1, printed
-    assert "quantized_comm: qsdp on ZeRO-3" in printed and "; 1 x 2 ranks" in printed
-    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 100_000

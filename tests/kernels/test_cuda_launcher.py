@@ -212,11 +212,6 @@ def test_threads_launch_on_their_own_streams(cupy, launched, monkeypatch) -> Non
         assert list(threads.map(work, (100, 200))) == [(100, 100), (200, 200)]
 
 
-def test_probe_passes_on_working_kernels(cupy, runner) -> None:
-    cuda._check_versions()
-    cuda._probe(runner)
-
-
 def test_tensors_of_a_kind_take_one_launch(cupy, launched, monkeypatch) -> None:
     """Training mostly launches tables: many tensors of a bucket at once."""
     jobs, run_tables = [], launched.run_tables
@@ -270,21 +265,6 @@ def test_more_jobs_than_arguments_may_hold_take_several_launches(
     assert torch.equal(out, x.bfloat16())
     most = (room - 16) // (8 * len(FIELDS["cast"]))
     assert len(cupy.streams) == -(-len(plans) // most)
-
-
-def test_the_host_time_of_tables_is_measured(cupy, runner, monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import kernels as benchmark
-
-    def launches(work, *_) -> int:
-        before = len(cupy.streams)
-        work()
-        return len(cupy.streams) - before
-
-    monkeypatch.setattr(benchmark.dispatch, "cuda_runner", lambda *_: runner)
-    monkeypatch.setattr(benchmark, "_host_seconds", launches)
-    found = benchmark.launch_overhead(benchmark.Bench(CPU, 1 << 20, ()), 200)
-    assert found == {f"table of {jobs} jobs": 1 for jobs in benchmark.JOBS}
 
 
 def broken(*_args) -> None:
@@ -353,15 +333,6 @@ def test_a_cache_that_somebody_else_may_have_filled_is_not_used(
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder == path) is (prepared in ("nothing", "own"))
     assert folder != tmp_path / f"ds_quant_cupy_{user + 1}"
-
-
-def test_sources_are_flat_ascii_and_named() -> None:
-    for kernel in ("encode", "decode_sum", "recode"):
-        text = source(kernel)
-        assert "#include" not in text and text.isascii()
-        assert text.count("typedef unsigned int u32;") >= 1
-    with pytest.raises(ValueError, match="kernel = 'quant'"):
-        source("quant")
 
 
 def test_groups_beyond_the_kernels_are_reported_once(launched, caplog) -> None:

@@ -109,28 +109,31 @@ def test_bytes_speed_ups_and_losses_in_the_table_of_results() -> None:
         assert cells == [*nbytes, *measured, gap.get(scheme, ""), f"{bill.memory:.2f}"], name
 
 
-def test_losses_in_other_settings_are_those_of_the_result_files() -> None:
-    """A file per column."""
-    files = ("", "_k8", "_larger", "_3m", "_tuning", "_lora")
-    found = [gaps(f"convergence{name}") for name in files]
-    rows = table(RESULTS, "| scheme | 0.14 M, k = 1 |")[1:]
-    assert len(rows) >= 5
-    for name, *cells in rows:
-        assert cells == [of_file.get(name.strip("`"), "") for of_file in found], name
+COLUMNS = {  # of a table, a file each
+    (RESULTS, "| scheme | 0.14 M, k = 1 |"): ("", "_k8", "_larger", "_3m", "_tuning", "_lora"),
+    (CHOOSING, "| scheme, signs |"): ("", "_4_nodes", "_8_nodes", "_8_nodes_larger_batch"),
+}
+
+
+def test_losses_by_setting_are_those_of_the_result_files() -> None:
+    for (page, header), files in COLUMNS.items():
+        found = [gaps(f"convergence{name}") for name in files]
+        rows = table(page, header)[1:]
+        assert len(rows) >= 5
+        for name, *cells in rows:
+            label = name.strip("`").replace("`, `", ":gradients.rotation_signs=")
+            assert cells == [of_file.get(label, "") for of_file in found], name
     sizes = [result(f"convergence{name}").parameters for name in ("", "_larger", "_3m")]
     assert [round(numel / 1e6, 2) for numel in sizes] == [0.14, 0.48, 3.3]
 
 
 def gaps(name: str, *, digits: int = 3) -> dict[str, str]:
     return {
-        row.scheme.removesuffix(":min_numel=256"): interval(row.gap, digits)
+        row.scheme.removesuffix(":min_numel=256"): f"{row.gap.mean:+.{digits}f} % "
+        f"+-{row.gap.half_width:.{digits}f}"
         for row in result(name).rows
         if row.gap.half_width is not None
     }
-
-
-def interval(gap: Any, digits: int) -> str:
-    return f"{gap.mean:+.{digits}f} % +-{gap.half_width:.{digits}f}"
 
 
 # ---- sentences ----

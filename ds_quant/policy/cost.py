@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ds_quant.kernels.wire import ceil_div, round_up
-from ds_quant.policy.route import Hop, Route, Routes, gradients_per, times, weights_per
+from ds_quant.policy.route import Route, Routes, gradients_per, times, weights_per
 from ds_quant.policy.scheme import FLOATS, Scheme
 
 LOSSLESS_BITS = 2.36  # see [Note: lossless differences]
@@ -90,31 +90,40 @@ class Costs:
         """Whether the length of messages depends on the weights."""
         return self.weights_most > self.weights
 
+    def volumes(
+        self, stage: int, *, micro_steps: int, most: bool = False
+    ) -> dict[str, tuple[float, float]]:
+        """Bytes per parameter and optimizer step by role: between nodes, or over all ranks with one
+        level, and those that stay inside a node (gathers from the node shard, the first hop).
+
+        ZeRO-3 gathers and reduces in every micro-step; ZeRO-2 reduces per micro-step and ZeRO-1
+        once per step, both gather the updated weights once. ``most``: at most.
+        """
+        gathers = self.step_gathers(stage, micro_steps)
+        reductions = self.reductions(stage, micro_steps)
+        weights = self.weights_most if most and self.varies else self.weights
+        exchanges = 1.0 if self.once_per_step else gathers
+        crossings = 1 if self.crosses_once else reductions
+        return {
+            "weights": (exchanges * weights, gathers * self.weights_intra),
+            "gradients": (crossings * self.gradients, reductions * self.gradients_intra),
+        }
+
     def step_bytes(self, stage: int, *, micro_steps: int = 1, most: bool = False) -> float:
         """Bytes per parameter and optimizer step between nodes, or over all ranks with one level;
         ``most``: at most.
-
-        ZeRO-3 gathers and reduces in every micro-step; ZeRO-2 reduces per micro-step and ZeRO-1
-        once per step, both gather the updated weights once.
         """
-        gathers = 1.0 if self.once_per_step else self.step_gathers(stage, micro_steps)
-        weights = self.weights_most if most and self.varies else self.weights
-        gradients = self.crossings(stage, micro_steps) * self.gradients
-        return gathers * weights + gradients + self.exact_bytes(stage, micro_steps)
+        volumes = self.volumes(stage, micro_steps=micro_steps, most=most).values()
+        return sum(outer for outer, _ in volumes) + self.exact_bytes(stage, micro_steps)
+
+    def intra_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
+        """Bytes per parameter and optimizer step that stay inside a node."""
+        volumes = self.volumes(stage, micro_steps=micro_steps).values()
+        return sum(inner for _, inner in volumes)
 
     def exact_bytes(self, stage: int, micro_steps: int) -> float:
         """What DeepSpeed sends itself of gradients and for Muon, in an optimizer step."""
         return self.reductions(stage, micro_steps) * self.summed + self.boundary
-
-    def crossings(self, stage: int, micro_steps: int) -> float:
-        """How often gradients cross between nodes in an optimizer step."""
-        return 1 if self.crosses_once else self.reductions(stage, micro_steps)
-
-    def intra_bytes(self, stage: int, *, micro_steps: int = 1) -> float:
-        """Bytes that stay inside a node: gathers from the node shard, the first hop."""
-        gathers = self.step_gathers(stage, micro_steps)
-        reductions = self.reductions(stage, micro_steps)
-        return gathers * self.weights_intra + reductions * self.gradients_intra
 
     def step_gathers(self, stage: int, micro_steps: int) -> float:
         """How often an optimizer step gathers the weights."""
@@ -128,23 +137,13 @@ class Costs:
         self, stage: int, *, micro_steps: int, nodes: int, node_size: int
     ) -> dict[str, dict[str, float]]:
         """Bytes into one rank per step, on average over the ranks, by role and link."""
-        gathers = self.step_gathers(stage, micro_steps)
-        between = 1.0 if self.once_per_step else gathers
-        reductions = self.reductions(stage, micro_steps)
-        crossings = self.crossings(stage, micro_steps)
         away, near = (1 - 1 / nodes) / node_size, 1 - 1 / node_size
         found = {}
-        for role, outer, inner in (
-            ("weights", between * self.weights, gathers * self.weights_intra),
-            ("gradients", crossings * self.gradients, reductions * self.gradients_intra),
-        ):
+        for role, (outer, inner) in self.volumes(stage, micro_steps=micro_steps).items():
             if nodes == 1:  # then the volume over all ranks stays inside
                 outer, inner = 0.0, outer
-            found[role] = {
-                "intra": inner * near * self.numel, "inter": outer * away * self.numel,
-            }  # fmt: skip
-        ranks = nodes * node_size
-        ring = self.exact_bytes(stage, micro_steps) * (1 - 1 / ranks) * self.numel
+            found[role] = {"intra": inner * near * self.numel, "inter": outer * away * self.numel}
+        ring = self.exact_bytes(stage, micro_steps) * (1 - 1 / (nodes * node_size)) * self.numel
         crossing = ring / node_size if nodes > 1 else 0.0  # one rank of a node hears from another
         found["gradients"]["intra"] += ring - crossing
         found["gradients"]["inter"] += crossing
@@ -225,15 +224,7 @@ def _weight_bytes(routes: Routes, item: PricedParam) -> Counter[str]:
     reason = routes.scheme.skip_reason(item.name, item.shape, dtype, packed=item.packed)
     quantized = reason is None
     route = routes.weights(dtype=dtype, quantized=quantized, trained=item.trainable)
-    found: Counter[str] = Counter()
-    for hop in route.hops:
-        most = nbytes = _wire_bytes(routes, route, hop, numel, dtype)
-        if hop.lossless:
-            nbytes = ceil_div(round(numel * LOSSLESS_BITS), 8)
-        if hop.level == "intra":
-            found["weights_intra"] += nbytes
-            continue
-        found.update(weights=nbytes, weights_most=most, plain=nbytes if hop.is_exact else 0)
+    found = _hop_bytes("weights", routes, route, numel, dtype)
     if routes.keeps_shard:
         ranks = routes.nodes * routes.node_size
         found["memory"] = routes.nodes * ceil_div(numel, ranks) * dtype.itemsize
@@ -247,23 +238,27 @@ def _gradient_bytes(routes: Routes, item: PricedParam, dtype: torch.dtype) -> Co
     if item.whole or not route.hops:  # DeepSpeed's all-reduce
         nbytes = 2 * numel * dtype.itemsize
         return Counter({"summed" if item.whole else "gradients": nbytes, "plain": nbytes})
-    found: Counter[str] = Counter()
-    for hop in route.hops:
-        nbytes = _wire_bytes(routes, route, hop, numel, dtype)
-        if hop.level == "intra":
-            found["gradients_intra"] += nbytes
-            continue
-        found.update(gradients=nbytes, plain=nbytes if hop.is_exact else 0)
-    return found
+    return _hop_bytes("gradients", routes, route, numel, dtype)
 
 
-def _wire_bytes(routes: Routes, route: Route, hop: Hop, numel: int, dtype: torch.dtype) -> int:
-    """Bytes of a parameter on a hop, in as many rows as it has shards."""
+def _hop_bytes(
+    role: str, routes: Routes, route: Route, numel: int, dtype: torch.dtype
+) -> Counter[str]:
+    """Bytes of a parameter on all hops, in as many rows as it has shards."""
     shards = routes.nodes * routes.node_size if routes.stage == 3 else 1
     width = ceil_div(numel, shards)
     if route.rotation is not None:
         width = round_up(width, route.rotation.block)
-    return shards * hop.sends(dtype).wire_bytes(width)
+    found: Counter[str] = Counter()
+    for hop in route.hops:
+        most = nbytes = shards * hop.sends(dtype).wire_bytes(width)
+        if hop.lossless:
+            nbytes = ceil_div(round(numel * LOSSLESS_BITS), 8)
+        if hop.level == "intra":
+            found[f"{role}_intra"] += nbytes
+            continue
+        found.update({role: nbytes, f"{role}_most": most, "plain": nbytes * hop.is_exact})
+    return found
 
 
 def shipped_bytes(

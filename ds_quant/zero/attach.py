@@ -39,7 +39,7 @@ from ds_quant.zero.gradients import OwnerReduction, ShardReduction, require_equa
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.report import advice, announce, figures, one_bucket, start_line
-from ds_quant.zero.safety import Fallback, FirstStep, promised_roles
+from ds_quant.zero.safety import Fallback
 from ds_quant.zero.telemetry import Telemetry, listened_to, unwritable
 from ds_quant.zero.waiting import WaitingGradients
 from ds_quant.zero.warmup import rehearse
@@ -156,9 +156,9 @@ def _connect(
                 events.after_update.append(plugin.node.after_step)
             events.after_update.append(fetch.barrier.record)
         if plugin.keeper and plugin.scheme.block.checksum_steps:  # compares what was updated
-            events.after_update.append(partial(safety.compare_copies, plugin, plugin.keeper))
+            events.after_update.append(partial(safety.compare_copies, plugin))
         if world > 1:
-            FirstStep(plugin, promised_roles(plugin)).attach()
+            safety.judge_first_step(plugin, safety.promised_roles(plugin))
         if fallback is not None:  # may refresh what a skipped step left behind
             events.after_step.append(fallback.after_step)
         if fetch is not None:

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -142,38 +142,35 @@ class GradientReducer:
         self._layouts: dict[tuple, Layout] = {}
         self._sums: dict[tuple, GradientSums] = {}
 
-    def _layout(
+    def _plan(
         self,
         key: tuple,
-        shares: Callable[[], Sequence[Share]],
-        route: tuple[LinkHop, ...],
+        shares: Sequence[Share],
         link: Link,
         *,
         scale: float,
         dtypes: Sequence[torch.dtype] = (),
     ) -> Layout:
-        """Return the layout of a bucket; ``key``: all that its shares depend on. ``dtypes``: under
-        ZeRO-3, of gradients whose sums may have theirs.
+        """Plan the reduction of a bucket, and remember it by ``key``: all that the shares depend
+        on. ``dtypes``: under ZeRO-3, of gradients whose sums may have theirs.
         """
         if len(self._layouts) >= _PLANS:
             self._layouts.clear()
             self._sums.clear()
-        if key not in self._layouts:
-            found = shares()
-            streams, segments = _by_gradient(found)
-            forms = tuple([s.form for s in streams])
-            alike = segments, forms, route, link, scale
-            if alike not in self._sums:
-                self._sums[alike] = GradientSums(*alike, balanced=not dtypes)
-            sums = self._sums[alike]
-            self._layouts[key] = Layout(
-                streams=streams,
-                sums=sums,
-                members=tuple(dict.fromkeys(share.member for share in found)),
-                own=[(found[i].member, segments[i], start) for i, start in sums.own.items()],
-                dtype=dtypes[0] if len(set(dtypes)) == 1 else torch.float32,
-            )
-        return self._layouts[key]
+        streams, segments = _by_gradient(shares)
+        route = self._plugin.route(link.process_group)
+        alike = segments, tuple([s.form for s in streams]), route, link, scale
+        if alike not in self._sums:
+            self._sums[alike] = GradientSums(*alike, balanced=not dtypes)
+        sums = self._sums[alike]
+        self._layouts[key] = layout = Layout(
+            streams=streams,
+            sums=sums,
+            members=tuple(dict.fromkeys(share.member for share in shares)),
+            own=[(shares[i].member, segments[i], start) for i, start in sums.own.items()],
+            dtype=dtypes[0] if len(set(dtypes)) == 1 else torch.float32,
+        )
+        return layout
 
     def _streams(
         self, param: Param, dtype: torch.dtype, numel: int, route: Sequence[LinkHop], rank: int
@@ -270,21 +267,20 @@ class ShardReduction(GradientReducer):
         tracked = [plugin.param_of(p) for p in params]
         if link.size == 1 or not tensors or None in tracked:
             return None
-        route, dtypes = plugin.route(group), tuple([tensor.dtype for tensor in tensors])
+        dtypes = tuple([tensor.dtype for tensor in tensors])
         key = tuple(map(id, params)), dtypes, link, plugin.is_exact(plugin.step)
-        shares = partial(self._shares, tracked, dtypes, route, link)
-        layout = self._layout(key, shares, route, link, scale=1 / link.size, dtypes=dtypes)
-        sums = self._begin(layout, [tensor.reshape(-1) for tensor in tensors], route)
-        return Bucket(tracked, [g.new_empty(0) for g in tensors], sums, plugin.watch)
+        layout = self._layouts.get(key)
+        if layout is None:
+            shares = self._shares(tracked, dtypes, link)
+            layout = self._plan(key, shares, link, scale=1 / link.size, dtypes=dtypes)
+        sums = self._begin(layout, [tensor.reshape(-1) for tensor in tensors], plugin.route(group))
+        return Bucket(tracked, [g.new_empty(0) for g in tensors], sums, plugin.noted)
 
     def _shares(
-        self,
-        tracked: Sequence[Param],
-        dtypes: Sequence[torch.dtype],
-        route: Sequence[LinkHop],
-        link: Link,
+        self, tracked: Sequence[Param], dtypes: Sequence[torch.dtype], link: Link
     ) -> list[Share]:
         """Shards of all gradients, small ones last, by dtype."""
+        route = self._plugin.route(link.process_group)
         numels = [param.shape.numel() for param in tracked]
         streams = [
             self._streams(param, dtype, numel, route, link.rank)
@@ -305,24 +301,24 @@ class ShardReduction(GradientReducer):
 class Bucket:
     """A running reduction of some gradients to this rank's shards.
 
-    params: of the gradients. watch: of non-finite values, if somebody looks for them.
+    params: of the gradients. noted: see ``Plugin``.
     shards: (length,) each, in the gradients' dtype; valid once ``finish`` has returned them.
     """
 
     params: Sequence[Param]
     shards: list[Tensor]
     sums: Sums
-    watch: Any
+    noted: list[tuple[Param, Tensor]] | None
     finished: bool = False
 
     def finish(self) -> list[Tensor]:
         """Wait for the shards."""
-        watch, total = self.watch, self.sums.wait()
+        total = self.sums.wait()
         found = self._zeros() if total is None else self._taken(total)
         for parameter, shard, values in zip(self.params, self.shards, found, strict=True):
             shard.data = values
-            if watch is not None:
-                watch.note(parameter, shard)
+            if self.noted is not None:
+                self.noted.append((parameter, torch.isfinite(shard).all()))
         self.finished = True
         return self.shards
 
@@ -403,8 +399,10 @@ class OwnerReduction(GradientReducer):
         ranges, params = self._ranges(slices), tuple(map(id, self._params))
         exact = plugin.is_exact(plugin.step)
         key = tuple(ranges), tuple(owners), params, dtype, exact, link, self._divisor
-        shares = partial(self._shares, ranges, owners, dtype, route, link.rank)
-        layout = self._layout(key, shares, route, link, scale=1 / self._divisor)
+        layout = self._layouts.get(key)
+        if layout is None:
+            shares = self._shares(zip(owners, ranges, strict=True), dtype, link)
+            layout = self._plan(key, shares, link, scale=1 / self._divisor)
         if link.is_gloo:
             require_equal(plugin, link, layout)
         sums = self._begin(layout, [self._bucket], route).wait()
@@ -421,29 +419,24 @@ class OwnerReduction(GradientReducer):
                 optimizer_hooks.add_to_partition(self._optimizer, output, values)
 
     def _watch(self, cuts: Iterable[tuple[Param, int, int]]) -> None:
-        if self._plugin.watch is not None:
+        if self._plugin.noted is not None:
             for param, start, stop in cuts:
-                self._plugin.watch.note(param, self._bucket[start:stop])
+                finite = torch.isfinite(self._bucket[start:stop]).all()
+                self._plugin.noted.append((param, finite))
 
     def _shares(
-        self,
-        ranges: Sequence[tuple[int, int]],
-        owners: Sequence[int],
-        dtype: torch.dtype,
-        route: Sequence[LinkHop],
-        rank: int,
+        self, owned: Iterable[tuple[int, tuple[int, int]]], dtype: torch.dtype, link: Link
     ) -> list[Share]:
-        """Cut ranges of the bucket; small ones of an owner follow each other, where the first of
-        them is.
+        """Cut ranges of the bucket, each with its owner; small ones of an owner follow each other,
+        where the first of them is.
         """
-        shares = []
-        for owner, whole in zip(owners, ranges, strict=True):
+        route, shares = self._plugin.route(link.process_group), []
+        for owner, whole in owned:
             for first, param, start, stop in self._cuts(*whole):
-                streams = self._streams(param, dtype, stop - start, route, rank)
-                share = Share(
-                    (param, owner), streams, Segment(0, start, stop - start, 0, first, owner)
-                )
-                shares.append((share, owner if is_tight(streams.form.codecs[-1]) else None))
+                streams = self._streams(param, dtype, stop - start, route, link.rank)
+                segment = Segment(0, start, stop - start, 0, first, owner)
+                small = is_tight(streams.form.codecs[-1])
+                shares.append((Share((param, owner), streams, segment), owner if small else None))
         return small_together(shares)
 
     def _cuts(self, position: int, end: int) -> Iterator[tuple[int, Param, int, int]]:

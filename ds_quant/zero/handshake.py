@@ -123,9 +123,7 @@ def handshake(
     """
     from ds_quant import __version__
 
-    store = torch_dist.distributed_c10d._get_default_store()
-    engine = store.add(f"ds_quant/engines/{rank}", 1)  # the n-th engine of this rank
-    board = Board(store, f"ds_quant/handshake/{engine}")
+    board = Board.of_call("handshake", rank)
     card = {
         "versions": {"ds_quant": __version__, "wire": WIRE_VERSION, **must},
         "block": config.resolved(),
@@ -178,12 +176,11 @@ def _follow(
 
 
 def _no_answer(missing: list[int], config: QuantizedCommConfig) -> dict[str, Any]:
-    error = (
-        f"no answer from rank(s) {missing} within {config.handshake_timeout:g} s. Is ds_quant "
-        "installed on their hosts, DS_QUANT_DISABLE unset and the same config used there? A slow "
-        "start needs a larger quantized_comm.handshake_timeout"
-    )
-    return {"error": error}
+    return {
+        "error": f"no answer from rank(s) {missing} within {config.handshake_timeout:g} s. Is "
+        "ds_quant installed on their hosts, DS_QUANT_DISABLE unset and the same config used there? "
+        "A slow start needs a larger quantized_comm.handshake_timeout"
+    }
 
 
 def _judge(cards: Sequence[Card], config: QuantizedCommConfig, fault: str) -> dict[str, Any]:
@@ -200,10 +197,20 @@ def _judge(cards: Sequence[Card], config: QuantizedCommConfig, fault: str) -> di
 
 
 class Board:
-    """Texts in the store under names with a common prefix."""
+    """Texts in the default store, under names with a common prefix."""
 
-    def __init__(self, store: Any, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
+    def __init__(self, name: str) -> None:
+        self._store = torch_dist.distributed_c10d._get_default_store()
+        self._prefix = f"ds_quant/{name}"
+
+    @classmethod
+    def of_call(cls, what: str, rank: int) -> Board:
+        """The same board for the n-th call of ``what`` on every rank; this is one of ``rank``."""
+        return cls(f"{what}/{cls(what).count(f'calls/{rank}')}")
+
+    def count(self, name: str) -> int:
+        """Count a call, and return how many there were."""
+        return self._store.add(f"{self._prefix}/{name}", 1)
 
     def put(self, name: object, text: str) -> None:
         self._store.set(f"{self._prefix}/{name}", text)

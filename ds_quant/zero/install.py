@@ -25,7 +25,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -157,38 +157,24 @@ def shorten_messages() -> None:
         sys.excepthook = functools.partial(_hook, previous)
 
 
-def _hook(
-    previous: Callable[..., Any],
-    kind: type[BaseException],
-    error: BaseException,
-    traceback: TracebackType | None,
-) -> None:
+def _hook(previous: Callable[..., Any], kind: type, error: BaseException, traceback: Any) -> None:
     if kind not in (ConfigError, StartError):
         previous(kind, error, traceback)
         return
-    board = None
+    rank, board = int(os.environ.get("RANK") or 0), None  # the launcher's
     if torch.distributed.is_initialized():
         rank = torch.distributed.get_rank()
-        store: Any = torch.distributed.distributed_c10d._get_default_store()
-        digest = hashlib.sha256(str(error).encode()).hexdigest()[:16]
-        board = Board(store, f"ds_quant/said/{digest}")
-    else:  # the launcher's
-        rank = int(os.environ.get("RANK") or 0)
-    if board is not None and rank and _said_by_rank0(board, rank):
-        print(f"rank {rank} ends: see the message of rank 0", file=sys.stderr, flush=True)
-        return
+        board = Board(f"said/{hashlib.sha256(str(error).encode()).hexdigest()[:16]}")
+    if board is not None and rank:
+        said = board.arrive(["said"], _PATIENCE)
+        with suppress(RuntimeError):  # the store is gone with rank 0
+            board.put(f"heard/{rank}", "")
+        if said:
+            print(f"rank {rank} ends: see the message of rank 0", file=sys.stderr, flush=True)
+            return
     who = f"{kind.__name__} on rank {rank}" if rank else kind.__name__
     print(f"{who}: {error}", file=sys.stderr, flush=True)
     if board is not None and not rank:
         board.put("said", "")  # and wait for readers: rank 0's process may hold the store
         readers = range(1, torch.distributed.get_world_size())
         board.arrive([f"heard/{rank}" for rank in readers], _PATIENCE)
-
-
-def _said_by_rank0(board: Board, rank: int) -> bool:
-    try:
-        said = board.arrive(["said"], _PATIENCE)
-        board.put(f"heard/{rank}", "")
-    except RuntimeError:  # the store is gone with rank 0, which has said something then
-        return False
-    return said

@@ -23,6 +23,24 @@ from ds_quant.zero.optimizer_hooks import ReplicaGroup
 
 Post = Callable[[], Pending[Any]]  # begins a gather
 
+
+def posts(
+    messages: Sequence[Window] | Sequence[NodeRows],
+    link: Link,
+    road: Link | Fabric,
+    device: torch.device,
+    traffic: Traffic,
+) -> Iterator[Post]:
+    """Yield what brings each message and takes it over, in turn. All are encoded, and their lengths
+    exchanged, before the first is yielded. ``link``, ``road``: see ``Outbox``.
+    """
+    parcels = [Parcel(message.numel, message.values) for message in messages]
+    how = {"codec": messages[0].codec, "device": device, "traffic": traffic}
+    outbox = Outbox(parcels, link, road, **how)
+    for place, message in enumerate(messages):
+        yield partial(message.post, outbox, place)
+
+
 # ---- the replica of ZeRO-1 and 2 ----
 
 
@@ -34,6 +52,10 @@ class Window(NamedTuple):
     within: range
     codec: LosslessCodec
 
+    @property
+    def numel(self) -> int:
+        return len(self.within)
+
     def rows(self) -> Tensor:
         """View the window in every rank's partition of the replica, (ranks, elements)."""
         partitions = self.group.flat.view(self.fabric.size, -1)
@@ -44,6 +66,10 @@ class Window(NamedTuple):
         reference = self.rows()[self.fabric.rank]
         return self.group.updated(self.within, self.fabric.empty), reference
 
+    def post(self, outbox: Outbox, place: int) -> Pending[Tensor]:
+        """Begin to gather the window."""
+        return outbox.post(place, self.rows)
+
 
 def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]:
     """Yield what gathers each window, in turn; a process group agrees on all lengths together."""
@@ -51,11 +77,7 @@ def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]
     for window in windows:
         by_fabric.setdefault(window.fabric, []).append(window)
     for fabric, own in by_fabric.items():
-        parcels = [Parcel(len(window.within), window.values) for window in own]
-        how = {"codec": own[0].codec, "device": own[0].group.flat.device, "traffic": traffic}
-        outbox = Outbox(parcels, fabric.whole, fabric, **how)
-        for place, window in enumerate(own):
-            yield partial(outbox.post, place, window.rows)
+        yield from posts(own, fabric.whole, fabric, own[0].group.flat.device, traffic)
 
 
 # ---- the node shard of ZeRO-3 ----
@@ -99,19 +121,6 @@ class NodeRows(NamedTuple):
     def post(self, outbox: Outbox, place: int) -> Pending[None]:
         """Begin to gather the rows of all nodes."""
         return outbox.post(place, self.reference).then(self.take)
-
-
-def shard_posts(
-    messages: Sequence[NodeRows], inter: Link, *, device: torch.device, traffic: Traffic
-) -> Iterator[Post]:
-    """Yield what updates the rows of each message to their owners' shards, in turn."""
-    if not messages:
-        return
-    parcels = [Parcel(rows.numel, rows.values) for rows in messages]
-    how = {"codec": messages[0].codec, "device": device, "traffic": traffic}
-    outbox = Outbox(parcels, inter, inter, **how)
-    for place, rows in enumerate(messages):
-        yield partial(rows.post, outbox, place)
 
 
 def joined(rows: Sequence[Tensor]) -> Tensor:

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -50,11 +50,8 @@ from ds_quant.zero.plugin import Plugin
 _IN_FLIGHT = 16  # chunks; bounds the memory of messages, the others are posted as these arrive
 
 
-class Chunk(NamedTuple):
-    """Parameters and a function that posts their exchange."""
-
-    params: Collection[Hashable]
-    post: Callable[[], Pending[Any]]
+# Parameters and a function that posts their exchange.
+Chunk = tuple[Collection[Hashable], Callable[[], Pending[Any]]]
 
 
 class Spread:
@@ -69,7 +66,7 @@ class Spread:
         """Post the first chunks; the exchange before must be finished."""
         assert not self._missing
         self._ahead.extend(chunks)
-        self._missing.update(param for chunk in self._ahead for param in chunk.params)
+        self._missing.update(param for params, _ in self._ahead for param in params)
         for _ in range(_IN_FLIGHT):
             self._post_next()
 
@@ -109,8 +106,8 @@ class Spread:
 
     def _post_next(self) -> None:
         if self._ahead:
-            chunk = self._ahead.popleft()
-            self._posted.append((chunk.params, chunk.post()))
+            params, post = self._ahead.popleft()
+            self._posted.append((params, post()))
 
 
 # ---- the node shard ----
@@ -323,20 +320,18 @@ class NodeShard:
             (alike.setdefault(dtype, []) if dtype in differs else left).append(param)
         runs = [run for served in alike.values() for run in self._runs(served)]
         if runs:
-            yield from map(Chunk._make, zip(runs, self._lossless_differences(runs), strict=True))
+            yield from zip(runs, self._lossless_differences(runs), strict=True)
         for run in self._runs(left):
-            yield Chunk(run, partial(self._exchange, run, self._codings(run, 0, step)))
+            yield run, partial(self._exchange, run, self._codings(run, 0, step))
 
     def _lossless_differences(self, runs: Sequence[Sequence[Param]]) -> Iterator[lossless.Post]:
         node, codec = self._inter.rank, self._plugin.scheme.lossless_codec
         messages = [
-            lossless.NodeRows(
-                [param.kept for param in run], partial(self._shards, run), node, codec
-            )
+            lossless.NodeRows([p.kept for p in run], partial(self._shards, run), node, codec)
             for run in runs
         ]
-        traffic = self._plugin.traffic
-        return lossless.shard_posts(messages, self._inter, device=hooks.device(), traffic=traffic)
+        inter, traffic = self._inter, self._plugin.traffic
+        return lossless.posts(messages, inter, inter, hooks.device(), traffic)
 
     def _shards(self, params: Sequence[Param]) -> list[torch.Tensor]:
         """Return this rank's own shards, as the optimizer has left them."""

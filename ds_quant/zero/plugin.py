@@ -118,7 +118,8 @@ class Plugin:
         self.node: Any = None  # zero.node_shard.NodeShard under ZeRO-3, if the scheme keeps one
         self.findings = Findings()
         self.telemetry: Any = None  # zero.telemetry.Telemetry, if steps are sampled
-        self.watch: Any = None  # zero.safety.Watch, if non-finite gradients are looked for
+        # Whether sums of gradients were finite, if that is looked for: see safety.first_nonfinite.
+        self.noted: list[tuple[Param, Tensor]] | None = None
         self.waiting: Any = None  # zero.waiting.WaitingGradients, if gradients wait
         self.gather_count: Any = None  # zero.gather_count.GatherCount, until it has counted
         self.gathers = predicted_gathers(engine) if self.stage == 3 else 1.0  # in a micro-step

@@ -185,20 +185,13 @@ class Replica:
         self, group: ReplicaGroup, fabric: Fabric, window: range, exact: bool, from_master: bool
     ) -> _GatherPlan:
         """Cut the flat replica at parameter and partition borders, keeping the elements that lie
-        in ``window`` of their partition; alignment gaps stay out.
+        in ``window`` of their partition; alignment gaps stay out. Small ones of an owner follow
+        each other, where the first of them is.
         """
         key = group.index, window, exact, from_master
-        if key not in self._plans:
-            parts, weights = self._parts(group, fabric.whole, window, exact, from_master)
-            how = {"rank": fabric.rank, "ranks": fabric.size, "node_size": fabric.node_size}
-            self._plans[key] = weights, Message(parts, **how)
-        return self._plans[key]
-
-    def _parts(
-        self, group: ReplicaGroup, link: Link, window: range, exact: bool, from_master: bool
-    ) -> tuple[list[Part], list[tuple[Param, Stream]]]:
-        """Small ones of an owner follow each other, where the first of them is."""
-        flat, width = group.flat, group.flat.numel() // link.size
+        if key in self._plans:
+            return self._plans[key]
+        flat, width = group.flat, group.flat.numel() // fabric.size
         weights: list[tuple[Param, Stream]] = []
         places: dict[Param | Codec, int] = {}  # of parameters, and of exact codecs, in the weights
         parts: list[tuple[Part, int | None]] = []
@@ -210,15 +203,15 @@ class Replica:
                 stop, stream = min(end, owner * width + window.stop), None
                 if start >= stop:
                     continue
-                own = owner == link.rank
+                own = owner == fabric.rank
                 if not exact:
-                    sender = link.rank if own else None
+                    sender = fabric.rank if own else None
                     (stream,) = param.weight_streams(flat.dtype, rank=sender)
-                key: Param | Codec = param
+                sent: Param | Codec = param
                 if stream is None:
-                    key = CastCodec(flat.dtype, tight=stop - start <= SMALL_NUMEL)
-                    stream = Stream(key, None)
-                place = places.setdefault(key, len(weights))
+                    sent = CastCodec(flat.dtype, tight=stop - start <= SMALL_NUMEL)
+                    stream = Stream(sent, None)
+                place = places.setdefault(sent, len(weights))
                 if place == len(weights):
                     weights.append((param, stream))
                 elif own:  # whose random bits are drawn
@@ -235,7 +228,9 @@ class Replica:
                     differs=stream.difference,
                 )
                 parts.append((part, owner if is_tight(stream.codec) else None))
-        return small_together(parts), weights
+        how = {"rank": fabric.rank, "ranks": fabric.size, "node_size": fabric.node_size}
+        self._plans[key] = weights, Message(small_together(parts), **how)
+        return self._plans[key]
 
 
 def _windows(group: ReplicaGroup, ranks: int, most: int) -> Iterator[range]:

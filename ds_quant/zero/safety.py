@@ -30,13 +30,11 @@ gradients. Nobody votes unless a policy or a kill file asks for it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor
 
 from ds_quant.comm.checksum import Finding
@@ -97,12 +95,9 @@ def wait_for_ranks(what: str, *, rank: int, world: int, patience: float, timeout
     Raises:
         RuntimeError: naming the ranks that have not called it within ``timeout`` seconds.
     """
-    store = torch_dist.distributed_c10d._get_default_store()
-    call = store.add(f"ds_quant/calls/{what}/{rank}", 1)
-    name, ranks = f"ds_quant/wait_for_ranks/{what}/{call}", range(world)
-    board = Board(store, name)
+    board, ranks = Board.of_call(f"wait_for_ranks/{what}", rank), range(world)
     board.put(rank, "here")
-    if store.add(f"{name}/count", 1) == world:  # so that nobody asks for every rank
+    if board.count("count") == world:  # so that nobody asks for every rank
         board.put("all", "here")
     message = "quantized_comm: {} needs all ranks under ZeRO-1 and 2: not called on rank(s) {}"
     if board.arrive(["all"], patience):
@@ -122,16 +117,6 @@ def wait_for_ranks(what: str, *, rank: int, world: int, patience: float, timeout
 _ROW = 4096  # elements of equal weight in the position-dependent sum
 
 
-class Holder(Protocol):
-    """Holds weights between steps."""
-
-    def copies(self) -> Iterable[tuple[int, Iterable[Tensor]]]:
-        """(who, weights): ranks that report equal ``who`` in the same place hold equal weights."""
-
-    def resync(self) -> None:
-        """Exact weights everywhere. All ranks call it."""
-
-
 def checksum(tensors: Iterable[Tensor]) -> Tensor:
     """Return (2,) int64: sum of all bit patterns, and one that depends on their order. Wraps."""
     plain, ordered = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
@@ -147,26 +132,26 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([plain, ordered])
 
 
-def compare_copies(plugin: Plugin, holder: Holder) -> None:
+def compare_copies(plugin: Plugin) -> None:
     """Compare the weights that ranks keep, every ``checksum_steps`` optimizer steps. Runs after the
     optimizer step and the update of what is kept.
     """
     step, every = plugin.step + 1, plugin.scheme.block.checksum_steps
-    if step % every == 0 and (differing := _differing(plugin, holder)):
+    if step % every == 0 and (differing := _differing(plugin)):
         plugin.state.resyncs += 1
         log.log_rank0(
             f"quantized_comm: step {step}: the weights that rank(s) {differing} keep differ from "
             "those of the other holders; all are brought back exactly. Something writes weights "
             "outside the optimizer: call ds_quant.resync(engine) after it"
         )
-        holder.resync()
+        plugin.keeper.resync()
 
 
-def _differing(plugin: Plugin, holder: Holder) -> list[int]:
+def _differing(plugin: Plugin) -> list[int]:
     """Find ranks whose checksum is not that of most holders of the same weights."""
     copies = [
         torch.cat([torch.tensor([who]), checksum(tensors).cpu()])
-        for who, tensors in holder.copies()
+        for who, tensors in plugin.keeper.copies()
     ]
     own = torch.stack(copies).to(hooks.device())  # (copies, 3) int64
     link = plugin.fabric(None).whole
@@ -297,22 +282,16 @@ def kill_file() -> Path | None:
     return Path(path) if path else None
 
 
-class Watch:
-    """Remember, without waiting for the device, whether reduced gradients were finite."""
+def first_nonfinite(noted: list[tuple[Param, Tensor]]) -> Param | None:
+    """Return the first parameter whose flag says that its gradient has NaN or Inf; forget all.
 
-    def __init__(self) -> None:
-        self._finite: list[tuple[Param, torch.Tensor]] = []
-
-    def note(self, param: Param, reduced: torch.Tensor) -> None:
-        """``reduced``: what this rank has received of its gradient."""
-        self._finite.append((param, torch.isfinite(reduced).all()))
-
-    def first(self) -> Param | None:
-        """Return the first parameter with NaN or Inf since the last call, and forget all."""
-        noted, self._finite = self._finite, []
-        finite = torch.stack([flag for _, flag in noted]).tolist() if noted else []
-        bad = [param for (param, _), good in zip(noted, finite, strict=True) if not good]
-        return bad[0] if bad else None
+    noted: whether what this rank has received of a gradient is finite, () bool each: so that
+    nobody waits for the device before.
+    """
+    finite = torch.stack([flag for _, flag in noted]).tolist() if noted else []
+    bad = [param for (param, _), good in zip(noted, finite, strict=True) if not good]
+    noted.clear()
+    return bad[0] if bad else None
 
 
 class Fallback:
@@ -325,7 +304,7 @@ class Fallback:
         self._nonfinite = False  # gradients of the step being taken
         self._was_exact = False  # how they travelled
         if self._policy != "skip":
-            plugin.watch = Watch()
+            plugin.noted = []
 
     def vote(self) -> None:
         """Vote before the optimizer steps. A collective of the whole world.
@@ -337,7 +316,7 @@ class Fallback:
         state.exact_steps += state.killed or step < state.exact_until
         self._was_exact = self._plugin.is_exact(step)
         rank, world = hooks.rank_and_world()
-        bad = None if self._plugin.watch is None else self._plugin.watch.first()
+        bad = first_nonfinite(self._plugin.noted or [])
         self._look()
         finder, killer = minimum([world if bad is None else rank, rank if self._asked else world])
         self._switch(killer if killer < world else None)
@@ -419,61 +398,54 @@ class Fallback:
 _LEAST_SHARE = 0.5
 
 
-class FirstStep:
-    """Check once that the first step with gradients sent what was promised."""
+def judge_first_step(plugin: Plugin, promised: Sequence[str]) -> None:
+    """Check once that the first step with gradients sends what was ``promised``, which are roles.
+    A step that DeepSpeed skips, or without gradients (every label masked), is not judged.
 
-    def __init__(self, plugin: Plugin, promised: Iterable[str]) -> None:
-        """``promised``: roles that must be asked for."""
-        self._plugin, self._promised = plugin, tuple(promised)
-        self._had_gradients = "gradients" not in self._promised
-        # As for ZeRO-1: one exchange and one reduction, the least that a step of any stage needs.
-        received = plugin.bill().received(
-            1, micro_steps=1,
-            nodes=plugin.topology.nodes, node_size=plugin.topology.node_size,
-        )  # fmt: skip
-        self._least = {role: _LEAST_SHARE * sum(received[role].values()) for role in self._promised}
-        if plugin.scheme.lossless:  # how little has changed decides
-            self._least.pop("weights", None)
-        if plugin.has_few_ranks:  # then other ranks send what the formula counts
-            self._least.clear()
+    The step raises RuntimeError if DeepSpeed has not asked for a role that was promised.
+    """
+    events, had_gradients = plugin.hooks, "gradients" not in promised
+    least = _least_bytes(plugin, promised)
 
-    def attach(self) -> None:
-        """Watch the steps until one is judged."""
-        events = self._plugin.hooks
-        if not self._had_gradients:
-            events.before_last_buckets.append(self.before_last_buckets)
-        events.after_step.append(self.after_step)
+    def note_gradients() -> None:  # at the end of a backward, in DeepSpeed's buckets
+        nonlocal had_gradients
+        had_gradients |= hooks.has_gradients(events.optimizer)
 
-    def before_last_buckets(self) -> None:
-        """Run at the end of a backward: its last gradients are in DeepSpeed's buckets."""
-        self._had_gradients |= hooks.has_gradients(self._plugin.hooks.optimizer)
-
-    def after_step(self, skipped: bool) -> None:
-        """Run after the optimizer step, or after DeepSpeed ``skipped`` the update.
-
-        A step without gradients (every label masked) is not judged.
-
-        Raises:
-            RuntimeError: DeepSpeed has not asked for a role that was promised.
-        """
-        if skipped or not (self._had_gradients or "gradients" in self._plugin.asked):
+    def judge(skipped: bool) -> None:
+        if skipped or not (had_gradients or "gradients" in plugin.asked):
             return
-        events = self._plugin.hooks
-        events.after_step.remove(self.after_step)
-        if self.before_last_buckets in events.before_last_buckets:
-            events.before_last_buckets.remove(self.before_last_buckets)
-        for role in self._promised:
-            if role not in self._plugin.asked:
+        events.after_step.remove(judge)
+        if note_gradients in events.before_last_buckets:
+            events.before_last_buckets.remove(note_gradients)
+        for role in promised:
+            if role not in plugin.asked:
                 raise hooks.unasked(role)
-        for role, least in self._least.items():
-            brought = sum(self._plugin.traffic.received[role].values())
-            if brought < least:
+        for role, nbytes in least.items():
+            brought = sum(plugin.traffic.received[role].values())
+            if brought < nbytes:
                 log.log_rank0(
                     f"quantized_comm: the first step has brought {brought} bytes of {role} to rank "
-                    f"0, and {least / _LEAST_SHARE:.0f} or more were expected: unless many "
+                    f"0, and {nbytes / _LEAST_SHARE:.0f} or more were expected: unless many "
                     f"parameters were unused in it, {deepspeed_version()} sends {role} past this "
                     "plugin, and the start-up line is wrong"
                 )
+
+    if not had_gradients:
+        events.before_last_buckets.append(note_gradients)
+    events.after_step.append(judge)
+
+
+def _least_bytes(plugin: Plugin, promised: Sequence[str]) -> dict[str, float]:
+    """Bytes that a first step must bring to this rank, by role, where a formula can tell."""
+    if plugin.has_few_ranks:  # then other ranks send what the formula counts
+        return {}
+    # As for ZeRO-1: one exchange and one reduction, the least that a step of any stage needs.
+    where = {"nodes": plugin.topology.nodes, "node_size": plugin.topology.node_size}
+    received = plugin.bill().received(1, micro_steps=1, **where)
+    if plugin.scheme.lossless:  # how little has changed decides
+        received.pop("weights")
+    sums = {role: sum(links.values()) for role, links in received.items() if role in promised}
+    return {role: _LEAST_SHARE * nbytes for role, nbytes in sums.items()}
 
 
 def promised_roles(plugin: Plugin) -> list[str]:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class Telemetry:
         self._clock = device_clock(hooks.device())
         self._failed = False  # to write, once
         self._steps = 0  # since the last report
-        self._last = _copy(plugin.traffic.received)
+        self._last = deepcopy(plugin.traffic.received)
 
     def arm(self) -> None:
         """Sample the next optimizer step if it is its turn. Called between steps."""
@@ -74,7 +75,7 @@ class Telemetry:
         self._steps += 1
         if self._plugin.traffic.meter.is_open:
             self._write(self._values(self._plugin.traffic.meter.close()))
-            self._steps, self._last = 0, _copy(self._plugin.traffic.received)
+            self._steps, self._last = 0, deepcopy(self._plugin.traffic.received)
         self.arm()
 
     def _values(self, sample: Sample) -> dict[str, float]:
@@ -107,27 +108,23 @@ class Telemetry:
 
     def _write(self, values: dict[str, float]) -> None:
         """Write a record; a full disk or a lost folder costs records, not the run."""
+        engine, file = self._plugin.engine, self._file
+        step, samples = engine.global_steps, engine.global_samples
         try:
-            self._append(values)
+            if engine.monitor.enabled:
+                events = [(f"{PREFIX}/{name}", value, samples) for name, value in values.items()]
+                engine.monitor.write_events(events)
+            if file is not None:
+                start = "\n" if _is_torn(file) else ""
+                with file.open("a", encoding="utf-8") as opened:
+                    opened.write(f"{start}{json_line(step, samples, values)}\n")
         except OSError as error:
             if not self._failed:
-                step = self._plugin.engine.global_steps
                 log.log_here(
                     f"quantized_comm: step {step}: the metrics cannot be written: {error}; "
                     "training goes on, and later ones are tried again (logged once)"
                 )
             self._failed = True
-
-    def _append(self, values: dict[str, float]) -> None:
-        engine = self._plugin.engine
-        samples = engine.global_samples
-        if engine.monitor.enabled:
-            events = [(f"{PREFIX}/{name}", value, samples) for name, value in values.items()]
-            engine.monitor.write_events(events)
-        if self._file is not None:
-            start = "\n" if _is_torn(self._file) else ""
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(f"{start}{json_line(engine.global_steps, samples, values)}\n")
 
 
 def _is_torn(path: Path) -> bool:
@@ -155,7 +152,3 @@ def _errors(sample: Sample) -> dict[str, float]:
         f"{role}/{link}/error": normalised(error, norm)
         for (role, link), (error, norm) in zip(places, squares, strict=True)
     }
-
-
-def _copy(received: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    return {role: dict(links) for role, links in received.items()}

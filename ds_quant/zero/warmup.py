@@ -41,9 +41,7 @@ def rehearse(plugin: Plugin, device: torch.device) -> None:
     """
     rank, _ = hooks.rank_and_world()
     first = rank - rank % plugin.topology.node_size
-    store = torch.distributed.distributed_c10d._get_default_store()
-    turn = store.add(f"ds_quant/rehearsals/{rank}", 1)
-    board = Board(store, f"ds_quant/rehearsed/{turn}")
+    board = Board.of_call("rehearsals", rank)
     if rank != first:
         board.arrive([first], _PATIENCE)
     try:

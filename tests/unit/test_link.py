@@ -13,7 +13,7 @@ import torch
 from ds_quant.comm.checksum import Findings, seal
 from ds_quant.comm.lossless import Outbox
 from ds_quant.comm.transport import Link, Pending
-from ds_quant.zero.node_shard import Chunk, Spread
+from ds_quant.zero.node_shard import Spread
 
 
 class DeviceBytes:
@@ -117,7 +117,7 @@ def test_messages_of_an_outbox_are_kept_for_the_stream_that_sends_them(monkeypat
     arrived = Pending(lambda: torch.zeros(32, dtype=torch.uint8))
     outbox._road = types.SimpleNamespace(node_size=None, all_gather=lambda *_, role: arrived)
     spread, rows = Spread(), lambda: torch.zeros(2, 8)
-    spread.begin(Chunk((place,), partial(outbox.post, place, rows)) for place in range(18))
+    spread.begin(((place,), partial(outbox.post, place, rows)) for place in range(18))
     now[0] = "gathers"
     spread.finish([1])
     assert [room.streams for room in rooms] == [[]] * 16 + [["gathers"]] * 2

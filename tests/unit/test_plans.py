@@ -23,7 +23,7 @@ class Ranks:
     process_group, is_gloo = None, False
 
     def __init__(self, size: int) -> None:
-        self.size, self.rank = size, 0
+        self.size, self.rank, self.process_group = size, 0, None
 
 
 class Tracked:
@@ -41,9 +41,9 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of one hop; sums hold nothing, and a reduction is its layout."""
     monkeypatch.setattr(gradients, "GradientSums", lambda *args, **how: SimpleNamespace(own={}))
     monkeypatch.setattr(GradientReducer, "_begin", lambda self, layout, *args: layout)
-    monkeypatch.setattr(gradients, "Bucket", lambda params, shards, sums, watch: sums)
+    monkeypatch.setattr(gradients, "Bucket", lambda params, shards, sums, noted: sums)
     tracked: dict[int, Tracked] = {}
-    made = SimpleNamespace(asked=set(), step=0, watch=None)
+    made = SimpleNamespace(asked=set(), step=0, noted=None)
     made.param_of = lambda p: tracked.setdefault(id(p), Tracked(p.numel()))
     made.route = lambda group: (LinkHop(link=None),)
     return made
@@ -136,12 +136,12 @@ def gather_plans() -> Any:
         object.__new__(Replica),
         SimpleNamespace(whole=None, rank=0, size=2, node_size=None),
     )
-    replica._plans, replica._parts = {}, lambda *args: ([], [])
+    replica._plans = {}
     usual = {"group": 0, "window": range(8), "exact": False, "from_master": False}
 
     def plan(**other: Any) -> object:
         facts = usual | other
-        group = SimpleNamespace(index=facts["group"], flat=torch.empty(16))
+        group = SimpleNamespace(index=facts["group"], flat=torch.empty(16), params=[])
         return replica._plan(group, fabric, *(facts[n] for n in ("window", "exact", "from_master")))
 
     return plan

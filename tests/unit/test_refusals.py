@@ -11,7 +11,7 @@ from ds_quant.config.schema import parse_block
 from ds_quant.policy import refusals
 from ds_quant.policy.refusals import exact_gradient_reason
 from ds_quant.zero import safety
-from ds_quant.zero.safety import FirstStep
+from ds_quant.zero.safety import judge_first_step
 
 NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}
 FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -78,9 +78,9 @@ def test_lossless_differences_of_a_first_step_may_be_short(
     )  # fmt: skip
     logged: list[str] = []
     monkeypatch.setattr(safety.log, "log_rank0", logged.append)
-    first = FirstStep(plugin, ["weights", "gradients"])
-    first.attach()
-    first.after_step(True)  # skipped: the next one counts
-    first.after_step(False)
+    judge_first_step(plugin, ["weights", "gradients"])
+    (judge,) = plugin.hooks.after_step
+    judge(True)  # skipped: the next one counts
+    judge(False)
     assert [role for role in expected for line in logged if f"bytes of {role} to" in line] == warned
     assert plugin.hooks.after_step == []

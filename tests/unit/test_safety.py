@@ -11,7 +11,7 @@ import torch
 from ds_quant.config.schema import FallbackConfig
 from ds_quant.zero import safety
 from ds_quant.zero.plugin import SchemeState
-from ds_quant.zero.safety import Fallback, Samples, Watch, checksum
+from ds_quant.zero.safety import Fallback, Samples, checksum, first_nonfinite
 
 
 def test_checksums_see_every_bit_and_its_place() -> None:
@@ -48,17 +48,16 @@ def test_what_was_written_is_found_bit_by_bit() -> None:
 
 
 def test_the_first_gradient_that_is_not_finite_is_named_once() -> None:
-    watch, a, b, c = Watch(), *(SimpleNamespace(name=name) for name in "abc")
-    for param, value in ((a, 1.0), (b, torch.inf), (c, torch.nan)):
-        watch.note(param, torch.tensor([0.0, value]))
-    assert watch.first() is b
-    assert watch.first() is None
+    a, b, c = (SimpleNamespace(name=name) for name in "abc")
+    noted: Any = [(a, torch.tensor(True)), (b, torch.tensor(False)), (c, torch.tensor(False))]
+    assert first_nonfinite(noted) is b
+    assert first_nonfinite(noted) is None
 
 
 def test_a_fallback_begins_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safety.log, "log_rank0", lambda message: None)
     engine = SimpleNamespace(global_steps=9)
-    plugin: Any = SimpleNamespace(state=SchemeState(), step=7, engine=engine, watch=None)
+    plugin: Any = SimpleNamespace(state=SchemeState(), step=7, engine=engine, noted=None)
     settings = FallbackConfig(on_nonfinite="full_precision", steps=3)
     Fallback(plugin, settings)._found(0, None)
     assert plugin.state.exact_until == 11 and plugin.state.nonfinite_steps == 1

@@ -21,7 +21,7 @@ def chunks(events: list[str], count: int, fails: int = -1) -> list[Chunk]:
 
         return Pending(decode)
 
-    return [Chunk((2 * i, 2 * i + 1), lambda i=i: post(i)) for i in range(count)]
+    return [((2 * i, 2 * i + 1), lambda i=i: post(i)) for i in range(count)]
 
 
 def test_chunks_are_finished_in_order_and_only_as_far_as_needed() -> None:

@@ -18,13 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding, encode
+from ds_quant.codec.bound import encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import cuda, dispatch, launch
 from ds_quant.kernels.batch import Encode
 from ds_quant.kernels.cuda import source
 from ds_quant.kernels.launch import FIELDS, Launch, merge
-from ds_quant.kernels.run import Operations, Streams
 from tests.kernels.backends import ADDRESS, tables_of
 from tests.kernels.test_numbers import INT4 as CODEC
 from tests.kernels.test_numbers import assert_bytes, encoded, expected
@@ -210,29 +209,6 @@ def test_threads_launch_on_their_own_streams(cupy, launched, monkeypatch) -> Non
     monkeypatch.setattr(cuda, "compiled", lambda kernel, macros: function)
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(work, (100, 200))) == [(100, 100), (200, 200)]
-
-
-def test_tensors_of_a_kind_take_one_launch(cupy, launched, monkeypatch) -> None:
-    """Training mostly launches tables: many tensors of a bucket at once."""
-    jobs, run_tables = [], launched.run_tables
-
-    def noted(tables) -> None:
-        jobs.extend(table.num_jobs for table in tables)
-        run_tables(tables)
-
-    monkeypatch.setattr(launched, "run_tables", noted)
-    fp32, bf16 = torch.randn(8000), torch.randn(999).bfloat16()
-    pieces = [*fp32.split([5000, 129, 1, 2048, 822])[:4], bf16]
-    wanted = [wire_of(piece[None])[0] for piece in pieces]
-    tasks = [
-        (Encode(CODEC, len(piece), 0 if piece.dtype == fp32.dtype else 2, 1, 0),
-         (piece.storage_offset(), start, 0))
-        for piece, start in zip(pieces, accumulate(map(len, wanted), initial=0), strict=False)
-    ]  # fmt: skip
-    wire = torch.zeros_like(torch.cat(wanted))
-    Operations(tasks).run([fp32, wire, bf16], Streams([Coding(CODEC, ADDRESS)], [None]))
-    assert torch.equal(wire, torch.cat(wanted))
-    assert jobs == [4, 1] and len(cupy.streams) == 2
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,12 @@ def test_wrong_arguments_are_refused():
         encode(codec, x.long(), wire, address=ADDRESS)
     with pytest.raises(ValueError, match="out: .*fp32"):
         decode_sum(codec, wire, torch.empty(10, dtype=torch.float64))
+    for call in (
+        lambda: decode(codec, wire[:, 16:], x),
+        lambda: decode_sum(codec, wire[:, 16:], x[0]),
+    ):
+        with pytest.raises(ValueError, match=r"wire: shape \(2, 32\).*\(2, 48\)"):
+            call()
     with pytest.raises(ValueError, match="levels"):
         decode(codec, wire, x, levels=torch.arange(256.0))
     with pytest.raises(ValueError, match=r"levels: shape \(3,\)"):

@@ -83,14 +83,6 @@ def test_every_scheme_gets_the_least_number_then_the_widest_interval_one_more(
     assert order(tmp_path, losses, pairs=3) == [("narrow", 2)]
 
 
-def test_runs_of_another_study_or_at_a_constant_rate_do_not_count(tmp_path: Path) -> None:
-    path, run = tmp_path / "runs.jsonl", {"scheme": "qsdp", "seed": 0, "held_out": 2.0}
-    convergence.Ledger(path, "one").add(run)
-    convergence.Ledger(path, "one").add({**run, "seed": 1, "constant": True})
-    assert convergence.Ledger(path, "one").runs == [run]
-    assert convergence.Ledger(path, "other").runs == []
-
-
 # ---- a whole study ----
 
 

@@ -14,8 +14,6 @@ from ds_quant.zero import plugin as module
 from ds_quant.zero import report
 from ds_quant.zero.plugin import Plugin, SchemeState
 
-TWO_HOPS, ONE_HOP = ("intra", "inter"), ("whole",)
-
 
 def plugin(**keys: Any) -> Plugin:
     """In optimizer step 5, of which one was skipped, with sums held between micro-steps."""
@@ -27,22 +25,6 @@ def plugin(**keys: Any) -> Plugin:
     scheme = parse_block({"scheme": "full_precision", **keys}).to_scheme()
     made.routes = Routes(scheme=scheme, stage=2, nodes=2, node_size=2)
     return made
-
-
-def test_micro_steps_have_random_bits_of_their_own_and_share_the_signs_of_waiting_sums() -> None:
-    made, drawn, signs, alone = plugin(), [], [], []
-    for _ in range(3):
-        drawn.append(made.gradient_step)
-        signs.append(made.signed_step(TWO_HOPS))
-        alone.append(made.signed_step(ONE_HOP))
-        made.after_backward()
-    assert len(set(drawn)) == 3 and len(set(signs)) == 1
-    assert alone == drawn  # nothing waits there
-    made.engine.global_steps = 6
-    assert made.gradient_step > max(drawn) and made.signed_step(TWO_HOPS) not in signs
-    made.waiting = None
-    made.after_backward()
-    assert made.signed_step(TWO_HOPS) == made.gradient_step
 
 
 def test_steps_that_deepspeed_skipped_do_not_count_for_weights() -> None:

@@ -8,20 +8,7 @@ import torch
 
 from ds_quant.comm.checksum import seal
 from ds_quant.comm.reduction_plan import Slicing
-from ds_quant.kernels import random_bits
 from tests.unit import wire_oracle as oracle
-
-
-def values(n: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed + n))
-
-
-def test_keys_are_those_of_section_4() -> None:
-    names = {"seed": 5, "parameter": 3, "hop": 1}
-    for role in random_bits.Role:
-        for rank in (0, 4):
-            key = random_bits.key_of(role=role, rank=rank, **names)
-            assert key == oracle.key_of(role=int(role), stream=rank, **names)
 
 
 @pytest.mark.parametrize("sizes", [[0, 1, 16, 16, 40, 0, 4096], [24, 24]])

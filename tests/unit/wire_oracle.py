@@ -74,27 +74,18 @@ def decode(row: bytes, fmt: Format, n: int, table: np.ndarray | None = None) -> 
     return values * scale + offset
 
 
-def decode_sum(rows: list[bytes], fmt: Format, n: int, scale: float) -> np.ndarray:
-    """Section 2, sums: fp32, in order, scaled once."""
-    total = decode(rows[0], fmt, n)
-    for row in rows[1:]:
-        total = total + decode(row, fmt, n)
-    return total * F32(scale)
-
-
 def encode(
     x: np.ndarray,
     fmt: Format,
     *,
-    rounding: str | None = None,
     stream: tuple[int, int] = (0, 0),
     first: int = 0,
     table: np.ndarray | None = None,
 ) -> bytes:
-    """Section 3. rounding: another one than the format's; stream: key and step of section 4; first:
-    vector of the row; table: learned levels.
+    """Section 3. stream: key and step of section 4; first: vector of the row; table: learned
+    levels.
     """
-    n, rounding = len(x), rounding or fmt.rounding
+    n, rounding = len(x), fmt.rounding
     planes, scales, offsets, nbytes = sections(fmt, n)
     row = bytearray(nbytes)
     if fmt.gaussian:
@@ -298,10 +289,6 @@ def read(row: bytes, fmt: Sent, n: int) -> np.ndarray:
     if fmt == "bf16":
         return (np.frombuffer(row, "<u2", n).astype(np.uint32) << 16).view(F32)
     return np.frombuffer(row, "<f4" if fmt == "fp32" else "<f2", n).astype(F32)
-
-
-def cast(x: np.ndarray, dtype: str) -> np.ndarray:
-    return read(written(x, dtype), dtype, len(x))
 
 
 def row_of(x: np.ndarray, fmt: Sent, stream: tuple[int, int], first: int) -> bytes:

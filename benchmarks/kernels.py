@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from report import provenance
 
 from ds_quant.codec.bound import Coding, Rotation, encode
 from ds_quant.codec.codec import CAST_NAMES, GroupCodec
-from ds_quant.codec.lossless import DTYPES as LOSSLESS_DTYPES
-from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.kernels import dispatch, launch, lossless
 from ds_quant.kernels.batch import Decode, Encode, Recode, Sum, Task
 from ds_quant.kernels.random_bits import Address
@@ -56,7 +55,6 @@ CODECS = (
     GroupCodec(bits=4, group_size=1024, levels="learned"),
     GroupCodec(bits=3, group_size=128, range="gaussian"),
 )
-LOSSLESS = LosslessCodec()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,14 +128,12 @@ class Bench:
         return self.tasks(f"recode of {SOURCES}", label, [(operation, (0, 0, 0, 0))], buffers)
 
     def lossless(self, name: str, numel: int, dtype: torch.dtype) -> Operation:
-        """encode: weights against those before a step at 3e-4 -> a message; decode: back, which
-        waits for the device.
-        """
+        """encode: weights against those before a step at 3e-4 -> a message; decode: back."""
         before = self.random(numel, torch.float32) * 0.02
         values = before + 0.3 * 3e-4 * self.random(numel, torch.float32, seed=1)
         values, before = values.to(dtype), before.to(dtype)
         room, used = self.bytes(lossless.max_bytes(numel)), self.bytes(8).view(torch.int64)
-        LOSSLESS.encode(values, before, room, used)
+        dispatch.encode_lossless([(values, before, room)], used)
         message = room[: used.item()].clone()
         nbytes = 2 * values.nbytes + message.numel()
         sets = self._sets(nbytes)
@@ -146,14 +142,20 @@ class Bench:
             for x in (before, values, room if name == "encode" else message)
         )
 
-        def way(codec: LosslessCodec) -> Callable[[int], object]:
+        def way(backend: str) -> Callable[[int], object]:
             if name == "encode":
-                return lambda i: codec.encode(news[i], olds[i], wires[i], used)
-            return lambda i: codec.decode(wires[i], olds[i], news[i])
+                return lambda i: dispatch.encode_lossless(
+                    [(news[i], olds[i], wires[i])], used, backend=backend
+                )
+            start, length = np.zeros(1, dtype=np.int64), np.array([message.numel()])
+            status = torch.zeros(1, 2, dtype=torch.int32, device=self.device)
+            return lambda i: dispatch.decode_lossless(
+                wires[i], start, length, olds[i, None], news[i, None], status, backend=backend
+            )
 
         return Operation(
-            name=name, codec=LOSSLESS.name, dtype=CAST_NAMES[dtype], numel=numel, nbytes=nbytes,
-            sets=sets, ways={each: way(LosslessCodec(backend=each)) for each in self.ways},
+            name=name, codec="lossless", dtype=CAST_NAMES[dtype], numel=numel, nbytes=nbytes,
+            sets=sets, ways={each: way(each) for each in self.ways},
         )  # fmt: skip
 
     def copy(self, nbytes: int) -> Operation:
@@ -210,7 +212,7 @@ def operations(bench: Bench, nbytes: int, dtype: torch.dtype, chosen: str):
         numel = numel_for(SOURCES * width + 0.5)
         target = codec if codec.is_gaussian else absmax(4, codec.group_size, "stochastic")
         yield lambda codec=codec, numel=numel, to=target: bench.recode(codec, to, numel)
-    if chosen in LOSSLESS.name and dtype in LOSSLESS_DTYPES:
+    if chosen in "lossless" and dtype in lossless.EXPONENT:
         for name in ("encode", "decode"):  # a difference has about 3 bits
             numel = numel_for(2 * dtype.itemsize + 0.4)
             yield lambda name=name, numel=numel: bench.lossless(name, numel, dtype)

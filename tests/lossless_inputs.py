@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+
+from ds_quant.kernels.dispatch import decode_lossless, encode_lossless
+from ds_quant.kernels.lossless import max_bytes, problem_of
 
 DTYPES = (torch.bfloat16, torch.float16)
 NUMELS = (0, 1, 2, 7, 1023, 1025, 2047, 2048, 2049, 4096, 2**16 + 3)
@@ -85,3 +89,47 @@ def wrong_entries(message: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
                 other[entry + place :][: len(written)] = torch.tensor(written, dtype=torch.uint8)
                 if not torch.equal(other, message):
                     yield other
+
+
+# ---- messages ----
+
+
+class Damaged(ValueError):
+    """A message that cannot be decoded; ``row``: its place."""
+
+    def __init__(self, problem: str, row: int) -> None:
+        super().__init__(problem)
+        self.row = row
+
+
+def message_of(
+    values: torch.Tensor, reference: torch.Tensor, backend: str = "auto"
+) -> torch.Tensor:
+    out = torch.empty(max_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+    nbytes = torch.zeros(1, dtype=torch.int64, device=values.device)
+    encode_lossless([(values, reference, out)], nbytes, backend=backend)
+    return out[: nbytes.item()].clone()
+
+
+def decode_rows(
+    wire: torch.Tensor,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    reference: torch.Tensor,
+    out: torch.Tensor,
+    backend: str = "auto",
+) -> None:
+    """A message into every row; the first one that cannot be decoded is raised."""
+    status = torch.zeros(len(out), 2, dtype=torch.int32, device=wire.device)
+    decode_lossless(
+        wire, np.asarray(starts), np.asarray(lengths), reference, out, status, backend=backend
+    )
+    for row, numbers in enumerate(status.tolist()):
+        if problem := problem_of(numbers):
+            raise Damaged(problem, row)
+
+
+def decode(
+    wire: torch.Tensor, reference: torch.Tensor, out: torch.Tensor, backend: str = "auto"
+) -> None:
+    decode_rows(wire, [0], [len(wire)], reference[None], out[None], backend)

@@ -6,8 +6,9 @@ with it, ``bound.encode`` and ``bound.decode`` single tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -62,35 +63,27 @@ class GroupCodec:
     kind: ClassVar[str] = "groups"
 
     def __post_init__(self) -> None:
-        check_int("bits", self.bits, low=2, high=8, multiple=1)
-        check_int("group_size", self.group_size, low=32, high=65536, multiple=32)
-        check_choice("range", self.range, RANGES)
-        check_choice("rounding", self.rounding, ROUNDINGS)
-        check_choice("levels", self.levels, LEVELS)
-        if self.rounding == "random_shift" and self.range != "minmax":
-            raise ValueError(
-                f"rounding = 'random_shift' with range = {self.range!r}: it needs range 'minmax'"
-            )
-        if self.range == "gaussian":
-            self._check_gaussian()
-        if self.levels == "learned" and (self.range, self.rounding) != ("minmax", "nearest"):
-            raise ValueError(
-                f"levels = 'learned' with range = {self.range!r} and rounding = "
-                f"{self.rounding!r}: it needs range 'minmax' and rounding 'nearest'"
-            )
-
-    def _check_gaussian(self) -> None:
-        allowed = {
-            "bits": reference.GAUSSIAN_BITS,
-            "group_size": (reference.GAUSSIAN_GROUP,),
-            "rounding": ("nearest",),
+        allowed: dict[str, Sequence[Any]] = {
+            "range": RANGES,
+            "rounding": ROUNDINGS,
+            "levels": LEVELS,
+            "bits": range(2, 9),
+            "group_size": range(32, 65537, 32),
         }
+        if self.range == "gaussian":
+            allowed |= {"bits": reference.GAUSSIAN_BITS, "rounding": ("nearest",)}
+            allowed["group_size"] = (reference.GAUSSIAN_GROUP,)
+        if self.levels == "learned":
+            allowed |= {"range": ("minmax",), "rounding": ("nearest",)}
+        if self.rounding == "random_shift":
+            allowed["range"] = ("minmax",)
         for field, values in allowed.items():
-            if getattr(self, field) not in values:
-                raise ValueError(
-                    f"{field} = {getattr(self, field)!r} with range = 'gaussian': allowed are "
-                    + ", ".join(map(repr, values))
-                )
+            if (value := getattr(self, field)) not in values or type(value) is not type(values[0]):
+                shown = ", ".join(map(repr, values))
+                if isinstance(values, range):
+                    shown = f"{values[0]} to {values[-1]}"
+                    shown += f" in multiples of {values.step}" * (values.step > 1)
+                raise ValueError(f"{field} = {value!r} in {self.name}: allowed are {shown}")
 
     @property
     def has_offset(self) -> bool:
@@ -160,18 +153,3 @@ class CastCodec:
 
     def table(self, levels: torch.Tensor | None, device: torch.device) -> None:
         """No levels."""
-
-
-# ---- checks of what reaches a codec ----
-
-
-def check_int(field: str, value: int, *, low: int, high: int, multiple: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or not low <= value <= high or value % multiple:
-        step = f" in multiples of {multiple}" if multiple > 1 else ""
-        raise ValueError(f"{field} = {value!r}: allowed are {low} to {high}{step}")
-
-
-def check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{field} = {value!r}: allowed are {', '.join(map(repr, allowed))}")

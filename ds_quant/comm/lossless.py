@@ -18,6 +18,7 @@ waiting, and to look at every message would wait for the device in each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -26,11 +27,11 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec.bound import squares
-from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.message import row_place
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link, Pending
-from ds_quant.kernels.lossless import Damaged, problem_of
+from ds_quant.kernels.dispatch import decode_lossless, encode_lossless
+from ds_quant.kernels.lossless import max_bytes, problem_of
 from ds_quant.kernels.wire import ALIGNMENT
 
 # Elements of one rank in a message: more would only be decoded later; and in messages that are
@@ -47,16 +48,13 @@ class Parcel(NamedTuple):
     values: Callable[[], tuple[Tensor, Tensor]]
 
 
-class Reading(NamedTuple):
-    """Reads a message back, for metrics: see ``traffic.Measures``."""
-
-    codec: LosslessCodec
-
-    def error(self, values: Tensor, wire: Tensor, *, reference: Tensor) -> Tensor:
-        """Squared error, which must be 0, and squared norm, (2,) fp64 on the device."""
-        found = torch.empty_like(values)
-        self.codec.decode(wire, reference, found)
-        return squares(found, values)
+def _error(backend: str, values: Tensor, wire: Tensor, *, reference: Tensor) -> Tensor:
+    """As ``Coding.error``; the squared error must be 0."""
+    found, status = torch.empty_like(values), torch.zeros(1, 2, dtype=torch.int32)
+    whole = np.zeros(1, dtype=np.int64), np.array([wire.numel()])
+    rows = reference[None], found[None], status.to(wire.device)
+    decode_lossless(wire, *whole, *rows, backend=backend)
+    return squares(found, values)
 
 
 _CHANGED = (
@@ -77,13 +75,12 @@ class Outbox:
         link: Link,
         road: Link | Fabric,
         *,
-        codec: LosslessCodec,
         device: torch.device,
         traffic: Traffic,
     ) -> None:
         """Encode all messages and agree on their lengths: a collective."""
-        self._link, self._road, self._codec = link, road, codec
-        self._rooms = [codec.max_bytes(parcel.numel) for parcel in parcels]
+        self._link, self._road = link, road
+        self._rooms = [max_bytes(parcel.numel) for parcel in parcels]
         buffer = link.empty(sum(self._rooms), device=device)
         self._made_on = torch.cuda.current_stream(device) if buffer.is_cuda else None
         self._messages = buffer.split(self._rooms)
@@ -93,16 +90,18 @@ class Outbox:
             for _, places in groupby(range(len(parcels)), turns.__getitem__):
                 first, *more = places
                 batch = [(*parcels[i].values(), self._messages[i]) for i in (first, *more)]
-                codec.encode_all(batch, own[first : first + len(batch)])
+                nbytes = own[first : first + len(batch)]
+                encode_lossless(batch, nbytes, backend=link.backend)
         self._lengths = self._agree(own)
         self._check()
         self._count(parcels, traffic)
-        with link.encoding("weights") as notes:
-            if notes is not None:
+        with link.encoding("weights") as note:
+            if note is not None:
                 mine = zip(parcels, self._messages, self._lengths[link.rank].tolist(), strict=True)
                 for parcel, message, nbytes in mine:
                     values, reference = parcel.values()
-                    notes.note(Reading(codec), values, message[:nbytes], reference=reference)
+                    error = partial(_error, link.backend)
+                    note(error, values, message[:nbytes], reference=reference)
 
     def _agree(self, own: Tensor) -> np.ndarray:
         """Lengths of this rank (messages,) int64 -> those of all, (ranks, messages).
@@ -157,7 +156,8 @@ class Outbox:
             with self._link.decoding():
                 rows = reference()
                 status = torch.zeros(len(rows), 2, dtype=torch.int32, device=rows.device)
-                self._codec.decode_rows(wire, starts, lengths, rows, rows, status)
+                how = {"backend": self._link.backend}
+                decode_lossless(wire, starts, lengths, rows, rows, status, **how)
             self._link.findings.note("weights", self._link.ranks, status, _say)
             return rows
 
@@ -165,4 +165,4 @@ class Outbox:
 
 
 def _say(status: Sequence[int]) -> str:
-    return f"cannot be decoded on rank {{}} ({Damaged(problem_of(status))})"
+    return f"cannot be decoded on rank {{}} ({problem_of(status)})"

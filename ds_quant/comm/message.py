@@ -99,12 +99,12 @@ def pack(
     wire: Tensor | None = None,
 ) -> Tensor:
     """Encode a message of ``nbytes``, which is buffer 0 of the operations; the others follow.
-    ``wire``: the message, if it is there already; where notes are taken it is encoded all the same.
+    ``wire``: the message, if it is there already; a sampled step encodes it all the same.
     """
-    with link.encoding(role) as notes:
-        if wire is None or notes is not None:
+    with link.encoding(role) as note:
+        if wire is None or note is not None:
             wire = link.empty(nbytes, device=buffers[0].device)
-            encode.run([wire, *buffers], streams, notes, backend=link.backend)
+            encode.run([wire, *buffers], streams, note, backend=link.backend)
     return wire
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 # ---- sampled steps ----
 
@@ -29,13 +29,7 @@ SECTIONS = ("encode", "wait", "decode")
 _CHECKING = "check"  # reading back what was encoded: charged to no section that is reported
 
 Place = tuple[str, str]  # (role, link), as in Traffic
-
-
-class Measures(Protocol):
-    """The part of ``codec.bound.Coding`` that is measured."""
-
-    def error(self, values: Any, wire: Any, **how: Any) -> Any:
-        """Squared error and squared norm of values on the wire, (2,) on their device."""
+Note = Callable[..., None]  # told of every piece of a message, as ``Tally.add`` is
 
 
 @dataclass
@@ -57,16 +51,28 @@ class Tally:
         """Bits on the wire per element, with scales and padding."""
         return 8 * self.nbytes / self.numel
 
-    def add(self, note: Note) -> None:
-        """Count a piece, and read it back if it is its turn."""
-        self.numel += note.numel
-        self.nbytes += note.wire.numel()
-        if self.nbytes <= self.window or self.checked >= CHECKED or not note.numel:
+    def add(
+        self,
+        error: Callable[..., Any],
+        values: Any,
+        wire: Any,
+        *,
+        numel: int | None = None,
+        **how: Any,
+    ) -> None:
+        """Count a piece, and read it back if it is its turn.
+
+        error: see ``codec.bound.Coding.error``. values: what was encoded, or makes it, which has
+        ``numel`` elements. wire: its bytes, uint8.
+        """
+        numel = values.numel() if numel is None else numel
+        self.numel += numel
+        self.nbytes += wire.numel()
+        if self.nbytes <= self.window or self.checked >= CHECKED or not numel:
             return
-        values = note.values() if callable(note.values) else note.values
-        squares = note.coding.error(values, note.wire, **note.how)
+        squares = error(values() if callable(values) else values, wire, **how)
         self.squares = squares if self.squares is None else self.squares + squares
-        self.checked += note.wire.numel()
+        self.checked += wire.numel()
 
     def next_window(self) -> int:
         """Move the window for the next sample."""
@@ -87,36 +93,6 @@ class Sample:
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SECTIONS, 0.0))
     tallies: dict[Place, Tally] = field(default_factory=dict)
-
-
-class Note(NamedTuple):
-    """A piece of a message: what encoded it, its values or what makes them, its bytes (uint8)."""
-
-    coding: Measures
-    values: Any
-    wire: Any
-    numel: int
-    how: dict[str, Any]
-
-
-class Notes:
-    """The pieces of one message while it is encoded."""
-
-    def __init__(self) -> None:
-        self._noted: list[Note] = []
-
-    def note(
-        self, coding: Measures, values: Any, wire: Any, *, numel: int | None = None, **how: Any
-    ) -> None:
-        """``values`` were encoded into ``wire``, or what a function returns, which has ``numel``
-        elements.
-        """
-        numel = values.numel() if numel is None else numel
-        self._noted.append(Note(coding, values, wire, numel, how))
-
-    def add_to(self, tally: Tally) -> None:
-        for note in self._noted:
-            tally.add(note)
 
 
 _OFF = nullcontext()
@@ -152,7 +128,7 @@ class Meter:
         """Charge the time inside to ``name``. See [Note: sections]."""
         return _OFF if self._sample is None else self._timed(name)
 
-    def encoding(self, role: str, link: str) -> AbstractContextManager[Notes | None]:
+    def encoding(self, role: str, link: str) -> AbstractContextManager[Note | None]:
         """Charge the encoding of a message, and read back some of what was noted at its end. None
         while no sample is open.
         """
@@ -172,16 +148,17 @@ class Meter:
             self._inside = outer + spent
 
     @contextmanager
-    def _checked(self, place: Place) -> Iterator[Notes]:
-        notes = Notes()
+    def _checked(self, place: Place) -> Iterator[Note]:
+        noted: list[tuple[tuple, dict]] = []
         with self._timed("encode"):
-            yield notes
+            yield lambda *piece, **how: noted.append((piece, how))
         if self._sample is not None:
             with self._timed(_CHECKING):
                 tallies = self._sample.tallies
                 if place not in tallies:
                     tallies[place] = Tally(window=self._windows.get(place, 0))
-                notes.add_to(tallies[place])
+                for piece, how in noted:
+                    tallies[place].add(*piece, **how)
 
 
 # ---- counters of all steps ----

@@ -27,7 +27,7 @@ from torch import Tensor
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import Findings, say_changed, seal, sealed_bytes, unseal
 from ds_quant.comm.topology import Topology
-from ds_quant.comm.traffic import Notes, Traffic
+from ds_quant.comm.traffic import Note, Traffic
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -130,7 +130,7 @@ class Link:
             return rank
         return self._dist.get_global_rank(self.process_group, rank)
 
-    def encoding(self, role: str) -> AbstractContextManager[Notes | None]:
+    def encoding(self, role: str) -> AbstractContextManager[Note | None]:
         """Charge the encoding of a message for this link: see ``Meter.encoding``."""
         return self._traffic.meter.encoding(role, self._reach)
 

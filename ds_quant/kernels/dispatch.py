@@ -107,48 +107,44 @@ LosslessTask = launch_lossless.Task
 
 
 def encode_lossless(
-    messages: Sequence[LosslessTask], nbytes: torch.Tensor, *, backend: str
+    messages: Sequence[LosslessTask], nbytes: torch.Tensor, *, backend: str = "auto"
 ) -> None:
     """Write messages of lossless differences, in few launches: of each its values (numel,) in
     bf16 or fp16, the reference (numel,) of the same dtype, and (lossless.max_bytes(numel),) uint8
-    for it.
-    nbytes: (messages,) int64, receives the bytes used.
+    for it, whose bytes past the message hold nothing of use. All contiguous, of one dtype.
+    nbytes: (messages,) int64, receives the bytes used, multiples of 16.
     """
-    device = nbytes.device
-    runner = cuda_runner(device, backend)
+    runner, kernels = _lossless_kernels(nbytes.device, backend)
     if runner is not None:
-        launch_lossless.encode(messages, nbytes, run_tables=runner.run_tables)
+        kernels.encode(messages, nbytes, run_tables=runner.run_tables)
         return
     for place, message in enumerate(messages):
-        _lossless_on(device, backend).encode(*message, nbytes[place : place + 1])
+        kernels.encode(*message, nbytes[place : place + 1])
 
 
 def decode_lossless(
     wire: torch.Tensor,  # (bytes,) uint8: the messages, each at a multiple of 16 bytes
     starts: np.ndarray,  # (rows,) int64, first byte of each
     lengths: np.ndarray,  # (rows,) int64, its bytes
-    reference: torch.Tensor,  # (rows, numel) bf16 or fp16
+    reference: torch.Tensor,  # (rows, numel) bf16 or fp16, each row contiguous
     out: torch.Tensor,  # (rows, numel) of the same dtype; may be the reference
+    status: torch.Tensor,  # (rows, 2) int32, zeros
     *,
-    backend: str,
-    status: torch.Tensor | None = None,  # (rows, 2) int32, zeros
+    backend: str = "auto",
 ) -> None:
-    """Decode a message into every row of `out`. What cannot be decoded is told by `status`, see
-    ``lossless.problem_of``; without one by ``lossless.Damaged``, which waits for a CUDA device.
+    """Decode a message into every row of `out`, with host calls that do not grow with the rows.
+
+    `status` tells of messages that cannot be or were made against another reference, see
+    ``lossless.problem_of``; their rows then hold nothing of use. CuPy kernels do not
+    wait for the device.
     """
-    runner, messages = cuda_runner(wire.device, backend), (wire, starts, lengths)
+    runner, kernels = _lossless_kernels(wire.device, backend)
+    how = {} if runner is None else {"run_tables": runner.run_tables}
+    kernels.decode_rows(wire, starts, lengths, reference, out, status, **how)
+
+
+def _lossless_kernels(device: torch.device, backend: str) -> tuple[cuda.Runner | None, ModuleType]:
+    runner = cuda_runner(device, backend)
     if runner is not None:
-        launch_lossless.decode_rows(
-            *messages, reference, out, run_tables=runner.run_tables, status=status
-        )
-        return
-    try:
-        _lossless_on(wire.device, backend).decode_rows(*messages, reference, out)
-    except lossless.Damaged as error:
-        if status is None:
-            raise
-        status[error.row, 0] = lossless.PROBLEMS.index(error.what) + 1
-
-
-def _lossless_on(device: torch.device, backend: str) -> ModuleType:
-    return native_lossless if on_host(device, backend) is native else lossless
+        return runner, launch_lossless
+    return None, native_lossless if on_host(device, backend) is native else lossless

@@ -1,4 +1,4 @@
-"""Launches of the CUDA kernels of LosslessCodec: signatures and bytes of lossless.py.
+"""Launches of the CUDA kernels of lossless differences: signatures and bytes of lossless.py.
 
 Messages are three launches that read what the one before wrote; decoded ones are checked before
 anybody uses them.
@@ -14,12 +14,12 @@ import torch
 
 from ds_quant.kernels.launch import DTYPES, FIELDS, Plan, Table, merge
 from ds_quant.kernels.launch_batch import RunTables
-from ds_quant.kernels.lossless import HEADER, PROBLEMS, Damaged, blocks_of
+from ds_quant.kernels.lossless import HEADER, PROBLEMS, blocks_of
 from ds_quant.kernels.wire import ALIGNMENT
 
 THREADS = 256
 PLAN, SCAN, WRITE, READ = range(4)  # DSQ_PHASE
-LENGTH, CHECKSUM = (PROBLEMS.index(what) + 1 for what in ("length", "checksum"))
+LENGTH = PROBLEMS.index("length") + 1
 Task = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see ``dispatch.encode_lossless``
 _FIELDS = np.dtype([(name, "<u8") for name in FIELDS["lossless"]])
 
@@ -29,18 +29,14 @@ def encode(messages: Sequence[Task], nbytes: torch.Tensor, *, run_tables: RunTab
     Three launches for all of them.
     """
     nbytes.zero_()  # a checksum is added up there first
-    jobs, copied = [], []
+    jobs = []
     for place, (values, reference, out) in enumerate(messages):
-        target = _aligned(out, copy=False)
-        copied += [(out, target)] if target is not out else []
         fields = {"values": values.data_ptr(), "reference": reference.data_ptr()}
-        fields |= {"wire": target.data_ptr(), "nbytes": nbytes[place].data_ptr()}
+        fields |= {"wire": out.data_ptr(), "nbytes": nbytes[place].data_ptr()}
         jobs += [(values, fields)] if values.numel() else []
     for phase in (PLAN, SCAN, WRITE):
         plans = [plan_of(phase, values.numel(), values.dtype) for values, _ in jobs]
         run_tables(merge(plan.launch(1, job[1]) for plan, job in zip(plans, jobs, strict=True)))
-    for out, target in copied:
-        out.copy_(target)
 
 
 def decode_rows(
@@ -49,45 +45,23 @@ def decode_rows(
     lengths: np.ndarray,  # (rows,) int64, its bytes
     reference: torch.Tensor,  # (rows, numel) bf16 or fp16
     out: torch.Tensor,  # (rows, numel) of the same dtype; may be the reference
+    status: torch.Tensor,  # (rows, 2) int32, zeros
     *,
     run_tables: RunTables,
-    status: torch.Tensor | None = None,  # (rows, 2) int32, zeros
 ) -> None:
-    """Decode a message into every row of `out`, in one launch. What is wrong with a row goes into
-    its `status`; without one Damaged tells, which waits for the device.
-    """
+    """Decode a message into every row of `out`, in one launch; `status` tells which cannot be."""
     rows, numel = out.shape
-    wrong = (lengths % ALIGNMENT != 0) | (lengths < HEADER if numel else lengths > 0)
-    _check(wrong * LENGTH)
-    if not numel:
-        return
-    wire, waits = _aligned(wire, copy=True), status is None
-    if status is None:
-        status = torch.zeros(rows, 2, dtype=torch.int32, device=wire.device)
+    sound = (lengths % ALIGNMENT == 0) & (lengths >= HEADER if numel else lengths == 0)
+    if not sound.all():
+        status[torch.from_numpy(~sound).to(status.device), 0] = LENGTH
     jobs = np.zeros(rows, dtype=_FIELDS)
     for name, tensor in (("values", out), ("reference", reference), ("status", status)):
         nbytes = np.uint64(tensor.stride(0) * tensor.element_size())
         jobs[name] = tensor.data_ptr() + np.arange(rows, dtype=np.uint64) * nbytes
     jobs["wire"] = wire.data_ptr() + starts.astype(np.uint64)
     jobs["nbytes"], jobs["numel"] = lengths, numel
-    run_tables([_table(jobs, plan_of(READ, numel, out.dtype))])
-    if waits:
-        problem, difference = status.cpu().numpy().T
-        _check(np.where(problem, problem, (difference != 0) * CHECKSUM))
-
-
-def _aligned(wire: torch.Tensor, *, copy: bool) -> torch.Tensor:
-    """`wire`, or a buffer of its size at a multiple of 16 bytes; `copy`: with the same content."""
-    if wire.data_ptr() % ALIGNMENT == 0:
-        return wire
-    return wire.clone() if copy else torch.empty_like(wire)
-
-
-def _check(problems: np.ndarray) -> None:
-    """Raise for the first row that has one, by its number."""
-    wrong = problems.nonzero()[0]
-    if wrong.size:
-        raise Damaged(PROBLEMS[int(problems[wrong[0]]) - 1], int(wrong[0]))
+    if numel and sound.any():
+        run_tables([_table(jobs[sound], plan_of(READ, numel, out.dtype))])
 
 
 def _table(jobs: np.ndarray, plan: Plan) -> Table:

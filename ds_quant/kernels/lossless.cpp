@@ -1,5 +1,4 @@
-// LosslessCodec on the CPU, byte for byte as lossless.py specifies it: [Note: lossless format],
-// [Note: lossless choices] there.
+// lossless.py on the CPU, byte for byte: [Note: lossless format], [Note: lossless choices] there.
 //
 // A block of 2048 elements is worked on in buffers that stay in cache. What can be is a plain loop
 // that compilers vectorize; only the fields of a bit string are read and written one by one.

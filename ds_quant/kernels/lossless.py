@@ -1,4 +1,4 @@
-"""Reference kernels of LosslessCodec, in torch, on any device: the specification of its bytes.
+"""Lossless differences of 16-bit floats in torch, on any device: the specification of its bytes.
 
 [Note: lossless format]
 Values and reference are 16-bit floats; the receiver holds the reference and gets the values bit
@@ -85,25 +85,21 @@ PROBLEMS = (
 )  # fmt: skip
 
 
-class Damaged(ValueError):
-    """One of PROBLEMS in a message; ``row``: its place among those that are decoded together."""
-
-    def __init__(self, what: str, row: int = 0) -> None:
-        super().__init__(
-            f"lossless message: wrong {what}; it was damaged on its way, or the ranks hold "
-            "different references"
-        )
-        self.what, self.row = what, row
+class _Damaged(ValueError):
+    """One of PROBLEMS in a message."""
 
 
 def problem_of(status: Sequence[int]) -> str | None:
     """What is wrong with a row by its status (2,): the number of a problem, 0 for none, and how far
-    its checksum is off.
+    its checksum is off. A sentence, None for nothing.
     """
     number, difference = status
-    if number:
-        return PROBLEMS[number - 1]
-    return "checksum" if difference else None
+    if not (number or difference):
+        return None
+    return (
+        f"lossless message: wrong {PROBLEMS[number - 1] if number else 'checksum'}; it was damaged "
+        "on its way, or the ranks hold different references"
+    )
 
 
 def blocks_of(numel: int) -> int:
@@ -112,7 +108,9 @@ def blocks_of(numel: int) -> int:
 
 
 def max_bytes(numel: int) -> int:
-    """Most bytes of a message of `numel` elements, a multiple of 16."""
+    """Most bytes of a message of `numel` elements, a multiple of 16; 0 for no elements."""
+    if not 0 <= numel <= MAX_NUMEL:
+        raise ValueError(f"numel = {numel}: a lossless message holds 0 to {MAX_NUMEL} elements")
     return round_up(HEADER + 2 * numel, 16) if numel else 0
 
 
@@ -397,7 +395,7 @@ def decode(
     reference: torch.Tensor,  # (numel,) bf16 or fp16
     out: torch.Tensor,  # (numel,) of the same dtype; may be the reference
 ) -> None:
-    """Overwrite `out` with the values. Damaged for a message that cannot be; after an error `out`
+    """Overwrite `out` with the values. _Damaged for a message that cannot be; after an error `out`
     holds nothing of use.
     """
     numel = reference.numel()
@@ -421,18 +419,19 @@ def decode_rows(
     lengths: np.ndarray,  # (rows,) int64, its bytes
     reference: torch.Tensor,  # (rows, numel) bf16 or fp16
     out: torch.Tensor,  # (rows, numel) of the same dtype; may be the reference
+    status: torch.Tensor,  # (rows, 2) int32, zeros
 ) -> None:
-    """Decode a message into every row of `out`. Damaged for one that cannot be."""
+    """Decode a message into every row of `out`; `status` tells which cannot be."""
     for row, (start, nbytes) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
         try:
             decode(wire[start : start + nbytes], reference[row], out[row])
-        except Damaged as problem:
-            raise Damaged(problem.what, row) from None
+        except _Damaged as problem:
+            status[row, 0] = PROBLEMS.index(str(problem)) + 1
 
 
 def _check(holds: bool | torch.Tensor, what: str) -> None:
     if not bool(holds):
-        raise Damaged(what)
+        raise _Damaged(what)
 
 
 def _checked_header(wire: torch.Tensor, numel: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ covers, go one by one through the torch reference.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -77,11 +77,7 @@ class Streams:
         return StreamArrays(*numbers, *more, tensors=levels)
 
 
-class Notes(Protocol):
-    """Is told what is encoded."""
-
-    def note(self, coding: Any, values: Any, wire: Tensor, **how: Any) -> None: ...
-
+Note = Callable[..., None]  # told what is encoded: see ``comm.traffic.Tally.add``
 
 # ---- a program ----
 
@@ -103,12 +99,13 @@ class Operations:
         self,
         buffers: Buffers,
         streams: Streams,
-        notes: Notes | None = None,
+        note: Note | None = None,
         *,
         backend: str = "auto",
     ) -> None:
-        """Carry out all tasks; none reads what another writes. ``notes``: told what is encoded.
-        ``backend``: one of ``dispatch.BACKENDS``.
+        """Carry out all tasks; none reads what another writes.
+
+        backend: one of ``dispatch.BACKENDS``.
         """
         if not self.tasks:
             return
@@ -125,12 +122,12 @@ class Operations:
                     run(addresses, streams.arrays)
             for operation, places in left:
                 _Piece(operation, places, buffers, streams).run()
-        if notes is not None:
+        if note is not None:
             for task in self.tasks:
-                _note(task, buffers, streams, notes, backend)
+                _note(task, buffers, streams, note, backend)
 
 
-def _note(task: Task, buffers: Buffers, streams: Streams, notes: Notes, backend: str) -> None:
+def _note(task: Task, buffers: Buffers, streams: Streams, note: Note, backend: str) -> None:
     piece = _Piece(*task, buffers, streams)
     if isinstance(piece.op, Encode | Recode):
         coding = streams.codings[piece.op.stream]
@@ -145,7 +142,7 @@ def _note(task: Task, buffers: Buffers, streams: Streams, notes: Notes, backend:
                 coding = coding._replace(difference=True)
             elif getattr(coding, "difference", False):
                 coding = coding._replace(difference=False)
-        notes.note(coding, values, piece.written, **how)
+        note(coding.error, values, piece.written, **how)
 
 
 # ---- one task in torch ----

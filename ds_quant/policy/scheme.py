@@ -17,7 +17,6 @@ from functools import cached_property
 import torch
 
 from ds_quant.codec.codec import Codec, GroupCodec
-from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.codec.module import load
 from ds_quant.config.errors import ConfigError, path_of
 from ds_quant.config.presets import AUTOTUNE
@@ -114,11 +113,6 @@ class Scheme:
     def keeps_reference(self) -> bool:
         """Whether differences are added to weights that everybody holds."""
         return self.difference or self.lossless
-
-    @property
-    def lossless_codec(self) -> LosslessCodec:
-        """Codec of lossless differences."""
-        return LosslessCodec(backend=self.block.backend)
 
     def sends_lossless(self, dtype: torch.dtype) -> bool:
         """Whether weights of this dtype travel as lossless differences, wherever something is kept

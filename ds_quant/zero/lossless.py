@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.gather import Kept, rows_of, take_rows
 from ds_quant.comm.lossless import Outbox, Parcel
 from ds_quant.comm.traffic import Traffic
@@ -35,8 +34,7 @@ def posts(
     exchanged, before the first is yielded. ``link``, ``road``: see ``Outbox``.
     """
     parcels = [Parcel(message.numel, message.values) for message in messages]
-    how = {"codec": messages[0].codec, "device": device, "traffic": traffic}
-    outbox = Outbox(parcels, link, road, **how)
+    outbox = Outbox(parcels, link, road, device=device, traffic=traffic)
     for place, message in enumerate(messages):
         yield partial(message.post, outbox, place)
 
@@ -50,7 +48,6 @@ class Window(NamedTuple):
     group: ReplicaGroup
     fabric: Fabric
     within: range
-    codec: LosslessCodec
 
     @property
     def numel(self) -> int:
@@ -92,7 +89,6 @@ class NodeRows(NamedTuple):
     kept: Sequence[Kept]
     shards: Callable[[], Sequence[Tensor]]
     node: int
-    codec: LosslessCodec
 
     @property
     def numel(self) -> int:

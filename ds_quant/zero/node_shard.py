@@ -325,12 +325,11 @@ class NodeShard:
             yield run, partial(self._exchange, run, self._codings(run, 0, step))
 
     def _lossless_differences(self, runs: Sequence[Sequence[Param]]) -> Iterator[lossless.Post]:
-        node, codec = self._inter.rank, self._plugin.scheme.lossless_codec
+        inter, traffic = self._inter, self._plugin.traffic
         messages = [
-            lossless.NodeRows([p.kept for p in run], partial(self._shards, run), node, codec)
+            lossless.NodeRows([p.kept for p in run], partial(self._shards, run), inter.rank)
             for run in runs
         ]
-        inter, traffic = self._inter, self._plugin.traffic
         return lossless.posts(messages, inter, inter, hooks.device(), traffic)
 
     def _shards(self, params: Sequence[Param]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.codec.levels import initial_levels, merge_levels, update_levels
+from ds_quant.codec.levels import merge_levels, update_levels
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import Findings
 from ds_quant.comm.reduction_plan import LinkHop, Slicing, presumed_pace
@@ -75,8 +75,7 @@ def learn(
     device = shards[0][1].device
     tables, counts = [], []
     for param, values in shards:
-        table = param.levels
-        table = initial_levels(codec.bits).to(device) if table is None else table
+        table = codec.table(param.levels, device)
         tables.append(update_levels(table, values.float(), group_size=codec.group_size, rate=rate))
         counts.append(float(values.numel()))
     own = torch.cat(

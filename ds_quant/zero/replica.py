@@ -145,9 +145,8 @@ class Replica:
                 continue
             most = self._optimizer.allgather_bucket_size // fabric.size
             if differs and routes.sends_lossless(group.flat.dtype):
-                codec = self._plugin.scheme.lossless_codec
                 windows = _windows(group, fabric.size, min(most, MOST_NUMEL))
-                exactly += [Window(group, fabric, w, codec) for w in windows]
+                exactly += [Window(group, fabric, w) for w in windows]
                 continue
             for window in _windows(group, fabric.size, most):
                 yield partial(self._post, group, fabric, window, step, exact)

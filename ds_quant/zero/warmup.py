@@ -21,7 +21,9 @@ from ds_quant.comm.reduction_plan import LinkHop
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.batch import Decode, Encode, Operation, Recode, Sum
+from ds_quant.kernels.dispatch import decode_lossless, encode_lossless
 from ds_quant.kernels.launch import whole_numel
+from ds_quant.kernels.lossless import max_bytes
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import round_up
@@ -83,22 +85,23 @@ def warm_up(plugin: Plugin, device: torch.device) -> None:
 
 
 def _rehearse_lossless_differences(plugin: Plugin, device: torch.device) -> None:
-    codec = plugin.scheme.lossless_codec
+    how = {"backend": plugin.scheme.block.backend}
     for dtype in _dtypes(plugin):
         if not plugin.routes.sends_lossless(dtype):
             continue
         for reference in (
             torch.zeros(numel, dtype=dtype, device=device) for numel in (_RAGGED, 4096)
         ):
-            wire = torch.empty(codec.max_bytes(reference.numel()), dtype=torch.uint8, device=device)
-            used = torch.zeros(1, dtype=torch.int64, device=device)
+            wire = torch.empty(max_bytes(reference.numel()), dtype=torch.uint8, device=device)
             for values in (reference, reference + 1):
-                codec.encode(values, reference, wire, used)
-                nbytes, two = int(used), reference.new_empty(2, reference.numel())
-                codec.decode(wire[:nbytes], reference, two[0])  # as metrics read back
-                codec.decode_rows(wire, [0, 0], [nbytes] * 2, reference.expand(2, -1), two)
-                pair = [(values, reference, wire), (values, reference, wire.clone())]
-                codec.encode_all(pair, used.repeat(2))
+                for rows in (1, 2):  # tables of several jobs are variants of their own
+                    used = torch.zeros(rows, dtype=torch.int64, device=device)
+                    messages = [(values, reference, wire.clone()) for _ in range(rows)]
+                    encode_lossless(messages, used, **how)
+                    lengths, old = used.cpu().numpy(), reference.expand(rows, -1)
+                    status = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+                    at = messages[0][2], lengths * 0, lengths
+                    decode_lossless(*at, old, torch.empty_like(old), status, **how)
 
 
 def _dtypes(plugin: Plugin) -> list[torch.dtype]:

@@ -40,8 +40,7 @@ def _become_a_device(model: Any, lost: str) -> None:
     """From here on DeepSpeed and the plugin take this process for one with the model's streams."""
     from deepspeed.accelerator import real_accelerator
 
-    from ds_quant.codec.lossless import LosslessCodec
-    from ds_quant.comm.lossless import Outbox
+    from ds_quant.comm import lossless
     from ds_quant.zero import attach, hooks
     from tests.distributed.device_model import Accelerator
 
@@ -64,13 +63,13 @@ def _become_a_device(model: Any, lost: str) -> None:
     attach.rehearse = lambda *_: None
 
     def touched(
-        codec: Any, wire: Any, starts: Any, lengths: Any, held: Any, out: Any, status: Any
+        wire: Any, starts: Any, lengths: Any, base: Any, out: Any, status: Any, *, backend: str
     ) -> None:
         out.add_(wire.sum() * 0)  # zeros are no message
         status.add_(0)
 
-    LosslessCodec.decode_rows = touched
-    Outbox._agree = fake_world._at_full_length(Outbox._agree)
+    lossless.decode_lossless = touched
+    lossless.Outbox._agree = fake_world._at_full_length(lossless.Outbox._agree)
 
 
 def _faults(stage: int, scheme: str, zero: dict[str, Any], lost: str) -> tuple[list[str], int]:

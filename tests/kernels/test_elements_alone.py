@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.kernels.batch import Decode, Encode, Rotate, Sum, Task
 from ds_quant.kernels.run import Operations
 from ds_quant.kernels.wire import ceil_div, round_up
 from tests.kernels.test_batch import streams_of
-from tests.kernels.test_lossless_kernels import message_of
+from tests.lossless_inputs import decode, message_of
 
 MATRIX = 4096 * 4096
 WORLDS = (24, 40, 48, 96, 192)
@@ -61,7 +60,7 @@ def test_no_shard_goes_element_by_element(shim, cuda_kernels, ranks: int) -> Non
         assert all(one <= MOST for one in shares.values()), shares
     before = shim.elements_alone()
     own, old = (each[skew : skew + numel] for each in (values, values + 0.01))
-    LosslessCodec().decode(message_of(own, old), old, out[skew : skew + numel])
+    decode(message_of(own, old), old, out[skew : skew + numel])
     assert (shim.elements_alone() - before) / numel <= MOST
 
 

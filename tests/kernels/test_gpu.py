@@ -15,7 +15,6 @@ import torch
 
 from ds_quant.codec.bound import Coding, decode, encode
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.transport import Link
 from ds_quant.kernels import cuda, dispatch, launch_lossless, lossless, reference
 from ds_quant.kernels.batch import Encode
@@ -35,7 +34,7 @@ from tests.kernels.test_batch import (  # noqa: F401
 from tests.kernels.test_numbers import *  # noqa: F403
 from tests.kernels.test_numbers import ADDRESS, INT4, assert_values
 from tests.lossless_inputs import DTYPES as LOSSLESS_DTYPES
-from tests.lossless_inputs import SORTS, mixed
+from tests.lossless_inputs import SORTS, decode_rows, message_of, mixed
 
 pytestmark = pytest.mark.gpu
 
@@ -133,8 +132,7 @@ def test_lossless_differences(runner, numel: int, dtype: torch.dtype, skew: int)
     message = out[: used.item()].clone()
     assert torch.equal(message.cpu(), wanted)
     for into in (torch.empty_like(old), old):  # the second one in place
-        rows = np.array([0]), np.array([message.numel()]), old[None], into[None]
-        launch_lossless.decode_rows(message, *rows, run_tables=runner.run_tables)
+        decode_rows(message, [0], [len(message)], old[None], into[None])
         assert torch.equal(into.cpu().view(torch.int16), values.view(torch.int16))
 
 
@@ -147,23 +145,19 @@ def test_lossless_rows_of_one_message_and_damage(runner) -> None:
     lengths = np.array([message.numel() for message in messages])
     starts, wire = lengths.cumsum() - lengths, on_gpu(torch.cat(messages))
     out, old = on_gpu(torch.zeros_like(before)), on_gpu(before)
-    codec = LosslessCodec()
-    codec.decode_rows(wire, starts, lengths, old, out)
+    decode_rows(wire, starts, lengths, old, out)
     assert torch.equal(out.cpu().view(torch.int16), values.view(torch.int16))
     wire[int(starts[3]) + 20] ^= 0x40
     with pytest.raises(ValueError, match="lossless message"):
-        codec.decode_rows(wire, starts, lengths, old, out)
+        decode_rows(wire, starts, lengths, old, out)
 
 
 def test_torch_path_on_the_gpu_gives_the_same_lossless_messages() -> None:
     values, before = mixed(list(SORTS), 70_001, torch.bfloat16, seed=0)
-    codec, gpu, old = LosslessCodec(backend="torch"), on_gpu(values), on_gpu(before)
-    out = torch.zeros(codec.max_bytes(values.numel()), dtype=torch.uint8, device=DEVICE)
-    used = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    codec.encode(gpu, old, out, used)
-    message = out[: used.item()].clone()
+    old = on_gpu(before)
+    message = message_of(on_gpu(values), old, "torch")
     assert torch.equal(message.cpu(), lossless_wire(values, before))
-    codec.decode(message, old, old)
+    decode_rows(message, [0], [len(message)], old[None], old[None], "torch")
     assert torch.equal(old.cpu().view(torch.int16), values.view(torch.int16))
 
 

@@ -10,22 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.kernels import dispatch, launch_lossless, lossless
 from tests import needs
-from tests.lossless_inputs import DTYPES, SORTS, mixed
+from tests.lossless_inputs import DTYPES, SORTS, decode, decode_rows, message_of, mixed
 from tests.torch_kernels import only_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZED = Path(__file__).with_name("lossless_sanitized.cpp")
-CODEC = LosslessCodec()
-
-
-def message_of(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(CODEC.max_bytes(values.numel()), dtype=torch.uint8)
-    nbytes = torch.zeros(1, dtype=torch.int64)
-    CODEC.encode(values, reference, out, nbytes)
-    return out[: nbytes.item()]
 
 
 @needs.native_kernels
@@ -38,13 +29,13 @@ def test_number_of_threads_changes_nothing() -> None:
             torch.set_num_threads(count)
             messages.append(message_of(values, reference))
             found.append(reference.clone())
-            CODEC.decode(messages[-1], found[-1], found[-1])
+            decode(messages[-1], found[-1], found[-1])
         assert torch.equal(*messages)
         assert all(torch.equal(f.view(torch.int16), values.view(torch.int16)) for f in found)
         damaged = messages[0].clone()
         damaged[-5000] ^= 1
         with pytest.raises(ValueError, match="lossless message"):
-            CODEC.decode(damaged, reference, values)
+            decode(damaged, reference, values)
     finally:
         torch.set_num_threads(before)
 
@@ -95,7 +86,7 @@ def test_order_of_warps_does_not_matter(cuda, monkeypatch) -> None:
             message = message_of(values, reference)
             with only_torch():
                 assert torch.equal(message, message_of(values, reference))
-            CODEC.decode(message, reference, reference)
+            decode(message, reference, reference)
             assert torch.equal(reference.view(torch.int16), values.view(torch.int16))
 
 
@@ -108,7 +99,7 @@ def test_a_message_is_three_launches_and_messages_of_all_ranks_are_decoded_in_on
     message = message_of(values, reference)
     wire, lengths = message.repeat(rows), [len(message)] * rows
     found = torch.zeros(rows, numel + 9, dtype=torch.bfloat16)[:, 3 : numel + 3]
-    CODEC.decode_rows(wire, [len(message) * row for row in range(rows)], lengths,
+    decode_rows(wire, [len(message) * row for row in range(rows)], lengths,
                       reference.expand(rows, -1), found)  # fmt: skip
     assert torch.equal(found.view(torch.int16), values.view(torch.int16).expand(rows, -1))
     assert [dict(macros)["DSQ_PHASE"] for _, macros in cuda.launched[first:]] == [0, 1, 2, 3]
@@ -120,9 +111,11 @@ def test_messages_of_several_lengths_are_encoded_in_three_launches(cuda) -> None
         mixed([sort], numel, torch.bfloat16, seed=2)
         for sort, numel in zip(SORTS, sizes, strict=False)
     ]
-    rooms = [torch.empty(CODEC.max_bytes(len(values)), dtype=torch.uint8) for values, _ in pairs]
+    rooms = [torch.empty(lossless.max_bytes(len(values)), dtype=torch.uint8) for values, _ in pairs]
     nbytes = torch.full((len(pairs),), 5)
-    CODEC.encode_all([(*pair, room) for pair, room in zip(pairs, rooms, strict=True)], nbytes)
+    dispatch.encode_lossless(
+        [(*pair, room) for pair, room in zip(pairs, rooms, strict=True)], nbytes
+    )
     assert [dict(macros)["DSQ_PHASE"] for _, macros in cuda.launched[first:]] == [0, 1, 2]
     for pair, room, used in zip(pairs, rooms, nbytes.tolist(), strict=True):
         with only_torch():

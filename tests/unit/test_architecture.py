@@ -204,9 +204,9 @@ def _docstring_node(node: ast.AST) -> ast.Constant | None:
 # Lines without blanks, comments and docstrings, and classes: lower them when a change needs less.
 BUDGETS = {
     "ds_quant": (146, 2),
-    "kernels": (2314, 41),
-    "codec": (553, 7),
-    "comm": (1472, 43),
+    "kernels": (2286, 40),
+    "codec": (436, 6),
+    "comm": (1465, 39),
     "config": (705, 9),
     "policy": (875, 14),
     "zero": (3750, 40),

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from ds_quant.codec.lossless import LosslessCodec
 from ds_quant.comm.traffic import Traffic
 from ds_quant.kernels import native_lossless
 from ds_quant.zero.lossless import Window, replica_posts
@@ -31,7 +30,7 @@ def replica(ranks: int) -> tuple[Any, list[Window]]:
     group = ReplicaGroup(0, held.repeat(ranks), [], None, master)
     fabric = Echo(ranks, RANK)
     within = (range(3000), range(3000, 5000))
-    return group, [Window(group, fabric, part, LosslessCodec()) for part in within]
+    return group, [Window(group, fabric, part) for part in within]
 
 
 @needs.native_kernels

@@ -33,8 +33,8 @@ def test_between_samples_no_clock_is_read_and_nothing_is_decoded() -> None:
     meter = Meter()
     meter.open(forbidden)
     meter.close()
-    with meter.section("wait"), meter.encoding("weights", "inter") as notes:
-        assert notes is None
+    with meter.section("wait"), meter.encoding("weights", "inter") as note:
+        assert note is None
     assert not meter.is_open
 
 
@@ -44,9 +44,9 @@ def test_what_was_encoded_is_read_back_outside_the_sections() -> None:
     values = torch.tensor([[0.0, 1.0, 3.0, -2.0] * 8])
     coding = Coding(codec=GroupCodec(bits=2, group_size=32, range="absmax"))
     wire = torch.empty(1, coding.codec.wire_bytes(32), dtype=torch.uint8)
-    with meter.encoding("gradients", "inter") as notes:
+    with meter.encoding("gradients", "inter") as note:
         encode(coding.codec, values, wire)
-        notes.note(coding, values, wire)
+        note(coding.error, values, wire)
     sample = meter.close()
     decoded = torch.empty_like(values)
     decode(coding.codec, wire, decoded)
@@ -102,10 +102,10 @@ def _sampled(meter: Meter, coding: _Slow, pieces: int, nbytes: int) -> tuple[lis
     meter.open(lambda: 0.0)
     wire, found = torch.empty(nbytes, dtype=torch.uint8), []
     for first in range(0, pieces, 2):
-        with meter.encoding("gradients", "inter") as notes:
+        with meter.encoding("gradients", "inter") as note:
             for place in (first, first + 1):
                 make = functools.partial(_made, found, place, nbytes)
-                notes.note(coding, make, wire, numel=nbytes)
+                note(coding.error, make, wire, numel=nbytes)
     (tally,) = meter.close().tallies.values()
     assert coding.read[before:] == [nbytes] * len(found)
     return found, tally
@@ -147,8 +147,8 @@ def test_nothing_waits_for_the_device_while_a_sample_is_open(
     encode(coding.codec, values[None], wire[None])
     for name in ("tolist", "item", "__float__", "__bool__"):
         monkeypatch.setattr(torch.Tensor, name, waits)
-    with meter.encoding("weights", "inter") as notes:
-        notes.note(coding, values, wire)
+    with meter.encoding("weights", "inter") as note:
+        note(coding.error, values, wire)
     (tally,) = meter.close().tallies.values()
     monkeypatch.undo()
     error, norm = tally.squares.tolist()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -93,15 +92,14 @@ class CountingRunner:
         self.variants: set[tuple[str, tuple[tuple[str, int], ...]]] = set()
 
     def run_tables(self, tables: Iterable[Any]) -> None:
-        from ds_quant.kernels import launch, launch_lossless, lossless
+        from ds_quant.kernels import launch_lossless, lossless
 
-        fields, counting = launch.FIELDS["lossless"], sys.getprofile()
+        counting = sys.getprofile()
         sys.setprofile(None)  # a runner's own calls are not counted
         for table in tables:
             if ("DSQ_PHASE", launch_lossless.SCAN) in table.macros:
-                told = fields.index("nbytes")
-                for job in struct.iter_unpack(f"<{len(fields)}Q", table.jobs):
-                    ctypes.c_int64.from_address(job[told]).value = lossless.HEADER
+                for told in table.jobs["nbytes"].tolist():
+                    ctypes.c_int64.from_address(told).value = lossless.HEADER
             for work in table.launches():
                 self.launches[work.kernel] += 1
                 self.variants.add((work.kernel, work.macros))

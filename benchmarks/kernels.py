@@ -28,7 +28,7 @@ from report import provenance
 from ds_quant.codec.bound import Coding, Rotation, encode
 from ds_quant.codec.codec import CAST_NAMES, GroupCodec
 from ds_quant.kernels import dispatch, launch, lossless
-from ds_quant.kernels.batch import Decode, Encode, Recode, Sum, Task
+from ds_quant.kernels.batch import Decode, Encode, Recode, Sum, Task, records_of
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.run import Operations, Streams
 
@@ -285,10 +285,12 @@ def launch_overhead(bench: Bench, calls: int) -> dict[str, float]:
     runner = dispatch.cuda_runner(bench.device, "auto")
     if runner is not None:
         x = torch.zeros(8, device=bench.device)
-        fields = {"source": x.data_ptr(), "values": x.data_ptr()}
-        one = launch.cast_plan(x.dtype, x.dtype, 8, 8).launch(1, fields)
+        one = launch.cast_plan(x.dtype, x.dtype, 8, 8)
+        job = one.fields | {"source": x.data_ptr(), "values": x.data_ptr()}
         for jobs in JOBS:
-            works[f"table of {jobs} jobs"] = partial(runner.run_tables, launch.merge([one] * jobs))
+            records = records_of(launch.fields_of("cast"), [job] * jobs)
+            table = launch.table_of([one] * jobs, [1] * jobs, records)
+            works[f"table of {jobs} jobs"] = partial(runner.run_tables, [table])
     return {name: _host_seconds(work, calls, bench.device) for name, work in works.items()}
 
 

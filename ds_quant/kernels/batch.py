@@ -9,8 +9,8 @@ grow with the ranks. Places are in items of a buffer, and vectors count from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -181,68 +181,74 @@ class StreamArrays(NamedTuple):
     tensors: Sequence[torch.Tensor] = ()
 
 
+# What a job takes of its stream: field -> name in StreamArrays.
+RANDOM = {name: name for name in ("key", "step", "first_vector")}
+FLIPS = {name: name for name in ("flips_low", "flips_high")}
+
+
+class Job(NamedTuple):
+    """Arguments of a kernel for one operation, or for rows of it. A run fills in what follows from
+    buffers and streams.
+
+    numbers: fields that stay. points: addresses, each a buffer and the bytes behind its begin.
+    takes: numbers of the stream. vector: of its random bits. levels: addresses of tables, and
+    whose.
+    """
+
+    numbers: Mapping[str, Any]
+    stream: int
+    points: Mapping[str, tuple[int, int]]
+    takes: Mapping[str, str]
+    levels: Mapping[str, Format]
+    vector: int = 0
+
+
+def at(buffers: Sequence[torch.Tensor], buffer: int, start: int) -> tuple[int, int]:
+    """A place in items of a buffer, as ``Job.points`` has it."""
+    return buffer, start * buffers[buffer].element_size()
+
+
+def records_of(fields: np.dtype, numbers: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """A record for each of these; what they do not name is 0."""
+    records = np.zeros(len(numbers), dtype=fields)
+    for name in dict.fromkeys(name for each in numbers for name in each):
+        records[name] = [each.get(name, 0) for each in numbers]
+    return records
+
+
 class Arguments:
-    """Arguments of many operations of one kernel: records, of which a run fills in some fields."""
+    """Jobs of one kernel and kind as ``records``, for runs to fill in."""
 
-    def __init__(self, fields: np.dtype, records: bytes, streams: Sequence[int]) -> None:
-        self.records = np.frombuffer(bytearray(records), dtype=fields)
-        self._streams = np.array(streams)
-        self._pointers: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._taken: list[tuple[np.ndarray, str, np.ndarray, np.ndarray, np.ndarray | None]] = []
-        self._tables: list[dict[Format, torch.Tensor | None]] = []  # behind addresses
-
-    def point(self, field: str, to: Iterable[tuple[int, int]], part: slice = slice(None)) -> None:
-        """``field`` of every record is an address: of a buffer, and bytes behind it."""
-        buffers, offsets = np.array(list(to), dtype=np.int64).reshape(-1, 2).T
-        self._pointers.append(
-            (self.records[field][part], buffers.copy(), offsets.astype(np.uint64))
-        )
-
-    def take_randomness(self, vectors: Sequence[int], part: slice = slice(None)) -> None:
-        """Take the random bits of the streams, ``vectors`` behind the first of each."""
-        self._take("key", part=part)
-        self._take("step", part=part)
-        self._take("first_vector", plus=vectors, part=part)
-
-    def take_flips(
-        self, low: str = "flips_low", high: str = "flips_high", *, own: bool = False
-    ) -> None:
-        """Take the sign flips of the streams, ``own``: what those of each source are drawn from."""
-        self._take(low, "signs_key" if own else "flips_low")
-        self._take(high, "signs_step" if own else "flips_high")
-
-    def take_levels(
-        self, codecs: Sequence[Format], device: torch.device, field: str = "levels"
-    ) -> None:
-        """Take the learned levels of the streams; where there are none, the codecs' own."""
-        with torch.inference_mode(False):
-            tables = {codec: codec.table(None, device) for codec in set(codecs)}
-        if any(table is not None for table in tables.values()):
-            self._tables.append(tables)
-            initial = [0 if tables[c] is None else tables[c].data_ptr() for c in codecs]
-            self._take(field, "levels", instead=np.array(initial, dtype=np.uint64))
-
-    def _take(
-        self,
-        field: str,
-        name: str = "",
-        *,
-        plus: Sequence[int] = (),
-        instead: np.ndarray | None = None,
-        part: slice = slice(None),
-    ) -> None:
-        """``field`` of every record is ``name`` of its stream, plus a number; ``instead`` of 0."""
-        target, streams = self.records[field][part], self._streams[part]
-        more = np.array(plus, dtype=np.uint64) if plus else np.uint64(0)
-        self._taken.append((target, name or field, streams, more, instead))
+    def __init__(self, fields: np.dtype, jobs: Sequence[Job], device: torch.device) -> None:
+        self.records = records_of(fields, [job.numbers for job in jobs])
+        self._streams = np.array([job.stream for job in jobs])
+        first, self._pointers, self._taken = jobs[0], [], []
+        for field in first.points:
+            buffers, behind = np.array([job.points[field] for job in jobs], dtype=np.int64).T
+            offsets = behind.astype(np.uint64)
+            self._pointers.append((self.records[field], buffers.copy(), offsets))
+        for field, name in first.takes.items():
+            more = [job.vector if field == "first_vector" else 0 for job in jobs]
+            self._taken.append((self.records[field], name, np.array(more, dtype=np.uint64)))
+        self._levels = []
+        for field in first.levels:
+            codecs = [job.levels[field] for job in jobs]
+            with torch.inference_mode(False):
+                tables = {codec: codec.table(None, device) for codec in set(codecs)}
+            if any(table is not None for table in tables.values()):
+                own = [0 if tables[c] is None else tables[c].data_ptr() for c in codecs]
+                initial = np.array(own, dtype=np.uint64)
+                self._levels.append((self.records[field], initial, tables))  # alive
 
     def fill(self, addresses: np.ndarray, streams: StreamArrays) -> None:
-        """addresses: of the buffers, uint64."""
+        """addresses: of the buffers, uint64. Without learned levels a codec's own are taken."""
         for target, buffers, offsets in self._pointers:
             np.add(addresses[buffers], offsets, out=target)
-        for target, name, places, more, instead in self._taken:
-            values = getattr(streams, name)[places] + more
-            target[:] = values if instead is None else np.where(values, values, instead)
+        for target, name, more in self._taken:
+            np.add(getattr(streams, name)[self._streams], more, out=target)
+        for target, initial, _ in self._levels:
+            learned = streams.levels[self._streams]
+            target[:] = np.where(learned, learned, initial)
 
 
 Runnable = Callable[[np.ndarray, StreamArrays], None]  # addresses of the buffers, uint64

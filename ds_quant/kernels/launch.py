@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ds_quant.kernels.batch import DTYPES, OWN_SIGNS, rounding_of
@@ -40,7 +41,7 @@ from ds_quant.kernels.wire import (
 
 
 _WIRE = ("bytes", "stride", "plane1", "plane2", "scales", "offsets", "end", "numel")
-_PLACE = ("first_block", "row_blocks")  # first, and used by tables only
+_PLACE = ("first_block", "row_blocks")  # used by tables only
 
 FIELDS = {
     "encode": (
@@ -89,85 +90,61 @@ class Launch(NamedTuple):
     job: bytes
 
 
+class Plan(NamedTuple):
+    """The part common to all jobs on tensors of one shape."""
+
+    kernel: str
+    macros: tuple[tuple[str, int], ...]
+    blocks: int  # of a row
+    threads: int
+    fields: Mapping[str, int]
+
+
+def fields_of(kernel: str) -> np.dtype:
+    """The job of a kernel as a record."""
+    return np.dtype([(name, "<u8") for name in FIELDS[kernel]])
+
+
 ROOM = 32764  # bytes of arguments that a kernel may have, since CUDA 12.1
-_PLACE_IN_TABLE = struct.Struct("<2Q")  # the fields of _PLACE
 
 
 class Table(NamedTuple):
-    """Several launches of one kernel as one: jobs in order of their first blocks."""
+    """Jobs of one kernel as one launch, in order of their first blocks."""
 
     kernel: str
     macros: tuple[tuple[str, int], ...]
     blocks: int
     threads: int
-    jobs: bytes
-    num_jobs: int
+    jobs: np.ndarray  # records of ``fields_of`` the kernel
 
     def launches(self, room: int = ROOM) -> list[Launch]:
         """Launches whose arguments take up to ``room`` bytes: one, but of very many jobs."""
-        if self.num_jobs == 1:
-            _, row_blocks = _PLACE_IN_TABLE.unpack_from(self.jobs)
+        jobs = self.jobs
+        if len(jobs) == 1:
+            row_blocks = int(jobs["row_blocks"][0])
             grid = row_blocks, self.blocks // row_blocks
-            return [Launch(self.kernel, self.macros, grid, self.threads, self.jobs)]
-        size = len(self.jobs) // self.num_jobs
-        most = (room - 16) // size * size
-        parts = [self.jobs[at : at + most] for at in range(0, len(self.jobs), most)]
-        begins = [_PLACE_IN_TABLE.unpack_from(part)[0] for part in parts]
+            return [Launch(self.kernel, self.macros, grid, self.threads, jobs.tobytes())]
+        most = (room - 16) // jobs.itemsize
+        parts = [jobs[at : at + most] for at in range(0, len(jobs), most)]
+        begins = [int(part["first_block"][0]) for part in parts]
         macros = tuple(sorted((*self.macros, ("DSQ_TABLE", room))))
         found = []
         for part, begin, end in zip(parts, begins, [*begins[1:], self.blocks], strict=True):
-            table = struct.pack(f"<2Q{most}s", len(part) // size, begin, part)  # and zeros
+            size = most * jobs.itemsize  # filled up with zeros
+            table = struct.pack(f"<2Q{size}s", len(part), begin, part.tobytes())
             found.append(Launch(self.kernel, macros, (end - begin, 1), self.threads, table))
         return found
 
 
-def merge(launches: Iterable[Launch]) -> list[Table]:
-    """One table per kernel and set of macros; launches must not depend on each other."""
-    alike: dict[tuple, list[Launch]] = {}
-    for launch in launches:
-        alike.setdefault((launch.kernel, launch.macros, launch.threads), []).append(launch)
-    tables = []
-    for (kernel, macros, threads), members in alike.items():
-        blocks, jobs = 0, []
-        for member in members:
-            place = _PLACE_IN_TABLE.pack(blocks, member.grid[0])
-            jobs.append(place + member.job[len(place) :])
-            blocks += math.prod(member.grid)
-        tables.append(Table(kernel, macros, blocks, threads, b"".join(jobs), len(jobs)))
-    return tables
-
-
-class Plan:
-    """The part common to all launches on tensors of one shape; made once, used at every call."""
-
-    def __init__(
-        self,
-        kernel: str,
-        macros: Mapping[str, int],
-        *,
-        blocks: int,
-        threads: int,
-        fields: Mapping[str, int],
-    ) -> None:
-        """blocks: of a row; fields: those of the job that are the same at every launch."""
-        self.kernel, self.macros = kernel, tuple(sorted(macros.items()))
-        self.blocks, self.threads = blocks, threads
-        self._places = {name: place for place, name in enumerate(FIELDS[kernel])}
-        self._struct = struct.Struct(f"<{len(self._places)}Q")
-        self._numbers = [0] * len(self._places)
-        self._set(self._numbers, fields)
-
-    def launch(self, rows: int, fields: Mapping[str, int]) -> Launch:
-        """A launch on `rows` rows with the remaining fields."""
-        numbers = self._numbers.copy()
-        self._set(numbers, fields)
-        job = self._struct.pack(*numbers)
-        grid = self.blocks, rows
-        return Launch(self.kernel, self.macros, grid, self.threads, job)
-
-    def _set(self, numbers: list[int], fields: Mapping[str, int]) -> None:
-        for name, number in fields.items():
-            numbers[self._places[name]] = number
+def table_of(plans: Sequence[Plan], rows: Sequence[int], jobs: np.ndarray) -> Table:
+    """One launch of jobs that do not depend on each other, each with its plan and number of rows;
+    the plans' macros differ in DSQ_WHOLE at most.
+    """
+    first, row_blocks = plans[0], np.array([plan.blocks for plan in plans])
+    blocks = row_blocks * rows
+    jobs["row_blocks"], jobs["first_block"] = row_blocks, blocks.cumsum() - blocks
+    macros = min(plan.macros for plan in plans)  # whole blocks only if all have them
+    return Table(first.kernel, macros, int(blocks.sum()), first.threads, jobs)
 
 
 def wire_fields(name: str, layout: WireLayout) -> dict[str, int]:
@@ -221,6 +198,10 @@ def source_macros(fmt: Format, sources: int, has_own: bool) -> dict[str, int]:
 NOT_TURNED, _TURN = (0, 0), ("DSQ_ROTATION", "DSQ_FLIPS")
 
 
+def _sorted(macros: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(macros.items()))
+
+
 def float_bits(number: float) -> int:
     return struct.unpack("<I", struct.pack("<f", number))[0]
 
@@ -266,7 +247,7 @@ def encode_plan(
     }
     fields = wire_fields("wire", layout) | {"numel": numel}
     blocks = ceil_div(layout.num_groups, tiles.block_groups)
-    return Plan("encode", macros, blocks=blocks, threads=THREADS, fields=fields)
+    return Plan("encode", _sorted(macros), blocks, THREADS, fields)
 
 
 @lru_cache(maxsize=_PLANS)
@@ -301,7 +282,7 @@ def sum_plan(
     fields |= {"numel": numel, "sources": sources, "own": NO_SOURCE}
     fields["factor"] = float_bits(scale / (block or 1))
     blocks = ceil_div(ceil_div(layout.numel, VECTOR_NUMEL), vectors * threads)
-    return Plan("decode_sum", macros, blocks=blocks, threads=threads, fields=fields)
+    return Plan("decode_sum", _sorted(macros), blocks, threads, fields)
 
 
 @lru_cache(maxsize=_PLANS)
@@ -314,7 +295,7 @@ def recode_plan(source_fmt: Format, fmt: Format, numel: int, sources: int, has_o
     fields = wire_fields("wire", layout) | wire_fields("source", layout_of(source_fmt, numel))
     fields["sources"] = sources
     blocks = ceil_div(layout.num_groups, tiles.block_groups)
-    return Plan("recode", macros, blocks=blocks, threads=THREADS, fields=fields)
+    return Plan("recode", _sorted(macros), blocks, THREADS, fields)
 
 
 @lru_cache(maxsize=_PLANS)
@@ -334,4 +315,4 @@ def cast_plan(
     fields |= {"source_type": DTYPES[source], "values_type": DTYPES[dtype]}
     fields |= {"is_copy": int(is_copy), "own": NO_SOURCE}
     blocks = ceil_div(padded, VECTOR_NUMEL * THREADS)
-    return Plan("cast", {"DSQ_THREADS": THREADS}, blocks=blocks, threads=THREADS, fields=fields)
+    return Plan("cast", (("DSQ_THREADS", THREADS),), blocks, THREADS, fields)

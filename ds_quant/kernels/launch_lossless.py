@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ds_quant.kernels.launch import DTYPES, FIELDS, Plan, Table, merge
+from ds_quant.kernels.launch import DTYPES, Plan, fields_of, table_of
 from ds_quant.kernels.launch_batch import RunTables
 from ds_quant.kernels.lossless import HEADER, PROBLEMS, blocks_of
 from ds_quant.kernels.wire import ALIGNMENT
@@ -21,7 +21,7 @@ THREADS = 256
 PLAN, SCAN, WRITE, READ = range(4)  # DSQ_PHASE
 LENGTH = PROBLEMS.index("length") + 1
 Task = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see ``dispatch.encode_lossless``
-_FIELDS = np.dtype([(name, "<u8") for name in FIELDS["lossless"]])
+_FIELDS = fields_of("lossless")
 
 
 def encode(messages: Sequence[Task], nbytes: torch.Tensor, *, run_tables: RunTables) -> None:
@@ -29,14 +29,15 @@ def encode(messages: Sequence[Task], nbytes: torch.Tensor, *, run_tables: RunTab
     Three launches for all of them.
     """
     nbytes.zero_()  # a checksum is added up there first
-    jobs = []
-    for place, (values, reference, out) in enumerate(messages):
-        fields = {"values": values.data_ptr(), "reference": reference.data_ptr()}
-        fields |= {"wire": out.data_ptr(), "nbytes": nbytes[place].data_ptr()}
-        jobs += [(values, fields)] if values.numel() else []
-    for phase in (PLAN, SCAN, WRITE):
-        plans = [plan_of(phase, values.numel(), values.dtype) for values, _ in jobs]
-        run_tables(merge(plan.launch(1, job[1]) for plan, job in zip(plans, jobs, strict=True)))
+    jobs, numels = np.zeros(len(messages), dtype=_FIELDS), [len(m[0]) for m in messages]
+    for column, name in enumerate(("values", "reference", "wire")):
+        jobs[name] = [message[column].data_ptr() for message in messages]
+    jobs["nbytes"] = nbytes.data_ptr() + 8 * np.arange(len(messages), dtype=np.uint64)
+    jobs["numel"], dtype = numels, messages[0][0].dtype
+    jobs = jobs[jobs["numel"] > 0]
+    for phase in (PLAN, SCAN, WRITE) if len(jobs) else ():
+        plans = [plan_of(phase, numel, dtype) for numel in filter(None, numels)]
+        run_tables([table_of(plans, [1] * len(jobs), jobs)])
 
 
 def decode_rows(
@@ -61,19 +62,13 @@ def decode_rows(
     jobs["wire"] = wire.data_ptr() + starts.astype(np.uint64)
     jobs["nbytes"], jobs["numel"] = lengths, numel
     if numel and sound.any():
-        run_tables([_table(jobs[sound], plan_of(READ, numel, out.dtype))])
-
-
-def _table(jobs: np.ndarray, plan: Plan) -> Table:
-    """One launch for all jobs, each of as many blocks."""
-    rows, count = len(jobs), plan.blocks
-    jobs["first_block"], jobs["row_blocks"] = np.arange(rows) * count, count
-    return Table("lossless", plan.macros, rows * count, plan.threads, jobs.tobytes(), rows)
+        jobs, plan = jobs[sound], plan_of(READ, numel, out.dtype)
+        run_tables([table_of([plan] * len(jobs), [1] * len(jobs), jobs)])
 
 
 @lru_cache(maxsize=4096)
 def plan_of(phase: int, numel: int, dtype: torch.dtype) -> Plan:
     """What all launches of a phase on so many elements have in common."""
-    macros = {"DSQ_PHASE": phase, "DSQ_VALUES": DTYPES[dtype]}
+    macros = ("DSQ_PHASE", phase), ("DSQ_VALUES", DTYPES[dtype])
     blocks = 1 if phase == SCAN else blocks_of(numel)
-    return Plan("lossless", macros, blocks=blocks, threads=THREADS, fields={"numel": numel})
+    return Plan("lossless", macros, blocks, THREADS, {"numel": numel})

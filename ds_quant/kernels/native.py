@@ -7,9 +7,11 @@ with one of another version, the torch reference does the work; ``unavailable_re
 from __future__ import annotations
 
 import ctypes
-from functools import cache, lru_cache
+from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
 import torch
 
 from ds_quant.kernels.batch import DTYPES, rounding_of
@@ -19,30 +21,24 @@ VERSION = 7  # of the jobs, as dsq_version() of native.cpp
 
 _CODES = -1  # `cast` of rows of codes
 _NUMEL_PER_THREAD = 1 << 18  # starting a thread costs as much as a tenth of this work
-_WORD = (1 << 64) - 1
 COPIED_NUMEL = 4096  # unit of casts, a multiple of every rotation block
 
 
-def _fields(kind: type, names: str) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names.split()]
-
-
-class Job(ctypes.Structure):
-    """Arguments of a kernel; the fields of Job in native.cpp."""
-
-    _fields_ = (
-        _fields(ctypes.c_uint64, "values wire base")
-        + _fields(ctypes.c_int64, "values_stride wire_stride base_stride rows numel valid")
-        + _fields(
-            ctypes.c_int64, "dtype base_dtype add cast bits group has_offset rounding rotation"
-        )
-        + _fields(ctypes.c_int64 * 3, "planes")
-        + _fields(ctypes.c_int64, "scales offsets nbytes")
-        + _fields(ctypes.c_uint64, "key step first_vector row_vectors")
-        + _fields(ctypes.c_uint64, "flips_low flips_high levels own_values")
-        + _fields(ctypes.c_int64, "own own_signs")
-        + _fields(ctypes.c_float, "factor unused")
-    )
+# Arguments of a kernel; the fields of Job in native.cpp.
+JOB = np.dtype(
+    [
+        *((name, np.uint64) for name in ("values", "wire", "base")),
+        *((name, np.int64) for name in ("values_stride", "wire_stride", "base_stride")),
+        *((name, np.int64) for name in ("rows", "numel", "valid", "dtype", "base_dtype", "add")),
+        *((name, np.int64) for name in ("cast", "bits", "group", "has_offset", "rounding")),
+        *(("rotation", np.int64), ("planes", np.int64, 3)),
+        *((name, np.int64) for name in ("scales", "offsets", "nbytes")),
+        *((name, np.uint64) for name in ("key", "step", "first_vector", "row_vectors")),
+        *((name, np.uint64) for name in ("flips_low", "flips_high", "levels", "own_values")),
+        *((name, np.int64) for name in ("own", "own_signs")),
+        *((name, np.float32) for name in ("factor", "unused")),
+    ]
+)
 
 
 @cache
@@ -70,26 +66,21 @@ def function(name: str) -> ctypes._CFuncPtr:
     return found
 
 
-def job_of(fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int) -> Job:
-    """A job without addresses; ``block``: of a rotation, 0 for none."""
-    return Job.from_buffer_copy(_template(fmt, rows, numel, dtype, block))
-
-
-@lru_cache(maxsize=4096)
-def _template(fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int) -> bytes:
-    """Build the part of a job that codec and shape decide, cached: a run repeats few."""
+def numbers_of(
+    fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int = 0
+) -> dict[str, Any]:
+    """The fields of a job that codec and shape decide; ``block``: of a rotation, 0 for none."""
     layout = layout_of(fmt, round_up(numel, block) if block else numel)
-    job = Job(rows=rows, numel=layout.numel, valid=numel, dtype=DTYPES[dtype])
-    job.rotation = block
-    job.planes[: len(layout.plane_offsets)] = layout.plane_offsets
-    job.scales, job.offsets = layout.scale_offset, layout.offset_offset or 0
-    job.nbytes, job.own, job.factor, job.cast = layout.nbytes, -1, 1.0, _CODES
+    found = {
+        "rows": rows, "numel": layout.numel, "valid": numel, "dtype": DTYPES[dtype],
+        "rotation": block, "planes": (*layout.plane_offsets, 0, 0)[:3],
+        "scales": layout.scale_offset, "offsets": layout.offset_offset or 0,
+        "nbytes": layout.nbytes, "own": -1, "factor": 1.0,
+    }  # fmt: skip
     if fmt.kind == "cast":
-        job.cast, job.group = DTYPES[fmt.dtype], COPIED_NUMEL
-        return bytes(job)
-    job.bits, job.group, job.has_offset = fmt.bits, fmt.group_size, fmt.has_offset
-    job.rounding = rounding_of(fmt)
-    return bytes(job)
+        return found | {"cast": DTYPES[fmt.dtype], "group": COPIED_NUMEL}
+    codes = {"bits": fmt.bits, "group": fmt.group_size, "has_offset": fmt.has_offset}
+    return found | codes | {"cast": _CODES, "rounding": rounding_of(fmt)}
 
 
 def threads_for(numel: int) -> int:

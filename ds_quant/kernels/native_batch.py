@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from ds_quant.kernels import native
 from ds_quant.kernels.batch import (
+    FLIPS,
     OWN_SIGNS,
+    RANDOM,
     Arguments,
     Decode,
     Encode,
+    Job,
     Operation,
+    Places,
     Recode,
     Rotate,
     Rows,
@@ -21,28 +26,12 @@ from ds_quant.kernels.batch import (
     StreamArrays,
     Sum,
     Task,
+    at,
     rows_of,
 )
 from ds_quant.kernels.wire import Format
 
-_FIELDS = np.dtype(native.Job)
-_CPU, _FP32 = torch.device("cpu"), torch.float32
-_KERNELS = {
-    Encode: "dsq_encode",
-    Decode: "dsq_decode",
-    Sum: "dsq_decode_sum",
-    Recode: "dsq_recode",
-    Rotate: "dsq_rotate",
-}
-# Addresses in a job: the field, the operation's name of the buffer, and its place there.
-_POINTERS = {
-    Encode: (("values", "values", 0), ("wire", "wire", 1), ("base", "base", 3)),
-    Decode: (("wire", "wire", 0), ("values", "values", 1)),
-    Sum: (("wire", "wire_in", 0), ("values", "values", 1), ("own_values", "own", 2)),
-    Rotate: (("values", "values", 0), ("wire", "rotated", 1)),
-}
-_SUMS = ("wire", "wire_in", 0), ("own_values", "own", 2)  # of the first job of a Recode
-_ENCODES = (("wire", "wire", 1),)  # and of its second one
+_FP32 = torch.float32
 
 Buffers = Sequence[torch.Tensor]
 
@@ -56,9 +45,11 @@ def covers(operation: Operation, buffers: Buffers) -> bool:
 def compile_tasks(tasks: Sequence[Task], buffers: Buffers) -> Runnable:
     """Compile tasks of one kind for buffers of the same dtypes."""
     kind = type(tasks[0][0])
-    arguments = _recode(tasks, buffers) if kind is Recode else _alike(kind, tasks, buffers)
-    function, where = native.function(_KERNELS[kind]), arguments.records.ctypes.data
-    count = len(arguments.records) // (2 if kind is Recode else 1)
+    name, jobs_of = _KERNELS[kind]
+    rows = rows_of(tasks, 1) if kind in (Encode, Decode) else [Rows(*task) for task in tasks]
+    jobs = [job for row in rows for job in jobs_of(row, buffers)]
+    arguments = Arguments(native.JOB, jobs, torch.device("cpu"))
+    function, where, count = native.function(name), arguments.records.ctypes.data, len(rows)
     numel = sum(operation.numel * getattr(operation, "sources", 1) for operation, _ in tasks)
 
     def run(addresses: np.ndarray, streams: StreamArrays) -> None:
@@ -68,103 +59,83 @@ def compile_tasks(tasks: Sequence[Task], buffers: Buffers) -> Runnable:
     return run
 
 
-def _alike(kind: type, tasks: Sequence[Task], buffers: Buffers) -> Arguments:
-    """A job for every operation, or for rows of them."""
-    rows = rows_of(tasks, 1) if kind in (Encode, Decode) else [Rows(*task) for task in tasks]
-    jobs, streams = [_jobs[kind](row, buffers) for row in rows], [r.operation.stream for r in rows]
-    arguments = Arguments(_FIELDS, b"".join(map(bytes, jobs)), streams)
-    _point(arguments, rows, buffers, _POINTERS[kind])
-    if kind is Encode:
-        arguments.take_randomness([row.places[2] for row in rows])
-    if kind is not Decode:
-        arguments.take_flips()
-    if kind is Sum:
-        arguments.take_flips("key", "step", own=True)
-    if kind is not Rotate:
-        arguments.take_levels([row.operation.codec for row in rows], _CPU)
-    return arguments
+def _encode(rows: Rows, buffers: Buffers) -> list[Job]:
+    op, places, (count,), ((values, wire, vectors, *strides),) = rows
+    dtype = buffers[op.values].dtype
+    numbers = native.numbers_of(op.codec, count, op.numel, dtype, op.block)
+    numbers |= {"values_stride": values * dtype.itemsize, "wire_stride": wire}
+    numbers |= {"row_vectors": vectors}
+    points = {"values": at(buffers, op.values, places[0]), "wire": (op.wire, places[1])}
+    if op.base is not None:
+        dtype, points["base"] = buffers[op.base].dtype, at(buffers, op.base, places[3])
+        numbers |= {"base_stride": strides[0] * dtype.itemsize, "base_dtype": native.DTYPES[dtype]}
+    return [Job(numbers, op.stream, points, RANDOM | FLIPS, {"levels": op.codec}, places[2])]
 
 
-def _point(
-    arguments: Arguments,
-    rows: Sequence[Rows],
-    buffers: Buffers,
-    pointers: Sequence[tuple[str, str, int]],
-    part: slice = slice(None),
-) -> None:
-    for field, name, place in pointers:
-        if getattr(rows[0].operation, name) is not None:
-            places = [(getattr(row.operation, name), row.places[place]) for row in rows]
-            to = [(buffer, start * buffers[buffer].element_size()) for buffer, start in places]
-            arguments.point(field, to, part)
+def _decode(rows: Rows, buffers: Buffers) -> list[Job]:
+    op, places, (count,), ((wire, values),) = rows
+    dtype = buffers[op.values].dtype
+    numbers = native.numbers_of(op.codec, count, op.numel, dtype)
+    numbers |= {"values_stride": values * dtype.itemsize, "wire_stride": wire, "add": op.add}
+    points = {"wire": (op.wire, places[0]), "values": at(buffers, op.values, places[1])}
+    return [Job(numbers, op.stream, points, {}, {"levels": op.codec})]
 
 
-def _encode(rows: Rows, buffers: Buffers) -> native.Job:
-    operation, _, (count,), ((values, wire, vectors, *strides),) = rows
-    dtype = buffers[operation.values].dtype
-    job = native.job_of(operation.codec, count, operation.numel, dtype, operation.block)
-    job.values_stride, job.wire_stride = values * dtype.itemsize, wire
-    job.row_vectors = vectors
-    if operation.base is not None:
-        dtype = buffers[operation.base].dtype
-        job.base_stride, job.base_dtype = strides[0] * dtype.itemsize, native.DTYPES[dtype]
-    return job
+def _sum(rows: Rows, buffers: Buffers) -> list[Job]:
+    op, places, *_ = rows
+    numbers = _source_numbers(op, op.codec, op.numel, buffers[op.values].dtype, op.block)
+    factor = op.scale / op.block if op.block else op.scale
+    numbers |= {"factor": factor, "own_signs": op.flips == OWN_SIGNS}
+    points = _source_points(op, places, buffers)
+    points["values"] = at(buffers, op.values, places[1])
+    takes = FLIPS | {"key": "signs_key", "step": "signs_step"}
+    return [Job(numbers, op.stream, points, takes, {"levels": op.codec})]
 
 
-def _decode(rows: Rows, buffers: Buffers) -> native.Job:
-    operation, _, (count,), ((wire, values),) = rows
-    dtype = buffers[operation.values].dtype
-    job = native.job_of(operation.codec, count, operation.numel, dtype, 0)
-    job.values_stride, job.wire_stride = values * dtype.itemsize, wire
-    job.add = operation.add
-    return job
+def _rotate(rows: Rows, buffers: Buffers) -> list[Job]:
+    op, places, *_ = rows
+    numbers = {"valid": op.numel, "dtype": native.DTYPES[buffers[op.values].dtype]}
+    numbers |= {"rotation": op.block, "group": op.block or native.COPIED_NUMEL}
+    points = {"values": at(buffers, op.values, places[0])}
+    points["wire"] = at(buffers, op.rotated, places[1])
+    return [Job(numbers, op.stream, points, FLIPS, {})]
 
 
-def _sum(rows: Rows, buffers: Buffers) -> native.Job:
-    op = rows.operation
-    job = _source_job(op, op.codec, op.numel, op.block, buffers[op.values].dtype)
-    job.factor = op.scale / op.block if op.block else op.scale
-    job.own_signs = op.flips == OWN_SIGNS
-    return job
+def _recode(rows: Rows, buffers: Buffers) -> list[Job]:
+    """Two jobs: of a sum, and of encoding it."""
+    op, places, *_ = rows
+    adding = _source_numbers(op, op.source, op.on_wire, _FP32)
+    encoding = native.numbers_of(op.codec, 1, op.on_wire, _FP32)
+    if adding["cast"] >= 0:  # in runs of the other's groups
+        adding |= {"group": encoding["group"]}
+    elif encoding["cast"] >= 0:
+        encoding |= {"group": adding["group"]}
+    sources = _source_points(op, places, buffers)
+    points = sources | {"wire": (op.wire, places[1])}
+    return [
+        Job(adding, op.stream, sources, RANDOM, {"levels": op.source}),
+        Job(encoding, op.stream, points, RANDOM, {"levels": op.codec}, places[3]),
+    ]
 
 
-def _rotate(rows: Rows, buffers: Buffers) -> native.Job:
-    op = rows.operation
-    dtype = native.DTYPES[buffers[op.values].dtype]
-    job = native.Job(valid=op.numel, dtype=dtype, rotation=op.block)
-    job.group = op.block or native.COPIED_NUMEL
-    return job
+def _source_numbers(
+    op: Sum | Recode, codec: Format, numel: int, dtype: torch.dtype, block: int = 0
+) -> dict[str, Any]:
+    rows = op.sources + (op.place is not None)
+    numbers = native.numbers_of(codec, rows, numel, dtype, block)
+    return numbers | {"wire_stride": op.stride, "own": -1 if op.place is None else op.place}
 
 
-def _recode(tasks: Sequence[Task], buffers: Buffers) -> Arguments:
-    """Two jobs each: of a sum, and of encoding it."""
-    jobs = []
-    for op, _ in tasks:
-        encoding = native.job_of(op.codec, 1, op.on_wire, _FP32, 0)
-        pair = [_source_job(op, op.source, op.on_wire), encoding]
-        for job, other in (pair, pair[::-1]):
-            if job.cast >= 0:  # in runs of the other's groups
-                job.group = other.group
-        jobs += pair
-    streams = [operation.stream for operation, _ in tasks for _ in range(2)]
-    arguments = Arguments(_FIELDS, b"".join(map(bytes, jobs)), streams)
-    sums, encodes = slice(0, None, 2), slice(1, None, 2)
-    rows = [Rows(*task) for task in tasks]
-    _point(arguments, rows, buffers, _SUMS, sums)
-    _point(arguments, rows, buffers, _ENCODES, encodes)
-    arguments.take_randomness([places[3] for _, places in tasks], encodes)
-    arguments.take_levels([codec for op, _ in tasks for codec in (op.source, op.codec)], _CPU)
-    return arguments
+def _source_points(
+    op: Sum | Recode, places: Places, buffers: Buffers
+) -> dict[str, tuple[int, int]]:
+    return {"wire": (op.wire_in, places[0]), "own_values": at(buffers, op.own, places[2])}
 
 
-def _source_job(
-    operation: Sum | Recode, codec: Format, numel: int, block: int = 0, dtype: torch.dtype = _FP32
-) -> native.Job:
-    rows = operation.sources + (operation.place is not None)
-    job = native.job_of(codec, rows, numel, dtype, block)
-    job.wire_stride = operation.stride
-    job.own = -1 if operation.place is None else operation.place
-    return job
-
-
-_jobs = {Encode: _encode, Decode: _decode, Sum: _sum, Rotate: _rotate}
+_KERNELS = {
+    Encode: ("dsq_encode", _encode),
+    Decode: ("dsq_decode", _decode),
+    Sum: ("dsq_decode_sum", _sum),
+    Recode: ("dsq_recode", _recode),
+    Rotate: ("dsq_rotate", _rotate),
+}

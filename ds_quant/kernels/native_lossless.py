@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import torch
 
 from ds_quant.kernels import lossless
 from ds_quant.kernels.native import function, threads_for
 
-
-class Job(ctypes.Structure):
-    """Arguments of a kernel; LosslessJob in lossless.cpp."""
-
-    _fields_ = [(name, ctypes.c_uint64) for name in ("reference", "values", "wire")] + [
-        (name, ctypes.c_int64) for name in ("numel", "exponent_at", "nbytes", "problem")
-    ]
-
-
-_FIELDS = np.dtype(Job)
+# Arguments of a kernel; LosslessJob in lossless.cpp.
+_FIELDS = np.dtype(
+    [(name, np.uint64) for name in ("reference", "values", "wire")]
+    + [(name, np.int64) for name in ("numel", "exponent_at", "nbytes", "problem")]
+)
 
 
 def encode(

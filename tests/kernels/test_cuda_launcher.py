@@ -21,9 +21,9 @@ import torch
 from ds_quant.codec.bound import encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import cuda, dispatch, launch
-from ds_quant.kernels.batch import Encode
+from ds_quant.kernels.batch import Encode, records_of
 from ds_quant.kernels.cuda import source
-from ds_quant.kernels.launch import FIELDS, Launch, merge
+from ds_quant.kernels.launch import FIELDS, Launch, fields_of, table_of
 from tests.kernels.backends import ADDRESS, tables_of
 from tests.kernels.test_numbers import INT4 as CODEC
 from tests.kernels.test_numbers import assert_bytes, encoded, expected
@@ -226,7 +226,7 @@ def test_more_jobs_than_arguments_may_hold_take_several_launches(
     """Of 1 and of several blocks, some with two rows."""
     cupy.driver, cupy.compiler = driver, compiler
     numels = [(3000, 40, 2048, 5)[i % 4] for i in range(600)]
-    x, plans = torch.randn(sum(numels)), []
+    x, works = torch.randn(sum(numels)), []
     out = torch.zeros(len(x), dtype=torch.bfloat16)
     for place, (start, numel) in enumerate(
         zip(accumulate(numels, initial=0), numels, strict=False)
@@ -236,11 +236,12 @@ def test_more_jobs_than_arguments_may_hold_take_several_launches(
         fields = {"source": x[start:].data_ptr(), "values": out[start:].data_ptr()}
         if rows > 1:
             fields |= {"source_row": 4 * numel // rows, "values_stride": 2 * numel // rows}
-        plans.append(plan.launch(rows, fields))
-    runner.run_tables(merge(plans))
+        works.append((plan, rows, plan.fields | fields))
+    plans, rows, jobs = zip(*works, strict=True)
+    runner.run_tables([table_of(plans, rows, records_of(fields_of("cast"), jobs))])
     assert torch.equal(out, x.bfloat16())
     most = (room - 16) // (8 * len(FIELDS["cast"]))
-    assert len(cupy.streams) == -(-len(plans) // most)
+    assert len(cupy.streams) == -(-len(works) // most)
 
 
 def broken(*_args) -> None:

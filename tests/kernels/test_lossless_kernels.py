@@ -7,10 +7,11 @@ import struct
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from ds_quant.kernels import dispatch, launch_lossless, lossless
+from ds_quant.kernels import dispatch, launch, launch_lossless, lossless
 from tests import needs
 from tests.lossless_inputs import DTYPES, SORTS, decode, decode_rows, message_of, mixed
 from tests.torch_kernels import only_torch
@@ -130,8 +131,9 @@ def test_ends_are_scanned_over_more_blocks_than_a_turn_has(shim) -> None:
     wire = torch.zeros(4 + 2 * blocks, dtype=torch.int32)
     wire[4::2] = words
     nbytes = torch.zeros(1, dtype=torch.int64)
-    fields = {"wire": wire.data_ptr(), "nbytes": nbytes.data_ptr()}
-    shim(plan.launch(1, fields))
+    jobs = np.zeros(1, launch.fields_of("lossless"))
+    jobs["numel"], jobs["wire"], jobs["nbytes"] = numel, wire.data_ptr(), nbytes.data_ptr()
+    shim.run_tables([launch.table_of([plan], [1], jobs)])
     assert torch.equal(wire[4::2].long(), words.cumsum(0))
     used = -(-(16 + 8 * blocks + 4 * int(words.sum())) // 16) * 16
     assert wire[:4].tolist() == [2, 0, used, 0] and nbytes.item() == used

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import launch, launch_lossless
 from ds_quant.kernels.batch import OWN_SIGNS, Decode, Encode, Operation, Recode, Sum
 from ds_quant.kernels.geometry import Stores
-from ds_quant.kernels.launch import Launch, merge
+from ds_quant.kernels.launch import Launch, Plan, Table, fields_of, table_of
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import round_up
 from tests.kernels.backends import storing, tables_of
@@ -81,8 +83,7 @@ def stored(stores: Stores, make: Callable[..., Launch], *args: Any, **options: A
 
 def lossless(phase: int, dtype=torch.bfloat16) -> Launch:
     """A launch of lossless differences."""
-    plan = launch_lossless.plan_of(phase, _WHOLE, dtype)
-    return plan.launch(1, {})
+    return _planned(launch_lossless.plan_of(phase, _WHOLE, dtype))
 
 
 def headline() -> dict[str, Launch]:
@@ -191,7 +192,7 @@ def others() -> dict[str, Launch]:
     )
     for phase in range(4):
         found[f"lossless phase {phase} fp16"] = lossless(phase, torch.float16)
-    found["cast"] = launch.cast_plan(bf16, bf16, _RAGGED, _RAGGED).launch(1, {})
+    found["cast"] = _planned(launch.cast_plan(bf16, bf16, _RAGGED, _RAGGED))
     for stores in STORES:
         name = f"decode_sum 8 x int8 g2048 bf16, runs of {stores.run}{' staged' * stores.staged}"
         found[name] = stored(stores, decode_sum, absmax(8, 2048), 8, bf16)
@@ -200,5 +201,10 @@ def others() -> dict[str, Launch]:
 
 
 def _tabled(one: Launch) -> Launch:
-    (table,) = merge([one, one])
-    return table.launches()[0]
+    blocks, jobs = math.prod(one.grid), np.frombuffer(one.job, fields_of(one.kernel)).repeat(2)
+    jobs["first_block"] = 0, blocks
+    return Table(one.kernel, one.macros, 2 * blocks, one.threads, jobs).launches()[0]
+
+
+def _planned(plan: Plan) -> Launch:
+    return table_of([plan], [1], np.zeros(1, fields_of(plan.kernel))).launches()[0]

@@ -204,7 +204,7 @@ def _docstring_node(node: ast.AST) -> ast.Constant | None:
 # Lines without blanks, comments and docstrings, and classes: lower them when a change needs less.
 BUDGETS = {
     "ds_quant": (146, 2),
-    "kernels": (2286, 40),
+    "kernels": (2207, 38),
     "codec": (436, 6),
     "comm": (1465, 39),
     "config": (705, 9),

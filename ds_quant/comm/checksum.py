@@ -31,17 +31,13 @@ def sealed_bytes(nbytes: int) -> int:
     return round_up(nbytes, ALIGNMENT) + TRAILER_BYTES if nbytes else 0
 
 
-def checksums(words: Tensor, *, nbytes: int, first_sender: int, senders: int) -> Tensor:
-    """words (rows, words) int64, each row a message of ``nbytes`` -> (rows, 2) int64.
-
-    ``senders`` is 1 if all rows come from ``first_sender``, else row i comes from the i-th rank
-    after it.
+def _checksums(words: Tensor, nbytes: int, sender: int | Tensor) -> Tensor:
+    """words (rows, words) int64, each row a message of ``nbytes`` from ``sender``, one or (rows,)
+    -> (rows, 2) int64.
     """
-    device = words.device
-    weights = torch.arange(1, 2 * words.shape[1], 2, device=device)
-    sender = torch.arange(first_sender + 1, first_sender + 1 + senders, device=device)
+    weights = torch.arange(1, 2 * words.shape[1], 2, device=words.device)
     plain = words.sum(1) + (_OF_LENGTH + nbytes)
-    ordered = (words * weights).sum(1) + sender * _OF_SENDER
+    ordered = (words * weights).sum(1) + (sender + 1) * _OF_SENDER
     return torch.stack([plain, ordered], dim=1)
 
 
@@ -50,11 +46,11 @@ def seal(payload: Tensor, sizes: Sequence[int], *, sender: int) -> Tensor:
     16 bytes and followed by its checksum. ``sender`` is this rank's place in the process group.
     """
     sealed = payload.new_zeros(sum(map(sealed_bytes, sizes)))
-    for run in _runs(sizes):
-        rows = sealed[run.sealed].view(run.count, -1)
-        rows[:, : run.nbytes] = payload[run.plain].view(run.count, -1)
+    for _, count, nbytes, inside, place in _runs(sizes):
+        rows = sealed[place].view(count, -1)
+        rows[:, :nbytes] = payload[inside].view(count, -1)
         words = rows.view(torch.int64)
-        words[:, -2:] = checksums(words[:, :-2], nbytes=run.nbytes, first_sender=sender, senders=1)
+        words[:, -2:] = _checksums(words[:, :-2], nbytes, sender)
     return sealed
 
 
@@ -67,34 +63,27 @@ def unseal(sealed: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """
     payload = sealed.new_empty(sum(sizes))
     changed = torch.zeros(len(sizes), dtype=torch.bool, device=sealed.device)
-    for run in _runs(sizes):
-        rows = sealed[run.sealed].view(run.count, -1)
-        payload[run.plain].view(run.count, -1).copy_(rows[:, : run.nbytes])
-        words, ranks = rows.view(torch.int64), slice(run.first, run.first + run.count)
-        sent = {"nbytes": run.nbytes, "first_sender": run.first, "senders": run.count}
-        expected = checksums(words[:, :-2], **sent)
+    for first, count, nbytes, inside, place in _runs(sizes):
+        rows = sealed[place].view(count, -1)
+        payload[inside].view(count, -1).copy_(rows[:, :nbytes])
+        words, ranks = rows.view(torch.int64), slice(first, first + count)
+        senders = torch.arange(first, first + count, device=sealed.device)
+        expected = _checksums(words[:, :-2], nbytes, senders)
         changed[ranks] = (words[:, -2:] != expected).any(1)
     return payload, changed
 
 
-class _Run(NamedTuple):
-    """``count`` messages of equal ``nbytes`` from place ``first`` on, and where they lie."""
+def _runs(sizes: Sequence[int]) -> Iterator[tuple[int, int, int, slice, slice]]:
+    """Group neighbours of equal size, which one operation serves; empty messages are in no run.
 
-    first: int
-    count: int
-    nbytes: int
-    plain: slice
-    sealed: slice
-
-
-def _runs(sizes: Sequence[int]) -> Iterator[_Run]:
-    """Group neighbours of equal size, which one operation serves; empty messages are in no run."""
+    Yield the first one, how many they are, their bytes, where they lie in all, and where sealed.
+    """
     first = plain = sealed = 0
     for nbytes, members in groupby(sizes):
         count = sum(1 for _ in members)
         plain_end, sealed_end = plain + count * nbytes, sealed + count * sealed_bytes(nbytes)
         if nbytes:
-            yield _Run(first, count, nbytes, slice(plain, plain_end), slice(sealed, sealed_end))
+            yield first, count, nbytes, slice(plain, plain_end), slice(sealed, sealed_end)
         first, plain, sealed = first + count, plain_end, sealed_end
 
 
@@ -111,13 +100,6 @@ class Finding(NamedTuple):
 Say = Callable[[Sequence[int]], str | None]
 
 
-class _Noted(NamedTuple):
-    role: str
-    senders: Sequence[int]
-    outcomes: Tensor  # (senders, numbers), all 0 where nothing is wrong
-    say: Say
-
-
 class Findings:
     """Collect which messages cannot be used. See [Note: when it is told].
 
@@ -126,7 +108,7 @@ class Findings:
     """
 
     def __init__(self) -> None:
-        self._noted: list[_Noted] = []
+        self._noted: list[tuple[str, Sequence[int], Tensor, Say]] = []  # as ``note`` is told
         self._streams: set[torch.cuda.Stream] = set()  # those that the outcomes are written on
         self.at_once: Callable[[Finding], None] | None = None
 
@@ -136,7 +118,7 @@ class Findings:
         ``outcomes``: (senders, numbers) bool or int32, all 0 where nothing is wrong. ``say`` makes
         a sentence of the numbers of one.
         """
-        self._noted.append(_Noted(role, senders, outcomes, say))
+        self._noted.append((role, senders, outcomes, say))
         if outcomes.is_cuda:
             self._streams.add(torch.cuda.current_stream(outcomes.device))
         if self.at_once is not None and (found := self.first()) is not None:
@@ -148,17 +130,18 @@ class Findings:
             torch.cuda.current_stream(device).wait_stream(stream)
         if not self._noted:
             return torch.zeros((), dtype=torch.bool, device=device)
-        return torch.cat([noted.outcomes.reshape(-1).int() for noted in self._noted]).any()
+        return torch.cat([outcomes.reshape(-1).int() for _, _, outcomes, _ in self._noted]).any()
 
-    def forget(self) -> list[_Noted]:
-        """Begin anew; returns what was noted."""
-        noted, self._noted = self._noted, []
+    def forget(self) -> None:
+        """Begin anew."""
+        self._noted = []
         self._streams.clear()
-        return noted
 
     def first(self) -> Finding | None:
         """Return what was found first since the last call, and forget all. Waits for the device."""
-        for role, senders, outcomes, say in self.forget():
+        noted = self._noted
+        self.forget()
+        for role, senders, outcomes, say in noted:
             for sender, numbers in zip(senders, outcomes.tolist(), strict=True):
                 if any(numbers):
                     return Finding(role, sender, say(numbers))

@@ -41,13 +41,6 @@ class Piece(NamedTuple):
     reducer: int
 
 
-class Inbound(NamedTuple):
-    """Most bytes that a node receives from others, and a rank from others; both levels."""
-
-    node: int
-    rank: int
-
-
 @lru_cache(maxsize=4096)
 def plan(shapes: tuple[Shape, ...], ranks: int, node_size: int | None = None) -> tuple[Piece, ...]:
     """Return the pieces of the cheapest exchange: see [Note: direct or balanced].
@@ -68,8 +61,8 @@ def _node(rank: int, node_size: int) -> tuple[int, ...]:
 
 def inbound(
     shapes: Sequence[Shape], pieces: Sequence[Piece], ranks: int, node_size: int | None = None
-) -> Inbound:
-    """Count the bytes into the busiest node and rank, reduction and delivery together."""
+) -> tuple[int, int]:
+    """Bytes from others into the busiest node and rank, of reduction and delivery together."""
     size = node_size or ranks
     nodes, into_node, into_rank = ranks // size, [0] * (ranks // size), [0] * ranks
     for piece in pieces:
@@ -87,7 +80,7 @@ def inbound(
             into_rank[owner] += delivered
             if reducer // size != owner // size:
                 into_node[owner // size] += delivered
-    return Inbound(max(into_node, default=0), max(into_rank, default=0))
+    return max(into_node, default=0), max(into_rank, default=0)
 
 
 def _cut_evenly(shapes: Sequence[Shape], team_of: Sequence[tuple[int, ...]]) -> tuple[Piece, ...]:

@@ -193,7 +193,7 @@ class GradientSums:
             for segment, piece in zip(segments, pieces, strict=True)
             if piece.reducer != shares[piece.part].reducer
         ]
-        self._delivery = _Delivery(moved, forms, link) if moved else None
+        self._deliver = _delivery(moved, forms, link) if moved else None
 
     def _room(self, numel: int) -> int:
         """Return where each of these sums begins."""
@@ -221,9 +221,9 @@ class GradientSums:
         """Begin to fill ``into``, of ``room``, where ``own`` says. Arguments are those of
         ``Reduction``.
         """
-        delivery, then = self._delivery, None
-        if delivery is not None:
-            then = partial(delivery.run, into, [hops[-1] for hops in codings])
+        then = None
+        if self._deliver is not None:
+            then = partial(self._deliver, into, [hops[-1] for hops in codings])
         return Reduction(self.plan, tensors, codings, rotations, into, waiting=waiting, then=then)
 
     def room(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -267,44 +267,41 @@ def _padded(codec: Codec | None) -> Codec | None:
     return replace(codec, tight=False) if is_tight(codec) else codec
 
 
-class _Delivery:
-    """Moves sums from their reducers to the owners."""
-
-    def __init__(
-        self, moved: Sequence[tuple[Segment, int]], forms: Sequence[Form], link: Link
-    ) -> None:
-        self._link = link
-        outgoing: list[list[Segment]] = [[] for _ in range(link.size)]  # by owner
-        incoming: list[list[Segment]] = [[] for _ in range(link.size)]  # by reducer
-        for segment, owner in moved:
-            if segment.reducer == link.rank:
-                outgoing[owner].append(segment)
-            elif owner == link.rank:
-                incoming[segment.reducer].append(segment)
-        codecs = self._codecs = [form.delivery for form in forms]
-        self._sent, sent = _placed(outgoing, codecs)
-        self._received, received = _placed(incoming, codecs)
-        self._encode = Operations(
-            (
-                Encode(codecs[s.gradient], s.numel, values=1, wire=0, stream=s.gradient),
-                (s.total, place, _DELIVERED + VECTORS_PER_ELEMENT * s.first),
-            )
-            for s, place in sent
+def _delivery(
+    moved: Sequence[tuple[Segment, int]], forms: Sequence[Form], link: Link
+) -> Callable[[Tensor, Sequence[Coding]], None]:
+    """Plan the move of sums from their reducers to the owners, which are given with them."""
+    outgoing: list[list[Segment]] = [[] for _ in range(link.size)]  # by owner
+    incoming: list[list[Segment]] = [[] for _ in range(link.size)]  # by reducer
+    for segment, owner in moved:
+        if segment.reducer == link.rank:
+            outgoing[owner].append(segment)
+        elif owner == link.rank:
+            incoming[segment.reducer].append(segment)
+    codecs = [form.delivery for form in forms]
+    sent, leaving = _placed(outgoing, codecs)
+    received, arriving = _placed(incoming, codecs)
+    encode = Operations(
+        (
+            Encode(codecs[s.gradient], s.numel, values=1, wire=0, stream=s.gradient),
+            (s.total, place, _DELIVERED + VECTORS_PER_ELEMENT * s.first),
         )
-        self._decode = Operations(
-            (Decode(codecs[s.gradient], s.numel, 0, 1, s.gradient), (place, s.total))
-            for s, place in received
-        )
+        for s, place in leaving
+    )
+    decode = Operations(
+        (Decode(codecs[s.gradient], s.numel, 0, 1, s.gradient), (place, s.total))
+        for s, place in arriving
+    )
 
-    def run(self, sums: Tensor, codings: Sequence[Coding]) -> None:
+    def deliver(sums: Tensor, codings: Sequence[Coding]) -> None:
         """Fill what this rank's shares lack in ``sums``."""
-        link = self._link
-        own = [c._replace(codec=d) for c, d in zip(codings, self._codecs, strict=True)]
+        own = [c._replace(codec=d) for c, d in zip(codings, codecs, strict=True)]
         streams = Streams(own, [None] * len(own))
-        payload = pack(link, "gradients", sum(self._sent), self._encode, [sums], streams)
-        sizes = {"sent": self._sent, "received": self._received}
-        exchange = link.all_to_all(payload, **sizes, role="gradients")
-        unpack(link, self._decode, [exchange.wait(), sums], streams)
+        payload = pack(link, "gradients", sum(sent), encode, [sums], streams)
+        exchange = link.all_to_all(payload, sent=sent, received=received, role="gradients")
+        unpack(link, decode, [exchange.wait(), sums], streams)
+
+    return deliver
 
 
 # Vectors of delivered pieces: far from those of the hops.

@@ -165,9 +165,9 @@ class SlicePlan(NamedTuple):
 
     steps: list[Step]
     total: Operations
-    partial: Operations | None = None
-    start: int = 0
-    stop: int = 0
+    partial: Operations
+    start: int
+    stop: int
 
 
 class ReductionPlan:
@@ -190,14 +190,18 @@ class ReductionPlan:
     @cached_property
     def slices(self) -> list[SlicePlan]:
         """Both hops at once."""
-        return [_Compiler(p, self._forms, self._scale).compile(self.hops) for p in self._parts]
+        return self._compile(waits=False)
 
     @cached_property
     def waiting(self) -> list[SlicePlan]:
         """The same slices of a reduction over two hops, with a rest between them."""
+        return self._compile(waits=True)
+
+    def _compile(self, waits: bool) -> list[SlicePlan]:
         found, end = [], 0
         for part in self._parts:
-            found.append(_Compiler(part, self._forms, self._scale).compile_waiting(self.hops, end))
+            compiler = _Compiler(part, self._forms, self._scale)
+            found.append(compiler.compile(self.hops, waits, end))
             end = found[-1].stop
         return found
 
@@ -241,37 +245,29 @@ class _Compiler:
         self._kept: dict[int, int] = {}
         self._waiting: dict[int, int] | None = None  # where the partial sums of the first hop rest
 
-    def compile(self, hops: Sequence[LinkHop]) -> SlicePlan:
+    def compile(self, hops: Sequence[LinkHop], waits: bool, start: int) -> SlicePlan:
+        """``waits``: between the hops; ``start``: where this slice begins in what waits."""
         here = list(range(len(self._segments)))  # still to be added up by this rank
-        steps = []
+        steps, partial, end = [], [], 0
         for depth, hop in enumerate(hops):
-            rows = self._rows(here, hop)
+            rows: list[list[int]] = [[] for _ in range(hop.link.size)]  # by the rank they go to
+            for index in here:
+                rows[hop.place(self._segments[index].reducer)].append(index)
             steps.append(self._step(rows, depth, hops))
             here = rows[hop.link.rank]
+            if waits and depth == 0:
+                waiting, end = self._end_to_end(here)
+                partial = [self._sum(i, hops, 1, KEPT, place) for i, place in waiting.items()]
+                self._waiting = waiting
         total = [self._sum(i, hops, len(hops), SUMS) for i in here if self._segments[i].numel]
-        return SlicePlan(steps, Operations(total))
+        return SlicePlan(steps, Operations(total), Operations(partial), start, start + end)
 
-    def compile_waiting(self, hops: Sequence[LinkHop], start: int) -> SlicePlan:
-        """``start``: where the partial sums of this slice begin in what waits."""
-        inner, outer = hops
-        first = self._step(self._rows(range(len(self._segments)), inner), 0, hops)
-        waiting, end = {}, 0
-        for index in self._columns:
-            waiting[index], end = end, end + round_up(self._on_wire[index], VECTOR_NUMEL)
-        partial = [self._sum(index, hops, 1, KEPT, place) for index, place in waiting.items()]
-        self._waiting = waiting
-        rows = self._rows(waiting, outer)
-        second = self._step(rows, 1, hops)
-        total = [self._sum(index, hops, 2, SUMS) for index in rows[outer.link.rank]]
-        stop = start + end
-        return SlicePlan([first, second], Operations(total), Operations(partial), start, stop)
-
-    def _rows(self, indices: Iterable[int], hop: LinkHop) -> list[list[int]]:
-        """Segments by the rank that they go to."""
-        rows: list[list[int]] = [[] for _ in range(hop.link.size)]
+    def _end_to_end(self, indices: Iterable[int]) -> tuple[dict[int, int], int]:
+        """Places of fp32 values of segments, and their end."""
+        places, end = dict[int, int](), 0
         for index in indices:
-            rows[hop.place(self._segments[index].reducer)].append(index)
-        return rows
+            places[index], end = end, end + round_up(self._on_wire[index], VECTOR_NUMEL)
+        return places, end
 
     def _step(self, rows: list[list[int]], depth: int, hops: Sequence[LinkHop]) -> Step:
         hop, mine = hops[depth], hops[depth].link.rank
@@ -290,8 +286,7 @@ class _Compiler:
         if hop.exact_own and depth and self._waiting is not None:
             kept = {index: self._waiting[index] for index in rows[mine]}  # added where it rests
         elif hop.exact_own:
-            for index in rows[mine]:
-                kept[index], end = end, end + round_up(self._on_wire[index], VECTOR_NUMEL)
+            kept, end = self._end_to_end(rows[mine])
             encode += [self._own(index, place, depth, hops) for index, place in kept.items()]
         slots, self._row_bytes = lay_out(self._size(index, depth) for index in rows[mine])
         self._columns, self._kept = dict(zip(rows[mine], slots, strict=True)), kept

@@ -84,18 +84,10 @@ class PlacementError(ValueError):
     """The ranks' placement on hosts does not form nodes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Ranks per node, and what a user should know about them, or nothing."""
-
-    node_size: int
-    warning: str = ""
-
-
 def place(
     hosts: Sequence[str], *, given: int | None, launched: Sequence[tuple[str, int] | None]
-) -> Placement:
-    """Decide how many consecutive ranks make a node.
+) -> tuple[int, str]:
+    """Decide how many consecutive ranks make a node; also what a user should know, or "".
 
     Several nodes on one host are as good as declared; a node that spans hosts is not.
 
@@ -109,7 +101,7 @@ def place(
     """
     hosts = _labels(hosts)
     if given is not None:
-        return Placement(node_size=given, warning=_given_spans(hosts, given))
+        return given, _given_spans(hosts, given)
     runs = [len(list(same)) for _, same in groupby(hosts)]
     if len(runs) > len(set(hosts)):
         raise PlacementError(_scattered(hosts))
@@ -121,14 +113,14 @@ def place(
                 f"{variable}={size}, but {_where(hosts, node)}: unset it, or set "
                 f"quantized_comm.node_size={math.gcd(*runs)}, the ranks that share a host"
             )
-        return Placement(node_size=size)
+        return size, ""
     size = math.gcd(*runs)
     uneven = len(set(runs)) > 1
     warning = (
         f"hosts hold {', '.join(map(str, runs[:8]))}{' ...' if len(runs) > 8 else ''} ranks, so "
         f"nodes are of {size}; equal numbers of ranks per host make larger nodes"
     )
-    return Placement(node_size=size, warning=warning if uneven else "")
+    return size, warning if uneven else ""
 
 
 def _labels(hosts: Sequence[str]) -> list[str]:

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,12 +51,6 @@ class Pending(Generic[T]):
         return Pending(lambda: change(self.wait()))
 
 
-class Work(Protocol):
-    """An asynchronous collective of torch.distributed."""
-
-    def wait(self) -> object: ...
-
-
 @contextmanager
 def _with(rank: int) -> Iterator[None]:
     """Add the peer rank to gloo errors, which name only an address."""
@@ -71,16 +64,11 @@ def _with(rank: int) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class _JoinedWorks:
-    """Several works, one per peer rank, as one."""
-
-    works: Sequence[tuple[int, Work]]
-
-    def wait(self) -> None:
-        for rank, work in self.works:
-            with _with(rank):
-                work.wait()
+def _wait_for(works: Sequence[tuple[int, Any]]) -> None:
+    """Wait for collectives of torch.distributed, one per peer rank."""
+    for rank, work in works:
+        with _with(rank):
+            work.wait()
 
 
 class Link:
@@ -201,7 +189,7 @@ class Link:
         self.findings.note(role, self.ranks, changed.view(-1, 1), say_changed)
         return payload
 
-    def _peer_to_peer(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Work:
+    def _peer_to_peer(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Pending[None]:
         """``sends[r]`` goes to rank r, ``receives[r]`` comes from it. See [Note: gloo].
 
         Through torch: ``irecv`` of DeepSpeed before 0.18 waits for the message, which deadlocks.
@@ -219,9 +207,9 @@ class Link:
                 with _with(ranks[r]):
                     work = torch.distributed.isend(sends[r], dst=ranks[r], group=group)
                 works.append((ranks[r], work))
-        return _JoinedWorks(works)
+        return Pending(partial(_wait_for, works))
 
-    def _posted(self, payload: Tensor, received: Tensor, work: Work) -> Pending[Tensor]:
+    def _posted(self, payload: Tensor, received: Tensor, work: Any) -> Pending[Tensor]:
         """The received bytes; on CUDA valid in order of the stream that waits.
 
         Both buffers belong to the stream that posted the collective, which may be far behind, and

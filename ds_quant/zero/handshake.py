@@ -189,11 +189,11 @@ def _judge(cards: Sequence[Card], config: QuantizedCommConfig, fault: str) -> di
     hosts = [card["host"] for card in cards]
     launched = [card["launched"] and tuple(card["launched"]) for card in cards]
     try:
-        placement = place(hosts, given=config.node_size, launched=launched)
+        node_size, warning = place(hosts, given=config.node_size, launched=launched)
     except PlacementError as error:
         return {"error": str(error)}
-    warnings = [placement.warning] if placement.warning else []
-    return {"node_size": placement.node_size, "warnings": warnings + mixed_kernels(cards)}
+    warnings = [warning] if warning else []
+    return {"node_size": node_size, "warnings": warnings + mixed_kernels(cards)}
 
 
 class Board:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ds_quant.comm import lossless
 from ds_quant.comm.checksum import Findings, seal
 from ds_quant.comm.lossless import Outbox
 from ds_quant.comm.transport import Link, Pending
@@ -110,9 +111,9 @@ def test_messages_of_an_outbox_are_kept_for_the_stream_that_sends_them(monkeypat
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
     outbox, rooms = object.__new__(Outbox), [Room() for _ in range(18)]
     outbox._made_on, outbox._messages, outbox._lengths = "optimizer", rooms, np.full((2, 18), 16)
-    outbox._codec = types.SimpleNamespace(decode_rows=lambda *_: None)
+    monkeypatch.setattr(lossless, "decode_lossless", lambda *_, backend: None)
     outbox._link = types.SimpleNamespace(
-        size=2, ranks=[0, 1], decoding=nullcontext, findings=Findings()
+        size=2, ranks=[0, 1], decoding=nullcontext, findings=Findings(), backend="auto"
     )
     arrived = Pending(lambda: torch.zeros(32, dtype=torch.uint8))
     outbox._road = types.SimpleNamespace(node_size=None, all_gather=lambda *_, role: arrived)

@@ -21,13 +21,6 @@ RENAMED = MappingProxyType({f"lossless_g{bits}": f"lossless_w_g{bits}" for bits 
 RESEARCH, YOURS = "for research", "yours"
 
 
-def preset_groups() -> dict[str, tuple[str, ...]]:
-    """List the schemes in the order in which they are shown: under "" what a user meets, then
-    ``RESEARCH`` and, if there are any, ``YOURS``.
-    """
-    return {group: tuple(schemes) for group, schemes in _groups().items()}
-
-
 def preset_names() -> tuple[str, ...]:
     """List all schemes, group by group."""
     return tuple(name for names in preset_groups().values() for name in names)
@@ -42,7 +35,7 @@ def choices(quote: str = '"') -> str:
     """List what "scheme" may be, in words."""
     return "; ".join(
         (f"{group}: " if group else "")
-        + " or ".join(f"{quote}{name}{quote}" for name in (*names, *(() if group else (AUTOTUNE,))))
+        + " or ".join(f"{quote}{name}{quote}" for name in (*names, *[AUTOTUNE] * (not group)))
         for group, names in preset_groups().items()
     )
 
@@ -72,8 +65,10 @@ def apply_preset(name: Any, block: dict[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache
-def _groups() -> dict[str, dict[str, Any]]:
-    """The files as written, by group and name."""
+def preset_groups() -> dict[str, dict[str, Any]]:
+    """List the schemes as written, in the order in which they are shown: under "" what a user
+    meets, then ``RESEARCH`` and, if there are any, ``YOURS``.
+    """
     folder = resource_dir("configs")
     shipped = yaml.safe_load((folder / "presets.yaml").read_text("utf-8"))
     yours = {
@@ -88,7 +83,7 @@ def _groups() -> dict[str, dict[str, Any]]:
 @lru_cache
 def _load(name: str) -> dict[str, Any]:
     """The values of a scheme, over those of the one that it is ``like``."""
-    values = dict(_groups()[group_of(name)][name])
+    values = dict(preset_groups()[group_of(name)][name])
     like = values.pop("like", None)
     return values if like is None else _merge(_load(like), values)
 

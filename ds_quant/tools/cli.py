@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -96,25 +96,6 @@ def _validate(path: Path | None, arguments: argparse.Namespace) -> int:
         return 1
     print("\n".join(lines))
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ds_quant", description=__doc__.splitlines()[0])
-    parser.add_argument("--version", action="version", version=f"ds_quant {ds_quant.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    validate = commands.add_parser("validate", help="check the quantized_comm block of a config")
-    add = validate.add_argument
-    add("paths", nargs="*", type=Path, metavar="PATH", help="ds_config.json")
-    add("--env", action="store_true", help=f"with the block of {VARIABLE} where a file has none")
-    add("--world", type=count, help="number of ranks, to check node_size")
-    add("--node-size", type=count, help="ranks per node, where the launcher says so")
-    add("--params", type=numel, help="parameters such as 7b, for memory in GB")
-    add("--load-codecs", action="store_true", help=_LOAD_CODECS)
-    add("--json", action="store_true", help="print the block with every key instead")
-    schema = commands.add_parser("schema", help="print the JSON schema of the block, for editors")
-    schema.add_argument("--markdown", action="store_true", help="as docs/keys.md")
-    add_commands(commands)
-    return parser
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -312,42 +293,41 @@ def _codes(settings: Any, value_range: str) -> str:
 _POWERS = {"k": 3, "m": 6, "b": 9, "t": 12}  # 7b: as models are named
 
 
-def add_commands(commands: argparse._SubParsersAction) -> None:
-    """doctor, migrate, probe, estimate, plot."""
-    _migrate(commands.add_parser("migrate", help="turn ZeRO++, MiCS and 1-bit keys into a block"))
-    _doctor(commands.add_parser("doctor", help="check this machine and try the plugin on it"))
-    _probe(commands.add_parser("probe", help="measure the links between processes"))
-    _estimate(commands.add_parser("estimate", help="predict what each scheme would bring"))
-    plot = commands.add_parser("plot", help="draw the metrics of a run: bytes, error, seconds")
-    _plot(plot.add_argument)
-
-
-def _migrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=file, metavar="PATH", help="ds_config.json")
-    parser.add_argument(
-        "-o", dest="out", type=Path, metavar="FILE",
-        help="the new file, which may exist (beside the old one, with .ds_quant before .json)",
-    )  # fmt: skip
-
-
-def _doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="all facts as JSON")
-    parser.add_argument("--no-processes", action="store_true", help="leave out the exchange")
-    parser.add_argument(
-        "--timeout", type=positive, metavar="SECONDS",
-        help="limit of the two processes (120, more on a loaded host)",
-    )  # fmt: skip
-
-
-def _probe(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds_quant", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"ds_quant {ds_quant.__version__}")
+    command = parser.add_subparsers(dest="command", required=True).add_parser
+    add = command("validate", help="check the quantized_comm block of a config").add_argument
+    add("paths", nargs="*", type=Path, metavar="PATH", help="ds_config.json")
+    add("--env", action="store_true", help=f"with the block of {VARIABLE} where a file has none")
+    add("--world", type=count, help="number of ranks, to check node_size")
+    add("--node-size", type=count, help="ranks per node, where the launcher says so")
+    add("--params", type=numel, help="parameters such as 7b, for memory in GB")
+    add("--load-codecs", action="store_true", help=_LOAD_CODECS)
+    add("--json", action="store_true", help="print the block with every key instead")
+    add = command("schema", help="print the JSON schema of the block, for editors").add_argument
+    add("--markdown", action="store_true", help="as docs/keys.md")
+    add = command("migrate", help="turn ZeRO++, MiCS and 1-bit keys into a block").add_argument
+    add("path", type=file, metavar="PATH", help="ds_config.json")
+    beside = "the new file, which may exist (beside the old one, with .ds_quant before .json)"
+    add("-o", dest="out", type=Path, metavar="FILE", help=beside)
+    add = command("doctor", help="check this machine and try the plugin on it").add_argument
+    add("--json", action="store_true", help="all facts as JSON")
+    add("--no-processes", action="store_true", help="leave out the exchange")
+    add("--timeout", type=positive, metavar="SECONDS",
+        help="limit of the two processes (120, more on a loaded host)")  # fmt: skip
+    add = command("probe", help="measure the links between processes").add_argument
     add("--out", type=Path, default=Path("probe.json"), help="JSON for estimate (probe.json)")
     add("--node-size", type=count, help="ranks per node (as launched)")
     add("--hostfile", type=file, help="start it on these hosts with the deepspeed launcher")
+    _estimate(command("estimate", help="predict what each scheme would bring").add_argument)
+    add = command("plot", help="draw the metrics of a run: bytes, error, seconds").add_argument
+    add("metrics", type=file, metavar="METRICS", help="the file of quantized_comm.metrics.file")
+    add("--out", type=Path, metavar="FILE", help=".png, .svg or .pdf (METRICS with .png)")
+    return parser
 
 
-def _estimate(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def _estimate(add: Callable[..., Any]) -> None:
     add("--params", type=numel, help="parameters, such as 7b or 7e9")
     add("--trained", type=share, default=1.0, metavar="SHARE",
         help="of the parameters, the others are frozen; LoRA: about 0.01 (1)")  # fmt: skip
@@ -364,22 +344,13 @@ def _estimate(parser: argparse.ArgumentParser) -> None:
     add("--latency", type=positive, help="seconds per collective (2e-5, or as probed)")
     add("--probe", type=file, help="links as measured by 'ds_quant probe'")
     add("--step", type=positive, metavar="SECONDS", help="compute of one optimizer step")
-    add(
-        "--measured",
-        type=positive,
-        metavar="SECONDS",
-        help="a whole step with DeepSpeed as shipped, to find the rate that the link reaches",
-    )
+    whole = "a whole step with DeepSpeed as shipped, to find the rate that the link reaches"
+    add("--measured", type=positive, metavar="SECONDS", help=whole)
     add("--gpu-memory", type=positive, metavar="GB", help="per GPU: leave out what does not fit")
     add("--encode", type=positive, default=1e11, help="parameters per second and GPU (1e11)")
     add("--all", action="store_true", help="every scheme, memory and accumulation")
     add("--json", action="store_true", help="the rows as JSON")
     add("--plot", type=Path, help="PNG of the speed-up against the link rate")
-
-
-def _plot(add: Any) -> None:
-    add("metrics", type=file, metavar="METRICS", help="the file of quantized_comm.metrics.file")
-    add("--out", type=Path, metavar="FILE", help=".png, .svg or .pdf (METRICS with .png)")
 
 
 def positive(value: str) -> float:

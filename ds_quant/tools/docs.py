@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ds_quant.config.errors import Location, Model, allowed_in, model_in, show
@@ -75,7 +75,7 @@ def _schemes() -> str:
     return "\n".join(lines)
 
 
-def _table(names: tuple[str, ...]) -> list[str]:
+def _table(names: Iterable[str]) -> list[str]:
     """What the schemes set, where they differ."""
     blocks = {name: _flat(parse_block({"scheme": name}).resolved()) for name in names}
     lines = ["| key | " + " | ".join(blocks) + " |", "| --- " * (len(blocks) + 1) + "|"]

@@ -13,10 +13,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_quant import leftovers
 from ds_quant._autoload import DISABLE_VARIABLE
@@ -27,22 +26,21 @@ from ds_quant._autoload import DISABLE_VARIABLE
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One finding. A ``problem`` makes the machine unhealthy and carries a fix; so may a warning.
-
-    details: facts as JSON types, for ``--json``.
+class Check(NamedTuple):
+    """One finding. What needs a fix is a ``problem``, which makes the machine unhealthy, or a
+    ``warning``. details: facts as JSON types, for ``--json``.
     """
 
     name: str
-    status: str
     found: str
-    fix: str = ""
     details: dict[str, Any] | None = None
+    fix: str = ""
+    severity: str = PROBLEM  # if there is a fix
 
-    def __post_init__(self) -> None:
-        assert self.status in (OK, WARNING, PROBLEM), self.status
-        assert self.fix or self.status != PROBLEM, f"{self.name}: a problem without a fix"
+    @property
+    def status(self) -> str:
+        """One of OK, WARNING and PROBLEM."""
+        return self.severity if self.fix else OK
 
 
 def healthy(checks: Sequence[Check]) -> bool:
@@ -104,7 +102,7 @@ def versions() -> list[Check]:
     others = {name: found[name] for name in OPTIONAL if found[name]}
     shown = ", ".join(f"{name} {version}" for name, version in others.items()) or "none"
     checks += known_faults(found["deepspeed"])
-    return [*checks, Check(name="other packages", status=OK, found=shown, details=others)]
+    return [*checks, Check("other packages", shown, others)]
 
 
 def version_check(name: str, version: str | None, supported: str) -> Check:
@@ -115,13 +113,10 @@ def version_check(name: str, version: str | None, supported: str) -> Check:
     details = {"version": version, "supported": supported}
     install = f"pip install '{name}{supported}'" if name != "python" else f"use Python {supported}"
     if version is None:
-        return Check(name=name, status=PROBLEM, found="not installed", fix=install, details=details)
+        return Check(name, "not installed", details, install)
     fits = SpecifierSet(supported).contains(Version(version).base_version)
-    return Check(
-        name=name, status=OK if fits else PROBLEM, details=details,
-        found=f"{version} ({'supported' if fits else 'not supported'}: {supported})",
-        fix="" if fits else install,
-    )  # fmt: skip
+    found = f"{version} ({'supported' if fits else 'not supported'}: {supported})"
+    return Check(name, found, details, "" if fits else install)
 
 
 def known_faults(deepspeed: str | None) -> list[Check]:
@@ -130,7 +125,7 @@ def known_faults(deepspeed: str | None) -> list[Check]:
 
     return [
         Check(
-            name="deepspeed", status=WARNING, found=f"under ZeRO-2 {where} it {fault.loses}",
+            "deepspeed", f"under ZeRO-2 {where} it {fault.loses}", severity=WARNING,
             fix=f"pip install 'deepspeed>={fault.until}', or use zero_optimization.stage 1 or 3",
         )
         for fault in FAULTS
@@ -146,14 +141,11 @@ def device() -> Check:
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = f"torch {torch.__version__} " + (f"for CUDA {built}" if built else "without CUDA")
-        return Check(name="device", status=OK, found=f"CPU ({why})", details={"cuda": False})
+        return Check("device", f"CPU ({why})", {"cuda": False})
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     capability = torch.cuda.get_device_capability()
-    return Check(
-        name="device", status=OK, details={"cuda": True, "gpus": gpus, "capability": capability},
-        found=f"{len(gpus)} x {gpus[0]}, sm_{capability[0]}{capability[1]}, "
-        f"CUDA {torch.version.cuda}",
-    )  # fmt: skip
+    found = f"{len(gpus)} x {gpus[0]}, sm_{capability[0]}{capability[1]}, CUDA {torch.version.cuda}"
+    return Check("device", found, {"cuda": True, "gpus": gpus, "capability": capability})
 
 
 def cupy() -> Check:
@@ -164,16 +156,12 @@ def cupy() -> Check:
     flavours = {name: version for name in CUPY if (version := _installed(name))}
     fix = f"pip install 'ds_quant[cuda{(torch.version.cuda or '12').split('.')[0]}]'"
     if not flavours:
-        return Check(
-            name="CuPy", status=WARNING if needed else OK, details={}, fix=fix if needed else "",
-            found="not installed: "
-            + ("CUDA tensors take the torch path" if needed else "not needed without CUDA"),
-        )  # fmt: skip
+        why = "CUDA tensors take the torch path" if needed else "not needed without CUDA"
+        return Check("CuPy", f"not installed: {why}", {}, fix if needed else "", WARNING)
     if len(flavours) > 1:
-        both = " and ".join(flavours)
         remove = f"pip uninstall {' '.join(flavours)}, then {fix}"
-        return Check(name="CuPy", status=PROBLEM, found=both, fix=remove, details=flavours)
-    return Check(name="CuPy", status=OK, found=" ".join(*flavours.items()), details=flavours)
+        return Check("CuPy", " and ".join(flavours), flavours, remove)
+    return Check("CuPy", " ".join(*flavours.items()), flavours)
 
 
 def cuda_kernels(device: torch.device) -> Check:
@@ -183,16 +171,15 @@ def cuda_kernels(device: torch.device) -> Check:
     from ds_quant.kernels import cuda
 
     if device.type != "cuda":
-        return Check(name="CUDA kernels", status=OK, found="not needed without CUDA", details={})
+        return Check("CUDA kernels", "not needed without CUDA", {})
     failure = cuda.failure_of(device)
     if failure is None:
-        return Check(name="CUDA kernels", status=OK, found="CuPy kernels", details={"works": True})
+        return Check("CUDA kernels", "CuPy kernels", {"works": True})
     return Check(
-        name="CUDA kernels", status=WARNING,
-        details={"works": False, "traceback": failure.traceback},
-        found=f"CUDA tensors take the slower torch path: {failure.reason}",
-        fix=f"pip install 'ds_quant[cuda{(torch.version.cuda or '12').split('.')[0]}]', or mend "
-        "what the traceback below names",
+        "CUDA kernels", f"CUDA tensors take the slower torch path: {failure.reason}",
+        {"works": False, "traceback": failure.traceback},
+        f"pip install 'ds_quant[cuda{(torch.version.cuda or '12').split('.')[0]}]', or mend what "
+        "the traceback below names", WARNING,
     )  # fmt: skip
 
 
@@ -204,13 +191,10 @@ def cpu_kernels() -> Check:
 
     problem = native.unavailable_reason()
     if problem is None:
-        return Check(name="CPU kernels", status=OK, found="C++ kernels", details={"built": True})
-    on_gpu = torch.cuda.is_available()
-    return Check(
-        name="CPU kernels", status=OK if on_gpu else WARNING, details={"built": False},
-        found=f"plain torch, slower: C++ kernels {problem}",
-        fix="" if on_gpu else "install a C++ compiler, then ds_quant again",
-    )  # fmt: skip
+        return Check("CPU kernels", "C++ kernels", {"built": True})
+    fix = "" if torch.cuda.is_available() else "install a C++ compiler, then ds_quant again"
+    found = f"plain torch, slower: C++ kernels {problem}"
+    return Check("CPU kernels", found, {"built": False}, fix, WARNING)
 
 
 def backend() -> Check:
@@ -224,12 +208,9 @@ def backend() -> Check:
     there = nccl or dist.is_gloo_available()
     set_here = {name: os.environ[name] for name in NETWORK_VARIABLES if name in os.environ}
     variables = "".join(f", {key}={value}" for key, value in set_here.items())
-    return Check(
-        name="backend", status=OK if there else PROBLEM,
-        found=f"{name} ({version}){variables}" if there else "neither NCCL nor gloo",
-        fix="" if there else "install a torch with torch.distributed",
-        details={"backend": name, "variables": set_here},
-    )  # fmt: skip
+    found = f"{name} ({version}){variables}" if there else "neither NCCL nor gloo"
+    fix = "" if there else "install a torch with torch.distributed"
+    return Check("backend", found, {"backend": name, "variables": set_here}, fix)
 
 
 def interfaces() -> Check:
@@ -249,12 +230,9 @@ def interfaces() -> Check:
     ]
     shown += [f"InfiniBand port {port}: {rate}" for port, rate in ports.items()]
     missing = socket_problems(set(found))
-    return Check(
-        name="network", status=PROBLEM if missing else OK,
-        found="; ".join(missing) or ", ".join(shown) or "loopback only",
-        fix=f"name one of {', '.join(found)}, or unset it" if missing else "",
-        details={"interfaces": found, "infiniband": ports},
-    )  # fmt: skip
+    fix = f"name one of {', '.join(found)}, or unset it" if missing else ""
+    seen = "; ".join(missing) or ", ".join(shown) or "loopback only"
+    return Check("network", seen, {"interfaces": found, "infiniband": ports}, fix)
 
 
 def socket_problems(present: set[str]) -> list[str]:
@@ -275,24 +253,21 @@ def builds() -> Check:
     """Whether builds of DeepSpeed's operators were interrupted, which stops the next ones."""
     locks = leftovers.idle_locks()
     details = {"folder": str(leftovers.build_folder()), "locks": [str(lock) for lock in locks]}
-    return Check(
-        name="operator builds", status=PROBLEM if locks else OK, details=details,
-        found=" ".join(map(leftovers.lock_sentence, locks)) or "none was interrupted",
-        fix=f"rm {' '.join(details['locks'])}" if locks else "",
-    )  # fmt: skip
+    found = " ".join(map(leftovers.lock_sentence, locks)) or "none was interrupted"
+    fix = f"rm {' '.join(details['locks'])}" if locks else ""
+    return Check("operator builds", found, details, fix)
 
 
 def shared_memory() -> Check:
     """Check what DeepSpeed's shared-memory operator left in memory."""
     files = leftovers.idle_buffers()
+    if not files:
+        return Check("shared memory", "nothing left by ended DeepSpeed runs", {"files": 0})
     gigabytes = sum(path.stat().st_size for path in files) / 1e9
     pattern = f"{leftovers.SHARED_MEMORY}/{leftovers.BUFFERS}_{os.getuid()}_*"
-    return Check(
-        name="shared memory", status=WARNING if files else OK, details={"files": len(files)},
-        found=f"{len(files)} files of ended DeepSpeed runs hold {gigabytes:.2g} GB of memory"
-        if files else "nothing left by ended DeepSpeed runs",
-        fix=f"when no DeepSpeed run is going on: rm {pattern}" if files else "",
-    )  # fmt: skip
+    found = f"{len(files)} files of ended DeepSpeed runs hold {gigabytes:.2g} GB of memory"
+    fix = f"when no DeepSpeed run is going on: rm {pattern}"
+    return Check("shared memory", found, {"files": len(files)}, fix, WARNING)
 
 
 def entry_point() -> Check:
@@ -301,18 +276,17 @@ def entry_point() -> Check:
 
     details: dict[str, Any] = {"version": ds_quant.__version__, "path": ds_quant.__file__}
     by_hand = "put 'import ds_quant' before deepspeed.initialize"
-    status, found, fix = OK, f"on: import torch loads ds_quant {ds_quant.__version__}", ""
+    found, fix, severity = f"on: import torch loads ds_quant {ds_quant.__version__}", "", WARNING
     if os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no"):
-        status, found = PROBLEM, f"off: {DISABLE_VARIABLE}={os.environ[DISABLE_VARIABLE]}"
+        found, severity = f"off: {DISABLE_VARIABLE}={os.environ[DISABLE_VARIABLE]}", PROBLEM
         fix = f"unset {DISABLE_VARIABLE} on all ranks"
     elif os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        status, found = WARNING, "by import only: TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+        found = "by import only: TORCH_DEVICE_BACKEND_AUTOLOAD=0"
         fix = f"unset it, or {by_hand}"
     elif not any(e.name == "ds_quant" for e in metadata.entry_points(group="torch.backends")):
-        status = WARNING
         found = f"by import only: {Path(ds_quant.__file__).parent} is not installed"
         fix = f"pip install it, or {by_hand}"
-    return Check(name="activation", status=status, found=found, fix=fix, details=details)
+    return Check("activation", found, details, fix, severity)
 
 
 # ---- self-test ----
@@ -334,14 +308,10 @@ def codecs() -> Check:
     path = dispatch.describe(device)
     differ = {f"{bits}-bit {kind}": _bytes_that_differ(values, kind, bits) for kind, bits in CODECS}
     wrong = ", ".join(f"{name} {count}" for name, count in differ.items() if count)
-    return Check(
-        name="encode, decode", status=PROBLEM if wrong else OK,
-        found=f"{path} on {device.type}: "
-        + (f"bytes that differ from plain torch: {wrong}" if wrong else "the bytes of plain torch"),
-        fix='set "backend": "torch" in the block and report this with the output of doctor --json'
-        if wrong else "",
-        details={"device": device.type, "path": path, "differing_bytes": differ},
-    )  # fmt: skip
+    found = f"bytes that differ from plain torch: {wrong}" if wrong else "the bytes of plain torch"
+    fix = 'set "backend": "torch" in the block and report this with the output of doctor --json'
+    details = {"device": device.type, "path": path, "differing_bytes": differ}
+    return Check("encode, decode", f"{path} on {device.type}: {found}", details, wrong and fix)
 
 
 def _bytes_that_differ(values: torch.Tensor, value_range: str, bits: int) -> int:
@@ -372,10 +342,8 @@ def exchange(timeout: float) -> Check:
     with tempfile.TemporaryDirectory() as folder:
         failure = _run_ranks(folder, timeout)
         if failure:
-            return Check(
-                name="two processes", status=PROBLEM, found=failure,
-                fix="see the last line; doctor --timeout SECONDS waits longer",
-            )  # fmt: skip
+            fix = "see the last line; doctor --timeout SECONDS waits longer"
+            return Check("two processes", failure, fix=fix)
         ranks = [json.loads(Path(folder, f"rank{r}.json").read_text()) for r in range(RANKS)]
     return verdict(ranks)
 
@@ -385,25 +353,21 @@ def verdict(ranks: list[dict]) -> Check:
     first, details = ranks[0], {"ranks": ranks}
     if not all(rank["active"] for rank in ranks):
         return Check(
-            name="two processes", status=PROBLEM, details=details,
-            found="the block had no effect: the plugin is not active in a script without "
-            "'import ds_quant'",
-            fix="pip install ds_quant into this environment, unset DS_QUANT_DISABLE and "
+            "two processes",
+            "the block had no effect: the plugin is not active in a script without 'import "
+            "ds_quant'", details,
+            "pip install ds_quant into this environment, unset DS_QUANT_DISABLE and "
             "TORCH_DEVICE_BACKEND_AUTOLOAD, or import ds_quant before deepspeed.initialize",
         )  # fmt: skip
     if len({rank["digest"] for rank in ranks}) != 1 or not first["received"]:
-        return Check(
-            name="two processes", status=PROBLEM, details=details,
-            found=f"weights differ after a step, or nothing moved ({first['received']} bytes)",
-            fix="set DS_QUANT_DISABLE=1 and report this with the output of doctor --json",
-        )  # fmt: skip
-    by_import = any(rank["imported"] for rank in ranks)
-    return Check(
-        name="two processes", status=WARNING if by_import else OK, details=details,
-        found=f"{first['line']}; {first['received']} bytes over {first['backend']}"
-        + ("; needed import ds_quant" if by_import else ""),
-        fix="put 'import ds_quant' into your script, or install the package" if by_import else "",
-    )  # fmt: skip
+        found = f"weights differ after a step, or nothing moved ({first['received']} bytes)"
+        fix = "set DS_QUANT_DISABLE=1 and report this with the output of doctor --json"
+        return Check("two processes", found, details, fix)
+    found = f"{first['line']}; {first['received']} bytes over {first['backend']}"
+    if not any(rank["imported"] for rank in ranks):
+        return Check("two processes", found, details)
+    fix = "put 'import ds_quant' into your script, or install the package"
+    return Check("two processes", f"{found}; needed import ds_quant", details, fix, WARNING)
 
 
 def _run_ranks(folder: str, timeout: float) -> str:
@@ -459,7 +423,9 @@ def main(arguments: argparse.Namespace) -> int:
         found.append(exchange(seconds))
     good = healthy(found)
     if arguments.json:
-        facts = {"healthy": good, "host": platform.node(), "checks": [vars(c) for c in found]}
+        keys = ("name", "status", "found", "fix", "details")
+        shown = [{key: getattr(check, key) for key in keys} for check in found]
+        facts = {"healthy": good, "host": platform.node(), "checks": shown}
         print(json.dumps(facts, indent=2))
     else:
         print("\n".join(lines(found)))

@@ -177,10 +177,10 @@ def test_nothing_moved_is_a_problem() -> None:
     assert doctor.verdict([GOOD | {"received": 0}] * 2).status == PROBLEM
 
 
-def test_a_problem_without_a_fix_is_our_own_mistake() -> None:
-    with pytest.raises(AssertionError, match="without a fix"):
-        Check(name="x", status=PROBLEM, found="y")
-    assert doctor.healthy([Check(name="x", status=WARNING, found="y")])
+def test_what_needs_no_fix_or_is_a_warning_is_healthy() -> None:
+    warning = Check("x", "y", fix="z", severity=WARNING)
+    assert (Check("x", "y").status, warning.status) == (OK, WARNING)
+    assert doctor.healthy([warning]) and not doctor.healthy([Check("x", "y", fix="z")])
 
 
 def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys, tmp_path: Path) -> None:

@@ -20,8 +20,6 @@ from ds_quant.kernels import (
     launch_lossless,
     lossless,
     native,
-    native_batch,
-    native_lossless,
     reference,
 )
 from ds_quant.kernels.batch import Runnable, Task
@@ -69,7 +67,7 @@ def compile_tasks(
     if runner is not None:
         kernels, how = launch_batch, (runner.run_tables,)
     elif on_host(device, backend) is native:
-        kernels = native_batch
+        kernels = native
     kinds: dict[Hashable, list[Task]] = {}
     left = []
     for task in tasks:
@@ -114,12 +112,13 @@ def encode_lossless(
     for it, whose bytes past the message hold nothing of use. All contiguous, of one dtype.
     nbytes: (messages,) int64, receives the bytes used, multiples of 16.
     """
-    runner, kernels = _lossless_kernels(nbytes.device, backend)
-    if runner is not None:
-        kernels.encode(messages, nbytes, run_tables=runner.run_tables)
+    device = nbytes.device
+    if (runner := cuda_runner(device, backend)) is not None:
+        launch_lossless.encode(messages, nbytes, run_tables=runner.run_tables)
         return
+    encode = native.encode_lossless if on_host(device, backend) is native else lossless.encode
     for place, message in enumerate(messages):
-        kernels.encode(*message, nbytes[place : place + 1])
+        encode(*message, nbytes[place : place + 1])
 
 
 def decode_lossless(
@@ -138,13 +137,10 @@ def decode_lossless(
     ``lossless.problem_of``; their rows then hold nothing of use. CuPy kernels do not
     wait for the device.
     """
-    runner, kernels = _lossless_kernels(wire.device, backend)
-    how = {} if runner is None else {"run_tables": runner.run_tables}
-    kernels.decode_rows(wire, starts, lengths, reference, out, status, **how)
-
-
-def _lossless_kernels(device: torch.device, backend: str) -> tuple[cuda.Runner | None, ModuleType]:
-    runner = cuda_runner(device, backend)
-    if runner is not None:
-        return runner, launch_lossless
-    return None, native_lossless if on_host(device, backend) is native else lossless
+    device, rows = wire.device, (wire, starts, lengths, reference, out, status)
+    if (runner := cuda_runner(device, backend)) is not None:
+        launch_lossless.decode_rows(*rows, run_tables=runner.run_tables)
+    elif on_host(device, backend) is native:
+        native.decode_lossless(*rows)
+    else:
+        lossless.decode_rows(*rows)

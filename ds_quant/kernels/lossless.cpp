@@ -10,7 +10,7 @@
 
 #include "native.hpp"
 
-// Mirrored by kernels/native_lossless.py; the version is that of native.cpp.
+// Mirrored by kernels/native.py; the version is that of native.cpp.
 struct LosslessJob {
     const u16 *reference;
     u16 *values;  // encode reads them, decode writes them; may be the reference

@@ -1,12 +1,14 @@
-"""The C++ kernels for CPU tensors: native.cpp, built with the wheel where a compiler exists.
+"""The C++ kernels for CPU tensors, one call for all tasks of a kind.
 
-Signatures are those of reference.py, and so are the bytes. Without the library, or
-with one of another version, the torch reference does the work; ``unavailable_reason()`` says why.
+native.cpp and lossless.cpp are built with the wheel where a compiler exists. The bytes are those of
+reference.py and lossless.py, which do the work without the library, or with one of another version;
+``unavailable_reason()`` says why.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -14,7 +16,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_quant.kernels.batch import DTYPES, rounding_of
+from ds_quant.kernels import lossless
+from ds_quant.kernels.batch import (
+    DTYPES,
+    FLIPS,
+    OWN_SIGNS,
+    RANDOM,
+    Arguments,
+    Decode,
+    Encode,
+    Job,
+    Operation,
+    Places,
+    Recode,
+    Rotate,
+    Rows,
+    Runnable,
+    StreamArrays,
+    Sum,
+    Task,
+    at,
+    rounding_of,
+    rows_of,
+)
 from ds_quant.kernels.wire import Format, layout_of, round_up
 
 VERSION = 7  # of the jobs, as dsq_version() of native.cpp
@@ -23,20 +47,21 @@ _CODES = -1  # `cast` of rows of codes
 _NUMEL_PER_THREAD = 1 << 18  # starting a thread costs as much as a tenth of this work
 COPIED_NUMEL = 4096  # unit of casts, a multiple of every rotation block
 
-
 # Arguments of a kernel; the fields of Job in native.cpp.
 JOB = np.dtype(
     [
-        *((name, np.uint64) for name in ("values", "wire", "base")),
-        *((name, np.int64) for name in ("values_stride", "wire_stride", "base_stride")),
-        *((name, np.int64) for name in ("rows", "numel", "valid", "dtype", "base_dtype", "add")),
-        *((name, np.int64) for name in ("cast", "bits", "group", "has_offset", "rounding")),
-        *(("rotation", np.int64), ("planes", np.int64, 3)),
-        *((name, np.int64) for name in ("scales", "offsets", "nbytes")),
-        *((name, np.uint64) for name in ("key", "step", "first_vector", "row_vectors")),
-        *((name, np.uint64) for name in ("flips_low", "flips_high", "levels", "own_values")),
-        *((name, np.int64) for name in ("own", "own_signs")),
-        *((name, np.float32) for name in ("factor", "unused")),
+        (name, kind)
+        for kind, names in (
+            ("u8", "values wire base"),
+            ("i8", "values_stride wire_stride base_stride rows numel valid dtype base_dtype add"),
+            ("i8", "cast bits group has_offset rounding rotation"),
+            ("3i8", "planes"),
+            ("i8", "scales offsets nbytes"),
+            ("u8", "key step first_vector row_vectors flips_low flips_high levels own_values"),
+            ("i8", "own own_signs"),
+            ("f4", "factor unused"),
+        )
+        for name in names.split()
     ]
 )
 
@@ -66,6 +91,40 @@ def function(name: str) -> ctypes._CFuncPtr:
     return found
 
 
+def threads_for(numel: int) -> int:
+    """Threads for work on so many elements."""
+    return max(1, min(torch.get_num_threads(), numel // _NUMEL_PER_THREAD))
+
+
+# ---- tasks ----
+
+
+Buffers = Sequence[torch.Tensor]
+
+
+def covers(operation: Operation, buffers: Buffers) -> bool:
+    """Whether the kernels read and write the dtypes of its values."""
+    places = [getattr(operation, name, None) for name in ("values", "base")]
+    return all(buffers[place].dtype in DTYPES for place in places if place is not None)
+
+
+def compile_tasks(tasks: Sequence[Task], buffers: Buffers) -> Runnable:
+    """Compile tasks of one kind for buffers of the same dtypes."""
+    kind = type(tasks[0][0])
+    name, jobs_of = _KERNELS[kind]
+    rows = rows_of(tasks, 1) if kind in (Encode, Decode) else [Rows(*task) for task in tasks]
+    jobs = [job for row in rows for job in jobs_of(row, buffers)]
+    arguments = Arguments(JOB, jobs, torch.device("cpu"))
+    kernel, where, count = function(name), arguments.records.ctypes.data, len(rows)
+    numel = sum(operation.numel * getattr(operation, "sources", 1) for operation, _ in tasks)
+
+    def run(addresses: np.ndarray, streams: StreamArrays) -> None:
+        arguments.fill(addresses, streams)
+        kernel(where, count, threads_for(numel))
+
+    return run
+
+
 def numbers_of(
     fmt: Format, rows: int, numel: int, dtype: torch.dtype, block: int = 0
 ) -> dict[str, Any]:
@@ -83,6 +142,136 @@ def numbers_of(
     return found | codes | {"cast": _CODES, "rounding": rounding_of(fmt)}
 
 
-def threads_for(numel: int) -> int:
-    """Threads for work on so many elements."""
-    return max(1, min(torch.get_num_threads(), numel // _NUMEL_PER_THREAD))
+def _encode(rows: Rows, buffers: Buffers) -> list[Job]:
+    op, places, (count,), ((values, wire, vectors, *strides),) = rows
+    dtype = buffers[op.values].dtype
+    numbers = numbers_of(op.codec, count, op.numel, dtype, op.block)
+    numbers |= {"values_stride": values * dtype.itemsize, "wire_stride": wire}
+    numbers |= {"row_vectors": vectors}
+    points = {"values": at(buffers, op.values, places[0]), "wire": (op.wire, places[1])}
+    if op.base is not None:
+        dtype, points["base"] = buffers[op.base].dtype, at(buffers, op.base, places[3])
+        numbers |= {"base_stride": strides[0] * dtype.itemsize, "base_dtype": DTYPES[dtype]}
+    return [Job(numbers, op.stream, points, RANDOM | FLIPS, {"levels": op.codec}, places[2])]
+
+
+def _decode(rows: Rows, buffers: Buffers) -> list[Job]:
+    op, places, (count,), ((wire, values),) = rows
+    dtype = buffers[op.values].dtype
+    numbers = numbers_of(op.codec, count, op.numel, dtype)
+    numbers |= {"values_stride": values * dtype.itemsize, "wire_stride": wire, "add": op.add}
+    points = {"wire": (op.wire, places[0]), "values": at(buffers, op.values, places[1])}
+    return [Job(numbers, op.stream, points, {}, {"levels": op.codec})]
+
+
+def _sum(rows: Rows, buffers: Buffers) -> list[Job]:
+    op, places, *_ = rows
+    numbers = _source_numbers(op, op.codec, op.numel, buffers[op.values].dtype, op.block)
+    factor = op.scale / op.block if op.block else op.scale
+    numbers |= {"factor": factor, "own_signs": op.flips == OWN_SIGNS}
+    points = _source_points(op, places, buffers)
+    points["values"] = at(buffers, op.values, places[1])
+    takes = FLIPS | {"key": "signs_key", "step": "signs_step"}
+    return [Job(numbers, op.stream, points, takes, {"levels": op.codec})]
+
+
+def _rotate(rows: Rows, buffers: Buffers) -> list[Job]:
+    op, places, *_ = rows
+    numbers = {"valid": op.numel, "dtype": DTYPES[buffers[op.values].dtype]}
+    numbers |= {"rotation": op.block, "group": op.block or COPIED_NUMEL}
+    points = {"values": at(buffers, op.values, places[0])}
+    points["wire"] = at(buffers, op.rotated, places[1])
+    return [Job(numbers, op.stream, points, FLIPS, {})]
+
+
+def _recode(rows: Rows, buffers: Buffers) -> list[Job]:
+    """Two jobs: of a sum, and of encoding it."""
+    op, places, *_ = rows
+    adding = _source_numbers(op, op.source, op.on_wire, torch.float32)
+    encoding = numbers_of(op.codec, 1, op.on_wire, torch.float32)
+    if adding["cast"] >= 0:  # in runs of the other's groups
+        adding |= {"group": encoding["group"]}
+    elif encoding["cast"] >= 0:
+        encoding |= {"group": adding["group"]}
+    sources = _source_points(op, places, buffers)
+    points = sources | {"wire": (op.wire, places[1])}
+    return [
+        Job(adding, op.stream, sources, RANDOM, {"levels": op.source}),
+        Job(encoding, op.stream, points, RANDOM, {"levels": op.codec}, places[3]),
+    ]
+
+
+def _source_numbers(
+    op: Sum | Recode, codec: Format, numel: int, dtype: torch.dtype, block: int = 0
+) -> dict[str, Any]:
+    rows = op.sources + (op.place is not None)
+    numbers = numbers_of(codec, rows, numel, dtype, block)
+    return numbers | {"wire_stride": op.stride, "own": -1 if op.place is None else op.place}
+
+
+def _source_points(
+    op: Sum | Recode, places: Places, buffers: Buffers
+) -> dict[str, tuple[int, int]]:
+    return {"wire": (op.wire_in, places[0]), "own_values": at(buffers, op.own, places[2])}
+
+
+_KERNELS = {
+    Encode: ("dsq_encode", _encode),
+    Decode: ("dsq_decode", _decode),
+    Sum: ("dsq_decode_sum", _sum),
+    Recode: ("dsq_recode", _recode),
+    Rotate: ("dsq_rotate", _rotate),
+}
+
+
+# ---- lossless differences ----
+
+
+# Arguments of a kernel; LosslessJob in lossless.cpp.
+_NUMBERS = "numel", "exponent_at", "nbytes", "problem"
+_LOSSLESS_JOB = np.dtype(
+    [*((name, "u8") for name in ("reference", "values", "wire")), *((n, "i8") for n in _NUMBERS)]
+)
+
+
+def encode_lossless(
+    values: torch.Tensor,  # (numel,) bf16 or fp16
+    reference: torch.Tensor,  # (numel,) of the same dtype
+    out: torch.Tensor,  # (max_bytes(numel),) uint8
+    nbytes: torch.Tensor,  # (1,) int64, receives the bytes used
+) -> None:
+    """Write a message."""
+    jobs = _lossless_jobs(values.view(1, -1), reference.view(1, -1))
+    jobs["wire"] = out.data_ptr()
+    _call("dsq_lossless_encode", jobs, values)
+    nbytes.fill_(int(jobs["nbytes"][0]))
+
+
+def decode_lossless(
+    wire: torch.Tensor,  # (bytes,) uint8: the messages
+    starts: np.ndarray,  # (rows,) int64, first byte of each
+    lengths: np.ndarray,  # (rows,) int64, its bytes
+    reference: torch.Tensor,  # (rows, numel) bf16 or fp16
+    out: torch.Tensor,  # (rows, numel) of the same dtype; may be the reference
+    status: torch.Tensor,  # (rows, 2) int32, zeros
+) -> None:
+    """Decode a message into every row of `out`, in one call; `status` tells which cannot be."""
+    jobs = _lossless_jobs(out, reference)
+    jobs["wire"] = wire.data_ptr() + starts.astype(np.uint64)
+    jobs["nbytes"] = lengths
+    _call("dsq_lossless_decode", jobs, out)
+    status[:, 0] = torch.from_numpy(jobs["problem"])
+
+
+def _lossless_jobs(values: torch.Tensor, reference: torch.Tensor) -> np.ndarray:
+    """Jobs on the rows of tensors that the caller keeps alive."""
+    rows, numel = values.shape
+    jobs, places = np.zeros(rows, dtype=_LOSSLESS_JOB), np.arange(rows, dtype=np.uint64)
+    for name, tensor in (("values", values), ("reference", reference)):
+        jobs[name] = tensor.data_ptr() + places * np.uint64(2 * tensor.stride(0))
+    jobs["numel"], (jobs["exponent_at"], _) = numel, lossless.EXPONENT[values.dtype]
+    return jobs
+
+
+def _call(name: str, jobs: np.ndarray, values: torch.Tensor) -> None:
+    function(name)(jobs.ctypes.data, len(jobs), threads_for(values.numel()))

@@ -20,7 +20,7 @@ USED = {"auto": {"C++"}, "torch": {"torch"}}
 
 def counted() -> Counter[str]:
     """Calls of the C++ kernels and of the torch reference from here on."""
-    from ds_quant.kernels import lossless, native, native_lossless, reference
+    from ds_quant.kernels import lossless, native, reference
 
     calls, find = Counter[str](), native.function
 
@@ -31,7 +31,7 @@ def counted() -> Counter[str]:
 
         return call
 
-    native.function = native_lossless.function = lambda name: counting("C++", find(name))
+    native.function = lambda name: counting("C++", find(name))
     for name in ("encode", "decode", "decode_sum", "rotate", "unrotate_"):
         setattr(reference, name, counting("torch", getattr(reference, name)))
     for name in ("encode", "decode"):

@@ -165,11 +165,11 @@ def a_scheme_of_ones_own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     shutil.copy(resource_dir("configs") / "presets.yaml", tmp_path)
     (tmp_path / "mine.yaml").write_text("like: sdp4bit\ngradients: {bits: 3}\n")
     monkeypatch.setattr(presets, "resource_dir", lambda name: tmp_path)
-    for cached in (presets._groups, presets._load):
+    for cached in (presets.preset_groups, presets._load):
         cached.cache_clear()
     yield
     monkeypatch.undo()
-    for cached in (presets._groups, presets._load):
+    for cached in (presets.preset_groups, presets._load):
         cached.cache_clear()
 
 
@@ -177,7 +177,7 @@ def a_scheme_of_ones_own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_scheme_file_of_ones_own_needs_no_description_and_is_yours() -> None:
     config = parse_block({"scheme": "mine"})
     assert (config.gradients.bits, config.gradients.rotation) == (3, 32)
-    assert preset_groups()["yours"] == ("mine",) and preset_description("mine")
+    assert [*preset_groups()["yours"]] == ["mine"] and preset_description("mine")
     assert 'yours: "mine"' in choices()
 
 

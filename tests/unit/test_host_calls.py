@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_quant.comm.traffic import Traffic
-from ds_quant.kernels import native_lossless
+from ds_quant.kernels import native
 from ds_quant.zero.lossless import Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 from ds_quant.zero.replica import _windows
@@ -36,7 +36,7 @@ def replica(ranks: int) -> tuple[Any, list[Window]]:
 @needs.native_kernels
 def test_lossless_differences_of_all_ranks_take_one_call_per_message(monkeypatch) -> None:
     decoded: list[int] = []
-    original = native_lossless.function
+    original = native.function
 
     def function(name: str) -> Callable[..., None]:
         def run(where: int, count: int, threads: int) -> None:
@@ -46,7 +46,7 @@ def test_lossless_differences_of_all_ranks_take_one_call_per_message(monkeypatch
 
         return run
 
-    monkeypatch.setattr(native_lossless, "function", function)
+    monkeypatch.setattr(native, "function", function)
     spent = []
     for ranks in (FEW, MANY):
         group, windows = replica(ranks)

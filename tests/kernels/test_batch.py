@@ -20,7 +20,7 @@ from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import round_up
 from tests import needs
-from tests.kernels.inputs import DTYPES, GAUSSIAN
+from tests.kernels.inputs import DTYPES, GAUSSIAN, KINDS, awkward
 
 INT4 = GroupCodec(bits=4, group_size=128, range="absmax", rounding="stochastic")
 INT8 = GroupCodec(bits=8, group_size=64, rounding="stochastic")
@@ -29,9 +29,10 @@ SHIFTED = GroupCodec(bits=8, group_size=32, rounding="random_shift")
 BF16, FP16, FP32 = (CastCodec(d) for d in (torch.bfloat16, torch.float16, torch.float32))
 CODECS = (INT4, INT8, LEARNED, SHIFTED, BF16, FP16, FP32)
 IN_128 = (*GAUSSIAN, INT4)  # whose groups are blocks of 128
+WIDE = GroupCodec(bits=3, group_size=288, rounding="stochastic")
 RECODED = (
     *((INT8, INT4), (INT4, SHIFTED), (BF16, BF16), (BF16, INT8)),
-    *((FP16, FP32), (INT4, FP32)),
+    *((FP16, FP32), (INT4, FP32), (LEARNED, LEARNED), (SHIFTED, WIDE)),
 )
 NUMELS = (1, 129, 500, 500, 500, 4096)
 LEVELS = torch.tensor([0.0, 0.5, 2.0, 3.0, 4.5, 5.0, 6.25, 7.0])
@@ -122,7 +123,12 @@ def test_encode_differences(kernels, dtype: torch.dtype, base_dtype: torch.dtype
     check(kernels, tasks, make, streams_of(codecs, block=0, flips=False))
 
 
-def arrived(codecs: Sequence[Codec], numels: Sequence[int], sources: int) -> torch.Tensor:
+def arrived(
+    codecs: Sequence[Codec],
+    numels: Sequence[int],
+    sources: int,
+    values: Callable[[int], torch.Tensor] = torch.randn,
+) -> torch.Tensor:
     """Rows of all sources, with a slot per codec and size."""
     rows = []
     for _ in range(sources):
@@ -131,7 +137,7 @@ def arrived(codecs: Sequence[Codec], numels: Sequence[int], sources: int) -> tor
                 wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
                 coding = streams_of(codecs, block=0, flips=False).codings[place]
                 where = {"address": coding.address, "levels": coding.levels}
-                encode(codec, torch.randn(1, numel), wire[None], **where)
+                encode(codec, values(numel)[None], wire[None], **where)
                 rows.append(wire)
     return torch.cat(rows)
 
@@ -196,32 +202,20 @@ def test_recode(kernels, source: Codec, codec: Codec, place: int | None, block: 
         tasks.append((operation, (read, written, own, 16 * own)))
         own, read = own + round_up(size, 8), read + source.wire_bytes(size)
         written += codec.wire_bytes(size)
-    streams = streams_of([codec], block=0, flips=False)
+    (coding,) = streams_of([codec], block=0, flips=False).codings
+    streams = Streams([coding._replace(levels=LEVELS if codec is LEARNED else None)], [None])
 
     def make() -> list[torch.Tensor]:
+        values = torch.randn  # casts differ in the bits of a NaN
+        if isinstance(codec, GroupCodec):
+            values = lambda numel: awkward(numel, 128, sorted(KINDS), seed=numel)  # noqa: E731
         wire = torch.full((written,), 7, dtype=torch.uint8)
-        return [arrived([source], sizes, 3), torch.randn(own), wire]
+        return [arrived([source], sizes, 3, values), torch.randn(own), wire]
 
     check(kernels, tasks, make, streams)
 
 
 @pytest.mark.parametrize("dtype, block, flips", TURNED)
-def test_rotate(kernels, dtype: torch.dtype, block: int, flips: bool) -> None:
-    tasks, values, out = [], 1, 0
-    codec = IN_128[0] if flips else INT4
-    for stream in range(2):
-        for numel in (*NUMELS, 20_000):
-            operation = Rotate(codec, numel, 0, 1, stream, block, flips)
-            tasks.append((operation, (values, out)))
-            values, out = values + numel, out + round_up(operation.padded, 8)
-
-    def make() -> list[torch.Tensor]:
-        return [torch.randn(values).to(dtype), torch.zeros(out)]
-
-    check(kernels, tasks, make, streams_of((INT4, INT4), block=block, flips=flips))
-
-
-@pytest.mark.parametrize("dtype, block, flips", TURNED[1:])
 def test_values_that_stay_are_made_beside_encoded_ones(
     kernels, dtype: torch.dtype, block: int, flips: bool
 ) -> None:
@@ -244,7 +238,7 @@ def test_values_that_stay_are_made_beside_encoded_ones(
 
     before = len(kernels.macros)
     check(kernels, tasks, make, streams_of((codec, codec), block=block, flips=flips))
-    assert kernels.name == "native" or len(kernels.macros) == before + 1
+    assert kernels.name == "native" or not block or len(kernels.macros) == before + 1
 
 
 @pytest.mark.parametrize("place", (None, 1))

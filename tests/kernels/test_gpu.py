@@ -28,8 +28,8 @@ from tests.kernels.test_batch import (  # noqa: F401
     test_encode,
     test_encode_differences,
     test_recode,
-    test_rotate,
     test_sum,
+    test_values_that_stay_are_made_beside_encoded_ones,
 )
 from tests.kernels.test_numbers import *  # noqa: F403
 from tests.kernels.test_numbers import ADDRESS, INT4, assert_values

@@ -6,7 +6,6 @@ byte of a message, every bit of a value.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -22,7 +21,6 @@ from ds_quant.kernels.geometry import tiling
 from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.run import Operations, Streams
-from ds_quant.kernels.wire import round_up
 from tests.codecs import format_of
 from tests.kernels.backends import storing
 from tests.kernels.inputs import (
@@ -328,71 +326,6 @@ def test_sums_of_rows_are_those_of_the_page(all_kernels, total: Total) -> None:
         assert_values(codec, found, wanted[: case.numel])
 
 
-# ---- recode ----
-
-
-class Turn(NamedTuple):
-    """Rows of one codec whose sum is encoded by another."""
-
-    source: GroupCodec
-    codec: GroupCodec
-    sources: int
-    has_own: bool
-
-
-TURNS = (
-    Turn(INT8, absmax(4, 128), 8, False),
-    Turn(absmax(8, 2048), absmax(4, 2048, "stochastic"), 2, True),
-    Turn(
-        GroupCodec(bits=4, group_size=96),
-        GroupCodec(bits=8, group_size=4096, rounding="random_shift"), 3, False,
-    ),
-    Turn(
-        GroupCodec(bits=5, group_size=1024),
-        GroupCodec(bits=3, group_size=288, rounding="stochastic"), 9, True,
-    ),
-    Turn(
-        GroupCodec(bits=4, group_size=64, levels="learned"),
-        GroupCodec(bits=4, group_size=32, levels="learned"), 2, False,
-    ),
-    *(Turn(source, codec, 4, True) for source in (INT8, *GAUSSIAN) for codec in GAUSSIAN),
-)  # fmt: skip
-
-
-def recoded(kernels, turn: Turn, wire, numel: int, own=None, address=ADDRESS) -> torch.Tensor:
-    """(bytes,) of the sum of the rows of ``wire`` and the own one."""
-    source, codec, *_ = turn
-    out = guarded(codec.wire_bytes(numel), torch.uint8).fill_(0x55)
-    place, values = own or (None, torch.empty(0))
-    operation = Recode(
-        source, codec, numel, wire_in=0, wire=1, stream=0, sources=len(wire),
-        stride=wire.stride(0), place=place, own=2,
-    )  # fmt: skip
-    levels = None if learned(codec) is None else kernels.put(learned(codec))
-    buffers = [kernels.put(t) for t in (wire, out, values.float())]
-    streams = Streams([Coding(codec, address, levels)], [None])
-    Operations([(operation, (0, 0, 0, 0))]).run(buffers, streams)
-    return buffers[1].cpu()
-
-
-@pytest.mark.parametrize("turn", TURNS, ids=lambda t: f"{id_of(t.source)}-{id_of(t.codec)}")
-def test_sums_are_encoded_anew(all_kernels, turn: Turn) -> None:
-    """Both with the learned levels of the stream, if any."""
-    source, codec, sources, has_own = turn
-    group = max(source.group_size, codec.group_size)
-
-    @all_kernels.example(4, case=cases(group), row=st.integers(0, sources - 1))
-    def check(case, row: int) -> None:
-        numel = round_up(case.numel, 128) if codec.is_gaussian else case.numel
-        x = rows_of(source, replace(case, numel=numel), sources)
-        own = (row, x[row]) if has_own else None
-        wire = expected(source, x)
-        wanted = expected(codec, sum_of(source, wire, numel, own)[None], case.address)
-        sent = without(wire, row) if has_own else wire
-        found = recoded(all_kernels, turn, sent, numel, own, case.address)
-        assert_bytes(codec, found[None], wanted)
-
-
 # ---- variants of the kernels ----
 
 
@@ -427,8 +360,11 @@ def test_whole_blocks_are_decoded_without_checks_of_ends(all_kernels, codec: Gro
     exact = sum_of(codec, wire, numel, None)
     assert_values(codec, total, exact * 0.125)
     if codec.levels != "learned":
-        found = recoded(all_kernels, Turn(codec, INT4, 8, False), wire, numel)
-        assert_bytes(INT4, found[None], expected(INT4, exact[None]))
+        how = {"wire_in": 0, "wire": 1, "stream": 0, "sources": 8, "stride": wire.stride(0)}
+        recode = Recode(codec, INT4, numel, place=None, own=2, **how), (0, 0, 0, 0)
+        buffers = [put(wire), put(expected(INT4, exact[None])[0].fill_(0x55)), put(torch.empty(0))]
+        Operations([recode]).run(buffers, Streams([Coding(INT4, ADDRESS)], [None]))
+        assert_bytes(INT4, buffers[1].cpu()[None], expected(INT4, exact[None]))
     assert all(macros["DSQ_WHOLE"] for macros in all_kernels.macros)
 
 

@@ -97,15 +97,9 @@ def headline() -> dict[str, Launch]:
     return {
         "encode int4 stochastic g128 bf16": encode(int4, bf16, **whole),
         "encode int4 stochastic g128 bf16, ragged": encode(int4, bf16),
-        "encode int4 stochastic g128 fp32": encode(int4, fp32, **whole),
         "encode int4 stochastic g2048 bf16": encode(int4_2048, bf16, **whole),
-        "encode int4 stochastic g2048 bf16, ragged": encode(int4_2048, bf16),
-        "encode int4 nearest g128 bf16": encode(absmax(4, 128), bf16, **whole),
         "encode Hadamard-32 int4 stochastic g128 bf16": encode(
             int4, bf16, rotation=_HADAMARD, **whole
-        ),
-        "encode Hadamard-32 int4 stochastic g128 fp32": encode(
-            int4, fp32, rotation=_HADAMARD, **whole
         ),
         "encode difference int4 nearest g2048 fp32 - bf16": encode(
             absmax(4, 2048), fp32, base=bf16, **whole
@@ -114,24 +108,15 @@ def headline() -> dict[str, Launch]:
         "encode int4 minmax stochastic g1024 bf16": encode(coin, bf16, **whole),
         "decode int4 g128 bf16": decode(int4, bf16, **whole),
         "decode int8 random shift g1024 bf16": decode(qsdp, bf16, **whole),
-        "decode int4 g128 bf16, runs of 1": stored(Stores(1), decode, int4, bf16, **whole),
-        "decode int4 g128 bf16, runs of 4 staged": stored(
-            Stores(4, True), decode, int4, bf16, **whole
-        ),
         "decode int4 g2048, added to bf16": decode(int4_2048, bf16, add=True, **whole),
         "decode_sum 8 x int4 g128 fp32": decode_sum(int4, 8),
         "decode_sum 8 x int4 g128 fp32, ragged": decode_sum(int4, 8, numel=_RAGGED),
-        "decode_sum 8 x int4 g128 bf16": decode_sum(int4, 8, bf16),
-        "decode_sum 8 x int4 g128 fp32, runs of 4 staged": stored(
-            Stores(4, True), decode_sum, int4, 8
-        ),
         "decode_sum 8 x int4 g128 fp32, runs of 8 staged": stored(
             Stores(8, True), decode_sum, int4, 8
         ),
         "decode_sum 8 x int4 g128 Hadamard-32 fp32": decode_sum(int4, 8, rotation=_HADAMARD),
         "decode_sum 8 x int8 g128 fp32": decode_sum(int8, 8),
         "recode 8 x int8 -> int4 nearest g128": recode(int8, absmax(4, 128), 8),
-        "recode 8 x int8 -> int4 stochastic g128": recode(int8, int4, 8),
         "recode 8 x int4 -> int4 stochastic g128": recode(int4, int4, 8),
         "lossless plan bf16": lossless(launch_lossless.PLAN),
         "lossless write bf16": lossless(launch_lossless.WRITE),

@@ -15,7 +15,6 @@ from ds_quant.codec.bound import decode, decode_sum, encode
 from ds_quant.codec.module import CodecError, ModuleCodec, load
 from ds_quant.config.schema import ConfigError, parse_block
 from ds_quant.kernels.random_bits import Address
-from ds_quant.tools.cli import main
 
 # 16 bits of fp32, rounded up at random: any mistake below is a change of this one.
 GOOD = """
@@ -150,13 +149,3 @@ def test_what_a_codec_replaces_is_refused_beside_it(written) -> None:
     assert 'gradients.codec="my_codec"' in second and "leave one of them out" in second
     with pytest.raises(ConfigError, match="no effect, quantized_comm.weights.enabled=false"):
         parse_block({"scheme": "tlq", "weights": {"codec": "my_codec"}})
-
-
-def test_validate_imports_the_module_from_the_working_folder(
-    written, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    config = '{"zero_optimization": {"stage": 2}, "quantized_comm": {"weights": {"codec": "%s"}}}'
-    (tmp_path / "ds_config.json").write_text(config % written(GOOD))
-    monkeypatch.chdir(tmp_path)
-    assert main(["validate", "--load-codecs", "ds_config.json"]) == 0
-    assert "weights: codec my_codec, 2.000 bytes per element" in capsys.readouterr().out

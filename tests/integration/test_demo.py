@@ -43,15 +43,6 @@ def test_two_schemes_train_on_the_same_data_and_count_their_bytes(tmp_path: Path
     assert [report["steps"] for report in quantized["reports"]] == [6, 6]
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_failing_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    finished = compare(tmp_path, "--schemes=qsdp", "--lr=-1")
-    assert finished.returncode == 1
-    assert "failed with exit code" in finished.stderr
-    assert "Invalid learning rate" in finished.stderr
-
-
 OWN_MODEL = """
 import torch
 

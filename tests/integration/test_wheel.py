@@ -79,11 +79,6 @@ def test_import_torch_activates_the_installed_plugin(python: Path, tmp_path: Pat
     assert file.startswith(str(python.parents[1])), "imported from somewhere else"
 
 
-def test_activation_can_be_left_to_an_import(python: Path, tmp_path: Path) -> None:
-    code = "import sys, torch; assert 'ds_quant' not in sys.modules"
-    run(python, "-c", code, cwd=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-
-
 def test_resources_are_found_in_the_installed_package(python: Path, tmp_path: Path) -> None:
     code = (
         "from ds_quant.config.schema import parse_block\n"

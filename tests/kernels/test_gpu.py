@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding, decode, encode
+from ds_quant.codec.bound import decode, encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.transport import Link
 from ds_quant.kernels import cuda, dispatch, launch_lossless, lossless, reference
-from ds_quant.kernels.batch import Encode
 from ds_quant.kernels.cuda import source
-from ds_quant.kernels.run import Operations, Streams
 from tests.kernels.backends import Kernels
 from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, KINDS, awkward, id_of, learned, table
 from tests.kernels.links import alone
@@ -223,23 +221,6 @@ def test_side_streams_and_threads(kernels) -> None:
         assert all(torch.equal(out, wanted) for out in outs)
 
 
-@pytest.mark.parametrize("codec", CODECS[::5], ids=id_of)
-def test_torch_path_on_two_streams_at_once(codec) -> None:
-    """One thread, the first stream asleep while the second one is given its work."""
-    inputs = [torch.randn(1, 300_001), torch.randn(1, 400_001)]
-    wanted = [expected(codec, x) for x in inputs]
-    gpu, levels = [on_gpu(x) for x in inputs], on_gpu(table(codec))
-    outs = [torch.empty(wire.shape, dtype=torch.uint8, device=DEVICE) for wire in wanted]
-    torch.cuda.synchronize()
-    for x, out in zip(gpu, outs, strict=True):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda._sleep(50_000_000)
-            reference.encode(x, out, codec, address=ADDRESS, levels=levels)
-    torch.cuda.synchronize()
-    for out, wire in zip(outs, wanted, strict=True):
-        assert torch.equal(out.cpu(), wire)
-
-
 def test_torch_path_does_not_wait_for_its_stream() -> None:
     x = on_gpu(torch.randn(1, 100_000))
     out = torch.empty(1, INT4.wire_bytes(100_000), dtype=torch.uint8, device=DEVICE)
@@ -280,19 +261,6 @@ def test_an_exchange_waited_for_on_another_stream_keeps_its_buffers(link) -> Non
         torch.cuda.synchronize()
         assert bool((read == turn).all())
         del others
-
-
-def test_many_tensors_take_one_launch(kernels, runner, monkeypatch) -> None:
-    launched, launch = [], runner._launch
-    monkeypatch.setattr(runner, "_launch", lambda *work: launched.append(launch(*work)))
-    x, wanted, tasks, start = torch.randn(40_000), [], [], 0
-    for numel in (1, *range(5, 5000, 500)):
-        tasks.append((Encode(INT4, numel, 0, 1, 0), (start, sum(map(len, wanted)), 0)))
-        wanted.append(expected(INT4, x[None, start : start + numel])[0])
-        start += numel
-    wire = on_gpu(torch.zeros_like(torch.cat(wanted)))
-    Operations(tasks).run([on_gpu(x), wire], Streams([Coding(INT4, ADDRESS)], [None]))
-    assert torch.equal(wire.cpu(), torch.cat(wanted)) and len(launched) == 1
 
 
 def test_more_than_2_to_the_31_elements(kernels) -> None:

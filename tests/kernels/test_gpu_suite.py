@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -42,36 +41,6 @@ def test_sections_run_in_order_and_a_bad_one_stops_nothing(tmp_path: Path) -> No
     with tarfile.open(tmp_path / "A.tar.gz") as archive:
         assert archive.extractfile("./first.json").read() == b"55\n"
         assert {"./fails.log", "./summary_A.txt"} < set(archive.getnames())
-
-
-WITHOUT_DEEPSPEED = """
-import importlib.metadata, runpy, sys
-version = importlib.metadata.version
-def missing(name):
-    if name in ("deepspeed", "pydantic"):
-        raise importlib.metadata.PackageNotFoundError(name)
-    return version(name)
-importlib.metadata.version = missing
-for name in ("deepspeed", "pydantic", "hjson"):
-    sys.modules[name] = None
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_kernels_are_measured_without_deepspeed(tmp_path) -> None:
-    """What a bare machine lacks costs a null in the provenance, not the rows."""
-    path = tmp_path / "k.json"
-    options = ["--device", "cpu", "--min-bytes", "1e4", "--max-bytes", "1e4", "--repeats", "1"]
-    options += ["--codecs", "int8", "--json", str(path)]
-    folders = os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks")))
-    done = subprocess.run(
-        [PY, "-c", WITHOUT_DEEPSPEED, str(ROOT / "benchmarks" / "kernels.py"), *options],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": folders},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(path.read_text())
-    assert found["rows"] and found["provenance"]["versions"]["deepspeed"] is None
 
 
 @pytest.mark.slow

@@ -212,7 +212,7 @@ BUDGETS = {
     "zero": (3750, 40),
     "tools": (1863, 7),
 }
-BUDGETS_BESIDE = {"tests": 18217, "benchmarks": 3756}  # lines of code
+BUDGETS_BESIDE = {"tests": 18077, "benchmarks": 3756}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

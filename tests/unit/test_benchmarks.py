@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -42,12 +41,3 @@ def test_configs_of_all_schemes_differ_in_the_block_only() -> None:
     }
     assert blocks[2] == {"scheme": "qsdp_w4g4", "seed": 7, "node_size": 2, "weights": {"bits": 3}}
     assert configs[0] == configs[1] == configs[2]
-
-
-@pytest.mark.parametrize("listing", ["qsdpp", "qsdp:weights.bitz=4", "qsdp:weights.bits=9"])
-def test_wrong_block_is_refused_before_anything_runs(
-    listing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert compare.main(["--schemes", listing, "--out", str(tmp_path / "out")]) == 1
-    assert "quantized_comm" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

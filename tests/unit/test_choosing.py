@@ -25,14 +25,6 @@ def test_the_table_of_the_page_is_the_table() -> None:
     assert choosing.markdown() in CHOOSING, choosing.markdown()
 
 
-@pytest.mark.parametrize("row", re.findall(r"^\| (?:fine-|pre-)[^\n]*$", README, re.MULTILINE))
-def test_the_readme_shows_what_is_advised(row: str) -> None:
-    what, size, scheme = (cell.strip(" `") for cell in row.split("|")[1:4])
-    nodes, gpus = map(int, size.split(" x "))
-    place = Place(int(what[-1]), nodes, gpus)
-    assert {recommended(place, link) for link in (10, 25, 100, 400)} == {scheme}
-
-
 @pytest.mark.parametrize(
     ("config", "place", "link"),
     [

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import convergence  # noqa: E402
-import flat_muon  # noqa: E402
 import paired  # noqa: E402
 
 TINY = [
@@ -121,31 +119,3 @@ def test_a_study_that_was_interrupted_goes_on_where_it_was(argv, tmp_path: Path)
     page = (tmp_path / "found.md").read_text("utf-8")
     assert f"| `sdp4bit:min_numel=0` | {row['gap']['mean']:+.3f} % |" in page
     assert str(tmp_path) not in found["command"]
-
-
-# ---- Muon ----
-
-
-def test_flat_muon_takes_deepspeeds_update_for_matrices_and_adamw_for_the_rest() -> None:
-    """Two steps of a matrix and of what lies around it, beside both, the matrix at ten times the
-    rate.
-    """
-    from deepspeed.runtime.zero.muon.original_muon import muon_update
-
-    torch.manual_seed(0)
-    flat = torch.nn.Parameter(torch.randn(30))
-    rest = torch.nn.Parameter(torch.cat([flat.data[:4], flat.data[24:]]))
-    matrix, momentum = flat.data[4:24].view(4, 5).clone(), torch.zeros(4, 5)
-    how = {"lr": 1e-2, "weight_decay": 0.1}
-    muon = flat_muon.FlatMuon([flat], [(4, torch.Size([4, 5]))], **how)
-    adamw = torch.optim.AdamW([rest], betas=(0.9, 0.95), **how)
-    for _ in range(2):
-        flat.grad = torch.randn(30)
-        rest.grad = torch.cat([flat.grad[:4], flat.grad[24:]])
-        with torch.compiler.set_stance("force_eager"):
-            update = muon_update(flat.grad[4:24].view(4, 5).clone(), momentum, beta=0.95)
-        matrix = matrix * (1 - 0.1 * 0.1) - 0.1 * update
-        muon.step()
-        adamw.step()
-    torch.testing.assert_close(flat.data[4:24].view(4, 5), matrix)
-    torch.testing.assert_close(torch.cat([flat.data[:4], flat.data[24:]]), rest.data)

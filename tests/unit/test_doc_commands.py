@@ -31,6 +31,7 @@ EXAMPLES = "tests/integration/test_examples.py::"
 TWO_HOSTS = EXAMPLES + "test_two_hosts_of_the_hostfile_train_together"
 INSTALLED = "tests/integration/test_wheel.py::test_import_torch_activates_the_installed_plugin"
 STARTED = "tests/integration/test_readme.py::test_five_minute_start"
+SUITE = "tests/kernels/test_gpu_suite.py::test_dry_run_of_the_suite"
 PROBE = "tests/distributed/test_probe.py::"
 GIVEN = "tests/unit/test_cli.py::test_the_block_of_the_environment_is_checked"
 COVERED = {  # how a command begins -> its test
@@ -58,15 +59,14 @@ COVERED = {  # how a command begins -> its test
     "ds_quant validate --env": GIVEN,
     ".venv/bin/ds_quant schema --markdown > docs/keys.md": "tests/unit/test_docs.py::"
     "test_keys_page_is_what_the_models_say",
-    ".venv/bin/python benchmarks/kernels.py ": "tests/kernels/test_gpu_suite.py::"
-    "test_kernels_are_measured_without_deepspeed",
+    ".venv/bin/python benchmarks/kernels.py ": SUITE,
     ".venv/bin/python -m tests.distributed.host_cost ": "tests/distributed/test_host_cost.py::"
     "test_figures_of_a_llama_layer_are_printed",
     "sudo .venv/bin/python benchmarks/speed.py ": "tests/unit/test_speed.py::"
     "test_without_a_lab_one_point_over_loopback",
     "benchmarks/gpu/collect_wheels.sh": "tests/kernels/test_gpu_suite.py::"
     "test_scripts_are_valid_shell",
-    "benchmarks/gpu_suite.sh ": "tests/kernels/test_gpu_suite.py::test_dry_run_of_the_suite",
+    "benchmarks/gpu_suite.sh ": SUITE,
 }
 
 

@@ -41,12 +41,6 @@ def test_skip_reason(name: str, shape: tuple, dtype: torch.dtype, reason: str | 
     assert made.skip_reason(name, shape, dtype, packed=True) == "packed"
 
 
-def test_scheme_is_frozen_and_hashable() -> None:
-    assert hash(scheme()) == hash(scheme())
-    with pytest.raises(AttributeError):
-        scheme().weights = None
-
-
 @pytest.mark.parametrize(
     ("name", "pattern", "excluded"),
     [

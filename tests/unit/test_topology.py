@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_quant.comm.topology import PlacementError, Topology, default_node_size, launched_size, place
+from ds_quant.comm.topology import PlacementError, Topology, default_node_size, place
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,3 @@ def test_hosts_of_one_name_are_told_apart_by_their_id() -> None:
     assert "2 on node 11aa, 2 on node 22bb" in place(clones, given=4, launched=[None] * 4)[1]
     named = ["a 11aa"] * 2 + ["b 22bb"] * 2
     assert "2 on a, 2 on b" in place(named, given=4, launched=[None] * 4)[1]
-
-
-def test_what_the_launcher_says_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_SIZE", raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert launched_size(8) == ("LOCAL_WORLD_SIZE", 4)
-    assert launched_size(6) is None

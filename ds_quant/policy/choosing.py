@@ -45,7 +45,6 @@ INSIDE = (
     Row("one node, NVLink", 1000, NOTHING, NOTHING, NOTHING),
     Row("one node, PCIe without peer access", 0, "eden4", "qsdp", "qsdp", ask=True),
 )
-HEADINGS = ("ZeRO-1/2", "ZeRO-3, several GPUs per node", "ZeRO-3, one GPU per node")
 
 
 class Place(NamedTuple):
@@ -89,23 +88,3 @@ def tuned(place: Place) -> tuple[str, ...]:
     """List what autotune tries: not lossless differences, as long as the training makes them."""
     blocks = {name: parse_block({"scheme": name}, load_codecs=False) for name in candidates(place)}
     return tuple(name for name, block in blocks.items() if not block.weights.exactly_differ)
-
-
-def markdown() -> str:
-    """Return the table of docs/choosing.md."""
-    lines = [("link", *HEADINGS), ("---",) * 4]
-    for row in (*BETWEEN, *INSIDE):
-        cells = [_cell(scheme, row) for scheme in row[2:5]]
-        if row in INSIDE:
-            cells[2] = ""
-        elif row.replicated:
-            cells[2] += f"; ZeRO-2 with `{row.replicated}` if the model fits"
-        lines.append((row.link, *cells))
-    lines.insert(-len(INSIDE), ("below 1", *("[something else](slow_links.md)",) * 3))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(scheme: str, row: Row) -> str:
-    if not scheme:
-        return "none"
-    return f"`{scheme}`" + (" if `estimate` says so" if row.ask else "")

@@ -102,7 +102,7 @@ class Routes:
     @property
     def keeps_shard(self) -> bool:
         """Whether every node keeps the weights, sharded over its ranks."""
-        return self.stage == 3 and self.scheme.node_shard and self.nodes > 1
+        return self.stage == 3 and self.scheme.block.keeps_node_shard and self.nodes > 1
 
     def weights(
         self,
@@ -129,7 +129,8 @@ class Routes:
             spread = Hop(level="intra", codec=inner, per=per, inner=True)
             hops = (cross,) if trained else ()
             return Route(hops=(*hops, spread) if self.two_levels else hops)
-        if self.stage == 3 and scheme.node_shard:  # nobody to exchange with: as from a node shard
+        # Nobody to exchange with: as from a node shard.
+        if self.stage == 3 and scheme.block.keeps_node_shard:
             return Route(hops=(Hop(level="whole", codec=inner, per=per, inner=True),))
         exactly = exactly and self.stage < 3  # elsewhere no reference is kept
         hop = Hop(level="whole", codec=outer, per=per, difference=differs, lossless=exactly)

@@ -98,21 +98,11 @@ class Scheme:
         return self.block.weights.exactly_differ
 
     @cached_property
-    def node_shard(self) -> bool:
-        """Whether ZeRO-3 keeps the weights in every node, sharded over its ranks."""
-        return self.block.keeps_node_shard
-
-    @cached_property
     def level_steps(self) -> tuple[int, ...]:
         """Optimizer steps after which weight levels are learned anew; none if uniform."""
         weights = self.block.weights
         learned = isinstance(self.weights, GroupCodec) and weights.levels == "learned"
         return weights.level_steps if learned else ()
-
-    @property
-    def keeps_reference(self) -> bool:
-        """Whether differences are added to weights that everybody holds."""
-        return self.difference or self.lossless
 
     def sends_lossless(self, dtype: torch.dtype) -> bool:
         """Whether weights of this dtype travel as lossless differences, wherever something is kept

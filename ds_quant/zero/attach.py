@@ -23,15 +23,7 @@ from ds_quant.kernels import dispatch
 from ds_quant.policy import autotune, choosing, refusals
 from ds_quant.policy.refusals import starts
 from ds_quant.policy.route import Routes
-from ds_quant.zero import (
-    checkpoint,
-    handshake,
-    hooks,
-    muon,
-    offload,
-    optimizer_hooks,
-    safety,
-)
+from ds_quant.zero import checkpoint, handshake, hooks, muon, offload, optimizer_hooks, safety
 from ds_quant.zero.cpu_overlap import LateReduction
 from ds_quant.zero.fetch import Fetch
 from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_gathers
@@ -49,26 +41,24 @@ from ds_quant.zero.world import broadcast, level_groups
 
 
 def tune(engine: Any, config: QuantizedCommConfig, topology: Topology) -> dict[str, float]:
-    """Return the seconds of a step's messages by scheme, the same on all ranks. A collective."""
+    """Return the seconds of a step's messages by scheme, the same on all ranks, of candidates that
+    start-up would not refuse. A collective.
+    """
     stage, device = engine.zero_optimization_stage(), hooks.device()
-    where = {"stage": stage, "nodes": topology.nodes, "node_size": topology.node_size}
-    where["shipped_gradients"] = muon.exact_gradient_reason(engine) is not None
-    groups = level_groups(topology) if 1 < topology.node_size < topology.world else ()
+    nodes, node_size = topology.nodes, topology.node_size
+    shipped = muon.exact_gradient_reason(engine) is not None
+    where = {"stage": stage, "nodes": nodes, "node_size": node_size, "shipped_gradients": shipped}
+    groups = level_groups(topology) if 1 < node_size < topology.world else ()
     # Links of their own, so that nothing is counted as training.
     how = {"topology": topology, "traffic": Traffic(), "backend": config.backend}
     fabric = Fabric(*(Link(group, **how) for group in (None, *groups)))
     work, seconds = _work(engine, stage), {}
-    for name in _allowed(config, stage, topology):
-        routes = Routes(scheme=config.picked(name).to_scheme(), **where)
-        seconds[name] = autotune.step_seconds(routes, fabric, work, device)
+    for name in choosing.tuned(choosing.Place(stage, nodes, node_size, config.allow_full_replica)):
+        picked = config.picked(name)
+        if starts(picked, stage=stage, world=topology.world, node_size=node_size):
+            routes = Routes(scheme=picked.to_scheme(), **where)
+            seconds[name] = autotune.step_seconds(routes, fabric, work, device)
     return broadcast(seconds, source=0)
-
-
-def _allowed(config: QuantizedCommConfig, stage: int, topology: Topology) -> list[str]:
-    """List candidates that start-up would not refuse."""
-    where = {"stage": stage, "world": topology.world, "node_size": topology.node_size}
-    place = choosing.Place(stage, topology.nodes, topology.node_size, config.allow_full_replica)
-    return [name for name in choosing.tuned(place) if starts(config.picked(name), **where)]
 
 
 def _work(engine: Any, stage: int) -> autotune.Work:
@@ -315,7 +305,7 @@ def _attach_replica(plugin: Plugin, optimizer: Any) -> None:
     plugin.serve([(p, group.process_group) for group in groups for p in group.params])
     safety.refuse_no_room(plugin)
     plugin.replica = replica = Replica(plugin, optimizer)
-    keep = plugin.scheme.keeps_reference
+    keep = plugin.scheme.block.weights.reference is not None
     gathering = optimizer_hooks.weight_gather(optimizer, replica.gather_updated, keep_replica=keep)
     events.around_step.append(gathering)
     events.around_export.append(replica.exact)
@@ -400,6 +390,4 @@ def report(engine: Any) -> dict[str, Any] | None:
         of a kill file), killed (whether a kill file is there), line (the start-up line).
     """
     plugin = _plugin_of(engine, "report")
-    if plugin is None:
-        return None
-    return figures(plugin)
+    return None if plugin is None else figures(plugin)

@@ -61,7 +61,6 @@ def restore(plugin: Plugin, saved: Any) -> None:
     Raises:
         RuntimeError: the state is of another version, is none, or is incomplete.
     """
-    plugin.state.exact_until = 0
     if plugin.telemetry is not None:
         plugin.telemetry.arm()  # DeepSpeed's count of steps has jumped
     if saved is None:
@@ -71,7 +70,16 @@ def restore(plugin: Plugin, saved: Any) -> None:
         )
         saved = dump(plugin) | {"levels": {}, "learned_at": 0, "exact_until": 0}
     _require_usable(saved)
-    _take_over(plugin, saved)
+    ranks = (plugin.topology.nodes, plugin.topology.node_size)
+    scheme = RENAMED.get(saved["scheme"], saved["scheme"])
+    if (scheme, tuple(saved["ranks"])) != (plugin.scheme.name, ranks):
+        log.log_rank0(
+            f"quantized_comm: resuming {scheme} of {saved['ranks'][0]} x "
+            f"{saved['ranks'][1]} ranks as {plugin.scheme.name} on {ranks[0]} x {ranks[1]}"
+            + ("; weights kept between steps start exact" if plugin.keeper else "")
+        )
+    plugin.state.exact_until = saved.get("exact_until", 0)
+    _restore_levels(plugin, saved)
     if plugin.node is not None:
         plugin.node.resync()
     if plugin.replica is not None:
@@ -108,19 +116,6 @@ def _is_table(table: Any) -> bool:
         and bool(table.isfinite().all())
         and bool((table.diff() >= 0).all())
     )
-
-
-def _take_over(plugin: Plugin, saved: dict[str, Any]) -> None:
-    ranks = (plugin.topology.nodes, plugin.topology.node_size)
-    scheme = RENAMED.get(saved["scheme"], saved["scheme"])
-    if (scheme, tuple(saved["ranks"])) != (plugin.scheme.name, ranks):
-        log.log_rank0(
-            f"quantized_comm: resuming {scheme} of {saved['ranks'][0]} x "
-            f"{saved['ranks'][1]} ranks as {plugin.scheme.name} on {ranks[0]} x {ranks[1]}"
-            + ("; weights kept between steps start exact" if plugin.keeper else "")
-        )
-    plugin.state.exact_until = saved.get("exact_until", 0)
-    _restore_levels(plugin, saved)
 
 
 def _restore_levels(plugin: Plugin, saved: dict[str, Any]) -> None:

@@ -33,18 +33,14 @@ class LateReduction:
         self._ends = False  # backward
 
     def reduce(
-        self,
-        original: Callable[..., Any],
-        params: Sequence[Any],
-        tensors: list[torch.Tensor],
-        group: Any = None,
-    ) -> list[torch.Tensor]:
+        self, params: Sequence[Any], tensors: list[torch.Tensor], group: Any
+    ) -> list[torch.Tensor] | None:
         """As ``ShardReduction``, except that the shards may be empty until ``partition``."""
         for bucket, _ in self._under_way:
             bucket.sums.advance()
         self._begun = bucket = self._reduction.begin(params, tensors, group)
         if bucket is None:
-            return original(tensors, group)
+            return None
         # DeepSpeed may scale or cast shards before it stores them. The first bucket shows it.
         return bucket.shards if tensors[0].dtype in self._untouched else bucket.finish()
 

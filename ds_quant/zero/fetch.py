@@ -41,7 +41,7 @@ class Fetch:
         """Serve the parameters of a module, and what is fetched together with them."""
         self._parameters = list(params)
         for before in dict.fromkeys(hooks.owner_of(p) for p in self._parameters):
-            if before is not None and before.serves_only(self._parameters):
+            if before is not None and before.ids() <= self.ids():
                 before.close()  # an engine on the same module that nobody has destroyed
         self.hook_parameters(self._parameters)
         hooks.before_fetch(self._plugin.hooks, self.hook_parameters)
@@ -62,9 +62,9 @@ class Fetch:
         for parameter in self._parameters:
             hooks.wrap_partition(parameter, node.resync, owner=self)
 
-    def serves_only(self, params: Iterable[torch.Tensor]) -> bool:
-        """Whether all parameters of its module are among these."""
-        return {p.ds_id for p in self._parameters} <= {p.ds_id for p in params}
+    def ids(self) -> set[int]:
+        """Of the parameters of its module."""
+        return {p.ds_id for p in self._parameters}
 
     def close(self) -> None:
         """Give the parameters back to DeepSpeed when the engine is destroyed, all exact."""
@@ -169,8 +169,8 @@ class Fetch:
 
     def gather_exactly(
         self,
-        original: Callable[..., Any],
         parameter: Any,
+        original: Callable[..., Any],
         param_list: Sequence[Any] | None = None,
         *args: Any,
         **kwargs: Any,

@@ -208,9 +208,7 @@ class GradientReducer:
         return Sums(layout, sums.begin(tensors, *how, into=total, waiting=waiting), total, crossed)
 
 
-def _by_gradient(
-    shares: Sequence[Share],
-) -> tuple[list[GradientStreams], tuple[Segment, ...]]:
+def _by_gradient(shares: Sequence[Share]) -> tuple[list[GradientStreams], tuple[Segment, ...]]:
     """Return the streams of every gradient, and the segments of the shares by their numbers."""
     streams: list[GradientStreams] = []
     numbers: dict[tuple[int, int], int] = {}
@@ -249,15 +247,13 @@ class ShardReduction(GradientReducer):
     """ZeRO-3: replace ``reduce_scatter_coalesced``."""
 
     def __call__(
-        self,
-        original: Callable[..., Any],
-        params: Sequence[Any],
-        tensors: list[Tensor],
-        group: Any = None,
-    ) -> list[Tensor]:
-        """Mean over ``group`` of each tensor; returns this rank's unpadded shard, input dtype."""
+        self, params: Sequence[Any], tensors: list[Tensor], group: Any
+    ) -> list[Tensor] | None:
+        """Mean over ``group`` of each tensor: this rank's unpadded shard, in its dtype. None if the
+        reduction is DeepSpeed's own.
+        """
         bucket = self.begin(params, tensors, group)
-        return original(tensors, group) if bucket is None else bucket.finish()
+        return None if bucket is None else bucket.finish()
 
     def begin(self, params: Sequence[Any], tensors: list[Tensor], group: Any) -> Bucket | None:
         """Post the reduction; None if it is DeepSpeed's own. Afterwards the tensors may change."""

@@ -32,19 +32,16 @@ def disagreement(cards: Sequence[Card]) -> str:
     """Name what differs from rank 0, ranks that differ alike together; empty if nothing does."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, card in enumerate(cards):
-        if found := _unlike(cards[0], card):
-            groups.setdefault(tuple(found), []).append(rank)
+        versions = _differences(cards[0]["versions"], card.get("versions", {}))
+        settings = _differences(cards[0]["block"], card.get("block", {}), f"{KEY}.")
+        # Another version may have other settings.
+        if found := tuple(versions) or tuple(settings):
+            groups.setdefault(found, []).append(rank)
     if not groups:
         return ""
     told = [f"{named(ranks)}: {', '.join(found)}" for found, ranks in groups.items()]
     advice = "ranks disagree; install the same ds_quant everywhere and use one config. "
     return advice + "; ".join(told[:_SHOWN])
-
-
-def _unlike(first: Card, other: Card) -> list[str]:
-    """Versions that differ, else settings: another version may have other ones."""
-    versions = _differences(first["versions"], other.get("versions", {}))
-    return list(versions) or list(_differences(first["block"], other.get("block", {}), f"{KEY}."))
 
 
 def _differences(
@@ -133,7 +130,8 @@ def handshake(
     }
     board.put(rank, json.dumps(card))
     ranks = range(world)
-    verdict = _follow(board, config, ranks, rank) if rank else _lead(board, config, ranks, fault)
+    timeout = config.handshake_timeout
+    verdict = _follow(board, timeout, ranks, rank) if rank else _lead(board, config, ranks, fault)
     if "error" in verdict:
         raise StartError(f"quantized_comm: {verdict['error']}")
     for warning in verdict["warnings"]:
@@ -147,7 +145,7 @@ def _lead(
     """Rank 0: publish the verdict, which has "error", or "node_size" and "warnings"."""
     missing = [] if board.arrive(ranks, config.handshake_timeout) else board.missing(ranks)
     if missing:
-        verdict = _no_answer(missing, config)
+        verdict = _no_answer(missing, config.handshake_timeout)
     else:
         verdict = _judge([json.loads(text) for text in board.read(ranks)], config, fault)
     board.put("verdict", json.dumps(verdict))
@@ -157,14 +155,12 @@ def _lead(
     return verdict
 
 
-def _follow(
-    board: Board, config: QuantizedCommConfig, ranks: Sequence[int], rank: int
-) -> dict[str, Any]:
+def _follow(board: Board, timeout: float, ranks: Sequence[int], rank: int) -> dict[str, Any]:
     """Every other rank: return the verdict."""
-    arrived = board.arrive(["verdict"], config.handshake_timeout)
+    arrived = board.arrive(["verdict"], timeout)
     missing = [] if arrived else board.missing(ranks)
     if missing:
-        verdict = _no_answer(missing, config)
+        verdict = _no_answer(missing, timeout)
     elif board.arrive(["verdict"], 2 * _PATIENCE):
         (text,) = board.read(["verdict"])
         verdict = json.loads(text)
@@ -175,9 +171,9 @@ def _follow(
     return verdict
 
 
-def _no_answer(missing: list[int], config: QuantizedCommConfig) -> dict[str, Any]:
+def _no_answer(missing: list[int], timeout: float) -> dict[str, Any]:
     return {
-        "error": f"no answer from rank(s) {missing} within {config.handshake_timeout:g} s. Is "
+        "error": f"no answer from rank(s) {missing} within {timeout:g} s. Is "
         "ds_quant installed on their hosts, DS_QUANT_DISABLE unset and the same config used there? "
         "A slow start needs a larger quantized_comm.handshake_timeout"
     }

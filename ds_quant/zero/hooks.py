@@ -315,8 +315,8 @@ def note_borrowed() -> None:
 def wrap_shard_reduction(
     hooks: Hooks, reduce: Callable[..., Any], partition: Callable[..., Any] | None = None
 ) -> None:
-    """ZeRO-3: ``reduce(original, params, tensors, group)`` replaces the reduce-scatter and
-    ``partition(original, params, shards)`` what follows it.
+    """ZeRO-3: ``reduce(params, tensors, group)`` replaces the reduce-scatter, unless it returns
+    None, and ``partition(original, params, shards)`` what follows it.
     """
     from deepspeed.runtime.zero import stage3
 
@@ -324,7 +324,11 @@ def wrap_shard_reduction(
     original = stage3.reduce_scatter_coalesced.ds_quant_wraps
 
     def around(avg_scatter: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
-        with _shard_reduction.through(partial(reduce, original, params)):
+        def scatter(tensors: Any, group: Any = None) -> Any:
+            shards = reduce(params, tensors, group)
+            return original(tensors, group) if shards is None else shards
+
+        with _shard_reduction.through(scatter):
             return avg_scatter(params, *args, **kwargs)
 
     hooks.wrap(hooks.optimizer, _AVG_SCATTER, around)
@@ -382,11 +386,10 @@ def has_gradients(optimizer: Any) -> bool:
     return any(bucket.params for bucket in optimizer.ipg_buckets.values())
 
 
-def unasked(role: str) -> RuntimeError:
-    """Return the error for a step that never called the function that carries ``role``."""
-    gradients = "__avg_scatter_grads (ZeRO-3) or average_tensor (ZeRO-1 and 2)"
-    carriers = {"weights": "all_gather_coalesced of a parameter", "gradients": gradients}
-    return moved(f"{carriers[role]} in the first step")
+CARRIERS = {
+    "weights": "all_gather_coalesced of a parameter",
+    "gradients": "__avg_scatter_grads (ZeRO-3) or average_tensor (ZeRO-1 and 2)",
+}
 
 
 # ---- facts ----
@@ -502,21 +505,13 @@ def awaits_last_gather_only() -> bool:
 
 
 def wrap_fetch(
-    parameter: Any,
-    fetch: Callable[..., Any],
-    gather_exactly: Callable[..., Any],
-    *,
-    owner: object,
+    parameter: Any, fetch: Callable[..., Any], gather_exactly: Callable[..., Any], *, owner: object
 ) -> None:
-    """``fetch(original, params, ...)`` serves forward and backward; ``gather_exactly(original,
-    param, param_list, ...)`` everything that must see exact weights.
+    """``fetch(original, params, ...)`` serves forward and backward; ``gather_exactly(param,
+    original, param_list, ...)`` everything that must see exact weights.
     """
-
-    def gather(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return gather_exactly(original, parameter, *args, **kwargs)
-
     _wrap(parameter, "all_gather_coalesced", fetch, owner)
-    _wrap(parameter, "all_gather", gather, owner)
+    _wrap(parameter, "all_gather", partial(gather_exactly, parameter), owner)
 
 
 def wrap_partition(parameter: Any, updated: Callable[[list[Any]], None], *, owner: object) -> None:

@@ -24,17 +24,13 @@ Post = Callable[[], Pending[Any]]  # begins a gather
 
 
 def posts(
-    messages: Sequence[Window] | Sequence[NodeRows],
-    link: Link,
-    road: Link | Fabric,
-    device: torch.device,
-    traffic: Traffic,
+    messages: Sequence[Window] | Sequence[NodeRows], link: Link, road: Link | Fabric, **how: Any
 ) -> Iterator[Post]:
     """Yield what brings each message and takes it over, in turn. All are encoded, and their lengths
-    exchanged, before the first is yielded. ``link``, ``road``: see ``Outbox``.
+    exchanged, before the first is yielded. ``link``, ``road``, ``how``: see ``Outbox``.
     """
     parcels = [Parcel(message.numel, message.values) for message in messages]
-    outbox = Outbox(parcels, link, road, device=device, traffic=traffic)
+    outbox = Outbox(parcels, link, road, **how)
     for place, message in enumerate(messages):
         yield partial(message.post, outbox, place)
 
@@ -74,7 +70,8 @@ def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]
     for window in windows:
         by_fabric.setdefault(window.fabric, []).append(window)
     for fabric, own in by_fabric.items():
-        yield from posts(own, fabric.whole, fabric, own[0].group.flat.device, traffic)
+        device = own[0].group.flat.device
+        yield from posts(own, fabric.whole, fabric, device=device, traffic=traffic)
 
 
 # ---- the node shard of ZeRO-3 ----

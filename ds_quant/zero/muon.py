@@ -57,22 +57,6 @@ def reduce_scatter(hooks: Hooks) -> None:
         hooks.on_destroy.append(partial(setattr, optimizer, "reduce_scatter", False))
 
 
-def whole_matrices(optimizer: Any) -> list[torch.Tensor]:
-    """Parameters whose whole gradient several ranks need: Muon's matrices that are split over them.
-    Before 0.19.3 DeepSpeed sums a rank's part of such a matrix for it, and Muon takes that and the
-    rank's own gradient of the rest for the whole.
-    """
-    if not is_muon(optimizer.optimizer) or is_older("0.19.3"):
-        return []
-    groups, owners = enumerate(optimizer.bit16_groups), optimizer.param_to_partition_ids
-    return [
-        p
-        for i, group in groups
-        for p in group
-        if getattr(p, "use_muon", False) and len(owners[i][optimizer.get_param_id(p)]) > 1
-    ]
-
-
 def boundary_itemsize(optimizer: Any, stage: int) -> int:
     """Bytes per element that Muon gathers itself, once per optimizer step: gradients and momentum,
     and under ZeRO-3 both again after its update. The first step of an offloaded one takes less.
@@ -87,15 +71,14 @@ def boundary_itemsize(optimizer: Any, stage: int) -> int:
     return 4 * optimizer.communication_data_type.itemsize
 
 
-def count_gathers(hooks: Hooks, count: Callable[[int, Any], None]) -> None:
-    """``count(nbytes, process_group)`` learns of every gather that Muon runs at the boundary:
-    ``nbytes`` from all ranks together.
-    """
+def _count_gathers(plugin: Plugin) -> None:
+    """Count every gather that Muon runs at the boundary."""
     from deepspeed import comm
 
     def counted(gather: Callable[..., Any], into: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [into] if isinstance(into, torch.Tensor) else into
-        count(sum(t.numel() * t.element_size() for t in tensors), kwargs.get("group"))
+        nbytes = sum(t.numel() * t.element_size() for t in tensors)  # from all ranks together
+        plugin.link(kwargs.get("group")).count_ring(nbytes, role="gradients")
         return gather(into, *args, **kwargs)
 
     targets = []
@@ -110,9 +93,10 @@ def count_gathers(hooks: Hooks, count: Callable[[int, Any], None]) -> None:
                 stack.enter_context(redirect.through(target, excused=lambda: True))
             return original(*args, **kwargs)
 
+    optimizer = plugin.hooks.optimizer
     for name in _AT_THE_BOUNDARY:
-        if hasattr(hooks.optimizer, name):
-            hooks.wrap(hooks.optimizer, name, around)
+        if hasattr(optimizer, name):
+            plugin.hooks.wrap(optimizer, name, around)
 
 
 def attach(plugin: Plugin, optimizer: Any) -> None:
@@ -120,10 +104,7 @@ def attach(plugin: Plugin, optimizer: Any) -> None:
     itemsize = boundary_itemsize(optimizer, plugin.stage)
     if not itemsize:
         return
-    count_gathers(
-        plugin.hooks,
-        lambda nbytes, group: plugin.link(group).count_ring(nbytes, role="gradients"),
-    )
+    _count_gathers(plugin)
     matrices = [p for p in plugin.all_params() if getattr(p.tensor, "use_muon", False)]
     for param in matrices:
         param.boundary = itemsize
@@ -134,8 +115,17 @@ def attach(plugin: Plugin, optimizer: Any) -> None:
 
 
 def note_whole_matrices(plugin: Plugin, optimizer: Any) -> None:
-    """Leave gradients to DeepSpeed of which several ranks need all, under ZeRO-1 and 2."""
-    whole = [plugin.param_of(p) for p in whole_matrices(optimizer)]
+    """Leave gradients to DeepSpeed of which several ranks need all, under ZeRO-1 and 2: of Muon's
+    matrices that are split over them. Before 0.19.3 DeepSpeed sums a rank's part of such a matrix
+    for it, and Muon takes that and the rank's own gradient of the rest for the whole.
+    """
+    if not is_muon(optimizer.optimizer) or is_older("0.19.3"):
+        return
+    whole, owners = [], optimizer.param_to_partition_ids
+    for i, group in enumerate(optimizer.bit16_groups):
+        for p in group:
+            if getattr(p, "use_muon", False) and len(owners[i][optimizer.get_param_id(p)]) > 1:
+                whole.append(plugin.param_of(p))
     for param in whole:
         param.whole = True
     if whole:

@@ -156,9 +156,8 @@ class NodeShard:
 
     def _belongs(self, p: Any) -> bool:
         """Rank-invariant. Persistent parameters stay gathered; expert groups are not the world."""
-        ranks = self._plugin.link(p.ds_process_group).ranks
-        world = list(range(self._plugin.topology.world))
-        return hooks.is_sendable(p) and not p.ds_persist and ranks == world
+        in_world = self._plugin.is_world(p.ds_process_group)
+        return hooks.is_sendable(p) and not p.ds_persist and in_world
 
     def _room(self, *, on_host: bool, pin: bool = True) -> Room:
         """Return room for all rows, on the device or the host."""
@@ -172,14 +171,14 @@ class NodeShard:
         return Room(self._plugin.topology.nodes * nbytes, zeros)
 
     def leave_device(self, *, pin: bool) -> None:
-        """See Guest. From here gathers take copies: see [Note: in host memory]."""
+        """See ``offload.follow_states``. From here gathers take copies: [Note: in host memory]."""
         self.finish()
         if not (self._stays_on_host or self._is_away):
             hooks.synchronize()  # what has written rows on other streams
             self._move(self._room(on_host=True, pin=pin), hooks.device())
 
     def return_to_device(self) -> None:
-        """See Guest."""
+        """See ``offload.follow_states``."""
         self.finish()
         if self._is_away:
             self._move(self._room(on_host=False), None)
@@ -207,7 +206,7 @@ class NodeShard:
                 param.stale = param.kept is not None
 
     def copies(self) -> Iterable[tuple[int, Iterable[torch.Tensor]]]:
-        """See Holder. Ranks of equal place in their nodes hold equal rows."""
+        """See ``Plugin.keeper``. Ranks of equal place in their nodes hold equal rows."""
         self.finish()
         # Stale rows are about to be refilled; they are the same ones on all ranks.
         rows = (rows_of([param.kept])[0] for param in self.served if not param.stale)
@@ -330,7 +329,8 @@ class NodeShard:
             lossless.NodeRows([p.kept for p in run], partial(self._shards, run), inter.rank)
             for run in runs
         ]
-        return lossless.posts(messages, inter, inter, hooks.device(), traffic)
+        how = {"device": hooks.device(), "traffic": traffic}
+        return lossless.posts(messages, inter, inter, **how)
 
     def _shards(self, params: Sequence[Param]) -> list[torch.Tensor]:
         """Return this rank's own shards, as the optimizer has left them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -39,19 +39,12 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 _WEIGHTS, _GRADIENTS = "lp_params", "lp_grads"  # members of DeepSpeed's enumeration are strings
 
 
-class Guest(Protocol):
-    """Holds memory of the device between steps."""
-
-    def leave_device(self, *, pin: bool) -> None:
-        """Move it to host memory, page-locked or not; nothing if it is there. A collective."""
-
-    def return_to_device(self) -> None:
-        """Move back what has left."""
-
-
-def follow_states(events: hooks.Hooks, *, weights: list[Guest], gradients: list[Guest]) -> None:
+def follow_states(events: hooks.Hooks, *, weights: list[Any], gradients: list[Any]) -> None:
     """Follow ``offload_states`` and ``reload_states`` of the optimizer, which RL frameworks call
     without the engine: weights with ``lp_params``, sums of gradients with it or ``lp_grads``.
+
+    What holds them has ``leave_device(pin=...)``, to host memory, page-locked or not, and
+    ``return_to_device()``, which do nothing where there is nothing to move; both are collectives.
     """
     guests = [*weights, *gradients]
 

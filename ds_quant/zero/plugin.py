@@ -5,7 +5,7 @@ Everything is per engine, so that two engines of one process may run two schemes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_quant.codec.codec import GroupCodec
 from ds_quant.codec.levels import merge_levels, update_levels
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import Findings
@@ -57,35 +56,6 @@ class SchemeState:
         due = any(self.learned_at < entry <= step for entry in schedule)
         self.learned_at = max(self.learned_at, step)
         return due
-
-
-def learn(
-    shards: Sequence[tuple[Param, Tensor]], *, codec: GroupCodec, rate: float, link: Link
-) -> None:
-    """Learn the levels of all parameters (QSDP's learned levels), the same on all ranks.
-
-    Until then a parameter has no table and its levels are uniform. Every rank moves its copy of
-    each table over its own shard, then all take the mean of the tables, weighted by shard size and
-    added in rank order.
-
-    Args:
-        shards: (parameter, this rank's elements, 1-D, possibly empty), the same parameters in the
-            same order on all ranks.
-    """
-    device = shards[0][1].device
-    tables, counts = [], []
-    for param, values in shards:
-        table = codec.table(param.levels, device)
-        tables.append(update_levels(table, values.float(), group_size=codec.group_size, rate=rate))
-        counts.append(float(values.numel()))
-    own = torch.cat(
-        [torch.stack(tables), torch.tensor(counts, device=device).unsqueeze(1)], dim=1
-    )  # (parameters, levels + 1) fp32
-    payload = own.contiguous().view(torch.uint8).view(-1)
-    received = link.all_gather(payload, role="weights").wait()
-    rows = received.view(torch.float32).view(link.size, *own.shape)
-    for place, (param, _) in enumerate(shards):
-        param.levels = merge_levels(rows[:, place, :-1], rows[:, place, -1])
 
 
 # ---- the engine ----
@@ -151,8 +121,7 @@ class Plugin:
         subset of ranks (experts, pipeline, tensor parallel).
         """
         self.served = parameters
-        world = list(range(self.topology.world))
-        few = sum(self.link(group).ranks != world for _, group in parameters)
+        few = sum(not self.is_world(group) for _, group in parameters)
         self.has_few_ranks = few > 0
         if few:
             self.notices.append(
@@ -175,6 +144,10 @@ class Plugin:
             )
         return self._links[key]
 
+    def is_world(self, process_group: Any) -> bool:
+        """Whether a process group has all ranks."""
+        return self.link(process_group).ranks == list(range(self.topology.world))
+
     def links(self) -> list[Link]:
         """All so far, in an order that is the same on the ranks of each."""
         return list(self._links.values())
@@ -187,10 +160,8 @@ class Plugin:
         """Return the links of a process group; two levels if it is the world and that has them."""
         key = id(process_group)
         if key not in self._fabrics:
-            whole, levels = self.link(process_group), ()
-            if whole.ranks == list(range(self.topology.world)):
-                levels = self._levels
-            self._fabrics[key] = Fabric(whole, *levels)
+            levels = self._levels if self.is_world(process_group) else ()
+            self._fabrics[key] = Fabric(self.link(process_group), *levels)
         return self._fabrics[key]
 
     def route(self, process_group: Any) -> tuple[LinkHop, ...]:
@@ -239,25 +210,53 @@ class Plugin:
         step = self.engine.global_steps
         self._backwards = {step: self._backwards.get(step, 0) + 1}
 
-    def learn_levels(
-        self, step: int, own_values: Iterator[tuple[torch.Tensor, torch.Tensor, Link]]
-    ) -> None:
-        """Learn levels if the schedule says so; ``own_values`` is (parameter, shard, link)."""
+    def learn_levels(self, step: int, own_values: Iterable[tuple[Tensor, Tensor, Link]]) -> None:
+        """Learn the levels of all parameters (QSDP's learned levels), if the schedule says so.
+
+        ``own_values``: parameter, this rank's elements, 1-D, possibly empty, and the link of those
+        that share it; the same parameters in the same order on all ranks.
+        """
         if not self.state.due(self.scheme.level_steps, step):
             return
-        by_link: dict[Link, list[tuple[Param, torch.Tensor]]] = {}
+        by_link: dict[Link, list[tuple[Param, Tensor]]] = {}
         for parameter, values, link in own_values:
             param = self.param_of(parameter)
             if param and param.shape.numel() and param.is_quantized(values.dtype):
                 by_link.setdefault(link, []).append((param, values))
-        how = {"codec": self.scheme.weights, "rate": self.scheme.block.weights.level_rate}
         for link, shards in by_link.items():
-            learn(shards, **how, link=link)
+            self._learn(shards, link)
+
+    def _learn(self, shards: Sequence[tuple[Param, Tensor]], link: Link) -> None:
+        """Learn the levels of these, the same on all ranks of ``link``.
+
+        Until then a parameter has no table and its levels are uniform. Every rank moves its copy of
+        each table over its own shard, then all take the mean of the tables, weighted by shard size
+        and added in rank order.
+        """
+        codec, device = self.scheme.weights, shards[0][1].device
+        how = {"group_size": codec.group_size, "rate": self.scheme.block.weights.level_rate}
+        tables, counts = [], []
+        for param, values in shards:
+            table = codec.table(param.levels, device)
+            tables.append(update_levels(table, values.float(), **how))
+            counts.append(float(values.numel()))
+        own = torch.cat(
+            [torch.stack(tables), torch.tensor(counts, device=device).unsqueeze(1)], dim=1
+        )  # (parameters, levels + 1) fp32
+        payload = own.contiguous().view(torch.uint8).view(-1)
+        received = link.all_gather(payload, role="weights").wait()
+        rows = received.view(torch.float32).view(link.size, *own.shape)
+        for place, (param, _) in enumerate(shards):
+            param.levels = merge_levels(rows[:, place, :-1], rows[:, place, -1])
 
     @property
     def keeper(self) -> Any:
-        """What keeps weights between steps on several ranks, None if nothing does."""
-        return self.node or (self.replica if self.scheme.keeps_reference else None)
+        """What keeps weights between steps on several ranks, None if nothing does.
+
+        Its ``copies()`` are (who, weights): ranks that report equal ``who`` in the same place hold
+        equal weights. ``resync()`` brings back exact ones, and is called by all ranks.
+        """
+        return self.node or (self.replica if self.scheme.block.weights.reference else None)
 
     def resync(self) -> None:
         """Bring back exact weights on all ranks. A collective."""

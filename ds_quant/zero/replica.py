@@ -116,7 +116,7 @@ class Replica:
             )
 
     def copies(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """See Holder. The ranks of a process group hold equal replicas."""
+        """See ``Plugin.keeper``. The ranks of a process group hold equal replicas."""
         for group in optimizer_hooks.replica_groups(self._optimizer):
             yield self._plugin.link(group.process_group).ranks[0], list(group.params)
 
@@ -169,7 +169,7 @@ class Replica:
     ) -> Pending[None]:
         """Post the gather of ``window`` of the partitions."""
         # Else the new weights are in the replica already: exact ones, or absolute codes.
-        from_master = self._plugin.scheme.keeps_reference and not exact
+        from_master = self._plugin.scheme.block.weights.reference and not exact
         exact = exact or self._plugin.is_exact(step)
         weights, message = self._plan(group, fabric, window, exact, from_master)
         flat = group.flat.view(-1)

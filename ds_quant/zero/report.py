@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -129,60 +130,50 @@ def _why_weights_stay(plugin: Plugin) -> list[str]:
 
 def announce(plugin: Plugin) -> None:
     """Log the start-up line and its warnings on rank 0."""
-    for sentence in _idle_patterns(plugin):
-        log.log_rank0(f"quantized_comm: {sentence}")
-    log.info_rank0(f"quantized_comm: {start_line(plugin)}")
-
-
-def _idle_patterns(plugin: Plugin) -> list[str]:
-    """One sentence per ``exclude`` pattern that matches no parameter."""
     names = [param.name for param in plugin.all_params()]
-    sentences = []
     for pattern in plugin.scheme.block.exclude:
         if not any(matches(name, pattern) for name in names):
             near = did_you_mean(pattern, names, cutoff=0.4) or next(iter(names), "nothing")
-            sentences.append(
-                f'exclude pattern "{pattern}" matches no parameter; one is called {near}'
+            log.log_rank0(
+                f'quantized_comm: exclude pattern "{pattern}" matches no parameter; one is called '
+                f"{near}"
             )
-    return sentences
+    log.info_rank0(f"quantized_comm: {start_line(plugin)}")
 
 
-def advice(engine: Any) -> list[str]:
+def advice(engine: Any) -> Iterator[str]:
     """One sentence per setting that costs time on a device with streams and changes no number."""
-    found = []
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1":
-        found.append(
+        yield (
             "CUDA_DEVICE_MAX_CONNECTIONS=1 lets a stream that waits for a message stop all others, "
             "so that little overlaps: unset it, unless tensor parallelism needs it"
         )
     logged = hooks.param_dict(engine).get("comms_logger")
     if isinstance(logged, dict) and logged.get("enabled"):
-        found.append(
+        yield (
             "comms_logger.enabled=true waits for the device around every message: set it to false "
             "unless you look at messages"
         )
     for name in ("offload_optimizer", "offload_param"):
         offload = getattr(engine, f"zero_{name}")()
         if offload is not None and offload.device == "cpu" and not offload.pin_memory:
-            found.append(
+            yield (
                 f"zero_optimization.{name}.pin_memory=false makes the host wait for copies of "
                 "weights to the device: set it to true"
             )
-    return found
 
 
-def one_bucket(engine: Any) -> list[str]:
+def one_bucket(engine: Any) -> Iterator[str]:
     """Say so if no gradient is reduced before backward ends: DeepSpeed hands over a bucket when it
     is full. Not worth a notice if most of the model is frozen.
     """
     room, (numel, trained) = engine.zero_reduce_bucket_size(), hooks.elements(engine.module)
     several = len(list(engine.module.parameters())) > 1
-    if not (engine.zero_overlap_comm() and several and numel / 2 < trained <= room):
-        return []
-    return [
-        f"gradients are not reduced during backward: reduce_bucket_size={room} holds all "
-        f"{trained} elements (try {trained // 8})"
-    ]
+    if engine.zero_overlap_comm() and several and numel / 2 < trained <= room:
+        yield (
+            f"gradients are not reduced during backward: reduce_bucket_size={room} holds all "
+            f"{trained} elements (try {trained // 8})"
+        )
 
 
 def _saved(plugin: Plugin, bill: Costs) -> dict[str, dict[str, float]]:

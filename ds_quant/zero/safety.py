@@ -419,7 +419,7 @@ def judge_first_step(plugin: Plugin, promised: Sequence[str]) -> None:
             events.before_last_buckets.remove(note_gradients)
         for role in promised:
             if role not in plugin.asked:
-                raise hooks.unasked(role)
+                raise hooks.moved(f"{hooks.CARRIERS[role]} in the first step")
         for role, nbytes in least.items():
             brought = sum(plugin.traffic.received[role].values())
             if brought < nbytes:

@@ -90,13 +90,13 @@ class WaitingGradients:
         self.nbytes = 0
 
     def leave_device(self, *, pin: bool) -> None:
-        """See Guest."""
+        """See ``offload.follow_states``."""
         for sums in self._sums():
             room = torch.empty_like(sums, device="cpu")
             sums.data = (offload.pin(room) if pin else room).copy_(sums)
 
     def return_to_device(self) -> None:
-        """See Guest."""
+        """See ``offload.follow_states``."""
         for sums in self._sums():
             sums.data = sums.to(hooks.device())
 

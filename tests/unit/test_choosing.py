@@ -12,7 +12,7 @@ import pytest
 from ds_quant.config.presets import preset_groups
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import choosing
-from ds_quant.policy.choosing import BETWEEN, Place, candidates, recommended, tuned
+from ds_quant.policy.choosing import BETWEEN, INSIDE, Place, candidates, recommended, tuned
 from ds_quant.policy.refusals import starts
 from ds_quant.tools.cli import main
 
@@ -21,8 +21,12 @@ README, CHOOSING = ((ROOT / page).read_text("utf-8") for page in ("README.md", "
 PLACES = [Place(s, n, g) for s, n, g in product((1, 2, 3), (1, 2, 8), (1, 8)) if n * g > 1]
 
 
-def test_the_table_of_the_page_is_the_table() -> None:
-    assert choosing.markdown() in CHOOSING, choosing.markdown()
+@pytest.mark.parametrize("row", (*BETWEEN, *INSIDE), ids=lambda row: row.link)
+def test_the_table_of_the_page_is_the_table(row: choosing.Row) -> None:
+    asked, fits = " if `estimate` says so", f"; ZeRO-2 with `{row.replicated}` if the model fits"
+    cells = [f"`{s}`{asked * row.ask}" if s else "none" for s in row[2:5]]
+    cells[2] = "" if row in INSIDE else cells[2] + fits
+    assert f"\n| {' | '.join((row.link, *cells))} |\n" in CHOOSING
 
 
 @pytest.mark.parametrize(

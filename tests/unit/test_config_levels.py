@@ -57,7 +57,7 @@ def test_preset_is_what_its_comment_says(name: str) -> None:
         s.gradients,
         s.gradients_intra,
         s.difference,
-        s.node_shard,
+        s.block.keeps_node_shard,
         s.block.gradients.rotation,
     )
     assert found == PRESETS[name]

@@ -132,10 +132,7 @@ def test_equal_buckets_of_zero2_share_a_plan_and_others_do_not(
 
 def gather_plans() -> Any:
     """The same of the weights of ZeRO-1/2."""
-    replica, fabric = (
-        object.__new__(Replica),
-        SimpleNamespace(whole=None, rank=0, size=2, node_size=None),
-    )
+    replica, fabric = object.__new__(Replica), SimpleNamespace(rank=0, size=2, node_size=None)
     replica._plans = {}
     usual = {"group": 0, "window": range(8), "exact": False, "from_master": False}
 

@@ -112,23 +112,21 @@ def step_seconds(routes: Routes, fabric: Fabric, work: Work, device: torch.devic
     for hop, following in zip_longest(hops, hops[1:]):
         if hop.forwards:
             continue
-        link = fabric if following is not None and following.forwards else _link(fabric, hop)
+        link = (
+            fabric if following is not None and following.forwards else getattr(fabric, hop.level)
+        )
         crosses_alone = routes.keeps_shard and hop.per == "step"  # a rank's rows, trained ones
         numel = work.trained / routes.node_size if crosses_alone else work.numel
         seconds = slowest(_gather(hop, link, gather, work.dtype, device), device)
         total += times(hop.per, **often) * numel / gather * seconds
     for hop in routes.gradients().hops:
-        link = _link(fabric, hop)
+        link = getattr(fabric, hop.level)
         reduction = _reduce(routes, hop, link, bucket, work.gradients, device)
         total += (
             times(hop.per, **often) * share * work.trained / bucket * slowest(reduction, device)
         )
         share /= link.size
     return total
-
-
-def _link(fabric: Fabric, hop: Hop) -> Link:
-    return {"whole": fabric.whole, "intra": fabric.intra, "inter": fabric.inter}[hop.level]
 
 
 def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

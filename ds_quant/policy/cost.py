@@ -25,9 +25,8 @@ from ds_quant.policy.route import Route, Routes, gradients_per, times, weights_p
 from ds_quant.policy.scheme import FLOATS, Scheme
 
 LOSSLESS_BITS = 2.36  # see [Note: lossless differences]
-_FP32 = 4
+FP32 = 4  # bytes
 _MORE = "weights_most", "weights_intra", "gradients_intra", "memory"
-LABELS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class PricedParam(NamedTuple):
@@ -198,7 +197,7 @@ def bill(
         once_per_step=routes.keeps_shard,
         crosses_once=reduction.waits,
         exact_own=any(hop.exact_own for hop in reduction.hops),
-        waiting=_FP32 * total["waiting"] / numel / node_size if reduction.waits else 0.0,
+        waiting=FP32 * total["waiting"] / numel / node_size if reduction.waits else 0.0,
         full_precision_share=total["plain"] / max(1, sum(total[field] for field in sent)),
         kept=dict(kept),
         gathers=gathers,

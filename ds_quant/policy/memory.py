@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from ds_quant.comm.lossless import MOST_NUMEL as MOST_EXACT_NUMEL
 from ds_quant.comm.reduction_plan import Slicing
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.policy.cost import Costs
+from ds_quant.policy.cost import FP32, Costs
 
 BUCKETS_AHEAD = 2  # of gradients, under way on the CPU: one between nodes, one inside
-EXCHANGED_AT_ONCE = 16  # messages on their way into the node shard, see zero/node_shard.py
-LEAST_NUMEL, MOST_NUMEL = 1 << 18, 1 << 21  # own elements of one of them, likewise
-_FP32 = 4
+# The messages of an exchange with the node shard: how many are on their way, and own elements of
+# each: an eighth of all, as far as that is neither so little that a message's latency counts nor
+# more than memory should hold.
+EXCHANGED_AT_ONCE = 16
+CHUNKS, LEAST_NUMEL, MOST_NUMEL = 8, 1 << 18, 1 << 21
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +83,17 @@ def _gradients(bill: Costs, stage: int, sizes: Sizes) -> float:
         summed = min(bucket, trained / sizes.nodes) / sizes.node_size
     if sizes.two_levels:
         near, share = 1 - 1 / sizes.node_size, bucket / sizes.node_size
-        hops = 2 * near * bucket * first + share * _FP32
+        hops = 2 * near * bucket * first + share * FP32
         hops += (1 - 1 / sizes.nodes) * share * outer + (sizes.nodes - 1) * summed * outer
-        hops += summed * _FP32
+        hops += summed * FP32
         hops *= min(1.0, 2 / sizes.slicing.slices(bucket))
     elif bill.exact_own:
-        hops = 2 * (1 - 1 / ranks) * bucket * first + summed * _FP32
+        hops = 2 * (1 - 1 / ranks) * bucket * first + summed * FP32
     else:
         hops = 2 * bucket * first
-    sums = owned * _FP32
+    sums = owned * FP32
     if owned > summed:  # delivered in 8 bits at least
-        sums += summed * _FP32 + (owned + summed) * max(1.0, outer)
+        sums += summed * FP32 + (owned + summed) * max(1.0, outer)
     in_all = min(sizes.under_way, ceil_div(trained, bucket))
     return in_all * (hops + sums)
 
@@ -121,7 +123,7 @@ def _exchange(bill: Costs, sizes: Sizes) -> float:
     if not bill.once_per_step:
         return 0.0
     own = sizes.trained / sizes.ranks
-    message = min(max(own / 8, LEAST_NUMEL), MOST_NUMEL)
+    message = min(max(own / CHUNKS, LEAST_NUMEL), MOST_NUMEL)
     at_once = min(own, EXCHANGED_AT_ONCE * message)
     if bill.varies:
         return (own + at_once * sizes.nodes) * bill.weights_most

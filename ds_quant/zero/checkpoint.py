@@ -17,7 +17,6 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -190,9 +189,8 @@ def _meet(what: str, model: Any) -> list[Any]:
 
 
 def _exactly(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kw: Any) -> Any:
-    with ExitStack() as stack:
-        for replica in _meet("Accelerator.get_state_dict", model):
-            stack.enter_context(replica.exact())
+    replicas = _meet("Accelerator.get_state_dict", model)
+    with hooks.opened(replica.exact for replica in replicas):
         return original(self, model, *args, **kw)
 
 

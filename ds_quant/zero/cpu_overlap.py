@@ -73,7 +73,8 @@ class LateReduction:
         if self._ends:
             bucket.sums.advance()
         while len(self._under_way) > (0 if self._ends else BUCKETS_AHEAD):
-            self._finish_oldest()
+            bucket, partition_late = self._under_way.popleft()
+            partition_late(bucket.finish())
 
     @contextmanager
     def last_buckets(self) -> Iterator[None]:
@@ -91,10 +92,6 @@ class LateReduction:
                 )
         finally:
             self._ends = False
-
-    def _finish_oldest(self) -> None:
-        bucket, partition = self._under_way.popleft()
-        partition(bucket.finish())
 
 
 def _without_grads(

@@ -12,7 +12,7 @@ computed with: it is sent to the first, so that this forward equals later ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,6 +25,9 @@ from ds_quant.zero import hooks
 from ds_quant.zero.node_shard import NodeShard
 from ds_quant.zero.param import Param
 from ds_quant.zero.plugin import Plugin
+
+# A posted gather: its parameters, which values may differ from the exact ones, and the values.
+_Gather = tuple[list[Param], list[bool], Pending[list[torch.Tensor]]]
 
 
 class Fetch:
@@ -151,13 +154,13 @@ class Fetch:
             codings,
             fabric,
         )
-        return _Gather(params, [not isinstance(c.codec, CastCodec) for c in codings], pending)
+        return params, [not isinstance(c.codec, CastCodec) for c in codings], pending
 
     def _gather_in_node(self, params: list[Param]) -> _Gather:
         for param in params:
             hooks.begin_fetch(param.tensor)
         pending, lossy = self._plugin.node.gather(params)
-        return _Gather(params, lossy, pending)
+        return params, lossy, pending
 
     def _coding(self, param: Param, rank: int, step: int, exact: bool) -> Coding:
         dtype, coding = param.tensor.ds_tensor.dtype, None
@@ -188,14 +191,6 @@ class Fetch:
                 original([p])
             return None
         return original(param_list, *args, **kwargs)
-
-
-class _Gather(NamedTuple):
-    """A posted gather: its parameters, and which values may differ from the exact ones."""
-
-    params: list[Param]
-    lossy: list[bool]
-    pending: Pending[list[torch.Tensor]]
 
 
 class _FetchHandle:

@@ -37,7 +37,7 @@ from ds_quant.comm.transport import Link
 from ds_quant.kernels.batch import Decode
 from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
-from ds_quant.zero import optimizer_hooks
+from ds_quant.zero import hooks, optimizer_hooks
 from ds_quant.zero.optimizer_hooks import owners_of
 from ds_quant.zero.param import GradientStreams, Param, exact_gradient
 from ds_quant.zero.plugin import Plugin
@@ -143,13 +143,7 @@ class GradientReducer:
         self._sums: dict[tuple, GradientSums] = {}
 
     def _plan(
-        self,
-        key: tuple,
-        shares: Sequence[Share],
-        link: Link,
-        *,
-        scale: float,
-        dtypes: Sequence[torch.dtype] = (),
+        self, key: tuple, shares: Sequence[Share], link: Link, scale: float, dtypes: tuple = ()
     ) -> Layout:
         """Plan the reduction of a bucket, and remember it by ``key``: all that the shares depend
         on. ``dtypes``: under ZeRO-3, of gradients whose sums may have theirs.
@@ -268,7 +262,7 @@ class ShardReduction(GradientReducer):
         layout = self._layouts.get(key)
         if layout is None:
             shares = self._shares(tracked, dtypes, link)
-            layout = self._plan(key, shares, link, scale=1 / link.size, dtypes=dtypes)
+            layout = self._plan(key, shares, link, 1 / link.size, dtypes)
         sums = self._begin(layout, [tensor.reshape(-1) for tensor in tensors], plugin.route(group))
         return Bucket(tracked, [g.new_empty(0) for g in tensors], sums, plugin.noted)
 
@@ -368,6 +362,8 @@ class OwnerReduction(GradientReducer):
 
     def reduce(self, original: Callable[..., None], call: dict[str, Any]) -> None:
         """Sum every slice for its owner, in place; other ranks' slices keep their old values."""
+        if self._bucket is None:
+            raise hooks.moved(optimizer_hooks.BUCKET)
         self._plugin.asked.add("gradients")
         link = self._plugin.link(call["process_group"] or self._optimizer.dp_process_group)
         whole, single = optimizer_hooks.sorted_out(call, alone=link.size == 1)
@@ -398,7 +394,7 @@ class OwnerReduction(GradientReducer):
         layout = self._layouts.get(key)
         if layout is None:
             shares = self._shares(zip(owners, ranges, strict=True), dtype, link)
-            layout = self._plan(key, shares, link, scale=1 / self._divisor)
+            layout = self._plan(key, shares, link, 1 / self._divisor)
         if link.is_gloo:
             require_equal(plugin, link, layout)
         sums = self._begin(layout, [self._bucket], route).wait()

@@ -116,7 +116,7 @@ class Hooks:
             events.append((optimizer, finalize, (), self.before_gradients, ()))
         for owner, name, contexts, before, after in events:
             if contexts or before or after:
-                self.wrap(owner, name, _around(contexts, before, after))
+                self.wrap(owner, name, as_event(contexts, before, after))
         if self._replaced or self.on_destroy:
             self.wrap(self.engine, "destroy", self._destroy)
 
@@ -125,7 +125,7 @@ class Hooks:
         the checkpoint has none). The caller's client state does not show it.
         """
 
-        export = _around(self.around_export, after=self.after_save)
+        export = as_event(self.around_export, after=self.after_save)
 
         def save(
             original: Callable[..., Any], save_dir: Any, tag: Any = None, client_state: Any = None,
@@ -174,7 +174,7 @@ def opened(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> Exi
         return stack.pop_all()
 
 
-def _around(
+def as_event(
     contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
     before: Sequence[Callable[[], None]] = (),
     after: Sequence[Callable[[], None]] = (),
@@ -184,7 +184,7 @@ def _around(
     The lists are read when the event happens; a call may leave its own.
     """
 
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with opened(contexts):
             for call in before:
                 call()
@@ -193,7 +193,7 @@ def _around(
             call()
         return result
 
-    return around
+    return run
 
 
 class ExpectedCall(threading.local):

@@ -6,14 +6,13 @@ Like hooks.py it names DeepSpeed's internals.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
 from ds_quant.policy import refusals
-from ds_quant.zero.hooks import Hooks, Redirect
+from ds_quant.zero.hooks import Hooks, Redirect, as_event
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.version import deepspeed_version, is_older
 
@@ -81,22 +80,15 @@ def _count_gathers(plugin: Plugin) -> None:
         plugin.link(kwargs.get("group")).count_ring(nbytes, role="gradients")
         return gather(into, *args, **kwargs)
 
-    targets = []
+    contexts = []
     for redirect in _gathers:
         redirect.install(comm)
         gather = getattr(comm, redirect.name).ds_quant_wraps
-        targets.append((redirect, partial(counted, gather)))
-
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for redirect, target in targets:
-                stack.enter_context(redirect.through(target, excused=lambda: True))
-            return original(*args, **kwargs)
-
+        contexts.append(partial(redirect.through, partial(counted, gather), lambda: True))
     optimizer = plugin.hooks.optimizer
     for name in _AT_THE_BOUNDARY:
         if hasattr(optimizer, name):
-            plugin.hooks.wrap(optimizer, name, around)
+            plugin.hooks.wrap(optimizer, name, as_event(contexts))
 
 
 def attach(plugin: Plugin, optimizer: Any) -> None:

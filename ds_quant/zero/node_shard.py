@@ -40,14 +40,12 @@ from ds_quant.comm.buffers import Room
 from ds_quant.comm.gather import Kept, exchange, gather, rows_of
 from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
+from ds_quant.policy.memory import CHUNKS, EXCHANGED_AT_ONCE, LEAST_NUMEL, MOST_NUMEL
 from ds_quant.zero import hooks, lossless, offload
 from ds_quant.zero.param import Param, Stream
 from ds_quant.zero.plugin import Plugin
 
 # ---- spread over the next forward ----
-
-
-_IN_FLIGHT = 16  # chunks; bounds the memory of messages, the others are posted as these arrive
 
 
 # Parameters and a function that posts their exchange.
@@ -67,7 +65,7 @@ class Spread:
         assert not self._missing
         self._ahead.extend(chunks)
         self._missing.update(param for params, _ in self._ahead for param in params)
-        for _ in range(_IN_FLIGHT):
+        for _ in range(EXCHANGED_AT_ONCE):  # the others are posted as these arrive
             self._post_next()
 
     def misses(self, params: Iterable[Hashable]) -> bool:
@@ -111,11 +109,6 @@ class Spread:
 
 
 # ---- the node shard ----
-
-
-# Own elements per message of an exchange: an eighth of them, as far as that is neither so little
-# that a message's latency counts nor more than memory should hold.
-_CHUNKS, _LEAST_NUMEL, _MOST_NUMEL = 8, 1 << 18, 1 << 21
 
 
 @dataclass
@@ -292,7 +285,7 @@ class NodeShard:
     def _runs(self, params: Sequence[Param]) -> Iterator[list[Param]]:
         """Split parameters into consecutive runs of bounded size, at least one each."""
         widths = [param.kept.rows.shape[1] for param in params]
-        most = min(max(ceil_div(sum(widths), _CHUNKS), _LEAST_NUMEL), _MOST_NUMEL)
+        most = min(max(ceil_div(sum(widths), CHUNKS), LEAST_NUMEL), MOST_NUMEL)
         run: list[Param] = []
         numel = 0
         for param, width in zip(params, widths, strict=True):

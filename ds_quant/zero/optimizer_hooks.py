@@ -13,7 +13,7 @@ from ds_quant.zero import hooks
 from ds_quant.zero.hooks import Buckets, ExpectedCall, Hooks, Redirect, moved, require
 from ds_quant.zero.version import FAULTS, deepspeed_version
 
-_BUCKET, _REDUCE_TO_OWNERS = "average_tensor", "allreduce_and_copy_with_multiple_ranks"
+BUCKET, _REDUCE_TO_OWNERS = "average_tensor", "allreduce_and_copy_with_multiple_ranks"
 
 _TO_HOST = "async_accumulate_grad_in_cpu_via_gpu"
 
@@ -36,29 +36,21 @@ def wrap_owner_reduction(
     optimizer = hooks.optimizer
     require(optimizer, _REDUCE_TO_OWNERS)
     signature = inspect.signature(getattr(optimizer, _REDUCE_TO_OWNERS))
-    is_open = False
 
     def bucket(original: Callable[..., Any], tensor: torch.Tensor, dtype: Any, **kw: Any) -> Any:
         groups = optimizer.bit16_groups
         params = [groups[i][k] for i, k, _ in optimizer.ipg_buckets[dtype].params]
         called = _to_owners.expected(excused=lambda: tensor.numel() == 0)
-        nonlocal is_open
-        is_open = True
-        try:
-            with _undivided(optimizer) as divisor, around_bucket(tensor, params, divisor), called:
-                return original(tensor, dtype, **kw)
-        finally:
-            is_open = False
+        with _undivided(optimizer) as divisor, around_bucket(tensor, params, divisor), called:
+            return original(tensor, dtype, **kw)
 
     def slices(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not is_open:
-            raise moved(_BUCKET)
         _to_owners.calls += 1
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         return reduce(original, call.arguments)
 
-    hooks.wrap(optimizer, _BUCKET, bucket)
+    hooks.wrap(optimizer, BUCKET, bucket)
     hooks.wrap(optimizer, _REDUCE_TO_OWNERS, slices)
 
 

@@ -33,10 +33,6 @@ class Stream(NamedTuple):
     learned: bool = False
     difference: bool = False
 
-    def address(self, step: int) -> Address | None:
-        """Random-bit address for `step`; None for deterministic codecs."""
-        return None if self.key is None else Address(self.key, step)
-
 
 class GradientStreams(NamedTuple):
     """A gradient on all its hops: a stream for each, and the rotation around them, whose sign flips
@@ -125,7 +121,8 @@ class Param:
         if stream is None:
             return exactly(dtype)
         levels = self.levels if stream.learned else None
-        return Coding(stream.codec, stream.address(step), levels, stream.difference)
+        address = None if stream.key is None else Address(stream.key, step)
+        return Coding(stream.codec, address, levels, stream.difference)
 
     def gradient_streams(self, dtype: torch.dtype, *, rank: int, hops: int) -> GradientStreams:
         """Streams of a reduction over one or two hops. Does not change between steps."""

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from ds_quant.codec.codec import CAST_NAMES
 from ds_quant.config.errors import did_you_mean
 from ds_quant.config.presets import preset_groups
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels import dispatch
 from ds_quant.policy import choosing
-from ds_quant.policy.cost import LABELS, Costs, shipped_bytes
+from ds_quant.policy.cost import Costs, shipped_bytes
 from ds_quant.policy.scheme import matches
 from ds_quant.zero import hooks, log, offload
 from ds_quant.zero.plugin import Plugin
@@ -32,7 +33,7 @@ def start_line(plugin: Plugin) -> str:
     per_micro_step = stage == 3 and not once
     micro_steps = 1 if per_micro_step else micro_steps
     dtype = plugin.engine.communication_data_type
-    label = LABELS.get(dtype, "fp32")
+    label = CAST_NAMES.get(dtype, "fp32")
     shipped = shipped_bytes(
         stage, dtype, micro_steps=micro_steps, gathers=costs.gathers, trained=costs.trained
     )

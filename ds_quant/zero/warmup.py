@@ -54,16 +54,12 @@ def rehearse(plugin: Plugin, device: torch.device) -> None:
     for link in plugin.links():
         if link.size > 1:
             uncounted = Link(link.process_group, topology=plugin.topology, traffic=Traffic())
-            _use(uncounted, device)
-
-
-def _use(link: Link, device: torch.device) -> None:
-    """Send a byte from each rank to each: NCCL connects them at their first use, which takes
-    seconds.
-    """
-    payload, one = torch.zeros(link.size, dtype=torch.uint8, device=device), [1] * link.size
-    link.all_gather(payload[:1], role="weights").wait()
-    link.all_to_all(payload, sent=one, received=one, role="gradients").wait()
+            # A byte from each rank to each: NCCL connects them at their first use, which takes
+            # seconds.
+            payload = torch.zeros(link.size, dtype=torch.uint8, device=device)
+            one = [1] * link.size
+            uncounted.all_gather(payload[:1], role="weights").wait()
+            uncounted.all_to_all(payload, sent=one, received=one, role="gradients").wait()
 
 
 # Codecs of some elements, the dtype of these, and what is done with a number of them.
@@ -174,12 +170,7 @@ def _reductions(plugin: Plugin, hops: Sequence[LinkHop]) -> Iterator[_Use]:
 
 
 def _reduction(
-    hops: Sequence[LinkHop],
-    codecs: Sequence[Codec],
-    block: int,
-    flips: int,
-    once: bool,
-    numel: int,
+    hops: Sequence[LinkHop], codecs: Sequence[Codec], block: int, flips: int, once: bool, numel: int
 ) -> Iterator[Operation]:
     """The operations of a reduction; ``once``: sums wait between its two hops. What stays fp32
     beside what is encoded takes the same kernels.

@@ -16,7 +16,7 @@ ranks post on it in one order, that of DeepSpeed's buckets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,14 +56,8 @@ def broadcast(value: Any, *, source: int) -> Any:
 # ---- process groups ----
 
 
-class LevelGroups(NamedTuple):
-    """Process groups of this rank; ``gradients`` is the one inside its node that they take."""
-
-    intra: Any
-    inter: Any
-    gradients: Any
-
-
+# Of this rank: those inside its node, between nodes, and inside it for gradients.
+LevelGroups = tuple[Any, Any, Any]
 _made: dict[Topology, LevelGroups] = {}
 
 
@@ -75,9 +69,8 @@ def level_groups(topology: Topology) -> LevelGroups:
     if not all(group in known for group in _made.get(topology, [None])):  # destroyed since
         nodes, places = topology.levels()
         intra, inter = _new_groups(nodes), _new_groups(places)
-        _made[topology] = LevelGroups(
-            intra, inter, _new_groups(nodes) if hooks.has_streams() else intra
-        )
+        gradients = _new_groups(nodes) if hooks.has_streams() else intra
+        _made[topology] = intra, inter, gradients
     return _made[topology]
 
 

@@ -11,7 +11,6 @@ import torch
 
 import ds_quant
 from ds_quant.comm.buffers import Buffers
-from ds_quant.policy import memory
 from tests import needs
 from tests.distributed.harness import run, run_each
 from tests.distributed.models import build, settings
@@ -86,16 +85,6 @@ def test_the_peak_is_what_is_alive_at_once_or_somewhat_more() -> None:
         (predicted, *_), found = zip(*ranks, strict=True)
         most = 1.9 if case[1] == "lossless" else 1.6 if needs.has_deepspeed("0.19") else 1.7
         assert 0.99 * max(found) <= predicted <= most * max(found), case
-
-
-def test_the_constants_are_those_of_the_exchange() -> None:
-    from ds_quant.zero import node_shard
-
-    assert node_shard._IN_FLIGHT == memory.EXCHANGED_AT_ONCE
-    assert (node_shard._LEAST_NUMEL, node_shard._MOST_NUMEL) == (
-        memory.LEAST_NUMEL,
-        memory.MOST_NUMEL,
-    )
 
 
 def with_room(free: tuple[int, ...]) -> str:

@@ -64,14 +64,14 @@ def small_chunks(
         after_step(self)
         self.finish()
 
-    kept = node_shard._LEAST_NUMEL, node_shard._IN_FLIGHT, node_shard.hooks
+    kept = node_shard.LEAST_NUMEL, node_shard.EXCHANGED_AT_ONCE, node_shard.hooks
     node_shard.hooks = SimpleNamespace(**vars(kept[2]) | {"has_streams": lambda: streams})
-    node_shard._LEAST_NUMEL, node_shard._IN_FLIGHT = 500, in_flight
+    node_shard.LEAST_NUMEL, node_shard.EXCHANGED_AT_ONCE = 500, in_flight
     node_shard.NodeShard.after_step = then_finish if at_once else after_step
     try:
         yield
     finally:
-        node_shard._LEAST_NUMEL, node_shard._IN_FLIGHT, node_shard.hooks = kept
+        node_shard.LEAST_NUMEL, node_shard.EXCHANGED_AT_ONCE, node_shard.hooks = kept
         node_shard.NodeShard.after_step = after_step
 
 

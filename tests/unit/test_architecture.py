@@ -208,11 +208,11 @@ BUDGETS = {
     "codec": (436, 6),
     "comm": (1432, 32),
     "config": (703, 9),
-    "policy": (875, 14),
-    "zero": (3750, 40),
+    "policy": (847, 14),
+    "zero": (3658, 37),
     "tools": (1863, 7),
 }
-BUDGETS_BESIDE = {"tests": 18077, "benchmarks": 3756}  # lines of code
+BUDGETS_BESIDE = {"tests": 18070, "benchmarks": 3756}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

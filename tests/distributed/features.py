@@ -217,6 +217,7 @@ class Feature:
     dtype: str = "bf16"
     accumulation: int = 1
     model: Callable[[], nn.Module] = Regression
+    optimizer: Callable[[Iterable[Any]], Any] = plain_descent
     zero: dict[str, Any] = field(default_factory=dict)
     top: dict[str, Any] = field(default_factory=dict)
     groups: Callable[[nn.Module], Iterable[Any]] | None = None
@@ -237,7 +238,7 @@ class Feature:
         more = {"accumulation": self.accumulation, "zero": self.zero, **self.top}
         config = settings(stage, block, dtype=self.dtype, **more)
         model = partial(_born_sharded, self.model, config) if self.in_zero_init else self.model
-        chosen = {"groups": self.groups, "optimizer": plain_descent, "step": self.step, **saving}
+        chosen = {"groups": self.groups, "optimizer": self.optimizer, "step": self.step, **saving}
         return train(config, steps, model, watched=True, **chosen)
 
 

@@ -14,19 +14,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import fake_world
 import torch
+from fake_world import World
 from torch import Tensor, nn
 
 from ds_quant.comm.reduction_plan import Slicing, presumed_pace
 from tests.distributed import harness
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import fake_world  # noqa: E402
-from fake_world import World  # noqa: E402
 
 LAYERS, WIDTH = 4, 256
 WARM = 3  # ZeRO-3 records its trace in the second step

@@ -34,22 +34,22 @@ class HostTensor(torch.Tensor):
 
 
 class Alive:
-    """Copies on the device: how many so far, and bytes of those alive, now and at most."""
+    """Tensors that are followed: how many so far, and bytes of those alive, now and at most."""
 
     def __init__(self) -> None:
         self.count = self.nbytes = self.most = 0
 
-    def add(self, copy: torch.Tensor) -> None:
+    def add(self, tensor: torch.Tensor) -> None:
         self.count += 1
-        self.nbytes += copy.nbytes
+        self.nbytes += tensor.nbytes
         self.most = max(self.most, self.nbytes)
-        weakref.finalize(copy.untyped_storage(), self._freed, copy.nbytes)
+        weakref.finalize(tensor.untyped_storage(), self._freed, tensor.nbytes)
 
     def _freed(self, nbytes: int) -> None:
         self.nbytes -= nbytes
 
 
-COPIED = Alive()
+COPIED = Alive()  # to the device
 
 
 @contextmanager

@@ -39,9 +39,7 @@ class Way:
 
     def train(self, row: Row, stage: int) -> Run:
         feature, block = row.feature, None if self.block is None else row.block | self.block
-        changed = replace(
-            feature, step=self.step or feature.step, zero=feature.zero | self.zero
-        )  # fmt: skip
+        changed = replace(feature, step=self.step or feature.step, zero=feature.zero | self.zero)
         saving = {"save_at": row.save_at, "resumes": self.resumes}
         with self.inside() as noted:
             return replace(changed.train(stage, block, row.steps, **saving), noted=noted)
@@ -56,7 +54,7 @@ def seen_in(run: Run) -> set[tuple[int, str, str]]:
 
 def same_weights(run: Run, other: Run) -> None:
     """Losses, masters, and what every forward and backward has seen in each step."""
-    assert other.losses == run.losses
+    assert repr(other.losses) == repr(run.losses)  # NaN, too
     assert digests(other.weights) == digests(run.weights)
     assert seen_in(other) == seen_in(run)
 
@@ -116,10 +114,10 @@ class Row:
 
 
 class Table:
-    """Rows of a test module, where ``name`` is the table."""
+    """The rows of a test module, which calls it TABLE."""
 
-    def __init__(self, module: str, name: str = "TABLE") -> None:
-        self._place = module, name
+    def __init__(self, module: str) -> None:
+        self._module = module
         self.rows: dict[str, Row] = {}
 
     def add(self, title: str, *ways: Way, holds: Relation = same, **fields: Any) -> None:
@@ -146,7 +144,7 @@ class Table:
         """By rank, a run for each way."""
         self.rows[title].feature.skip_if_too_old()
         ranks = [
-            found[title, stage] for found in _played(self._place, *self.start_of(title, stage))
+            found[title, stage] for found in _played(self._module, *self.start_of(title, stage))
         ]
         assert not any(isinstance(runs, str) for runs in ranks), ranks[0]
         return ranks
@@ -169,23 +167,19 @@ class Table:
         return ranks
 
 
-def _table(module: str, name: str) -> Table:
-    return getattr(import_module(module), name)
-
-
 @cache
-def _played(place: tuple[str, str], *start: Any) -> list[dict[Case, list[Run] | str]]:
-    table = _table(*place)
+def _played(module: str, *start: Any) -> list[dict[Case, list[Run] | str]]:
+    table = import_module(module).TABLE
     together = [case for case in table.cases() if table.start_of(*case) == start]
-    return run(_play, start[1], place, together, timeout=280)
+    return run(_play, start[1], module, together, timeout=280)
 
 
-def _play(place: tuple[str, str], cases: list[Case]) -> dict[Case, list[Run] | str]:
+def _play(module: str, cases: list[Case]) -> dict[Case, list[Run] | str]:
     """The runs of every case on this rank, or what has gone wrong on all of them."""
     from deepspeed.utils import logger
 
     logger.setLevel("ERROR")
-    rows, found = _table(*place).rows, dict[Case, list[Run] | str]()
+    rows, found = import_module(module).TABLE.rows, dict[Case, list[Run] | str]()
     for title, stage in cases:
         try:
             found[title, stage] = [way.train(rows[title], stage) for way in rows[title].ways]

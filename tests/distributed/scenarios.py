@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.distributed.features import separate_experts
+from tests.distributed.features import Feature
 from tests.distributed.models import (
     FEATURES,
     HIDDEN,
@@ -22,8 +22,10 @@ from tests.distributed.models import (
     WIDTH,
     Regression,
     batch,
+    forward,
     plain_descent,
     settings,
+    train_step,
 )
 
 STEPS = 6
@@ -88,12 +90,6 @@ class Mixture(Regression):
         hidden = torch.tanh(self.first(x))
         mixed, _, _ = self.moe(hidden)
         return self.second(hidden + mixed)
-
-
-def experts(stage: int, block: dict[str, Any] | None, ep_size: int) -> Outcome:
-    model = seeded(lambda: Mixture(ep_size))
-    optimizer = plain_descent(separate_experts(model))
-    return losses_of(initialize(model, settings(stage, block, dtype="bf16"), optimizer=optimizer))
 
 
 class _Experts(nn.Module):
@@ -266,14 +262,6 @@ def auto_tensor_parallel(stage: int, block: dict[str, Any] | None) -> Outcome:
     return losses_of(engine, rank=torch.distributed.get_rank() // 2)
 
 
-def sequence_parallel(stage: int, block: dict[str, Any] | None) -> Outcome:
-    config = settings(stage, block, dtype="bf16") | {
-        "data_parallel_size": 2,
-        "sequence_parallel_size": 2,
-    }
-    return losses_of(initialize(seeded(), config))
-
-
 # ---- parameters ----
 
 
@@ -296,10 +284,6 @@ class Quantized(Regression):
         )
 
 
-def integer_base(stage: int, block: dict[str, Any] | None) -> Outcome:
-    return losses_of(initialize(seeded(Quantized), settings(stage, block, dtype="bf16")))
-
-
 class MixedDtypes(Regression):
     """A frozen bf16 base with an fp32 adapter."""
 
@@ -314,60 +298,50 @@ class MixedDtypes(Regression):
         return self.second(hidden.bfloat16()).float() + self.up(self.down(hidden))
 
 
-def mixed_dtypes(stage: int, block: dict[str, Any] | None) -> Outcome:
-    return losses_of(initialize(seeded(MixedDtypes), settings(stage, block)))
+# ---- optimizers and loops ----
 
 
-# ---- optimizers ----
+def matrices_apart(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups for Muon: matrices, and all else."""
+    groups = []
+    for chosen in (True, False):
+        params = [p for p in model.parameters() if (p.dim() == 2) == chosen]
+        for p in params:
+            p.use_muon = chosen
+        groups.append({"params": params, "use_muon": chosen, "lr": 2e-2 if chosen else 2e-3})
+    return groups
 
 
-def muon(stage: int, block: dict[str, Any] | None) -> Outcome:
+def muon(groups: Iterable[Any]) -> Any:
     """Built by hand: DeepSpeed's config would build FusedAdam beside it, with a compiler."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     torch.compiler.set_stance("force_eager")  # compiling its iteration takes minutes on two cores
-    model = seeded()
-    for p in model.parameters():
-        p.use_muon = p.dim() == 2
-    groups = [
-        {
-            "params": [p for p in model.parameters() if p.use_muon == chosen],
-            "use_muon": chosen,
-            "lr": 2e-2 if chosen else 2e-3,
-        }
-        for chosen in (True, False)
-    ]
-    config = settings(stage, block, dtype="bf16", zero={"reduce_scatter": stage < 3})
-    return losses_of(initialize(model, config, optimizer=MuonWithAuxAdam(groups)))
+    return MuonWithAuxAdam(groups)
 
 
-def other_optimizer(
-    stage: int, block: dict[str, Any] | None, make: Callable[[Iterable[Any]], Any]
-) -> Outcome:
-    model = seeded()
-    config = settings(stage, block, dtype="bf16")
-    return losses_of(initialize(model, config, optimizer=make(model.parameters())))
+def no_sync(engine: Any, step: int, _: int) -> list[float]:
+    with engine.no_sync():
+        losses = [forward(engine, step, 0)]
+        engine.backward(losses[0])
+    losses.append(forward(engine, step, 1))
+    engine.backward(losses[1])
+    engine.step()
+    return [float(loss.detach()) for loss in losses]
 
 
-def no_sync(stage: int, block: dict[str, Any] | None) -> Outcome:
-    import ds_quant
-
-    engine = initialize(seeded(), settings(stage, block, dtype="bf16", accumulation=2))
-    rank, losses = torch.distributed.get_rank(), []
-    for step in range(STEPS):
-        x, y = batch(0, step, 0, rank)
-        with engine.no_sync():
-            loss = engine(x.bfloat16(), y)
-            engine.backward(loss)
-        x, y = batch(0, step, 1, rank)
-        last = engine(x.bfloat16(), y)
-        engine.backward(last)
-        engine.step()
-        losses.append(float(loss.detach()) + float(last.detach()))
-    return losses, ds_quant.report(engine)
+def compiled(engine: Any, step: int, seed: int) -> list[float]:
+    if step == 0:
+        engine.compile(backend="eager")
+    return train_step(engine, step, seed)
 
 
-def compiled(stage: int, block: dict[str, Any] | None) -> Outcome:
-    engine = initialize(seeded(), settings(stage, block, dtype="bf16"))
-    engine.compile(backend="eager")
-    return losses_of(engine)
+def featured(**fields: Any) -> Callable[[int, dict[str, Any] | None], Outcome]:
+    """Train what is a ``Feature``, without clipping either."""
+    top = {"gradient_clipping": 0.0, **fields.pop("top", {})}
+
+    def train(stage: int, block: dict[str, Any] | None) -> Outcome:
+        run = Feature(top=top, **fields).train(stage, block, STEPS)
+        return run.losses, run.report
+
+    return train

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from tests.distributed import scenarios
-from tests.distributed.features import DEEPSPEED_FEATURES
+from tests.distributed.features import DEEPSPEED_FEATURES, separate_experts
 from tests.distributed.models import settings
+from tests.distributed.scenarios import featured
 
 ALL = (1, 2, 3)
 Version = tuple[int, int]
@@ -65,13 +66,21 @@ class Elsewhere:
     stages: tuple[int, ...] = ALL
 
 
+MUON = {"groups": scenarios.matrices_apart, "optimizer": scenarios.muon}
+SEQUENCES = featured(top={"data_parallel_size": 2, "sequence_parallel_size": 2})
+
+
+def mixture(ep_size: int) -> Callable[[int, Any], scenarios.Outcome]:
+    return featured(model=partial(scenarios.Mixture, ep_size), groups=separate_experts)
+
+
 TRAINED = (
     Trained(
-        feature="MoE, every rank all experts", train=partial(scenarios.experts, ep_size=1),
+        feature="MoE, every rank all experts", train=mixture(1),
         stages=(1, 2),
     ),
     Trained(
-        feature="MoE, experts split over ranks", train=partial(scenarios.experts, ep_size=2),
+        feature="MoE, experts split over ranks", train=mixture(2),
         stages=(1, 2), few_ranks=True,
     ),
     Trained(
@@ -93,38 +102,36 @@ TRAINED = (
         train=scenarios.auto_tensor_parallel, fails={V017: ALL, V018: (3,)},
     ),
     Trained(
-        feature="sequence parallel (config)", train=scenarios.sequence_parallel, stages=(1, 2),
-        few_ranks=True,
+        feature="sequence parallel (config)", train=SEQUENCES, stages=(1, 2), few_ranks=True,
     ),
     Trained(
-        feature="sequence parallel (config) ", train=scenarios.sequence_parallel, stages=(3,),
+        feature="sequence parallel (config) ", train=SEQUENCES, stages=(3,),
         fails={V017: (3,), V018: (3,)},
     ),
+    Trained(feature="frozen int8 base", train=featured(model=scenarios.Quantized)),
     Trained(
-        feature="frozen int8 base", train=scenarios.integer_base,
+        feature="frozen bf16 base, fp32 adapter",
+        train=featured(model=scenarios.MixedDtypes, dtype="fp32"),
     ),
-    Trained(feature="frozen bf16 base, fp32 adapter", train=scenarios.mixed_dtypes),
+    Trained(feature="Muon", train=featured(**MUON), stages=(1, 2), rough=True),
     Trained(
-        feature="Muon", train=scenarios.muon, stages=(1, 2), rough=True,
-    ),
-    Trained(
-        feature="Muon ", train=scenarios.muon, stages=(3,), rough=True,
+        feature="Muon ", train=featured(**MUON, zero={"reduce_scatter": False}), stages=(3,),
+        rough=True,
         exact_gradients=(V017, V018), fails={V018: (3,)},
     ),
     Trained(
-        feature="SGD", train=partial(
-            scenarios.other_optimizer, make=partial(torch.optim.SGD, lr=0.5)
-        ),
+        feature="SGD", train=featured(),
     ),
     Trained(
-        feature="Adagrad", train=partial(
-            scenarios.other_optimizer, make=partial(torch.optim.Adagrad, lr=0.01)
-        ),
+        feature="Adagrad", train=featured(optimizer=partial(torch.optim.Adagrad, lr=0.01)),
     ),
     Trained(
-        feature="`engine.no_sync()`", train=scenarios.no_sync, stages=(1,),
+        feature="`engine.no_sync()`", train=featured(accumulation=2, step=scenarios.no_sync),
+        stages=(1,),
     ),
-    Trained(feature="`engine.compile()`, backend eager", train=scenarios.compiled),
+    Trained(
+        feature="`engine.compile()`, backend eager", train=featured(step=scenarios.compiled)
+    ),
 )  # fmt: skip
 
 NVME = {"device": "nvme", "nvme_path": "/nowhere"}
@@ -195,7 +202,7 @@ ELSEWHERE = (
     Elsewhere(
         feature="several engines in one process, trained in turn", test="test_support.py",
     ),
-    Elsewhere(feature="engine rebuilt in one process", test="test_support.py"),
+    Elsewhere(feature="engine rebuilt in one process", test="test_equal_runs.py"),
     Elsewhere(feature="checkpoints, resumed", test="test_checkpoint.py"),
     Elsewhere(feature="Ulysses (Trainer's `ParallelismConfig`)", test="test_ulysses.py"),
     Elsewhere(feature="`offload_states`, `reload_states`", test="test_offload_states.py"),

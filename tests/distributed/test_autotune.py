@@ -10,14 +10,15 @@ import torch
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings, train_step
 
-pytestmark = pytest.mark.distributed
-INSIDE = 1e12, 1e-6  # bytes per second into a rank and seconds per message, inside a node
+Rate = tuple[float, float]  # bytes per second into a rank and seconds per message
 
 
-def simulate(inter: float, latency: float, node_size: int, host: float = 0.0) -> None:
-    """Let the clock of this process show what simulated links take: ``inter`` bytes per second
-    between nodes, and ``host`` seconds for every call of the kernels. Later ranks are slower, and
-    all must take the same.
+def simulate(
+    between: Rate, node_size: int, *, inside: Rate = (1e12, 1e-6), host: float = 0.0
+) -> None:
+    """Let the clock of this process show what simulated links take, between nodes and inside them,
+    and ``host`` seconds for every call of the kernels. Later ranks are slower, and all must take
+    the same.
     """
     from ds_quant.comm.transport import Link
     from ds_quant.kernels.run import Operations
@@ -29,7 +30,7 @@ def simulate(inter: float, latency: float, node_size: int, host: float = 0.0) ->
         def timed(self: Link, payload: torch.Tensor, **options: Any) -> Any:
             nonlocal now
             one_node = len({r // node_size for r in self.ranks}) == 1
-            rate, wait = INSIDE if one_node else (inter, latency)
+            rate, wait = inside if one_node else between
             copies = self.size - 1 if message is gather else 1
             now += (wait + payload.nbytes * copies / rate) * (1 + own)
             return message(self, payload, **options)
@@ -53,7 +54,7 @@ def tuned(
     """Scheme, start-up line and loss of the last of three steps."""
     import ds_quant
 
-    simulate(inter, latency, 2, host)
+    simulate((inter, latency), 2, host=host)
     block = {"scheme": "autotune", "node_size": 2, "min_numel": 0, **more}
     engine = build(settings(stage, block))
     losses = [loss for step in range(3) for loss in train_step(engine, step)]
@@ -101,7 +102,7 @@ def test_the_other_keys_of_the_block_are_kept() -> None:
 def alone(block: dict[str, Any]) -> tuple[str, str]:
     import ds_quant
 
-    simulate(1e5, 1e-6, node_size=1)
+    simulate((1e5, 1e-6), 1)
     engine = build(settings(3, {"scheme": "autotune", "node_size": 1, "min_numel": 0, **block}))
     report = ds_quant.report(engine)
     return report["scheme"], report["line"]

@@ -12,7 +12,7 @@ from tests import needs
 from tests.distributed.harness import run
 from tests.distributed.models import build, digests, masters, settings, train_step
 
-pytestmark = [pytest.mark.distributed, needs.native_kernels]
+pytestmark = needs.native_kernels
 
 LINES = {"auto": "; C++ kernels", "torch": "; torch kernels"}
 USED = {"auto": {"C++"}, "torch": {"torch"}}

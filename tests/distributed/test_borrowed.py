@@ -21,8 +21,6 @@ from tests.distributed.models import (
     watch,
 )
 
-pytestmark = pytest.mark.distributed
-
 
 class HandsOut(nn.Linear):
     """Returns its bias instead of adding it."""

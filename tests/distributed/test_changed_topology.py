@@ -20,14 +20,13 @@ from tests.distributed.models import (
     build,
     digests,
     exact,
+    heard,
     masters,
     settings,
     train_step,
     watch,
 )
 from tests.thin import thinned
-
-pytestmark = pytest.mark.distributed
 
 SCHEMES = {
     "qsdp": {"scheme": "qsdp"},
@@ -61,10 +60,7 @@ def _save(stage: int, block: dict, folder: str) -> tuple[dict[str, str], list[fl
 
 def _load(stage: int, block: dict | None, folder: str, *, universal: bool) -> dict[str, Any]:
     """What a run finds in the checkpoint, what its first forward sees, and how it goes on."""
-    from ds_quant.zero import log
-
-    said: list[str] = []
-    log.log_rank0 = said.append
+    said = heard()
     checkpoint = {"load_universal": universal}
     engine = build(settings(stage, block, dtype="bf16", checkpoint=checkpoint), seed=7)
     engine.load_checkpoint(folder, tag="universal" if universal else "here")

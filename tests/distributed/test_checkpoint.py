@@ -12,8 +12,6 @@ from tests.distributed.harness import run
 from tests.distributed.models import build, digests, masters, settings, train_step
 from tests.thin import thinned
 
-pytestmark = pytest.mark.distributed
-
 LEARNED = {
     "scheme": "qsdp",
     "weights": {"bits": 4, "rounding": "nearest", "levels": "learned", "level_steps": [2, 5]},

@@ -12,9 +12,15 @@ import torch
 
 from ds_quant.config.environment import VARIABLE
 from tests.distributed.harness import run, run_each
-from tests.distributed.models import Regression, build, digests, masters, settings, train_step
-
-pytestmark = pytest.mark.distributed
+from tests.distributed.models import (
+    Regression,
+    build,
+    digests,
+    heard,
+    masters,
+    settings,
+    train_step,
+)
 
 BLOCK = {"scheme": "sdp4bit", "node_size": 2}
 GIVEN = {VARIABLE: json.dumps(BLOCK)}
@@ -46,10 +52,8 @@ def _elsewhere() -> list[Any]:
     import deepspeed
 
     import ds_quant
-    from ds_quant.zero import log
 
-    logged: list[Any] = []
-    log.log_rank0 = logged.append
+    logged = heard()
     config = settings(0)
     config["zero_optimization"] = {"stage": 0}
     engine = build(config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,6 @@ from tests.distributed.models import (
     watch,
 )
 from tests.thin import thinned
-
-pytestmark = pytest.mark.distributed
 
 # Two ranks as two nodes, so that differences are taken from kept weights under ZeRO-3 too.
 SCHEMES = {
@@ -111,8 +110,8 @@ EXPORTS = {
 
 
 def exported(stage: int, scheme: str, dtype: str) -> dict[str, Any]:
-    """Steps and exports in turn; the same without exports; resumed from the last save; and the
-    exports of a plain engine from what was saved beside each.
+    """Steps and exports in turn; the same without exports; and the exports of a plain engine from
+    what was saved beside each.
     """
     from deepspeed import comm as dist
 
@@ -136,19 +135,11 @@ def exported(stage: int, scheme: str, dtype: str) -> dict[str, Any]:
     undisturbed = build(made)
     plain = [loss for step in range(1, more.stop) for loss in train_step(undisturbed, step)]
     undisturbed.destroy()
-    resumed = build(made, seed=1)  # other initial weights
-    resumed.load_checkpoint(str(scratch), tag=name)
-    loaded = live(resumed)
-    resumed_losses = [loss for step in more for loss in train_step(resumed, step)]
-    resumed.destroy()
     shipped = build(config(stage, None, dtype), seed=7)
     for name, export in EXPORTS.items():
         shipped.load_checkpoint(str(scratch), tag=name)
         found[name]["plain"] = export(shipped, scratch / f"plain {name}")
-    return {
-        "exports": found, "losses": (losses + went_on, plain), "loaded": loaded,
-        "resumed": (went_on, resumed_losses),
-    }  # fmt: skip
+    return {"exports": found, "losses": (losses + went_on, plain)}
 
 
 CASES = [("qsdp_w4g4", "bf16"), ("qsdp_w4g4", "fp32"), ("sdp4bit", "bf16")]
@@ -178,9 +169,6 @@ def test_exports_are_exact_and_leave_training_as_it_was(
         losses, undisturbed = found["losses"]
         assert (losses == undisturbed) == (scheme != "sdp4bit")
         assert losses == pytest.approx(undisturbed, rel=5e-3)
-        assert found["loaded"] == found["exports"]["fp32"]["live"][-1]
-        went_on, resumed = found["resumed"]
-        assert resumed == went_on
 
 
 def check_export(name: str, *, bits: Bits, plain: Bits, used: dict, exact: dict, live: Any) -> None:
@@ -251,22 +239,22 @@ def test_a_checkpoint_written_in_the_background_is_exact(scheme: str) -> None:
     assert second == {**first, "waited": second["waited"]}
 
 
-def skipped_step(stage: int) -> dict[str, Any]:
+def skipped_step(stage: int, scheme: str) -> dict[str, Any]:
     """An overflow makes DeepSpeed skip a step, but count it."""
     from deepspeed import comm as dist
 
     import ds_quant
 
-    checking = config(stage) | {"bf16": {"enabled": True, "check_grad_overflow": True}}
+    checking = config(stage, scheme) | {"bf16": {"enabled": True, "check_grad_overflow": True}}
     engine = build(checking)
     for step in range(STEPS):
         train_step(engine, step)
-    found = {"live": live(engine)}
+    found = {"used": used(engine), "live": live(engine)}
     loss = forward(engine, STEPS)
     engine.backward(loss * float("nan") if dist.get_rank() == 0 else loss)
     engine.step()
     found["skipped"] = bool(engine.optimizer.overflow)
-    found["live_after_skip"] = live(engine)
+    found["live_after_skip"], found["used_after_skip"] = live(engine), used(engine)
     with ds_quant.exact_weights(engine):
         pass
     found["live_outside"] = live(engine)
@@ -280,15 +268,19 @@ def skipped_step(stage: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", thinned([1, 2, 3], lambda stage: stage > 1))
-def test_a_skipped_step_changes_no_weight_and_no_resume(stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "scheme"),
+    thinned(product([1, 2, 3], ["qsdp_w4g4", "sdp4bit"]), lambda stage, _: stage > 1),
+)
+def test_a_skipped_step_changes_no_weight_and_no_resume(stage: int, scheme: str) -> None:
     if stage == 3:
         needs.deepspeed("0.19", "takes a bf16 step with NaN under ZeRO-3")
-    for found in run(skipped_step, 2, stage):
+    for found in run(skipped_step, 2, stage, scheme):
         assert found["skipped"]
         assert found["live_after_skip"] == found["live"]
-        assert found["live_outside"] == found["live"]
-        assert found["live_after_load"] == found["live"]
+        assert found["used_after_skip"] == found["used"]
+        if scheme != "sdp4bit":  # whose replica is exact after an export
+            assert found["live_outside"] == found["live_after_load"] == found["live"]
         assert found["resumed"] == found["losses"]
 
 

@@ -11,8 +11,6 @@ from tests.thin import thinned
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
-pytestmark = pytest.mark.distributed
-
 QUICK = (
     "rank killed while weights travel, qsdp, ZeRO-3",
     "rank killed while gradients travel, sdp4bit, ZeRO-3",

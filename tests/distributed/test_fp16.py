@@ -9,8 +9,6 @@ import torch
 from tests.distributed.harness import run
 from tests.distributed.models import build, forward, plain_descent, settings
 
-pytestmark = pytest.mark.distributed
-
 # Scheme -> how far a loss may be off, in first losses: about twice what was measured.
 SCHEMES = {
     "full_precision": 5e-5, "qsdp": 0.0006, "sdp4bit": 0.003, "lossless": 5e-5,

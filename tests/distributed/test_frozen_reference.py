@@ -11,8 +11,6 @@ import torch
 from tests.distributed.harness import run, run_each
 from tests.distributed.models import QSDP, Regression, build, forward, settings, train_step
 
-pytestmark = pytest.mark.distributed
-
 
 def reference_config(stage: int) -> dict[str, Any]:
     config = copy.deepcopy(settings(stage, QSDP, dtype="bf16"))

@@ -11,9 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import needs
 from tests.distributed.harness import run
-from tests.distributed.models import build, settings
-
-pytestmark = pytest.mark.distributed
+from tests.distributed.models import build, heard, settings
 
 WIDTH, LAYERS = 128, 6
 LAYER = WIDTH * WIDTH
@@ -54,12 +52,10 @@ def tower(case: dict[str, Any]) -> Tower:
 def facts(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per case the gathers predicted and counted, bytes of the last step, and what was logged."""
     import ds_quant
-    from ds_quant.zero import log
 
     found = []
     for case in cases:
-        logged: list[str] = []
-        log.log_rank0 = logged.append
+        logged = heard()
         config = settings(
             3, {"node_size": case.get("node_size", 1), "allow_full_replica": True, **case["block"]},
             dtype="bf16", accumulation=case.get("accumulation", 1), zero=case["zero"],

@@ -26,7 +26,6 @@ same_versions = pytest.mark.skipif(
 
 
 @same_versions
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_runs_equal_the_recorded_ones(topology: str) -> None:
@@ -36,7 +35,6 @@ def test_runs_equal_the_recorded_ones(topology: str) -> None:
 
 
 @same_versions
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_torch_kernels_give_the_recorded_runs() -> None:
     now = golden_runs.run_topology("2x2", ALSO_IN_TORCH, "torch")

@@ -17,10 +17,8 @@ import pytest
 import torch
 
 from tests.distributed.harness import run, run_each
-from tests.distributed.models import QSDP, Regression, build, evaluate, settings, train_step
+from tests.distributed.models import QSDP, Regression, build, evaluate, heard, settings, train_step
 from tests.thin import thinned
-
-pytestmark = pytest.mark.distributed
 
 
 def collectives_issued() -> int:
@@ -29,105 +27,8 @@ def collectives_issued() -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
-def _all_refused(configs: list[dict[str, Any]]) -> list[tuple[str, str, int, int]]:
-    return [_refused_rank(config) for config in configs]
-
-
-def _refused_rank(config: dict[str, Any]) -> tuple[str, str, int, int]:
-    """Name and text of the error, collectives issued in all and since the plugin's last check."""
-    from ds_quant.policy import refusals
-
-    started = checked = collectives_issued()
-    check = refusals.refuse_unsupported
-
-    def noted(*args: Any, **how: Any) -> None:
-        nonlocal checked
-        checked = collectives_issued()
-        check(*args, **how)
-
-    refusals.refuse_unsupported = noted
-    try:
-        build(config)
-    except Exception as error:
-        now = collectives_issued()
-        return type(error).__name__, str(error), now - started, now - checked
-    finally:
-        refusals.refuse_unsupported = check
-    return "nothing", "", 0, 0
-
-
-def zero(stage: int, **extra: Any) -> dict[str, Any]:
-    return settings(stage, QSDP, zero=extra)
-
-
 def block(**fields: Any) -> dict[str, Any]:
     return settings(2, fields)
-
-
-# The words are in tests/unit/golden. Others go the same way: see test_support.py.
-AT_PARSING = {
-    "stage 0": settings(0, QSDP),
-    "SuperOffload": zero(3, offload_optimizer={"device": "cpu", "super_offload": True}),
-    "bits 9": block(weights={"bits": 9}),
-    "misspelt key": settings(2) | {"quantised_comm": {"scheme": "qsdp"}},
-    "block inside zero_optimization": zero(2, quantized_comm=QSDP),
-}
-BF16_OPTIMIZER = settings(1, QSDP, dtype="bf16", data_types={"grad_accum_dtype": "fp32"})
-AT_THE_ENGINE = {
-    "BF16_Optimizer": (
-        2,
-        BF16_OPTIMIZER,
-        ["data_types.grad_accum_dtype=fp32", "BF16_Optimizer", "stage 2", "leave"],
-    ),
-    "node_size 2 of 3": (
-        3,
-        settings(2, {"node_size": 2}),
-        ["quantized_comm.node_size=2", "with 3 ranks: 1, 3"],
-    ),
-    "node_size 4 of 2": (
-        2,
-        settings(3, {"node_size": 4}),
-        ["quantized_comm.node_size=4", "with 2 ranks: 1, 2"],
-    ),
-}
-
-
-@functools.cache
-def refused_at_parsing() -> list[list[tuple[str, str, int, int]]]:
-    return run(_all_refused, 2, list(AT_PARSING.values()))
-
-
-@pytest.mark.parametrize("case", AT_PARSING)
-def test_a_wrong_setting_is_refused_before_any_collective(case: str) -> None:
-    place = list(AT_PARSING).index(case)
-    for kind, message, collectives, _ in (rank[place] for rank in refused_at_parsing()):
-        assert (kind, collectives) == ("ConfigError", 0), message
-
-
-@pytest.mark.parametrize("case", AT_THE_ENGINE)
-def test_what_only_the_engine_knows_is_refused_before_the_first_own_collective(case: str) -> None:
-    world, config, parts = AT_THE_ENGINE[case]
-    for kind, message, _, collectives in run(_refused_rank, world, config):
-        assert kind == "ConfigError", (kind, message)
-        assert [part for part in parts if part not in message] == [], message
-        assert collectives == 0
-
-
-# ---- settings that are no mistake ----
-
-LEFT_ALONE = [settings(stage, block) for stage in (0, 2) for block in (None, {"enabled": False})]
-
-
-def _left_alone_rank() -> list[bool]:
-    """Whether engines are bound or have a report, by config."""
-    import ds_quant
-
-    engines = [build(config) for config in LEFT_ALONE]
-    return [hasattr(e, "ds_quant_plugin") or ds_quant.report(e) is not None for e in engines]
-
-
-def test_no_block_and_a_disabled_block_leave_the_engine_alone() -> None:
-    assert run(_left_alone_rank, 2) == [[False] * 4] * 2
 
 
 # ---- a world of one ----
@@ -411,10 +312,8 @@ class _Wrapped(torch.nn.Module):
 
 def _patterns_rank(patterns: list[str]) -> tuple[str, list[str]]:
     import ds_quant
-    from ds_quant.zero import log
 
-    said: list[str] = []
-    log.log_rank0 = said.append
+    said = heard()
     engine = build(block(exclude=patterns), _Wrapped)
     return ds_quant.report(engine)["line"], said
 

@@ -15,8 +15,6 @@ from tests import needs
 from tests.distributed.host_cost import World as W
 from tests.distributed.host_cost import llama_layer, main, measure, small_layers
 
-pytestmark = pytest.mark.distributed
-
 
 class Budget(NamedTuple):
     calls: int  # of the plugin's Python functions, per parameter; all else per step

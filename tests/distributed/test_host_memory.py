@@ -18,8 +18,6 @@ from tests.distributed.test_golden_runs import same_versions
 from tests.distributed.test_spread import small_chunks
 from tests.distributed.test_steady import Stack, step
 
-pytestmark = pytest.mark.distributed
-
 KEEPS = ("sdp4bit", "zeropp", "hybrid", "qsdp_shard", "lossless")
 GOLDEN = [row for row in ROWS if row.stage == 3 and row.scheme.startswith(KEEPS)]
 

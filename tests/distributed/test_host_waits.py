@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
+import fake_world
 import pytest
 
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings, train_step
 from tests.distributed.test_spread import small_chunks
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import fake_world  # noqa: E402
-
-pytestmark = pytest.mark.distributed
 
 
 def _waits(stage: int, block: dict[str, Any]) -> tuple[dict[str, int], int]:

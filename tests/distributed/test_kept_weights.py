@@ -12,8 +12,6 @@ import ds_quant
 from tests.distributed.harness import run, run_all
 from tests.distributed.models import Regression, build, evaluate, masters, settings, train_step
 
-pytestmark = pytest.mark.distributed
-
 # One rank per node: the node shard is all there is, and two ranks make two nodes.
 ALONE = {"node_size": 1, "allow_full_replica": True}
 

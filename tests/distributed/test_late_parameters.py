@@ -22,8 +22,6 @@ from tests.distributed.models import (
     train_step,
 )
 
-pytestmark = pytest.mark.distributed
-
 BLOCKS = {
     "qsdp": {"scheme": "qsdp"},
     "sdp4bit": {"scheme": "sdp4bit", "node_size": 2},

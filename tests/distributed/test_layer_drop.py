@@ -13,8 +13,6 @@ from torch import nn
 from tests.distributed.harness import run, run_each
 from tests.distributed.models import build, settings
 
-pytestmark = pytest.mark.distributed
-
 WIDTH, LAYERS = 64, 6
 ONE, SEVERAL = 10**6, 5000  # elements of a bucket; a layer has 4160
 Dropped = tuple[int, ...]

@@ -13,17 +13,9 @@ import torch
 
 import ds_quant
 from tests.distributed.harness import run_all, run_each
-from tests.distributed.models import (
-    build,
-    digest,
-    masters,
-    settings,
-    train_step,
-)
+from tests.distributed.models import build, digest, masters, settings, train_step
 from tests.distributed.test_exactness import live
 from tests.thin import thinned
-
-pytestmark = pytest.mark.distributed
 
 STAGES = (1, 2, 3)
 

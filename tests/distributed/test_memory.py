@@ -10,8 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.distributed.harness import run
 from tests.distributed.models import QSDP, build, settings, train_step
 
-pytestmark = pytest.mark.distributed
-
 
 def buffers_alive_after_a_step(stage: int, zero: dict[str, Any]) -> list[bool]:
     """Of the buckets (``reduce_bucket_size`` elements each) that DeepSpeed releases in a step."""

@@ -15,8 +15,6 @@ from tests.distributed import models
 from tests.distributed.harness import run
 from tests.thin import thinned
 
-pytestmark = pytest.mark.distributed
-
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "adding_a_codec.md").read_text("utf-8")
 (MODULE,) = re.findall(r"```python\n# fp8\.py\n(.*?)```", PAGE, re.DOTALL)
 (BLOCK,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)

@@ -13,9 +13,7 @@ import torch
 
 import ds_quant
 from tests.distributed.harness import run, run_each
-from tests.distributed.models import Regression, build, forward, settings, train_step
-
-pytestmark = pytest.mark.distributed
+from tests.distributed.models import Regression, build, forward, heard, settings, train_step
 
 ELSEWHERE = "called_elsewhere"
 
@@ -147,10 +145,7 @@ def test_a_parameter_without_elements_is_named_and_trains_if_no_forward_needs_it
 
 def few_gradients(dropped: bool) -> list[str]:
     """What rank 0 logs in the first step; of every three buckets two may pass the plugin."""
-    from ds_quant.zero import log
-
-    logged: list[str] = []
-    log.log_rank0 = logged.append
+    logged = heard()
     zero = {"reduce_bucket_size": 20_000, "overlap_comm": False}
     engine = build(settings(3, {"scheme": "qsdp"}, dtype="bf16", zero=zero))
     del logged[:]

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.distributed import models
 from tests.distributed.harness import run
 from tests.distributed.models import FEATURES, TARGETS, settings, train_step
-
-pytestmark = pytest.mark.distributed
+from tests.distributed.scenarios import matrices_apart, muon
 
 STEPS, LAYERS, WIDTH = 3, 22, 67
 
@@ -67,21 +67,10 @@ def deepspeeds_own(least: int = 1000) -> Iterator[dict[str, float]]:
 
 
 def build(stage: int, scheme: str | None, accumulation: int, dtype: str, node_size: int) -> Any:
-    import deepspeed
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
-    torch.compiler.set_stance("force_eager")  # compiling its iteration takes minutes on two cores
-    torch.manual_seed(0)
-    model, groups = Deep(), []
-    for chosen in (True, False):
-        params = [p for p in model.parameters() if (p.dim() == 2) == chosen]
-        for p in params:
-            p.use_muon = chosen
-        groups.append({"params": params, "use_muon": chosen, "lr": 2e-2 if chosen else 2e-3})
     block = None if scheme is None else {"scheme": scheme, "node_size": node_size}
     zero = {"reduce_scatter": stage < 3}
     config = settings(stage, block, dtype=dtype, accumulation=accumulation, zero=zero)
-    return deepspeed.initialize(model=model, optimizer=MuonWithAuxAdam(groups), config=config)[0]
+    return models.build(config, Deep, groups=matrices_apart, optimizer=muon)
 
 
 def train(stage: int, scheme: str | None, accumulation: int, dtype: str, node_size: int) -> Any:

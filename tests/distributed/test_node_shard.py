@@ -9,16 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.harness import run
-from tests.distributed.models import (
-    PREFETCH,
-    build,
-    digests,
-    masters,
-    settings,
-    train_step,
-)
-
-pytestmark = pytest.mark.distributed
+from tests.distributed.models import PREFETCH, build, digests, masters, settings, train_step
 
 ROLES = ("weights", "gradients")
 

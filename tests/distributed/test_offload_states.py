@@ -6,7 +6,6 @@ import tempfile
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -22,8 +21,6 @@ from tests.distributed.models import (
     settings,
     train_step,
 )
-
-pytestmark = pytest.mark.distributed
 
 STEPS = 2
 # Of ZeRO-3, DeepSpeed moves masters and states of its own FusedAdam only.

@@ -11,15 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import pytest
 import torch
 
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Link
 from tests.distributed.harness import run
-
-pytestmark = pytest.mark.distributed
 
 RANKS = 3
 SENDS_NOTHING = (2, 1)  # to whom

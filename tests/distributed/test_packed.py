@@ -16,8 +16,6 @@ from ds_quant.config.presets import AUTOTUNE, preset_names
 from tests.distributed.models import FEATURES, TARGETS, Regression, Run
 from tests.distributed.rows import Table, Way, same_weights, seen_in
 
-pytestmark = pytest.mark.distributed
-
 IN, OUT = 256, 384  # of the base: 49,152 bf16 values hold 98,304 weights of 8 bits
 
 

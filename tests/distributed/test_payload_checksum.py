@@ -14,8 +14,6 @@ from tests.distributed.harness import run, run_each
 from tests.distributed.models import build, evaluate, settings, train_step
 from tests.thin import thinned
 
-pytestmark = pytest.mark.distributed
-
 BLOCKS = {
     "qsdp": {"scheme": "qsdp"},
     "sdp4bit": {"scheme": "sdp4bit", "allow_full_replica": True},

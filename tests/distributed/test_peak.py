@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import weakref
 from typing import Any
 
 import pytest
@@ -13,50 +11,42 @@ import ds_quant
 from ds_quant.comm.buffers import Buffers
 from tests import needs
 from tests.distributed.harness import run, run_each
+from tests.distributed.host_memory import Alive
 from tests.distributed.models import build, settings
 from tests.distributed.test_steady import Stack, step
 
-pytestmark = pytest.mark.distributed
 STEPS, LEAST = 3, 1 << 12
 SHAPE = (512, 3)
 SMALL = {"allgather_bucket_size": 200_000, "reduce_bucket_size": 300_000}
 Case = tuple[int, str, int, dict[str, Any]]  # stage, scheme, ranks per node, zero_optimization
 
 
-class Alive:
-    """Bytes of the plugin's buffers, each a tensor of its own instead of the pool's."""
+def follow_buffers() -> Alive:
+    """Make each of the plugin's buffers a tensor of its own instead of the pool's."""
+    alive = Alive()
 
-    def __init__(self) -> None:
-        self.bytes = self.peak = 0
-        alive = self
+    def empty(
+        self: Any, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device
+    ) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if tensor.nbytes >= LEAST:
+            alive.add(tensor)
+        return tensor
 
-        def empty(
-            self: Any, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device
-        ) -> torch.Tensor:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            nbytes = math.prod(shape) * dtype.itemsize
-            if nbytes >= LEAST:
-                alive.bytes += nbytes
-                alive.peak = max(alive.peak, alive.bytes)
-                weakref.finalize(tensor.untyped_storage(), alive.freed, nbytes)
-            return tensor
-
-        Buffers.empty = empty  # of this process
-
-    def freed(self, nbytes: int) -> None:
-        self.bytes -= nbytes
+    Buffers.empty = empty  # of this process
+    return alive
 
 
 def predicted_and_alive(cases: list[Case]) -> list[tuple[float, int]]:
-    alive, found = Alive(), []
+    alive, found = follow_buffers(), []
     for stage, scheme, node_size, zero in cases:
         block = {"scheme": scheme, "node_size": node_size, "allow_full_replica": True}
         zero = {"reduce_bucket_size": 10**9, "overlap_comm": True, **zero}
         engine = build(settings(stage, block, dtype="bf16", zero=zero), lambda: Stack(*SHAPE))
-        alive.peak = alive.bytes
+        alive.most = alive.nbytes
         for _ in range(STEPS):
             step(engine)
-        found.append((ds_quant.report(engine)["expected_peak_bytes"], alive.peak))
+        found.append((ds_quant.report(engine)["expected_peak_bytes"], alive.most))
         engine.destroy()
     return found
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ import torch
 from ds_quant.tools import probe
 from ds_quant.tools.cli import main
 from tests.distributed.harness import run
+from tests.distributed.test_autotune import simulate
 
-pytestmark = pytest.mark.distributed
 SIZES = (1 << 10, 1 << 16, 1 << 20)  # small: four processes on two cores
 
 
@@ -25,28 +24,9 @@ SIZES = (1 << 10, 1 << 16, 1 << 20)  # small: four processes on two cores
 INSIDE, BETWEEN = (8e8, 1e-4), (1e8, 2e-3)
 
 
-def _simulate(node_size: int) -> None:
-    """Let the clock of this process show what the simulated links take; later ranks are slower."""
-    from ds_quant.comm.transport import Link
-    from ds_quant.policy import autotune
-
-    now, gather, own = 0.0, Link.all_gather, torch.distributed.get_rank()
-
-    def timed(self: Link, payload: torch.Tensor, **options: Any) -> Any:
-        nonlocal now
-        ranks = torch.distributed.get_process_group_ranks(self.process_group)
-        rate, latency = INSIDE if len({r // node_size for r in ranks}) == 1 else BETWEEN
-        seconds = latency + payload.nbytes * (len(ranks) - 1) / rate
-        now += seconds * (1 + own)
-        return gather(self, payload, **options)
-
-    Link.all_gather = timed
-    autotune.device_clock = lambda device: lambda: now
-
-
 def _probe(folder: str, node_size: int | None) -> probe.Found:
     probe.SIZES = SIZES
-    _simulate(node_size or torch.distributed.get_world_size())
+    simulate(BETWEEN, node_size or torch.distributed.get_world_size(), inside=INSIDE)
     arguments = argparse.Namespace(out=Path(folder, "probe.json"), node_size=node_size)
     return probe.measure_and_write(arguments)
 

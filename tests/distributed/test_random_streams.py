@@ -15,16 +15,7 @@ import torch
 from torch import nn
 
 from tests.distributed.harness import run
-from tests.distributed.models import (
-    FEATURES,
-    TARGETS,
-    Regression,
-    build,
-    settings,
-    train_step,
-)
-
-pytestmark = pytest.mark.distributed
+from tests.distributed.models import FEATURES, TARGETS, Regression, build, settings, train_step
 
 PLACES = [(role, link) for role in ("weights", "gradients") for link in ("intra", "inter")]
 DELIVERED = 1 << 62  # from this vector on, bits of what a reducer delivers to an owner

@@ -20,8 +20,6 @@ from tests.distributed.models import build, plain_descent, settings, train_step
 from tests.distributed.scenarios import Mixture
 from tests.thin import thinned
 
-pytestmark = pytest.mark.distributed
-
 LEARNED = {"rounding": "nearest", "levels": "learned", "level_steps": [1]}
 SCHEMES: tuple[dict[str, Any], ...] = (
     {"scheme": "qsdp", "gradients": {"rotation_signs": True}},  # of no rotation: none

@@ -6,14 +6,13 @@ Chunks are made small here, so that the tiny models have several.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_world
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,20 +23,10 @@ from tests.distributed.models import (
     PREFETCH,
     TARGETS,
     build,
-    digest,
-    digests,
-    evaluate,
     forward,
-    masters,
     settings,
     train_step,
 )
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import fake_world  # noqa: E402
-
-pytestmark = pytest.mark.distributed
 
 STEPS = 4
 EVERYTHING = {"stage3_prefetch_bucket_size": 200_000, "stage3_max_live_parameters": 10**9}
@@ -174,66 +163,6 @@ def test_gathers_are_posted_ahead_in_the_first_forward_after_a_step(streams: boo
     assert len(first) == len(second) > 3
     assert set(second) == {"fetch"}
     assert set(first) == {"fetch"} if streams else "wait" in first
-
-
-ACTS = ("modified", "saved", "loaded", "resynced", "evaluated", "read exactly")
-
-
-def readers(node_size: int, names: tuple[str, ...]) -> dict[str, bool]:
-    """What else reads the kept weights, in the middle of an exchange, then training goes on."""
-    import deepspeed
-    from deepspeed import comm as dist
-
-    import ds_quant
-
-    def modify(engine: Any) -> None:
-        weight = engine.module.second.weight
-        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
-            if dist.get_rank() == 0:
-                weight.data.mul_(1.5)
-
-    def save(engine: Any) -> None:
-        engine.save_checkpoint(os.environ["TEST_SCRATCH"], tag="here")
-
-    def load(engine: Any) -> None:
-        save(engine)
-        engine.load_checkpoint(os.environ["TEST_SCRATCH"], tag="here")
-
-    acts: dict[str, Any] = {
-        "modified": modify,
-        "saved": save,
-        "loaded": load,
-        "resynced": ds_quant.resync,
-        "evaluated": evaluate,
-        "read exactly": masters,
-    }
-    equal = {}
-    for name in names:
-        outcomes = []
-        for at_once in (True, False):
-            with small_chunks(at_once=at_once):
-                engine = build(config(node_size, PREFETCH, checksum_steps=0 if at_once else 2))
-                losses = []
-                for step in range(5):
-                    losses.append(train_step(engine, step))
-                    if step == 2:
-                        acts[name](engine)
-                shard = engine.ds_quant_plugin.node
-                shard.finish()
-                rows = [digest(param.kept.rows) for param in shard.served]
-                report = ds_quant.report(engine)
-                outcomes.append((losses, rows, digests(masters(engine)), report["resyncs"]))
-                engine.destroy()
-        equal[name] = outcomes[0] == outcomes[1] and outcomes[1][-1] == 0
-    return equal
-
-
-@pytest.mark.parametrize(("node_size", "names"), [(2, ACTS), (1, ("modified", "evaluated"))])
-def test_whatever_reads_the_kept_weights_finds_the_last_step(
-    node_size: int, names: tuple[str, ...]
-) -> None:
-    for equal in run(readers, 2 * node_size, node_size, names, timeout=240):
-        assert all(equal.values()), equal
 
 
 def dropped(explicitly: bool) -> list[float]:

@@ -10,14 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.distributed.harness import run
-from tests.distributed.models import QSDP, build, settings
-
-pytestmark = pytest.mark.distributed
-
+from tests.distributed.models import QSDP, build, heard, settings
 
 # ---- DeepSpeed's shared-memory operator ----
 
@@ -66,10 +62,7 @@ def test_the_operator_is_built_when_inference_first_reduces() -> None:
 
 
 def interrupted() -> list[str]:
-    from ds_quant.zero import log
-
-    said: list[str] = []
-    log.log_here = said.append
+    said = heard("log_here")
     folder = Path(os.environ["TEST_SCRATCH"])
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     if torch.distributed.get_rank() == 0:

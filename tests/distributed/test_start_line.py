@@ -9,9 +9,7 @@ import pytest
 from torch import nn
 
 from tests.distributed.harness import run
-from tests.distributed.models import build, settings
-
-pytestmark = pytest.mark.distributed
+from tests.distributed.models import build, heard, settings
 
 
 class Small(nn.Module):
@@ -94,10 +92,8 @@ LINES = {
 def _logged_rank() -> dict[str, tuple[list[str], dict]]:
     """By case what was logged at start-up, on this rank if it were rank 0, and what is reported."""
     import ds_quant
-    from ds_quant.zero import log
 
-    logged: list[str] = []
-    log.info_rank0 = logged.append
+    logged = heard("info_rank0")
     found = {}
     for name, (settings_of_case, _) in LINES.items():
         logged.clear()

@@ -11,8 +11,6 @@ import pytest
 from tests.distributed.harness import run
 from tests.distributed.models import FULL, Regression, build, settings, train_step
 
-pytestmark = pytest.mark.distributed
-
 CODES = {"scheme": "qsdp_w4g4"}
 
 

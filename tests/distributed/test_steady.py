@@ -7,10 +7,8 @@ where DeepSpeed would. The pool's own growth is read off its size.
 
 from __future__ import annotations
 
-import functools
 import resource
 import sys
-import weakref
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,6 @@ from ds_quant.comm import buffers
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings
 from tests.thin import thinned
-
-pytestmark = pytest.mark.distributed
 
 PACKAGE = Path(ds_quant.__file__).parent
 TORCH = Path(torch.__file__).parent
@@ -109,7 +105,7 @@ def allocations(
 
 
 SMALL = (512, 3), 1 << 15  # 0.8 M parameters, 32 kB
-LARGE = (4096, 6), 1 << 20  # 100.7 M parameters, 1 MB
+LARGE = 4096, 6  # 100.7 M parameters
 
 
 def check(world: int, *case: Any, timeout: float = 90) -> None:
@@ -133,85 +129,11 @@ def test_a_steady_step_allocates_no_large_buffer(world: int, stage: int, scheme:
     check(world, stage, scheme, 2, *SMALL)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "scheme"), [(2, "sdp4bit"), (3, "sdp4bit")])
-def test_a_steady_step_of_100m_parameters_allocates_less_than_1_mb_at_a_time(
-    stage: int, scheme: str
-) -> None:
-    check(2, stage, scheme, 2, *LARGE, timeout=280)
-
-
-class Live(TorchDispatchMode):
-    """Most bytes of tensors that were alive at once, of those made since it was entered. The pool
-    makes none: its arrays are NumPy's.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known: set[int] = set()
-        self._bytes = self.peak = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        given = {_place(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and _place(tensor) not in given | self._known:
-                self._add(tensor.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        place, nbytes = storage.data_ptr(), storage.nbytes()
-        if not nbytes:
-            return
-        self._known.add(place)
-        self._bytes += nbytes
-        self.peak = max(self.peak, self._bytes)
-        weakref.finalize(storage, self._remove, place, nbytes)
-
-    def _remove(self, place: int, nbytes: int) -> None:
-        self._known.discard(place)
-        self._bytes -= nbytes
-
-
-def peak_memory(
-    stage: int, block: dict[str, Any] | None, shape: tuple[int, int], least: int
-) -> tuple[int, int, int]:
-    """Of steady steps: most bytes of tensors at once, the pool's bytes, what the scheme keeps."""
-    buffers.MIN_BYTES = least  # of this process
-    zero = {"reduce_bucket_size": 10**9}
-    engine = build(settings(stage, block, dtype="bf16", zero=zero), lambda: Stack(*shape))
-    for _ in range(WARM):
-        step(engine)
-    with Live() as live:
-        for _ in range(STEADY):
-            step(engine)
-    report = ds_quant.report(engine) or {"kept_bytes": 0, "buffer_bytes": 0}
-    return live.peak, report["buffer_bytes"], report["kept_bytes"]
-
-
-@functools.cache
-def plain_peak(stage: int) -> list[tuple[int, int, int]]:
-    return run(peak_memory, 2, stage, None, *SMALL)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("scheme", ["qsdp", "sdp4bit"])
-def test_peak_memory_beyond_the_reported_buffers_is_that_of_deepspeed(
-    stage: int, scheme: str
-) -> None:
-    """What is not in the pool adds at most 5 % of it to the peak."""
-    plain, ours = plain_peak(stage), run(peak_memory, 2, stage, {"scheme": scheme}, *SMALL)
-    for (before, *_), (after, reported, _) in zip(plain, ours, strict=True):
-        assert after - before <= 0.05 * reported, (before, after, reported)
-
-
 def highest_use(stage: int, block: dict[str, Any] | None) -> tuple[int, int]:
     """Most bytes that a rank's process has held at once, and the buffers that are reported."""
     engine = build(
         settings(stage, block, dtype="bf16", zero={"reduce_bucket_size": 10**9}),
-        lambda: Stack(*LARGE[0]),
+        lambda: Stack(*LARGE),
     )
     for _ in range(WARM + 1):
         step(engine)
@@ -220,7 +142,7 @@ def highest_use(stage: int, block: dict[str, Any] | None) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "scheme"), [(2, "sdp4bit"), (3, "sdp4bit")])
+@pytest.mark.parametrize(("stage", "scheme"), [(2, "sdp4bit"), (3, "sdp4bit"), (3, "qsdp")])
 def test_a_process_of_100m_parameters_takes_as_much_more_as_is_reported(
     stage: int, scheme: str
 ) -> None:

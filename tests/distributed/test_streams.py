@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_world
 import pytest
 import torch
 
@@ -19,12 +20,6 @@ import ds_quant
 from tests.distributed.harness import run
 from tests.distributed.models import PREFETCH, build, forward, settings
 from tests.distributed.test_spread import small_chunks
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import fake_world  # noqa: E402
-
-pytestmark = pytest.mark.distributed
 
 PACKAGE = f"{Path(ds_quant.__file__).parent}/"  # a checkout's own folder may be called ds_quant
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import traceback
 from importlib.metadata import version
 from itertools import product
@@ -11,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from tests.distributed.harness import run, run_all, run_each
+from tests.distributed.harness import run, run_each
 from tests.distributed.models import (
     QSDP,
     batch,
@@ -25,9 +23,7 @@ from tests.distributed.models import (
     train_step,
 )
 from tests.distributed.scenarios import Grid, initialize, seeded
-from tests.distributed.support import ELSEWHERE, REFUSED, TRAINED, Refused
-
-pytestmark = pytest.mark.distributed
+from tests.distributed.support import ELSEWHERE, REFUSED, TRAINED
 
 # Scheme -> block on four ranks, and how far a loss may be off, in first losses: about twice what
 # was measured. A wrong factor of the gradients moves the last loss by a multiple of it.
@@ -101,36 +97,6 @@ def test_a_frozen_int8_base_trains_whether_the_processor_has_fp16_or_not(fp16: s
         assert not any(isinstance(outcome, str) for outcome in found.values()), found
 
 
-def all_refused() -> dict[tuple[int, int], str]:
-    """The error by row and stage."""
-    found = {}
-    for place, row in enumerate(REFUSED):
-        for stage in row.stages:
-            try:
-                build(row.config(stage, QSDP))
-            except Exception as error:
-                found[place, stage] = f"{type(error).__name__}: {error}"
-    return found
-
-
-@functools.cache
-def refused() -> list[dict[tuple[int, int], str]]:
-    return run(all_refused, 2)
-
-
-@pytest.mark.parametrize(
-    ("place", "stage"),
-    [pytest.param(i, s, id=f"{r.feature}, {s}") for i, r in enumerate(REFUSED) for s in r.stages],
-)
-def test_what_is_refused_names_the_setting_and_the_way_out(place: int, stage: int) -> None:
-    row: Refused = REFUSED[place]
-    if INSTALLED < row.since:
-        pytest.skip(f"DeepSpeed {INSTALLED} does not know the setting")
-    for error in (rank.get((place, stage)) for rank in refused()):
-        assert error is not None and "ConfigError" in error
-        assert [part for part in row.parts if part not in error] == [], error
-
-
 def test_the_page_lists_what_is_tested_and_nothing_else() -> None:
     lines = (FOLDER.parents[1] / "docs" / "support.md").read_text("utf-8").splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
@@ -195,23 +161,6 @@ def test_engines_trained_in_turn_equal_their_separate_runs() -> None:
     alone, together = run(one_at_a_time, 4, timeout=120), run(in_turn, 4, timeout=120)
     assert together == alone
     assert len({tuple(losses) for losses, _ in alone[0]}) == len(PAIRS)
-
-
-def rebuilt(stage: int, scheme: str) -> Bits:
-    found = []
-    for _ in range(2):
-        engine = build(settings(stage, {"scheme": scheme, "node_size": 2}, dtype="bf16"))
-        losses = [loss for step in range(4) for loss in train_step(engine, step)]
-        found.append((losses, digests(masters(engine))))
-        engine.destroy()
-        torch.distributed.barrier()
-    return found
-
-
-def test_an_engine_rebuilt_in_one_process_trains_as_the_first() -> None:
-    cases = ((1, "sdp4bit"), (2, "qsdp"), (3, "qsdp"), (3, "sdp4bit"))
-    for case, ranks in run_all(rebuilt, 4, cases).items():
-        assert all(first == second for first, second in ranks), case
 
 
 def copies(stage: int) -> dict[str, str]:

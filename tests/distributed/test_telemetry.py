@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from tests.distributed.harness import run, run_all
-from tests.distributed.models import Regression, build, settings, train_step
+from tests.distributed.models import Regression, build, heard, settings, train_step
 
-pytestmark = pytest.mark.distributed
 PREFIX = "Train/Samples/ds_quant/"
 INTERVAL, STEPS, STAGES = 3, 7, (1, 2, 3)
 SECONDS = {f"seconds/{name}" for name in ("encode", "wait", "decode")}
@@ -186,10 +185,7 @@ def lost_file() -> tuple[int, list[int], list[str]]:
     """Steps taken, steps reported, and what rank 0 logs; in step 3 a folder is in the file's place,
     in step 5 it is gone.
     """
-    from ds_quant.zero import log
-
-    said: list[str] = []
-    log.log_here = said.append
+    said = heard("log_here")
     file = Path(os.environ["TEST_SCRATCH"], "lines")
     engine = build(settings(2, block("qsdp", str(file)) | {"metrics": _every_step(file)}))
     for step in range(7):

@@ -19,8 +19,6 @@ except ImportError:
     pytest.skip("needs an accelerate that knows DeepSpeed's Ulysses", allow_module_level=True)
 harness.preload("tests.integration.hf_preload")
 
-pytestmark = pytest.mark.distributed
-
 
 def trained(stage: int, block: dict[str, Any] | None, folder: str) -> tuple[list[float], Any]:
     """Losses and report; one sequence over all ranks, as gloo gathers over the world only."""

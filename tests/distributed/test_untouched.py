@@ -5,62 +5,52 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from tests.distributed.harness import run, run_all
-from tests.distributed.models import (
-    QSDP,
-    Run,
-    build,
-    digests,
-    settings,
-    train,
-    train_step,
-)
-
-pytestmark = pytest.mark.distributed
-
-STEPS = 4
+from tests.distributed.harness import run_all
+from tests.distributed.models import QSDP, Run, build, settings, train_step
+from tests.distributed.rows import Table, Way, same_weights
 
 
-def unhook() -> int:
-    """Put DeepSpeed's own methods back; how many the plugin had wrapped."""
+@contextmanager
+def unhooked() -> Iterator[int]:
+    """Without what the plugin has wrapped of DeepSpeed; how many methods that are."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
-    wrapped = 0
-    for owner in (DeepSpeedConfig, DeepSpeedEngine, stage3, stage_1_and_2):
-        for name, value in list(vars(owner).items()):
-            if hasattr(value, "ds_quant_wraps"):
-                setattr(owner, name, value.ds_quant_wraps)
-                wrapped += 1
-    return wrapped
+    wrapped = [
+        (owner, name, value)
+        for owner in (DeepSpeedConfig, DeepSpeedEngine, stage3, stage_1_and_2)
+        for name, value in list(vars(owner).items())
+        if hasattr(value, "ds_quant_wraps")
+    ]
+    for owner, name, value in wrapped:
+        setattr(owner, name, value.ds_quant_wraps)
+    yield len(wrapped)
+    for owner, name, value in wrapped:
+        setattr(owner, name, value)
 
 
-def plain(stage: int, dtype: str) -> Run:
-    return train(settings(stage, dtype=dtype, accumulation=2), STEPS)
+def untouched(run: Run, other: Run) -> None:
+    same_weights(run, other)
+    assert run.report is None and other.noted >= 3 and run.weights
 
 
-def hooked_then_unhooked(stage: int, dtype: str) -> tuple[Run, Run, int]:
-    return plain(stage, dtype), *(unhook(), plain(stage, dtype))[::-1]
+TABLE = Table(__name__)
+for dtype, stages in (("fp32", (0, 2, 3)), ("bf16", (1, 3))):
+    TABLE.add(
+        dtype, Way(block=None), Way(block=None, inside=unhooked), holds=untouched, dtype=dtype,
+        stages=stages, accumulation=2, quick=stages,
+    )  # fmt: skip
 
 
-def same(one: Run, other: Run) -> bool:
-    assert one.weights.keys() == other.weights.keys() != set()
-    return one.losses == other.losses and digests(one.weights) == digests(other.weights)
-
-
-@pytest.mark.parametrize(
-    ("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp32")]
-)
-def test_run_without_the_block_equals_one_without_the_plugin(stage: int, dtype: str) -> None:
-    for hooked, unhooked, wrapped in run(hooked_then_unhooked, 2, stage, dtype):
-        assert wrapped >= 3
-        assert hooked.report is None
-        assert same(hooked, unhooked)
+@pytest.mark.parametrize(("title", "stage"), TABLE.params())
+def test_run_without_the_block_equals_one_without_the_plugin(title: str, stage: int) -> None:
+    TABLE.check(title, stage)
 
 
 def traces(engine: Any) -> list[str]:

@@ -1,4 +1,6 @@
-"""``ds_quant validate`` refuses what start-up refuses, with the same sentence."""
+"""``ds_quant validate`` refuses what start-up refuses, with the same sentence, and start-up refuses
+it before any collective that a refusal could leave half done.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,26 @@ from ds_quant.tools.cli import main
 from tests.distributed.harness import run
 from tests.distributed.models import QSDP, Regression, build, settings
 from tests.distributed.support import REFUSED
-from tests.distributed.test_guard import AT_PARSING, AT_THE_ENGINE
+from tests.distributed.test_guard import collectives_issued
 from tests.distributed.test_support import INSTALLED
 
-pytestmark = pytest.mark.distributed
 WORLD = 2
 NUMEL = sum(p.numel() for p in Regression().parameters())
 SDP = {"scheme": "sdp4bit", "node_size": 1}
 CPU = {"device": "cpu"}
+LISTED = {  # in docs/support.md
+    f"{row.feature}, {stage}": (row.config(stage, QSDP), row.parts)
+    for row in REFUSED
+    for stage in row.stages
+    if INSTALLED >= row.since
+}
 TABLE: dict[str, dict[str, Any]] = {
-    **AT_PARSING,
-    **{name: config for name, (world, config, _) in AT_THE_ENGINE.items() if world == WORLD},
-    **{
-        row.feature: row.config(row.stages[-1], QSDP)
-        for row in REFUSED
-        if INSTALLED >= row.since and row.feature != "MiCS"  # DeepSpeed 0.19 refuses it by itself
-    },
+    **{name: config for name, (config, _) in LISTED.items()},
+    "stage 0": settings(0, QSDP),
+    "bits 9": settings(2, {"weights": {"bits": 9}}),
+    "misspelt key": settings(2) | {"quantised_comm": QSDP},
+    "block inside zero_optimization": settings(2, zero={"quantized_comm": QSDP}),
+    "node_size 4 of 2": settings(3, {"node_size": 4}),
     "no stage": {**settings(2, QSDP), "zero_optimization": {}},
     "stage as a boolean": {**settings(2, QSDP), "zero_optimization": False},
     "two ZeRO++ flags": settings(
@@ -48,22 +54,37 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 }
 
 
-def started(configs: list[dict[str, Any]]) -> list[str]:
-    """What start-up says to each config; nothing where it accepts it."""
-    said = []
+def started(configs: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    """What start-up says to each config, nothing where it accepts it; collectives by then, since
+    the plugin looked at the engine for the last time.
+    """
+    from ds_quant.policy import refusals
+
+    said, before, check = [], 0, refusals.refuse_unsupported
+
+    def noted(*args: Any, **how: Any) -> None:
+        nonlocal before
+        before = collectives_issued()
+        check(*args, **how)
+
+    refusals.refuse_unsupported = noted
     for config in configs:
+        before, message = collectives_issued(), ""
         try:
             build(config).destroy()
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
+        except Exception as error:
+            message = str(error)
+            assert "ConfigError" in type(error).__name__, message  # or DeepSpeed's own
+        said.append((message, collectives_issued() - before))
     return said
 
 
-def validated(config: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def validated(
+    config: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str], world: int = WORLD
+) -> str:
     path = folder / "ds_config.json"
     path.write_text(json.dumps(config))
-    code = main(["validate", str(path), "--world", str(WORLD), "--params", str(NUMEL)])
+    code = main(["validate", str(path), "--world", str(world), "--params", str(NUMEL)])
     message = capsys.readouterr().err
     assert bool(message) == code
     return message.removeprefix(f"{path}: ").rstrip("\n")
@@ -71,12 +92,23 @@ def validated(config: dict[str, Any], folder: Path, capsys: pytest.CaptureFixtur
 
 def test_validate_refuses_what_start_up_refuses(tmp_path: Path, capsys) -> None:
     for said in run(started, WORLD, list(TABLE.values()), timeout=180):
-        for (name, config), expected in zip(TABLE.items(), said, strict=True):
-            assert expected, f"{name}: start-up accepts it"
-            assert validated(config, tmp_path, capsys) == expected, name
+        for (name, config), (message, collectives) in zip(TABLE.items(), said, strict=True):
+            assert message and collectives == 0, name
+            _, parts = LISTED.get(name, (None, ()))
+            assert [part for part in parts if part not in message] == [], message
+            if "MiCS" not in name:  # which DeepSpeed 0.19 refuses by itself
+                assert validated(config, tmp_path, capsys) == message, name
+
+
+def test_a_node_size_that_does_not_divide_the_ranks_is_refused(tmp_path: Path, capsys) -> None:
+    config = settings(2, {"node_size": 2})
+    for ((message, collectives),) in run(started, 3, [config]):
+        assert "quantized_comm.node_size=2" in message and "with 3 ranks: 1, 3" in message
+        assert validated(config, tmp_path, capsys, 3) == message and collectives == 0
 
 
 def test_validate_accepts_what_start_up_accepts(tmp_path: Path, capsys) -> None:
     configs = list(ACCEPTED.values())
-    assert run(started, WORLD, configs, timeout=180) == [[""] * len(configs)] * WORLD
+    for said in run(started, WORLD, configs, timeout=180):
+        assert [message for message, _ in said] == [""] * len(configs)
     assert [validated(config, tmp_path, capsys) for config in configs] == [""] * len(configs)

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.harness import run
-from tests.distributed.models import FULL, build, digest, exact, settings, train_step
-
-pytestmark = pytest.mark.distributed
+from tests.distributed.models import FULL, build, digest, exact, heard, settings, train_step
 
 BLOCKS = {
     "full_precision": FULL,
@@ -94,11 +92,9 @@ def surgery(block: dict[str, Any]) -> dict[str, Any]:
     from deepspeed import comm as dist
 
     import ds_quant
-    from ds_quant.zero import log
 
     engine, folder = build(settings(2, block, dtype="bf16")), os.environ["TEST_SCRATCH"]
-    logged: list[str] = []
-    log.log_rank0 = logged.append
+    logged = heard()
     train_step(engine, 0)
     engine.module.second.weight.data[:, 0] = 0.0
     found: dict[str, Any] = {"before": live(engine), "masters": exact(engine, "bf16")}
@@ -132,25 +128,3 @@ def test_what_was_not_written_is_exact_in_exports(name: str) -> None:
         assert found["exported inside"] == {**wanted, "last.bias": found["written inside"]}
         assert found["kept"] == found["written inside"]
         assert found["resynced"] == masters
-
-
-def for_good(block: dict[str, Any]) -> dict[str, Any]:
-    """Edits of the weights that are trained."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-
-    import ds_quant
-
-    engine = build(settings(2, block, dtype="bf16"))
-    train_step(engine, 0)
-    norm = engine.module.norm.weight
-    safe_set_full_fp32_param(norm, torch.full_like(norm, 3.0, dtype=torch.float32))
-    ds_quant.resync(engine)
-    shown = norm.detach().float().mean().item()
-    train_step(engine, 1)
-    return {"shown": shown, "trained": safe_get_full_fp32_param(norm).mean().item()}
-
-
-def test_edits_of_the_masters_are_shown_by_resync_and_trained() -> None:
-    for found in run(for_good, 2, BLOCKS["qsdp"]):
-        assert found["shown"] == 3.0
-        assert found["trained"] == pytest.approx(3.0, abs=0.01)

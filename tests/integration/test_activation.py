@@ -72,7 +72,6 @@ def launch(
     return "".join(printed), written
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("launcher", "order", "stage"),
     [

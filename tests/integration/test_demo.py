@@ -22,7 +22,6 @@ def compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_two_schemes_train_on_the_same_data_and_count_their_bytes(tmp_path: Path) -> None:
     finished = compare(tmp_path, "--schemes=full_precision,qsdp:min_numel=0")
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -59,7 +58,6 @@ def build(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_schemes_are_compared_on_a_model_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN_MODEL)
     options = ["--model=mine:build", "--schemes=full_precision,qsdp", "--world=2", "--steps=4"]

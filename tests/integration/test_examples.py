@@ -21,8 +21,6 @@ for library in ("transformers", "accelerate", "peft"):
     pytest.importorskip(library, reason=f"needs {library}: pip install 'ds_quant[hf]'")
 harness.preload("tests.integration.hf_preload")
 
-pytestmark = pytest.mark.distributed
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PAGE = (EXAMPLES.parent / "examples.md").read_text("utf-8")
 QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}

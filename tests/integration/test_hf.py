@@ -19,8 +19,6 @@ for library in ("transformers", "accelerate", "peft"):
     pytest.importorskip(library, reason=f"needs {library}: pip install 'ds_quant[hf]'")
 harness.preload("tests.integration.hf_preload")
 
-pytestmark = pytest.mark.distributed
-
 WORLD = 2
 QSDP = {"scheme": "qsdp", "min_numel": 512}  # else half of so small a model is exempt
 W4 = {"scheme": "qsdp_w4g4", "min_numel": 512}

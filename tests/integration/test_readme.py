@@ -11,8 +11,6 @@ from tests.integration.processes import LAUNCHERS, free_port, run, run_both
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'ds_quant[hf]'")
 
-pytestmark = pytest.mark.distributed
-
 TEXT = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
 SECTION = TEXT.partition("## Five-minute start")[2].partition("\n## ")[0]
 BLOCKS = dict(re.findall(r"^```(\w+)\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL))

@@ -197,7 +197,6 @@ def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys, tmp_path: Pat
     assert "fix: unset DS_QUANT_DISABLE" in capsys.readouterr().out
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("disabled", "code"), [("", 0), pytest.param("1", 1, marks=pytest.mark.slow)]
 )

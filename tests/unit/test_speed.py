@@ -54,7 +54,6 @@ def test_engines_differ_in_their_block_only() -> None:
 TINY = ["--layers", "1", "--width", "64", "--heads", "2", "--seq-len", "16", "--batch", "1"]
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_without_a_lab_one_point_over_loopback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

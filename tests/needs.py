@@ -27,14 +27,6 @@ def has_engine_method(name: str) -> bool:
     return f"def {name}(" in _source_of_deepspeed("runtime/engine.py")
 
 
-def engine_method(name: str) -> pytest.MarkDecorator:
-    """A method that the engines of older versions of DeepSpeed lack."""
-    return pytest.mark.skipif(
-        not has_engine_method(name),
-        reason=f"DeepSpeed {version('deepspeed')} has no engine.{name}",
-    )
-
-
 def has_deepspeed(since: str) -> bool:
     """Whether the installed one is this version or a newer one."""
     return Version(version("deepspeed")) >= Version(since)

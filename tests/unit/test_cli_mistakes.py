@@ -55,10 +55,8 @@ CASES: list[tuple[list[str], Any, str]] = [
     (PROBED, probe(inter=RATE | {"bytes_per_second": HUGE}), "a number is too large"),
     (MODEL, "[]", "no model_type, allowed: a Hugging Face config"),
     (MODEL, LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: allowed: 1 to"),
-    (MODEL, LLAMA | {"num_hidden_layers": -1}, "num_hidden_layers=-1: allowed: 1 to 1000"),
     (MODEL, LLAMA | {"num_hidden_layers": "x"}, "num_hidden_layers"),
     (MODEL, LLAMA | {"num_attention_heads": 0}, "ZeroDivisionError"),
-    (MODEL, LLAMA | {"hidden_act": "nope"}, "KeyError: 'nope'"),
     (MODEL, {"model_type": "nope"}, "Unrecognized model identifier"),
     (HOSTS, b"\xff\xfe\x00", NO_HOSTS),
     (PLOT, b"\xff\xfe\n", "no JSON objects of numbers with a step in line(s) 1: allowed: a file"),
@@ -92,18 +90,12 @@ def test_a_probe_that_cannot_be_written_is_told_before_it_measures(
     assert (out, err) == ("", f"ds_quant probe: --out {path}: No such file or directory\n")
 
 
-@pytest.mark.parametrize(
-    ("world", "allowed"),
-    [
-        (6, "1, 2, 3, 6"),
-        (10**12, "1, 2, 4, 5, 8, 10, 16, 20, 25, 32, 40, 50, 64, 80, 100, 125, ..."),
-    ],
-)
-def test_node_sizes_are_listed_at_once(tmp_path: Path, capsys, world: int, allowed: str) -> None:
+def test_node_sizes_are_listed_at_once(tmp_path: Path, capsys) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(config() | {"quantized_comm": {"node_size": 7}}))
-    assert main(["validate", str(path), "--world", str(world)]) == 1
-    assert f"allowed with {world} ranks: {allowed}\n" in capsys.readouterr().err
+    assert main(["validate", str(path), "--world", str(10**12)]) == 1
+    allowed = "1, 2, 4, 5, 8, 10, 16, 20, 25, 32, 40, 50, 64, 80, 100, 125, ..."
+    assert f"allowed with {10**12} ranks: {allowed}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -98,11 +98,6 @@ def test_contexts_are_left_when_a_step_fails(hooks: Hooks, seen: list[str]) -> N
     assert seen == ["left"]
 
 
-def test_events_without_calls_stay_as_they_are(hooks: Hooks) -> None:
-    hooks.connect()
-    assert "step" not in vars(hooks.optimizer) and "destroy" not in vars(hooks.engine)
-
-
 def test_a_second_wrap_raises(hooks: Hooks) -> None:
     hooks.before_step.append(lambda: None)
     hooks.connect()

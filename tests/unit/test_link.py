@@ -72,12 +72,6 @@ def test_buffers_are_kept_for_the_stream_that_waits(collective: str, monkeypatch
     assert payload.streams == received.streams == ["waiting"]
 
 
-@pytest.mark.parametrize("collective", ("all_gather", "all_to_all"))
-def test_on_the_posting_stream_nothing_is_recorded(collective: str, monkeypatch) -> None:
-    payload, received = Device(monkeypatch).received(collective, "posting")
-    assert payload.streams == received.streams == []
-
-
 def test_peers_are_named_by_their_global_rank(monkeypatch) -> None:
     """Of a group of the global ranks 1 and 3: one whose message was changed, one that has died."""
     link = object.__new__(Link)

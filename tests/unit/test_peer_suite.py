@@ -1,4 +1,4 @@
-"""benchmarks/peer_suite.py: the block, differences, the committed result."""
+"""benchmarks/peer_suite.py: differences, the committed result."""
 
 from __future__ import annotations
 
@@ -14,26 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import peer_suite  # noqa: E402
-from peer import plugin  # noqa: E402
 from peer_suite import EXPLAINED, PLAIN, Ended  # noqa: E402
 
-BLOCK = {"scheme": "qsdp", "min_numel": 0}
 REFUSAL = "quantized_comm cannot be used with something"
-
-
-# ---- the block ----
-
-
-def test_configs_that_enable_zero_get_the_block(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv(plugin.NOTES, str(tmp_path / "notes"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for stage in (1, 2, 3):
-        given = {"zero_optimization": {"stage": stage}}
-        assert plugin.with_block(given, BLOCK) == {**given, "quantized_comm": BLOCK}
-    assert plugin.noted("world") == [2, 2, 2] and plugin.noted("rank_error") == []
-    own = {"zero_optimization": {"stage": 3}, "quantized_comm": {"scheme": "zeropp"}}
-    for config in ({}, {"zero_optimization": {}}, {"zero_optimization": {"stage": 0}}, own):
-        assert plugin.with_block(config, BLOCK) is config
 
 
 # ---- differences ----

@@ -13,6 +13,7 @@ have equal errors.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,7 +28,7 @@ from torch import Tensor
 from ds_quant.codec.bound import Coding, Rotation, squares
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels.batch import OWN_SIGNS, Encode, Sum
-from ds_quant.kernels.random_bits import Role, address
+from ds_quant.kernels.random_bits import Address, Role, key_of
 from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import round_up
 from ds_quant.policy.scheme import Scheme
@@ -40,11 +41,12 @@ NODES = (2, 4, 8, 16)
 def sum_of(nodes: Tensor, scheme: Scheme, *, step: int, parameter: int, own_signs: bool) -> Tensor:
     """The sum of a gradient over nodes, (nodes, numel) fp32, as its receivers add it up."""
     codec, block, (count, numel) = scheme.gradients, scheme.block.gradients.rotation, nodes.shape
-    names = {"seed": 0, "role": Role.GRADIENTS, "step": step, "parameter": parameter}
-    signs, flips = (address(**names, hop=99), 1) if codec.is_gaussian else (None, 0)
+    key = partial(key_of, seed=0, role=Role.GRADIENTS, parameter=parameter)
+    signs, flips = (Address(key(hop=99), step), 1) if codec.is_gaussian else (None, 0)
     shared, nbytes = Rotation(block=block, signs=signs), codec.wire_bytes(round_up(numel, block))
     turns = [shared.of(place) if own_signs else shared for place in range(count)]
-    streams = Streams([Coding(codec, address(**names, rank=p + 1)) for p in range(count)], turns)
+    ranks = [Coding(codec, Address(key(rank=place + 1), step)) for place in range(count)]
+    streams = Streams(ranks, turns)
     wire, out = torch.empty(count * nbytes, dtype=torch.uint8), torch.empty(numel)
     sends = [
         (Encode(codec, numel, 0, 1, p, block, bool(flips)), (p * numel, p * nbytes, 0))

@@ -14,12 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_quant.codec.codec import CAST_NAMES, CastCodec, Codec, GroupCodec
+from ds_quant.codec.codec import CastCodec, Codec
 from ds_quant.kernels.batch import Decode, Encode, Operation, Sum
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.reference import Rotation
 from ds_quant.kernels.run import Operations, Streams
-from ds_quant.kernels.wire import round_up
 
 # ---- one tensor of a collective ----
 
@@ -104,63 +103,44 @@ def squares(found: Tensor, exact: Tensor) -> Tensor:
 
 def encode(
     codec: Codec,
-    x: Tensor,  # (rows, numel) floating point
-    out: Tensor,  # (rows, bytes) uint8
+    x: Tensor,  # (rows, numel) fp32, bf16 or fp16, each row contiguous
+    out: Tensor,  # (rows, bytes) uint8, the same
     *,
-    address: Address | None = None,
+    address: Address | None = None,  # rounding other than to nearest needs one
     levels: Tensor | None = None,  # (2^bits,) fp32
-    base: Tensor | None = None,  # (rows, numel) floating point, subtracted from x in fp32
+    base: Tensor | None = None,  # as x, subtracted from it in fp32
     rotation: Rotation | None = None,  # of x, or x - base
     backend: str = "auto",
 ) -> None:
-    """Encode the rows of x, each a row of bytes; with a rotation whole blocks of it.
-
-    Raises ``ValueError`` for shapes, dtypes and options that the codec does not take.
-    """
+    """Encode the rows of x, each a row of bytes; with a rotation whole blocks of it."""
     block = 0 if rotation is None else rotation.block
-    on_wire = round_up(x.shape[-1], block or 1)
-    _check(codec, ("x", x), ("out", out), on_wire, block)
-    if getattr(codec, "rounding", "nearest") != "nearest" and address is None:
-        raise ValueError(f"address = None: rounding {codec.rounding!r} needs an Address")
-    if x.numel() == 0:
-        return
-    wire, place = _dense(out, copy=False), 2 if base is not None else None
-    buffers = [_dense(x), wire] + ([] if base is None else [_dense(base)])
     flips = rotation is not None and rotation.flips is not None
-    operation = Encode(codec, x.shape[1], 0, 1, 0, block, flips, place)
-    step = 0 if address is None else address.vectors_per_row(on_wire)
-    steps = [buffers[0].stride(0), wire.stride(0), step]
-    steps += [] if base is None else [buffers[2].stride(0)]
+    operation = Encode(codec, x.shape[1], 0, 1, 0, block, flips, None if base is None else 2)
+    buffers = [x.detach(), out, *([] if base is None else [base.detach()])]
+    steps = [buffer.stride(0) for buffer in buffers]
+    steps.insert(2, 0 if address is None else address.vectors_per_row(operation.on_wire))
     _run(operation, len(x), steps, buffers, Coding(codec, address, levels), rotation, backend)
-    if wire is not out:
-        out.copy_(wire)
 
 
 def decode(
     codec: Codec,
-    wire: Tensor,  # (rows, bytes) uint8
-    out: Tensor,  # (rows, numel) floating point
+    wire: Tensor,  # (rows, bytes) uint8, each row contiguous
+    out: Tensor,  # (rows, numel) fp32, bf16 or fp16, the same
     *,
     levels: Tensor | None = None,
     add: bool = False,  # in fp32 to what ``out`` holds
     backend: str = "auto",
 ) -> None:
-    """Decode every row and cast once to the dtype of ``out``. ``ValueError`` as of ``encode``."""
-    _check(codec, ("out", out), ("wire", wire), out.shape[-1])
-    if out.numel() == 0:
-        return
-    buffers = [_dense(wire), _dense(out)]
-    steps = [buffer.stride(0) for buffer in buffers]
+    """Decode every row and cast once to the dtype of ``out``."""
     operation = Decode(codec, out.shape[1], 0, 1, 0, add)
+    buffers, steps = [wire, out.detach()], [wire.stride(0), out.stride(0)]
     _run(operation, len(out), steps, buffers, Coding(codec, None, levels), None, backend)
-    if buffers[1] is not out:
-        out.copy_(buffers[1])
 
 
 def decode_sum(
     codec: Codec,
-    wire: Tensor,  # (rows, bytes) uint8
-    out: Tensor,  # (numel,) floating point
+    wire: Tensor,  # (rows, bytes) uint8, each row contiguous
+    out: Tensor,  # (numel,) fp32, bf16 or fp16, contiguous
     *,
     scale: float = 1.0,
     own: Own | None = None,  # place, (numel on the wire,) floating point
@@ -170,29 +150,19 @@ def decode_sum(
 ) -> None:
     """out = scale * sum of the rows: fp32, in order, rotated back, scaled and cast once.
 
-    The values ``own[1]`` are added as row ``own[0]``, which the wire leaves out. ``ValueError`` as
-    of ``encode``.
+    The values ``own[1]`` are added as row ``own[0]``, which the wire leaves out.
     """
-    block = 0 if rotation is None else rotation.block
-    on_wire = round_up(out.shape[0], block or 1)
-    if out.dim() != 1 or out.dtype not in CAST_NAMES:
-        allowed = " or ".join(CAST_NAMES.values())
-        raise ValueError(f"out: shape {tuple(out.shape)} {out.dtype}, must be (numel,) {allowed}")
-    _check(codec, ("out", out.expand(len(wire), -1)), ("wire", wire), on_wire, block)
     if len(wire) == 0 and own is None:
         out.zero_()
-    if out.numel() == 0 or (len(wire) == 0 and own is None):
         return
     place, values = own or (None, out.new_empty(0))
-    buffers = [_dense(wire), _dense(out[None])[0], _dense(values[None].float())[0]]
     operation = Sum(
-        codec, len(out), wire_in=0, values=1, stream=0, sources=len(wire),
-        stride=buffers[0].stride(0), place=place, own=2, block=block,
+        codec, len(out), wire_in=0, values=1, stream=0, sources=len(wire), stride=wire.stride(0),
+        place=place, own=2, block=0 if rotation is None else rotation.block,
         flips=rotation is not None and rotation.flips is not None, scale=scale,
     )  # fmt: skip
+    buffers = [wire, out.detach(), values.float()]
     _run(operation, 1, [0] * 3, buffers, Coding(codec, None, levels), rotation, backend)
-    if buffers[1].data_ptr() != out.data_ptr():
-        out.copy_(buffers[1])
 
 
 def _run(
@@ -206,40 +176,6 @@ def _run(
 ) -> None:
     table = coding.codec.table(coding.levels, buffers[0].device)  # refuses what does not fit
     coding = coding._replace(levels=None if coding.levels is None else table)
+    rows *= operation.numel > 0
     tasks = [(operation, tuple(row * step for step in steps)) for row in range(rows)]
     Operations(tasks).run(buffers, Streams([coding], [rotation]), backend=backend)
-
-
-def _dense(rows: Tensor, *, copy: bool = True) -> Tensor:
-    """Rows without holes, in a dtype that messages can have; ``copy``: the content, too."""
-    dtype = rows.dtype if rows.dtype in _DENSE else torch.float32
-    if dtype == rows.dtype and (rows.stride(-1) == 1 or rows.shape[-1] == 1):
-        return rows.detach()
-    dense = torch.empty(rows.shape, dtype=dtype, device=rows.device)
-    return dense.copy_(rows.detach()) if copy else dense
-
-
-_DENSE = (torch.uint8, *CAST_NAMES)
-
-
-def _check(
-    codec: Codec, values: tuple[str, Tensor], wire: tuple[str, Tensor], on_wire: int, block: int = 0
-) -> None:
-    """Named tensors: rows of values and of bytes."""
-    name, rows = values
-    if rows.dim() != 2 or not rows.is_floating_point():
-        raise ValueError(
-            f"{name}: shape {tuple(rows.shape)} {rows.dtype}, must be (rows, numel) floating point"
-        )
-    (name, found), expected = wire, (len(rows), codec.wire_bytes(on_wire))
-    if found.shape != expected or found.dtype != torch.uint8:
-        raise ValueError(
-            f"{name}: shape {tuple(found.shape)} {found.dtype}, must be {expected} uint8"
-        )
-    if block and isinstance(codec, GroupCodec) and codec.group_size % block:
-        raise ValueError(f"rotation block = {block}: must divide group_size = {codec.group_size}")
-    if isinstance(codec, GroupCodec) and codec.is_gaussian and on_wire % codec.group_size:
-        raise ValueError(
-            f"numel = {rows.shape[1]} with range = 'gaussian': allowed are multiples of "
-            f"{codec.group_size}, or a rotation of {codec.group_size}"
-        )

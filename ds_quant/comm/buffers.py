@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -55,20 +55,6 @@ class Buffers:
         with self._lock, torch.inference_mode(False):
             numbers = torch.frombuffer(self._take(nbytes), dtype=dtype, count=math.prod(shape))
             return numbers if len(shape) == 1 else numbers.view(shape)
-
-    def empties(
-        self, numels: Sequence[int | None], *, dtype: torch.dtype, device: torch.device
-    ) -> list[torch.Tensor | None]:
-        """Uninitialised 1-D tensors in one buffer, None for None: one by one they cost microseconds
-        each. Kernels prefer them at multiples of 8 elements.
-        """
-        room = [-(-numel // 8) * 8 for numel in numels if numel is not None]
-        parts = iter(self.empty(sum(room), dtype=dtype, device=device).split(room))
-        made = (None if numel is None else next(parts) for numel in numels)
-        return [
-            part if part is None or part.numel() == numel else part[:numel]
-            for part, numel in zip(made, numels, strict=True)
-        ]
 
     def _take(self, nbytes: int) -> np.ndarray:
         """Take the smallest free array that is large enough, else replace a free one."""

@@ -77,7 +77,7 @@ class Link:
     ``findings``: learns of messages that cannot be used. ``sealed``: see [Note: sealed messages].
     ``dist``: the module of collectives, DeepSpeed's if None.
     ``backend``: the kernels that make and read its messages, one of ``dispatch.BACKENDS``.
-    ``empty``, ``empties``: as those of ``Buffers``, for messages and what is made of them.
+    ``empty``: as that of ``Buffers``, for messages and what is made of them.
     """
 
     backend = "auto"
@@ -101,8 +101,7 @@ class Link:
         self.process_group = process_group
         self._traffic, self._sealed, self.backend = traffic, sealed, backend
         self.findings = findings or Findings()
-        pool = buffers or Buffers()
-        self.empty, self.empties = pool.empty, pool.empties
+        self.empty = (buffers or Buffers()).empty
         self.size: int = dist.get_world_size(group=process_group)
         self.rank: int = dist.get_rank(group=process_group)
         self.ranks: list[int] = [self._global_rank(r) for r in range(self.size)]

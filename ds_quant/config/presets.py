@@ -31,11 +31,11 @@ def group_of(name: str) -> str:
     return next((group for group, names in preset_groups().items() if name in names), "")
 
 
-def choices(quote: str = '"') -> str:
+def choices() -> str:
     """List what "scheme" may be, in words."""
     return "; ".join(
         (f"{group}: " if group else "")
-        + " or ".join(f"{quote}{name}{quote}" for name in (*names, *[AUTOTUNE] * (not group)))
+        + " or ".join(f'"{name}"' for name in (*names, *[AUTOTUNE] * (not group)))
         for group, names in preset_groups().items()
     )
 

@@ -55,8 +55,10 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-Whole = Annotated[int, BeforeValidator(whole)]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(whole)]
 Positive = Annotated[int, Field(ge=1), BeforeValidator(whole)]
+Bits = Annotated[int, Field(ge=2, le=8), BeforeValidator(whole)]
+GroupSize = Annotated[int, Field(ge=32, le=65536, multiple_of=32), BeforeValidator(whole)]
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple)]
 Range = Literal["minmax", "absmax"]
 Rounding = Literal["nearest", "stochastic", "random_shift"]
@@ -86,13 +88,9 @@ class _Quantizer(Block):
         description="Python module with a number format of your own, in place of bits, group_size, "
         "range, rounding and levels (docs/adding_a_codec.md). null: none.",
     )
-    bits: Whole = Field(8, ge=2, le=8, description="Bits per code.")
-    group_size: Whole = Field(
-        1024,
-        ge=32,
-        le=65536,
-        multiple_of=32,
-        description="Elements that share a scale. Smaller groups: less error, more bytes.",
+    bits: Bits = Field(8, description="Bits per code.")
+    group_size: GroupSize = Field(
+        1024, description="Elements that share a scale. Smaller groups: less error, more bytes."
     )
     range: Range = Field(
         "minmax",
@@ -115,10 +113,8 @@ class _Quantizer(Block):
 class IntraConfig(Block):
     """Inside a node; range (beside "gaussian": absmax) and rounding are those of the role."""
 
-    bits: Whole = Field(8, ge=2, le=8, description="Bits per code.")
-    group_size: Whole = Field(
-        128, ge=32, le=65536, multiple_of=32, description="Elements that share a scale."
-    )
+    bits: Bits = Field(8, description="Bits per code.")
+    group_size: GroupSize = Field(128, description="Elements that share a scale.")
 
 
 class FallbackConfig(Block):
@@ -138,9 +134,8 @@ class FallbackConfig(Block):
 class MetricsConfig(Block):
     """Communication metrics written by rank 0, to DeepSpeed's monitors and to a file."""
 
-    interval: Whole = Field(
+    interval: Natural = Field(
         100,
-        ge=0,
         description="Sample one optimizer step in this many and write bytes, errors, bits and "
         "seconds to the monitors of the DeepSpeed config. 0: never.",
     )
@@ -320,8 +315,8 @@ class QuantizedCommConfig(Block):
     exclude: Patterns = Field(
         (), description='Parameter names left in full precision; patterns: ["*.embed*"].'
     )
-    min_numel: Whole = Field(
-        2048, ge=0, description="Parameters with fewer elements stay in full precision."
+    min_numel: Natural = Field(
+        2048, description="Parameters with fewer elements stay in full precision."
     )
     node_shard: bool | None = Field(
         None,
@@ -346,9 +341,8 @@ class QuantizedCommConfig(Block):
     metrics: MetricsConfig = Field(
         MetricsConfig(), description="Sampled communication metrics: bytes, error, time."
     )
-    checksum_steps: Whole = Field(
+    checksum_steps: Natural = Field(
         100,
-        ge=0,
         description="Every N optimizer steps, ranks compare checksums of the weights that they "
         "cache and resync on mismatch. 0: never.",
     )
@@ -358,15 +352,15 @@ class QuantizedCommConfig(Block):
         "before the optimizer uses it, with role, sender and step. Costs 16 bytes per message and "
         "one all-reduce of 8 bytes per optimizer step.",
     )
-    warmup_steps: Whole = Field(
-        0, ge=0, description="Optimizer steps in full precision before quantization starts."
+    warmup_steps: Natural = Field(
+        0, description="Optimizer steps in full precision before quantization starts."
     )
     backend: Literal["auto", "torch"] = Field(
         "auto",
         description="auto: CuPy kernels on CUDA and C++ kernels on the CPU where they work; torch: "
         "always plain torch, slower. Same bytes either way.",
     )
-    seed: Whole = Field(0, ge=0, le=MAX_SEED, description="Seed of all random rounding.")
+    seed: Natural = Field(0, le=MAX_SEED, description="Seed of all random rounding.")
     handshake_timeout: float = Field(
         60.0,
         gt=0,

@@ -63,19 +63,8 @@ class Address(NamedTuple):
         return self.step & _MASK32, self.step >> 32 & _MASK32
 
 
-def address(
-    *, seed: int, role: Role, step: int, parameter: int, rank: int = 0, hop: int = 0
-) -> Address:
-    """Address of the stream of one parameter in one step.
-
-    `step` counts optimizer (or micro-) steps and stays out of the key: it is a counter word.
-    """
-    key = key_of(seed=seed, role=role, parameter=parameter, rank=rank, hop=hop)
-    return Address(key=key, step=step & _MASK64)
-
-
 def key_of(*, seed: int, role: Role, parameter: int, rank: int = 0, hop: int = 0) -> int:
-    """Key of the stream of one parameter, the same in all steps."""
+    """Key of the stream of one parameter, the same in all steps: those are a counter word."""
     key = 0
     for field in (seed, int(role), parameter, rank, hop):
         key = _splitmix64((key ^ (field & _MASK64)) + 0x9E3779B97F4A7C15)

@@ -68,7 +68,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -370,14 +369,14 @@ def encode(
             codes, scales, offsets = _uniform(groups.view(-1, group), fmt, address, levels, random)
         codes = codes.view(rows, -1)[:, : round_up(stop - start, 8)].contiguous()
         codes[:, stop - start :].zero_()
-        sections = _sections(out, layout, fmt, start, stop)
+        sections, scales_at, offsets_at = _sections(out, layout, fmt, start, stop)
         shift = 0
-        for section, width in zip(sections.planes, planes(fmt.bits), strict=True):
+        for section, width in zip(sections, planes(fmt.bits), strict=True):
             section.copy_(_packed(codes, width, shift))
             shift += width
-        sections.scales.copy_(scales.view(rows, -1).view(torch.uint8))
+        scales_at.copy_(scales.view(rows, -1).view(torch.uint8))
         if offsets is not None:
-            sections.offsets.copy_(offsets.view(rows, -1).view(torch.uint8))
+            offsets_at.copy_(offsets.view(rows, -1).view(torch.uint8))
 
 
 def decode(
@@ -410,9 +409,6 @@ def decode_sum(
     ``own[1]`` is added as row ``own[0]``, which the wire leaves out. With a rotation the sum is
     rotated back before it is multiplied; with ``own_signs`` every row is, before it is added.
     """
-    if len(wire) == 0 and own is None:
-        out.zero_()
-        return
     numel = round_up(out.shape[0], rotation.block if rotation else 1)
     for start, stop, values in _decoded(wire, fmt, numel, levels):
         rows = list(values)
@@ -457,15 +453,10 @@ def _random_of(x: Tensor, address: Address, layout: WireLayout, start: int) -> T
     return torch.stack(rows)
 
 
-class _Sections(NamedTuple):
-    """Views (rows, bytes) of what messages hold of some columns."""
-
-    planes: list[Tensor]
-    scales: Tensor
-    offsets: Tensor | None
-
-
-def _sections(wire: Tensor, layout: WireLayout, fmt: Format, start: int, stop: int) -> _Sections:
+def _sections(
+    wire: Tensor, layout: WireLayout, fmt: Format, start: int, stop: int
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """Views (rows, bytes) of what messages hold of some columns: planes, scales and offsets."""
     first_group, groups = start // fmt.group_size, ceil_div(stop - start, fmt.group_size)
 
     def of_groups(base: int, width: int) -> Tensor:
@@ -476,7 +467,7 @@ def _sections(wire: Tensor, layout: WireLayout, fmt: Format, start: int, stop: i
         for base, width in zip(layout.plane_offsets, planes(fmt.bits), strict=True)
     ]
     offsets = None if layout.offset_offset is None else of_groups(layout.offset_offset, 4)
-    return _Sections(parts, of_groups(layout.scale_offset, scale_bytes(fmt)), offsets)
+    return parts, of_groups(layout.scale_offset, scale_bytes(fmt)), offsets
 
 
 def _packed(codes: Tensor, width: int, shift: int) -> Tensor:
@@ -501,19 +492,18 @@ def _decoded(
     layout = layout_of(fmt, numel)
     for start, stop in _runs(max(1, len(wire)), numel, fmt.group_size, wire.device):
         count = stop - start
-        sections = _sections(wire, layout, fmt, start, stop)
+        sections, scales, offsets = _sections(wire, layout, fmt, start, stop)
         codes, shift = 0, 0
-        for section, width in zip(sections.planes, planes(fmt.bits), strict=True):
+        for section, width in zip(sections, planes(fmt.bits), strict=True):
             codes = codes | _unpacked(section, width) << shift
             shift += width
         codes = codes[:, :count]
         values = levels[codes.long()] if levels is not None else codes.float() - code_of_zero(fmt)
         padded = torch.nn.functional.pad(values, (0, -count % fmt.group_size))
         groups = padded.unflatten(1, (-1, fmt.group_size))
-        scale = torch.bfloat16 if fmt.is_gaussian else torch.float32
-        groups = groups * _numbers(sections.scales, scale)
-        if sections.offsets is not None:
-            groups = groups + _numbers(sections.offsets, torch.float32)
+        groups = groups * _numbers(scales, torch.bfloat16 if fmt.is_gaussian else torch.float32)
+        if offsets is not None:
+            groups = groups + _numbers(offsets, torch.float32)
         yield start, stop, groups.flatten(1)[:, :count]
 
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
 
-from ds_quant.tools import plot_style
+from ds_quant.policy.cost import LOSSLESS_BITS
+from ds_quant.tools import forecast, plot_style
+from ds_quant.tools.forecast import Plan, Row
+from ds_quant.tools.planning import make_plan
 
 LINKS = (10, 25, 100, 200, 400)  # Gb/s into a node
 MICRO_STEPS = (1, 4, 16)
@@ -18,9 +20,6 @@ MICRO_STEPS = (1, 4, 16)
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the answer, and the table below it."""
-    from ds_quant.tools import forecast
-    from ds_quant.tools.planning import make_plan
-
     plan = make_plan(arguments)
     rows = forecast.forecast(plan)
     taken, said = forecast.answer(plan, rows)
@@ -60,7 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _title(plan: Any) -> list[str]:
+def _title(plan: Plan) -> list[str]:
     cluster = plan.cluster
     link = f", {cluster.link * 8e-9:.3g} Gb/s into a node" * (cluster.nodes > 1)
     gathers = f", {plan.gathers:.3g} gathers of the weights" * (plan.stage == 3)
@@ -71,11 +70,9 @@ def _title(plan: Any) -> list[str]:
     ]
 
 
-def _table(rows: list[Any], base: Any, every: bool) -> list[str]:
+def _table(rows: list[Row], base: Row, every: bool) -> list[str]:
     """The schemes that may be taken, then those that are not to be."""
-    from ds_quant.tools import forecast
-
-    columns: dict[str, Callable[[Any], str]] = {
+    columns: dict[str, Callable[[Row], str]] = {
         "scheme": lambda row: row.scheme,
         "B/param": lambda row: f"{row.inter_bytes:.3f}",
         "step s": lambda row: forecast.span(row.step_overlapped, row.step_serial, ".3g"),
@@ -93,7 +90,7 @@ def _table(rows: list[Any], base: Any, every: bool) -> list[str]:
 
 
 def _grid(
-    title: str, found: Mapping[int, list[Any]], shown: set[str], cell: Callable[[Any], str]
+    title: str, found: Mapping[int, list[Row]], shown: set[str], cell: Callable[[Row], str]
 ) -> list[str]:
     """A column per link or accumulation."""
     if not found:
@@ -104,9 +101,7 @@ def _grid(
     return ["", title, *align(rows, ["scheme", *map(str, found), ""])]
 
 
-def _notes(rows: list[Any], every: bool) -> list[str]:
-    from ds_quant.policy.cost import LOSSLESS_BITS
-
+def _notes(rows: list[Row], every: bool) -> list[str]:
     most = [f"{row.most_bytes:.3f} ({row.scheme})" for row in rows if row.most_bytes]
     return [
         "step s and speed-up: communication fully hidden to not hidden at all.",
@@ -133,10 +128,8 @@ def align(rows: list[list[str]], headers: list[str]) -> list[str]:
     ]
 
 
-def plot(plan: Any, path: Path) -> None:
+def plot(plan: Plan, path: Path) -> None:
     """Plot speed-up without overlap against link rate, for the schemes that may be taken."""
-    from ds_quant.tools import forecast
-
     pyplot = plot_style.pyplot()
     if plan.cluster.nodes == 1:
         raise ValueError("--plot: one node has no link between nodes to vary")

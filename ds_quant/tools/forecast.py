@@ -181,22 +181,27 @@ def forecast(plan: Plan) -> list[Row]:
         SHIPPED, plan, plain, nbytes, nbytes * two_levels, gpu_memory=plan.shipped_memory,
         host_memory=plan.shipped_host_memory,
     )  # fmt: skip
-    rows = [_priced(name, block, plan) for name, block in blocks.items()]
-    return [shipped, *(_compared(row, shipped, plan) for row in rows)]
+    return [shipped, *(_priced(name, block, plan, shipped) for name, block in blocks.items())]
 
 
-def _priced(name: str, block: QuantizedCommConfig, plan: Plan) -> Row:
+def _priced(name: str, block: QuantizedCommConfig, plan: Plan, base: Row) -> Row:
     costs, steps = _bill(block, plan), {"micro_steps": plan.micro_steps}
     kept, peak = costs.memory * plan.counted, _peak(costs, plan)
     if plan.micro_steps > 1:
         peak += costs.waiting * plan.counted
     sent = costs.step_bytes(plan.stage, **steps), costs.intra_bytes(plan.stage, **steps)
     most = costs.step_bytes(plan.stage, **steps, most=True) if costs.varies else None
-    return _row(
-        name, plan, costs, *sent, memory=kept, peak=peak, most_bytes=most,
-        gpu_memory=plan.shipped_memory + kept * (not plan.offloads_shard) + peak,
-        host_memory=plan.shipped_host_memory + kept * plan.offloads_shard,
-        note=_against(name, block, plan),
+    needed, note = base.gpu_memory + kept * (not plan.offloads_shard) + peak, ""
+    if plan.gpu_memory is not None and needed > plan.gpu_memory:
+        note = f"needs {needed / 1e9:.3g} GB"
+    row = _row(
+        name, plan, costs, *sent, memory=kept, peak=peak, most_bytes=most, gpu_memory=needed,
+        host_memory=base.host_memory + kept * plan.offloads_shard,
+        note=_against(name, block, plan) or note,
+    )  # fmt: skip
+    return replace(
+        row, speedup_overlapped=base.step_overlapped / row.step_overlapped,
+        speedup_serial=base.step_serial / row.step_serial,
     )  # fmt: skip
 
 
@@ -211,17 +216,6 @@ def _against(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
     advised = *choosing.candidates(plan.place), *["hybrid"] * (plan.stage == 3)
     known = name in preset_names() and group != YOURS
     return "others are advised here" if known and name not in advised else ""
-
-
-def _compared(row: Row, base: Row, plan: Plan) -> Row:
-    """Fill in what is gained over ``base``, and whether it fits."""
-    note = row.note
-    if not note and plan.gpu_memory is not None and row.gpu_memory > plan.gpu_memory:
-        note = f"needs {row.gpu_memory / 1e9:.3g} GB"
-    return replace(
-        row, note=note, speedup_overlapped=base.step_overlapped / row.step_overlapped,
-        speedup_serial=base.step_serial / row.step_serial,
-    )  # fmt: skip
 
 
 def _row(

@@ -2,8 +2,7 @@
 
 Run it as a training script is run, one process per GPU, or with ``--hostfile``: the groups, the
 backend and the calls are those of the plugin. All nodes send at once, as they do in a step. Writes
-JSON for
-``ds_quant estimate --probe``.
+JSON for ``ds_quant estimate --probe``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_quant.comm.topology import Topology, default_node_size
+from ds_quant.comm.traffic import Traffic
+from ds_quant.comm.transport import Link
 from ds_quant.config.errors import show
 from ds_quant.policy.autotune import Rate, rate_from, slowest
 from ds_quant.tools.cli import about
@@ -122,8 +125,6 @@ def free_port() -> str:
 
 def measure_and_write(arguments: argparse.Namespace) -> Found:
     """Measure on all ranks; rank 0 writes ``arguments.out`` and prints."""
-    import torch
-
     found = _measure(arguments)
     if int(os.environ["RANK"]) == 0:
         facts = {"kind": KIND, "version": VERSION, **asdict(found)}
@@ -147,8 +148,6 @@ def describe(found: Found) -> list[str]:
 
 
 def _measure(arguments: argparse.Namespace) -> Found:
-    import torch
-
     cuda = torch.cuda.is_available()
     if not cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -183,11 +182,6 @@ def _measure(arguments: argparse.Namespace) -> Found:
 
 def _rate_of(name: str, group: Any, topology: Topology, device: Any, rank: int) -> Rate:
     """Return the rate of the slowest rank, so that the estimate waits as the step would."""
-    import torch
-
-    from ds_quant.comm.traffic import Traffic
-    from ds_quant.comm.transport import Link
-
     link, found = Link(group, topology=topology, traffic=Traffic()), []
     for nbytes in SIZES:
         if rank == 0 and sys.stderr.isatty():

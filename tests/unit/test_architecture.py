@@ -204,13 +204,13 @@ def _docstring_node(node: ast.AST) -> ast.Constant | None:
 # Lines without blanks, comments and docstrings, and classes: lower them when a change needs less.
 BUDGETS = {
     "ds_quant": (146, 2),
-    "kernels": (2197, 38),
-    "codec": (436, 6),
-    "comm": (1432, 32),
-    "config": (703, 9),
+    "kernels": (2184, 36),
+    "codec": (384, 6),
+    "comm": (1421, 32),
+    "config": (697, 9),
     "policy": (847, 14),
     "zero": (3658, 37),
-    "tools": (1863, 7),
+    "tools": (1855, 7),
 }
 BUDGETS_BESIDE = {"tests": 17364, "benchmarks": 3756}  # lines of code
 

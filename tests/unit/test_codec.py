@@ -35,12 +35,10 @@ def test_strided_rows_give_the_same_bytes_and_values(codec):
         assert torch.equal(section, dense)
         assert torch.all(message[:, :first] == 0x5A)
         assert torch.all(message[:, first + nbytes :] == 0x5A)
-        wide = torch.zeros(3, 200, dtype=(torch.float32, torch.float64)[first % 2])
+        wide = torch.zeros(3, 200, dtype=(torch.float32, torch.bfloat16)[first % 2])
         decode(codec, section, wide[:, 30:127])
         assert torch.equal(wide[:, 30:127], values.to(wide.dtype))
         assert not wide[:, :30].any() and not wide[:, 127:].any()
-    transposed = rows.t().contiguous().t()
-    assert torch.equal(encoded(codec, transposed), dense)
 
 
 def test_a_strided_table_gives_the_same_bytes_and_values():
@@ -102,20 +100,6 @@ def test_invalid_fields_are_named_with_what_is_allowed(fields, message):
 def test_wrong_arguments_are_refused():
     codec, x = GroupCodec(rounding="stochastic"), torch.zeros(2, 10)
     wire = torch.empty(2, codec.wire_bytes(10), dtype=torch.uint8)
-    with pytest.raises(ValueError, match="address = None.*stochastic"):
-        encode(codec, x, wire)
-    with pytest.raises(ValueError, match=r"out: shape \(2, 47\)"):
-        encode(codec, x, wire[:, :47], address=ADDRESS)
-    with pytest.raises(ValueError, match=r"x: shape \(2, 10\) torch.int64"):
-        encode(codec, x.long(), wire, address=ADDRESS)
-    with pytest.raises(ValueError, match="out: .*fp32"):
-        decode_sum(codec, wire, torch.empty(10, dtype=torch.float64))
-    for call in (
-        lambda: decode(codec, wire[:, 16:], x),
-        lambda: decode_sum(codec, wire[:, 16:], x[0]),
-    ):
-        with pytest.raises(ValueError, match=r"wire: shape \(2, 32\).*\(2, 48\)"):
-            call()
     with pytest.raises(ValueError, match="levels"):
         decode(codec, wire, x, levels=torch.arange(256.0))
     with pytest.raises(ValueError, match=r"levels: shape \(3,\)"):
@@ -125,18 +109,6 @@ def test_wrong_arguments_are_refused():
         CastCodec(torch.int8)
     with pytest.raises(ValueError, match=r"rotation block = 48: allowed are \(32, 64, 128\)"):
         Rotation(block=48)
-
-
-def test_gaussian_groups_that_are_not_whole_are_refused() -> None:
-    codec = GroupCodec(**GAUSSIAN)
-    wire = torch.zeros(1, codec.wire_bytes(130), dtype=torch.uint8)
-    for call in (
-        lambda: encode(codec, torch.ones(1, 130), wire),
-        lambda: decode(codec, wire, torch.ones(1, 130)),
-        lambda: decode_sum(codec, wire, torch.ones(130)),
-    ):
-        with pytest.raises(ValueError, match="numel = 130 .* multiples of 128, or a rotation"):
-            call()
 
 
 def test_codecs_are_hashable_values_with_names():

@@ -17,7 +17,7 @@ import torch
 
 from ds_quant.codec.bound import Rotation, decode_sum, encode
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.kernels.random_bits import Address, Role, address
+from ds_quant.kernels.random_bits import Address, Role, key_of
 from tests.unit.wire_oracle import LEVELS
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -47,7 +47,7 @@ def mean_of(
 
 
 def of_rank(rank: int = 0, step: int = 0) -> Address:
-    return address(seed=1, role=Role.GRADIENTS, step=step, parameter=3, rank=rank)
+    return Address(key_of(seed=1, role=Role.GRADIENTS, parameter=3, rank=rank), step)
 
 
 def step_of(codec: GroupCodec, x: torch.Tensor) -> torch.Tensor:

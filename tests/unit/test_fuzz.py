@@ -19,6 +19,8 @@ FUZZ = settings(max_examples=500, deadline=None, derandomize=True)
 
 # ---- config blocks ----
 
+ANYTHING = st.sampled_from([None, [], ["*"], [400], [3, 2], "x", {}, "auto"])
+
 
 def members(name: str) -> dict[str, Any]:
     return json_schema()["$defs"][name]["properties"]
@@ -34,7 +36,7 @@ def value_of(node: dict[str, Any]) -> st.SearchStrategy[Any]:
         return st.sampled_from([*near, 4, 64, 1e3]) | st.integers() | st.floats()
     if node.get("type") == "boolean":
         return st.sampled_from([True, False, 1, "true"])
-    return st.sampled_from([None, [], ["*"], [400], [3, 2], "x", {}, "auto"])
+    return ANYTHING
 
 
 def section(name: str, **nested: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
@@ -46,13 +48,13 @@ def section(name: str, **nested: st.SearchStrategy[Any]) -> st.SearchStrategy[di
     )
 
 
-INTRA = st.none() | section("IntraConfig")
+INTRA = ANYTHING | section("IntraConfig")
 BLOCKS = section(
     "QuantizedCommConfig",
     scheme=st.sampled_from([*preset_names(), "qspd"]),
-    weights=section("WeightsConfig", intra=INTRA),
-    gradients=section("GradientsConfig", intra=INTRA),
-    fallback=section("FallbackConfig"),
+    weights=ANYTHING | section("WeightsConfig", intra=INTRA),
+    gradients=ANYTHING | section("GradientsConfig", intra=INTRA),
+    fallback=ANYTHING | section("FallbackConfig"),
 )
 
 

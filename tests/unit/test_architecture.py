@@ -212,7 +212,7 @@ BUDGETS = {
     "zero": (3658, 37),
     "tools": (1855, 7),
 }
-BUDGETS_BESIDE = {"tests": 17364, "benchmarks": 3756}  # lines of code
+BUDGETS_BESIDE = {"tests": 17340, "benchmarks": 3756}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

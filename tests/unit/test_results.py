@@ -109,9 +109,10 @@ def test_bytes_speed_ups_and_losses_in_the_table_of_results() -> None:
         assert cells == [*nbytes, *measured, gap.get(scheme, ""), f"{bill.memory:.2f}"], name
 
 
+NODES = "_4_nodes", "_8_nodes", "_4_nodes_larger_batch", "_8_nodes_larger_batch"
 COLUMNS = {  # of a table, a file each
     (RESULTS, "| scheme | 0.14 M, k = 1 |"): ("", "_k8", "_larger", "_3m", "_tuning", "_lora"),
-    (CHOOSING, "| scheme, signs |"): ("", "_4_nodes", "_8_nodes", "_8_nodes_larger_batch"),
+    (CHOOSING, "| scheme, signs |"): ("", *NODES),
 }
 
 

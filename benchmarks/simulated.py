@@ -191,11 +191,6 @@ class EngineOfNobody:
     def gradient_accumulation_steps(self) -> int:
         return self.micro_steps
 
-    def zero_max_reuse_distance(self) -> int:
-        return 0
-
-    zero_max_live_parameters = zero_prefetch_bucket_size = zero_max_reuse_distance
-
 
 class SimulatedRank(Plugin):
     """The plugin of one rank, with links to the others of this process."""

@@ -56,9 +56,7 @@ class Costs:
     summed: one reduction of the gradients that DeepSpeed all-reduces itself, in every micro-step.
     boundary: what DeepSpeed gathers for Muon once per optimizer step, exactly.
     weights_intra: one gather from the node shard. gradients_intra: the hop inside the nodes.
-    once_per_step: ZeRO-3 exchanges weights once per optimizer step (node shard), not per gather.
-    crosses_once: gradients cross between nodes once per optimizer step, not per micro-step.
-    exact_own: a rank adds its own gradients as they are.
+    routes: what was priced.
     kept: why parameters are not quantized, reason -> number of tensors.
     full_precision_share: part of weights + gradients bytes that no quantizer touches.
     memory: what the scheme keeps on every rank between steps. waiting: what it keeps besides while
@@ -73,9 +71,7 @@ class Costs:
     boundary: float = 0.0
     weights_intra: float = 0.0
     gradients_intra: float = 0.0
-    once_per_step: bool = False
-    crosses_once: bool = False
-    exact_own: bool = False
+    routes: Routes
     full_precision_share: float
     kept: dict[str, int]
     memory: float = 0.0
@@ -83,6 +79,11 @@ class Costs:
     gathers: float = 2.0
     trained: float = 1.0
     weights_most: float = 0.0
+
+    @property
+    def crosses_once(self) -> bool:
+        """Whether gradients cross between nodes once per optimizer step, not per micro-step."""
+        return self.routes.gradients().waits
 
     @property
     def varies(self) -> bool:
@@ -101,7 +102,7 @@ class Costs:
         gathers = self.step_gathers(stage, micro_steps)
         reductions = self.reductions(stage, micro_steps)
         weights = self.weights_most if most and self.varies else self.weights
-        exchanges = 1.0 if self.once_per_step else gathers
+        exchanges = 1.0 if self.routes.keeps_shard else gathers
         crossings = 1 if self.crosses_once else reductions
         return {
             "weights": (exchanges * weights, gathers * self.weights_intra),
@@ -132,10 +133,9 @@ class Costs:
         """How often an optimizer step reduces gradients."""
         return times(gradients_per(stage), micro_steps=micro_steps, gathers=self.gathers)
 
-    def received(
-        self, stage: int, *, micro_steps: int, nodes: int, node_size: int
-    ) -> dict[str, dict[str, float]]:
+    def received(self, stage: int, *, micro_steps: int) -> dict[str, dict[str, float]]:
         """Bytes into one rank per step, on average over the ranks, by role and link."""
+        nodes, node_size = self.routes.nodes, self.routes.node_size
         away, near = (1 - 1 / nodes) / node_size, 1 - 1 / node_size
         found = {}
         for role, (outer, inner) in self.volumes(stage, micro_steps=micro_steps).items():
@@ -189,15 +189,12 @@ def bill(
         trained = torch.Size(item.shape).numel() * item.trainable
         total.update(trained=trained, waiting=0 if item.whole else trained)
     numel = max(1, total["numel"])
-    reduction = routes.gradients()
     sent = ("weights", "gradients", "summed", "boundary")
     return Costs(
         numel=total["numel"],
         **{field: total[field] / numel for field in (*sent, *_MORE)},
-        once_per_step=routes.keeps_shard,
-        crosses_once=reduction.waits,
-        exact_own=any(hop.exact_own for hop in reduction.hops),
-        waiting=FP32 * total["waiting"] / numel / node_size if reduction.waits else 0.0,
+        routes=routes,
+        waiting=FP32 * total["waiting"] / numel / node_size if routes.gradients().waits else 0.0,
         full_precision_share=total["plain"] / max(1, sum(total[field] for field in sent)),
         kept=dict(kept),
         gathers=gathers,
@@ -225,8 +222,7 @@ def _weight_bytes(routes: Routes, item: PricedParam) -> Counter[str]:
     route = routes.weights(dtype=dtype, quantized=quantized, trained=item.trainable)
     found = _hop_bytes("weights", routes, route, numel, dtype)
     if routes.keeps_shard:
-        ranks = routes.nodes * routes.node_size
-        found["memory"] = routes.nodes * ceil_div(numel, ranks) * dtype.itemsize
+        found["memory"] = routes.nodes * ceil_div(numel, routes.ranks) * dtype.itemsize
     return found
 
 
@@ -244,7 +240,7 @@ def _hop_bytes(
     role: str, routes: Routes, route: Route, numel: int, dtype: torch.dtype
 ) -> Counter[str]:
     """Bytes of a parameter on all hops, in as many rows as it has shards."""
-    shards = routes.nodes * routes.node_size if routes.stage == 3 else 1
+    shards = routes.ranks if routes.stage == 3 else 1
     width = ceil_div(numel, shards)
     if route.rotation is not None:
         width = round_up(width, route.rotation.block)

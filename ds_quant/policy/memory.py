@@ -35,8 +35,6 @@ class Sizes:
     once. offloaded: the node shard is in host memory, and what a gather sends of it is copied.
     """
 
-    ranks: int
-    node_size: int
     trained: int
     largest: int
     bucket: int = 5 * 10**8
@@ -47,47 +45,41 @@ class Sizes:
     offloaded: bool = False
     slicing: Slicing = Slicing()
 
-    @property
-    def nodes(self) -> int:
-        return self.ranks // self.node_size
 
-    @property
-    def two_levels(self) -> bool:
-        return 1 < self.node_size < self.ranks
-
-
-def peak_bytes(bill: Costs, stage: int, sizes: Sizes, *, shipped_gradients: bool = False) -> float:
-    """See [Note: what is counted]. ``shipped_gradients``: they take DeepSpeed's own path."""
-    if sizes.ranks == 1 or not bill.numel:
+def peak_bytes(bill: Costs, sizes: Sizes) -> float:
+    """See [Note: what is counted]."""
+    routes = bill.routes
+    if routes.ranks == 1 or not bill.numel:
         return 0.0
-    gradients = 0.0 if shipped_gradients else _gradients(bill, stage, sizes)
-    if stage < 3:
+    gradients = 0.0 if routes.shipped_gradients else _gradients(bill, sizes)
+    if routes.stage < 3:
         return max(gradients, _window(bill, sizes))
     return _gather(bill, sizes) + max(gradients, _exchange(bill, sizes))
 
 
-def _gradients(bill: Costs, stage: int, sizes: Sizes) -> float:
+def _gradients(bill: Costs, sizes: Sizes) -> float:
     """Bytes of the largest bucket, times the buckets in flight."""
-    trained, ranks = sizes.trained, sizes.ranks
+    trained, routes = sizes.trained, bill.routes
+    ranks, nodes, node_size = routes.ranks, routes.nodes, routes.node_size
     if not trained:
         return 0.0
     bucket = min(trained, max(sizes.bucket, sizes.largest))
     outer = bill.gradients * bill.numel / trained
-    first = bill.gradients_intra * bill.numel / trained if sizes.two_levels else outer
+    first = bill.gradients_intra * bill.numel / trained if routes.two_levels else outer
     # The most that one rank owns of it and that one rank sums: evenly over the ranks or, under
     # ZeRO-1/2, over those of one node.
     even = bucket / ranks
-    owned = even if stage == 3 else min(bucket, trained / ranks)
+    owned = even if routes.stage == 3 else min(bucket, trained / ranks)
     summed = even
-    if stage < 3 and sizes.two_levels:
-        summed = min(bucket, trained / sizes.nodes) / sizes.node_size
-    if sizes.two_levels:
-        near, share = 1 - 1 / sizes.node_size, bucket / sizes.node_size
+    if routes.stage < 3 and routes.two_levels:
+        summed = min(bucket, trained / nodes) / node_size
+    if routes.two_levels:
+        near, share = 1 - 1 / node_size, bucket / node_size
         hops = 2 * near * bucket * first + share * FP32
-        hops += (1 - 1 / sizes.nodes) * share * outer + (sizes.nodes - 1) * summed * outer
+        hops += (1 - 1 / nodes) * share * outer + (nodes - 1) * summed * outer
         hops += summed * FP32
         hops *= min(1.0, 2 / sizes.slicing.slices(bucket))
-    elif bill.exact_own:
+    elif any(hop.exact_own for hop in routes.gradients().hops):
         hops = 2 * (1 - 1 / ranks) * bucket * first + summed * FP32
     else:
         hops = 2 * bucket * first
@@ -99,32 +91,32 @@ def _gradients(bill: Costs, stage: int, sizes: Sizes) -> float:
 
 
 def _window(bill: Costs, sizes: Sizes) -> float:
-    forwarded = 1 / sizes.node_size if sizes.two_levels else 0.0
+    forwarded = 1 / bill.routes.node_size if bill.routes.two_levels else 0.0
     if bill.varies:  # all own messages stand encoded; see [Note: lengths] of comm/lossless.py
-        window = min(bill.numel, sizes.window, MOST_EXACT_NUMEL * sizes.ranks)
+        window = min(bill.numel, sizes.window, MOST_EXACT_NUMEL * bill.routes.ranks)
         messages = window * (1 + forwarded) * min(2, ceil_div(bill.numel, window))
-        return (bill.numel / sizes.ranks + messages) * bill.weights_most
+        return (bill.numel / bill.routes.ranks + messages) * bill.weights_most
     window = min(bill.numel, sizes.window)
-    message = window * bill.weights * (1 + 1 / sizes.ranks + forwarded)
+    message = window * bill.weights * (1 + 1 / bill.routes.ranks + forwarded)
     return message * min(2, ceil_div(bill.numel, window))
 
 
 def _gather(bill: Costs, sizes: Sizes) -> float:
     gathered = max(sizes.largest, min(sizes.prefetch, bill.numel))
-    if bill.once_per_step:
+    if bill.routes.keeps_shard:
         copies = bill.memory if sizes.offloaded else 0.0
-        return gathered * (bill.weights_intra * (1 + 1 / sizes.node_size) + copies)
-    forwarded = 1 / sizes.node_size if sizes.two_levels else 0.0
-    return gathered * bill.weights * (1 + 1 / sizes.ranks + forwarded)
+        return gathered * (bill.weights_intra * (1 + 1 / bill.routes.node_size) + copies)
+    forwarded = 1 / bill.routes.node_size if bill.routes.two_levels else 0.0
+    return gathered * bill.weights * (1 + 1 / bill.routes.ranks + forwarded)
 
 
 def _exchange(bill: Costs, sizes: Sizes) -> float:
     """Bytes of the exchange into the node shard: own elements sent, and as many from every node."""
-    if not bill.once_per_step:
+    if not bill.routes.keeps_shard:
         return 0.0
-    own = sizes.trained / sizes.ranks
+    own = sizes.trained / bill.routes.ranks
     message = min(max(own / CHUNKS, LEAST_NUMEL), MOST_NUMEL)
     at_once = min(own, EXCHANGED_AT_ONCE * message)
     if bill.varies:
-        return (own + at_once * sizes.nodes) * bill.weights_most
-    return at_once * (1 + sizes.nodes) * bill.weights
+        return (own + at_once * bill.routes.nodes) * bill.weights_most
+    return at_once * (1 + bill.routes.nodes) * bill.weights

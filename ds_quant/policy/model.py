@@ -8,7 +8,7 @@ prefetcher has passed that use already. At every module it gathers up to
 ``stage3_prefetch_bucket_size`` elements more, while fewer than ``stage3_max_live_parameters`` are
 gathered, so it gets ahead by what exceeds the module. Tied weights, parameters that stay gathered
 for good and blocks that are computed again are left out: the first steps are counted, see
-``zero.gather_count``.
+``zero.fetch``.
 """
 
 from __future__ import annotations

@@ -95,6 +95,10 @@ class Routes:
     shipped_gradients: bool = False
 
     @property
+    def ranks(self) -> int:
+        return self.nodes * self.node_size
+
+    @property
     def two_levels(self) -> bool:
         """Whether there are several nodes of several ranks."""
         return self.nodes > 1 and self.node_size > 1
@@ -177,11 +181,10 @@ class Routes:
     def _delivery(self, last: Hop) -> Hop | None:
         if self.stage == 3:
             return None
-        codec = None if last.codec is None else delivery_codec(last.codec)
-        return Hop(level="whole", codec=codec, per=last.per)
+        return Hop(level="whole", codec=delivery_codec(last.codec), per=last.per)
 
 
-def delivery_codec(codec: Codec) -> Codec:
+def delivery_codec(codec: Codec | None) -> Codec | None:
     """Return the codec of sums on their way to an owner: at least 8 bits, as its error is not
     averaged over ranks. Gaussian levels need a rotation, and sums are no longer rotated.
     """

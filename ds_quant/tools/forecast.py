@@ -241,14 +241,12 @@ def _row(
 def _peak(costs: cost.Costs, plan: Plan) -> float:
     buckets, model, fetch = plan.buckets, plan.model, plan.buckets.fetch
     sizes = memory.Sizes(
-        ranks=plan.ranks, node_size=plan.cluster.node_size, trained=model.trained,
-        largest=model.largest, bucket=buckets.reduce, window=buckets.allgather,
+        trained=model.trained, largest=model.largest, bucket=buckets.reduce,
+        window=buckets.allgather,
         prefetch=min(fetch.prefetch_bucket_size, fetch.max_live_parameters),
         itemsize=plan.dtype.itemsize, offloaded=plan.offloads_shard, slicing=_ON_GPUS,
     )  # fmt: skip
-    exact = plan.exact_gradients
-    whole = replace(costs, numel=plan.counted)
-    return memory.peak_bytes(whole, plan.stage, sizes, shipped_gradients=exact)
+    return memory.peak_bytes(replace(costs, numel=plan.counted), sizes)
 
 
 def _bill(block: QuantizedCommConfig, plan: Plan) -> cost.Costs:

@@ -21,17 +21,14 @@ from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import FallbackConfig, QuantizedCommConfig
 from ds_quant.kernels import dispatch
 from ds_quant.policy import autotune, choosing, refusals
-from ds_quant.policy.refusals import starts
 from ds_quant.policy.route import Routes
 from ds_quant.zero import checkpoint, handshake, hooks, muon, offload, optimizer_hooks, safety
 from ds_quant.zero.cpu_overlap import LateReduction
-from ds_quant.zero.fetch import Fetch
-from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_gathers
+from ds_quant.zero.fetch import Fetch, GatherCount, gathered_modules, predicted_gathers
 from ds_quant.zero.gradients import OwnerReduction, ShardReduction, require_equal
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.report import advice, announce, figures, one_bucket, start_line
-from ds_quant.zero.safety import Fallback
 from ds_quant.zero.telemetry import Telemetry, listened_to, unwritable
 from ds_quant.zero.waiting import WaitingGradients
 from ds_quant.zero.warmup import rehearse
@@ -55,7 +52,7 @@ def tune(engine: Any, config: QuantizedCommConfig, topology: Topology) -> dict[s
     work, seconds = _work(engine, stage), {}
     for name in choosing.tuned(choosing.Place(stage, nodes, node_size, config.allow_full_replica)):
         picked = config.picked(name)
-        if starts(picked, stage=stage, world=topology.world, node_size=node_size):
+        if refusals.starts(picked, stage=stage, world=topology.world, node_size=node_size):
             routes = Routes(scheme=picked.to_scheme(), **where)
             seconds[name] = autotune.step_seconds(routes, fabric, work, device)
     return broadcast(seconds, source=0)
@@ -194,6 +191,8 @@ def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Plugi
         notices.append(autotune.reason(seconds))
     plugin = Plugin(engine, config.to_scheme(), topology)
     plugin.shipped_gradients = muon.exact_gradient_reason(engine)
+    if plugin.stage == 3:
+        plugin.gathers = predicted_gathers(engine)
     plugin.notices += notices
     return plugin
 
@@ -316,12 +315,12 @@ def _attach_replica(plugin: Plugin, optimizer: Any) -> None:
     plugin.notices += optimizer_hooks.lost_gradients(engine, optimizer, waiting=waiting)
 
 
-def _fallback(plugin: Plugin, settings: FallbackConfig) -> Fallback | None:
+def _fallback(plugin: Plugin, settings: FallbackConfig) -> safety.Fallback | None:
     """The vote on full precision, if there is anything to vote on."""
     watches = safety.kill_file() is not None
     if settings.on_nonfinite == "skip" and not watches:
         return None
-    fallback = Fallback(plugin, settings)
+    fallback = safety.Fallback(plugin, settings)
     if watches:
         plugin.notices.append(f"{safety.KILL_VARIABLE} watched")
         fallback.vote()  # the file may be there already

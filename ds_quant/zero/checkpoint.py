@@ -140,8 +140,6 @@ def _restore_levels(plugin: Plugin, saved: dict[str, Any]) -> None:
 _PATIENCE = 60.0  # seconds before rank 0 warns which ranks are missing
 _TIMEOUT = 1800.0  # seconds; torch's own limit for a collective
 
-_EXACT_SCHEMES = "lossless, lossless_w_g4 or lossless_w_g3"
-
 # In the order in which they attached, which is the same on all ranks.
 _plugins: WeakKeyDictionary[Plugin, None] = WeakKeyDictionary()
 _told: set[str] = set()  # lines of user code
@@ -211,7 +209,7 @@ def _tell(module: torch.nn.Module, *_: Any) -> None:
                 "weights, which are not those of a checkpoint: call it inside `with "
                 "ds_quant.exact_weights(engine):`, entered by all ranks, save with "
                 "engine.save_16bit_model or Accelerator.get_state_dict, or take a scheme with "
-                f"exact weights: {_EXACT_SCHEMES} (logged once per line)"
+                "exact weights: lossless, lossless_w_g4 or lossless_w_g3 (logged once per line)"
             )
 
 

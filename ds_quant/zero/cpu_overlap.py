@@ -69,12 +69,19 @@ class LateReduction:
         params = list(params)  # DeepSpeed clears its list
         for p in params:
             p.grad = None
-        self._under_way.append((bucket, partial(_without_grads, original, params)))
+
+        def store(shards: list[torch.Tensor]) -> None:
+            grads = [p.grad for p in params]  # of later micro-steps: the original frees them
+            original(params, shards)
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad
+
+        self._under_way.append((bucket, store))
         if self._ends:
             bucket.sums.advance()
         while len(self._under_way) > (0 if self._ends else BUCKETS_AHEAD):
-            bucket, partition_late = self._under_way.popleft()
-            partition_late(bucket.finish())
+            oldest, put_away = self._under_way.popleft()
+            put_away(oldest.finish())
 
     @contextmanager
     def last_buckets(self) -> Iterator[None]:
@@ -92,13 +99,3 @@ class LateReduction:
                 )
         finally:
             self._ends = False
-
-
-def _without_grads(
-    original: Callable[..., Any], params: Sequence[Any], shards: list[torch.Tensor]
-) -> None:
-    """Call ``original``, which frees the parameters' gradients: keep those of later micro-steps."""
-    grads = [p.grad for p in params]
-    original(params, shards)
-    for p, grad in zip(params, grads, strict=True):
-        p.grad = grad

@@ -199,10 +199,13 @@ def as_event(
 class ExpectedCall(threading.local):
     """A function of DeepSpeed that must be called while another one runs. If DeepSpeed moved it,
     messages would bypass the plugin without a word.
+
+    One of a module can be replaced by another while ``through`` is open.
     """
 
     def __init__(self, name: str) -> None:
         self.name, self.calls = name, 0
+        self.target: Callable[..., Any] | None = None
 
     @contextmanager
     def expected(self, excused: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -211,14 +214,6 @@ class ExpectedCall(threading.local):
         yield
         if self.calls == before and not excused():
             raise moved(self.name)
-
-
-class Redirect(ExpectedCall):
-    """A module-level function of DeepSpeed that is replaced while ``through`` is open."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.target: Callable[..., Any] | None = None
 
     def install(self, module: Any) -> None:
         def dispatch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -266,7 +261,7 @@ _FLUSH = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 _FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
 
 
-_shard_reduction = Redirect("reduce_scatter_coalesced")
+_shard_reduction = ExpectedCall("reduce_scatter_coalesced")
 
 
 def param_dict(engine: Any) -> dict[str, Any]:

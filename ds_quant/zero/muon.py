@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from ds_quant.policy import refusals
-from ds_quant.zero.hooks import Hooks, Redirect, as_event
+from ds_quant.zero.hooks import ExpectedCall, Hooks, as_event
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.version import deepspeed_version, is_older
 
 # Where it runs once per optimizer step, on what the ranks own: gradients of ZeRO-3 from 0.19.8 on,
 # and of offloaded optimizers.
 _AT_THE_BOUNDARY = "_apply_muon_to_accumulated_grads", "_apply_muon_updates_cpu_offload"
-_gathers = Redirect("all_gather"), Redirect("all_gather_into_tensor")
+_gathers = ExpectedCall("all_gather"), ExpectedCall("all_gather_into_tensor")
 
 
 def exact_gradient_reason(engine: Any) -> str | None:
@@ -81,10 +81,10 @@ def _count_gathers(plugin: Plugin) -> None:
         return gather(into, *args, **kwargs)
 
     contexts = []
-    for redirect in _gathers:
-        redirect.install(comm)
-        gather = getattr(comm, redirect.name).ds_quant_wraps
-        contexts.append(partial(redirect.through, partial(counted, gather), lambda: True))
+    for call in _gathers:
+        call.install(comm)
+        gather = getattr(comm, call.name).ds_quant_wraps
+        contexts.append(partial(call.through, partial(counted, gather), lambda: True))
     optimizer = plugin.hooks.optimizer
     for name in _AT_THE_BOUNDARY:
         if hasattr(optimizer, name):

@@ -130,18 +130,15 @@ class NodeShard:
         self._rank = fabric.whole.rank
         self.served = [plugin.param_of(p) for p in params if self._belongs(p)]
         self._stays_on_host, self._is_away = offload.offloads_parameters(plugin.engine), False
-        room = self._room(on_host=self._stays_on_host)
+        where = {
+            "nodes": topology.nodes, "node_size": topology.node_size,
+            "local": self._rank % topology.node_size,
+            "room": self._room(on_host=self._stays_on_host),
+            "device": hooks.device() if self._stays_on_host else None,
+        }  # fmt: skip
         for param in self.served:
             p, param.stale = param.tensor, True
-            param.kept = Kept.allocate(
-                p.ds_numel,
-                nodes=topology.nodes,
-                node_size=topology.node_size,
-                local=self._rank % topology.node_size,
-                dtype=p.ds_tensor.dtype,
-                room=room,
-                device=hooks.device() if self._stays_on_host else None,
-            )
+            param.kept = Kept.allocate(p.ds_numel, dtype=p.ds_tensor.dtype, **where)
         self._spread = Spread()
         self._gathered: dict[Param, None] = {}  # since the last step, in order of first gather
         self._asked: deque[_RequestedGather] = deque()  # not posted yet

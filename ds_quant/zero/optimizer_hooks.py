@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_quant.zero import hooks
-from ds_quant.zero.hooks import Buckets, ExpectedCall, Hooks, Redirect, moved, require
+from ds_quant.zero.hooks import Buckets, ExpectedCall, Hooks, moved, require
 from ds_quant.zero.version import FAULTS, deepspeed_version
 
 BUCKET, _REDUCE_TO_OWNERS = "average_tensor", "allreduce_and_copy_with_multiple_ranks"
 
 _TO_HOST = "async_accumulate_grad_in_cpu_via_gpu"
 
-_weight_gather = Redirect("all_gather_dp_groups")
+_weight_gather = ExpectedCall("all_gather_dp_groups")
 _to_owners = ExpectedCall(_REDUCE_TO_OWNERS)
 
 
@@ -119,14 +119,14 @@ def owner_buckets(optimizer: Any) -> Buckets:
     return flush, reduce_zeros
 
 
-def lost_gradients(engine: Any, optimizer: Any, *, waiting: bool) -> list[str]:
+def lost_gradients(engine: Any, optimizer: Any, *, waiting: bool) -> Iterator[str]:
     """Say which gradients this version of DeepSpeed loses itself, and since when it does not.
 
     waiting: they wait for the last micro-step; what is forgotten before it are zeros then.
     """
     import deepspeed
 
-    steps, said = engine.gradient_accumulation_steps(), []
+    steps = engine.gradient_accumulation_steps()
     for fault in FAULTS if optimizer.partition_gradients else ():
         if fault.offload != bool(optimizer.cpu_offload) or not fault.is_in(deepspeed.__version__):
             continue
@@ -134,11 +134,10 @@ def lost_gradients(engine: Any, optimizer: Any, *, waiting: bool) -> list[str]:
             continue
         depends = fault.accumulation > 1
         needs = f"gradient_accumulation_steps={steps}" if depends else "a model that has one"
-        said.append(
+        yield (
             f"{deepspeed_version()} {fault.loses} under ZeRO-2, with and without this plugin: "
             f"{needs} needs DeepSpeed {fault.until} or newer, or zero_optimization.stage 1 or 3"
         )
-    return said
 
 
 def skip_zero_gradients(hooks: Hooks, waits: Callable[[Any], bool]) -> None:

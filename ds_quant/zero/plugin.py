@@ -26,7 +26,6 @@ from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
 from ds_quant.zero import hooks, offload
-from ds_quant.zero.gather_count import predicted_gathers
 from ds_quant.zero.param import Param
 from ds_quant.zero.world import backend, level_groups
 
@@ -90,8 +89,8 @@ class Plugin:
         # Whether sums of gradients were finite, if that is looked for: see safety.first_nonfinite.
         self.noted: list[tuple[Param, Tensor]] | None = None
         self.waiting: Any = None  # zero.waiting.WaitingGradients, if gradients wait
-        self.gather_count: Any = None  # zero.gather_count.GatherCount, until it has counted
-        self.gathers = predicted_gathers(engine) if self.stage == 3 else 1.0  # in a micro-step
+        self.gather_count: Any = None  # zero.fetch.GatherCount, until it has counted
+        self.gathers = 1.0  # of the weights in a micro-step
         self._links: dict[int, Link] = {}
         self._fabrics: dict[int, Fabric] = {}
         self._levels = self._make_levels() if self.routes.two_levels else ()
@@ -269,8 +268,6 @@ class Plugin:
         engine = self.engine
         late = self.stage == 3 and engine.zero_overlap_comm() and hooks.device().type == "cpu"
         sizes = Sizes(
-            ranks=self.topology.world,
-            node_size=self.topology.node_size,
             trained=hooks.elements(engine.module)[1],
             largest=max((param.shape.numel() for param in self.all_params()), default=0),
             bucket=engine.zero_reduce_bucket_size(),
@@ -281,8 +278,7 @@ class Plugin:
             offloaded=offload.offloads_parameters(engine),
             slicing=self.slicing,
         )
-        shipped = self.shipped_gradients is not None
-        return peak_bytes(bill, self.stage, sizes, shipped_gradients=shipped)
+        return peak_bytes(bill, sizes)
 
     def received_in_full_precision(self) -> dict[str, dict[str, float]]:
         """Bytes that this plugin would bring to a rank per optimizer step, were nothing quantized,
@@ -297,9 +293,7 @@ class Plugin:
 
     def received_by_formula(self, bill: Costs) -> dict[str, dict[str, float]]:
         """Bytes that come to a rank per optimizer step, by role and link as in ``Traffic``."""
-        often = {"micro_steps": self.engine.gradient_accumulation_steps()}
-        where = {"nodes": self.topology.nodes, "node_size": self.topology.node_size}
-        return bill.received(self.stage, **often, **where)
+        return bill.received(self.stage, micro_steps=self.engine.gradient_accumulation_steps())
 
     def bill(self, scheme: Scheme | None = None) -> Costs:
         """Price a step of the engine's scheme, or of another, in bytes per parameter."""

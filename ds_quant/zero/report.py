@@ -29,7 +29,7 @@ def start_line(plugin: Plugin) -> str:
     costs, stage = plugin.bill(), plugin.stage
     micro_steps = plugin.engine.gradient_accumulation_steps()
     waits = costs.crosses_once and hooks.accumulates(plugin.engine)
-    once = costs.once_per_step or costs.boundary or (waits and micro_steps > 1)
+    once = costs.routes.keeps_shard or costs.boundary or (waits and micro_steps > 1)
     per_micro_step = stage == 3 and not once
     micro_steps = 1 if per_micro_step else micro_steps
     dtype = plugin.engine.communication_data_type

@@ -440,8 +440,7 @@ def _least_bytes(plugin: Plugin, promised: Sequence[str]) -> dict[str, float]:
     if plugin.has_few_ranks:  # then other ranks send what the formula counts
         return {}
     # As for ZeRO-1: one exchange and one reduction, the least that a step of any stage needs.
-    where = {"nodes": plugin.topology.nodes, "node_size": plugin.topology.node_size}
-    received = plugin.bill().received(1, micro_steps=1, **where)
+    received = plugin.bill().received(1, micro_steps=1)
     if plugin.scheme.lossless:  # how little has changed decides
         received.pop("weights")
     sums = {role: sum(links.values()) for role, links in received.items() if role in promised}
@@ -450,8 +449,7 @@ def _least_bytes(plugin: Plugin, promised: Sequence[str]) -> dict[str, float]:
 
 def promised_roles(plugin: Plugin) -> list[str]:
     """Return the roles that a step must ask for."""
-    served = plugin.served
-    shared = [p for p, group in served if plugin.param_of(p) and plugin.link(group).size > 1]
+    shared = [p for p, group in plugin.served if plugin.link(group).size > 1]
     roles = []
     if any(not getattr(p, "ds_persist", False) for p in shared):
         roles.append("weights")

@@ -26,6 +26,7 @@ from ds_quant.policy.autotune import device_clock
 from ds_quant.zero import hooks, log
 from ds_quant.zero.plugin import Plugin
 
+_COUNTS = "resyncs", "nonfinite_steps", "exact_steps"  # of the plugin's state
 PREFIX = "Train/Samples/ds_quant"  # as DeepSpeed names its own events
 
 
@@ -88,11 +89,7 @@ class Telemetry:
             values["weights/padding"] = padding
         for name in ("encode", "wait", "decode"):
             values[f"seconds/{name}"] = sample.seconds[name]
-        return values | {
-            "resyncs": state.resyncs,
-            "nonfinite_steps": state.nonfinite_steps,
-            "exact_steps": state.exact_steps,
-        }
+        return values | {name: getattr(state, name) for name in _COUNTS}
 
     def _bytes(self) -> Iterator[tuple[str, float]]:
         """Bytes per step since the last report, and the share of full precision that is saved."""

@@ -208,11 +208,11 @@ BUDGETS = {
     "codec": (384, 6),
     "comm": (1421, 32),
     "config": (697, 9),
-    "policy": (847, 14),
-    "zero": (3658, 37),
+    "policy": (839, 14),
+    "zero": (3628, 36),
     "tools": (1855, 7),
 }
-BUDGETS_BESIDE = {"tests": 17340, "benchmarks": 3756}  # lines of code
+BUDGETS_BESIDE = {"tests": 17340, "benchmarks": 3752}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

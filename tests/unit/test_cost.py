@@ -16,6 +16,7 @@ from ds_quant.policy.cost import (
     bill,
 )
 from ds_quant.policy.memory import Sizes, peak_bytes
+from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -85,7 +86,7 @@ def test_a_rank_receives_its_share_of_every_hop() -> None:
     """
     result = bill(FULL, 3, [MATRIX], ranks=4, node_size=2, gradient_dtype=BF16, gathers=1.5)
     half = 98304  # bytes
-    assert result.received(3, micro_steps=3, nodes=2, node_size=2) == {
+    assert result.received(3, micro_steps=3) == {
         "weights": {"intra": 4.5 * half, "inter": 4.5 * half / 2},
         "gradients": {"intra": 3 * half, "inter": half / 2},
     }
@@ -100,10 +101,7 @@ def test_what_deepspeed_sends_for_muon_is_a_ring_of_its_own() -> None:
     assert ours.kept == {"Muon gradients on several ranks": 1}
     own = 3 * 2 * 2 + 8  # bytes per element of a matrix
     assert ours.exact_bytes(2, 3) * 3 == own
-    received = [
-        costs.received(2, micro_steps=3, nodes=2, node_size=2)["gradients"]
-        for costs in (ours, alone)
-    ]
+    received = [costs.received(2, micro_steps=3)["gradients"] for costs in (ours, alone)]
     for link in ("intra", "inter"):  # every second rank of the ring hears from the other node
         assert received[0][link] - received[1][link] == pytest.approx(98304 * own * 3 / 4 / 2)
 
@@ -128,9 +126,11 @@ def test_what_stays_in_full_precision_is_counted_with_its_reason() -> None:
 
 
 def test_buckets_under_way_take_memory_each() -> None:
-    bill = Costs(numel=10**6, weights=0, gradients=1, full_precision_share=0, kept={})
-    sizes = Sizes(ranks=4, node_size=4, trained=10**6, largest=10**4, bucket=10**5)
-    one, three = (peak_bytes(bill, 3, replace(sizes, under_way=n)) for n in (1, 3))
+    routes = Routes(scheme=W8G4, stage=3, nodes=1, node_size=4)
+    plain = {"weights": 0, "gradients": 1, "full_precision_share": 0, "kept": {}}
+    bill = Costs(numel=10**6, routes=routes, **plain)
+    sizes = Sizes(trained=10**6, largest=10**4, bucket=10**5)
+    one, three = (peak_bytes(bill, replace(sizes, under_way=n)) for n in (1, 3))
     # What is sent and arrives, a byte per element, and fp32 sums of a quarter.
     assert one == 2 * 10**5 + 10**5 and three == 3 * one
 
@@ -149,7 +149,7 @@ def test_lossless_differences_are_priced_at_a_learning_rate_and_at_most(stage: i
     expected = -(-round(98304 * 2.36) // 8) + -(-round(1024 * 2.36) // 8) + plain
     assert result.weights * result.numel == expected
     assert result.weights_most * result.numel == 2 * sent + plain
-    assert result.varies and result.once_per_step == (stage == 3)
+    assert result.varies and result.routes.keeps_shard == (stage == 3)
     assert result.kept == {"1-D": 1, "fp32 weights": 1}
     low, most = (result.step_bytes(stage, micro_steps=8, most=most) for most in (False, True))
     assert (most - low) * result.numel == pytest.approx(2 * sent + plain - expected)

@@ -212,7 +212,7 @@ BUDGETS = {
     "zero": (3628, 36),
     "tools": (1855, 7),
 }
-BUDGETS_BESIDE = {"tests": 17414, "benchmarks": 3752}  # lines of code
+BUDGETS_BESIDE = {"tests": 17411, "benchmarks": 3752}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_quant.codec.bound import Rotation, decode_sum, encode
+from ds_quant.codec.bound import decode_sum, encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels.random_bits import Address, Role, key_of
 from tests.unit.wire_oracle import LEVELS
@@ -31,18 +31,13 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def mean_of(
-    codec: GroupCodec,
-    x: torch.Tensor,  # (numel,)
-    where: list[Address | None],
-    rotation: Rotation | None = None,
-) -> torch.Tensor:
-    """(numel,) fp64: the mean of what x decodes to under every address."""
+def mean_of(codec: GroupCodec, x: torch.Tensor, where: list[Address | None]) -> torch.Tensor:
+    """(numel,) fp64: the mean of what x, (numel,), decodes to under every address."""
     wire = torch.empty(len(where), codec.wire_bytes(len(x)), dtype=torch.uint8)
     for row, each in zip(wire, where, strict=True):
-        encode(codec, x[None], row[None], address=each, rotation=rotation)
+        encode(codec, x[None], row[None], address=each)
     out = torch.empty(len(x))
-    decode_sum(codec, wire, out, scale=1 / len(where), rotation=rotation)
+    decode_sum(codec, wire, out, scale=1 / len(where))
     return out.double()
 
 
@@ -149,15 +144,24 @@ def bias_of_an_element(bits: int) -> float:
     return abs(c3 / (3 * c1))
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_mean_over_signs_is_the_input(bits: int) -> None:
-    """Of 2000 draws of signs it is off by the error over their number, with 5 standard deviations
-    of its 128 squares, and by the bias of `bias_of_an_element`, doubled for what that leaves out.
+def sum_of(x: torch.Tensor, bits: int, step: int = 0, *, own_signs: bool = True) -> torch.Tensor:
+    """The sum of nodes' gradients (nodes, numel)."""
+    how = {"step": step, "parameter": 0, "own_signs": own_signs}
+    return gradient_errors.sum_of(x, gradient_errors.SCHEMES[f"eden{bits}"], **how)
+
+
+@pytest.mark.parametrize(
+    ("bits", "nodes"), [*((bits, 1) for bits in BITS), (2, 2), (2, 4), (2, 8), (2, 16)]
+)
+def test_mean_over_signs_is_the_sum(bits: int, nodes: int) -> None:
+    """Of equal gradients, whose biases add up: of 2000 draws of signs it is off by the error over
+    their number, with 5 standard deviations of its 128 squares, and by the bias of
+    `bias_of_an_element`, doubled for what that leaves out. Equal errors of more nodes exceed it.
     """
     count, x = 2000, normal(128, seed=bits)
     total = torch.zeros(128, dtype=torch.float64)
-    for step in range(count):
-        total += mean_of(eden(bits), x, [None], Rotation(block=128, signs=Address(1, step)))
+    for step in range(count // nodes):
+        total += sum_of(x.expand(nodes, -1), bits, step)
     share = x.double().square() / x.double().square().sum()
     bias = 2 * bias_of_an_element(bits) ** 2 * float(share.pow(3).sum())
     bound = NMSE[bits] / count * (1 + 5 * (2 / 128) ** 0.5) + bias
@@ -174,9 +178,6 @@ def test_errors_of_nodes_average_out(bits: int, nodes: int) -> None:
     """
     c, numel = 0.7, 1 << 15
     x = c**0.5 * normal(numel) + (1 - c) ** 0.5 * normal(nodes, numel, seed=1)
-    how = {"scheme": gradient_errors.SCHEMES[f"eden{bits}"], "step": 0, "parameter": 0}
-    own, shared = (
-        nmse(gradient_errors.sum_of(x, own_signs=each, **how), x.sum(0)) for each in (True, False)
-    )
+    own, shared = (nmse(sum_of(x, bits, own_signs=each), x.sum(0)) for each in (True, False))
     assert own == pytest.approx(NMSE[bits] / (1 + (nodes - 1) * c), rel=0.05)
     assert shared > (1 + nodes / 80) * own

@@ -234,6 +234,10 @@ def _hold(
     return WaitingBucket(members=layout.members, values=values, added=added, cross=cross)
 
 
+def _note(noted: list[tuple[Param, Tensor]], param: Param, reduced: Tensor) -> None:
+    noted.append((param, torch.isfinite(reduced).all()))
+
+
 # ---- ZeRO-3 ----
 
 
@@ -308,7 +312,7 @@ class Bucket:
         for parameter, shard, values in zip(self.params, self.shards, found, strict=True):
             shard.data = values
             if self.noted is not None:
-                self.noted.append((parameter, torch.isfinite(shard).all()))
+                _note(self.noted, parameter, shard)
         self.finished = True
         return self.shards
 
@@ -413,8 +417,7 @@ class OwnerReduction(GradientReducer):
     def _watch(self, cuts: Iterable[tuple[Param, int, int]]) -> None:
         if self._plugin.noted is not None:
             for param, start, stop in cuts:
-                finite = torch.isfinite(self._bucket[start:stop]).all()
-                self._plugin.noted.append((param, finite))
+                _note(self._plugin.noted, param, self._bucket[start:stop])
 
     def _shares(
         self, owned: Iterable[tuple[int, tuple[int, int]]], dtype: torch.dtype, link: Link

@@ -1,10 +1,11 @@
-"""All that is known of one parameter: its codecs and random streams, what is kept of it.
+"""All that is known of one parameter: its codecs, random streams and levels, what is kept of it.
 
 Streams are cached: only the step number changes between steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.codec.levels import merge_levels, update_levels
 from ds_quant.comm.gather import Kept
 from ds_quant.comm.reduction_plan import Form
+from ds_quant.comm.transport import Link
 from ds_quant.kernels.batch import OWN_SIGNS
 from ds_quant.kernels.random_bits import Address, Role, key_of
 from ds_quant.policy.route import Hop, Routes
+from ds_quant.policy.scheme import Scheme
 
 _SIGNS = 99  # the "hop" of the sign flips of a rotation
 
@@ -170,3 +174,23 @@ class Param:
         """Key that is the same on all ranks whose ``stream`` is."""
         seed = self.routes.scheme.block.seed
         return key_of(seed=seed, role=role, parameter=self.index, rank=stream, hop=hop)
+
+
+def learn(shards: Sequence[tuple[Param, Tensor]], link: Link, scheme: Scheme) -> None:
+    """Learn the levels of parameters from this rank's elements of each, the same on all ranks of
+    ``link``.
+
+    Until then a parameter has no table and its levels are uniform. Every rank moves its copy of
+    each table over its own shard, then all take the mean of the tables, weighted by shard size
+    and added in rank order.
+    """
+    codec, device = scheme.weights, shards[0][1].device
+    how = {"group_size": codec.group_size, "rate": scheme.block.weights.level_rate}
+    tables = [update_levels(codec.table(p.levels, device), v.float(), **how) for p, v in shards]
+    counts = torch.tensor([float(values.numel()) for _, values in shards], device=device)
+    own = torch.cat([torch.stack(tables), counts[:, None]], dim=1)  # (parameters, levels + 1) fp32
+    payload = own.contiguous().view(torch.uint8).view(-1)
+    received = link.all_gather(payload, role="weights").wait()
+    rows = received.view(torch.float32).view(link.size, *own.shape)
+    for place, (param, _) in enumerate(shards):
+        param.levels = merge_levels(rows[:, place, :-1], rows[:, place, -1])

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_quant.codec.levels import merge_levels, update_levels
 from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import Findings
 from ds_quant.comm.reduction_plan import LinkHop, Slicing, presumed_pace
@@ -26,7 +25,7 @@ from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
 from ds_quant.zero import hooks, offload
-from ds_quant.zero.param import Param
+from ds_quant.zero.param import Param, learn
 from ds_quant.zero.world import backend, level_groups
 
 # ---- state between steps ----
@@ -57,7 +56,7 @@ class SchemeState:
         return due
 
 
-# ---- the engine ----
+# ---- the plugin ----
 
 
 class Plugin:
@@ -223,30 +222,7 @@ class Plugin:
             if param and param.shape.numel() and param.is_quantized(values.dtype):
                 by_link.setdefault(link, []).append((param, values))
         for link, shards in by_link.items():
-            self._learn(shards, link)
-
-    def _learn(self, shards: Sequence[tuple[Param, Tensor]], link: Link) -> None:
-        """Learn the levels of these, the same on all ranks of ``link``.
-
-        Until then a parameter has no table and its levels are uniform. Every rank moves its copy of
-        each table over its own shard, then all take the mean of the tables, weighted by shard size
-        and added in rank order.
-        """
-        codec, device = self.scheme.weights, shards[0][1].device
-        how = {"group_size": codec.group_size, "rate": self.scheme.block.weights.level_rate}
-        tables, counts = [], []
-        for param, values in shards:
-            table = codec.table(param.levels, device)
-            tables.append(update_levels(table, values.float(), **how))
-            counts.append(float(values.numel()))
-        own = torch.cat(
-            [torch.stack(tables), torch.tensor(counts, device=device).unsqueeze(1)], dim=1
-        )  # (parameters, levels + 1) fp32
-        payload = own.contiguous().view(torch.uint8).view(-1)
-        received = link.all_gather(payload, role="weights").wait()
-        rows = received.view(torch.float32).view(link.size, *own.shape)
-        for place, (param, _) in enumerate(shards):
-            param.levels = merge_levels(rows[:, place, :-1], rows[:, place, -1])
+            learn(shards, link, self.scheme)
 
     @property
     def keeper(self) -> Any:

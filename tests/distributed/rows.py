@@ -146,7 +146,7 @@ class Table:
         ranks = [
             found[title, stage] for found in _played(self._module, *self.start_of(title, stage))
         ]
-        assert not any(isinstance(runs, str) for runs in ranks), ranks[0]
+        assert not (failed := [runs for runs in ranks if isinstance(runs, str)]), failed[0]
         return ranks
 
     def check(self, title: str, stage: int) -> list[list[Run]]:

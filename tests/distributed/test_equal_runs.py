@@ -146,10 +146,11 @@ TABLE.add(
 def full_of_nan() -> Iterator[None]:
     """Memory of torch.empty."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
     assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 TABLE.add("empty memory", Way(), Way(inside=full_of_nan), world=3, stages=(2, 3), accumulation=2)
@@ -164,9 +165,9 @@ def late_messages() -> Iterator[None]:
         time.sleep(draw.random() / 100)
         return send(*args, **kwargs)
 
-    torch.distributed.isend = late
-    yield
-    torch.distributed.isend = send
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "isend", late)
+        yield
 
 
 TABLE.add(
@@ -192,17 +193,16 @@ def under_way() -> Iterator[list[int]]:
     """How many buckets are with each when the next one is posted."""
     from ds_quant.zero.cpu_overlap import LateReduction
 
-    depths: list[int] = []
-    partition = LateReduction.partition
+    depths, partition = list[int](), LateReduction.partition
 
     def counted(self: Any, *args: Any) -> None:
         if not self._begun.finished:
             depths.append(len(self._under_way))
         partition(self, *args)
 
-    LateReduction.partition = counted
-    yield depths
-    LateReduction.partition = partition
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LateReduction, "partition", counted)
+        yield depths
 
 
 CAST_BY_DEEPSPEED = "overlap, shards cast by DeepSpeed"
@@ -439,9 +439,9 @@ for stage, scheme in ((1, "sdp4bit"), (2, "qsdp")):
 
 @contextmanager
 def given_outside() -> Iterator[None]:
-    os.environ[VARIABLE] = json.dumps(SDP4BIT)
-    yield
-    del os.environ[VARIABLE]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, json.dumps(SDP4BIT))
+        yield
 
 
 TABLE.add(

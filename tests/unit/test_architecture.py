@@ -209,7 +209,7 @@ BUDGETS = {
     "comm": (1421, 32),
     "config": (697, 9),
     "policy": (839, 14),
-    "zero": (3628, 36),
+    "zero": (3627, 36),
     "tools": (1855, 7),
 }
 BUDGETS_BESIDE = {"tests": 17411, "benchmarks": 3752}  # lines of code

@@ -14,7 +14,6 @@ result file and its section.
 
 `--tune source` fine-tunes instead: every scheme goes on from the base model with a new optimizer,
 at --tune-lr, on Python source (or a file of yours); the loss is that of held-out text of its kind.
-With --lora RANK the base model is frozen and adapters of its matrices are tuned.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ import paired
 import report
 import text
 import torch
-from flat_muon import FlatMuon, matrices_of
-from gpt import GPT, GPTConfig, adapt
+from gpt import GPT, GPTConfig
 from schemes import SchemeEntry, parse_schemes, with_overrides
 from simulated import Simulation
 from torch import Tensor
@@ -59,7 +57,6 @@ SCHEMES = (
     "eden4,eden3,eden2,sdp4bit_paper,qw4:weights.group_size=32,qw4:weights.group_size=128,"
     f"qsdp_w4g4:{_LEARNED},qsdp:weights.bits=6,gradients.bits=4,qsdp:weights.bits=5,gradients.bits=4"
 )
-OPTIMIZERS = "adamw", "muon"  # Muon on matrices, at ten times the rate: see flat_muon.py
 FLOOR = 0.03  # of the rate, at the end of its decay
 LAST = 50  # steps over which training loss is averaged
 MEASURED = 20  # steps of a run whose reduced gradients are compared with exact ones
@@ -81,14 +78,6 @@ class Settings:
     base_steps: int = 3000
     steps: int = 300
     lr: float = 2e-3
-    optimizer: str = "adamw"
-
-    def about(self) -> dict[str, Any]:
-        """For result files; those of AdamW are older than the choice."""
-        found = asdict(self)
-        if self.optimizer == "adamw":
-            del found["optimizer"]
-        return found
 
     @property
     def topology(self) -> Topology:
@@ -110,18 +99,12 @@ class Settings:
         config.validate_world(self.topology.world)
         return config.to_scheme()
 
-    def simulation(self, entry: SchemeEntry, seed: int, module: GPT | None = None) -> Simulation:
-        """Of training ``module``, or the model with its first weights."""
-
-        module = module or self.model()
-        how: dict[str, Any] = {"lr": self.lr, "weight_decay": 0.1}
-        if self.optimizer == "muon":
-            make, clip = partial(FlatMuon, matrices=matrices_of(module), **how), 0.0
-        else:
-            make, clip = partial(torch.optim.AdamW, betas=(0.9, 0.95), **how), 1.0
+    def simulation(self, entry: SchemeEntry, seed: int) -> Simulation:
+        """Of training the model from its first weights."""
         return Simulation(
-            module, self.scheme(entry, seed), make,
-            topology=self.topology, micro_steps=self.micro_steps, clip=clip,
+            self.model(), self.scheme(entry, seed),
+            partial(torch.optim.AdamW, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.1),
+            topology=self.topology, micro_steps=self.micro_steps,
         )  # fmt: skip
 
 
@@ -182,48 +165,20 @@ def train_base(settings: Settings, corpus: Corpus, path: Path) -> dict[str, Any]
     return state
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """Fine-tuning from the base model's weights: rate to begin at, rank of adapters (0: none)."""
-
-    lr: float
-    lora: int = 0
-
-
-def tuned(
-    settings: Settings, base: dict[str, Any], entry: SchemeEntry, seed: int, tuning: Tuning
-) -> Simulation:
-    """Fine-tuning of the base model, or of adapters."""
-    module = None
-    if tuning.lora:
-        module = settings.model()
-        sizes = [p.numel() for p in module.parameters()]
-        for p, values in zip(module.parameters(), base["master"].split(sizes), strict=True):
-            p.data.copy_(values.view(p.shape))
-        adapt(module, tuning.lora)
-    simulation = settings.simulation(entry, seed, module)
-    if not tuning.lora:
-        simulation.load(base, weights_only=True)
-    return simulation
-
-
 def branch(
     settings: Settings,
     corpus: Corpus,
     base: dict[str, Any],
     entry: SchemeEntry,
     seed: int,
-    tuning: Tuning | None = None,
+    tune_lr: float | None = None,
 ) -> dict[str, Any]:
     """Train on from the base model; losses and errors of one run.
 
-    tuning: None to go on as the base model did.
+    tune_lr: to fine-tune, from this rate on and with a new optimizer; None: the decay.
     """
-    if tuning is None:
-        simulation, rate = settings.simulation(entry, seed), settings.lr
-        simulation.load(base)
-    else:
-        simulation, rate = tuned(settings, base, entry, seed, tuning), tuning.lr
+    simulation, rate = settings.simulation(entry, seed), tune_lr or settings.lr
+    simulation.load(base, weights_only=tune_lr is not None)
     losses, errors = [], []
     title = f"{entry.label}, seed {seed}"
     every = max(1, settings.steps // MEASURED)
@@ -267,7 +222,7 @@ class Ledger:
         for line in path.read_text("utf-8").splitlines() if path.exists() else []:
             run = json.loads(line)
             same = run.pop("study") == study  # same settings, text and base model
-            if same and not run.pop("constant", False):  # older files: rates that did not decay
+            if same:
                 self.runs.append(run)
 
     def add(self, run: dict[str, Any]) -> None:
@@ -320,16 +275,15 @@ def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[st
         settings.scheme(entry, 0)  # a wrong one is refused now, not in an hour
     corpus = Corpus(args.text, settings)
     base, ledger, about = _opened(args, settings, corpus)
-    tuning = None
-    if args.tune is not None:
-        corpus, tuning = Corpus(args.tune, settings), Tuning(lr=args.tune_lr, lora=args.lora)
-        about["tuning"] = {"lr": tuning.lr, "text": corpus.about}
-        about["tuning"] |= {"lora": tuning.lora} if tuning.lora else {}
+    tune_lr = None if args.tune is None else args.tune_lr
+    if tune_lr is not None:
+        corpus = Corpus(args.tune, settings)
+        about["tuning"] = {"lr": tune_lr, "text": corpus.about}
         ledger = Ledger(args.out / "runs.jsonl", _digest(about))
         about["tuning"]["before"] = before(settings, corpus, base)
     labels = [label for label in entries if label != BASELINE]
     for label, seed in missing_runs(ledger, labels, args) if not args.report else ():
-        run = branch(settings, corpus, base, entries[label], seed, tuning)
+        run = branch(settings, corpus, base, entries[label], seed, tune_lr)
         ledger.add({"scheme": label, "seed": seed, **run})
         if label != BASELINE:
             tqdm.write(f"{label}: {ledger.gap(label)}")
@@ -340,7 +294,7 @@ def _opened(
     args: argparse.Namespace, settings: Settings, corpus: Corpus
 ) -> tuple[dict[str, Any], Ledger, dict[str, Any]]:
     """The base model, trained if need be, the runs that began at it, and what they share."""
-    about: dict[str, Any] = {"settings": settings.about(), "text": corpus.about}
+    about: dict[str, Any] = {"settings": asdict(settings), "text": corpus.about}
     path = args.out / f"base-{_digest(about)}.pt"
     base = torch.load(path) if path.exists() else train_base(settings, corpus, path)
     weights = hashlib.sha256(base["master"].numpy().tobytes()).hexdigest()
@@ -357,9 +311,8 @@ def save(
     entries += [e for label in ledger.labels() if label not in known for e in parse_schemes(label)]
     found = [row(settings, ledger, entry) for entry in entries]
     arguments = {
-        **settings.about(), "pairs": args.pairs, "interval": args.interval, "text": args.text,
+        **asdict(settings), "pairs": args.pairs, "interval": args.interval, "text": args.text,
         **({} if args.tune is None else {"tune": args.tune, "tune_lr": args.tune_lr}),
-        **({"lora": args.lora} if args.lora else {}),
         "schemes": [entry.label for entry in entries],
     }  # fmt: skip
     content = {
@@ -417,21 +370,17 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
     add("--text", type=Path, help="your own; default: the documentation of CPython")
     add("--tune", type=Path, metavar="FILE", help=f"fine-tune on it; {text.SOURCE}: Python source")
     add("--tune-lr", type=float, default=2e-5, help="rate at which fine-tuning begins")
-    add("--lora", type=int, default=0, metavar="RANK", help="tune adapters, with --tune")
     add("--report", action="store_true", help="run nothing, write the result file and its section")
     add("--out", type=Path, default=Path("convergence_out"), help="checkpoint and finished runs")
     add("--json", type=Path, help="default: OUT/convergence.json, its section beside it")
     for field in fields(Settings):
-        choices = OPTIMIZERS if field.name == "optimizer" else None
         option = f"--{field.name.replace('_', '-')}"
-        add(option, type=type(field.default), default=field.default, choices=choices)
+        add(option, type=type(field.default), default=field.default)
     args = parser.parse_args(argv)
     args.json = args.json or args.out / "convergence.json"
-    if args.lora and args.tune is None:
-        parser.error(f"--lora={args.lora}: allowed: with --tune FILE")
     given = {field.name: getattr(args, field.name) for field in fields(Settings)}
     for name, value in given.items():
-        if not isinstance(value, str) and value <= 0:
+        if value <= 0:
             parser.error(f"--{name.replace('_', '-')}={value}: allowed: above 0")
     return args, Settings(**given)
 

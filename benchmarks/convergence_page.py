@@ -6,14 +6,10 @@ May import sections, the presets' names and, for the plot, ds_quant.tools.plot_s
 from __future__ import annotations
 
 import itertools
-import json
-import math
 from pathlib import Path
 from typing import Any
 
 import sections
-
-from ds_quant.config.presets import RENAMED
 
 ABOUT = """\
 Gap to `full_precision` in per cent, with its 95 % interval (Student's): loss of the exact weights
@@ -51,11 +47,7 @@ def shown(gap: dict[str, Any] | None) -> list[str]:
 def section(result: dict[str, Any]) -> tuple[str, str]:
     """See sections.py."""
     size, steps = f"{result['parameters'] / 1e6:.2f} M", result["settings"]["micro_steps"]
-    what = "in loss"
-    if "tuning" in result:
-        what = "in tuning adapters" if "lora" in result["tuning"] else "in fine-tuning"
-    if "optimizer" in result["settings"]:
-        what += " with Muon"
+    what = "in fine-tuning" if "tuning" in result else "in loss"
     heading = f"What a scheme costs {what}: {size} parameters, k = {steps}"
     nodes, each = result["settings"]["nodes"], result["settings"]["node_size"]
     if nodes != 2:  # then the text of a node matters, too
@@ -69,8 +61,7 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
     ]  # fmt: skip
     header = ["scheme", "gap", "95 %", "pairs", "decoded", "error of gradients",
               "error of weights", "bits of weights", "bits of gradients"]  # fmt: skip
-    parts = [ABOUT, setting(result), sections.table(header, rows), *beside_adamw(result),
-             *published(result)]  # fmt: skip
+    parts = [ABOUT, setting(result), sections.table(header, rows), *published(result)]
     return heading, "\n\n".join(part.strip() for part in parts)
 
 
@@ -83,54 +74,9 @@ def setting(result: dict[str, Any]) -> str:
         f"A byte-level GPT of {result['parameters'] / 1e6:.2f} M parameters on {ranks} ranks in "
         f"{given['nodes']} nodes (ZeRO-3, simulated with the bits of real ranks), bf16,\n"
         f"{nbytes} bytes of text and k = {given['micro_steps']} micro-steps per optimizer step; "
-        f"{given['base_steps']} steps of {optimizer(given)} at {given['lr']:g} (held out:\n"
+        f"{given['base_steps']} steps of AdamW at {given['lr']:g} (held out:\n"
         f"{curve[-1]['held_out']:.3f} nats per byte, {half['held_out']:.3f} at step "
         f"{half['step']}), then {given['steps']} steps of {tuned(result)}."
-    )
-
-
-def optimizer(given: dict[str, Any]) -> str:
-    """What trains, from the settings of a result file; those of AdamW do not name it."""
-    if given.get("optimizer") != "muon":
-        return "AdamW"
-    return "Muon (matrices of the blocks, at ten times the rate; all else AdamW)"
-
-
-def beside_adamw(result: dict[str, Any]) -> list[str]:
-    """Gaps of Muon beside those of the study that differs from it in the optimizer alone."""
-    given = {key: value for key, value in result["settings"].items() if key != "optimizer"}
-    if given == result["settings"] or "tuning" in result:
-        return []
-    for path in sorted(sections.RESULTS.glob("convergence*.json")):
-        other = json.loads(path.read_text("utf-8"))
-        if "tuning" not in other and {**other["settings"], "lr": given["lr"]} == given:
-            return [compared(result, other, path.with_suffix(".md").name)]
-    return []
-
-
-def compared(muon: dict[str, Any], adamw: dict[str, Any], page: str) -> str:
-    """A table, and of how many schemes the gaps differ by more than chance."""
-    theirs = {RENAMED.get(row["scheme"], row["scheme"]): row["gap"] for row in adamw["rows"]}
-    both = [(row["scheme"], row["gap"], theirs[row["scheme"]]) for row in muon["rows"]
-            if row["scheme"] in theirs]  # fmt: skip
-    rows = [[f"`{name}`", *shown(ours), *shown(their)] for name, ours, their in both]
-    apart = [
-        (name, ours["mean"] - their["mean"])
-        for name, ours, their in both
-        if abs(ours["mean"] - their["mean"]) > math.hypot(ours["half_width"], their["half_width"])
-    ]
-    more, less = [n for n, by in apart if by > 0], [n for n, by in apart if by < 0]
-    found = (
-        f"Of {len(both)} schemes, {len(more)} cost{'s' * (len(more) == 1)} more under Muon and "
-        f"{len(less)} less by more than both intervals allow"
-    )
-    named = "; ".join(f"{word}: {', '.join(f'`{n}`' for n in names)}"
-                      for word, names in (("more", more), ("less", less)) if names)  # fmt: skip
-    header = ["scheme", "Muon", "95 %", "AdamW", "95 %"]
-    return (
-        f"## Beside AdamW\n\nThe same model, text, steps and pairs ([AdamW]({page})), each at a "
-        "rate tuned in full precision or, for AdamW, as in all its studies.\n"
-        f"{found}{f' ({named})' if named else ''}.\n\n{sections.table(header, rows)}"
     )
 
 
@@ -140,10 +86,8 @@ def tuned(result: dict[str, Any]) -> str:
         return "decay"
     given = result["tuning"]
     exact = [run["held_out"] for run in result["runs"] if run["scheme"] == "full_precision"]
-    rank = given.get("lora")
-    kind = f"tuning low-rank adapters (rank {rank}) of frozen weights" if rank else "fine-tuning"
     return (
-        f"{kind}\nwith a new optimizer on other text ({result['arguments']['tune']}), the "
+        f"fine-tuning\nwith a new optimizer on other text ({result['arguments']['tune']}), the "
         f"rate falling from {given['lr']:g}; held out there: {given['before']:.3f}\nbefore and "
         f"{sum(exact) / len(exact):.3f} after it in full precision"
     )
@@ -151,7 +95,7 @@ def tuned(result: dict[str, Any]) -> str:
 
 def published(result: dict[str, Any]) -> list[str]:
     """Our gaps beside those of SDP4Bit's paper, which has none of fine-tuning."""
-    if "tuning" in result or "optimizer" in result["settings"]:
+    if "tuning" in result:
         return []
     ours = {row["scheme"]: row["gap"] for row in result["rows"]}
     rows = [
@@ -206,7 +150,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         ylabel="held-out loss above full precision, %",
         title="Weight differences and rotated gradients lose little in few bits",
     )  # fmt: skip
-    for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
-        plot_style.plain_ticks(axis, sections.round_marks(*limits))
+    for axis in (axes.xaxis, axes.yaxis):
+        plot_style.plain_ticks(axis)
     plot_style.finish(axes)
     plot_style.save(figure, path)

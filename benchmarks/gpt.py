@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 VOCABULARY = 256  # byte values
 
@@ -134,28 +133,3 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x))  # (batch, seq_len, VOCABULARY)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-class LowRank(nn.Module):
-    """An adapter of a frozen weight, as in LoRA: adds a product of ``rank``, zero at first."""
-
-    def __init__(self, weight: Tensor, rank: int) -> None:
-        super().__init__()
-        out_features, in_features = weight.shape
-        down = torch.randn(rank, in_features) / in_features**0.5
-        self.down = nn.Parameter(down.to(weight.dtype))
-        self.up = nn.Parameter(weight.new_zeros(out_features, rank))
-
-    def forward(self, weight: Tensor) -> Tensor:  # (out_features, in_features) -> same, fp32
-        return weight.float() + self.up.float() @ self.down.float()
-
-
-def adapt(model: GPT, rank: int) -> None:
-    """Freeze the model, and give the matrices of its blocks adapters of ``rank``; repeatable."""
-    torch.manual_seed(0)
-    model.requires_grad_(False)
-    for module in list(model.blocks.modules()):
-        if isinstance(module, Linear):
-            adapter = LowRank(module.weight, rank)
-            # unsafe: the result has another dtype than the weight
-            parametrize.register_parametrization(module, "weight", adapter, unsafe=True)

@@ -200,7 +200,7 @@ def save(
                **provenance(), **content}  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
-    path.with_suffix(".md").write_text(sections.section_of(path) or "", "utf-8")
+    path.with_suffix(".md").write_text(sections.section_of(path), "utf-8")
     return written
 
 

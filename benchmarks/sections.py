@@ -4,8 +4,8 @@
     python benchmarks/sections.py --check    # exit 1 where something is not up to date
 
 Every benchmark owns its page: ``section(result)`` turns what it has written as JSON into a heading
-and a body. Pages whose benchmark is no longer in the checkout stay as they are and name the commit
-that has it. May import the standard library and, by name, the benchmark of a file's "command".
+and a body. Pages of finished studies, which name the commit that has their script, stay as they
+are. May import the standard library and, by name, the benchmark of a file's "command".
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 MARK = "<!-- below: make report -->\n"
+FINISHED = "- Command, after `git checkout "
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -32,25 +32,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def round_marks(low: float, high: float) -> list[float]:
-    """Return the values 1, 2 and 5 times a power of ten from ``low`` to ``high``.
-
-    Where fewer than three lie there, return multiples of the largest such step that has three.
-    """
-    powers = range(math.floor(math.log10(low)) - 2, math.ceil(math.log10(high)) + 1)
-    steps = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
-    marks = [step for step in steps if low <= step <= high]
-    while len(marks) < 3 and steps:
-        step = steps.pop()
-        marks = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    return marks
-
-
-def section_of(path: Path) -> str | None:
-    """Return the page of a result file, None where its benchmark is gone."""
+def section_of(path: Path) -> str:
+    """Return the page of a result file."""
     result = json.loads(path.read_text("utf-8"))
-    if not (ROOT / result["command"].split()[1]).exists():
-        return None
     heading, body = _drawn_by(result).section(result)
     picture = path.with_suffix(".png")
     shown = f"![{heading}]({picture.name})\n\n" if picture.exists() else ""
@@ -58,12 +42,16 @@ def section_of(path: Path) -> str | None:
 
 
 def redraw(page: Path) -> None:
-    """Draw the picture beside a page anew, if it has one and its benchmark is still here."""
+    """Draw the picture beside a page anew, if it has one and its study goes on."""
     path, picture = page.with_suffix(".json"), page.with_suffix(".png")
-    if path.exists() and picture.exists():
+    if picture.exists() and not is_finished(page):
         result = json.loads(path.read_text("utf-8"))
-        if (ROOT / result["command"].split()[1]).exists():
-            _drawn_by(result).draw(result, picture)
+        _drawn_by(result).draw(result, picture)
+
+
+def is_finished(page: Path) -> bool:
+    """Whether a page is that of a finished study."""
+    return page.exists() and FINISHED in page.read_text("utf-8")
 
 
 def _drawn_by(result: dict[str, Any]) -> Any:
@@ -76,9 +64,8 @@ def _drawn_by(result: dict[str, Any]) -> Any:
 def origin(result: dict[str, Any], name: str) -> str:
     """Return what a number needs to be quoted."""
     machine = result["hardware"]
-    cores = f"{machine['cores']} cores of " if "cores" in machine else ""
-    load = f"; load {machine['load_average']:g}" if "load_average" in machine else ""
-    hardware = ", ".join([cores + machine["cpu"], *machine.get("gpus", [])]) + load
+    devices = ", ".join([f"{machine['cores']} cores of {machine['cpu']}", *machine["gpus"]])
+    hardware = f"{devices}; load {machine['load_average']:g}"
     versions = ", ".join(f"{package} {found}" for package, found in result["versions"].items())
     return (
         f"- File: [`{name}`]({name})\n- Date: {result['created']}\n- Hardware: {hardware}\n"
@@ -91,7 +78,7 @@ def written(results: Path, page: Path) -> dict[Path, str]:
     found = {}
     for path in sorted(results.glob("*.json")):
         beside = path.with_suffix(".md")
-        found[beside] = section_of(path) or beside.read_text("utf-8")
+        found[beside] = beside.read_text("utf-8") if is_finished(beside) else section_of(path)
     headings = {path.name: text.partition("\n")[0].lstrip("# ") for path, text in found.items()}
     links = [f"- [{heading}](../benchmarks/results/{name})" for name, heading in headings.items()]
     above = page.read_text("utf-8").partition(MARK)[0]

@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import compress
 from typing import Any
 from unittest.mock import patch
 
@@ -223,10 +222,10 @@ class Simulation:
     """Data-parallel training of a module, whose parameters hold what the ranks compute with.
 
     The master weights are those of the module when this is made, or those that are ``load``-ed;
-    weights and gradients travel in the module's dtype. Frozen parameters are gathered, too.
+    weights and gradients travel in the module's dtype.
     ``clip`` is DeepSpeed's ``gradient_clipping``, whose default is 1; 0 leaves gradients alone.
 
-    master: all trained parameters end to end, fp32, the only parameter of ``optimizer``.
+    master: all parameters end to end, fp32, the only parameter of ``optimizer``.
     """
 
     def __init__(
@@ -245,9 +244,7 @@ class Simulation:
         self.scheme = replace(scheme, block=block)
         self._parameters = list(module.parameters())
         self._sizes = [p.numel() for p in self._parameters]
-        self._trained = [p for p in self._parameters if p.requires_grad]
-        self._frozen = [p.reshape(-1).clone() for p in self._parameters if not p.requires_grad]
-        flat = torch.cat([p.detach().reshape(-1).float() for p in self._trained])
+        flat = torch.cat([p.detach().reshape(-1).float() for p in self._parameters])
         self.master = nn.Parameter(flat)
         self.optimizer = make_optimizer([self.master])
         self._engine = EngineOfNobody(module, micro_steps)
@@ -281,20 +278,14 @@ class Simulation:
             group["lr"] = rate
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every trained parameter's name and master weight, in its shape."""
-        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        flat = self.master.detach().split([p.numel() for p in self._trained])
-        for (name, parameter), values in zip(named, flat, strict=True):
+        """Every parameter's name and master weight, in its shape."""
+        flat = self.master.detach().split(self._sizes)
+        for (name, parameter), values in zip(self.module.named_parameters(), flat, strict=True):
             yield name, values.view(parameter.shape)
 
     def exact_weights(self) -> list[Tensor]:
         """The master weights in the module's dtype, as a checkpoint exports them; 1-D each."""
-        return self._all(self.master.detach().to(self._dtype))
-
-    def _all(self, trained: Tensor) -> list[Tensor]:
-        """The weights of all parameters, 1-D each, from those of the trained ones end to end."""
-        parts, frozen = iter(trained.split([p.numel() for p in self._trained])), iter(self._frozen)
-        return [next(parts if p.requires_grad else frozen) for p in self._parameters]
+        return list(self.master.detach().to(self._dtype).split(self._sizes))
 
     def compute_with(self, weights: Sequence[Tensor]) -> None:
         """Put weights, 1-D, into the module."""
@@ -320,8 +311,7 @@ class Simulation:
         self.optimizer.step()
         self._learn_levels()
         if self._kept:
-            trained = [p.requires_grad for p in self._parameters]
-            self._exchange(partial(self._codings, hop=0, ahead=1), trained)
+            self._exchange(partial(self._codings, hop=0, ahead=1))
         self._engine.global_steps += 1
         return loss, error
 
@@ -332,12 +322,12 @@ class Simulation:
         total, buckets = 0.0, []
         for rank in self._ranks:
             loss = self.module(*batch(micro_step, rank.number))
-            gradients = torch.autograd.grad(loss / self._micro_steps, self._trained)
+            gradients = torch.autograd.grad(loss / self._micro_steps, self._parameters)
             total += loss.item() / len(self._ranks)
             if exact is not None:
                 flat = torch.cat([g.reshape(-1).float() for g in gradients])
                 exact.add_(flat, alpha=1 / len(self._ranks))
-            buckets.append(rank.reduction.begin(self._trained, list(gradients), None))
+            buckets.append(rank.reduction.begin(self._parameters, list(gradients), None))
         for bucket in buckets:
             bucket.sums.advance()
         shards = [bucket.finish() for bucket in buckets]
@@ -355,10 +345,9 @@ class Simulation:
 
     def _error(self, exact: Tensor) -> float:
         """Squared error over squared norm of what is quantized."""
-        norms, sizes = torch.zeros(2, dtype=torch.float64), [p.numel() for p in self._trained]
-        pairs = zip(exact.split(sizes), self._gradient.split(sizes), strict=True)
-        trained = [param for param in self._ranks[0].all_params() if param.trained]
-        for tracked, (want, got) in zip(trained, pairs, strict=True):
+        norms = torch.zeros(2, dtype=torch.float64)
+        pairs = zip(exact.split(self._sizes), self._gradient.split(self._sizes), strict=True)
+        for tracked, (want, got) in zip(self._ranks[0].all_params(), pairs, strict=True):
             if self.scheme.skip_reason(tracked.name, tracked.shape, self._dtype) is None:
                 squares = [(got.float() - want).square(), want.square()]
                 norms += torch.stack([s.sum(dtype=torch.float64) for s in squares])
@@ -387,16 +376,13 @@ class Simulation:
         return posted
 
     def _codings(self, rank: SimulatedRank, *, hop: int, ahead: int = 0) -> list[Coding]:
-        """Of all weights on a hop of their route, in the current step or, of the trained ones, in
-        one ``ahead``.
-        """
+        """Of all weights on a hop of their route, in the current step or in one ``ahead``."""
         dtype, step = self._dtype, rank.step + ahead
-        params = [param for param in rank.all_params() if param.trained or not ahead]
         if rank.is_exact(step):
-            return [exactly(dtype)] * len(params)
+            return [exactly(dtype)] * len(self._sizes)
         return [
             param.coding(param.weight_streams(dtype, rank=rank.number)[hop], dtype, step)
-            for param in params
+            for param in rank.all_params()
         ]
 
     def _learn_levels(self) -> None:
@@ -418,8 +404,7 @@ class Simulation:
         """From the rows that the ranks of the first node keep; those of the others are equal."""
         if not self._kept:
             self._kept = [self._rows(rank) for rank in self._ranks]
-            everything = [True] * len(self._sizes)
-            self._exchange(lambda _: [exactly(self._dtype)] * len(self._sizes), everything)
+            self._exchange(lambda _: [exactly(self._dtype)] * len(self._sizes))
         waits = []
         for rank, kept in zip(self._ranks[: self._topology.node_size], self._kept, strict=False):
             fabric = rank.fabric(None)
@@ -435,16 +420,13 @@ class Simulation:
         make = partial(Kept.allocate, **where, dtype=self._dtype, room=room)
         return [make(numel) for numel in self._sizes]
 
-    def _exchange(
-        self, codings: Callable[[SimulatedRank], list[Coding]], chosen: Sequence[bool]
-    ) -> None:
-        """Bring the exact weights of every rank into the rows of all nodes, those ``chosen``."""
+    def _exchange(self, codings: Callable[[SimulatedRank], list[Coding]]) -> None:
+        """Bring the exact weights of every rank into the rows of all nodes."""
 
         def post(rank: SimulatedRank, shards: list[Tensor]) -> Pending[list[Tensor]]:
             fabric = rank.fabric(None)
             link = fabric.inter or fabric.whole  # whole: one rank per node
-            kept = list(compress(self._kept[rank.number], chosen))
-            return exchange(kept, list(compress(shards, chosen)), codings(rank), link)
+            return exchange(self._kept[rank.number], shards, codings(rank), link)
 
         for pending in self._each(post):
             pending.wait()
@@ -460,5 +442,5 @@ class Simulation:
             if not all(torch.equal(a.rows, b.rows) for a, b in zip(kept, first, strict=True)):
                 raise RuntimeError(f"the weights of rank {rank.number} differ from its peers'")
         found = torch.cat(self.travelled_weights()).double()
-        want = torch.cat(self._all(self.master.detach())).double()
+        want = self.master.detach().double()
         return float((found - want).square().sum() / want.square().sum())

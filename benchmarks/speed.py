@@ -255,7 +255,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for each in (times, ratios):
             plot_style.plain_ticks(each.xaxis, rates)
             plot_style.finish(each)
-        plot_style.plain_ticks(times.yaxis, sections.round_marks(*times.get_ylim()))
+        plot_style.plain_ticks(times.yaxis)
     plot_style.save(figure, path)
 
 

@@ -85,11 +85,14 @@ def finish(axes: Any) -> None:
         axes.legend(lines, map(wrapped, names), fontsize=_LABEL_POINTS, **beside)
 
 
-def plain_ticks(axis: Any, marks: Sequence[float]) -> None:
-    """Mark these values and write them as people do: 10, 50, 200."""
+def plain_ticks(axis: Any, marks: Sequence[float] | None = None) -> None:
+    """Mark these values of a logarithmic axis, or 1, 2 and 5 times powers of ten, and write them as
+    people do: 10, 50, 200.
+    """
     from matplotlib import ticker
 
-    axis.set_major_locator(ticker.FixedLocator(list(marks)))
+    round_ones = ticker.LogLocator(subs=(1, 2, 5))
+    axis.set_major_locator(ticker.FixedLocator(list(marks)) if marks else round_ones)
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(ticker.NullLocator())
 

@@ -210,9 +210,9 @@ BUDGETS = {
     "config": (697, 9),
     "policy": (839, 14),
     "zero": (3627, 36),
-    "tools": (1855, 7),
+    "tools": (1854, 7),
 }
-BUDGETS_BESIDE = {"tests": 17411, "benchmarks": 3752}  # lines of code
+BUDGETS_BESIDE = {"tests": 17429, "benchmarks": 3458}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -8,21 +8,18 @@ are 4 to 5 standard deviations of the estimator, derived beside each.
 from __future__ import annotations
 
 import math
-import sys
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 
-from ds_quant.codec.bound import decode_sum, encode
+from ds_quant.codec.bound import Coding, Rotation, decode_sum, encode
 from ds_quant.codec.codec import GroupCodec
+from ds_quant.kernels.batch import OWN_SIGNS, Encode, Sum
 from ds_quant.kernels.random_bits import Address, Role, key_of
+from ds_quant.kernels.run import Operations, Streams
 from tests.unit.wire_oracle import LEVELS
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import gradient_errors  # noqa: E402
 
 COIN = GroupCodec(bits=4, group_size=32, rounding="stochastic")
 
@@ -145,9 +142,29 @@ def bias_of_an_element(bits: int) -> float:
 
 
 def sum_of(x: torch.Tensor, bits: int, step: int = 0, *, own_signs: bool = True) -> torch.Tensor:
-    """The sum of nodes' gradients (nodes, numel)."""
-    how = {"step": step, "parameter": 0, "own_signs": own_signs}
-    return gradient_errors.sum_of(x, gradient_errors.SCHEMES[f"eden{bits}"], **how)
+    """The sum of nodes' gradients (nodes, numel), numel of whole groups, as its receivers add it
+    up: under signs of each node's own, or of all.
+    """
+    codec, (nodes, numel) = eden(bits), x.shape
+    key = partial(key_of, seed=0, role=Role.GRADIENTS, parameter=0)
+    block, row = codec.group_size, codec.wire_bytes(numel)
+    shared = Rotation(block=block, signs=Address(key(hop=99), step))
+    streams = Streams(
+        [Coding(codec, Address(key(rank=node + 1), step)) for node in range(nodes)],
+        [shared.of(node) if own_signs else shared for node in range(nodes)],
+    )
+    wire, out = torch.empty(nodes * row, dtype=torch.uint8), torch.empty(numel)
+    sends = [
+        (Encode(codec, numel, 0, 1, node, block, True), (node * numel, node * row, 0))
+        for node in range(nodes)
+    ]
+    add = Sum(
+        codec, numel, wire_in=1, values=2, stream=0, sources=nodes, stride=row, place=None,
+        own=2, block=block, flips=OWN_SIGNS if own_signs else 1,
+    )  # fmt: skip
+    for tasks in (sends, [(add, (0, 0, 0))]):
+        Operations(tasks).run([x.reshape(-1), wire, out], streams)
+    return out
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,22 @@ returned, raises if one failed, and kills all of them at the time limit: no test
 from __future__ import annotations
 
 import functools
+import importlib
 import multiprocessing
 import os
+import reprlib
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.distributed import TCPStore
 
+Test = Callable[..., None]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = ["tests.distributed.preload"]
 _CONTEXT.set_forkserver_preload(_PRELOADED)
@@ -50,6 +55,38 @@ def run(
     failures = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(outcomes) if error]
     assert not failures, "\n".join(failures)
     return [result for result, _ in outcomes]
+
+
+def on_ranks(world: int = 2, **options: Any) -> Callable[[Test], Test]:
+    """A test whose body runs on every one of ``world`` ranks, or of as many as its own argument
+    ``world`` says. ``options``: of ``run``.
+    """
+
+    def decorated(test: Test) -> Test:
+        @functools.wraps(test)
+        def started(**arguments: Any) -> None:
+            ranks = arguments.get("world", world)
+            skipped = run(_play_test, ranks, test.__module__, test.__name__, arguments, **options)
+            if skipped[0]:
+                pytest.skip(skipped[0])
+
+        return started
+
+    return decorated
+
+
+def _play_test(module: str, name: str, arguments: dict[str, Any]) -> str:
+    """Why the test was skipped."""
+    try:
+        getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    except pytest.skip.Exception as reason:
+        return str(reason)
+    return ""
+
+
+def scratch() -> Path:
+    """A folder that the ranks of a run share and that goes with them."""
+    return Path(os.environ["TEST_SCRATCH"])
 
 
 @functools.cache
@@ -93,6 +130,17 @@ def run_each(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def _values(error: BaseException) -> str:
+    """What a failed assertion was about, which pytest shows in its own process only: the variables
+    around it.
+    """
+    places = list(traceback.walk_tb(error.__traceback__))
+    if not isinstance(error, AssertionError) or not places:
+        return ""
+    variables = places[-1][0].f_locals.items()
+    return "".join(f"    {name} = {reprlib.repr(value)}\n" for name, value in variables)
 
 
 def _collect(pipes: list[Connection], timeout: float) -> list[tuple[Any, str | None]]:
@@ -143,8 +191,8 @@ def _rank_main(
             dist.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=seconds))
         outcome = (function(*args), None)
         torch.distributed.barrier()
-    except BaseException:  # the parent reports it
-        outcome = (None, traceback.format_exc())
+    except BaseException as error:  # the parent reports it
+        outcome = (None, traceback.format_exc() + _values(error))
     sender.send(outcome)
     sender.close()
     os._exit(0)  # DeepSpeed on CPU may abort in a normal interpreter exit

@@ -127,6 +127,11 @@ def train_step(engine: Any, step: int, seed: int = 0) -> list[float]:
     return losses
 
 
+def train_steps(engine: Any, steps: int, first: int = 0) -> list[float]:
+    """Losses of so many optimizer steps on this rank, from step ``first`` on."""
+    return [loss for step in range(first, first + steps) for loss in train_step(engine, step)]
+
+
 def evaluate(engine: Any, seed: int = 0) -> float:
     """Loss of one forward without gradients, on data that training never sees."""
     engine.eval()
@@ -146,6 +151,13 @@ def masters(engine: Any) -> dict[str, np.ndarray]:
     return {n: t.detach().clone().numpy() for n, t in full.items() if t is not None}
 
 
+def gathered(params: Iterable[Any], **options: Any) -> Any:
+    """DeepSpeed's GatheredParameters."""
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(params), **options)
+
+
 def digest(tensor: Tensor) -> str:
     """Equal for equal bits."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -159,6 +171,23 @@ def digests(arrays: dict[str, np.ndarray]) -> dict[str, str]:
 def exact(engine: Any, dtype: str) -> dict[str, str]:
     """Digests of the fp32 masters, cast to the training dtype. A collective."""
     return {n: digest(torch.from_numpy(a).to(DTYPES[dtype])) for n, a in masters(engine).items()}
+
+
+def live(engine: Any) -> dict[str, str]:
+    """Digests of what this rank holds between steps: shards under ZeRO-3, else the replica."""
+    named = engine.module.named_parameters()
+    return {n: digest(getattr(p, "ds_tensor", p).data) for n, p in named}
+
+
+def saved(engine: Any, name: str = "model") -> dict[str, Tensor]:
+    """What ``save_16bit_model`` writes."""
+    from tests.distributed.harness import scratch
+
+    assert engine.save_16bit_model(str(scratch()), f"{name}.bin")
+    torch.distributed.barrier()
+    found = torch.load(scratch() / f"{name}.bin", weights_only=True)
+    torch.distributed.barrier()  # before anybody writes it again
+    return found
 
 
 def heard(name: str = "log_rank0") -> list[str]:

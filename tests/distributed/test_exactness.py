@@ -7,17 +7,16 @@ whose error is far above bf16 rounding.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import ds_quant
 from tests import needs
-from tests.distributed.harness import run
+from tests.distributed.harness import on_ranks, scratch
 from tests.distributed.models import (
     HIDDEN,
     WIDTH,
@@ -26,8 +25,12 @@ from tests.distributed.models import (
     evaluate,
     exact,
     forward,
+    gathered,
+    live,
+    saved,
     settings,
     train_step,
+    train_steps,
     watch,
 )
 from tests.thin import thinned
@@ -48,12 +51,6 @@ def config(stage: int, scheme: str | None = "qsdp_w4g4", dtype: str = "bf16") ->
     return settings(stage, block, dtype=dtype, zero=EXPORT if stage == 3 else {})
 
 
-def live(engine: Any) -> dict[str, str]:
-    """Digests of what this rank holds between steps: shards under ZeRO-3, else the replica."""
-    held = {n: getattr(p, "ds_tensor", p) for n, p in engine.module.named_parameters()}
-    return {n: digest(t.data) for n, t in held.items()}
-
-
 def used(engine: Any) -> dict[str, str]:
     """Digests of what an evaluation computes with."""
     with watch(engine) as seen:
@@ -72,32 +69,24 @@ def bits_of(tensors: Mapping[str, torch.Tensor]) -> Bits:
     return {n: (str(t.dtype), tuple(t.shape), digest(t)) for n, t in tensors.items()}
 
 
-def save_16bit(engine: Any, folder: Path) -> Bits:
-    from deepspeed import comm as dist
-
-    assert engine.save_16bit_model(str(folder), "model.bin")
-    dist.barrier()
-    return bits_of(torch.load(folder / "model.bin", weights_only=True))
+def save_16bit(engine: Any, name: str) -> Bits:
+    return bits_of(saved(engine, name))
 
 
-def zero_to_fp32(engine: Any, folder: Path) -> Bits:
-    from deepspeed import comm as dist
+def zero_to_fp32(engine: Any, name: str) -> Bits:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    engine.save_checkpoint(str(folder), tag="exported")
-    dist.barrier()
-    return bits_of(get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="exported"))
+    folder = str(scratch() / name)
+    engine.save_checkpoint(folder, tag="exported")
+    torch.distributed.barrier()
+    return bits_of(get_fp32_state_dict_from_zero_checkpoint(folder, tag="exported"))
 
 
-def in_memory(engine: Any, folder: Path) -> Bits:
+def in_memory(engine: Any, _: str) -> Bits:
     """GatheredParameters under ZeRO-3, exact_weights below."""
-    import deepspeed
-
-    import ds_quant
-
     named = dict(engine.module.named_parameters())
     if engine.zero_optimization_stage() == 3:
-        with deepspeed.zero.GatheredParameters(list(named.values())):
+        with gathered(named.values()):
             return bits_of({n: p.data for n, p in named.items()})
     with ds_quant.exact_weights(engine):
         return bits_of(engine.module.state_dict())
@@ -107,41 +96,6 @@ def in_memory(engine: Any, folder: Path) -> Bits:
 EXPORTS = {
     "at once": save_16bit, "in memory": in_memory, "16 bits": save_16bit, "fp32": zero_to_fp32
 }  # fmt: skip
-
-
-def exported(stage: int, scheme: str, dtype: str) -> dict[str, Any]:
-    """Steps and exports in turn; the same without exports; and the exports of a plain engine from
-    what was saved beside each.
-    """
-    from deepspeed import comm as dist
-
-    scratch = Path(os.environ["TEST_SCRATCH"])
-    made = config(stage, scheme, dtype)
-    engine, found, losses = build(made), {}, []
-    for step, (name, export) in enumerate(EXPORTS.items()):
-        losses += train_step(engine, step) if step else []
-        seen, before = used(engine), live(engine)
-        bits = export(engine, scratch / name)
-        after = live(engine)
-        engine.save_checkpoint(str(scratch), tag=name)
-        dist.barrier()
-        found[name] = {
-            "used": seen, "bits": bits, "exact": exact(engine, dtype),
-            "live": [before, after, live(engine)],
-        }  # fmt: skip
-    more = range(len(EXPORTS), len(EXPORTS) + STEPS)
-    went_on = [loss for step in more for loss in train_step(engine, step)]
-    engine.destroy()
-    undisturbed = build(made)
-    plain = [loss for step in range(1, more.stop) for loss in train_step(undisturbed, step)]
-    undisturbed.destroy()
-    shipped = build(config(stage, None, dtype), seed=7)
-    for name, export in EXPORTS.items():
-        shipped.load_checkpoint(str(scratch), tag=name)
-        found[name]["plain"] = export(shipped, scratch / f"plain {name}")
-    return {"exports": found, "losses": (losses + went_on, plain)}
-
-
 CASES = [("qsdp_w4g4", "bf16"), ("qsdp_w4g4", "fp32"), ("sdp4bit", "bf16")]
 
 
@@ -152,36 +106,49 @@ CASES = [("qsdp_w4g4", "bf16"), ("qsdp_w4g4", "fp32"), ("sdp4bit", "bf16")]
         lambda stage, *case: case == CASES[2 if stage == 3 else 0],
     ),
 )
+@on_ranks(timeout=120)
 def test_exports_are_exact_and_leave_training_as_it_was(
     stage: int, scheme: str, dtype: str
 ) -> None:
-    """What is kept for differences is moved by a save, as docs/running.md says: by some thousandths
-    of the loss.
+    """Steps and exports in turn equal the same without exports, and exports those of a plain engine
+    from what was saved beside each. What is kept for differences is moved by a save, as
+    docs/running.md says: by some thousandths of the loss.
     """
-    for found in run(exported, 2, stage, scheme, dtype, timeout=120):
-        for name, export in found["exports"].items():
-            check_export(name, **export)
-            if scheme != "sdp4bit":
-                assert len({tuple(state.items()) for state in export["live"]}) == 1, name
-        before = found["exports"]["16 bits"]
-        if stage < 3:  # else there would be nothing to restore
-            assert before["live"][0]["first.weight"] != before["exact"]["first.weight"]
-        losses, undisturbed = found["losses"]
-        assert (losses == undisturbed) == (scheme != "sdp4bit")
-        assert losses == pytest.approx(undisturbed, rel=5e-3)
+    engine, found, losses = build(config(stage, scheme, dtype)), {}, []
+    for step, (name, export) in enumerate(EXPORTS.items()):
+        losses += train_step(engine, step) if step else []
+        seen, before = used(engine), live(engine)
+        found[name] = export(engine, name)
+        after = live(engine)
+        engine.save_checkpoint(str(scratch()), tag=name)
+        torch.distributed.barrier()
+        masters = exact(engine, dtype)
+        check_export(name, found[name], seen, masters)
+        assert scheme == "sdp4bit" or before == after == live(engine), name
+        if stage < 3 and step:  # else there would be nothing to restore
+            assert before["first.weight"] != masters["first.weight"]
+    losses += train_steps(engine, STEPS, len(EXPORTS))
+    engine.destroy()
+    undisturbed = build(config(stage, scheme, dtype))
+    wanted = train_steps(undisturbed, len(EXPORTS) - 1 + STEPS, 1)
+    assert (losses == wanted) == (scheme != "sdp4bit")
+    assert losses == pytest.approx(wanted, rel=5e-3)
+    undisturbed.destroy()
+    shipped = build(config(stage, None, dtype), seed=7)
+    for name, export in EXPORTS.items():
+        shipped.load_checkpoint(str(scratch()), tag=name)
+        plain = export(shipped, f"plain {name}")
+        assert found[name] == plain and list(found[name]) == list(plain), name
 
 
-def check_export(name: str, *, bits: Bits, plain: Bits, used: dict, exact: dict, live: Any) -> None:
-    assert list(bits) == list(plain) and len(bits) == len(used) == 8
-    assert bits == plain, name
+def check_export(name: str, bits: Bits, used: dict[str, str], exact: dict[str, str]) -> None:
+    assert len(bits) == len(used) == 8
     if name == "fp32":  # bits of fp32 and bf16 differ anyway
         return
     digests = {n: found for n, (*_, found) in bits.items()}
     assert digests == exact
     decoded = {n for n in used if digests[n] != used[n]}
-    assert decoded == (
-        {"first.weight", "second.weight", "last.weight"} if name != "at once" else decoded
-    )
+    assert name == "at once" or decoded == {"first.weight", "second.weight", "last.weight"}
 
 
 class Background:
@@ -214,219 +181,144 @@ class Background:
         self._writes, self._info = [], None
 
 
-def _in_background(scheme: str) -> dict[str, Any]:
-    folder = Path(os.environ["TEST_SCRATCH"])
-    engine = build(config(2, scheme))
-    engine.checkpoint_engine = Background(engine)
-    train_step(engine, 0)
-    before = bits_of(dict(engine.module.named_parameters()))
-    masters = exact(engine, "bf16")
-    engine.save_checkpoint(str(folder), tag="here")
-    after = bits_of(dict(engine.module.named_parameters()))
-    waited = engine.checkpoint_engine.commits
-    train_step(engine, 1)
-    states = torch.load(folder / "here" / "mp_rank_00_model_states.pt", weights_only=False)
-    saved = {n: digest(t) for n, t in states["module"].items()}
-    return {"saved": saved == masters, "waited": waited, "as before": before == after}
-
-
 @pytest.mark.parametrize("scheme", ["qsdp_w4g4", "sdp4bit"])
+@on_ranks()
 def test_a_checkpoint_written_in_the_background_is_exact(scheme: str) -> None:
     """Where decoded weights return after a save, that has to be over; differences stay exact."""
-    first, second = run(_in_background, 2, scheme)
-    returns = scheme == "qsdp_w4g4"
-    assert first == {"saved": True, "waited": returns, "as before": returns}
-    assert second == {**first, "waited": second["waited"]}
-
-
-def skipped_step(stage: int, scheme: str) -> dict[str, Any]:
-    """An overflow makes DeepSpeed skip a step, but count it."""
-    from deepspeed import comm as dist
-
-    import ds_quant
-
-    checking = config(stage, scheme) | {"bf16": {"enabled": True, "check_grad_overflow": True}}
-    engine = build(checking)
-    for step in range(STEPS):
-        train_step(engine, step)
-    found = {"used": used(engine), "live": live(engine)}
-    loss = forward(engine, STEPS)
-    engine.backward(loss * float("nan") if dist.get_rank() == 0 else loss)
-    engine.step()
-    found["skipped"] = bool(engine.optimizer.overflow)
-    found["live_after_skip"], found["used_after_skip"] = live(engine), used(engine)
-    with ds_quant.exact_weights(engine):
-        pass
-    found["live_outside"] = live(engine)
-    engine.save_checkpoint(os.environ["TEST_SCRATCH"], tag="here")
-    found["losses"] = train_step(engine, STEPS + 1) + train_step(engine, STEPS + 2)
-    engine.destroy()
-    fresh = build(checking, seed=1)
-    fresh.load_checkpoint(os.environ["TEST_SCRATCH"], tag="here")
-    found["live_after_load"] = live(fresh)
-    found["resumed"] = train_step(fresh, STEPS + 1) + train_step(fresh, STEPS + 2)
-    return found
+    engine, returns = build(config(2, scheme)), scheme == "qsdp_w4g4"
+    engine.checkpoint_engine = Background(engine)
+    train_step(engine, 0)
+    before, masters = live(engine), exact(engine, "bf16")
+    engine.save_checkpoint(str(scratch()), tag="here")
+    assert (live(engine) == before) == returns
+    assert engine.global_rank > 0 or engine.checkpoint_engine.commits == returns
+    train_step(engine, 1)
+    states = torch.load(scratch() / "here" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert {n: digest(t) for n, t in states["module"].items()} == masters
 
 
 @pytest.mark.parametrize(
     ("stage", "scheme"),
     thinned(product([1, 2, 3], ["qsdp_w4g4", "sdp4bit"]), lambda stage, _: stage > 1),
 )
+@on_ranks()
 def test_a_skipped_step_changes_no_weight_and_no_resume(stage: int, scheme: str) -> None:
+    """An overflow makes DeepSpeed skip a step, but count it."""
     if stage == 3:
         needs.deepspeed("0.19", "takes a bf16 step with NaN under ZeRO-3")
-    for found in run(skipped_step, 2, stage, scheme):
-        assert found["skipped"]
-        assert found["live_after_skip"] == found["live"]
-        assert found["used_after_skip"] == found["used"]
-        if scheme != "sdp4bit":  # whose replica is exact after an export
-            assert found["live_outside"] == found["live_after_load"] == found["live"]
-        assert found["resumed"] == found["losses"]
+    checking = config(stage, scheme) | {"bf16": {"enabled": True, "check_grad_overflow": True}}
+    engine = build(checking)
+    train_steps(engine, STEPS)
+    before = used(engine), live(engine)
+    loss = forward(engine, STEPS)
+    engine.backward(loss * float("nan") if engine.global_rank == 0 else loss)
+    engine.step()
+    assert engine.optimizer.overflow
+    after = live(engine)
+    assert (used(engine), after) == before
+    with ds_quant.exact_weights(engine):
+        pass
+    outside = live(engine)
+    engine.save_checkpoint(str(scratch()), tag="here")
+    losses = train_steps(engine, 2, STEPS + 1)
+    engine.destroy()
+    fresh = build(checking, seed=1)
+    fresh.load_checkpoint(str(scratch()), tag="here")
+    if scheme != "sdp4bit":  # whose replica is exact after an export
+        assert outside == live(fresh) == after
+    assert train_steps(fresh, 2, STEPS + 1) == losses
 
 
-def failed_save(stage: int) -> dict[str, Any]:
-    """A save that raises before DeepSpeed's epilogue; the user catches it and trains on."""
-    from deepspeed import comm as dist
-
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks()
+def test_a_failed_save_does_not_spoil_the_next_one(stage: int) -> None:
+    """It raises before DeepSpeed's epilogue; the user catches it and trains on."""
     engine = build(config(stage))
-    for step in range(STEPS):
-        train_step(engine, step)
+    train_steps(engine, STEPS)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
     engine._save_checkpoint, save = full, engine._save_checkpoint
     with pytest.raises(OSError, match="no space"):
-        engine.save_checkpoint(os.environ["TEST_SCRATCH"], tag="lost")
+        engine.save_checkpoint(str(scratch()), tag="lost")
     engine._save_checkpoint = save
     train_step(engine, STEPS)
-    found: dict[str, Any] = {"exact": exact(engine, "bf16"), "live": live(engine)}
-    engine.save_16bit_model(os.environ["TEST_SCRATCH"], "model.bin")
-    dist.barrier()
-    saved = torch.load(Path(os.environ["TEST_SCRATCH"]) / "model.bin", weights_only=True)
-    found["saved"] = {n: digest(t) for n, t in saved.items()}
-    found["live_after_export"] = live(engine)
-    return found
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_failed_save_does_not_spoil_the_next_one(stage: int) -> None:
-    for found in run(failed_save, 2, stage):
-        assert found["live"]["first.weight"] != found["exact"]["first.weight"]
-        assert found["saved"] == found["exact"]
-        assert found["live_after_export"] == found["live"]
+    masters, before = exact(engine, "bf16"), live(engine)
+    assert before["first.weight"] != masters["first.weight"]
+    assert {n: digest(t) for n, t in saved(engine).items()} == masters
+    assert live(engine) == before
 
 
 # ---- GatheredParameters under ZeRO-3 ----
 
 
-def three_ranks() -> dict[str, Any]:
-    return settings(3, {"scheme": "qsdp_w4g4"}, dtype="bf16", zero=EXPORT)
-
-
-def gathered() -> dict[str, Any]:
-    """What GatheredParameters shows after a training step and after an evaluation."""
-    import deepspeed
-
-    engine = build(three_ranks())
-    for step in range(STEPS):
-        train_step(engine, step)
+@on_ranks(3)
+def test_gathered_parameters_are_exact_and_harmless() -> None:
+    """After a training step and after an evaluation."""
+    made = settings(3, {"scheme": "qsdp_w4g4"}, dtype="bf16", zero=EXPORT)
+    engine = build(made)
+    train_steps(engine, STEPS)
     named = dict(engine.module.named_parameters())
 
     def look(modifier: int | None) -> dict[str, str]:
-        with deepspeed.zero.GatheredParameters(list(named.values()), modifier_rank=modifier):
+        with gathered(named.values(), modifier_rank=modifier):
             return {n: digest(p.data) for n, p in named.items()}
 
-    found: dict[str, Any] = {"exact": exact(engine, "bf16"), "live": live(engine)}
-    found["after_step"] = look(None)
+    masters, before = exact(engine, "bf16"), live(engine)
+    assert look(None) == masters
     for modifier in (None, 0):
         evaluate(engine)
-        found[f"left_{modifier}"] = {
-            n: digest(p.data) for n, p in named.items() if p.ds_status.name == "AVAILABLE"
-        }
-        found[f"after_eval_{modifier}"] = look(modifier)
-        found[f"live_{modifier}"] = live(engine)
-    losses = [train_step(engine, STEPS + more) for more in range(STEPS)]
+        left = named["first.weight"]
+        assert left.ds_status.name == "AVAILABLE"
+        assert digest(left.data) != masters["first.weight"]  # decoded, still there
+        assert look(modifier) == masters and live(engine) == before
+    losses = train_steps(engine, STEPS, STEPS)
     engine.destroy()
-    undisturbed = build(three_ranks())
-    expected = [train_step(undisturbed, step) for step in range(2 * STEPS)][STEPS:]
-    found["losses"], found["undisturbed"] = losses, expected
-    return found
+    assert train_steps(build(made), 2 * STEPS)[STEPS:] == losses
 
 
-def test_gathered_parameters_are_exact_and_harmless() -> None:
-    for found in run(gathered, 3):
-        assert found["after_step"] == found["exact"]
-        for modifier in (None, 0):
-            left = found[f"left_{modifier}"]
-            assert left["first.weight"] != found["exact"]["first.weight"]  # decoded, still there
-            assert found[f"after_eval_{modifier}"] == found["exact"]
-            assert found[f"live_{modifier}"] == found["live"]
-        assert found["losses"] == found["undisturbed"]
-
-
-def gathered_by_version() -> dict[str, list[int]]:
-    """How many parameters DeepSpeed's own gather is given at a time for GatheredParameters."""
+@on_ranks()
+def test_versions_that_await_the_last_gather_only_gather_one_by_one() -> None:
+    """Before 0.19.8 the others may arrive later on the CPU. Counted are the parameters that
+    DeepSpeed's own gather is given at a time for GatheredParameters.
+    """
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    engine, found = build(config(3)), {}
+    engine, given, original = build(config(3)), list[int](), Init._all_gather
+
+    def gather(self: Any, params: list[Any], *args: Any, **kwargs: Any) -> Any:
+        given.append(len(params))
+        return original(self, params, *args, **kwargs)
+
     train_step(engine, 0)
-    original, running = Init._all_gather, deepspeed.__version__
-    for deepspeed.__version__ in ("0.19.7", "0.19.8"):
-        given = found[deepspeed.__version__] = []
-
-        def gather(self: Any, params: list[Any], *args: Any, **kwargs: Any) -> Any:
-            given.append(len(params))  # noqa: B023
-            return original(self, params, *args, **kwargs)
-
-        Init._all_gather = gather
-        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+    Init._all_gather, params = gather, list(engine.module.parameters())
+    for deepspeed.__version__, wanted in (("0.19.7", [1] * len(params)), ("0.19.8", [len(params)])):
+        given.clear()
+        with gathered(params):
             pass
-    Init._all_gather, deepspeed.__version__ = original, running
-    found["all"] = [len(list(engine.module.parameters()))]
-    engine.destroy()
-    return found
-
-
-def test_versions_that_await_the_last_gather_only_gather_one_by_one() -> None:
-    """Before 0.19.8 the others may arrive later on the CPU."""
-    for found in run(gathered_by_version, 2):
-        assert found["0.19.7"] == [1] * found["all"][0]
-        assert found["0.19.8"] == found["all"]
-
-
-def edited(scheme: str) -> dict[str, Any]:
-    """Rank 0 writes a weight and a bias inside GatheredParameters, after an evaluation."""
-    import deepspeed
-
-    engine = build(config(3, scheme))
-    for step in range(STEPS):
-        train_step(engine, step)
-    evaluate(engine)
-    edits = {n: engine.module.get_parameter(n) for n in ("second.weight", "last.bias")}
-    with deepspeed.zero.GatheredParameters(list(edits.values()), modifier_rank=0):
-        wanted = {
-            "second.weight": torch.linspace(-1, 1, WIDTH * HIDDEN).view(WIDTH, HIDDEN).bfloat16()
-        }
-        wanted["last.bias"] = 0.5 * edits["last.bias"].data.clone()
-        if engine.global_rank == 0:
-            for name, p in edits.items():
-                p.data.copy_(wanted[name])
-    with deepspeed.zero.GatheredParameters(list(edits.values())):
-        arrived = {n: digest(p.data) for n, p in edits.items()}
-    seen = used(engine)
-    return {
-        "wanted": {n: digest(t) for n, t in wanted.items()},
-        "arrived": arrived,
-        "used": {n: seen[n] for n in edits},
-    }
+        assert given == wanted
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@on_ranks()
 def test_edits_inside_gathered_parameters_arrive_in_shards_and_forward(scheme: str) -> None:
-    for found in run(edited, 2, scheme):
-        assert found["arrived"] == found["wanted"]
-        decoded = {n for n, bits in found["used"].items() if bits != found["wanted"][n]}
-        # Biases travel exactly; what a node shard keeps is set by the writing rank at once.
-        assert decoded == (set() if scheme != "qsdp_w4g4" else {"second.weight"})
+    """Rank 0 writes a weight and a bias, after an evaluation."""
+    engine = build(config(3, scheme))
+    train_steps(engine, STEPS)
+    evaluate(engine)
+    edits = {n: engine.module.get_parameter(n) for n in ("second.weight", "last.bias")}
+    with gathered(edits.values(), modifier_rank=0):
+        weight = torch.linspace(-1, 1, WIDTH * HIDDEN).view(WIDTH, HIDDEN).bfloat16()
+        wanted = {"second.weight": weight, "last.bias": 0.5 * edits["last.bias"].data.clone()}
+        if engine.global_rank == 0:
+            for name, p in edits.items():
+                p.data.copy_(wanted[name])
+    written = {n: digest(t) for n, t in wanted.items()}
+    with gathered(edits.values()):
+        assert {n: digest(p.data) for n, p in edits.items()} == written
+    seen = used(engine)
+    # Biases travel exactly; what a node shard keeps is set by the writing rank at once.
+    decoded = {n for n, bits in written.items() if seen[n] != bits}
+    assert decoded == (set() if scheme != "qsdp_w4g4" else {"second.weight"})

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.harness import run
-from tests.distributed.models import build, digests, masters, settings, train_step
+from tests.distributed.harness import on_ranks, scratch
+from tests.distributed.models import (
+    QSDP,
+    build,
+    digests,
+    masters,
+    save,
+    settings,
+    train_steps,
+)
 from tests.thin import thinned
 
 LEARNED = {
     "scheme": "qsdp",
     "weights": {"bits": 4, "rounding": "nearest", "levels": "learned", "level_steps": [2, 5]},
 }
-QSDP = {"scheme": "qsdp"}
-
-
-def _across(stage: int, saving: dict | None, loading: dict | None) -> list[float]:
-    """Losses of a run that loads what a run with another block, or none, has saved."""
-    from deepspeed import comm as dist
-
-    folder = os.environ["TEST_SCRATCH"]
-    engine = build(settings(stage, saving, dtype="bf16"))
-    for step in range(3):
-        train_step(engine, step)
-    engine.save_checkpoint(folder, "middle")
-    dist.barrier()
-    engine.destroy()
-    engine = build(settings(stage, loading, dtype="bf16"), seed=7)
-    engine.load_checkpoint(folder, tag="middle")
-    return [loss for step in range(3, 6) for loss in train_step(engine, step)]
-
-
 SDP4BIT = {"scheme": "sdp4bit", "allow_full_replica": True}
 
 
@@ -44,39 +32,32 @@ SDP4BIT = {"scheme": "sdp4bit", "allow_full_replica": True}
     ids=["plain to learned", "learned to plain", "to sdp4bit", "from sdp4bit", "learned away"],
 )
 @pytest.mark.parametrize("stage", thinned([2, 3], lambda stage: stage == 3))
+@on_ranks()
 def test_checkpoints_cross_between_schemes(stage: int, saving: Any, loading: Any) -> None:
-    for losses in run(_across, 2, stage, saving, loading):
-        assert losses[-1] < 0.9
-
-
-def _reloaded(stage: int) -> list[tuple]:
-    """(losses, bits) after a plain checkpoint was loaded, into a fresh engine with learned levels
-    and into one that has learned some.
-    """
-    from deepspeed import comm as dist
-
-    folder = os.environ["TEST_SCRATCH"]
-    engine = build(settings(stage, None, dtype="bf16"))
-    engine.save_checkpoint(folder, "plain")
-    dist.barrier()
+    engine = build(settings(stage, saving, dtype="bf16"))
+    train_steps(engine, 3)
+    save(engine)
     engine.destroy()
-    outcomes = []
-    for learned in (False, True):
-        engine = build(settings(stage, LEARNED, dtype="bf16"), seed=7)
-        if learned:
-            for step in range(3):
-                train_step(engine, step)
-        engine.load_checkpoint(folder, tag="plain")
-        losses = [train_step(engine, step) for step in range(2)]
-        outcomes.append((losses, digests(masters(engine))))
-        engine.destroy()
-    return outcomes
+    engine = build(settings(stage, loading, dtype="bf16"), seed=7)
+    engine.load_checkpoint(str(scratch()), tag="middle")
+    assert train_steps(engine, 3, 3)[-1] < 0.9
 
 
 @pytest.mark.parametrize("stage", thinned([2, 3], lambda stage: stage == 3))
+@on_ranks()
 def test_a_checkpoint_without_state_resets_learned_levels(stage: int) -> None:
-    for fresh, had_learned in run(_reloaded, 2, stage):
-        assert had_learned == fresh
+    """An engine that has learned some goes on as a fresh one."""
+    engine = build(settings(stage, None, dtype="bf16"))
+    save(engine)
+    engine.destroy()
+    outcomes = []
+    for learned in (0, 3):
+        engine = build(settings(stage, LEARNED, dtype="bf16"), seed=7)
+        train_steps(engine, learned)
+        engine.load_checkpoint(str(scratch()), tag="middle")
+        outcomes.append((train_steps(engine, 2), digests(masters(engine))))
+        engine.destroy()
+    assert outcomes[0] == outcomes[1]
 
 
 def _without_ranks(state: dict[str, Any]) -> dict[str, Any]:
@@ -109,28 +90,19 @@ FOREIGN: list[tuple[Any, str]] = [
 ]
 
 
-def _foreign() -> list[str]:
-    """What is said of a checkpoint with each of these states."""
+@on_ranks(timeout=120)
+def test_a_state_of_another_version_or_a_damaged_one_is_refused_by_name() -> None:
     from ds_quant.zero import checkpoint
 
-    folder, dump, said = os.environ["TEST_SCRATCH"], checkpoint.dump, []
-    for place, (state, _) in enumerate(FOREIGN):
+    dump = checkpoint.dump
+    for state, wanted in FOREIGN:
         changed = state if callable(state) else lambda _, state=state: state
         checkpoint.dump = lambda plugin, changed=changed: changed(dump(plugin))
         engine = build(settings(2, QSDP))
-        engine.save_checkpoint(folder, f"tag {place}")
+        save(engine)
         engine.destroy()
         engine = build(settings(2, QSDP))
-        try:
-            engine.load_checkpoint(folder, tag=f"tag {place}")
-        except Exception as error:
-            said.append(str(error))
+        with pytest.raises(Exception, match="remove the key 'ds_quant'") as caught:
+            engine.load_checkpoint(str(scratch()), tag="middle")
+        assert wanted in str(caught.value)
         engine.destroy()
-    return said
-
-
-def test_a_state_of_another_version_or_a_damaged_one_is_refused_by_name() -> None:
-    for said in run(_foreign, 2, timeout=120):
-        assert len(said) == len(FOREIGN)
-        for message, (_, wanted) in zip(said, FOREIGN, strict=True):
-            assert wanted in message and "remove the key 'ds_quant'" in message

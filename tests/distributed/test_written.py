@@ -1,18 +1,31 @@
-"""Weights that user code writes under ZeRO-1/2 stay, in exports too, until the next step."""
+"""The replica of ZeRO-1/2 in user's hands: weights that user code writes stay, in exports too,
+until the next step; a ``state_dict()`` of decoded weights is told of once per line of user code.
+"""
 
 from __future__ import annotations
 
-import os
+import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.harness import run
-from tests.distributed.models import FULL, build, digest, exact, heard, settings, train_step
+import ds_quant
+from tests.distributed.harness import on_ranks, scratch
+from tests.distributed.models import (
+    FULL,
+    Regression,
+    build,
+    digest,
+    exact,
+    heard,
+    live,
+    saved,
+    settings,
+    train_step,
+)
 
 BLOCKS = {
     "full_precision": FULL,
@@ -20,21 +33,10 @@ BLOCKS = {
     "qsdp": {"scheme": "qsdp", "node_size": 1},
     "sdp4bit": {"scheme": "sdp4bit", "node_size": 1},
 }
-Bits = dict[str, str]
 
 
-def live(engine: Any) -> Bits:
-    return {n: digest(p) for n, p in engine.module.named_parameters()}
-
-
-def exported(engine: Any) -> Bits:
-    from deepspeed import comm as dist
-
-    engine.save_16bit_model(os.environ["TEST_SCRATCH"], "model.bin")
-    dist.barrier()
-    saved = torch.load(Path(os.environ["TEST_SCRATCH"]) / "model.bin", weights_only=True)
-    dist.barrier()  # before anybody writes it again
-    return {n: digest(t) for n, t in saved.items()}
+def exported(engine: Any) -> dict[str, str]:
+    return {n: digest(t) for n, t in saved(engine).items()}
 
 
 def in_place(p: Tensor, values: Tensor) -> None:
@@ -50,81 +52,120 @@ def other_storage(p: Tensor, values: Tensor) -> None:
     p.data = values.clone()
 
 
-WAYS = (in_place, through_data, other_storage)
-
-
-def swapped(engine: Any, write: Callable[[Tensor, Tensor], None]) -> dict[str, Bits]:
-    """An average goes in, is exported, and goes out again."""
-    params = dict(engine.module.named_parameters())
-    before = {n: p.data for n, p in params.items()}
-    copies = {n: p.clone() for n, p in before.items()}
-    for p in params.values():
-        write(p, (p.detach().float() * 0.75).to(p.dtype))
-    found = {"average": live(engine), "exported": exported(engine), "live": live(engine)}
-    for n, p in params.items():
-        p.data = before[n]
-        p.data.copy_(copies[n])
-    return found
-
-
-def averaged(stage: int, block: dict[str, Any]) -> dict[str, Any]:
-    engine, found = build(settings(stage, block, dtype="bf16")), {}
-    for step, write in enumerate(WAYS):
-        train_step(engine, step)
-        found[write.__name__] = swapped(engine, write)
-    train_step(engine, len(WAYS))
-    found["trained"] = exported(engine), exact(engine, "bf16")
-    return found
+WAYS: tuple[Callable[[Tensor, Tensor], None], ...] = (in_place, through_data, other_storage)
 
 
 @pytest.mark.parametrize(("stage", "name"), [(1, "qsdp"), *((2, name) for name in BLOCKS)])
+@on_ranks()
 def test_an_average_in_the_module_is_exported_and_stays(stage: int, name: str) -> None:
-    for found in run(averaged, 2, stage, BLOCKS[name]):
-        exported, masters = found.pop("trained")
-        assert exported == masters  # the next step has taken over
-        assert list(found) == [write.__name__ for write in WAYS]
-        for way in found.values():
-            assert way["exported"] == way["average"] and way["live"] == way["average"]
-
-
-def surgery(block: dict[str, Any]) -> dict[str, Any]:
-    """One parameter is written; the others are exact in files and decoded afterwards."""
-    from deepspeed import comm as dist
-
-    import ds_quant
-
-    engine, folder = build(settings(2, block, dtype="bf16")), os.environ["TEST_SCRATCH"]
-    logged = heard()
-    train_step(engine, 0)
-    engine.module.second.weight.data[:, 0] = 0.0
-    found: dict[str, Any] = {"before": live(engine), "masters": exact(engine, "bf16")}
-    found["exported"] = exported(engine)
-    engine.save_checkpoint(folder, "here")
-    dist.barrier()
-    states = torch.load(Path(folder) / "here" / "mp_rank_00_model_states.pt", weights_only=False)
-    found["checkpoint"] = {n: digest(t) for n, t in states["module"].items()}
-    found["live"], found["logged"] = live(engine), list(logged)
-    with ds_quant.exact_weights(engine):
-        engine.module.last.bias.data.zero_()
-        found["written inside"] = digest(engine.module.last.bias)
-        found["exported inside"] = exported(engine)
-    found["kept"] = digest(engine.module.last.bias)
-    ds_quant.resync(engine)
-    found["resynced"] = live(engine)
-    return found
+    """It goes in, is exported, and goes out again; the next step takes over."""
+    engine = build(settings(stage, BLOCKS[name], dtype="bf16"))
+    params = dict(engine.module.named_parameters())
+    for step, write in enumerate(WAYS):
+        train_step(engine, step)
+        before = {n: (p.data, p.data.clone()) for n, p in params.items()}
+        for p in params.values():
+            write(p, (p.detach().float() * 0.75).to(p.dtype))
+        average = live(engine)
+        assert exported(engine) == average == live(engine)
+        for n, p in params.items():
+            p.data, values = before[n]
+            p.data.copy_(values)
+    train_step(engine, len(WAYS))
+    assert exported(engine) == exact(engine, "bf16")
 
 
 @pytest.mark.parametrize("name", ["qsdp", "sdp4bit"])
+@on_ranks()
 def test_what_was_not_written_is_exact_in_exports(name: str) -> None:
-    first, second = run(surgery, 2, BLOCKS[name])
-    assert len(first["logged"]) == 1 and "such as second.weight" in first["logged"][0]
-    for found in (first, second):
-        before, masters = found["before"], found["masters"]
-        wanted = {**masters, "second.weight": before["second.weight"]}
-        assert found["exported"] == wanted and found["checkpoint"] == wanted
-        assert before["first.weight"] != masters["first.weight"]
-        # Differences stay exact: see [Note: differences] of replica.py.
-        assert found["live"] == (before if name == "qsdp" else wanted)
-        assert found["exported inside"] == {**wanted, "last.bias": found["written inside"]}
-        assert found["kept"] == found["written inside"]
-        assert found["resynced"] == masters
+    """One parameter is written; the others are exact in files and decoded afterwards."""
+    engine, logged = build(settings(2, BLOCKS[name], dtype="bf16")), heard()
+    train_step(engine, 0)
+    engine.module.second.weight.data[:, 0] = 0.0
+    before, masters = live(engine), exact(engine, "bf16")
+    wanted = {**masters, "second.weight": before["second.weight"]}
+    assert exported(engine) == wanted
+    engine.save_checkpoint(str(scratch()), "here")
+    torch.distributed.barrier()
+    states = torch.load(scratch() / "here" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert {n: digest(t) for n, t in states["module"].items()} == wanted
+    assert before["first.weight"] != masters["first.weight"]
+    # Differences stay exact: see [Note: differences] of replica.py.
+    assert live(engine) == (before if name == "qsdp" else wanted)
+    if engine.global_rank == 0:
+        assert len(logged) == 1 and "such as second.weight" in logged[0]
+    with ds_quant.exact_weights(engine):
+        engine.module.last.bias.data.zero_()
+        written = digest(engine.module.last.bias)
+        assert exported(engine) == {**wanted, "last.bias": written}
+    assert digest(engine.module.last.bias) == written
+    ds_quant.resync(engine)
+    assert live(engine) == masters
+
+
+# ---- state dicts ----
+
+CODES = {"scheme": "qsdp_w4g4"}
+EXACT = {"full": FULL, "warm-up": {**CODES, "warmup_steps": 9}, "lossless": {"scheme": "lossless"}}
+
+
+def warnings() -> list[str]:
+    """The state dicts that rank 0 is warned of from here on, as they are."""
+    from ds_quant.zero import log
+
+    logged: list[str] = []
+    log.log_rank0 = lambda line: logged.append(line) if "state_dict()" in line else None
+    return logged
+
+
+@pytest.mark.parametrize(
+    ("stage", "block", "decodes"),
+    [(1, CODES, True), (2, CODES, True), *((2, block, False) for block in EXACT.values())],
+    ids=["ZeRO-1", "ZeRO-2", *EXACT],
+)
+@on_ranks()
+def test_a_decoded_state_dict_is_told_of_once_per_line(
+    stage: int, block: dict[str, Any], decodes: bool
+) -> None:
+    engine, logged = build(settings(stage, block, dtype="bf16")), warnings()
+    engine.module.state_dict()
+    assert logged == [], "before the first step"
+    train_step(engine, 0)
+    with ds_quant.exact_weights(engine):
+        engine.module.state_dict()
+    engine.save_checkpoint(str(scratch()), "here")
+    engine.save_16bit_model(str(scratch()))
+    train_step(engine, 1)
+    copy.deepcopy(engine.module).state_dict()
+    copy.deepcopy(engine.module.second).state_dict()
+    engine.module.norm.state_dict()  # travels in full precision
+    assert logged == [], "exact, or a copy"
+    for read in (engine.state_dict, engine.module.state_dict, engine.module.second.state_dict):
+        read()  # one line
+    assert len(logged) == decodes
+    engine.module.second.state_dict()
+    assert len(logged) == 2 * decodes
+    assert not logged or f"{__file__}:" in logged[0] and "lossless_w_g4" in logged[0]
+
+
+@on_ranks()
+def test_differences_are_exact_after_a_save_until_the_next_step() -> None:
+    engine, logged = build(settings(2, {"scheme": "sdp4bit"}, dtype="bf16")), warnings()
+    train_step(engine, 0)
+    engine.save_checkpoint(str(scratch()), "here")
+    engine.module.state_dict()
+    assert logged == []
+    train_step(engine, 1)
+    engine.module.state_dict()
+    assert len(logged) == 1
+
+
+@on_ranks(1)
+def test_what_is_no_engine_is_refused_by_name() -> None:
+    engine = build(settings(2, CODES, dtype="bf16"))
+    for function in (ds_quant.exact_weights, ds_quant.resync, ds_quant.report):
+        for wrong in (engine.module, Regression(), "nonsense", None):
+            said = f"ds_quant.{function.__name__} takes the engine.*not {type(wrong).__name__}$"
+            with pytest.raises(TypeError, match=said):
+                function(wrong)
+    assert ds_quant.report(build(settings(2))) is None

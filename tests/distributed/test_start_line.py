@@ -79,6 +79,16 @@ LINES = {
         "2.00 B/param (2.48e-05 GB) on every rank; traffic depends on the learning rate: "
         "4.00 B/param/step at most",
     ),
+    # Two gathers in bf16, 49,664, and gradients of 8448 + 4224 + 256 = 12,928: 62,592 / 12,416. In
+    # full precision 24,832 + 256 of 37,760, gathers counted once.
+    "sdp4bit ZeRO-3 on one node": (
+        config(3, "sdp4bit", 4, 1),
+        "sdp4bit on ZeRO-3, 5.04 B/param/micro-step (bf16 6.00), all weights, 1 small tensor "
+        "unquantized (66.4 % of bytes); 1 x 4 ranks; torch kernels; weights fetched 2 times per "
+        "micro-batch; weights are sent in full precision: this scheme compresses them between "
+        'nodes only, and there is one node; set weights.intra, such as {"bits": 8}, or use scheme '
+        '"qsdp"',
+    ),
     "lossless ZeRO-3 on one node": (
         config(3, "lossless", 4, 1),
         "lossless on ZeRO-3, 6.00 B/param/micro-step (bf16 6.00), all weights, all gradients "

@@ -212,7 +212,7 @@ BUDGETS = {
     "zero": (3627, 36),
     "tools": (1854, 7),
 }
-BUDGETS_BESIDE = {"tests": 17429, "benchmarks": 3458}  # lines of code
+BUDGETS_BESIDE = {"tests": 17263, "benchmarks": 3458}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -92,12 +92,12 @@ class CountingRunner:
         self.variants: set[tuple[str, tuple[tuple[str, int], ...]]] = set()
 
     def run_tables(self, tables: Iterable[Any]) -> None:
-        from ds_quant.kernels import launch_lossless, lossless
+        from ds_quant.kernels import launch_batch, lossless
 
         counting = sys.getprofile()
         sys.setprofile(None)  # a runner's own calls are not counted
         for table in tables:
-            if ("DSQ_PHASE", launch_lossless.SCAN) in table.macros:
+            if ("DSQ_PHASE", launch_batch.SCAN) in table.macros:
                 for told in table.jobs["nbytes"].tolist():
                     ctypes.c_int64.from_address(told).value = lossless.HEADER
             for work in table.launches():
@@ -139,7 +139,7 @@ def faked_cuda() -> Iterator[CountingRunner]:
 
     from ds_quant.comm.lossless import Outbox
     from ds_quant.kernels import cuda, dispatch, reference
-    from ds_quant.kernels.run import Operations
+    from ds_quant.kernels.dispatch import Operations
 
     runner = CountingRunner()
     with ExitStack() as stack:

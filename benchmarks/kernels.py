@@ -29,8 +29,8 @@ from ds_quant.codec.bound import Coding, Rotation, encode
 from ds_quant.codec.codec import CAST_NAMES, GroupCodec
 from ds_quant.kernels import dispatch, launch, lossless
 from ds_quant.kernels.batch import Decode, Encode, Recode, Sum, Task, records_of
+from ds_quant.kernels.dispatch import Operations, Streams
 from ds_quant.kernels.random_bits import Address
-from ds_quant.kernels.run import Operations, Streams
 
 SMALLEST = 4096  # bytes
 DTYPES = {name: dtype for dtype, name in CAST_NAMES.items()}

@@ -5,7 +5,7 @@
 // Grid:    one thread per run of DSQ_RUN vectors, one block per DSQ_THREADS runs of a row.
 // Stores:  a thread writes its own run, so neighbouring lanes write DSQ_RUN vectors apart; with
 //          DSQ_STAGED a warp turns its runs in shared memory and neighbouring lanes write
-//          neighbouring 16 bytes. kernels/geometry.py chooses.
+//          neighbouring 16 bytes. kernels/launch.py chooses.
 // Exactness: equal to ds_quant/kernels/reference.py byte for byte.
 #include "include/decoder.cuh"
 #include "include/hadamard.cuh"

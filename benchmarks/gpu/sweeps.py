@@ -35,7 +35,7 @@ from kernels import (
 
 from ds_quant.kernels import launch
 from ds_quant.kernels.batch import Encode
-from ds_quant.kernels.geometry import Stores
+from ds_quant.kernels.launch import Stores
 
 INT4, INT4_2048, INT8 = absmax(4, 128, "stochastic"), absmax(4, 2048, "stochastic"), absmax(8, 128)
 TENSORS = 64  # of a table

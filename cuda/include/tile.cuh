@@ -3,7 +3,7 @@
 // A group belongs to DSQ_LANES lanes of one warp, or to DSQ_WARPS whole warps. A lane holds
 // DSQ_VECTORS vectors of each of DSQ_SLOTS groups, DSQ_RUN consecutive ones at a time: vector v of
 // thread r of the group is vector ((v / RUN) * threads + r) * RUN + v % RUN of the group, so that
-// neighbouring lanes read neighbouring bytes. The numbers come from kernels/geometry.py.
+// neighbouring lanes read neighbouring bytes. The numbers come from kernels/launch.py.
 #ifndef DSQ_TILE_CUH
 #define DSQ_TILE_CUH
 

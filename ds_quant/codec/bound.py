@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ds_quant.codec.codec import CastCodec, Codec
 from ds_quant.kernels.batch import Decode, Encode, Operation, Sum
+from ds_quant.kernels.dispatch import Operations, Streams
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.reference import Rotation
-from ds_quant.kernels.run import Operations, Streams
 
 # ---- one tensor of a collective ----
 

@@ -23,7 +23,7 @@ from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding
 from ds_quant.codec.codec import CastCodec, Codec
 from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.batch import Decode, Encode, Task
-from ds_quant.kernels.run import Operations, Streams
+from ds_quant.kernels.dispatch import Operations, Streams
 from ds_quant.kernels.wire import ALIGNMENT, VECTOR_NUMEL, ceil_div, round_up
 
 T = TypeVar("T")

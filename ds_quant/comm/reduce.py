@@ -39,7 +39,7 @@ from ds_quant.comm.owners import Piece, Shape
 from ds_quant.comm.reduction_plan import Form, LinkHop, ReductionPlan, Segment, SlicePlan
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.batch import Decode, Encode
-from ds_quant.kernels.run import Operations, Streams
+from ds_quant.kernels.dispatch import Operations, Streams
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 
 # ---- over one or two hops ----

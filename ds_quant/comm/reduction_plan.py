@@ -22,7 +22,7 @@ from ds_quant.codec.codec import Codec, GroupCodec
 from ds_quant.comm.message import is_tight, lay_out, row_vector
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.batch import Encode, Recode, Rotate, Sum, Task
-from ds_quant.kernels.run import Operations
+from ds_quant.kernels.dispatch import Operations
 from ds_quant.kernels.wire import VECTOR_NUMEL, ceil_div, round_up, shard_range
 
 # ---- slices ----

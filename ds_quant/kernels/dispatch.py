@@ -1,34 +1,52 @@
-"""Which kernels work on a tensor: CuPy kernels on CUDA, the C++ library on the CPU, else torch.
+"""Run tasks on the buffers of a step: CuPy kernels on CUDA, the C++ library on the CPU, else torch.
 
-The torch reference also serves codecs that the CUDA kernels do not cover, and machines where CuPy
-or the library does not work, which is reported once. Same signatures and same bytes everywhere.
+See [Note: operations] of batch.py.
+
+C++ and CUDA take all tasks of a kind in one call. Codecs of the user's own, and what no kernel
+covers, go one by one through the torch reference, which also serves machines where CuPy or the
+library does not work; that is reported once. Same bytes everywhere.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
-from functools import cache
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import cache, cached_property
 from types import ModuleType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ds_quant.kernels import (
-    cuda,
-    launch_batch,
-    launch_lossless,
-    lossless,
-    native,
-    reference,
+from ds_quant.kernels import cuda, launch_batch, lossless, native, reference
+from ds_quant.kernels.batch import (
+    OWN_SIGNS,
+    Decode,
+    Encode,
+    Operation,
+    Places,
+    Recode,
+    Rotate,
+    Runnable,
+    StreamArrays,
+    Sum,
+    Task,
 )
-from ds_quant.kernels.batch import Runnable, Task
-from ds_quant.kernels.geometry import MAX_GROUP
+from ds_quant.kernels.launch import MAX_GROUP
+from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.reference import Rotation
 from ds_quant.kernels.wire import ALIGNMENT
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "torch")  # by the device of the tensors, or always the reference
+Buffers = Sequence[Tensor]
+
+_WORD = (1 << 64) - 1
+_NO_ADDRESS = (0, 0, 0)
+_VARIANTS = 64  # kept: dtypes and alignments of a run's buffers hardly ever change
 
 
 def describe(device: torch.device, backend: str = "auto") -> str:
@@ -101,7 +119,116 @@ def cuda_runner(device: torch.device, backend: str) -> cuda.Runner | None:
     return cuda.runner_of(device)
 
 
-LosslessTask = launch_lossless.Task
+# ---- what a step brings ----
+
+
+class Stream(Protocol):
+    """The part of a coding that the kernels read."""
+
+    address: Address | None
+    levels: Tensor | None  # (2^bits,) fp32, learned
+
+
+class Streams:
+    """Random bits and levels of every stream in one step, and rotations; None for none."""
+
+    def __init__(self, codings: Sequence[Stream], rotations: Sequence[Rotation | None]) -> None:
+        self.codings, self.rotations = codings, rotations
+
+    def address(self, stream: int, vector: int) -> Address | None:
+        """Where random bits of a piece begin that has ``vector`` in its stream."""
+        address = self.codings[stream].address
+        if address is None:
+            return None
+        return Address(address.key, address.step, address.first_vector + vector)
+
+    @cached_property
+    def arrays(self) -> StreamArrays:
+        """The streams as the kernels take them."""
+        addresses = [c.address or _NO_ADDRESS for c in self.codings]
+        numbers = np.array([a[:3] for a in addresses], dtype=np.uint64).T
+        levels = [c.levels for c in self.codings]
+        pointers = [0 if table is None else table.data_ptr() for table in levels]
+        flips = [0 if r is None else r.flips or 0 for r in self.rotations]
+        halves = [f & _WORD for f in flips], [f >> 64 for f in flips]
+        signs = [_NO_ADDRESS if r is None else r.signs or _NO_ADDRESS for r in self.rotations]
+        drawn = [s[0] for s in signs], [s[1] for s in signs]
+        more = np.array([pointers, *halves, *drawn], dtype=np.uint64)
+        return StreamArrays(*numbers, *more, tensors=levels)
+
+
+Note = Callable[..., None]  # told what is encoded: see ``comm.traffic.Tally.add``
+
+# ---- a program ----
+
+
+class Operations:
+    """Tasks that are carried out in every step, on other buffers and streams.
+
+    A run fills in the arguments of the kernels, which equal collectives of all engines share, and
+    kernels run without Python's lock: runs in several threads take turns.
+    """
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        self.tasks = tuple(tasks)
+        # Calls of kernels and what is left, by back end and variant of the buffers.
+        self._compiled: dict[Hashable, tuple[list[Runnable], list[Task]]] = {}
+        self._turn = threading.Lock()
+
+    def run(
+        self,
+        buffers: Buffers,
+        streams: Streams,
+        note: Note | None = None,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        """Carry out all tasks; none reads what another writes.
+
+        backend: one of ``BACKENDS``.
+        """
+        if not self.tasks:
+            return
+        variant = backend, variant_of(buffers)
+        with self._turn:
+            if variant not in self._compiled:
+                if len(self._compiled) >= _VARIANTS:
+                    self._compiled.clear()
+                self._compiled[variant] = compile_tasks(self.tasks, buffers, backend)
+            kernels, left = self._compiled[variant]
+            if kernels:
+                addresses = np.array([b.data_ptr() for b in buffers], dtype=np.uint64)
+                for run in kernels:
+                    run(addresses, streams.arrays)
+            for operation, places in left:
+                _Piece(operation, places, buffers, streams).run()
+        if note is not None:
+            for task in self.tasks:
+                _note(task, buffers, streams, note, backend)
+
+
+def _note(task: Task, buffers: Buffers, streams: Streams, note: Note, backend: str) -> None:
+    piece = _Piece(*task, buffers, streams)
+    if isinstance(piece.op, Encode | Recode):
+        coding = streams.codings[piece.op.stream]
+        how: dict[str, Any] = {"numel": piece.op.numel, "rotation": piece.rotation}
+        how["backend"] = backend
+        if isinstance(piece.op, Recode):
+            values: Any = piece.restored  # made only when it is read
+        else:
+            values = piece.at("values", 0)
+            if piece.op.base is not None:
+                how["reference"] = piece.at("base", 3)
+                coding = coding._replace(difference=True)
+            elif getattr(coding, "difference", False):
+                coding = coding._replace(difference=False)
+        note(coding.error, values, piece.written, **how)
+
+
+# ---- lossless differences ----
+
+
+LosslessTask = launch_batch.LosslessTask
 
 
 def encode_lossless(
@@ -114,7 +241,7 @@ def encode_lossless(
     """
     device = nbytes.device
     if (runner := cuda_runner(device, backend)) is not None:
-        launch_lossless.encode(messages, nbytes, run_tables=runner.run_tables)
+        launch_batch.encode_lossless(messages, nbytes, run_tables=runner.run_tables)
         return
     encode = native.encode_lossless if on_host(device, backend) is native else lossless.encode
     for place, message in enumerate(messages):
@@ -139,8 +266,146 @@ def decode_lossless(
     """
     device, rows = wire.device, (wire, starts, lengths, reference, out, status)
     if (runner := cuda_runner(device, backend)) is not None:
-        launch_lossless.decode_rows(*rows, run_tables=runner.run_tables)
+        launch_batch.decode_lossless(*rows, run_tables=runner.run_tables)
     elif on_host(device, backend) is native:
         native.decode_lossless(*rows)
     else:
         lossless.decode_rows(*rows)
+
+
+# ---- one task in torch ----
+
+
+class _Piece(NamedTuple):
+    """A task and what it works on."""
+
+    op: Operation
+    places: Places
+    buffers: Buffers
+    streams: Streams
+
+    def run(self) -> None:
+        """Carry it out by the torch reference or the user's module."""
+        op, levels = self.op, self.streams.codings[self.op.stream].levels
+        if op.numel == 0:
+            return
+        if isinstance(op, Encode):
+            values = self.at("values", 0).detach()[None]
+            base = None if op.base is None else self.at("base", 3).detach()[None]
+            self._encode(values, self.places[2], base, self.rotation)
+        elif isinstance(op, Decode):
+            wire = _rows(self.buffers[op.wire], self.places[0], op.codec.wire_bytes(op.numel))
+            out = self.at("values", 1).detach()
+            _decode(op.codec, wire, out[None], levels, op.add)
+        elif isinstance(op, Sum):
+            self._add_up(op.codec, self.at("values", 1), op.scale, self.rotation)
+        elif isinstance(op, Recode):
+            total = self._empty(op.on_wire)
+            self._add_up(op.source, total, 1.0, None)
+            self._encode(total[None], self.places[3], None, None)
+        elif isinstance(op, Rotate):
+            rotated = _view(self.buffers[op.rotated], self.places[1], op.padded)
+            values = self.at("values", 0).detach()
+            if self.rotation is None:
+                rotated.copy_(values)
+            else:
+                reference.rotate(values, rotated, self.rotation)
+
+    @property
+    def rotation(self) -> Rotation | None:
+        return self.streams.rotations[self.op.stream] if self.op.block else None
+
+    @property
+    def written(self) -> Tensor:
+        """The bytes that are encoded, (1, bytes)."""
+        nbytes = self.op.codec.wire_bytes(self.op.on_wire)
+        return _rows(self.buffers[self.op.wire], self.places[1], nbytes)
+
+    def at(self, name: str, place: int) -> Tensor:
+        """The operation's elements in the buffer that it has as ``name``."""
+        return _view(self.buffers[getattr(self.op, name)], self.places[place], self.op.numel)
+
+    def restored(self) -> Tensor:
+        """What is recoded, rotated back."""
+        total = self._empty(self.op.numel)
+        self._add_up(self.op.source, total, 1.0, self.rotation)
+        return total
+
+    def _empty(self, numel: int) -> Tensor:
+        """Of fp32; zero.Init would give torch.empty the dtype of the parameters."""
+        device = self.buffers[self.op.wire_in].device
+        return torch.empty(4 * numel, dtype=torch.uint8, device=device).view(torch.float32)
+
+    def _encode(
+        self, x: Tensor, vector: int, base: Tensor | None, rotation: Rotation | None
+    ) -> None:
+        codec, wire = self.op.codec, self.written
+        address = self.streams.address(self.op.stream, vector)
+        if codec.kind == "groups":
+            table = codec.table(self.streams.codings[self.op.stream].levels, x.device)
+            how = {"address": address, "levels": table, "base": base, "rotation": rotation}
+            reference.encode(x, wire, codec, **how)
+            return
+        x = x if base is None else x.float() - base.float()
+        if rotation is not None:
+            turned = x.new_empty(self.op.on_wire, dtype=torch.float32)
+            reference.rotate(x[0], turned, rotation)
+            x = turned[None]
+        if codec.kind == "module":
+            codec.write(x, wire, address)
+            return
+        nbytes = x.shape[1] * codec.dtype.itemsize
+        wire[:, nbytes:].zero_()
+        wire[:, :nbytes].copy_(x.to(codec.dtype).contiguous().view(torch.uint8))
+
+    def _add_up(self, codec: Any, out: Tensor, scale: float, rotation: Rotation | None) -> None:
+        op, levels = self.op, self.streams.codings[self.op.stream].levels
+        wire = _rows(
+            self.buffers[op.wire_in], self.places[0], codec.wire_bytes(op.on_wire), op.sources,
+            op.stride,
+        )  # fmt: skip
+        own = None
+        if op.place is not None:
+            own = op.place, _view(self.buffers[op.own], self.places[2], op.on_wire)
+        out = out.detach()
+        if codec.kind == "groups":
+            how = {"own": own, "levels": codec.table(levels, wire.device), "rotation": rotation}
+            how["own_signs"] = getattr(op, "flips", 0) == OWN_SIGNS
+            reference.decode_sum(wire, out, codec, scale=scale, **how)
+            return
+        rows = [_decoded(codec, row[None], op.on_wire)[0] for row in wire]
+        if own is not None:
+            rows.insert(*own)
+        total = rows[0].float().clone()
+        for row in rows[1:]:
+            total += row
+        if rotation is not None:
+            reference.unrotate_(total, rotation, scale=scale)
+        elif scale != 1.0:
+            total *= scale
+        out.copy_(total[: len(out)])
+
+
+def _decode(codec: Any, wire: Tensor, out: Tensor, levels: Tensor | None, add: bool) -> None:
+    if codec.kind == "groups":
+        reference.decode(wire, out, codec, levels=codec.table(levels, wire.device), add=add)
+        return
+    values = _decoded(codec, wire, out.shape[1])
+    out.copy_(values + out if add else values)
+
+
+def _decoded(codec: Any, wire: Tensor, numel: int) -> Tensor:
+    """Rows (rows, numel) of numbers that are no codes of groups."""
+    if codec.kind == "module":
+        return codec.read(wire, numel)
+    used = wire[:, : numel * codec.dtype.itemsize]
+    return used.clone(memory_format=torch.contiguous_format).view(codec.dtype)
+
+
+def _view(buffer: Tensor, start: int, numel: int) -> Tensor:
+    return buffer.as_strided((numel,), (1,), buffer.storage_offset() + start)
+
+
+def _rows(buffer: Tensor, start: int, nbytes: int, rows: int = 1, stride: int = 0) -> Tensor:
+    step = stride if rows > 1 else nbytes  # 0 if all are the same row
+    return buffer.as_strided((rows, nbytes), (step, 1), buffer.storage_offset() + start)

@@ -35,7 +35,7 @@ from ds_quant.comm.reduce import GradientSums, Reduction
 from ds_quant.comm.reduction_plan import LinkHop, Segment, shards_of
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.batch import Decode
-from ds_quant.kernels.run import Operations, Streams
+from ds_quant.kernels.dispatch import Operations, Streams
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 from ds_quant.zero import hooks, optimizer_hooks
 from ds_quant.zero.optimizer_hooks import owners_of

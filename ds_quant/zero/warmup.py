@@ -21,11 +21,10 @@ from ds_quant.comm.reduction_plan import LinkHop
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.batch import Decode, Encode, Operation, Recode, Sum
-from ds_quant.kernels.dispatch import decode_lossless, encode_lossless
+from ds_quant.kernels.dispatch import Operations, Streams, decode_lossless, encode_lossless
 from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.lossless import max_bytes
 from ds_quant.kernels.random_bits import Address
-from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import round_up
 from ds_quant.zero import hooks
 from ds_quant.zero.handshake import Board

@@ -21,7 +21,7 @@ def simulate(
     the same.
     """
     from ds_quant.comm.transport import Link
-    from ds_quant.kernels.run import Operations
+    from ds_quant.kernels.dispatch import Operations
     from ds_quant.policy import autotune
 
     now, own = 0.0, torch.distributed.get_rank()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_quant.kernels import dispatch, launch_batch, launch_lossless
+from ds_quant.kernels import dispatch, launch_batch
 from ds_quant.zero.warmup import warm_up
 from tests.distributed.features import separate_experts
 from tests.distributed.harness import run
@@ -51,11 +51,11 @@ class Recorder:
                 self.variants.add((work.kernel, work.macros))
 
     def _encode_lossless(self, original: Any, *args: Any, **options: Any) -> None:
-        launch_lossless.encode(*args, run_tables=self._tables)
+        launch_batch.encode_lossless(*args, run_tables=self._tables)
         original(*args, **options)
 
     def _decode_lossless(self, original: Any, *args: Any, **options: Any) -> None:
-        launch_lossless.decode_rows(*args, run_tables=self._tables)
+        launch_batch.decode_lossless(*args, run_tables=self._tables)
         original(*args, **options)
 
     def _compile(self, original: Any, tasks: Any, buffers: Any, backend: str) -> Any:

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from ds_quant.codec.bound import Coding
 from ds_quant.kernels import launch, launch_batch
 from ds_quant.kernels.batch import Task
-from ds_quant.kernels.geometry import Stores
-from ds_quant.kernels.launch import Table
+from ds_quant.kernels.dispatch import Streams
+from ds_quant.kernels.launch import Stores, Table
 from ds_quant.kernels.random_bits import Address
-from ds_quant.kernels.run import Streams
 
 ADDRESS = Address(key=5, step=6)
 
@@ -70,7 +69,7 @@ def tables_of(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> list[Ta
 
 @contextmanager
 def storing(stores: Stores):
-    """Inside, sums are written this way, whatever geometry.py chooses."""
+    """Inside, sums are written this way, whatever launch.py chooses."""
     launch.sum_plan.cache_clear()
     with patch.object(launch, "stores_of", lambda *_: stores):
         yield

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.kernels.geometry import Stores
+from ds_quant.kernels.launch import Stores
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import round_up
 from tests.unit import wire_oracle as oracle

@@ -16,8 +16,8 @@ from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.gather import _shard_message
 from ds_quant.kernels import reference
 from ds_quant.kernels.batch import OWN_SIGNS, Decode, Encode, Recode, Rotate, Sum, Task, rows_of
+from ds_quant.kernels.dispatch import Operations, Streams
 from ds_quant.kernels.random_bits import Address
-from ds_quant.kernels.run import Operations, Streams
 from ds_quant.kernels.wire import round_up
 from tests import needs
 from tests.kernels.inputs import DTYPES, GAUSSIAN, KINDS, awkward

@@ -13,7 +13,7 @@ import torch
 
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.kernels.batch import Decode, Encode, Rotate, Sum, Task
-from ds_quant.kernels.run import Operations
+from ds_quant.kernels.dispatch import Operations
 from ds_quant.kernels.wire import ceil_div, round_up
 from tests.kernels.test_batch import streams_of
 from tests.lossless_inputs import decode, message_of

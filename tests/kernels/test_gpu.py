@@ -16,7 +16,7 @@ import torch
 from ds_quant.codec.bound import decode, encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.transport import Link
-from ds_quant.kernels import cuda, dispatch, launch_lossless, lossless, reference
+from ds_quant.kernels import cuda, dispatch, launch_batch, lossless, reference
 from ds_quant.kernels.cuda import source
 from tests.kernels.backends import Kernels
 from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, KINDS, awkward, id_of, learned, table
@@ -126,7 +126,7 @@ def test_lossless_differences(runner, numel: int, dtype: torch.dtype, skew: int)
     gpu, old = (skewed(x[None], skew)[0] for x in (values, before))
     out = torch.full((lossless.max_bytes(numel),), 0x55, dtype=torch.uint8, device=DEVICE)
     used = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    launch_lossless.encode([(gpu, old, out)], used, run_tables=runner.run_tables)
+    launch_batch.encode_lossless([(gpu, old, out)], used, run_tables=runner.run_tables)
     message = out[: used.item()].clone()
     assert torch.equal(message.cpu(), wanted)
     for into in (torch.empty_like(old), old):  # the second one in place

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.kernels import dispatch, launch, launch_lossless, lossless
+from ds_quant.kernels import dispatch, launch, launch_batch, lossless
 from tests import needs
 from tests.lossless_inputs import DTYPES, SORTS, decode, decode_rows, message_of, mixed
 from tests.torch_kernels import only_torch
@@ -125,7 +125,7 @@ def test_messages_of_several_lengths_are_encoded_in_three_launches(cuda) -> None
 
 def test_ends_are_scanned_over_more_blocks_than_a_turn_has(shim) -> None:
     numel = 2048 * 2048 + 3000  # a turn of the scan holds 2048 blocks
-    plan = launch_lossless.plan_of(launch_lossless.SCAN, numel, torch.bfloat16)
+    plan = launch_batch.lossless_plan(launch_batch.SCAN, numel, torch.bfloat16)
     blocks = lossless.blocks_of(numel)
     words = torch.randint(0, 300, (blocks,), generator=torch.Generator().manual_seed(0))
     wire = torch.zeros(4 + 2 * blocks, dtype=torch.int32)

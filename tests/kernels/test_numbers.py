@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from ds_quant.codec.bound import Coding, decode, decode_sum, encode
 from ds_quant.codec.codec import CastCodec, GroupCodec
 from ds_quant.kernels.batch import Decode, Encode, Recode
-from ds_quant.kernels.geometry import tiling
-from ds_quant.kernels.launch import whole_numel
+from ds_quant.kernels.dispatch import Operations, Streams
+from ds_quant.kernels.launch import tiling, whole_numel
 from ds_quant.kernels.random_bits import Address
-from ds_quant.kernels.run import Operations, Streams
 from tests.codecs import format_of
 from tests.kernels.backends import storing
 from tests.kernels.inputs import (

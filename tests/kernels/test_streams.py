@@ -8,8 +8,8 @@ import torch
 from ds_quant.codec.bound import Coding
 from ds_quant.kernels import reference
 from ds_quant.kernels.batch import Recode
+from ds_quant.kernels.dispatch import Operations, Streams
 from ds_quant.kernels.random_bits import Address
-from ds_quant.kernels.run import Operations, Streams
 from tests.kernels.inputs import CODECS, KINDS, FixedRotation, awkward, id_of, table
 from tests.kernels.streams import Recorder, in_turns, spoiled
 

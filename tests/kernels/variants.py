@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from ds_quant.codec.codec import GroupCodec
-from ds_quant.kernels import launch, launch_lossless
+from ds_quant.kernels import launch, launch_batch
 from ds_quant.kernels.batch import OWN_SIGNS, Decode, Encode, Operation, Recode, Sum
-from ds_quant.kernels.geometry import Stores
-from ds_quant.kernels.launch import Launch, Plan, Table, fields_of, table_of
+from ds_quant.kernels.launch import Launch, Plan, Stores, Table, fields_of, table_of
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import round_up
 from tests.kernels.backends import storing, tables_of
@@ -83,7 +82,7 @@ def stored(stores: Stores, make: Callable[..., Launch], *args: Any, **options: A
 
 def lossless(phase: int, dtype=torch.bfloat16) -> Launch:
     """A launch of lossless differences."""
-    return _planned(launch_lossless.plan_of(phase, _WHOLE, dtype))
+    return _planned(launch_batch.lossless_plan(phase, _WHOLE, dtype))
 
 
 def headline() -> dict[str, Launch]:
@@ -118,9 +117,9 @@ def headline() -> dict[str, Launch]:
         "decode_sum 8 x int8 g128 fp32": decode_sum(int8, 8),
         "recode 8 x int8 -> int4 nearest g128": recode(int8, absmax(4, 128), 8),
         "recode 8 x int4 -> int4 stochastic g128": recode(int4, int4, 8),
-        "lossless plan bf16": lossless(launch_lossless.PLAN),
-        "lossless write bf16": lossless(launch_lossless.WRITE),
-        "lossless read bf16": lossless(launch_lossless.READ),
+        "lossless plan bf16": lossless(launch_batch.PLAN),
+        "lossless write bf16": lossless(launch_batch.WRITE),
+        "lossless read bf16": lossless(launch_batch.READ),
         "encode Hadamard-128 with signs, 4 Gaussian bits, bf16": encode(
             gaussian, bf16, rotation=_FLIPPED, **whole
         ),

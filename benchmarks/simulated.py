@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_quant.codec.bound import Coding, exactly
-from ds_quant.comm.buffers import Room
-from ds_quant.comm.gather import Kept, all_gather, exchange, gather
+from ds_quant.comm.message import Kept, Room, all_gather, exchange, gather
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import normalised
 from ds_quant.comm.transport import Link, Pending

@@ -23,7 +23,7 @@ import torch
 
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec
-from ds_quant.comm.gather import all_gather
+from ds_quant.comm.message import all_gather
 from ds_quant.comm.reduce import GradientSums
 from ds_quant.comm.reduction_plan import Form, LinkHop, Segment
 from ds_quant.comm.transport import Fabric, Link

@@ -22,8 +22,7 @@ import torch
 
 from ds_quant.codec.bound import Coding, exactly
 from ds_quant.codec.codec import CastCodec
-from ds_quant.comm.gather import all_gather
-from ds_quant.comm.message import SMALL_NUMEL, small_last
+from ds_quant.comm.message import SMALL_NUMEL, all_gather, small_last
 from ds_quant.comm.transport import Link, Pending
 from ds_quant.policy.model import FetchSettings
 from ds_quant.zero import hooks, log

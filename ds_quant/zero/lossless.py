@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_quant.comm.gather import Kept, rows_of, take_rows
 from ds_quant.comm.lossless import Outbox, Parcel
+from ds_quant.comm.message import Kept, rows_of, take_rows
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.zero.optimizer_hooks import ReplicaGroup

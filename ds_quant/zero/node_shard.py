@@ -36,8 +36,7 @@ from typing import Any
 import torch
 
 from ds_quant.codec.bound import Coding, exactly
-from ds_quant.comm.buffers import Room
-from ds_quant.comm.gather import Kept, exchange, gather, rows_of
+from ds_quant.comm.message import Kept, Room, exchange, gather, rows_of
 from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy.memory import CHUNKS, EXCHANGED_AT_ONCE, LEAST_NUMEL, MOST_NUMEL

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_quant.codec.bound import Coding, Rotation, exactly
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.codec.levels import merge_levels, update_levels
-from ds_quant.comm.gather import Kept
+from ds_quant.comm.message import Kept
 from ds_quant.comm.reduction_plan import Form
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.batch import OWN_SIGNS

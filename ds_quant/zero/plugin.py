@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import Findings
 from ds_quant.comm.reduction_plan import LinkHop, Slicing, presumed_pace
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.transport import Buffers, Fabric, Link
 from ds_quant.config.schema import parse_block
 from ds_quant.policy.cost import Costs, PricedParam, bill
 from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes

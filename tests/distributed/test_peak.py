@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ds_quant
-from ds_quant.comm.buffers import Buffers
+from ds_quant.comm.transport import Buffers
 from tests import needs
 from tests.distributed.harness import run, run_each
 from tests.distributed.host_memory import Alive

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ds_quant
-from ds_quant.comm import buffers
+from ds_quant.comm import transport
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings
 from tests.thin import thinned
@@ -90,7 +90,7 @@ def allocations(
     stage: int, scheme: str, node_size: int, shape: tuple[int, int], least: int
 ) -> tuple[list[tuple[str, int]], list[int]]:
     """What steady steps allocate, and the bytes of the pool before and after them."""
-    buffers.MIN_BYTES = least  # of this process
+    transport.MIN_BYTES = least  # of this process
     block = {"scheme": scheme, "node_size": node_size, "allow_full_replica": True}
     zero = {"reduce_bucket_size": 10**9}
     engine = build(settings(stage, block, dtype="bf16", zero=zero), lambda: Stack(*shape))

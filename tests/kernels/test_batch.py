@@ -13,7 +13,7 @@ import torch
 
 from ds_quant.codec.bound import Coding, Rotation, decode, encode
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.gather import _shard_message
+from ds_quant.comm.message import _shard_message
 from ds_quant.kernels import reference
 from ds_quant.kernels.batch import OWN_SIGNS, Decode, Encode, Recode, Rotate, Sum, Task, rows_of
 from ds_quant.kernels.dispatch import Operations, Streams

@@ -13,9 +13,7 @@ import torch
 
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.buffers import Room
-from ds_quant.comm.gather import Kept, all_gather, exchange, gather
-from ds_quant.comm.message import Message, Part
+from ds_quant.comm.message import Kept, Message, Part, Room, all_gather, exchange, gather
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import shard_range
 from tests.codecs import codecs, format_of

@@ -9,8 +9,7 @@ import torch
 
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.buffers import Room
-from ds_quant.comm.message import Message, Part
+from ds_quant.comm.message import Message, Part, Room
 from tests.unit.links import Echo
 
 LARGE = CastCodec(torch.bfloat16)

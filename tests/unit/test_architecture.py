@@ -204,15 +204,15 @@ def _docstring_node(node: ast.AST) -> ast.Constant | None:
 # Lines without blanks, comments and docstrings, and classes: lower them when a change needs less.
 BUDGETS = {
     "ds_quant": (146, 2),
-    "kernels": (2184, 36),
+    "kernels": (2152, 36),
     "codec": (384, 6),
-    "comm": (1421, 32),
+    "comm": (1406, 32),
     "config": (697, 9),
     "policy": (839, 14),
-    "zero": (3627, 36),
+    "zero": (3623, 36),
     "tools": (1854, 7),
 }
-BUDGETS_BESIDE = {"tests": 17263, "benchmarks": 3458}  # lines of code
+BUDGETS_BESIDE = {"tests": 17257, "benchmarks": 3457}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

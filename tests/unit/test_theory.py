@@ -17,8 +17,8 @@ import torch
 from ds_quant.codec.bound import Coding, Rotation, decode_sum, encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels.batch import OWN_SIGNS, Encode, Sum
+from ds_quant.kernels.dispatch import Operations, Streams
 from ds_quant.kernels.random_bits import Address, Role, key_of
-from ds_quant.kernels.run import Operations, Streams
 from tests.unit.wire_oracle import LEVELS
 
 COIN = GroupCodec(bits=4, group_size=32, rounding="stochastic")

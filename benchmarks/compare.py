@@ -30,9 +30,7 @@ MODEL_FLAGS = ("layers", "width", "heads", "seq_len", "seed", "model")  # of tra
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Command line; without arguments it is the demo."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     add = parser.add_argument
     add("--schemes", type=_schemes, metavar="A,B:KEY=VALUE,...",
         help=f"default, the demo: {DEMO}, on two pretended nodes")  # fmt: skip

@@ -359,9 +359,7 @@ def _digest(value: Any) -> str:
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Settings]:
     """The command line, and the part of it that all runs of a study share."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     add = parser.add_argument
     add("--schemes", default=SCHEMES, metavar="A,B:KEY=VALUE,...", help="default: every preset")
     add("--pairs", type=int, default=8, help="least number of pairs")

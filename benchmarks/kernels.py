@@ -1,7 +1,7 @@
 """Speed of the kernels beside a copy and the torch reference.
 
     python benchmarks/kernels.py                                # 4 kB to 2 GB, every operation
-    python benchmarks/kernels.py --max-bytes 1e8 --codecs int4 --json kernels.json --plot k.png
+    python benchmarks/kernels.py --max-bytes 1e8 --codecs int4 --json kernels.json
     python benchmarks/kernels.py --device cpu --max-bytes 1e6   # C++ and torch on this machine
 
 Sizes are bytes that an operation reads and writes. Times are medians of CUDA events around single
@@ -13,7 +13,6 @@ overhead is the host's time for a call on a tiny tensor.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +21,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import report
 import torch
-from report import provenance
 
 from ds_quant.codec.bound import Coding, Rotation, encode
 from ds_quant.codec.codec import CAST_NAMES, GroupCodec
@@ -309,29 +308,6 @@ def _host_seconds(work: Callable[[], object], calls: int, device: torch.device) 
 # ---- the command ----
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """Share of copy against bytes, a panel per operation."""
-    from ds_quant.tools import plot_style
-
-    rows = [row for row in rows if row["way"] == "auto"]
-    names = sorted({row["operation"] for row in rows}) or ["nothing measured"]
-    figure, panels = plot_style.pyplot().subplots(
-        1, len(names), figsize=(6 * len(names), 4.5), squeeze=False, layout="constrained"
-    )
-    for name, panel in zip(names, panels[0], strict=True):
-        series: dict[str, list[tuple[int, float]]] = {}
-        for row in rows:
-            if row["operation"] == name:
-                label = f"{row['codec']} {row['dtype']}"
-                series.setdefault(label, []).append((row["bytes"], row["share_of_copy"]))
-        for label, points in series.items():
-            panel.plot(*zip(*sorted(points), strict=True), label=label, marker=".")
-        panel.set(xscale="log", xlabel="bytes read and written", title=name, ylim=(0, 1.3))
-        panel.set_ylabel("share of the copy's speed")
-        plot_style.finish(panel)
-    plot_style.save(figure, path)
-
-
 def line(row: dict) -> str:
     head = f"{row['operation']:<18}{row['codec']:<34}{row['dtype']:<5}{row['bytes']:>12} B  "
     times = f"{row['seconds'] * 1e6:>11.1f} us {row['gb_per_s']:>8.1f} GB/s"
@@ -343,8 +319,8 @@ def measure_all(
     bench: Bench,
     args: argparse.Namespace,
     document: dict,
-) -> dict:
-    """The document with a row per operation and way.
+) -> None:
+    """Give the document a row per operation and way.
 
     Its file is written anew after every operation, for whoever ends this before it is done.
     """
@@ -358,9 +334,8 @@ def measure_all(
             found = measure(make(), bench, args.repeats)
             print("\n".join(map(line, found)), flush=True)
             document["rows"] += found
-            write(args.json, document)
-    write(args.json, document)
-    return document
+            report.write(args.json, document)
+    report.write(args.json, document)
 
 
 def work_of(args: argparse.Namespace, bench: Bench) -> Iterator[Maker]:
@@ -390,14 +365,6 @@ def cache_bytes(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
 
 
-def write(path: Path | None, document: dict) -> None:
-    """Replace the file as a whole: it may be read, or this program ended, at any moment."""
-    if path is not None:
-        beside = path.with_suffix(".part")
-        beside.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-        beside.replace(path)
-
-
 def add_options(parser: argparse.ArgumentParser, limit: float) -> Callable:
     """Options that sweeps.py has, too."""
     add = parser.add_argument
@@ -409,9 +376,7 @@ def add_options(parser: argparse.ArgumentParser, limit: float) -> Callable:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     add = add_options(parser, limit=480)
     add("--min-bytes", type=float, default=SMALLEST)
     add("--max-bytes", type=float, default=2e9)
@@ -419,7 +384,6 @@ def main() -> None:
     add("--codecs", default="", help="only codecs whose name contains this")
     add("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="back ends")
     add("--overhead", action="store_true", help="only the launch overhead")
-    add("--plot", type=Path, help="write a picture here")
     args = parser.parse_args()
     device = device_of(args)
     bench = Bench(device, cache_bytes(device), args.ways)
@@ -428,10 +392,12 @@ def main() -> None:
     for name, seconds in overhead.items():
         print(f"launch overhead, {name}: {seconds * 1e6:.1f} us")
     settings = {key: str(value) for key, value in vars(args).items()}
-    document = {"provenance": provenance(), "settings": settings, "launch_overhead_s": overhead}
-    document = measure_all(work_of(args, bench), bench, args, document)
-    if args.plot:
-        plot(document["rows"], args.plot)
+    document = {
+        "provenance": report.provenance(),
+        "settings": settings,
+        "launch_overhead_s": overhead,
+    }
+    measure_all(work_of(args, bench), bench, args, document)
 
 
 if __name__ == "__main__":

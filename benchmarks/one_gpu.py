@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import report
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed ds_quant first
@@ -106,9 +107,7 @@ def train(args: argparse.Namespace, scheme: str) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--stage", type=int, choices=(2, 3), default=3)
@@ -132,15 +131,12 @@ def main() -> None:
             else:
                 failed[scheme] = f"{type(error).__name__}: {error}"[-2000:]
                 print(f"{scheme}: {error}")
-            if args.json:  # for whoever ends this before it is done
-                args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+            report.write(args.json, document)  # for whoever ends this before it is done
     good, exact = not failed, losses.get("full_precision")
     for scheme, values in losses.items():
         head = f"world {args.world} stage {args.stage} {scheme}"
         print(f"{head}: {values[0]:.4f} -> {values[-1]:.4f}")
         good = good and values[-1] < values[0] and (values is exact or values != exact)
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     if not good:
         raise SystemExit("one_gpu.py: a scheme failed or was not active, or a loss did not fall")
 

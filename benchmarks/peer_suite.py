@@ -60,9 +60,7 @@ Found = dict[str, dict[str, dict[str, Ended]]]  # by file, scheme and test
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     add = parser.add_argument
     add("--tree", type=Path, required=True, help="DeepSpeed's sources")
     add("--schemes", nargs="+", default=["full_precision", "qsdp"])

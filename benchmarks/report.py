@@ -26,6 +26,13 @@ TELLING_GAP = 1.0  # %
 BASELINES = ("full_precision", "deepspeed_plain")  # the first one present
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic")
 
+
+def parser(about: str) -> argparse.ArgumentParser:
+    """Of a script, with its docstring as it stands."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=about, formatter_class=form)
+
+
 # ---- figures of runs ----
 
 
@@ -199,9 +206,17 @@ def save(
     written = {"kind": kind, "version": 1, "command": command, "arguments": arguments,
                **provenance(), **content}  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+    write(path, written)
     path.with_suffix(".md").write_text(sections.section_of(path), "utf-8")
     return written
+
+
+def write(path: Path | None, document: dict[str, Any]) -> None:
+    """Replace the file as a whole: it may be read, or this program ended, at any moment."""
+    if path is not None:
+        beside = path.with_suffix(".part")
+        beside.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+        beside.replace(path)
 
 
 def _plain(value: Any) -> Any:

@@ -30,7 +30,7 @@ from typing import Any
 import launch
 import report
 import sections
-from netlab.lab import Lab, LabError, Loopback, obstacle, remove
+from lab import Lab, LabError, Loopback, obstacle, remove
 from rich.progress import Progress
 from schemes import parse_schemes, with_overrides
 
@@ -53,9 +53,7 @@ PLANNED = {
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="one stage, one topology, two rates")
     add("--stages", type=int, nargs="+", default=[3, 2])
@@ -142,7 +140,9 @@ def run_point(stage: int, topology: str, args: argparse.Namespace) -> dict[str, 
     if done.exists() and (result := json.loads(done.read_text("utf-8")))["plan"] == plan:
         return result
     with (Loopback if args.loopback else Lab)(nodes) as network:
-        outcome = run_ranks({**plan, "lab": network.name}, network, ranks, folder, args.timeout)
+        outcome = run_ranks(
+            {**plan, "lab": network.is_shaped}, network, ranks, folder, args.timeout
+        )
     result = {"plan": plan, **outcome}
     done.write_text(json.dumps(result), "utf-8")
     return result

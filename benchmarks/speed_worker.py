@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import lab
 import torch
 from deepspeed import comm as dist
 from gpt import GPT, VOCABULARY, Block, GPTConfig
-from netlab import lab
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -157,7 +157,7 @@ def main() -> None:
     results, labels = [], list(engines)
     for rate in plan["rates"]:
         if first and plan["lab"]:
-            lab.set_rate(plan["nodes"], rate or None, name=plan["lab"])
+            lab.set_rate(plan["nodes"], rate)
         for block in range(plan["blocks"]):
             turn = block % len(labels)
             for label in labels[turn:] + labels[:turn]:

@@ -9,7 +9,6 @@ engines in worlds of one process, as fake_world.py makes them, whose kernels are
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -23,6 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import fake_world  # noqa: E402
 import one_gpu  # noqa: E402
+import report  # noqa: E402
 
 WORLDS = (fake_world.World(1, 2), fake_world.World(2, 2))
 STAGES = (3, 2)
@@ -83,8 +83,7 @@ def main() -> None:
     shown = [f"{len(found)} kernels for {len(args.schemes)} schemes, {seconds:.0f} s"]
     print(shown[0])
     document = {"variants": found, "seconds": seconds, "shown": shown}
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    report.write(args.json, document)
 
 
 if __name__ == "__main__":

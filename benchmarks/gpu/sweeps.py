@@ -13,13 +13,13 @@ Rows as those of kernels.py; the file is written anew after every row.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from unittest.mock import patch
 
+import report
 import torch
 from kernels import (
     UNIT,
@@ -113,9 +113,7 @@ def five(bench: Bench, nbytes: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     add = add_options(parser, limit=120)
     add("--sweep", choices=(*SWEEPS, "five"), required=True)
     add("--bytes", type=float, default=5e8, help="that an operation reads and writes")

@@ -9,7 +9,6 @@ Counts launches and collectives of one step.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+import report  # noqa: E402
 from fake_world import World, join, without_handshake  # noqa: E402
 
 
@@ -115,8 +115,7 @@ def main() -> None:
     ]
     print("\n".join(shown))
     document = {"ranks": args.ranks, "scheme": args.scheme, "worlds": rows, "shown": shown}
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    report.write(args.json, document)
     sys.stdout.flush()
     os._exit(0)  # nobody to take leave of
 

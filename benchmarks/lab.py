@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PREFIX = "dsqlab"
+SWITCH = f"{PREFIX}-sw"
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
 RECEIVED = f"/sys/class/net/{INTERFACE}/statistics/rx_bytes"
@@ -51,60 +52,48 @@ def obstacle() -> str | None:
 
 
 class Lab:
-    """`hosts` namespaces NAME-0, NAME-1, ... with addresses 10.77.0.1, 10.77.0.2, ...
+    """`hosts` namespaces dsqlab-0, dsqlab-1, ... with addresses 10.77.0.1, 10.77.0.2, ...
 
-    Use it as a context manager: leaving removes everything, also after an exception.
+    Use it as a context manager: leaving removes everything, also after an exception; what a run
+    that crashed has left is removed by the next one.
     """
 
-    interface = INTERFACE
+    is_shaped, interface = True, INTERFACE
 
-    def __init__(self, hosts: int, *, name: str = PREFIX) -> None:
+    def __init__(self, hosts: int) -> None:
         if not 1 <= hosts <= 64:
             raise LabError(f"hosts = {hosts}: allowed are 1 to 64")
-        if not name.startswith(PREFIX):
-            raise LabError(
-                f"name = {name!r}: must start with {PREFIX!r}, which tear-down looks for"
-            )
-        self.hosts, self.name = hosts, name
-        self._switch = f"{name}-sw"
+        self.hosts = hosts
 
     def __enter__(self) -> Lab:
-        self.up()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        remove(self.name)
-
-    def up(self) -> None:
-        """Create hosts and switch; what an earlier run of this name left is removed first."""
         if (reason := obstacle()) is not None:
             raise LabError(reason)
-        remove(self.name)
+        remove()
         try:
-            _ip(f"netns add {self._switch}")
-            _ip(f"-n {self._switch} link add br0 type bridge")
-            _ip(f"-n {self._switch} link set br0 up")
+            _ip(f"netns add {SWITCH}")
+            _ip(f"-n {SWITCH} link add br0 type bridge")
+            _ip(f"-n {SWITCH} link set br0 up")
             for index in range(self.hosts):
                 self._add_host(index)
         except LabError:
-            remove(self.name)
+            remove()
             raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        remove()
 
     def _add_host(self, index: int) -> None:
-        host, port, address = self.namespace(index), f"p{index}", self.address(index)
+        host, port, address = f"{PREFIX}-{index}", f"p{index}", self.address(index)
         _ip(f"netns add {host}")
         _ip(f"-n {host} link set lo up")
-        _ip(f"-n {host} link add {INTERFACE} type veth peer name {port} netns {self._switch}")
+        _ip(f"-n {host} link add {INTERFACE} type veth peer name {port} netns {SWITCH}")
         _ip(f"-n {host} addr add {address}/24 dev {INTERFACE}")
         _ip(f"-n {host} link set {INTERFACE} up")
-        _ip(f"-n {self._switch} link set {port} master br0 up")
+        _ip(f"-n {SWITCH} link set {port} master br0 up")
         # Another congestion control than the usual one would be measured instead of the codecs.
         route = f"{SUBNET}.0/24 dev {INTERFACE} proto kernel scope link src {address}"
         _ip(f"-n {host} route change {route} congctl cubic")
-
-    def namespace(self, index: int) -> str:
-        """Name of a host's network namespace."""
-        return f"{self.name}-{index}"
 
     def address(self, index: int) -> str:
         """IPv4 address of a host."""
@@ -112,7 +101,7 @@ class Lab:
 
     def command(self, index: int, argv: Sequence[str]) -> list[str]:
         """`argv` as a command line that runs on a host."""
-        return ["ip", "netns", "exec", self.namespace(index), *argv]
+        return ["ip", "netns", "exec", f"{PREFIX}-{index}", *argv]
 
 
 class Loopback:
@@ -121,7 +110,7 @@ class Loopback:
     Nothing limits a rate, and no interface counts what one host sends to another.
     """
 
-    name, interface = None, "lo"
+    is_shaped, interface = False, "lo"
 
     def __init__(self, hosts: int) -> None:
         self.hosts = hosts
@@ -141,20 +130,18 @@ class Loopback:
         return list(argv)
 
 
-def set_rate(hosts: int, mbits: float | None, *, name: str = PREFIX) -> None:
-    """Shape every host's link, both ways, to ``mbits`` Mbit/s; None: as fast as the machine.
+def set_rate(hosts: int, mbits: float) -> None:
+    """Shape every host's link, both ways, to ``mbits`` Mbit/s; 0: as fast as the machine.
 
     Works from inside a host too.
 
     Raises:
-        LabError: a rate that is not positive, or that the kernel does not take.
+        LabError: a rate that the kernel does not take.
     """
-    if mbits is not None and not mbits > 0:
-        raise LabError(f"rate = {mbits} Mbit/s: must be positive, or None for no limit")
     for index in range(hosts):
-        for namespace, device in ((f"{name}-{index}", INTERFACE), (f"{name}-sw", f"p{index}")):
+        for namespace, device in ((f"{PREFIX}-{index}", INTERFACE), (SWITCH, f"p{index}")):
             shaper, where = f"tc -n {namespace} qdisc", f"dev {device} root"
-            if mbits is None:
+            if not mbits:
                 subprocess.run(f"{shaper} del {where}".split(), capture_output=True)
                 continue
             burst = next(size for limit, size in _BURSTS if mbits <= limit)
@@ -167,17 +154,11 @@ def received_bytes() -> int:
     return int(Path(RECEIVED).read_text())
 
 
-def leftovers(name: str = PREFIX) -> list[str]:
-    """Namespaces of a lab that exist now."""
-    listed = _ip("netns list").splitlines()
-    names = [line.split()[0] for line in listed if line.strip()]
-    return [n for n in names if n.startswith(f"{name}-")]
-
-
-def remove(name: str = PREFIX) -> None:
+def remove() -> None:
     """Remove all namespaces of a lab, with their links; nothing else."""
-    for namespace in leftovers(name):
-        _ip(f"netns del {namespace}")
+    for line in _ip("netns list").splitlines():
+        if line.startswith(f"{PREFIX}-"):
+            _ip(f"netns del {line.split()[0]}")
 
 
 def _ip(command: str) -> str:

@@ -1,1 +1,0 @@
-"""A network lab on one machine: hosts as network namespaces with shaped links. See lab.py."""

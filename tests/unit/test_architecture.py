@@ -212,7 +212,7 @@ BUDGETS = {
     "zero": (3623, 36),
     "tools": (1854, 7),
 }
-BUDGETS_BESIDE = {"tests": 17257, "benchmarks": 3457}  # lines of code
+BUDGETS_BESIDE = {"tests": 17257, "benchmarks": 3378}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -33,7 +33,7 @@ INSTALLED = "tests/integration/test_wheel.py::test_import_torch_activates_the_in
 STARTED = "tests/integration/test_readme.py::test_five_minute_start"
 SUITE = "tests/kernels/test_gpu_suite.py::test_dry_run_of_the_suite"
 PROBE = "tests/distributed/test_probe.py::"
-GIVEN = "tests/unit/test_cli.py::test_the_block_of_the_environment_is_checked"
+GIVEN = "tests/unit/test_golden_commands.py::test_a_command_prints_what_is_recorded"
 COVERED = {  # how a command begins -> its test
     "git clone ": "tests/integration/test_wheel.py::test_a_homepage_makes_links_absolute",
     "pip install ": INSTALLED,

@@ -7,13 +7,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from ds_quant.kernels import cuda, native
+from ds_quant.kernels import cuda
 from ds_quant.tools import doctor
 from ds_quant.tools.cli import main
 from ds_quant.tools.doctor import OK, PROBLEM, WARNING, Check
@@ -34,15 +38,61 @@ def test_supported_versions_are_those_of_setup_cfg() -> None:
     assert doctor.SUPPORTED["python"] == setup["options"]["python_requires"]
 
 
-@pytest.mark.parametrize(
-    ("version", "status"),
-    [("0.19.8", OK), ("0.17.6", OK), ("0.19.8+cpu", OK), ("0.20.0", PROBLEM), ("0.17.5", PROBLEM),
-     ("0.17.6.dev20251101+cpu", OK), (None, PROBLEM)],
-)  # fmt: skip
-def test_version_verdict_names_range_and_fix(version: str | None, status: str) -> None:
-    check = doctor.version_check("deepspeed", version, ">=0.17.6,<0.20")
-    assert check.status == status and bool(check.fix) == (status == PROBLEM)
-    assert ">=0.17.6,<0.20" in check.found + check.fix
+def version(number: str | None) -> Check:
+    return doctor.version_check("deepspeed", number, ">=0.17.6,<0.20")
+
+
+def ranks(**second: Any) -> Check:
+    return doctor.verdict([GOOD, GOOD | second])
+
+
+def registered(*points: metadata.EntryPoint) -> dict[str, Any]:
+    return {"ds_quant.tools.doctor.metadata.entry_points": lambda group: points}
+
+
+OURS = metadata.EntryPoint("ds_quant", "ds_quant._autoload:activate", "torch")
+NATIVE = "ds_quant.kernels.native.unavailable_reason"
+CPU = torch.device("cpu")
+# A check, what it says, its status and its fix; variables of the environment and functions by name.
+VERDICTS: list[tuple[Callable[[], Check], str, str, str, dict[str, Any]]] = [
+    *(
+        (partial(version, number), "(supported: >=0.17.6,<0.20)", OK, "", {})
+        for number in ("0.19.8", "0.17.6", "0.19.8+cpu", "0.17.6.dev20251101+cpu")
+    ),
+    (partial(version, "0.20.0"), "not supported", PROBLEM, "'deepspeed>=0.17.6,<0.20'", {}),
+    (partial(version, "0.17.5"), "not supported", PROBLEM, "'deepspeed>=0.17.6,<0.20'", {}),
+    (partial(version, None), "not installed", PROBLEM, "'deepspeed>=0.17.6,<0.20'", {}),
+    (doctor.entry_point, "off: DS_QUANT_DISABLE=1", PROBLEM, "unset", {"DS_QUANT_DISABLE": "1"}),
+    (doctor.entry_point, "by import only: TORCH_DEVICE", WARNING, "unset",
+     {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
+    (doctor.entry_point, "by import only", WARNING, "pip install it", registered()),
+    (doctor.entry_point, "on: import torch loads", OK, "", registered(OURS)),
+    (doctor.cpu_kernels, "not built", WARNING, "compiler", {NATIVE: lambda: "are not built"}),
+    (doctor.cpu_kernels, "C++ kernels", OK, "", {NATIVE: lambda: None}),
+    (partial(doctor.cuda_kernels, CPU), "not needed", OK, "", {}),
+    (doctor.cupy, "cupy-cuda12x and cupy-cuda13x", PROBLEM, "pip uninstall cupy-cuda12x cupy-cuda",
+     {"ds_quant.tools.doctor._installed": lambda name: "14.0"}),
+    (ranks, "9 bytes over gloo", OK, "", {}),
+    (partial(ranks, active=False), "the block had no effect", PROBLEM, "", {}),
+    (partial(ranks, digest="b"), "weights differ", PROBLEM, "", {}),
+    (partial(ranks, imported=True), "needed import ds_quant", WARNING, "", {}),
+    (lambda: doctor.verdict([GOOD | {"received": 0}] * 2), "", PROBLEM, "", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "words", "status", "fix", "given"), VERDICTS)
+def test_verdict_says_what_was_found_and_its_fix(
+    check: Callable[[], Check], words: str, status: str, fix: str, given: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name in ("DS_QUANT_DISABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        set_ = monkeypatch.setenv if isinstance(value, str) else monkeypatch.setattr
+        set_(name, value)
+    found = check()
+    assert found.status == status and words in found.found and fix in found.fix
+    assert bool(found.fix) == (status != OK) and doctor.healthy([found]) == (status != PROBLEM)
 
 
 @pytest.mark.parametrize(
@@ -88,46 +138,6 @@ def test_every_interface_of_the_machine_is_listed_with_its_rate() -> None:
     assert {n: facts["mbit_s"] for n, facts in details["interfaces"].items()} == expected
 
 
-@pytest.mark.parametrize(
-    ("variables", "status", "words"),
-    [
-        ({"DS_QUANT_DISABLE": "1"}, PROBLEM, "off: DS_QUANT_DISABLE=1"),
-        ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, WARNING, "by import only: TORCH_DEVICE"),
-    ],
-)
-def test_activation_says_why_it_is_off(monkeypatch, variables, status, words) -> None:
-    for name in ("DS_QUANT_DISABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    check = doctor.entry_point()
-    assert check.status == status and check.found.startswith(words) and check.fix
-
-
-def test_not_installed_is_told_apart_from_installed(monkeypatch) -> None:
-    for name in ("DS_QUANT_DISABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [])
-    assert doctor.entry_point().status == WARNING
-    point = doctor.metadata.EntryPoint("ds_quant", "ds_quant._autoload:activate", "torch")
-    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [point])
-    assert doctor.entry_point().status == OK
-
-
-def test_missing_cpu_kernels_are_a_warning_without_a_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(native, "unavailable_reason", lambda: "are not built")
-    check = doctor.cpu_kernels()
-    assert check.status == WARNING and "are not built" in check.found and "compiler" in check.fix
-    monkeypatch.setattr(native, "unavailable_reason", lambda: None)
-    assert doctor.cpu_kernels().status == OK
-
-
-def test_two_cupy_flavours_are_a_problem(monkeypatch) -> None:
-    monkeypatch.setattr(doctor, "_installed", lambda name: "14.0")
-    check = doctor.cupy()
-    assert check.status == PROBLEM and "pip uninstall cupy-cuda12x cupy-cuda13x" in check.fix
-
-
 def test_a_cupy_that_fails_is_a_warning_with_its_traceback(monkeypatch) -> None:
     def broken(*_args) -> None:
         raise RuntimeError("no NVRTC\nsecond line")
@@ -140,7 +150,6 @@ def test_a_cupy_that_fails_is_a_warning_with_its_traceback(monkeypatch) -> None:
     assert "ds_quant[cuda" in check.fix
     shown = "\n".join(doctor.lines([check]))
     assert "Traceback" in shown and "in broken" in shown and "second line" in shown
-    assert doctor.cuda_kernels(torch.device("cpu")).status == OK
 
 
 @pytest.mark.parametrize("name", ["encode", "decode"])
@@ -157,30 +166,6 @@ def test_kernels_equal_plain_torch_and_a_wrong_one_is_found(monkeypatch, name: s
     monkeypatch.setattr(bound, name, one_wrong)
     check = doctor.codecs()
     assert check.status == PROBLEM and "8-bit minmax" in check.found
-
-
-@pytest.mark.parametrize(
-    ("second", "status", "words"),
-    [
-        ({}, OK, "9 bytes over gloo"),
-        ({"active": False}, PROBLEM, "the block had no effect"),
-        ({"digest": "b"}, PROBLEM, "weights differ"),
-        ({"imported": True}, WARNING, "needed import ds_quant"),
-    ],
-)
-def test_verdict_on_what_two_ranks_wrote(second: dict, status: str, words: str) -> None:
-    check = doctor.verdict([GOOD, GOOD | second])
-    assert check.status == status and words in check.found
-
-
-def test_nothing_moved_is_a_problem() -> None:
-    assert doctor.verdict([GOOD | {"received": 0}] * 2).status == PROBLEM
-
-
-def test_what_needs_no_fix_or_is_a_warning_is_healthy() -> None:
-    warning = Check("x", "y", fix="z", severity=WARNING)
-    assert (Check("x", "y").status, warning.status) == (OK, WARNING)
-    assert doctor.healthy([warning]) and not doctor.healthy([Check("x", "y", fix="z")])
 
 
 def test_exit_code_and_json_follow_the_checks(monkeypatch, capsys, tmp_path: Path) -> None:

@@ -43,18 +43,6 @@ def test_rows_are_the_published_floor_of_wire_time(capsys, tmp_path: Path) -> No
     assert found[""]["best"] == "eden4"
 
 
-def test_what_limits_next_is_named(capsys) -> None:
-    slow_encode = rows(capsys, *PLAN, "--step", "1", "--encode", "1e9")
-    assert slow_encode["sdp4bit"]["limit"] == "encoding"
-    assert slow_encode["full_precision"]["limit"] == "link between nodes"
-    long = rows(capsys, *PLAN, "--step", "1000")
-    assert {row["limit"] for row in long[""]["rows"]} == {"compute"}
-    late = rows(capsys, *PLAN, "--step", "1", "--latency", "10")
-    assert late["sdp4bit"]["limit"] == "latency"
-    inside = rows(capsys, *PLAN[:-1], "0.1", "--step", "1")
-    assert inside["sdp4bit"]["limit"] == "links inside a node"
-
-
 def test_what_is_offloaded_leaves_the_gpu(capsys, tmp_path: Path) -> None:
     """And the page's table of 72.7 B parameters on GPUs of 40 GB."""
     lines = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text("utf-8").splitlines()
@@ -75,19 +63,6 @@ def test_what_is_offloaded_leaves_the_gpu(capsys, tmp_path: Path) -> None:
         assert shard == kept
         assert main(["estimate", *options, "--ds-config", str(path)]) == 0
         assert ("host GB" in capsys.readouterr().out) == bool(of)
-
-
-def test_a_hugging_face_config_gives_the_real_shapes(capsys, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs transformers")
-    path = tmp_path / "config.json"
-    llama = {
-        "model_type": "llama", "vocab_size": 1000, "hidden_size": 128, "num_hidden_layers": 3,
-        "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
-    }  # fmt: skip
-    path.write_text(json.dumps(llama))
-    found = rows(capsys, "--model-config", str(path), *PLAN[2:], "--step", "1")
-    block = 128 * 128 * 2 + 64 * 128 * 2 + 3 * 256 * 128 + 2 * 128
-    assert found[""]["parameters"] == 2 * 1000 * 128 + 3 * block + 128
 
 
 def test_auto_sizes_are_those_that_a_trainer_fills_in() -> None:

@@ -13,37 +13,47 @@ import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
 
 from ds_quant.tools.cli import main
 
+GIVEN = ("run", "files", "environment")
 GOLDEN = Path(__file__).with_name("golden") / "commands.yaml"
 CASES: dict[str, dict[str, Any]] = yaml.safe_load(GOLDEN.read_text("utf-8"))
 
 
 def played(case: dict[str, Any]) -> dict[str, Any]:
-    """Exit code and output of a command in a folder with the files of its case."""
+    """Exit code and output of a command, and JSON that it writes, in a folder with its files."""
     for name, content in case.get("files", {}).items():
-        Path(name).write_text(content if isinstance(content, str) else json.dumps(content), "utf-8")
+        text = content if isinstance(content, str | bytes) else json.dumps(content)
+        Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    given = {path: path.read_bytes() for path in Path().iterdir()}
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    with streams[0], streams[1], patch.dict(os.environ):
+        os.environ.pop("RANK", None)
+        os.environ.update(case.get("environment", {}))
         try:
             code = main(shlex.split(case["run"]))
         except SystemExit as exit:
             code = exit.code
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+    changed = [p for p in Path().glob("*.json") if p.read_bytes() != given.get(p)]
+    said = {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+    return said | ({"written": {p.name: p.read_text("utf-8") for p in changed}} if changed else {})
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_command_prints_what_is_recorded(case: dict[str, Any], tmp_path, monkeypatch) -> None:
     if "--model-config" in case["run"]:
         pytest.importorskip("transformers", reason="needs transformers")
+    if case["run"].startswith("plot"):
+        pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'ds_quant[bench]'")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RANK", raising=False)
     found = played(case)
-    assert found == {name: case[name] for name in ("code", "out", "err")}
+    assert found == {name: case[name] for name in case if name not in GIVEN}
     if case["run"].startswith("estimate") and not {"--all", "--ds-config"} & {*case["run"].split()}:
         assert max(map(len, ["", *found["out"].splitlines()])) <= 80, "fits a terminal"
 

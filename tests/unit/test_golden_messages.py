@@ -1,4 +1,4 @@
-"""What 20 and more wrong configs are told, word by word, in golden/wrong_configs.yaml.
+"""What wrong configs are told, word by word, in golden/wrong_configs.json, at 8 ranks.
 
 After a deliberate change of words: python -m tests.unit.test_golden_messages, and read the
 difference.
@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from ds_quant.config.schema import ConfigError, parse
 
-GOLDEN = Path(__file__).with_name("golden") / "wrong_configs.yaml"
+GOLDEN = Path(__file__).with_name("golden") / "wrong_configs.json"
 WORLD = 8
-CASES: dict[str, dict[str, Any]] = yaml.safe_load(GOLDEN.read_text("utf-8"))
+CASES: dict[str, dict[str, Any]] = json.loads(GOLDEN.read_text("utf-8"))
 
 
 def problems_of(config: dict[str, Any]) -> list[str]:
@@ -59,12 +58,13 @@ def _shown(config: Any, key: str) -> str | None:
 
 
 def _dump(cases: dict[str, dict[str, Any]]) -> str:
-    """Configs as they stand in a JSON file, messages one per line."""
-    text = "# Wrong configs and what they are told; see test_golden_messages.py. 8 ranks.\n"
-    for name, case in cases.items():
-        text += f"{name}:\n  config: {json.dumps(case['config'])}\n  messages:\n"
-        text += "".join(f"    - {json.dumps(message)}\n" for message in case["messages"])
-    return text
+    """Configs as they stand in a file, messages one per line."""
+    found = (
+        f"{json.dumps(name)}: {{\n \"config\": {json.dumps(case['config'])},\n"
+        f" \"messages\": {json.dumps(case['messages'], indent=2)[:-1]} ]}}"
+        for name, case in cases.items()
+    )
+    return "{" + ",\n".join(found) + "}\n"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,16 @@ from ds_quant.codec.bound import Coding, Rotation, decode, encode
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.message import _shard_message
 from ds_quant.kernels import reference
-from ds_quant.kernels.batch import OWN_SIGNS, Decode, Encode, Recode, Rotate, Sum, Task, rows_of
+from ds_quant.kernels.batch import (
+    OWN_SIGNS,
+    Decode,
+    Encode,
+    Operation,
+    Recode,
+    Rotate,
+    Sum,
+    rows_of,
+)
 from ds_quant.kernels.dispatch import Operations, Streams
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import round_up
@@ -60,125 +69,143 @@ def streams_of(codecs: Sequence[Codec], *, block: int, flips: bool) -> Streams:
     return Streams(codings, rotations)
 
 
+# Buffers: values, and what is subtracted of them; messages that have arrived, and values in place
+# of one; messages that are written; values of a dtype that are, and fp32 ones.
+X, BASE, ARRIVED, OWN, WIRE, OUT, SUMS = range(7)
+
+
+class Program:
+    """Operations whose places follow each other in every buffer; equal sizes at equal distances.
+
+    skews: where the values of each begin, from a multiple of 16 bytes on.
+    """
+
+    def __init__(self, operations: Sequence[Operation], skews: Sequence[int] = ()) -> None:
+        self.used, self.skews, self.tasks = [0, 5, 0, 0, 0, 0, 0], skews, []
+        for operation in operations:
+            self.tasks.append((operation, self._places(operation)))
+        self.reading = [op for op in operations if isinstance(op, Decode | Sum | Recode)]
+        for place, (op, places) in enumerate(self.tasks):
+            if isinstance(op, Sum | Recode):
+                self.tasks[place] = op._replace(stride=self.used[ARRIVED]), places
+
+    def _places(self, op: Operation) -> tuple[int, ...]:
+        if isinstance(op, Encode):
+            first, wire = self._take(X, op.numel, 12), self._bytes(WIRE, op.codec, op.on_wire)
+            base = () if op.base is None else (self._take(BASE, op.numel, 12),)
+            return first, wire, 16 * first, *base
+        if isinstance(op, Decode):
+            return self._bytes(ARRIVED, op.codec, op.numel), self._take(OUT, op.numel)
+        if isinstance(op, Rotate):
+            return self._take(X, op.numel), self._take(SUMS, round_up(op.padded, 8))
+        own = self._take(OWN, round_up(op.on_wire, 8))
+        if isinstance(op, Sum):
+            values = self._take(op.values, round_up(op.numel, 8 if op.values == SUMS else 1))
+            return self._bytes(ARRIVED, op.codec, op.on_wire), values, own
+        read = self._bytes(ARRIVED, op.source, op.on_wire)
+        return read, self._bytes(WIRE, op.codec, op.on_wire), own, 16 * own
+
+    def _take(self, buffer: int, items: int, gap: int = 0) -> int:
+        start = self.used[buffer]
+        if self.skews:
+            start = round_up(start, 128) + (self.skews[len(self.tasks)] if buffer != OWN else 0)
+        self.used[buffer] = start + items + gap
+        return start
+
+    def _bytes(self, buffer: int, codec: Codec, numel: int) -> int:
+        start = self.used[buffer]
+        self.used[buffer] += codec.wire_bytes(numel)
+        return start
+
+    def buffers(
+        self, dtype: torch.dtype, base: torch.dtype, values: Callable[[int], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """``values``: numbers that have arrived."""
+        arrived = torch.empty(0, self.used[ARRIVED], dtype=torch.uint8)
+        if self.reading:
+            sources = max(getattr(op, "sources", 1) for op in self.reading)
+            arrived = torch.stack([self._message(values) for _ in range(sources)])
+        x, subtracted, _, own, wire, out, sums = map(torch.randn, self.used)
+        return [
+            x.to(dtype), subtracted.to(base), arrived.view(-1), own, wire.fill_(7).byte(),
+            out.to(dtype), sums,
+        ]  # fmt: skip
+
+    def _message(self, values: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        rows = []
+        for op in self.reading:
+            codec = op.source if isinstance(op, Recode) else op.codec
+            numel = getattr(op, "on_wire", op.numel)
+            rows.append(torch.empty(codec.wire_bytes(numel), dtype=torch.uint8))
+            encode(codec, values(numel)[None], rows[-1][None], address=FLIPS)
+        return torch.cat(rows)
+
+
 def check(
-    kernels, tasks: Sequence[Task], make: Callable[[], list[torch.Tensor]], streams: Streams
+    kernels,
+    program: Program,
+    streams: Streams,
+    dtype: torch.dtype = torch.bfloat16,
+    base: torch.dtype = torch.bfloat16,
+    values: Callable[[int], torch.Tensor] = torch.randn,
 ) -> None:
     """Every buffer is the same with the kernels and with the torch reference."""
     torch.manual_seed(1)
-    wanted = make()
+    wanted = program.buffers(dtype, base, values)
     buffers = [kernels.put(buffer.clone()) for buffer in wanted]
     tables = [c.levels if c.levels is None else kernels.put(c.levels) for c in streams.codings]
     there = [c._replace(levels=t) for c, t in zip(streams.codings, tables, strict=True)]
-    Operations(tasks).run(buffers, Streams(there, streams.rotations))
+    Operations(program.tasks).run(buffers, Streams(there, streams.rotations))
     with patch.dict(reference._RUN_NUMEL, cpu=8192):  # as if the tensors were large
-        Operations(tasks).run(wanted, streams, backend="torch")
+        Operations(program.tasks).run(wanted, streams, backend="torch")
     for found, expected in zip(buffers, wanted, strict=True):
         assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
-def encodes(codecs: Sequence[Codec], *, block: int = 0, flips: bool = False) -> list[Task]:
-    """Pieces of several sizes; those of equal size lie at equal distances."""
-    tasks, values, wire = [], 0, 0
-    for stream, codec in enumerate(codecs):
-        for numel in NUMELS:
-            operation = Encode(codec, numel, 0, 1, stream, block, flips)
-            tasks.append((operation, (values, wire, 16 * values)))
-            values += numel + 12
-            wire += codec.wire_bytes(operation.on_wire)
-    return tasks
-
-
-def buffers_for(tasks: Sequence[Task], dtype: torch.dtype) -> list[torch.Tensor]:
-    numel = max(places[0] + task.numel for task, places in tasks)
-    nbytes = sum(task.codec.wire_bytes(task.on_wire) for task, _ in tasks)
-    return [torch.randn(numel).to(dtype), torch.full((nbytes,), 7, dtype=torch.uint8)]
+def encodes(codecs: Sequence[Codec], *, block: int = 0, flips: bool = False) -> list[Operation]:
+    return [
+        Encode(codec, numel, X, WIRE, stream, block, flips)
+        for stream, codec in enumerate(codecs)
+        for numel in NUMELS
+    ]
 
 
 @pytest.mark.parametrize("dtype, block, flips", TURNED)
 def test_encode(kernels, dtype: torch.dtype, block: int, flips: bool) -> None:
-    codecs = (*codecs_in(block), *codecs_in(block))
-    tasks = encodes(codecs, block=block, flips=flips)
-    streams = streams_of(codecs, block=block, flips=flips)
-    check(kernels, tasks, lambda: buffers_for(tasks, dtype), streams)
+    codecs, how = (*codecs_in(block), *codecs_in(block)), {"block": block, "flips": flips}
+    check(kernels, Program(encodes(codecs, **how)), streams_of(codecs, **how), dtype)
 
 
-@pytest.mark.parametrize("base_dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("base", (torch.bfloat16, torch.float32), ids=str)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
-def test_encode_differences(kernels, dtype: torch.dtype, base_dtype: torch.dtype) -> None:
+def test_encode_differences(kernels, dtype: torch.dtype, base: torch.dtype) -> None:
     """Beside pieces that are encoded as they are; base values lie elsewhere than the new ones."""
     codecs = [codec for codec in CODECS if isinstance(codec, GroupCodec)]
-    tasks = []
-    for index, (operation, (values, wire, vector)) in enumerate(encodes(codecs)):
-        if index % 2:
-            operation = operation._replace(base=2)
-            tasks.append((operation, (values, wire, vector, 5 + values)))
-        else:
-            tasks.append((operation, (values, wire, vector)))
-
-    def make() -> list[torch.Tensor]:
-        values, wire = buffers_for(tasks, base_dtype)
-        base = torch.randn(values.numel() + 5).to(base_dtype)
-        return [values.to(dtype), wire, base]
-
-    check(kernels, tasks, make, streams_of(codecs, block=0, flips=False))
-
-
-def arrived(
-    codecs: Sequence[Codec],
-    numels: Sequence[int],
-    sources: int,
-    values: Callable[[int], torch.Tensor] = torch.randn,
-) -> torch.Tensor:
-    """Rows of all sources, with a slot per codec and size."""
-    rows = []
-    for _ in range(sources):
-        for place, codec in enumerate(codecs):
-            for numel in numels:
-                wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
-                coding = streams_of(codecs, block=0, flips=False).codings[place]
-                where = {"address": coding.address, "levels": coding.levels}
-                encode(codec, values(numel)[None], wire[None], **where)
-                rows.append(wire)
-    return torch.cat(rows)
+    found = [op._replace(base=BASE if i % 2 else None) for i, op in enumerate(encodes(codecs))]
+    check(kernels, Program(found), streams_of(codecs, block=0, flips=False), dtype, base)
 
 
 @pytest.mark.parametrize("add", (False, True))
 def test_decode(kernels, add: bool) -> None:
-    codecs, tasks, values, wire = CODECS + CODECS, [], 0, 0
-    for stream, codec in enumerate(codecs):
-        for numel in NUMELS:
-            if add and isinstance(codec, CastCodec):
-                continue
-            tasks.append((Decode(codec, numel, 0, 1, stream, add), (wire, values)))
-            values, wire = values + numel, wire + codec.wire_bytes(numel)
-    sent = [codec for codec in codecs if not (add and isinstance(codec, CastCodec))]
-
-    def make() -> list[torch.Tensor]:
-        return [arrived(sent, NUMELS, 1), torch.randn(values).bfloat16()]
-
-    check(kernels, tasks, make, streams_of(codecs, block=0, flips=False))
+    found = [
+        Decode(codec, numel, ARRIVED, OUT, stream, add)
+        for stream, codec in enumerate(CODECS + CODECS)
+        for numel in NUMELS
+        if not (add and isinstance(codec, CastCodec))
+    ]
+    check(kernels, Program(found), streams_of(CODECS + CODECS, block=0, flips=False))
 
 
 @pytest.mark.parametrize("dtype, block, flips", [*TURNED, (DTYPES[0], 128, OWN_SIGNS)])
 @pytest.mark.parametrize("place, scale", [(None, 1 / 3), (0, 1.0), (2, 0.25)])
 def test_sum(kernels, place, dtype, block: int, flips: int, scale: float) -> None:
-    tasks, out, own, wire = [], 0, 0, 0
     codecs = codecs_in(block)
-    sizes = [round_up(numel, block or 1) for numel in NUMELS]
-    row = sum(codec.wire_bytes(size) for codec in codecs for size in sizes)
-    for stream, codec in enumerate(codecs):
-        for numel, size in zip(NUMELS, sizes, strict=True):
-            operation = Sum(
-                codec, numel, wire_in=0, values=2, stream=stream, sources=2, stride=row,
-                place=place, own=1, block=block, flips=flips, scale=scale,
-            )  # fmt: skip
-            tasks.append((operation, (wire, out, own)))
-            out, own, wire = out + numel, own + round_up(size, 8), wire + codec.wire_bytes(size)
-
-    def make() -> list[torch.Tensor]:
-        return [arrived(codecs, sizes, 2), torch.randn(own), torch.zeros(out, dtype=dtype)]
-
-    check(kernels, tasks, make, streams_of(codecs, block=block, flips=flips))
+    found = [
+        Sum(codec, numel, ARRIVED, OUT, stream, 2, 0, place, OWN, block, flips, scale)
+        for stream, codec in enumerate(codecs)
+        for numel in NUMELS
+    ]
+    check(kernels, Program(found), streams_of(codecs, block=block, flips=flips), dtype)
 
 
 @pytest.mark.parametrize("place", (None, 1))
@@ -191,77 +218,38 @@ def test_sum(kernels, place, dtype, block: int, flips: int, scale: float) -> Non
     ],
 )
 def test_recode(kernels, source: Codec, codec: Codec, place: int | None, block: int) -> None:
-    tasks, own, read, written = [], 0, 0, 0
-    sizes = [round_up(numel, block or 1) for numel in NUMELS]
-    row = sum(source.wire_bytes(size) for size in sizes)
-    for numel, size in zip(NUMELS, sizes, strict=True):
-        operation = Recode(
-            source, codec, numel, wire_in=0, wire=2, stream=0, sources=3, stride=row,
-            place=place, own=1, block=block,
-        )  # fmt: skip
-        tasks.append((operation, (read, written, own, 16 * own)))
-        own, read = own + round_up(size, 8), read + source.wire_bytes(size)
-        written += codec.wire_bytes(size)
+    found = [Recode(source, codec, n, ARRIVED, WIRE, 0, 3, 0, place, OWN, block) for n in NUMELS]
     (coding,) = streams_of([codec], block=0, flips=False).codings
     streams = Streams([coding._replace(levels=LEVELS if codec is LEARNED else None)], [None])
-
-    def make() -> list[torch.Tensor]:
-        values = torch.randn  # casts differ in the bits of a NaN
-        if isinstance(codec, GroupCodec):
-            values = lambda numel: awkward(numel, 128, sorted(KINDS), seed=numel)  # noqa: E731
-        wire = torch.full((written,), 7, dtype=torch.uint8)
-        return [arrived([source], sizes, 3, values), torch.randn(own), wire]
-
-    check(kernels, tasks, make, streams)
+    values = torch.randn  # casts differ in the bits of a NaN
+    if isinstance(codec, GroupCodec):
+        values = lambda numel: awkward(numel, 128, sorted(KINDS), seed=numel)  # noqa: E731
+    check(kernels, Program(found), streams, values=values)
 
 
 @pytest.mark.parametrize("dtype, block, flips", TURNED)
 def test_values_that_stay_are_made_beside_encoded_ones(
     kernels, dtype: torch.dtype, block: int, flips: bool
 ) -> None:
-    codec = GAUSSIAN[1] if block == 128 else INT4
-    tasks = [
-        (op._replace(wire=2), places)
-        for op, places in encodes((codec, codec), block=block, flips=flips)
-    ]
-    written = sum(op.codec.wire_bytes(op.on_wire) for op, _ in tasks)
-    values, rotated = max(places[0] + op.numel for op, places in tasks), 0
+    codec, before = GAUSSIAN[1] if block == 128 else INT4, len(kernels.macros)
+    found = encodes((codec, codec), block=block, flips=flips)
     for stream in range(2):
         for numel in (*NUMELS, 20_000):
-            rotation = Rotate(codec, numel, 0, 1, stream, block, flips)
-            tasks.append((rotation, (stream + numel % 9, rotated)))
-            rotated += round_up(rotation.padded, 8)
-
-    def make() -> list[torch.Tensor]:
-        x = torch.randn(max(values, 20_010)).to(dtype)
-        return [x, torch.zeros(rotated), torch.full((written,), 7, dtype=torch.uint8)]
-
-    before = len(kernels.macros)
-    check(kernels, tasks, make, streams_of((codec, codec), block=block, flips=flips))
+            found.append(Rotate(codec, numel, X, SUMS, stream, block, flips))
+    check(kernels, Program(found), streams_of((codec, codec), block=block, flips=flips), dtype)
     assert kernels.name == "native" or not block or len(kernels.macros) == before + 1
 
 
 @pytest.mark.parametrize("place", (None, 1))
 @pytest.mark.parametrize("codec", (INT4, GAUSSIAN[1], BF16), ids=str)
 def test_sums_that_stay_are_made_beside_recoded_ones(kernels, codec: Codec, place) -> None:
-    sizes, tasks, own, read, written = (128, 640, 640, 4096), [], 0, 0, 0
-    source = BF16 if codec is BF16 else INT8
-    row, total = sum(source.wire_bytes(size) for size in sizes), sum(sizes)
-    for size in sizes:
-        how = {"wire_in": 0, "stream": 0, "sources": 3, "stride": row, "place": place, "own": 1}
-        tasks.append((Recode(source, codec, size, wire=2, **how), (read, written, own, 16 * own)))
-        sum_of = Sum(source, size, values=3, beside=codec, **how)
-        tasks.append((sum_of, (read, own, own)))
-        tasks.append((sum_of._replace(numel=size - 5), (read, total + own, own)))
-        tasks.append((sum_of._replace(beside=None, scale=0.5), (read, 2 * total + own, own)))
-        own, read = own + size, read + source.wire_bytes(size)
-        written += codec.wire_bytes(size)
-
-    def make() -> list[torch.Tensor]:
-        wire = torch.full((written,), 7, dtype=torch.uint8)
-        return [arrived([source], sizes, 3), torch.randn(own), wire, torch.zeros(3 * total)]
-
-    check(kernels, tasks, make, streams_of([codec], block=0, flips=False))
+    found, source = [], BF16 if codec is BF16 else INT8
+    for size in (128, 640, 640, 4096):
+        how = {"wire_in": ARRIVED, "stream": 0, "sources": 3, "stride": 0, "place": place}
+        found.append(Recode(source, codec, size, wire=WIRE, own=OWN, **how))
+        stays = Sum(source, size, values=SUMS, own=OWN, beside=codec, **how)
+        found += [stays, stays._replace(numel=size - 5), stays._replace(beside=None, scale=0.5)]
+    check(kernels, Program(found), streams_of([codec], block=0, flips=False))
     launches = sum("DSQ_SOURCES" in macros for macros in kernels.macros)  # not of casts
     assert kernels.name == "native" or launches == (0 if codec is BF16 else 2)
 
@@ -270,36 +258,17 @@ def test_sums_that_stay_are_made_beside_recoded_ones(kernels, codec: Codec, plac
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_address_of_values(kernels, dtype: torch.dtype, codec: Codec) -> None:
     """Rows of several warps and of less than one at every distance from a multiple of 16 bytes."""
-    block, streams = 128 * (codec is GAUSSIAN[1]), streams_of([codec], block=128, flips=False)
-    encoded, decoded, values, wire = [], [], 0, 0
+    block, found, skews = 128 * (codec is GAUSSIAN[1]), [], []
     for skew in range(16 // dtype.itemsize):
         for numel in (5000 + 8 * skew, 8192, 100 + skew):
-            start, op = values + skew, Encode(codec, numel, 0, 1, 0, block)
-            encoded.append((op, (start, wire, 16 * start)))
-            decoded.append((Decode(codec, numel, 0, 1, 0), (wire, start)))
-            how = {"sources": 1, "stride": 0, "place": 1, "own": 2, "block": block}
-            decoded.append((Sum(codec, numel, 0, 3, 0, **how), (wire, start, values)))
+            here = [Encode(codec, numel, X, WIRE, 0, block), Decode(codec, numel, ARRIVED, OUT, 0)]
+            here.append(Sum(codec, numel, ARRIVED, OUT, 0, 1, 0, 1, OWN, block))
             if codec in (INT4, INT8):
-                encoded.append((op._replace(block=0, wire=2, base=3), (*encoded[-1][1], start)))
-                decoded.append((Decode(codec, numel, 0, 4, 0, True), (wire, start)))
-            values, wire = values + round_up(numel + 16, 128), wire + codec.wire_bytes(op.on_wire)
-
-    def numbers() -> torch.Tensor:
-        return torch.randn(values).to(dtype)
-
-    def messages() -> list[torch.Tensor]:
-        written = torch.full((wire,), 7, dtype=torch.uint8)
-        return [numbers(), written, written.clone(), numbers()]
-
-    check(kernels, encoded, messages, streams)
-    sent = messages()
-    Operations(encoded).run(sent, streams, backend="torch")
-    check(
-        kernels,
-        decoded,
-        lambda: [sent[1], numbers(), torch.randn(values), numbers(), numbers()],
-        streams,
-    )
+                here.append(Encode(codec, numel, X, WIRE, 0, base=BASE))
+                here.append(Decode(codec, numel, ARRIVED, OUT, 0, True))
+            found, skews = found + here, skews + [skew] * len(here)
+    streams = streams_of([codec], block=128, flips=False)
+    check(kernels, Program(found, skews), streams, dtype, dtype)
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])

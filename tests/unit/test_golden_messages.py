@@ -60,8 +60,8 @@ def _shown(config: Any, key: str) -> str | None:
 def _dump(cases: dict[str, dict[str, Any]]) -> str:
     """Configs as they stand in a file, messages one per line."""
     found = (
-        f"{json.dumps(name)}: {{\n \"config\": {json.dumps(case['config'])},\n"
-        f" \"messages\": {json.dumps(case['messages'], indent=2)[:-1]} ]}}"
+        f'{json.dumps(name)}: {{\n "config": {json.dumps(case["config"])},\n'
+        f' "messages": {json.dumps(case["messages"], indent=2)[:-1]} ]}}'
         for name, case in cases.items()
     )
     return "{" + ",\n".join(found) + "}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,106 +51,77 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 ALPHA, BETA = torch.empty(64), torch.empty(64)
+Found = Callable[..., object]
 
 
-def shard_layouts(plugin: Any) -> Any:
-    """A function that begins the reduction of a ZeRO-3 bucket of one gradient."""
-    reduction, usual = ShardReduction(plugin), {"param": ALPHA, "dtype": BF16, "exact": False}
-    usual["link"] = Ranks(2)
+def shard_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
+    """Of a ZeRO-3 bucket of one gradient."""
+    reduction = ShardReduction(plugin)
 
-    def begin(**other: Any) -> Layout:
-        facts = usual | other
-        plugin.link, plugin.is_exact = lambda _: facts["link"], lambda _: facts["exact"]
-        gradient = torch.empty(facts["param"].numel(), dtype=facts["dtype"])
-        return reduction.begin([facts["param"]], [gradient], None)
+    def begin(*, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Ranks) -> Layout:
+        plugin.link, plugin.is_exact = lambda _: link, lambda _: exact
+        return reduction.begin([param], [torch.empty(param.numel(), dtype=dtype)], None)
 
     return begin
 
 
-OTHER_SHARDS = {"param": BETA, "dtype": FP32, "exact": True, "link": Ranks(3)}
-
-
-@pytest.mark.parametrize("fact", OTHER_SHARDS)
-def test_equal_buckets_of_zero3_share_a_plan_and_others_do_not(plugin: Any, fact: str) -> None:
-    begin = shard_layouts(plugin)
-    usual = begin()
-    assert begin() is usual
-    other = begin(**{fact: OTHER_SHARDS[fact]})
-    assert other is not usual
-    assert (other.sums is usual.sums) == (fact in ("param", "exact")), "layers are alike"
-    assert begin() is usual
-
-
-def owner_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The same of a bucket of ZeRO-1/2."""
-    reduction = OwnerReduction(plugin, None)
-    found: list[Layout] = []
+def owner_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
+    """Of a bucket of ZeRO-1/2."""
+    reduction, found = OwnerReduction(plugin, None), list[Layout]()
     monkeypatch.setattr(
         GradientReducer,
         "_begin",
         lambda self, layout, *args: found.append(layout) or SimpleNamespace(wait=lambda: None),
     )
-    usual = {
-        "range": (0, 64), "owner": 1, "dtype": BF16, "divisor": 2.0, "link": Ranks(2),
-        "param": ALPHA, "exact": False,
-    }  # fmt: skip
 
-    def reduce(**other: Any) -> Layout:
-        facts = usual | other
-        plugin.is_exact = lambda _: facts["exact"]
-        bucket, (start, stop) = torch.empty(64), facts["range"]
-        call = {"communication_data_type": facts["dtype"], "bucket_ranks": [facts["owner"]]}
-        with reduction.bucket(bucket, [facts["param"]], facts["divisor"]):
-            reduction._reduce_to_owners(
-                call | {"small_bucket": [bucket[start:stop]]}, facts["link"]
-            )
+    def reduce(
+        *, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Ranks, range: slice,
+        owner: int, divisor: float,
+    ) -> Layout:  # fmt: skip
+        plugin.is_exact, bucket = lambda _: exact, torch.empty(64)
+        call = {"communication_data_type": dtype, "bucket_ranks": [owner]}
+        with reduction.bucket(bucket, [param], divisor):
+            reduction._reduce_to_owners(call | {"small_bucket": [bucket[range]]}, link)
         return found.pop()
 
     return reduce
 
 
-OTHER_OWNERS = {
-    "range": (0, 32),
-    "owner": 2,
-    "dtype": FP32,
-    "divisor": 1.0,
-    "link": Ranks(3),
-    "param": BETA,
-    "exact": True,
-}
-
-
-@pytest.mark.parametrize("fact", OTHER_OWNERS)
-def test_equal_buckets_of_zero2_share_a_plan_and_others_do_not(
-    plugin: Any, monkeypatch: pytest.MonkeyPatch, fact: str
-) -> None:
-    reduce = owner_layouts(plugin, monkeypatch)
-    usual = reduce()
-    assert reduce() is usual
-    assert reduce(**{fact: OTHER_OWNERS[fact]}) is not usual
-    assert reduce() is usual
-
-
-def gather_plans() -> Any:
-    """The same of the weights of ZeRO-1/2."""
+def gather_plans(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
+    """Of the weights of ZeRO-1/2."""
     replica, fabric = object.__new__(Replica), SimpleNamespace(rank=0, size=2, node_size=None)
     replica._plans = {}
-    usual = {"group": 0, "window": range(8), "exact": False, "from_master": False}
 
-    def plan(**other: Any) -> object:
-        facts = usual | other
-        group = SimpleNamespace(index=facts["group"], flat=torch.empty(16), params=[])
-        return replica._plan(group, fabric, *(facts[n] for n in ("window", "exact", "from_master")))
+    def plan(*, group: int, window: range, exact: bool, from_master: bool) -> object:
+        group = SimpleNamespace(index=group, flat=torch.empty(16), params=[])
+        return replica._plan(group, fabric, window, exact, from_master)
 
     return plan
 
 
-OTHER_GATHERS = {"group": 1, "window": range(8, 16), "exact": True, "from_master": True}
+# What a plan follows from, each with another value.
+BUCKET = {
+    "param": (ALPHA, BETA), "dtype": (BF16, FP32), "exact": (False, True),
+    "link": (Ranks(2), Ranks(3)),
+}  # fmt: skip
+OWNERS = {"range": (slice(64), slice(32)), "owner": (1, 2), "divisor": (2.0, 1.0)}
+WINDOW = {
+    "group": (0, 1), "window": (range(8), range(8, 16)), "exact": (False, True),
+    "from_master": (False, True),
+}  # fmt: skip
+FACTS = {shard_layouts: BUCKET, owner_layouts: BUCKET | OWNERS, gather_plans: WINDOW}
 
 
-@pytest.mark.parametrize("fact", OTHER_GATHERS)
-def test_equal_windows_of_weights_share_a_plan_and_others_do_not(fact: str) -> None:
-    plan = gather_plans()
-    usual = plan()
-    assert plan() is usual
-    assert plan(**{fact: OTHER_GATHERS[fact]}) is not usual
+@pytest.mark.parametrize(("make", "fact"), [(make, fact) for make in FACTS for fact in FACTS[make]])
+def test_equal_work_shares_a_plan_and_other_work_does_not(
+    plugin: Any, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Found], fact: str
+) -> None:
+    plan_of = make(plugin, monkeypatch)
+    usual = {name: values[0] for name, values in FACTS[make].items()}
+    plan = plan_of(**usual)
+    assert plan_of(**usual) is plan
+    other = plan_of(**usual | {fact: FACTS[make][fact][1]})
+    assert other is not plan
+    if make is shard_layouts:
+        assert (other.sums is plan.sums) == (fact in ("param", "exact")), "layers are alike"
+    assert plan_of(**usual) is plan

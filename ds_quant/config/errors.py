@@ -1,6 +1,6 @@
 """Error messages for a "quantized_comm" block: which key, its value, what is allowed.
 
-What is allowed is read from the types of the model that checks it, so that both agree.
+What is allowed is read from the JSON schema of the model that checks it, so that both agree.
 """
 
 from __future__ import annotations
@@ -8,17 +8,15 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
 from ds_quant.config.presets import AUTOTUNE
 
 KEY = "quantized_comm"
 Location = tuple[str | int, ...]  # ("gradients", "bits"): below the block
-Model = type[BaseModel]
+Places = dict[Location, dict[str, Any]]  # of every key the JSON schema, see places_of
 
 # Keys that somebody will look for and that are missing on purpose.
 _ABSENT = {
@@ -29,6 +27,7 @@ _ABSENT = {
 # Keys that a codec of the user's own replaces.
 _QUANTIZER = ("bits", "group_size", "range", "rounding", "levels")
 _LEVELS = ("level_steps", "level_rate")  # of learned levels
+QUANTIZED = (*_QUANTIZER, *_LEVELS, "codec", "difference")  # without effect on lossless weights
 
 
 class ConfigError(ValueError):
@@ -103,9 +102,25 @@ def auto_values(value: Any, location: Location = ()) -> list[str]:
     return [line for key, item in items for line in auto_values(item, (*location, key))]
 
 
-def explain(error: ValidationError, *, model: Model, block: dict) -> list[str]:
-    """Return one sentence per mistake. ``model``: of the block; ``block``: what the user wrote."""
-    return [_sentence(e, model, block) for e in error.errors(include_url=False)]
+def explain(error: ValidationError, *, places: Places) -> list[str]:
+    """Return one sentence per mistake."""
+    return [_sentence(e, places) for e in error.errors(include_url=False)]
+
+
+def conflicts(config: Any, block: dict[str, Any]) -> list[str]:
+    """Say which settings of a role contradict each other, whoever made them."""
+    found = []
+    for role in ("weights", "gradients"):
+        settings, written = getattr(config, role), block.get(role, {})
+        values = settings.model_dump(mode="json")
+        for *keys, fix in settings.conflicts():
+            both = (
+                f"{path_of((role, key))}={show(values[key])}"
+                + " (set by the scheme)" * (key not in written)
+                for key in keys
+            )
+            found.append(f"{' conflicts with '.join(both)}: {fix}")
+    return found
 
 
 def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
@@ -131,8 +146,9 @@ def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
     if weights.exactly_differ:
         by = "" if "lossless" in block.get("weights", {}) else f" (set by scheme {config.scheme})"
         fix = "leave {key} out, or set lossless to false"
-        keys = [*_QUANTIZER, *_LEVELS, "codec", "difference"]
-        rules.append(("weights", keys, f" with {path_of(('weights', 'lossless'))}=true{by}: {fix}"))
+        rules.append(
+            ("weights", QUANTIZED, f" with {path_of(('weights', 'lossless'))}=true{by}: {fix}")
+        )
     elif weights.enabled and weights.levels == "uniform":
         fix = f'set {path_of(("weights", "levels"))} to "learned" or leave {{key}} out'
         rules.append(("weights", _LEVELS, f" with uniform levels: {fix}"))
@@ -144,141 +160,88 @@ def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
     ]
 
 
-def allowed_in(model: Model, location: Location) -> str:
-    """Describe the values allowed at one place of ``model``; ValueError outside of it."""
-    found = _type_at(model, location)
-    if found is None:
-        raise ValueError(f"{'.'.join(map(str, location))}: no such key")
-    return _in_words(found)
-
-
-def model_in(annotation: Any) -> Model | None:
-    """The model that a key holds, perhaps beside null; None if it holds a value."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(model_in, get_args(annotation))), None)
-
-
-def _sentence(error: Mapping[str, Any], model: Model, block: dict) -> str:
-    location: Location = error["loc"]
-    kind, context = error["type"], error.get("ctx", {})
-    if kind == "extra_forbidden":
-        return _unknown_key(location, error["input"], model)
-    if kind == "conflict":
-        settings = context["settings"].items()
-        both = (_setting((*location, key), value, block) for key, value in settings)
-        return f"{' conflicts with '.join(both)}: {context['fix']}"
-    found = _type_at(model, location)
-    if found is None:  # a key that is not a string
+def _sentence(error: Mapping[str, Any], places: Places) -> str:
+    location, value = error["loc"], error["input"]
+    if error["type"] == "extra_forbidden":
+        return _unknown_key(location, value, places)
+    options = _options(location, places)
+    if not options:  # a key that is not a string
         return f"{path_of(location)}: {error['msg']}"
-    if kind == "rule":
-        allowed, words = context["allowed"], context.get("words", ())
+    if error["type"] == "rule":
+        allowed, words = error["ctx"]["allowed"], error["ctx"]["words"]
     else:
-        allowed, words = _in_words(found), _literals(found)
-    near = did_you_mean(error["input"], words) if isinstance(error["input"], str) else None
-    hint = "" if near is None else f"; did you mean {show(near)}?"
-    return f"{path_of(location)}={show(error['input'])}: allowed: {allowed}{hint}"
+        words = [word for option in options for word in option.get("enum", ())]
+        allowed = in_words(options)
+    words = [word for word in words if isinstance(word, str)]
+    near = isinstance(value, str) and did_you_mean(value, words)
+    hint = f"; did you mean {show(near)}?" if near else ""
+    return f"{path_of(location)}={show(value)}: allowed: {allowed}{hint}"
 
 
-def _setting(location: Location, value: Any, block: Any) -> str:
-    """path=value, and who set it if that was not the user."""
-    for part in location:
-        block = block.get(part) if isinstance(block, dict) else None
-    return f"{path_of(location)}={show(value)}{'' if block is not None else ' (set by the scheme)'}"
-
-
-def _unknown_key(location: Location, value: Any, model: Model) -> str:
+def _unknown_key(location: Location, value: Any, places: Places) -> str:
     path, key = f"{path_of(location)}={show(value)}", str(location[-1])
     if location in _ABSENT:
         return f"{path}: not supported: {_ABSENT[location]}"
-    parent = model_in(_type_at(model, location[:-1]))
-    here = list(parent.model_fields) if parent else []
-    elsewhere = [c for c in _all_locations(model) if c[-1] == key]
-    elsewhere = [c for c in elsewhere if len(c) == min(map(len, elsewhere))]
-    near = did_you_mean(key, here)
-    if elsewhere:
-        hint = "; did you mean " + " or ".join(path_of(c) for c in elsewhere) + "?"
-    else:
-        hint = f"; did you mean {path_of((*location[:-1], near))}?" if near else ""
+    here = [place[-1] for place in places if place[:-1] == location[:-1]]
+    elsewhere = [place for place in places if place[-1] == key]
+    elsewhere = [place for place in elsewhere if len(place) == min(map(len, elsewhere))]
+    if not elsewhere and (near := did_you_mean(key, here)):
+        elsewhere = [(*location[:-1], near)]
+    hint = f"; did you mean {' or '.join(map(path_of, elsewhere))}?" if elsewhere else ""
     return f"{path}: unknown key: allowed: {', '.join(here)}{hint}"
 
 
-def _all_locations(model: Model, above: Location = ()) -> list[Location]:
-    found: list[Location] = []
-    for key, field in model.model_fields.items():
-        inner = model_in(field.annotation)
-        found += [(*above, key), *(_all_locations(inner, (*above, key)) if inner else ())]
+# ---- what a key may be ----
+
+
+def places_of(schema: dict[str, Any], above: Location = (), *, definitions: Any = None) -> Places:
+    """Return every key below a JSON schema of an object; "anyOf" lists what it may be."""
+    found, definitions = {}, definitions or schema["$defs"]
+    for key, place in schema["properties"].items():
+        options = [
+            definitions[option["$ref"].rpartition("/")[2]] if "$ref" in option else option
+            for option in place.get("anyOf") or place.get("allOf", [place])  # allOf: pydantic 2.8
+        ]
+        found[(*above, key)] = {**place, "anyOf": options}
+        for option in options:
+            if "properties" in option:
+                found |= places_of(option, (*above, key), definitions=definitions)
     return found
 
 
-# ---- what a type allows ----
+def _options(location: Location, places: Places) -> list[dict[str, Any]]:
+    """What a place, perhaps in a list, may be; nothing outside of the block."""
+    keys = tuple(part for part in location if isinstance(part, str))
+    options = places[keys]["anyOf"] if keys in places else []
+    for _ in location[len(keys) :]:
+        options = [option["items"] for option in options if "items" in option]
+    return options
 
 
-_LIMITS = ("ge", "gt", "le", "lt", "multiple_of", "min_length", "pattern")
+def in_words(options: Iterable[dict[str, Any]]) -> str:
+    """What values of JSON schemas are: "a whole number from 2 to 8 or null"."""
+    return " or ".join(map(_in_words, options))
 
 
-def _type_at(model: Model, location: Location) -> Any:
-    """The type of one place in the block, with its limits; ``None`` outside the model."""
-    found: Any = model
-    for part in location:
-        if isinstance(part, int):  # of a list, or a key that is no string
-            found = next(iter(get_args(get_args(found)[0])), None) if get_args(found) else None
-            continue
-        inner = model_in(found)
-        field = inner.model_fields.get(part) if inner else None
-        if field is None:
-            return None
-        found = Annotated[(field.annotation, *field.metadata, None)]
-    return found
-
-
-def _in_words(kind: Any) -> str:
-    """What values of a type are: "a whole number from 2 to 8"."""
-    limits: dict[str, Any] = {}
-    if get_origin(kind) is Annotated:
-        kind, *metadata = get_args(kind)
-        limits = _limits(metadata)
-    options = get_args(kind)
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(_in_words(option) for option in options)
-    if get_origin(kind) is Literal:
-        return " or ".join(map(show, options))
-    if get_origin(kind) is tuple:
-        return f"a list, each item {_in_words(options[0])}"
-    if kind is str:
-        return f"a string{', not empty' * ('min_length' in limits)}" + (
-            " (no NUL bytes)" * ("pattern" in limits)
-        )
-    if kind in (int, float):
-        step = limits.get("multiple_of")
-        noun = "a whole number" if kind is int else "a number"
-        return (f"a multiple of {step}" if step else noun) + _bounds(limits)
-    if model := model_in(kind):
-        return "an object with the keys " + ", ".join(model.model_fields)
-    return {bool: "true or false", NoneType: "null"}[kind]
-
-
-def _limits(metadata: Iterable[Any]) -> dict[str, Any]:
-    """As ``Field`` calls them."""
-    found: dict[str, Any] = {}
-    for item in metadata:
-        if isinstance(item, FieldInfo):
-            found |= _limits(item.metadata)
-        found |= {name: getattr(item, name) for name in _LIMITS if hasattr(item, name)}
-    return found
+def _in_words(option: dict[str, Any]) -> str:
+    if "enum" in option:
+        return " or ".join(map(show, option["enum"]))
+    kind = option["type"]
+    if kind in ("integer", "number"):
+        step, noun = option.get("multipleOf"), "whole number" if kind == "integer" else "number"
+        return f"a {f'multiple of {step}' if step else noun}{_bounds(option)}"
+    if kind == "object":
+        return "an object with the keys " + ", ".join(option["properties"])
+    if kind == "array":
+        return f"a list, each item {_in_words(option['items'])}"
+    empty, nul = ", not empty" * ("minLength" in option), " (no NUL bytes)" * ("pattern" in option)
+    return {"boolean": "true or false", "null": "null"}.get(kind, f"a string{empty}{nul}")
 
 
 def _bounds(limits: Mapping[str, Any]) -> str:
-    low, high = limits.get("ge"), limits.get("le")
-    if low is not None and high is not None:
-        return f" from {low} to {high}"
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    if "minimum" in limits and "maximum" in limits:
+        return f" from {limits['minimum']} to {limits['maximum']}"
+    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most",
+             "exclusiveMaximum": "below"}  # fmt: skip
     parts = [f"{word} {limits[key]}" for key, word in words.items() if key in limits]
     return " " + " and ".join(parts) if parts else ""
-
-
-def _literals(kind: Any) -> list[str]:
-    """The words that a type may be."""
-    if get_origin(kind) is Literal:
-        return [word for word in get_args(kind) if isinstance(word, str)]
-    return [word for option in get_args(kind) for word in _literals(option)]

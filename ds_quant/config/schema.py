@@ -7,6 +7,7 @@ tell a user about a mistake: nothing unknown, misspelt, contradictory or without
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from math import isqrt
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,18 +19,20 @@ from pydantic import (
     Field,
     ValidationError,
     field_validator,
-    model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from ds_quant.config.errors import (
     KEY,
     ConfigError,
+    Places,
     auto_values,
+    conflicts,
     explain,
     misplaced_block,
     not_an_object,
     path_of,
+    places_of,
     show,
     without_effect,
 )
@@ -64,12 +67,6 @@ Range = Literal["minmax", "absmax"]
 Rounding = Literal["nearest", "stochastic", "random_shift"]
 
 
-def conflict(block: BaseModel, *keys: str, fix: str) -> PydanticCustomError:
-    dump = block.model_dump(mode="json", include=set(keys))
-    settings = {key: dump[key] for key in keys}
-    return PydanticCustomError("conflict", "{fix}", {"settings": settings, "fix": fix})
-
-
 def rule(allowed: str, words: Sequence[str] = ()) -> PydanticCustomError:
     """``words``: that somebody may have misspelt."""
     return PydanticCustomError("rule", "{allowed}", {"allowed": allowed, "words": words})
@@ -77,6 +74,9 @@ def rule(allowed: str, words: Sequence[str] = ()) -> PydanticCustomError:
 
 class Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+Conflicts = Iterator[tuple[str, str, str]]  # two keys of a role that contradict each other, a fix
 
 
 class _Quantizer(Block):
@@ -98,16 +98,11 @@ class _Quantizer(Block):
         "absmax: symmetric around zero (scale only).",
     )
 
-    def _conflicts(self) -> Iterator[PydanticCustomError]:
+    def conflicts(self) -> Conflicts:
+        """Find settings that contradict each other, whoever made them."""
         if self.rounding == "random_shift" and self.range != "minmax":
             fix = 'a shift moves the min-max grid: set range to "minmax" or rounding to "nearest"'
-            yield conflict(self, "range", "rounding", fix=fix)
-
-    @model_validator(mode="after")
-    def _all_conflicts(self) -> _Quantizer:
-        if found := [InitErrorDetails(type=each, input=self) for each in self._conflicts()]:
-            raise ValidationError.from_exception_data(type(self).__name__, found)
-        return self
+            yield "range", "rounding", fix
 
 
 class IntraConfig(Block):
@@ -207,19 +202,19 @@ class WeightsConfig(_Quantizer):
             raise rule("one or more step numbers in increasing order, such as [400, 1900]")
         return steps
 
-    def _conflicts(self) -> Iterator[PydanticCustomError]:
-        yield from super()._conflicts()
+    def conflicts(self) -> Conflicts:
+        yield from super().conflicts()
         if self.levels != "learned":
             return
         if self.range != "minmax":
             fix = 'learned levels divide the min-max range: set range to "minmax"'
-            yield conflict(self, "levels", "range", fix=fix)
+            yield "levels", "range", fix
         if self.difference:
             fix = "levels are fitted to weights, not to differences: switch one of them off"
-            yield conflict(self, "levels", "difference", fix=fix)
+            yield "levels", "difference", fix
         if self.rounding != "nearest":
             fix = 'a value goes to its nearest learned level: set rounding to "nearest"'
-            yield conflict(self, "levels", "rounding", fix=fix)
+            yield "levels", "rounding", fix
 
 
 class GradientsConfig(_Quantizer):
@@ -259,28 +254,28 @@ class GradientsConfig(_Quantizer):
         "average out (gaussian only); true: node with 2 and 3 bits from 4 nodes on, else shared.",
     )
 
-    def _conflicts(self) -> Iterator[PydanticCustomError]:
-        yield from super()._conflicts()
+    def conflicts(self) -> Conflicts:
+        yield from super().conflicts()
         signs = (True, "shared", "node")
         needs = {"group_size": (128,), "rotation": (128,), "rotation_signs": signs}
         if self.range == "gaussian":
             if not 2 <= self.bits <= 4:
                 fix = "Gaussian levels are those of 2, 3 and 4 bits: set bits to one of them"
-                yield conflict(self, "range", "bits", fix=fix)
+                yield "range", "bits", fix
             for key in (key for key, needed in needs.items() if getattr(self, key) not in needed):
                 fix = (
                     "Gaussian levels are for groups of 128 that random signs and a Hadamard "
                     f"transform have made look normal: set {key} to {show(needs[key][0])}"
                 )
-                yield conflict(self, "range", key, fix=fix)
+                yield "range", key, fix
         elif self.rotation_signs == "node":
             fix = 'only errors of Gaussian levels gain by it: set rotation_signs to "shared"'
-            yield conflict(self, "rotation_signs", "range", fix=fix)
+            yield "rotation_signs", "range", fix
         fix = "a group holds whole rotation blocks: use a multiple, or a smaller rotation"
         if self.range != "gaussian" and self.rotation and self.group_size % self.rotation:
-            yield conflict(self, "group_size", "rotation", fix=fix)
+            yield "group_size", "rotation", fix
         if self.rotation and self.intra and self.intra.group_size % self.rotation:
-            yield conflict(self, "intra", "rotation", fix=fix)
+            yield "intra", "rotation", fix
 
 
 # ---- the block ----
@@ -374,6 +369,12 @@ class QuantizedCommConfig(Block):
         if name not in (*preset_names(), AUTOTUNE):
             raise rule(choices(), words=(*preset_names(), AUTOTUNE))
         return name
+
+    @classmethod
+    @cache
+    def places(cls) -> Places:
+        """List every key with what it may be."""
+        return places_of(cls.model_json_schema())
 
     def resolved(self) -> dict[str, Any]:
         """Return every effective value as JSON types: what the log shows and the ranks compare."""
@@ -469,9 +470,9 @@ def parse_block(block: Any, *, load_codecs: bool = True) -> QuantizedCommConfig:
     try:
         config = QuantizedCommConfig.model_validate(apply_preset(name, block))
     except ValidationError as error:
-        raise ConfigError(*explain(error, model=QuantizedCommConfig, block=block)) from None
+        raise ConfigError(*explain(error, places=QuantizedCommConfig.places())) from None
     own = _unusable_codecs if config.enabled and load_codecs else lambda _: []
-    if problems := without_effect(config, block) or own(config):
+    if problems := conflicts(config, block) or without_effect(config, block) or own(config):
         raise ConfigError(*problems)
     return config
 

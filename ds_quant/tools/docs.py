@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ds_quant.config.errors import Location, Model, allowed_in, model_in, show
+from ds_quant.config.errors import QUANTIZED, in_words, show
 from ds_quant.config.presets import AUTOTUNE, preset_description, preset_groups
 from ds_quant.config.schema import KEY, QuantizedCommConfig, parse_block
 
@@ -28,19 +28,12 @@ _GROUPS = {
     "For tests and experiments": "backend slices weights.levels weights.level_steps "
     "weights.level_rate weights.intra.group_size",
 }
-# Without effect where weights.lossless is true.
-_NOT_EXACT = tuple(
-    f"weights.{key}"
-    for key in (
-        "codec", "bits", "group_size", "range", "rounding", "difference", "levels", "level_steps",
-        "level_rate",
-    )
-)  # fmt: skip
+_NOT_EXACT = [f"weights.{key}" for key in QUANTIZED]
 
 
 def markdown() -> str:
     """Return the page, without a newline at its end."""
-    rows = {row[0].strip("`"): f"| {' | '.join(row)} |" for row in _keys(QuantizedCommConfig)}
+    rows = dict(_keys())
     rest = [key for key in rows if key not in " ".join(_GROUPS.values()).split()]
     lines = [_HEAD]
     for title, keys in _GROUPS.items():
@@ -49,20 +42,17 @@ def markdown() -> str:
     return "\n".join([*lines, _schemes()])
 
 
-def _keys(model: Model, above: Location = ()) -> Iterator[tuple[str, ...]]:
-    """Yield path, allowed, default and effect of every key that holds a value."""
-    for key, field in model.model_fields.items():
-        location, inner = (*above, key), model_in(field.annotation)
-        allowed = allowed_in(QuantizedCommConfig, location)
-        if key == "scheme":
+def _keys() -> Iterator[tuple[str, str]]:
+    """Yield every key that holds a value, and its row: allowed values, default and effect."""
+    for location, place in QuantizedCommConfig.places().items():
+        allowed, holds_keys = in_words(place["anyOf"]), "properties" in place["anyOf"][0]
+        if location == ("scheme",):
             allowed = f"a scheme below, or `{show(AUTOTUNE)}`"
-        elif inner:
+        elif holds_keys:
             allowed = "an object with the keys below, or null"
-        if inner is None or field.default is None:
-            effect = _cell(field.description or "")
-            yield f"`{'.'.join(location)}`", _cell(allowed), f"`{show(field.default)}`", effect
-        if inner:
-            yield from _keys(inner, location)
+        if not holds_keys or place["default"] is None:
+            key, default, effect = ".".join(location), show(place["default"]), place["description"]
+            yield key, f"| `{key}` | {_cell(allowed)} | `{default}` | {_cell(effect)} |"
 
 
 def _schemes() -> str:

@@ -28,8 +28,8 @@ import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -117,24 +117,22 @@ class Pending(Generic[T]):
         return Pending(lambda: change(self.wait()))
 
 
-@contextmanager
-def _with(rank: int) -> Iterator[None]:
-    """Add the peer rank to gloo errors, which name only an address."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"quantized_comm: rank {rank} does not answer: it, or a rank it waits for, has died or "
-            "stalled, or the network is cut. See its log, and resume from the last checkpoint "
-            f"({error})"
-        ) from error
+def _lost(rank: int, error: RuntimeError) -> RuntimeError:
+    """Return gloo's error, which names only an address, with the rank."""
+    return RuntimeError(
+        f"quantized_comm: rank {rank} does not answer: it, or a rank it waits for, has died or "
+        "stalled, or the network is cut. See its log, and resume from the last checkpoint "
+        f"({error})"
+    )
 
 
 def _wait_for(works: Sequence[tuple[int, Any]]) -> None:
     """Wait for collectives of torch.distributed, one per peer rank."""
     for rank, work in works:
-        with _with(rank):
+        try:
             work.wait()
+        except RuntimeError as error:
+            raise _lost(rank, error) from error
 
 
 class Link:
@@ -260,18 +258,16 @@ class Link:
         Through torch: ``irecv`` of DeepSpeed before 0.18 waits for the message, which deadlocks.
         """
         receives[self.rank].copy_(sends[self.rank])
-        group, works, ranks = self.process_group, [], self.ranks
         turns = [(self.rank + i) % self.size for i in range(1, self.size)]  # spread the load
-        for r in turns:
-            if receives[r].numel():
-                with _with(ranks[r]):
-                    work = torch.distributed.irecv(receives[r], src=ranks[r], group=group)
-                works.append((ranks[r], work))
-        for r in turns:
-            if sends[r].numel():
-                with _with(ranks[r]):
-                    work = torch.distributed.isend(sends[r], dst=ranks[r], group=group)
-                works.append((ranks[r], work))
+        posts = [(torch.distributed.irecv, receives[r], self.ranks[r]) for r in turns]
+        posts += [(torch.distributed.isend, sends[r], self.ranks[r]) for r in turns]
+        works = []
+        for post, message, peer in posts:
+            if message.numel():
+                try:
+                    works.append((peer, post(message, peer, group=self.process_group)))
+                except RuntimeError as error:
+                    raise _lost(peer, error) from error
         return Pending(partial(_wait_for, works))
 
     def _posted(self, payload: Tensor, received: Tensor, work: Any) -> Pending[Tensor]:

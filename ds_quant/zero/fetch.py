@@ -102,7 +102,8 @@ class Fetch:
         """(parameter, this rank's shard, link) of every parameter."""
         for p in self._parameters:
             link = self._plugin.link(p.ds_process_group)
-            yield p, hooks.valid_shard(p, link.rank).to(hooks.device(), non_blocking=True), link
+            (own,) = hooks.valid_shards([p], link.rank)
+            yield p, own, link
 
     def fetch(
         self, original: Callable[..., Any], params: Iterable[Any], *args: Any, **kwargs: Any
@@ -143,26 +144,19 @@ class Fetch:
     def _gather(self, params: list[Param]) -> _Gather:
         tensors = [param.tensor for param in params]
         fabric = self._plugin.fabric(tensors[0].ds_process_group)
-        for p in tensors:
-            hooks.begin_fetch(p)
+        hooks.begin_fetch(tensors)
         step = self._plugin.step
         exact = self._plugin.is_exact(step)
         codings = [self._coding(param, fabric.rank, step, exact) for param in params]
         order = small_last([c.codec for c in codings])
         params, codings = [params[i] for i in order], [codings[i] for i in order]
-        shards = [hooks.valid_shard(param.tensor, fabric.rank) for param in params]
-        device = hooks.device()
-        pending = all_gather(
-            [shard.to(device, non_blocking=True) for shard in shards],
-            [param.tensor.ds_numel for param in params],
-            codings,
-            fabric,
-        )
+        tensors = [tensors[i] for i in order]
+        shards = hooks.valid_shards(tensors, fabric.rank)
+        pending = all_gather(shards, [p.ds_numel for p in tensors], codings, fabric)
         return params, [not isinstance(c.codec, CastCodec) for c in codings], pending
 
     def _gather_in_node(self, params: list[Param]) -> _Gather:
-        for param in params:
-            hooks.begin_fetch(param.tensor)
+        hooks.begin_fetch([param.tensor for param in params])
         pending, lossy = self._plugin.node.gather(params)
         return params, lossy, pending
 
@@ -210,8 +204,8 @@ class _FetchHandle:
     def wait(self, **kwargs: Any) -> None:
         while self._ours:
             params, lossy, pending = self._ours[0]
-            for param, full, is_lossy in zip(params, pending.wait(), lossy, strict=True):
-                hooks.fill(param.tensor, full)
+            hooks.fill([param.tensor for param in params], pending.wait())
+            for param, is_lossy in zip(params, lossy, strict=True):
                 param.decoded = is_lossy
             del self._ours[0]
         if self._theirs is not None:

@@ -258,17 +258,19 @@ class ShardReduction(GradientReducer):
         plugin = self._plugin
         plugin.asked.add("gradients")
         link = plugin.link(group)
-        tracked = [plugin.param_of(p) for p in params]
-        if link.size == 1 or not tensors or None in tracked:
+        if link.size == 1 or not tensors:
             return None
         dtypes = tuple([tensor.dtype for tensor in tensors])
         key = tuple(map(id, params)), dtypes, link, plugin.is_exact(plugin.step)
         layout = self._layouts.get(key)
         if layout is None:
+            tracked = [plugin.param_of(p) for p in params]
+            if None in tracked:
+                return None
             shares = self._shares(tracked, dtypes, link)
             layout = self._plan(key, shares, link, 1 / link.size, dtypes)
         sums = self._begin(layout, [tensor.reshape(-1) for tensor in tensors], plugin.route(group))
-        return Bucket(tracked, [g.new_empty(0) for g in tensors], sums, plugin.noted)
+        return Bucket([g.new_empty(0) for g in tensors], sums, plugin.noted)
 
     def _shares(
         self, tracked: Sequence[Param], dtypes: Sequence[torch.dtype], link: Link
@@ -295,11 +297,10 @@ class ShardReduction(GradientReducer):
 class Bucket:
     """A running reduction of some gradients to this rank's shards.
 
-    params: of the gradients. noted: see ``Plugin``.
     shards: (length,) each, in the gradients' dtype; valid once ``finish`` has returned them.
+    noted: see ``Plugin``.
     """
 
-    params: Sequence[Param]
     shards: list[Tensor]
     sums: Sums
     noted: list[tuple[Param, Tensor]] | None
@@ -309,10 +310,10 @@ class Bucket:
         """Wait for the shards."""
         total = self.sums.wait()
         found = self._zeros() if total is None else self._taken(total)
-        for parameter, shard, values in zip(self.params, self.shards, found, strict=True):
+        for shard, values in zip(self.shards, found, strict=True):
             shard.data = values
-            if self.noted is not None:
-                _note(self.noted, parameter, shard)
+        for (param, _), share, _ in self.sums.layout.own if self.noted is not None else ():
+            _note(self.noted, param, self.shards[share.tensor])
         self.finished = True
         return self.shards
 

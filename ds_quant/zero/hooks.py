@@ -433,20 +433,20 @@ def is_available(parameter: torch.Tensor) -> bool:
     return parameter.ds_status == type(parameter.ds_status).AVAILABLE
 
 
-def begin_fetch(parameter: Any) -> None:
-    """Check DeepSpeed's contract and mark a parameter as in flight."""
-    status = type(parameter.ds_status)
-    if parameter.ds_status != status.NOT_AVAILABLE:
-        raise RuntimeError(
-            f"fetch of a parameter that is not partitioned: {parameter.ds_summary()}"
-        )
-    parameter.ds_status = status.INFLIGHT
+def begin_fetch(parameters: Iterable[Any]) -> None:
+    """Check DeepSpeed's contract and mark parameters as in flight."""
+    for p in parameters:
+        status = type(p.ds_status)
+        if p.ds_status != status.NOT_AVAILABLE:
+            raise RuntimeError(f"fetch of a parameter that is not partitioned: {p.ds_summary()}")
+        p.ds_status = status.INFLIGHT
 
 
-def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Give a parameter its gathered values, (numel,), and mark it available."""
-    parameter.data = values.view(parameter.ds_shape)
-    parameter.ds_status = type(parameter.ds_status).AVAILABLE
+def fill(parameters: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+    """Give parameters their gathered values, (numel,) each, and mark them available."""
+    for p, full in zip(parameters, values, strict=True):
+        p.data = full.view(p.ds_shape)
+        p.ds_status = type(p.ds_status).AVAILABLE
 
 
 def drop_values(parameter: torch.Tensor) -> None:
@@ -457,11 +457,16 @@ def drop_values(parameter: torch.Tensor) -> None:
     parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
 
 
-def valid_shard(parameter: Any, rank: int) -> torch.Tensor:
-    """Return this rank's shard without its uninitialised padding, 1-D, possibly empty."""
-    width = parameter.ds_tensor.ds_numel
-    used = min(max(parameter.ds_numel - rank * width, 0), width)
-    return parameter.ds_tensor.data.view(-1)[:used]
+def valid_shards(parameters: Iterable[Any], rank: int) -> list[torch.Tensor]:
+    """Return this rank's shards without their uninitialised padding, 1-D, possibly empty, on the
+    device of the collectives: not theirs if parameters are offloaded.
+    """
+    found, where = [], device()
+    for p in parameters:
+        width = p.ds_tensor.ds_numel
+        used = min(max(p.ds_numel - rank * width, 0), width)
+        found.append(p.ds_tensor.data.view(-1)[:used].to(where, non_blocking=True))
+    return found
 
 
 def _accelerator() -> Any:

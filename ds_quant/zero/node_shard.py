@@ -110,6 +110,9 @@ class Spread:
 # ---- the node shard ----
 
 
+_KNOWN = 1000  # gathers and exchanges whose streams are remembered
+
+
 @dataclass
 class _RequestedGather:
     """A requested gather, ``posted`` or not yet."""
@@ -142,6 +145,7 @@ class NodeShard:
         self._gathered: dict[Param, None] = {}  # since the last step, in order of first gather
         self._asked: deque[_RequestedGather] = deque()  # not posted yet
         self._at_once = hooks.has_streams()
+        self._known: dict[tuple[Param, ...], list[tuple[Stream | None, ...]]] = {}
 
     def _belongs(self, p: Any) -> bool:
         """Rank-invariant. Persistent parameters stay gathered; expert groups are not the world."""
@@ -231,7 +235,7 @@ class NodeShard:
         asked = _RequestedGather(params)
         self._gathered |= dict.fromkeys(params)
         quantized = not self._plugin.is_exact(self._plugin.step)
-        lossy = [quantized and any(self._streams(param)) for param in params]
+        lossy = [quantized and any(streams) for streams in self._streams(params)]
         at_once = self._at_once or not (self._asked or self._spread.misses(params))
         self._asked.append(asked)
         if at_once:
@@ -265,17 +269,26 @@ class NodeShard:
             for param in stale:
                 param.stale = False
 
-    def _streams(self, param: Param) -> tuple[Stream | None, ...]:
-        """Streams between the nodes, if it is trained, and inside them, if they have ranks."""
-        return param.weight_streams(param.kept.rows.dtype, rank=self._rank)
+    def _streams(self, params: Sequence[Param]) -> list[tuple[Stream | None, ...]]:
+        """Streams of each between the nodes, if it is trained, and inside them, if they have ranks.
+        Remembered by the parameters of a gather or an exchange, which repeat in every step.
+        """
+        key = tuple(params)
+        if key not in self._known:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            self._known[key] = [
+                param.weight_streams(param.kept.rows.dtype, rank=self._rank) for param in params
+            ]
+        return self._known[key]
 
     def _codings(self, params: Sequence[Param], place: int, step: int) -> list[Coding]:
         """Return their codings in one step; place 0 is between the nodes, -1 inside them."""
         if self._plugin.is_exact(step):
             return [exactly(param.kept.rows.dtype) for param in params]
         return [
-            param.coding(self._streams(param)[place], param.kept.rows.dtype, step)
-            for param in params
+            param.coding(streams[place], param.kept.rows.dtype, step)
+            for param, streams in zip(params, self._streams(params), strict=True)
         ]
 
     def _runs(self, params: Sequence[Param]) -> Iterator[list[Param]]:
@@ -323,9 +336,7 @@ class NodeShard:
 
     def _shards(self, params: Sequence[Param]) -> list[torch.Tensor]:
         """Return this rank's own shards, as the optimizer has left them."""
-        shards = [hooks.valid_shard(param.tensor, self._rank) for param in params]
-        device = hooks.device()  # not theirs if parameters are offloaded
-        return [shard.to(device, non_blocking=True) for shard in shards]
+        return hooks.valid_shards([param.tensor for param in params], self._rank)
 
     def _exchange(self, params: Sequence[Param], codings: Sequence[Coding]) -> Pending[Any]:
         kept = [param.kept for param in params]

@@ -145,16 +145,16 @@ class Streams:
     @cached_property
     def arrays(self) -> StreamArrays:
         """The streams as the kernels take them."""
-        addresses = [c.address or _NO_ADDRESS for c in self.codings]
-        numbers = np.array([a[:3] for a in addresses], dtype=np.uint64).T
-        levels = [c.levels for c in self.codings]
-        pointers = [0 if table is None else table.data_ptr() for table in levels]
-        flips = [0 if r is None else r.flips or 0 for r in self.rotations]
-        halves = [f & _WORD for f in flips], [f >> 64 for f in flips]
-        signs = [_NO_ADDRESS if r is None else r.signs or _NO_ADDRESS for r in self.rotations]
-        drawn = [s[0] for s in signs], [s[1] for s in signs]
-        more = np.array([pointers, *halves, *drawn], dtype=np.uint64)
-        return StreamArrays(*numbers, *more, tensors=levels)
+        rows, levels = [], []
+        for coding, rotation in zip(self.codings, self.rotations, strict=True):
+            address, table = coding.address or _NO_ADDRESS, coding.levels
+            pointer, flips, signs = 0 if table is None else table.data_ptr(), 0, _NO_ADDRESS
+            if rotation is not None and rotation.signs is not None:
+                flips, signs = rotation.flips, rotation.signs
+            rows.append((*address[:3], pointer, flips & _WORD, flips >> 64, *signs[:2]))
+            levels.append(table)
+        columns = np.array(rows, dtype=np.uint64).reshape(-1, 8).T
+        return StreamArrays(*columns, tensors=levels)
 
 
 Note = Callable[..., None]  # told what is encoded: see ``comm.traffic.Tally.add``

@@ -25,27 +25,27 @@ class Budget(NamedTuple):
 
 # 24 parameters. Nodes x ranks per node.
 BUDGETS = {
-    ("qsdp", 2, W(2, 2)): Budget(calls=11, views=7, kernels=12, messages=4),
-    ("qsdp", 2, W(4, 4)): Budget(calls=11, views=7, kernels=12, messages=4),
-    ("qsdp", 2, W(8, 8)): Budget(calls=11, views=7, kernels=12, messages=4),
-    ("qsdp", 3, W(2, 2)): Budget(calls=35, views=150, kernels=28, messages=10),
-    ("qsdp", 3, W(4, 4)): Budget(calls=35, views=150, kernels=28, messages=10),
-    ("qsdp", 3, W(8, 8)): Budget(calls=35, views=166, kernels=28, messages=10),
-    ("sdp4bit", 2, W(2, 2)): Budget(calls=12, views=8, kernels=13, messages=4),
+    ("qsdp", 2, W(2, 2)): Budget(calls=10, views=7, kernels=12, messages=4),
+    ("qsdp", 2, W(4, 4)): Budget(calls=10, views=7, kernels=12, messages=4),
+    ("qsdp", 2, W(8, 8)): Budget(calls=10, views=7, kernels=12, messages=4),
+    ("qsdp", 3, W(2, 2)): Budget(calls=30, views=150, kernels=28, messages=10),
+    ("qsdp", 3, W(4, 4)): Budget(calls=30, views=150, kernels=28, messages=10),
+    ("qsdp", 3, W(8, 8)): Budget(calls=30, views=166, kernels=28, messages=10),
+    ("sdp4bit", 2, W(2, 2)): Budget(calls=11, views=8, kernels=13, messages=4),
     ("sdp4bit", 2, W(4, 4)): Budget(calls=11, views=8, kernels=13, messages=4),
     ("sdp4bit", 2, W(8, 8)): Budget(calls=11, views=8, kernels=13, messages=4),
-    ("sdp4bit", 3, W(2, 2)): Budget(calls=41, views=151, kernels=29, messages=10),
-    ("sdp4bit", 3, W(4, 4)): Budget(calls=41, views=151, kernels=29, messages=10),
-    ("sdp4bit", 3, W(8, 8)): Budget(calls=41, views=164, kernels=30, messages=10),
+    ("sdp4bit", 3, W(2, 2)): Budget(calls=30, views=151, kernels=29, messages=10),
+    ("sdp4bit", 3, W(4, 4)): Budget(calls=30, views=151, kernels=29, messages=10),
+    ("sdp4bit", 3, W(8, 8)): Budget(calls=31, views=164, kernels=30, messages=10),
 }
 # The same in all of one layer of Llama-7B under ZeRO-3, 4 nodes of 8 ranks.
 LAYER = {
-    "full_precision": Budget(calls=472, views=71, kernels=7, messages=10),
-    "lossless": Budget(calls=665, views=87, kernels=31, messages=9),
-    "lossless_w_g3": Budget(calls=748, views=87, kernels=34, messages=9),
-    "qsdp": Budget(calls=501, views=59, kernels=14, messages=10),
-    "sdp4bit": Budget(calls=606, views=60, kernels=14, messages=8),
-    "eden3": Budget(calls=676, views=60, kernels=14, messages=8),
+    "full_precision": Budget(calls=451, views=71, kernels=7, messages=10),
+    "lossless": Budget(calls=619, views=87, kernels=31, messages=9),
+    "lossless_w_g3": Budget(calls=702, views=87, kernels=34, messages=9),
+    "qsdp": Budget(calls=480, views=59, kernels=14, messages=10),
+    "sdp4bit": Budget(calls=548, views=60, kernels=14, messages=8),
+    "eden3": Budget(calls=618, views=60, kernels=14, messages=8),
 }
 GROWTH = 1.05  # of calls from 4 to 64 ranks, at most; 1.0 would be independent of the ranks
 

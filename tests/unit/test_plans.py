@@ -42,7 +42,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of one hop; sums hold nothing, and a reduction is its layout."""
     monkeypatch.setattr(gradients, "GradientSums", lambda *args, **how: SimpleNamespace(own={}))
     monkeypatch.setattr(GradientReducer, "_begin", lambda self, layout, *args: layout)
-    monkeypatch.setattr(gradients, "Bucket", lambda params, shards, sums, noted: sums)
+    monkeypatch.setattr(gradients, "Bucket", lambda shards, sums, noted: sums)
     tracked: dict[int, Tracked] = {}
     made = SimpleNamespace(asked=set(), step=0, noted=None)
     made.param_of = lambda p: tracked.setdefault(id(p), Tracked(p.numel()))

@@ -12,10 +12,27 @@ import pytest
 import torch
 
 import ds_quant
-from tests.distributed.harness import run, run_each
-from tests.distributed.models import Regression, build, forward, heard, settings, train_step
+from tests.distributed.harness import on_ranks
+from tests.distributed.models import (
+    QSDP,
+    Regression,
+    build,
+    forward,
+    heard,
+    settings,
+    train_step,
+    train_steps,
+)
 
 ELSEWHERE = "called_elsewhere"
+
+
+GATHER = "all_gather_coalesced"
+REDUCE = "reduce_scatter_coalesced"
+SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+PARTITION = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
+OWNERS = "allreduce_and_copy_with_multiple_ranks"
 
 
 def looks_up(function: Any, name: str) -> FunctionType | None:
@@ -51,79 +68,59 @@ def move(stage: int, caller: str, name: str) -> None:
     setattr(home, ELSEWHERE, getattr(home, name))
 
 
-def moved(stage: int, block: dict[str, Any], caller: str, name: str) -> None:
-    move(stage, caller, name)
-    engine = build(settings(stage, block, dtype="bf16"))
-    train_step(engine, 0)
-
-
 def fetched_elsewhere(engine: Any) -> None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import (
         PartitionedParameterCoordinator as Coordinator,
     )
 
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
-    renamed = with_names(getattr(Coordinator, FETCH), "all_gather_coalesced")
+    renamed = with_names(getattr(Coordinator, FETCH), GATHER)
     setattr(coordinator, FETCH, MethodType(renamed, coordinator))
     for p in engine.module.parameters():
         setattr(p, ELSEWHERE, p.all_gather_coalesced.args[0])
 
 
-def without_fetches() -> None:
-    engine = build(settings(3, {"scheme": "qsdp"}, dtype="bf16"))
-    fetched_elsewhere(engine)
-    train_step(engine, 0)
-
-
-REDUCE = "reduce_scatter_coalesced"
-SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
-PARTITION = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
-OWNERS = "allreduce_and_copy_with_multiple_ranks"
-
-
 @pytest.mark.parametrize(
-    "stage, scheme, caller, name",
+    ("stage", "scheme", "caller", "name"),
     [
         (3, "qsdp", SCATTER, REDUCE),
         (3, "qsdp", PARTITION, SCATTER),
+        (3, "qsdp", FETCH, GATHER),
         (2, "qsdp", "step", "all_gather_dp_groups"),
         (2, "sdp4bit", "step", "all_gather_dp_groups"),
         (2, "qsdp", "allreduce_and_scatter", OWNERS),
         (2, "qsdp", "reduce_ipg_grads", "average_tensor"),
     ],
 )
+@on_ranks(timeout=60)
 def test_a_function_that_is_no_longer_called_ends_the_run(
     stage: int, scheme: str, caller: str, name: str
 ) -> None:
-    for _, error in run_each(moved, 2, stage, {"scheme": scheme}, caller, name, timeout=60):
-        assert error is not None, "it trains on without the plugin"
-        assert "quantized_comm: DeepSpeed 0." in error and "did not call" in error
+    if caller != FETCH:
+        move(stage, caller, name)
+    engine = build(settings(stage, {"scheme": scheme}, dtype="bf16"))
+    if caller == FETCH:
+        fetched_elsewhere(engine)
+    with pytest.raises(Exception, match="quantized_comm: DeepSpeed 0.*did not call") as caught:
+        train_step(engine, 0)
+    assert caller != FETCH or f"did not call {GATHER}" in str(caught.value)
 
 
-def test_weights_that_are_fetched_elsewhere_end_the_run() -> None:
-    for _, error in run_each(without_fetches, 2, timeout=60):
-        assert error is not None and "did not call all_gather_coalesced" in error
-
-
-def masked_first(is_moved: bool) -> float:
-    """The first step has no gradient at all; the loss of the third."""
+@pytest.mark.parametrize("is_moved", [False, True])
+@on_ranks()
+def test_a_first_step_without_gradients_is_not_judged_but_the_next_one_is(is_moved: bool) -> None:
     if is_moved:
         move(3, PARTITION, SCATTER)
-    engine = build(settings(3, {"scheme": "qsdp"}, dtype="bf16"))
+    engine = build(settings(3, QSDP, dtype="bf16"))
     forward(engine, 0)
     engine.backward(torch.zeros((), requires_grad=True) * 1)
     engine.step()
-    assert ("gradients" in engine.ds_quant_plugin.asked) is False
-    train_step(engine, 1)
-    return train_step(engine, 2)[0]
-
-
-def test_a_first_step_without_gradients_is_not_judged_but_the_next_one_is() -> None:
-    for loss in run(masked_first, 2, False):
-        assert loss < 1.3
-    for _, error in run_each(masked_first, 2, True):
-        assert error is not None and "did not call" in error and "train_step(engine, 1)" in error
+    assert "gradients" not in engine.ds_quant_plugin.asked
+    if is_moved:
+        with pytest.raises(Exception, match="did not call"):
+            train_step(engine, 1)
+    else:
+        assert train_steps(engine, 2, 1)[-1] < 1.3
 
 
 class WithEmpty(Regression):
@@ -132,35 +129,28 @@ class WithEmpty(Regression):
         self.empty = torch.nn.Linear(0, 3, bias=False)
 
 
-def with_empty() -> tuple[str, float]:
-    engine = build(settings(3, {"scheme": "qsdp"}, dtype="bf16"), WithEmpty)
-    return ds_quant.report(engine)["line"], train_step(engine, 0)[0]
-
-
+@on_ranks()
 def test_a_parameter_without_elements_is_named_and_trains_if_no_forward_needs_it() -> None:
-    for line, loss in run(with_empty, 2):
-        assert "1 parameter(s) have 0 elements, such as empty.weight: DeepSpeed itself" in line
-        assert loss < 1.5
+    engine = build(settings(3, QSDP, dtype="bf16"), WithEmpty)
+    line = ds_quant.report(engine)["line"]
+    assert "1 parameter(s) have 0 elements, such as empty.weight: DeepSpeed itself" in line
+    assert train_step(engine, 0)[0] < 1.5
 
 
-def few_gradients(dropped: bool) -> list[str]:
-    """What rank 0 logs in the first step; of every three buckets two may pass the plugin."""
+@pytest.mark.parametrize("dropped", [True, False])
+@on_ranks()
+def test_a_first_step_that_brings_few_gradients_is_logged_once(dropped: bool) -> None:
+    """Of every three buckets two may pass the plugin."""
     logged = heard()
     zero = {"reduce_bucket_size": 20_000, "overlap_comm": False}
-    engine = build(settings(3, {"scheme": "qsdp"}, dtype="bf16", zero=zero))
+    engine = build(settings(3, QSDP, dtype="bf16", zero=zero))
     del logged[:]
     ours, calls = getattr(engine.optimizer, SCATTER), count()
     if dropped:
         setattr(engine.optimizer, SCATTER, lambda *a: (
             ours(*a) if next(calls) % 3 == 2 else ours.ds_quant_wraps(*a)
         ))  # fmt: skip
-    for step in range(3):
-        train_step(engine, step)
-    return logged
-
-
-def test_a_first_step_that_brings_few_gradients_is_logged_once() -> None:
-    for logged in run(few_gradients, 2, True):
-        (line,) = logged
+    train_steps(engine, 3)
+    assert len(logged) == dropped
+    for line in logged:
         assert "bytes of gradients to rank 0" in line and "past this plugin" in line
-    assert run(few_gradients, 2, False) == [[], []]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.harness import run_all
+from tests.distributed.harness import on_ranks
 from tests.distributed.models import QSDP, Run, build, settings, train_step
 from tests.distributed.rows import Table, Way, same_weights
 
@@ -80,15 +80,11 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from _parts(value.func)
 
 
-def attributes(stage: int) -> tuple[list[str], list[str]]:
-    engines = [build(settings(stage, block)) for block in (None, QSDP)]
-    for engine in engines:
-        train_step(engine, 0)
-    return traces(engines[0]), traces(engines[1])
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks()
 def test_engine_without_the_block_carries_no_trace_of_the_plugin(stage: int) -> None:
-    for plain_traces, quantized_traces in run_all(attributes, 2, ((1,), (2,), (3,)))[stage,]:
-        assert plain_traces == []
-        assert len(quantized_traces) >= 4  # else the search is blind
+    plain, quantized = (build(settings(stage, block)) for block in (None, QSDP))
+    for engine in (plain, quantized):
+        train_step(engine, 0)
+    assert traces(plain) == []
+    assert len(traces(quantized)) >= 4  # else the search is blind

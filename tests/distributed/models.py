@@ -95,6 +95,18 @@ def build(
     return deepspeed.initialize(model=module, optimizer=make(chosen), config=config)[0]
 
 
+def engine_of(
+    stage: int,
+    block: dict[str, Any] | None = None,
+    model: Callable[[], nn.Module] = Regression,
+    *,
+    building: dict[str, Any] | None = None,
+    **given: Any,
+) -> Any:
+    """Of ``settings`` in bf16; ``building`` goes to ``build``."""
+    return build(settings(stage, block, **{"dtype": "bf16", **given}), model, **building or {})
+
+
 def plain_descent(params: Iterable[Any]) -> torch.optim.Optimizer:
     """Unlike Adam's, its steps are as large as the gradients: a wrong factor shows in the loss."""
     return torch.optim.SGD(params, lr=0.5)

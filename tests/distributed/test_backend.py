@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 
+import ds_quant
 from tests import needs
-from tests.distributed.harness import run
-from tests.distributed.models import build, digests, masters, settings, train_step
+from tests.distributed.harness import on_ranks
+from tests.distributed.models import digests, engine_of, masters, train_step
 
 pytestmark = needs.native_kernels
 
@@ -39,29 +41,6 @@ def counted() -> Counter[str]:
     return calls
 
 
-def _engines(
-    stage: int, scheme: str, backends: tuple[str, ...]
-) -> tuple[list[tuple[str, str, set[str]]], list[dict[str, str]]]:
-    """(backend, start-up line, kernels used) of every step of engines that take turns, and the
-    weights of each.
-    """
-    import ds_quant
-
-    calls = counted()
-    block = {"scheme": scheme, "node_size": 2, "allow_full_replica": True}
-    engines = []
-    for backend in backends:  # the value "auto" is not written out: it means others to accelerate
-        key = {"backend": backend} if backend == "torch" else {}
-        engines.append(build(settings(stage, block | key, dtype="bf16")))
-    used = []
-    for step in range(2):
-        for engine, backend in zip(engines, backends, strict=True):
-            calls.clear()
-            train_step(engine, step)
-            used.append((backend, ds_quant.report(engine)["line"], set(calls)))
-    return used, [digests(masters(engine)) for engine in engines]
-
-
 @pytest.mark.parametrize(
     ("stage", "scheme", "backends"),
     [
@@ -69,10 +48,19 @@ def _engines(
         (2, "lossless_w_g4", ("auto", "torch")),
     ],
 )  # fmt: skip
+@on_ranks(4)
 def test_each_engine_uses_its_own_kernels(
     stage: int, scheme: str, backends: tuple[str, ...]
 ) -> None:
-    for used, (one, other) in run(_engines, 4, stage, scheme, backends):
-        for backend, line, kernels in used:
-            assert LINES[backend] in line and kernels == USED[backend]
-        assert one == other
+    """Engines that take turns; they end with the same weights."""
+    calls, engines = counted(), {}
+    block = {"scheme": scheme, "node_size": 2, "allow_full_replica": True}
+    for backend in backends:  # the value "auto" is not written out: it means others to accelerate
+        key = {"backend": backend} if backend == "torch" else {}
+        engines[backend] = engine_of(stage, block | key)
+    for step, (backend, engine) in product(range(2), engines.items()):
+        calls.clear()
+        train_step(engine, step)
+        assert LINES[backend] in ds_quant.report(engine)["line"] and set(calls) == USED[backend]
+    one, other = (digests(masters(engine)) for engine in engines.values())
+    assert one == other

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.harness import run, run_each
-from tests.distributed.models import build, settings
+from tests.distributed.harness import on_ranks
+from tests.distributed.models import QSDP, engine_of
 
 WIDTH, LAYERS = 64, 6
 ONE, SEVERAL = 10**6, 5000  # elements of a bucket; a layer has 4160
@@ -30,42 +30,43 @@ class Residual(nn.Module):
         return x.float().square().mean()
 
 
-def descend(
+def train_without(
     stage: int, block: dict[str, Any], bucket: int, accumulation: int, plan: tuple[Dropped, ...]
-) -> int:
-    """Two whole steps, then two in which rank i leaves out ``plan[i]``; the steps taken."""
+) -> None:
+    """Two whole steps, then two in which rank i leaves out ``plan[i]``."""
     zero = {"reduce_bucket_size": bucket}
-    config = settings(stage, block, dtype="bf16", accumulation=accumulation, zero=zero)
-    engine, mine = build(config, Residual), plan[torch.distributed.get_rank() % len(plan)]
+    engine = engine_of(stage, block, Residual, accumulation=accumulation, zero=zero)
+    mine = plan[torch.distributed.get_rank() % len(plan)]
     for step in range(4):
         for _ in range(accumulation):
             engine.backward(engine(torch.randn(4, WIDTH).bfloat16(), mine if step > 1 else ()))
             engine.step()
-    return engine.global_steps
 
 
-QSDP, SDP4BIT = {"scheme": "qsdp"}, {"scheme": "sdp4bit", "node_size": 2}
+SDP4BIT = {"scheme": "sdp4bit", "node_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("stage", "block", "bucket", "accumulation", "plan", "said"),
+    ("world", "case", "said"),
     [
-        (1, QSDP, ONE, 1, ((0,), (1,)), "those of 10 parameter(s) now"),  # of equal sizes
-        (1, QSDP, SEVERAL, 1, ((5,), ()), "those of 0 parameter(s) now"),  # at its step
-        (2, QSDP, ONE, 1, ((), (3, 4)), "rank 1 those of 8"),
-        (2, SDP4BIT, SEVERAL, 2, ((), (), (2,), ()), "layers.2."),  # which waits until the last one
+        (2, (1, QSDP, ONE, 1, ((0,), (1,))), r"those of 10 parameter\(s\) now"),  # of equal sizes
+        (2, (1, QSDP, SEVERAL, 1, ((5,), ())), r"those of 0 parameter\(s\) now"),  # at its step
+        (2, (2, QSDP, ONE, 1, ((), (3, 4))), "rank 1 those of 8"),
+        # which waits until the last one
+        (4, (2, SDP4BIT, SEVERAL, 2, ((), (), (2,), ())), r"layers\.2\."),
     ],
 )  # fmt: skip
+@on_ranks(timeout=30)
 def test_ranks_that_leave_out_different_layers_end_together(
-    stage: int, block: dict[str, Any], bucket: int, accumulation: int, plan: Any, said: str
+    world: int, case: tuple[Any, ...], said: str
 ) -> None:
-    for steps, error in run_each(
-        descend, len(plan), stage, block, bucket, accumulation, plan, timeout=30
-    ):
-        assert steps is None and "quantized_comm: step 2: ranks reduce different" in error, error
-        assert said in error and "one of them lacks layers." in error
+    with pytest.raises(RuntimeError, match=said) as caught:
+        train_without(*case)
+    assert "quantized_comm: step 2: ranks reduce different" in str(caught.value)
+    assert "one of them lacks layers." in str(caught.value)
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), [(1, 2), (2, 1)])
+@on_ranks()
 def test_ranks_that_leave_out_the_same_layers_train(stage: int, accumulation: int) -> None:
-    assert run(descend, 2, stage, QSDP, SEVERAL, accumulation, ((0, 3),)) == [4, 4]
+    train_without(stage, QSDP, SEVERAL, accumulation, ((0, 3),))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,19 @@ import pytest
 import torch
 
 import ds_quant
-from tests.distributed.harness import run, run_all, run_each
+from tests.distributed.harness import on_ranks, scratch
 from tests.distributed.models import (
     FULL,
     QSDP,
     Run,
-    build,
     digests,
+    engine_of,
     evaluate,
     exact,
     heard,
     masters,
-    settings,
     train_step,
+    train_steps,
     watch,
 )
 from tests.distributed.rows import Step, Table, Way, same_weights
@@ -142,18 +143,12 @@ def poisoned(value: float) -> Step:
 def kill_file(there: bool = False) -> Iterator[None]:
     """Every rank watches one of its own; that of rank 2 may be there from the start."""
     rank = torch.distributed.get_rank()
-    path = Path(os.environ["TEST_SCRATCH"], f"full precision {rank}")
+    path = scratch() / f"full precision {rank}"
     os.environ["DS_QUANT_KILL_FILE"] = str(path)
     if there and rank == 2:
         path.touch()
     yield
     del os.environ["DS_QUANT_KILL_FILE"]
-
-
-@contextmanager
-def kill_file_at_once() -> Iterator[None]:
-    with kill_file(there=True):
-        yield
 
 
 def killed(engine: Any, step: int, seed: int) -> list[float]:
@@ -171,7 +166,7 @@ WAYS = {
     "fallen back": Way(block={"fallback": {"on_nonfinite": "full_precision", "steps": 2}},
                        step=spoiled),
     "killed": Way(inside=kill_file, step=killed),
-    "killed from the start": Way(inside=kill_file_at_once, step=killed),
+    "killed from the start": Way(inside=partial(kill_file, there=True), step=killed),
 }  # fmt: skip
 for stage, scheme in CASES:
     TABLE.add(
@@ -265,71 +260,68 @@ def test_non_finite_gradient_of_one_rank_stays_visible(stage: int, case: str) ->
     TABLE.check(case, stage)
 
 
-def watched_by_one() -> None:
+@on_ranks()
+def test_a_kill_file_that_only_some_ranks_watch_is_refused_by_name() -> None:
     if torch.distributed.get_rank() == 1:
         os.environ["DS_QUANT_KILL_FILE"] = "/tmp/nothing"
-    build(settings(2, fields("qsdp", None, node_size=1)))
-
-
-def test_a_kill_file_that_only_some_ranks_watch_is_refused_by_name() -> None:
-    for _, error in run_each(watched_by_one, 2):
-        assert "ranks disagree" in error and "DS_QUANT_KILL_FILE=" in error
+    with pytest.raises(RuntimeError, match="(?s)ranks disagree.*DS_QUANT_KILL_FILE="):
+        engine_of(2, fields("qsdp", None, node_size=1))
 
 
 # ---- raise ----
 
 
-def raised(stage: int, scheme: str, past_the_plugin: bool) -> tuple[str, bool, int]:
-    """The error, whether it has left the master weights alone, and steps skipped."""
-    world = torch.distributed.get_world_size()
-    block = fields(scheme, "raise", node_size=2 if world == RANKS else 1)
-    zero = {"reduce_scatter": not past_the_plugin}
-    engine = build(settings(stage, block, dtype="bf16", accumulation=2, zero=zero))
+def spoiled_engine(stage: int, block: dict[str, Any], **zero: Any) -> Any:
+    """Before the bad step."""
+    engine = engine_of(stage, block, accumulation=2, zero=zero)
     spoil(engine)
-    for step in range(BAD_STEP):
-        train_step(engine, step)
-    before, message = digests(masters(engine)), ""
-    try:
-        train_step(engine, BAD_STEP)
-    except FloatingPointError as error:
-        message = str(error)
-        assert f"step {BAD_STEP}" in message and engine.global_steps == BAD_STEP
-    return message, digests(masters(engine)) == before, engine.skipped_steps
+    train_steps(engine, BAD_STEP)
+    return engine
 
 
 @pytest.mark.parametrize(("stage", "scheme"), thinned(CASES, quick))
+@on_ranks(RANKS)
 def test_raise_ends_all_ranks_naming_step_and_parameter_before_weights_change(
     stage: int, scheme: str
 ) -> None:
-    for message, untouched, _ in run(raised, RANKS, stage, scheme, False):
-        assert f"step {BAD_STEP}: NaN or Inf in the gradient of second.weight, received" in message
-        assert "by rank " in message and "last checkpoint" in message and untouched
+    engine = spoiled_engine(stage, fields(scheme, "raise"))
+    before = digests(masters(engine))
+    said = f"step {BAD_STEP}: NaN or Inf in the gradient of second.weight, received.* by rank "
+    with pytest.raises(FloatingPointError, match=f"{said}.*last checkpoint"):
+        train_step(engine, BAD_STEP)
+    assert engine.global_steps == BAD_STEP and digests(masters(engine)) == before
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
+@on_ranks()
 def test_raise_covers_gradients_that_do_not_travel_through_the_plugin(
     stage: int, world: int
 ) -> None:
     """DeepSpeed reduces them itself and is alone to see them."""
-    cases = tuple((stage, "qsdp", True) for stage in STAGES)
-    for message, _, skipped in run_all(raised, world, cases)[stage, "qsdp", True]:
-        if not message and not skipped:
-            pytest.skip("this DeepSpeed skips no bf16 step: 0.19 does")
-        assert "that DeepSpeed reduces itself" in message
+    engine = spoiled_engine(stage, fields("qsdp", "raise", node_size=1), reduce_scatter=False)
+    try:
+        train_step(engine, BAD_STEP)
+    except FloatingPointError as error:
+        assert f"step {BAD_STEP}" in str(error) and engine.global_steps == BAD_STEP
+        assert "that DeepSpeed reduces itself" in str(error)
+    else:
+        assert not engine.skipped_steps
+        pytest.skip("this DeepSpeed skips no bf16 step: 0.19 does")
 
 
 # ---- a file system that fails ----
 
 
-def blind(stage: int) -> tuple[list[bool], list[str]]:
-    """Per step whether the run was in full precision, and this rank's lines. From step 2 on rank 1
-    cannot look for the file, which has lain there since step 1 and is gone at step 4.
+@pytest.mark.parametrize("stage", (2, 3))
+@on_ranks()
+def test_a_rank_that_cannot_look_for_the_file_keeps_its_vote_and_warns_once(stage: int) -> None:
+    """From step 2 on rank 1 cannot look for the file, which has lain there since step 1 and is gone
+    at step 4.
     """
-    said = heard("log_here")
-    file = Path(os.environ["TEST_SCRATCH"], "stop")
+    said, file = heard("log_here"), scratch() / "stop"
     os.environ["DS_QUANT_KILL_FILE"] = str(file)
-    engine = build(settings(stage, fields("qsdp", None)))
+    engine = engine_of(stage, fields("qsdp", None), dtype="fp32")
     rank, look, killed = torch.distributed.get_rank(), Path.exists, []
 
     def stale(path: Path) -> bool:
@@ -344,14 +336,8 @@ def blind(stage: int) -> tuple[list[bool], list[str]]:
         torch.distributed.barrier()
         train_step(engine, step)
         killed.append(engine.ds_quant_plugin.state.killed)
-    return killed, said
-
-
-@pytest.mark.parametrize("stage", (2, 3))
-def test_a_rank_that_cannot_look_for_the_file_keeps_its_vote_and_warns_once(stage: int) -> None:
-    ranks = run(blind, 2, stage)
-    assert [killed for killed, _ in ranks] == [[False, True, True, True, True, False, False]] * 2
-    assert ranks[0][1] == []
-    (line,) = ranks[1][1]
-    assert "rank 1 cannot look for the file of DS_QUANT_KILL_FILE" in line
-    assert "Stale file handle" in line
+    assert killed == [False, True, True, True, True, False, False]
+    assert len(said) == rank
+    for line in said:
+        assert "rank 1 cannot look for the file of DS_QUANT_KILL_FILE" in line
+        assert "Stale file handle" in line

@@ -7,13 +7,12 @@ import importlib
 import io
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.distributed.harness import run
-from tests.distributed.models import QSDP, build, heard, settings
+from tests.distributed.harness import on_ranks, run, scratch
+from tests.distributed.models import QSDP, build, engine_of, heard, settings
 
 # ---- DeepSpeed's shared-memory operator ----
 
@@ -31,53 +30,40 @@ class _Operator:
         return 2
 
 
-def first_use() -> tuple[list[int], list[tuple[int, int]], float]:
-    """Operators built when the backend is made, and after one and two reductions of inference; how
-    they were opened; the sum.
-    """
-    module = importlib.import_module("deepspeed.comm.torch")
-    built: list[_Operator] = []
+@on_ranks()
+def test_the_operator_is_built_when_inference_first_reduces() -> None:
+    module, built = importlib.import_module("deepspeed.comm.torch"), list[_Operator]()
 
     def compile_it() -> _Operator:
         built.append(_Operator())
         return built[-1]
 
     module.build_shm_op.ds_quant_wraps = compile_it
-    backend = module.TorchBackend("gloo", None, None)
-    counts, value = [len(built)], torch.ones(3)
+    backend, value = module.TorchBackend("gloo", None, None), torch.ones(3)
+    assert built == []
     for _ in range(2):
         backend.inference_all_reduce(value, module.ReduceOp.SUM)
-        counts.append(len(built))
-    return counts, built[0].opened, float(value.sum())
-
-
-def test_the_operator_is_built_when_inference_first_reduces() -> None:
-    for rank, (counts, opened, total) in enumerate(run(first_use, 2)):
-        assert counts == [0, 1, 1]
-        assert opened == [(2, rank)]
-        assert total == 3 * 2 * 2
+        assert [operator.opened for operator in built] == [[(2, torch.distributed.get_rank())]]
+    assert value.tolist() == [2 * 2] * 3
 
 
 # ---- interrupted builds ----
 
 
-def interrupted() -> list[str]:
-    said = heard("log_here")
-    folder = Path(os.environ["TEST_SCRATCH"])
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
-    if torch.distributed.get_rank() == 0:
-        (folder / "py311_cpu" / "cpu_adam").mkdir(parents=True)
-        (folder / "py311_cpu" / "cpu_adam" / "lock").touch()
-    torch.distributed.barrier()
-    build(settings(2, QSDP))
-    return said
-
-
+@on_ranks()
 def test_the_lock_of_an_interrupted_build_is_named_once_before_deepspeed_waits_for_it() -> None:
-    (line,), silent = run(interrupted, 2)
-    assert line.startswith("quantized_comm: ") and "operator cpu_adam that did not end" in line
-    assert "rm " in line and "/py311_cpu/cpu_adam/lock" in line
-    assert silent == []
+    said, rank = heard("log_here"), torch.distributed.get_rank()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(scratch())
+    operator = scratch() / "py311_cpu" / "cpu_adam"
+    if rank == 0:
+        operator.mkdir(parents=True)
+        (operator / "lock").touch()
+    torch.distributed.barrier()
+    engine_of(2, QSDP)
+    assert len(said) == (rank == 0)
+    for line in said:
+        assert line.startswith("quantized_comm: ") and "operator cpu_adam that did not end" in line
+        assert "rm " in line and "/py311_cpu/cpu_adam/lock" in line
 
 
 # ---- mistakes ----
@@ -132,19 +118,15 @@ def test_a_metrics_file_that_rank_0_cannot_write_ends_all_ranks_together() -> No
     assert second == [SHORT] * 4
 
 
-def broken() -> tuple[str, bool]:
+@on_ranks()
+def test_a_bug_keeps_its_traceback_on_every_rank() -> None:
     from ds_quant.policy import refusals
 
     def fails(*_: object, **__: object) -> None:
         raise ValueError("a bug")
 
     refusals.refuse = fails
-    return told([settings(2, QSDP)] * 2), sys.excepthook is not sys.__excepthook__
-
-
-def test_a_bug_keeps_its_traceback_on_every_rank() -> None:
-    for printed, installed in run(broken, 2):
-        assert installed
-        assert printed.startswith("Traceback (most recent call last):")
-        assert "in read_block" in printed
-        assert printed.endswith("ValueError: a bug\n")
+    printed = told([settings(2, QSDP)] * 2)
+    assert sys.excepthook is not sys.__excepthook__
+    assert printed.startswith("Traceback (most recent call last):") and "in read_block" in printed
+    assert printed.endswith("ValueError: a bug\n")

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 import ds_quant
-from ds_quant.zero import hooks, offload
 from tests.distributed import golden_runs, host_memory
 from tests.distributed.golden_runs import ROWS, Row, recorded
-from tests.distributed.harness import run, run_each
+from tests.distributed.harness import on_ranks, run
 from tests.distributed.host_memory import device_bytes, separate_host_memory
-from tests.distributed.models import build, settings
+from tests.distributed.models import engine_of
 from tests.distributed.test_golden_runs import same_versions
 from tests.distributed.test_spread import small_chunks
 from tests.distributed.test_steady import Stack, step
@@ -49,7 +48,7 @@ def on_the_device(scheme: str, offloads: bool) -> dict[str, Any]:
     """Bytes between two steps, and the most that copies of the shard have taken at once."""
     with separate_host_memory(offloads=offloads), small_chunks():
         block = {"scheme": scheme, "node_size": 2}
-        engine = build(settings(3, block, dtype="bf16", zero=OFFLOADED), lambda: Stack(256, 12))
+        engine = engine_of(3, block, lambda: Stack(256, 12), zero=OFFLOADED)
         for _ in range(2):
             step(engine)
         engine.ds_quant_plugin.node.finish()
@@ -70,42 +69,40 @@ def test_the_device_has_all_bytes_of_the_shard_to_itself(scheme: str) -> None:
         assert "more in host memory on every rank" in on_host["line"]
 
 
-def copied_by(node_size: int) -> list[int]:
-    """Rows copied to the device before a gather of two parameters, when it is asked for, and when
-    it was waited for.
-    """
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks()
+def test_a_gather_copies_when_it_is_asked_for_ahead_of_its_use(world: int) -> None:
+    """Rows, of two parameters."""
     with separate_host_memory():
-        block = {"scheme": "sdp4bit", "node_size": node_size, "allow_full_replica": True}
-        engine = build(settings(3, block, dtype="bf16", zero=OFFLOADED), lambda: Stack(256, 2))
+        block = {"scheme": "sdp4bit", "node_size": world // 2, "allow_full_replica": True}
+        engine = engine_of(3, block, lambda: Stack(256, 2), zero=OFFLOADED)
         step(engine)
         node = engine.ds_quant_plugin.node
         node.finish()
-        counts = [host_memory.COPIED.count]
+        before = host_memory.COPIED.count
         gathered, _ = node.gather(node.served[:2])
-        counts.append(host_memory.COPIED.count)
+        assert host_memory.COPIED.count == before + 2
         gathered.wait()
-        return [*counts, host_memory.COPIED.count]
+        assert host_memory.COPIED.count == before + 2
 
 
-@pytest.mark.parametrize("node_size", [1, 2])
-def test_a_gather_copies_when_it_is_asked_for_ahead_of_its_use(node_size: int) -> None:
-    for before, asked, waited in run(copied_by, 2 * node_size, node_size):
-        assert (asked - before, waited - asked) == (2, 0)
-
-
-def with_room(free: tuple[int, ...]) -> str:
-    with separate_host_memory():
-        hooks.free_memory = lambda: 4 * 10**5
-        offload.free_host_memory = lambda: free[torch.distributed.get_rank()]
-        block = {"scheme": "sdp4bit", "node_size": 2}
-        config = settings(3, block, dtype="bf16", zero=OFFLOADED)
-        engine = build(config, lambda: Stack(256, 12))
-        return ds_quant.report(engine)["line"]
-
-
+@on_ranks(4)
 def test_without_room_in_host_memory_all_ranks_are_told() -> None:
     """It is that of a machine, which the ranks of a node share."""
-    for _, error in run_each(with_room, 4, (10**12, 10**12, 10**6, 10**6)):
-        assert "node shard takes 0.00158 GB of host memory in every node, but 0.001 GB" in error
-    for line in run(with_room, 4, (10**12,) * 4):
-        assert "may run out of memory: " in line and "node shard" not in line.split("may run")[1]
+    from ds_quant.zero import hooks, offload
+
+    hooks.free_memory = lambda: 4 * 10**5
+
+    def line(*free: int) -> str:
+        """``free`` bytes are left to the ranks."""
+        offload.free_host_memory = lambda: free[torch.distributed.get_rank()]
+        block = {"scheme": "sdp4bit", "node_size": 2}
+        engine = engine_of(3, block, lambda: Stack(256, 12), zero=OFFLOADED)
+        return ds_quant.report(engine)["line"]
+
+    with separate_host_memory():
+        said = "takes 0.00158 GB of host memory in every node, but 0.001 GB"
+        with pytest.raises(RuntimeError, match=f"node shard {said}"):
+            line(10**12, 10**12, 10**6, 10**6)
+        found = line(*[10**12] * 4)
+        assert "may run out of memory: " in found and "node shard" not in found.split("may run")[1]

@@ -10,9 +10,9 @@ import torch
 import ds_quant
 from ds_quant.comm.transport import Buffers
 from tests import needs
-from tests.distributed.harness import run, run_each
+from tests.distributed.harness import on_ranks, run
 from tests.distributed.host_memory import Alive
-from tests.distributed.models import build, settings
+from tests.distributed.models import engine_of
 from tests.distributed.test_steady import Stack, step
 
 STEPS, LEAST = 3, 1 << 12
@@ -42,7 +42,7 @@ def predicted_and_alive(cases: list[Case]) -> list[tuple[float, int]]:
     for stage, scheme, node_size, zero in cases:
         block = {"scheme": scheme, "node_size": node_size, "allow_full_replica": True}
         zero = {"reduce_bucket_size": 10**9, "overlap_comm": True, **zero}
-        engine = build(settings(stage, block, dtype="bf16", zero=zero), lambda: Stack(*SHAPE))
+        engine = engine_of(stage, block, lambda: Stack(*SHAPE), zero=zero)
         alive.most = alive.nbytes
         for _ in range(STEPS):
             step(engine)
@@ -77,40 +77,42 @@ def test_the_peak_is_what_is_alive_at_once_or_somewhat_more() -> None:
         assert 0.99 * max(found) <= predicted <= most * max(found), case
 
 
-def with_room(free: tuple[int, ...]) -> str:
-    """The start-up line of an engine on whose ranks ``free`` bytes are left."""
-    from ds_quant.zero import hooks
-
-    hooks.free_memory = lambda: free[torch.distributed.get_rank()]
-    block = {"scheme": "sdp4bit", "node_size": 1, "allow_full_replica": True}
-    engine = build(settings(3, block, dtype="bf16"), lambda: Stack(*SHAPE))
-    return ds_quant.report(engine)["line"]
-
-
-def with_waiting(stage: int, cross: str) -> str:
-    """The start-up line where 1 MB is left for gradients that wait."""
+@pytest.mark.parametrize("stage", (2, 3))
+@on_ranks(4)
+def test_gradients_that_have_no_room_to_wait_are_refused_with_the_way_out(stage: int) -> None:
+    """Where 1 MB is left."""
     from ds_quant.zero import hooks
 
     hooks.free_memory = lambda: 10**6
-    block = {"scheme": "qsdp", "node_size": 2, "gradients": {"cross": cross}}
-    config = settings(stage, block, dtype="bf16", accumulation=2)
-    return ds_quant.report(build(config, lambda: Stack(*SHAPE)))["line"]
+
+    def line(cross: str) -> str:
+        block = {"scheme": "qsdp", "node_size": 2, "gradients": {"cross": cross}}
+        engine = engine_of(stage, block, lambda: Stack(*SHAPE), accumulation=2)
+        return ds_quant.report(engine)["line"]
+
+    with pytest.raises(RuntimeError, match="that wait for the last micro-step take 0.00") as caught:
+        line("step")
+    assert "on every rank, but 0.001 GB of memory are free" in str(caught.value)
+    assert 'gradients.cross: "micro_step"' in str(caught.value)
+    found = line("micro_step")
+    assert "run out" not in found and "waiting" not in found
 
 
-@pytest.mark.parametrize("stage", (2, 3))
-def test_gradients_that_have_no_room_to_wait_are_refused_with_the_way_out(stage: int) -> None:
-    for _, error in run_each(with_waiting, 4, stage, "step"):
-        assert "gradients that wait for the last micro-step take 0.00" in error
-        assert "on every rank, but 0.001 GB of memory are free" in error
-        assert 'gradients.cross: "micro_step"' in error
-    for line in run(with_waiting, 4, stage, "micro_step"):
-        assert "run out" not in line and "waiting" not in line
-
-
+@on_ranks()
 def test_a_node_shard_that_does_not_fit_on_one_rank_is_refused_on_all() -> None:
-    for _, error in run_each(with_room, 2, (10**12, 10**6)):
-        assert "node shard takes 0.00158 GB on every rank, but 0.001 GB of memory are free" in error
-    for line in run(with_room, 2, (10**12, 2 * 10**6)):
-        assert "may run out of memory: 0.00158 GB of node shard and" in line
-    for line in run(with_room, 2, (10**12, 10**12)):
-        assert "run out" not in line and "extra memory: up to 0.00" in line
+    from ds_quant.zero import hooks
+
+    block = {"scheme": "sdp4bit", "node_size": 1, "allow_full_replica": True}
+
+    def line(*free: int) -> str:
+        """``free`` bytes are left on the ranks."""
+        hooks.free_memory = lambda: free[torch.distributed.get_rank()]
+        return ds_quant.report(engine_of(3, block, lambda: Stack(*SHAPE)))["line"]
+
+    said = "node shard takes 0.00158 GB on every rank, but 0.001 GB of memory are free"
+    with pytest.raises(RuntimeError, match=said):
+        line(10**12, 10**6)
+    found = line(10**12, 2 * 10**6)
+    assert "may run out of memory: 0.00158 GB of node shard and" in found
+    found = line(10**12, 10**12)
+    assert "run out" not in found and "extra memory: up to 0.00" in found

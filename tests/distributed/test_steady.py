@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 import ds_quant
 from ds_quant.comm import transport
-from tests.distributed.harness import run
-from tests.distributed.models import build, settings
+from tests.distributed.harness import on_ranks, run
+from tests.distributed.models import engine_of
 from tests.thin import thinned
 
 PACKAGE = Path(ds_quant.__file__).parent
@@ -86,32 +86,8 @@ def step(engine: Any) -> None:
     engine.step()
 
 
-def allocations(
-    stage: int, scheme: str, node_size: int, shape: tuple[int, int], least: int
-) -> tuple[list[tuple[str, int]], list[int]]:
-    """What steady steps allocate, and the bytes of the pool before and after them."""
-    transport.MIN_BYTES = least  # of this process
-    block = {"scheme": scheme, "node_size": node_size, "allow_full_replica": True}
-    zero = {"reduce_bucket_size": 10**9}
-    engine = build(settings(stage, block, dtype="bf16", zero=zero), lambda: Stack(*shape))
-    for _ in range(WARM):
-        step(engine)
-    pool = [ds_quant.report(engine)["buffer_bytes"]]
-    with Allocations(least) as seen:
-        for _ in range(STEADY):
-            step(engine)
-    pool.append(ds_quant.report(engine)["buffer_bytes"])
-    return seen.seen, pool
-
-
-SMALL = (512, 3), 1 << 15  # 0.8 M parameters, 32 kB
+LEAST = 1 << 15  # bytes
 LARGE = 4096, 6  # 100.7 M parameters
-
-
-def check(world: int, *case: Any, timeout: float = 90) -> None:
-    for seen, (before, after) in run(allocations, world, *case, timeout=timeout):
-        assert [s for s in seen if s[0].split()[-1] not in VALUES_OF_FETCHED] == []
-        assert before == after > 0
 
 
 @pytest.mark.parametrize(
@@ -124,17 +100,26 @@ def check(world: int, *case: Any, timeout: float = 90) -> None:
         lambda world, stage, scheme: world == 4 and scheme != "full_precision",
     ),
 )  # fmt: skip
+@on_ranks()
 def test_a_steady_step_allocates_no_large_buffer(world: int, stage: int, scheme: str) -> None:
-    """On two nodes of two ranks, and on one node."""
-    check(world, stage, scheme, 2, *SMALL)
+    """On two nodes of two ranks, and on one node. 0.8 M parameters."""
+    transport.MIN_BYTES = LEAST  # of this process
+    block = {"scheme": scheme, "node_size": 2, "allow_full_replica": True}
+    engine = engine_of(stage, block, lambda: Stack(512, 3), zero={"reduce_bucket_size": 10**9})
+    for _ in range(WARM):
+        step(engine)
+    pool = ds_quant.report(engine)["buffer_bytes"]
+    with Allocations(LEAST) as seen:
+        for _ in range(STEADY):
+            step(engine)
+    assert [s for s in seen.seen if s[0].split()[-1] not in VALUES_OF_FETCHED] == []
+    assert ds_quant.report(engine)["buffer_bytes"] == pool > 0
 
 
 def highest_use(stage: int, block: dict[str, Any] | None) -> tuple[int, int]:
     """Most bytes that a rank's process has held at once, and the buffers that are reported."""
-    engine = build(
-        settings(stage, block, dtype="bf16", zero={"reduce_bucket_size": 10**9}),
-        lambda: Stack(*LARGE),
-    )
+    zero = {"reduce_bucket_size": 10**9}
+    engine = engine_of(stage, block, lambda: Stack(*LARGE), zero=zero)
     for _ in range(WARM + 1):
         step(engine)
     report = ds_quant.report(engine) or {"buffer_bytes": 0}

@@ -209,7 +209,7 @@ BUDGETS = {
     "zero": (3628, 36),
     "tools": (1845, 7),
 }
-BUDGETS_BESIDE = {"tests": 16972, "benchmarks": 3378}  # lines of code
+BUDGETS_BESIDE = {"tests": 16769, "benchmarks": 3378}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -134,7 +134,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     rows = [r for r in result["rows"] if ":" not in r["scheme"] and r["gap"]["mean"] > 0]
     if len(rows) < 8:
         return
-    figure, axes = plot_style.pyplot().subplots(figsize=(9, 5.5), layout="constrained")
+    figure, axes = plot_style.pyplot().subplots(figsize=(9, 5.5))
     colors = plot_style.colors(row["scheme"] for row in rows)
     for row in rows:
         bits, gap = row["weight_bits"] + row["gradient_bits"], row["gap"]["mean"]

@@ -152,7 +152,7 @@ def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     found, base, colors = rows(runs), baseline(losses), plot_style.colors(losses)
     wide = 3 if base else 2
     figure, ((bars, left, *others),) = plot_style.pyplot().subplots(
-        1, wide, figsize=(5.5 * wide, 5), layout="constrained", squeeze=False
+        1, wide, figsize=(5.5 * wide, 5), squeeze=False
     )
     between = any(row["inter_bytes"] for row in found)
     sent = [row["inter_bytes" if between else "wire_bytes"] or 0.0 for row in found]

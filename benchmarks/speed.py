@@ -224,7 +224,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from ds_quant.tools import plot_style
 
     figure, axes = plot_style.pyplot().subplots(
-        2, len(points), figsize=(6 * len(points), 8), layout="constrained", squeeze=False
+        2, len(points), figsize=(6 * len(points), 8), squeeze=False
     )
     for column, point in enumerate(points):
         rows = [

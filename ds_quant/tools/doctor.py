@@ -15,10 +15,18 @@ import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+import ds_quant
 from ds_quant import leftovers
 from ds_quant._autoload import DISABLE_VARIABLE
+from ds_quant.codec import bound
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.kernels import cuda, dispatch, native
+from ds_quant.tools.probe import free_port
+from ds_quant.zero.version import FAULTS
 
 # ---- checks ----
 
@@ -65,9 +73,6 @@ def lines(checks: Sequence[Check]) -> list[str]:
 # ---- the environment ----
 
 
-if TYPE_CHECKING:
-    import torch
-
 # As in setup.cfg, which a checkout on PYTHONPATH cannot read; a test compares the two.
 SUPPORTED = {"python": ">=3.10", "torch": ">=2.5", "deepspeed": ">=0.17.6,<0.20", "pydantic": ">=2"}
 OPTIONAL = ("numpy", "transformers", "accelerate", "peft")
@@ -79,8 +84,6 @@ NETWORK_VARIABLES = (*SOCKET_VARIABLES, "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "
 
 def survey() -> list[Check]:
     """All checks that only read."""
-    import torch
-
     place = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     kernels = [cupy(), cuda_kernels(place), cpu_kernels()]
     machine = [device(), *kernels, backend(), interfaces(), builds(), shared_memory()]
@@ -121,8 +124,6 @@ def version_check(name: str, version: str | None, supported: str) -> Check:
 
 def known_faults(deepspeed: str | None) -> list[Check]:
     """Gradients that this version of DeepSpeed loses, with and without the plugin."""
-    from ds_quant.zero.version import FAULTS
-
     return [
         Check(
             "deepspeed", f"under ZeRO-2 {where} it {fault.loses}", severity=WARNING,
@@ -136,8 +137,6 @@ def known_faults(deepspeed: str | None) -> list[Check]:
 
 def device() -> Check:
     """Check the device of tensors."""
-    import torch
-
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = f"torch {torch.__version__} " + (f"for CUDA {built}" if built else "without CUDA")
@@ -150,8 +149,6 @@ def device() -> Check:
 
 def cupy() -> Check:
     """Whether CUDA tensors get kernels; without CuPy they take the slower torch path."""
-    import torch
-
     needed = torch.cuda.is_available()
     flavours = {name: version for name in CUPY if (version := _installed(name))}
     fix = f"pip install 'ds_quant[cuda{(torch.version.cuda or '12').split('.')[0]}]'"
@@ -166,10 +163,6 @@ def cupy() -> Check:
 
 def cuda_kernels(device: torch.device) -> Check:
     """Whether tensors of a device get CuPy kernels: compiles one and runs it."""
-    import torch
-
-    from ds_quant.kernels import cuda
-
     if device.type != "cuda":
         return Check("CUDA kernels", "not needed without CUDA", {})
     failure = cuda.failure_of(device)
@@ -185,10 +178,6 @@ def cuda_kernels(device: torch.device) -> Check:
 
 def cpu_kernels() -> Check:
     """Whether CPU tensors get compiled kernels; without them plain torch does the work."""
-    import torch
-
-    from ds_quant.kernels import native
-
     problem = native.unavailable_reason()
     if problem is None:
         return Check("CPU kernels", "C++ kernels", {"built": True})
@@ -199,13 +188,10 @@ def cpu_kernels() -> Check:
 
 def backend() -> Check:
     """Check the communication backend."""
-    import torch
-    import torch.distributed as dist
-
-    nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     name = "nccl" if nccl else "gloo"
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "part of torch"
-    there = nccl or dist.is_gloo_available()
+    there = nccl or torch.distributed.is_gloo_available()
     set_here = {name: os.environ[name] for name in NETWORK_VARIABLES if name in os.environ}
     variables = "".join(f", {key}={value}" for key, value in set_here.items())
     found = f"{name} ({version}){variables}" if there else "neither NCCL nor gloo"
@@ -272,8 +258,6 @@ def shared_memory() -> Check:
 
 def entry_point() -> Check:
     """Whether ``import torch`` will plant the hook. The self-test tries it."""
-    import ds_quant
-
     details: dict[str, Any] = {"version": ds_quant.__version__, "path": ds_quant.__file__}
     by_hand = "put 'import ds_quant' before deepspeed.initialize"
     found, fix, severity = f"on: import torch loads ds_quant {ds_quant.__version__}", "", WARNING
@@ -299,10 +283,6 @@ _NUMEL = 1 << 20
 
 def codecs() -> Check:
     """Encode and decode with the device's kernels; every byte must be that of plain torch."""
-    import torch
-
-    from ds_quant.kernels import dispatch
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     values = torch.randn(1, _NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
     path = dispatch.describe(device)
@@ -315,17 +295,13 @@ def codecs() -> Check:
 
 
 def _bytes_that_differ(values: torch.Tensor, value_range: str, bits: int) -> int:
-    import torch
-
-    from ds_quant.codec.bound import decode, encode
-    from ds_quant.codec.codec import GroupCodec
 
     codec, found = GroupCodec(bits=bits, group_size=1024, range=value_range), []
     for backend in ("auto", "torch"):
         wire = values.new_empty(1, codec.wire_bytes(_NUMEL), dtype=torch.uint8)
         decoded = torch.empty_like(values)
-        encode(codec, values, wire, backend=backend)
-        decode(codec, wire, decoded, backend=backend)
+        bound.encode(codec, values, wire, backend=backend)
+        bound.decode(codec, wire, decoded, backend=backend)
         found.append((wire, decoded.view(torch.uint8)))
     return sum(int((ours != plain).sum()) for ours, plain in zip(*found, strict=True))
 
@@ -372,8 +348,6 @@ def verdict(ranks: list[dict]) -> Check:
 
 def _run_ranks(folder: str, timeout: float) -> str:
     """Start the ranks; returns what went wrong, or nothing."""
-    from ds_quant.tools.probe import free_port
-
     port = free_port()
     script = Path(__file__).with_name("selftest_worker.py")
     processes = []
@@ -410,8 +384,6 @@ def _run_ranks(folder: str, timeout: float) -> str:
 
 def main(arguments: argparse.Namespace) -> int:
     """Check and print; 1 if there is a problem."""
-    import torch
-
     if not torch.cuda.is_available():
         # DeepSpeed guesses the accelerator from what is installed; the machine has none.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

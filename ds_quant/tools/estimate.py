@@ -138,15 +138,10 @@ def plot(plan: Plan, path: Path) -> None:
     good = {of[0].scheme: [row.speedup_serial for row in of] for of in runs if not of[0].note}
     curves = {name: line for name, line in good.items() if max(line) > forecast.WORTH_IT}
     colors = plot_style.colors(curves)
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axes.axhline(1, color="0.4", linestyle="--", linewidth=1.5)
-    axes.annotate("DeepSpeed as shipped", (rates[0], 1), xytext=(6, -14), color="0.4",
-                  textcoords="offset points")  # fmt: skip
+    figure, axes = pyplot.subplots(figsize=(8, 5))
     for scheme, speedups in curves.items():
-        axes.plot(rates, speedups, color=colors[scheme], linewidth=2)
-        at = 0 if scheme in plot_style.COLORS else len(rates) // 4  # two curves may be equal
-        axes.annotate(scheme, (rates[at], speedups[at]), xytext=(6, 5), color=colors[scheme],
-                      textcoords="offset points", weight="bold")  # fmt: skip
+        axes.plot(rates, speedups, color=colors[scheme], label=scheme)
+    axes.axhline(1, color="0.4", linestyle="--", label="DeepSpeed as shipped")
     if rates[0] <= own <= rates[-1]:
         axes.axvline(own, color="0.7", linestyle=":")
     axes.set(xscale="log", xlabel="Gb/s into a node from the others", ylim=(0, None),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -27,16 +27,13 @@ from ds_quant.tools.forecast import GIGABIT, Buckets, Plan
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@dataclass
-class _Settings:
-    """Settings of a DeepSpeed config; None for what it leaves open. zero: its section."""
-
-    path: Path | None = None
-    stage: Any = None
-    accumulation: Any = None
-    dtype: str | None = None
-    block: QuantizedCommConfig | None = None
-    zero: dict[str, Any] = field(default_factory=dict)
+# What a plan is without options and without a DeepSpeed config.
+_USUAL = {"stage": 3, "dtype": "bf16", "accumulation": 1}
+# What a config may leave open: which key does, what to give.
+_OPEN = {
+    "dtype": ("bf16.enabled or fp16.enabled", "bf16, fp16 or fp32"),
+    "accumulation": ("gradient_accumulation_steps", "the number of micro-steps"),
+}
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
@@ -45,19 +42,17 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     Raises:
         ValueError: naming every option that is missing, or one that cannot work.
     """
-    with about(arguments.ds_config):
-        settings = _from_deepspeed(arguments.ds_config, load_codecs=arguments.load_codecs)
+    path, config, block, given = arguments.ds_config, {}, None, dict(_USUAL)
+    if path is not None:
+        with about(path):
+            config = load(path)
+            block, given = _from_deepspeed(config, load_codecs=arguments.load_codecs)
     missing: list[str] = []
-    stage = arguments.stage or settings.stage or 3
-    dtype = arguments.dtype or settings.dtype or "bf16"
-    accumulation = arguments.accumulation or settings.accumulation or 1
-    for name, value, key, fix in (
-        ("dtype", dtype, "bf16.enabled or fp16.enabled", "bf16, fp16 or fp32"),
-        ("accumulation", accumulation, "gradient_accumulation_steps", "the number of micro-steps"),
-    ):
-        if value == "auto":
+    given |= {name: value for name in _USUAL if (value := getattr(arguments, name)) is not None}
+    for name, (key, fix) in _OPEN.items():
+        if given[name] == "auto":
             missing.append(
-                f'--{name}: "auto" in the DeepSpeed config ({key} of {settings.path}), which only '
+                f'--{name}: "auto" in the DeepSpeed config ({key} of {path}), which only '
                 f"a Trainer fills in: give {fix}"
             )
     if arguments.params is None and arguments.model_config is None:
@@ -71,24 +66,25 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     if missing:
         lines = "".join(f"\n  {line}" for line in missing)
         raise ValueError(missing[0] if len(missing) == 1 else f"{len(missing)} are missing:{lines}")
-    of = _model(arguments, _DTYPES[dtype])
-    with about(arguments.ds_config):
-        buckets = _buckets(settings.zero, of.hidden)
-    block, zero = settings.block, settings.zero
+    stage, dtype = given["stage"], _DTYPES[given["dtype"]]
+    of, zero = _model(arguments, dtype), config.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    with about(path):
+        buckets = _buckets(zero, of.hidden)
     if block is not None:
         block.validate_stage(stage)
         if block.node_size not in (None, cluster.node_size):
             raise ConfigError(
-                f"{arguments.ds_config}: quantized_comm.node_size={block.node_size}: allowed here: "
+                f"{path}: quantized_comm.node_size={block.node_size}: allowed here: "
                 f"--gpus, which is {cluster.node_size}; make them equal or leave node_size out"
             )
     exact = refusals.exact_gradient_reason(stage, lambda name: zero.get(name, True))
     offloads = {name: refusals.section(zero, f"offload_{name}") for name in ("param", "optimizer")}
     plan = Plan(
-        model=of, dtype=_DTYPES[dtype], stage=stage, compute=arguments.step,
+        model=of, dtype=dtype, stage=stage, compute=arguments.step,
         # All that autotune chooses from has a row anyway.
         block=None if block is None or block.scheme == AUTOTUNE else block,
-        micro_steps=accumulation, cluster=cluster,
+        micro_steps=given["accumulation"], cluster=cluster,
         allow_full_replica=block is not None and block.allow_full_replica,
         exact_gradients=exact is not None, buckets=buckets,
         gpu_memory=arguments.gpu_memory and arguments.gpu_memory * 1e9,
@@ -157,11 +153,10 @@ def _buckets(zero: dict[str, Any], hidden: int) -> Buckets:
     known, auto = Buckets(), {"reduce": hidden**2, "stage3_prefetch": 0.9 * hidden**2}
 
     def read(key: str, default: int) -> int:
-        value, filled_in = (
-            zero.get(key, default),
-            auto.get(key.removesuffix("_bucket_size"), default),
-        )
-        return int(filled_in) if value == "auto" else _whole(f"zero_optimization.{key}", value, 0)
+        value = zero.get(key, default)
+        if value == "auto":
+            return int(auto.get(key.removesuffix("_bucket_size"), default))
+        return _whole(f"zero_optimization.{key}", value, 0)
 
     fetch = {key: read(f"stage3_{key}", value) for key, value in vars(known.fetch).items()}
     return Buckets(
@@ -179,12 +174,11 @@ def _whole(key: str, value: Any, least: int) -> int:
     return int(number)
 
 
-def _from_deepspeed(path: Path | None, *, load_codecs: bool) -> _Settings:
-    if path is None:
-        return _Settings()
-    config = load(path)
-    block = parse(config, load_codecs=load_codecs)
-    stage = refusals.stage_of(config)
+def _from_deepspeed(
+    config: dict[str, Any], *, load_codecs: bool
+) -> tuple[QuantizedCommConfig | None, dict[str, Any]]:
+    """Read the block of a DeepSpeed config, and what it says of ``_USUAL``."""
+    block, stage = parse(config, load_codecs=load_codecs), refusals.stage_of(config)
     if stage not in (1, 2, 3):
         found = " is not set" if stage is None else f"={show(stage)}"
         raise ConfigError(f"zero_optimization.stage{found}: allowed: 1, 2 or 3")
@@ -197,15 +191,11 @@ def _from_deepspeed(path: Path | None, *, load_codecs: bool) -> _Settings:
                 "give --load-codecs, which imports it, or leave codec out"
             )
     on, auto = refusals.low_precision(config), refusals.automatic_precision(config)
-    zero = config.get("zero_optimization")
     accumulation = config.get("gradient_accumulation_steps")
     if accumulation not in (None, "auto"):
         accumulation = _whole("gradient_accumulation_steps", accumulation, 1)
-    return _Settings(
-        path=path, stage=stage, accumulation=accumulation,
-        dtype=on[0] if on else "auto" if auto else "fp32", block=block,
-        zero=zero if isinstance(zero, dict) else {},
-    )  # fmt: skip
+    dtype = on[0] if on else "auto" if auto else "fp32"
+    return block, {"stage": stage, "dtype": dtype, "accumulation": accumulation or 1}
 
 
 def _cluster(arguments: argparse.Namespace, missing: list[str]) -> Cluster:

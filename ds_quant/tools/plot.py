@@ -12,7 +12,13 @@ from typing import Any
 from ds_quant.tools import plot_style
 
 _SECTIONS = ("encode", "wait", "decode")
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+_LINKS = ("weights inter", "weights intra", "gradients inter", "gradients intra")
+# The same in every panel.
+_COLORS = {
+    name: color
+    for names in (_SECTIONS, _LINKS)
+    for name, color in zip(names, plot_style.PALETTE, strict=False)
+}
 
 Row = dict[str, Any]  # a line of the file
 
@@ -75,14 +81,13 @@ def _record(line: str) -> Row | None:
 
 def draw(rows: list[Row], *, title: str, path: Path) -> None:
     """Write a picture of three panels over the optimizer steps."""
-    figure, panels = plot_style.pyplot().subplots(
-        3, 1, figsize=(8, 9), sharex=True, layout="constrained"
-    )
+    figure, panels = plot_style.pyplot().subplots(3, 1, figsize=(8, 9), sharex=True)
     steps = [row["step"] for row in rows]
-    _bytes(panels[0], steps, _series(rows, "bytes"), _saved(rows))
-    _errors(panels[1], steps, _series(rows, "error"))
-    _seconds(panels[2], steps, rows)
-    for axes in panels:
+    for axes, panel in zip(panels, (_bytes, _errors, _seconds), strict=True):
+        for name, values in panel(axes, rows).items():
+            axes.plot(steps, values, label=name, color=_COLORS.get(name, "#444444"), marker=".")
+        if axes.get_yscale() == "linear":
+            axes.set_ylim(bottom=0)
         plot_style.finish(axes)
     panels[-1].set_xlabel("optimizer step")
     figure.suptitle(title)
@@ -93,14 +98,11 @@ def _series(rows: list[Row], what: str) -> dict[str, list[float]]:
     """Values of ``<role>/<link>/<what>`` by "role link"; NaN where a record has none."""
     ending = f"/{what}"
     names = dict.fromkeys(name for row in rows for name in row if name.endswith(ending))
-    return {
-        name.removesuffix(ending).replace("/", " "): [_number(row.get(name)) for row in rows]
-        for name in names
-    }
+    return {name.removesuffix(ending).replace("/", " "): _values(rows, name) for name in names}
 
 
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
+def _values(rows: list[Row], name: str) -> list[float]:
+    return [math.nan if (value := row.get(name)) is None else float(value) for row in rows]
 
 
 def _saved(rows: list[Row]) -> float | None:
@@ -114,46 +116,35 @@ def _saved(rows: list[Row]) -> float | None:
     return 1 - sent / exact if exact else None
 
 
-def _bytes(
-    axes: Any, steps: list[int], series: dict[str, list[float]], saved: float | None
-) -> None:
-    top = max((value for line in series.values() for value in line if value == value), default=1.0)
-    divisor, unit = next((d, u) for d, u in _UNITS if top >= d or d == 1)
-    for name, color in _colored(series):
-        values = [value / divisor for value in series[name]]
-        axes.plot(steps, values, label=name, color=color, marker=".")
+def _bytes(axes: Any, rows: list[Row]) -> dict[str, list[float]]:
+    from matplotlib.ticker import EngFormatter
+
+    saved = _saved(rows)
     than = "" if saved is None else f": {100 * saved:.0f} % less than in full precision"
-    axes.set(title=f"Bytes received per step{than}", ylabel=f"{unit} per step", ylim=(0, None))
+    axes.set_title(f"Bytes received per step{than}")
+    axes.yaxis.set_major_formatter(EngFormatter("B"))
+    return _series(rows, "bytes")
 
 
-def _errors(axes: Any, steps: list[int], series: dict[str, list[float]]) -> None:
+def _errors(axes: Any, rows: list[Row]) -> dict[str, list[float]]:
+    series = _series(rows, "error")
     exact = [name for name, line in series.items() if not any(value > 0 for value in line)]
-    for name, color in _colored(series):
-        if name not in exact:
-            positive = [value if value > 0 else math.nan for value in series[name]]
-            axes.plot(steps, positive, label=name, color=color, marker=".")
-    if len(exact) < len(series):
-        axes.set_yscale("log")
     without = f" (none: {', '.join(exact)})" if exact else ""
     axes.set(title=f"Error of the messages of rank 0{without}",
              ylabel="squared error / squared norm")  # fmt: skip
+    if len(exact) < len(series):
+        axes.set_yscale("log")
+    return {
+        name: [value if value > 0 else math.nan for value in line]
+        for name, line in series.items()
+        if name not in exact
+    }
 
 
-def _seconds(axes: Any, steps: list[int], rows: list[Row]) -> None:
-    totals = {}
-    for name, color in zip(_SECTIONS, plot_style.PALETTE, strict=False):
-        values = [_number(row.get(f"seconds/{name}")) for row in rows]
-        axes.plot(steps, values, label=name, color=color, marker=".")
-        totals[name] = sum(value for value in values if value == value)
+def _seconds(axes: Any, rows: list[Row]) -> dict[str, list[float]]:
+    series = {name: _values(rows, f"seconds/{name}") for name in _SECTIONS}
+    totals = {name: sum(value for value in line if value == value) for name, line in series.items()}
     most, whole = max(totals, key=totals.__getitem__), sum(totals.values())
     share = f": {most} takes {100 * totals[most] / whole:.0f} %" if whole else ""
-    axes.set(
-        title=f"Time in collectives of a sampled step{share}", ylabel="seconds", ylim=(0, None)
-    )
-
-
-def _colored(series: dict[str, list[float]]) -> list[tuple[str, str]]:
-    """A role and link has the same colour in every panel."""
-    roles = [f"{role} {link}" for role in ("weights", "gradients") for link in ("inter", "intra")]
-    palette = dict(zip(roles, plot_style.PALETTE, strict=False))
-    return [(name, palette.get(name, "#444444")) for name in series]
+    axes.set(title=f"Time in collectives of a sampled step{share}", ylabel="seconds")
+    return series

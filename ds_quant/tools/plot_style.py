@@ -41,7 +41,12 @@ COLORS = {
     for hue, schemes in _FAMILIES.items()
     for scheme, amount in zip(schemes.split(), _SHADES, strict=False)
 }
-_LABEL_POINTS = 9.0
+# Of matplotlib: no box around the axes, a light grid, names beside the lines.
+_STYLE = {
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
+    "legend.loc": "center left", "legend.frameon": False, "legend.fontsize": 9,
+    "figure.constrained_layout.use": True, "savefig.dpi": 120,
+}  # fmt: skip
 
 
 def pyplot() -> Any:
@@ -55,6 +60,7 @@ def pyplot() -> Any:
     except ImportError as error:
         raise ValueError("plots need matplotlib: pip install 'ds_quant[bench]'") from error
     matplotlib.use("Agg")
+    matplotlib.rcParams.update(_STYLE)
     from matplotlib import pyplot
 
     return pyplot
@@ -76,13 +82,10 @@ def colors(names: Iterable[str]) -> dict[str, str]:
 
 
 def finish(axes: Any) -> None:
-    """Remove the box around the axes, add a light grid and name the lines beside them."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
+    """Name the lines beside the axes."""
     lines, names = axes.get_legend_handles_labels()
     if lines:
-        beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "frameon": False}
-        axes.legend(lines, map(wrapped, names), fontsize=_LABEL_POINTS, **beside)
+        axes.legend(lines, map(wrapped, names), bbox_to_anchor=(1, 0.5))
 
 
 def plain_ticks(axis: Any, marks: Sequence[float] | None = None) -> None:
@@ -107,6 +110,6 @@ def save(figure: Any, path: Path) -> None:
     """Write the figure in the format of the file's name, and free it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        figure.savefig(path, dpi=120)
+        figure.savefig(path)
     finally:
         pyplot().close(figure)

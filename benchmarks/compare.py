@@ -96,22 +96,21 @@ def run_all(args: argparse.Namespace, device: str, corpus: Path) -> list[dict[st
     """Train every scheme in turn; label, block, result of train.py and seconds of each."""
     given = {name: getattr(args, name) for name in MODEL_FLAGS}
     arguments = [*report.flags(given), f"--text={corpus}"]
-    progress = launch.Progress(runs=len(args.schemes), steps=args.steps)
-    runs = []
-    for entry in args.schemes:
+    bar, runs = launch.progress_bar(len(args.schemes) * args.steps), []
+    for number, entry in enumerate(args.schemes):
         job = launch.Job(
             label=entry.label, config=deepspeed_config(entry, args), arguments=arguments,
             folder=args.out.resolve() / launch.folder_name(entry.label), world=args.world,
             steps=args.steps, device=device, launcher=args.launcher, timeout=args.timeout,
         )  # fmt: skip
-        start = time.monotonic()
-        result = launch.run(job, progress)
+        bar.n, start = number * args.steps, time.monotonic()
+        result = launch.run(job, bar)
         seconds = time.monotonic() - start
         block = block_of(entry, args)
         runs.append(
             {"label": entry.label, "block": block, "run_seconds": seconds, "result": result}
         )
-    progress.close()
+    bar.close()
     return runs
 
 

@@ -26,8 +26,8 @@ import torch
 
 from ds_quant.codec.bound import Coding, Rotation, encode
 from ds_quant.codec.codec import CAST_NAMES, GroupCodec
-from ds_quant.kernels import dispatch, launch, lossless
-from ds_quant.kernels.batch import Decode, Encode, Recode, Sum, Task, records_of
+from ds_quant.kernels import dispatch, lossless
+from ds_quant.kernels.batch import Decode, Encode, Recode, Sum, Task
 from ds_quant.kernels.dispatch import Operations, Streams
 from ds_quant.kernels.random_bits import Address
 
@@ -269,9 +269,6 @@ def measure(found: Operation, bench: Bench, repeats: int) -> list[dict]:
     ]
 
 
-JOBS = (2, 16, 64, 180)  # of a table
-
-
 def launch_overhead(bench: Bench, calls: int) -> dict[str, float]:
     """Host seconds per call of tiny operations, without waiting for the device."""
     codec, works = CODECS[0], {}
@@ -281,15 +278,6 @@ def launch_overhead(bench: Bench, calls: int) -> dict[str, float]:
     ):
         for way, work in operation.ways.items():
             works[f"{operation.name} {way}"] = partial(work, 0)
-    runner = dispatch.cuda_runner(bench.device, "auto")
-    if runner is not None:
-        x = torch.zeros(8, device=bench.device)
-        one = launch.cast_plan(x.dtype, x.dtype, 8, 8)
-        job = one.fields | {"source": x.data_ptr(), "values": x.data_ptr()}
-        for jobs in JOBS:
-            records = records_of(launch.fields_of("cast"), [job] * jobs)
-            table = launch.table_of([one] * jobs, [1] * jobs, records)
-            works[f"table of {jobs} jobs"] = partial(runner.run_tables, [table])
     return {name: _host_seconds(work, calls, bench.device) for name, work in works.items()}
 
 

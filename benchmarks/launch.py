@@ -22,13 +22,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 HERE = Path(__file__).resolve().parent
 PLAIN = "deepspeed_plain"  # pseudo-scheme: DeepSpeed as shipped, no block at all
 PROGRESS, RESULT = "progress.jsonl", "result.json"
 POLL_SECONDS = 0.3
 PATIENCE = 10  # seconds for a launcher to end its ranks
 LOG_TAIL = 40  # lines shown when a run fails
-LINES_PER_RUN = 5  # progress lines where no terminal shows a bar
 
 
 class RunFailed(Exception):
@@ -92,44 +93,10 @@ def command(job: Job, *, port: int, installed: bool) -> list[str]:
     ]  # fmt: skip
 
 
-class Progress:
-    """One bar over all runs of a comparison; a few lines per run where there is no terminal."""
-
-    def __init__(self, *, runs: int, steps: int) -> None:
-        from tqdm import tqdm
-
-        self._runs, self._steps, self._begun, self._lines = runs, steps, 0, 0
-        self._start = time.monotonic()
-        # Some consoles report a terminal of no columns: those get lines, too.
-        shown = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
-        self._bar = tqdm(total=runs * steps, unit="step", disable=not shown, leave=False)
-
-    def begin(self, label: str, *, world: int) -> None:
-        """A run starts; the first steps are seconds away."""
-        self._begun, self._lines = self._begun + 1, 0
-        self._head = f"{self._begun} of {self._runs}: {label}"
-        self._say(f"{self._head}, starting {world} ranks")
-
-    def show(self, steps: int, loss: float) -> None:
-        """The current run has taken so many steps; ``loss`` is that of the last one."""
-        done, total = (self._begun - 1) * self._steps + steps, self._runs * self._steps
-        self._bar.update(done - self._bar.n)
-        line = f"{self._head}, step {steps} of {self._steps}, loss {loss:.3f}"
-        if not self._bar.disable:
-            self._bar.set_description(line)
-        elif steps * LINES_PER_RUN >= (self._lines + 1) * self._steps:
-            self._lines = steps * LINES_PER_RUN // self._steps
-            left = (time.monotonic() - self._start) * (total - done) / done
-            self._say(f"{line}, about {left / 60:.1f} min left")
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self._bar.close()
-
-    def _say(self, line: str) -> None:
-        if self._bar.disable:
-            print(line, flush=True)
-        self._bar.set_description(line)
+def progress_bar(total: int, unit: str = "step") -> tqdm:
+    """A bar over all runs; where there is no terminal it is printed twice a minute."""
+    interval = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(total=total, unit=unit, leave=False, mininterval=interval, maxinterval=interval)
 
 
 @contextmanager
@@ -155,8 +122,8 @@ def started(
                     process.wait(patience)
 
 
-def run(job: Job, progress: Progress) -> dict[str, Any]:
-    """Train, reporting to `progress`; the content of train.py's result file.
+def run(job: Job, bar: tqdm) -> dict[str, Any]:
+    """Train, adding to `bar`; the content of train.py's result file.
 
     Raises:
         RunFailed: the run failed, hung beyond `job.timeout` or left no result.
@@ -169,24 +136,22 @@ def run(job: Job, progress: Progress) -> dict[str, Any]:
     line = command(job, port=free_port(), installed=installed)
     env = environment(job.device, installed=installed)
     with started([(line, env)], job.folder / "log.txt") as (process,):
-        _follow(job, process, progress)
+        _follow(job, process, bar)
     path = job.folder / RESULT
     if process.returncode != 0 or not path.exists():
         raise RunFailed(f"{job.label}: failed with exit code {process.returncode}\n{_tail(job)}")
     return json.loads(path.read_text("utf-8"))
 
 
-def _follow(job: Job, process: subprocess.Popen[bytes], progress: Progress) -> None:
-    deadline = time.monotonic() + job.timeout
-    progress.begin(job.label, world=job.world)
-    seen = 0
+def _follow(job: Job, process: subprocess.Popen[bytes], bar: tqdm) -> None:
+    deadline, begun = time.monotonic() + job.timeout, bar.n
+    bar.set_description(f"{job.label}, starting {job.world} ranks")
     while process.poll() is None:
         if time.monotonic() > deadline:
             raise RunFailed(f"{job.label}: no end within {job.timeout:g} s\n{_tail(job)}")
-        steps = read_progress(job.folder / PROGRESS)
-        if len(steps) > seen:
-            seen = len(steps)
-            progress.show(seen, steps[-1]["loss"])
+        if steps := read_progress(job.folder / PROGRESS):
+            bar.set_description(f"{job.label}, loss {steps[-1]['loss']:.3f}", refresh=False)
+            bar.update(begun + len(steps) - bar.n)
         time.sleep(POLL_SECONDS)
 
 

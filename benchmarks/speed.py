@@ -31,7 +31,6 @@ import launch
 import report
 import sections
 from lab import Lab, LabError, Loopback, obstacle, remove
-from rich.progress import Progress
 from schemes import parse_schemes, with_overrides
 
 BASELINE = "full_precision"
@@ -181,12 +180,11 @@ def _wait(processes: Sequence[subprocess.Popen], timeout: float, log: Path, bloc
     The bar counts blocks: for each the worker prints a line that ends in "done".
     """
     end = time.monotonic() + timeout
-    with Progress(transient=True) as progress:
-        task = progress.add_task("blocks", total=blocks)
+    with launch.progress_bar(blocks, unit="block") as bar:
         while any(p.poll() is None for p in processes) and time.monotonic() < end:
             if any(p.poll() not in (None, 0) for p in processes):
                 return
-            progress.update(task, completed=log.read_bytes().count(b" done\n"))
+            bar.update(log.read_bytes().count(b" done\n") - bar.n)
             time.sleep(0.5)
 
 

@@ -1,4 +1,4 @@
-"""Be one rank of a large world without the others, and count what the plugin does on the host.
+"""Be one rank of a large world without the others, up to the kernels, which are counted.
 
 torch's fake process group sends nothing, and a runner that launches nothing stands for CUDA: only
 the host's work is left. What is received or decoded is zeros, so losses mean nothing. May import
@@ -13,15 +13,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache
-from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-# Python 3.12 has no frames for these, earlier versions do.
-COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
-# Operations that are no views and launch no kernel either.
-ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 RECEIVING = ("all_gather_into_tensor", "all_gather", "all_to_all_single", "reduce_scatter_tensor")
 
 
@@ -150,98 +144,3 @@ def faked_cuda() -> Iterator[CountingRunner]:
         change(dispatch, "on_host", lambda *_: reference)
         change(Outbox, "_agree", _at_full_length(Outbox._agree))
         yield runner
-
-
-@contextmanager
-def counted_calls() -> Iterator[Counter[str]]:
-    """Count Python calls of the plugin's functions: ``counts["calls"]``."""
-    import ds_quant
-
-    folder, counts = os.path.dirname(ds_quant.__file__) + os.sep, Counter[str]()
-
-    def count(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(folder):
-            counts["calls"] += code.co_name not in COMPREHENSIONS
-
-    sys.setprofile(count)
-    try:
-        yield counts
-    finally:
-        sys.setprofile(None)
-
-
-@contextmanager
-def counted_waits() -> Iterator[Counter[str]]:
-    """Count by function of the plugin where it asks for values of tensors: on CUDA to wait for the
-    device.
-    """
-    import torch
-
-    import ds_quant
-
-    folder, counts = os.path.dirname(ds_quant.__file__) + os.sep, Counter[str]()
-
-    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(*args: Any, **keywords: Any) -> Any:
-            code = sys._getframe(1).f_code
-            if code.co_filename.startswith(folder):
-                counts[code.co_qualname if hasattr(code, "co_qualname") else code.co_name] += 1
-            return original(*args, **keywords)
-
-        return asked
-
-    with ExitStack() as stack:
-        for name in ("cpu", "tolist", "item", "__bool__", "__int__", "__float__", "nonzero"):
-            asked = noting(getattr(torch.Tensor, name))
-            stack.enter_context(patch.object(torch.Tensor, name, asked))
-        yield counts
-
-
-@contextmanager
-def counted_operations() -> Iterator[Counter[str]]:
-    """Count torch operations: ``views`` that are made, others as ``torch``, that is kernels.
-
-    Those that the plugin asks for; all of them as ``all views`` and ``all torch``.
-    """
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    import ds_quant
-
-    ours, theirs = (os.path.dirname(m.__file__) + os.sep for m in (ds_quant, torch))
-    counts = Counter[str]()
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            kind, caller = _kind(func), _caller(theirs)
-            if kind is not None and caller != __file__:
-                many = isinstance(result, list | tuple) and kind == "views"
-                number = len(result) if many else 1
-                counts[f"all {kind}"] += number
-                if caller.startswith(ours):
-                    counts[kind] += number
-            return result
-
-    with Mode():
-        yield counts
-
-
-@cache
-def _kind(operation: Any) -> str | None:
-    aliases = (r.alias_info for r in operation._schema.returns)
-    if any(alias is not None and not alias.is_write for alias in aliases):
-        return "views"
-    return None if operation._opname in ALLOCATIONS else "torch"
-
-
-def _caller(torch_folder: str) -> str:
-    """File of the function that has asked for the operation, torch's own left out."""
-    frame = sys._getframe(2).f_back  # behind __torch_dispatch__
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(torch_folder):
-            return name
-        frame = frame.f_back
-    return ""

@@ -22,7 +22,7 @@ from fake_world import World
 from torch import Tensor, nn
 
 from ds_quant.comm.reduction_plan import Slicing, presumed_pace
-from tests.distributed import harness
+from tests.distributed import counting, harness
 
 LAYERS, WIDTH = 4, 256
 WARM = 3  # ZeRO-3 records its trace in the second step
@@ -128,11 +128,11 @@ def cost(case: Case) -> dict[str, float]:
             _step(engine)
         runner.launches.clear()
         before = _messages(engine)
-        with fake_world.counted_calls() as counts:
+        with counting.calls() as counts:
             _step(engine)
         counts["messages"] = _messages(engine) - before
         counts["launches"] = runner.launches.total()
-        with fake_world.counted_operations() as operations:
+        with counting.operations() as operations:
             _step(engine)
         milliseconds = min(_timed(engine) for _ in range(TIMED))
         if engine.skipped_steps:

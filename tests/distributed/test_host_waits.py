@@ -7,6 +7,7 @@ from typing import Any
 import fake_world
 import pytest
 
+from tests.distributed import counting
 from tests.distributed.harness import run
 from tests.distributed.models import build, settings, train_step
 from tests.distributed.test_spread import small_chunks
@@ -28,7 +29,7 @@ def _waits(stage: int, block: dict[str, Any]) -> tuple[dict[str, int], int]:
         for step in range(2):
             train_step(engine, step)
         posted.clear()
-        with fake_world.counted_waits() as counts:
+        with counting.waits() as counts:
             train_step(engine, 2)
     return dict(counts), len(posted)
 

@@ -207,9 +207,9 @@ BUDGETS = {
     "config": (670, 9),
     "policy": (839, 14),
     "zero": (3628, 36),
-    "tools": (1845, 7),
+    "tools": (1810, 6),
 }
-BUDGETS_BESIDE = {"tests": 16769, "benchmarks": 3378}  # lines of code
+BUDGETS_BESIDE = {"tests": 16845, "benchmarks": 3271}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

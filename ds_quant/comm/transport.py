@@ -29,7 +29,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -39,7 +38,7 @@ from torch import Tensor
 
 from ds_quant.comm.checksum import Findings, say_changed, seal, sealed_bytes, unseal
 from ds_quant.comm.topology import Topology
-from ds_quant.comm.traffic import Note, Traffic
+from ds_quant.comm.traffic import Traffic
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -173,21 +172,15 @@ class Link:
         near = [r for r, node in enumerate(nodes) if node == nodes[self.rank]]
         self._near = [r for r in near if r != self.rank]
         self._far = [r for r in range(self.size) if r not in near]
-        self._reach = "inter" if self._far else "intra"
+        # Contexts that charge the making of messages for this link, and their decoding.
+        self.encoding = partial(traffic.meter.encoding, link="inter" if self._far else "intra")
+        self.decoding = partial(traffic.meter.section, "decode")
         self.is_gloo = "gloo" in str(torch.distributed.get_backend(process_group))
 
     def _global_rank(self, rank: int) -> int:
         if self.process_group is None:
             return rank
         return self._dist.get_global_rank(self.process_group, rank)
-
-    def encoding(self, role: str) -> AbstractContextManager[Note | None]:
-        """Charge the encoding of a message for this link: see ``Meter.encoding``."""
-        return self._traffic.meter.encoding(role, self._reach)
-
-    def decoding(self) -> AbstractContextManager[Any]:
-        """Charge the decoding of received messages, and the wait for them."""
-        return self._traffic.meter.section("decode")
 
     def all_gather(self, payload: Tensor, *, role: str) -> Pending[Tensor]:
         """payload (bytes,) uint8, equal size on all ranks -> received (ranks * bytes,) uint8."""

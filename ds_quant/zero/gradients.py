@@ -181,10 +181,12 @@ class GradientReducer:
     def _begin(self, layout: Layout, tensors: Sequence[Tensor], route: Sequence[LinkHop]) -> Sums:
         """Post a reduction; afterwards the tensors may change."""
         plugin, sums, device = self._plugin, layout.sums, tensors[0].device
-        steps = plugin.gradient_step, plugin.signed_step(route)
-        codings, rotations = zip(*[s.codings(*steps) for s in layout.streams], strict=True)
+        step, once = plugin.gradient_step, plugin.crosses_once(route)
+        # One pattern of signs for all micro-steps whose rotated values are added up.
+        signed = plugin.engine.global_steps << 24 if once else step
+        codings, rotations = zip(*[s.codings(step, signed) for s in layout.streams], strict=True)
         how, waiting, crossed = (codings, rotations), None, {}
-        if plugin.crosses_once(route):
+        if once:
             store, members = plugin.waiting, layout.members
             if store.are_left(members):  # what waits of them takes the second hop alone
                 store.take(None, members)

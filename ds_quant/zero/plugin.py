@@ -178,10 +178,6 @@ class Plugin:
         """Whether gradients that take ``route`` cross between nodes once per optimizer step."""
         return self.waiting is not None and len(route) == 2
 
-    def signed_step(self, route: Sequence[LinkHop]) -> int:
-        """Address of sign flips: one for all micro-steps whose rotated values are added up."""
-        return self.engine.global_steps << 24 if self.crosses_once(route) else self.gradient_step
-
     @property
     def step(self) -> int:
         """Optimizer steps taken, restored by DeepSpeed from a checkpoint. Steps that it skipped
@@ -191,7 +187,7 @@ class Plugin:
 
     def is_exact(self, step: int) -> bool:
         """Whether an optimizer step sends everything in full precision."""
-        until = max(self.scheme.block.warmup_steps, self.state.exact_until)
+        until = max(self.routes.scheme.block.warmup_steps, self.state.exact_until)
         return self.state.killed or step < until
 
     @property

@@ -284,7 +284,7 @@ def _posted(stage: int, streams: bool) -> tuple[dict[str, str], list[tuple[str, 
         original = getattr(Link, name)
 
         def noted(link: Link, payload: torch.Tensor, *, role: str, **how: Any) -> Any:
-            if link.size == 2 and link._reach == "intra":
+            if link.size == 2 and not link._far:
                 if link.process_group not in groups:
                     groups.append(link.process_group)
                 seen.append((role, groups.index(link.process_group), name))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ds_quant.codec.bound import Coding
 from ds_quant.kernels import launch, launch_batch
@@ -23,11 +21,15 @@ ADDRESS = Address(key=5, step=6)
 
 
 class Kernels:
-    """name: "native", "shim" or "gpu"; runner: of the CUDA kernels."""
+    """name: "torch", "native", "shim" or "gpu"; runner: of the CUDA kernels."""
 
     def __init__(self, name: str, device: torch.device, runner: Any = None) -> None:
         self.name, self.device, self._runner = name, device, runner
         self.macros: list[dict[str, int]] = []  # of every launch
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.name in ("shim", "gpu")
 
     def runner(self, _: torch.device, backend: str) -> Kernels | None:
         """Stand for ``dispatch.cuda_runner``."""
@@ -48,13 +50,6 @@ class Kernels:
         padding = x.stride(0) - x.shape[1]
         room = torch.empty(len(x), x.stride(0), dtype=x.dtype, device=self.device)
         return room[:, padding:].copy_(x)
-
-    def example(
-        self, count: int = 6, **drawn: st.SearchStrategy
-    ) -> Callable[[Callable[..., None]], None]:
-        """Run the decorated function on ``count`` examples."""
-        how = settings(max_examples=count, deadline=None, derandomize=True, database=None)
-        return lambda check: how(given(**drawn)(check))()
 
 
 def tables_of(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> list[Table]:

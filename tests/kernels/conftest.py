@@ -30,30 +30,28 @@ def cuda_kernels(shim, monkeypatch) -> Kernels:
     return found
 
 
-@pytest.fixture(params=("native", "cuda"))
-def kernels(request) -> Kernels:
-    """Tasks take these kernels, unless a test asks for the torch reference."""
-    return _kernels_of(request)
-
-
-def _kernels_of(request) -> Kernels:
-    if request.param == "cuda":
-        return request.getfixturevalue("cuda_kernels")
-    if native.unavailable_reason() is not None:
-        pytest.skip(native.unavailable_reason())
-    return Kernels("native", torch.device("cpu"))
-
-
 @pytest.fixture(params=("torch", "native", "cuda"))
-def all_kernels(request, monkeypatch) -> Iterator[Kernels]:
-    """Every back end: the reference in short runs, and kernels, which take every task."""
-    if request.param == "torch":
-        monkeypatch.setitem(reference._RUN_NUMEL, "cpu", 1000)
-        with only_torch():
-            yield Kernels("torch", torch.device("cpu"))
+def kernels(request, monkeypatch) -> Iterator[Kernels]:
+    """Every back end: the reference in short runs, and kernels, which leave little to it."""
+    if request.param == "cuda":
+        yield request.getfixturevalue("cuda_kernels")
         return
-    request.getfixturevalue("nothing_left")
-    yield _kernels_of(request)
+    if request.param == "native":
+        if native.unavailable_reason() is not None:
+            pytest.skip(native.unavailable_reason())
+        yield Kernels("native", torch.device("cpu"))
+        return
+    monkeypatch.setitem(reference._RUN_NUMEL, "cpu", 1000)
+    with only_torch():
+        yield Kernels("torch", torch.device("cpu"))
+
+
+@pytest.fixture
+def all_kernels(kernels, request) -> Kernels:
+    """The same; kernels take every task."""
+    if kernels.name != "torch":
+        request.getfixturevalue("nothing_left")
+    return kernels
 
 
 @pytest.fixture

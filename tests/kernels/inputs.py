@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from hypothesis import strategies as st
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels.launch import Stores
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import round_up
-from tests.unit import wire_oracle as oracle
 
 PAGE = mmap.PAGESIZE
 FLT_MAX = torch.finfo(torch.float32).max
@@ -98,45 +94,6 @@ def id_of(value) -> str:
     return getattr(value, "name", str(value)).replace(" ", "-")
 
 
-@dataclass(frozen=True)
-class Case:
-    """Rows of values at some address."""
-
-    rows: int
-    numel: int
-    kinds: list[str]
-    seed: int
-    skew: int  # elements before the first row; 0: 16-byte aligned rows
-    address: Address
-
-    def values(self, group_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """(rows, numel), ending where readable memory ends."""
-        rows = [
-            awkward(self.numel, group_size, self.kinds, self.seed + r) for r in range(self.rows)
-        ]
-        padding = self.skew if self.skew else -self.numel % 16
-        flat = guarded(self.rows * (self.numel + padding), dtype)
-        out = flat.view(self.rows, self.numel + padding)[:, padding:]
-        return out.copy_(torch.stack(rows)) if self.numel else out
-
-
-@st.composite
-def cases(draw: st.DrawFn, group_size: int, max_groups: int = 3) -> Case:
-    """Whole groups, ragged ones and less than a vector; addresses beyond 32 bits."""
-    groups = max_groups if group_size > 1000 else 4 * max_groups
-    numel = draw(st.one_of(st.integers(1, group_size * groups), st.just(group_size * groups)))
-    words = st.integers(0, (1 << 64) - 1)
-    first = draw(st.sampled_from((0, 5, (1 << 32) - 3, 1 << 40)))
-    return Case(
-        rows=draw(st.integers(1, 2)),
-        numel=numel,
-        kinds=draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=6)),
-        seed=draw(st.integers(0, 1 << 30)),
-        skew=draw(st.sampled_from((0, 0, 1, 3, 8))),
-        address=Address(key=draw(words), step=draw(words), first_vector=first),
-    )
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -161,23 +118,3 @@ class FixedRotation(NamedTuple):
     block: int
     flips: int | None = None
     signs: Address | None = None
-
-
-def signs_of(block: int, flips: int | None, numel: int) -> np.ndarray:
-    """(numel,) fp32 of +-1: those of every block."""
-    signs = [1 - 2 * ((flips or 0) >> place & 1) for place in range(block)]
-    return np.resize(np.array(signs, np.float32), numel)
-
-
-def rotated(x: torch.Tensor, block: int, flips: int | None) -> torch.Tensor:
-    """(rows, whole blocks) fp32 of (rows, numel): H (signs * x), filled up with zeros."""
-    with np.errstate(all="ignore"):
-        rows = [oracle.rotate(row * signs_of(block, flips, len(row)), block) for row in x.numpy()]
-    return torch.from_numpy(np.stack(rows))
-
-
-def rotated_back(x: torch.Tensor, block: int, flips: int | None, scale: float) -> torch.Tensor:
-    """signs * ((H x) * fp32(scale / block)) of (whole blocks,) fp32."""
-    with np.errstate(all="ignore"):
-        back = oracle.unrotate(x.numpy(), block, scale)
-    return torch.from_numpy(back * signs_of(block, flips, len(back)))

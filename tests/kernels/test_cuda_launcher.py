@@ -24,9 +24,20 @@ from ds_quant.kernels import cuda, dispatch, launch
 from ds_quant.kernels.batch import Encode, records_of
 from ds_quant.kernels.cuda import source
 from ds_quant.kernels.launch import FIELDS, Launch, fields_of, table_of
-from tests.kernels.backends import ADDRESS, tables_of
-from tests.kernels.test_numbers import INT4 as CODEC
-from tests.kernels.test_numbers import assert_bytes, encoded, expected
+from tests.kernels.backends import tables_of
+from tests.kernels.inputs import absmax
+from tests.kernels.programs import (
+    ADDRESS,
+    WIRE,
+    Program,
+    X,
+    check,
+    expected,
+    kinds_of,
+    streams_of,
+)
+
+CODEC = absmax(4, 128, "stochastic")
 
 CPU = torch.device("cpu")
 
@@ -92,10 +103,6 @@ def launched(runner, monkeypatch) -> cuda.Runner:
     return runner
 
 
-def wire_of(x: torch.Tensor) -> torch.Tensor:
-    return expected(CODEC, x, ADDRESS)
-
-
 def encode_now(x: torch.Tensor) -> torch.Tensor:
     wire = torch.zeros(len(x), CODEC.wire_bytes(x.shape[1]), dtype=torch.uint8)
     encode(CODEC, x, wire, address=ADDRESS)
@@ -108,7 +115,7 @@ def test_every_launch_of_a_kernel_asks_for_the_stream(cupy, launched, monkeypatc
         stream = types.SimpleNamespace(cuda_stream=current)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index, stream=stream: stream)
         x = torch.randn(2, 130)
-        assert torch.equal(encode_now(x), wire_of(x))
+        assert torch.equal(encode_now(x), expected(CODEC, x))
     assert cupy.streams == [5, 6, 5]
     assert cupy.compiled == 1 and cupy.devices == [0]
 
@@ -166,16 +173,13 @@ def test_tables_are_compiled_anew_for_other_buffers(changed: str) -> None:
 
 
 @pytest.mark.parametrize("group_size", (8192, 288, 96))
-def test_order_of_warps_does_not_matter(cuda_kernels, shim, group_size: int) -> None:
+def test_order_of_warps_does_not_matter(cuda_kernels, shim, monkeypatch, group_size: int) -> None:
     """A race between warps of a block would show as a difference."""
+    monkeypatch.setattr(shim, "reversed_warps", True)
     for formula in ({"rounding": "random_shift"}, {"levels": "learned"}, {"range": "absmax"}):
         codec = GroupCodec(bits=5, group_size=group_size, **formula)
-        x = torch.randn(2, 3 * group_size + 5).bfloat16()
-        forward = encoded(cuda_kernels, codec, x)
-        shim.reversed_warps = True
-        backward = encoded(cuda_kernels, codec, x)
-        shim.reversed_warps = False
-        assert_bytes(codec, backward, forward)
+        program = Program([Encode(codec, 3 * group_size + 5, X, WIRE, 0)] * 2)
+        check(cuda_kernels, program, streams_of([codec]), values=kinds_of(codec))
 
 
 def test_no_option_lets_the_compiler_round_differently() -> None:

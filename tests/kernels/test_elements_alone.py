@@ -15,7 +15,7 @@ from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.kernels.batch import Decode, Encode, Rotate, Sum, Task
 from ds_quant.kernels.dispatch import Operations
 from ds_quant.kernels.wire import ceil_div, round_up
-from tests.kernels.test_batch import streams_of
+from tests.kernels.programs import streams_of
 from tests.lossless_inputs import decode, message_of
 
 MATRIX = 4096 * 4096
@@ -29,7 +29,7 @@ MOST = 0.001  # of all elements: the end of a row that is no whole run
 def share(shim, tasks: Sequence[Task], buffers: list[torch.Tensor], codec: Codec) -> float:
     """Elements that were read or written alone, of those that the tasks work on."""
     before = shim.elements_alone()
-    Operations(tasks).run(buffers, streams_of([codec], block=32, flips=False))
+    Operations(tasks).run(buffers, streams_of([codec], block=32))
     return (shim.elements_alone() - before) / sum(task.numel for task, _ in tasks)
 
 

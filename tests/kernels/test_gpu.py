@@ -1,7 +1,7 @@
 """The kernels on a GPU: bytes, streams, CUDA graphs, threads.
 
-Cases of test_numbers.py and test_batch.py, and what only a GPU shows, against the torch reference
-on the CPU. Needs CuPy: without it every test fails, none is skipped.
+Cases of test_numbers.py, and what only a GPU shows. Needs CuPy: without it every test fails, none
+is skipped.
 """
 
 from __future__ import annotations
@@ -21,16 +21,9 @@ from ds_quant.kernels.cuda import source
 from tests.kernels.backends import Kernels
 from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, KINDS, awkward, id_of, learned, table
 from tests.kernels.links import alone
-from tests.kernels.test_batch import (  # noqa: F401
-    test_decode,
-    test_encode,
-    test_encode_differences,
-    test_recode,
-    test_sum,
-    test_values_that_stay_are_made_beside_encoded_ones,
-)
+from tests.kernels.programs import ADDRESS, assert_values, decoded, expected
 from tests.kernels.test_numbers import *  # noqa: F403
-from tests.kernels.test_numbers import ADDRESS, INT4, assert_values
+from tests.kernels.test_numbers import INT4
 from tests.lossless_inputs import DTYPES as LOSSLESS_DTYPES
 from tests.lossless_inputs import SORTS, decode_rows, message_of, mixed
 
@@ -63,20 +56,6 @@ def all_kernels(cuda_kernels, nothing_left) -> Kernels:
     return cuda_kernels
 
 
-def expected(codec, x: torch.Tensor) -> torch.Tensor:
-    """Wire rows of x."""
-    wire = torch.empty(len(x), codec.wire_bytes(x.shape[1]), dtype=torch.uint8)
-    reference.encode(x, wire, codec, address=ADDRESS, levels=table(codec))
-    return wire
-
-
-def decoded(codec, wire: torch.Tensor, numel: int) -> torch.Tensor:
-    """(rows, numel) fp32."""
-    rows = torch.empty(len(wire), numel)
-    reference.decode(wire, rows, codec, levels=table(codec))
-    return rows
-
-
 def on_gpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.to(DEVICE)
 
@@ -106,7 +85,7 @@ def test_large_rows_equal_the_reference(kernels, index: int) -> None:
         assert torch.equal(out.cpu(), wanted)
         values = skewed(torch.zeros(2, numel, dtype=dtype), skew)
         decode(codec, out, values, levels=levels)
-        assert_values(codec, values, decoded(codec, wanted, numel))
+        assert_values(values, decoded(codec, wanted, numel))
 
 
 def lossless_wire(values: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -276,5 +255,5 @@ def test_more_than_2_to_the_31_elements(kernels) -> None:
     decode(codec, wire, out)
     start = numel // 4096 * 4096 - 4096
     small = decoded(codec, expected(codec, x[:, start:].cpu()), numel - start)
-    assert_values(codec, out[:, start:], small)
+    assert_values(out[:, start:], small)
     assert not out[0, : numel - 4099].any()

@@ -6,102 +6,58 @@ byte of a message, every bit of a value.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from ds_quant.codec.bound import Coding, decode, decode_sum, encode
-from ds_quant.codec.codec import CastCodec, GroupCodec
-from ds_quant.kernels.batch import Decode, Encode, Recode
+from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
+from ds_quant.comm.message import _shard_message
+from ds_quant.kernels.batch import OWN_SIGNS, Decode, Encode, Recode, Rotate, Sum, rows_of
 from ds_quant.kernels.dispatch import Operations, Streams
 from ds_quant.kernels.launch import tiling, whole_numel
-from ds_quant.kernels.random_bits import Address
-from tests.codecs import format_of
+from tests import needs
 from tests.kernels.backends import storing
-from tests.kernels.inputs import (
-    CODECS,
-    DTYPES,
-    FORMULAS,
-    GAUSSIAN,
-    KINDS,
-    STORES,
-    FixedRotation,
-    absmax,
-    awkward,
-    cases,
-    guarded,
-    id_of,
-    learned,
-    rotated,
-    rotated_back,
+from tests.kernels.inputs import CODECS, DTYPES, FORMULAS, GAUSSIAN, STORES, absmax, id_of
+from tests.kernels.programs import (
+    ARRIVED,
+    BASE,
+    OUT,
+    OWN,
+    SUMS,
+    WIRE,
+    Program,
+    X,
+    check,
+    kinds_of,
+    streams_of,
 )
 from tests.unit import wire_oracle as oracle
 
-ADDRESS = Address(key=0x0123456789ABCDEF, step=(1 << 33) + 1, first_vector=11)
 BF16, FP16, FP32 = DTYPES
-INT4, INT8 = absmax(4, 128, "stochastic"), absmax(8, 128)
-FLIPS = 0x1234567890ABCDEF | 0xFEDCBA9876543210 << 64
+INT4, INT8 = absmax(4, 128, "stochastic"), GroupCodec(bits=8, group_size=64, rounding="stochastic")
+SHIFTED = GroupCodec(bits=8, group_size=32, rounding="random_shift")
+LEARNED = GroupCodec(bits=3, group_size=32, levels="learned")
+WIDE = GroupCodec(bits=3, group_size=288, rounding="stochastic")
+CASTS = CAST_BF16, CAST_FP16, CAST_FP32 = tuple(map(CastCodec, DTYPES))
+IN_4_BITS = [GroupCodec(bits=4, group_size=128, **formula) for formula in FORMULAS]
+# One codec per way of unpacking: bits x (scale | scale and offset | table).
+DECODERS = tuple(codec for codec in CODECS if codec.rounding == "nearest")
 
 
-def expected(codec, x: torch.Tensor, address: Address = ADDRESS) -> torch.Tensor:
-    """Wire rows of x (rows, numel), ending where readable memory ends."""
-    nbytes, levels = codec.wire_bytes(x.shape[1]), learned(codec)
-    wire = guarded(len(x) * nbytes, torch.uint8).view(len(x), nbytes)
-    for place, row in enumerate(x.float().numpy()):
-        first = address.first_vector + place * address.vectors_per_row(x.shape[1])
-        how = {"stream": (address.key, address.step), "first": first}
-        how["table"] = None if levels is None else levels.numpy()
-        found = oracle.encode(row, format_of(codec), **how)
-        wire[place] = torch.frombuffer(bytearray(found), dtype=torch.uint8)
-    return wire
+def sizes(codec: Codec, block: int = 0) -> list[int]:
+    """Whole groups, ragged ones and less than a vector; Gaussian groups are whole or rotated."""
+    g = codec.group_size
+    if codec.is_gaussian and not block:
+        return [g, 3 * g, 8 * g, 11 * g]
+    return [1, 7, g - 1, g, 3 * g, 8 * g, 2 * g + 13, 9 * g - 13]
 
 
-def encoded(kernels, codec, x, address=ADDRESS, *, on_wire=0, base=None, rotation=None):
-    """The same by a back end."""
-    nbytes = codec.wire_bytes(on_wire or x.shape[1])
-    wire = kernels.put(guarded(len(x) * nbytes, torch.uint8).view(len(x), nbytes).fill_(0x55))
-    base, levels = (None if t is None else kernels.put(t) for t in (base, learned(codec)))
-    how = {"address": address, "levels": levels, "base": base, "rotation": rotation}
-    encode(codec, kernels.put(x), wire, **how)
-    return wire.cpu()
-
-
-def decoded(codec, wire: torch.Tensor, numel: int) -> torch.Tensor:
-    """(rows, numel) fp32."""
-    levels = learned(codec)
-    how = None if levels is None else levels.numpy()
-    with np.errstate(all="ignore"):
-        rows = [oracle.decode(row.numpy().tobytes(), format_of(codec), numel, how) for row in wire]
-    return torch.from_numpy(np.stack(rows))
-
-
-def output(rows: int, numel: int, dtype: torch.dtype, skew: int) -> torch.Tensor:
-    """(rows, numel) at an odd address if there is a skew, filled with small numbers."""
-    padding = skew or -numel % 16
-    out = guarded(rows * (numel + padding), dtype).view(rows, -1)[:, padding:]
-    return out.copy_(torch.arange(rows * numel).view(rows, numel) % 7)
-
-
-def assert_bytes(codec, found: torch.Tensor, wanted: torch.Tensor) -> None:
-    places = (found != wanted).nonzero().tolist()
-    assert not places, f"{codec.name}: (row, byte) {places[:8]} of {tuple(wanted.shape)} differ"
-
-
-def assert_values(codec, found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Equal bits, except that a NaN may have any sign and payload."""
-    found, wanted = found.cpu(), wanted.to(found.dtype)
-    both_nan = found.isnan() & wanted.isnan()
-    as_int = {2: torch.int16, 4: torch.int32}[found.element_size()]
-    same = found.contiguous().view(as_int) == wanted.contiguous().view(as_int)
-    places = (~(same | both_nan)).nonzero().tolist()
-    assert not places, f"{codec.name}: {places[:8]} of {tuple(wanted.shape)} differ"
-
-
-# ---- encode ----
+# ---- codec by codec ----
 
 
 class Source(NamedTuple):
@@ -111,64 +67,82 @@ class Source(NamedTuple):
     dtype: torch.dtype
     base: torch.dtype | None = None
     block: int = 0
-    flips: int | None = None
+    flips: bool = False
 
 
-SIGNS = 0x9E3779B97F4A7C15 | 0x9E3779B97F4A7C15 << 64
 SOURCES = (
     *(Source(codec, DTYPES[index % 3]) for index, codec in enumerate(CODECS)),
+    *(Source(codec, dtype) for codec in (*IN_4_BITS, *GAUSSIAN) for dtype in DTYPES),
     Source(INT4, BF16, block=32),
-    Source(absmax(4, 64, "stochastic"), BF16, block=64, flips=SIGNS),
-    Source(absmax(8, 2048), BF16, block=128, flips=FLIPS),
+    Source(absmax(4, 64, "stochastic"), BF16, block=64, flips=True),
+    Source(absmax(8, 2048), BF16, block=128, flips=True),
     Source(GroupCodec(bits=3, group_size=384, rounding="stochastic"), BF16, block=128),
-    Source(GroupCodec(bits=6, group_size=32), BF16, block=32, flips=SIGNS),
+    Source(GroupCodec(bits=6, group_size=32), BF16, block=32, flips=True),
     Source(absmax(4, 2048), FP32, BF16),
     Source(absmax(4, 128), BF16, BF16),
+    Source(absmax(8, 128), FP32, FP32),
     Source(GroupCodec(bits=8, group_size=96, rounding="stochastic"), FP16, FP32),
-    Source(absmax(5, 64), BF16, FP32, block=64, flips=5),
-    *(Source(c, DTYPES[c.bits % 3], block=128, flips=f) for c in GAUSSIAN for f in (None, FLIPS)),
+    Source(absmax(5, 64), BF16, FP32, block=64, flips=True),
+    *(Source(c, DTYPES[c.bits % 3], block=128, flips=f) for c in GAUSSIAN for f in (False, True)),
 )
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda s: id_of(s.codec))
 def test_bytes_are_those_of_the_page(all_kernels, source: Source) -> None:
     """A difference is taken once, in fp32; what a rotation lacks in its last block is zeros."""
-    codec, dtype, base_dtype, block, flips = source
-
-    @all_kernels.example(case=cases(codec.group_size), base_skew=st.sampled_from((0, 1, 8)))
-    def check(case, base_skew: int) -> None:
-        x, base = case.values(codec.group_size, dtype), None
-        turned, how = x.float(), {}
-        if base_dtype is not None:
-            padding = base_skew or -case.numel % 16
-            base = guarded(case.rows * (case.numel + padding), base_dtype)
-            base = base.view(case.rows, -1)[:, padding:].copy_(x.float() * 1.001 + 0.01)
-            turned = turned - base.float()
-        if block:
-            turned = rotated(turned, block, flips)
-            how = {"rotation": FixedRotation(block, flips), "on_wire": turned.shape[1]}
-        found = encoded(all_kernels, codec, x, case.address, base=base, **how)
-        assert_bytes(codec, found, expected(codec, turned, case.address))
+    codec, dtype, base, block, flips = source
+    place = None if base is None else BASE
+    found = [
+        Encode(codec, numel, X, WIRE, stream, block, flips, place)
+        for stream, numel in enumerate(sizes(codec, block))
+    ]
+    streams = streams_of([codec] * len(found), block=block, flips=flips)
+    check(all_kernels, Program(found), streams, dtype, base or dtype, kinds_of(codec))
 
 
-IN_4_BITS = [GroupCodec(bits=4, group_size=128, **formula) for formula in FORMULAS]
+class Total(NamedTuple):
+    """A sum of so many rows, one of them given as values, or none."""
+
+    codec: GroupCodec
+    sources: int = 3
+    has_own: bool = True
+    block: int = 0
+    flips: bool = False
 
 
-@pytest.mark.parametrize(
-    ("codec", "dtype"),
-    [
-        *((codec, dtype) for codec in (*IN_4_BITS, *GAUSSIAN) for dtype in DTYPES),
-        *((codec, DTYPES[index % 3]) for index, codec in enumerate(CODECS)),
-    ],
-    ids=id_of,
+TOTALS = (
+    *(Total(codec, has_own=codec.bits % 2 == 0) for codec in (*DECODERS, *GAUSSIAN)),
+    Total(absmax(4, 128), 8, has_own=False),
+    Total(absmax(4, 2048), 9),
+    Total(absmax(8, 32), 2, has_own=False),
+    Total(absmax(8, 32), 1),
+    Total(GroupCodec(bits=7, group_size=64), 17, has_own=False),
+    Total(GroupCodec(bits=3, group_size=288, levels="learned"), 4),
+    Total(absmax(4, 128), 4, block=32),
+    Total(absmax(4, 256), 3, has_own=False, block=64, flips=True),
+    Total(absmax(4, 128), 4, block=128, flips=True),
+    *(Total(codec, block=128, flips=True) for codec in GAUSSIAN),
 )
-def test_every_kind_of_group(all_kernels, codec: GroupCodec, dtype: torch.dtype) -> None:
-    whole = codec.group_size * len(KINDS)
-    x = awkward(whole, codec.group_size, sorted(KINDS), seed=1).to(dtype)[None]
-    assert_bytes(codec, encoded(all_kernels, codec, x), expected(codec, x))
-    if not codec.is_gaussian:
-        x = x[:, :-13]
-        assert_bytes(codec, encoded(all_kernels, codec, x), expected(codec, x))
+
+
+@pytest.mark.parametrize("total", TOTALS, ids=lambda t: f"{t.sources}-{id_of(t.codec)}")
+def test_values_are_those_of_the_page(all_kernels, total: Total) -> None:
+    """Sums in order, rotated back, scaled and cast once; single rows, added to what is there."""
+    codec, sources, has_own, block, flips = total
+    place = codec.bits % sources if has_own else None
+    scale = 1.0 if sources in (2, 4) and not block else 1 / sources
+    how = {"block": block, "flips": flips, "place": place, "own": OWN, "scale": scale, "stride": 0}
+    found = []
+    for stream, numel in enumerate(sizes(codec, block)):
+        found.append(Sum(codec, numel, ARRIVED, OUT, stream, sources - has_own, **how))
+        if not block:
+            found.append(Decode(codec, numel, ARRIVED, OUT, stream, codec.bits % 2 == 0))
+    streams = streams_of([codec] * len(found), block=block, flips=flips)
+    dtype = BF16 if sources == 8 else DTYPES[codec.bits % 3]
+    check(all_kernels, Program(found), streams, dtype, values=kinds_of(codec))
+
+
+# ---- numbers on and beside borders ----
 
 
 def around_borders(bits: int) -> torch.Tensor:
@@ -187,16 +161,14 @@ def around_borders(bits: int) -> torch.Tensor:
 @pytest.mark.parametrize("codec", GAUSSIAN, ids=id_of)
 def test_every_bf16_number_and_every_border_of_gaussian_levels(all_kernels, codec) -> None:
     """The numbers as neighbours of equal magnitude, and beside a large one."""
-    every = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16).view(-1, 128).float()
+    every = torch.arange(1 << 16).to(torch.uint16).view(BF16).view(-1, 128).float()
     mixed = every.t().contiguous().view(-1, 128)
     mixed[:, 0] = torch.randn(512) * 2.0**60
     for groups in (every, mixed, around_borders(codec.bits)):
-        x = groups.view(1, -1)
-        wire = expected(codec, x)
-        assert_bytes(codec, encoded(all_kernels, codec, x), wire)
-        found = all_kernels.put(torch.empty_like(x))
-        decode(codec, all_kernels.put(wire), found)
-        assert_values(codec, found, decoded(codec, wire, x.shape[1]))
+        n = groups.numel()
+        found = [Encode(codec, n, X, WIRE, 0), Decode(codec, n, ARRIVED, OUT, 0)]
+        values = lambda _, groups=groups: groups.flatten()  # noqa: E731
+        check(all_kernels, Program(found), streams_of([codec]), FP32, values=values)
 
 
 # Of 128 equal values: scales halfway between two bf16 numbers, the lower or the upper one even.
@@ -209,197 +181,43 @@ TIES = {
 @pytest.mark.parametrize("codec", GAUSSIAN, ids=id_of)
 def test_ties_of_the_scale_are_rounded_to_even(all_kernels, codec: GroupCodec) -> None:
     values = [torch.full((128,), float.fromhex(value)) for value in TIES[codec.bits]]
-    x = torch.cat(values)[None]
-    wanted = expected(codec, x)
-    bits = wanted.view(torch.int16).view(-1)
+    program = Program([Encode(codec, 256, X, WIRE, 0)])
+    wanted = check(
+        all_kernels, program, streams_of([codec]), FP32, values=lambda _: torch.cat(values)
+    )
+    bits = wanted[WIRE].view(torch.int16)[-codec.wire_bytes(256) // 2 :]
     assert not (bits[256 * codec.bits // 16 :][:2] & 1).any()
-    assert_bytes(codec, encoded(all_kernels, codec, x), wanted)
 
 
-@pytest.mark.parametrize("numel", (13, 500, 4000))
-@pytest.mark.parametrize("bits", (4, 8))
-def test_random_bits_of_rows_lie_a_stride_apart(all_kernels, bits: int, numel: int) -> None:
-    """As those of runs of one tensor do: 16 vectors per element. Beyond 32 bits and 63, too."""
-    codec = absmax(bits, 64, "stochastic")
-    x = torch.randn(5, numel).bfloat16()
-    for first, step in ((0, 16 * 5000), (7, 1 << 33), ((1 << 63) + 7, 8)):
-        address = Address(key=3, step=4, first_vector=first, row_vectors=step)
-        rows = [
-            expected(codec, x[row : row + 1], address._replace(first_vector=first + row * step))
-            for row in range(len(x))
-        ]
-        assert_bytes(codec, encoded(all_kernels, codec, x, address), torch.cat(rows))
+def test_halves_are_read_and_rounded_as_torch_does(all_kernels) -> None:
+    """Every fp16 number, and fp32 numbers on, beside and between the borders of rounding."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(FP16).float()
+    finite = every[every.isfinite()].sort().values
+    middles = (finite[1:] + finite[:-1]) / 2
+    numbers = [finite, middles, torch.randn(9999) * 2.0 ** torch.randint(-26, 18, (9999,))]
+    numbers += [torch.nextafter(middles, torch.tensor(side * torch.inf)) for side in (1, -1)]
+    x = torch.cat([*numbers, torch.tensor([65519.9, 65520.0, 1e30, torch.inf, 1e-45, -1e-45])])
+    found = [Decode(CAST_FP16, len(every), ARRIVED, OUT, 0), Encode(CAST_FP16, len(x), X, WIRE, 0)]
+    values = lambda n: every if n == len(every) else x  # noqa: E731
+    check(all_kernels, Program(found), streams_of([CAST_FP16]), FP32, values=values)
 
 
-# ---- decode and add up ----
-
-# One codec per way of unpacking: bits x (scale | scale and offset | table).
-DECODERS = tuple(codec for codec in CODECS if codec.rounding == "nearest")
-
-
-@pytest.mark.parametrize("codec", (*DECODERS, *GAUSSIAN), ids=id_of)
-def test_decoded_rows_are_those_of_the_page(all_kernels, codec: GroupCodec) -> None:
-    dtype, add = DTYPES[codec.bits % 3], codec.bits % 2 == 0
-
-    @all_kernels.example(4, case=cases(codec.group_size))
-    def check(case) -> None:
-        x = case.values(codec.group_size, torch.float32)
-        if codec.is_gaussian:
-            x = rotated(x, 128, None)
-        wire, out = expected(codec, x), output(len(x), x.shape[1], dtype, case.skew)
-        values = decoded(codec, wire, x.shape[1])
-        wanted, found = values + out.float() if add else values, all_kernels.put(out)
-        levels = None if learned(codec) is None else all_kernels.put(learned(codec))
-        decode(codec, all_kernels.put(wire), found, levels=levels, add=add)
-        assert_values(codec, found, wanted)
+def run(kernels, operation, places: int, *buffers: torch.Tensor) -> torch.Tensor:
+    """One task at the begin of its buffers; what it has written into the last one."""
+    there, streams = [kernels.put(b) for b in buffers], Streams([Coding(operation.codec)], [None])
+    Operations([(operation, (0,) * places)]).run(there, streams)
+    return there[-1].cpu()
 
 
-class Total(NamedTuple):
-    """A sum of so many rows, one of them given as values, or none."""
-
-    codec: GroupCodec
-    sources: int = 3
-    has_own: bool = True
-    block: int = 0
-    flips: int | None = None
-
-
-TOTALS = (
-    *(Total(codec, has_own=codec.bits % 2 == 0) for codec in DECODERS),
-    Total(absmax(4, 128), 8, has_own=False),
-    Total(absmax(4, 2048), 9),
-    Total(absmax(8, 32), 2, has_own=False),
-    Total(absmax(8, 32), 1),
-    Total(GroupCodec(bits=7, group_size=64), 17, has_own=False),
-    Total(GroupCodec(bits=3, group_size=288, levels="learned"), 4),
-    Total(absmax(4, 128), 4, block=32),
-    Total(absmax(4, 256), 3, has_own=False, block=64, flips=0xF00D),
-    Total(absmax(4, 128), 4, block=128, flips=(5 << 96) | 77),
-    *(Total(codec, block=128, flips=FLIPS) for codec in GAUSSIAN),
-)
-
-
-def rows_of(codec, case, sources: int) -> torch.Tensor:
-    torch.manual_seed(case.seed)
-    return case.values(codec.group_size, torch.float32)[:1] + torch.randn(sources, case.numel)
-
-
-def sum_of(codec, wire: torch.Tensor, numel: int, own: tuple | None) -> torch.Tensor:
-    """Rows, one of them replaced, added one by one."""
-    rows = decoded(codec, wire, numel)
-    if own is not None:
-        rows[own[0]] = own[1]
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total
-
-
-def without(wire: torch.Tensor, row: int) -> torch.Tensor:
-    """What travels of rows when one of them is given as values."""
-    return torch.cat([wire[:row], wire[row + 1 :]])
-
-
-@pytest.mark.parametrize("total", TOTALS, ids=lambda t: f"{t.sources}-{id_of(t.codec)}")
-def test_sums_of_rows_are_those_of_the_page(all_kernels, total: Total) -> None:
-    """In order, rotated back, scaled and cast once."""
-    codec, sources, has_own, block, flips = total
-    scale = 1.0 if sources in (2, 4) and not block else 1 / sources
-    dtype = torch.bfloat16 if sources == 8 else torch.float32
-
-    @all_kernels.example(4, case=cases(codec.group_size), row=st.integers(0, sources - 1))
-    def check(case, row: int) -> None:
-        x = rows_of(codec, case, sources)
-        rotation = FixedRotation(block, flips) if block else None
-        x = rotated(x, block, flips) if block else x
-        own = (row, x[row].to(torch.bfloat16)) if has_own else None
-        wire = expected(codec, x)
-        wanted = sum_of(codec, wire, x.shape[1], own)
-        wanted = rotated_back(wanted, block, flips, scale) if block else wanted * scale
-        sent = without(wire, row) if has_own else wire
-        how = {"scale": scale, "rotation": rotation}
-        found = all_kernels.put(output(1, case.numel, dtype, case.skew))[0]
-        own = own and (row, all_kernels.put(own[1]))
-        levels = None if learned(codec) is None else all_kernels.put(learned(codec))
-        decode_sum(codec, all_kernels.put(sent), found, own=own, levels=levels, **how)
-        assert_values(codec, found, wanted[: case.numel])
-
-
-# ---- variants of the kernels ----
-
-
-@pytest.mark.parametrize("codec", (*CODECS[::7], *GAUSSIAN), ids=id_of)
-def test_whole_blocks_are_encoded_without_checks_of_ends(all_kernels, codec: GroupCodec) -> None:
-    """Of aligned rows, in a variant of the CUDA kernel."""
-    dtype = DTYPES[CODECS.index(codec) % 3] if codec in CODECS else torch.bfloat16
-    numel = whole_numel([codec]) if codec.is_gaussian else codec.group_size * max(
-        tiling(codec.group_size, run).block_groups for run in (1, 4)
-    )  # fmt: skip
-    x = awkward(2 * numel, codec.group_size, sorted(KINDS), seed=7).view(2, numel).to(dtype)
-    block = 128 if codec.is_gaussian else 32
-    wanted = expected(codec, rotated(x.float(), block, 5))
-    assert_bytes(codec, encoded(all_kernels, codec, x, rotation=FixedRotation(block, 5)), wanted)
-    assert_bytes(codec, encoded(all_kernels, codec, x), expected(codec, x))
-    base = torch.randn(2, numel).bfloat16()
-    wanted = expected(codec, x.float() - base.float())
-    assert_bytes(codec, encoded(all_kernels, codec, x, base=base), wanted)
-    assert all(macros["DSQ_WHOLE"] for macros in all_kernels.macros)
-
-
-@pytest.mark.parametrize("codec", DECODERS[::7], ids=id_of)
-def test_whole_blocks_are_decoded_without_checks_of_ends(all_kernels, codec: GroupCodec) -> None:
-    numel, sources, put = 1 << 15, 8, all_kernels.put
-    wire = expected(codec, torch.randn(sources, numel))
-    levels = None if learned(codec) is None else put(learned(codec))
-    out = put(output(2, numel, torch.bfloat16, 0))
-    decode(codec, put(wire[:2]), out, levels=levels)
-    assert_values(codec, out, decoded(codec, wire[:2], numel))
-    total = put(output(1, numel, torch.float32, 0))[0]
-    decode_sum(codec, put(wire), total, scale=0.125, levels=levels)
-    exact = sum_of(codec, wire, numel, None)
-    assert_values(codec, total, exact * 0.125)
-    if codec.levels != "learned":
-        how = {"wire_in": 0, "wire": 1, "stream": 0, "sources": 8, "stride": wire.stride(0)}
-        recode = Recode(codec, INT4, numel, place=None, own=2, **how), (0, 0, 0, 0)
-        buffers = [put(wire), put(expected(INT4, exact[None])[0].fill_(0x55)), put(torch.empty(0))]
-        Operations([recode]).run(buffers, Streams([Coding(INT4, ADDRESS)], [None]))
-        assert_bytes(INT4, buffers[1].cpu()[None], expected(INT4, exact[None]))
-    assert all(macros["DSQ_WHOLE"] for macros in all_kernels.macros)
-
-
-@pytest.mark.parametrize("stores", STORES, ids=str)
-def test_every_way_of_storing_writes_the_same_values(cuda_kernels, nothing_left, stores) -> None:
-    """Rows of any length and address, added to what is there; and whole blocks of sums, one of
-    them rotated.
-    """
-    codec, put = GroupCodec(bits=4, group_size=64), cuda_kernels.put
-    with storing(stores):
-
-        @cuda_kernels.example(4, case=cases(codec.group_size, max_groups=40))
-        def check(case) -> None:
-            wire = expected(codec, case.values(codec.group_size, torch.float32))
-            out = output(case.rows, case.numel, torch.bfloat16, case.skew)
-            wanted, found = decoded(codec, wire, case.numel) + out.float(), put(out)
-            decode(codec, put(wire), found, add=True)
-            assert_values(codec, found, wanted)
-
-        coarse, numel = absmax(8, 2048), 1 << 14
-        wire = expected(coarse, torch.randn(3, numel))
-        found = put(output(1, numel, torch.float32, 0))[0]
-        decode_sum(coarse, put(wire), found, scale=0.5)
-        assert_values(coarse, found, sum_of(coarse, wire, numel, None) * 0.5)
-        macros = cuda_kernels.macros[-1]
-        assert (macros["DSQ_RUN"], macros["DSQ_STAGED"]) == (stores.run, stores.staged)
-        assert macros["DSQ_WHOLE"]
-        x = rotated(torch.randn(3, 5000), 64, 77)
-        wire, found = expected(INT8, x), put(output(1, 5000, torch.bfloat16, 0))[0]
-        decode_sum(INT8, put(wire), found, scale=0.5, rotation=FixedRotation(64, 77))
-        wanted = rotated_back(sum_of(INT8, wire, x.shape[1], None), 64, 77, 0.5)[:5000]
-        assert_values(INT8, found, wanted)
-        assert cuda_kernels.macros[-1]["DSQ_STAGED"] == stores.staged
-
-
-# ---- nothing, and numbers that are sent as they are ----
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_exact_values_keep_every_bit(all_kernels, dtype: torch.dtype) -> None:
+    """Of a NaN too, on its way into a message and out of it."""
+    bits = torch.randint(-(1 << 15), 1 << 15, (dtype.itemsize * 5000,), dtype=torch.int16)
+    x, codec = bits.view(dtype)[:4999], CastCodec(dtype)
+    out = torch.empty(codec.wire_bytes(4999), dtype=torch.uint8)
+    wire = run(all_kernels, Encode(codec, 4999, 0, 1, 0), 3, x, out)
+    found = run(all_kernels, Decode(codec, 4999, 0, 1, 0), 2, wire, torch.empty_like(x))
+    assert torch.equal(found.view(torch.uint8), x.view(torch.uint8))
 
 
 @pytest.mark.parametrize("codec", [IN_4_BITS[0], IN_4_BITS[2], CastCodec()], ids=id_of)
@@ -414,36 +232,240 @@ def test_no_rows_and_no_elements_work_everywhere(all_kernels, codec) -> None:
         assert torch.equal(out.cpu(), x) and torch.equal(total.cpu(), x.sum(0) / 2)
 
 
-def cast(kernels, operation, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    places = (0,) * (3 if isinstance(operation, Encode) else 2)
-    buffers, streams = [kernels.put(x), kernels.put(out)], Streams([Coding(CastCodec())], [None])
-    Operations([(operation, places)]).run(buffers, streams)
-    return buffers[1].cpu()
+# ---- many codecs and sizes in one list ----
+
+MIXED = (INT4, INT8, LEARNED, SHIFTED, *CASTS) * 2
+IN_128 = (*GAUSSIAN, INT4)  # whose groups are blocks of 128
+RECODED = (
+    *((INT8, INT4), (INT4, SHIFTED), (CAST_BF16, CAST_BF16), (CAST_BF16, INT8)),
+    *((CAST_FP16, CAST_FP32), (INT4, CAST_FP32), (LEARNED, LEARNED), (SHIFTED, WIDE)),
+)
+NUMELS = (1, 129, 500, 500, 500, 4096)
+TURNED = [(BF16, 0, False), (FP16, 32, False), (FP32, 64, True), (BF16, 128, True)]
 
 
-def test_halves_are_read_and_rounded_as_torch_does(all_kernels) -> None:
-    """Every fp16 number, and fp32 numbers on, beside and between the borders of rounding."""
-    codec, count = CastCodec(torch.float16), 1 << 16
-    every = torch.arange(count, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    reading = Decode(codec, count, 0, 1, 0)
-    found = cast(all_kernels, reading, every.view(torch.uint8), torch.empty(count))
-    assert torch.equal(found.nan_to_num(7.0), every.float().nan_to_num(7.0))
-    finite = every[every.isfinite()].float().sort().values
-    middles = (finite[1:] + finite[:-1]) / 2
-    numbers = [finite, middles, torch.randn(9999) * 2.0 ** torch.randint(-26, 18, (9999,))]
-    numbers += [torch.nextafter(middles, torch.tensor(side * torch.inf)) for side in (1, -1)]
-    x = torch.cat([*numbers, torch.tensor([65519.9, 65520.0, 1e30, torch.inf, 1e-45, -1e-45])])
-    out = torch.empty(codec.wire_bytes(x.numel()), dtype=torch.uint8)
-    wire = cast(all_kernels, Encode(codec, x.numel(), 0, 1, 0), x, out)
-    assert torch.equal(wire[: 2 * x.numel()].view(torch.int16), x.half().view(torch.int16))
+def codecs_in(block: int) -> tuple[Codec, ...]:
+    """Codecs whose groups hold whole blocks of a rotation."""
+    if block == 128:
+        return IN_128 * 2
+    return tuple(c for c in MIXED if not block or getattr(c, "group_size", block) % block == 0)
 
 
+def encodes(codecs: tuple[Codec, ...], *, block: int, flips: bool) -> list[Encode]:
+    return [
+        Encode(codec, numel, X, WIRE, stream, block, flips)
+        for stream, codec in enumerate(codecs)
+        for numel in NUMELS
+    ]
+
+
+@pytest.mark.parametrize("dtype, block, flips", [*TURNED, (FP32, 0, False)])
+def test_encode(kernels, dtype: torch.dtype, block: int, flips: bool) -> None:
+    """Values as they are beside differences, which lie elsewhere than what they are taken of."""
+    codecs, how = codecs_in(block), {"block": block, "flips": flips}
+    found = encodes(codecs, **how)
+    for place, op in enumerate(found):
+        if not block and place % 2 and isinstance(op.codec, GroupCodec):
+            found[place] = op._replace(base=BASE)
+    check(kernels, Program(found), streams_of(codecs, **how), dtype)
+
+
+@pytest.mark.parametrize("add", (False, True))
+def test_decode(all_kernels, add: bool) -> None:
+    found = [
+        Decode(codec, numel, ARRIVED, OUT, stream, add)
+        for stream, codec in enumerate(MIXED)
+        for numel in NUMELS
+        if not (add and isinstance(codec, CastCodec))
+    ]
+    check(all_kernels, Program(found), streams_of(MIXED))
+
+
+@pytest.mark.parametrize("dtype, block, flips", [*TURNED, (BF16, 128, OWN_SIGNS)])
+@pytest.mark.parametrize("place, scale", [(None, 1 / 3), (0, 1.0), (2, 0.25)])
+def test_sum(kernels, place, dtype, block: int, flips: int, scale: float) -> None:
+    codecs = codecs_in(block)
+    found = [
+        Sum(codec, numel, ARRIVED, OUT, stream, 2, 0, place, OWN, block, flips, scale)
+        for stream, codec in enumerate(codecs)
+        for numel in NUMELS
+    ]
+    check(kernels, Program(found), streams_of(codecs, block=block, flips=flips), dtype)
+
+
+@pytest.mark.parametrize("place", (None, 1))
+@pytest.mark.parametrize(
+    "source, codec, block",
+    [
+        *((*pair, block) for pair in RECODED for block in (0, 32)),
+        (INT4, GAUSSIAN[1], 128),
+        (GAUSSIAN[2], GAUSSIAN[0], 128),
+    ],
+)
+def test_recode(kernels, source: Codec, codec: Codec, place: int | None, block: int) -> None:
+    streams = 2 if codec is LEARNED else 1  # the second one with levels of its own
+    found = [
+        Recode(source, codec, numel, ARRIVED, WIRE, i % streams, 3, 0, place, OWN, block)
+        for i, numel in enumerate(NUMELS)
+    ]
+    values = torch.randn if isinstance(codec, CastCodec) else kinds_of(codec)  # of a NaN: the bits
+    check(kernels, Program(found), streams_of([codec] * streams), values=values)
+
+
+@pytest.mark.parametrize("dtype, block, flips", TURNED)
+def test_values_that_stay_are_made_beside_encoded_ones(
+    all_kernels, dtype: torch.dtype, block: int, flips: bool
+) -> None:
+    codec, before = GAUSSIAN[1] if block == 128 else INT4, len(all_kernels.macros)
+    found = encodes((codec, codec), block=block, flips=flips)
+    for stream in range(2):
+        for numel in (*NUMELS, 20_000):
+            found.append(Rotate(codec, numel, X, SUMS, stream, block, flips))
+    streams = streams_of((codec, codec), block=block, flips=flips)
+    check(all_kernels, Program(found), streams, dtype)
+    assert not (all_kernels.is_cuda and block) or len(all_kernels.macros) == before + 1
+
+
+@pytest.mark.parametrize("place", (None, 1))
+@pytest.mark.parametrize("codec", (INT4, GAUSSIAN[1], CAST_BF16), ids=str)
+def test_sums_that_stay_are_made_beside_recoded_ones(all_kernels, codec: Codec, place) -> None:
+    found, source = [], CAST_BF16 if codec is CAST_BF16 else INT8
+    for size in (128, 640, 640, 4096):
+        how = {"wire_in": ARRIVED, "stream": 0, "sources": 3, "stride": 0, "place": place}
+        found.append(Recode(source, codec, size, wire=WIRE, own=OWN, **how))
+        stays = Sum(source, size, values=SUMS, own=OWN, beside=codec, **how)
+        found += [stays, stays._replace(numel=size - 5), stays._replace(beside=None, scale=0.5)]
+    check(all_kernels, Program(found), streams_of([codec]))
+    launches = sum("DSQ_SOURCES" in macros for macros in all_kernels.macros)  # not of casts
+    assert not all_kernels.is_cuda or launches == (0 if codec is CAST_BF16 else 2)
+
+
+@pytest.mark.parametrize("codec", (INT4, INT8, GAUSSIAN[1], CAST_BF16, CAST_FP32), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_exact_values_keep_every_bit(all_kernels, dtype: torch.dtype) -> None:
-    """Of a NaN too, on its way into a message and out of it."""
-    bits = torch.randint(-(1 << 15), 1 << 15, (dtype.itemsize * 5000,), dtype=torch.int16)
-    x, codec = bits.view(dtype)[:4999], CastCodec(dtype)
-    out = torch.empty(codec.wire_bytes(4999), dtype=torch.uint8)
-    wire = cast(all_kernels, Encode(codec, 4999, 0, 1, 0), x, out)
-    found = cast(all_kernels, Decode(codec, 4999, 0, 1, 0), wire, torch.empty_like(x))
-    assert torch.equal(found.view(torch.uint8), x.view(torch.uint8))
+def test_every_address_of_values(all_kernels, dtype: torch.dtype, codec: Codec) -> None:
+    """Rows of several warps and of less than one at every distance from a multiple of 16 bytes."""
+    block, found, skews = 128 * (codec is GAUSSIAN[1]), [], []
+    for skew in range(16 // dtype.itemsize):
+        for numel in (5000 + 8 * skew, 8192, 100 + skew):
+            here = [Encode(codec, numel, X, WIRE, 0, block)]
+            here.append(Sum(codec, numel, ARRIVED, OUT, 0, 1, 0, 1, OWN, block))
+            if not block:
+                here.append(Decode(codec, numel, ARRIVED, OUT, 0))
+            if codec in (INT4, INT8):
+                here.append(Encode(codec, numel, X, WIRE, 0, base=BASE))
+                here.append(Decode(codec, numel, ARRIVED, OUT, 0, True))
+            found, skews = found + here, skews + [skew] * len(here)
+    check(all_kernels, Program(found, skews), streams_of([codec], block=128), dtype, dtype)
+
+
+@pytest.mark.parametrize("numel", (13, 500, 4000))
+@pytest.mark.parametrize("bits", (4, 8))
+def test_random_bits_of_rows_lie_a_stride_apart(all_kernels, bits: int, numel: int) -> None:
+    """As those of runs of one tensor do: 16 vectors per element. Beyond 32 bits and 63, too."""
+    codec = absmax(bits, 64, "stochastic")
+    for step in (16 * 5000, 1 << 33, 8):
+        program = Program([Encode(codec, numel, X, WIRE, stream) for stream in (0, 3)] * 5)
+        program.tasks = [
+            (op, (*places[:2], row // 2 * step)) for row, (op, places) in enumerate(program.tasks)
+        ]
+        check(all_kernels, program, streams_of([codec] * 4))
+
+
+# ---- variants of the kernels ----
+
+
+@pytest.mark.parametrize("codec", (*CODECS[::7], *GAUSSIAN), ids=id_of)
+def test_whole_blocks_are_encoded_without_checks_of_ends(all_kernels, codec: GroupCodec) -> None:
+    """Of aligned rows, in a variant of the CUDA kernel."""
+    dtype = DTYPES[CODECS.index(codec) % 3] if codec in CODECS else BF16
+    numel = whole_numel([codec]) if codec.is_gaussian else codec.group_size * max(
+        tiling(codec.group_size, run).block_groups for run in (1, 4)
+    )  # fmt: skip
+    plain = Encode(codec, numel, X, WIRE, 0)
+    turned = plain._replace(block=128 if codec.is_gaussian else 32, flips=True)
+    found = [plain, turned, plain._replace(base=BASE)] * 2
+    streams = streams_of([codec], block=turned.block, flips=True)
+    check(all_kernels, Program(found, [0] * 6), streams, dtype, values=kinds_of(codec))
+    assert all(macros["DSQ_WHOLE"] for macros in all_kernels.macros)
+
+
+@pytest.mark.parametrize("codec", DECODERS[::7], ids=id_of)
+def test_whole_blocks_are_decoded_without_checks_of_ends(all_kernels, codec: GroupCodec) -> None:
+    numel, how = 1 << 15, {"sources": 8, "stride": 0, "place": None, "own": OWN}
+    found = [Decode(codec, numel, ARRIVED, OUT, 0)] * 2
+    found.append(Sum(codec, numel, ARRIVED, SUMS, 0, scale=0.125, **how))
+    if codec.levels != "learned":
+        found.append(Recode(codec, INT4, numel, ARRIVED, WIRE, 0, **how))
+    check(all_kernels, Program(found, [0] * 4), streams_of([INT4]))
+    assert all(macros["DSQ_WHOLE"] for macros in all_kernels.macros)
+
+
+@pytest.mark.parametrize("stores", STORES, ids=str)
+def test_every_way_of_storing_writes_the_same_values(cuda_kernels, nothing_left, stores) -> None:
+    """Rows of any length and address, added to what is there; whole blocks of sums; and rotated
+    ones.
+    """
+    codec, coarse, fine = GroupCodec(bits=4, group_size=64), absmax(8, 2048), absmax(8, 128)
+    how = {"place": None, "own": OWN, "scale": 0.5, "sources": 3, "stride": 0}
+    decodes = [Decode(codec, numel, ARRIVED, OUT, 0, True) for numel in (*NUMELS, 7)]
+    with storing(stores):
+        check(cuda_kernels, Program(decodes), streams_of([codec]))
+        check(cuda_kernels, Program([Sum(coarse, 1 << 14, ARRIVED, SUMS, 0, **how)]),
+              streams_of([coarse]))  # fmt: skip
+        macros = cuda_kernels.macros[-1]
+        assert (macros["DSQ_RUN"], macros["DSQ_STAGED"]) == (stores.run, stores.staged)
+        assert macros["DSQ_WHOLE"]
+        turned = Sum(fine, 5000, ARRIVED, OUT, 0, block=64, flips=1, **how)
+        check(cuda_kernels, Program([turned]), streams_of([fine], block=64, flips=1))
+        assert cuda_kernels.macros[-1]["DSQ_STAGED"] == stores.staged
+
+
+# ---- lists of tasks ----
+
+
+def test_all_sources_of_a_sum_may_be_one_row(all_kernels) -> None:
+    """As the rehearsal has them."""
+    codec = absmax(8, 128)
+    program = Program([Sum(codec, 256, ARRIVED, OUT, 0, 4, 0, None, OWN)])
+    program.tasks = [(op._replace(stride=0), places) for op, places in program.tasks]
+    check(all_kernels, program, streams_of([codec]))
+
+
+def test_pieces_at_equal_distances_become_rows() -> None:
+    """Two nodes of three ranks: the shards of a gradient in the messages to each of them."""
+    operation = Encode(INT4, 50, 0, 1, 0)
+    tasks = [
+        (operation, (50 * (3 * node + local), 1000 * local + 64 * node, 800 * (3 * node + local)))
+        for local in range(3)
+        for node in range(2)
+    ]
+    (rows,) = rows_of(tasks, 2)
+    assert (rows.places, rows.shape) == ((0, 0, 0), (3, 2))
+    assert rows.steps == ((50, 1000, 800), (150, 64, 2400))
+    backwards = rows_of([tasks[0], *tasks[::-1]], 1)
+    assert all(step >= 0 for found in backwards for step in found.steps[0])
+    ragged = [*tasks[:-1], (operation._replace(numel=49), tasks[-1][1])]
+    assert [found.shape for found in rows_of(ragged, 2)] == [(2, 2), (1, 1), (1, 1)]
+
+
+@needs.native_kernels
+def test_threads_that_share_a_plan_do_not_mix_their_buffers() -> None:
+    """Two engines in two threads gather tensors of equal sizes: they share what decodes them."""
+    codec, ranks, width = GroupCodec(range="absmax", group_size=128), 4, 50_000
+    decoding = _shard_message(((codec, ranks * width),), ranks, 0, None)._decode
+
+    def wrong(seed: int) -> int:
+        x = torch.randn(ranks, width, generator=torch.Generator().manual_seed(seed))
+        wire = torch.empty(ranks, codec.wire_bytes(width), dtype=torch.uint8)
+        encode(codec, x, wire)
+        wanted = torch.empty_like(x)
+        decode(codec, wire, wanted)
+        differing = 0
+        for _ in range(150):
+            found = torch.zeros(ranks * width)
+            decoding.run([wire.view(-1), found], Streams([Coding(codec)], [None]))
+            differing += not torch.equal(found, wanted.view(-1))
+        return differing
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(wrong, range(4))) == [0] * 4

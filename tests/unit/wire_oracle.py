@@ -282,19 +282,21 @@ def written(x: np.ndarray, dtype: str) -> bytes:
     return x.astype("<f4" if dtype == "fp32" else "<f2").tobytes()
 
 
-def read(row: bytes, fmt: Sent, n: int) -> np.ndarray:
+def read(row: bytes, fmt: Sent, n: int, table: np.ndarray | None = None) -> np.ndarray:
     """(n,) fp32 at the front of a slot."""
     if isinstance(fmt, Format):
-        return decode(row, fmt, n)
+        return decode(row, fmt, n, table)
     if fmt == "bf16":
         return (np.frombuffer(row, "<u2", n).astype(np.uint32) << 16).view(F32)
     return np.frombuffer(row, "<f4" if fmt == "fp32" else "<f2", n).astype(F32)
 
 
-def row_of(x: np.ndarray, fmt: Sent, stream: tuple[int, int], first: int) -> bytes:
+def row_of(
+    x: np.ndarray, fmt: Sent, stream: tuple[int, int], first: int, table: np.ndarray | None = None
+) -> bytes:
     if not isinstance(fmt, Format):
         return written(x, fmt)
-    return encode(x, fmt, stream=stream, first=first)
+    return encode(x, fmt, stream=stream, first=first, table=table)
 
 
 def row_bytes(fmt: Sent, n: int) -> int:

@@ -1,4 +1,5 @@
-"""Every command of README and docs/ runs in this suite: here, or in the test that COVERED names.
+"""Every command of README and docs/ runs in this suite: here, or in the test that
+golden/covered_commands.yaml names.
 
 Commands are the lines of code blocks marked ``bash``. A new one fails until it runs here or has an
 entry; an entry whose command or test has gone fails too.
@@ -6,7 +7,6 @@ entry; an entry whose command or test has gone fails too.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 import re
@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ds_quant.tools.cli import _parser, main
 
@@ -27,47 +28,10 @@ PROGRAMS = (
     "git", "make", "sbatch", "pip", "python", "ds_quant", "deepspeed", "accelerate", "torchrun",
     "sudo", "benchmarks/",
 )  # fmt: skip
-EXAMPLES = "tests/integration/test_examples.py::"
-TWO_HOSTS = EXAMPLES + "test_two_hosts_of_the_hostfile_train_together"
-INSTALLED = "tests/integration/test_wheel.py::test_import_torch_activates_the_installed_plugin"
-STARTED = "tests/integration/test_readme.py::test_five_minute_start"
-SUITE = "tests/kernels/test_gpu_suite.py::test_dry_run_of_the_suite"
-PROBE = "tests/distributed/test_probe.py::"
-GIVEN = "tests/unit/test_golden_commands.py::test_a_command_prints_what_is_recorded"
-COVERED = {  # how a command begins -> its test
-    "git clone ": "tests/integration/test_wheel.py::test_a_homepage_makes_links_absolute",
-    "pip install ": INSTALLED,
-    "make install": INSTALLED,
-    "make demo": "tests/integration/test_demo.py::"
-    "test_two_schemes_train_on_the_same_data_and_count_their_bytes",
-    "make test": "tests/unit/test_release.py::test_public_ci_runs_what_this_repository_runs",
-    "make lint": "tests/unit/test_release.py::test_public_ci_runs_what_this_repository_runs",
-    "make report": "tests/unit/test_results.py::test_pages_are_up_to_date_and_stale_ones_are_found",
-    "ds_quant doctor": "tests/unit/test_doctor.py::"
-    "test_doctor_trains_two_processes_and_sees_a_disabled_plugin",
-    "ds_quant validate ds_config.json": STARTED,
-    "deepspeed --num_accelerators 2 train.py": STARTED,
-    "deepspeed --num_accelerators 2 ": EXAMPLES + "test_example_trains_and_saves",
-    "accelerate launch ": EXAMPLES + "test_accelerate_launch_starts_its_example",
-    "deepspeed --hostfile hostfile ": TWO_HOSTS,
-    "torchrun --nnodes 2 ": EXAMPLES + "test_two_hosts_train_with_torchrun",
-    "sbatch ": EXAMPLES + "test_the_slurm_script_starts_one_launcher_per_node",
-    "ds_quant probe --hostfile hostfile": PROBE
-    + "test_probe_starts_itself_on_the_hosts_of_a_hostfile",
-    "torchrun --nproc-per-node 8 ": PROBE + "test_probe_runs_under_torchrun",
-    "export DS_QUANT_BLOCK=": GIVEN,
-    "ds_quant validate --env": GIVEN,
-    ".venv/bin/ds_quant schema --markdown > docs/keys.md": "tests/unit/test_docs.py::"
-    "test_keys_page_is_what_the_models_say",
-    ".venv/bin/python benchmarks/kernels.py ": SUITE,
-    ".venv/bin/python -m tests.distributed.host_cost ": "tests/distributed/test_host_cost.py::"
-    "test_figures_of_a_llama_layer_are_printed",
-    "sudo .venv/bin/python benchmarks/speed.py ": "tests/unit/test_speed.py::"
-    "test_without_a_lab_one_point_over_loopback",
-    "benchmarks/gpu/collect_wheels.sh": "tests/kernels/test_gpu_suite.py::"
-    "test_scripts_are_valid_shell",
-    "benchmarks/gpu_suite.sh ": SUITE,
-}
+TESTS = yaml.safe_load(
+    (Path(__file__).parent / "golden" / "covered_commands.yaml").read_text("utf-8")
+)
+COVERED = tuple(begin for begins in TESTS.values() for begin in begins)
 
 
 def commands() -> list[str]:
@@ -81,16 +45,14 @@ def commands() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-HERE = [command for command in commands() if not command.startswith(tuple(COVERED))]
+HERE = [command for command in commands() if not command.startswith(COVERED)]
 
 
 def test_entries_are_commands_of_a_page_and_name_tests_that_exist() -> None:
     assert not [begin for begin in COVERED if not any(c.startswith(begin) for c in commands())]
-    for name in COVERED.values():
+    for name in TESTS:
         path, _, function = name.partition("::")
-        source = (ROOT / path).read_text("utf-8")
-        names = {n.name for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)}
-        assert not function or function in names, name
+        assert f"\ndef {function}(" in (ROOT / "tests" / path).read_text("utf-8"), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -119,7 +81,9 @@ def test_command_runs(command: str, tmp_path: Path, monkeypatch, capsys) -> None
     if program == "ds_quant":
         assert main(arguments) == 0, capsys.readouterr().err
     else:
-        assert program == "python", f"run {command!r} here, or name its test in COVERED"
+        assert program == "python", (
+            f"run {command!r} here, or name its test in covered_commands.yaml"
+        )
         subprocess.run([sys.executable, *arguments], check=True, timeout=120)
 
 

@@ -98,30 +98,17 @@ def test_badges_say_what_the_package_says() -> None:
     assert all(f"](docs/badges/{name}.svg)" in PAGES[0].read_text("utf-8") for name in badges)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_named_in_backticks_exist(page: Path) -> None:
-    pattern = r"`((?:configs|docs|benchmarks|ds_quant|tests)/[\w./]+\.\w+)`"
-    named = re.findall(pattern, page.read_text("utf-8"))
-    missing = [name for name in named if not (ROOT / name).exists()]
-    assert missing == []
+@functools.cache
+def defined_in(path: Path) -> set[str]:
+    return set(re.findall(r"^def (test_\w+)\(", path.read_text("utf-8"), re.MULTILINE))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tests_named_in_backticks_exist(page: Path) -> None:
-    named = re.findall(r"`(tests/[\w./]+\.py)::(\w+)`", page.read_text("utf-8"))
-    sources = {path: (ROOT / path).read_text("utf-8") for path, _ in named}
-    assert [name for path, name in named if f"def {name}(" not in sources[path]] == []
-
-
-def test_every_test_of_a_branch_for_cuda_exists() -> None:
-    page = (ROOT / "docs" / "contributing.md").read_text("utf-8")
-    section = page.split("## Branches for CUDA and NCCL")[1].split("\n## ")[0]
-    named = re.findall(r"`(test_\w+)`", section)
-    defined = {
-        name
-        for path in ROOT.glob("tests/*/test_*.py")
-        for name in re.findall(r"^def (test_\w+)\(", path.read_text("utf-8"), re.MULTILINE)
-    }
-    assert len(named) > 3 and set(named) <= defined
-    files = re.findall(r"`(tests/\w+/\w+\.py|benchmarks/\w+\.sh)`", section)
-    assert len(files) > 6 and all((ROOT / name).is_file() for name in files)
+def test_files_and_tests_named_in_backticks_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
+    files = r"`((?:configs|docs|benchmarks|ds_quant|tests)/[\w./]+\.\w+)(?:::(\w+))?`"
+    for name, test in re.findall(files, text):
+        assert (ROOT / name).exists(), name
+        assert not test or test in defined_in(ROOT / name), f"{name}::{test}"
+    known = set().union(*map(defined_in, ROOT.glob("tests/*/test_*.py")))
+    assert set(re.findall(r"`(test_\w+)`", text)) <= known

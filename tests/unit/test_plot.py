@@ -24,9 +24,9 @@ def record(step: int, **changes: float) -> str:
     return json_line(step, 8 * step, values | changes)
 
 
-def write(folder: Path, *lines: str, end: str = "\n") -> Path:
+def write(folder: Path, *lines: str) -> Path:
     path = folder / "metrics.jsonl"
-    path.write_text("\n".join(lines) + end, "utf-8")
+    path.write_text("\n".join(lines) + "\n", "utf-8")
     return path
 
 
@@ -60,21 +60,6 @@ def test_lines_that_are_no_records_are_named_and_the_others_drawn(
     assert said.out.endswith("metrics.png: 3 sampled steps, 1 to 5\n")
     problem = "no JSON objects of numbers with a step in line(s) "
     assert said.err.startswith(f"{path}: {problem}2, 3, 4, 5") and said.err.endswith("left out\n")
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([], "no records yet: allowed: a file that quantized_comm.metrics.file names"),
-        (['{"loss": 1}', "[1]"], "no JSON objects of numbers with a step in line(s) 1, 2: allowed"),
-    ],
-)
-def test_a_file_that_holds_no_metrics_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: list[str], message: str
-) -> None:
-    assert main(["plot", str(write(tmp_path, *lines, end="\n" if lines else ""))]) == 1
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.glob("*.png")) == []
 
 
 def test_without_matplotlib_the_extra_is_named(

@@ -20,7 +20,6 @@ from ds_quant.policy.model import block_cargo
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-import report  # noqa: E402
 import sections  # noqa: E402
 
 PAGES = ("README.md", "docs/results.md", "docs/choosing.md")
@@ -46,16 +45,6 @@ def test_every_committed_result_says_where_it_comes_from() -> None:
         assert found.command.startswith("python benchmarks/"), path
         assert found.created.startswith("20") and found.arguments, path
         assert found.versions.torch and found.hardware.cpu, path
-
-
-def test_command_line_repeats_lists_and_drops_what_is_unset() -> None:
-    arguments = {
-        "schemes": ["a", "b:x=[1]"], "seeds": [0, 1], "lr": 2e-3, "text": None, "tied": False,
-        "quick": True, "node_size": 2,
-    }  # fmt: skip
-    assert report.command_line("s.py", arguments, commas=("schemes",)) == (
-        "python s.py --schemes 'a,b:x=[1]' --seeds 0 1 --lr 0.002 --quick --node-size 2"
-    )
 
 
 def test_pages_are_up_to_date_and_stale_ones_are_found(tmp_path: Path, capsys) -> None:

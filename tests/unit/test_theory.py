@@ -1,5 +1,5 @@
-"""What the numbers of the wire page promise: no bias, errors that average out over ranks and nodes,
-contraction. Their bits are those of tests/kernels/test_numbers.py.
+"""What the numbers of the wire page promise: no bias, errors that average out over nodes. Their
+bits are those of tests/kernels/test_numbers.py.
 
 d is the step of a group. Statistics use fixed keys, so a passing test passes always; tolerances
 are 4 to 5 standard deviations of the estimator, derived beside each.
@@ -20,8 +20,6 @@ from ds_quant.kernels.batch import OWN_SIGNS, Encode, Sum
 from ds_quant.kernels.dispatch import Operations, Streams
 from ds_quant.kernels.random_bits import Address, Role, key_of
 from tests.unit.wire_oracle import LEVELS
-
-COIN = GroupCodec(bits=4, group_size=32, rounding="stochastic")
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -57,35 +55,6 @@ def test_mean_over_addresses_is_the_input(rounding: str, bits: int) -> None:
     # Variance of one error: d^2 / 12 for the shift, at most d^2 / 4 for the coin flip.
     deviation = step_of(codec, x) * (1 / ((12 if rounding == "random_shift" else 4) * count)) ** 0.5
     assert torch.all((mean - x).abs() <= 4 * deviation + 2e-6)
-
-
-def test_averaging_ranks_divides_the_variance_by_their_number() -> None:
-    x = normal(1 << 15, seed=15)
-    one, eight, same = (
-        (mean_of(COIN, x, list(map(of_rank, ranks))) - x) / step_of(COIN, x)
-        for ranks in ([0], range(8), [0] * 8)
-    )
-    # Variance of a sample variance over M elements <= 2 v^2 / M for these light-tailed errors;
-    # two of them: relative deviation 2 / sqrt(M) = 1.1 %.
-    assert float(eight.var() / one.var()) == pytest.approx(1 / 8, rel=0.055)
-    assert float(same.var() / one.var()) == pytest.approx(1.0, rel=1e-3), "equal addresses"
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group_size", [32, 128, 2048])
-def test_nearest_rounding_contracts_on_every_group(bits: int, group_size: int) -> None:
-    """||x - C(x)||^2 <= (1 - delta) ||x||^2 with delta = max(1/n, 1 - n / (4 L^2)) for n elements
-    and L the largest code: the largest element m is exact, leaving at most
-    ||x||^2 - m^2 <= (1 - 1/n) ||x||^2 since an error never exceeds its value; and each error is at
-    most m / (2 L), so their sum n m^2 / (4 L^2).
-    """
-    codec = GroupCodec(bits=bits, group_size=group_size, range="absmax")
-    delta = max(1 / group_size, 1 - group_size / (4 * (2 ** (bits - 1) - 1) ** 2))
-    half_steps = torch.full((group_size,), 1 / 14).index_fill(0, torch.tensor(0), 1.0)
-    for x in (normal(group_size), normal(group_size) ** 7, half_steps, torch.ones(group_size)):
-        error, energy = (mean_of(codec, x, [None]) - x).square().sum(), x.double().square().sum()
-        # fp32: scale, product and sum round by 2^-24 of m each, here 4 at most per element.
-        assert error <= (1 - delta) * energy + group_size * (4 * 2.0**-24) ** 2 * energy
 
 
 # ---- Gaussian levels with EDEN's scale ----
@@ -141,9 +110,9 @@ def bias_of_an_element(bits: int) -> float:
     return abs(c3 / (3 * c1))
 
 
-def sum_of(x: torch.Tensor, bits: int, step: int = 0, *, own_signs: bool = True) -> torch.Tensor:
-    """The sum of nodes' gradients (nodes, numel), numel of whole groups, as its receivers add it
-    up: under signs of each node's own, or of all.
+def sum_of(x: torch.Tensor, bits: int, step: int) -> torch.Tensor:
+    """The sum of nodes' gradients (nodes, numel), numel of whole groups, each under signs of its
+    own.
     """
     codec, (nodes, numel) = eden(bits), x.shape
     key = partial(key_of, seed=0, role=Role.GRADIENTS, parameter=0)
@@ -151,7 +120,7 @@ def sum_of(x: torch.Tensor, bits: int, step: int = 0, *, own_signs: bool = True)
     shared = Rotation(block=block, signs=Address(key(hop=99), step))
     streams = Streams(
         [Coding(codec, Address(key(rank=node + 1), step)) for node in range(nodes)],
-        [shared.of(node) if own_signs else shared for node in range(nodes)],
+        [shared.of(node) for node in range(nodes)],
     )
     wire, out = torch.empty(nodes * row, dtype=torch.uint8), torch.empty(numel)
     sends = [
@@ -160,7 +129,7 @@ def sum_of(x: torch.Tensor, bits: int, step: int = 0, *, own_signs: bool = True)
     ]
     add = Sum(
         codec, numel, wire_in=1, values=2, stream=0, sources=nodes, stride=row, place=None,
-        own=2, block=block, flips=OWN_SIGNS if own_signs else 1,
+        own=2, block=block, flips=OWN_SIGNS,
     )  # fmt: skip
     for tasks in (sends, [(add, (0, 0, 0))]):
         Operations(tasks).run([x.reshape(-1), wire, out], streams)
@@ -185,16 +154,3 @@ def test_mean_over_signs_is_the_sum(bits: int, nodes: int) -> None:
     assert nmse(total / count, x) < bound
     lloyd_max = 1 - 1 / (1 + NMSE[bits])  # what is lost without EDEN's scale
     assert nmse(total / count * (1 - lloyd_max), x) > bound
-
-
-@pytest.mark.parametrize("nodes", (2, 4, 8, 16))
-@pytest.mark.parametrize("bits", (2, 3))
-def test_errors_of_nodes_average_out(bits: int, nodes: int) -> None:
-    """Of messages whose errors are independent, |x| = 1 and cosines c: the error of the sum is that
-    of one over 1 + (nodes - 1) c. With shared signs more remains of it.
-    """
-    c, numel = 0.7, 1 << 15
-    x = c**0.5 * normal(numel) + (1 - c) ** 0.5 * normal(nodes, numel, seed=1)
-    own, shared = (nmse(sum_of(x, bits, own_signs=each), x.sum(0)) for each in (True, False))
-    assert own == pytest.approx(NMSE[bits] / (1 + (nodes - 1) * c), rel=0.05)
-    assert shared > (1 + nodes / 80) * own

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 Test = Callable[..., None]
@@ -82,6 +83,13 @@ def _play_test(module: str, name: str, arguments: dict[str, Any]) -> str:
     except pytest.skip.Exception as reason:
         return str(reason)
     return ""
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """The values of all ranks, by rank. A collective."""
+    found = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, value)
+    return found
 
 
 def scratch() -> Path:

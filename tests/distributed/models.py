@@ -85,14 +85,19 @@ def build(
     optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
     groups: Callable[[nn.Module], Iterable[Any]] | None = None,
 ) -> Any:
-    """A DeepSpeed engine on seeded weights; ``groups`` picks what the optimizer is given."""
+    """A DeepSpeed engine on seeded weights; ``groups`` picks what the optimizer is given, if none
+    is in the config. A model may have the model-parallel ``grid`` that it lies on.
+    """
     import deepspeed
 
     torch.manual_seed(seed)
     module = model()
+    given = {"model": module, "config": config, "mpu": getattr(module, "grid", None)}
+    if "optimizer" in config:
+        return deepspeed.initialize(model_parameters=module.parameters(), **given)[0]
     chosen = groups(module) if groups else [p for p in module.parameters() if p.requires_grad]
     make = optimizer or (lambda params: torch.optim.AdamW(params, lr=2e-3))
-    return deepspeed.initialize(model=module, optimizer=make(chosen), config=config)[0]
+    return deepspeed.initialize(optimizer=make(chosen), **given)[0]
 
 
 def engine_of(

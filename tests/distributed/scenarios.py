@@ -1,12 +1,8 @@
-"""Ways of using DeepSpeed that need more than a config: one function each, for ``test_support``.
-
-Every function trains a few steps with a given block and returns the losses of this rank, one per
-optimizer step, and the engine's report.
-"""
+"""Models, optimizers and loops of what needs more than a config, for ``support.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.distributed.features import Feature
 from tests.distributed.models import (
     FEATURES,
     HIDDEN,
@@ -23,45 +18,8 @@ from tests.distributed.models import (
     Regression,
     batch,
     forward,
-    plain_descent,
-    settings,
     train_step,
 )
-
-STEPS = 6
-Outcome = tuple[list[float], Any]
-
-
-def losses_of(engine: Any, *, rank: int | None = None) -> Outcome:
-    """Train on the data of ``rank``, by default this one's."""
-    import ds_quant
-
-    rank = torch.distributed.get_rank() if rank is None else rank
-    losses = []
-    for step in range(STEPS):
-        x, y = batch(0, step, 0, rank)
-        loss = engine(x.to(engine.get_data_types()[0]), y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return losses, ds_quant.report(engine)
-
-
-def initialize(model: nn.Module, config: dict[str, Any], **arguments: Any) -> Any:
-    """Without clipping, which DeepSpeed does by default and which would hide a wrong divisor."""
-    import deepspeed
-
-    config = {"gradient_clipping": 0.0, **config}
-    if "optimizer" not in arguments and "optimizer" not in config:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        arguments["optimizer"] = plain_descent(trained)
-    return deepspeed.initialize(model=model, config=config, **arguments)[0]
-
-
-def seeded(model: Callable[[], nn.Module] = Regression) -> nn.Module:
-    torch.manual_seed(0)
-    return model()
-
 
 # ---- experts ----
 
@@ -119,14 +77,14 @@ class AutoMixture(Regression):
         return self.second(hidden + mixed.view_as(hidden))
 
 
-def auto_experts(stage: int, block: dict[str, Any] | None) -> Outcome:
-    found = {"moe_layer_pattern": "moe", "router_pattern": "gate", "expert_pattern": "experts"}
-    weights = {"expert_w1": "gate_up_proj", "expert_w2": "down_proj", "top_k": 1}
-    section = {"enabled": True, "autoep_size": 2, "use_grouped_mm": False, **found, **weights}
-    config = settings(stage, block, dtype="bf16", expert_parallel=section)
-    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.5}}  # DeepSpeed splits its groups
-    model = seeded(AutoMixture)
-    return losses_of(initialize(model, config, model_parameters=model.parameters()))
+AUTO_EXPERTS = {
+    "expert_parallel": {
+        "enabled": True, "autoep_size": 2, "use_grouped_mm": False, "top_k": 1,
+        "moe_layer_pattern": "moe", "router_pattern": "gate", "expert_pattern": "experts",
+        "expert_w1": "gate_up_proj", "expert_w2": "down_proj",
+    },
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},  # DeepSpeed splits its groups
+}  # fmt: skip
 
 
 # ---- pipeline ----
@@ -136,30 +94,21 @@ def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.float() - targets).square().mean()
 
 
-def pipeline(stage: int, block: dict[str, Any] | None, dtype: str = "fp32") -> Outcome:
-    import deepspeed
+def pipeline() -> nn.Module:
     from deepspeed.pipe import PipelineModule
 
-    import ds_quant
-
-    torch.manual_seed(0)
     layers = [
         nn.Linear(FEATURES, HIDDEN),
         nn.Tanh(),
         nn.Linear(HIDDEN, WIDTH),
         nn.Linear(WIDTH, TARGETS),
     ]
-    module = PipelineModule(layers, num_stages=2, loss_fn=mean_square, partition_method="uniform")
-    config = settings(stage, block, dtype=dtype)
-    engine = deepspeed.initialize(
-        model=module, config=config, optimizer=plain_descent(module.parameters())
-    )[0]
-    replica = engine.grid.get_data_parallel_rank()
-    losses = []
-    for step in range(STEPS):
-        x, y = batch(0, step, 0, replica)
-        losses.append(float(engine.train_batch(iter([(x.to(engine.get_data_types()[0]), y)]))))
-    return losses, ds_quant.report(engine)
+    return PipelineModule(layers, num_stages=2, loss_fn=mean_square, partition_method="uniform")
+
+
+def piped(engine: Any, step: int, _: int) -> list[float]:
+    x, y = batch(0, step, 0, engine.grid.get_data_parallel_rank())
+    return [float(engine.train_batch(iter([(x.to(engine.get_data_types()[0]), y)])))]
 
 
 # ---- tensor and sequence parallel ----
@@ -220,10 +169,10 @@ class _Sum(torch.autograd.Function):
 class Sliced(nn.Module):
     """A hidden layer cut over the ranks of a model-parallel group, as in Megatron."""
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.grid = grid
-        torch.manual_seed(grid.get_model_parallel_rank())
+        self.grid = Grid(2)
+        torch.manual_seed(self.grid.get_model_parallel_rank())
         self.up = nn.Linear(FEATURES, HIDDEN)
         self.down = nn.Linear(HIDDEN, TARGETS, bias=False)
         for p in self.parameters():
@@ -234,10 +183,21 @@ class Sliced(nn.Module):
         return (total.float() - y).square().mean()
 
 
-def tensor_parallel(stage: int, block: dict[str, Any] | None) -> Outcome:
-    grid = Grid(2)
-    engine = initialize(Sliced(grid), settings(stage, block, dtype="bf16"), mpu=grid)
-    return losses_of(engine, rank=grid.get_data_parallel_rank())
+class Copied(Regression):
+    """Neighbours hold it whole, each reducing it in a data-parallel group of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grid = Grid(2)
+
+
+def neighbourly(engine: Any, step: int, _: int) -> list[float]:
+    """Neighbours see the same batches."""
+    x, y = batch(0, step, 0, torch.distributed.get_rank() // 2)
+    loss = engine(x.to(engine.get_data_types()[0]), y)
+    engine.backward(loss)
+    engine.step()
+    return [float(loss.detach())]
 
 
 class Pair(nn.Module):
@@ -249,17 +209,16 @@ class Pair(nn.Module):
         return (self.down(torch.tanh(self.up(x))).float() - y).square().mean()
 
 
-def auto_tensor_parallel(stage: int, block: dict[str, Any] | None) -> Outcome:
-    cuts = [
-        {"patterns": [".*up\\.weight$"], "partition_type": "column"},
-        {"patterns": [".*down\\.weight$"], "partition_type": "row"},
-    ]
-    plan = {"use_default_specs": False, "layer_specs": cuts}
-    config = settings(
-        stage, block, dtype="bf16", tensor_parallel={"autotp_size": 2, "partition_config": plan}
-    )
-    engine = initialize(seeded(Pair), config)
-    return losses_of(engine, rank=torch.distributed.get_rank() // 2)
+AUTO_TENSOR_PARALLEL = {
+    "autotp_size": 2,
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [".*up\\.weight$"], "partition_type": "column"},
+            {"patterns": [".*down\\.weight$"], "partition_type": "row"},
+        ],
+    },
+}
 
 
 # ---- parameters ----
@@ -334,14 +293,3 @@ def compiled(engine: Any, step: int, seed: int) -> list[float]:
     if step == 0:
         engine.compile(backend="eager")
     return train_step(engine, step, seed)
-
-
-def featured(**fields: Any) -> Callable[[int, dict[str, Any] | None], Outcome]:
-    """Train what is a ``Feature``, without clipping either."""
-    top = {"gradient_clipping": 0.0, **fields.pop("top", {})}
-
-    def train(stage: int, block: dict[str, Any] | None) -> Outcome:
-        run = Feature(top=top, **fields).train(stage, block, STEPS)
-        return run.losses, run.report
-
-    return train

@@ -5,7 +5,7 @@ A row is tested or refused, never merely believed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from tests.distributed import scenarios
-from tests.distributed.features import DEEPSPEED_FEATURES, separate_experts
+from tests.distributed.features import DEEPSPEED_FEATURES, Feature, separate_experts
 from tests.distributed.models import settings
-from tests.distributed.scenarios import featured
 
 ALL = (1, 2, 3)
 Version = tuple[int, int]
@@ -24,7 +23,7 @@ V017, V018 = (0, 17), (0, 18)
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """``train(stage, block)`` with and without the block ends with the same loss.
+    """A run with and without the block ends with the same loss.
 
     fails: by version of DeepSpeed, stages that it cannot train without the plugin either.
     exact_gradients: versions in which gradients stay on DeepSpeed's own path.
@@ -33,12 +32,15 @@ class Trained:
     """
 
     feature: str
-    train: Callable[[int, Any], scenarios.Outcome]
-    stages: tuple[int, ...] = ALL
+    how: Feature
     fails: Mapping[Version, tuple[int, ...]] = field(default_factory=dict)
     exact_gradients: tuple[Version, ...] = ()
     rough: bool = False
     few_ranks: bool = False
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return self.how.stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,71 +68,69 @@ class Elsewhere:
     stages: tuple[int, ...] = ALL
 
 
+def unclipped(*stages: int, **fields: Any) -> Feature:
+    """Without clipping, which DeepSpeed does by default and which would hide a wrong divisor."""
+    top = {"gradient_clipping": 0.0, **fields.pop("top", {})}
+    return Feature(stages=stages or ALL, top=top, **fields)
+
+
 MUON = {"groups": scenarios.matrices_apart, "optimizer": scenarios.muon}
-SEQUENCES = featured(top={"data_parallel_size": 2, "sequence_parallel_size": 2})
-
-
-def mixture(ep_size: int) -> Callable[[int, Any], scenarios.Outcome]:
-    return featured(model=partial(scenarios.Mixture, ep_size), groups=separate_experts)
+SLICED = {"model": scenarios.Sliced, "step": scenarios.neighbourly}
+SEQUENCES = {"data_parallel_size": 2, "sequence_parallel_size": 2}
+PIPELINE = {"model": scenarios.pipeline, "step": scenarios.piped}
+AUTO_TP = {"tensor_parallel": scenarios.AUTO_TENSOR_PARALLEL}
+EXPERTS = {
+    size: {"model": partial(scenarios.Mixture, size), "groups": separate_experts} for size in (1, 2)
+}
 
 
 TRAINED = (
+    Trained(feature="MoE, every rank all experts", how=unclipped(1, 2, **EXPERTS[1])),
     Trained(
-        feature="MoE, every rank all experts", train=mixture(1),
-        stages=(1, 2),
+        feature="MoE, experts split over ranks", how=unclipped(1, 2, **EXPERTS[2]), few_ranks=True
     ),
     Trained(
-        feature="MoE, experts split over ranks", train=mixture(2),
-        stages=(1, 2), few_ranks=True,
+        feature="AutoEP", few_ranks=True, fails={V017: (1, 2), V018: (1, 2)},
+        how=unclipped(1, 2, model=scenarios.AutoMixture, top=scenarios.AUTO_EXPERTS),
     ),
     Trained(
-        feature="AutoEP", train=scenarios.auto_experts, stages=(1, 2), few_ranks=True,
-        fails={V017: (1, 2), V018: (1, 2)},
+        feature="pipeline parallel, fp32", how=unclipped(1, dtype="fp32", **PIPELINE),
+        few_ranks=True,
     ),
+    Trained(feature="pipeline parallel, bf16", how=unclipped(1, **PIPELINE), few_ranks=True),
     Trained(
-        feature="pipeline parallel, fp32", train=scenarios.pipeline, stages=(1,), few_ranks=True,
-    ),
-    Trained(
-        feature="pipeline parallel, bf16", train=partial(scenarios.pipeline, dtype="bf16"),
-        stages=(1,), few_ranks=True,
-    ),
-    Trained(
-        feature="tensor parallel (mpu)", train=scenarios.tensor_parallel, few_ranks=True,
+        feature="tensor parallel (mpu)", few_ranks=True,
+        how=unclipped(**SLICED),
     ),
     Trained(
         feature="tensor parallel (AutoTP, `partition_config`)", few_ranks=True,
-        train=scenarios.auto_tensor_parallel, fails={V017: ALL, V018: (3,)},
+        how=unclipped(model=scenarios.Pair, step=scenarios.neighbourly, top=AUTO_TP),
+        fails={V017: ALL, V018: (3,)},
     ),
     Trained(
-        feature="sequence parallel (config)", train=SEQUENCES, stages=(1, 2), few_ranks=True,
+        feature="sequence parallel (config)", how=unclipped(1, 2, top=SEQUENCES), few_ranks=True
     ),
     Trained(
-        feature="sequence parallel (config) ", train=SEQUENCES, stages=(3,),
+        feature="sequence parallel (config) ", how=unclipped(3, top=SEQUENCES),
         fails={V017: (3,), V018: (3,)},
     ),
-    Trained(feature="frozen int8 base", train=featured(model=scenarios.Quantized)),
+    Trained(feature="frozen int8 base", how=unclipped(model=scenarios.Quantized)),
     Trained(
         feature="frozen bf16 base, fp32 adapter",
-        train=featured(model=scenarios.MixedDtypes, dtype="fp32"),
+        how=unclipped(model=scenarios.MixedDtypes, dtype="fp32"),
     ),
-    Trained(feature="Muon", train=featured(**MUON), stages=(1, 2), rough=True),
+    Trained(feature="Muon", how=unclipped(1, 2, **MUON), rough=True),
     Trained(
-        feature="Muon ", train=featured(**MUON, zero={"reduce_scatter": False}), stages=(3,),
-        rough=True,
+        feature="Muon ", how=unclipped(3, **MUON, zero={"reduce_scatter": False}), rough=True,
         exact_gradients=(V017, V018), fails={V018: (3,)},
     ),
+    Trained(feature="SGD", how=unclipped()),
+    Trained(feature="Adagrad", how=unclipped(optimizer=partial(torch.optim.Adagrad, lr=0.01))),
     Trained(
-        feature="SGD", train=featured(),
+        feature="`engine.no_sync()`", how=unclipped(1, accumulation=2, step=scenarios.no_sync)
     ),
     Trained(
-        feature="Adagrad", train=featured(optimizer=partial(torch.optim.Adagrad, lr=0.01)),
-    ),
-    Trained(
-        feature="`engine.no_sync()`", train=featured(accumulation=2, step=scenarios.no_sync),
-        stages=(1,),
-    ),
-    Trained(
-        feature="`engine.compile()`, backend eager", train=featured(step=scenarios.compiled)
+        feature="`engine.compile()`, backend eager", how=unclipped(step=scenarios.compiled)
     ),
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ds_quant
-from tests.distributed.harness import on_ranks
+from tests.distributed.harness import of_all_ranks, on_ranks
 from tests.distributed.models import engine_of, train_steps
 
 Rate = tuple[float, float]  # bytes per second into a rank and seconds per message
@@ -80,9 +80,7 @@ def test_all_ranks_take_the_fastest_on_their_links(
     assert line.startswith(f"{expected} on ZeRO-{stage}") and "chosen by autotune: " in line
     assert ("nothing else gains 5 %" in line) == (expected == "full_precision")
     assert train_steps(engine, 3)[-1] < 5
-    lines: list[Any] = [None] * 4
-    torch.distributed.all_gather_object(lines, line)
-    assert lines == [line] * 4
+    assert of_all_ranks(line) == [line] * 4
 
 
 @on_ranks(4)
@@ -113,9 +111,9 @@ def test_a_full_replica_is_taken_only_where_it_is_allowed(
 @on_ranks()
 def test_a_real_run_measures_decides_and_trains() -> None:
     engine = engine_of(2, {"scheme": "autotune", "node_size": 1})
-    report, chosen = ds_quant.report(engine), [""] * 2
-    torch.distributed.all_gather_object(chosen, report["scheme"])
-    assert chosen[0] == chosen[1] in ("full_precision", "eden4")
+    report = ds_quant.report(engine)
+    assert report["scheme"] in ("full_precision", "eden4")
+    assert of_all_ranks(report["scheme"]) == [report["scheme"]] * 2
     assert "chosen by autotune: " in report["line"]
     assert "messages of a step take full_precision" in report["line"]
     for links in report["received_bytes"].values():

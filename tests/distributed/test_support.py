@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -11,19 +12,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.harness import run, run_each
+from tests.distributed.harness import of_all_ranks, on_ranks
 from tests.distributed.models import (
+    FULL,
     QSDP,
-    batch,
-    build,
+    Run,
     digests,
+    engine_of,
     forward,
     masters,
-    settings,
     train_step,
 )
-from tests.distributed.scenarios import Grid, initialize, seeded
-from tests.distributed.support import ELSEWHERE, REFUSED, TRAINED
+from tests.distributed.rows import Step, Table, Way
+from tests.distributed.scenarios import Copied, neighbourly
+from tests.distributed.support import (
+    ELSEWHERE,
+    EXPERTS,
+    REFUSED,
+    SEQUENCES,
+    SLICED,
+    TRAINED,
+    Trained,
+    unclipped,
+)
 
 # Scheme -> block on four ranks, and how far a loss may be off, in first losses: about twice what
 # was measured. A wrong factor of the gradients moves the last loss by a multiple of it.
@@ -33,68 +44,93 @@ BLOCKS: dict[str, tuple[dict[str, Any], float]] = {
 }
 FOLDER = Path(__file__).resolve().parent
 INSTALLED = tuple(int(part) for part in version("deepspeed").split(".")[:2])
+TABLE = Table(__name__)
+CASES: dict[tuple[str, int], Trained] = {}
 
 
-def scheme_of(place: int, stage: int) -> str:
-    """In turns, so that a row with several stages meets both."""
-    return tuple(BLOCKS)[(place + stage) % 2]
+def near(run: Run, other: Run, *, row: Trained, allowed: float) -> None:
+    report = other.report
+    assert report["resyncs"] == 0 < report["collectives"]["weights"]
+    exact_gradients = INSTALLED in row.exact_gradients
+    assert (report["collectives"]["gradients"] == 0) == exact_gradients
+    assert ("live on a subset of ranks" in report["line"]) == row.few_ranks
+    assert run.losses[-1] < 0.95 * run.losses[0] and other.losses != run.losses
+    allowed *= (4 if row.rough else 1) * run.losses[0]
+    np.testing.assert_allclose(other.losses, run.losses, rtol=0, atol=allowed)
 
 
-def outcomes(place: int, stage: int) -> dict[str | None, Any]:
-    """By scheme: (losses, report), or the traceback."""
-    row, found = TRAINED[place], {}
-    for scheme in (None, scheme_of(place, stage)):
-        block = BLOCKS[scheme][0] if scheme else None
-        try:
-            found[scheme] = row.train(stage, block)
-        except Exception:
-            found[scheme] = traceback.format_exc()
-    return found
+for place, row in enumerate(TRAINED):
+    # make test trains a row at one stage, in turns; compiling is slow.
+    quick = row.stages[place % len(row.stages)] if "compile" not in row.feature else None
+    for stage in row.stages:
+        block, allowed = list(BLOCKS.values())[(place + stage) % 2]  # a row meets both
+        title = f"{row.feature}, ZeRO-{stage}"
+        CASES[title, stage] = row
+        TABLE.add(
+            title, Way(block=None), Way(block=block), feature=replace(row.how, stages=(stage,)),
+            holds=partial(near, row=row, allowed=allowed), of_mean=True, alike=False, world=4,
+            steps=6, quick=(quick,),
+        )  # fmt: skip
 
 
-def quick(place: int, stage: int) -> bool:
-    """Whether make test trains a row at this stage: one stage each, in turns; compiling is slow."""
-    row = TRAINED[place]
-    return row.stages[place % len(row.stages)] == stage and "compile" not in row.feature
+# ---- divisors of gradients ----
 
 
-@pytest.mark.parametrize(
-    ("place", "stage"),
-    [
-        pytest.param(i, s, id=f"{r.feature}, {s}", marks=() if quick(i, s) else pytest.mark.slow)
-        for i, r in enumerate(TRAINED)
-        for s in r.stages
-    ],
-)
-def test_what_works_trains_as_without_the_plugin(place: int, stage: int) -> None:
-    row, scheme = TRAINED[place], scheme_of(place, stage)
-    if stage in row.fails.get(INSTALLED, ()):
+def moving(train: Step) -> Step:
+    """By how much a step moves each weight, instead of its loss."""
+
+    def step_with(engine: Any, step: int, seed: int) -> list[float]:
+        before = masters(engine)
+        train(engine, step, seed)
+        return [float(np.abs(after - before[n]).sum()) for n, after in masters(engine).items()]
+
+    return step_with
+
+
+def moved_alike(run: Run, other: Run, *, few_ranks: bool) -> None:
+    """Up to the order of sums. Adam forgives any factor of gradients, and so does clipping; plain
+    descent moves every weight by what DeepSpeed divides by.
+    """
+    assert ("live on a subset of ranks" in other.report["line"]) == few_ranks
+    assert min(run.losses) > 0
+    np.testing.assert_allclose(other.losses, run.losses, rtol=1e-4)
+
+
+for name, stage, since, how in (
+    ("experts", 2, "0.17", EXPERTS[2]),
+    ("tensor parallel", 2, "0.17", SLICED),
+    ("tensor parallel", 3, "0.18", SLICED),  # before it weights move by unwritten memory
+    ("sequence parallel", 2, "0.17", {"top": SEQUENCES}),
+    # Sequence parallel ranks share the weights: all of them reduce.
+    ("sequence parallel", 3, "0.19", {"top": SEQUENCES}),
+):
+    TABLE.add(
+        f"divisors of {name}, ZeRO-{stage}", Way(block=None), Way(block={**FULL, "node_size": 2}),
+        holds=partial(moved_alike, few_ranks=(name, stage) != ("sequence parallel", 3)),
+        feature=unclipped(
+            stage, dtype="fp32", since=since,
+            **{**how, "step": moving(how.get("step", train_step))},
+        ),
+        alike=False, world=4, steps=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("title", "stage"), TABLE.params())
+def test_what_works_trains_as_without_the_plugin(title: str, stage: int) -> None:
+    if (row := CASES.get((title, stage))) and stage in row.fails.get(INSTALLED, ()):
         pytest.skip(f"DeepSpeed {INSTALLED} cannot do this without the plugin either")
-    losses: dict[str | None, list[list[float]]] = {None: [], scheme: []}
-    for found, error in run_each(outcomes, 4, place, stage, timeout=200):
-        assert error is None, error
-        for name in losses:
-            assert not isinstance(found[name], str), found[name]
-            losses[name].append(found[name][0])
-        report = found[scheme][1]
-        assert report["resyncs"] == 0
-        assert report["collectives"]["weights"] > 0
-        exact_gradients = INSTALLED in row.exact_gradients
-        assert (report["collectives"]["gradients"] == 0) == exact_gradients
-        assert ("live on a subset of ranks" in report["line"]) == row.few_ranks
-    expected, quantized = (np.mean(losses[name], axis=0) for name in (None, scheme))
-    assert expected[-1] < 0.95 * expected[0]
-    allowed = BLOCKS[scheme][1] * expected[0]
-    allowed *= 4 if row.rough else 1
-    np.testing.assert_allclose(quantized, expected, rtol=0, atol=allowed)
-    assert losses[scheme] != losses[None]
+    TABLE.check(title, stage)
 
 
-@pytest.mark.parametrize("fp16", ["yes", "no"])
-def test_a_frozen_int8_base_trains_whether_the_processor_has_fp16_or_not(fp16: str) -> None:
-    (place,) = (i for i, row in enumerate(TRAINED) if row.feature == "frozen int8 base")
-    for found in run(outcomes, 4, place, 3, environment={"TEST_FP16": fp16}):
-        assert not any(isinstance(outcome, str) for outcome in found.values()), found
+@pytest.mark.parametrize("has_fp16", [True, False])
+@on_ranks(4)
+def test_a_frozen_int8_base_trains_whether_the_processor_has_fp16_or_not(has_fp16: bool) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: has_fp16
+    (row,) = (row for row in TRAINED if row.feature == "frozen int8 base")
+    for block, _ in BLOCKS.values():
+        row.how.train(3, block, 2)
 
 
 def test_the_page_lists_what_is_tested_and_nothing_else() -> None:
@@ -129,53 +165,37 @@ PAIRS = [
     (3, {"scheme": "qsdp_w4g4", "node_size": 1}), (3, {"scheme": "sdp4bit", "node_size": 2}),
     (1, None), (2, None), (3, None),
 ]  # fmt: skip
-Bits = list[tuple[list[float], dict[str, str]]]
 
 
-def one_at_a_time() -> Bits:
-    found = []
-    for seed, (stage, block) in enumerate(PAIRS):
-        engine = build(settings(stage, block, dtype="bf16", accumulation=2), seed=seed)
+@on_ranks(4, timeout=120)
+def test_engines_trained_in_turn_equal_their_separate_runs() -> None:
+    """Two schemes, two stages each, and three engines without the plugin."""
+
+    def made(seed: int) -> Any:
+        return engine_of(*PAIRS[seed], accumulation=2, building={"seed": seed})
+
+    alone = []
+    for seed in range(len(PAIRS)):
+        engine = made(seed)
         losses = [loss for step in range(3) for loss in train_step(engine, step, seed)]
-        found.append((losses, digests(masters(engine))))
+        alone.append((losses, digests(masters(engine))))
         engine.destroy()
-    return found
-
-
-def in_turn() -> Bits:
-    engines = [
-        build(settings(stage, block, dtype="bf16", accumulation=2), seed=seed)
-        for seed, (stage, block) in enumerate(PAIRS)
-    ]
-    losses: list[list[float]] = [[] for _ in engines]
+    engines, in_turn = [made(seed) for seed in range(len(PAIRS))], [[] for _ in PAIRS]
     for step, micro, (seed, engine) in product(range(3), range(2), enumerate(engines)):
         loss = forward(engine, step, micro, seed=seed)
         engine.backward(loss)
         engine.step()
-        losses[seed].append(float(loss.detach()))
-    return [(found, digests(masters(e))) for found, e in zip(losses, engines, strict=True)]
+        in_turn[seed].append(float(loss.detach()))
+    bits = [digests(masters(engine)) for engine in engines]
+    assert list(zip(in_turn, bits, strict=True)) == alone
+    assert len({tuple(losses) for losses in in_turn}) == len(PAIRS)
 
 
-def test_engines_trained_in_turn_equal_their_separate_runs() -> None:
-    """Two schemes, two stages each, and three engines without the plugin."""
-    alone, together = run(one_at_a_time, 4, timeout=120), run(in_turn, 4, timeout=120)
-    assert together == alone
-    assert len({tuple(losses) for losses, _ in alone[0]}) == len(PAIRS)
-
-
-def copies(stage: int) -> dict[str, str]:
-    """Master weights of a model that tensor-parallel neighbours hold whole, each reducing it in a
-    data-parallel group of its own. Neighbours see the same batches.
-    """
-    grid = Grid(2)
-    engine = initialize(seeded(), settings(stage, QSDP), mpu=grid)
-    for step in range(4):
-        engine.backward(engine(*batch(0, step, 0, grid.get_data_parallel_rank())))
-        engine.step()
-    return digests(masters(engine))
-
-
+@on_ranks(4)
 def test_tensor_parallel_ranks_keep_copies_of_a_parameter_equal() -> None:
     """Gradients of copies are equal, and take equal random bits in their groups."""
-    weights = run(copies, 4, 2)
-    assert weights[0] == weights[1] and weights[2] == weights[3] == weights[0]
+    engine = engine_of(2, QSDP, Copied, dtype="fp32")
+    for step in range(4):
+        neighbourly(engine, step, 0)
+    weights = of_all_ranks(digests(masters(engine)))
+    assert weights == [weights[0]] * 4

@@ -46,8 +46,7 @@ def run(
     """``function(*args)`` on every rank of a fresh default process group; results by rank.
 
     TEST_COLLECTIVE_TIMEOUT in ``environment`` is the seconds after which a collective gives up;
-    with TEST_PROCESS_GROUP=own there is no process group until ``function`` makes one; with
-    TEST_FP16=yes or no DeepSpeed believes that the processor computes in fp16, or that it does not.
+    with TEST_PROCESS_GROUP=own there is no process group until ``function`` makes one.
     ``function`` is a module-level function of a test module; it may use ``deepspeed.comm``,
     initialised, and finds RANK and WORLD_SIZE in the environment. Exceptions come back as
     ``AssertionError`` with the rank's traceback.
@@ -190,10 +189,7 @@ def _rank_main(
 
         torch.set_num_threads(1)
         from deepspeed import comm as dist
-        from deepspeed.accelerator import get_accelerator
 
-        if "TEST_FP16" in os.environ:
-            get_accelerator().is_fp16_supported = lambda: os.environ["TEST_FP16"] == "yes"
         seconds = float(os.environ.get("TEST_COLLECTIVE_TIMEOUT", "600"))
         if os.environ.get("TEST_PROCESS_GROUP") != "own":
             dist.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=seconds))

@@ -37,8 +37,10 @@ from tests.distributed.models import (
     batch,
     evaluate,
     forward,
+    heard,
     masters,
     save,
+    settings,
     train_step,
 )
 from tests.distributed.rows import Step, Table, Way, close, same, same_for, same_weights
@@ -448,6 +450,29 @@ TABLE.add(
     "a block of the environment", Way(), Way(block=None, inside=given_outside), block=SDP4BIT,
     world=4, stages=(2, 3),
 )  # fmt: skip
+
+_REFERENCES: list[Any] = []
+
+
+def beside_a_reference(engine: Any, step: int, seed: int) -> list[float]:
+    """A second, frozen engine at stage 0, as preference trainers build it: it stays inactive and
+    says so.
+    """
+    import deepspeed
+
+    if step == 0:
+        frozen, logged = Regression().requires_grad_(False), heard()
+        config = settings(0, QSDP, dtype="bf16")
+        _REFERENCES[:] = [deepspeed.initialize(model=frozen, config=config)[0]]
+        (line,) = logged
+        assert "inactive in an engine at stage 0 without an optimizer" in line
+        assert ds_quant.report(_REFERENCES[0]) is None
+    with torch.no_grad():
+        forward(_REFERENCES[0], step)
+    return train_step(engine, step, seed)
+
+
+TABLE.add("beside a frozen reference", Way(), Way(step=beside_a_reference), stages=(2, 3))
 
 # ---- crossing between nodes once per optimizer step: sums in another order, and nothing else ----
 

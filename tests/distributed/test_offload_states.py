@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import tempfile
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.distributed.harness import run, run_each
+from tests.distributed.harness import on_ranks
 from tests.distributed.host_memory import on_host, separate_host_memory
 from tests.distributed.models import (
-    build,
+    Run,
     digest,
     digests,
+    engine_of,
     evaluate,
     forward,
-    masters,
-    settings,
-    train_step,
+    saved,
+    train_steps,
 )
+from tests.distributed.rows import Table, Way
 
-STEPS = 2
 # Of ZeRO-3, DeepSpeed moves masters and states of its own FusedAdam only.
 INCLUDE = {1: None, 2: None, 3: ["lp_params", "lp_grads", "contiguous_grad_buffer"]}
-CASES = [(3, "sdp4bit"), (3, "lossless"), (2, "sdp4bit"), (2, "lossless"), (1, "qsdp")]
 
 
 def moved(engine: Any) -> dict[str, list[torch.Tensor]]:
@@ -61,47 +60,48 @@ def there_and_back(engine: Any, *, stepped: bool) -> dict[str, int]:
     return {kind: len(tensors) for kind, tensors in kinds.items()}
 
 
-def trained(stage: int, scheme: str, *, moves: bool) -> tuple[list[float], Any, list[Any]]:
-    """Losses, masters, and what has left the device after every micro-step."""
-    block = {"scheme": scheme, "node_size": 2}
-    losses, seen = [], []
-    with separate_host_memory(offloads=False) if moves else nullcontext():
-        engine = build(settings(stage, block, dtype="bf16", accumulation=2))
-        for step in range(STEPS):
-            for micro in range(2):
-                loss = forward(engine, step, micro)
-                engine.backward(loss)
-                engine.step()
-                losses.append(float(loss.detach()))
-                if moves:
-                    seen.append(there_and_back(engine, stepped=micro == 1))
-        losses.append(evaluate(engine))
-        return losses, digests(masters(engine)), seen
-
-
-def both(cases: list[tuple[int, str]]) -> list[Any]:
-    return [[trained(*case, moves=moves) for moves in (False, True)] for case in cases]
-
-
-def test_what_leaves_the_device_comes_back_with_the_same_bits() -> None:
+def away_and_back(engine: Any, step: int, _: int) -> list[float]:
     """After every micro-step, so also with waiting sums and while an exchange is on its way."""
-    for rank in run(both, 4, CASES, timeout=200):
-        for (stage, scheme), (alone, away) in zip(CASES, rank, strict=True):
-            assert away[:2] == alone[:2], (stage, scheme)
-            held, stepped = away[2][:2]
-            assert (held["rows"] > 0, held["replica"] > 0) == (stage == 3, stage < 3)
-            assert (held["sums"] > 0, stepped["sums"]) == (stage > 1, 0)
+    losses, stage = [], engine.zero_optimization_stage()
+    for micro in range(2):
+        loss = forward(engine, step, micro)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        left = there_and_back(engine, stepped=micro == 1)
+        assert (left["rows"] > 0, left["replica"] > 0) == (stage == 3, stage < 3)
+        assert (left["sums"] > 0) == (stage > 1 and micro == 0)
+    return losses
 
 
-def saved_while_away(scheme: str) -> None:
-    engine = build(settings(2, {"scheme": scheme, "node_size": 2}, dtype="bf16"))
-    train_step(engine, 0)
-    engine.optimizer.offload_states()
-    engine.save_16bit_model(tempfile.mkdtemp())
+def trained_alike(run: Run, other: Run) -> None:
+    assert other.losses == run.losses and digests(other.weights) == digests(run.weights)
 
 
-def test_a_save_while_the_replica_is_away_asks_for_it_on_all_ranks() -> None:
+TABLE = Table(__name__)
+AWAY = Way(inside=partial(separate_host_memory, offloads=False), step=away_and_back)
+for scheme, stages in (("sdp4bit", (2, 3)), ("lossless", (2, 3)), ("qsdp", (1,))):
+    TABLE.add(
+        scheme, Way(), AWAY,
+        holds=trained_alike, block={"scheme": scheme, "node_size": 2}, world=4, stages=stages,
+        accumulation=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("title", "stage"), TABLE.params())
+def test_what_leaves_the_device_comes_back_with_the_same_bits(title: str, stage: int) -> None:
+    TABLE.check(title, stage)
+
+
+@pytest.mark.parametrize("scheme", ["sdp4bit", "full_precision"])
+@on_ranks(4)
+def test_a_save_while_the_replica_is_away_asks_for_it_on_all_ranks(scheme: str) -> None:
     """It must be gathered exactly first. What is exact anyway is saved as without the plugin."""
-    for _, error in run_each(saved_while_away, 4, "sdp4bit"):
-        assert error is not None and "call reload_states before" in error
-    run(saved_while_away, 4, "full_precision")
+    engine = engine_of(2, {"scheme": scheme, "node_size": 2})
+    train_steps(engine, 1)
+    engine.optimizer.offload_states()
+    if scheme == "full_precision":
+        saved(engine)
+    else:
+        with pytest.raises(RuntimeError, match="call reload_states before"):
+            saved(engine)

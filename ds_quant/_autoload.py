@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 DISABLE_VARIABLE = "DS_QUANT_DISABLE"
 TARGET = "deepspeed.runtime.engine"
@@ -48,7 +49,7 @@ def _warn(message: str) -> None:
 
 
 class _EngineFinder(importlib.abc.MetaPathFinder):
-    """Find only ``TARGET`` and let the real loader do the work; stay until that has succeeded,
+    """Find only ``TARGET`` and install the plugin once it is loaded; stay until that has succeeded,
     so that a mere look for the module or a failed import does not lose the plugin.
     """
 
@@ -65,24 +66,17 @@ class _EngineFinder(importlib.abc.MetaPathFinder):
         finally:
             self._searching = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _EngineLoader(spec.loader, self)
+            self._install_after(spec.loader)
         return spec
 
+    def _install_after(self, loader: Any) -> None:
+        """``loader`` was made for this search; loading gives it back as it was."""
 
-class _EngineLoader(importlib.abc.Loader):
-    """Run the wrapped loader, restore it on the module, then install the plugin."""
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            loader.exec_module(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            _install()
 
-    def __init__(self, wrapped: importlib.abc.Loader, finder: _EngineFinder) -> None:
-        self._wrapped, self._finder = wrapped, finder
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._wrapped.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._wrapped
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._wrapped
-        self._wrapped.exec_module(module)
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-        _install()
+        loader.exec_module = exec_module

@@ -11,6 +11,8 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,6 @@ from ds_quant.config.schema import KEY, parse
 from ds_quant.policy import refusals
 from ds_quant.policy.refusals import ONE_BIT, section
 from ds_quant.tools.cli import about, load, not_plain_json
-
-Keys = tuple[str, ...]
 
 _ZERO = "zero_optimization"
 _NODE = "zero_hpz_partition_size"
@@ -41,25 +41,29 @@ _COMPRESSION_KEYS = (
 
 @dataclass(kw_only=True)
 class Migration:
-    """What changes in a file.
+    """A config that changes, and what changes in it.
 
-    values: by path, new ones and, as None, those to remove. block: of quantized_comm, empty if none
-    is needed. said: one line per change; left: what stays and may need a hand.
+    block: of quantized_comm, empty if none is needed. said: one line per change; left: what stays
+    and may need a hand.
     """
 
-    values: dict[Keys, Any] = field(default_factory=dict)
+    config: dict[str, Any]
     block: dict[str, Any] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
-    def remove(self, path: Keys, value: Any, why: str) -> None:
+    def remove(self, *path: str, why: str) -> None:
         """Take a key out, and say why."""
-        self.values[path] = None
+        value = reduce(getitem, path[:-1], self.config).pop(path[-1])
         self.said.append(f"{'.'.join(path)}={show(value)}: {why}")
 
-    def set(self, path: Keys, value: Any, why: str) -> None:
+    def set(self, *path: str, value: Any, why: str) -> None:
         """Give a key a value, and say why."""
-        self.values[path] = value
+        place = self.config
+        for part in path[:-1]:
+            place[part] = place[part] if isinstance(place.get(part), dict) else {}
+            place = place[part]
+        place[path[-1]] = value
         self.said.append(f"{'.'.join(path)}={show(value)} (new): {why}")
 
 
@@ -67,9 +71,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Write the new file and explain it; 1 if something is left that start-up refuses."""
     source = arguments.path
     with about(source):
-        config = load(source)
-        found = translate(config)
-        if not found.values:
+        found = translate(load(source))
+        if not found.said:
             print("\n".join([f"{source}: nothing to translate", *found.left]))
             return 0
         if not_plain_json(source):
@@ -80,16 +83,15 @@ def main(arguments: argparse.Namespace) -> int:
     with about(target):
         if target.exists() and arguments.out is None:
             raise ConfigError("exists: give -o FILE, which may overwrite")
-        target.write_text(rewritten(config, found), "utf-8")
+        target.write_text(as_text(found.config), "utf-8")
     refused = _refused(target)
     print("\n".join([*found.said, *found.left, *refused, f"written: {target}"]))
     return 1 if refused else 0
 
 
-def translate(config: Mapping[str, Any]) -> Migration:
-    """Find what to change in a DeepSpeed config."""
-    found = Migration()
-    zero = config.get(_ZERO)
+def translate(config: dict[str, Any]) -> Migration:
+    """Change a DeepSpeed config."""
+    found, zero = Migration(config=config), config.get(_ZERO)
     if isinstance(zero, dict):
         _zeropp(zero, refusals.stage_of(config), found)
         _mics(zero, found)
@@ -101,15 +103,13 @@ def translate(config: Mapping[str, Any]) -> Migration:
     _one_bit(config, found)
     _dtype(config, found)
     if "sparse_gradients" in config:
-        found.remove(
-            ("sparse_gradients",), config["sparse_gradients"],
-            "DeepSpeed from 0.19.7 on refuses it; gradients of embeddings are reduced dense",
-        )  # fmt: skip
+        why = "DeepSpeed from 0.19.7 on refuses it; gradients of embeddings are reduced dense"
+        found.remove("sparse_gradients", why=why)
     if found.block and KEY in config:
         found.left.append(f"{KEY}: is there already and stays; the translation would be "
                           f"{show(found.block)}")  # fmt: skip
     elif found.block:
-        found.values[KEY,] = found.block
+        config[KEY] = found.block
         found.said.append(f"{KEY}={json.dumps(found.block)} (new)")
     return found
 
@@ -137,7 +137,7 @@ def _zeropp(zero: dict[str, Any], stage: Any, found: Migration) -> None:
     ignored = "" if stage == 3 else f"; DeepSpeed ignores it under stage {stage}, ds_quant does not"
     for key, why in reasons.items():
         if key in zero and why:
-            found.remove((_ZERO, key), zero[key], why + ignored)
+            found.remove(_ZERO, key, why=why + ignored)
 
 
 def _zeropp_block(shard: bool, weights: bool, frozen: bool, gradients: bool) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _mics(zero: dict[str, Any], found: Migration) -> None:
         _MICS, (why, "belongs to MiCS; gathers stay inside the node"), strict=True
     ):
         if key in zero:
-            found.remove((_ZERO, key), zero[key], reason)
+            found.remove(_ZERO, key, why=reason)
 
 
 def _one_bit(config: Mapping[str, Any], found: Migration) -> None:
@@ -184,50 +184,43 @@ def _one_bit(config: Mapping[str, Any], found: Migration) -> None:
         return
     plain, params = ONE_BIT[kind], section(optimizer, "params")
     why = f"{optimizer['type']} compresses momentum by itself, and DeepSpeed 0.19.7 removed it"
-    found.set(("optimizer", "type"), plain, why)
+    found.set("optimizer", "type", value=plain, why=why)
     found.block |= {"scheme": "sdp4bit"}
     steps = refusals.number(params.get("freeze_step"))
     if steps >= 1:
         found.block["warmup_steps"] = int(steps)
     for key, value in params.items():
-        if key == "freeze_step" and steps >= 1:
-            why = f"{path_of(('warmup_steps',))}: steps in full precision at the start"
-            found.remove(("optimizer", "params", key), value, why)
-        elif key in _COMPRESSION_KEYS:
-            found.remove(("optimizer", "params", key), value, f"{plain} has no such parameter")
+        if key in _COMPRESSION_KEYS:
+            why = f"{plain} has no such parameter"
+            if key == "freeze_step" and steps >= 1:
+                why = f"{path_of(('warmup_steps',))}: steps in full precision at the start"
+            found.remove("optimizer", "params", key, why=why)
         elif key not in _OPTIMIZER_KEYS:
             found.left.append(
                 f"optimizer.params.{key}={show(value)}: not known here, left as it is"
             )
     if refusals.stage_of(config) not in (1, 2, 3):
-        found.set((_ZERO, "stage"), 1, "ds_quant works under ZeRO; stage 1 keeps weights and "
-                  "gradients as they were")  # fmt: skip
+        why = "ds_quant works under ZeRO; stage 1 keeps weights and gradients as they were"
+        found.set(_ZERO, "stage", value=1, why=why)
     if plain == "Lamb" and not config.get("zero_allow_untested_optimizer"):
-        found.set(("zero_allow_untested_optimizer",), True, "DeepSpeed asks for it: ZeRO with LAMB")
+        why = "DeepSpeed asks for it: ZeRO with LAMB"
+        found.set("zero_allow_untested_optimizer", value=True, why=why)
 
 
 def _dtype(config: Mapping[str, Any], found: Migration) -> None:
     """A cast before gradients are sent."""
-    key, value = "communication_data_type", config.get("communication_data_type")
+    value = config.get("communication_data_type")
     if value is None:
         return
     if value != "fp32" and not found.block:
         found.block |= {"scheme": "qsdp"}
     if found.block or KEY in config:
         why = "gradients are sent as the scheme says, summed in fp32: a cast before adds error"
-        found.remove((key,), value, why)
+        found.remove("communication_data_type", why=why)
 
 
-def rewritten(config: dict[str, Any], found: Migration) -> str:
-    """Return the text of the new file: keys in their order, lists of numbers on one line."""
-    for (*above, key), value in found.values.items():
-        place = config
-        for part in above:
-            place = place.setdefault(part, {})
-        if value is None:
-            place.pop(key, None)
-        else:
-            place[key] = value
+def as_text(config: dict[str, Any]) -> str:
+    """Return the text of a file: keys in their order, lists of numbers on one line."""
     text = json.dumps(config, indent=2)
     numbers = re.compile(r"\[\n\s+([^][{}\"]+?)\n\s*\]")
     return numbers.sub(lambda found: f"[{' '.join(found.group(1).split())}]", text) + "\n"

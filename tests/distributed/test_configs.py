@@ -56,7 +56,7 @@ MIGRATED = yaml.safe_load((Path(__file__).parents[1] / "migrated.yaml").read_tex
 def config_of(name: str) -> dict[str, Any]:
     """Translated, in bf16, for nodes of two ranks; full precision at the start takes a step."""
     config = hjson.loads(MIGRATED[name]["config"])
-    found = hjson.loads(migrate.rewritten(config, migrate.translate(config)))
+    found = migrate.translate(config).config
     for key in ("fp16", "train_batch_size", "optimizer"):
         found.pop(key, None)
     if "warmup_steps" in found[KEY]:

@@ -200,14 +200,14 @@ def docstring_of(node: ast.AST) -> ast.Expr | None:
 
 # Lines of code, and classes: lower them when a change needs less.
 BUDGETS = {
-    "ds_quant": (146, 2),
+    "ds_quant": (142, 1),
     "kernels": (2152, 36),
     "codec": (384, 6),
     "comm": (1398, 32),
     "config": (670, 9),
     "policy": (839, 14),
     "zero": (3627, 36),
-    "tools": (1810, 6),
+    "tools": (1804, 6),
 }
 BUDGETS_BESIDE = {"tests": 16401, "benchmarks": 3271}  # lines of code
 

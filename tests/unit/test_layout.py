@@ -1,10 +1,14 @@
-"""Layout: sections that cover a row without overlap, and DeepSpeed's shards."""
+"""Layout: DeepSpeed's shards, and windows of a partition."""
 
 from __future__ import annotations
 
+import types
+
 import pytest
+import torch
 
 from ds_quant.kernels import wire
+from ds_quant.zero.replica import _windows
 
 
 @pytest.mark.parametrize("bits", (1, 9, 0))
@@ -34,3 +38,16 @@ def test_shards_partition_the_parameter_as_deepspeed_does(numel, world):
 def test_shard_of_a_rank_outside_the_world_is_refused(rank):
     with pytest.raises(ValueError, match=r"rank = -?\d: must lie in 0..3"):
         wire.shard_range(10, 4, rank)
+
+
+@pytest.mark.parametrize("ranks", [24, 40, 48, 64, 96, 128, 192, 256, 512])
+def test_windows_of_a_partition_begin_at_whole_vectors(ranks: int) -> None:
+    """Of DeepSpeed's bucket, and of one that is too small for any."""
+    partition = 18_000_001
+    group = types.SimpleNamespace(flat=torch.empty(partition * ranks, device="meta"))
+    for bucket in (5 * 10**8, 1000 * ranks):
+        windows = list(_windows(group, ranks, bucket // ranks))
+        assert all(len(window) <= bucket // ranks for window in windows)
+        assert all(window.start % (4096 if bucket > 10**6 else 1000) == 0 for window in windows)
+        assert [window.start for window in windows[1:]] == [w.stop for w in windows[:-1]]
+        assert windows[0].start == 0 and windows[-1].stop == partition

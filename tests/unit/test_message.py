@@ -10,7 +10,7 @@ import torch
 from ds_quant.codec.bound import Coding
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.message import Message, Part, Room
-from tests.unit.links import Echo
+from tests.world import SimulatedRank, World
 
 LARGE = CastCodec(torch.bfloat16)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -22,17 +22,25 @@ def sent(
     values: Sequence[torch.Tensor], codecs: Sequence[Codec], *, stays: bool = True
 ) -> tuple[torch.Tensor, bool]:
     """What one of two ranks that send the same receives, and whether its row was packed."""
-    numels, link = [len(tensor) for tensor in values], Echo(2, rank=1)
+    numels, world, payloads = [len(tensor) for tensor in values], World(1, 2), []
     parts = [
         Part(rank, codec, numel, i, (i, 0), (i, rank * numel))
         for i, (codec, numel) in enumerate(zip(codecs, numels, strict=True))
         for rank in range(2)
     ]
-    into = [torch.zeros(2 * len(tensor), dtype=tensor.dtype) for tensor in values]
-    codings = [Coding(codec) for codec in codecs]
-    message = Message(parts, rank=1, ranks=2)
-    received = message.gather(link, values, codings, lambda: into, stays=stays).wait()
-    return torch.cat([tensor.float() for tensor in received]), bool(link.rooms)
+
+    def gather(rank: SimulatedRank) -> list[torch.Tensor]:
+        into = [torch.zeros(2 * len(tensor), dtype=tensor.dtype) for tensor in values]
+        link, codings = rank.fabric(None).whole, [Coding(codec) for codec in codecs]
+        send = link.all_gather
+        link.all_gather = lambda payload, **how: payloads.append(payload) or send(payload, **how)
+        message = Message(parts, rank=rank.number, ranks=2)
+        return message.gather(link, values, codings, lambda: into, stays=stays).wait()
+
+    received = world.all(gather)[1]
+    packed = {payload.data_ptr() != values[0].data_ptr() for payload in payloads}
+    assert len(packed) == 1
+    return torch.cat([tensor.float() for tensor in received]), packed.pop()
 
 
 def test_exact_values_that_lie_end_to_end_are_sent_from_there() -> None:

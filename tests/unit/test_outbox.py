@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from ds_quant.comm import lossless
 from ds_quant.comm.lossless import Outbox, Parcel
 from tests.world import SimulatedRank, World
 
@@ -39,9 +41,30 @@ def gathered(rank: SimulatedRank) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("topology", [(4, 1), (2, 2), (1, 4)], ids=str)
-def test_every_rank_gets_the_values_of_every_other(topology: tuple[int, int]) -> None:
+def test_every_rank_gets_the_values_of_every_other(topology: tuple[int, int], monkeypatch) -> None:
+    """A message of all ranks is decoded at once."""
+    decode = Mock(side_effect=lossless.decode_lossless)
+    monkeypatch.setattr(lossless, "decode_lossless", decode)
     for found in World(*topology).all(gathered):
         assert found == [[[1.0], [2.0], [3.0], [4.0]]] * 2
+    assert decode.call_count == 4 * 2
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 3])
+@pytest.mark.parametrize("topology", [(4, 1), (2, 2)], ids=str)
+def test_an_error_names_the_rank_whose_weights_were_changed(topology: Any, damaged: int) -> None:
+    def changed(rank: SimulatedRank) -> Any:
+        rows = torch.linspace(1, 2, 4 * 3000).view(4, -1).to(BF16)
+        own = rows[rank.number].clone()
+        posted = outbox(rank, [Parcel(3000, lambda: (own * 1.01, own))]).post(0, lambda: rows)
+        rows[damaged, 100] += 1
+        posted.wait()
+        return rank.fabric(None).whole.findings.first()
+
+    for number, found in enumerate(World(*topology).all(changed)):
+        assert (found.role, found.sender) == ("weights", damaged)
+        said = found.problem.format(number)
+        assert said.startswith(f"cannot be decoded on rank {number} (lossless message: wrong che")
 
 
 def announced(rank: SimulatedRank) -> list[str]:

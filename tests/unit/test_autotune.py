@@ -13,6 +13,7 @@ from ds_quant.config.schema import parse_block
 from ds_quant.policy import autotune
 from ds_quant.policy.autotune import choose, reason
 from ds_quant.policy.route import Routes
+from tests.unit import wire_oracle as oracle
 
 CPU = torch.device("cpu")
 
@@ -91,6 +92,11 @@ def test_nvlink_takes_few_slices() -> None:
     assert [fast.slices(numel) for numel in (layer, bucket)] == [1, 2]
     assert Slicing(pace=presumed_pace(cuda, "gloo")).slices(layer) == 4
     assert Slicing(pace=presumed_pace(CPU, "nccl")) == Slicing() and Slicing().slices(layer) == 10
+
+
+def test_slices_are_as_many_as_the_page_says() -> None:
+    for total in (0, 1, 499_999, 500_001, 4_499_999, 4_500_001, 10**8, 10**10):
+        assert oracle.slice_count(total) == Slicing().slices(total)
 
 
 def test_slices_that_are_given_are_taken() -> None:

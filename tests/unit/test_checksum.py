@@ -1,4 +1,4 @@
-"""checksum.py: messages come back as they were, and no accident passes."""
+"""Checksums are those of the wire page: messages come back as they were, and no accident passes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ds_quant.comm.checksum import Finding, Findings, say_changed, seal, sealed_bytes, unseal
+from tests.unit import wire_oracle as oracle
 
 SIZES = [0, 1, 16, 40, 40, 40, 0, 208]  # bytes that ranks 0 to 7 send
 
@@ -21,6 +22,12 @@ def received() -> tuple[list[torch.Tensor], torch.Tensor]:
     """What eight ranks have sent, and how it arrives at one of them."""
     plain = [message(nbytes, rank) for rank, nbytes in enumerate(SIZES)]
     return plain, torch.cat([seal(m, [m.numel()], sender=r) for r, m in enumerate(plain)])
+
+
+def test_checksum_is_that_of_the_page() -> None:
+    sealed = seal(torch.cat([message(n) for n in SIZES]), SIZES, sender=3).numpy().tobytes()
+    page = [oracle.sealed(message(n).numpy().tobytes(), 3) for n in SIZES]
+    assert sealed == b"".join(page)
 
 
 def test_messages_come_back_whatever_their_sizes() -> None:

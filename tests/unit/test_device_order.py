@@ -1,4 +1,4 @@
-"""What waits for a CUDA device, on stand-ins for one: the clock, and gathers behind a step."""
+"""What waits for a CUDA device, on stand-ins for one: the clock, flushes, copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_quant.policy import autotune
 from ds_quant.zero import hooks
-from ds_quant.zero.hooks import StepBarrier
 from ds_quant.zero.node_shard import NodeShard
 from ds_quant.zero.optimizer_hooks import ReplicaGroup, owner_buckets
 
@@ -43,68 +42,19 @@ def test_a_clock_on_the_cpu_waits_for_nothing(done: list[object]) -> None:
     assert done == ["read"]
 
 
-class FakeAccelerator:
-    """One with streams that run by themselves, or, ``ordered``, one that waits by itself."""
-
-    def __init__(self, *, ordered: bool) -> None:
-        self.ordered, self.events, self.did = ordered, 0, []
-        self.stream = "optimizer"
-
-    def resolves_data_dependency(self) -> bool:
-        return self.ordered
-
-    def Event(self) -> types.SimpleNamespace:  # noqa: N802
-        self.events += 1
-        number = self.events
-        record = lambda stream: self.did.append(("record", number, stream.name))  # noqa: E731
-        return types.SimpleNamespace(number=number, record=record)
-
-    def current_stream(self) -> types.SimpleNamespace:
-        name = self.stream
-        wait = lambda event: self.did.append(("wait", event.number, name))  # noqa: E731
-        return types.SimpleNamespace(name=name, wait_event=wait)
-
-
-def use(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> StepBarrier:
-    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: accelerator)
-    return StepBarrier()
-
-
-def test_a_gather_waits_for_the_last_step_on_its_own_stream(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    accelerator = FakeAccelerator(ordered=False)
-    barrier = use(accelerator, monkeypatch)
-    barrier.wait()
-    assert accelerator.did == [], "nothing was written yet"
-    for step in (1, 2):
-        accelerator.stream = "optimizer"
-        barrier.record()
-        accelerator.stream = "gather"
-        barrier.wait()
-        wanted = [("record", step, "optimizer"), ("wait", step, "gather")]
-        assert accelerator.did[-2:] == wanted
-
-
-def test_where_the_device_keeps_order_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = FakeAccelerator(ordered=True)
-    barrier = use(accelerator, monkeypatch)
-    barrier.record()
-    barrier.wait()
-    assert accelerator.did == [] and accelerator.events == 0
-
-
 @pytest.mark.parametrize("ordered", [False, True])
 def test_dropped_values_are_kept_for_the_stream_that_used_them(
     ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator = FakeAccelerator(ordered=ordered)
-    accelerator.is_synchronized_device = lambda: ordered
-    accelerator.on_accelerator = lambda tensor: True
-    use(accelerator, monkeypatch)
+    accelerator = types.SimpleNamespace(
+        is_synchronized_device=lambda: ordered,
+        on_accelerator=lambda tensor: True,
+        current_stream=lambda: "optimizer",
+    )
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: accelerator)
     kept: list[str] = []
     status = enum.Enum("Status", "AVAILABLE NOT_AVAILABLE")
-    data = types.SimpleNamespace(record_stream=lambda stream: kept.append(stream.name))
+    data = types.SimpleNamespace(record_stream=kept.append)
     parameter = types.SimpleNamespace(data=data, ds_status=status.AVAILABLE)
     hooks.drop_values(parameter)
     assert parameter.ds_status is status.NOT_AVAILABLE
@@ -115,14 +65,16 @@ def test_dropped_values_are_kept_for_the_stream_that_used_them(
 def test_a_flush_waits_where_the_reduction_overlaps(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator = FakeAccelerator(ordered=False)
-    accelerator.synchronize = lambda: accelerator.did.append("waited")
-    use(accelerator, monkeypatch)
+    did: list[str] = []
+    accelerator = types.SimpleNamespace(
+        synchronize=lambda: did.append("waited"), resolves_data_dependency=lambda: False
+    )
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: accelerator)
     optimizer = types.SimpleNamespace(overlap_comm=overlap)
-    optimizer.reduce_ipg_grads = lambda: accelerator.did.append("reduced")
+    optimizer.reduce_ipg_grads = lambda: did.append("reduced")
     flush, _ = owner_buckets(optimizer)
     flush()
-    assert accelerator.did == ["reduced", "waited"][: 1 + overlap]
+    assert did == ["reduced", "waited"][: 1 + overlap]
 
 
 class Copies(TorchDispatchMode):

@@ -1,4 +1,6 @@
-"""The pages in docs/ and README agree with the sources; see also test_doc_commands.py."""
+"""The pages in docs/ and README, changelog, citation and the workflow of a public CI agree with the
+sources; see also test_doc_commands.py.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import ds_quant
+from ds_quant.config.presets import preset_names
 from ds_quant.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,3 +116,34 @@ def test_files_and_tests_named_in_backticks_exist(page: Path) -> None:
         assert not test or test in defined_in(ROOT / name), f"{name}::{test}"
     known = set().union(*map(defined_in, ROOT.glob("tests/*/test_*.py")))
     assert set(re.findall(r"`(test_\w+)`", text)) <= known
+
+
+# ---- a release ----
+
+
+def test_changelog_begins_with_this_version() -> None:
+    versions = re.findall(r"^## (\S+)$", (ROOT / "docs" / "changelog.md").read_text("utf-8"), re.M)
+    assert versions[0] == ds_quant.__version__
+    assert versions == sorted(versions, reverse=True)
+
+
+def test_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "docs" / "CITATION.cff").read_text("utf-8"))
+    assert citation["version"] == ds_quant.__version__
+    assert citation["license"] == "Apache-2.0" and citation["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= set(citation)
+    schemes = {entry["scope"].removeprefix("scheme ") for entry in citation["references"]}
+    assert schemes <= set(preset_names())
+
+
+def test_public_ci_runs_what_this_repository_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".ci" / "github.yml").read_text("utf-8"))
+    (job,) = workflow["jobs"].values()
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert ".ci/run" in commands
+    targets = set(
+        re.findall(r"^([a-z-]+)[\w -]*:(?!=)", (ROOT / "Makefile").read_text("utf-8"), re.M)
+    )
+    for command in commands:
+        assert command == ".ci/run" or command.removeprefix("make ") in targets, command
+    assert commands.index("make install") == 0

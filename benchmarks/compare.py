@@ -72,7 +72,6 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: (ConfigError) names the key and what is allowed.
     """
-    sys.path.append(str(launch.HERE.parent))  # last: an installed ds_quant comes first
     from ds_quant.config.schema import parse
 
     if args.model:

@@ -31,7 +31,6 @@ from statistics import fmean
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed one comes first
 
 import convergence_page
 import paired

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -20,8 +19,6 @@ from typing import Any
 
 import report
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: an installed ds_quant first
 
 SCHEMES = ("full_precision", "qsdp")
 

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shlex
+import sys
 from collections.abc import Collection, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
@@ -19,6 +20,8 @@ from statistics import fmean, median
 from typing import Any
 
 import sections
+
+sys.path.append(str(sections.ROOT))  # last: an installed ds_quant comes first
 
 FINAL_STEPS = 50  # the final loss is the mean over the last 50 steps
 # Pairs of one scheme scatter by up to 0.4 % (convergence_10m.json), and a demo trains one.

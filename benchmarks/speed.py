@@ -340,7 +340,6 @@ def _speed_up(row: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    sys.path.append(str(launch.HERE.parent))  # last: an installed ds_quant comes first
     reason = "--loopback" if args.loopback else obstacle()
     args.loopback = reason is not None
     if args.loopback:

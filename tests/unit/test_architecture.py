@@ -209,7 +209,7 @@ BUDGETS = {
     "zero": (3627, 36),
     "tools": (1804, 6),
 }
-BUDGETS_BESIDE = {"tests": 16261, "benchmarks": 3271}  # lines of code
+BUDGETS_BESIDE = {"tests": 16261, "benchmarks": 3268}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

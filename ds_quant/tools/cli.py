@@ -232,31 +232,32 @@ def _meaning(
     return lines
 
 
+_NUMEL = 2**20  # whose bytes per element are shown
+
+
 def _role_line(role: str, settings: Any, loaded: bool) -> str:
     if not settings.enabled:
         return f"{role}: full precision"
-    if getattr(settings, "lossless", False):
+    # Keys that only one role has.
+    own = {"lossless": False, "levels": "", "difference": False, "rotation": 0} | dict(settings)
+    if own["lossless"]:
         from ds_quant.policy.cost import LOSSLESS_BITS
 
         return (
             f"{role}: lossless differences, {LOSSLESS_BITS} bits per element at a learning rate of "
             "3e-4, 16 at most"
         )
+    differ = ", of differences" * own["difference"]
     if settings.codec is not None:
-        return f"{role}: {_codec_of(settings, loaded)}"
-    gaussian, rounding = settings.range == "gaussian", f"{settings.rounding} rounding"
-    extras = ["nearest level, scale of EDEN" if gaussian else rounding]
-    if getattr(settings, "levels", "") == "learned":
-        extras.append("learned levels")
-    if getattr(settings, "difference", False):
-        extras.append("of differences")
-    if getattr(settings, "rotation", 0):
-        extras.append(f"Hadamard blocks of {settings.rotation}")
-    line = f"{role}: {_codes(settings, settings.range)}, {', '.join(extras)}"
+        return f"{role}: {_codec_of(settings, loaded)}{differ * loaded}"
+    gaussian, rounding = settings.range == "gaussian", f", {settings.rounding} rounding"
+    line = f"{role}: {_codes(settings, settings.range)}"
+    line += ", nearest level, scale of EDEN" if gaussian else rounding
+    line += ", learned levels" * (own["levels"] == "learned") + differ
+    line += f", Hadamard blocks of {own['rotation']}" if own["rotation"] else ""
     if settings.intra is not None:
-        inside = "absmax" if gaussian else settings.range
-        line += f"; inside a node {_codes(settings.intra, inside)}"
-        line += f", {rounding}" if gaussian else ""
+        inside = _codes(settings.intra, "absmax" if gaussian else settings.range)
+        line += f"; inside a node {inside}{rounding * gaussian}"
     return line
 
 
@@ -266,24 +267,19 @@ def _codec_of(settings: Any, loaded: bool) -> str:
         return f"codec {settings.codec}, not tried (--load-codecs imports it)"
     from ds_quant.codec.module import load
 
-    numel = 2**20
-    nbytes = load(settings.codec).wire_bytes(numel)
-    line = f"codec {settings.codec}, {nbytes / numel:.3f} bytes per element"
-    return line + (", of differences" if getattr(settings, "difference", False) else "")
+    nbytes = load(settings.codec).wire_bytes(_NUMEL)
+    return f"codec {settings.codec}, {nbytes / _NUMEL:.3f} bytes per element"
 
 
 def _codes(settings: Any, value_range: str) -> str:
-    numel = 2**20
-    nbytes = wire_layout(
-        numel,
-        bits=settings.bits,
-        group_size=settings.group_size,
+    layout = wire_layout(
+        _NUMEL, bits=settings.bits, group_size=settings.group_size,
         has_offset=value_range == "minmax",
         scale_bytes=BF16_BYTES if value_range == "gaussian" else FP32_BYTES,
-    ).nbytes
+    )  # fmt: skip
     return (
         f"{settings.bits}-bit {value_range} codes, groups of {settings.group_size}, "
-        f"{nbytes / numel:.3f} bytes per element"
+        f"{layout.nbytes / _NUMEL:.3f} bytes per element"
     )
 
 

@@ -207,9 +207,9 @@ BUDGETS = {
     "config": (670, 9),
     "policy": (839, 14),
     "zero": (3627, 36),
-    "tools": (1804, 6),
+    "tools": (1797, 6),
 }
-BUDGETS_BESIDE = {"tests": 16261, "benchmarks": 3268}  # lines of code
+BUDGETS_BESIDE = {"tests": 16261, "benchmarks": 3266}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

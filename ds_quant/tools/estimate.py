@@ -139,14 +139,18 @@ def plot(plan: Plan, path: Path) -> None:
     curves = {name: line for name, line in good.items() if max(line) > forecast.WORTH_IT}
     colors = plot_style.colors(curves)
     figure, axes = pyplot.subplots(figsize=(8, 5))
+    axes.axhline(1, color="0.4", linestyle="--", linewidth=1.5)
+    axes.annotate("DeepSpeed as shipped", (rates[0], 1), xytext=(6, -14), color="0.4",
+                  textcoords="offset points")  # fmt: skip
     for scheme, speedups in curves.items():
-        axes.plot(rates, speedups, color=colors[scheme], label=scheme)
-    axes.axhline(1, color="0.4", linestyle="--", label="DeepSpeed as shipped")
+        axes.plot(rates, speedups, color=colors[scheme], linewidth=2)
+        at = 0 if scheme in plot_style.COLORS else len(rates) // 4  # two curves may be equal
+        axes.annotate(scheme, (rates[at], speedups[at]), xytext=(6, 5), color=colors[scheme],
+                      textcoords="offset points", weight="bold")  # fmt: skip
     if rates[0] <= own <= rates[-1]:
         axes.axvline(own, color="0.7", linestyle=":")
     axes.set(xscale="log", xlabel="Gb/s into a node from the others", ylim=(0, None),
              ylabel="predicted speed-up, nothing hidden", xlim=(rates[0], rates[-1]),
              title=f"{plan.model.name}, ZeRO-{plan.stage}")  # fmt: skip
     plot_style.plain_ticks(axes.xaxis, (1, 2, 5, 10, 25, 50, 100, 200, 400))
-    plot_style.finish(axes)
     plot_style.save(figure, path)

@@ -207,7 +207,7 @@ BUDGETS = {
     "config": (670, 9),
     "policy": (839, 14),
     "zero": (3627, 36),
-    "tools": (1797, 6),
+    "tools": (1801, 6),
 }
 BUDGETS_BESIDE = {"tests": 16261, "benchmarks": 3266}  # lines of code
 

@@ -241,7 +241,7 @@ RECODED = (
     *((CAST_FP16, CAST_FP32), (INT4, CAST_FP32), (LEARNED, LEARNED), (SHIFTED, WIDE)),
 )
 NUMELS = (1, 129, 500, 500, 500, 4096)
-TURNED = [(BF16, 0, False), (FP16, 32, False), (FP32, 64, True), (BF16, 128, True)]
+TURNED = [(BF16, 0, 0), (FP16, 32, 0), (FP32, 64, 1), (BF16, 128, 1)]
 
 
 def codecs_in(block: int) -> tuple[Codec, ...]:
@@ -251,45 +251,20 @@ def codecs_in(block: int) -> tuple[Codec, ...]:
     return tuple(c for c in MIXED if not block or getattr(c, "group_size", block) % block == 0)
 
 
-def encodes(codecs: tuple[Codec, ...], *, block: int, flips: bool) -> list[Encode]:
-    return [
-        Encode(codec, numel, X, WIRE, stream, block, flips)
-        for stream, codec in enumerate(codecs)
-        for numel in NUMELS
-    ]
-
-
-@pytest.mark.parametrize("dtype, block, flips", [*TURNED, (FP32, 0, False)])
-def test_encode(kernels, dtype: torch.dtype, block: int, flips: bool) -> None:
-    """Values as they are beside differences, which lie elsewhere than what they are taken of."""
-    codecs, how = codecs_in(block), {"block": block, "flips": flips}
-    found = encodes(codecs, **how)
-    for place, op in enumerate(found):
-        if not block and place % 2 and isinstance(op.codec, GroupCodec):
-            found[place] = op._replace(base=BASE)
-    check(kernels, Program(found), streams_of(codecs, **how), dtype)
-
-
-@pytest.mark.parametrize("add", (False, True))
-def test_decode(all_kernels, add: bool) -> None:
-    found = [
-        Decode(codec, numel, ARRIVED, OUT, stream, add)
-        for stream, codec in enumerate(MIXED)
-        for numel in NUMELS
-        if not (add and isinstance(codec, CastCodec))
-    ]
-    check(all_kernels, Program(found), streams_of(MIXED))
-
-
-@pytest.mark.parametrize("dtype, block, flips", [*TURNED, (BF16, 128, OWN_SIGNS)])
+@pytest.mark.parametrize("dtype, block, flips", [*TURNED, (FP32, 0, 0), (BF16, 128, OWN_SIGNS)])
 @pytest.mark.parametrize("place, scale", [(None, 1 / 3), (0, 1.0), (2, 0.25)])
-def test_sum(kernels, place, dtype, block: int, flips: int, scale: float) -> None:
-    codecs = codecs_in(block)
-    found = [
-        Sum(codec, numel, ARRIVED, OUT, stream, 2, 0, place, OWN, block, flips, scale)
-        for stream, codec in enumerate(codecs)
-        for numel in NUMELS
-    ]
+def test_many_codecs_and_sizes(kernels, place, dtype, block: int, flips: int, scale: float) -> None:
+    """Every second codec encodes differences, and adds what it decodes."""
+    codecs, found = codecs_in(block), []
+    how = {"sources": 2, "stride": 0, "place": place, "own": OWN, "block": block, "flips": flips}
+    for stream, codec in enumerate(codecs):
+        differs = stream % 2 == 1 and not block and isinstance(codec, GroupCodec)
+        for numel in NUMELS:
+            base = BASE if differs else None
+            found.append(Encode(codec, numel, X, WIRE, stream, block, bool(flips), base))
+            found.append(Sum(codec, numel, ARRIVED, OUT, stream, scale=scale, **how))
+            if not block:
+                found.append(Decode(codec, numel, ARRIVED, OUT, stream, differs))
     check(kernels, Program(found), streams_of(codecs, block=block, flips=flips), dtype)
 
 
@@ -314,13 +289,13 @@ def test_recode(kernels, source: Codec, codec: Codec, place: int | None, block: 
 
 @pytest.mark.parametrize("dtype, block, flips", TURNED)
 def test_values_that_stay_are_made_beside_encoded_ones(
-    all_kernels, dtype: torch.dtype, block: int, flips: bool
+    all_kernels, dtype: torch.dtype, block: int, flips: int
 ) -> None:
     codec, before = GAUSSIAN[1] if block == 128 else INT4, len(all_kernels.macros)
-    found = encodes((codec, codec), block=block, flips=flips)
+    found = []
     for stream in range(2):
-        for numel in (*NUMELS, 20_000):
-            found.append(Rotate(codec, numel, X, SUMS, stream, block, flips))
+        found += [Encode(codec, n, X, WIRE, stream, block, flips) for n in NUMELS]
+        found += [Rotate(codec, n, X, SUMS, stream, block, flips) for n in (*NUMELS, 20_000)]
     streams = streams_of((codec, codec), block=block, flips=flips)
     check(all_kernels, Program(found), streams, dtype)
     assert not (all_kernels.is_cuda and block) or len(all_kernels.macros) == before + 1

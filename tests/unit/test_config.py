@@ -230,23 +230,12 @@ def test_schema_describes_every_field_and_scheme() -> None:
 @pytest.mark.parametrize(
     "path", sorted(resource_dir("configs").glob("*.json")), ids=lambda p: p.stem
 )
-def test_shipped_config_is_accepted_by_deepspeed_and_by_us(path: Any, capsys) -> None:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
+def test_shipped_config_is_valid_and_named_by_its_scheme_and_stage(path: Any, capsys) -> None:
     assert main(["validate", str(path)]) == 0 and capsys.readouterr().err == ""
     param_dict = json.loads(path.read_text())
-    filled = without_auto(param_dict) | {"train_micro_batch_size_per_gpu": 1}
-    stage = DeepSpeedConfig(filled).zero_optimization_stage
-    name, _, named_stage = path.stem.removeprefix("ds_").partition("_zero")
-    assert named_stage in ("", str(stage))
+    name, _, stage = path.stem.removeprefix("ds_").partition("_zero")
+    assert stage in ("", str(param_dict["zero_optimization"]["stage"]))
     assert name == parse(param_dict).scheme or name not in preset_names()
-
-
-def without_auto(value: Any) -> Any:
-    """What Hugging Face would fill in is left to DeepSpeed's defaults."""
-    if not isinstance(value, dict):
-        return value
-    return {key: without_auto(item) for key, item in value.items() if item != "auto"}
 
 
 def test_autotune_keeps_what_was_written_for_the_scheme_that_it_picks() -> None:

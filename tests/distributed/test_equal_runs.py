@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ds_quant
@@ -34,7 +34,6 @@ from tests.distributed.models import (
     QSDP,
     Regression,
     Run,
-    batch,
     evaluate,
     forward,
     heard,
@@ -477,39 +476,10 @@ TABLE.add("beside a frozen reference", Way(), Way(step=beside_a_reference), stag
 # ---- crossing between nodes once per optimizer step: sums in another order, and nothing else ----
 
 
-class Routed(Regression):
-    """``route`` says which of three layers are used: "b" leaves the middle's gradient out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(self.first.in_features, self.first.out_features)
-        self.extra = nn.Linear(self.norm.normalized_shape[0], self.norm.normalized_shape[0])
-
-    def forward(self, x: Tensor, y: Tensor, route: str = "a") -> Tensor:
-        hidden = self.first(x) if "a" in route else self.other(x)
-        hidden = self.norm(self.second(torch.tanh(hidden)))
-        if "c" in route:
-            hidden = self.extra(hidden)
-        return (self.last(hidden).float() - y).square().mean()
-
-
-def micro_step(engine: Any, step: int, micro: int, *route: str) -> float:
-    loss = engine(*batch(0, step, micro, torch.distributed.get_rank()), *route)
+def micro_step(engine: Any, step: int, micro: int) -> float:
+    loss = forward(engine, step, micro)
     engine.backward(loss)
     return float(loss.detach())
-
-
-def routed(*steps: str) -> Step:
-    """Parameters come and go: none in the last micro-step, buckets made up in other ways."""
-
-    def step_along(engine: Any, step: int, _: int) -> list[float]:
-        losses = []
-        for micro, route in enumerate(steps[step].split()):
-            losses.append(micro_step(engine, step, micro, route))
-            engine.step()
-        return losses
-
-    return step_along
 
 
 def in_between(act: Callable[[Any, int, int], Any]) -> Step:
@@ -593,7 +563,6 @@ CALLER = {"managed_gradient_accumulation": False}
 UNMANAGED = {"step": unmanaged, "method": "managed_gradient_accumulation"}
 NO_OVERLAP = {"overlap_comm": False}
 LOOPS: dict[str, dict[str, Any]] = {
-    "routes": {"model": Routed, "step": routed("ac b a", "a bc b", "a b ac"), "accumulation": 3},
     "abandoned": {"step": abandoned, "accumulation": 3},
     "offload": {"accumulation": 3, "zero": CPU, "top": TORCH_ADAM},
     "the caller alone steps": {**UNMANAGED, "top": CALLER, "zero": NO_OVERLAP},

@@ -5,6 +5,7 @@ Chunks are made small here, so that the tiny models have several.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.harness import run, run_each
+from tests.distributed.harness import on_ranks, run, run_each
 from tests.distributed.models import (
     FEATURES,
     PREFETCH,
@@ -25,17 +26,13 @@ from tests.distributed.models import (
     build,
     forward,
     settings,
-    train_step,
+    train_steps,
 )
 
-STEPS = 4
-EVERYTHING = {"stage3_prefetch_bucket_size": 200_000, "stage3_max_live_parameters": 10**9}
-ARRANGEMENTS = {"no prefetch": {}, "a layer ahead": PREFETCH, "everything ahead": EVERYTHING}
 
-
-def config(node_size: int, zero: dict[str, Any] | None = None, **block: Any) -> dict[str, Any]:
-    block = {"scheme": "sdp4bit", "node_size": node_size, "allow_full_replica": True, **block}
-    return settings(3, block, dtype="bf16", zero=zero)
+def config(node_size: int, zero: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:
+    block = {"scheme": "sdp4bit", "node_size": node_size, "allow_full_replica": True}
+    return settings(3, block, dtype="bf16", zero=zero, **given)
 
 
 @contextmanager
@@ -81,41 +78,35 @@ class Detour(nn.Module):
         return (self.last(x).float() - y).square().mean()
 
 
-def missing_names(arriving: Any) -> list[str]:
-    return [param.name for param in sorted(arriving._missing, key=lambda param: param.index)]
-
-
-def missing() -> list[list[str]]:
-    """Names still to arrive: after a step, then whenever a gather of the forward has arrived."""
+@on_ranks(4)
+def test_a_gather_waits_for_its_own_parameters_and_those_before() -> None:
+    """What is still to arrive, after a step and whenever a gather of the forward has arrived."""
     from ds_quant.zero import fetch
 
     seen: list[list[str]] = []
+    wait = fetch._FetchHandle.wait
+
+    def note() -> None:
+        params = engine.ds_quant_plugin.node._spread._missing
+        seen.append([param.name for param in sorted(params, key=lambda param: param.index)])
+
+    def noted(self: Any, **kwargs: Any) -> None:
+        wait(self, **kwargs)
+        note()
 
     with small_chunks(in_flight=8):
         engine = build(config(2))
-        arriving = engine.ds_quant_plugin.node._spread
-        for step in range(2):
-            train_step(engine, step)
-        wait = fetch._FetchHandle.wait
-
-        def noted(self: Any, **kwargs: Any) -> None:
-            wait(self, **kwargs)
-            seen.append(missing_names(arriving))
-
-        seen.append(missing_names(arriving))
+        train_steps(engine, 2)
+        note()
         fetch._FetchHandle.wait = noted
-        train_step(engine, 2)
-    return seen
-
-
-def test_a_gather_waits_for_its_own_parameters_and_those_before() -> None:
-    for before, *later in run(missing, 4):
-        assert {"first.weight", "second.weight", "last.weight"} <= set(before)
-        held = [name for name in before if name not in later[0]]
-        assert held == ["first.weight", "first.bias"] or held == ["first.weight"]
-        assert "last.weight" in later[0] and later[-1] == []
-        sizes = [len(names) for names in later]
-        assert sizes == sorted(sizes, reverse=True)
+        train_steps(engine, 1, 2)
+    before, *later = seen
+    assert {"first.weight", "second.weight", "last.weight"} <= set(before)
+    held = [name for name in before if name not in later[0]]
+    assert held == ["first.weight", "first.bias"] or held == ["first.weight"]
+    assert "last.weight" in later[0] and later[-1] == []
+    sizes = [len(names) for names in later]
+    assert sizes == sorted(sizes, reverse=True)
 
 
 def posted(streams: bool) -> list[list[str]]:
@@ -138,10 +129,8 @@ def posted(streams: bool) -> list[list[str]]:
     noting(fetch._FetchHandle, "wait", "wait")
     small = small_chunks(in_flight=16, streams=streams)
     with fake_world.without_handshake(), fake_world.faked_cuda(), small:
-        engine = build(settings(3, config(2)["quantized_comm"], dtype="bf16", accumulation=2,
-                                zero=PREFETCH))  # fmt: skip
-        for step in range(2):
-            train_step(engine, step)
+        engine = build(config(2, PREFETCH, accumulation=2))
+        train_steps(engine, 2)
         link = engine.ds_quant_plugin.node._intra
         gather = link.all_gather
 
@@ -165,44 +154,33 @@ def test_gathers_are_posted_ahead_in_the_first_forward_after_a_step(streams: boo
     assert set(first) == {"fetch"} if streams else "wait" in first
 
 
-def dropped(explicitly: bool) -> list[float]:
-    """Engines that end in the middle of an exchange over the world's links."""
-    import gc
-
-    from deepspeed import comm as dist
-
+@pytest.mark.parametrize("explicitly", [True, False])
+@on_ranks()
+def test_the_links_of_an_engine_that_ended_serve_the_next(explicitly: bool) -> None:
+    """Engines end in the middle of an exchange over the world's links."""
     losses = []
     for _ in range(3):
         with small_chunks():
             engine = build(config(1))
-            for step in range(3):
-                losses += train_step(engine, step)
+            losses.append(train_steps(engine, 3))
             assert engine.ds_quant_plugin.node._spread._missing
             if explicitly:
                 engine.destroy()
             del engine
             gc.collect()
-            dist.barrier()
-    return losses
-
-
-@pytest.mark.parametrize("explicitly", [True, False])
-def test_the_links_of_an_engine_that_ended_serve_the_next(explicitly: bool) -> None:
-    for losses in run(dropped, 2, explicitly):
-        assert losses[:3] == losses[3:6] == losses[6:]
+            torch.distributed.barrier()
+    assert losses == [losses[0]] * 3
 
 
 def left_alone() -> None:
     """Rank 1 ends after a step, while rank 0 is in the forward that misses what it has not sent."""
     with small_chunks():
         engine = build(config(1))
-        for step in range(2):
-            train_step(engine, step)
+        train_steps(engine, 2)
         if torch.distributed.get_rank() == 1:
             torch.distributed.isend = lambda *args, **kwargs: os._exit(1)
         try:
-            for step in range(2, 4):
-                train_step(engine, step)
+            train_steps(engine, 2, 2)
         except RuntimeError:
             start = time.monotonic()
             engine.destroy()  # waits for nobody again

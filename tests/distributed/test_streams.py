@@ -1,5 +1,6 @@
-"""Steps of every kind of scheme on a device with streams, as ``device_model`` sees them: nothing is
-read before it is written, no memory is taken again while another stream uses it.
+"""What a device with streams would do with the steps of every kind of scheme: nothing is read
+before it is written, no memory is taken again while another stream uses it (see
+``device_model``), the host waits for nothing, and kernels are compiled before the first step.
 
 A fake world of 2 x 2 ranks, DeepSpeed's streams and one per process group. Where an order is taken
 away on purpose the model must notice.
@@ -8,6 +9,7 @@ away on purpose the model must notice.
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +19,12 @@ import pytest
 import torch
 
 import ds_quant
-from tests.distributed.harness import run
-from tests.distributed.models import PREFETCH, build, forward, settings
+from ds_quant.comm.reduction_plan import presumed_pace
+from ds_quant.comm.topology import Topology
+from ds_quant.config.schema import QuantizedCommConfig
+from tests.distributed import counting
+from tests.distributed.harness import on_ranks, run, scratch
+from tests.distributed.models import PREFETCH, QSDP, build, engine_of, forward, settings, train_step
 from tests.distributed.test_spread import small_chunks
 
 PACKAGE = f"{Path(ds_quant.__file__).parent}/"  # a checkout's own folder may be called ds_quant
@@ -119,3 +125,107 @@ def test_every_operation_knows_that_what_it_touches_is_done(
 )
 def test_a_lost_order_is_noticed(lost: str, scheme: str) -> None:
     assert any("ds_quant/" in fault for fault in faults(3, scheme, PREFETCH, lost))
+
+
+# ---- waits of the host ----
+
+
+def _waits(stage: int, block: dict[str, Any]) -> tuple[dict[str, int], int]:
+    """By function, in one step of two micro-steps; and its messages of weights between nodes."""
+    from ds_quant.comm.lossless import Outbox
+
+    posted, post = [], Outbox.post
+    Outbox.post = lambda *args: posted.append(args[1]) or post(*args)
+    fake_world.join(fake_world.World(2, 2))
+    config = settings(
+        stage, {"node_size": 2, "metrics": {"interval": 0}, "checksum_steps": 0, **block},
+        dtype="bf16", accumulation=2, zero={"allgather_bucket_size": 16_384},
+    )  # fmt: skip
+    with fake_world.without_handshake(), fake_world.faked_cuda(), small_chunks(streams=True):
+        engine = build(config)
+        for step in range(2):
+            train_step(engine, step)
+        posted.clear()
+        with counting.waits() as counts:
+            train_step(engine, 2)
+    return dict(counts), len(posted)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_lossless_differences_wait_twice_per_step_whatever_the_messages(stage: int) -> None:
+    ((waits, messages),) = run(
+        _waits, 1, stage, {"scheme": "lossless_g3"}, environment={"TEST_PROCESS_GROUP": "own"}
+    )
+    assert messages > 3
+    assert {name.rpartition(".")[2]: count for name, count in waits.items()} == {
+        "_agree": 1,  # the lengths
+        "minimum": 1,  # whether any rank could not decode
+    }
+
+
+@pytest.mark.parametrize("scheme", ["full_precision", "qsdp", "sdp4bit", "eden3"])
+def test_nothing_else_waits(scheme: str) -> None:
+    environment = {"TEST_PROCESS_GROUP": "own"}
+    for stage in (2, 3):
+        ((waits, _),) = run(_waits, 1, stage, {"scheme": scheme}, environment=environment)
+        assert waits == {}
+
+
+# ---- rehearsed kernels ----
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_kernels_are_rehearsed_once_on_cuda_where_something_is_sent(world: int, kind: str) -> None:
+    from ds_quant.zero import attach
+
+    seen: list[tuple[Any, torch.device]] = []
+    attach.rehearse = lambda *args: seen.append(args)
+    device = torch.device(kind)
+    attach.hooks = SimpleNamespace(**vars(attach.hooks) | {"device": lambda: device})
+    engine = engine_of(2, QSDP)
+    rehearsed = kind == "cuda" and world > 1
+    assert seen == ([(engine.ds_quant_plugin, device)] if rehearsed else [])
+
+
+@on_ranks(1)
+def test_slices_are_those_of_the_device_and_of_what_carries_its_tensors() -> None:
+    from ds_quant.zero import plugin as module
+
+    scheme = QuantizedCommConfig(scheme="sdp4bit").to_scheme()
+    alone = SimpleNamespace(module=torch.nn.Linear(2, 2), zero_optimization_stage=lambda: 2)
+    for kind, backend in (("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")):
+        module.hooks.device = lambda kind=kind: torch.device(kind)
+        module.backend = lambda backend=backend: backend
+        plugin = module.Plugin(alone, scheme, Topology(world=1, node_size=1))
+        assert plugin.slicing.pace == presumed_pace(torch.device(kind), backend)
+
+
+@on_ranks(4)
+def test_the_first_rank_of_a_node_compiles_and_every_link_is_used() -> None:
+    from ds_quant.comm.transport import Link
+    from ds_quant.zero import warmup
+
+    rank, seen, sent, posted = torch.distributed.get_rank(), [], [], Link._posted
+    first = rank - rank % 2
+
+    def compiling(plugin: Any, device: torch.device) -> None:
+        seen.append("found" if (scratch() / f"by {first}").exists() else "compiles")
+        if rank == first:
+            time.sleep(0.5)
+            (scratch() / f"by {rank}").touch()
+
+    def noted(self: Link, payload: torch.Tensor, *args: Any) -> Any:
+        sent.append((self.size, payload.numel()))
+        return posted(self, payload, *args)
+
+    plugin = engine_of(3, {"scheme": "sdp4bit", "node_size": 2}).ds_quant_plugin
+    warmup.warm_up, Link._posted = compiling, noted
+    before = dict(plugin.traffic.collectives)
+    for _ in range(2):  # as by two engines of a process
+        warmup.rehearse(plugin, torch.device("cpu"))
+    assert plugin.traffic.collectives == before
+    assert seen == ["found" if rank % 2 else "compiles", "found"]
+    assert {size for size, _ in sent} == {2, 4}  # node, places, world
+    assert sent == [(size, nbytes) for size, _ in sent[::2] for nbytes in (1, size)]

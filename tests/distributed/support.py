@@ -204,7 +204,7 @@ ELSEWHERE = (
     ),
     Elsewhere(feature="engine rebuilt in one process", test="test_equal_runs.py"),
     Elsewhere(feature="checkpoints, resumed", test="test_checkpoint.py"),
-    Elsewhere(feature="Ulysses (Trainer's `ParallelismConfig`)", test="test_ulysses.py"),
+    Elsewhere(feature="Ulysses (Trainer's `ParallelismConfig`)", test="test_hf.py"),
     Elsewhere(feature="`offload_states`, `reload_states`", test="test_offload_states.py"),
     Elsewhere(
         feature="QLoRA: 4-bit base stored as bf16 (bitsandbytes)", test="test_packed.py",

@@ -155,7 +155,8 @@ def test_the_page_lists_what_is_tested_and_nothing_else() -> None:
 
 
 def test_every_test_that_the_page_names_exists() -> None:
-    assert [row.test for row in ELSEWHERE if not (FOLDER / row.test).exists()] == []
+    found = {path.name for path in FOLDER.parent.glob("*/test_*.py")}
+    assert [row.test for row in ELSEWHERE if row.test not in found] == []
 
 
 # ---- several engines ----

@@ -93,6 +93,53 @@ def test_trainer_learns_with_quantized_communication(
     assert report["full_precision_share"] < 0.05
 
 
+def _sequence(stage: int, block: dict[str, Any] | None, folder: Path) -> tuple[list[float], Any]:
+    """Ulysses by ``ParallelismConfig`` and nothing else, which a process can do once; gloo gathers
+    over the world only.
+    """
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+    from transformers import AutoModelForCausalLM, Trainer
+
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+    )
+    world = torch.distributed.get_world_size()
+    spread = ParallelismConfig(sp_size=world, sp_backend="deepspeed", sp_handler=handler)
+    args = hf.arguments(folder, hf.ds_config(stage, block), parallelism_config=spread)
+    torch.manual_seed(0)
+    config, data = hf.model_config("llama"), hf.dataset()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    for row in data:
+        row["position_ids"] = torch.arange(hf.LENGTH)
+    trained = Trainer(model=model, args=args, train_dataset=data)
+    trained.train()
+    return hf.losses(trained), report_of(trained)
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "block"),
+    [
+        pytest.param(1, 2, {"scheme": "qsdp", "node_size": 1}, marks=pytest.mark.slow),
+        (2, 2, {"scheme": "qsdp", "node_size": 1}),
+        (3, 4, {"scheme": "sdp4bit", "node_size": 2}),
+    ],
+)
+def test_a_sequence_over_all_ranks_trains_as_without_the_plugin(
+    tmp_path: Path, stage: int, world: int, block: dict[str, Any]
+) -> None:
+    plain, ranks = (
+        harness.run(_sequence, world, stage, own, tmp_path, timeout=120)
+        for own in (None, {**block, "min_numel": 512})
+    )
+    for (expected, _), (losses, report) in zip(plain, ranks, strict=True):
+        assert expected[-1] < expected[0] - 0.5
+        assert losses == pytest.approx(expected, abs=0.1 * (expected[0] - expected[-1]))
+        assert losses != expected
+        assert (report["world"], report["steps"]) == (world, len(losses))
+        for role in ("weights", "gradients"):
+            assert report["received_bytes"][role]["inter"] > 0
+
+
 # ---- LoRA ----
 
 

@@ -41,30 +41,20 @@ def test_wheel_fits_every_version_of_python(wheel: Path) -> None:
     assert libraries or shutil.which("c++") is None
 
 
-def test_source_archive_holds_tests_and_docs(wheel: Path, tmp_path: Path) -> None:
+def test_source_archive_holds_tests_and_docs_and_a_homepage_makes_links_absolute(
+    wheel: Path, tmp_path: Path
+) -> None:
     source = wheel.parent / "source"  # the copy that the wheel was built from
-    code = (
-        "from ds_quant.kernels import building as b; import sys; print(b.build_sdist(sys.argv[1]))"
-    )
-    run(sys.executable, "-c", code, tmp_path, cwd=source)
-    (packed,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(packed) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"tests/conftest.py", "docs/install.md", "Makefile", "constraints.txt"} <= names
-    sources = {f"ds_quant/kernels/{name}" for name in ("native.cpp", "lossless.cpp", "native.hpp")}
-    assert sources | {"cuda/encode.cu", "benchmarks/compare.py"} <= names
-
-
-def test_a_homepage_makes_links_absolute(wheel: Path, tmp_path: Path) -> None:
-    source = wheel.parent / "source"
     code = "from ds_quant.kernels import building as b; import sys; b.build_sdist(sys.argv[1])"
     home = "https://example.org/ds_quant"
     run(sys.executable, "-c", code, tmp_path, cwd=source, DS_QUANT_HOMEPAGE=home)
     (packed,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(packed) as archive:
-        (facts,) = (m for m in archive.getmembers() if m.name.count("/") == 1
-                    and m.name.endswith("/PKG-INFO"))  # fmt: skip
-        text = archive.extractfile(facts).read().decode()
+        members = {m.name.partition("/")[2]: m for m in archive.getmembers()}
+        text = archive.extractfile(members["PKG-INFO"]).read().decode()
+    assert {"tests/conftest.py", "docs/install.md", "Makefile", "constraints.txt"} <= set(members)
+    sources = {f"ds_quant/kernels/{name}" for name in ("native.cpp", "lossless.cpp", "native.hpp")}
+    assert sources | {"cuda/encode.cu", "benchmarks/compare.py"} <= set(members)
     assert f"Project-URL: Issues, {home}/issues" in text
     assert f"]({home}/blob/main/docs/install.md)" in text and "](docs/" not in text
     assert f"git clone {home} ds_quant" in text and "HOMEPAGE" not in text

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from typing import NamedTuple
 
 import torch
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels.launch import Stores
-from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import round_up
 
 PAGE = mmap.PAGESIZE
@@ -110,11 +108,3 @@ def guarded(numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype)
     first = size - PAGE - nbytes
     return torch.frombuffer(anchor, dtype=torch.uint8)[first : size - PAGE].view(dtype)
-
-
-class FixedRotation(NamedTuple):
-    """Stands in for a rotation whose flips are drawn."""
-
-    block: int
-    flips: int | None = None
-    signs: Address | None = None

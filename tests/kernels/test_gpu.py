@@ -15,12 +15,13 @@ import torch
 
 from ds_quant.codec.bound import decode, encode
 from ds_quant.codec.codec import GroupCodec
+from ds_quant.comm.topology import Topology
+from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Link
 from ds_quant.kernels import cuda, dispatch, launch_batch, lossless, reference
 from ds_quant.kernels.cuda import source
 from tests.kernels.backends import Kernels
 from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, KINDS, awkward, id_of, learned, table
-from tests.kernels.links import alone
 from tests.kernels.programs import ADDRESS, assert_values, decoded, expected
 from tests.kernels.test_numbers import *  # noqa: F403
 from tests.kernels.test_numbers import INT4
@@ -217,8 +218,13 @@ def test_torch_path_does_not_wait_for_its_stream() -> None:
 
 @pytest.fixture
 def link() -> Iterator[Link]:
-    with alone("nccl") as made:
-        yield made
+    """Over a process group of this process alone, without DeepSpeed."""
+    dist = torch.distributed
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Link(None, topology=Topology(world=1, node_size=1), traffic=Traffic(), dist=dist)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_exchange_waited_for_on_another_stream_keeps_its_buffers(link) -> None:

@@ -13,8 +13,9 @@ import torch
 from ds_quant.comm import lossless
 from ds_quant.comm.checksum import Findings, seal
 from ds_quant.comm.lossless import Outbox
-from ds_quant.comm.transport import Link, Pending
+from ds_quant.comm.transport import Pending
 from ds_quant.zero.node_shard import Spread
+from tests.world import World
 
 
 class DeviceBytes:
@@ -39,13 +40,8 @@ class Device:
         self.now, self.waited = "posting", []
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.now)
         work = types.SimpleNamespace(wait=lambda: self.waited.append(self.now))
-        self.link = object.__new__(Link)
-        self.link._sealed, self.link.is_gloo, self.link.process_group = False, False, None
-        self.link.size, self.link.rank, self.link._near, self.link._far = 2, 0, [], [1]
+        self.link = World(1, 2).link([0, 1], 0)
         self.link.empty = lambda numel, device: DeviceBytes()
-        meter = types.SimpleNamespace(section=lambda name: nullcontext())
-        count = lambda role, intra, inter: None  # noqa: E731
-        self.link._traffic = types.SimpleNamespace(meter=meter, count=count)
         collective = lambda *args, **options: work  # noqa: E731
         self.link._dist = types.SimpleNamespace(
             all_gather_into_tensor=collective, all_to_all_single=collective
@@ -74,10 +70,7 @@ def test_buffers_are_kept_for_the_stream_that_waits(collective: str, monkeypatch
 
 def test_peers_are_named_by_their_global_rank(monkeypatch) -> None:
     """Of a group of the global ranks 1 and 3: one whose message was changed, one that has died."""
-    link = object.__new__(Link)
-    link.process_group, link.rank, link.size = object(), 0, 2
-    link._dist = types.SimpleNamespace(get_global_rank=lambda group, rank: (1, 3)[rank])
-    link.ranks, link.findings = [link._global_rank(r) for r in range(2)], Findings()
+    link = World(4, 1).link([1, 3], 0)
     sealed = torch.cat([seal(torch.zeros(32).byte(), [32], sender=r) for r in range(2)])
     sealed[-20] ^= 1
     link._open([32, 32], "weights", sealed)

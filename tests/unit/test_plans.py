@@ -8,58 +8,35 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from ds_quant.comm.reduction_plan import LinkHop
+from ds_quant.comm.transport import Link
 from ds_quant.zero import gradients
 from ds_quant.zero.gradients import GradientReducer, Layout, OwnerReduction, ShardReduction
-from ds_quant.zero.param import GradientStreams, exact_gradient
 from ds_quant.zero.replica import Replica
+from tests.world import World
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-class Ranks:
-    """A link."""
-
-    process_group, is_gloo = None, False
-
-    def __init__(self, size: int) -> None:
-        self.size, self.rank, self.process_group = size, 0, None
-
-
-class Tracked:
-    """A parameter in full precision."""
-
-    def __init__(self, numel: int) -> None:
-        self.shape = torch.Size([numel])
-
-    def gradient_streams(self, dtype: torch.dtype, *, rank: int, hops: int) -> GradientStreams:
-        return exact_gradient(dtype, hops)
+ALPHA, BETA = (nn.Parameter(torch.empty(64)) for _ in range(2))
+WORLD = World(1, 3, module=nn.ParameterList([ALPHA, BETA]), scheme="full_precision")
+Found = Callable[..., object]
 
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of one hop; sums hold nothing, and a reduction is its layout."""
-    monkeypatch.setattr(gradients, "GradientSums", lambda *args, **how: SimpleNamespace(own={}))
+    """Of one hop; a reduction is its layout."""
     monkeypatch.setattr(GradientReducer, "_begin", lambda self, layout, *args: layout)
     monkeypatch.setattr(gradients, "Bucket", lambda shards, sums, noted: sums)
-    tracked: dict[int, Tracked] = {}
-    made = SimpleNamespace(asked=set(), step=0, noted=None)
-    made.param_of = lambda p: tracked.setdefault(id(p), Tracked(p.numel()))
-    made.route = lambda group: (LinkHop(link=None),)
-    return made
-
-
-ALPHA, BETA = torch.empty(64), torch.empty(64)
-Found = Callable[..., object]
+    return WORLD.ranks[0]
 
 
 def shard_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     """Of a ZeRO-3 bucket of one gradient."""
     reduction = ShardReduction(plugin)
 
-    def begin(*, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Ranks) -> Layout:
-        plugin.link, plugin.is_exact = lambda _: link, lambda _: exact
+    def begin(*, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Link) -> Layout:
+        monkeypatch.setattr(plugin, "link", lambda _: link)
+        monkeypatch.setattr(plugin, "is_exact", lambda _: exact)
         return reduction.begin([param], [torch.empty(param.numel(), dtype=dtype)], None)
 
     return begin
@@ -75,10 +52,12 @@ def owner_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     )
 
     def reduce(
-        *, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Ranks, range: slice,
+        *, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Link, range: slice,
         owner: int, divisor: float,
     ) -> Layout:  # fmt: skip
-        plugin.is_exact, bucket = lambda _: exact, torch.empty(64)
+        monkeypatch.setattr(plugin, "link", lambda _: link)
+        monkeypatch.setattr(plugin, "is_exact", lambda _: exact)
+        bucket = torch.empty(64)
         call = {"communication_data_type": dtype, "bucket_ranks": [owner]}
         with reduction.bucket(bucket, [param], divisor):
             reduction._reduce_to_owners(call | {"small_bucket": [bucket[range]]}, link)
@@ -102,7 +81,7 @@ def gather_plans(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
 # What a plan follows from, each with another value.
 BUCKET = {
     "param": (ALPHA, BETA), "dtype": (BF16, FP32), "exact": (False, True),
-    "link": (Ranks(2), Ranks(3)),
+    "link": (WORLD.link([0, 1, 2], 0), WORLD.link([0, 1], 0)),
 }  # fmt: skip
 OWNERS = {"range": (slice(64), slice(32)), "owner": (1, 2), "divisor": (2.0, 1.0)}
 WINDOW = {

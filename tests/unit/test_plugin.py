@@ -1,4 +1,4 @@
-"""One engine's addresses, links and full precision, on stand-ins for DeepSpeed's engine."""
+"""Links, full precision and prices of one engine's plugin, as one of 2 x 2 ranks."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from ds_quant.comm.topology import Topology
-from ds_quant.config.schema import parse_block
-from ds_quant.policy.route import Routes
-from ds_quant.zero import plugin as module
 from ds_quant.zero import report
 from ds_quant.zero.plugin import Plugin, SchemeState
+from tests.world import World
+
+
+def world(**keys: Any) -> World:
+    """Of two micro-steps under ZeRO-2, with a weight of 64 x 64."""
+    module = nn.ParameterDict({"w": nn.Parameter(torch.empty(64, 64))})
+    return World(2, 2, module=module, stage=2, micro_steps=2, scheme="full_precision", **keys)
 
 
 def plugin(**keys: Any) -> Plugin:
-    """In optimizer step 5, of which one was skipped, with sums held between micro-steps."""
-    made = object.__new__(Plugin)
-    made.engine = SimpleNamespace(global_steps=5, skipped_steps=1, zero_optimization_stage=3)
-    made.engine.gradient_accumulation_steps = lambda: 2
-    made.waiting, made._backwards, made.state = object(), {}, SchemeState()
-    made.stage, made.topology, made.shipped_gradients = 2, Topology(world=4, node_size=2), None
-    scheme = parse_block({"scheme": "full_precision", **keys}).to_scheme()
-    made.routes = Routes(scheme=scheme, stage=2, nodes=2, node_size=2)
-    return made
+    return world(**keys).ranks[0]
 
 
 @pytest.mark.parametrize(
@@ -48,14 +45,14 @@ def test_an_entry_of_a_schedule_is_due_once() -> None:
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [0, 2]])
-def test_the_world_has_two_levels_and_a_part_of_it_one(ranks: list[int]) -> None:
-    made = plugin()
-    near, far = SimpleNamespace(size=2), SimpleNamespace(size=2)
-    whole: Any = SimpleNamespace(ranks=ranks, size=len(ranks), rank=0, backend="auto")
-    whole.encoding = whole.decoding = whole.empty = None
-    made._fabrics, made._levels, made.link = {}, (near, far), lambda group: whole
-    fabric = made.fabric(object())
-    assert (fabric.intra is near) == (fabric.inter is far) == (len(ranks) == 4)
+def test_the_world_has_two_levels_and_a_part_of_it_one(
+    ranks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = world()
+    first, part = made.ranks[0], made.link(ranks, 0)
+    monkeypatch.setattr(first, "link", lambda group: part)
+    fabric = first.fabric(object())
+    assert (fabric.intra is None) == (fabric.inter is None) == (len(ranks) < 4)
 
 
 @pytest.mark.parametrize("cross", ["step", "micro_step"])
@@ -64,14 +61,7 @@ def test_what_is_saved_is_compared_with_full_precision_that_crosses_as_often(
 ) -> None:
     """64 x 64 in fp32 over 2 x 2 ranks: half of a node's gradients comes from the other one."""
     made = plugin(gradients={"cross": cross})
-    made.engine.communication_data_type = module.torch.float32
-    weight: Any = module.torch.nn.Parameter(module.torch.empty(64, 64))
-    made.all_params = lambda: [
-        SimpleNamespace(
-            name="w", shape=weight.shape, tensor=weight, packed=False, whole=False, boundary=0
-        )
-    ]
-    made.gathers = 1.0
+    made.engine.communication_data_type = torch.float32
     found = made.received_in_full_precision()["gradients"]
     own = made.received_by_formula(made.bill())
     steps = {role: {at: 3 * n for at, n in links.items()} for role, links in own.items()}

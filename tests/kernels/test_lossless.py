@@ -199,32 +199,24 @@ def test_another_length_is_an_error(sorts: str, numel: int, change: int, told: b
 
 
 @pytest.mark.parametrize(
-    "place, value, what",
+    "at, form, value, what",
     [
-        ("mode", 3, "mode"),
-        ("bytes", 1 << 40, "length"),
-        ("checksum", 5, "checksum"),
-        ("end", 2**32 - 1, "offset"),
-        ("end", 0, "offset"),
-        ("count", 2049, "count"),
-        ("scale", 255, ""),
-        ("kind", 3, "kind"),
-        ("kind", 32, "kind"),
-        ("kind", 1, ""),
+        (0, "<I", 3, "mode"),
+        (4, "<I", 5, "checksum"),
+        (8, "<Q", 1 << 40, "length"),
+        # of the first block: its end, how many of it have changed, scale and kind
+        (16, "<I", 2**32 - 1, "offset"),
+        (16, "<I", 0, "offset"),
+        (20, "<H", 2049, "count"),
+        (22, "<B", 255, ""),
+        (23, "<B", 3, "kind"),
+        (23, "<B", 32, "kind"),
+        (23, "<B", 1, ""),
     ],
 )
-def test_the_error_says_what_cannot_be(place: str, value: int, what: str) -> None:
+def test_the_error_says_what_cannot_be(at: int, form: str, value: int, what: str) -> None:
     values, reference = mixed([1e-5, 3e-4], 2 * 2048, torch.bfloat16, seed=0)
     message = encoded(values, reference)
-    at, form = {
-        "mode": (0, "<I"),
-        "checksum": (4, "<I"),
-        "bytes": (8, "<Q"),
-        "end": (16, "<I"),
-        "count": (20, "<H"),
-        "scale": (22, "<B"),
-        "kind": (23, "<B"),
-    }[place]
     written = torch.tensor(list(struct.pack(form, value)), dtype=torch.uint8)
     message[at : at + len(written)] = written
     with pytest.raises(ValueError, match=f"lossless message: wrong {what}"):

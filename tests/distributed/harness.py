@@ -25,6 +25,7 @@ import torch
 from torch.distributed import TCPStore
 
 Test = Callable[..., None]
+OWN_GROUP = {"TEST_PROCESS_GROUP": "own"}  # for ``environment``
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = ["tests.distributed.preload"]
 _CONTEXT.set_forkserver_preload(_PRELOADED)
@@ -46,7 +47,7 @@ def run(
     """``function(*args)`` on every rank of a fresh default process group; results by rank.
 
     TEST_COLLECTIVE_TIMEOUT in ``environment`` is the seconds after which a collective gives up;
-    with TEST_PROCESS_GROUP=own there is no process group until ``function`` makes one.
+    with ``OWN_GROUP`` there is no process group until ``function`` makes one.
     ``function`` is a module-level function of a test module; it may use ``deepspeed.comm``,
     initialised, and finds RANK and WORLD_SIZE in the environment. Exceptions come back as
     ``AssertionError`` with the rank's traceback.

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import fake_world
@@ -21,6 +22,7 @@ import torch
 from fake_world import World
 from torch import Tensor, nn
 
+import ds_quant
 from ds_quant.comm.reduction_plan import Slicing, presumed_pace
 from tests.distributed import counting, harness
 
@@ -155,11 +157,8 @@ def _timed(engine: Any) -> float:
 
 def _messages(engine: Any) -> int:
     """Collectives of the plugin so far; 0 without it."""
-    import ds_quant
-
-    if engine._config.quantized_comm is None:
-        return 0
-    return sum(ds_quant.report(engine)["collectives"].values())
+    report = ds_quant.report(engine)
+    return sum(report["collectives"].values()) if report else 0
 
 
 # ---- in the parent ----
@@ -167,7 +166,7 @@ def _messages(engine: Any) -> int:
 
 def measure(case: Case) -> dict[str, float]:
     """Run a case in a process of its own."""
-    return harness.run(cost, 1, case, environment={"TEST_PROCESS_GROUP": "own"})[0]
+    return harness.run(cost, 1, case, environment=harness.OWN_GROUP)[0]
 
 
 def small_layers(world: World, stage: int, scheme: str | None) -> Case:
@@ -180,16 +179,14 @@ def small_layers(world: World, stage: int, scheme: str | None) -> Case:
     return Case(world=world, stage=stage, block=block, zero=zero, model=Blocks)
 
 
-def llama_layer(scheme: str | None, slices: int | None) -> Case:
-    """ZeRO-3; norms persist, weights are fetched again for backward, one bucket of gradients.
-
-    ``slices``: None for as many as the full size would take over NVLink.
+def llama_layer(scheme: str | None) -> Case:
+    """ZeRO-3; norms persist, weights are fetched again for backward, one bucket of gradients in as
+    many slices as the full size would take over NVLink.
     """
     block = None
     if scheme is not None:
         nvlink = Slicing(pace=presumed_pace(torch.device("cuda"), "nccl"))
-        count = slices or nvlink.slices(LLAMA_NUMEL * SCALE**2)
-        block = {"scheme": scheme, "slices": count}
+        block = {"scheme": scheme, "slices": nvlink.slices(LLAMA_NUMEL * SCALE**2)}
     zero = {
         "stage3_param_persistence_threshold": HIDDEN,
         "stage3_max_reuse_distance": 0,
@@ -204,20 +201,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--worlds", nargs="+", type=World.parse, default=[World(n, n) for n in (2, 4, 8)])
-    add("--stages", nargs="+", type=int, default=[2, 3])
     add("--schemes", nargs="+", default=["none", "qsdp", "sdp4bit"], help="none: DeepSpeed alone")
     add("--llama-layer", action="store_true", help="that, under ZeRO-3 on 4 nodes of 8 ranks")
-    add("--slices", type=int, help="of the Llama layer's gradients")
     args = parser.parse_args(argv)
     for name in args.schemes:
         scheme = None if name == "none" else name
         if args.llama_layer:
-            _show(name, llama_layer(scheme, args.slices))
-            continue
-        for stage in args.stages:
-            for world in args.worlds:
-                _show(name, small_layers(world, stage, scheme))
+            _show(name, llama_layer(scheme))
+        else:
+            for stage, n in product((2, 3), (2, 4, 8)):
+                _show(name, small_layers(World(n, n), stage, scheme))
     return 0
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import ds_quant
 from tests import needs
-from tests.distributed.harness import run
-from tests.distributed.models import build, heard, settings
+from tests.distributed.harness import on_ranks, run
+from tests.distributed.models import engine_of, heard
 
 WIDTH, LAYERS = 128, 6
 LAYER = WIDTH * WIDTH
@@ -51,16 +52,14 @@ def tower(case: dict[str, Any]) -> Tower:
 
 def facts(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per case the gathers predicted and counted, bytes of the last step, and what was logged."""
-    import ds_quant
-
     found = []
     for case in cases:
         logged = heard()
-        config = settings(
-            3, {"node_size": case.get("node_size", 1), "allow_full_replica": True, **case["block"]},
-            dtype="bf16", accumulation=case.get("accumulation", 1), zero=case["zero"],
+        engine = engine_of(
+            3, {"node_size": 1, "allow_full_replica": True, **case["block"]},
+            lambda case=case: tower(case), accumulation=case.get("accumulation", 1),
+            zero=case["zero"],
         )  # fmt: skip
-        engine = build(config, lambda case=case: tower(case))
         reports = [ds_quant.report(engine)]
         for step in range(STEPS):
             for _ in range(engine.gradient_accumulation_steps()):
@@ -124,7 +123,7 @@ def test_what_was_predicted_wrongly_is_counted_corrected_and_told_once() -> None
     """Nobody tells at start-up that blocks are computed again in backward."""
     again = {"recompute": True, "zero": zero(0, 0, 0), "block": QSDP}
     spoilt = {"evaluated_after": 0, "zero": zero(0, 0, 0), "block": QSDP, "recompute": True}
-    shard = {**again, "node_size": 2, "block": {"scheme": "sdp4bit", "node_size": 1}}
+    shard = {**again, "block": {"scheme": "sdp4bit"}}
     for first, other, kept in run(facts, 2, [again, spoilt, shard], timeout=240):
         predicted, *_, counted = first["gathers"]
         assert counted > predicted + 0.5
@@ -140,8 +139,11 @@ def test_what_was_predicted_wrongly_is_counted_corrected_and_told_once() -> None
         assert kept["expected"] < 1.2 and kept["gathers"][-1] == counted
 
 
-def tuned(zero: dict[str, int]) -> float:
-    """Gathers with which autotune counts a step of its candidates."""
+@pytest.mark.parametrize(("zero", "gathers"), [(DEFAULT, 1.0), (zero(0, 0, 0), 2.0)])
+@on_ranks()
+def test_autotune_counts_the_gathers_that_the_settings_bring(
+    zero: dict[str, int], gathers: float
+) -> None:
     from ds_quant.policy import autotune
 
     step_seconds, seen = autotune.step_seconds, []
@@ -151,11 +153,5 @@ def tuned(zero: dict[str, int]) -> float:
         return step_seconds(routes, fabric, work, device)
 
     autotune.step_seconds = noted
-    build(settings(3, {"scheme": "autotune"}, dtype="bf16", zero=zero), Tower)
-    assert len(seen) == 2 and len(set(seen)) == 1
-    return seen[0]
-
-
-def test_autotune_counts_the_gathers_that_the_settings_bring() -> None:
-    assert run(tuned, 2, DEFAULT) == [1.0, 1.0]
-    assert run(tuned, 2, zero(0, 0, 0)) == [2.0, 2.0]
+    engine_of(3, {"scheme": "autotune"}, Tower, zero=zero)
+    assert seen == [gathers] * 2

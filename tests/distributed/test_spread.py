@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.harness import on_ranks, run, run_each
+from tests.distributed.harness import OWN_GROUP, on_ranks, run_each
 from tests.distributed.models import (
     FEATURES,
     PREFETCH,
@@ -109,7 +109,9 @@ def test_a_gather_waits_for_its_own_parameters_and_those_before() -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
-def posted(streams: bool) -> list[list[str]]:
+@pytest.mark.parametrize("streams", (False, True), ids=("cpu", "streams"))
+@on_ranks(1, environment=OWN_GROUP)
+def test_gathers_are_posted_ahead_in_the_first_forward_after_a_step(streams: bool) -> None:
     """By micro-step, the calls of DeepSpeed in which gathers of the node shard are posted."""
     from ds_quant.zero import fetch
 
@@ -143,12 +145,7 @@ def posted(streams: bool) -> list[list[str]]:
             seen.append([])
             engine.backward(forward(engine, 2, micro))
             engine.step()
-    return seen
-
-
-@pytest.mark.parametrize("streams", (False, True), ids=("cpu", "streams"))
-def test_gathers_are_posted_ahead_in_the_first_forward_after_a_step(streams: bool) -> None:
-    ((first, second),) = run(posted, 1, streams, environment={"TEST_PROCESS_GROUP": "own"})
+    first, second = seen
     assert len(first) == len(second) > 3
     assert set(second) == {"fetch"}
     assert set(first) == {"fetch"} if streams else "wait" in first

@@ -23,7 +23,7 @@ from ds_quant.comm.reduction_plan import presumed_pace
 from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import QuantizedCommConfig
 from tests.distributed import counting
-from tests.distributed.harness import on_ranks, run, scratch
+from tests.distributed.harness import OWN_GROUP, on_ranks, scratch
 from tests.distributed.models import PREFETCH, QSDP, build, engine_of, forward, settings, train_step
 from tests.distributed.test_spread import small_chunks
 
@@ -73,8 +73,8 @@ def _become_a_device(model: Any, lost: str) -> None:
     lossless.Outbox._agree = fake_world._at_full_length(lossless.Outbox._agree)
 
 
-def _faults(stage: int, scheme: str, zero: dict[str, Any], lost: str) -> tuple[list[str], int]:
-    """What three optimizer steps of two micro-steps do wrong, and the streams that they take."""
+def faults(stage: int, scheme: str, zero: dict[str, Any], lost: str = "nothing") -> list[str]:
+    """What three optimizer steps of two micro-steps do wrong."""
     fake_world.join(fake_world.World(2, 2))
     import deepspeed  # noqa: F401  # before the accelerator changes
 
@@ -95,14 +95,8 @@ def _faults(stage: int, scheme: str, zero: dict[str, Any], lost: str) -> tuple[l
                 for micro in range(2):  # whose losses nobody reads: that would wait
                     engine.backward(forward(engine, step, micro))
                     engine.step()
-    return sorted(set(model.faults)), len(model.streams)
-
-
-def faults(stage: int, scheme: str, zero: dict[str, Any], lost: str = "nothing") -> list[str]:
-    environment = {"TEST_PROCESS_GROUP": "own"}
-    ((found, streams),) = run(_faults, 1, stage, scheme, zero, lost, environment=environment)
-    assert streams > 4
-    return found
+    assert len(model.streams) > 4
+    return sorted(set(model.faults))
 
 
 @pytest.mark.parametrize(
@@ -114,6 +108,7 @@ def faults(stage: int, scheme: str, zero: dict[str, Any], lost: str = "nothing")
     ],
     ids=str,
 )  # fmt: skip
+@on_ranks(1, environment=OWN_GROUP)
 def test_every_operation_knows_that_what_it_touches_is_done(
     stage: int, scheme: str, zero: dict[str, Any]
 ) -> None:
@@ -123,6 +118,7 @@ def test_every_operation_knows_that_what_it_touches_is_done(
 @pytest.mark.parametrize(
     ("lost", "scheme"), [("barrier", "qsdp"), ("barrier", "sdp4bit"), ("recorded", "sdp4bit")]
 )
+@on_ranks(1, environment=OWN_GROUP)
 def test_a_lost_order_is_noticed(lost: str, scheme: str) -> None:
     assert any("ds_quant/" in fault for fault in faults(3, scheme, PREFETCH, lost))
 
@@ -130,7 +126,7 @@ def test_a_lost_order_is_noticed(lost: str, scheme: str) -> None:
 # ---- waits of the host ----
 
 
-def _waits(stage: int, block: dict[str, Any]) -> tuple[dict[str, int], int]:
+def waits(stage: int, block: dict[str, Any]) -> tuple[dict[str, int], int]:
     """By function, in one step of two micro-steps; and its messages of weights between nodes."""
     from ds_quant.comm.lossless import Outbox
 
@@ -152,23 +148,21 @@ def _waits(stage: int, block: dict[str, Any]) -> tuple[dict[str, int], int]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(1, environment=OWN_GROUP)
 def test_lossless_differences_wait_twice_per_step_whatever_the_messages(stage: int) -> None:
-    ((waits, messages),) = run(
-        _waits, 1, stage, {"scheme": "lossless_g3"}, environment={"TEST_PROCESS_GROUP": "own"}
-    )
+    found, messages = waits(stage, {"scheme": "lossless_g3"})
     assert messages > 3
-    assert {name.rpartition(".")[2]: count for name, count in waits.items()} == {
+    assert {name.rpartition(".")[2]: count for name, count in found.items()} == {
         "_agree": 1,  # the lengths
         "minimum": 1,  # whether any rank could not decode
     }
 
 
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("scheme", ["full_precision", "qsdp", "sdp4bit", "eden3"])
-def test_nothing_else_waits(scheme: str) -> None:
-    environment = {"TEST_PROCESS_GROUP": "own"}
-    for stage in (2, 3):
-        ((waits, _),) = run(_waits, 1, stage, {"scheme": scheme}, environment=environment)
-        assert waits == {}
+@on_ranks(1, environment=OWN_GROUP)
+def test_nothing_else_waits(scheme: str, stage: int) -> None:
+    assert waits(stage, {"scheme": scheme}) == ({}, 0)
 
 
 # ---- rehearsed kernels ----

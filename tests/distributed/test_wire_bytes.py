@@ -14,13 +14,15 @@ import functools
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.harness import run
-from tests.distributed.models import build, settings
+import ds_quant
+from tests.distributed.harness import on_ranks, run
+from tests.distributed.models import engine_of
 from tests.thin import thinned
 
 STAGES = (1, 2, 3)
@@ -33,25 +35,20 @@ SCHEMES = (
     "full_precision", "qsdp", "qsdp_w4g4", "sdp4bit", "zeropp", "eden3", "hybrid", "qsdp_shard",
 )  # fmt: skip
 KEEPING = SCHEMES[3:]
-ONE_NODE, SEVERAL_NODES = ((1, 2), (1, 3), (1, 4)), ((2, 2), (4, 1), (2, 1))
 Topology = tuple[int, int]  # nodes, ranks per node
 Case = tuple[int, str, int]  # stage, scheme, micro-steps
+TOPOLOGIES: dict[Topology, tuple[str, ...]] = {
+    (1, 3): SCHEMES[:3], (2, 2): SCHEMES, (4, 1): SCHEMES, (2, 1): SCHEMES,
+}  # fmt: skip
 
 
 def cases_of(topology: Topology) -> list[Case]:
-    """Every stage and scheme with 1 and several micro-steps on two nodes of two ranks, elsewhere
-    with one of them, in turns.
+    """Every stage and scheme, with 1 and several micro-steps in turns; with both on two nodes of
+    two ranks.
     """
-    if topology in ONE_NODE:
-        schemes, several, place = SCHEMES[:3], 2, topology[1]
-    else:
-        schemes, several = [s for s in SCHEMES if s != "qsdp_w4g4"], 4
-        place = SEVERAL_NODES.index(topology)
-    return [
-        (stage, scheme, k)
-        for stage, (i, scheme) in product(STAGES, enumerate(schemes))
-        for k in ((1, several) if topology == (2, 2) else ((several, 1)[(i + place + stage) % 2],))
-    ]
+    cases = enumerate(product(STAGES, TOPOLOGIES[topology]))
+    both = topology == (2, 2)
+    return [(*case, k) for place, case in cases for k in (1, 3) if both or k == 1 + 2 * (place % 2)]
 
 
 class Matrices(nn.Module):
@@ -73,14 +70,11 @@ def _step(engine: Any) -> None:
 
 def _rank(topology: Topology, cases: list[Case], bucket_numel: int) -> dict[Case, dict[str, Any]]:
     """Bytes received and collectives per step, and the report."""
-    import ds_quant
-
     results = {}
     for stage, scheme, accumulation in cases:
         block = {"scheme": scheme, "node_size": topology[1], "allow_full_replica": True}
         zero = {"reduce_bucket_size": bucket_numel}
-        config = settings(stage, block, dtype="bf16", accumulation=accumulation, zero=zero)
-        engine = build(config, Matrices)
+        engine = engine_of(stage, block, Matrices, accumulation=accumulation, zero=zero)
         for _ in range(WARM):
             _step(engine)
         before = ds_quant.report(engine)
@@ -112,7 +106,7 @@ def measured(topology: Topology) -> list[dict[Case, dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("topology", "case"),
     thinned(
-        [(t, case) for t in (*ONE_NODE, *SEVERAL_NODES) for case in cases_of(t)],
+        [(t, case) for t in TOPOLOGIES for case in cases_of(t)],
         lambda topology, _: topology in ((1, 3), (2, 2)),
     ),
 )
@@ -164,36 +158,27 @@ class Tap(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _totals(report: dict[str, Any]) -> tuple[int, int]:
+def totals(engine: Any) -> np.ndarray:
     """Bytes and collectives of both roles."""
+    report = ds_quant.report(engine)
     received = [n for links in report["received_bytes"].values() for n in links.values()]
-    return sum(received), sum(report["collectives"].values())
-
-
-def _tapped_rank(stage: int) -> tuple[list[tuple[str, str, int]], int, int]:
-    """What a tap saw in one step, what the engine counted, and in how many collectives."""
-    import ds_quant
-
-    zero = {"reduce_bucket_size": 4 * NUMEL}
-    engine = build(
-        settings(stage, {"scheme": "qsdp"}, dtype="bf16", accumulation=2, zero=zero), Matrices
-    )
-    _step(engine)
-    _step(engine)
-    before = _totals(ds_quant.report(engine))
-    with Tap(torch.distributed.get_rank(), torch.distributed.get_world_size()) as tap:
-        _step(engine)
-    after = _totals(ds_quant.report(engine))
-    counted, calls = after[0] - before[0], after[1] - before[1]
-    return [(name, str(dtype), n) for name, dtype, n in tap.seen], counted, calls
+    return np.array([sum(received), sum(report["collectives"].values())])
 
 
 @pytest.mark.parametrize(("stage", "world"), [(1, 3), (2, 3), (3, 3), (3, 2)])
+@on_ranks()
 def test_the_counters_see_all_that_moves_but_scalars(stage: int, world: int) -> None:
     """Nothing of the exact path is left: DeepSpeed's own collectives carry the norm and flags."""
-    for seen, counted, calls in run(_tapped_rank, world, stage):
-        ours = [n for name, dtype, n in seen if name == "recv_" and dtype == "torch.uint8"]
-        theirs = [n for name, _, n in seen if name != "recv_"]
-        assert sum(ours) == counted > NUMEL
-        assert len(ours) == (world - 1) * calls  # one message per peer and collective
-        assert all(n <= 16 for n in theirs), seen  # ZeRO-1/2 also compare buckets
+    zero = {"reduce_bucket_size": 4 * NUMEL}
+    engine = engine_of(stage, {"scheme": "qsdp"}, Matrices, accumulation=2, zero=zero)
+    _step(engine)
+    _step(engine)
+    before = totals(engine)
+    with Tap(engine.global_rank, world) as tap:
+        _step(engine)
+    counted, calls = totals(engine) - before
+    ours = [n for name, dtype, n in tap.seen if name == "recv_" and dtype == torch.uint8]
+    theirs = [n for name, _, n in tap.seen if name != "recv_"]
+    assert sum(ours) == counted > NUMEL
+    assert len(ours) == (world - 1) * calls  # one message per peer and collective
+    assert all(n <= 16 for n in theirs), tap.seen  # ZeRO-1/2 also compare buckets

@@ -9,17 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.distributed.harness import run, run_each
 from tests.distributed.models import build, digests, masters, settings, train_step
 
 RANKS, VICTIM = 4, 3
@@ -164,32 +161,3 @@ def trained_on(fault: Fault, folder: str, resumed: bool) -> Outcome:
             losses = []
         losses += train_step(engine, step)
     return losses, digests(masters(engine))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Aftermath:
-    """By surviving rank its error and the seconds until it had ended; then both continuations."""
-
-    errors: dict[int, str]
-    seconds: dict[int, float]
-    resumed: list[Outcome]
-    undisturbed: list[Outcome]
-
-
-@cache
-def aftermath(name: str) -> Aftermath:
-    fault = FAULTS[name]
-    survivors = range(RANKS) if fault.act is cut else [r for r in range(RANKS) if r != VICTIM]
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
-        environment = {"TEST_COLLECTIVE_TIMEOUT": str(TIMEOUT)}
-        patience = 15 if fault.act is stall else 60  # the stopped rank never answers
-        outcomes = run_each(struck, RANKS, fault, folder, timeout=patience, environment=environment)
-        when = float(Path(folder, "struck").read_text())
-        return Aftermath(
-            errors={rank: outcomes[rank][1] or "" for rank in survivors},
-            seconds={
-                rank: float(Path(folder, f"ended {rank}").read_text()) - when for rank in survivors
-            },
-            resumed=run(trained_on, RANKS, fault, folder, True),
-            undisturbed=run(trained_on, RANKS, fault, other, False),
-        )

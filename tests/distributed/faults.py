@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed.models import build, digests, masters, settings, train_step
+from tests.distributed.models import build, master_bits, settings, train_step
 
 RANKS, VICTIM = 4, 3
 SAVED_STEP, FAULT_STEP, STEPS = 2, 4, 7
@@ -160,4 +160,4 @@ def trained_on(fault: Fault, folder: str, resumed: bool) -> Outcome:
             engine.save_checkpoint(folder, "good")
             losses = []
         losses += train_step(engine, step)
-    return losses, digests(masters(engine))
+    return losses, master_bits(engine)

@@ -104,12 +104,11 @@ def engine_of(
     stage: int,
     block: dict[str, Any] | None = None,
     model: Callable[[], nn.Module] = Regression,
-    *,
-    building: dict[str, Any] | None = None,
     **given: Any,
 ) -> Any:
-    """Of ``settings`` in bf16; ``building`` goes to ``build``."""
-    return build(settings(stage, block, **{"dtype": "bf16", **given}), model, **building or {})
+    """Of ``settings`` in bf16; what ``build`` takes goes to it."""
+    building = {name: given.pop(name) for name in ("seed", "optimizer", "groups") if name in given}
+    return build(settings(stage, block, **{"dtype": "bf16", **given}), model, **building)
 
 
 def plain_descent(params: Iterable[Any]) -> torch.optim.Optimizer:
@@ -183,6 +182,11 @@ def digest(tensor: Tensor) -> str:
 
 def digests(arrays: dict[str, np.ndarray]) -> dict[str, str]:
     return {n: hashlib.blake2b(a.tobytes(), digest_size=8).hexdigest() for n, a in arrays.items()}
+
+
+def master_bits(engine: Any) -> dict[str, str]:
+    """Digests of the fp32 masters. A collective."""
+    return digests(masters(engine))
 
 
 def exact(engine: Any, dtype: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 import ds_quant
 from tests import needs
 from tests.distributed.harness import on_ranks
-from tests.distributed.models import digests, engine_of, masters, train_step
+from tests.distributed.models import engine_of, master_bits, train_step
 
 pytestmark = needs.native_kernels
 
@@ -62,5 +62,5 @@ def test_each_engine_uses_its_own_kernels(
         calls.clear()
         train_step(engine, step)
         assert LINES[backend] in ds_quant.report(engine)["line"] and set(calls) == USED[backend]
-    one, other = (digests(masters(engine)) for engine in engines.values())
+    one, other = (master_bits(engine) for engine in engines.values())
     assert one == other

@@ -22,10 +22,11 @@ from tests.distributed.models import (
     Regression,
     build,
     digest,
-    digests,
+    engine_of,
     evaluate,
     exact,
     gathered,
+    master_bits,
     masters,
     settings,
     train_step,
@@ -61,7 +62,7 @@ def test_all_forwards_use_what_is_fetched_and_exact_reads_stay_exact(model: type
     spot. From then on it fetches it for the other module too. ``Module.apply`` writes what it
     reads.
     """
-    engine = build(settings(3, QSDP), model)
+    engine = engine_of(3, QSDP, model, dtype="fp32")
     name = "first.bias" if model is TakesIn else "embed.weight"
     weight, used = engine.module.get_parameter(name), engine.module.used
     with watch(engine) as seen:
@@ -78,7 +79,7 @@ def test_all_forwards_use_what_is_fetched_and_exact_reads_stay_exact(model: type
 
 @on_ranks()
 def test_a_first_forward_that_only_evaluates_uses_what_later_ones_use() -> None:
-    engine = build(settings(3, QSDP), Borrowed)
+    engine = engine_of(3, QSDP, Borrowed, dtype="fp32")
     exact = digest(torch.from_numpy(masters(engine)["embed.weight"]))
     evaluate(engine), evaluate(engine)
     first, second = engine.module.used
@@ -132,7 +133,7 @@ def with_a_late_layer(block: dict[str, Any] | None, ordered: bool) -> tuple[Any,
         beside, bits = digest(late.weight), digest(other)
     del engine.module.second.late  # DeepSpeed knows no master of it
     assert exact(engine, "bf16")["second.up.weight"] == bits
-    return losses, digests(masters(engine)), beside
+    return losses, master_bits(engine), beside
 
 
 @pytest.mark.parametrize("block", [QSDP, {"scheme": "sdp4bit", "node_size": 2}], ids=str)
@@ -157,7 +158,7 @@ def test_gradient_buckets_are_freed_at_the_end_of_a_backward(
     stage: int, zero: dict[str, Any]
 ) -> None:
     """By default a bucket is 1 GB of bf16, which must not be there next to the optimizer step."""
-    engine = build(settings(stage, QSDP, dtype="bf16", zero=zero))
+    engine = engine_of(stage, QSDP, zero=zero)
     optimizer, seen = engine.optimizer, list[StorageWeakRef]()
     release = optimizer._release_ipg_buffers
 
@@ -173,7 +174,7 @@ def test_gradient_buckets_are_freed_at_the_end_of_a_backward(
 
 @on_ranks()
 def test_a_released_parameter_is_freed_although_others_of_its_gather_are_in_use() -> None:
-    params = list(build(settings(3, QSDP, dtype="bf16")).module.parameters())
+    params = list(engine_of(3, QSDP).module.parameters())
     handle = params[0].all_gather_coalesced(params)
     handle.wait()
     values = StorageWeakRef(params[0].data.untyped_storage())

@@ -9,20 +9,17 @@ work. The script runs inside rank 0, with one worker each, as for unit tests.
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests import needs
 from tests.distributed.harness import run, run_each
 from tests.distributed.models import (
-    build,
-    digests,
+    engine_of,
     exact,
     heard,
-    masters,
-    settings,
+    master_bits,
     train_step,
     train_steps,
     watch,
@@ -41,7 +38,7 @@ def _save(stage: int, block: dict, folder: str) -> tuple[dict[str, str], list[fl
     from deepspeed import comm as dist
     from deepspeed.checkpoint import ds_to_universal
 
-    engine = build(settings(stage, block | {"node_size": 2}, dtype="bf16"))
+    engine = engine_of(stage, block | {"node_size": 2})
     train_steps(engine, STEPS)
     engine.save_checkpoint(folder, "here")
     dist.barrier()
@@ -54,18 +51,18 @@ def _save(stage: int, block: dict, folder: str) -> tuple[dict[str, str], list[fl
             )
         )  # fmt: skip
     dist.barrier()
-    return digests(masters(engine)), train_steps(engine, STEPS, STEPS)
+    return master_bits(engine), train_steps(engine, STEPS, STEPS)
 
 
 def _load(stage: int, block: dict | None, folder: str, tag: str) -> dict[str, Any]:
     """What a run finds in the checkpoint, what its first forward sees, and how it goes on."""
     said = heard()
     checkpoint = {"load_universal": tag == "universal"}
-    engine = build(settings(stage, block, dtype="bf16", checkpoint=checkpoint), seed=7)
+    engine = engine_of(stage, block, checkpoint=checkpoint, seed=7)
     engine.load_checkpoint(folder, tag=tag)
     found: dict[str, Any] = {
         "said": [line for line in said if "resuming" in line],
-        "masters": digests(masters(engine)),
+        "masters": master_bits(engine),
         "exact": exact(engine, "bf16"),
         "steps": engine.global_steps,
     }
@@ -76,14 +73,14 @@ def _load(stage: int, block: dict | None, folder: str, tag: str) -> dict[str, An
     return found
 
 
-class Saved:
+class Saved(NamedTuple):
     """A checkpoint and what was in it."""
 
-    def __init__(self, stage: int, scheme: str, folder: Path) -> None:
-        self.stage, self.scheme, self.folder = stage, scheme, str(folder)
-        self.block = SCHEMES[scheme]
-        ranks = run(_save, 4, stage, self.block, self.folder, timeout=180)
-        self.masters, self.losses = ranks[0]
+    stage: int
+    scheme: str
+    folder: str
+    masters: dict[str, str]
+    losses: list[float]
 
 
 @pytest.fixture(
@@ -95,7 +92,10 @@ class Saved:
     ids=lambda p: f"zero{p[0]}-{p[1]}",
 )
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(*request.param, tmp_path_factory.mktemp("checkpoint"))
+    stage, scheme = request.param
+    folder = str(tmp_path_factory.mktemp("checkpoint"))
+    (found, *_) = run(_save, 4, stage, SCHEMES[scheme], folder, timeout=180)
+    return Saved(stage, scheme, folder, *found)
 
 
 def _check(saved: Saved, ranks: list[dict[str, Any]], nodes: str) -> None:
@@ -122,7 +122,7 @@ def _check(saved: Saved, ranks: list[dict[str, Any]], nodes: str) -> None:
 def test_a_universal_checkpoint_is_loaded_by_half_the_ranks_in_other_nodes(saved: Saved) -> None:
     if saved.stage < 3:
         needs.deepspeed("0.19", "loads other masters from a universal checkpoint, plugin or not")
-    block = saved.block | {"node_size": 1}
+    block = SCHEMES[saved.scheme] | {"node_size": 1}
     ranks, plain = (
         run(_load, 2, saved.stage, own, saved.folder, "universal") for own in (block, None)
     )
@@ -138,12 +138,12 @@ def test_a_universal_checkpoint_is_loaded_by_half_the_ranks_in_other_nodes(saved
 
 @pytest.mark.parametrize("node_size", [1, 4])
 def test_another_node_size_refills_kept_weights_and_says_so(saved: Saved, node_size: int) -> None:
-    block = saved.block | {"node_size": node_size}
+    block = SCHEMES[saved.scheme] | {"node_size": node_size}
     ranks = run(_load, 4, saved.stage, block, saved.folder, "here")
     _check(saved, ranks, f"{4 // node_size} x {node_size}")
     assert ranks[0]["losses"][0] == pytest.approx(saved.losses[0], rel=0.01)
 
 
 def test_deepspeed_refuses_another_world_size_without_conversion(saved: Saved) -> None:
-    for _, error in run_each(_load, 2, saved.stage, saved.block, saved.folder, "here"):
+    for _, error in run_each(_load, 2, saved.stage, SCHEMES[saved.scheme], saved.folder, "here"):
         assert "used a DP world size of 4 but the current world size is 2" in error

@@ -10,11 +10,9 @@ import torch
 from tests.distributed.harness import on_ranks, scratch
 from tests.distributed.models import (
     QSDP,
-    build,
-    digests,
-    masters,
+    engine_of,
+    master_bits,
     save,
-    settings,
     train_steps,
 )
 from tests.thin import thinned
@@ -34,11 +32,11 @@ SDP4BIT = {"scheme": "sdp4bit", "allow_full_replica": True}
 @pytest.mark.parametrize("stage", thinned([2, 3], lambda stage: stage == 3))
 @on_ranks()
 def test_checkpoints_cross_between_schemes(stage: int, saving: Any, loading: Any) -> None:
-    engine = build(settings(stage, saving, dtype="bf16"))
+    engine = engine_of(stage, saving)
     train_steps(engine, 3)
     save(engine)
     engine.destroy()
-    engine = build(settings(stage, loading, dtype="bf16"), seed=7)
+    engine = engine_of(stage, loading, seed=7)
     engine.load_checkpoint(str(scratch()), tag="middle")
     assert train_steps(engine, 3, 3)[-1] < 0.9
 
@@ -47,15 +45,15 @@ def test_checkpoints_cross_between_schemes(stage: int, saving: Any, loading: Any
 @on_ranks()
 def test_a_checkpoint_without_state_resets_learned_levels(stage: int) -> None:
     """An engine that has learned some goes on as a fresh one."""
-    engine = build(settings(stage, None, dtype="bf16"))
+    engine = engine_of(stage, None)
     save(engine)
     engine.destroy()
     outcomes = []
     for learned in (0, 3):
-        engine = build(settings(stage, LEARNED, dtype="bf16"), seed=7)
+        engine = engine_of(stage, LEARNED, seed=7)
         train_steps(engine, learned)
         engine.load_checkpoint(str(scratch()), tag="middle")
-        outcomes.append((train_steps(engine, 2), digests(masters(engine))))
+        outcomes.append((train_steps(engine, 2), master_bits(engine)))
         engine.destroy()
     assert outcomes[0] == outcomes[1]
 
@@ -98,10 +96,10 @@ def test_a_state_of_another_version_or_a_damaged_one_is_refused_by_name() -> Non
     for state, wanted in FOREIGN:
         changed = state if callable(state) else lambda _, state=state: state
         checkpoint.dump = lambda plugin, changed=changed: changed(dump(plugin))
-        engine = build(settings(2, QSDP))
+        engine = engine_of(2, QSDP, dtype="fp32")
         save(engine)
         engine.destroy()
-        engine = build(settings(2, QSDP))
+        engine = engine_of(2, QSDP, dtype="fp32")
         with pytest.raises(Exception, match="remove the key 'ds_quant'") as caught:
             engine.load_checkpoint(str(scratch()), tag="middle")
         assert wanted in str(caught.value)

@@ -46,7 +46,7 @@ def test_the_line_says_if_deepspeed_forgets_micro_steps() -> None:
             stage, block, dtype="fp32", accumulation=MICRO_STEPS, zero=zero,
             zero_force_ds_cpu_optimizer=False,
             # Adam would divide by gradients near zero, whose rounding is all they are.
-            building={"optimizer": partial(torch.optim.SGD, lr=0.1)},
+            optimizer=partial(torch.optim.SGD, lr=0.1),
         )  # fmt: skip
         for micro in range(MICRO_STEPS):
             engine.backward(forward(engine, 0, micro))

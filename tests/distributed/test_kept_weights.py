@@ -21,11 +21,12 @@ from tests.distributed.models import (
     Regression,
     build,
     digest,
-    digests,
+    engine_of,
     evaluate,
     exact,
     gathered,
     live,
+    master_bits,
     masters,
     plain_descent,
     save,
@@ -82,7 +83,7 @@ def test_a_holder_that_drifts_is_found_and_brought_back(
     stage: int, world: int, node_size: int
 ) -> None:
     """Before step 4; checksums are compared every second step."""
-    engine = build(settings(stage, block_of("sdp4bit", node_size, checksum_steps=2), dtype="bf16"))
+    engine = engine_of(stage, block_of("sdp4bit", node_size, checksum_steps=2))
     losses = train_steps(engine, 3)
     drift(engine)
     losses += train_steps(engine, 5, 3)
@@ -92,7 +93,7 @@ def test_a_holder_that_drifts_is_found_and_brought_back(
 def lossless(stage: int, **keys: Any) -> Any:
     """An engine of several windows."""
     zero = {"allgather_bucket_size": 50_000} if stage < 3 else {}
-    return build(settings(stage, block_of("lossless", 2, **keys), dtype="bf16", zero=zero))
+    return engine_of(stage, block_of("lossless", 2, **keys), zero=zero)
 
 
 def _drifted(stage: int, then: str) -> None:
@@ -157,7 +158,7 @@ def _surgery(stage: int, scheme: str) -> tuple[list[float], bool]:
     """Halves a weight matrix after step 3, and reads what the next forward computes with."""
     from deepspeed import utils
 
-    engine = build(settings(stage, block_of(scheme, 2), dtype="bf16"), optimizer=plain_descent)
+    engine = engine_of(stage, block_of(scheme, 2), optimizer=plain_descent)
     losses, layer = train_steps(engine, 3), engine.module.second
     if stage == 3:
         with gathered([layer.weight], modifier_rank=0):
@@ -220,7 +221,7 @@ def test_an_engine_rebuilt_on_one_module_leaves_nothing_of_the_last(destroys: bo
     for _ in range(3):
         if engine is not None and destroys:
             engine.destroy()
-        engine = build(settings(3, block_of("sdp4bit", 1), dtype="bf16"), lambda: module)
+        engine = engine_of(3, block_of("sdp4bit", 1), lambda: module)
         used.append(evaluate(engine))
         train_step(engine, 0)
         assert depths() == {1}
@@ -232,7 +233,7 @@ def test_an_engine_rebuilt_on_one_module_leaves_nothing_of_the_last(destroys: bo
 @on_ranks()
 def test_a_destroyed_engine_leaves_no_decoded_weights_behind() -> None:
     alive = {"stage3_max_reuse_distance": 10**9, "stage3_max_live_parameters": 10**9}
-    engine = build(settings(3, {"scheme": "qsdp_w4g4"}, zero=alive))
+    engine = engine_of(3, {"scheme": "qsdp_w4g4"}, zero=alive, dtype="fp32")
     train_step(engine, 0)
     expected, weight = masters(engine)["second.weight"], engine.module.second.weight
     evaluate(engine)
@@ -246,7 +247,7 @@ def test_engines_of_a_process_share_its_process_groups() -> None:
     """No more threads and open files after five engines than after one."""
     held = []
     for _ in range(5):
-        engine = build(settings(3, block_of("sdp4bit", 2), dtype="bf16"))
+        engine = engine_of(3, block_of("sdp4bit", 2))
         train_step(engine, 0)
         engine.destroy()
         held.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")])
@@ -296,9 +297,9 @@ def _posted(stage: int, streams: bool) -> tuple[dict[str, str], list[tuple[str, 
     noting("all_to_all")
     zero = PREFETCH if stage == 3 else {"reduce_bucket_size": 20_000}
     block = block_of("sdp4bit", 2, metrics={"interval": 0})
-    engine = build(settings(stage, block, dtype="bf16", accumulation=2, zero=zero))
+    engine = engine_of(stage, block, accumulation=2, zero=zero)
     train_steps(engine, 3)
-    return digests(masters(engine)), seen
+    return master_bits(engine), seen
 
 
 @pytest.mark.parametrize("stage", (2, 3))

@@ -16,10 +16,9 @@ from tests.distributed.harness import on_ranks
 from tests.distributed.models import (
     QSDP,
     Regression,
-    build,
+    engine_of,
     forward,
     heard,
-    settings,
     train_step,
     train_steps,
 )
@@ -98,7 +97,7 @@ def test_a_function_that_is_no_longer_called_ends_the_run(
 ) -> None:
     if caller != FETCH:
         move(stage, caller, name)
-    engine = build(settings(stage, {"scheme": scheme}, dtype="bf16"))
+    engine = engine_of(stage, {"scheme": scheme})
     if caller == FETCH:
         fetched_elsewhere(engine)
     with pytest.raises(Exception, match="quantized_comm: DeepSpeed 0.*did not call") as caught:
@@ -111,7 +110,7 @@ def test_a_function_that_is_no_longer_called_ends_the_run(
 def test_a_first_step_without_gradients_is_not_judged_but_the_next_one_is(is_moved: bool) -> None:
     if is_moved:
         move(3, PARTITION, SCATTER)
-    engine = build(settings(3, QSDP, dtype="bf16"))
+    engine = engine_of(3, QSDP)
     forward(engine, 0)
     engine.backward(torch.zeros((), requires_grad=True) * 1)
     engine.step()
@@ -131,7 +130,7 @@ class WithEmpty(Regression):
 
 @on_ranks()
 def test_a_parameter_without_elements_is_named_and_trains_if_no_forward_needs_it() -> None:
-    engine = build(settings(3, QSDP, dtype="bf16"), WithEmpty)
+    engine = engine_of(3, QSDP, WithEmpty)
     line = ds_quant.report(engine)["line"]
     assert "1 parameter(s) have 0 elements, such as empty.weight: DeepSpeed itself" in line
     assert train_step(engine, 0)[0] < 1.5
@@ -143,7 +142,7 @@ def test_a_first_step_that_brings_few_gradients_is_logged_once(dropped: bool) ->
     """Of every three buckets two may pass the plugin."""
     logged = heard()
     zero = {"reduce_bucket_size": 20_000, "overlap_comm": False}
-    engine = build(settings(3, QSDP, dtype="bf16", zero=zero))
+    engine = engine_of(3, QSDP, zero=zero)
     del logged[:]
     ours, calls = getattr(engine.optimizer, SCATTER), count()
     if dropped:

@@ -117,16 +117,9 @@ for name, block in {"qsdp": QSDP, "sdp4bit": {"scheme": "sdp4bit"}, "intra": INT
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_weights_are_known_by_each_mark(kind: str) -> None:
-    TABLE.check(kind, 3)
-
-
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-def test_weights_packed_by_bitsandbytes_keep_every_byte_under_every_scheme() -> None:
-    TABLE.check("bitsandbytes, every scheme", 3)
-
-
-@pytest.mark.parametrize("name", ["qsdp", "sdp4bit", "intra"])
-def test_packed_weights_are_saved_and_resumed_as_they_are(name: str) -> None:
-    TABLE.check(f"resumed {name}", 3)
+@pytest.mark.parametrize(("title", "stage"), TABLE.params())
+def test_packed_weights_keep_every_byte(title: str, stage: int) -> None:
+    """They are known by each mark, and saved and resumed as they are."""
+    if "bitsandbytes" in title and find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    TABLE.check(title, stage)

@@ -16,7 +16,7 @@ from ds_quant.kernels import dispatch, launch_batch
 from ds_quant.zero.warmup import warm_up
 from tests.distributed.features import separate_experts
 from tests.distributed.harness import run
-from tests.distributed.models import build, plain_descent, settings, train_step
+from tests.distributed.models import build, engine_of, plain_descent, settings, train_step
 from tests.distributed.scenarios import Mixture
 from tests.thin import thinned
 
@@ -71,7 +71,7 @@ def _variants(stage: int, block: dict[str, Any]) -> tuple[set, set]:
     # Buckets of few owners under ZeRO-2: there, ranks also deliver sums to each other.
     zero = {"reduce_bucket_size": 20_000} if stage == 2 else {}
     block = block | {"allow_full_replica": True}
-    return _of(build(settings(stage, block, dtype="bf16", accumulation=2, zero=zero)))
+    return _of(engine_of(stage, block, accumulation=2, zero=zero))
 
 
 def _of_experts(stage: int, block: dict[str, Any]) -> tuple[set, set]:

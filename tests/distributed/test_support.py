@@ -17,9 +17,9 @@ from tests.distributed.models import (
     FULL,
     QSDP,
     Run,
-    digests,
     engine_of,
     forward,
+    master_bits,
     masters,
     train_step,
 )
@@ -173,13 +173,13 @@ def test_engines_trained_in_turn_equal_their_separate_runs() -> None:
     """Two schemes, two stages each, and three engines without the plugin."""
 
     def made(seed: int) -> Any:
-        return engine_of(*PAIRS[seed], accumulation=2, building={"seed": seed})
+        return engine_of(*PAIRS[seed], accumulation=2, seed=seed)
 
     alone = []
     for seed in range(len(PAIRS)):
         engine = made(seed)
         losses = [loss for step in range(3) for loss in train_step(engine, step, seed)]
-        alone.append((losses, digests(masters(engine))))
+        alone.append((losses, master_bits(engine)))
         engine.destroy()
     engines, in_turn = [made(seed) for seed in range(len(PAIRS))], [[] for _ in PAIRS]
     for step, micro, (seed, engine) in product(range(3), range(2), enumerate(engines)):
@@ -187,7 +187,7 @@ def test_engines_trained_in_turn_equal_their_separate_runs() -> None:
         engine.backward(loss)
         engine.step()
         in_turn[seed].append(float(loss.detach()))
-    bits = [digests(masters(engine)) for engine in engines]
+    bits = [master_bits(engine) for engine in engines]
     assert list(zip(in_turn, bits, strict=True)) == alone
     assert len({tuple(losses) for losses in in_turn}) == len(PAIRS)
 
@@ -198,5 +198,5 @@ def test_tensor_parallel_ranks_keep_copies_of_a_parameter_equal() -> None:
     engine = engine_of(2, QSDP, Copied, dtype="fp32")
     for step in range(4):
         neighbourly(engine, step, 0)
-    weights = of_all_ranks(digests(masters(engine)))
+    weights = of_all_ranks(master_bits(engine))
     assert weights == [weights[0]] * 4

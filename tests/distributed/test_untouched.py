@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.harness import on_ranks
-from tests.distributed.models import QSDP, Run, build, settings, train_step
+from tests.distributed.models import QSDP, Run, engine_of, train_step
 from tests.distributed.rows import Table, Way, same_weights
 
 
@@ -83,7 +83,7 @@ def _parts(value: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks()
 def test_engine_without_the_block_carries_no_trace_of_the_plugin(stage: int) -> None:
-    plain, quantized = (build(settings(stage, block)) for block in (None, QSDP))
+    plain, quantized = (engine_of(stage, block, dtype="fp32") for block in (None, QSDP))
     for engine in (plain, quantized):
         train_step(engine, 0)
     assert traces(plain) == []

@@ -17,13 +17,12 @@ from tests.distributed.harness import on_ranks, scratch
 from tests.distributed.models import (
     FULL,
     Regression,
-    build,
     digest,
+    engine_of,
     exact,
     heard,
     live,
     saved,
-    settings,
     train_step,
 )
 
@@ -59,7 +58,7 @@ WAYS: tuple[Callable[[Tensor, Tensor], None], ...] = (in_place, through_data, ot
 @on_ranks()
 def test_an_average_in_the_module_is_exported_and_stays(stage: int, name: str) -> None:
     """It goes in, is exported, and goes out again; the next step takes over."""
-    engine = build(settings(stage, BLOCKS[name], dtype="bf16"))
+    engine = engine_of(stage, BLOCKS[name])
     params = dict(engine.module.named_parameters())
     for step, write in enumerate(WAYS):
         train_step(engine, step)
@@ -79,7 +78,7 @@ def test_an_average_in_the_module_is_exported_and_stays(stage: int, name: str) -
 @on_ranks()
 def test_what_was_not_written_is_exact_in_exports(name: str) -> None:
     """One parameter is written; the others are exact in files and decoded afterwards."""
-    engine, logged = build(settings(2, BLOCKS[name], dtype="bf16")), heard()
+    engine, logged = engine_of(2, BLOCKS[name]), heard()
     train_step(engine, 0)
     engine.module.second.weight.data[:, 0] = 0.0
     before, masters = live(engine), exact(engine, "bf16")
@@ -127,7 +126,7 @@ def warnings() -> list[str]:
 def test_a_decoded_state_dict_is_told_of_once_per_line(
     stage: int, block: dict[str, Any], decodes: bool
 ) -> None:
-    engine, logged = build(settings(stage, block, dtype="bf16")), warnings()
+    engine, logged = engine_of(stage, block), warnings()
     engine.module.state_dict()
     assert logged == [], "before the first step"
     train_step(engine, 0)
@@ -150,7 +149,7 @@ def test_a_decoded_state_dict_is_told_of_once_per_line(
 
 @on_ranks()
 def test_differences_are_exact_after_a_save_until_the_next_step() -> None:
-    engine, logged = build(settings(2, {"scheme": "sdp4bit"}, dtype="bf16")), warnings()
+    engine, logged = engine_of(2, {"scheme": "sdp4bit"}), warnings()
     train_step(engine, 0)
     engine.save_checkpoint(str(scratch()), "here")
     engine.module.state_dict()
@@ -162,10 +161,10 @@ def test_differences_are_exact_after_a_save_until_the_next_step() -> None:
 
 @on_ranks(1)
 def test_what_is_no_engine_is_refused_by_name() -> None:
-    engine = build(settings(2, CODES, dtype="bf16"))
+    engine = engine_of(2, CODES)
     for function in (ds_quant.exact_weights, ds_quant.resync, ds_quant.report):
         for wrong in (engine.module, Regression(), "nonsense", None):
             said = f"ds_quant.{function.__name__} takes the engine.*not {type(wrong).__name__}$"
             with pytest.raises(TypeError, match=said):
                 function(wrong)
-    assert ds_quant.report(build(settings(2))) is None
+    assert ds_quant.report(engine_of(2, dtype="fp32")) is None

@@ -1,4 +1,6 @@
-"""Which codec goes on which hop, and how often: a table by hand."""
+"""What is quantized, which codec goes on which hop, and how often: a table by hand; and the streams
+of a parameter that follow.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +11,71 @@ from typing import Any
 import pytest
 import torch
 
+from ds_quant.codec.bound import exactly
 from ds_quant.codec.codec import CastCodec, GroupCodec
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels.batch import OWN_SIGNS
 from ds_quant.policy.cost import PricedParam, bill
-from ds_quant.policy.route import Hop, Route, Routes, times
+from ds_quant.policy.route import Hop, Routes, times
 from ds_quant.policy.scheme import Scheme
+from ds_quant.zero.param import Param, exact_gradient
 
 BF16, FP32 = torch.bfloat16, torch.float32
-TOPOLOGIES = ((1, 4), (4, 1), (2, 2), (3, 4))  # nodes, ranks of a node
 SHARED = 1  # signs
 
 
-def scheme_of(name: str) -> Scheme:
-    return parse_block({"scheme": name}).to_scheme()
+def scheme_of(name: str, **keys: Any) -> Scheme:
+    return parse_block({"scheme": name, **keys}).to_scheme()
 
 
-def routes(name: str, stage: int, nodes: int, node_size: int) -> Routes:
-    return Routes(scheme=scheme_of(name), stage=stage, nodes=nodes, node_size=node_size)
+def routes(name: str, stage: int, nodes: int = 2, node_size: int = 2, **more: Any) -> Routes:
+    return Routes(scheme=scheme_of(name), stage=stage, nodes=nodes, node_size=node_size, **more)
 
 
-def written(route: Route, scheme: Scheme) -> str:
-    """Every hop as "level codec/how often", and what else is true of it."""
-    return ", ".join(_written(hop, scheme) for hop in route.hops)
+# ---- what stays in full precision ----
+
+EXCLUDE = ["lm_head.*", "*.embed.*", "layers.0.mlp.*", "model.norm.weight", "_orig_mod.tail.*"]
 
 
-def _written(hop: Hop, scheme: Scheme) -> str:
+@pytest.mark.parametrize(
+    "name, shape, dtype, reason",
+    [
+        ("block.weight", (64, 64), BF16, None),
+        ("block.weight", (64, 64), FP32, None),
+        ("conv.weight", (4, 4, 16, 16), torch.float16, None),
+        ("block.weight", (64, 32), BF16, None),  # exactly min_numel
+        ("block.weight", (2047, 1), BF16, "small"),
+        ("block.weight", (0, 64), BF16, "small"),
+        ("block.bias", (100000,), BF16, "1-D"),
+        ("scale", (), BF16, "1-D"),
+        ("table", (64, 64), torch.int8, "int8"),
+        ("mask", (64, 64), torch.bool, "bool"),
+        ("block.weight", (64, 64), torch.float8_e4m3fn, "float8_e4m3fn"),
+        ("block.weight", (64, 64), torch.float64, "float64"),
+        ("lm_head.weight", (64, 64), BF16, "excluded"),
+        ("model.embed.weight", (64, 64), BF16, "excluded"),
+        ("LM_HEAD.weight", (64, 64), BF16, None),  # patterns mind the case
+        # without what wrappers put into names: torch.compile of the model and of a block, PEFT
+        ("_orig_mod.lm_head.weight", (64, 64), BF16, "excluded"),
+        ("layers.0._orig_mod.mlp.weight", (64, 64), BF16, "excluded"),
+        ("base_model.model.lm_head.weight", (64, 64), BF16, "excluded"),
+        ("_orig_mod.base_model.model.model.norm.weight", (64, 64), BF16, "excluded"),
+        ("_orig_mod.tail.weight", (64, 64), BF16, "excluded"),  # written as it is called
+        ("my_orig_mod.lm_head.weight", (64, 64), BF16, None),
+        ("other_base_model.model.lm_head.weight", (64, 64), BF16, None),
+    ],
+)
+def test_skip_reason(name: str, shape: tuple, dtype: torch.dtype, reason: str | None) -> None:
+    made = scheme_of("qsdp", exclude=EXCLUDE)
+    assert made.skip_reason(name, shape, dtype) == reason
+    assert made.skip_reason(name, shape, dtype, packed=True) == "packed"
+
+
+# ---- hops ----
+
+
+def written(hop: Hop, scheme: Scheme) -> str:
+    """As "level codec/how often", and what else is true of it."""
     codecs = {"W": scheme.weights, "w": scheme.weights_intra}
     codecs |= {"G": scheme.gradients, "g": scheme.gradients_intra}
     (letter,) = [n for n, codec in codecs.items() if codec is hop.codec is not None] or ["16"]
@@ -43,8 +84,14 @@ def _written(hop: Hop, scheme: Scheme) -> str:
     return " ".join([hop.level, f"{letter}/{hop.per}", *true])
 
 
-# role, scheme, stages | nodes x ranks of a node | hops. W, G: the scheme's codecs, w, g: its inner
-# ones. A node shard of zeropp has no differences; in one node nothing crosses.
+FACTS: dict[str, dict[str, Any]] = {
+    "exempt": {"quantized": False},  # by the scheme: full precision, or lossless differences
+    "fp32": {"dtype": FP32},  # never lossless differences
+    "frozen": {"trained": False},  # never changes in a node shard
+    "part": {"whole": False},  # experts: their ranks are not the world, and have no node shard
+}
+# role, scheme, stages, fact | nodes x ranks of a node | hops. W, G: the scheme's codecs, w, g: its
+# inner ones. A node shard of zeropp has no differences; in one node nothing crosses.
 TABLE = """
 weights   full_precision 12 | 1x4 4x1 | whole 16/step
 weights   full_precision 12 | 2x2     | inter 16/step, intra 16/step forwards
@@ -68,6 +115,16 @@ weights   lossless       12 | 2x2     | inter 16/step lossless, intra 16/step fo
 weights   lossless       3  | 1x4     | whole 16/gather
 weights   lossless       3  | 4x1     | whole 16/step lossless
 weights   lossless       3  | 2x2     | inter 16/step lossless, intra 16/gather
+weights   qsdp           2 exempt | 2x2 | inter 16/step, intra 16/step forwards
+weights   sdp4bit        3 exempt | 2x2 | inter 16/step, intra 16/gather
+weights   lossless       2 exempt | 2x2 | inter 16/step lossless, intra 16/step forwards lossless
+weights   lossless       3 fp32   | 2x2 | inter 16/step, intra 16/gather
+weights   sdp4bit        3 frozen | 2x2 | intra 16/gather
+weights   sdp4bit        3 frozen | 4x1 |
+weights   qsdp           3 frozen | 2x2 | inter W/gather, intra W/gather forwards
+weights   qsdp           3 part   | 2x2 | whole W/gather
+weights   sdp4bit        2 part   | 2x2 | whole W/step difference
+weights   sdp4bit        3 part   | 2x2 | whole 16/gather
 gradients full_precision 1  | 2x2     | intra 16/step exact_own, inter 16/step exact_own
 gradients full_precision 23 | 1x4     | whole 16/micro_step
 gradients full_precision 23 | 2x2     | intra 16/micro_step exact_own, inter 16/step exact_own
@@ -83,78 +140,47 @@ gradients sdp4bit        23 | 4x1     | whole G/micro_step exact_own
 gradients sdp4bit        23 | 2x2     | intra g/micro_step exact_own, inter G/step exact_own
 gradients tlq            23 | 2x2     | intra g/micro_step exact_own, inter G/micro_step exact_own
 gradients lossless       23 | 2x2     | intra 16/micro_step exact_own, inter 16/step exact_own
+gradients sdp4bit        1 part   | 2x2 | whole G/step exact_own
+gradients sdp4bit        23 part  | 2x2 | whole G/micro_step exact_own
+gradients sdp4bit        1 exempt | 2x2 | intra 16/step exact_own, inter 16/step exact_own
+gradients sdp4bit        23 exempt | 2x2 | intra 16/micro_step exact_own, inter 16/step exact_own
 """
 
 
 @pytest.mark.parametrize("row", TABLE.strip().splitlines())
 def test_hops_are_those_of_the_table(row: str) -> None:
-    (role, name, stages), topologies, (expected,) = (
-        part.split() if i < 2 else [part.strip()] for i, part in enumerate(row.split("|"))
-    )
-    for stage, topology in product(stages, topologies):
+    case, topologies, expected = (part.strip() for part in row.split("|"))
+    role, name, stages, *named = case.split()
+    facts = {key: value for fact in named for key, value in FACTS[fact].items()}
+    for stage, topology in product(stages, topologies.split()):
         found = routes(name, int(stage), *map(int, topology.split("x")))
-        route = found.weights(dtype=BF16) if role == "weights" else found.gradients()
-        assert written(route, found.scheme) == expected
-        if role == "gradients":
+        if role == "weights":
+            route = found.weights(**{"dtype": BF16, **facts})
+        else:
+            route = found.gradients(**facts)
             assert route.waits == ("micro_step" in expected and "/step" in expected)
+        assert ", ".join(written(hop, found.scheme) for hop in route.hops) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "facts", "expected"),
-    [
-        # left out by the scheme: full precision on every hop, as often as any other
-        ("qsdp", 2, {"quantized": False}, "inter 16/step, intra 16/step forwards"),
-        ("sdp4bit", 3, {"quantized": False}, "inter 16/step, intra 16/gather"),
-        # lossless differences leave nothing out but weights of 32 bits
-        ("lossless", 2, {"quantized": False},
-         "inter 16/step lossless, intra 16/step forwards lossless"),
-        ("lossless", 3, {"dtype": FP32}, "inter 16/step, intra 16/gather"),
-        # frozen weights never change in the node shard
-        ("sdp4bit", 3, {"trained": False}, "intra 16/gather"),
-        ("qsdp", 3, {"trained": False}, "inter W/gather, intra W/gather forwards"),
-        # experts: their ranks are not the world, and have no node shard
-        ("qsdp", 3, {"whole": False}, "whole W/gather"),
-        ("sdp4bit", 2, {"whole": False}, "whole W/step difference"),
-        ("sdp4bit", 3, {"whole": False}, "whole 16/gather"),
-    ],
-)  # fmt: skip
-def test_hops_of_weights_that_are_special(
-    name: str, stage: int, facts: dict[str, Any], expected: str
-) -> None:
-    found = routes(name, stage, 2, 2)
-    assert written(found.weights(**{"dtype": BF16, **facts}), found.scheme) == expected
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_hops_of_gradients_that_are_special(stage: int) -> None:
-    found, per = routes("sdp4bit", stage, 2, 2), "step" if stage == 1 else "micro_step"
-    part = found.gradients(whole=False)
-    assert written(part, found.scheme) == f"whole G/{per} exact_own" and not part.waits
+def test_gradients_are_rotated_around_all_hops_if_any_is_quantized() -> None:
+    found = routes("sdp4bit", 2)
     exact = found.gradients(quantized=False)
     assert exact.is_exact and exact.rotation is None
-    assert [hop.level for hop in exact.hops] == ["intra", "inter"]
     assert found.gradients().rotation.block == found.scheme.block.gradients.rotation
     assert replace(found, shipped_gradients=True).gradients().hops == ()
 
 
-def test_a_frozen_weight_of_a_rank_that_is_a_node_has_no_hop() -> None:
-    assert routes("sdp4bit", 3, 4, 1).weights(dtype=BF16, trained=False).hops == ()
-
-
-@pytest.mark.parametrize(("nodes", "node_size"), [(1, 4), (4, 1), (2, 2)])
 @pytest.mark.parametrize("name", ["qsdp", "sdp4bit", "eden3", "full_precision"])
-def test_owners_get_sums_in_eight_bits_of_the_last_hop(
-    name: str, nodes: int, node_size: int
-) -> None:
-    for stage in (1, 2):
-        route = routes(name, stage, nodes, node_size).gradients()
+def test_owners_get_sums_in_eight_bits_of_the_last_hop(name: str) -> None:
+    for stage, topology in product((1, 2), ((1, 4), (4, 1), (2, 2))):
+        route = routes(name, stage, *topology).gradients()
         last, delivery = route.hops[-1], route.delivery
         assert delivery.per == last.per and delivery.level == "whole"
         if last.codec is None:
             assert delivery.codec is None
         else:
             assert (delivery.codec.bits, delivery.codec.group_size) == (8, last.codec.group_size)
-    assert routes(name, 3, nodes, node_size).gradients().delivery is None
+    assert routes(name, 3).gradients().delivery is None
 
 
 def test_a_hop_without_a_codec_sends_the_dtype_and_refuses_what_has_no_codec() -> None:
@@ -165,9 +191,9 @@ def test_a_hop_without_a_codec_sends_the_dtype_and_refuses_what_has_no_codec() -
         exact.sends(torch.float64)
 
 
-@pytest.mark.parametrize(("per", "expected"), [("step", 1), ("micro_step", 4), ("gather", 6)])
-def test_how_often_a_hop_runs(per: str, expected: float) -> None:
-    assert times(per, micro_steps=4, gathers=1.5) == expected
+def test_how_often_a_hop_runs() -> None:
+    found = [times(per, micro_steps=4, gathers=1.5) for per in ("step", "micro_step", "gather")]
+    assert found == [1, 4, 6]
 
 
 def test_gradients_without_a_codec_stay_exact_inside_a_node_too() -> None:
@@ -202,3 +228,57 @@ def test_signs_are_of_each_node_with_few_bits_on_many_nodes(
             found = Routes(**how, node_size=node_size)
             assert found.gradients().flips == expected
             assert found.gradients(quantized=False).flips == 0
+
+
+# ---- streams of a parameter ----
+
+
+def param(scheme: str, stage: int, *, trained: bool = True) -> Param:
+    return Param(
+        index=3, name="a.weight", shape=torch.Size((64, 64)), trained=trained, tensor=None,
+        routes=routes(scheme, stage),
+    )  # fmt: skip
+
+
+def test_frozen_weights_of_a_node_shard_are_exact() -> None:
+    """They are filled exactly and never exchanged, so that nothing has to fetch them again."""
+    assert any(param("sdp4bit", 3).weight_streams(BF16, rank=0))
+    assert not any(param("sdp4bit", 3, trained=False).weight_streams(BF16, rank=0))
+
+
+def test_codings_have_the_random_bits_of_their_step_and_the_levels_of_the_outer_codec() -> None:
+    found = param("qsdp", 3)
+    found.levels = torch.arange(256.0)
+    ((sent,), (received,)) = (found.weight_streams(BF16, rank=rank) for rank in (1, None))
+    codings = [found.coding(sent, BF16, step) for step in (5, 6)]
+    assert [coding.address.step for coding in codings] == [5, 6]
+    assert codings[0].levels is found.levels and codings[0].codec == received.codec
+    assert found.coding(received, BF16, 5).address is None
+    assert found.coding(None, BF16, 5) == exactly(BF16)
+    between, inside = param("qsdp_shard", 3).weight_streams(BF16, rank=1)
+    assert between.learned and inside is None
+
+
+def test_ranks_shift_together() -> None:
+    """A shift is QSDP's, of one parameter."""
+    (first,), (second,) = (param("qsdp", 2).weight_streams(BF16, rank=rank) for rank in (0, 1))
+    assert first.key == second.key is not None
+
+
+def test_streams_are_kept_by_dtype_rank_and_hops() -> None:
+    found = param("sdp4bit", 3)
+    usual = found.gradient_streams(BF16, rank=0, hops=2)
+    others = [
+        found.gradient_streams(FP32, rank=0, hops=2),
+        found.gradient_streams(BF16, rank=1, hops=2),
+        found.gradient_streams(BF16, rank=0, hops=1),
+    ]
+    assert len(others[2].hops) == 1 and others[1].hops[0].key != usual.hops[0].key
+    assert all(other is not usual for other in others)
+    assert found.gradient_streams(BF16, rank=0, hops=2) is usual
+    between, again = (found.weight_streams(BF16, rank=0) for _ in range(2))
+    assert found.weight_streams(BF16, rank=0, whole=False) != between
+    assert again[0] is between[0]
+    exact = param("full_precision", 2)
+    assert exact.weight_streams(BF16, rank=0) == (None,)
+    assert exact.gradient_streams(BF16, rank=0, hops=2) is exact_gradient(BF16, 2)

@@ -1,7 +1,8 @@
-"""What a sampled step reports, on a stand-in for an engine: every figure by hand."""
+"""What is counted and sampled of a step, and what is reported of it: every figure by hand."""
 
 from __future__ import annotations
 
+import functools
 import json
 import resource
 from collections.abc import Sequence
@@ -11,12 +12,146 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from ds_quant.codec.bound import Coding, Rotation, decode, encode
+from ds_quant.codec.codec import GroupCodec
+from ds_quant.comm import traffic as meter_module
 from ds_quant.comm.lossless import Outbox, Parcel
-from ds_quant.comm.traffic import Traffic
+from ds_quant.comm.traffic import Meter, Tally, Traffic, normalised
 from ds_quant.config.schema import MetricsConfig
 from ds_quant.zero import telemetry
 from ds_quant.zero.telemetry import PREFIX, Telemetry
+
+# ---- what a sample holds ----
+
+
+def opened(*times: float) -> Meter:
+    """A meter with an open sample, whose clock shows these times and fails behind them."""
+    meter = Meter()
+    meter.open(iter(times).__next__)
+    return meter
+
+
+def test_a_section_is_charged_without_what_is_inside_it() -> None:
+    meter = opened(0, 2, 7, 8)
+    with meter.section("decode"), meter.section("wait"):
+        pass
+    assert meter.close().seconds == {"encode": 0, "wait": 5, "decode": 3}
+
+
+def test_between_samples_no_clock_is_read_and_nothing_is_decoded() -> None:
+    meter = opened()
+    meter.close()
+    with meter.section("wait"), meter.encoding("weights", "inter") as note:
+        assert note is None
+    assert not meter.is_open
+
+
+def test_what_was_encoded_is_read_back_outside_the_sections_and_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def waits(*_: object) -> None:
+        raise AssertionError("the device is waited for")
+
+    meter = opened(0, 1, 5, 9)
+    values = torch.tensor([[0.0, 1.0, 3.0, -2.0] * 8])
+    coding = Coding(codec=GroupCodec(bits=2, group_size=32, range="absmax"))
+    wire = torch.empty(1, coding.codec.wire_bytes(32), dtype=torch.uint8)
+    encode(coding.codec, values, wire)
+    with monkeypatch.context() as patched:
+        for name in ("tolist", "item", "__float__", "__bool__"):
+            patched.setattr(torch.Tensor, name, waits)
+        with meter.encoding("gradients", "inter") as note:
+            note(coding.error, values, wire)
+        sample = meter.close()
+    decoded = torch.empty_like(values)
+    decode(coding.codec, wire, decoded)
+    tally = sample.tallies["gradients", "inter"]
+    expected = (decoded - values).square().sum() / values.square().sum()
+    assert normalised(*tally.squares.tolist()) == pytest.approx(expected.item()) and expected > 0
+    assert (tally.numel, tally.bits) == (32, 8 * wire.numel() / 32)
+    assert sample.seconds["encode"] == 1, "reading back takes from 5 to 9 and is not encoding"
+
+
+def test_error_of_a_difference_is_that_of_the_weights() -> None:
+    reference = torch.linspace(-1, 1, 64)
+    wanted = reference + 0.01 * torch.sin(torch.arange(64.0))
+    codec = GroupCodec(bits=4, group_size=32, range="absmax")
+    coding = Coding(codec=codec, difference=True)
+    wire = torch.empty(codec.wire_bytes(64), dtype=torch.uint8)
+    encode(codec, wanted[None], wire[None], base=reference[None])
+    error, norm = coding.error(wanted, wire, reference=reference)
+    after = reference.clone()
+    decode(codec, wire[None], after[None], add=True)
+    assert error == pytest.approx((after - wanted).double().square().sum().item())
+    assert norm == pytest.approx(wanted.double().square().sum().item())
+    assert 0 < error < 1e-4 * norm
+    assert torch.equal(reference, torch.linspace(-1, 1, 64)), "the reference is left alone"
+
+
+def test_error_of_rotated_values_is_that_of_the_values() -> None:
+    """A rotation keeps norms up to a factor, which must not show."""
+    values = torch.sin(torch.arange(100.0)) * 3
+    rotation = Rotation(block=32)
+    coding = Coding(codec=GroupCodec(bits=8, group_size=32, range="absmax"))
+    wire = torch.empty(coding.codec.wire_bytes(128), dtype=torch.uint8)
+    encode(coding.codec, values[None], wire[None], rotation=rotation)
+    error, norm = coding.error(values, wire, rotation=rotation)
+    assert norm == pytest.approx(values.double().square().sum().item())
+    assert 0 < error < 1e-4 * norm
+
+
+class Slow:
+    """Stands for a coding; counts bytes that are read back."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def error(self, values: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
+        self.read.append(wire.numel())
+        return torch.tensor([float(values[0]), 1.0], dtype=torch.float64)
+
+
+def sampled(meter: Meter, coding: Slow, pieces: int) -> tuple[list[int], Tally]:
+    """One sample of messages of two pieces of 100 bytes; places of those that were read back."""
+    before = len(coding.read)
+    meter.open(lambda: 0.0)
+    wire, found = torch.empty(100, dtype=torch.uint8), []
+
+    def made(place: int) -> torch.Tensor:
+        found.append(place)
+        return torch.full((100,), float(place))
+
+    for first in range(0, pieces, 2):
+        with meter.encoding("gradients", "inter") as note:
+            for place in (first, first + 1):
+                note(coding.error, functools.partial(made, place), wire, numel=100)
+    (tally,) = meter.close().tallies.values()
+    assert coding.read[before:] == [100] * len(found)
+    return found, tally
+
+
+@pytest.mark.parametrize(
+    ("bound", "pieces", "places"),
+    [
+        (300, 8, [[0, 1, 2], [3, 4, 5], [6, 7], [0, 1, 2]]),
+        (30, 2, [[0], [0], [0], [0], [1], [1], [1], [0]]),  # pieces larger than the bound
+    ],
+)
+def test_a_sample_reads_back_a_bounded_part_and_the_next_one_goes_on(
+    monkeypatch: pytest.MonkeyPatch, bound: int, pieces: int, places: list[list[int]]
+) -> None:
+    monkeypatch.setattr(meter_module, "CHECKED", bound)
+    meter, coding = Meter(), Slow()
+    for expected in places:
+        found, tally = sampled(meter, coding, pieces)
+        assert found == expected
+        assert tally.squares.tolist() == [sum(found), len(found)]
+        assert (tally.numel, tally.nbytes) == (100 * pieces, 100 * pieces), "all is counted"
+
+
+# ---- what is reported ----
 
 # Bytes that full precision would bring per step.
 BASELINE = {
@@ -68,7 +203,9 @@ def test_saved_is_the_share_of_full_precision_that_did_not_arrive(job: Job) -> N
     job.step(weights_inter=1100, gradients_inter=1000, gradients_intra=500)
     job.step(weights_inter=4000)
     job.step(weights_inter=4400)
-    first, second = job.lines()
+    job.step()
+    job.step(weights_intra=10)
+    first, second, third = job.lines()
     assert (first["weights/inter/bytes"], first["weights/inter/saved"]) == (1000, 0.75)
     assert (first["gradients/inter/bytes"], first["gradients/inter/saved"]) == (2000, 0.75)
     assert (first["gradients/intra/bytes"], first["gradients/intra/saved"]) == (250, 0.75)
@@ -76,13 +213,8 @@ def test_saved_is_the_share_of_full_precision_that_did_not_arrive(job: Job) -> N
     assert second["weights/inter/bytes"] == 4200
     assert second["weights/inter/saved"] == pytest.approx(-0.05)
     assert not [name for name in second if name.startswith("gradients")]
-
-
-def test_what_full_precision_does_not_send_saves_nothing(job: Job) -> None:
-    job.step()
-    job.step(weights_intra=10)
-    (line,) = job.lines()
-    assert line["weights/intra/bytes"] == 5 and "weights/intra/saved" not in line
+    # What full precision does not send saves nothing.
+    assert third["weights/intra/bytes"] == 5 and "weights/intra/saved" not in third
 
 
 def test_a_record_begins_on_a_line_of_its_own_after_a_torn_one(

@@ -1,11 +1,15 @@
-"""One advice: README, docs/choosing.md, estimate, autotune and validate say the same."""
+"""One advice: README, docs/choosing.md, estimate, autotune and validate say the same; what README
+lets expect is what estimate predicts.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +23,11 @@ from ds_quant.tools.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 README, CHOOSING = ((ROOT / page).read_text("utf-8") for page in ("README.md", "docs/choosing.md"))
 PLACES = [Place(s, n, g) for s, n, g in product((1, 2, 3), (1, 2, 8), (1, 8)) if n * g > 1]
+
+
+def estimated(options: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["estimate", *shlex.split(options), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("row", (*BETWEEN, *INSIDE), ids=lambda row: row.link)
@@ -65,7 +74,44 @@ def test_who_accepts_a_full_replica_is_advised_as_if_a_node_had_several_gpus() -
 def test_estimate_takes_what_is_advised_for_its_link(capsys, place: Place, row: object) -> None:
     link = re.match(r"\d+", row.link).group()
     options = f"--params 7b --nodes {place.nodes} --gpus {place.node_size} --stage {place.stage}"
-    options += f" --link {link} --intra 1800 --step 0.5 --json"
-    assert main(["estimate", *options.split()]) == 0
-    best = json.loads(capsys.readouterr().out)["best"]
+    options += f" --link {link} --intra 1800 --step 0.5"
+    best = estimated(options, capsys)["best"]
     assert best == recommended(place, float(link)) or row.ask and best == "deepspeed as shipped"
+
+
+LORA = "ds_lora_zero3.json", "your block (qsdp)"
+# What README says of a plan and its ranks -> the options of estimate.
+PLANS = {
+    ("LoRA, 7 B, ZeRO-3", "2 x 4"): "--params 7b --trained 0.01 --step 3 --nodes 2 --gpus 4 "
+    f"--ds-config {shlex.quote(str(ROOT / 'configs' / LORA[0]))} "
+    "--dtype bf16 --accumulation 1 --intra 200",
+    ("fine-tuning, 1 B, ZeRO-2", "2 x 1"): "--params 1b --stage 2 --nodes 2 --gpus 1 --step 0.6",
+    ("fine-tuning, 7 B, ZeRO-3", "2 x 8"): "--params 7b --stage 3 --nodes 2 --gpus 8 "
+    "--intra 1800 --step 4.2",
+    ("pre-training, 1 B, ZeRO-2", "8 x 1"): "--params 1b --stage 2 --nodes 8 --gpus 1 --step 0.6",
+    ("pre-training, 7 B, ZeRO-3", "8 x 8"): "--params 7b --stage 3 --nodes 8 --gpus 8 "
+    "--intra 1800 --step 4.2",
+}
+
+
+def predicted(options: str, scheme: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The cells of a row: speed-up with communication hidden and not, the smaller one first."""
+    links = estimated(f"{options} --link 10", capsys)["links"]
+    cells = []
+    for link in ("10", "25", "100", "400"):
+        (row,) = (row for row in links[link] if row["scheme"] == scheme)
+        assert not row["note"], "only what is recommended"
+        low, high = sorted((row["speedup_overlapped"], row["speedup_serial"]))
+        cells.append(f"{low:.1f} to {high:.1f}")
+    return cells
+
+
+def test_readme_shows_what_estimate_predicts(capsys: pytest.CaptureFixture[str]) -> None:
+    section = README.partition("## What to expect")[2]
+    rows = re.findall(r"^\| (?:LoRA|fine-tuning|pre-training), .*$", section, re.MULTILINE)
+    shown = [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in rows]
+    expected = []
+    for (plan, ranks), options in PLANS.items():
+        name, scheme = LORA if "LoRA" in plan else ("eden4", "eden4")
+        expected.append((plan, ranks, f"`{name}`", *predicted(options, scheme, capsys)))
+    assert shown == expected, "\n".join(f"| {' | '.join(row)} |" for row in expected)

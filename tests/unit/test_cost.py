@@ -10,11 +10,7 @@ import torch
 
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.policy.cost import (
-    Costs,
-    PricedParam,
-    bill,
-)
+from ds_quant.policy.cost import Costs, PricedParam, bill
 from ds_quant.policy.memory import Sizes, peak_bytes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme
@@ -28,16 +24,15 @@ def scheme(name: str, **fields: Any) -> Scheme:
 
 G4 = {"bits": 4, "group_size": 128, "range": "absmax"}
 W8G4 = scheme("qsdp", gradients=G4, exclude=["*.head"])
-FULL, QSDP, LOSSLESS = (
-    scheme("full_precision"),
-    scheme("qsdp"),
-    scheme("sdp4bit", weights={"lossless": True}),
-)
+FULL, LOSSLESS = scheme("full_precision"), scheme("sdp4bit", weights={"lossless": True})
 MATRIX = PricedParam("a.weight", (1024, 96), BF16, True)
 FROZEN = PricedParam("f.weight", (64, 64), BF16, False)
-LARGE = PricedParam("large.weight", (4096, 4096), BF16, True)
 # 96 groups: one byte per code, 8 per min-max group; 4 bits per code, 4 bytes per absmax group.
 W, G = 98304 + 96 * 8, 98304 // 2 + 768 * 4
+
+
+def priced(found: Scheme, stage: int, cargo: list[PricedParam], **how: Any) -> Costs:
+    return bill(found, stage, cargo, **{"ranks": 4, "gradient_dtype": BF16, **how})
 
 
 def bytes_of(result: Costs) -> tuple[float, float]:
@@ -73,7 +68,7 @@ def in_shards(ranks: int) -> tuple[int, int]:
 def test_bytes_are_those_added_up_by_hand(
     found: Scheme, stage: int, cargo: list, options: dict, expected: tuple[float, float]
 ) -> None:
-    result = bill(found, stage, cargo, **{"ranks": 4, "gradient_dtype": BF16, **options})
+    result = priced(found, stage, cargo, **options)
     assert bytes_of(result) == pytest.approx(expected)
     assert result.numel == sum(
         torch.Size(item.shape).numel() for item in cargo if item.trainable or stage == 3
@@ -84,7 +79,7 @@ def test_a_rank_receives_its_share_of_every_hop() -> None:
     """Of 1.5 gathers in each of 3 micro-steps; gradients cross once. Half of the elements come from
     the other node, which two ranks share.
     """
-    result = bill(FULL, 3, [MATRIX], ranks=4, node_size=2, gradient_dtype=BF16, gathers=1.5)
+    result = priced(FULL, 3, [MATRIX], node_size=2, gathers=1.5)
     half = 98304  # bytes
     assert result.received(3, micro_steps=3) == {
         "weights": {"intra": 4.5 * half, "inter": 4.5 * half / 2},
@@ -95,8 +90,8 @@ def test_a_rank_receives_its_share_of_every_hop() -> None:
 def test_what_deepspeed_sends_for_muon_is_a_ring_of_its_own() -> None:
     """A whole gradient in each of 3 micro-steps, though others cross once; 8 bytes once."""
     cargo = [MATRIX, MATRIX._replace(whole=True), MATRIX._replace(boundary=8)]
-    ours = bill(W8G4, 2, cargo, ranks=4, node_size=2, gradient_dtype=BF16)
-    alone = bill(W8G4, 2, [MATRIX] * 2, ranks=4, node_size=2, gradient_dtype=BF16)
+    ours = priced(W8G4, 2, cargo, node_size=2)
+    alone = priced(W8G4, 2, [MATRIX] * 2, node_size=2)
     assert ours.crosses_once and ours.waiting == pytest.approx(alone.waiting * 2 / 3)
     assert ours.kept == {"Muon gradients on several ranks": 1}
     own = 3 * 2 * 2 + 8  # bytes per element of a matrix
@@ -114,14 +109,13 @@ def test_what_stays_in_full_precision_is_counted_with_its_reason() -> None:
         PricedParam("b.tiny", (4, 4), BF16, True),
         PricedParam("b.head", (64, 64), BF16, True),
     ]
-    result = bill(W8G4, 2, cargo, ranks=2, gradient_dtype=BF16)
+    result = priced(W8G4, 2, cargo)
     assert result.kept == {"1-D": 2, "small": 1, "excluded": 1}
     weights, gradients = 2 * (1024 + 16 + 4096) + 4 * 96, 2 * (1024 + 96 + 16 + 4096)
     assert bytes_of(result) == pytest.approx((W + weights, G + gradients))
     share = (weights + gradients) / (W + G + weights + gradients)
     assert result.full_precision_share == pytest.approx(share)
-    base = bill(W8G4, 3, [PricedParam("x", (64, 32), torch.int8, False)], ranks=2,
-                gradient_dtype=BF16)  # fmt: skip
+    base = priced(W8G4, 3, [PricedParam("x", (64, 32), torch.int8, False)])
     assert base.full_precision_share == 1 and base.kept == {"int8": 1}
 
 
@@ -144,7 +138,7 @@ def test_lossless_differences_are_priced_at_a_learning_rate_and_at_most(stage: i
         PricedParam("b.weight", (64, 64), FP32, True),
         PricedParam("frozen", (4096, 8), BF16, False),
     ]
-    result = bill(LOSSLESS, stage, cargo, ranks=4, node_size=2, gradient_dtype=BF16)
+    result = priced(LOSSLESS, stage, cargo, node_size=2)
     sent, plain = 98304 + 1024, 4 * 4096
     expected = -(-round(98304 * 2.36) // 8) + -(-round(1024 * 2.36) // 8) + plain
     assert result.weights * result.numel == expected
@@ -160,6 +154,6 @@ def test_lossless_differences_are_priced_at_a_learning_rate_and_at_most(stage: i
 
 def test_lossless_differences_need_nodes_under_zero3() -> None:
     """Where nothing is kept, weights are gathered in full precision."""
-    result = bill(LOSSLESS, 3, [MATRIX], ranks=4, gradient_dtype=BF16)
+    result = priced(LOSSLESS, 3, [MATRIX])
     assert result.weights * result.numel == 2 * 98304 and not result.varies
-    assert bill(scheme("lossless"), 2, [MATRIX], ranks=4, gradient_dtype=BF16).kept == {}
+    assert priced(scheme("lossless"), 2, [MATRIX]).kept == {}

@@ -58,8 +58,10 @@ def around(seen: list[str], name: str) -> Any:
     @contextmanager
     def opened() -> Iterator[None]:
         seen.append(f"open {name}")
-        yield
-        seen.append(f"close {name}")
+        try:
+            yield
+        finally:
+            seen.append(f"close {name}")
 
     return opened
 
@@ -81,21 +83,14 @@ def test_a_step_runs_its_lists_in_order(hooks: Hooks, seen: list[str], overflow:
 
 
 def test_contexts_are_left_when_a_step_fails(hooks: Hooks, seen: list[str]) -> None:
-    @contextmanager
-    def opened() -> Iterator[None]:
-        try:
-            yield
-        finally:
-            seen.append("left")
-
     def failing() -> Any:
         raise ValueError("no")
 
-    hooks.around_step += [opened, failing]
+    hooks.around_step += [around(seen, "outer"), failing]
     hooks.connect()
     with pytest.raises(ValueError, match="no"):
         hooks.optimizer.step()
-    assert seen == ["left"]
+    assert seen == ["open outer", "close outer"]
 
 
 def test_a_second_wrap_raises(hooks: Hooks) -> None:

@@ -1,4 +1,4 @@
-"""Learned levels: the online rule against a sequential oracle, and what it buys."""
+"""Learned levels: the online rule against a sequential oracle."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ def initial_levels(bits: int) -> torch.Tensor:
     )
 
 
-def samples(name: str, numel: int, seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    if name == "gaussian":
-        return torch.randn(numel, generator=generator)
-    uniform = torch.rand(numel, generator=generator) - 0.5
-    return -uniform.sign() * torch.log1p(-2 * uniform.abs())
+def samples(numel: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
 def sequential(levels: torch.Tensor, x: torch.Tensor, rate: float, group_size: int) -> np.ndarray:
@@ -39,7 +35,7 @@ def sequential(levels: torch.Tensor, x: torch.Tensor, rate: float, group_size: i
 
 @pytest.mark.parametrize("bits", (2, 4, 8))
 def test_update_equals_the_loop_over_values(bits):
-    x = samples("gaussian", 4 * 256 + 100)
+    x = samples(4 * 256 + 100)
     start = initial_levels(bits)
     new = update_levels(start, x, group_size=256, rate=0.05)
     expected = sequential(start, x, 0.05, 256)
@@ -51,29 +47,22 @@ def test_update_equals_the_loop_over_values(bits):
 
 def test_groups_are_spread_evenly_and_deterministically():
     """With 2 of 4 groups allowed, groups 0 and 2 are read and the others are not."""
-    x = samples("gaussian", 4 * 64)
+    x = samples(4 * 64)
     options = dict(group_size=64, rate=0.1, max_groups=2)
     levels = update_levels(initial_levels(3), x, **options)
     other = x.clone()
-    other[64:128], other[192:] = 5.0, samples("laplace", 64)
+    other[64:128], other[192:] = 5.0, samples(64, seed=2)
     assert torch.equal(levels, update_levels(initial_levels(3), other, **options))
     read = torch.cat([x[:64], x[128:192]])
     assert torch.equal(levels, update_levels(initial_levels(3), read, group_size=64, rate=0.1))
 
 
 @pytest.mark.parametrize(
-    "x",
-    (
-        torch.empty(0),
-        torch.full((100,), 3.0),
-        torch.zeros(2, 50),
-        torch.tensor([1.0, float("inf"), 2.0]),
-        torch.tensor([1.0, float("nan"), 2.0]),
-    ),
+    "x", [[], [3.0] * 100, [[0.0] * 50] * 2, [1.0, float("inf"), 2.0], [1.0, float("nan"), 2.0]]
 )
 def test_groups_without_a_range_teach_nothing(x):
     start = initial_levels(4)
-    new = update_levels(start, x, group_size=128, rate=0.5)
+    new = update_levels(start, torch.tensor(x), group_size=128, rate=0.5)
     assert torch.equal(new, start) and new is not start
 
 

@@ -9,23 +9,23 @@ blocks and others are different variants of a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from ds_quant.codec.bound import Coding, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.reduction_plan import LinkHop
+from ds_quant.comm.reduction_plan import Form, LinkHop, ReductionPlan, Segment, SlicePlan, Slicing
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Link
-from ds_quant.kernels.batch import Decode, Encode, Operation, Recode, Sum
+from ds_quant.kernels.batch import Decode, Encode
 from ds_quant.kernels.dispatch import Operations, Streams, decode_lossless, encode_lossless
 from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.lossless import max_bytes
 from ds_quant.kernels.random_bits import Address
-from ds_quant.kernels.wire import round_up
 from ds_quant.zero import hooks
 from ds_quant.zero.handshake import Board
 from ds_quant.zero.plugin import Plugin
@@ -61,42 +61,27 @@ def rehearse(plugin: Plugin, device: torch.device) -> None:
             uncounted.all_to_all(payload, sent=one, received=one, role="gradients").wait()
 
 
-# Codecs of some elements, the dtype of these, and what is done with a number of them.
-_Use = tuple[Sequence[Codec], torch.dtype, Callable[[int], Iterator[Operation]]]
+_JOBS = 1, 2  # tables of several jobs are variants of their own
 
 
 def warm_up(plugin: Plugin, device: torch.device) -> None:
-    """Use every kernel of the engine once on ``device``."""
-    _rehearse_lossless_differences(plugin, device)
-    for codecs, dtype, tasks in (*_weights(plugin), *_gradients(plugin)):
-        grouped = tuple(codec for codec in codecs if isinstance(codec, GroupCodec))
-        for numel in (_RAGGED, whole_numel(grouped)):
-            buffers = _buffers(codecs, dtype, device, numel)
-            for operation in tasks(numel):
-                # Tables of several jobs are variants of their own.
-                for alike in ([operation], [operation, operation._replace(stream=1)]):
-                    work = Operations((each, (0,) * _PLACES[type(each)]) for each in alike)
-                    work.run(buffers, _streams(operation), backend=plugin.scheme.block.backend)
-
-
-def _rehearse_lossless_differences(plugin: Plugin, device: torch.device) -> None:
-    how = {"backend": plugin.scheme.block.backend}
+    """Use every kernel of the engine once on ``device``: training's own plans, on zeros."""
     for dtype in _dtypes(plugin):
-        if not plugin.routes.sends_lossless(dtype):
-            continue
-        for reference in (
-            torch.zeros(numel, dtype=dtype, device=device) for numel in (_RAGGED, 4096)
-        ):
-            wire = torch.empty(max_bytes(reference.numel()), dtype=torch.uint8, device=device)
-            for values in (reference, reference + 1):
-                for rows in (1, 2):  # tables of several jobs are variants of their own
-                    used = torch.zeros(rows, dtype=torch.int64, device=device)
-                    messages = [(values, reference, wire.clone()) for _ in range(rows)]
-                    encode_lossless(messages, used, **how)
-                    lengths, old = used.cpu().numpy(), reference.expand(rows, -1)
-                    status = torch.zeros(rows, 2, dtype=torch.int32, device=device)
-                    at = messages[0][2], lengths * 0, lengths
-                    decode_lossless(*at, old, torch.empty_like(old), status, **how)
+        if plugin.routes.sends_lossless(dtype):
+            _rehearse_lossless_differences(plugin, dtype, device)
+    for codec, dtype, differs in _transfers(plugin):
+        for numel, jobs in product(_sizes([codec]), _JOBS):
+            base, streams = 2 if differs else None, range(jobs)
+            encode = [(Encode(codec, numel, 0, 1, s, base=base), (0,) * 4) for s in streams]
+            decode = [(Decode(codec, numel, 1, 2, s, differs), (0,) * 2) for s in streams]
+            values, held = (torch.zeros(numel, dtype=dtype, device=device) for _ in range(2))
+            wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
+            for tasks in (encode, decode):
+                _run(plugin, Operations(tasks), [values, wire, held], [codec] * jobs)
+    if plugin.shipped_gradients is None:
+        for hops in dict.fromkeys(plugin.route(group) for _, group in plugin.served):
+            if hops[0].link.size > 1:
+                _rehearse_reductions(plugin, hops, device)
 
 
 def _dtypes(plugin: Plugin) -> list[torch.dtype]:
@@ -104,91 +89,95 @@ def _dtypes(plugin: Plugin) -> list[torch.dtype]:
     return sorted({p.dtype for p in params if p.is_floating_point()}, key=str)
 
 
-def _weights(plugin: Plugin) -> Iterator[_Use]:
+def _sizes(codecs: Sequence[Codec]) -> tuple[int, int]:
+    return _RAGGED, whole_numel(codec for codec in codecs if isinstance(codec, GroupCodec))
+
+
+def _run(
+    plugin: Plugin,
+    operations: Operations,
+    buffers: Sequence[Tensor],
+    codecs: Sequence[Codec],
+    rotation: Rotation | None = None,
+) -> None:
+    streams = Streams([Coding(codec, _ADDRESS) for codec in codecs], [rotation] * len(codecs))
+    operations.run(buffers, streams, backend=plugin.scheme.block.backend)
+
+
+def _rehearse_lossless_differences(
+    plugin: Plugin, dtype: torch.dtype, device: torch.device
+) -> None:
+    how = {"backend": plugin.scheme.block.backend}
+    for numel, change, rows in product((_RAGGED, 4096), (0, 1), _JOBS):
+        reference = torch.zeros(numel, dtype=dtype, device=device)
+        wire = torch.empty(max_bytes(numel), dtype=torch.uint8, device=device)
+        used = torch.zeros(rows, dtype=torch.int64, device=device)
+        messages = [(reference + change, reference, wire.clone()) for _ in range(rows)]
+        encode_lossless(messages, used, **how)
+        lengths, old = used.cpu().numpy(), reference.expand(rows, -1)
+        status = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+        at = messages[0][2], lengths * 0, lengths
+        decode_lossless(*at, old, torch.empty_like(old), status, **how)
+
+
+def _transfers(plugin: Plugin) -> Iterator[tuple[Codec, torch.dtype, bool]]:
+    """What is encoded and decoded, of which dtype, and whether that is a difference: weights, and
+    sums that balanced buckets deliver to their owners.
+    """
     routes = [plugin.routes.weights()]
     if plugin.has_few_ranks:
         routes.append(plugin.routes.weights(whole=False))
     sent = dict.fromkeys((hop.codec, hop.difference) for route in routes for hop in route.hops)
     for dtype in _dtypes(plugin):
-        for codec, difference in sent:
-            if codec is not None:
-                yield [codec], dtype, partial(_transfer, codec, difference)
-        yield [CastCodec(dtype)], dtype, partial(_transfer, CastCodec(dtype), False)
+        yield CastCodec(dtype), dtype, False
+        yield from ((codec, dtype, differs) for codec, differs in sent if codec is not None)
+    if delivery := plugin.routes.gradients().delivery:
+        cast = CastCodec(plugin.engine.communication_data_type)
+        for codec in dict.fromkeys((cast, delivery.codec or cast)):
+            yield codec, torch.float32, False
 
 
-def _transfer(codec: Codec, differs: bool, numel: int) -> Iterator[Operation]:
-    yield Encode(codec, numel, _VALUES, _WIRE, 0, base=_SUMS if differs else None)
-    yield Decode(codec, numel, _WIRE, _SUMS, 0, differs)
-
-
-# Buffers of the operations: values, messages, fp32 values, sums in the dtype of the values. All
-# rows of a sum are the same.
-_VALUES, _WIRE, _ARRIVED, _NUMBERS, _SUMS = range(5)
-_PLACES = {Encode: 4, Decode: 2, Sum: 3, Recode: 4}  # of each operation, all 0
-
-
-def _buffers(
-    codecs: Sequence[Codec], dtype: torch.dtype, device: torch.device, numel: int
-) -> list[Tensor]:
-    whole = round_up(numel, 128)
-    values, sums = (torch.zeros(whole, dtype=dtype, device=device) for _ in range(2))
-    room = max(codec.wire_bytes(whole) for codec in codecs)
-    wire, arrived = (torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(2))
-    return [values, wire, arrived, values.new_zeros(whole, dtype=torch.float32), sums]
-
-
-def _streams(operation: Operation) -> Streams:
-    coding = Coding(getattr(operation, "codec", None), _ADDRESS)
-    rotation = None
-    if block := getattr(operation, "block", 0):
-        signs = _ADDRESS if getattr(operation, "flips", False) else None
-        rotation = Rotation(block=block, signs=signs)
-    return Streams([coding] * 2, [rotation] * 2)
-
-
-def _gradients(plugin: Plugin) -> Iterator[_Use]:
-    if plugin.shipped_gradients is None:
-        for hops in dict.fromkeys(plugin.route(group) for _, group in plugin.served):
-            if hops[0].link.size > 1:
-                yield from _reductions(plugin, hops)
-
-
-def _reductions(plugin: Plugin, hops: Sequence[LinkHop]) -> Iterator[_Use]:
+def _rehearse_reductions(plugin: Plugin, hops: Sequence[LinkHop], device: torch.device) -> None:
+    """Reduce gradients over these hops, but for the messages."""
     route = plugin.routes.gradients(whole=len(hops) > 1)
-    block = 0 if route.rotation is None else route.rotation.block
-    dtype = plugin.engine.communication_data_type
-    cast = CastCodec(dtype)
-    turns = {((cast,) * len(hops), 0, 0): None}
-    turns[tuple(hop.codec or cast for hop in route.hops), block, route.flips] = None
-    once = plugin.crosses_once(hops)
-    for codecs, block, flips in turns:
-        yield codecs, dtype, partial(_reduction, hops, codecs, block, flips, once)
-    if route.delivery is not None:  # sums that balanced buckets deliver to their owners
-        for codec in (cast, route.delivery.codec or cast):
-            yield [codec], torch.float32, partial(_transfer, codec, False)
+    dtype, once = plugin.engine.communication_data_type, plugin.crosses_once(hops)
+    cast, block = CastCodec(dtype), 0 if route.rotation is None else route.rotation.block
+    hops = [replace(hop, slicing=Slicing(count=1)) for hop in hops]
+    codecs = tuple([hop.codec or cast for hop in route.hops])
+    for form in dict.fromkeys((Form((cast,) * len(hops)), Form(codecs, block, route.flips))):
+        # DeepSpeed may divide by itself, and sums may have its dtype.
+        cases = product(_reducers(hops), _sizes(form.codecs), _JOBS, (1.0, 1 / 3))
+        for reducer, numel, jobs, scale in cases:
+            segments = [Segment(g, 0, numel, g, 0, reducer) for g in range(jobs)]
+            plan = ReductionPlan(segments, [form] * jobs, hops, scale=scale)
+            tensors = [torch.zeros(numel, dtype=dtype, device=device)] * jobs
+            for part in (*plan.slices, *(plan.waiting if once else ())):
+                _reduce(plugin, part, form, tensors, torch.zeros_like(tensors[0]))
+                _reduce(
+                    plugin, part, form, tensors, tensors[0].new_zeros(numel, dtype=torch.float32)
+                )
 
 
-def _reduction(
-    hops: Sequence[LinkHop], codecs: Sequence[Codec], block: int, flips: int, once: bool, numel: int
-) -> Iterator[Operation]:
-    """The operations of a reduction; ``once``: sums wait between its two hops. What stays fp32
-    beside what is encoded takes the same kernels.
-    """
-    on_wire = round_up(numel, block or 1)
-    yield Encode(codecs[0], numel, _VALUES, _WIRE, 0, block, bool(flips))
-    for depth, (hop, codec) in enumerate(zip(hops, codecs, strict=True)):
-        rows = {
-            "wire_in": _ARRIVED, "stream": 0, "sources": hop.link.size - hop.exact_own,
-            "stride": 0, "place": 0 if hop.exact_own else None, "own": _NUMBERS,
-        }  # fmt: skip
-        if depth + 1 == len(hops):
-            for values in (_NUMBERS, _SUMS):
-                for scale in (1.0, 1 / 3):  # DeepSpeed may divide by itself
-                    how = {"block": block, "flips": flips, "scale": scale, **rows}
-                    yield Sum(codec, numel, values=values, **how)
-            return
-        following = codecs[depth + 1]
-        yield Recode(codec, following, numel, wire=_WIRE, block=block, **rows)
-        if once:  # encoded from the sums that wait
-            yield Encode(following, on_wire, _NUMBERS, _WIRE, 0)
-            yield Sum(codec, on_wire, values=_NUMBERS, **rows)
+def _reduce(
+    plugin: Plugin, part: SlicePlan, form: Form, tensors: Sequence[Tensor], sums: Tensor
+) -> None:
+    """Carry out a slice as if nothing but zeros had arrived."""
+    signs, jobs = _ADDRESS if form.flips else None, len(tensors)
+    rotation = Rotation(block=form.block, signs=signs) if form.block else None
+    nbytes = max(max(sum(step.sent), sum(step.received)) for step in part.steps)
+    messages = torch.zeros(nbytes, dtype=torch.uint8, device=sums.device)
+    kept = max(part.stop - part.start, *(step.kept for step in part.steps))
+    values = sums.new_zeros(kept, dtype=torch.float32)
+    works = [*enumerate(step.encode for step in part.steps), (0, part.partial), (-1, part.total)]
+    for depth, work in works:
+        buffers = [messages, values, messages, values, sums, *tensors]
+        _run(plugin, work, buffers, [form.codecs[depth]] * jobs, rotation)
+
+
+def _reducers(hops: Sequence[LinkHop]) -> list[int]:
+    """This rank and one beside it on every hop."""
+    rank, ranks = sum(hop.link.rank * hop.divisor for hop in hops), []
+    for hop in hops:
+        step = (hop.link.rank + 1) % hop.link.size - hop.link.rank
+        ranks.append(rank + step * hop.divisor)
+    return [rank, *ranks]

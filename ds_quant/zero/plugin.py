@@ -91,9 +91,7 @@ class Plugin:
         self.gathers = 1.0  # of the weights in a micro-step
         self._links: dict[int, Link] = {}
         self._fabrics: dict[int, Fabric] = {}
-        # Those of ``LevelGroups``.
-        levels = level_groups(topology) if self.routes.two_levels else ()
-        self._levels = tuple(map(self.link, levels))
+        self._levels = self._make_levels() if self.routes.two_levels else ()
         self._backwards: dict[int, int] = {}  # those done in the current optimizer step
         modules = dict(engine.module.named_modules())
         for index, (name, p) in enumerate(engine.module.named_parameters()):
@@ -150,6 +148,10 @@ class Plugin:
     def links(self) -> list[Link]:
         """All so far, in an order that is the same on the ranks of each."""
         return list(self._links.values())
+
+    def _make_levels(self) -> tuple[Link, ...]:
+        """Make the links of ``LevelGroups``."""
+        return tuple([self.link(group) for group in level_groups(self.topology)])
 
     def fabric(self, process_group: Any) -> Fabric:
         """Return the links of a process group; two levels if it is the world and that has them."""

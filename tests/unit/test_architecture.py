@@ -204,7 +204,7 @@ BUDGETS = {
     "comm": (1398, 32),
     "config": (670, 9),
     "policy": (839, 14),
-    "zero": (3619, 36),
+    "zero": (3620, 36),
     "tools": (1801, 6),
 }
 BUDGETS_BESIDE = {"tests": 15889, "benchmarks": 3266}  # lines of code

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed import models
-from tests.distributed.harness import run
-from tests.distributed.models import FEATURES, TARGETS, settings, train_step
+import ds_quant
+from tests.distributed.harness import on_ranks, run
+from tests.distributed.models import FEATURES, TARGETS, engine_of, train_steps
 from tests.distributed.scenarios import matrices_apart, muon
 
 STEPS, LAYERS, WIDTH = 3, 22, 67
@@ -66,20 +66,19 @@ def deepspeeds_own(least: int = 1000) -> Iterator[dict[str, float]]:
             setattr(comm, name, original)
 
 
-def build(stage: int, scheme: str | None, accumulation: int, dtype: str, node_size: int) -> Any:
+def made(stage: int, scheme: str | None, accumulation: int, dtype: str, node_size: int) -> Any:
     block = None if scheme is None else {"scheme": scheme, "node_size": node_size}
-    zero = {"reduce_scatter": stage < 3}
-    config = settings(stage, block, dtype=dtype, accumulation=accumulation, zero=zero)
-    return models.build(config, Deep, groups=matrices_apart, optimizer=muon)
+    return engine_of(
+        stage, block, Deep, dtype=dtype, accumulation=accumulation,
+        zero={"reduce_scatter": stage < 3}, groups=matrices_apart, optimizer=muon,
+    )  # fmt: skip
 
 
 def train(stage: int, scheme: str | None, accumulation: int, dtype: str, node_size: int) -> Any:
     """Losses, the report, and bytes that DeepSpeed itself has brought."""
-    import ds_quant
-
-    engine = build(stage, scheme, accumulation, dtype, node_size)
+    engine = made(stage, scheme, accumulation, dtype, node_size)
     with deepspeeds_own() as own:
-        losses = [loss for step in range(STEPS) for loss in train_step(engine, step)]
+        losses = train_steps(engine, STEPS)
     return losses, ds_quant.report(engine), own
 
 
@@ -132,19 +131,15 @@ def test_exact_sums_over_two_levels_differ_in_their_order_alone(stage: int) -> N
     np.testing.assert_allclose(ours, plain, rtol=1e-6)
 
 
-def report_of_an_older_deepspeed() -> tuple[dict[str, Any], bool]:
+@on_ranks()
+def test_where_muon_runs_on_buckets_gradients_stay_exact() -> None:
+    """In an older DeepSpeed."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Optimizer
 
-    import ds_quant
-
     del Optimizer._apply_muon_to_accumulated_grads
-    engine = build(3, "qsdp", 1, "bf16", 1)
-    return ds_quant.report(engine), engine.optimizer.reduce_scatter
-
-
-def test_where_muon_runs_on_buckets_gradients_stay_exact() -> None:
-    for report, reduces in run(report_of_an_older_deepspeed, 2):
-        line = report["line"]
-        assert "gradients stay exact: Muon of DeepSpeed" in line and "needs it whole" in line
-        assert "do not count them" in line and report["not_counted"] == ["gradients"]
-        assert not reduces
+    engine = made(3, "qsdp", 1, "bf16", 1)
+    report = ds_quant.report(engine)
+    line = report["line"]
+    assert "gradients stay exact: Muon of DeepSpeed" in line and "needs it whole" in line
+    assert "do not count them" in line and report["not_counted"] == ["gradients"]
+    assert not engine.optimizer.reduce_scatter

@@ -7,16 +7,13 @@ test_gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Link
-from tests.distributed.harness import run
+from tests.distributed.harness import on_ranks
 
 RANKS = 3
 SENDS_NOTHING = (2, 1)  # to whom
@@ -31,50 +28,34 @@ def message(source: int, destination: int) -> np.ndarray:
     return np.arange(nbytes(source, destination), dtype=np.uint8) + 100 * source + 10 * destination
 
 
-@contextmanager
-def other_backend() -> Iterator[None]:
-    """Links made inside take their backend for another one than gloo."""
-    gloo = torch.distributed.get_backend
-    torch.distributed.get_backend = lambda group=None: "other"
-    try:
-        yield
-    finally:
-        torch.distributed.get_backend = gloo
-
-
 def forbidden(*_: object, **__: object) -> None:
     raise AssertionError("a message went from peer to peer")
 
 
-def _arrived() -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
+def check() -> None:
     """What an all-to-all and a gather bring, waited for in the other order, and what is counted."""
     traffic, topology = Traffic(), Topology(world=RANKS, node_size=1)
     link, everyone = Link(None, topology=topology, traffic=traffic), range(RANKS)
-    payload = torch.from_numpy(np.concatenate([message(link.rank, d) for d in everyone]))
     exchange = link.all_to_all(
-        payload,
+        torch.from_numpy(np.concatenate([message(link.rank, d) for d in everyone])),
         sent=[nbytes(link.rank, d) for d in everyone],
         received=[nbytes(s, link.rank) for s in everyone],
         role="gradients",
     )
     gather = link.all_gather(torch.from_numpy(message(link.rank, 0)[:16]), role="weights")
-    gathered = gather.wait().numpy()
-    return exchange.wait().numpy(), gathered, traffic.received["gradients"]
+    firsts = [message(source, 0)[:16] for source in everyone]
+    np.testing.assert_array_equal(gather.wait().numpy(), np.concatenate(firsts))
+    expected = [message(source, link.rank) for source in everyone]
+    np.testing.assert_array_equal(exchange.wait().numpy(), np.concatenate(expected))
+    others = sum(len(m) for source, m in enumerate(expected) if source != link.rank)
+    assert traffic.received["gradients"] == {"intra": 0, "inter": others}
 
 
-def _both_ways() -> list[tuple[np.ndarray, np.ndarray, dict[str, int]]]:
-    usual = _arrived()
-    torch.distributed.isend = torch.distributed.irecv = forbidden
-    with other_backend():
-        return [usual, _arrived()]
-
-
+@on_ranks(RANKS)
 def test_every_byte_arrives_where_it_is_bound_for() -> None:
-    for rank, ways in enumerate(run(_both_ways, RANKS)):
-        for exchanged, gathered, counted in ways:
-            expected = [message(source, rank) for source in range(RANKS)]
-            np.testing.assert_array_equal(exchanged, np.concatenate(expected))
-            firsts = [message(source, 0)[:16] for source in range(RANKS)]
-            np.testing.assert_array_equal(gathered, np.concatenate(firsts))
-            others = sum(len(m) for source, m in enumerate(expected) if source != rank)
-            assert counted == {"intra": 0, "inter": others}
+    check()
+    torch.distributed.isend = torch.distributed.irecv = forbidden
+    gloo = torch.distributed.get_backend
+    torch.distributed.get_backend = lambda group=None: "other"
+    check()
+    torch.distributed.get_backend = gloo

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from ds_quant.tools import probe
 from ds_quant.tools.cli import main
 from tests.distributed.harness import run
 from tests.distributed.test_autotune import simulate
+from tests.integration import processes
 
 SIZES = (1 << 10, 1 << 16, 1 << 20)  # small: four processes on two cores
 
@@ -54,22 +52,9 @@ def test_probe_measures_the_levels_that_exist(
 
 
 def _started(*command: str, cwd: Path) -> str:
-    """Standard output; at the time limit the launcher and its ranks are killed together."""
+    """Standard output."""
     root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, "DS_ACCELERATOR": "cpu"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
-        environment.pop(name, None)
-    process = subprocess.Popen(
-        command, cwd=cwd, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        printed, _ = process.communicate(timeout=280)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, printed
-    return printed
+    return processes.run(*command, cwd=cwd, timeout=280, PYTHONPATH=root, DS_ACCELERATOR="cpu")
 
 
 @pytest.mark.slow

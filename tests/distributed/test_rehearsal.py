@@ -15,8 +15,8 @@ import torch
 from ds_quant.kernels import dispatch, launch_batch
 from ds_quant.zero.warmup import warm_up
 from tests.distributed.features import separate_experts
-from tests.distributed.harness import run
-from tests.distributed.models import build, engine_of, plain_descent, settings, train_step
+from tests.distributed.harness import on_ranks
+from tests.distributed.models import engine_of, plain_descent, train_steps
 from tests.distributed.scenarios import Mixture
 from tests.thin import thinned
 
@@ -66,45 +66,33 @@ class Recorder:
         return [*kernels, launched], left
 
 
-def _variants(stage: int, block: dict[str, Any]) -> tuple[set, set]:
-    """(rehearsed, launched by three optimizer steps of two micro-steps, whose sums are held)."""
-    # Buckets of few owners under ZeRO-2: there, ranks also deliver sums to each other.
-    zero = {"reduce_bucket_size": 20_000} if stage == 2 else {}
-    block = block | {"allow_full_replica": True}
-    return _of(engine_of(stage, block, accumulation=2, zero=zero))
-
-
-def _of_experts(stage: int, block: dict[str, Any]) -> tuple[set, set]:
-    """The same of a model whose experts are split over the ranks of a node."""
-    config = settings(stage, block, dtype="bf16")
-    return _of(build(config, lambda: Mixture(2), optimizer=plain_descent, groups=separate_experts))
-
-
-def _of(engine: Any) -> tuple[set, set]:
+def check(engine: Any) -> None:
+    """Against three optimizer steps."""
     recorder = Recorder()
     warm_up(engine.ds_quant_plugin, torch.device("cpu"))
     rehearsed, recorder.variants = recorder.variants, set()
-    for step in range(3):
-        train_step(engine, step)
-    return rehearsed, recorder.variants
+    train_steps(engine, 3)
+    new = sorted(recorder.variants - rehearsed)
+    assert recorder.variants and not new, "\n".join(f"{kernel}: {dict(how)}" for kernel, how in new)
 
 
 @pytest.mark.parametrize(
     ("place", "stage"),
     thinned(product(range(len(SCHEMES)), (1, 2, 3)), lambda place, stage: (place + stage) % 3 == 0),
 )
+@on_ranks(4)
 def test_training_launches_nothing_new(place: int, stage: int) -> None:
-    block = SCHEMES[place]
-    node_size = (1, 2, 4)[(SCHEMES.index(block) + stage) % 3]  # each scheme and stage has all
-    check(run(_variants, 4, stage, block | {"node_size": node_size}))
+    """In steps of two micro-steps, whose sums are held."""
+    node_size = (1, 2, 4)[(place + stage) % 3]  # each scheme and stage has all
+    block = {**SCHEMES[place], "node_size": node_size, "allow_full_replica": True}
+    # Buckets of few owners under ZeRO-2: there, ranks also deliver sums to each other.
+    zero = {"reduce_bucket_size": 20_000} if stage == 2 else {}
+    check(engine_of(stage, block, accumulation=2, zero=zero))
 
 
+@on_ranks(4)
 def test_training_of_experts_launches_nothing_new() -> None:
-    """Their gradients take one level, those of all others two."""
-    check(run(_of_experts, 4, 2, {"scheme": "qsdp", "node_size": 2}))
-
-
-def check(ranks: list[tuple[set, set]]) -> None:
-    for rehearsed, launched in ranks:
-        new = sorted(launched - rehearsed)
-        assert launched and not new, "\n".join(f"{kernel}: {dict(how)}" for kernel, how in new)
+    """Split over the ranks of a node. Their gradients take one level, those of all others two."""
+    block = {"scheme": "qsdp", "node_size": 2}
+    how = {"optimizer": plain_descent, "groups": separate_experts}
+    check(engine_of(2, block, lambda: Mixture(2), **how))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -55,34 +56,23 @@ def test_every_single_flipped_bit_is_found_and_ascribed_to_its_sender() -> None:
             sealed[byte] ^= 1 << bit
 
 
-def _zeros(sealed: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(sealed)
+def words(sealed: torch.Tensor, *order: int) -> torch.Tensor:
+    """Of a sealed message, its words in this order and the rest behind them."""
+    found = sealed.view(torch.int64)
+    return torch.cat([found[list(order)], found[len(order) :]]).view(torch.uint8)
 
 
-def _lost_tail(sealed: torch.Tensor) -> torch.Tensor:
-    return torch.cat([sealed[:64], torch.zeros_like(sealed[64:])])
+ACCIDENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "zeros": torch.zeros_like,
+    "a lost tail": lambda sealed: torch.cat([sealed[:64], torch.zeros_like(sealed[64:])]),
+    "words exchanged": lambda sealed: words(sealed, 0, 1, 9, 3, 4, 5, 6, 7, 8, 2),
+    "moved by a word": lambda sealed: words(sealed, 25, *range(25)),
+    "of another rank": lambda sealed: seal(message(208), [208], sender=1),
+}
 
 
-def _words_exchanged(sealed: torch.Tensor) -> torch.Tensor:
-    words = sealed.view(torch.int64).clone()
-    words[[2, 9]] = words[[9, 2]]
-    return words.view(torch.uint8)
-
-
-def _moved_by_a_word(sealed: torch.Tensor) -> torch.Tensor:
-    return torch.cat([sealed.view(torch.int64)[:-2].roll(1), sealed.view(torch.int64)[-2:]]).view(
-        torch.uint8
-    )
-
-
-def _of_another_rank(sealed: torch.Tensor) -> torch.Tensor:
-    return seal(message(208), [208], sender=1)
-
-
-@pytest.mark.parametrize(
-    "accident", [_zeros, _lost_tail, _words_exchanged, _moved_by_a_word, _of_another_rank]
-)
-def test_other_accidents_are_found(accident: object) -> None:
+@pytest.mark.parametrize("accident", ACCIDENTS.values(), ids=ACCIDENTS)
+def test_other_accidents_are_found(accident: Callable[[torch.Tensor], torch.Tensor]) -> None:
     sealed = seal(message(208), [208], sender=0)
     assert not unseal(sealed, [208])[1].item()
     assert unseal(accident(sealed), [208])[1].item()

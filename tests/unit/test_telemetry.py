@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -102,34 +103,20 @@ def test_error_of_rotated_values_is_that_of_the_values() -> None:
     assert 0 < error < 1e-4 * norm
 
 
-class Slow:
-    """Stands for a coding; counts bytes that are read back."""
-
-    def __init__(self) -> None:
-        self.read: list[int] = []
-
-    def error(self, values: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
-        self.read.append(wire.numel())
-        return torch.tensor([float(values[0]), 1.0], dtype=torch.float64)
-
-
-def sampled(meter: Meter, coding: Slow, pieces: int) -> tuple[list[int], Tally]:
-    """One sample of messages of two pieces of 100 bytes; places of those that were read back."""
-    before = len(coding.read)
+def sampled(meter: Meter, pieces: int) -> tuple[list[int], Tally]:
+    """One sample of messages of two pieces of 100 bytes, whose first value is their place; places
+    of those that were read back, the only ones that were made.
+    """
+    made = Mock(side_effect=lambda place: torch.full((100,), float(place)))
+    error = Mock(side_effect=lambda values, wire: torch.stack([values[0], wire[0]]).double())
     meter.open(lambda: 0.0)
-    wire, found = torch.empty(100, dtype=torch.uint8), []
-
-    def made(place: int) -> torch.Tensor:
-        found.append(place)
-        return torch.full((100,), float(place))
-
     for first in range(0, pieces, 2):
         with meter.encoding("gradients", "inter") as note:
             for place in (first, first + 1):
-                note(coding.error, functools.partial(made, place), wire, numel=100)
+                note(error, functools.partial(made, place), torch.ones(100).byte(), numel=100)
     (tally,) = meter.close().tallies.values()
-    assert coding.read[before:] == [100] * len(found)
-    return found, tally
+    assert made.call_count == error.call_count
+    return [call.args[0] for call in made.call_args_list], tally
 
 
 @pytest.mark.parametrize(
@@ -143,9 +130,9 @@ def test_a_sample_reads_back_a_bounded_part_and_the_next_one_goes_on(
     monkeypatch: pytest.MonkeyPatch, bound: int, pieces: int, places: list[list[int]]
 ) -> None:
     monkeypatch.setattr(meter_module, "CHECKED", bound)
-    meter, coding = Meter(), Slow()
+    meter = Meter()
     for expected in places:
-        found, tally = sampled(meter, coding, pieces)
+        found, tally = sampled(meter, pieces)
         assert found == expected
         assert tally.squares.tolist() == [sum(found), len(found)]
         assert (tally.numel, tally.nbytes) == (100 * pieces, 100 * pieces), "all is counted"

@@ -5,7 +5,7 @@ The shim is made once per session: every variant of a kernel is compiled once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -65,3 +65,11 @@ def nothing_left(monkeypatch) -> None:
         return found, left
 
     monkeypatch.setattr(dispatch, "compile_tasks", all_of)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets torch's number of threads, which the kernels take over, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

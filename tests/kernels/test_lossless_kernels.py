@@ -21,24 +21,19 @@ SANITIZED = Path(__file__).with_name("lossless_sanitized.cpp")
 
 
 @needs.native_kernels
-def test_number_of_threads_changes_nothing() -> None:
-    before = torch.get_num_threads()
+def test_number_of_threads_changes_nothing(threads) -> None:
     values, reference = mixed([3e-4, 1e-5, "any", "same"], 2**20 + 77, DTYPES[0], seed=0)
-    try:
-        messages, found = [], []
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            messages.append(message_of(values, reference))
-            found.append(reference.clone())
-            decode(messages[-1], found[-1], found[-1])
-        assert torch.equal(*messages)
-        assert all(torch.equal(f.view(torch.int16), values.view(torch.int16)) for f in found)
-        damaged = messages[0].clone()
-        damaged[-5000] ^= 1
-        with pytest.raises(ValueError, match="lossless message"):
-            decode(damaged, reference, values)
-    finally:
-        torch.set_num_threads(before)
+    messages, found = [], []
+    for count in (1, 3):
+        threads(count)
+        messages.append(message_of(values, reference))
+        found.append(reference.clone())
+        decode(messages[-1], found[-1], found[-1])
+    assert torch.equal(*messages)
+    assert all(torch.equal(f.view(torch.int16), values.view(torch.int16)) for f in found)
+    messages[0][-5000] ^= 1
+    with pytest.raises(ValueError, match="lossless message"):
+        decode(messages[0], reference, values)
 
 
 @pytest.mark.slow

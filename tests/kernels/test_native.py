@@ -16,14 +16,6 @@ from tests.kernels.programs import ADDRESS, assert_values, expected
 INT4 = absmax(4, 128, "stochastic")
 
 
-@pytest.fixture
-def threads():
-    """Sets torch's number of threads, which the kernels take over, for one test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @needs.native_kernels
 def test_number_of_threads_changes_nothing(threads) -> None:
     x = torch.randn(3, native._NUMEL_PER_THREAD + 77)

@@ -52,19 +52,14 @@ def _texts(make: Callable[[int], dict[str, str]]) -> Any:
     return Dataset.from_list([make(7 * i) for i in range(hf.SAMPLES)])
 
 
-def _options(config: dict[str, Any], folder: Path, **more: Any) -> dict[str, Any]:
+def _options(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Arguments that all trainers of TRL take."""
-    return {
-        "output_dir": str(folder), "deepspeed": config, "per_device_train_batch_size": 4,
-        "max_steps": STEPS, "learning_rate": 2e-3, "lr_scheduler_type": "constant", "bf16": True,
-        "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
-        "use_cpu": True, "dataloader_pin_memory": False, "gradient_checkpointing": False,
-        "seed": 0,
-    } | more  # fmt: skip
+    own = {"learning_rate": 2e-3, "gradient_checkpointing": False, "seed": 0}
+    return hf.options(folder, config, max_steps=STEPS, **own)
 
 
-def _finish(trainer: Any, folder: Path) -> Trained:
-    trainer.train()
+def _finish(trainer: Any, folder: Path, **start: Any) -> Trained:
+    trainer.train(**start)
     saved = folder / "final"
     trainer.save_model(str(saved))
     torch.distributed.barrier()
@@ -87,11 +82,7 @@ def resumed(config: dict[str, Any], folder: Path) -> Trained:
     first = hf.trainer(hf.new_model("llama"), hf.arguments(folder, config, max_steps=3, **saving))
     first.train()
     second = hf.trainer(hf.new_model("llama"), hf.arguments(folder, config, max_steps=STEPS))
-    second.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
-    saved = folder / "final"
-    second.save_model(str(saved))
-    torch.distributed.barrier()
-    return Trained(hf.losses(second), second.model_wrapped, saved)
+    return _finish(second, folder, resume_from_checkpoint=str(folder / "checkpoint-3"))
 
 
 def lora(config: dict[str, Any], folder: Path) -> Trained:

@@ -16,20 +16,6 @@ VOCABULARY, LENGTH, SAMPLES = 96, 16, 64
 # A model this small would stay gathered from forward to backward.
 REFETCH = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
 
-# The end of a user's script, behind its ``args``.
-TRAINING = """
-config = LlamaConfig(
-    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=4,
-)
-model = AutoModelForCausalLM.from_config(config)
-rows = [torch.arange(16) + i for i in range(24)]
-data = [{"input_ids": row, "labels": row} for row in rows]
-trainer = Trainer(model=model, args=args, train_dataset=data)
-trainer.train()
-trainer.save_model("out")
-"""
-
 
 def ds_config(stage: int, block: dict[str, Any] | None, **zero: Any) -> dict[str, Any]:
     """A config as the Hugging Face documentation shows it, every "auto" in DeepSpeed's keys."""
@@ -59,17 +45,21 @@ def ds_config(stage: int, block: dict[str, Any] | None, **zero: Any) -> dict[str
     return config if block is None else config | {"quantized_comm": block}
 
 
-def arguments(folder: Path | str, config: dict[str, Any], **changes: Any) -> Any:
-    """``TrainingArguments`` of a short run without reports."""
-    from transformers import TrainingArguments
-
+def options(folder: Path | str, config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Arguments that every trainer takes, for a short run without reports."""
     chosen: dict[str, Any] = {
         "output_dir": str(folder), "deepspeed": config, "per_device_train_batch_size": 4,
         "max_steps": 6, "learning_rate": 5e-3, "lr_scheduler_type": "constant", "bf16": True,
         "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
         "use_cpu": True, "dataloader_pin_memory": False,
     }  # fmt: skip
-    return TrainingArguments(**chosen | changes)
+    return chosen | changes
+
+
+def arguments(folder: Path | str, config: dict[str, Any], **changes: Any) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(**options(folder, config, **changes))
 
 
 def model_config(kind: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 from pathlib import Path
@@ -12,9 +13,11 @@ _HIDDEN = (
     "DS_QUANT_DISABLE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE",
 )  # fmt: skip
 
+QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 LAUNCHERS = {
     "deepspeed": ("deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port"),
     "torchrun": ("torch.distributed.run", "--nproc_per_node", "2", "--master_port"),
+    "accelerate": ("accelerate.commands.launch", "--main_process_port"),
 }
 
 
@@ -45,3 +48,8 @@ def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def losses(printed: str) -> list[float]:
+    """As the loops of the examples or Trainer print them."""
+    return [float(loss) for loss in re.findall(r"(?:\bloss |'loss': '?)(\d+\.\d+)", printed)]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,18 +18,22 @@ TINY = ["--world=2", "--steps=6", "--layers=1", "--width=64", "--heads=2", "--ba
 def compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     corpus = folder / "corpus.txt"
     corpus.write_text("All happy families are alike. " * 200, "utf-8")
-    line = [sys.executable, str(COMPARE), f"--out={folder / 'out'}", f"--text={corpus}", *TINY]
-    return subprocess.run([*line, *arguments], capture_output=True, text=True, timeout=280)
+    line = [sys.executable, str(COMPARE), "--out=out", f"--text={corpus}", *TINY, *arguments]
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=280)
+
+
+def compared(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """The result file and what was printed."""
+    finished = compare(folder, *arguments)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return json.loads((folder / "out" / "compare.json").read_text("utf-8")), finished.stdout
 
 
 @pytest.mark.slow
 def test_two_schemes_train_on_the_same_data_and_count_their_bytes(tmp_path: Path) -> None:
-    finished = compare(tmp_path, "--schemes=full_precision,qsdp:min_numel=0")
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "qsdp:min_numel=0" in finished.stdout
-    out = tmp_path / "out"
-    assert (out / "compare.png").stat().st_size > 10_000
-    results = json.loads((out / "compare.json").read_text("utf-8"))
+    results, printed = compared(tmp_path, "--schemes=full_precision,qsdp:min_numel=0")
+    assert "qsdp:min_numel=0" in printed
+    assert (tmp_path / "out" / "compare.png").stat().st_size > 10_000
     exact, quantized = (run["result"] for run in results["runs"])
     # Same weights and bytes at the start: only the rounding of 8-bit weights separates the losses.
     assert exact["losses"][0] == pytest.approx(quantized["losses"][0], rel=2e-3)
@@ -60,11 +65,7 @@ def build(seed):
 @pytest.mark.slow
 def test_schemes_are_compared_on_a_model_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN_MODEL)
-    options = ["--model=mine:build", "--schemes=full_precision,qsdp", "--world=2", "--steps=4"]
-    line = [sys.executable, str(COMPARE), *options, "--out=out", "--timeout=200"]
-    finished = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    results = json.loads((tmp_path / "out" / "compare.json").read_text("utf-8"))
+    results, _ = compared(tmp_path, "--model=mine:build", "--schemes=full_precision,qsdp")
     exact, quantized = (run["result"] for run in results["runs"])
     assert exact["parameters"] == 64 * 64 + 64 and exact["losses"][-1] < exact["losses"][0]
     assert quantized["losses"][-1] == pytest.approx(exact["losses"][-1], rel=0.05)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import harness
-from tests.integration.processes import free_port, run_both
+from tests.integration.processes import LAUNCHERS, QUIET, free_port, losses, run_both
 
 for library in ("transformers", "accelerate", "peft"):
     pytest.importorskip(library, reason=f"needs {library}: pip install 'ds_quant[hf]'")
@@ -23,7 +23,6 @@ harness.preload("tests.integration.hf_preload")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PAGE = (EXAMPLES.parent / "examples.md").read_text("utf-8")
-QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 @pytest.fixture
@@ -40,11 +39,6 @@ def _script(folder: str, name: str) -> str:
     with contextlib.redirect_stdout(printed):
         runpy.run_path(name, run_name="__main__")
     return printed.getvalue()
-
-
-def losses(printed: str) -> list[float]:
-    """As the script or Trainer prints them."""
-    return [float(loss) for loss in re.findall(r"(?:\bloss |'loss': '?)(\d+\.\d+)", printed)]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +68,9 @@ def test_every_script_and_config_is_tried_here_and_shown_on_the_page() -> None:
 @pytest.mark.slow
 def test_accelerate_launch_starts_its_example(folder: Path) -> None:
     config = ("--use_deepspeed", "--deepspeed_config_file", "ds_config.json")
-    ranks = ("--num_processes", "2", "--main_process_port", free_port())
-    launch = (sys.executable, "-m", "accelerate.commands.launch", *config, *ranks)
-    printed = "".join(run_both(*launch, "accelerate_loop.py", cwd=folder, **QUIET))
+    launch = (sys.executable, "-m", *LAUNCHERS["accelerate"], free_port(), *config)
+    command = (*launch, "--num_processes", "2", "accelerate_loop.py")
+    printed = "".join(run_both(*command, cwd=folder, **QUIET))
     assert "quantized_comm: eden4 on ZeRO-2, " in printed, printed
     found = losses(printed)  # without GPUs of every rank, as Accelerate takes each for the first
     assert len(found) >= 4 and found[-1] < found[0] - 1, printed
@@ -92,13 +86,12 @@ def test_two_hosts_of_the_hostfile_train_together(folder: Path) -> None:
     launch = (sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile",
               "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", free_port())  # fmt: skip
     commands = [[*launch, "--node_rank", str(rank), "plain_loop.py"] for rank in range(2)]
-    printed = "".join(_together(commands, folder))
-    assert "; 2 x 1 ranks; " in printed and len(losses(printed)) == 4, printed
+    printed = trained_on_two_hosts(commands, folder)
     assert "'inter': 0" not in printed, "all bytes come from the other host"
 
 
-def _together(commands: list[list[str]], folder: Path, **more: str) -> list[str]:
-    """Run them side by side; what each printed."""
+def trained_on_two_hosts(commands: list[list[str]], folder: Path, **more: str) -> str:
+    """Run them side by side; what they printed."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     started = [
         subprocess.Popen(command, cwd=folder, env=inherited | QUIET | more, text=True,
@@ -110,8 +103,10 @@ def _together(commands: list[list[str]], folder: Path, **more: str) -> list[str]
     finally:
         for process in started:
             process.terminate()
-    assert [process.returncode for process in started] == [0] * len(started), printed
-    return printed
+    assert not any(process.returncode for process in started), printed
+    both = "".join(printed)
+    assert "; 2 x 1 ranks; " in both and len(losses(both)) >= 4, both
+    return both
 
 
 @pytest.mark.slow
@@ -120,8 +115,7 @@ def test_two_hosts_train_with_torchrun(folder: Path, name: str) -> None:
     (command,) = re.findall(rf"^torchrun (.*) {name}$", PAGE, re.MULTILINE)
     arguments = command.replace("host1:29500", f"127.0.0.1:{free_port()}").split()
     launch = [sys.executable, "-m", "torch.distributed.run", *arguments, name]
-    printed = "".join(_together([launch, launch], folder))
-    assert "; 2 x 1 ranks; " in printed and len(losses(printed)) >= 4, printed
+    trained_on_two_hosts([launch, launch], folder)
 
 
 @pytest.mark.slow
@@ -139,5 +133,4 @@ def test_the_slurm_script_starts_one_launcher_per_node(folder: Path) -> None:
         (tools / name).chmod(0o755)
     given = {"SLURM_JOB_NODELIST": "host[1-2]", "SLURM_NNODES": "2", "RANKS": "1",
              "PORT": free_port(), "PATH": f"{tools}:{os.environ['PATH']}"}  # fmt: skip
-    (printed,) = _together([["bash", "two_hosts.slurm"]], folder, **given)
-    assert "; 2 x 1 ranks; " in printed and len(losses(printed)) >= 4, printed
+    trained_on_two_hosts([["bash", "two_hosts.slurm"]], folder, **given)

@@ -30,14 +30,9 @@ def test_wheel_carries_sources_resources_and_entry_points(wheel: Path) -> None:
     assert not outside, "the wheel must not claim other top-level names"
     assert "[torch.backends]\nds_quant = ds_quant._autoload:activate" in entry_points
     assert "[console_scripts]\nds_quant = ds_quant.tools.cli:main" in entry_points
-
-
-def test_wheel_fits_every_version_of_python(wheel: Path) -> None:
-    """The library is loaded by ctypes; without a compiler there is none."""
-    assert "-py3-none-" in wheel.name
-    with zipfile.ZipFile(wheel) as archive:
-        libraries = [name for name in archive.namelist() if name.endswith(".so")]
-    assert libraries in ([], ["ds_quant/kernels/_native.so"])
+    assert "-py3-none-" in wheel.name, "ctypes loads the library, whatever the version of Python"
+    libraries = {name for name in names if name.endswith(".so")}
+    assert libraries <= {"ds_quant/kernels/_native.so"}
     assert libraries or shutil.which("c++") is None
 
 

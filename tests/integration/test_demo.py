@@ -65,7 +65,8 @@ def build(seed):
 @pytest.mark.slow
 def test_schemes_are_compared_on_a_model_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN_MODEL)
-    results, _ = compared(tmp_path, "--model=mine:build", "--schemes=full_precision,qsdp")
+    options = ("--model=mine:build", "--batch=8", "--steps=4")
+    results, _ = compared(tmp_path, *options, "--schemes=full_precision,qsdp")
     exact, quantized = (run["result"] for run in results["runs"])
     assert exact["parameters"] == 64 * 64 + 64 and exact["losses"][-1] < exact["losses"][0]
     assert quantized["losses"][-1] == pytest.approx(exact["losses"][-1], rel=0.05)

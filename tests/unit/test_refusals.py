@@ -1,17 +1,20 @@
-"""Settings that look like ones that are refused, and work."""
+"""Settings: those that look like refused ones and work, those that are advised against, and those
+with which DeepSpeed loses gradients.
+"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import refusals
 from ds_quant.policy.refusals import exact_gradient_reason
-from ds_quant.zero import safety
-from ds_quant.zero.safety import judge_first_step
+from ds_quant.zero.optimizer_hooks import lost_gradients
+from ds_quant.zero.report import advice
 
 NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}
 FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -61,26 +64,63 @@ def test_settings_that_keep_gradients_on_deepspeeds_path(stage: int, off: str, e
     assert reason == (f"zero_optimization.{off} is false" if exact else None)
 
 
-@pytest.mark.parametrize(("lossless", "warned"), [(True, []), (False, ["weights"])])
-def test_lossless_differences_of_a_first_step_may_be_short(
-    lossless: bool, warned: list[str], monkeypatch: pytest.MonkeyPatch
+# ---- advice on a device with streams ----
+
+
+def found(monkeypatch: pytest.MonkeyPatch, connections: str = "", **config: Any) -> list[str]:
+    """The settings named, for an engine of this DeepSpeed config."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+
+    def offload(name: str) -> Any:
+        given = config.get(name)
+        return None if given is None else SimpleNamespace(**given)
+
+    engine = SimpleNamespace(
+        _config=SimpleNamespace(_param_dict=config),
+        zero_offload_optimizer=lambda: offload("offload_optimizer"),
+        zero_offload_param=lambda: offload("offload_param"),
+    )
+    return [sentence.split(" ")[0] for sentence in advice(engine)]
+
+
+def test_nothing_is_said_of_what_is_right(monkeypatch) -> None:
+    assert found(monkeypatch) == found(monkeypatch, "8", comms_logger={"enabled": False}) == []
+    pinned = {"device": "cpu", "pin_memory": True}
+    assert found(monkeypatch, offload_param=pinned, offload_optimizer=pinned) == []
+
+
+def test_what_costs_time_is_named_with_its_value(monkeypatch) -> None:
+    assert found(monkeypatch, "1") == ["CUDA_DEVICE_MAX_CONNECTIONS=1"]
+    assert found(monkeypatch, comms_logger={"enabled": True}) == ["comms_logger.enabled=true"]
+    loose = {"device": "cpu", "pin_memory": False}
+    assert found(monkeypatch, offload_param=loose, offload_optimizer=loose) == [
+        "zero_optimization.offload_optimizer.pin_memory=false",
+        "zero_optimization.offload_param.pin_memory=false",
+    ]
+
+
+# ---- gradients that DeepSpeed loses ----
+
+
+@pytest.mark.parametrize(
+    ("version", "stage", "accumulation", "offloaded", "said"),
+    [
+        ("0.17.6", 2, 2, False, ["forgets"]), ("0.17.6", 2, 1, False, []),
+        ("0.17.6", 1, 2, False, []), ("0.18.2", 2, 2, False, ["forgets"]),
+        ("0.18.3", 2, 2, False, ["8224"]), ("0.19.3", 2, 1, False, ["8224"]),
+        ("0.19.3", 1, 1, False, []), ("0.19.4", 2, 1, False, []),
+        ("0.18.9", 2, 3, True, ["forgets"]), ("0.18.9", 2, 2, True, []),
+        ("0.19.0", 2, 3, True, []),
+    ],
+)  # fmt: skip
+def test_the_line_names_the_version_that_loses_gradients_and_the_setting(
+    monkeypatch, version: str, stage: int, accumulation: int, offloaded: bool, said: list[str]
 ) -> None:
-    """A step that changes nothing sends nearly nothing, and nothing is wrong."""
-    expected = {role: {"intra": 0.0, "inter": 1000.0} for role in ("weights", "gradients")}
-    arrived = {"weights": {"inter": 499}, "gradients": {"inter": 501}}
-    plugin: Any = SimpleNamespace(
-        bill=lambda: SimpleNamespace(received=lambda *args, **how: expected),
-        topology=SimpleNamespace(nodes=2, node_size=1),
-        scheme=SimpleNamespace(lossless=lossless), has_few_ranks=False,
-        hooks=SimpleNamespace(after_step=[], before_last_buckets=[]),
-        asked={"weights", "gradients"},
-        traffic=SimpleNamespace(received=arrived),
-    )  # fmt: skip
-    logged: list[str] = []
-    monkeypatch.setattr(safety.log, "log_rank0", logged.append)
-    judge_first_step(plugin, ["weights", "gradients"])
-    (judge,) = plugin.hooks.after_step
-    judge(True)  # skipped: the next one counts
-    judge(False)
-    assert [role for role in expected for line in logged if f"bytes of {role} to" in line] == warned
-    assert plugin.hooks.after_step == []
+    monkeypatch.setattr(deepspeed, "__version__", version)
+    engine = SimpleNamespace(gradient_accumulation_steps=lambda: accumulation)
+    optimizer = SimpleNamespace(partition_gradients=stage == 2, cpu_offload=offloaded)
+    lines = list(lost_gradients(engine, optimizer, waiting=False))
+    assert len(lines) == len(said)
+    for line, word in zip(lines, said, strict=True):
+        assert word in line and line.startswith(f"DeepSpeed {version} ")
+        assert word != "forgets" or f"gradient_accumulation_steps={accumulation} needs" in line

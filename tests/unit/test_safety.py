@@ -11,7 +11,7 @@ import torch
 from ds_quant.config.schema import FallbackConfig
 from ds_quant.zero import safety
 from ds_quant.zero.plugin import SchemeState
-from ds_quant.zero.safety import Fallback, Samples, checksum, first_nonfinite
+from ds_quant.zero.safety import Fallback, Samples, checksum, first_nonfinite, judge_first_step
 
 
 def test_checksums_see_every_bit_and_its_place() -> None:
@@ -61,3 +61,28 @@ def test_a_fallback_begins_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -
     settings = FallbackConfig(on_nonfinite="full_precision", steps=3)
     Fallback(plugin, settings)._found(0, None)
     assert plugin.state.exact_until == 11 and plugin.state.nonfinite_steps == 1
+
+
+@pytest.mark.parametrize(("lossless", "warned"), [(True, []), (False, ["weights"])])
+def test_lossless_differences_of_a_first_step_may_be_short(
+    lossless: bool, warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that changes nothing sends nearly nothing, and nothing is wrong."""
+    expected = {role: {"intra": 0.0, "inter": 1000.0} for role in ("weights", "gradients")}
+    arrived = {"weights": {"inter": 499}, "gradients": {"inter": 501}}
+    plugin: Any = SimpleNamespace(
+        bill=lambda: SimpleNamespace(received=lambda *args, **how: expected),
+        topology=SimpleNamespace(nodes=2, node_size=1),
+        scheme=SimpleNamespace(lossless=lossless), has_few_ranks=False,
+        hooks=SimpleNamespace(after_step=[], before_last_buckets=[]),
+        asked={"weights", "gradients"},
+        traffic=SimpleNamespace(received=arrived),
+    )  # fmt: skip
+    logged: list[str] = []
+    monkeypatch.setattr(safety.log, "log_rank0", logged.append)
+    judge_first_step(plugin, ["weights", "gradients"])
+    (judge,) = plugin.hooks.after_step
+    judge(True)  # skipped: the next one counts
+    judge(False)
+    assert [role for role in expected for line in logged if f"bytes of {role} to" in line] == warned
+    assert plugin.hooks.after_step == []

@@ -97,21 +97,6 @@ def scratch() -> Path:
     return Path(os.environ["TEST_SCRATCH"])
 
 
-@functools.cache
-def run_all(
-    function: Callable[..., Any], world: int, cases: tuple[tuple[Any, ...], ...]
-) -> dict[tuple[Any, ...], list[Any]]:
-    """``function(*case)`` for one case after the other on one start of the ranks: case -> results
-    by rank. Remembered, so that a test for every case costs one start.
-    """
-    ranks = run(_play, world, function, cases, timeout=30 + 30 * len(cases))
-    return {case: [rank[place] for rank in ranks] for place, case in enumerate(cases)}
-
-
-def _play(function: Callable[..., Any], cases: tuple[tuple[Any, ...], ...]) -> list[Any]:
-    return [function(*case) for case in cases]
-
-
 def run_each(
     function: Callable[..., Any],
     world: int,

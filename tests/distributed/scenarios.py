@@ -114,42 +114,24 @@ def piped(engine: Any, step: int, _: int) -> list[float]:
 # ---- tensor and sequence parallel ----
 
 
-class Grid:
-    """Model-parallel groups of neighbours, as Megatron's mpu tells DeepSpeed."""
+def neighbours() -> SimpleNamespace:
+    """Model-parallel groups of two neighbours, as Megatron's mpu tells DeepSpeed."""
+    from deepspeed import comm as dist
 
-    def __init__(self, size: int) -> None:
-        world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-        from deepspeed import comm as dist
+    world, rank = dist.get_world_size(), dist.get_rank()
 
-        for first in range(0, world, size):
-            group = dist.new_group(list(range(first, first + size)))
-            if first <= rank < first + size:
-                self.model = group
-        for place in range(size):
-            group = dist.new_group(list(range(place, world, size)))
-            if rank % size == place:
-                self.data = group
-        self.size = size
+    def own_of(groups: Iterable[range]) -> Any:
+        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+        return next(group for ranks, group in made.items() if rank in ranks)
 
-    def get_model_parallel_group(self) -> Any:
-        return self.model
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-
-    def get_data_parallel_group(self) -> Any:
-        return self.data
-
-    def get_model_parallel_rank(self) -> int:
-        return torch.distributed.get_rank(self.model)
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.size
-
-    def get_data_parallel_rank(self) -> int:
-        return torch.distributed.get_rank(self.data)
-
-    def get_data_parallel_world_size(self) -> int:
-        return torch.distributed.get_world_size(self.data)
+    model = own_of(range(first, first + 2) for first in range(0, world, 2))
+    data = own_of(range(place, world, 2) for place in range(2))
+    return SimpleNamespace(
+        get_model_parallel_group=lambda: model, get_tensor_model_parallel_group=lambda: model,
+        get_model_parallel_rank=lambda: rank % 2, get_model_parallel_world_size=lambda: 2,
+        get_data_parallel_group=lambda: data,
+        get_data_parallel_rank=lambda: rank // 2, get_data_parallel_world_size=lambda: world // 2,
+    )  # fmt: skip
 
 
 class _Sum(torch.autograd.Function):
@@ -171,7 +153,7 @@ class Sliced(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.grid = Grid(2)
+        self.grid = neighbours()
         torch.manual_seed(self.grid.get_model_parallel_rank())
         self.up = nn.Linear(FEATURES, HIDDEN)
         self.down = nn.Linear(HIDDEN, TARGETS, bias=False)
@@ -179,7 +161,7 @@ class Sliced(nn.Module):
             p.model_parallel = True
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        total = _Sum.apply(self.down(torch.tanh(self.up(x))), self.grid.model)
+        total = _Sum.apply(self.down(torch.tanh(self.up(x))), self.grid.get_model_parallel_group())
         return (total.float() - y).square().mean()
 
 
@@ -188,7 +170,7 @@ class Copied(Regression):
 
     def __init__(self) -> None:
         super().__init__()
-        self.grid = Grid(2)
+        self.grid = neighbours()
 
 
 def neighbourly(engine: Any, step: int, _: int) -> list[float]:

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,12 +29,15 @@ from tests.distributed.features import (
     separate_experts,
     unmanaged,
 )
+from tests.distributed.harness import on_ranks
 from tests.distributed.models import (
     FULL,
     PREFETCH,
     QSDP,
     Regression,
     Run,
+    batch,
+    engine_of,
     evaluate,
     forward,
     heard,
@@ -578,7 +582,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 CROSSINGS = [Way(block={"gradients": {"cross": when}}) for when in ("micro_step", "step")]
 for (name, how), stage in product(LOOPS.items(), (2, 3)):
     zero = {"reduce_bucket_size": 20_000} | how.get("zero", {})
-    # ZeRO-2 itself forgets gradients before these versions: see test_cross.py.
+    # ZeRO-2 itself forgets gradients before these versions: see below.
     since = "0.17" if stage == 3 else "0.19" if CPU.items() <= zero.items() else "0.18.3"
     TABLE.add(
         f"crossing once, {name}, ZeRO-{stage}", *CROSSINGS, holds=close(2e-6), world=4, quick=(3,),
@@ -620,3 +624,56 @@ def test_gradients_travel_while_backward_goes_on(title: str) -> None:
         assert waits == title.endswith("one bucket")
         assert overlapped.noted or title == CAST_BY_DEEPSPEED
         assert max(overlapped.noted, default=0) == 2 or not title.endswith("a bucket each")
+
+
+# ---- micro-steps that DeepSpeed forgets ----
+
+WORLD, MICRO_STEPS = 4, 3
+
+
+def plain_means() -> dict[str, torch.Tensor]:
+    """Gradients over ranks, summed over micro-steps, of a model on initial weights that knows
+    nothing of DeepSpeed.
+    """
+    torch.manual_seed(0)
+    model = Regression()
+    for rank, micro in product(range(WORLD), range(MICRO_STEPS)):
+        (model(*batch(0, 0, micro, rank)) / MICRO_STEPS / WORLD).backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+@on_ranks(WORLD)
+def test_the_line_says_if_deepspeed_forgets_micro_steps() -> None:
+    """So it does in some versions, and not where gradients cross once per step. Compared is what
+    the optimizer gets of three micro-steps.
+    """
+    from deepspeed.utils import safe_get_full_grad
+
+    means = plain_means()
+    cases = [(2, "step", False, 4)]
+    cases += product((1, 2), ("step",), (False, True), (2,))
+    cases += product((2,), ("micro_step",), (False, True), (2,))
+    for case in cases:
+        stage, cross, offloaded, node_size = case
+        zero = {"reduce_bucket_size": 20_000}
+        zero |= {"offload_optimizer": {"device": "cpu"}} if offloaded else {}
+        block = {"scheme": "full_precision", "node_size": node_size, "gradients": {"cross": cross}}
+        engine = engine_of(
+            stage, block, dtype="fp32", accumulation=MICRO_STEPS, zero=zero,
+            zero_force_ds_cpu_optimizer=False,
+            # Adam would divide by gradients near zero, whose rounding is all they are.
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+        )  # fmt: skip
+        for micro in range(MICRO_STEPS):
+            engine.backward(forward(engine, 0, micro))
+            if micro < MICRO_STEPS - 1:
+                engine.step()
+        right = [
+            np.allclose(safe_get_full_grad(p), means[name], rtol=1e-4, atol=1e-6)
+            for name, p in engine.module.named_parameters()
+        ]
+        forgets = "forgets the gradients of all micro-steps" in ds_quant.report(engine)["line"]
+        assert all(right) or not any(right), case
+        assert forgets != all(right), case
+        assert all(right) or (stage, cross) == (2, "micro_step"), case
+        engine.destroy()

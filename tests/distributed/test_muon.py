@@ -128,7 +128,7 @@ def test_in_full_precision_it_trains_as_without_the_plugin(stage: int) -> None:
 def test_exact_sums_over_two_levels_differ_in_their_order_alone(stage: int) -> None:
     plain = [losses for losses, *_ in run(train, 4, stage, None, 2, "fp32", 2)]
     ours = [losses for losses, *_ in run(train, 4, stage, "hybrid", 2, "fp32", 2)]
-    np.testing.assert_allclose(ours, plain, rtol=1e-6)
+    np.testing.assert_allclose(ours, plain, rtol=1e-5)
 
 
 @on_ranks()

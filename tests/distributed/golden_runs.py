@@ -14,12 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -121,7 +125,7 @@ def _train(row: Row, backend: str) -> Outcome:
     import ds_quant
 
     rank, node_size = torch.distributed.get_rank(), TOPOLOGIES[row.topology][1]
-    with _ReceivedMessages(rank, node_size) as received:
+    with _received_messages(rank, node_size) as messages:
         engine = build(row.config(backend), ExactModel, optimizer=sgd)
         losses = []
         for step in range(STEPS):
@@ -138,28 +142,21 @@ def _train(row: Row, backend: str) -> Outcome:
         "weights": digests(weights),
         "bytes": report["received_bytes"],
         "collectives": report["collectives"],
-        "messages": received.counts,
+        "messages": dict(messages),
     }
 
 
-class _ReceivedMessages:
-    """Messages that arrive from ranks of this node and of others, while entered."""
+@contextmanager
+def _received_messages(rank: int, node_size: int) -> Iterator[Counter[str]]:
+    """Count messages that arrive from ranks of this node and of others: ``intra`` and ``inter``."""
+    counts, receive = Counter(intra=0, inter=0), torch.distributed.irecv
 
-    def __init__(self, rank: int, node_size: int) -> None:
-        self._node, self._node_size = rank // node_size, node_size
-        self.counts = {"intra": 0, "inter": 0}
+    def counted(tensor: torch.Tensor, src: int, **keywords: Any) -> Any:
+        counts["intra" if src // node_size == rank // node_size else "inter"] += 1
+        return receive(tensor, src=src, **keywords)
 
-    def __enter__(self) -> _ReceivedMessages:
-        self._original = torch.distributed.irecv
-        torch.distributed.irecv = self._irecv
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        torch.distributed.irecv = self._original
-
-    def _irecv(self, tensor: torch.Tensor, src: int, **keywords: Any) -> Any:
-        self.counts["intra" if src // self._node_size == self._node else "inter"] += 1
-        return self._original(tensor, src=src, **keywords)
+    with patch.object(torch.distributed, "irecv", counted):
+        yield counts
 
 
 # ---- in the parent ----
@@ -181,19 +178,15 @@ def _summary(ranks: Sequence[Outcome]) -> Outcome:
     for number, rank in enumerate(ranks):
         assert rank["weights"] == ranks[0]["weights"], f"weights of ranks 0 and {number} differ"
     losses = [rank["losses"] for rank in ranks]
+    roles, links = ("weights", "gradients"), ("intra", "inter")
     counts = {
         f"{role} bytes {link}": [rank["bytes"][role][link] for rank in ranks]
-        for role in ("weights", "gradients")
-        for link in ("intra", "inter")
+        for role, link in product(roles, links)
     }
-    counts |= {
-        f"{role} collectives": [rank["collectives"][role] for rank in ranks]
-        for role in ("weights", "gradients")
-    }
-    counts |= {
-        f"messages {link}": [rank["messages"][link] for rank in ranks]
-        for link in ("intra", "inter")
-    }
+    for role in roles:
+        counts[f"{role} collectives"] = [rank["collectives"][role] for rank in ranks]
+    for link in links:
+        counts[f"messages {link}"] = [rank["messages"][link] for rank in ranks]
     return {
         "losses": _digest_of([[loss.hex() for loss in rank] for rank in losses]),
         "first and last loss": [fmean(rank[i] for rank in losses) for i in (0, -1)],

@@ -181,6 +181,25 @@ TABLE.add(
 )  # fmt: skip
 
 
+@contextmanager
+def other_backend() -> Iterator[None]:
+    """Links take gloo for a backend like NCCL: it has one gather and one all-to-all, too."""
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("a message went from peer to peer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "get_backend", lambda group=None: "other")
+        patch.setattr(torch.distributed, "isend", forbidden)
+        yield
+
+
+TABLE.add(
+    "collectives instead of messages", Way(), Way(inside=other_backend), stages=(2, 3),
+    block={**SDP4BIT, "slices": 3}, world=4, accumulation=2,
+)  # fmt: skip
+
+
 # ---- gradients that travel while backward goes on: ZeRO-3 on the CPU ----
 
 

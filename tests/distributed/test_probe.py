@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from ds_quant.tools import probe
 from ds_quant.tools.cli import main
-from tests.distributed.harness import run
+from tests.distributed.harness import of_all_ranks, on_ranks, scratch
 from tests.distributed.test_autotune import simulate
-from tests.integration import processes
+from tests.integration.processes import run
 
 SIZES = (1 << 10, 1 << 16, 1 << 20)  # small: four processes on two cores
 
@@ -22,24 +21,20 @@ SIZES = (1 << 10, 1 << 16, 1 << 20)  # small: four processes on two cores
 INSIDE, BETWEEN = (8e8, 1e-4), (1e8, 2e-3)
 
 
-def _probe(folder: str, node_size: int | None) -> probe.Found:
-    probe.SIZES = SIZES
-    simulate(BETWEEN, node_size or torch.distributed.get_world_size(), inside=INSIDE)
-    arguments = argparse.Namespace(out=Path(folder, "probe.json"), node_size=node_size)
-    return probe.measure_and_write(arguments)
-
-
 @pytest.mark.parametrize(
     ("world", "node_size", "levels"),
     [(4, 2, (True, True)), (2, 1, (False, True)), (2, None, (True, False))],
 )
+@on_ranks()
 def test_probe_measures_the_levels_that_exist(
-    tmp_path: Path, world: int, node_size: int | None, levels: tuple[bool, bool]
+    world: int, node_size: int | None, levels: tuple[bool, bool]
 ) -> None:
-    ranks = run(_probe, world, str(tmp_path), node_size)
-    assert all(found == ranks[0] for found in ranks), "the slowest rank counts, for all"
-    found = ranks[0]
-    assert probe.load(tmp_path / "probe.json") == found
+    probe.SIZES = SIZES
+    simulate(BETWEEN, node_size or world, inside=INSIDE)
+    out = scratch() / "probe.json"
+    found = probe.measure_and_write(argparse.Namespace(out=out, node_size=node_size))
+    assert of_all_ranks(found) == [found] * world, "the slowest rank counts, for all"
+    assert probe.load(out) == found
     assert (found.intra is not None, found.inter is not None) == levels
     assert found.nodes * found.node_size == world and found.backend == "gloo"
     links = (found.intra, INSIDE, 1), (found.inter, BETWEEN, found.node_size)
@@ -51,17 +46,17 @@ def test_probe_measures_the_levels_that_exist(
             assert rate.latency == pytest.approx(world * smallest, rel=1e-6)
 
 
-def _started(*command: str, cwd: Path) -> str:
-    """Standard output."""
-    root = str(Path(__file__).resolve().parents[2])
-    return processes.run(*command, cwd=cwd, timeout=280, PYTHONPATH=root, DS_ACCELERATOR="cpu")
+CHECKOUT = {
+    "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "DS_ACCELERATOR": "cpu",
+}  # fmt: skip
+OURS = (sys.executable, "-m", "ds_quant", "probe")
 
 
 @pytest.mark.slow
 def test_probe_starts_itself_on_the_hosts_of_a_hostfile(tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("# this machine\nlocalhost slots=2\n")
-    command = (sys.executable, "-m", "ds_quant", "probe", "--hostfile", "hostfile")
-    printed = _started(*command, "--node-size", "1", cwd=tmp_path)
+    options = ("--hostfile", "hostfile", "--node-size", "1")
+    printed = run(*OURS, *options, cwd=tmp_path, **CHECKOUT)
     found = probe.load(tmp_path / "probe.json")
     assert (found.nodes, found.node_size) == (2, 1)
     assert "2 x 1 ranks over gloo" in printed
@@ -70,8 +65,8 @@ def test_probe_starts_itself_on_the_hosts_of_a_hostfile(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_probe_runs_under_torchrun(tmp_path: Path) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
-    own = (sys.executable, "-m", "ds_quant", "probe", "--out", "links.json")
-    _started(*launcher, "--nproc-per-node", "2", *own, cwd=tmp_path)
+    ours = (*OURS, "--out", "links.json")
+    run(*launcher, "--nproc-per-node", "2", *ours, cwd=tmp_path, **CHECKOUT)
     assert probe.load(tmp_path / "links.json").node_size == 2
 
 

@@ -5,13 +5,16 @@ it before any collective that a refusal could leave half done.
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from contextlib import redirect_stderr
+from io import StringIO
 from typing import Any
+from unittest.mock import patch
 
-import pytest
+import torch
 
+from ds_quant.policy import refusals
 from ds_quant.tools.cli import main
-from tests.distributed.harness import run
+from tests.distributed.harness import on_ranks, scratch
 from tests.distributed.models import QSDP, Regression, build, settings
 from tests.distributed.support import REFUSED
 from tests.distributed.test_guard import collectives_issued
@@ -54,61 +57,48 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 }
 
 
-def started(configs: list[dict[str, Any]]) -> list[tuple[str, int]]:
-    """What start-up says to each config, nothing where it accepts it; collectives by then, since
-    the plugin looked at the engine for the last time.
+def started(config: dict[str, Any]) -> tuple[str, int]:
+    """What start-up says to a config, nothing where it accepts it; collectives by then, since the
+    plugin looked at the engine for the last time.
     """
-    from ds_quant.policy import refusals
-
-    said, before, check = [], 0, refusals.refuse_unsupported
+    before, message = collectives_issued(), ""
 
     def noted(*args: Any, **how: Any) -> None:
         nonlocal before
         before = collectives_issued()
-        check(*args, **how)
+        refuse(*args, **how)
 
-    refusals.refuse_unsupported = noted
-    for config in configs:
-        before, message = collectives_issued(), ""
+    refuse = refusals.refuse_unsupported
+    with patch.object(refusals, "refuse_unsupported", noted):
         try:
             build(config).destroy()
         except Exception as error:
             message = str(error)
             assert "ConfigError" in type(error).__name__, message  # or DeepSpeed's own
-        said.append((message, collectives_issued() - before))
-    return said
+    return message, collectives_issued() - before
 
 
-def validated(
-    config: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str], world: int = WORLD
-) -> str:
-    path = folder / "ds_config.json"
+def validated(config: dict[str, Any]) -> str:
+    path = scratch() / f"{torch.distributed.get_rank()}.json"
     path.write_text(json.dumps(config))
-    code = main(["validate", str(path), "--world", str(world), "--params", str(NUMEL)])
-    message = capsys.readouterr().err
-    assert bool(message) == code
-    return message.removeprefix(f"{path}: ").rstrip("\n")
+    with redirect_stderr(StringIO()) as said:
+        code = main(["validate", str(path), "--world", str(WORLD), "--params", str(NUMEL)])
+    assert bool(said.getvalue()) == code
+    return said.getvalue().removeprefix(f"{path}: ").rstrip("\n")
 
 
-def test_validate_refuses_what_start_up_refuses(tmp_path: Path, capsys) -> None:
-    for said in run(started, WORLD, list(TABLE.values()), timeout=180):
-        for (name, config), (message, collectives) in zip(TABLE.items(), said, strict=True):
-            assert message and collectives == 0, name
-            _, parts = LISTED.get(name, (None, ()))
-            assert [part for part in parts if part not in message] == [], message
-            if "MiCS" not in name:  # which DeepSpeed 0.19 refuses by itself
-                assert validated(config, tmp_path, capsys) == message, name
+@on_ranks(WORLD, timeout=180)
+def test_validate_refuses_what_start_up_refuses() -> None:
+    for name, config in TABLE.items():
+        message, collectives = started(config)
+        assert message and collectives == 0, name
+        _, parts = LISTED.get(name, (None, ()))
+        assert [part for part in parts if part not in message] == [], message
+        if "MiCS" not in name:  # which DeepSpeed 0.19 refuses by itself
+            assert validated(config) == message, name
 
 
-def test_a_node_size_that_does_not_divide_the_ranks_is_refused(tmp_path: Path, capsys) -> None:
-    config = settings(2, {"node_size": 2})
-    for ((message, collectives),) in run(started, 3, [config]):
-        assert "quantized_comm.node_size=2" in message and "with 3 ranks: 1, 3" in message
-        assert validated(config, tmp_path, capsys, 3) == message and collectives == 0
-
-
-def test_validate_accepts_what_start_up_accepts(tmp_path: Path, capsys) -> None:
-    configs = list(ACCEPTED.values())
-    for said in run(started, WORLD, configs, timeout=180):
-        assert [message for message, _ in said] == [""] * len(configs)
-    assert [validated(config, tmp_path, capsys) for config in configs] == [""] * len(configs)
+@on_ranks(WORLD, timeout=180)
+def test_validate_accepts_what_start_up_accepts() -> None:
+    for name, config in ACCEPTED.items():
+        assert started(config)[0] == validated(config) == "", name

@@ -237,9 +237,6 @@ class _Work:
         self._model.now.wait_event(self._done)
         self._tensors = []
 
-    def is_completed(self) -> bool:
-        return True
-
 
 class Accelerator(CPU_Accelerator):
     """DeepSpeed's view of the device."""

@@ -6,31 +6,18 @@ which streams get their names.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tests.distributed.harness import run
-from tests.distributed.models import FEATURES, TARGETS, Regression, build, settings, train_step
+from tests.distributed.harness import of_all_ranks, on_ranks
+from tests.distributed.models import FEATURES, TARGETS, Regression, build, settings, train_steps
 
 PLACES = [(role, link) for role in ("weights", "gradients") for link in ("intra", "inter")]
 DELIVERED = 1 << 62  # from this vector on, bits of what a reducer delivers to an owner
-
-
-class Draws(NamedTuple):
-    """Vectors [first, first + count) of the stream (key, step), one entry per draw; ``place`` is
-    the role and the level of what they were drawn for.
-    """
-
-    key: np.ndarray
-    step: np.ndarray
-    first: np.ndarray
-    count: np.ndarray
-    place: np.ndarray
 
 
 class Even(nn.Module):
@@ -74,14 +61,15 @@ CASES: dict[str, tuple[dict[str, Any], type[nn.Module]]] = {
 }
 
 
-def _drawn_rank() -> dict[str, Draws]:
-    """By case what this rank has drawn from the second step on: in its first one, ZeRO-3 gathers
-    everything twice.
+def drawn(config: dict[str, Any], model: type[nn.Module]) -> np.ndarray:
+    """What this rank has drawn from the second step on: in its first one, ZeRO-3 gathers everything
+    twice. A row per draw, uint64: vectors [first, first + count) of the stream (key, step), and the
+    role and the level of what they were drawn for.
     """
     from ds_quant.comm.traffic import Meter
     from ds_quant.kernels import reference
 
-    drawn: list[tuple[int, int, int, int, int]] = []
+    draws: list[tuple[int, int, int, int, int]] = []
     draw, encoding = reference.random_bits, Meter.encoding
     place = 0
 
@@ -91,36 +79,27 @@ def _drawn_rank() -> dict[str, Draws]:
         return encoding(self, role, link)
 
     def noted(address: Any, first: int, vectors: int, device: torch.device) -> torch.Tensor:
-        drawn.append((address.key, address.step, first, vectors, place))
+        draws.append((address.key, address.step, first, vectors, place))
         return draw(address, first, vectors, device)
 
     reference.random_bits, Meter.encoding = noted, placed
-    found = {}
-    for name, (settings_of_case, model) in CASES.items():
-        engine = build(settings_of_case, model)
-        for step in range(3):
-            train_step(engine, step)
-            if step == 0:
-                drawn.clear()
-        engine.destroy()
-        found[name] = Draws(*np.array(drawn, dtype=np.uint64).T)
-    return found
-
-
-@cache
-def drawn() -> list[dict[str, Draws]]:
-    return run(_drawn_rank, 4)
+    engine = build(config, model)
+    train_steps(engine, 1)
+    draws.clear()
+    train_steps(engine, 2, first=1)
+    return np.array(draws, dtype=np.uint64)
 
 
 @pytest.mark.parametrize("case", CASES)
+@on_ranks(4)
 def test_no_random_bits_are_drawn_twice(case: str) -> None:
     """By no other rank, parameter, shard, slice, run, delivery or micro-step, nor for the other
     role or hop: a rank keeps its own part on the first hop and sends it on the second one, so
     streams that both shared would not show otherwise.
     """
-    columns = [np.concatenate(column) for column in zip(*(f[case] for f in drawn()), strict=True)]
-    order = np.lexsort((columns[2], columns[1], columns[0]))  # of streams, then vectors
-    key, step, first, count, place = (column[order] for column in columns)
+    columns = np.concatenate(of_all_ranks(drawn(*CASES[case]))).T
+    order = np.lexsort(columns[2::-1])  # of streams, then vectors
+    key, step, first, count, place = columns[:, order]
     same = (key[1:] == key[:-1]) & (step[1:] == step[:-1])
     again = same & (first[1:] < first[:-1] + count[:-1])
     assert not again.any(), f"{again.sum()} of {len(again)} draws"

@@ -157,8 +157,9 @@ GIVEN = {VARIABLE: json.dumps(BLOCK)}
 @on_ranks()
 def test_a_file_is_read() -> None:
     """Trained with a block of the environment: see test_equal_runs.py."""
-    (scratch() / "block.json").write_text(json.dumps({"quantized_comm": BLOCK}))
-    os.environ[VARIABLE] = str(scratch() / "block.json")
+    path = scratch() / f"block of rank {torch.distributed.get_rank()}.json"
+    path.write_text(json.dumps({"quantized_comm": BLOCK}))
+    os.environ[VARIABLE] = str(path)
     line = ds_quant.report(engine_of(2))["line"]
     assert line.startswith("sdp4bit on ZeRO-2") and f"from {VARIABLE}" in line
 

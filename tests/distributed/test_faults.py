@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,11 @@ def cut() -> None:
             connection = socket.socket(fileno=os.dup(int(name)))
         except OSError:
             continue
-        try:
+        # What is no TCP socket, or one that listens, has no peer with a port.
+        with connection, suppress(OSError, IndexError, TypeError):
             ports = connection.getsockname()[1], connection.getpeername()[1]
             if store not in ports:
                 connection.shutdown(socket.SHUT_RDWR)
-        except (OSError, IndexError, TypeError):
-            pass  # no TCP socket, or one that listens
-        finally:
-            connection.close()
 
 
 def die_while_saving() -> None:

@@ -207,7 +207,7 @@ BUDGETS = {
     "zero": (3620, 36),
     "tools": (1801, 6),
 }
-BUDGETS_BESIDE = {"tests": 15608, "benchmarks": 3266}  # lines of code
+BUDGETS_BESIDE = {"tests": 15605, "benchmarks": 3266}  # lines of code
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -83,10 +83,6 @@ def test_every_page_has_its_question_in_the_navigation_of_the_site() -> None:
     assert sorted(shown.values()) == sorted({"index.md"} | {page.name for page in PAGES[1:]})
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
-
-
 def test_every_page_is_listed_in_the_readme_or_with_those_on_quality() -> None:
     first = (ROOT / "README.md").read_text("utf-8")
     quality = (ROOT / "docs" / "quality.md").read_text("utf-8")

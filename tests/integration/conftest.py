@@ -15,7 +15,10 @@ import pytest
 from tests.integration.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "results")
+NOT_SOURCES = shutil.ignore_patterns(
+    *(".git*", ".venv", ".*_cache", ".hypothesis"),
+    *("build", "dist", "*.egg-info", "__pycache__", "results"),
+)
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,6 @@ TORCH = {"torch", "numpy"}
 OTHERS = {
     "": set(),
     "kernels": TORCH,
-    "kernels.building": {"setuptools"},
     "kernels.cuda": TORCH | {"cupy"},
     "kernels.wire": set(),
     "kernels.random_bits": set(),

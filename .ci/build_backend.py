@@ -1,10 +1,14 @@
-"""Build backend: setuptools, told about the C++ kernels and what else setup.cfg cannot express.
+"""Build backend: setuptools with the C++ kernels and the commands that setup.cfg cannot express.
 
-pyproject.toml names this module, so it runs without torch. Without a working C++ compiler the
-build says so and goes on; the torch reference then does the work on CPU tensors. With
-DS_QUANT_PURE=1 in the environment the wheel holds no library and fits every platform. With
-DS_QUANT_HOMEPAGE, the address of the repository, a package index gets project links, and those of
-the README lead there instead of to files beside it; its word HOMEPAGE becomes the address.
+pyproject.toml names this module. It does not import torch.
+
+Environment variables:
+    DS_QUANT_PURE: "1" builds a wheel without the C++ library, for every platform.
+    DS_QUANT_HOMEPAGE: address of the repository. The metadata gets project links, relative links of
+        the README become absolute, and its word HOMEPAGE becomes the address.
+
+If the C++ compiler fails, the build warns and continues without the library; CPU tensors are then
+encoded by the torch reference.
 """
 
 from __future__ import annotations
@@ -72,7 +76,7 @@ class _Source(sdist):
 
 
 def links(homepage: str) -> dict[str, object]:
-    """Metadata with links to a repository's address."""
+    """Return setup() arguments with links to the repository's address."""
     readme = Path("README.md").read_text("utf-8").replace("HOMEPAGE", homepage.rstrip("/"))
     documents = f"{homepage.rstrip('/')}/blob/main"
     return {
@@ -87,14 +91,14 @@ def links(homepage: str) -> dict[str, object]:
 
 
 class _Backend(build_meta._BuildMetaBackend):
-    """The hook that setuptools documents for backends of a project's own."""
+    """Pass the extension and the commands to setuptools.setup()."""
 
     def run_setup(self, setup_script: str = "setup.py") -> None:
         commands = {"build_ext": _Library, "bdist_wheel": _Wheel, "sdist": _Source}
         modules = [] if os.environ.get(PURE) == "1" else [NATIVE]
         homepage = os.environ.get(HOMEPAGE, "")
-        more = links(homepage) if homepage else {}
-        setuptools.setup(ext_modules=modules, cmdclass=commands, **more)
+        metadata = links(homepage) if homepage else {}
+        setuptools.setup(ext_modules=modules, cmdclass=commands, **metadata)
 
 
 _backend = _Backend()

@@ -370,6 +370,7 @@ def skip_zero_shards(optimizer: Any, waits: Callable[[Any], bool]) -> Callable[.
         if optimizer.micro_step_id == 0 or not all(map(waits, params)):
             return original(params, shards)
         for p in params:
+            _keep_for_current_stream(p.grad)
             p.grad = None
         return []
 
@@ -451,10 +452,18 @@ def fill(parameters: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
 
 def drop_values(parameter: torch.Tensor) -> None:
     """Mark a gathered parameter as not gathered, so that the next gather fetches it again."""
-    accelerator = _accelerator()
-    if not accelerator.is_synchronized_device() and accelerator.on_accelerator(parameter.data):
-        parameter.data.record_stream(accelerator.current_stream())
+    _keep_for_current_stream(parameter.data)
     parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
+
+
+def _keep_for_current_stream(values: torch.Tensor) -> None:
+    """Keep the allocator from reusing memory that the current stream may still read.
+
+    Call it before the last reference to a tensor that another stream has allocated is dropped.
+    """
+    accelerator = _accelerator()
+    if not accelerator.is_synchronized_device() and accelerator.on_accelerator(values):
+        values.record_stream(accelerator.current_stream())
 
 
 def valid_shards(parameters: Iterable[Any], rank: int) -> list[torch.Tensor]:

@@ -30,6 +30,9 @@ from tests.distributed.test_spread import small_chunks
 PACKAGE = f"{Path(ds_quant.__file__).parent}/"  # a checkout's own folder may be called ds_quant
 
 COLLECTIVES = (*fake_world.RECEIVING, "all_reduce", "broadcast")
+# The first micro-step, one between and the last take different branches.
+MICRO_STEPS = 3
+SEPARATE_GRADIENTS = {"contiguous_gradients": False}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
@@ -73,8 +76,15 @@ def _become_a_device(model: Any, lost: str) -> None:
     lossless.Outbox._agree = fake_world._at_full_length(lossless.Outbox._agree)
 
 
-def faults(stage: int, scheme: str, zero: dict[str, Any], lost: str = "nothing") -> list[str]:
-    """What three optimizer steps of two micro-steps do wrong."""
+def faults(
+    stage: int,
+    scheme: str,
+    zero: dict[str, Any],
+    lost: str = "nothing",
+    *,
+    micro_steps: int = MICRO_STEPS,
+) -> list[str]:
+    """Return the faults of three optimizer steps."""
     fake_world.join(fake_world.World(2, 2))
     import deepspeed  # noqa: F401  # before the accelerator changes
 
@@ -84,7 +94,7 @@ def faults(stage: int, scheme: str, zero: dict[str, Any], lost: str = "nothing")
     _become_a_device(model, lost)
     block = {"scheme": scheme, "node_size": 2, "backend": "torch", "checksum_steps": 0}
     config = settings(
-        stage, block | {"metrics": {"interval": 0}}, dtype="bf16", accumulation=2,
+        stage, block | {"metrics": {"interval": 0}}, dtype="bf16", accumulation=micro_steps,
         zero={"overlap_comm": True, "reduce_bucket_size": 20_000 if stage == 3 else 10**6, **zero},
         zero_force_ds_cpu_optimizer=False,
     )  # fmt: skip
@@ -92,7 +102,7 @@ def faults(stage: int, scheme: str, zero: dict[str, Any], lost: str = "nothing")
         engine = build(config)
         with model:
             for step in range(3):
-                for micro in range(2):  # whose losses nobody reads: that would wait
+                for micro in range(micro_steps):  # losses are not read: that would wait
                     engine.backward(forward(engine, step, micro))
                     engine.step()
     assert len(model.streams) > 4
@@ -102,12 +112,23 @@ def faults(stage: int, scheme: str, zero: dict[str, Any], lost: str = "nothing")
 @pytest.mark.parametrize(
     ("stage", "scheme", "zero"),
     [
-        (3, "sdp4bit", PREFETCH), (3, "lossless_g3", PREFETCH), (3, "qsdp", PREFETCH),
-        (3, "full_precision", {}), (2, "sdp4bit", {}), (2, "lossless_g3", {}), (2, "eden3", {}),
-        (2, "sdp4bit", OFFLOAD), (3, "sdp4bit", OFFLOAD),
+        (3, "sdp4bit", PREFETCH),
+        (3, "lossless_g3", PREFETCH),
+        (3, "qsdp", PREFETCH),
+        (3, "eden3", PREFETCH),
+        (3, "zeropp", PREFETCH),
+        (3, "hybrid", PREFETCH),
+        (3, "full_precision", {}),
+        (3, "sdp4bit", OFFLOAD),
+        (3, "sdp4bit", SEPARATE_GRADIENTS),
+        (3, "lossless_w_g3", SEPARATE_GRADIENTS),
+        (2, "sdp4bit", {}),
+        (2, "lossless_g3", {}),
+        (2, "eden3", {}),
+        (2, "sdp4bit", OFFLOAD),
     ],
     ids=str,
-)  # fmt: skip
+)
 @on_ranks(1, environment=OWN_GROUP)
 def test_every_operation_knows_that_what_it_touches_is_done(
     stage: int, scheme: str, zero: dict[str, Any]

@@ -34,7 +34,8 @@ class PricedParam(NamedTuple):
 
     whole: several ranks need all of its gradient, which DeepSpeed therefore all-reduces: a matrix
     that Muon updates and that lies on several of them.
-    boundary: bytes per element that DeepSpeed gathers for Muon once per optimizer step.
+    boundary: bytes per element that DeepSpeed gathers for Muon once per optimizer step, padding
+        included.
     """
 
     name: str
@@ -43,7 +44,7 @@ class PricedParam(NamedTuple):
     trainable: bool
     packed: bool = False  # see ``scheme.is_packed``
     whole: bool = False
-    boundary: int = 0
+    boundary: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -249,7 +249,7 @@ def _attach_gradients(plugin: Plugin, optimizer: Any) -> None:
 def _reduce_to_shards(plugin: Plugin, optimizer: Any) -> None:
     events, overlaps = plugin.hooks, plugin.engine.zero_overlap_comm()
     muon.reduce_scatter(events)
-    plugin.notices += one_bucket(plugin.engine)
+    plugin.notices += one_bucket(plugin.engine, muon.full_round(plugin, optimizer))
     reduction, skip = ShardReduction(plugin), None
     if plugin.waiting is not None:
         skip = hooks.skip_zero_shards(optimizer, partial(_waits, plugin, -1))

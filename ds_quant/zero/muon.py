@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy import refusals
+from ds_quant.policy.cost import FP32
 from ds_quant.zero.hooks import ExpectedCall, Hooks, as_event
+from ds_quant.zero.param import Param
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.version import deepspeed_version, is_older
 
@@ -56,18 +59,98 @@ def reduce_scatter(hooks: Hooks) -> None:
         hooks.on_destroy.append(partial(setattr, optimizer, "reduce_scatter", False))
 
 
-def boundary_itemsize(optimizer: Any, stage: int) -> int:
-    """Bytes per element that Muon gathers itself, once per optimizer step: gradients and momentum,
-    and under ZeRO-3 both again after its update. The first step of an offloaded one takes less.
+def runs_per_step(optimizer: Any) -> bool:
+    """Return True if it is Muon and runs once per optimizer step, on what the ranks own."""
+    return is_muon(optimizer.optimizer) and any(hasattr(optimizer, n) for n in _AT_THE_BOUNDARY)
+
+
+class MatrixGroup(NamedTuple):
+    """Matrices that Muon updates together: those of a sub-group of ZeRO-3, in order.
+
+    numels: elements of every matrix. ranks: those that share the matrices.
     """
-    if not is_muon(optimizer.optimizer) or not any(hasattr(optimizer, n) for n in _AT_THE_BOUNDARY):
-        return 0
-    offloaded = getattr(optimizer, "cpu_offload" if stage < 3 else "offload_optimizer")
-    if stage < 3:
-        return 2 * torch.float32.itemsize if offloaded else 0
-    if offloaded:
-        return 2 * optimizer.gradient_accumulation_dtype.itemsize
-    return 4 * optimizer.communication_data_type.itemsize
+
+    numels: tuple[int, ...]
+    ranks: int
+
+    @property
+    def full_round(self) -> int:
+        """Elements of a bucket that holds one of the largest matrices for every rank."""
+        return self.ranks * max(self.numels)
+
+    def gathered(self, bucket_size: int) -> list[float]:
+        """Return the elements that DeepSpeed gathers for every matrix in an optimizer step.
+
+        A bucket of at most ``bucket_size`` elements, or of one matrix, gathers gradients and
+        momentum. It is then updated in rounds of one matrix per rank. A round gathers updates and
+        momentum, and pads all of its rows, also those of ranks without a matrix, to its largest.
+        """
+        counts: list[float] = []
+        for bucket in self._buckets(bucket_size):
+            for start in range(0, len(bucket), self.ranks):
+                matrices = bucket[start : start + self.ranks]
+                padding = self.ranks * max(matrices) / max(1, sum(matrices))
+                for numel in matrices:
+                    in_shards = self.ranks * ceil_div(numel, self.ranks)
+                    counts.append(2 * in_shards + 2 * padding * numel)
+        return counts
+
+    def _buckets(self, bucket_size: int) -> list[list[int]]:
+        buckets: list[list[int]] = []
+        room = 0
+        for numel in self.numels:
+            if not buckets or numel > room:
+                buckets.append([])
+                room = bucket_size
+            buckets[-1].append(numel)
+            room -= numel
+        return buckets
+
+
+def _sub_groups(plugin: Plugin, optimizer: Any) -> list[tuple[list[Any], MatrixGroup]]:
+    """Return the parameters of every sub-group of ZeRO-3 that Muon updates in rounds."""
+    if plugin.stage < 3 or not runs_per_step(optimizer) or optimizer.offload_optimizer:
+        return []
+    found = []
+    for params, uses_muon in zip(
+        optimizer.fp16_groups, optimizer.sub_groups_using_muon, strict=True
+    ):
+        if uses_muon and params:
+            numels = tuple([p.ds_numel for p in params])
+            ranks = plugin.link(params[0].ds_process_group).size
+            found.append((params, MatrixGroup(numels, ranks)))
+    return found
+
+
+def full_round(plugin: Plugin, optimizer: Any) -> int:
+    """Return the least ``reduce_bucket_size`` that gives every rank a matrix, 0 without rounds.
+
+    In a smaller one DeepSpeed gathers padding in place of the missing matrices.
+    """
+    rounds = [group.full_round for _, group in _sub_groups(plugin, optimizer)]
+    return max(rounds, default=0)
+
+
+def _gathered_bytes(plugin: Plugin, optimizer: Any, bucket_size: int) -> dict[Param, float]:
+    """Return the bytes per element that Muon gathers once per optimizer step, by parameter.
+
+    The first step of an offloaded optimizer takes less.
+    """
+    if not runs_per_step(optimizer):
+        return {}
+    matrices = [p for p in plugin.all_params() if getattr(p.tensor, "use_muon", False)]
+    if plugin.stage < 3:
+        return dict.fromkeys(matrices, 2.0 * FP32) if optimizer.cpu_offload else {}
+    if optimizer.offload_optimizer:
+        return dict.fromkeys(matrices, 2.0 * optimizer.gradient_accumulation_dtype.itemsize)
+    itemsize = optimizer.communication_data_type.itemsize
+    found = {}
+    for params, group in _sub_groups(plugin, optimizer):
+        for parameter, elements in zip(params, group.gathered(bucket_size), strict=True):
+            param = plugin.param_of(parameter)
+            if param is not None and parameter.ds_numel:
+                found[param] = itemsize * elements / parameter.ds_numel
+    return found
 
 
 def _count_gathers(plugin: Plugin) -> None:
@@ -91,19 +174,29 @@ def _count_gathers(plugin: Plugin) -> None:
             plugin.hooks.wrap(optimizer, name, as_event(contexts))
 
 
+def _price(plugin: Plugin, gathered: dict[Param, float]) -> float:
+    """Return bytes per parameter of the model, from bytes per element of Muon's matrices."""
+    total = sum(nbytes * param.shape.numel() for param, nbytes in gathered.items())
+    return total / plugin.bill().numel
+
+
 def attach(plugin: Plugin, optimizer: Any) -> None:
-    """Count what an optimizer step of Muon gathers: exact gradients and its momentum."""
-    itemsize = boundary_itemsize(optimizer, plugin.stage)
-    if not itemsize:
+    """Price and count what an optimizer step of Muon gathers: exact gradients and its momentum."""
+    bucket_size = int(plugin.engine.zero_reduce_bucket_size())
+    gathered = _gathered_bytes(plugin, optimizer, bucket_size)
+    if not gathered:
         return
     _count_gathers(plugin)
-    matrices = [p for p in plugin.all_params() if getattr(p.tensor, "use_muon", False)]
-    for param in matrices:
-        param.boundary = itemsize
-    share = sum(p.shape.numel() for p in matrices) / plugin.bill().numel
-    plugin.notices.append(
-        f"Muon gathers gradients and momentum itself, exactly: {itemsize * share:.2f} B/param/step"
-    )
+    for param, nbytes in gathered.items():
+        param.boundary = nbytes
+    price = _price(plugin, gathered)
+    notice = f"Muon gathers gradients and momentum itself, exactly: {price:.2f} B/param/step"
+    enough = full_round(plugin, optimizer)
+    if bucket_size < enough:
+        best = _price(plugin, _gathered_bytes(plugin, optimizer, enough))
+        if best < price:
+            notice += f" ({best:.2f} with reduce_bucket_size={enough})"
+    plugin.notices.append(notice)
 
 
 def note_whole_matrices(plugin: Plugin, optimizer: Any) -> None:

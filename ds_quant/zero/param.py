@@ -88,7 +88,7 @@ class Param:
     routes: Routes
     packed: bool = False
     whole: bool = False
-    boundary: int = 0
+    boundary: float = 0.0
     levels: Tensor | None = None
     kept: Kept | None = None
     stale: bool = False

@@ -13,6 +13,7 @@ from ds_quant.config.errors import did_you_mean
 from ds_quant.config.presets import preset_groups
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels import dispatch
+from ds_quant.kernels.wire import round_up
 from ds_quant.policy import choosing
 from ds_quant.policy.cost import Costs, shipped_bytes
 from ds_quant.policy.scheme import matches
@@ -164,16 +165,21 @@ def advice(engine: Any) -> Iterator[str]:
             )
 
 
-def one_bucket(engine: Any) -> Iterator[str]:
+def one_bucket(engine: Any, muon_round: int = 0) -> Iterator[str]:
     """Say so if no gradient is reduced before backward ends: DeepSpeed hands over a bucket when it
     is full. Not worth a notice if most of the model is frozen.
+
+    muon_round: elements of one of Muon's largest matrices per rank, see ``muon.full_round``. The
+        advised size is a multiple of it, and no size is advised if one such bucket holds all.
     """
     room, (numel, trained) = engine.zero_reduce_bucket_size(), hooks.elements(engine.module)
     several = len(list(engine.module.parameters())) > 1
-    if engine.zero_overlap_comm() and several and numel / 2 < trained <= room:
+    advised = round_up(trained // 8, muon_round) if muon_round else trained // 8
+    waits = engine.zero_overlap_comm() and several and numel / 2 < trained <= room
+    if waits and advised < trained:
         yield (
             f"gradients are not reduced during backward: reduce_bucket_size={room} holds all "
-            f"{trained} elements (try {trained // 8})"
+            f"{trained} elements (try {advised})"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from tests.distributed.scenarios import matrices_apart, muon
 from tests.thin import thinned
 
 STEPS, LAYERS, WIDTH = 3, 22, 67
+SQUARE = 64
 
 
 class Deep(nn.Module):
@@ -62,6 +64,20 @@ def deepspeeds_own(least: int = 1000) -> Iterator[Counter[str]]:
         for name in RINGS:
             patch.setattr(comm, name, partial(counted, name, getattr(comm, name)))
         yield counts
+
+
+class Square(nn.Module):
+    """Equal square matrices, and nothing else."""
+
+    def __init__(self, matrices: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SQUARE, SQUARE, bias=False) for _ in range(matrices))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = nn.functional.pad(x, (0, SQUARE - FEATURES))
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return (hidden[:, :TARGETS].float() - y).square().mean()
 
 
 def build(stage: int, scheme: str | None, dtype: str = "bf16") -> Any:
@@ -108,9 +124,56 @@ def test_zero3_reduces_by_the_scheme_and_counts_what_muon_gathers() -> None:
     # 0.5 B per parameter between nodes once per step, and 1 B inside them per micro-step
     assert 0 < received < STEPS * report["params"] * (0.3 + 2 * 0.6)
     assert report["not_counted"] == []
-    share = MATRICES / report["params"]
-    assert f"itself, exactly: {8 * share:.2f} B/param/step" in report["line"]
-    assert report["expected_bytes_per_param"] > 8 * share
+    price = gathered / (3 / 4) / STEPS / report["params"]
+    assert f"itself, exactly: {price:.2f} B/param/step" in report["line"]
+    assert report["expected_bytes_per_param"] > price
+
+
+@pytest.mark.parametrize(
+    ("matrices", "in_bucket", "price"), [(40, 40, 8.0), (6, 6, 9.33), (6, 2, 12.0), (6, 1, 20.0)]
+)
+@on_ranks(4)
+def test_the_padding_of_rounds_is_priced(matrices: int, in_bucket: int, price: float) -> None:
+    """A round has a row for each of four ranks, however many matrices are left in the bucket."""
+    found = {bucket: gathers_of_muon(matrices, bucket) for bucket in (in_bucket, 4)}
+    counted, line = found[in_bucket]
+    assert counted == pytest.approx(price, rel=0.05)
+    assert f"itself, exactly: {price:.2f} B/param/step" in line
+    least = f"with reduce_bucket_size={4 * SQUARE**2})"
+    assert (least in line) == (in_bucket < 4)
+    if in_bucket < 4:
+        at_least, _ = found[4]
+        assert f" B/param/step ({at_least:.2f} {least}" in line
+
+
+def gathers_of_muon(matrices: int, in_bucket: int) -> tuple[float, str]:
+    """Bytes per parameter and step that DeepSpeed gathers itself, as the line counts them."""
+    engine = engine_of(
+        3, {"scheme": "sdp4bit", "node_size": 2}, partial(Square, matrices), groups=one_group,
+        optimizer=muon, zero={"reduce_scatter": False, "reduce_bucket_size": in_bucket * SQUARE**2},
+    )  # fmt: skip
+    with deepspeeds_own() as own:
+        train_steps(engine, 1)
+    report = ds_quant.report(engine)
+    gathered = own["all_gather"] + own["all_gather_into_tensor"]
+    return gathered / (3 / 4) / report["params"], report["line"]
+
+
+def one_group(model: nn.Module) -> list[dict[str, Any]]:
+    return matrices_apart(model)[:1]
+
+
+@on_ranks(4)
+def test_a_smaller_bucket_is_advised_only_if_every_rank_has_a_matrix_of_it() -> None:
+    """Four matrices are one round; an eighth of 6 is less than a round, of 40 more."""
+    advised = {}
+    for matrices in (4, 6, 40):
+        engine = engine_of(
+            3, {"scheme": "sdp4bit", "node_size": 2}, partial(Square, matrices), groups=one_group,
+            optimizer=muon, zero={"reduce_scatter": False, "overlap_comm": True},
+        )  # fmt: skip
+        advised[matrices] = re.findall(r"\(try (\d+)\)", ds_quant.report(engine)["line"])
+    assert advised == {4: [], 6: [str(4 * SQUARE**2)], 40: [str(8 * SQUARE**2)]}
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def section(param_dict: Mapping[str, Any], name: str) -> dict[str, Any]:
 def stage_of(param_dict: Mapping[str, Any]) -> Any:
     """Return the ZeRO stage as written, None if it is not."""
     stage = section(param_dict, "zero_optimization").get("stage")
-    return int(stage) if number(stage) in (0, 1, 2, 3) else stage
+    return int(number(stage)) if number(stage) in (0, 1, 2, 3) else stage
 
 
 def is_on(value: Any) -> bool:
@@ -126,6 +126,9 @@ def refuse_unsupported(param_dict: Mapping[str, Any], *, bf16_optimizer: bool = 
         (stage == 3 and offloaded.get("device") == "nvme",
          "zero_optimization.offload_optimizer.device=nvme under ZeRO-3",
          "not tested; allowed: cpu, none"),
+        (stage in (1, 2) and number(zero.get("allgather_bucket_size")) == 0,
+         f"zero_optimization.allgather_bucket_size=0 under ZeRO-{stage}",
+         "DeepSpeed divides by it; set it to 5e7"),
         (is_on(section(param_dict, "hybrid_engine").get("enabled")), "hybrid_engine.enabled=true",
          "generation with kernels of its own is not tested; set it to false"),
         (stage == 3 and is_on(section(param_dict, "expert_parallel").get("enabled")),

@@ -73,8 +73,9 @@ def main(arguments: argparse.Namespace) -> int:
     with about(source):
         found = translate(load(source))
         if not found.said:
-            print("\n".join([f"{source}: nothing to translate", *found.left]))
-            return 0
+            refused = _refused(source)
+            print("\n".join([f"{source}: nothing to translate", *found.left, *refused]))
+            return 1 if refused else 0
         if not_plain_json(source):
             found.left.append(
                 "comments of the old file are not in the new one, which is plain JSON"
@@ -115,8 +116,9 @@ def translate(config: dict[str, Any]) -> Migration:
 
 
 def _zeropp(zero: dict[str, Any], stage: Any, found: Migration) -> None:
-    """hpZ, qwZ, qgZ, frozen weights in few bits, and LoCo."""
-    ranks = refusals.number(zero.get(_NODE))
+    """hpZ, qwZ, qgZ, frozen weights in few bits, LoCo, and the shards of MiCS."""
+    secondary, mics = (refusals.number(zero.get(key)) for key in (_NODE, _MICS[0]))
+    ranks = mics if mics > 1 else secondary  # MiCS splits the weights over its own shards
     weights, frozen, gradients = (
         refusals.is_on(zero.get(key)) for key in (_WEIGHTS, _FROZEN, _GRADIENTS)
     )
@@ -125,8 +127,11 @@ def _zeropp(zero: dict[str, Any], stage: Any, found: Migration) -> None:
         found.block |= _zeropp_block(shard, weights, frozen, gradients)
     if shard:
         found.block["node_size"] = int(ranks)
+    node = f"{path_of(('node_size',))}: weights stay in nodes of that many ranks"
+    if mics > 1 and mics != secondary:
+        node = f"{_MICS[0]}={show(zero[_MICS[0]])} sets {path_of(('node_size',))}"
     reasons = {
-        _NODE: shard and f"{path_of(('node_size',))}: weights stay in nodes of that many ranks",
+        _NODE: secondary > 1 and node,
         _WEIGHTS: weights and "8-bit weights",
         _FROZEN: frozen and "frozen weights travel in 8 bits, and are kept in 16",
         _GRADIENTS: gradients and "4-bit gradients on both hops; scheme sdp4bit sends fewer bytes "
@@ -157,15 +162,16 @@ def _zeropp_block(shard: bool, weights: bool, frozen: bool, gradients: bool) -> 
 
 
 def _mics(zero: dict[str, Any], found: Migration) -> None:
+    """MiCS, after ``_zeropp``, which gives the block the shards of its size."""
     size = refusals.number(zero.get("mics_shard_size"))
     if size > 1:
-        found.block |= {"scheme": "hybrid", "node_size": int(size)}
         why = (
-            "scheme hybrid: weights stay in nodes of node_size ranks, gradients cross between them "
-            "once per step; optimizer states are sharded over all ranks: less memory"
+            f"scheme {found.block['scheme']}: weights stay in nodes of node_size ranks, gradients "
+            "cross between them once per step; optimizer states are sharded over all ranks: less "
+            "memory"
         )
     elif size == 1:
-        found.block |= {"scheme": "full_precision"}
+        found.block = found.block or {"scheme": "full_precision"}
         why = "shards of one rank are full copies: zero_optimization.stage 1 or 2 keeps those"
     else:
         why = "was off"
@@ -212,7 +218,7 @@ def _dtype(config: Mapping[str, Any], found: Migration) -> None:
     value = config.get("communication_data_type")
     if value is None:
         return
-    if value != "fp32" and not found.block:
+    if value != "fp32" and not found.block and KEY not in config:
         found.block |= {"scheme": "qsdp"}
     if found.block or KEY in config:
         why = "gradients are sent as the scheme says, summed in fp32: a cast before adds error"

@@ -70,7 +70,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     of, zero = _model(arguments, dtype), config.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     with about(path):
-        buckets = _buckets(zero, of.hidden)
+        buckets = _buckets(zero, of.hidden, stage)
     if block is not None:
         block.validate_stage(stage)
         if block.node_size not in (None, cluster.node_size):
@@ -148,20 +148,25 @@ def of_config(path: Path, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
     )  # fmt: skip
 
 
-def _buckets(zero: dict[str, Any], hidden: int) -> Buckets:
-    """Read bucket sizes from the section zero_optimization; "auto" as a Trainer fills it in."""
+def _buckets(zero: dict[str, Any], hidden: int, stage: int) -> Buckets:
+    """Read bucket sizes from the section zero_optimization; "auto" as a Trainer fills it in.
+
+    ``allgather_bucket_size=0`` is allowed under ZeRO-3, which does not use it. What ZeRO-2 would
+    take instead is then priced with the default.
+    """
     known, auto = Buckets(), {"reduce": hidden**2, "stage3_prefetch": 0.9 * hidden**2}
 
-    def read(key: str, default: int) -> int:
+    def read(key: str, default: int, least: int = 0) -> int:
         value = zero.get(key, default)
         if value == "auto":
             return int(auto.get(key.removesuffix("_bucket_size"), default))
-        return _whole(f"zero_optimization.{key}", value, 0)
+        return _whole(f"zero_optimization.{key}", value, least)
 
+    allgather = read("allgather_bucket_size", known.allgather, least=1 if stage < 3 else 0)
     fetch = {key: read(f"stage3_{key}", value) for key, value in vars(known.fetch).items()}
     return Buckets(
         reduce=read("reduce_bucket_size", known.reduce),
-        allgather=read("allgather_bucket_size", known.allgather),
+        allgather=allgather or known.allgather,
         fetch=FetchSettings(**fetch),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,9 +69,25 @@ def test_what_is_offloaded_leaves_the_gpu(capsys, tmp_path: Path) -> None:
 def test_auto_sizes_are_those_that_a_trainer_fills_in() -> None:
     keys = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance")
     zero = {"reduce_bucket_size": "auto", **{f"stage3_{key}": "auto" for key in keys}}
-    found = planning._buckets(zero, 1000)
+    found = planning._buckets(zero, 1000, 3)
     assert found.reduce == 10**6
     assert (found.fetch.prefetch_bucket_size, found.fetch.max_reuse_distance) == (9 * 10**5, 10**9)
+
+
+@pytest.mark.parametrize("block", [None, {"scheme": "eden4"}])
+@pytest.mark.parametrize(("stage", "refused"), [(1, True), (2, True), (3, False)])
+def test_a_size_of_gathers_by_which_deepspeed_divides_is_not_0(
+    stage: int, refused: bool, block: dict[str, Any] | None, tmp_path, capsys
+) -> None:
+    """Without the plugin it ends in a ZeroDivisionError at the first step."""
+    config = {"zero_optimization": {"stage": stage, "allgather_bucket_size": 0}}
+    config |= {} if block is None else {"quantized_comm": block}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    options = "estimate --params 1b --nodes 2 --gpus 2 --link 10 --intra 200 --step 1".split()
+    assert main([*options, "--ds-config", str(path)]) == (1 if refused else 0)
+    said = capsys.readouterr().err
+    assert ("zero_optimization.allgather_bucket_size=0" in said) == refused
 
 
 # ---- with a probe ----

@@ -50,3 +50,52 @@ def test_the_refusal_at_start_up_names_the_command(zero: dict[str, Any], setting
     with pytest.raises(ConfigError) as caught:
         refusals.refuse(config, parse_block({}))
     assert setting in str(caught.value) and "ds_quant migrate ds_config.json" in str(caught.value)
+
+
+def translated(
+    folder: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any]
+) -> tuple[int, str, dict[str, Any] | None]:
+    """Exit code, output and new config of the command; None if it wrote none."""
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config))
+    code = main(["migrate", str(path)])
+    written = folder / "ds_config.ds_quant.json"
+    after = json.loads(written.read_text()) if written.exists() else None
+    return code, capsys.readouterr().out, after
+
+
+@pytest.mark.parametrize(
+    ("zero", "block"),
+    [
+        ({"zero_hpz_partition_size": 4}, {"scheme": "hybrid", "node_size": 8}),
+        ({"zero_quantized_weights": True, "zero_quantized_gradients": True},
+         {"scheme": "zeropp", "node_size": 8}),
+    ],
+)  # fmt: skip
+def test_the_size_of_mics_shards_is_the_one_explained_and_written(
+    zero: dict[str, Any], block: dict[str, Any], tmp_path: Path, capsys
+) -> None:
+    config = {"zero_optimization": {"stage": 3, "mics_shard_size": 8, **zero}}
+    code, said, after = translated(tmp_path, capsys, config)
+    assert code == 0 and after == {"zero_optimization": {"stage": 3}, KEY: block}
+    assert f"mics_shard_size=8: scheme {block['scheme']}: weights stay in nodes" in said
+    if "zero_hpz_partition_size" in zero:
+        assert "zero_hpz_partition_size=4: mics_shard_size=8 sets quantized_comm.node_size" in said
+    assert said.count("of that many ranks") == 0
+
+
+def test_a_block_that_is_there_is_offered_no_other(tmp_path: Path, capsys) -> None:
+    kept = {"zero_optimization": {"stage": 3}, KEY: {"scheme": "eden4"}}
+    config = {**kept, "communication_data_type": "bf16"}
+    code, said, after = translated(tmp_path, capsys, config)
+    assert (code, after) == (0, kept)
+    assert "communication_data_type" in said and "translation" not in said and "qsdp" not in said
+
+
+def test_what_start_up_refuses_is_named_if_nothing_is_translated(tmp_path: Path, capsys) -> None:
+    zero = {"stage": 2, "zenflow": {"topk_ratio": 0.1}}
+    config = {"zero_optimization": zero, KEY: {"scheme": "eden4"}}
+    code, said, after = translated(tmp_path, capsys, config)
+    assert (code, after) == (1, None)
+    assert "nothing to translate" in said
+    assert "still refused: quantized_comm cannot be used with zero_optimization.zenflow" in said

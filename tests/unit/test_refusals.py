@@ -28,6 +28,8 @@ ACCEPTED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ZeRO-1, optimizer on NVMe": (1, NVME, {}),
     "ZeRO-2, optimizer on NVMe": (2, NVME, {}),
     "ZeRO-3, optimizer on the CPU": (3, CPU, {}),
+    "a stage as DeepSpeed also reads it": (2, {"stage": "2.0"}, {}),
+    "ZeRO-3, which does not use it": (3, {"allgather_bucket_size": 0}, {}),
     "no shards of MiCS": (3, {"mics_shard_size": -1}, {}),
     "ZeRO++ switched off": (3, {"zero_quantized_weights": False}, {}),
     "buckets of one owner": (2, {"use_multi_rank_bucket_allreduce": False}, {}),

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ds_quant.codec.bound import squares
 from ds_quant.comm.message import row_place
+from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.dispatch import decode_lossless, encode_lossless
@@ -85,7 +86,7 @@ class Outbox:
         self._made_on = torch.cuda.current_stream(device) if buffer.is_cuda else None
         self._messages = buffer.split(self._rooms)
         own = torch.empty(len(parcels), dtype=torch.int64, device=device)
-        with link.encoding("weights"):
+        with profiler_range("encode", "weights", link.hop), link.encoding("weights"):
             turns = [end // MOST_NUMEL for end in accumulate(p.numel for p in parcels)]
             for _, places in groupby(range(len(parcels)), turns.__getitem__):
                 first, *more = places
@@ -153,7 +154,7 @@ class Outbox:
             starts = row_place(ranks, len(ranks), self._road.node_size) * most
             if wire.dim() == 3:  # as it arrived, without a copy
                 wire = wire.transpose(0, 1).reshape(-1)
-            with self._link.decoding():
+            with profiler_range("decode", "weights", self._link.hop), self._link.decoding():
                 rows = reference()
                 status = torch.zeros(len(rows), 2, dtype=torch.int32, device=rows.device)
                 how = {"backend": self._link.backend}

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding
 from ds_quant.codec.codec import CastCodec, Codec
+from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.transport import Fabric, Link, Pending
 from ds_quant.kernels.batch import Decode, Encode, Task
 from ds_quant.kernels.dispatch import Operations, Streams
@@ -110,7 +111,7 @@ def pack(
     """Encode a message of ``nbytes``, which is buffer 0 of the operations; the others follow.
     ``wire``: the message, if it is there already; a sampled step encodes it all the same.
     """
-    with link.encoding(role) as note:
+    with profiler_range("encode", role, link.hop), link.encoding(role) as note:
         if wire is None or note is not None:
             wire = link.empty(nbytes, device=buffers[0].device)
             encode.run([wire, *buffers], streams, note, backend=link.backend)
@@ -118,10 +119,18 @@ def pack(
 
 
 def unpack(
-    link: Link | Fabric, decode: Operations, buffers: Sequence[Tensor], streams: Streams
+    link: Link | Fabric,
+    role: str,
+    decode: Operations,
+    buffers: Sequence[Tensor],
+    streams: Streams,
 ) -> None:
-    """Decode, or add up, what has arrived: one of the operations' buffers."""
-    with link.decoding():
+    """Decode received weights, or decode and add up received gradients.
+
+    buffers: the buffers of the operations, the received message among them.
+    """
+    action = "sum" if role == "gradients" else "decode"
+    with profiler_range(action, role, link.hop), link.decoding():
         decode.run(buffers, streams, backend=link.backend)
 
 
@@ -205,7 +214,7 @@ class Message:
         def decoded() -> list[Tensor]:
             arrived = arriving.wait()
             tensors = into()
-            unpack(link, self._decode, [arrived, *tensors], streams)
+            unpack(link, "weights", self._decode, [arrived, *tensors], streams)
             return tensors
 
         return Pending(decoded)

@@ -36,6 +36,7 @@ from ds_quant.codec.codec import Codec
 from ds_quant.comm import owners
 from ds_quant.comm.message import is_tight, lay_out, pack, unpack
 from ds_quant.comm.owners import Piece, Shape
+from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.reduction_plan import Form, LinkHop, ReductionPlan, Segment, SlicePlan
 from ds_quant.comm.transport import Link
 from ds_quant.kernels.batch import Decode, Encode
@@ -141,12 +142,14 @@ class Reduction:
                 self._hold(part, arrived, kept, waiting)
                 arrived = nothing
         if self._sums is not None:
-            unpack(link, part.total, [nothing, nothing, arrived, before, sums], streams)
+            unpack(
+                link, "gradients", part.total, [nothing, nothing, arrived, before, sums], streams
+            )
 
     def _hold(self, part: SlicePlan, arrived: Tensor, kept: Tensor, waiting: Tensor) -> None:
         """Add what the first hop has brought to what waits."""
         link, nothing = self._plan.hops[0].link, waiting[:0]
-        with link.decoding():
+        with profiler_range("sum", "gradients", link.hop), link.decoding():
             into = waiting
             if not self._fresh:
                 into = link.empty(waiting.numel(), dtype=torch.float32, device=waiting.device)
@@ -299,7 +302,7 @@ def _delivery(
         streams = Streams(own, [None] * len(own))
         payload = pack(link, "gradients", sum(sent), encode, [sums], streams)
         exchange = link.all_to_all(payload, sent=sent, received=received, role="gradients")
-        unpack(link, decode, [exchange.wait(), sums], streams)
+        unpack(link, "gradients", decode, [exchange.wait(), sums], streams)
 
     return deliver
 

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from ds_quant.comm.checksum import Findings, say_changed, seal, sealed_bytes, unseal
+from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 
@@ -173,7 +174,8 @@ class Link:
         self._near = [r for r in near if r != self.rank]
         self._far = [r for r in range(self.size) if r not in near]
         # Contexts that charge the making of messages for this link, and their decoding.
-        self.encoding = partial(traffic.meter.encoding, link="inter" if self._far else "intra")
+        self.hop = "inter" if self._far else "intra"
+        self.encoding = partial(traffic.meter.encoding, link=self.hop)
         self.decoding = partial(traffic.meter.section, "decode")
         self.is_gloo = "gloo" in str(torch.distributed.get_backend(process_group))
 
@@ -189,14 +191,15 @@ class Link:
             payload = seal(payload, [plain], sender=self.rank)
         received = self.empty(self.size * payload.numel(), device=payload.device)
         self._count(role, [payload.numel()] * self.size)
-        if self.is_gloo and payload.device.type == "cpu":
-            rows = list(received.view(self.size, -1))
-            work = self._peer_to_peer([payload] * self.size, rows)
-        else:
-            work = self._dist.all_gather_into_tensor(
-                received, payload, group=self.process_group, async_op=True
-            )
-        pending = self._posted(payload, received, work)
+        with profiler_range("all_gather", role, self.hop):
+            if self.is_gloo and payload.device.type == "cpu":
+                rows = list(received.view(self.size, -1))
+                work = self._peer_to_peer([payload] * self.size, rows)
+            else:
+                work = self._dist.all_gather_into_tensor(
+                    received, payload, group=self.process_group, async_op=True
+                )
+        pending = self._posted(payload, received, work, role)
         if not self._sealed:
             return pending
         return pending.then(partial(self._open, [plain] * self.size, role))
@@ -211,18 +214,19 @@ class Link:
             sent, received = [[sealed_bytes(n) for n in side] for side in (sent, received)]
         buffer = self.empty(sum(received), device=payload.device)
         self._count(role, received)
-        if self.is_gloo and payload.device.type == "cpu":
-            work = self._peer_to_peer(payload.split(list(sent)), buffer.split(list(received)))
-        else:
-            work = self._dist.all_to_all_single(
-                buffer,
-                payload,
-                output_split_sizes=list(received),
-                input_split_sizes=list(sent),
-                group=self.process_group,
-                async_op=True,
-            )
-        pending = self._posted(payload, buffer, work)
+        with profiler_range("all_to_all", role, self.hop):
+            if self.is_gloo and payload.device.type == "cpu":
+                work = self._peer_to_peer(payload.split(list(sent)), buffer.split(list(received)))
+            else:
+                work = self._dist.all_to_all_single(
+                    buffer,
+                    payload,
+                    output_split_sizes=list(received),
+                    input_split_sizes=list(sent),
+                    group=self.process_group,
+                    async_op=True,
+                )
+        pending = self._posted(payload, buffer, work, role)
         return pending.then(partial(self._open, plain, role)) if self._sealed else pending
 
     def differs(self, number: int) -> bool:
@@ -263,7 +267,7 @@ class Link:
                     raise _lost(peer, error) from error
         return Pending(partial(_wait_for, works))
 
-    def _posted(self, payload: Tensor, received: Tensor, work: Any) -> Pending[Tensor]:
+    def _posted(self, payload: Tensor, received: Tensor, work: Any, role: str) -> Pending[Tensor]:
         """The received bytes; on CUDA valid in order of the stream that waits.
 
         Both buffers belong to the stream that posted the collective, which may be far behind, and
@@ -274,7 +278,7 @@ class Link:
         posted_on = torch.cuda.current_stream(payload.device) if payload.is_cuda else None
 
         def finish() -> Tensor:
-            with meter.section("wait"):
+            with profiler_range("wait", role, self.hop), meter.section("wait"):
                 work.wait()
             if posted_on is not None:
                 waiting = torch.cuda.current_stream(received.device)
@@ -325,6 +329,7 @@ class Fabric:
         self.whole, self.intra, self.inter = whole, intra, inter
         self.gradients = gradients or intra
         self.size, self.rank, self.backend = whole.size, whole.rank, whole.backend
+        self.hop = whole.hop
         self.node_size = None if intra is None or inter is None else intra.size
         self.encoding, self.decoding, self.empty = whole.encoding, whole.decoding, whole.empty
         self.unposted: deque[_TwoLevelGather] = deque()  # their second level

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_quant
+from ds_quant.comm.profiling import profiler_range
 
 OURS, THEIRS = (os.path.dirname(module.__file__) + os.sep for module in (ds_quant, torch))
 # Python 3.12 has no frames for these, earlier versions do.
@@ -28,13 +29,15 @@ WAITS = ("cpu", "tolist", "item", "__bool__", "__int__", "__float__", "nonzero")
 
 @contextmanager
 def calls() -> Iterator[Counter[str]]:
-    """Count Python calls of the plugin's functions: ``counts["calls"]``."""
+    """Count Python calls of the plugin's functions but for ranges: ``counts["calls"]``."""
     counts = Counter[str]()
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(OURS):
-            counts["calls"] += code.co_name not in COMPREHENSIONS
+        if event != "call" or not code.co_filename.startswith(OURS):
+            return
+        if code.co_name not in (*COMPREHENSIONS, profiler_range.__name__):
+            counts["calls"] += 1
 
     sys.setprofile(count)
     try:

@@ -100,7 +100,7 @@ def test_messages_of_an_outbox_are_kept_for_the_stream_that_sends_them(monkeypat
     outbox._made_on, outbox._messages, outbox._lengths = "optimizer", rooms, np.full((2, 18), 16)
     monkeypatch.setattr(lossless, "decode_lossless", lambda *_, backend: None)
     outbox._link = types.SimpleNamespace(
-        size=2, ranks=[0, 1], decoding=nullcontext, findings=Findings(), backend="auto"
+        hop="inter", size=2, ranks=[0, 1], decoding=nullcontext, findings=Findings(), backend="auto"
     )
     arrived = Pending(lambda: torch.zeros(32, dtype=torch.uint8))
     outbox._road = types.SimpleNamespace(node_size=None, all_gather=lambda *_, role: arrived)

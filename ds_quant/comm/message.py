@@ -365,7 +365,7 @@ def exchange(
     sizes = tuple([(c.codec, k.numel, c.difference) for c, k in zip(codings, kept, strict=True)])
     on_host, differs = kept[0].device is not None, any([c.difference for c in codings])
     rows = shards if on_host and not differs else rows_of(kept)  # which differences alone read
-    # Differences are of rounded values: see ``Coding.encode``.
+    # Differences are of rounded values: see docs/wire_format.md.
     of = zip(shards, rows, codings, strict=True)
     values = [shard.to(r.dtype) if c.difference else shard for shard, r, c in of]
     message = _exchange_message(sizes, inter.size, kept[0].node_size, inter.rank, kept[0].local)

@@ -194,8 +194,8 @@ class Traffic:
     ``received[role][link]`` is in bytes; role is ``weights`` or ``gradients``, link is ``intra``
     (from ranks of the same node) or ``inter`` (from other nodes). A rank's own payload never
     crosses a link and is not counted. ``collectives[role]`` counts collectives issued.
-    ``meter`` measures the same collectives in sampled steps, ``exact`` counts what exact
-    differences of weights have taken.
+    ``meter`` measures the same collectives in sampled steps, ``lossless`` counts the bits and the
+    padding of lossless differences.
     """
 
     received: dict[str, dict[str, int]] = field(

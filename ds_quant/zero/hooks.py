@@ -1,8 +1,10 @@
-"""Every contact with DeepSpeed's private names, here and in optimizer_hooks.py.
+"""Contacts with DeepSpeed's private names. optimizer_hooks.py has those of ZeRO-1 and 2 alone,
+muon.py those of Muon, install.py the place where an engine is built.
 
-[Note: what is replaced] Methods are wrapped per engine, on instances. Two functions that the
-optimizers call by module name (gradient reduce-scatter of ZeRO-3, weight gather of ZeRO-1, 2) are
-*routes*: inert unless the calling optimizer opened them, on this thread, during one call.
+[Note: what is replaced] Methods are wrapped per engine, on instances. Functions that DeepSpeed
+calls by module name (the gradient reduce-scatter of ZeRO-3, the weight gather of ZeRO-1 and 2, the
+gathers of Muon) are wrapped once per process as an ``ExpectedCall``. It calls the original unless
+an engine has opened it, on this thread, during one call.
 """
 
 from __future__ import annotations

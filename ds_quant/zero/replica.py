@@ -1,4 +1,4 @@
-"""ZeRO-1 and 2: gather updated weights and reduce gradients to their owners.
+"""ZeRO-1 and 2: gather updated weights; gradients.py reduces gradients to their owners.
 
 After a step the replica holds decoded weights on all ranks, the owner too, bit for bit. The fp32
 master weights stay untouched, and exact replicas come back on demand (checkpoints, exports).
@@ -176,7 +176,7 @@ class Replica:
         codings = [param.coding(stream, flat.dtype, step) for param, stream in weights]
         values = [flat]
         if from_master:
-            # Rounded first, as the code of SDP4Bit does: see ``Coding.encode``.
+            # Rounded before the difference is taken, as in SDP4Bit: see docs/wire_format.md.
             values.append(group.updated(window, fabric.empty))
         return message.gather(fabric, values, codings, lambda: [flat]).then(lambda _: None)
 

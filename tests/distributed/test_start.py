@@ -29,6 +29,7 @@ from tests.distributed.models import (
     settings,
     train_steps,
 )
+from tests.unit.test_advice import ADVICES
 
 # ---- DeepSpeed's shared-memory operator ----
 
@@ -332,3 +333,18 @@ def test_the_line_says_what_crosses_the_wire_and_what_is_kept(case: str) -> None
         assert lines == [f"quantized_comm: {report['line']}"]
         peak = f"; extra memory: up to {report['expected_peak_bytes'] / 1e9:.2g} GB"
         assert report["line"].replace(peak, "", 1) == line and peak in report["line"]
+
+
+ALONE = [advice for advice in ADVICES if advice.page == "hybrid.md" and advice.node_size == 1]
+
+
+@on_ranks(2)
+def test_what_the_page_advises_for_one_gpu_per_node_starts() -> None:
+    assert {(advice.scheme, advice.stage) for advice in ALONE} == {
+        ("lossless", 2), ("full_precision", 3), ("lossless", 3)
+    }  # fmt: skip
+    for advice in ALONE:
+        block = {"scheme": advice.scheme, "node_size": 1, "allow_full_replica": advice.replica}
+        line = ds_quant.report(engine_of(advice.stage, block))["line"]
+        assert line.startswith(f"{advice.scheme} on ZeRO-{advice.stage}, ")
+        assert "; 2 x 1 ranks; " in line

@@ -54,6 +54,7 @@ test-clients: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 # What is published, in dist/: source archive, a manylinux wheel with the C++ library, and a wheel
 # without it for all other platforms. build/ is removed because setuptools would pack modules left
@@ -68,5 +69,5 @@ wheel: install
 	$(BIN)/python -m twine check --strict dist/*
 
 clean:
-	rm -rf $(VENV) build dist demo_out *.egg-info ds_quant/kernels/_native*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo_out *.egg-info ds_quant/kernels/_native*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

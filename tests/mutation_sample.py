@@ -16,7 +16,10 @@ import argparse
 import ast
 import json
 import math
+import os
 import random
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -281,9 +284,20 @@ def run(mutants: Sequence[Mutant], covered: Covered, results: Path, workers: int
         else:
             _note(results, mutant, killed=False, by="no test runs it", seconds=0, tests=0)
     with tempfile.TemporaryDirectory() as folder:
-        folders = [copied(Path(folder, str(number))) for number in range(workers)]
+        folders = _compiled_copies(Path(folder), workers)
         for trial, verdict in verdicts(trials, folders):
             _note(results, waiting[trial.number], tests=len(trial.tests), **vars(verdict))
+
+
+def _compiled_copies(folder: Path, count: int) -> list[Path]:
+    """Copies of the checkout, in which pytest has compiled every test once for all trials."""
+    first, *others = [folder / str(number) for number in range(count)]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": str(copied(first))}
+    subprocess.run(command, cwd=first, env=environment, stdout=subprocess.DEVNULL, check=True)
+    for other in others:
+        shutil.copytree(first, other)
+    return [first, *others]
 
 
 def _rows(results: Path) -> list[dict]:

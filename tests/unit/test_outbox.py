@@ -12,6 +12,7 @@ import torch
 
 from ds_quant.comm import lossless
 from ds_quant.comm.lossless import Outbox, Parcel
+from ds_quant.comm.traffic import Tally
 from tests.world import SimulatedRank, World
 
 BF16 = torch.bfloat16
@@ -48,6 +49,25 @@ def test_every_rank_gets_the_values_of_every_other(topology: tuple[int, int], mo
     for found in World(*topology).all(gathered):
         assert found == [[[1.0], [2.0], [3.0], [4.0]]] * 2
     assert decode.call_count == 4 * 2
+
+
+@pytest.mark.parametrize("lost", [0.0, 1.0])
+def test_a_sample_reads_back_what_every_message_holds(lost: float) -> None:
+    """Weights that are not those encoded show as an error."""
+    wanted = torch.linspace(1, 2, 3000).to(BF16)
+
+    def read_back(rank: SimulatedRank) -> Tally:
+        values = iter([wanted, wanted + lost])
+        meter = rank.traffic.meter
+        meter.open(lambda: 0.0)
+        outbox(rank, [Parcel(3000, lambda: (next(values), wanted * 1.01))])
+        return meter.close().tallies["weights", "inter"]
+
+    for tally in World(4, 1).all(read_back):
+        error, norm = tally.squares.tolist()
+        assert error == pytest.approx(3000 * lost, rel=0.01)
+        assert norm == pytest.approx((wanted + lost).double().square().sum().item())
+        assert tally.numel == 3000 and 0 < tally.nbytes < 2 * 3000
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 3])

@@ -83,10 +83,35 @@ def _new_groups(level: Sequence[list[int]]) -> Any:
     world = whole._get_backend(hooks.device())
     timeout = getattr(getattr(world, "options", None), "_timeout", None)
     if whole.bound_device_id is not None and getattr(world, "supports_splitting", False):
-        return torch.distributed.split_group(split_ranks=list(level), timeout=timeout)
+        return torch.distributed.split_group(
+            split_ranks=list(level), timeout=timeout, pg_options=_options_of_split(world)
+        )
     mine, groups = hooks.rank_and_world()[0], len(c10d._world.pg_names)
     (own,) = (ranks for ranks in level if mine in ranks)
     if minimum([groups, -groups]) == [groups, -groups]:
         return torch.distributed.new_group(own, timeout=timeout, use_local_synchronization=True)
     made = [torch.distributed.new_group(ranks, timeout=timeout) for ranks in level]
     return made[level.index(own)]
+
+
+# What a user may have set of the world's options and a part of it takes over.
+_INHERITED = "is_high_priority_stream", "config"
+
+
+def _options_of_split(world: Any) -> Any:
+    """Return new options for one split of the world, set as its own are.
+
+    Without them torch before 2.10 hands over the world's own object. A split writes the ranks of
+    its group there, which the next split indexes by ranks of the world: out of bounds.
+
+    A world that is not the first NCCL group of its process does not know its ranks, and its splits
+    would read them from an empty list. So the world is told its ranks here.
+    """
+    given = world.options
+    if getattr(given, "global_ranks_in_group", None) == []:
+        given.global_ranks_in_group = list(range(hooks.rank_and_world()[1]))
+    options = type(given)()
+    for name in _INHERITED:
+        if hasattr(given, name):
+            setattr(options, name, getattr(given, name))
+    return options

@@ -4,7 +4,9 @@ groups of the two levels, and how many keys a wait for all asks for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -22,22 +24,43 @@ TOPOLOGY, RANK = Topology(world=512, node_size=8), 83  # node 10, place 3
 NODE, PLACE = list(range(80, 88)), list(range(3, 512, 8))
 
 
-class Torch:
-    """torch.distributed of one rank: what it is asked to make."""
+class Options:
+    """NCCL's options of one process group."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, streams: bool = False) -> None:
+    def __init__(self) -> None:
+        self._timeout = timedelta(minutes=30)
+        self.global_ranks_in_group: list[int] = []
+        self.is_high_priority_stream = False
+        self.config = "NCCL's default"
+
+
+class Torch:
+    """torch.distributed of one rank: what it is asked to make.
+
+    copies: whether a split without options gets a copy of the world's, as from torch 2.10 on.
+    is_first: whether the world is the first NCCL group of the process.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        streams: bool = False,
+        copies: bool = True,
+        is_first: bool = True,
+    ) -> None:
         self.made: list[tuple[str, Any, dict[str, Any]]] = []
         self.equal = True  # whether all ranks know as many groups
-        backend = SimpleNamespace(
-            options=SimpleNamespace(_timeout=PATIENCE), supports_splitting=True
-        )
+        self.options, self.copies, self.is_first = Options(), copies, is_first
+        self.options._timeout = PATIENCE
+        backend = SimpleNamespace(options=self.options, supports_splitting=True)
         self.world = SimpleNamespace(bound_device_id=None, _get_backend=lambda device: backend)
         c10d = SimpleNamespace(
             _get_default_group=lambda: self.world,
             _world=SimpleNamespace(pg_map={}, pg_names={"world": "0"}),
         )
         dist = SimpleNamespace(
-            split_group=lambda split_ranks, **how: self._make("split", split_ranks, how),
+            split_group=self._split,
             new_group=lambda ranks, **how: self._make("new", ranks, how),
         )
         stub = {"device": lambda: CUDA, "has_streams": lambda: streams}
@@ -51,17 +74,54 @@ class Torch:
 
     def _make(self, how: str, ranks: Any, options: dict[str, Any]) -> object:
         self.made.append((how, ranks, options))
-        return ranks if how == "new" else next(part for part in ranks if RANK in part)
+        return ranks
+
+    def _split(
+        self,
+        split_ranks: Sequence[list[int]],
+        timeout: timedelta,
+        pg_options: Options | None = None,
+    ) -> list[int]:
+        """What torch does in Python, then in C++."""
+        given = pg_options
+        if given is None:
+            given = deepcopy(self.options) if self.copies else self.options
+        given._timeout = timeout
+        known = self.options.global_ranks_in_group
+        if not known and self.is_first:
+            known = range(TOPOLOGY.world)
+        own = next(part for part in split_ranks if RANK in part)
+        given.global_ranks_in_group = [known[rank] for rank in own]
+        self.made.append(("split", split_ranks, given))
+        return given.global_ranks_in_group
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("copies", [False, True], ids=["torch 2.9", "torch 2.13"])
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_world_that_is_bound_to_devices_is_split_once_per_level(streams, monkeypatch) -> None:
-    torch_ = Torch(monkeypatch, streams=streams)
+def test_a_world_that_is_bound_to_devices_is_split_once_per_level(
+    streams, copies, is_first, monkeypatch
+) -> None:
+    torch_ = Torch(monkeypatch, streams=streams, copies=copies, is_first=is_first)
     torch_.world.bound_device_id = CUDA
+    torch_.options.is_high_priority_stream, torch_.options.config = True, "the user's"
     assert world.level_groups(TOPOLOGY) == (NODE, PLACE, NODE)
     nodes, places = TOPOLOGY.levels()
     wanted = [nodes, places] + [nodes] * streams  # gradients have a communicator of their own
-    assert torch_.made == [("split", level, {"timeout": PATIENCE}) for level in wanted]
+    assert [(how, ranks) for how, ranks, _ in torch_.made] == [("split", each) for each in wanted]
+    options = [given for _, _, given in torch_.made]
+    assert len({id(given) for given in (torch_.options, *options)}) == 1 + len(wanted)
+    assert torch_.options.global_ranks_in_group == list(range(TOPOLOGY.world))
+    for given in options:
+        assert given._timeout == PATIENCE
+        assert given.is_high_priority_stream and given.config == "the user's"
+
+
+def test_options_without_ranks_or_config_are_made_anew_as_well(monkeypatch) -> None:
+    """As those of XCCL."""
+    torch_ = Torch(monkeypatch)
+    given = world._options_of_split(SimpleNamespace(options=SimpleNamespace()))
+    assert vars(given) == {} and torch_.made == []
 
 
 def test_elsewhere_a_group_is_made_by_its_members(monkeypatch) -> None:

@@ -36,7 +36,7 @@ _PATIENCE = 600.0  # seconds that ranks wait for the first of their node, then c
 
 
 def rehearse(plugin: Plugin, device: torch.device) -> None:
-    """Use every kernel of the engine and every link once. All ranks call it.
+    """Use every kernel of the engine and every link that it needs once. All ranks call it.
 
     The first rank of a node leaves compiled kernels in CuPy's cache, where the others find them.
     """
@@ -50,15 +50,43 @@ def rehearse(plugin: Plugin, device: torch.device) -> None:
     finally:
         if rank == first:
             board.put(first, "done")
+    _connect(plugin, device)
+    hooks.synchronize()  # streams do not know of tables that this one has written
+
+
+def _connect(plugin: Plugin, device: torch.device) -> None:
+    """Use every link once, for what the engine sends there.
+
+    NCCL connects ranks at their first message, which takes seconds. A gather connects each rank to
+    few others, an all-to-all to all others of the link, so a link without exchanges gets none.
+    """
+    exchanging, without_gathers = _gradient_links(plugin)
     for link in plugin.links():
-        if link.size > 1:
-            uncounted = Link(link.process_group, topology=plugin.topology, traffic=Traffic())
-            # A byte from each rank to each: NCCL connects them at their first use, which takes
-            # seconds.
-            payload = torch.zeros(link.size, dtype=torch.uint8, device=device)
-            one = [1] * link.size
+        if link.size == 1:
+            continue
+        uncounted = Link(link.process_group, topology=plugin.topology, traffic=Traffic())
+        payload = torch.zeros(link.size, dtype=torch.uint8, device=device)  # a byte for each rank
+        one = [1] * link.size
+        if link not in without_gathers:
             uncounted.all_gather(payload[:1], role="weights").wait()
+        if link in exchanging:
             uncounted.all_to_all(payload, sent=one, received=one, role="gradients").wait()
+
+
+def _gradient_links(plugin: Plugin) -> tuple[set[Link], set[Link]]:
+    """Return the links that exchange gradients, and those that carry nothing else."""
+    exchanging: set[Link] = set()
+    without_gathers: set[Link] = set()
+    delivers = plugin.routes.gradients().delivery is not None
+    for group in dict.fromkeys(group for _, group in plugin.served):
+        fabric = plugin.fabric(group)
+        if fabric.gradients is not None and fabric.gradients is not fabric.intra:
+            without_gathers.add(fabric.gradients)
+        if plugin.shipped_gradients is None:
+            exchanging.update(hop.link for hop in plugin.route(group))
+            if delivers:
+                exchanging.add(fabric.whole)
+    return exchanging, without_gathers
 
 
 _JOBS = 1, 2  # tables of several jobs are variants of their own

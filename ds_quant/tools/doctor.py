@@ -168,12 +168,12 @@ def cuda_kernels(device: torch.device) -> Check:
     failure = cuda.failure_of(device)
     if failure is None:
         return Check("CUDA kernels", "CuPy kernels", {"works": True})
-    return Check(
-        "CUDA kernels", f"CUDA tensors take the slower torch path: {failure.reason}",
-        {"works": False, "traceback": failure.traceback},
-        f"pip install 'ds_quant[cuda{(torch.version.cuda or '12').split('.')[0]}]', or mend what "
-        "the traceback below names", WARNING,
-    )  # fmt: skip
+    details = {"works": False, "traceback": failure.traceback}
+    found = f"CUDA tensors take the slower torch path: {failure.reason}"
+    fix = failure.fix
+    if failure.traceback:
+        fix += ", or mend what the traceback below names"
+    return Check("CUDA kernels", found, details, fix, WARNING)
 
 
 def cpu_kernels() -> Check:

@@ -86,6 +86,7 @@ def cupy(shim, monkeypatch) -> FakeCupy:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     return fake
 
 
@@ -270,6 +271,21 @@ def test_broken_cupy_gives_one_line_and_the_torch_path(
     assert wanted in message
     shown = logging.Formatter().format(record)
     assert ("in broken" in shown and "second line" in shown) == (fault == "compiler")
+
+
+def test_an_old_device_is_named_and_nothing_is_to_be_installed(cupy, monkeypatch, caplog) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(cuda, "_probe", broken)  # is not reached
+    cuda.runner_of.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        found = cuda.failure_of(device)
+    cuda.runner_of.cache_clear()
+    assert found.reason == "the kernels need sm_80 (A100) or newer, this GPU is sm_75"
+    assert "newer GPU" in found.fix and found.traceback == ""
+    (record,) = caplog.records
+    assert found.reason in record.getMessage() and "pip" not in record.getMessage()
+    assert record.exc_info is None
 
 
 def test_torch_backend_is_never_asked_about_cupy(monkeypatch) -> None:

@@ -142,6 +142,7 @@ def test_a_cupy_that_fails_is_a_warning_with_its_traceback(monkeypatch) -> None:
     def broken(*_args) -> None:
         raise RuntimeError("no NVRTC\nsecond line")
 
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cuda, "_check_versions", broken)
     cuda.runner_of.cache_clear()
     check = doctor.cuda_kernels(torch.device("cuda", 0))
@@ -150,6 +151,16 @@ def test_a_cupy_that_fails_is_a_warning_with_its_traceback(monkeypatch) -> None:
     assert "ds_quant[cuda" in check.fix
     shown = "\n".join(doctor.lines([check]))
     assert "Traceback" in shown and "in broken" in shown and "second line" in shown
+
+
+def test_a_device_that_is_too_old_is_named_without_a_package(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    cuda.runner_of.cache_clear()
+    check = doctor.cuda_kernels(torch.device("cuda", 0))
+    cuda.runner_of.cache_clear()
+    assert check.status == WARNING and "newer GPU" in check.fix and "pip" not in check.fix
+    assert "need sm_80 (A100) or newer, this GPU is sm_70" in check.found
+    assert "Traceback" not in "\n".join(doctor.lines([check]))
 
 
 @pytest.mark.parametrize("name", ["encode", "decode"])

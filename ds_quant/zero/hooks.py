@@ -11,13 +11,25 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from ds_quant.config.schema import QuantizedCommConfig
+from ds_quant.zero.deepspeed_types import (
+    Accelerator,
+    Engine,
+    GatherHandle,
+    ParameterOffload,
+    ShardOptimizer,
+    ZeroOptimizer,
+    ZeroParameter,
+)
 from ds_quant.zero.version import deepspeed_version, is_older
 
 # ---- wrapping ----
@@ -26,7 +38,7 @@ from ds_quant.zero.version import deepspeed_version, is_older
 _TESTED = "0.17.6, 0.18.9 and 0.19.8"
 
 
-def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
+def wrap_once(owner: object, name: str, around: Callable[..., Any]) -> None:
     """Replace ``owner.name`` of a class or module by ``around(original, ...)`` for the whole
     process. Idempotent.
     """
@@ -40,11 +52,22 @@ def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
         setattr(owner, name, wrapped)
 
 
-def _wrapped(original: Any, around: Callable[..., Any]) -> Any:
-    """Return ``around(original, ...)``, named as the original, which it keeps."""
-    wrapped = functools.update_wrapper(partial(around, original), original)
-    wrapped.ds_quant_wraps = original  # type: ignore[attr-defined]
+class Wrapped(partial[Any]):
+    """Calls ``around(original, ...)``; ``ds_quant_owner`` is set on parameters only."""
+
+    ds_quant_wraps: Callable[..., Any]  # the original
+    ds_quant_owner: Hashable
+
+
+def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Wrapped:
+    """Return ``around(original, ...)``, named as the original."""
+    wrapped = Wrapped(around, original)
+    functools.update_wrapper(wrapped, original)
+    wrapped.ds_quant_wraps = original
     return wrapped
+
+
+Context = Callable[[], AbstractContextManager[object]]
 
 
 class Hooks:
@@ -54,25 +77,25 @@ class Hooks:
     everything back, and runs when the engine is destroyed.
     """
 
-    def __init__(self, engine: Any, optimizer: Any) -> None:
+    def __init__(self, engine: Engine, optimizer: ZeroOptimizer) -> None:
         self.engine, self.optimizer = engine, optimizer
         self.before_step: list[Callable[[], None]] = []
-        self.around_step: list[Callable[[], AbstractContextManager[Any]]] = []
+        self.around_step: list[Context] = []
         self.after_update: list[Callable[[], None]] = []  # a step that was not skipped (overflow)
         self.after_step: list[Callable[[bool], None]] = []  # told whether it was skipped
         self.after_count: list[Callable[[], None]] = []  # global_steps has grown, also if skipped
         self.before_gradients: list[Callable[[], None]] = []  # are used, by step or ahead of it
         self.before_last_buckets: list[Callable[[], None]] = []  # of a backward are reduced
-        self.around_last_buckets: list[Callable[[], AbstractContextManager[Any]]] = []
+        self.around_last_buckets: list[Context] = []
         self.after_backward: list[Callable[[], None]] = []
         self.after_zero_grad: list[Callable[[], None]] = []
-        self.around_export: list[Callable[[], AbstractContextManager[Any]]] = []  # and a load
+        self.around_export: list[Context] = []  # and a load
         self.after_save: list[Callable[[], None]] = []  # a checkpoint or 16-bit weights
         self.after_checkpoint_event: list[Callable[[], None]] = []  # ZeRO-3: saved or loaded
         self.on_destroy: list[Callable[[], None]] = []
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[object, str, object]] = []
 
-    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    def wrap(self, owner: object, name: str, around: Callable[..., Any]) -> None:
         """Replace the method ``name`` of an instance by ``around(original, ...)``.
 
         Raises:
@@ -105,24 +128,41 @@ class Hooks:
         step = self.before_gradients, self.before_step, self.around_step, self.after_update
         if any(step) or self.after_step:
             self.wrap(optimizer, "step", self._step)
-        last = self.around_last_buckets, self.before_last_buckets, self.after_backward
-        events = [
-            (engine, "_take_model_step", (), (), self.after_count),
-            (engine, "save_16bit_model", self.around_export, (), self.after_save),
-            (optimizer, "zero_grad", (), (), self.after_zero_grad),
-            (optimizer, "independent_gradient_partition_epilogue", *last),
-            (optimizer, "checkpoint_event_epilogue", (), (), self.after_checkpoint_event),
-        ]
+        self._wrap_event(engine, "_take_model_step", after=self.after_count)
+        self._wrap_event(
+            engine, "save_16bit_model", contexts=self.around_export, after=self.after_save
+        )
+        self._wrap_event(optimizer, "zero_grad", after=self.after_zero_grad)
+        self._wrap_event(
+            optimizer,
+            "independent_gradient_partition_epilogue",
+            contexts=self.around_last_buckets,
+            before=self.before_last_buckets,
+            after=self.after_backward,
+        )
+        self._wrap_event(optimizer, "checkpoint_event_epilogue", after=self.after_checkpoint_event)
         finalize = "finalize_gradient_accumulation_boundary"  # where DeepSpeed does not manage it
         if hasattr(optimizer, finalize):
-            events.append((optimizer, finalize, (), self.before_gradients, ()))
-        for owner, name, contexts, before, after in events:
-            if contexts or before or after:
-                self.wrap(owner, name, as_event(contexts, before, after))
+            self._wrap_event(optimizer, finalize, before=self.before_gradients)
         if self._replaced or self.on_destroy:
             self.wrap(self.engine, "destroy", self._destroy)
 
-    def keep_state(self, key: str, dump: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+    def _wrap_event(
+        self,
+        owner: object,
+        name: str,
+        *,
+        contexts: Sequence[Context] = (),
+        before: Sequence[Callable[[], None]] = (),
+        after: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        """Wrap a method if its event has something to run."""
+        if contexts or before or after:
+            self.wrap(owner, name, as_event(contexts, before, after))
+
+    def keep_state(
+        self, key: str, dump: Callable[[], object], restore: Callable[[object], None]
+    ) -> None:
         """Save ``dump()`` as ``key`` of the client state, hand it to ``restore`` on load (None if
         the checkpoint has none). The caller's client state does not show it.
         """
@@ -130,13 +170,21 @@ class Hooks:
         export = as_event(self.around_export, after=self.after_save)
 
         def save(
-            original: Callable[..., Any], save_dir: Any, tag: Any = None, client_state: Any = None,
-            *args: Any, **kwargs: Any,
-        ) -> Any:  # fmt: skip
+            original: Callable[..., object],
+            save_dir: str,
+            tag: str | None = None,
+            client_state: dict[str, object] | None = None,
+            *args: object,
+            **kwargs: object,
+        ) -> object:
             state = {**(client_state or {}), key: dump()}
             return export(original, save_dir, tag, state, *args, **kwargs)
 
-        def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def load(
+            original: Callable[..., tuple[str | None, dict[str, object]]],
+            *args: object,
+            **kwargs: object,
+        ) -> tuple[str | None, dict[str, object]]:
             with opened(self.around_export):
                 path, client_state = original(*args, **kwargs)
                 if path is not None:
@@ -146,7 +194,7 @@ class Hooks:
         self.wrap(self.engine, "save_checkpoint", save)
         self.wrap(self.engine, "load_checkpoint", load)
 
-    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _step(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
         for call in (*self.before_gradients, *self.before_step):
             call()
         with opened(self.around_step):
@@ -155,11 +203,11 @@ class Hooks:
         if not skipped:
             for call in self.after_update:
                 call()
-        for call in tuple(self.after_step):
-            call(skipped)
+        for follow in tuple(self.after_step):
+            follow(skipped)
         return result
 
-    def _destroy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _destroy(self, original: Callable[..., object], *args: object, **kwargs: object) -> None:
         try:
             for call in self.on_destroy:
                 call()
@@ -168,7 +216,7 @@ class Hooks:
             original(*args, **kwargs)
 
 
-def opened(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> ExitStack:
+def opened(contexts: Iterable[Context]) -> ExitStack:
     """Enter the contexts, the first one outermost."""
     with ExitStack() as stack:
         for context in contexts:
@@ -177,7 +225,7 @@ def opened(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> Exi
 
 
 def as_event(
-    contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
+    contexts: Sequence[Context] = (),
     before: Sequence[Callable[[], None]] = (),
     after: Sequence[Callable[[], None]] = (),
 ) -> Callable[..., Any]:
@@ -186,7 +234,7 @@ def as_event(
     The lists are read when the event happens; a call may leave its own.
     """
 
-    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(original: Callable[..., object], *args: object, **kwargs: object) -> object:
         with opened(contexts):
             for call in before:
                 call()
@@ -217,8 +265,8 @@ class ExpectedCall(threading.local):
         if self.calls == before and not excused():
             raise moved(self.name)
 
-    def install(self, module: Any) -> None:
-        def dispatch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def install(self, module: object) -> None:
+        def dispatch(original: Callable[..., object], *args: object, **kwargs: object) -> object:
             self.calls += 1
             return (self.target or original)(*args, **kwargs)
 
@@ -247,7 +295,7 @@ def moved(what: str) -> RuntimeError:
     )
 
 
-def require(owner: Any, name: str) -> None:
+def require(owner: object, name: str) -> None:
     if not hasattr(owner, name):
         raise RuntimeError(
             f"quantized_comm: {deepspeed_version()} has no {name} on {type(owner).__name__}; "
@@ -266,22 +314,45 @@ _FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
 _shard_reduction = ExpectedCall("reduce_scatter_coalesced")
 
 
-def param_dict(engine: Any) -> dict[str, Any]:
-    """The DeepSpeed config as it was written."""
+def param_dict(engine: Engine) -> dict[str, Any]:
+    """Return the DeepSpeed config as it was written."""
     return engine._config._param_dict
+
+
+def block_of(engine: Engine) -> QuantizedCommConfig | None:
+    """Return the engine's ``quantized_comm`` block, None if it has none."""
+    return getattr(engine._config, "quantized_comm", None)
+
+
+def block_is_from_variable(engine: Engine) -> bool:
+    """Return True if the block was set by the environment variable."""
+    return getattr(engine._config, "quantized_comm_from_variable", False)
+
+
+def drop_block(engine: Engine) -> None:
+    """Run the engine as without a block."""
+    engine._config.quantized_comm = None
 
 
 # ---- parameters of ZeRO-3 ----
 
 
-def before_fetch(hooks: Hooks, meet: Callable[[Iterable[Any]], None]) -> None:
+def before_fetch(hooks: Hooks, meet: Callable[[Iterable[ZeroParameter]], None]) -> None:
     """Call ``meet(params)`` with parameters that are about to be fetched together."""
 
-    def fetch(original: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+    def fetch(
+        original: Callable[..., object],
+        params: set[ZeroParameter],
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         meet(params)
         return original(params, *args, **kwargs)
 
-    offload = getattr(hooks.optimizer, "parameter_offload", hooks.optimizer)  # of inference: itself
+    # An engine for inference has nothing but the offload.
+    offload = cast(
+        "ParameterOffload", getattr(hooks.optimizer, "parameter_offload", hooks.optimizer)
+    )
     hooks.wrap(offload.get_param_coordinator(), _FETCH, fetch)
 
 
@@ -292,15 +363,20 @@ def is_gathered_whole(module: torch.nn.Module) -> bool:
     return bool(z3_leaf_module(module))
 
 
+_BORROWED = "ds_quant_borrowed"  # attribute of a parameter
+
+
 def note_borrowed() -> None:
     """Mark parameters that a module uses in its forward though they are not its own: DeepSpeed
     learns of it then, once per use and run, and gathers them on the spot with ``all_gather()``.
     """
     from deepspeed.runtime.zero import parameter_offload
 
-    def register(original: Callable[..., Any], module: Any, parameter: Any) -> None:
+    def register(
+        original: Callable[..., object], module: torch.nn.Module, parameter: ZeroParameter
+    ) -> None:
         original(module, parameter)
-        parameter.ds_quant_borrowed = True
+        vars(parameter)[_BORROWED] = True
 
     require(parameter_offload, "register_external_parameter")
     wrap_once(parameter_offload, "register_external_parameter", register)
@@ -309,8 +385,19 @@ def note_borrowed() -> None:
 # ---- gradients ----
 
 
+# What goes around ``partition_grads``: (original, params, shards).
+Partition = Callable[
+    [Callable[..., object], Sequence[ZeroParameter], list[Tensor]],
+    object,
+]
+
+
 def wrap_shard_reduction(
-    hooks: Hooks, reduce: Callable[..., Any], partition: Callable[..., Any] | None = None
+    hooks: Hooks,
+    reduce: Callable[
+        [Sequence[ZeroParameter], list[Tensor], ProcessGroup | None], list[Tensor] | None
+    ],
+    partition: Partition | None = None,
 ) -> None:
     """ZeRO-3: ``reduce(params, tensors, group)`` replaces the reduce-scatter, unless it returns
     None, and ``partition(original, params, shards)`` what follows it.
@@ -320,8 +407,13 @@ def wrap_shard_reduction(
     _shard_reduction.install(stage3)
     original = stage3.reduce_scatter_coalesced.ds_quant_wraps
 
-    def around(avg_scatter: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
-        def scatter(tensors: Any, group: Any = None) -> Any:
+    def around(
+        avg_scatter: Callable[..., list[Tensor]],
+        params: Sequence[ZeroParameter],
+        *args: object,
+        **kwargs: object,
+    ) -> list[Tensor]:
+        def scatter(tensors: list[Tensor], group: ProcessGroup | None = None) -> list[Tensor]:
             shards = reduce(params, tensors, group)
             return original(tensors, group) if shards is None else shards
 
@@ -333,16 +425,16 @@ def wrap_shard_reduction(
         hooks.wrap(hooks.optimizer, "partition_grads", partition)
 
 
-def accumulates(engine: Any) -> bool:
+def accumulates(engine: Engine) -> bool:
     """Whether an optimizer step may take several backwards."""
     managed = getattr(engine, "managed_gradient_accumulation", None)
     return engine.gradient_accumulation_steps() > 1 or (managed is not None and not managed())
 
 
-Buckets = tuple[Callable[[], None], Callable[[Sequence[Any]], None]]
+Buckets = tuple[Callable[[], None], Callable[[Sequence[ZeroParameter]], None]]
 
 
-def shard_buckets(optimizer: Any) -> Buckets:
+def shard_buckets(optimizer: ShardOptimizer) -> Buckets:
     """The buckets in which ZeRO-3 collects gradients: what reduces their content, and what puts a
     gradient of zeros into them for every parameter; a bucket that is full is reduced.
     """
@@ -352,7 +444,7 @@ def shard_buckets(optimizer: Any) -> Buckets:
         for dtype in sorted(optimizer.ipg_buckets, key=str):
             getattr(optimizer, _FLUSH)(dtype)
 
-    def reduce_zeros(params: Sequence[Any]) -> None:
+    def reduce_zeros(params: Sequence[ZeroParameter]) -> None:
         for p in params:
             p.grad = torch.empty_like(p)  # of a partitioned parameter: of no elements
             p.grad.data = torch.zeros(p.ds_shape, dtype=p.dtype, device=device())
@@ -361,25 +453,30 @@ def shard_buckets(optimizer: Any) -> Buckets:
     return flush, reduce_zeros
 
 
-def skip_zero_shards(optimizer: Any, waits: Callable[[Any], bool]) -> Callable[..., Any]:
+def skip_zero_shards(
+    optimizer: ShardOptimizer, waits: Callable[[ZeroParameter], bool]
+) -> Partition:
     """ZeRO-3: return what goes around ``partition_grads``, so that shards of parameters that wait,
     zeros, are not added to those that DeepSpeed has from the first micro-step: an offloaded
     optimizer has them on the host.
     """
     require(optimizer, "micro_step_id")
 
-    def partition(original: Callable[..., Any], params: Any, shards: Any) -> Any:
+    def partition(
+        original: Callable[..., object], params: Sequence[ZeroParameter], shards: list[Tensor]
+    ) -> object:
         if optimizer.micro_step_id == 0 or not all(map(waits, params)):
             return original(params, shards)
         for p in params:
-            _keep_for_current_stream(p.grad)
+            if p.grad is not None:
+                _keep_for_current_stream(p.grad)
             p.grad = None
         return []
 
     return partition
 
 
-def has_gradients(optimizer: Any) -> bool:
+def has_gradients(optimizer: ZeroOptimizer) -> bool:
     """Whether any gradient waits in the optimizer's buckets, as the last ones of a backward do."""
     return any(bucket.params for bucket in optimizer.ipg_buckets.values())
 
@@ -399,15 +496,20 @@ def rank_and_world() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def steps(optimizer: Any) -> bool:
+def steps(optimizer: object) -> bool:
     """Whether there is an optimizer step; False for ZeRO-3 inference."""
     return hasattr(optimizer, "step") and hasattr(optimizer, _AVG_SCATTER)
 
 
-# ---- ZeRO-3's parameters ----
+# ---- parameters ----
 
 
-def shape_of(parameter: torch.Tensor) -> torch.Size:
+def parameters_of(module: torch.nn.Module, *, recurse: bool = True) -> list[ZeroParameter]:
+    """Return the parameters of an engine's module, as DeepSpeed has extended them."""
+    return cast("list[ZeroParameter]", list(module.parameters(recurse)))
+
+
+def shape_of(parameter: Tensor) -> torch.Size:
     """Return the full shape, also while a ZeRO-3 parameter is partitioned."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -423,20 +525,20 @@ def total_bytes(module: torch.nn.Module) -> int:
     return sum(shape_of(p).numel() * p.element_size() for p in module.parameters())
 
 
-def is_sendable(parameter: Any) -> bool:
+def is_sendable(parameter: ZeroParameter) -> bool:
     """Whether a codec can carry the dtype of a ZeRO-3 parameter's shard."""
     return parameter.ds_tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-def is_unavailable(parameter: torch.Tensor) -> bool:
+def is_unavailable(parameter: ZeroParameter) -> bool:
     return parameter.ds_status == type(parameter.ds_status).NOT_AVAILABLE
 
 
-def is_available(parameter: torch.Tensor) -> bool:
+def is_available(parameter: ZeroParameter) -> bool:
     return parameter.ds_status == type(parameter.ds_status).AVAILABLE
 
 
-def begin_fetch(parameters: Iterable[Any]) -> None:
+def begin_fetch(parameters: Iterable[ZeroParameter]) -> None:
     """Check DeepSpeed's contract and mark parameters as in flight."""
     for p in parameters:
         status = type(p.ds_status)
@@ -445,20 +547,20 @@ def begin_fetch(parameters: Iterable[Any]) -> None:
         p.ds_status = status.INFLIGHT
 
 
-def fill(parameters: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+def fill(parameters: Sequence[ZeroParameter], values: Sequence[Tensor]) -> None:
     """Give parameters their gathered values, (numel,) each, and mark them available."""
     for p, full in zip(parameters, values, strict=True):
         p.data = full.view(p.ds_shape)
         p.ds_status = type(p.ds_status).AVAILABLE
 
 
-def drop_values(parameter: torch.Tensor) -> None:
+def drop_values(parameter: ZeroParameter) -> None:
     """Mark a gathered parameter as not gathered, so that the next gather fetches it again."""
     _keep_for_current_stream(parameter.data)
     parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
 
 
-def _keep_for_current_stream(values: torch.Tensor) -> None:
+def _keep_for_current_stream(values: Tensor) -> None:
     """Keep the allocator from reusing memory that the current stream may still read.
 
     Call it before the last reference to a tensor that another stream has allocated is dropped.
@@ -468,7 +570,7 @@ def _keep_for_current_stream(values: torch.Tensor) -> None:
         values.record_stream(accelerator.current_stream())
 
 
-def valid_shards(parameters: Iterable[Any], rank: int) -> list[torch.Tensor]:
+def valid_shards(parameters: Iterable[ZeroParameter], rank: int) -> list[Tensor]:
     """Return this rank's shards without their uninitialised padding, 1-D, possibly empty, on the
     device of the collectives: not theirs if parameters are offloaded.
     """
@@ -480,7 +582,7 @@ def valid_shards(parameters: Iterable[Any], rank: int) -> list[torch.Tensor]:
     return found
 
 
-def _accelerator() -> Any:
+def _accelerator() -> Accelerator:
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator()
@@ -516,7 +618,11 @@ def awaits_last_gather_only() -> bool:
 
 
 def wrap_fetch(
-    parameter: Any, fetch: Callable[..., Any], gather_exactly: Callable[..., Any], *, owner: object
+    parameter: ZeroParameter,
+    fetch: Callable[..., GatherHandle],
+    gather_exactly: Callable[..., object],
+    *,
+    owner: Hashable,
 ) -> None:
     """``fetch(original, params, ...)`` serves forward and backward; ``gather_exactly(param,
     original, param_list, ...)`` everything that must see exact weights.
@@ -525,13 +631,21 @@ def wrap_fetch(
     _wrap(parameter, "all_gather", partial(gather_exactly, parameter), owner)
 
 
-def wrap_partition(parameter: Any, updated: Callable[[list[Any]], None], *, owner: object) -> None:
+def wrap_partition(
+    parameter: ZeroParameter,
+    updated: Callable[[Sequence[ZeroParameter]], None],
+    *,
+    owner: Hashable,
+) -> None:
     """``updated(params)`` learns which parameters are partitioned again with new values."""
 
     def around(
-        partition: Callable[..., Any], param_list: Any = None, *args: Any,
-        has_been_updated: bool = False, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        partition: Callable[..., object],
+        param_list: Sequence[ZeroParameter] | None = None,
+        *args: object,
+        has_been_updated: bool = False,
+        **kwargs: object,
+    ) -> object:
         if has_been_updated:
             updated([parameter] if param_list is None else param_list)
         return partition(param_list, *args, has_been_updated=has_been_updated, **kwargs)
@@ -539,24 +653,26 @@ def wrap_partition(parameter: Any, updated: Callable[[list[Any]], None], *, owne
     _wrap(parameter, "partition", around, owner)
 
 
-def _wrap(parameter: Any, name: str, around: Callable[..., Any], owner: object) -> None:
+def _wrap(
+    parameter: ZeroParameter, name: str, around: Callable[..., object], owner: Hashable
+) -> None:
     original = getattr(parameter, name)
     wrapped = _wrapped(original, around)
     wrapped.ds_quant_owner = owner
     setattr(parameter, name, wrapped)
 
 
-def take_borrowed(parameter: Any) -> bool:
+def take_borrowed(parameter: ZeroParameter) -> bool:
     """Whether the parameter was marked as borrowed since the last call."""
-    return vars(parameter).pop("ds_quant_borrowed", False)
+    return vars(parameter).pop(_BORROWED, False)
 
 
-def owner_of(parameter: Any) -> Any:
+def owner_of(parameter: ZeroParameter) -> Hashable | None:
     """Return the owner of the wrapped fetch, None if it is DeepSpeed's."""
     return getattr(getattr(parameter, "all_gather_coalesced", None), "ds_quant_owner", None)
 
 
-def unwrap(parameter: Any, *, owner: object) -> None:
+def unwrap(parameter: ZeroParameter, *, owner: Hashable) -> None:
     """Give the parameter back its own methods, unless another owner has wrapped them since."""
     for name in ("all_gather_coalesced", "all_gather", "partition"):
         method = getattr(parameter, name)
@@ -570,7 +686,7 @@ class StepBarrier:
     """
 
     def __init__(self) -> None:
-        self._event: Any = None
+        self._event: torch.Event | None = None
 
     def record(self) -> None:
         if has_streams():

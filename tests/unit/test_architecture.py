@@ -57,7 +57,13 @@ OTHERS = {
 }
 ONLY_INSIDE_FUNCTIONS = {"cupy", "deepspeed"}
 PRIVATE_NAMES = ("deepspeed.runtime", "_DeepSpeedZeroOptimizer")
-PRIVATE_HOMES = ("zero.hooks", "zero.optimizer_hooks", "zero.muon", "zero.install")
+PRIVATE_HOMES = (
+    "zero.hooks",
+    "zero.optimizer_hooks",
+    "zero.muon",
+    "zero.install",
+    "zero.deepspeed_types",
+)
 
 
 class Edge(NamedTuple):

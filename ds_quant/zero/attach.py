@@ -22,7 +22,16 @@ from ds_quant.config.schema import FallbackConfig, QuantizedCommConfig
 from ds_quant.kernels import dispatch
 from ds_quant.policy import autotune, choosing, refusals
 from ds_quant.policy.route import Routes
-from ds_quant.zero import checkpoint, handshake, hooks, muon, offload, optimizer_hooks, safety
+from ds_quant.zero import (
+    checkpoint,
+    handshake,
+    hooks,
+    muon,
+    offload,
+    optimizer_hooks,
+    safety,
+    sharded_params,
+)
 from ds_quant.zero.cpu_overlap import LateReduction
 from ds_quant.zero.fetch import Fetch, GatherCount, gathered_modules, predicted_gathers
 from ds_quant.zero.gradients import OwnerReduction, ShardReduction, require_equal
@@ -59,7 +68,7 @@ def tune(engine: Any, config: QuantizedCommConfig, topology: Topology) -> dict[s
 
 
 def _work(engine: Any, stage: int) -> autotune.Work:
-    numel, trained = hooks.elements(engine.module)
+    numel, trained = sharded_params.elements(engine.module)
     if stage == 3:
         gather = numel // max(1, gathered_modules(engine.module))
     else:
@@ -180,7 +189,7 @@ def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Plugi
     if engine.zero_optimization_stage() == 3:
         refusals.refuse_full_replica(
             config, world=topology.world, node_size=topology.node_size,
-            model_bytes=hooks.total_bytes(engine.module),
+            model_bytes=sharded_params.total_bytes(engine.module),
         )  # fmt: skip
     notices: list[str] = []
     if config.scheme == AUTOTUNE and topology.world == 1:

@@ -12,7 +12,7 @@ that a type checker accepts them as tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -60,18 +60,18 @@ class ZeroParameter(torch.nn.Parameter):
     use_muon: bool  # marked by ``deepspeed.initialize`` (deepspeed/__init__.py) for Muon
 
     def all_gather_coalesced(self, params: Iterable[ZeroParameter]) -> GatherHandle:
-        """Post a gather for forward or backward. Wrapped: hooks.wrap_fetch."""
+        """Post a gather for forward or backward. Wrapped: sharded_params.wrap_fetch."""
         raise NotImplementedError
 
     def all_gather(self, param_list: Sequence[ZeroParameter] | None = None) -> object:
-        """Gather exact values. Wrapped: hooks.wrap_fetch."""
+        """Gather exact values. Wrapped: sharded_params.wrap_fetch."""
         raise NotImplementedError
 
     def partition(
         self, param_list: Sequence[ZeroParameter] | None = None, *, has_been_updated: bool = False
     ) -> object:
         """Free the gathered values, after writing them to the shards if they were updated.
-        Wrapped: hooks.wrap_partition.
+        Wrapped: sharded_params.wrap_partition.
         """
         raise NotImplementedError
 
@@ -342,7 +342,7 @@ class Coordinator(Protocol):
     def _PartitionedParameterCoordinator__all_gather_params_(
         self, params: set[ZeroParameter], forward: bool
     ) -> object:
-        """Post the gathers of a fetch. Wrapped: hooks.before_fetch."""
+        """Post the gathers of a fetch. Wrapped: sharded_params.before_fetch."""
 
 
 class ParameterOffload(Protocol):
@@ -391,7 +391,8 @@ class ShardOptimizer(ZeroOptimizer, Protocol):
 class Accelerator(Protocol):
     """``DeepSpeedAccelerator`` of accelerator/abstract_accelerator.py."""
 
-    Event: Callable[[], torch.Event]
+    def Event(self) -> torch.Event:
+        """Make an event, on devices with streams."""
 
     def current_device_name(self) -> str:
         """Return the device of this process, such as "cuda:0"."""

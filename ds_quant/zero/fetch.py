@@ -25,7 +25,7 @@ from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.message import SMALL_NUMEL, all_gather, small_last
 from ds_quant.comm.transport import Link, Pending
 from ds_quant.policy.model import FetchSettings
-from ds_quant.zero import hooks, log
+from ds_quant.zero import hooks, log, sharded_params
 from ds_quant.zero.node_shard import NodeShard
 from ds_quant.zero.param import Param
 from ds_quant.zero.plugin import Plugin
@@ -47,12 +47,12 @@ class Fetch:
     def attach(self, params: Iterable[torch.Tensor]) -> None:
         """Serve the parameters of a module, and what is fetched together with them."""
         self._parameters = list(params)
-        for before in dict.fromkeys(hooks.owner_of(p) for p in self._parameters):
+        for before in dict.fromkeys(sharded_params.owner_of(p) for p in self._parameters):
             if before is not None and before.ids() <= self.ids():
                 before.close()  # an engine on the same module that nobody has destroyed
         self.hook_parameters(self._parameters)
-        hooks.before_fetch(self._plugin.hooks, self.hook_parameters)
-        hooks.note_borrowed()
+        sharded_params.before_fetch(self._plugin.hooks, self.hook_parameters)
+        sharded_params.note_borrowed()
 
     def hook_parameters(self, params: Iterable[Any]) -> None:
         """Hook all parameters, also those created later or never quantized: which
@@ -61,13 +61,13 @@ class Fetch:
         for p in params:
             if p.ds_id not in self._hooked and not self._is_closed:
                 self._hooked[p.ds_id] = p
-                hooks.wrap_fetch(p, self.fetch, self.gather_exactly, owner=self)
+                sharded_params.wrap_fetch(p, self.fetch, self.gather_exactly, owner=self)
 
     def keep_in_node(self) -> None:
         """Serve gathers from a node shard from now on."""
         node = self._plugin.node = NodeShard(self._plugin, self._parameters, self.barrier)
         for parameter in self._parameters:
-            hooks.wrap_partition(parameter, node.resync, owner=self)
+            sharded_params.wrap_partition(parameter, node.resync, owner=self)
 
     def ids(self) -> set[int]:
         """Of the parameters of its module."""
@@ -79,8 +79,8 @@ class Fetch:
         if self._plugin.node is not None:
             self._plugin.node.close()
         for p in self._hooked.values():
-            hooks.unwrap(p, owner=self)
-            if self._pop_decoded(p) and hooks.is_available(p):
+            sharded_params.unwrap(p, owner=self)
+            if self._pop_decoded(p) and sharded_params.is_available(p):
                 p.ds_active_sub_modules.clear()  # a forward that was not finished has left them
                 p.partition()
         self._hooked.clear()
@@ -102,7 +102,7 @@ class Fetch:
         """(parameter, this rank's shard, link) of every parameter."""
         for p in self._parameters:
             link = self._plugin.link(p.ds_process_group)
-            (own,) = hooks.valid_shards([p], link.rank)
+            (own,) = sharded_params.valid_shards([p], link.rank)
             yield p, own, link
 
     def fetch(
@@ -139,24 +139,24 @@ class Fetch:
 
     def _is_sent(self, parameter: Any) -> bool:
         link = self._plugin.link(parameter.ds_process_group)
-        return hooks.is_sendable(parameter) and link.size > 1
+        return sharded_params.is_sendable(parameter) and link.size > 1
 
     def _gather(self, params: list[Param]) -> _Gather:
         tensors = [param.tensor for param in params]
         fabric = self._plugin.fabric(tensors[0].ds_process_group)
-        hooks.begin_fetch(tensors)
+        sharded_params.begin_fetch(tensors)
         step = self._plugin.step
         exact = self._plugin.is_exact(step)
         codings = [self._coding(param, fabric.rank, step, exact) for param in params]
         order = small_last([c.codec for c in codings])
         params, codings = [params[i] for i in order], [codings[i] for i in order]
         tensors = [tensors[i] for i in order]
-        shards = hooks.valid_shards(tensors, fabric.rank)
+        shards = sharded_params.valid_shards(tensors, fabric.rank)
         pending = all_gather(shards, [p.ds_numel for p in tensors], codings, fabric)
         return params, [not isinstance(c.codec, CastCodec) for c in codings], pending
 
     def _gather_in_node(self, params: list[Param]) -> _Gather:
-        hooks.begin_fetch([param.tensor for param in params])
+        sharded_params.begin_fetch([param.tensor for param in params])
         pending, lossy = self._plugin.node.gather(params)
         return params, lossy, pending
 
@@ -177,13 +177,13 @@ class Fetch:
         **kwargs: Any,
     ) -> Any:
         """Replace ``all_gather``. See [Note: two gathers]."""
-        if param_list is None and hooks.take_borrowed(parameter):
-            if hooks.is_unavailable(parameter):
+        if param_list is None and sharded_params.take_borrowed(parameter):
+            if sharded_params.is_unavailable(parameter):
                 parameter.all_gather_coalesced([parameter]).wait()
             return None
         for p in [parameter] if param_list is None else param_list:
-            if hooks.is_available(p) and self._pop_decoded(p):
-                hooks.drop_values(p)
+            if sharded_params.is_available(p) and self._pop_decoded(p):
+                sharded_params.drop_values(p)
         if param_list is not None and not (args or kwargs) and hooks.awaits_last_gather_only():
             for p in param_list:
                 original([p])
@@ -204,7 +204,7 @@ class _FetchHandle:
     def wait(self, **kwargs: Any) -> None:
         while self._ours:
             params, lossy, pending = self._ours[0]
-            hooks.fill([param.tensor for param in params], pending.wait())
+            sharded_params.fill([param.tensor for param in params], pending.wait())
             for param, is_lossy in zip(params, lossy, strict=True):
                 param.decoded = is_lossy
             del self._ours[0]
@@ -226,13 +226,13 @@ def predicted_gathers(engine: Any) -> float:
         max_live_parameters=engine.zero_max_live_parameters(),
         prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
     )
-    numel, _ = hooks.elements(engine.module)
+    numel, _ = sharded_params.elements(engine.module)
     return settings.gathers(numel, gathered_modules(engine.module))
 
 
 def gathered_modules(module: torch.nn.Module) -> int:
     """Count the modules whose own parameters ZeRO-3 gathers, each by itself."""
-    whole = hooks.is_gathered_whole(module)
+    whole = sharded_params.is_gathered_whole(module)
     own = any(not getattr(p, "ds_persist", True) for p in module.parameters(recurse=whole))
     return own + (0 if whole else sum(map(gathered_modules, module.children())))
 
@@ -246,7 +246,7 @@ class GatherCount:
     def __init__(self, plugin: Plugin, line: Callable[[], str]) -> None:
         self._plugin, self._line = plugin, line
         module = plugin.engine.module
-        self._numel, _ = hooks.elements(module)
+        self._numel, _ = sharded_params.elements(module)
         self._persistent = sum(p.ds_numel for p in module.parameters() if p.ds_persist)
         self._fetched = 0
         self._undisturbed = 0  # micro-steps before this optimizer step

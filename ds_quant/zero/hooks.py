@@ -1,5 +1,7 @@
-"""Contacts with DeepSpeed's private names. optimizer_hooks.py has those of ZeRO-1 and 2 alone,
-muon.py those of Muon, install.py the place where an engine is built.
+"""Events of DeepSpeed's engine and optimizers, and the functions that are replaced.
+
+All contact with DeepSpeed's private names is here, in sharded_params.py (parameters of ZeRO-3),
+optimizer_hooks.py (ZeRO-1 and 2), muon.py and install.py; deepspeed_types.py declares the names.
 
 [Note: what is replaced] Methods are wrapped per engine, on instances. Functions that DeepSpeed
 calls by module name (the gradient reduce-scatter of ZeRO-3, the weight gather of ZeRO-1 and 2, the
@@ -14,7 +16,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +26,6 @@ from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.zero.deepspeed_types import (
     Accelerator,
     Engine,
-    GatherHandle,
-    ParameterOffload,
     ShardOptimizer,
     ZeroOptimizer,
     ZeroParameter,
@@ -45,7 +45,7 @@ def wrap_once(owner: object, name: str, around: Callable[..., Any]) -> None:
     original = getattr(owner, name)
     if hasattr(original, "ds_quant_wraps"):
         return
-    wrapped = _wrapped(original, around)
+    wrapped = wrapped_by(original, around)
     if isinstance(owner, type):  # only functions become methods
         setattr(owner, name, functools.wraps(wrapped)(lambda *args, **kw: wrapped(*args, **kw)))
     else:
@@ -59,7 +59,7 @@ class Wrapped(partial[Any]):
     ds_quant_owner: Hashable
 
 
-def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Wrapped:
+def wrapped_by(original: Callable[..., Any], around: Callable[..., Any]) -> Wrapped:
     """Return ``around(original, ...)``, named as the original."""
     wrapped = Wrapped(around, original)
     functools.update_wrapper(wrapped, original)
@@ -109,7 +109,7 @@ class Hooks:
                 "engine per optimizer"
             )
         self._replaced.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, _wrapped(original, around))
+        setattr(owner, name, wrapped_by(original, around))
 
     def remove(self) -> None:
         """Give back what was wrapped, unless somebody has replaced it since. Idempotent."""
@@ -308,7 +308,6 @@ def require(owner: object, name: str) -> None:
 
 _AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 _FLUSH = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-_FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
 
 
 _shard_reduction = ExpectedCall("reduce_scatter_coalesced")
@@ -332,54 +331,6 @@ def block_is_from_variable(engine: Engine) -> bool:
 def drop_block(engine: Engine) -> None:
     """Run the engine as without a block."""
     engine._config.quantized_comm = None
-
-
-# ---- parameters of ZeRO-3 ----
-
-
-def before_fetch(hooks: Hooks, meet: Callable[[Iterable[ZeroParameter]], None]) -> None:
-    """Call ``meet(params)`` with parameters that are about to be fetched together."""
-
-    def fetch(
-        original: Callable[..., object],
-        params: set[ZeroParameter],
-        *args: object,
-        **kwargs: object,
-    ) -> object:
-        meet(params)
-        return original(params, *args, **kwargs)
-
-    # An engine for inference has nothing but the offload.
-    offload = cast(
-        "ParameterOffload", getattr(hooks.optimizer, "parameter_offload", hooks.optimizer)
-    )
-    hooks.wrap(offload.get_param_coordinator(), _FETCH, fetch)
-
-
-def is_gathered_whole(module: torch.nn.Module) -> bool:
-    """Whether ZeRO-3 gathers all that is in the module at once (DeepSpeed's leaf modules)."""
-    from deepspeed.utils import z3_leaf_module
-
-    return bool(z3_leaf_module(module))
-
-
-_BORROWED = "ds_quant_borrowed"  # attribute of a parameter
-
-
-def note_borrowed() -> None:
-    """Mark parameters that a module uses in its forward though they are not its own: DeepSpeed
-    learns of it then, once per use and run, and gathers them on the spot with ``all_gather()``.
-    """
-    from deepspeed.runtime.zero import parameter_offload
-
-    def register(
-        original: Callable[..., object], module: torch.nn.Module, parameter: ZeroParameter
-    ) -> None:
-        original(module, parameter)
-        vars(parameter)[_BORROWED] = True
-
-    require(parameter_offload, "register_external_parameter")
-    wrap_once(parameter_offload, "register_external_parameter", register)
 
 
 # ---- gradients ----
@@ -469,7 +420,7 @@ def skip_zero_shards(
             return original(params, shards)
         for p in params:
             if p.grad is not None:
-                _keep_for_current_stream(p.grad)
+                keep_for_current_stream(p.grad)
             p.grad = None
         return []
 
@@ -501,88 +452,20 @@ def steps(optimizer: object) -> bool:
     return hasattr(optimizer, "step") and hasattr(optimizer, _AVG_SCATTER)
 
 
-# ---- parameters ----
+# ---- the device ----
 
 
-def parameters_of(module: torch.nn.Module, *, recurse: bool = True) -> list[ZeroParameter]:
-    """Return the parameters of an engine's module, as DeepSpeed has extended them."""
-    return cast("list[ZeroParameter]", list(module.parameters(recurse)))
-
-
-def shape_of(parameter: Tensor) -> torch.Size:
-    """Return the full shape, also while a ZeRO-3 parameter is partitioned."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def elements(module: torch.nn.Module) -> tuple[int, int]:
-    """Count the elements of a model, and those that are trained."""
-    numels = [(shape_of(p).numel(), p.requires_grad) for p in module.parameters()]
-    return sum(n for n, _ in numels), sum(n for n, trained in numels if trained)
-
-
-def total_bytes(module: torch.nn.Module) -> int:
-    """Add up the bytes of all parameters of a model, partitioned ones in full."""
-    return sum(shape_of(p).numel() * p.element_size() for p in module.parameters())
-
-
-def is_sendable(parameter: ZeroParameter) -> bool:
-    """Whether a codec can carry the dtype of a ZeRO-3 parameter's shard."""
-    return parameter.ds_tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
-
-
-def is_unavailable(parameter: ZeroParameter) -> bool:
-    return parameter.ds_status == type(parameter.ds_status).NOT_AVAILABLE
-
-
-def is_available(parameter: ZeroParameter) -> bool:
-    return parameter.ds_status == type(parameter.ds_status).AVAILABLE
-
-
-def begin_fetch(parameters: Iterable[ZeroParameter]) -> None:
-    """Check DeepSpeed's contract and mark parameters as in flight."""
-    for p in parameters:
-        status = type(p.ds_status)
-        if p.ds_status != status.NOT_AVAILABLE:
-            raise RuntimeError(f"fetch of a parameter that is not partitioned: {p.ds_summary()}")
-        p.ds_status = status.INFLIGHT
-
-
-def fill(parameters: Sequence[ZeroParameter], values: Sequence[Tensor]) -> None:
-    """Give parameters their gathered values, (numel,) each, and mark them available."""
-    for p, full in zip(parameters, values, strict=True):
-        p.data = full.view(p.ds_shape)
-        p.ds_status = type(p.ds_status).AVAILABLE
-
-
-def drop_values(parameter: ZeroParameter) -> None:
-    """Mark a gathered parameter as not gathered, so that the next gather fetches it again."""
-    _keep_for_current_stream(parameter.data)
-    parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
-
-
-def _keep_for_current_stream(values: Tensor) -> None:
+def keep_for_current_stream(values: Tensor) -> None:
     """Keep the allocator from reusing memory that the current stream may still read.
 
     Call it before the last reference to a tensor that another stream has allocated is dropped.
     """
-    accelerator = _accelerator()
-    if not accelerator.is_synchronized_device() and accelerator.on_accelerator(values):
-        values.record_stream(accelerator.current_stream())
+    device = accelerator()
+    if not device.is_synchronized_device() and device.on_accelerator(values):
+        values.record_stream(device.current_stream())
 
 
-def valid_shards(parameters: Iterable[ZeroParameter], rank: int) -> list[Tensor]:
-    """Return this rank's shards without their uninitialised padding, 1-D, possibly empty, on the
-    device of the collectives: not theirs if parameters are offloaded.
-    """
-    found, where = [], device()
-    for p in parameters:
-        width = p.ds_tensor.ds_numel
-        used = min(max(p.ds_numel - rank * width, 0), width)
-        found.append(p.ds_tensor.data.view(-1)[:used].to(where, non_blocking=True))
-    return found
-
-
-def _accelerator() -> Accelerator:
+def accelerator() -> Accelerator:
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator()
@@ -590,94 +473,28 @@ def _accelerator() -> Accelerator:
 
 def free_memory() -> int:
     """Return the bytes that can still be allocated where collectives run."""
-    return int(_accelerator().available_memory())
+    return int(accelerator().available_memory())
 
 
 def has_streams() -> bool:
     """Whether the device runs by itself: what waits there keeps a stream back, not the host."""
-    return not _accelerator().resolves_data_dependency()
+    return not accelerator().resolves_data_dependency()
 
 
 def synchronize() -> None:
     """Wait until the device has done all it was asked to, where it runs by itself."""
     if has_streams():
-        _accelerator().synchronize()
+        accelerator().synchronize()
 
 
 def device() -> torch.device:
     """Return the device of the collectives."""
-    return torch.device(_accelerator().current_device_name())
+    return torch.device(accelerator().current_device_name())
 
 
 def awaits_last_gather_only() -> bool:
     """Whether ``all_gather`` returns before all parameters are there: on the CPU, before 0.19.8."""
     return device().type == "cpu" and is_older("0.19.8")
-
-
-# ---- its methods, for as long as an engine serves it ----
-
-
-def wrap_fetch(
-    parameter: ZeroParameter,
-    fetch: Callable[..., GatherHandle],
-    gather_exactly: Callable[..., object],
-    *,
-    owner: Hashable,
-) -> None:
-    """``fetch(original, params, ...)`` serves forward and backward; ``gather_exactly(param,
-    original, param_list, ...)`` everything that must see exact weights.
-    """
-    _wrap(parameter, "all_gather_coalesced", fetch, owner)
-    _wrap(parameter, "all_gather", partial(gather_exactly, parameter), owner)
-
-
-def wrap_partition(
-    parameter: ZeroParameter,
-    updated: Callable[[Sequence[ZeroParameter]], None],
-    *,
-    owner: Hashable,
-) -> None:
-    """``updated(params)`` learns which parameters are partitioned again with new values."""
-
-    def around(
-        partition: Callable[..., object],
-        param_list: Sequence[ZeroParameter] | None = None,
-        *args: object,
-        has_been_updated: bool = False,
-        **kwargs: object,
-    ) -> object:
-        if has_been_updated:
-            updated([parameter] if param_list is None else param_list)
-        return partition(param_list, *args, has_been_updated=has_been_updated, **kwargs)
-
-    _wrap(parameter, "partition", around, owner)
-
-
-def _wrap(
-    parameter: ZeroParameter, name: str, around: Callable[..., object], owner: Hashable
-) -> None:
-    original = getattr(parameter, name)
-    wrapped = _wrapped(original, around)
-    wrapped.ds_quant_owner = owner
-    setattr(parameter, name, wrapped)
-
-
-def take_borrowed(parameter: ZeroParameter) -> bool:
-    """Whether the parameter was marked as borrowed since the last call."""
-    return vars(parameter).pop(_BORROWED, False)
-
-
-def owner_of(parameter: ZeroParameter) -> Hashable | None:
-    """Return the owner of the wrapped fetch, None if it is DeepSpeed's."""
-    return getattr(getattr(parameter, "all_gather_coalesced", None), "ds_quant_owner", None)
-
-
-def unwrap(parameter: ZeroParameter, *, owner: Hashable) -> None:
-    """Give the parameter back its own methods, unless another owner has wrapped them since."""
-    for name in ("all_gather_coalesced", "all_gather", "partition"):
-        method = getattr(parameter, name)
-        if getattr(method, "ds_quant_owner", None) is owner:
-            setattr(parameter, name, method.ds_quant_wraps)
 
 
 class StepBarrier:
@@ -690,9 +507,9 @@ class StepBarrier:
 
     def record(self) -> None:
         if has_streams():
-            self._event = _accelerator().Event()
-            self._event.record(_accelerator().current_stream())
+            self._event = accelerator().Event()
+            self._event.record(accelerator().current_stream())
 
     def wait(self) -> None:
         if self._event is not None:
-            _accelerator().current_stream().wait_event(self._event)
+            accelerator().current_stream().wait_event(self._event)

@@ -40,7 +40,7 @@ from ds_quant.comm.message import Kept, Room, exchange, gather, rows_of
 from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy.memory import CHUNKS, EXCHANGED_AT_ONCE, LEAST_NUMEL, MOST_NUMEL
-from ds_quant.zero import hooks, lossless, offload
+from ds_quant.zero import hooks, lossless, offload, sharded_params
 from ds_quant.zero.param import Param, Stream
 from ds_quant.zero.plugin import Plugin
 
@@ -150,7 +150,7 @@ class NodeShard:
     def _belongs(self, p: Any) -> bool:
         """Rank-invariant. Persistent parameters stay gathered; expert groups are not the world."""
         in_world = self._plugin.is_world(p.ds_process_group)
-        return hooks.is_sendable(p) and not p.ds_persist and in_world
+        return sharded_params.is_sendable(p) and not p.ds_persist and in_world
 
     def _room(self, *, on_host: bool, pin: bool = True) -> Room:
         """Return room for all rows, on the device or the host."""
@@ -336,7 +336,7 @@ class NodeShard:
 
     def _shards(self, params: Sequence[Param]) -> list[torch.Tensor]:
         """Return this rank's own shards, as the optimizer has left them."""
-        return hooks.valid_shards([param.tensor for param in params], self._rank)
+        return sharded_params.valid_shards([param.tensor for param in params], self._rank)
 
     def _exchange(self, params: Sequence[Param], codings: Sequence[Coding]) -> Pending[Any]:
         kept = [param.kept for param in params]

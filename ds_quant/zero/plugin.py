@@ -23,7 +23,7 @@ from ds_quant.policy.cost import Costs, PricedParam, bill
 from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
-from ds_quant.zero import hooks, offload
+from ds_quant.zero import hooks, offload, sharded_params
 from ds_quant.zero.param import Param, learn
 from ds_quant.zero.world import backend, level_groups
 
@@ -96,7 +96,7 @@ class Plugin:
         modules = dict(engine.module.named_modules())
         for index, (name, p) in enumerate(engine.module.named_parameters()):
             self._params[id(p)] = Param(
-                index=index, name=name, shape=hooks.shape_of(p), trained=p.requires_grad,
+                index=index, name=name, shape=sharded_params.shape_of(p), trained=p.requires_grad,
                 packed=is_packed(p, modules.get(name.rpartition(".")[0])), tensor=p,
                 routes=self.routes,
             )  # fmt: skip
@@ -239,7 +239,7 @@ class Plugin:
         engine = self.engine
         late = self.stage == 3 and engine.zero_overlap_comm() and hooks.device().type == "cpu"
         sizes = Sizes(
-            trained=hooks.elements(engine.module)[1],
+            trained=sharded_params.elements(engine.module)[1],
             largest=max((param.shape.numel() for param in self.all_params()), default=0),
             bucket=engine.zero_reduce_bucket_size(),
             window=engine.zero_allgather_bucket_size(),

@@ -17,7 +17,7 @@ from ds_quant.kernels.wire import round_up
 from ds_quant.policy import choosing
 from ds_quant.policy.cost import Costs, shipped_bytes
 from ds_quant.policy.scheme import matches
-from ds_quant.zero import hooks, log, offload
+from ds_quant.zero import hooks, log, offload, sharded_params
 from ds_quant.zero.plugin import Plugin
 
 _LESS = 0.9  # of the bytes: a scheme that sends more than that is not worth a sentence
@@ -172,7 +172,10 @@ def one_bucket(engine: Any, muon_round: int = 0) -> Iterator[str]:
     muon_round: elements of one of Muon's largest matrices per rank, see ``muon.full_round``. The
         advised size is a multiple of it, and no size is advised if one such bucket holds all.
     """
-    room, (numel, trained) = engine.zero_reduce_bucket_size(), hooks.elements(engine.module)
+    room, (numel, trained) = (
+        engine.zero_reduce_bucket_size(),
+        sharded_params.elements(engine.module),
+    )
     several = len(list(engine.module.parameters())) > 1
     advised = round_up(trained // 8, muon_round) if muon_round else trained // 8
     waits = engine.zero_overlap_comm() and several and numel / 2 < trained <= room

@@ -48,6 +48,7 @@ OTHERS = {
     "config": {"pydantic", "pydantic_core", "yaml"},
     "zero": {"torch", "deepspeed.comm"},
     "zero.hooks": {"torch", "deepspeed"},
+    "zero.sharded_params": {"torch", "deepspeed"},
     "zero.optimizer_hooks": {"torch", "deepspeed"},
     "zero.offload": {"torch", "deepspeed"},
     "zero.muon": {"torch", "deepspeed"},
@@ -59,6 +60,7 @@ ONLY_INSIDE_FUNCTIONS = {"cupy", "deepspeed"}
 PRIVATE_NAMES = ("deepspeed.runtime", "_DeepSpeedZeroOptimizer")
 PRIVATE_HOMES = (
     "zero.hooks",
+    "zero.sharded_params",
     "zero.optimizer_hooks",
     "zero.muon",
     "zero.install",

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_quant.policy import autotune
-from ds_quant.zero import hooks
+from ds_quant.zero import hooks, sharded_params
 from ds_quant.zero.node_shard import NodeShard
 from ds_quant.zero.optimizer_hooks import ReplicaGroup, owner_buckets
 
@@ -56,7 +56,7 @@ def test_dropped_values_are_kept_for_the_stream_that_used_them(
     status = enum.Enum("Status", "AVAILABLE NOT_AVAILABLE")
     data = types.SimpleNamespace(record_stream=kept.append)
     parameter = types.SimpleNamespace(data=data, ds_status=status.AVAILABLE)
-    hooks.drop_values(parameter)
+    sharded_params.drop_values(parameter)
     assert parameter.ds_status is status.NOT_AVAILABLE
     assert kept == ([] if ordered else ["optimizer"])
 

@@ -100,7 +100,7 @@ def conclusions(entries: Sequence[dict[str, Any]], *, world: int) -> list[str]:
         )
     lines.append(
         "B/param: bytes that a rank receives per parameter and step; multiply by "
-        f"{world}/{world - 1} to compare with the start-up line."
+        f"{world}/{world - 1} to compare with the volume in the start-up line."
     )
     lines.append(
         "Steps are not faster here: ranks of one machine have no network between them. "

@@ -1,8 +1,11 @@
 """Bytes of a step by formula, from the same codecs that do the work.
 
-[Note: bytes per parameter] All figures are volumes: what would enter one rank from the others if
-there were infinitely many ranks. A rank of W really receives (W - 1) / W of them, a node of N
-nodes (N - 1) / N, if each byte enters once.
+[Note: bytes per parameter] There are two units, which are named wherever a figure is shown.
+*Volume* does not depend on the number of nodes: what would enter a node from the others if there
+were infinitely many (one node: a rank from the others). *Received* is what really enters, and what
+``Traffic`` counts. A node of N receives (N - 1) / N of a volume that enters it once, a rank of one
+node of W ranks (W - 1) / W. Collectives of DeepSpeed's own are flat rings over all ranks: of those
+a node of N receives (W - 1) / W, because one of its ranks hears from another node.
 
 [Note: lossless differences] How many bits they take is up to the training: more at a higher
 learning rate, fewer the more weights stay as they are. ``LOSSLESS_BITS`` is what the codec takes
@@ -139,15 +142,26 @@ class Costs:
         nodes, node_size = self.routes.nodes, self.routes.node_size
         away, near = (1 - 1 / nodes) / node_size, 1 - 1 / node_size
         found = {}
-        for role, (outer, inner) in self.volumes(stage, micro_steps=micro_steps).items():
+        volumes = self.volumes(stage, micro_steps=micro_steps)
+        flat = self.exact_bytes(stage, micro_steps)
+        if self.routes.shipped_gradients:  # DeepSpeed's all-reduce
+            flat += volumes["gradients"][0]
+            volumes["gradients"] = (0.0, 0.0)
+        for role, (outer, inner) in volumes.items():
             if nodes == 1:  # then the volume over all ranks stays inside
                 outer, inner = 0.0, outer
             found[role] = {"intra": inner * near * self.numel, "inter": outer * away * self.numel}
-        ring = self.exact_bytes(stage, micro_steps) * (1 - 1 / (nodes * node_size)) * self.numel
+        ring = flat * (1 - 1 / (nodes * node_size)) * self.numel
         crossing = ring / node_size if nodes > 1 else 0.0  # one rank of a node hears from another
         found["gradients"]["intra"] += ring - crossing
         found["gradients"]["inter"] += crossing
         return found
+
+    def received_per_node(self, stage: int, *, micro_steps: int) -> float:
+        """Bytes per parameter and step into one node from the others; into a rank of one node."""
+        link, ranks = ("intra", 1) if self.routes.nodes == 1 else ("inter", self.routes.node_size)
+        roles = self.received(stage, micro_steps=micro_steps).values()
+        return ranks * sum(links[link] for links in roles) / max(1, self.numel)
 
 
 def bill(

@@ -376,13 +376,15 @@ def report(engine: Any) -> dict[str, Any] | None:
     """Report what this rank has received so far; None if the engine has no ``quantized_comm``.
 
     Returns:
-        scheme, stage, params (elements), steps, micro_steps, received_bytes[role][link] with role
-        weights or gradients and link intra or inter (node), collectives[role], not_counted (roles
+        scheme, stage, params (elements), steps, micro_steps, received_bytes[role][link] (into this
+        rank, with role weights or gradients and link intra or inter (node); received per node is
+        the sum of inter over the ranks of a node), collectives[role], not_counted (roles
         that both leave out, because DeepSpeed sends them its own way),
         gathers (of an element per micro-step under ZeRO-3, predicted and after the first steps
         counted, else 1), full_precision_share (0 to 1, of wire bytes), saved_bytes[role][link]
         (that full precision would have received besides, by formula), expected_bytes_per_param and
-        expected_intra_bytes_per_param (per optimizer step, volumes as in ``cost``),
+        expected_intra_bytes_per_param (per optimizer step; volumes, see [Note: bytes
+        per parameter] of ``cost``),
         expected_most_bytes_per_param (the same at most: lossless differences of weights are as
         long as the training makes them), lossless_bits (per weight, as measured so far, None
         without them), lossless_padding (what moves besides them, a share of them), kept_bytes

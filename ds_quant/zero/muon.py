@@ -190,7 +190,7 @@ def attach(plugin: Plugin, optimizer: Any) -> None:
     for param, nbytes in gathered.items():
         param.boundary = nbytes
     price = _price(plugin, gathered)
-    notice = f"Muon gathers gradients and momentum itself, exactly: {price:.2f} B/param/step"
+    notice = f"Muon gathers gradients and momentum itself, exactly: volume {price:.2f} B/param/step"
     enough = full_round(plugin, optimizer)
     if bucket_size < enough:
         best = _price(plugin, _gathered_bytes(plugin, optimizer, enough))

@@ -39,10 +39,11 @@ def start_line(plugin: Plugin) -> str:
         stage, dtype, micro_steps=micro_steps, gathers=costs.gathers, trained=costs.trained
     )
     inside = costs.intra_bytes(stage, micro_steps=micro_steps)
+    per = "micro-step" if per_micro_step else "step"
     parts = [
-        f"{plugin.scheme.name} on ZeRO-{stage}, "
+        f"{plugin.scheme.name} on ZeRO-{stage}, volume "
         f"{costs.step_bytes(stage, micro_steps=micro_steps):.2f} "
-        f"B/param/{'micro-step' if per_micro_step else 'step'}"
+        f"B/param/{per}"
         f"{' between nodes' if inside else ''} "
         f"({label} {shipped + costs.boundary:.2f}), " + _unquantized(plugin, costs),
         f"{plugin.topology.nodes} x {plugin.topology.node_size} ranks",
@@ -51,8 +52,12 @@ def start_line(plugin: Plugin) -> str:
     if stage == 3:
         times = "once" if costs.gathers == 1 else f"{costs.gathers:.3g} times"
         parts.append(f"weights fetched {times} per micro-batch")
+    if plugin.topology.world > 1:
+        received = costs.received_per_node(stage, micro_steps=micro_steps)
+        where = "node" if plugin.topology.nodes > 1 else "rank"
+        parts.append(f"{received:.2f} B/param/{per} received per {where}")
     if inside:
-        parts.append(f"{inside:.2f} B/param inside a node")
+        parts.append(f"volume inside a node {inside:.2f} B/param")
     if costs.memory:
         gigabytes = costs.memory * costs.numel / 1e9
         where = "in host memory " if offload.offloads_parameters(plugin.engine) else ""
@@ -73,7 +78,9 @@ def start_line(plugin: Plugin) -> str:
         parts.append(f"from step {plugin.scheme.block.warmup_steps} on")
     if costs.varies:
         most = costs.step_bytes(stage, micro_steps=micro_steps, most=True)
-        parts.append(f"traffic depends on the learning rate: {most:.2f} B/param/step at most")
+        parts.append(
+            f"traffic depends on the learning rate: volume {most:.2f} B/param/step at most"
+        )
     return "; ".join([*parts, *_why_weights_stay(plugin), *_advised(plugin), *plugin.notices])
 
 
@@ -91,7 +98,7 @@ def _advised(plugin: Plugin) -> list[str]:
     if less > _LESS * ours.step_bytes(stage, **often):
         return []
     keeps = f", and keeps {theirs.memory:.2f} more" if theirs.memory > ours.memory else ""
-    return [f'advised here: scheme "{best}", which sends {less:.2f} B/param/step{keeps}']
+    return [f'advised here: scheme "{best}", with a volume of {less:.2f} B/param/step{keeps}']
 
 
 def _unquantized(plugin: Plugin, costs: Costs) -> str:

@@ -125,7 +125,7 @@ def test_zero3_reduces_by_the_scheme_and_counts_what_muon_gathers() -> None:
     assert 0 < received < STEPS * report["params"] * (0.3 + 2 * 0.6)
     assert report["not_counted"] == []
     price = gathered / (3 / 4) / STEPS / report["params"]
-    assert f"itself, exactly: {price:.2f} B/param/step" in report["line"]
+    assert f"itself, exactly: volume {price:.2f} B/param/step" in report["line"]
     assert report["expected_bytes_per_param"] > price
 
 
@@ -138,7 +138,7 @@ def test_the_padding_of_rounds_is_priced(matrices: int, in_bucket: int, price: f
     found = {bucket: gathers_of_muon(matrices, bucket) for bucket in (in_bucket, 4)}
     counted, line = found[in_bucket]
     assert counted == pytest.approx(price, rel=0.05)
-    assert f"itself, exactly: {price:.2f} B/param/step" in line
+    assert f"itself, exactly: volume {price:.2f} B/param/step" in line
     least = f"with reduce_bucket_size={4 * SQUARE**2})"
     assert (least in line) == (in_bucket < 4)
     if in_bucket < 4:
@@ -152,11 +152,20 @@ def gathers_of_muon(matrices: int, in_bucket: int) -> tuple[float, str]:
         3, {"scheme": "sdp4bit", "node_size": 2}, partial(Square, matrices), groups=one_group,
         optimizer=muon, zero={"reduce_scatter": False, "reduce_bucket_size": in_bucket * SQUARE**2},
     )  # fmt: skip
+    train_steps(engine, 1)  # the first one sends all weights
+    before = entered(ds_quant.report(engine))
     with deepspeeds_own() as own:
         train_steps(engine, 1)
     report = ds_quant.report(engine)
+    into_node = sum(of_all_ranks(entered(report) - before)[:2]) / report["params"]
+    assert f"; {into_node:.2f} B/param/step received per node" in report["line"]
     gathered = own["all_gather"] + own["all_gather_into_tensor"]
     return gathered / (3 / 4) / report["params"], report["line"]
+
+
+def entered(report: dict[str, Any]) -> int:
+    """Bytes from other nodes to this rank."""
+    return sum(links["inter"] for links in report["received_bytes"].values())
 
 
 def one_group(model: nn.Module) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ cost is the subject of tests/unit/test_owner_plan.py.
 from __future__ import annotations
 
 import functools
+import re
 from itertools import product
 from typing import Any
 
@@ -119,6 +120,9 @@ def test_counted_bytes_are_those_of_the_formula(topology: Topology, case: Case) 
     for result in ranks:
         for role, links in result["formula"].items():
             assert result["received"][role] == pytest.approx(links, rel=0.01), role
+    assert said_to_be_received(report, micro_steps) == pytest.approx(
+        received_per_node(ranks, nodes, node_size), rel=0.01, abs=0.006
+    )
     assert report["kept_bytes"] == pytest.approx(report["expected_kept_bytes"], rel=0.05)
     assert (report["kept_bytes"] > 0) == (stage == 3 and nodes > 1 and scheme in KEEPING)
     waits = report["expected_held_bytes"] > 0
@@ -130,6 +134,20 @@ def test_counted_bytes_are_those_of_the_formula(topology: Topology, case: Case) 
         for calls in (result["calls"] for result in ranks):
             assert calls["gradients"] == (1 if stage == 1 else micro_steps)
             assert 1 <= calls["weights"] <= (1 if stage < 3 else most)
+
+
+def received_per_node(ranks: list[dict[str, Any]], nodes: int, node_size: int) -> float:
+    """Bytes per parameter and step that enter the first node; on one node, the first rank."""
+    link, own = ("inter", ranks[:node_size]) if nodes > 1 else ("intra", ranks[:1])
+    return sum(links[link] for rank in own for links in rank["received"].values()) / NUMEL
+
+
+def said_to_be_received(report: dict[str, Any], micro_steps: int) -> float:
+    """The same by the start-up line."""
+    figure, per, _ = re.search(
+        r"; ([\d.]+) B/param/(\S+) received per (node|rank)", report["line"]
+    ).groups()
+    return float(figure) * (micro_steps if per == "micro-step" else 1)
 
 
 class Tap(TorchDispatchMode):

@@ -13,6 +13,7 @@ from ds_quant.kernels.lossless import max_bytes, problem_of
 
 DTYPES = (torch.bfloat16, torch.float16)
 NUMELS = (0, 1, 2, 7, 1023, 1025, 2047, 2048, 2049, 4096, 2**16 + 3)
+LARGE_NUMELS = (1, 2048, 70_001, 2048 * 2048 + 3000)  # the last one: a second turn of a scan
 # Of one block: none changed, a step at a learning rate, any bits, equal but for a few any bits,
 # zeros that became something.
 SORTS = ("same", 1e-3, 3e-4, 1e-4, 1e-5, 1e-7, "any", "few", "zeros")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from ds_quant.kernels.batch import Task
 from ds_quant.kernels.dispatch import Streams
 from ds_quant.kernels.launch import Stores, Table
 from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.wire import ALIGNMENT, round_up
 
 ADDRESS = Address(key=5, step=6)
 
@@ -46,10 +48,28 @@ class Kernels:
         if self.device.type == "cpu":
             return x
         if x.dim() == 1 or x.stride(0) < x.shape[1]:
-            return x.to(self.device)
-        padding = x.stride(0) - x.shape[1]
-        room = torch.empty(len(x), x.stride(0), dtype=x.dtype, device=self.device)
-        return room[:, padding:].copy_(x)
+            return room(x.shape, x.dtype, self.device).copy_(x)
+        return skewed(x, x.stride(0) - x.shape[1], self.device)
+
+
+def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an empty tensor at the begin of an allocation of whole 16 bytes.
+
+    Kernels read every aligned 16 bytes that hold some of a row. PyTorch's allocator always leaves
+    room behind a tensor; without its cache, as compute-sanitizer needs it, an allocation may end
+    inside those 16 bytes, and the read counts as a fault.
+    """
+    numel = math.prod(shape)
+    items = round_up(numel * dtype.itemsize, ALIGNMENT) // dtype.itemsize
+    return torch.empty(items, dtype=dtype, device=device)[:numel].view(*shape)
+
+
+def skewed(x: torch.Tensor, skew: int, device: torch.device) -> torch.Tensor:
+    """Return a copy of x (rows, numel) on the device. Its first row starts ``skew`` elements behind
+    the begin of an allocation, and as many lie between two rows.
+    """
+    rows, numel = x.shape
+    return room((rows, numel + skew), x.dtype, device)[:, skew:].copy_(x)
 
 
 def tables_of(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> list[Table]:

@@ -33,6 +33,16 @@ CODECS = tuple(
 STORES = [Stores(run, staged) for run in (1, 2, 4, 8) for staged in (False, True)]
 GAUSSIAN = tuple(GroupCodec(bits=bits, group_size=128, range="gaussian") for bits in (2, 3, 4))
 
+
+def large_rows(codec: GroupCodec) -> tuple[tuple[int, int], ...]:
+    """(numel, skew) of rows with many groups: whole blocks at a multiple of 16 bytes, and an end
+    inside a vector of rows that begin ``skew`` elements behind one.
+    """
+    is_power_of_two = codec.group_size & (codec.group_size - 1) == 0
+    numel = 1 << 18 if is_power_of_two else 256 * codec.group_size
+    return (numel, 0), (numel - 77, 3)
+
+
 # What a group may hold. Values below fp16's range become zeros there, those above Inf.
 KINDS = {
     "normal": lambda n: torch.randn(n),

@@ -20,12 +20,23 @@ from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Link
 from ds_quant.kernels import cuda, dispatch, launch_batch, lossless, reference
 from ds_quant.kernels.cuda import source
-from tests.kernels.backends import Kernels
-from tests.kernels.inputs import CODECS, DTYPES, GAUSSIAN, KINDS, awkward, id_of, learned, table
+from tests.kernels.backends import Kernels, skewed
+from tests.kernels.inputs import (
+    CODECS,
+    DTYPES,
+    GAUSSIAN,
+    KINDS,
+    awkward,
+    id_of,
+    large_rows,
+    learned,
+    table,
+)
 from tests.kernels.programs import ADDRESS, assert_values, decoded, expected
 from tests.kernels.test_numbers import *  # noqa: F403
 from tests.kernels.test_numbers import INT4
 from tests.lossless_inputs import DTYPES as LOSSLESS_DTYPES
+from tests.lossless_inputs import LARGE_NUMELS as LOSSLESS_NUMELS
 from tests.lossless_inputs import SORTS, decode_rows, message_of, mixed
 
 pytestmark = pytest.mark.gpu
@@ -61,12 +72,6 @@ def on_gpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.to(DEVICE)
 
 
-def skewed(x: torch.Tensor, skew: int) -> torch.Tensor:
-    """A copy of x (rows, numel) on the GPU whose rows start `skew` elements off an allocation."""
-    buffer = torch.empty(x.shape[0], x.shape[1] + skew, dtype=x.dtype, device=DEVICE)
-    return buffer[:, skew:].copy_(x)
-
-
 def encode_now(x: torch.Tensor) -> torch.Tensor:
     """On the current stream."""
     out = torch.empty(len(x), INT4.wire_bytes(x.shape[1]), dtype=torch.uint8, device=DEVICE)
@@ -77,14 +82,13 @@ def encode_now(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("index", range(len(CODECS)), ids=lambda i: id_of(CODECS[i]))
 def test_large_rows_equal_the_reference(kernels, index: int) -> None:
     codec, dtype = CODECS[index], DTYPES[index % 3]
-    whole = 1 << 18 if codec.group_size & (codec.group_size - 1) == 0 else 256 * codec.group_size
-    for numel, skew in ((whole, 0), (whole - 77, 3)):
+    for numel, skew in large_rows(codec):
         x = awkward(2 * numel, codec.group_size, sorted(KINDS), seed=index).view(2, numel).to(dtype)
         wanted, levels = expected(codec, x), on_gpu(learned(codec))
         out = torch.full(wanted.shape, 0x55, dtype=torch.uint8, device=DEVICE)
-        encode(codec, skewed(x, skew), out, address=ADDRESS, levels=levels)
+        encode(codec, skewed(x, skew, DEVICE), out, address=ADDRESS, levels=levels)
         assert torch.equal(out.cpu(), wanted)
-        values = skewed(torch.zeros(2, numel, dtype=dtype), skew)
+        values = skewed(torch.zeros(2, numel, dtype=dtype), skew, DEVICE)
         decode(codec, out, values, levels=levels)
         assert_values(values, decoded(codec, wanted, numel))
 
@@ -99,11 +103,11 @@ def lossless_wire(values: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("skew", (0, 3))
 @pytest.mark.parametrize("dtype", LOSSLESS_DTYPES, ids=str)
-@pytest.mark.parametrize("numel", (1, 2048, 70_001, 2048 * 2048 + 3000))  # a second turn of a scan
+@pytest.mark.parametrize("numel", LOSSLESS_NUMELS)
 def test_lossless_differences(runner, numel: int, dtype: torch.dtype, skew: int) -> None:
     values, before = mixed(list(SORTS), numel, dtype, seed=numel)
     wanted = lossless_wire(values, before)
-    gpu, old = (skewed(x[None], skew)[0] for x in (values, before))
+    gpu, old = (skewed(x[None], skew, DEVICE)[0] for x in (values, before))
     out = torch.full((lossless.max_bytes(numel),), 0x55, dtype=torch.uint8, device=DEVICE)
     used = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     launch_batch.encode_lossless([(gpu, old, out)], used, run_tables=runner.run_tables)

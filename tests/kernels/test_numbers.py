@@ -315,9 +315,10 @@ def test_sums_that_stay_are_made_beside_recoded_ones(all_kernels, codec: Codec, 
     assert not all_kernels.is_cuda or launches == (0 if codec is CAST_BF16 else 2)
 
 
-@pytest.mark.parametrize("codec", (INT4, INT8, GAUSSIAN[1], CAST_BF16, CAST_FP32), ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_address_of_values(all_kernels, dtype: torch.dtype, codec: Codec) -> None:
+IN_ANY_PLACE = (INT4, INT8, GAUSSIAN[1], CAST_BF16, CAST_FP32)
+
+
+def at_every_address(dtype: torch.dtype, codec: Codec) -> Program:
     """Rows of several warps and of less than one at every distance from a multiple of 16 bytes."""
     block, found, skews = 128 * (codec is GAUSSIAN[1]), [], []
     for skew in range(16 // dtype.itemsize):
@@ -330,7 +331,14 @@ def test_every_address_of_values(all_kernels, dtype: torch.dtype, codec: Codec) 
                 here.append(Encode(codec, numel, X, WIRE, 0, base=BASE))
                 here.append(Decode(codec, numel, ARRIVED, OUT, 0, True))
             found, skews = found + here, skews + [skew] * len(here)
-    check(all_kernels, Program(found, skews), streams_of([codec], block=128), dtype, dtype)
+    return Program(found, skews)
+
+
+@pytest.mark.parametrize("codec", IN_ANY_PLACE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_address_of_values(all_kernels, dtype: torch.dtype, codec: Codec) -> None:
+    streams = streams_of([codec], block=128)
+    check(all_kernels, at_every_address(dtype, codec), streams, dtype, dtype)
 
 
 @pytest.mark.parametrize("numel", (13, 500, 4000))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_quant
+from ds_quant.zero.fetch import gathered_modules
 from tests import needs
 from tests.distributed.harness import on_ranks, run
 from tests.distributed.models import engine_of, heard
@@ -141,7 +142,7 @@ def test_what_was_predicted_wrongly_is_counted_corrected_and_told_once() -> None
 
 @pytest.mark.parametrize(("zero", "gathers"), [(DEFAULT, 1.0), (zero(0, 0, 0), 2.0)])
 @on_ranks()
-def test_autotune_counts_the_gathers_that_the_settings_bring(
+def test_autotune_times_what_a_step_sends_under_the_settings(
     zero: dict[str, int], gathers: float
 ) -> None:
     from ds_quant.policy import autotune
@@ -149,9 +150,17 @@ def test_autotune_counts_the_gathers_that_the_settings_bring(
     step_seconds, seen = autotune.step_seconds, []
 
     def noted(routes: Any, fabric: Any, work: Any, device: Any) -> float:
-        seen.append(work.gathers)
+        seen.append(work)
         return step_seconds(routes, fabric, work, device)
 
     autotune.step_seconds = noted
-    engine_of(3, {"scheme": "autotune"}, Tower, zero=zero)
-    assert seen == [gathers] * 2
+    engine = engine_of(
+        3, {"scheme": "autotune"}, Tower, zero={**zero, "reduce_bucket_size": 1000}, accumulation=3
+    )
+    numel = sum(p.ds_numel for p in engine.module.parameters())
+    work = autotune.Work(
+        numel=numel, trained=numel, gather=numel // gathered_modules(engine.module), bucket=1000,
+        dtype=torch.bfloat16, gradients=engine.communication_data_type, micro_steps=3,
+        gathers=gathers,
+    )  # fmt: skip
+    assert seen == [work] * 2

@@ -216,6 +216,7 @@ def test_what_ranks_compare_depends_on_every_effective_value_and_on_nothing_else
 def test_schema_describes_every_field_and_scheme() -> None:
     schema = json_schema()
     json.dumps(schema)
+    assert schema["$schema"].startswith("https://json-schema.org/") and schema["type"] == "object"
     assert schema["properties"][KEY] == {"$ref": "#/$defs/QuantizedCommConfig"}
     for name in ("QuantizedCommConfig", "WeightsConfig", "GradientsConfig", "FallbackConfig"):
         model = schema["$defs"][name]

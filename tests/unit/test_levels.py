@@ -45,6 +45,14 @@ def test_update_equals_the_loop_over_values(bits):
     assert torch.equal(start, initial_levels(bits))
 
 
+def test_a_group_rounds_the_table_once():
+    """Values that are levels already, so that nothing is rounded before the sum."""
+    x = torch.randint(8, (1024,), generator=torch.Generator().manual_seed(1)).float()
+    start = initial_levels(3) + 0.125 * torch.sin(torch.arange(8.0))
+    new = update_levels(start, x, group_size=1024, rate=0.01)
+    assert np.array_equal(new.numpy(), sequential(start, x, 0.01, 1024).astype(np.float32))
+
+
 def test_groups_are_spread_evenly_and_deterministically():
     """With 2 of 4 groups allowed, groups 0 and 2 are read and the others are not."""
     x = samples(4 * 64)
@@ -73,3 +81,8 @@ def test_merge_is_the_weighted_mean_in_rank_order():
     assert merged.dtype == torch.float32
     # A rank without data leaves no trace, not even as NaN of its own making.
     assert torch.equal(merge_levels(tables, torch.tensor([0, 3, 0])), tables[1])
+
+
+def test_a_mean_is_rounded_once():
+    tables = torch.tensor([[1.0], [2.0**-24], [-1.0]])
+    assert merge_levels(tables, torch.ones(3)).item() == np.float32(2.0**-24 / 3)

@@ -20,6 +20,7 @@ from tests.distributed.models import (
     WIDTH,
     Regression,
     Run,
+    build,
     digest,
     forward,
     plain_descent,
@@ -227,13 +228,24 @@ class Feature:
             pytest.skip(f"this DeepSpeed has no engine.{self.method}")
 
     def train(self, stage: int, block: dict[str, Any] | None, steps: int, **saving: Any) -> Run:
+        config, model = self._prepared(stage, block)
+        chosen = {"groups": self.groups, "optimizer": self.optimizer, "step": self.step, **saving}
+        return train(config, steps, model, watched=True, **chosen)
+
+    def engine(self, stage: int, block: dict[str, Any] | None) -> Any:
+        """Return an engine with this feature that has not trained yet."""
+        config, model = self._prepared(stage, block)
+        return build(config, model, groups=self.groups, optimizer=self.optimizer)
+
+    def _prepared(
+        self, stage: int, block: dict[str, Any] | None
+    ) -> tuple[dict[str, Any], Callable[[], nn.Module]]:
         if not needs.has_deepspeed(self.since):
             raise RuntimeError(f"DeepSpeed cannot train this before {self.since}")
         more = {"accumulation": self.accumulation, "zero": self.zero, **self.top}
         config = settings(stage, block, dtype=self.dtype, **more)
         model = partial(_born_sharded, self.model, config) if self.in_zero_init else self.model
-        chosen = {"groups": self.groups, "optimizer": self.optimizer, "step": self.step, **saving}
-        return train(config, steps, model, watched=True, **chosen)
+        return config, model
 
 
 def _born_sharded(model: Callable[[], nn.Module], config: dict[str, Any]) -> nn.Module:

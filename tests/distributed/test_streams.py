@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +19,18 @@ from typing import Any
 import fake_world
 import pytest
 import torch
+from torch import Tensor
 
 import ds_quant
 from ds_quant.comm.reduction_plan import presumed_pace
 from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import QuantizedCommConfig
 from tests.distributed import counting
+from tests.distributed.features import ALL_FEATURES, Feature
 from tests.distributed.harness import OWN_GROUP, on_ranks, scratch
-from tests.distributed.models import PREFETCH, QSDP, build, engine_of, forward, settings, train_step
+from tests.distributed.models import PREFETCH, QSDP, build, engine_of, settings, train_step
 from tests.distributed.test_spread import small_chunks
+from tests.thin import thinned
 
 PACKAGE = f"{Path(ds_quant.__file__).parent}/"  # a checkout's own folder may be called ds_quant
 
@@ -41,6 +45,20 @@ def _is_ours(depth: int) -> bool:
     return sys._getframe(1 + depth).f_code.co_filename.startswith(PACKAGE)
 
 
+def _receiving_evenly(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the collective of a fake group with a payload as large as what arrives: the group
+    refuses to bring anything to a rank that sends nothing.
+    """
+
+    def receive(*tensors: Tensor, **options: Any) -> Any:
+        given = [options.pop(name) for name in ("output", "input") if name in options]
+        received = [*tensors, *given][0]
+        options["input_split_sizes"] = options.get("output_split_sizes")
+        return all_to_all(received, torch.zeros_like(received), **options)
+
+    return receive
+
+
 def _become_a_device(model: Any, lost: str) -> None:
     """From here on DeepSpeed and the plugin take this process for one with the model's streams."""
     from deepspeed.accelerator import real_accelerator
@@ -52,6 +70,8 @@ def _become_a_device(model: Any, lost: str) -> None:
     real_accelerator.ds_accelerator = Accelerator(model)
     for name in COLLECTIVES:
         original = getattr(torch.distributed, name)
+        if name == "all_to_all_single":
+            original = _receiving_evenly(original)
         setattr(torch.distributed, name, model.collective(original))
     torch.cuda.current_stream = lambda device=None: model.now
     torch.Tensor.is_cuda = property(lambda _: _is_ours(1))
@@ -80,12 +100,12 @@ def _become_a_device(model: Any, lost: str) -> None:
 def faults(
     stage: int,
     scheme: str,
-    zero: dict[str, Any],
-    lost: str = "nothing",
+    feature: Feature,
     *,
     micro_steps: int = MICRO_STEPS,
+    lost: str = "nothing",
 ) -> list[str]:
-    """Return the faults of three optimizer steps."""
+    """Return the faults of three optimizer steps. A feature with a loop of its own keeps it."""
     fake_world.join(fake_world.World(2, 2))
     import deepspeed  # noqa: F401  # before the accelerator changes
 
@@ -94,19 +114,22 @@ def faults(
     model = Model()
     _become_a_device(model, lost)
     block = {"scheme": scheme, "node_size": 2, "backend": "torch", "checksum_steps": 0}
-    config = settings(
-        stage, block | {"metrics": {"interval": 0}}, dtype="bf16", accumulation=micro_steps,
-        zero={"overlap_comm": True, "reduce_bucket_size": 20_000 if stage == 3 else 10**6, **zero},
-        zero_force_ds_cpu_optimizer=False,
-    )  # fmt: skip
+    block |= {"metrics": {"interval": 0}}
+    # Parameters of ZeRO-3 are larger than this bucket: their gradients lie outside it.
+    overlapping = {"overlap_comm": True, "reduce_bucket_size": 20_000 if stage == 3 else 10**6}
+    if feature.step is train_step:
+        feature = replace(feature, accumulation=micro_steps)
+    feature = replace(
+        feature,
+        zero=overlapping | feature.zero,
+        top={"zero_force_ds_cpu_optimizer": False} | feature.top,
+    )
     with fake_world.without_handshake(), small_chunks(in_flight=16, streams=True):
-        engine = build(config)
+        engine = feature.engine(stage, block)
         with model:
             for step in range(3):
-                for micro in range(micro_steps):  # losses are not read: that would wait
-                    engine.backward(forward(engine, step, micro))
-                    engine.step()
-    assert len(model.streams) > 4
+                feature.step(engine, step, 0)
+    assert len(model.streams) >= 4
     return sorted(set(model.faults))
 
 
@@ -134,7 +157,23 @@ def faults(
 def test_every_operation_knows_that_what_it_touches_is_done(
     stage: int, scheme: str, zero: dict[str, Any]
 ) -> None:
-    assert faults(stage, scheme, zero) == []
+    assert faults(stage, scheme, Feature(zero=zero)) == []
+
+
+# Of the rows make test takes those whose gradients go another way.
+QUICK_ROWS = "small gradient buckets", "`reduce_scatter: false`"
+
+
+@pytest.mark.parametrize(
+    ("title", "stage"),
+    thinned(
+        [(title, stage) for title, row in ALL_FEATURES.items() for stage in row.stages],
+        lambda title, stage: title in QUICK_ROWS and stage != 1,
+    ),
+)
+@on_ranks(1, environment=OWN_GROUP)
+def test_every_feature_knows_that_what_it_touches_is_done(title: str, stage: int) -> None:
+    assert faults(stage, "sdp4bit", ALL_FEATURES[title]) == []
 
 
 @pytest.mark.parametrize(
@@ -142,7 +181,8 @@ def test_every_operation_knows_that_what_it_touches_is_done(
 )
 @on_ranks(1, environment=OWN_GROUP)
 def test_a_lost_order_is_noticed(lost: str, scheme: str) -> None:
-    assert any("ds_quant/" in fault for fault in faults(3, scheme, PREFETCH, lost))
+    prefetching = Feature(zero=PREFETCH)
+    assert any("ds_quant/" in fault for fault in faults(3, scheme, prefetching, lost=lost))
 
 
 # ---- waits of the host ----

@@ -26,6 +26,7 @@ import torch
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.config.presets import RENAMED
 from ds_quant.zero import hooks, log, safety
+from ds_quant.zero.handshake import Board
 from ds_quant.zero.plugin import Plugin
 
 KEY = "ds_quant"  # in DeepSpeed's client state
@@ -142,7 +143,21 @@ _TIMEOUT = 1800.0  # seconds; torch's own limit for a collective
 
 # In the order in which they attached, which is the same on all ranks.
 _plugins: WeakKeyDictionary[Plugin, None] = WeakKeyDictionary()
-_told: set[str] = set()  # lines of user code
+_told: set[str] = set()  # places, as `_calling_place` returns them
+
+# Their frames lie between the code that saves and the state dict. A program that is installed, such
+# as OpenRLHF, is not among them.
+_LIBRARIES = frozenset(
+    {
+        "ds_quant",
+        "torch",
+        "transformers",
+        "accelerate",
+        "peft",
+        "deepspeed",
+        *sys.stdlib_module_names,
+    }
+)
 
 
 def watch_reads(plugin: Plugin) -> None:
@@ -199,26 +214,41 @@ def _train_end(original: Callable[..., Any], self: Any, *args: Any, **kw: Any) -
 
 
 def _tell(module: torch.nn.Module, *_: Any) -> None:
-    """Log a state dict with decoded weights, once per line of user code."""
+    """Log a state dict with decoded weights, once per place that takes one."""
     for plugin in _decoded(module):
-        line = _calling_line()
-        if line not in _told:
-            _told.add(line)
-            log.log_rank0(
-                f"quantized_comm: {line}: state_dict() under ZeRO-{plugin.stage} gives decoded "
-                "weights, which are not those of a checkpoint: call it inside `with "
-                "ds_quant.exact_weights(engine):`, entered by all ranks, save with "
-                "engine.save_16bit_model or Accelerator.get_state_dict, or take a scheme with "
-                "exact weights: lossless, lossless_w_g4 or lossless_w_g3 (logged once per line)"
+        place = _calling_place()
+        if place in _told:
+            continue
+        _told.add(place)
+        if _speaks(place):
+            log.log_here(
+                f"quantized_comm: {place}: state_dict() on rank {plugin.engine.global_rank} under "
+                f"ZeRO-{plugin.stage} gives decoded weights, which are not those of a checkpoint: "
+                "call it inside `with ds_quant.exact_weights(engine):`, entered by all ranks, save "
+                "with engine.save_16bit_model or Accelerator.get_state_dict, or take a scheme with "
+                "exact weights: lossless, lossless_w_g4 or lossless_w_g3 (logged once per place)"
             )
 
 
-def _calling_line() -> str:
-    """Return file and line of the innermost code that is running and not an installed package."""
-    line = ""
+def _speaks(place: str) -> bool:
+    """Return True on rank 0, and on the first of the other ranks that comes to ``place``.
+
+    Nobody waits: the state dict may be taken on one rank alone.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        return True
+    try:
+        return Board("decoded_state_dict").count(place) == 1
+    except RuntimeError:  # the store is gone with rank 0
+        return True
+
+
+def _calling_place() -> str:
+    """Return file and line of the innermost frame that belongs to no library of `_LIBRARIES`."""
+    place = ""
     for frame, number in traceback.walk_stack(sys._getframe()):
-        file = frame.f_code.co_filename
-        line = f"{file}:{number}"
-        if file != __file__ and "-packages" not in file:
+        place = f"{frame.f_code.co_filename}:{number}"
+        library = frame.f_globals.get("__name__", "").partition(".")[0]
+        if library not in _LIBRARIES:
             break
-    return line
+    return place

@@ -14,6 +14,8 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import deepspeed
@@ -35,6 +37,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_flags(parser)
     add("--progress", type=Path, help="JSON lines, one per step, as they happen")
     add("--result", type=Path, help="JSON written at the end")
+    add(
+        "--profile",
+        type=Path,
+        help="Chrome trace of the last step on rank 0",
+    )
     add("--plugin-import", action="store_true", help="import ds_quant by name")
     return parser.parse_args(argv)
 
@@ -71,8 +78,9 @@ def train(engine: deepspeed.DeepSpeedEngine, batch: Batch, args: argparse.Namesp
     pending: list[torch.Tensor] = []
     for step in range(args.steps):
         start = time.perf_counter()
-        pending.append(train_step(engine, batch, step))
-        get_accelerator().synchronize()
+        with profiled(args.profile if step == args.steps - 1 else None):
+            pending.append(train_step(engine, batch, step))
+            get_accelerator().synchronize()
         seconds.append(time.perf_counter() - start)
         if len(pending) == LOG_INTERVAL or step == args.steps - 1:
             found = mean_over_ranks(pending)
@@ -81,6 +89,17 @@ def train(engine: deepspeed.DeepSpeedEngine, batch: Batch, args: argparse.Namesp
             losses += found
             pending.clear()
     return losses, seconds
+
+
+@contextmanager
+def profiled(path: Path | None) -> Iterator[None]:
+    """Write a Chrome trace of the code inside on rank 0; without a path record nothing."""
+    if path is None or dist.get_rank() != 0:
+        yield
+        return
+    with torch.profiler.profile() as recorded:
+        yield
+    recorded.export_chrome_trace(str(path))
 
 
 def write_progress(path: Path, first: int, losses: list[float]) -> None:

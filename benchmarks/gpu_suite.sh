@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Everything there is to check on a bare GPU machine without network, in three parts.
+# Everything there is to check on a bare GPU machine without network, in four parts.
 #
 #     benchmarks/gpu_suite.sh A [OUT]     # equality: the kernels' bytes, streams, launch overhead
 #     benchmarks/gpu_suite.sh B [OUT]     # speed: layouts of stores, tables, sizes
-#     benchmarks/gpu_suite.sh C [OUT]     # DeepSpeed with several ranks on one GPU; memory checks
+#     benchmarks/gpu_suite.sh C [OUT]     # DeepSpeed with several ranks on one GPU
+#     benchmarks/gpu_suite.sh D [OUT]     # memory and race checks of the kernels
 #
 # A part takes at most LIMIT seconds (540) and depends on no other one; what matters most comes first.
-# It writes summary_A.txt and A.tar.gz with all logs and figures to OUT (gpu_suite_out), anew after
-# every section. Caches and installed wheels lie in CACHE, outside OUT.
+# It writes summary_A.txt and A.tar.gz with all logs and figures to OUT, anew after every section.
+# Without the argument, OUT is the variable of that name, or gpu_suite_out. Caches and installed wheels lie in CACHE, outside OUT.
 #
 # Needs a Python with torch (CUDA), numpy and, for most sections, CuPy, pytest and hypothesis:
 # PYTHON=/path/to/python. What else the machine lacks is brought along as wheels in WHEELS (wheels/
@@ -21,7 +22,8 @@ PYTHON="${PYTHON:-python3}"
 CACHE="${CACHE:-${TMPDIR:-/tmp}/ds_quant_gpu_suite_$(id -u)}"
 WHEELS="${WHEELS:-$ROOT/wheels}"
 mkdir -p "$CACHE" && CACHE="$(cd "$CACHE" && pwd)" || exit 1
-OUT="$(mkdir -p "${2:-gpu_suite_out}" && cd "${2:-gpu_suite_out}" && pwd)" || exit 1
+OUT="${2:-${OUT:-gpu_suite_out}}"
+OUT="$(mkdir -p "$OUT" && cd "$OUT" && pwd)" || exit 1
 
 SITE="$CACHE/site"
 if compgen -G "$WHEELS/*.whl" >/dev/null; then
@@ -34,8 +36,8 @@ export TORCHINDUCTOR_CACHE_DIR="$CACHE/inductor" TORCH_EXTENSIONS_DIR="$CACHE/ex
 cd "$ROOT" || exit 1
 
 case "${1:-}" in
-    A | B | C) PART="$1" WORK="$CACHE/work_$1" SECONDS_LEFT="${LIMIT:-540}" ;;
-    *) echo "gpu_suite.sh: '${1:-}': allowed: A, B or C" >&2 && exit 2 ;;
+    A | B | C | D) PART="$1" WORK="$CACHE/work_$1" SECONDS_LEFT="${LIMIT:-540}" ;;
+    *) echo "gpu_suite.sh: '${1:-}': allowed: A, B, C or D" >&2 && exit 2 ;;
 esac
 source benchmarks/gpu/runner.sh
 
@@ -65,7 +67,7 @@ sweep() { # NAME SECONDS
 
 # DeepSpeed compiles helpers, for which there is no time.
 ranks() { # STAGE WORLD OPTIONS...
-    section "zero$1_world$2" 60 "$deepspeed" env TORCHDYNAMO_DISABLE=1 "$PYTHON" \
+    section "zero$1_world$2" 90 "$deepspeed" env TORCHDYNAMO_DISABLE=1 "$PYTHON" \
         benchmarks/one_gpu.py --device $device --json "{json}" --stage "$1" --world "$2" \
         --steps $steps --width 128 --at-once $((12 / $2)) --schemes "${schemes[@]}" "${@:3}"
 }
@@ -88,10 +90,12 @@ part_A() {
 
 # Which layout is fastest, and how fast beside a copy and the torch reference.
 part_B() {
-    sweep stores 130
-    sweep tables 50
-    sweep ragged 50
-    kernels sizes 120 --min-bytes $small --max-bytes $large --dtypes bf16 --codecs int4 --ways auto
+    sweep stores 120
+    sweep tables 40
+    sweep ragged 40
+    sweep forms 40
+    sweep priority 30
+    kernels sizes 100 --min-bytes $small --max-bytes $large --dtypes bf16 --codecs int4 --ways auto
     # 32-byte sectors that a warp's load or store touches; twice what it needs shows half sectors.
     local sectors=l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op metrics profiler=()
     metrics="gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed"
@@ -99,16 +103,15 @@ part_B() {
     metrics+=",${sectors}_ld.ratio,${sectors}_st.ratio"
     [ "${DRY:-0}" = 1 ] || profiler=(ncu --clock-control none --csv --metrics "$metrics"
         --kernel-name "regex:encode|decode_sum|recode")
-    section counters 70 "$cupy ${profiler[0]:-}" "${profiler[@]}" "$PYTHON" benchmarks/gpu/sweeps.py \
+    section counters 60 "$cupy ${profiler[0]:-}" "${profiler[@]}" "$PYTHON" benchmarks/gpu/sweeps.py \
         --sweep five --device $device --bytes $size
-    kernels ways 120 --min-bytes $size --max-bytes $size --dtypes bf16
+    kernels ways 100 --min-bytes $size --max-bytes $size --dtypes bf16
 }
 
-# DeepSpeed with several ranks on one GPU, one of many ranks, and memory checks. Kernels are compiled
-# first: several processes would compile the same ones.
+# DeepSpeed with several ranks on one GPU, and one of many ranks. Kernels are compiled first: several
+# processes would compile the same ones.
 part_C() {
-    local nodes=(--node-size 2 --accumulation 2) barriers="lossless_rows or gaussian"
-    local ragged="equal_the_reference and (g96 or g8192)"
+    local nodes=(--node-size 2 --accumulation 2)
     section precompile 60 "$deepspeed $cupy" env TORCHDYNAMO_DISABLE=1 "$PYTHON" \
         benchmarks/gpu/precompile.py --device $device --json "{json}" --schemes "${schemes[@]}"
     ranks 3 2
@@ -117,8 +120,13 @@ part_C() {
     ranks 2 4 "${nodes[@]}"
     section world32 60 "$deepspeed" env TORCHDYNAMO_DISABLE=1 "$PYTHON" benchmarks/gpu/world.py \
         --ranks 32 --node-size 8 --device $device --width $width --json "{json}"
-    checker memcheck 90 "$ragged or many_tensors or recode or encoded_anew or $barriers"
-    checker racecheck 70 "$ragged or way_of_storing or $barriers"
+}
+
+# Under compute-sanitizer. The machine may be new: every kernel is compiled first.
+part_D() {
+    local ragged="equal_the_reference and (g96 or g8192)" barriers="lossless_rows or gaussian"
+    checker memcheck 250 "$ragged or many_codecs or recode or beside_encoded or $barriers"
+    checker racecheck 250 "$ragged or way_of_storing or $barriers"
 }
 
 "part_$PART"

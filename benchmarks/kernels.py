@@ -7,7 +7,7 @@
 Sizes are bytes that an operation reads and writes. Times are medians of CUDA events around single
 calls behind a busy device, with tensors rotating through more than the second-level cache; a copy
 of as many bytes is measured in the same run, share is its time divided by the operation's. Launch
-overhead is the host's time for a call on a tiny tensor.
+overhead is the host's time for a call on a tiny tensor, and on tables of 2 to 180 of them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ds_quant.kernels import dispatch, lossless
 from ds_quant.kernels.batch import Decode, Encode, Recode, Sum, Task
 from ds_quant.kernels.dispatch import Operations, Streams
 from ds_quant.kernels.random_bits import Address
+from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 
 SMALLEST = 4096  # bytes
 DTYPES = {name: dtype for dtype, name in CAST_NAMES.items()}
@@ -37,7 +38,9 @@ WAYS = ("auto", "torch")
 SOURCES = 8  # rows of decode_sum and recode
 UNIT = 1 << 14  # sizes are multiples of it: whole blocks
 ADDRESS = Address(key=1, step=1)
-_SLEEP_CYCLES = 2_000_000  # about 1 ms: the device works while the host queues
+JOBS = (2, 16, 64, 180)  # of a table: up to what the arguments of one launch hold
+SLEEP_CYCLES = 100_000  # about 50 us for every launch: the device works while the host queues
+QUEUE = 512  # launches that are queued at once; a device takes about 1000
 
 
 def absmax(bits: int, group_size: int, rounding: str = "nearest") -> GroupCodec:
@@ -59,7 +62,8 @@ CODECS = (
 @dataclass(frozen=True, kw_only=True)
 class Operation:
     """One operation on one size. ways: calls on the set of tensors of a number, of which there are
-    ``sets``, so that no run finds its input in a cache; nbytes: read and written by a call.
+    ``sets``, so that no run finds its input in a cache; nbytes: read and written by a call, which
+    makes ``launches``.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Operation:
     nbytes: int
     sets: int
     ways: dict[str, Callable[[int], object]]
+    launches: int = 1
 
 
 Maker = Callable[[], Operation]
@@ -107,6 +112,24 @@ class Bench:
         return self.tasks(
             name, codec.name, [(Encode(codec, numel, 0, 1, 0, block), (0, 0, 0))], buffers
         )
+
+    def table(self, codec: GroupCodec, numel: int, dtype: torch.dtype, jobs: int) -> Operation:
+        """Encode so many tensors in one launch."""
+        tasks, buffers = self.many(codec, numel, dtype, jobs)
+        return self.tasks(f"encode of {jobs} tensors", codec.name, tasks, buffers)
+
+    def many(
+        self, codec: GroupCodec, numel: int, dtype: torch.dtype, count: int
+    ) -> tuple[list[Task], list[torch.Tensor]]:
+        """Return encodes of ``count`` tensors at multiples of 16 bytes, as those of a bucket, and
+        their buffers. Every second one is an element shorter: equal ones would be rows of one job.
+        """
+        row, room = codec.wire_bytes(numel), round_up(numel, VECTOR_NUMEL)
+        buffers = [self.random(count * room, dtype), self.bytes(count * row)]
+        tasks = [
+            (Encode(codec, numel - i % 2, 0, 1, 0), (i * room, i * row, 0)) for i in range(count)
+        ]
+        return tasks, buffers
 
     def decode(self, codec: GroupCodec, numel: int, dtype: torch.dtype, sources: int = 1):
         """``sources`` rows -> numel values, their sum."""
@@ -220,8 +243,15 @@ def operations(bench: Bench, nbytes: int, dtype: torch.dtype, chosen: str):
 # ---- times ----
 
 
-def seconds_of(work: Callable[[int], object], num_sets: int, repeats: int, cuda: bool) -> float:
-    """Median time of a call."""
+def seconds_of(
+    work: Callable[[int], object], num_sets: int, repeats: int, cuda: bool, *, launches: int = 1
+) -> float:
+    """Median time of a call, which makes so many launches.
+
+    All calls are queued behind a sleep of the device, so that it never waits for the host; of calls
+    of many launches there are fewer, as many as the queue takes.
+    """
+    repeats = max(3, min(repeats, QUEUE // launches))
     work(0)
     if not cuda:
         samples = []
@@ -235,7 +265,7 @@ def seconds_of(work: Callable[[int], object], num_sets: int, repeats: int, cuda:
         for _ in range(repeats)
     ]
     torch.cuda.synchronize()
-    torch.cuda._sleep(_SLEEP_CYCLES)
+    torch.cuda._sleep(SLEEP_CYCLES * repeats * launches)
     for i, (before, after) in enumerate(events):
         before.record()
         work(i % num_sets)
@@ -253,7 +283,7 @@ def measure(found: Operation, bench: Bench, repeats: int) -> list[dict]:
     for way, work in found.ways.items():
         # The reference at a large size needs no more repeats than show its order.
         count = max(3, repeats // 4) if way == "torch" else repeats
-        times[way] = seconds_of(work, found.sets, count, cuda)
+        times[way] = seconds_of(work, found.sets, count, cuda, launches=found.launches)
     copies.append(seconds_of(copy.ways["copy"], copy.sets, repeats, cuda))
     base = {"operation": found.name, "codec": found.codec, "dtype": found.dtype}
     base |= {"numel": found.numel, "bytes": found.nbytes, "copy_seconds": min(copies)}
@@ -278,6 +308,9 @@ def launch_overhead(bench: Bench, calls: int) -> dict[str, float]:
     ):
         for way, work in operation.ways.items():
             works[f"{operation.name} {way}"] = partial(work, 0)
+    for jobs in JOBS if "auto" in bench.ways else ():
+        operation = bench.table(codec, codec.group_size, torch.bfloat16, jobs)
+        works[operation.name] = partial(operation.ways["auto"], 0)
     return {name: _host_seconds(work, calls, bench.device) for name, work in works.items()}
 
 
@@ -297,7 +330,7 @@ def _host_seconds(work: Callable[[], object], calls: int, device: torch.device) 
 
 
 def line(row: dict) -> str:
-    head = f"{row['operation']:<18}{row['codec']:<34}{row['dtype']:<5}{row['bytes']:>12} B  "
+    head = f"{row['operation']:<24}{row['codec']:<34}{row['dtype']:<5}{row['bytes']:>12} B  "
     times = f"{row['seconds'] * 1e6:>11.1f} us {row['gb_per_s']:>8.1f} GB/s"
     return f"{head}{row['way']:<10}{times}  {row['share_of_copy']:.2f} of copy"
 

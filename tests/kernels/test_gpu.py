@@ -220,6 +220,39 @@ def test_torch_path_does_not_wait_for_its_stream() -> None:
     assert torch.equal(out.cpu(), expected(INT4, x.cpu()))
 
 
+def test_groups_of_a_world_bound_to_its_device_carry_gathers_on_three_streams(monkeypatch) -> None:
+    """Three splits of one communicator, each with options of its own, and 16 gathers on them."""
+    from ds_quant.zero import hooks, world
+
+    dist = torch.distributed
+    monkeypatch.setattr(world, "_made", {})
+    monkeypatch.setattr(hooks, "device", lambda: DEVICE)  # without DeepSpeed's start
+    monkeypatch.setattr(hooks, "has_streams", lambda: True)
+    monkeypatch.setattr(hooks, "rank_and_world", lambda: (0, 1))
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=DEVICE)
+    try:
+        topology = Topology(world=1, node_size=1)
+        groups = world.level_groups(topology)
+        options = [group._get_backend(DEVICE).options for group in groups]
+        assert len({id(one) for one in options}) == len(set(map(id, groups))) == 3
+        how = {"topology": topology, "traffic": Traffic(), "dist": dist}
+        links = [Link(group, **how) for group in groups]
+        streams, waiting, read = [torch.cuda.Stream() for _ in links], torch.cuda.Stream(), []
+        for turn in range(16):
+            with torch.cuda.stream(streams[turn % 3]):
+                payload = torch.full((1 << 20,), turn, dtype=torch.uint8, device=DEVICE)
+                exchange = links[turn % 3].all_gather(payload, role="weights")
+                del payload
+            with torch.cuda.stream(waiting):
+                torch.cuda._sleep(1_000_000)
+                read.append(exchange.wait().clone())
+            del exchange
+        torch.cuda.synchronize()
+        assert all(bool((found == turn).all()) for turn, found in enumerate(read))
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def link() -> Iterator[Link]:
     """Over a process group of this process alone, without DeepSpeed."""

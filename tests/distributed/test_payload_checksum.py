@@ -50,11 +50,11 @@ class Fault:
         return counted
 
     def _changing(self, post: Any) -> Any:
-        def posted(link: Any, payload: Any, received: torch.Tensor, work: Any) -> Any:
+        def posted(link: Any, payload: Any, received: torch.Tensor, work: Any, role: str) -> Any:
             if self.armed and self._posting == self.role:
                 self.armed = False
                 work = Flip(work, received, self.sender * received.numel() // 2 + 3)
-            return post(link, payload, received, work)
+            return post(link, payload, received, work, role)
 
         return posted
 

@@ -326,12 +326,12 @@ def save(
 
 def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any]:
     """Gaps, errors and bits of one scheme."""
-    cargo = [
-        cost.PricedParam(name, tuple(p.shape), p.dtype, True)
+    param_specs = [
+        cost.ParamSpec(name, tuple(p.shape), p.dtype, True)
         for name, p in settings.model().named_parameters()
     ]
-    bill = cost.bill(
-        settings.scheme(entry, 0), 3, cargo, ranks=settings.topology.world,
+    comm_volume = cost.comm_volume(
+        settings.scheme(entry, 0), 3, param_specs, ranks=settings.topology.world,
         node_size=settings.node_size, gradient_dtype=torch.bfloat16,
     )  # fmt: skip
     errors = {
@@ -343,8 +343,8 @@ def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any
         "gap": _plain(ledger.gap(entry.label)),
         "gap_travelled": _plain(ledger.gap(entry.label, "held_out_travelled")),
         **errors,
-        "weight_bits": 8 * bill.weights,
-        "gradient_bits": 8 * bill.gradients,
+        "weight_bits": 8 * comm_volume.weights,
+        "gradient_bits": 8 * comm_volume.gradients,
     }
 
 

@@ -131,7 +131,7 @@ def _at_full_length(agree: Callable[..., Any]) -> Callable[..., Any]:
 def faked_cuda() -> Iterator[CountingRunner]:
     """Inside, codecs of CPU tensors take the path of CUDA tensors, up to the launch."""
 
-    from ds_quant.comm.lossless import Outbox
+    from ds_quant.comm.lossless_gather import LosslessGather
     from ds_quant.kernels import cuda, dispatch, reference
     from ds_quant.kernels.dispatch import Operations
 
@@ -142,5 +142,5 @@ def faked_cuda() -> Iterator[CountingRunner]:
         change(dispatch, "cuda_runner", lambda *_: runner)
         change(Operations, "run", _decoding_zeros(Operations.run))
         change(dispatch, "on_host", lambda *_: reference)
-        change(Outbox, "_agree", _at_full_length(Outbox._agree))
+        change(LosslessGather, "_agree", _at_full_length(LosslessGather._agree))
         yield runner

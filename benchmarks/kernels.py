@@ -24,11 +24,11 @@ import numpy as np
 import report
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation, encode
+from ds_quant.codec.bound import BoundCodec, Rotation, encode
 from ds_quant.codec.codec import CAST_NAMES, GroupCodec
 from ds_quant.kernels import dispatch, lossless
 from ds_quant.kernels.batch import Decode, Encode, Recode, Sum, Task
-from ds_quant.kernels.dispatch import Operations, Streams
+from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 
@@ -93,7 +93,7 @@ class Bench:
         sets = [buffers]
         sets += [[b.clone() for b in buffers] for _ in range(1, self._sets(nbytes))]
         rotation = Rotation(block=first.block) if getattr(first, "block", 0) else None
-        streams = Streams([Coding(first.codec, ADDRESS)], [rotation])
+        streams = RngState([BoundCodec(first.codec, ADDRESS)], [rotation])
         runs = {way: Operations(tasks) for way in self.ways}
         return Operation(
             name=name, codec=codec, numel=sum(task.numel for task, _ in tasks), nbytes=nbytes,

@@ -47,7 +47,11 @@ def received(result: dict[str, Any], *links: str) -> float | None:
     if (reports := result["reports"]) is None:
         return None
     nbytes = fmean(
-        sum(by_link[link] for by_link in report["received_bytes"].values() for link in links)
+        sum(
+            by_communicator[link]
+            for by_communicator in report["received_bytes"].values()
+            for link in links
+        )
         for report in reports
     )
     return nbytes / reports[0]["params"] / len(result["losses"])

@@ -21,16 +21,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from ds_quant.codec.bound import Coding, exactly
-from ds_quant.comm.message import Kept, Room, all_gather, exchange, gather
+from ds_quant.codec.bound import BoundCodec, full_precision
+from ds_quant.comm.message import Room, ShardRows, all_gather, exchange, gather
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import normalised
-from ds_quant.comm.transport import Link, Pending
+from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.kernels.wire import shard_range
 from ds_quant.policy.scheme import Scheme
 from ds_quant.zero.gradients import ShardReduction
+from ds_quant.zero.partial_gradients import PartialGradients
 from ds_quant.zero.plugin import Plugin
-from ds_quant.zero.waiting import WaitingGradients
 
 Batch = Callable[[int, int], Sequence[Tensor]]  # micro-step and rank -> what the module takes
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -138,8 +138,8 @@ class Collectives:
 _MAKING = threading.Lock()
 
 
-class SimulatedLink(Link):
-    """A link of one rank whose peers are in this process."""
+class SimulatedCommunicator(Communicator):
+    """A communicator of one rank whose peers are in this process."""
 
     def __init__(self, group: Group, rank: int, **how: Any) -> None:
         backend = patch.object(torch.distributed, "get_backend", lambda _: "simulated")
@@ -198,20 +198,24 @@ class SimulatedRank(Plugin):
         super().__init__(engine, scheme, network.topology)
         self.reduction = ShardReduction(self)
         if self.routes.gradients().waits:
-            self.waiting = WaitingGradients(engine)
+            self.partial_gradients = PartialGradients(engine)
 
-    def link(self, process_group: Any) -> Link:
-        if 0 not in self._links:
-            self._links[0] = self._link(self._network.world, self.number)
-        return self._links[0]
+    def communicator(self, process_group: Any) -> Communicator:
+        if 0 not in self._communicators:
+            self._communicators[0] = self._communicator(self._network.world, self.number)
+        return self._communicators[0]
 
-    def _link(self, group: Group, rank: int) -> Link:
-        how = {"traffic": self.traffic, "buffers": self.buffers, "findings": self.findings}
-        return SimulatedLink(group, rank, topology=self.topology, **how)
+    def _communicator(self, group: Group, rank: int) -> Communicator:
+        how = {
+            "traffic": self.traffic,
+            "buffers": self.buffers,
+            "message_errors": self.message_errors,
+        }
+        return SimulatedCommunicator(group, rank, topology=self.topology, **how)
 
-    def _make_levels(self) -> tuple[Link, Link]:
+    def _make_levels(self) -> tuple[Communicator, Communicator]:
         inside, between = self._network.groups(self.number)
-        return self._link(*inside), self._link(*between)
+        return self._communicator(*inside), self._communicator(*between)
 
 
 # ---- training ----
@@ -253,7 +257,7 @@ class Simulation:
             for rank in range(topology.world)
         ]
         self._gradient = torch.zeros_like(flat, dtype=self._dtype)
-        self._kept: list[list[Kept]] = []  # by rank and parameter, with a node shard
+        self._kept: list[list[ShardRows]] = []  # by rank and parameter, with a node shard
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -360,7 +364,7 @@ class Simulation:
             return self._node_weights()
         return self._each(
             lambda rank, shards: all_gather(
-                shards, self._sizes, self._codings(rank, hop=0), rank.link(None)
+                shards, self._sizes, self._codings(rank, hop=0), rank.communicator(None)
             )
         )[0].wait()
 
@@ -374,13 +378,13 @@ class Simulation:
             posted.append(post(rank, shards))
         return posted
 
-    def _codings(self, rank: SimulatedRank, *, hop: int, ahead: int = 0) -> list[Coding]:
+    def _codings(self, rank: SimulatedRank, *, hop: int, ahead: int = 0) -> list[BoundCodec]:
         """Of all weights on a hop of their route, in the current step or in one ``ahead``."""
         dtype, step = self._dtype, rank.step + ahead
-        if rank.is_exact(step):
-            return [exactly(dtype)] * len(self._sizes)
+        if rank.is_full_precision(step):
+            return [full_precision(dtype)] * len(self._sizes)
         return [
-            param.coding(param.weight_streams(dtype, rank=rank.number)[hop], dtype, step)
+            param.bound_codec(param.weight_codecs(dtype, rank=rank.number)[hop], dtype, step)
             for param in rank.all_params()
         ]
 
@@ -391,7 +395,8 @@ class Simulation:
 
         def learn(rank: SimulatedRank, shards: list[Tensor]) -> Future[None]:
             values = [
-                (p, s, rank.link(None)) for p, s in zip(self._parameters, shards, strict=True)
+                (p, s, rank.communicator(None))
+                for p, s in zip(self._parameters, shards, strict=True)
             ]
             return pool.submit(rank.learn_levels, rank.step + 1, iter(values))
 
@@ -403,29 +408,29 @@ class Simulation:
         """From the rows that the ranks of the first node keep; those of the others are equal."""
         if not self._kept:
             self._kept = [self._rows(rank) for rank in self._ranks]
-            self._exchange(lambda _: [exactly(self._dtype)] * len(self._sizes))
+            self._exchange(lambda _: [full_precision(self._dtype)] * len(self._sizes))
         waits = []
         for rank, kept in zip(self._ranks[: self._topology.node_size], self._kept, strict=False):
-            fabric = rank.fabric(None)
-            link = fabric.intra if self._topology.node_size > 1 else None
-            codings = [] if link is None else self._codings(rank, hop=-1)
-            waits.append(gather(kept, codings, link))
+            hierarchy = rank.hierarchy(None)
+            communicator = hierarchy.intra if self._topology.node_size > 1 else None
+            bound_codecs = [] if communicator is None else self._codings(rank, hop=-1)
+            waits.append(gather(kept, bound_codecs, communicator))
         return waits[0].wait()
 
-    def _rows(self, rank: SimulatedRank) -> list[Kept]:
+    def _rows(self, rank: SimulatedRank) -> list[ShardRows]:
         nodes, size = self._topology.nodes, self._topology.node_size
         where = {"nodes": nodes, "node_size": size, "local": rank.number % size}
         room = Room(0, partial(torch.zeros, dtype=torch.uint8))
-        make = partial(Kept.allocate, **where, dtype=self._dtype, room=room)
+        make = partial(ShardRows.allocate, **where, dtype=self._dtype, room=room)
         return [make(numel) for numel in self._sizes]
 
-    def _exchange(self, codings: Callable[[SimulatedRank], list[Coding]]) -> None:
+    def _exchange(self, bound_codecs: Callable[[SimulatedRank], list[BoundCodec]]) -> None:
         """Bring the exact weights of every rank into the rows of all nodes."""
 
         def post(rank: SimulatedRank, shards: list[Tensor]) -> Pending[list[Tensor]]:
-            fabric = rank.fabric(None)
-            link = fabric.inter or fabric.whole  # whole: one rank per node
-            return exchange(self._kept[rank.number], shards, codings(rank), link)
+            hierarchy = rank.hierarchy(None)
+            communicator = hierarchy.inter or hierarchy.flat  # whole: one rank per node
+            return exchange(self._kept[rank.number], shards, bound_codecs(rank), communicator)
 
         for pending in self._each(post):
             pending.wait()

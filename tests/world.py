@@ -24,7 +24,7 @@ from simulated import (  # noqa: E402
     Group,
     Network,
     Round,
-    SimulatedLink,
+    SimulatedCommunicator,
     SimulatedRank,
 )
 
@@ -69,9 +69,9 @@ class World:
     def _group(self, ranks: Sequence[int]) -> Recorded:
         return self.groups.setdefault(tuple(ranks), Recorded(ranks))
 
-    def link(self, ranks: Sequence[int], place: int) -> SimulatedLink:
+    def link(self, ranks: Sequence[int], place: int) -> SimulatedCommunicator:
         """A link of one of some ranks, with counters of its own."""
-        return SimulatedLink(
+        return SimulatedCommunicator(
             self._group(ranks), place, topology=self.ranks[0].topology, traffic=Traffic()
         )
 

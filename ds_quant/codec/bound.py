@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_quant.codec.codec import CastCodec, Codec
 from ds_quant.kernels.batch import Decode, Encode, Operation, Sum
-from ds_quant.kernels.dispatch import Operations, Streams
+from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.reference import Rotation
 
@@ -25,12 +25,12 @@ from ds_quant.kernels.reference import Rotation
 
 Own = tuple[int, Tensor]  # a row of a sum that is not on the wire: its place and values
 
-VECTORS_PER_ELEMENT = 16  # see Coding.at
+VECTORS_PER_ELEMENT = 16  # see BoundCodec.at
 
 _RUN = 1 << 22  # elements
 
 
-class Coding(NamedTuple):
+class BoundCodec(NamedTuple):
     """Codec of one tensor in one collective, with all that this use of it needs.
 
     ``levels`` is the learned table, if any. ``difference``: the bytes are what the receiver adds
@@ -42,7 +42,7 @@ class Coding(NamedTuple):
     levels: Tensor | None = None
     difference: bool = False
 
-    def at(self, start: int) -> Coding:
+    def at(self, start: int) -> BoundCodec:
         """Return the coding of the elements from ``start`` on, which have their own random bits.
 
         n elements, filled up to whole rotation blocks of at most 128, use at most 16 n vectors: so
@@ -77,9 +77,9 @@ class Coding(NamedTuple):
 
 
 @cache
-def exactly(dtype: torch.dtype, *, tight: bool = False) -> Coding:
+def full_precision(dtype: torch.dtype, *, tight: bool = False) -> BoundCodec:
     """Return the coding that sends values of `dtype` unchanged; ``tight``: as a small tensor."""
-    return Coding(codec=CastCodec(dtype, tight))
+    return BoundCodec(codec=CastCodec(dtype, tight))
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def encode(
     buffers = [x.detach(), out, *([] if base is None else [base.detach()])]
     steps = [buffer.stride(0) for buffer in buffers]
     steps.insert(2, 0 if address is None else address.vectors_per_row(operation.on_wire))
-    _run(operation, len(x), steps, buffers, Coding(codec, address, levels), rotation, backend)
+    _run(operation, len(x), steps, buffers, BoundCodec(codec, address, levels), rotation, backend)
 
 
 def decode(
@@ -134,7 +134,7 @@ def decode(
     """Decode every row and cast once to the dtype of ``out``."""
     operation = Decode(codec, out.shape[1], 0, 1, 0, add)
     buffers, steps = [wire, out.detach()], [wire.stride(0), out.stride(0)]
-    _run(operation, len(out), steps, buffers, Coding(codec, None, levels), None, backend)
+    _run(operation, len(out), steps, buffers, BoundCodec(codec, None, levels), None, backend)
 
 
 def decode_sum(
@@ -162,7 +162,7 @@ def decode_sum(
         flips=rotation is not None and rotation.flips is not None, scale=scale,
     )  # fmt: skip
     buffers = [wire, out.detach(), values.float()]
-    _run(operation, 1, [0] * 3, buffers, Coding(codec, None, levels), rotation, backend)
+    _run(operation, 1, [0] * 3, buffers, BoundCodec(codec, None, levels), rotation, backend)
 
 
 def _run(
@@ -170,12 +170,14 @@ def _run(
     rows: int,
     steps: Sequence[int],
     buffers: list[Tensor],
-    coding: Coding,
+    bound_codec: BoundCodec,
     rotation: Rotation | None,
     backend: str,
 ) -> None:
-    table = coding.codec.table(coding.levels, buffers[0].device)  # refuses what does not fit
-    coding = coding._replace(levels=None if coding.levels is None else table)
+    table = bound_codec.codec.table(
+        bound_codec.levels, buffers[0].device
+    )  # refuses what does not fit
+    bound_codec = bound_codec._replace(levels=None if bound_codec.levels is None else table)
     rows *= operation.numel > 0
     tasks = [(operation, tuple(row * step for step in steps)) for row in range(rows)]
-    Operations(tasks).run(buffers, Streams([coding], [rotation]), backend=backend)
+    Operations(tasks).run(buffers, RngState([bound_codec], [rotation]), backend=backend)

@@ -6,8 +6,8 @@ words the second; the length and the sender are added, so that zeros, a message 
 another rank do not pass. This is against accidents, not against an enemy.
 
 [Note: when it is told] The comparison stays on the device, because reading its outcome would wait
-for the device in every message. Outcomes are collected in ``Findings`` and read once per step, by
-all ranks together; so are those of lossless differences that could not be decoded.
+for the device in every message. Outcomes are collected in ``MessageErrors`` and read once per step,
+by all ranks together; so are those of lossless differences that could not be decoded.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _runs(sizes: Sequence[int]) -> Iterator[tuple[int, int, int, slice, slice]]:
         first, plain, sealed = first + count, plain_end, sealed_end
 
 
-class Finding(NamedTuple):
+class MessageError(NamedTuple):
     """A message that cannot be used: its role, its sender, and what is wrong with it, with {} for
     its receiver.
     """
@@ -97,10 +97,10 @@ class Finding(NamedTuple):
     problem: str
 
 
-Say = Callable[[Sequence[int]], str | None]
+Describe = Callable[[Sequence[int]], str | None]
 
 
-class Findings:
+class MessageErrors:
     """Collect which messages cannot be used. See [Note: when it is told].
 
     ``at_once``: called with such a finding when it is noted, which waits for the device; for
@@ -108,23 +108,23 @@ class Findings:
     """
 
     def __init__(self) -> None:
-        self._noted: list[tuple[str, Sequence[int], Tensor, Say]] = []  # as ``note`` is told
+        self._noted: list[tuple[str, Sequence[int], Tensor, Describe]] = []  # as ``note`` is told
         self._streams: set[torch.cuda.Stream] = set()  # those that the outcomes are written on
-        self.at_once: Callable[[Finding], None] | None = None
+        self.at_once: Callable[[MessageError], None] | None = None
 
-    def note(self, role: str, senders: Sequence[int], outcomes: Tensor, say: Say) -> None:
+    def note(self, role: str, senders: Sequence[int], outcomes: Tensor, describe: Describe) -> None:
         """Note messages that carry ``role``, one of each sender.
 
         ``outcomes``: (senders, numbers) bool or int32, all 0 where nothing is wrong. ``say`` makes
         a sentence of the numbers of one.
         """
-        self._noted.append((role, senders, outcomes, say))
+        self._noted.append((role, senders, outcomes, describe))
         if outcomes.is_cuda:
             self._streams.add(torch.cuda.current_stream(outcomes.device))
         if self.at_once is not None and (found := self.first()) is not None:
             self.at_once(found)
 
-    def found(self, device: torch.device) -> Tensor:
+    def any_error(self, device: torch.device) -> Tensor:
         """Whether anything is wrong, () bool on the device, which is not waited for."""
         for stream in self._streams:
             torch.cuda.current_stream(device).wait_stream(stream)
@@ -137,17 +137,17 @@ class Findings:
         self._noted = []
         self._streams.clear()
 
-    def first(self) -> Finding | None:
+    def first(self) -> MessageError | None:
         """Return what was found first since the last call, and forget all. Waits for the device."""
         noted = self._noted
         self.forget()
-        for role, senders, outcomes, say in noted:
+        for role, senders, outcomes, describe in noted:
             for sender, numbers in zip(senders, outcomes.tolist(), strict=True):
                 if any(numbers):
-                    return Finding(role, sender, say(numbers))
+                    return MessageError(role, sender, describe(numbers))
         return None
 
 
-def say_changed(_: Sequence[int]) -> str:
-    """For ``Findings.note``, of what ``unseal`` has found."""
+def describe_changed(_: Sequence[int]) -> str:
+    """For ``MessageErrors.note``, of what ``unseal`` has found."""
     return "were changed on their way to rank {}: their checksum is wrong"

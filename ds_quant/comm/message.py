@@ -28,12 +28,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding
+from ds_quant.codec.bound import VECTORS_PER_ELEMENT, BoundCodec
 from ds_quant.codec.codec import CastCodec, Codec
 from ds_quant.comm.profiling import profiler_range
-from ds_quant.comm.transport import Fabric, Link, Pending
+from ds_quant.comm.transport import Communicator, HierarchicalCommunicator, Pending
 from ds_quant.kernels.batch import Decode, Encode, Task
-from ds_quant.kernels.dispatch import Operations, Streams
+from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.wire import ALIGNMENT, VECTOR_NUMEL, ceil_div, round_up, shard_range
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ def row_place(rank: int, ranks: int, node_size: int | None) -> int:
 
 def row_vector(row: int, numel: int, width: int) -> int:
     """First vector of random bits of a row of ``numel`` elements: rows of full ``width`` follow
-    each other, a short last one begins where ``Coding.at`` has its first element.
+    each other, a short last one begins where ``BoundCodec.at`` has its first element.
     """
     if numel == width:
         return row * ceil_div(width, VECTOR_NUMEL)
@@ -100,44 +100,44 @@ def row_vector(row: int, numel: int, width: int) -> int:
 
 
 def pack(
-    link: Link | Fabric,
+    communicator: Communicator | HierarchicalCommunicator,
     role: str,
     nbytes: int,
     encode: Operations,
     buffers: Sequence[Tensor],
-    streams: Streams,
+    streams: RngState,
     wire: Tensor | None = None,
 ) -> Tensor:
     """Encode a message of ``nbytes``, which is buffer 0 of the operations; the others follow.
     ``wire``: the message, if it is there already; a sampled step encodes it all the same.
     """
-    with profiler_range("encode", role, link.hop), link.encoding(role) as note:
+    with profiler_range("encode", role, communicator.hop), communicator.encoding(role) as note:
         if wire is None or note is not None:
-            wire = link.empty(nbytes, device=buffers[0].device)
-            encode.run([wire, *buffers], streams, note, backend=link.backend)
+            wire = communicator.empty(nbytes, device=buffers[0].device)
+            encode.run([wire, *buffers], streams, note, backend=communicator.backend)
     return wire
 
 
 def unpack(
-    link: Link | Fabric,
+    communicator: Communicator | HierarchicalCommunicator,
     role: str,
     decode: Operations,
     buffers: Sequence[Tensor],
-    streams: Streams,
+    streams: RngState,
 ) -> None:
     """Decode received weights, or decode and add up received gradients.
 
     buffers: the buffers of the operations, the received message among them.
     """
     action = "sum" if role == "gradients" else "decode"
-    with profiler_range(action, role, link.hop), link.decoding():
-        decode.run(buffers, streams, backend=link.backend)
+    with profiler_range(action, role, communicator.hop), communicator.decoding():
+        decode.run(buffers, streams, backend=communicator.backend)
 
 
 # ---- gathers ----
 
 
-class Part(NamedTuple):
+class GatherSlice(NamedTuple):
     """Consecutive elements that one rank of a gather sends to all.
 
     source: the sender's tensor and its first element; into: where all ranks decode them, alike.
@@ -165,7 +165,7 @@ class Message:
     """
 
     def __init__(
-        self, parts: Iterable[Part], *, rank: int, ranks: int, node_size: int | None = None
+        self, parts: Iterable[GatherSlice], *, rank: int, ranks: int, node_size: int | None = None
     ) -> None:
         parts, rows = list(parts), [[] for _ in range(ranks)]
         for part in parts:
@@ -191,9 +191,9 @@ class Message:
 
     def gather(
         self,
-        link: Link | Fabric,
+        communicator: Communicator | HierarchicalCommunicator,
         values: Sequence[Tensor],
-        codings: Sequence[Coding],
+        bound_codecs: Sequence[BoundCodec],
         into: Callable[[], list[Tensor]],
         *,
         stays: bool = False,
@@ -206,15 +206,15 @@ class Message:
         """
         if self.nbytes == 0:
             return Pending(into)
-        streams = Streams(codings, [None] * len(codings))
+        streams = RngState(bound_codecs, [None] * len(bound_codecs))
         lying = self._row_in_place(values) if stays else None
-        wire = pack(link, "weights", self.nbytes, self._encode, values, streams, lying)
-        arriving = link.all_gather(wire, role="weights")
+        wire = pack(communicator, "weights", self.nbytes, self._encode, values, streams, lying)
+        arriving = communicator.all_gather(wire, role="weights")
 
         def decoded() -> list[Tensor]:
             arrived = arriving.wait()
             tensors = into()
-            unpack(link, "weights", self._decode, [arrived, *tensors], streams)
+            unpack(communicator, "weights", self._decode, [arrived, *tensors], streams)
             return tensors
 
         return Pending(decoded)
@@ -239,7 +239,10 @@ class Message:
 
 
 def all_gather(
-    shards: Sequence[Tensor], numels: Sequence[int], codings: Sequence[Coding], link: Link | Fabric
+    shards: Sequence[Tensor],
+    numels: Sequence[int],
+    bound_codecs: Sequence[BoundCodec],
+    communicator: Communicator | HierarchicalCommunicator,
 ) -> Pending[list[Tensor]]:
     """Gather tensors that are split over the ranks in DeepSpeed's ceil-division shards.
 
@@ -252,11 +255,11 @@ def all_gather(
         numels: per tensor its full number of elements.
         codings: per tensor; the addresses are this rank's own.
     """
-    sizes = tuple([(c.codec, n) for c, n in zip(codings, numels, strict=True)])
-    message = _shard_message(sizes, link.size, link.rank, link.node_size)
+    sizes = tuple([(c.codec, n) for c, n in zip(bound_codecs, numels, strict=True)])
+    message = _shard_message(sizes, communicator.size, communicator.rank, communicator.node_size)
     shapes, device = [(n, s.dtype) for n, s in zip(numels, shards, strict=True)], shards[0].device
     into = partial(new_values, shapes, device)
-    return message.gather(link, shards, codings, into, stays=True)
+    return message.gather(communicator, shards, bound_codecs, into, stays=True)
 
 
 def new_values(
@@ -276,7 +279,7 @@ def _shard_message(
         for peer in range(ranks):
             start, stop = shard_range(numel, ranks, peer)
             places, width = ((tensor, 0), (tensor, start)), ceil_div(numel, ranks)
-            parts.append(Part(peer, codec, stop - start, tensor, *places, room=width))
+            parts.append(GatherSlice(peer, codec, stop - start, tensor, *places, room=width))
     return Message(parts, rank=rank, ranks=ranks, node_size=node_size)
 
 
@@ -308,7 +311,7 @@ class Room:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class ShardRows:
     """One parameter of ``numel`` elements in the node shard of a rank with place ``local``.
 
     rows: (nodes, width), in the dtype of the weights; what lies past a shard's end stays zero.
@@ -332,28 +335,31 @@ class Kept:
         dtype: torch.dtype,
         room: Room,
         device: torch.device | None = None,
-    ) -> Kept:
+    ) -> ShardRows:
         """Allocate rows of zeros in ``room``."""
         rows = room.zeros(nodes, ceil_div(numel, nodes * node_size), dtype=dtype)
         return cls(numel=numel, node_size=node_size, local=local, rows=rows, device=device)
 
 
-def rows_of(kept: Sequence[Kept], node: int | None = None) -> list[Tensor]:
+def rows_of(node_rows: Sequence[ShardRows], node: int | None = None) -> list[Tensor]:
     """Return their rows, or those of one node, on the device; of what is kept elsewhere a copy,
     made in order of the current stream. Parameters are all kept on the device or none.
     """
-    rows = [item.rows if node is None else item.rows[node] for item in kept]
-    device = kept[0].device
+    rows = [item.rows if node is None else item.rows[node] for item in node_rows]
+    device = node_rows[0].device
     return rows if device is None else [own.to(device, non_blocking=True) for own in rows]
 
 
-def take_rows(kept: Sequence[Kept], rows: Sequence[Tensor]) -> None:
+def copy_into_rows(node_rows: Sequence[ShardRows], rows: Sequence[Tensor]) -> None:
     """Take over what was made of ``rows_of(kept)``, or of copies."""
-    torch._foreach_copy_([item.rows for item in kept], rows, non_blocking=True)
+    torch._foreach_copy_([item.rows for item in node_rows], rows, non_blocking=True)
 
 
 def exchange(
-    kept: Sequence[Kept], shards: Sequence[Tensor], codings: Sequence[Coding], inter: Link
+    node_rows: Sequence[ShardRows],
+    shards: Sequence[Tensor],
+    bound_codecs: Sequence[BoundCodec],
+    inter: Communicator,
 ) -> Pending[Any]:
     """Update all rows of every parameter to the decoded values of their owners, of this rank's own
     too; the ranks of ``inter`` have equal places in their nodes.
@@ -362,18 +368,22 @@ def exchange(
         shards: per parameter this rank's new weights without padding, (length,), on the device.
         codings: per parameter; the addresses are this rank's own.
     """
-    sizes = tuple([(c.codec, k.numel, c.difference) for c, k in zip(codings, kept, strict=True)])
-    on_host, differs = kept[0].device is not None, any([c.difference for c in codings])
-    rows = shards if on_host and not differs else rows_of(kept)  # which differences alone read
+    sizes = tuple(
+        [(c.codec, k.numel, c.difference) for c, k in zip(bound_codecs, node_rows, strict=True)]
+    )
+    on_host, differs = node_rows[0].device is not None, any([c.difference for c in bound_codecs])
+    rows = shards if on_host and not differs else rows_of(node_rows)  # which differences alone read
     # Differences are of rounded values: see docs/wire_format.md.
-    of = zip(shards, rows, codings, strict=True)
+    of = zip(shards, rows, bound_codecs, strict=True)
     values = [shard.to(r.dtype) if c.difference else shard for shard, r, c in of]
-    message = _exchange_message(sizes, inter.size, kept[0].node_size, inter.rank, kept[0].local)
+    message = _exchange_message(
+        sizes, inter.size, node_rows[0].node_size, inter.rank, node_rows[0].local
+    )
     tensors = [*rows, *values]
     if not on_host:
-        return message.gather(inter, tensors, codings, lambda: rows)
-    arrived = message.gather(inter, tensors, codings, partial(rows_of, kept))
-    return arrived.then(partial(take_rows, kept))
+        return message.gather(inter, tensors, bound_codecs, lambda: rows)
+    arrived = message.gather(inter, tensors, bound_codecs, partial(rows_of, node_rows))
+    return arrived.then(partial(copy_into_rows, node_rows))
 
 
 @lru_cache(maxsize=1024)
@@ -388,12 +398,12 @@ def _exchange_message(
             start, stop = shard_range(numel, nodes * node_size, row * node_size + local)
             places = (len(sizes) + place, 0), (place, row * width)
             how = {"differs": differs, "room": width}
-            parts.append(Part(row, codec, stop - start, place, *places, **how))
+            parts.append(GatherSlice(row, codec, stop - start, place, *places, **how))
     return Message(parts, rank=node, ranks=nodes)
 
 
 def gather(
-    kept: Sequence[Kept], codings: Sequence[Coding], intra: Link | None
+    node_rows: Sequence[ShardRows], bound_codecs: Sequence[BoundCodec], intra: Communicator | None
 ) -> Pending[list[Tensor]]:
     """Gather full parameters, (numel,) each, in shard order, from the rows of the ranks of a node.
 
@@ -401,14 +411,16 @@ def gather(
     """
     if intra is None:
         # Copies to the device begin now, ahead of their use.
-        full = [r.view(-1)[: k.numel] for r, k in zip(rows_of(kept), kept, strict=True)]
-        is_copied = kept[0].device is not None
+        full = [r.view(-1)[: k.numel] for r, k in zip(rows_of(node_rows), node_rows, strict=True)]
+        is_copied = node_rows[0].device is not None
         return Pending(lambda: full if is_copied else [values.clone() for values in full])
-    sizes = tuple([(c.codec, k.numel, k.rows.shape[0]) for c, k in zip(codings, kept, strict=True)])
-    rows, shapes = rows_of(kept), [(item.numel, item.rows.dtype) for item in kept]
+    sizes = tuple(
+        [(c.codec, k.numel, k.rows.shape[0]) for c, k in zip(bound_codecs, node_rows, strict=True)]
+    )
+    rows, shapes = rows_of(node_rows), [(item.numel, item.rows.dtype) for item in node_rows]
     message = _node_message(sizes, intra.size, intra.rank)
     into = partial(new_values, shapes, rows[0].device)
-    return message.gather(intra, rows, codings, into, stays=True)
+    return message.gather(intra, rows, bound_codecs, into, stays=True)
 
 
 @lru_cache(maxsize=1024)
@@ -422,5 +434,5 @@ def _node_message(sizes: tuple[tuple[Codec, int, int], ...], node_size: int, loc
             start, stop = shard_range(numel, nodes * node_size, rank)
             places = (place, row * width), (place, start)
             how = {"vector": row_vector(row, stop - start, width), "room": width}
-            parts.append(Part(peer, codec, stop - start, place, *places, **how))
+            parts.append(GatherSlice(peer, codec, stop - start, place, *places, **how))
     return Message(parts, rank=local, ranks=node_size)

@@ -20,7 +20,7 @@ from ds_quant.codec.codec import Codec
 from ds_quant.kernels.wire import ceil_div
 
 
-class Shape(NamedTuple):
+class OwnedRange(NamedTuple):
     """The facts about a share that all ranks know: its owner, its elements, and the codecs of its
     last hop, of its delivery and of the first of two hops.
     """
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
     inner: Codec | None = None
 
 
-class Piece(NamedTuple):
+class OwnedPiece(NamedTuple):
     """Elements [start, stop) of share ``part``, summed by rank ``reducer``."""
 
     part: int
@@ -42,7 +42,9 @@ class Piece(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def plan(shapes: tuple[Shape, ...], ranks: int, node_size: int | None = None) -> tuple[Piece, ...]:
+def plan(
+    shapes: tuple[OwnedRange, ...], ranks: int, node_size: int | None = None
+) -> tuple[OwnedPiece, ...]:
     """Return the pieces of the cheapest exchange: see [Note: direct or balanced].
 
     ``node_size``: ranks per node of a reduction over two hops, None for one hop.
@@ -60,7 +62,10 @@ def _node(rank: int, node_size: int) -> tuple[int, ...]:
 
 
 def inbound(
-    shapes: Sequence[Shape], pieces: Sequence[Piece], ranks: int, node_size: int | None = None
+    shapes: Sequence[OwnedRange],
+    pieces: Sequence[OwnedPiece],
+    ranks: int,
+    node_size: int | None = None,
 ) -> tuple[int, int]:
     """Bytes from others into the busiest node and rank, of reduction and delivery together."""
     size = node_size or ranks
@@ -83,12 +88,14 @@ def inbound(
     return max(into_node, default=0), max(into_rank, default=0)
 
 
-def _cut_evenly(shapes: Sequence[Shape], team_of: Sequence[tuple[int, ...]]) -> tuple[Piece, ...]:
+def _cut_evenly(
+    shapes: Sequence[OwnedRange], team_of: Sequence[tuple[int, ...]]
+) -> tuple[OwnedPiece, ...]:
     """Cut what each team owns, laid end to end, into runs of equal length, one per member.
 
     ``team_of``: by owner the ranks that reduce for it.
     """
-    pieces: list[Piece] = []
+    pieces: list[OwnedPiece] = []
     for team in dict.fromkeys(team_of):
         members = [i for i, s in enumerate(shapes) if team_of[s.owner] == team]
         width = ceil_div(sum(shapes[i].numel for i in members), len(team))
@@ -98,7 +105,7 @@ def _cut_evenly(shapes: Sequence[Shape], team_of: Sequence[tuple[int, ...]]) -> 
             while start < numel:
                 turn = (position + start) // width
                 stop = min(numel, (turn + 1) * width - position)
-                pieces.append(Piece(index, start, stop, team[turn]))
+                pieces.append(OwnedPiece(index, start, stop, team[turn]))
                 start = stop
             position += numel
     return tuple(sorted(pieces))

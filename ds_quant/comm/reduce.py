@@ -13,7 +13,7 @@ place in a message, and with two nodes that halves the variance of the inter-nod
 [Note: slices] Large reductions over two hops are cut into slices. While slice i crosses between
 the nodes, slice i + 1 is inside them.
 
-[Note: waiting sums] Several micro-steps can cross between the nodes once. The first hop then runs
+[Note: partial sums] Several micro-steps can cross between the nodes once. The first hop then runs
 in every micro-step; what it brings is added, in fp32 and in micro-step order, to what this rank
 holds for every node: a rank of a node of G holds one G-th of a bucket. The second hop takes the
 whole at the last micro-step. Sums are linear and so is a rotation, so what waits stays rotated; its
@@ -31,16 +31,22 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ds_quant.codec.bound import VECTORS_PER_ELEMENT, Coding, Rotation
+from ds_quant.codec.bound import VECTORS_PER_ELEMENT, BoundCodec, Rotation
 from ds_quant.codec.codec import Codec
 from ds_quant.comm import owners
 from ds_quant.comm.message import is_tight, lay_out, pack, unpack
-from ds_quant.comm.owners import Piece, Shape
+from ds_quant.comm.owners import OwnedPiece, OwnedRange
 from ds_quant.comm.profiling import profiler_range
-from ds_quant.comm.reduction_plan import Form, LinkHop, ReductionPlan, Segment, SlicePlan
-from ds_quant.comm.transport import Link
+from ds_quant.comm.reduction_plan import (
+    GradientSpec,
+    ReductionHop,
+    ReductionPlan,
+    Segment,
+    SlicePlan,
+)
+from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.batch import Decode, Encode
-from ds_quant.kernels.dispatch import Operations, Streams
+from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 
 # ---- over one or two hops ----
@@ -58,7 +64,7 @@ class Reduction:
         rotations: per gradient.
         sums: (elements,) fp32, or a dtype that the kernels cast to, where the segments that this
             rank reduces have their places; None: only add to what waits.
-        waiting: (plan.waiting_numel,) fp32, see [Note: waiting sums]; None if the hops follow
+        waiting: (plan.partial_numel,) fp32, see [Note: partial sums]; None if the hops follow
             each other.
         fresh: whether nothing waits yet; then the first hop overwrites.
         then: called when all slices are done.
@@ -68,22 +74,22 @@ class Reduction:
         self,
         plan: ReductionPlan,
         tensors: Sequence[Tensor] | None,
-        codings: Sequence[tuple[Coding, ...]],
+        bound_codecs: Sequence[tuple[BoundCodec, ...]],
         rotations: Sequence[Rotation | None],
         sums: Tensor | None,
         *,
-        waiting: Tensor | None = None,
+        partial_sums: Tensor | None = None,
         fresh: bool = False,
         then: Callable[[], None] | None = None,
     ) -> None:
-        self._plan, self._sums, self._waiting, self._fresh = plan, sums, waiting, fresh
+        self._plan, self._sums, self._partial_sums, self._fresh = plan, sums, partial_sums, fresh
         self._then = then
-        by_hop = list(zip(*codings, strict=True))
-        self._streams = [Streams(hop, rotations) for hop in by_hop]
+        by_hop = list(zip(*bound_codecs, strict=True))
+        self._streams = [RngState(hop, rotations) for hop in by_hop]
         first, stop = int(tensors is None), len(plan.hops) if sums is not None else 1
         self._hops = range(first, stop)
         self._running: deque[tuple[Iterator[None], int]] = deque()  # and exchanges still to post
-        for part in plan.slices if waiting is None else plan.waiting:
+        for part in plan.slices if partial_sums is None else plan.deferred_slices:
             steps = self._reduce(part, tensors or ())
             next(steps)
             self.advance()
@@ -119,44 +125,54 @@ class Reduction:
         On each hop 1. encode the message, and make what this rank adds up as it is  2. post it.
         After the last one add up what has arrived, rotated back and scaled.
         """
-        waiting = None if self._waiting is None else self._waiting[part.start : part.stop]
-        nothing = (self._sums if waiting is None else waiting)[:0]
+        partial_sums = (
+            None if self._partial_sums is None else self._partial_sums[part.start : part.stop]
+        )
+        nothing = (self._sums if partial_sums is None else partial_sums)[:0]
         sums = nothing if self._sums is None else self._sums
-        arrived, before = nothing, nothing if waiting is None else waiting
+        arrived, before = nothing, nothing if partial_sums is None else partial_sums
         for depth in self._hops:
-            link, step = self._plan.hops[depth].link, part.steps[depth]
-            streams, kept = self._streams[depth], nothing
-            if step.kept:
-                kept = link.empty(step.kept, dtype=torch.float32, device=nothing.device)
-            buffers = [kept, arrived, before, sums, *tensors]
+            communicator, step = self._plan.hops[depth].communicator, part.steps[depth]
+            streams, own = self._streams[depth], nothing
+            if step.own:
+                own = communicator.empty(step.own, dtype=torch.float32, device=nothing.device)
+            buffers = [own, arrived, before, sums, *tensors]
             tensors = ()
-            wire = pack(link, "gradients", sum(step.sent), step.encode, buffers, streams)
+            wire = pack(communicator, "gradients", sum(step.sent), step.encode, buffers, streams)
             sizes = {"sent": step.sent, "received": step.received}
-            arriving = link.all_to_all(wire, **sizes, role="gradients")
+            arriving = communicator.all_to_all(wire, **sizes, role="gradients")
             del buffers, wire
             yield
             arrived = arriving.wait()
-            if waiting is None:
-                before = kept
+            if partial_sums is None:
+                before = own
             elif depth == 0:
-                self._hold(part, arrived, kept, waiting)
+                self._accumulate(part, arrived, own, partial_sums)
                 arrived = nothing
         if self._sums is not None:
             unpack(
-                link, "gradients", part.total, [nothing, nothing, arrived, before, sums], streams
+                communicator,
+                "gradients",
+                part.total,
+                [nothing, nothing, arrived, before, sums],
+                streams,
             )
 
-    def _hold(self, part: SlicePlan, arrived: Tensor, kept: Tensor, waiting: Tensor) -> None:
+    def _accumulate(
+        self, part: SlicePlan, arrived: Tensor, own: Tensor, partial_sums: Tensor
+    ) -> None:
         """Add what the first hop has brought to what waits."""
-        link, nothing = self._plan.hops[0].link, waiting[:0]
-        with profiler_range("sum", "gradients", link.hop), link.decoding():
-            into = waiting
+        communicator, nothing = self._plan.hops[0].communicator, partial_sums[:0]
+        with profiler_range("sum", "gradients", communicator.hop), communicator.decoding():
+            into = partial_sums
             if not self._fresh:
-                into = link.empty(waiting.numel(), dtype=torch.float32, device=waiting.device)
-            buffers = [nothing, into, arrived, kept, nothing]
-            part.partial.run(buffers, self._streams[0], backend=link.backend)
+                into = communicator.empty(
+                    partial_sums.numel(), dtype=torch.float32, device=partial_sums.device
+                )
+            buffers = [nothing, into, arrived, own, nothing]
+            part.partial.run(buffers, self._streams[0], backend=communicator.backend)
             if not self._fresh:
-                waiting.add_(into)
+                partial_sums.add_(into)
 
 
 # ---- to owners ----
@@ -177,26 +193,28 @@ class GradientSums:
     def __init__(
         self,
         shares: Sequence[Segment],
-        forms: Sequence[Form],
-        route: Sequence[LinkHop],
-        link: Link,
+        specs: Sequence[GradientSpec],
+        route: Sequence[ReductionHop],
+        communicator: Communicator,
         scale: float,
         *,
         balanced: bool = False,
     ) -> None:
-        self._link, self._numel = link, 0
-        self.own = {i: self._room(s.numel) for i, s in enumerate(shares) if s.reducer == link.rank}
-        pieces = [Piece(i, 0, share.numel, share.reducer) for i, share in enumerate(shares)]
+        self._communicator, self._numel = communicator, 0
+        self.own = {
+            i: self._room(s.numel) for i, s in enumerate(shares) if s.reducer == communicator.rank
+        }
+        pieces = [OwnedPiece(i, 0, share.numel, share.reducer) for i, share in enumerate(shares)]
         if balanced:
-            pieces = list(_pieces(shares, forms, route, link.size))
+            pieces = list(_pieces(shares, specs, route, communicator.size))
         segments = [self._segment(shares[p.part], p) for p in pieces]
-        self.plan = ReductionPlan(segments, forms, route, scale=scale)
+        self.plan = ReductionPlan(segments, specs, route, scale=scale)
         moved = [
             (segment, shares[piece.part].reducer)
             for segment, piece in zip(segments, pieces, strict=True)
             if piece.reducer != shares[piece.part].reducer
         ]
-        self._deliver = _delivery(moved, forms, link) if moved else None
+        self._deliver = _delivery(moved, specs, communicator) if moved else None
 
     def _room(self, numel: int) -> int:
         """Return where each of these sums begins."""
@@ -204,65 +222,72 @@ class GradientSums:
         self._numel += round_up(numel, VECTOR_NUMEL)
         return start
 
-    def _segment(self, share: Segment, piece: Piece) -> Segment:
+    def _segment(self, share: Segment, piece: OwnedPiece) -> Segment:
         total = 0
-        if share.reducer == self._link.rank:
+        if share.reducer == self._communicator.rank:
             total = self.own[piece.part] + piece.start
-        elif piece.reducer == self._link.rank:
+        elif piece.reducer == self._communicator.rank:
             total = self._room(piece.stop - piece.start)
         return share.part(piece.start, piece.stop)._replace(reducer=piece.reducer, total=total)
 
     def begin(
         self,
         tensors: Sequence[Tensor] | None,
-        codings: Sequence[tuple[Coding, ...]],
+        bound_codecs: Sequence[tuple[BoundCodec, ...]],
         rotations: Sequence[Rotation | None],
         *,
         into: Tensor,
-        waiting: Tensor | None = None,
+        partial_sums: Tensor | None = None,
     ) -> Reduction:
         """Begin to fill ``into``, of ``room``, where ``own`` says. Arguments are those of
         ``Reduction``.
         """
         then = None
         if self._deliver is not None:
-            then = partial(self._deliver, into, [hops[-1] for hops in codings])
-        return Reduction(self.plan, tensors, codings, rotations, into, waiting=waiting, then=then)
+            then = partial(self._deliver, into, [hops[-1] for hops in bound_codecs])
+        return Reduction(
+            self.plan, tensors, bound_codecs, rotations, into, partial_sums=partial_sums, then=then
+        )
 
     def room(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate the sums."""
-        return self._link.empty(self._numel, dtype=dtype, device=device)
+        return self._communicator.empty(self._numel, dtype=dtype, device=device)
 
-    def waiting_room(self, device: torch.device) -> Tensor:
+    def new_partial_sums(self, device: torch.device) -> Tensor:
         """Allocate what waits between the two hops."""
-        return self._link.empty(self.plan.waiting_numel, dtype=torch.float32, device=device)
+        return self._communicator.empty(self.plan.partial_numel, dtype=torch.float32, device=device)
 
 
 def _pieces(
-    shares: Sequence[Segment], forms: Sequence[Form], route: Sequence[LinkHop], ranks: int
-) -> Iterator[Piece]:
+    shares: Sequence[Segment],
+    specs: Sequence[GradientSpec],
+    route: Sequence[ReductionHop],
+    ranks: int,
+) -> Iterator[OwnedPiece]:
     """Cut the shares as is cheapest, small ones that follow each other as one."""
     runs: list[list[int]] = []
-    shapes: list[Shape] = []
+    shapes: list[OwnedRange] = []
     before = None
     for place, share in enumerate(shares):
-        form, alike = forms[share.gradient], (share.gradient, share.reducer)
-        if alike == before and is_tight(form.delivery):
+        spec, alike = specs[share.gradient], (share.gradient, share.reducer)
+        if alike == before and is_tight(spec.delivery):
             runs[-1].append(place)
             shapes[-1] = shapes[-1]._replace(numel=shapes[-1].numel + share.numel)
             continue
         runs.append([place])
-        inner = form.codecs[0] if len(form.codecs) > 1 else None
-        codecs = map(_padded, (form.codecs[-1], form.delivery, inner))
-        shapes.append(Shape(share.reducer, share.numel, *codecs))
+        inner = spec.codecs[0] if len(spec.codecs) > 1 else None
+        codecs = map(_padded, (spec.codecs[-1], spec.delivery, inner))
+        shapes.append(OwnedRange(share.reducer, share.numel, *codecs))
         before = alike
-    for piece in owners.plan(tuple(shapes), ranks, route[0].link.size if len(route) > 1 else None):
+    for piece in owners.plan(
+        tuple(shapes), ranks, route[0].communicator.size if len(route) > 1 else None
+    ):
         begin = 0
         for place in runs[piece.part]:
             numel = shares[place].numel
             start, stop = max(piece.start - begin, 0), min(piece.stop - begin, numel)
             if start < stop:
-                yield Piece(place, start, stop, piece.reducer)
+                yield OwnedPiece(place, start, stop, piece.reducer)
             begin += numel
 
 
@@ -271,17 +296,17 @@ def _padded(codec: Codec | None) -> Codec | None:
 
 
 def _delivery(
-    moved: Sequence[tuple[Segment, int]], forms: Sequence[Form], link: Link
-) -> Callable[[Tensor, Sequence[Coding]], None]:
+    moved: Sequence[tuple[Segment, int]], specs: Sequence[GradientSpec], communicator: Communicator
+) -> Callable[[Tensor, Sequence[BoundCodec]], None]:
     """Plan the move of sums from their reducers to the owners, which are given with them."""
-    outgoing: list[list[Segment]] = [[] for _ in range(link.size)]  # by owner
-    incoming: list[list[Segment]] = [[] for _ in range(link.size)]  # by reducer
+    outgoing: list[list[Segment]] = [[] for _ in range(communicator.size)]  # by owner
+    incoming: list[list[Segment]] = [[] for _ in range(communicator.size)]  # by reducer
     for segment, owner in moved:
-        if segment.reducer == link.rank:
+        if segment.reducer == communicator.rank:
             outgoing[owner].append(segment)
-        elif owner == link.rank:
+        elif owner == communicator.rank:
             incoming[segment.reducer].append(segment)
-    codecs = [form.delivery for form in forms]
+    codecs = [spec.delivery for spec in specs]
     sent, leaving = _placed(outgoing, codecs)
     received, arriving = _placed(incoming, codecs)
     encode = Operations(
@@ -296,13 +321,13 @@ def _delivery(
         for s, place in arriving
     )
 
-    def deliver(sums: Tensor, codings: Sequence[Coding]) -> None:
+    def deliver(sums: Tensor, bound_codecs: Sequence[BoundCodec]) -> None:
         """Fill what this rank's shares lack in ``sums``."""
-        own = [c._replace(codec=d) for c, d in zip(codings, codecs, strict=True)]
-        streams = Streams(own, [None] * len(own))
-        payload = pack(link, "gradients", sum(sent), encode, [sums], streams)
-        exchange = link.all_to_all(payload, sent=sent, received=received, role="gradients")
-        unpack(link, "gradients", decode, [exchange.wait(), sums], streams)
+        own = [c._replace(codec=d) for c, d in zip(bound_codecs, codecs, strict=True)]
+        streams = RngState(own, [None] * len(own))
+        payload = pack(communicator, "gradients", sum(sent), encode, [sums], streams)
+        exchange = communicator.all_to_all(payload, sent=sent, received=received, role="gradients")
+        unpack(communicator, "gradients", decode, [exchange.wait(), sums], streams)
 
     return deliver
 

@@ -20,7 +20,7 @@ import torch
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT
 from ds_quant.codec.codec import Codec, GroupCodec
 from ds_quant.comm.message import is_tight, lay_out, row_vector
-from ds_quant.comm.transport import Link
+from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.batch import Encode, Recode, Rotate, Sum, Task
 from ds_quant.kernels.dispatch import Operations
 from ds_quant.kernels.wire import VECTOR_NUMEL, ceil_div, round_up, shard_range
@@ -62,29 +62,29 @@ class Slicing:
 
 # Buffers of the operations: the message that is made, fp32 values that this rank adds as they are,
 # the message and those values of the hop before, the sums; then the tensors.
-WIRE, KEPT, ARRIVED, KEPT_BEFORE, SUMS, TENSORS = range(6)
+WIRE, OWN, ARRIVED, OWN_BEFORE, SUMS, TENSORS = range(6)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkHop:
+class ReductionHop:
     """One exchange of a reduction over a larger group of ranks.
 
     divisor: rank r of the larger group has the place r // divisor % link.size in ``link``.
-    exact_own: whether a rank adds its own contribution as it is.
+    full_precision_own: whether a rank adds its own contribution as it is.
     slicing: of a reduction whose last of two hops this is.
     """
 
-    link: Link
+    communicator: Communicator
     divisor: int = 1
-    exact_own: bool = False
+    full_precision_own: bool = False
     slicing: Slicing = Slicing()
 
     def place(self, rank: int) -> int:
         """Index within ``link`` of the rank that takes data bound for ``rank``."""
-        return rank // self.divisor % self.link.size
+        return rank // self.divisor % self.communicator.size
 
 
-class Form(NamedTuple):
+class GradientSpec(NamedTuple):
     """How a gradient is sent: its codec on every hop, the block of its rotation, 0 for none,
     whether signs flip before it (OWN_SIGNS: every sender of the last hop has its own), and the
     codec of sums on their way to an owner.
@@ -116,7 +116,7 @@ class Segment(NamedTuple):
     first: int  # in the gradient: names the random bits
     reducer: int
     total: int = 0  # where its sum begins, on the reducer
-    vector: int | None = None  # of its random bits; None: as ``Coding.at`` has ``first``
+    vector: int | None = None  # of its random bits; None: as ``BoundCodec.at`` has ``first``
     slot: int = 0
 
     def part(self, start: int, stop: int) -> Segment:
@@ -153,13 +153,13 @@ class Step(NamedTuple):
     sent: list[int]
     received: list[int]
     encode: Operations
-    kept: int
+    own: int
 
 
 class SlicePlan(NamedTuple):
     """The hops of one slice, and the sums at the end.
 
-    Of a reduction that rests between its two hops, see [Note: waiting sums] of reduce.py:
+    Of a reduction that rests between its two hops, see [Note: partial sums] of reduce.py:
     ``partial`` adds up what the first hop has brought, rotated, for [start, stop) of what waits.
     """
 
@@ -179,40 +179,40 @@ class ReductionPlan:
     def __init__(
         self,
         segments: Sequence[Segment],
-        forms: Sequence[Form],
-        hops: Sequence[LinkHop],
+        specs: Sequence[GradientSpec],
+        hops: Sequence[ReductionHop],
         *,
         scale: float,
     ) -> None:
-        self.hops, self._forms, self._scale = hops, forms, scale
-        self._parts = _slices(segments, forms, hops)
+        self.hops, self._specs, self._scale = hops, specs, scale
+        self._parts = _slices(segments, specs, hops)
 
     @cached_property
     def slices(self) -> list[SlicePlan]:
         """Both hops at once."""
-        return self._compile(waits=False)
+        return self._compile(deferred=False)
 
     @cached_property
-    def waiting(self) -> list[SlicePlan]:
+    def deferred_slices(self) -> list[SlicePlan]:
         """The same slices of a reduction over two hops, with a rest between them."""
-        return self._compile(waits=True)
+        return self._compile(deferred=True)
 
-    def _compile(self, waits: bool) -> list[SlicePlan]:
+    def _compile(self, deferred: bool) -> list[SlicePlan]:
         found, end = [], 0
         for part in self._parts:
-            compiler = _Compiler(part, self._forms, self._scale)
-            found.append(compiler.compile(self.hops, waits, end))
+            compiler = _Compiler(part, self._specs, self._scale)
+            found.append(compiler.compile(self.hops, deferred, end))
             end = found[-1].stop
         return found
 
     @property
-    def waiting_numel(self) -> int:
+    def partial_numel(self) -> int:
         """Elements that this rank holds between the hops, fp32."""
-        return self.waiting[-1].stop if self.waiting else 0
+        return self.deferred_slices[-1].stop if self.deferred_slices else 0
 
 
 def _slices(
-    segments: Sequence[Segment], forms: Sequence[Form], hops: Sequence[LinkHop]
+    segments: Sequence[Segment], specs: Sequence[GradientSpec], hops: Sequence[ReductionHop]
 ) -> list[list[Segment]]:
     """Distribute the segments over slices by their sizes alone, so that all ranks cut alike.
     Small ones are whole in the first: see [Note: small tensors] of message.py.
@@ -220,7 +220,7 @@ def _slices(
     total = sum(segment.numel for segment in segments)
     count = hops[-1].slicing.slices(total) if len(hops) > 1 else 1
     slices: list[list[Segment]] = [[] for _ in range(count)]
-    units, small = [form.unit for form in forms], [is_tight(form.codecs[-1]) for form in forms]
+    units, small = [spec.unit for spec in specs], [is_tight(spec.codecs[-1]) for spec in specs]
     for segment in segments:
         if small[segment.gradient]:
             slices[0].append(segment)
@@ -236,29 +236,35 @@ def _slices(
 class _Compiler:
     """Plans the hops of one slice."""
 
-    def __init__(self, segments: list[Segment], forms: Sequence[Form], scale: float) -> None:
-        self._segments, self._forms, self._scale = segments, forms, scale
-        self._on_wire = [round_up(s.numel, forms[s.gradient].block or 1) for s in segments]
+    def __init__(
+        self, segments: list[Segment], specs: Sequence[GradientSpec], scale: float
+    ) -> None:
+        self._segments, self._specs, self._scale = segments, specs, scale
+        self._on_wire = [round_up(s.numel, specs[s.gradient].block or 1) for s in segments]
         # Of the hop before: where segments lie in a row, its bytes, and their kept values.
         self._columns: dict[int, int] = {}
         self._row_bytes = 0
-        self._kept: dict[int, int] = {}
-        self._waiting: dict[int, int] | None = None  # where the partial sums of the first hop rest
+        self._own_offsets: dict[int, int] = {}
+        # Where the partial sums of the first hop rest.
+        self._partial_offsets: dict[int, int] | None = None
 
-    def compile(self, hops: Sequence[LinkHop], waits: bool, start: int) -> SlicePlan:
+    def compile(self, hops: Sequence[ReductionHop], deferred: bool, start: int) -> SlicePlan:
         """``waits``: between the hops; ``start``: where this slice begins in what waits."""
         here = list(range(len(self._segments)))  # still to be added up by this rank
         steps, partial, end = [], [], 0
         for depth, hop in enumerate(hops):
-            rows: list[list[int]] = [[] for _ in range(hop.link.size)]  # by the rank they go to
+            # By the rank that they go to.
+            rows: list[list[int]] = [[] for _ in range(hop.communicator.size)]
             for index in here:
                 rows[hop.place(self._segments[index].reducer)].append(index)
             steps.append(self._step(rows, depth, hops))
-            here = rows[hop.link.rank]
-            if waits and depth == 0:
-                waiting, end = self._end_to_end(here)
-                partial = [self._sum(i, hops, 1, KEPT, place) for i, place in waiting.items()]
-                self._waiting = waiting
+            here = rows[hop.communicator.rank]
+            if deferred and depth == 0:
+                partial_offsets, end = self._end_to_end(here)
+                partial = [
+                    self._sum(i, hops, 1, OWN, place) for i, place in partial_offsets.items()
+                ]
+                self._partial_offsets = partial_offsets
         total = [self._sum(i, hops, len(hops), SUMS) for i in here if self._segments[i].numel]
         return SlicePlan(steps, Operations(total), Operations(partial), start, start + end)
 
@@ -269,9 +275,12 @@ class _Compiler:
             places[index], end = end, end + round_up(self._on_wire[index], VECTOR_NUMEL)
         return places, end
 
-    def _step(self, rows: list[list[int]], depth: int, hops: Sequence[LinkHop]) -> Step:
-        hop, mine = hops[depth], hops[depth].link.rank
-        leaving = [[] if hop.exact_own and place == mine else row for place, row in enumerate(rows)]
+    def _step(self, rows: list[list[int]], depth: int, hops: Sequence[ReductionHop]) -> Step:
+        hop, mine = hops[depth], hops[depth].communicator.rank
+        leaving = [
+            [] if hop.full_precision_own and place == mine else row
+            for place, row in enumerate(rows)
+        ]
         layouts = [lay_out(self._size(index, depth) for index in row) for row in leaving]
         sent = [nbytes for _, nbytes in layouts]
         begins = accumulate(sent, initial=0)
@@ -282,28 +291,29 @@ class _Compiler:
             if self._segments[index].numel
         ]
         encode.sort(key=lambda task: task[0].stream)  # those of one gradient form rows
-        kept, end = dict[int, int](), 0
-        if hop.exact_own and depth and self._waiting is not None:
-            kept = {index: self._waiting[index] for index in rows[mine]}  # added where it rests
-        elif hop.exact_own:
-            kept, end = self._end_to_end(rows[mine])
-            encode += [self._own(index, place, depth, hops) for index, place in kept.items()]
+        own, end = dict[int, int](), 0
+        if hop.full_precision_own and depth and self._partial_offsets is not None:
+            # Added where it rests.
+            own = {index: self._partial_offsets[index] for index in rows[mine]}
+        elif hop.full_precision_own:
+            own, end = self._end_to_end(rows[mine])
+            encode += [self._own(index, place, depth, hops) for index, place in own.items()]
         slots, self._row_bytes = lay_out(self._size(index, depth) for index in rows[mine])
-        self._columns, self._kept = dict(zip(rows[mine], slots, strict=True)), kept
-        received = [self._row_bytes] * hop.link.size
-        if hop.exact_own:
+        self._columns, self._own_offsets = dict(zip(rows[mine], slots, strict=True)), own
+        received = [self._row_bytes] * hop.communicator.size
+        if hop.full_precision_own:
             received[mine] = 0
         return Step(sent, received, Operations(encode), end)
 
     def _size(self, index: int, depth: int) -> tuple[Codec, int]:
         """Codec and elements of a segment's slot."""
         segment = self._segments[index]
-        codec = self._forms[segment.gradient].codecs[depth]
+        codec = self._specs[segment.gradient].codecs[depth]
         return codec, max(self._on_wire[index], segment.slot)
 
-    def _encode(self, index: int, start: int, depth: int, hops: Sequence[LinkHop]) -> Task:
+    def _encode(self, index: int, start: int, depth: int, hops: Sequence[ReductionHop]) -> Task:
         segment = self._segments[index]
-        codecs, block, flips, _ = self._forms[segment.gradient]
+        codecs, block, flips, _ = self._specs[segment.gradient]
         vector = segment.vector
         if vector is None:
             vector = VECTORS_PER_ELEMENT * segment.first
@@ -312,49 +322,49 @@ class _Compiler:
             how = segment.gradient, block, bool(flips)
             operation = Encode(codecs[0], numel, tensor, WIRE, *how)
             return operation, (segment.start, start, vector)
-        if self._waiting is not None:  # rotated already
+        if self._partial_offsets is not None:  # rotated already
             numel = self._on_wire[index]
-            operation = Encode(codecs[depth], numel, KEPT_BEFORE, WIRE, segment.gradient)
-            return operation, (self._waiting[index], start, vector)
+            operation = Encode(codecs[depth], numel, OWN_BEFORE, WIRE, segment.gradient)
+            return operation, (self._partial_offsets[index], start, vector)
         how = {"wire": WIRE, "stream": segment.gradient, "block": block}
         how |= self._sources(hops[depth - 1])
         operation = Recode(*codecs[depth - 1 : depth + 1], segment.numel, **how)
-        return operation, (self._columns[index], start, self._kept.get(index, 0), vector)
+        return operation, (self._columns[index], start, self._own_offsets.get(index, 0), vector)
 
-    def _own(self, index: int, place: int, depth: int, hops: Sequence[LinkHop]) -> Task:
+    def _own(self, index: int, place: int, depth: int, hops: Sequence[ReductionHop]) -> Task:
         """Plan this rank's exact contribution: rotated values, or the sum of what has arrived so
         far.
         """
         segment = self._segments[index]
-        codecs, block, flips, _ = self._forms[segment.gradient]
+        codecs, block, flips, _ = self._specs[segment.gradient]
         if depth:
-            operation, places = self._sum(index, hops, depth, KEPT, place)
-            return operation._replace(beside=codecs[depth]), places
-        how = segment.numel, TENSORS + segment.tensor, KEPT, segment.gradient, block, bool(flips)
+            operation, places = self._sum(index, hops, depth, OWN, place)
+            return operation._replace(fuse_with=codecs[depth]), places
+        how = segment.numel, TENSORS + segment.tensor, OWN, segment.gradient, block, bool(flips)
         return Rotate(codecs[0], *how), (segment.start, place)
 
     def _sum(
-        self, index: int, hops: Sequence[LinkHop], depth: int, into: int, place: int = 0
+        self, index: int, hops: Sequence[ReductionHop], depth: int, into: int, place: int = 0
     ) -> Task:
         """Plan the sum of what arrived on the hop before ``depth``; the last one is rotated back
         and scaled.
         """
         segment = self._segments[index]
-        codecs, block, flips, _ = self._forms[segment.gradient]
+        codecs, block, flips, _ = self._specs[segment.gradient]
         how = {"numel": self._on_wire[index]}
         if into == SUMS:
             place = segment.total
             how = {"numel": segment.numel, "block": block, "flips": flips, "scale": self._scale}
         how |= {"values": into, "stream": segment.gradient, **self._sources(hops[depth - 1])}
-        places = self._columns[index], place, self._kept.get(index, 0)
+        places = self._columns[index], place, self._own_offsets.get(index, 0)
         return Sum(codecs[depth - 1], **how), places
 
-    def _sources(self, hop: LinkHop) -> dict[str, int | None]:
+    def _sources(self, hop: ReductionHop) -> dict[str, int | None]:
         """Sources of an operation that adds up what arrived on a hop."""
         return {
             "wire_in": ARRIVED,
-            "sources": hop.link.size - hop.exact_own,
+            "sources": hop.communicator.size - hop.full_precision_own,
             "stride": self._row_bytes,
-            "place": hop.link.rank if hop.exact_own else None,
-            "own": KEPT_BEFORE,
+            "place": hop.communicator.rank if hop.full_precision_own else None,
+            "own": OWN_BEFORE,
         }

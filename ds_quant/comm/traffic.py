@@ -62,8 +62,8 @@ class Tally:
     ) -> None:
         """Count a piece, and read it back if it is its turn.
 
-        error: see ``codec.bound.Coding.error``. values: what was encoded, or makes it, which has
-        ``numel`` elements. wire: its bytes, uint8.
+        error: see ``codec.bound.BoundCodec.error``. values: what was encoded, or makes it, which
+        has ``numel`` elements. wire: its bytes, uint8.
         """
         numel = values.numel() if numel is None else numel
         self.numel += numel
@@ -128,11 +128,11 @@ class Meter:
         """Charge the time inside to ``name``. See [Note: sections]."""
         return _OFF if self._sample is None else self._timed(name)
 
-    def encoding(self, role: str, link: str) -> AbstractContextManager[Note | None]:
+    def encoding(self, role: str, hop: str) -> AbstractContextManager[Note | None]:
         """Charge the encoding of a message, and read back some of what was noted at its end. None
         while no sample is open.
         """
-        return _OFF if self._sample is None else self._checked((role, link))
+        return _OFF if self._sample is None else self._checked((role, hop))
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

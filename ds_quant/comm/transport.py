@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_quant.comm.checksum import Findings, say_changed, seal, sealed_bytes, unseal
+from ds_quant.comm.checksum import MessageErrors, describe_changed, seal, sealed_bytes, unseal
 from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
@@ -135,7 +135,7 @@ def _wait_for(works: Sequence[tuple[int, Any]]) -> None:
             raise _lost(rank, error) from error
 
 
-class Link:
+class Communicator:
     """Byte collectives over one process group, counted. Holds no algorithm.
 
     ``findings``: learns of messages that cannot be used. ``sealed``: see [Note: sealed messages].
@@ -145,7 +145,9 @@ class Link:
     """
 
     backend = "auto"
-    node_size: int | None = None  # what a gather brings is rows of ranks in order, see ``Fabric``
+    node_size: int | None = (
+        None  # what a gather brings is rows of ranks in order, see ``HierarchicalCommunicator``
+    )
 
     def __init__(
         self,
@@ -153,7 +155,7 @@ class Link:
         *,
         topology: Topology,
         traffic: Traffic,
-        findings: Findings | None = None,
+        message_errors: MessageErrors | None = None,
         sealed: bool = False,
         buffers: Buffers | None = None,
         backend: str = "auto",
@@ -164,7 +166,7 @@ class Link:
         self._dist = dist
         self.process_group = process_group
         self._traffic, self._sealed, self.backend = traffic, sealed, backend
-        self.findings = findings or Findings()
+        self.message_errors = message_errors or MessageErrors()
         self.empty = (buffers or Buffers()).empty
         self.size: int = dist.get_world_size(group=process_group)
         self.rank: int = dist.get_rank(group=process_group)
@@ -175,7 +177,7 @@ class Link:
         self._far = [r for r in range(self.size) if r not in near]
         # Contexts that charge the making of messages for this link, and their decoding.
         self.hop = "inter" if self._far else "intra"
-        self.encoding = partial(traffic.meter.encoding, link=self.hop)
+        self.encoding = partial(traffic.meter.encoding, hop=self.hop)
         self.decoding = partial(traffic.meter.section, "decode")
         self.is_gloo = "gloo" in str(torch.distributed.get_backend(process_group))
 
@@ -246,7 +248,7 @@ class Link:
     def _open(self, sizes: Sequence[int], role: str, sealed: Tensor) -> Tensor:
         """Check and remove the checksums; rank r has sent ``sizes[r]`` bytes without its own."""
         payload, changed = unseal(sealed, sizes)
-        self.findings.note(role, self.ranks, changed.view(-1, 1), say_changed)
+        self.message_errors.note(role, self.ranks, changed.view(-1, 1), describe_changed)
         return payload
 
     def _peer_to_peer(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Pending[None]:
@@ -306,7 +308,7 @@ class Link:
         self._traffic.count(role, intra=intra, inter=inter)
 
 
-class Fabric:
+class HierarchicalCommunicator:
     """The link of one process group and, where its ranks fill several nodes, those of its two
     levels.
 
@@ -321,27 +323,27 @@ class Fabric:
 
     def __init__(
         self,
-        whole: Link,
-        intra: Link | None = None,
-        inter: Link | None = None,
-        gradients: Link | None = None,
+        flat: Communicator,
+        intra: Communicator | None = None,
+        inter: Communicator | None = None,
+        gradients: Communicator | None = None,
     ) -> None:
-        self.whole, self.intra, self.inter = whole, intra, inter
+        self.flat, self.intra, self.inter = flat, intra, inter
         self.gradients = gradients or intra
-        self.size, self.rank, self.backend = whole.size, whole.rank, whole.backend
-        self.hop = whole.hop
+        self.size, self.rank, self.backend = flat.size, flat.rank, flat.backend
+        self.hop = flat.hop
         self.node_size = None if intra is None or inter is None else intra.size
-        self.encoding, self.decoding, self.empty = whole.encoding, whole.decoding, whole.empty
+        self.encoding, self.decoding, self.empty = flat.encoding, flat.decoding, flat.empty
         self.unposted: deque[_TwoLevelGather] = deque()  # their second level
 
     def all_gather(self, payload: Tensor, *, role: str) -> Pending[Tensor] | _TwoLevelGather:
-        """As ``Link.all_gather`` over the whole group; over two levels (nodes, ranks of a node,
-        bytes) arrive, strided: see ``message.row_place``.
+        """As ``Communicator.all_gather`` over the whole group; over two levels (nodes, ranks of a
+        node, bytes) arrive, strided: see ``message.row_place``.
 
         With two levels the rows cross between nodes once and are then spread inside the node.
         """
         if self.intra is None or self.inter is None:
-            return self.whole.all_gather(payload, role=role)
+            return self.flat.all_gather(payload, role=role)
         gather = _TwoLevelGather(self, self.inter.all_gather(payload, role=role), role)
         self.unposted.append(gather)
         return gather
@@ -352,15 +354,19 @@ class _TwoLevelGather:
     second level].
     """
 
-    def __init__(self, fabric: Fabric, between: Pending[Tensor], role: str) -> None:
-        self._fabric, self.between, self.role = fabric, between, role
+    def __init__(
+        self, hierarchy: HierarchicalCommunicator, between: Pending[Tensor], role: str
+    ) -> None:
+        self._hierarchy, self.between, self.role = hierarchy, between, role
         self.inside: Pending[Tensor] | None = None
 
     def wait(self) -> Tensor:
         """Return the rows of all ranks, (nodes, ranks of a node, bytes), strided."""
-        fabric = self._fabric
+        hierarchy = self._hierarchy
         while self.inside is None:
-            first = fabric.unposted.popleft()
-            first.inside = fabric.intra.all_gather(first.between.wait(), role=first.role)
+            first = hierarchy.unposted.popleft()
+            first.inside = hierarchy.intra.all_gather(first.between.wait(), role=first.role)
         # Received as (local rank, node, bytes). They are decoded where they lie, without a copy.
-        return self.inside.wait().view(fabric.intra.size, fabric.inter.size, -1).transpose(0, 1)
+        return (
+            self.inside.wait().view(hierarchy.intra.size, hierarchy.inter.size, -1).transpose(0, 1)
+        )

@@ -84,7 +84,7 @@ class Sum(NamedTuple):
     block: int = 0
     flips: int = 0
     scale: float = 1.0
-    beside: Format | None = None
+    fuse_with: Format | None = None
 
     on_wire = Encode.on_wire
 
@@ -167,7 +167,7 @@ def _are_alike(a: Rows, b: Rows) -> bool:
     return a.operation == b.operation and a.shape == b.shape and a.steps == b.steps
 
 
-class StreamArrays(NamedTuple):
+class RngArrays(NamedTuple):
     """The streams of a run as arrays, (streams,) uint64, and the tensors that must outlive them."""
 
     key: np.ndarray
@@ -181,7 +181,7 @@ class StreamArrays(NamedTuple):
     tensors: Sequence[torch.Tensor] = ()
 
 
-# What a job takes of its stream: field -> name in StreamArrays.
+# What a job takes of its stream: field -> name in RngArrays.
 RANDOM = {name: name for name in ("key", "step", "first_vector")}
 FLIPS = {name: name for name in ("flips_low", "flips_high")}
 
@@ -197,8 +197,8 @@ class Job(NamedTuple):
 
     numbers: Mapping[str, Any]
     stream: int
-    points: Mapping[str, tuple[int, int]]
-    takes: Mapping[str, str]
+    pointers: Mapping[str, tuple[int, int]]
+    rng_fields: Mapping[str, str]
     levels: Mapping[str, Format]
     vector: int = 0
 
@@ -223,11 +223,11 @@ class Arguments:
         self.records = records_of(fields, [job.numbers for job in jobs])
         self._streams = np.array([job.stream for job in jobs])
         first, self._pointers, self._taken = jobs[0], [], []
-        for field in first.points:
-            buffers, behind = np.array([job.points[field] for job in jobs], dtype=np.int64).T
+        for field in first.pointers:
+            buffers, behind = np.array([job.pointers[field] for job in jobs], dtype=np.int64).T
             offsets = behind.astype(np.uint64)
             self._pointers.append((self.records[field], buffers.copy(), offsets))
-        for field, name in first.takes.items():
+        for field, name in first.rng_fields.items():
             more = [job.vector if field == "first_vector" else 0 for job in jobs]
             self._taken.append((self.records[field], name, np.array(more, dtype=np.uint64)))
         self._levels = []
@@ -240,7 +240,7 @@ class Arguments:
                 initial = np.array(own, dtype=np.uint64)
                 self._levels.append((self.records[field], initial, tables))  # alive
 
-    def fill(self, addresses: np.ndarray, streams: StreamArrays) -> None:
+    def fill(self, addresses: np.ndarray, streams: RngArrays) -> None:
         """addresses: of the buffers, uint64. Without learned levels a codec's own are taken."""
         for target, buffers, offsets in self._pointers:
             np.add(addresses[buffers], offsets, out=target)
@@ -251,4 +251,4 @@ class Arguments:
             target[:] = np.where(learned, learned, initial)
 
 
-Runnable = Callable[[np.ndarray, StreamArrays], None]  # addresses of the buffers, uint64
+Runnable = Callable[[np.ndarray, RngArrays], None]  # addresses of the buffers, uint64

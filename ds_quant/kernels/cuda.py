@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ds_quant.kernels.batch import Decode, Encode, StreamArrays
+from ds_quant.kernels.batch import Decode, Encode, RngArrays
 from ds_quant.kernels.launch import ROOM, Launch, Table
 from ds_quant.kernels.launch_batch import compile_tasks
 from ds_quant.kernels.wire import layout_of
@@ -265,7 +265,7 @@ def _probe(runner: Runner) -> None:
     x = torch.tensor([127.0, -127.0, 0.0, 1.0, -64.0], device=runner.device)
     wire = torch.empty(layout_of(fmt, 5).nbytes, dtype=torch.uint8, device=runner.device)
     out = torch.zeros_like(x)
-    buffers, streams = [x, wire, out], StreamArrays(*[np.zeros(2, dtype=np.uint64)] * 8)
+    buffers, streams = [x, wire, out], RngArrays(*[np.zeros(2, dtype=np.uint64)] * 8)
     addresses = np.array([buffer.data_ptr() for buffer in buffers], dtype=np.uint64)
     for task in ((Encode(fmt, 5, 0, 1, 0), (0, 0, 0)), (Decode(fmt, 5, 1, 2, 0), (0, 0))):
         alike = [task, (task[0]._replace(stream=1), task[1])]

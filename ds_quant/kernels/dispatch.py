@@ -28,9 +28,9 @@ from ds_quant.kernels.batch import (
     Operation,
     Places,
     Recode,
+    RngArrays,
     Rotate,
     Runnable,
-    StreamArrays,
     Sum,
     Task,
 )
@@ -122,39 +122,41 @@ def cuda_runner(device: torch.device, backend: str) -> cuda.Runner | None:
 # ---- what a step brings ----
 
 
-class Stream(Protocol):
+class RngSource(Protocol):
     """The part of a coding that the kernels read."""
 
     address: Address | None
     levels: Tensor | None  # (2^bits,) fp32, learned
 
 
-class Streams:
+class RngState:
     """Random bits and levels of every stream in one step, and rotations; None for none."""
 
-    def __init__(self, codings: Sequence[Stream], rotations: Sequence[Rotation | None]) -> None:
-        self.codings, self.rotations = codings, rotations
+    def __init__(
+        self, bound_codecs: Sequence[RngSource], rotations: Sequence[Rotation | None]
+    ) -> None:
+        self.bound_codecs, self.rotations = bound_codecs, rotations
 
     def address(self, stream: int, vector: int) -> Address | None:
         """Where random bits of a piece begin that has ``vector`` in its stream."""
-        address = self.codings[stream].address
+        address = self.bound_codecs[stream].address
         if address is None:
             return None
         return Address(address.key, address.step, address.first_vector + vector)
 
     @cached_property
-    def arrays(self) -> StreamArrays:
+    def arrays(self) -> RngArrays:
         """The streams as the kernels take them."""
         rows, levels = [], []
-        for coding, rotation in zip(self.codings, self.rotations, strict=True):
-            address, table = coding.address or _NO_ADDRESS, coding.levels
+        for bound_codec, rotation in zip(self.bound_codecs, self.rotations, strict=True):
+            address, table = bound_codec.address or _NO_ADDRESS, bound_codec.levels
             pointer, flips, signs = 0 if table is None else table.data_ptr(), 0, _NO_ADDRESS
             if rotation is not None and rotation.signs is not None:
                 flips, signs = rotation.flips, rotation.signs
             rows.append((*address[:3], pointer, flips & _WORD, flips >> 64, *signs[:2]))
             levels.append(table)
         columns = np.array(rows, dtype=np.uint64).reshape(-1, 8).T
-        return StreamArrays(*columns, tensors=levels)
+        return RngArrays(*columns, tensors=levels)
 
 
 Note = Callable[..., None]  # told what is encoded: see ``comm.traffic.Tally.add``
@@ -178,7 +180,7 @@ class Operations:
     def run(
         self,
         buffers: Buffers,
-        streams: Streams,
+        streams: RngState,
         note: Note | None = None,
         *,
         backend: str = "auto",
@@ -207,10 +209,10 @@ class Operations:
                 _note(task, buffers, streams, note, backend)
 
 
-def _note(task: Task, buffers: Buffers, streams: Streams, note: Note, backend: str) -> None:
+def _note(task: Task, buffers: Buffers, streams: RngState, note: Note, backend: str) -> None:
     piece = _Piece(*task, buffers, streams)
     if isinstance(piece.op, Encode | Recode):
-        coding = streams.codings[piece.op.stream]
+        bound_codec = streams.bound_codecs[piece.op.stream]
         how: dict[str, Any] = {"numel": piece.op.numel, "rotation": piece.rotation}
         how["backend"] = backend
         if isinstance(piece.op, Recode):
@@ -219,10 +221,10 @@ def _note(task: Task, buffers: Buffers, streams: Streams, note: Note, backend: s
             values = piece.at("values", 0)
             if piece.op.base is not None:
                 how["reference"] = piece.at("base", 3)
-                coding = coding._replace(difference=True)
-            elif getattr(coding, "difference", False):
-                coding = coding._replace(difference=False)
-        note(coding.error, values, piece.written, **how)
+                bound_codec = bound_codec._replace(difference=True)
+            elif getattr(bound_codec, "difference", False):
+                bound_codec = bound_codec._replace(difference=False)
+        note(bound_codec.error, values, piece.written, **how)
 
 
 # ---- lossless differences ----
@@ -282,11 +284,11 @@ class _Piece(NamedTuple):
     op: Operation
     places: Places
     buffers: Buffers
-    streams: Streams
+    streams: RngState
 
     def run(self) -> None:
         """Carry it out by the torch reference or the user's module."""
-        op, levels = self.op, self.streams.codings[self.op.stream].levels
+        op, levels = self.op, self.streams.bound_codecs[self.op.stream].levels
         if op.numel == 0:
             return
         if isinstance(op, Encode):
@@ -342,7 +344,7 @@ class _Piece(NamedTuple):
         codec, wire = self.op.codec, self.written
         address = self.streams.address(self.op.stream, vector)
         if codec.kind == "groups":
-            table = codec.table(self.streams.codings[self.op.stream].levels, x.device)
+            table = codec.table(self.streams.bound_codecs[self.op.stream].levels, x.device)
             how = {"address": address, "levels": table, "base": base, "rotation": rotation}
             reference.encode(x, wire, codec, **how)
             return
@@ -359,7 +361,7 @@ class _Piece(NamedTuple):
         wire[:, :nbytes].copy_(x.to(codec.dtype).contiguous().view(torch.uint8))
 
     def _add_up(self, codec: Any, out: Tensor, scale: float, rotation: Rotation | None) -> None:
-        op, levels = self.op, self.streams.codings[self.op.stream].levels
+        op, levels = self.op, self.streams.bound_codecs[self.op.stream].levels
         wire = _rows(
             self.buffers[op.wire_in], self.places[0], codec.wire_bytes(op.on_wire), op.sources,
             op.stride,

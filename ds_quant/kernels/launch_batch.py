@@ -21,10 +21,10 @@ from ds_quant.kernels.batch import (
     Job,
     Operation,
     Recode,
+    RngArrays,
     Rotate,
     Rows,
     Runnable,
-    StreamArrays,
     Sum,
     Task,
     at,
@@ -79,7 +79,7 @@ def compile_tasks(tasks: Sequence[Task], buffers: Buffers, run_tables: RunTables
         filled.append(Arguments(launch.fields_of(kernel), jobs, buffers[0].device))
         tables.append(launch.table_of(plans, counts, filled[-1].records))
 
-    def run(addresses: np.ndarray, streams: StreamArrays) -> None:
+    def run(addresses: np.ndarray, streams: RngArrays) -> None:
         for arguments in filled:
             arguments.fill(addresses, streams)
         run_tables(tables)
@@ -104,18 +104,18 @@ def _encode(rows: Rows, buffers: Buffers, more: Mapping[str, int] = _NOTHING) ->
     op, places, (count,), ((values, wire, vectors, *strides),) = rows
     into, dtype = at(buffers, op.values, places[0]), buffers[op.values].dtype
     is_easy = _is_easy(buffers, into, count, values * dtype.itemsize)
-    points = {"values": into, "wire.bytes": (op.wire, places[1])}
+    pointers = {"values": into, "wire.bytes": (op.wire, places[1])}
     fields = {"values_stride": values * dtype.itemsize, "wire.stride": wire}
     base = None
     if op.base is not None:
-        base, points["base"] = buffers[op.base].dtype, at(buffers, op.base, places[3])
+        base, pointers["base"] = buffers[op.base].dtype, at(buffers, op.base, places[3])
         fields["base_stride"] = strides[0] * base.itemsize
-        is_easy = is_easy and _is_easy(buffers, points["base"], count, fields["base_stride"])
+        is_easy = is_easy and _is_easy(buffers, pointers["base"], count, fields["base_stride"])
     turn = _turn(op)
     plan = launch.encode_plan(op.codec, op.numel, dtype, base, turn, is_easy)
     numbers = {**plan.fields, **fields, "row_vectors": vectors, **more}
-    takes, levels = RANDOM | _FLIPS[turn[1]], {"levels": op.codec}
-    return plan, count, Job(numbers, op.stream, points, takes, levels, places[2])
+    rng_fields, levels = RANDOM | _FLIPS[turn[1]], {"levels": op.codec}
+    return plan, count, Job(numbers, op.stream, pointers, rng_fields, levels, places[2])
 
 
 def _decode(rows: Rows, buffers: Buffers) -> _Work:
@@ -125,25 +125,25 @@ def _decode(rows: Rows, buffers: Buffers) -> _Work:
     shape = (op.numel, 1, dtype)
     plan = launch.sum_plan(op.codec, *shape, 1.0, False, launch.NOT_TURNED, op.add, is_easy)
     fields = {"values_stride": values * dtype.itemsize, "wire.stride": wire, "source_stride": wire}
-    points = {"wire.bytes": (op.wire, places[0]), "values": into}
-    return plan, count, Job(plan.fields | fields, op.stream, points, {}, {"levels": op.codec})
+    pointers = {"wire.bytes": (op.wire, places[0]), "values": into}
+    return plan, count, Job(plan.fields | fields, op.stream, pointers, {}, {"levels": op.codec})
 
 
 def _sum(rows: Rows, buffers: Buffers) -> _Work:
     op, places, *_ = rows
     into, sources = at(buffers, op.values, places[1]), op.sources + (op.place is not None)
-    is_easy, beside = _is_easy(buffers, into, 1, 0), op.beside
-    if is_easy and beside and beside.kind == "groups" and launch.supports(beside):
+    is_easy, fuse_with = _is_easy(buffers, into, 1, 0), op.fuse_with
+    if is_easy and fuse_with and fuse_with.kind == "groups" and launch.supports(fuse_with):
         how = op.sources, op.stride, op.place, op.own
-        recoded = Recode(op.codec, beside, op.numel, op.wire_in, op.values, op.stream, *how)
+        recoded = Recode(op.codec, fuse_with, op.numel, op.wire_in, op.values, op.stream, *how)
         return _recode(Rows(recoded, (places[0], into[1], places[2], 0)), buffers, _STAYS)
     shape, turn = (op.numel, sources, buffers[op.values].dtype), _turn(op)
     has_own = op.place is not None
     plan = launch.sum_plan(op.codec, *shape, op.scale, has_own, turn, False, is_easy)
     numbers = {**plan.fields, **_source_fields(op)}
-    points = {"wire.bytes": (op.wire_in, places[0]), "values": into}
-    points["own_values"] = at(buffers, op.own, places[2])
-    return plan, 1, Job(numbers, op.stream, points, _FLIPS[turn[1]], {"levels": op.codec})
+    pointers = {"wire.bytes": (op.wire_in, places[0]), "values": into}
+    pointers["own_values"] = at(buffers, op.own, places[2])
+    return plan, 1, Job(numbers, op.stream, pointers, _FLIPS[turn[1]], {"levels": op.codec})
 
 
 def _recode(rows: Rows, buffers: Buffers, more: Mapping[str, int] = _NOTHING) -> _Work:
@@ -151,10 +151,10 @@ def _recode(rows: Rows, buffers: Buffers, more: Mapping[str, int] = _NOTHING) ->
     sources = op.sources + (op.place is not None)
     plan = launch.recode_plan(op.source, op.codec, op.on_wire, sources, op.place is not None)
     numbers = {**plan.fields, **_source_fields(op), **more}
-    points = {"source.bytes": (op.wire_in, places[0]), "wire.bytes": (op.wire, places[1])}
-    points["own_values"] = at(buffers, op.own, places[2])
+    pointers = {"source.bytes": (op.wire_in, places[0]), "wire.bytes": (op.wire, places[1])}
+    pointers["own_values"] = at(buffers, op.own, places[2])
     levels = {"levels": op.codec, "source_levels": op.source}
-    return plan, 1, Job(numbers, op.stream, points, RANDOM, levels, places[3])
+    return plan, 1, Job(numbers, op.stream, pointers, RANDOM, levels, places[3])
 
 
 def _rotate(rows: Rows, buffers: Buffers) -> _Work:
@@ -175,27 +175,27 @@ def _cast(rows: Rows, buffers: Buffers) -> _Work:
     count, steps = (rows.shape[0], rows.steps[0]) if rows.shape else (1, places)
     if isinstance(op, Encode | Rotate):
         source, read = buffers[op.values].dtype, steps[0] * buffers[op.values].element_size()
-        points = {"source": at(buffers, op.values, places[0])}
+        pointers = {"source": at(buffers, op.values, places[0])}
     else:
         source, read = (op.source if isinstance(op, Recode) else op.codec).dtype, steps[0]
-        points = {"source": (op.wire if isinstance(op, Decode) else op.wire_in, places[0])}
+        pointers = {"source": (op.wire if isinstance(op, Decode) else op.wire_in, places[0])}
     if isinstance(op, Encode | Recode):
         dtype, written = op.codec.dtype, steps[1]
-        points["values"] = op.wire, places[1]
+        pointers["values"] = op.wire, places[1]
         padded = layout_of(op.codec, op.numel).nbytes // dtype.itemsize
     else:
         into = op.rotated if isinstance(op, Rotate) else op.values
         dtype, padded = buffers[into].dtype, op.numel
-        points["values"], written = at(buffers, into, places[1]), steps[1] * dtype.itemsize
+        pointers["values"], written = at(buffers, into, places[1]), steps[1] * dtype.itemsize
     fields, how = {"source_row": read, "values_stride": written}, {}
-    points["own_values"] = points["source"]  # of jobs that have none, not read
+    pointers["own_values"] = pointers["source"]  # of jobs that have none, not read
     if isinstance(op, Sum | Recode):
         fields |= _source_fields(op)
-        points["own_values"] = at(buffers, op.own, places[2])
+        pointers["own_values"] = at(buffers, op.own, places[2])
         how = {"sources": op.sources + (op.place is not None), "has_own": op.place is not None}
         how["scale"] = getattr(op, "scale", 1.0)
     plan = launch.cast_plan(source, dtype, op.numel, padded, **how)
-    return plan, count, Job({**plan.fields, **fields}, op.stream, points, {}, {})
+    return plan, count, Job({**plan.fields, **fields}, op.stream, pointers, {}, {})
 
 
 def _source_fields(op: Sum | Recode) -> dict[str, int]:

@@ -29,10 +29,10 @@ from ds_quant.kernels.batch import (
     Operation,
     Places,
     Recode,
+    RngArrays,
     Rotate,
     Rows,
     Runnable,
-    StreamArrays,
     Sum,
     Task,
     at,
@@ -118,7 +118,7 @@ def compile_tasks(tasks: Sequence[Task], buffers: Buffers) -> Runnable:
     kernel, where, count = function(name), arguments.records.ctypes.data, len(rows)
     numel = sum(operation.numel * getattr(operation, "sources", 1) for operation, _ in tasks)
 
-    def run(addresses: np.ndarray, streams: StreamArrays) -> None:
+    def run(addresses: np.ndarray, streams: RngArrays) -> None:
         arguments.fill(addresses, streams)
         kernel(where, count, threads_for(numel))
 
@@ -148,11 +148,11 @@ def _encode(rows: Rows, buffers: Buffers) -> list[Job]:
     numbers = numbers_of(op.codec, count, op.numel, dtype, op.block)
     numbers |= {"values_stride": values * dtype.itemsize, "wire_stride": wire}
     numbers |= {"row_vectors": vectors}
-    points = {"values": at(buffers, op.values, places[0]), "wire": (op.wire, places[1])}
+    pointers = {"values": at(buffers, op.values, places[0]), "wire": (op.wire, places[1])}
     if op.base is not None:
-        dtype, points["base"] = buffers[op.base].dtype, at(buffers, op.base, places[3])
+        dtype, pointers["base"] = buffers[op.base].dtype, at(buffers, op.base, places[3])
         numbers |= {"base_stride": strides[0] * dtype.itemsize, "base_dtype": DTYPES[dtype]}
-    return [Job(numbers, op.stream, points, RANDOM | FLIPS, {"levels": op.codec}, places[2])]
+    return [Job(numbers, op.stream, pointers, RANDOM | FLIPS, {"levels": op.codec}, places[2])]
 
 
 def _decode(rows: Rows, buffers: Buffers) -> list[Job]:
@@ -160,8 +160,8 @@ def _decode(rows: Rows, buffers: Buffers) -> list[Job]:
     dtype = buffers[op.values].dtype
     numbers = numbers_of(op.codec, count, op.numel, dtype)
     numbers |= {"values_stride": values * dtype.itemsize, "wire_stride": wire, "add": op.add}
-    points = {"wire": (op.wire, places[0]), "values": at(buffers, op.values, places[1])}
-    return [Job(numbers, op.stream, points, {}, {"levels": op.codec})]
+    pointers = {"wire": (op.wire, places[0]), "values": at(buffers, op.values, places[1])}
+    return [Job(numbers, op.stream, pointers, {}, {"levels": op.codec})]
 
 
 def _sum(rows: Rows, buffers: Buffers) -> list[Job]:
@@ -169,19 +169,19 @@ def _sum(rows: Rows, buffers: Buffers) -> list[Job]:
     numbers = _source_numbers(op, op.codec, op.numel, buffers[op.values].dtype, op.block)
     factor = op.scale / op.block if op.block else op.scale
     numbers |= {"factor": factor, "own_signs": op.flips == OWN_SIGNS}
-    points = _source_points(op, places, buffers)
-    points["values"] = at(buffers, op.values, places[1])
-    takes = FLIPS | {"key": "signs_key", "step": "signs_step"}
-    return [Job(numbers, op.stream, points, takes, {"levels": op.codec})]
+    pointers = _source_pointers(op, places, buffers)
+    pointers["values"] = at(buffers, op.values, places[1])
+    rng_fields = FLIPS | {"key": "signs_key", "step": "signs_step"}
+    return [Job(numbers, op.stream, pointers, rng_fields, {"levels": op.codec})]
 
 
 def _rotate(rows: Rows, buffers: Buffers) -> list[Job]:
     op, places, *_ = rows
     numbers = {"valid": op.numel, "dtype": DTYPES[buffers[op.values].dtype]}
     numbers |= {"rotation": op.block, "group": op.block or COPIED_NUMEL}
-    points = {"values": at(buffers, op.values, places[0])}
-    points["wire"] = at(buffers, op.rotated, places[1])
-    return [Job(numbers, op.stream, points, FLIPS, {})]
+    pointers = {"values": at(buffers, op.values, places[0])}
+    pointers["wire"] = at(buffers, op.rotated, places[1])
+    return [Job(numbers, op.stream, pointers, FLIPS, {})]
 
 
 def _recode(rows: Rows, buffers: Buffers) -> list[Job]:
@@ -193,11 +193,11 @@ def _recode(rows: Rows, buffers: Buffers) -> list[Job]:
         adding |= {"group": encoding["group"]}
     elif encoding["cast"] >= 0:
         encoding |= {"group": adding["group"]}
-    sources = _source_points(op, places, buffers)
-    points = sources | {"wire": (op.wire, places[1])}
+    sources = _source_pointers(op, places, buffers)
+    pointers = sources | {"wire": (op.wire, places[1])}
     return [
         Job(adding, op.stream, sources, RANDOM, {"levels": op.source}),
-        Job(encoding, op.stream, points, RANDOM, {"levels": op.codec}, places[3]),
+        Job(encoding, op.stream, pointers, RANDOM, {"levels": op.codec}, places[3]),
     ]
 
 
@@ -209,7 +209,7 @@ def _source_numbers(
     return numbers | {"wire_stride": op.stride, "own": -1 if op.place is None else op.place}
 
 
-def _source_points(
+def _source_pointers(
     op: Sum | Recode, places: Places, buffers: Buffers
 ) -> dict[str, tuple[int, int]]:
     return {"wire": (op.wire_in, places[0]), "own_values": at(buffers, op.own, places[2])}

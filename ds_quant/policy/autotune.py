@@ -21,12 +21,12 @@ from statistics import median
 
 import torch
 
-from ds_quant.codec.bound import Coding
+from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.message import all_gather
 from ds_quant.comm.reduce import GradientSums
-from ds_quant.comm.reduction_plan import Form, LinkHop, Segment
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.reduction_plan import GradientSpec, ReductionHop, Segment
+from ds_quant.comm.transport import Communicator, HierarchicalCommunicator
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import round_up, shard_range
 from ds_quant.policy.route import Hop, Routes, times
@@ -102,7 +102,9 @@ class Work:
     gathers: float
 
 
-def step_seconds(routes: Routes, fabric: Fabric, work: Work, device: torch.device) -> float:
+def step_seconds(
+    routes: Routes, hierarchy: HierarchicalCommunicator, work: Work, device: torch.device
+) -> float:
     """Seconds that the messages of a step take under a scheme, nothing hidden. A collective."""
     often = {"micro_steps": work.micro_steps, "gathers": work.gathers}
     most = NUMEL_CPU if device.type == "cpu" else NUMEL_GPU
@@ -112,20 +114,22 @@ def step_seconds(routes: Routes, fabric: Fabric, work: Work, device: torch.devic
     for hop, following in zip_longest(hops, hops[1:]):
         if hop.forwards:
             continue
-        link = (
-            fabric if following is not None and following.forwards else getattr(fabric, hop.level)
+        communicator = (
+            hierarchy
+            if following is not None and following.forwards
+            else getattr(hierarchy, hop.level)
         )
         crosses_alone = routes.keeps_shard and hop.per == "step"  # a rank's rows, trained ones
         numel = work.trained / routes.node_size if crosses_alone else work.numel
-        seconds = slowest(_gather(hop, link, gather, work.dtype, device), device)
+        seconds = slowest(_gather(hop, communicator, gather, work.dtype, device), device)
         total += times(hop.per, **often) * numel / gather * seconds
     for hop in routes.gradients().hops:
-        link = getattr(fabric, hop.level)
-        reduction = _reduce(routes, hop, link, bucket, work.gradients, device)
+        communicator = getattr(hierarchy, hop.level)
+        reduction = _reduce(routes, hop, communicator, bucket, work.gradients, device)
         total += (
             times(hop.per, **often) * share * work.trained / bucket * slowest(reduction, device)
         )
-        share /= link.size
+        share /= communicator.size
     return total
 
 
@@ -135,27 +139,38 @@ def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 
 def _gather(
-    hop: Hop, link: Link | Fabric, numel: int, dtype: torch.dtype, device: torch.device
+    hop: Hop,
+    communicator: Communicator | HierarchicalCommunicator,
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Callable[[], object]:
-    start, stop = shard_range(numel, link.size, link.rank)
+    start, stop = shard_range(numel, communicator.size, communicator.rank)
     shard = _values(numel, dtype, device)[start:stop]
-    coding = Coding(hop.sends(dtype), _ADDRESS)
-    return lambda: all_gather([shard], [numel], [coding], link).wait()
+    bound_codec = BoundCodec(hop.sends(dtype), _ADDRESS)
+    return lambda: all_gather([shard], [numel], [bound_codec], communicator).wait()
 
 
 def _reduce(
-    routes: Routes, hop: Hop, link: Link, numel: int, dtype: torch.dtype, device: torch.device
+    routes: Routes,
+    hop: Hop,
+    communicator: Communicator,
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Callable[[], object]:
     codec = hop.sends(dtype)
     rotation = None if isinstance(codec, CastCodec) else routes.gradients().rotation
-    form = Form((codec,), 0 if rotation is None else rotation.block)
-    width = round_up(-(-numel // link.size), form.unit)
-    shares = [Segment(0, r * width, width, 0, r * width, reducer=r) for r in range(link.size)]
-    alone = (LinkHop(link=link, exact_own=hop.exact_own),)
-    sums = GradientSums(shares, [form], alone, link, scale=1.0)
-    values, into = _values(width * link.size, dtype, device), sums.room(device)
-    codings = [(Coding(codec, _ADDRESS),)]
-    return lambda: sums.begin([values], codings, [rotation], into=into).wait()
+    spec = GradientSpec((codec,), 0 if rotation is None else rotation.block)
+    width = round_up(-(-numel // communicator.size), spec.unit)
+    shares = [
+        Segment(0, r * width, width, 0, r * width, reducer=r) for r in range(communicator.size)
+    ]
+    alone = (ReductionHop(communicator=communicator, full_precision_own=hop.full_precision_own),)
+    sums = GradientSums(shares, [spec], alone, communicator, scale=1.0)
+    values, into = _values(width * communicator.size, dtype, device), sums.room(device)
+    bound_codecs = [(BoundCodec(codec, _ADDRESS),)]
+    return lambda: sums.begin([values], bound_codecs, [rotation], into=into).wait()
 
 
 def choose(seconds: dict[str, float]) -> str:

@@ -32,11 +32,11 @@ FP32 = 4  # bytes
 _MORE = "weights_most", "weights_intra", "gradients_intra", "memory"
 
 
-class PricedParam(NamedTuple):
+class ParamSpec(NamedTuple):
     """One parameter, as the formula counts it.
 
-    whole: several ranks need all of its gradient, which DeepSpeed therefore all-reduces: a matrix
-    that Muon updates and that lies on several of them.
+    needs_full_gradient: several ranks need all of its gradient, which DeepSpeed therefore
+        all-reduces: a matrix that Muon updates and that lies on several of them.
     boundary: bytes per element that DeepSpeed gathers for Muon once per optimizer step, padding
         included.
     """
@@ -46,12 +46,12 @@ class PricedParam(NamedTuple):
     dtype: torch.dtype
     trainable: bool
     packed: bool = False  # see ``scheme.is_packed``
-    whole: bool = False
+    needs_full_gradient: bool = False
     boundary: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class CommVolume:
     """Volumes in bytes per parameter. See [Note: bytes per parameter].
 
     weights: one exchange of all weights between nodes, or of a gather over all ranks.
@@ -63,8 +63,8 @@ class Costs:
     routes: what was priced.
     kept: why parameters are not quantized, reason -> number of tensors.
     full_precision_share: part of weights + gradients bytes that no quantizer touches.
-    memory: what the scheme keeps on every rank between steps. waiting: what it keeps besides while
-        gradients accumulate, if they cross once.
+    memory: what the scheme keeps on every rank between steps. partial_sums: what it keeps besides
+        while gradients accumulate, if they cross once.
     gathers: of an element under ZeRO-3, in a micro-step. trained: share of the elements.
     """
 
@@ -79,7 +79,7 @@ class Costs:
     full_precision_share: float
     kept: dict[str, int]
     memory: float = 0.0
-    waiting: float = 0.0
+    partial_sums: float = 0.0
     gathers: float = 2.0
     trained: float = 1.0
     weights_most: float = 0.0
@@ -144,7 +144,7 @@ class Costs:
         found = {}
         volumes = self.volumes(stage, micro_steps=micro_steps)
         flat = self.exact_bytes(stage, micro_steps)
-        if self.routes.shipped_gradients:  # DeepSpeed's all-reduce
+        if self.routes.stock_gradients:  # DeepSpeed's all-reduce
             flat += volumes["gradients"][0]
             volumes["gradients"] = (0.0, 0.0)
         for role, (outer, inner) in volumes.items():
@@ -164,37 +164,37 @@ class Costs:
         return ranks * sum(links[link] for links in roles) / max(1, self.numel)
 
 
-def bill(
+def comm_volume(
     scheme: Scheme,
     stage: int,
-    cargo: Iterable[PricedParam],
+    param_specs: Iterable[ParamSpec],
     *,
     ranks: int,
     gradient_dtype: torch.dtype,
     node_size: int | None = None,
-    shipped_gradients: bool = False,
+    stock_gradients: bool = False,
     gathers: float = 2.0,
-) -> Costs:
+) -> CommVolume:
     """Add up the wire bytes of every parameter under ``scheme``, scales and padding included.
 
-    ``node_size``: ranks per node, None for one node. ``shipped_gradients``: gradients take
+    ``node_size``: ranks per node, None for one node. ``stock_gradients``: gradients take
     DeepSpeed's own exact path, an all-reduce. ``gathers``: under ZeRO-3, in a micro-step.
     """
     node_size = node_size or ranks
     routes = Routes(
         scheme=scheme, stage=stage, nodes=ranks // node_size, node_size=node_size,
-        shipped_gradients=shipped_gradients,
+        stock_gradients=stock_gradients,
     )  # fmt: skip
     total: Counter[str] = Counter()
     kept: Counter[str] = Counter()
-    for item in cargo:
+    for item in param_specs:
         if stage < 3 and not item.trainable:
             continue
         total["numel"] += torch.Size(item.shape).numel()
         reason = _kept_reason(scheme, item)
         if reason is not None:
             kept[reason] += 1
-        elif item.whole:
+        elif item.needs_full_gradient:
             kept["Muon gradients on several ranks"] += 1
         total.update(_weight_bytes(routes, item))
         if item.trainable:
@@ -202,14 +202,16 @@ def bill(
             exact = item.boundary * torch.Size(item.shape).numel()
             total.update(boundary=exact, plain=exact)
         trained = torch.Size(item.shape).numel() * item.trainable
-        total.update(trained=trained, waiting=0 if item.whole else trained)
+        total.update(trained=trained, partial_sums=0 if item.needs_full_gradient else trained)
     numel = max(1, total["numel"])
     sent = ("weights", "gradients", "summed", "boundary")
-    return Costs(
+    return CommVolume(
         numel=total["numel"],
         **{field: total[field] / numel for field in (*sent, *_MORE)},
         routes=routes,
-        waiting=FP32 * total["waiting"] / numel / node_size if routes.gradients().waits else 0.0,
+        partial_sums=FP32 * total["partial_sums"] / numel / node_size
+        if routes.gradients().waits
+        else 0.0,
         full_precision_share=total["plain"] / max(1, sum(total[field] for field in sent)),
         kept=dict(kept),
         gathers=gathers,
@@ -217,7 +219,7 @@ def bill(
     )
 
 
-def _kept_reason(scheme: Scheme, item: PricedParam) -> str | None:
+def _kept_reason(scheme: Scheme, item: ParamSpec) -> str | None:
     """Why a parameter stays in full precision in a role that has a codec."""
     reason = scheme.skip_reason(item.name, item.shape, item.dtype, packed=item.packed)
     if not scheme.lossless or item.dtype not in FLOATS:
@@ -227,7 +229,7 @@ def _kept_reason(scheme: Scheme, item: PricedParam) -> str | None:
     return None if scheme.gradients is None else reason  # lossless differences leave none out
 
 
-def _weight_bytes(routes: Routes, item: PricedParam) -> Counter[str]:
+def _weight_bytes(routes: Routes, item: ParamSpec) -> Counter[str]:
     numel, dtype = torch.Size(item.shape).numel(), item.dtype
     if dtype not in FLOATS:  # such as an int8 base: DeepSpeed gathers it
         nbytes = numel * dtype.itemsize
@@ -241,13 +243,15 @@ def _weight_bytes(routes: Routes, item: PricedParam) -> Counter[str]:
     return found
 
 
-def _gradient_bytes(routes: Routes, item: PricedParam, dtype: torch.dtype) -> Counter[str]:
+def _gradient_bytes(routes: Routes, item: ParamSpec, dtype: torch.dtype) -> Counter[str]:
     numel = torch.Size(item.shape).numel()
     reason = routes.scheme.skip_reason(item.name, item.shape, dtype, packed=item.packed)
     route = routes.gradients(quantized=reason is None)
-    if item.whole or not route.hops:  # DeepSpeed's all-reduce
+    if item.needs_full_gradient or not route.hops:  # DeepSpeed's all-reduce
         nbytes = 2 * numel * dtype.itemsize
-        return Counter({"summed" if item.whole else "gradients": nbytes, "plain": nbytes})
+        return Counter(
+            {"summed" if item.needs_full_gradient else "gradients": nbytes, "plain": nbytes}
+        )
     return _hop_bytes("gradients", routes, route, numel, dtype)
 
 
@@ -267,11 +271,11 @@ def _hop_bytes(
         if hop.level == "intra":
             found[f"{role}_intra"] += nbytes
             continue
-        found.update({role: nbytes, f"{role}_most": most, "plain": nbytes * hop.is_exact})
+        found.update({role: nbytes, f"{role}_most": most, "plain": nbytes * hop.is_full_precision})
     return found
 
 
-def shipped_bytes(
+def stock_bytes(
     stage: int,
     dtype: torch.dtype,
     *,

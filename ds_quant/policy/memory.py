@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_quant.comm.lossless import MOST_NUMEL as MOST_EXACT_NUMEL
+from ds_quant.comm.lossless_gather import MOST_NUMEL as MOST_EXACT_NUMEL
 from ds_quant.comm.reduction_plan import Slicing
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.policy.cost import FP32, Costs
+from ds_quant.policy.cost import FP32, CommVolume
 
 BUCKETS_AHEAD = 2  # of gradients, under way on the CPU: one between nodes, one inside
 # The messages of an exchange with the node shard: how many are on their way, and own elements of
@@ -46,26 +46,28 @@ class Sizes:
     slicing: Slicing = Slicing()
 
 
-def peak_bytes(bill: Costs, sizes: Sizes) -> float:
+def peak_bytes(comm_volume: CommVolume, sizes: Sizes) -> float:
     """See [Note: what is counted]."""
-    routes = bill.routes
-    if routes.ranks == 1 or not bill.numel:
+    routes = comm_volume.routes
+    if routes.ranks == 1 or not comm_volume.numel:
         return 0.0
-    gradients = 0.0 if routes.shipped_gradients else _gradients(bill, sizes)
+    gradients = 0.0 if routes.stock_gradients else _gradients(comm_volume, sizes)
     if routes.stage < 3:
-        return max(gradients, _window(bill, sizes))
-    return _gather(bill, sizes) + max(gradients, _exchange(bill, sizes))
+        return max(gradients, _window(comm_volume, sizes))
+    return _gather(comm_volume, sizes) + max(gradients, _exchange(comm_volume, sizes))
 
 
-def _gradients(bill: Costs, sizes: Sizes) -> float:
+def _gradients(comm_volume: CommVolume, sizes: Sizes) -> float:
     """Bytes of the largest bucket, times the buckets in flight."""
-    trained, routes = sizes.trained, bill.routes
+    trained, routes = sizes.trained, comm_volume.routes
     ranks, nodes, node_size = routes.ranks, routes.nodes, routes.node_size
     if not trained:
         return 0.0
     bucket = min(trained, max(sizes.bucket, sizes.largest))
-    outer = bill.gradients * bill.numel / trained
-    first = bill.gradients_intra * bill.numel / trained if routes.two_levels else outer
+    outer = comm_volume.gradients * comm_volume.numel / trained
+    first = (
+        comm_volume.gradients_intra * comm_volume.numel / trained if routes.two_levels else outer
+    )
     # The most that one rank owns of it and that one rank sums: evenly over the ranks or, under
     # ZeRO-1/2, over those of one node.
     even = bucket / ranks
@@ -79,7 +81,7 @@ def _gradients(bill: Costs, sizes: Sizes) -> float:
         hops += (1 - 1 / nodes) * share * outer + (nodes - 1) * summed * outer
         hops += summed * FP32
         hops *= min(1.0, 2 / sizes.slicing.slices(bucket))
-    elif any(hop.exact_own for hop in routes.gradients().hops):
+    elif any(hop.full_precision_own for hop in routes.gradients().hops):
         hops = 2 * (1 - 1 / ranks) * bucket * first + summed * FP32
     else:
         hops = 2 * bucket * first
@@ -90,33 +92,37 @@ def _gradients(bill: Costs, sizes: Sizes) -> float:
     return in_all * (hops + sums)
 
 
-def _window(bill: Costs, sizes: Sizes) -> float:
-    forwarded = 1 / bill.routes.node_size if bill.routes.two_levels else 0.0
-    if bill.varies:  # all own messages stand encoded; see [Note: lengths] of comm/lossless.py
-        window = min(bill.numel, sizes.window, MOST_EXACT_NUMEL * bill.routes.ranks)
-        messages = window * (1 + forwarded) * min(2, ceil_div(bill.numel, window))
-        return (bill.numel / bill.routes.ranks + messages) * bill.weights_most
-    window = min(bill.numel, sizes.window)
-    message = window * bill.weights * (1 + 1 / bill.routes.ranks + forwarded)
-    return message * min(2, ceil_div(bill.numel, window))
+def _window(comm_volume: CommVolume, sizes: Sizes) -> float:
+    forwarded = 1 / comm_volume.routes.node_size if comm_volume.routes.two_levels else 0.0
+    if (
+        comm_volume.varies
+    ):  # all own messages stand encoded; see [Note: lengths] of comm/lossless_gather.py
+        window = min(comm_volume.numel, sizes.window, MOST_EXACT_NUMEL * comm_volume.routes.ranks)
+        messages = window * (1 + forwarded) * min(2, ceil_div(comm_volume.numel, window))
+        return (comm_volume.numel / comm_volume.routes.ranks + messages) * comm_volume.weights_most
+    window = min(comm_volume.numel, sizes.window)
+    message = window * comm_volume.weights * (1 + 1 / comm_volume.routes.ranks + forwarded)
+    return message * min(2, ceil_div(comm_volume.numel, window))
 
 
-def _gather(bill: Costs, sizes: Sizes) -> float:
-    gathered = max(sizes.largest, min(sizes.prefetch, bill.numel))
-    if bill.routes.keeps_shard:
-        copies = bill.memory if sizes.offloaded else 0.0
-        return gathered * (bill.weights_intra * (1 + 1 / bill.routes.node_size) + copies)
-    forwarded = 1 / bill.routes.node_size if bill.routes.two_levels else 0.0
-    return gathered * bill.weights * (1 + 1 / bill.routes.ranks + forwarded)
+def _gather(comm_volume: CommVolume, sizes: Sizes) -> float:
+    gathered = max(sizes.largest, min(sizes.prefetch, comm_volume.numel))
+    if comm_volume.routes.keeps_shard:
+        copies = comm_volume.memory if sizes.offloaded else 0.0
+        return gathered * (
+            comm_volume.weights_intra * (1 + 1 / comm_volume.routes.node_size) + copies
+        )
+    forwarded = 1 / comm_volume.routes.node_size if comm_volume.routes.two_levels else 0.0
+    return gathered * comm_volume.weights * (1 + 1 / comm_volume.routes.ranks + forwarded)
 
 
-def _exchange(bill: Costs, sizes: Sizes) -> float:
+def _exchange(comm_volume: CommVolume, sizes: Sizes) -> float:
     """Bytes of the exchange into the node shard: own elements sent, and as many from every node."""
-    if not bill.routes.keeps_shard:
+    if not comm_volume.routes.keeps_shard:
         return 0.0
-    own = sizes.trained / bill.routes.ranks
+    own = sizes.trained / comm_volume.routes.ranks
     message = min(max(own / CHUNKS, LEAST_NUMEL), MOST_NUMEL)
     at_once = min(own, EXCHANGED_AT_ONCE * message)
-    if bill.varies:
-        return (own + at_once * bill.routes.nodes) * bill.weights_most
-    return at_once * (1 + bill.routes.nodes) * bill.weights
+    if comm_volume.varies:
+        return (own + at_once * comm_volume.routes.nodes) * comm_volume.weights_most
+    return at_once * (1 + comm_volume.routes.nodes) * comm_volume.weights

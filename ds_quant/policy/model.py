@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.policy.cost import PricedParam
+from ds_quant.policy.cost import ParamSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +33,18 @@ class Model:
     name: str
     numel: int
     layers: int
-    cargo: tuple[PricedParam, ...]
+    param_specs: tuple[ParamSpec, ...]
     trained: int
     modules: int
     largest: int
     hidden: int
 
 
-def block_cargo(hidden: int, *, dtype: torch.dtype) -> tuple[PricedParam, ...]:
+def block_cargo(hidden: int, *, dtype: torch.dtype) -> tuple[ParamSpec, ...]:
     """One transformer block of width ``hidden``."""
     shapes = {"qkv": (3 * hidden, hidden), "out": (hidden, hidden), "up": (4 * hidden, hidden),
               "down": (hidden, 4 * hidden), "norm1": (hidden,), "norm2": (hidden,)}  # fmt: skip
-    return tuple(PricedParam(f"block.{name}.weight", s, dtype, True) for name, s in shapes.items())
+    return tuple(ParamSpec(f"block.{name}.weight", s, dtype, True) for name, s in shapes.items())
 
 
 def of_size(numel: int, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
@@ -53,11 +53,11 @@ def of_size(numel: int, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
     """
     hidden = max(128, round((numel * 128 / 12) ** (1 / 3) / 128) * 128)
     layers = max(1, round(numel / (12 * hidden**2)))
-    cargo = tuple(with_adapters(block_cargo(hidden, dtype=dtype), trained))
+    param_specs = tuple(with_adapters(block_cargo(hidden, dtype=dtype), trained))
     name = f"{numel / 1e9:.3g} B parameters, {layers} blocks of width {hidden}"
     return Model(
-        name=named(name, trained), numel=numel, layers=layers, cargo=cargo,
-        trained=round(numel * trained), modules=layers * len(cargo), largest=4 * hidden**2,
+        name=named(name, trained), numel=numel, layers=layers, param_specs=param_specs,
+        trained=round(numel * trained), modules=layers * len(param_specs), largest=4 * hidden**2,
         hidden=hidden,
     )  # fmt: skip
 
@@ -67,19 +67,17 @@ def named(name: str, trained: float) -> str:
     return name if trained == 1 else f"{name}, {trained:.3g} of them trained"
 
 
-def with_adapters(cargo: tuple[PricedParam, ...], trained: float) -> Iterator[PricedParam]:
+def with_adapters(param_specs: tuple[ParamSpec, ...], trained: float) -> Iterator[ParamSpec]:
     """Frozen parameters and, per matrix, an adapter; together ``trained`` of all elements."""
     if trained == 1:
-        yield from cargo
+        yield from param_specs
         return
     share = trained / (1 - trained)
-    for item in cargo:
+    for item in param_specs:
         yield item._replace(trainable=False)
         if len(item.shape) > 1:
             rows = ceil_div(round(torch.Size(item.shape).numel() * share), item.shape[1])
-            yield PricedParam(
-                f"{item.name}.adapter", (max(1, rows), item.shape[1]), item.dtype, True
-            )
+            yield ParamSpec(f"{item.name}.adapter", (max(1, rows), item.shape[1]), item.dtype, True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.kernels.batch import OWN_SIGNS
 from ds_quant.policy.scheme import Scheme
 
-Level = Literal["intra", "inter", "whole"]
+Level = Literal["intra", "inter", "flat"]
 Per = Literal["gather", "micro_step", "step"]
 
 # Nodes have signs of their own with so few bits, and from so many nodes on: errors of fewer
@@ -33,7 +33,8 @@ class Hop:
     codec: None for full precision, which is the dtype that is sent.
     per: the hop runs once per gather of ZeRO-3, micro-step or optimizer step.
     inner: whether ``codec`` is the scheme's for exchanges inside a node.
-    exact_own: a rank adds its own contribution as it is, which needs no place in a message.
+    full_precision_own: a rank adds its own contribution as it is, which needs no place in a
+        message.
     forwards: rows are sent on as the hop before has brought them.
     difference: what is sent is added to what every receiver holds; lossless: exactly, in as many
         bits as that takes.
@@ -43,13 +44,13 @@ class Hop:
     codec: Codec | None
     per: Per
     inner: bool = False
-    exact_own: bool = False
+    full_precision_own: bool = False
     forwards: bool = False
     difference: bool = False
     lossless: bool = False
 
     @property
-    def is_exact(self) -> bool:
+    def is_full_precision(self) -> bool:
         """Whether it sends values in their own dtype."""
         return self.codec is None and not self.lossless
 
@@ -74,9 +75,9 @@ class Route:
     delivery: Hop | None = None
 
     @property
-    def is_exact(self) -> bool:
+    def is_full_precision(self) -> bool:
         """Whether everything is sent in full precision."""
-        return all(hop.is_exact for hop in self.hops)
+        return all(hop.is_full_precision for hop in self.hops)
 
     @property
     def waits(self) -> bool:
@@ -86,13 +87,13 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """The routes of one run. shipped_gradients: they take DeepSpeed's own collective."""
+    """The routes of one run. stock_gradients: they take DeepSpeed's own collective."""
 
     scheme: Scheme
     stage: int
     nodes: int
     node_size: int
-    shipped_gradients: bool = False
+    stock_gradients: bool = False
 
     @property
     def ranks(self) -> int:
@@ -114,7 +115,7 @@ class Routes:
         dtype: torch.dtype | None = None,
         quantized: bool = True,
         trained: bool = True,
-        whole: bool = True,
+        full_world: bool = True,
     ) -> Route:
         """Gather of a parameter's weights.
 
@@ -126,19 +127,21 @@ class Routes:
             outer, inner = scheme.weights, scheme.weights_intra
         per = weights_per(self.stage)
         differs = scheme.difference and outer is not None
-        exactly = dtype is not None and scheme.sends_lossless(dtype)
-        if self.keeps_shard and whole:
-            level = "inter" if self.two_levels else "whole"
-            cross = Hop(level=level, codec=outer, per="step", difference=differs, lossless=exactly)
+        sends_lossless = dtype is not None and scheme.sends_lossless(dtype)
+        if self.keeps_shard and full_world:
+            level = "inter" if self.two_levels else "flat"
+            cross = Hop(
+                level=level, codec=outer, per="step", difference=differs, lossless=sends_lossless
+            )
             spread = Hop(level="intra", codec=inner, per=per, inner=True)
             hops = (cross,) if trained else ()
             return Route(hops=(*hops, spread) if self.two_levels else hops)
         # Nobody to exchange with: as from a node shard.
         if self.stage == 3 and scheme.block.keeps_node_shard:
-            return Route(hops=(Hop(level="whole", codec=inner, per=per, inner=True),))
-        exactly = exactly and self.stage < 3  # elsewhere no reference is kept
-        hop = Hop(level="whole", codec=outer, per=per, difference=differs, lossless=exactly)
-        if not (self.two_levels and whole):
+            return Route(hops=(Hop(level="flat", codec=inner, per=per, inner=True),))
+        sends_lossless = sends_lossless and self.stage < 3  # elsewhere no reference is kept
+        hop = Hop(level="flat", codec=outer, per=per, difference=differs, lossless=sends_lossless)
+        if not (self.two_levels and full_world):
             return Route(hops=(hop,))
         return Route(hops=(replace(hop, level="inter"), replace(hop, level="intra", forwards=True)))
 
@@ -146,26 +149,36 @@ class Routes:
         """Whether weights of this dtype are sent as lossless differences."""
         return any(hop.lossless for hop in self.weights(dtype=dtype).hops)
 
-    def gradients(self, *, quantized: bool = True, whole: bool = True) -> Route:
+    def gradients(self, *, quantized: bool = True, full_world: bool = True) -> Route:
         """Reduction of a gradient; arguments as of ``weights``. With one level ``whole`` makes
         no difference.
         """
-        if self.shipped_gradients:
+        if self.stock_gradients:
             return Route(hops=())
         scheme, outer, inner = self.scheme, None, None
         if quantized and scheme.gradients is not None:
             outer, inner = scheme.gradients, scheme.gradients_intra or scheme.gradients
         per = gradients_per(self.stage)
-        if self.two_levels and whole:
+        if self.two_levels and full_world:
             once = self.stage > 1 and scheme.block.gradients.cross == "step"
-            first = Hop(level="intra", codec=inner, per=per, inner=True, exact_own=True)
-            last = Hop(level="inter", codec=outer, per="step" if once else per, exact_own=True)
+            first = Hop(level="intra", codec=inner, per=per, inner=True, full_precision_own=True)
+            last = Hop(
+                level="inter", codec=outer, per="step" if once else per, full_precision_own=True
+            )
             hops: tuple[Hop, ...] = (first, last)
         else:
             # As published: SDP4Bit's variants gain from exact own contributions, QSDP has none.
-            exact_own, one_node = scheme.gradients_intra is not None, self.nodes == 1
+            full_precision_own, one_node = scheme.gradients_intra is not None, self.nodes == 1
             codec = inner if one_node else outer
-            hops = (Hop(level="whole", codec=codec, per=per, inner=one_node, exact_own=exact_own),)
+            hops = (
+                Hop(
+                    level="flat",
+                    codec=codec,
+                    per=per,
+                    inner=one_node,
+                    full_precision_own=full_precision_own,
+                ),
+            )
         block = scheme.block.gradients.rotation if outer is not None else 0
         turned = {"rotation": Rotation(block=block), "flips": self._flips()} if block else {}
         return Route(hops=hops, **turned, delivery=self._delivery(hops[-1]))
@@ -181,7 +194,7 @@ class Routes:
     def _delivery(self, last: Hop) -> Hop | None:
         if self.stage == 3:
             return None
-        return Hop(level="whole", codec=delivery_codec(last.codec), per=last.per)
+        return Hop(level="flat", codec=delivery_codec(last.codec), per=last.per)
 
 
 def delivery_codec(codec: Codec | None) -> Codec | None:

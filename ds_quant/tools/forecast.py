@@ -173,7 +173,7 @@ def forecast(plan: Plan) -> list[Row]:
         blocks = {f"your block ({plan.block.scheme})": plan.block, **blocks}
     plain = _bill(blocks["full_precision"], plan)
     two_levels = plan.cluster.nodes > 1 and plan.cluster.node_size > 1
-    nbytes = cost.shipped_bytes(
+    nbytes = cost.stock_bytes(
         plan.stage, plan.dtype, micro_steps=plan.micro_steps, gathers=plan.gathers,
         trained=plain.trained,
     )  # fmt: skip
@@ -188,7 +188,7 @@ def _priced(name: str, block: QuantizedCommConfig, plan: Plan, base: Row) -> Row
     costs, steps = _bill(block, plan), {"micro_steps": plan.micro_steps}
     kept, peak = costs.memory * plan.counted, _peak(costs, plan)
     if plan.micro_steps > 1:
-        peak += costs.waiting * plan.counted
+        peak += costs.partial_sums * plan.counted
     sent = costs.step_bytes(plan.stage, **steps), costs.intra_bytes(plan.stage, **steps)
     most = costs.step_bytes(plan.stage, **steps, most=True) if costs.varies else None
     needed, note = base.gpu_memory + kept * (not plan.offloads_shard) + peak, ""
@@ -219,7 +219,7 @@ def _against(name: str, block: QuantizedCommConfig, plan: Plan) -> str:
 
 
 def _row(
-    scheme: str, plan: Plan, costs: cost.Costs, inter: float, intra: float, **more: object
+    scheme: str, plan: Plan, costs: cost.CommVolume, inter: float, intra: float, **more: object
 ) -> Row:
     """One collective per layer and exchange; encoded is what has a codec."""
     steps = plan.stage, plan.micro_steps
@@ -238,7 +238,7 @@ def _row(
     )  # fmt: skip
 
 
-def _peak(costs: cost.Costs, plan: Plan) -> float:
+def _peak(costs: cost.CommVolume, plan: Plan) -> float:
     buckets, model, fetch = plan.buckets, plan.model, plan.buckets.fetch
     sizes = memory.Sizes(
         trained=model.trained, largest=model.largest, bucket=buckets.reduce,
@@ -249,12 +249,12 @@ def _peak(costs: cost.Costs, plan: Plan) -> float:
     return memory.peak_bytes(replace(costs, numel=plan.counted), sizes)
 
 
-def _bill(block: QuantizedCommConfig, plan: Plan) -> cost.Costs:
+def _bill(block: QuantizedCommConfig, plan: Plan) -> cost.CommVolume:
     cluster = plan.cluster
-    return cost.bill(
-        block.to_scheme(), plan.stage, plan.model.cargo, ranks=plan.ranks,
+    return cost.comm_volume(
+        block.to_scheme(), plan.stage, plan.model.param_specs, ranks=plan.ranks,
         node_size=cluster.node_size, gradient_dtype=plan.dtype, gathers=plan.gathers,
-        shipped_gradients=plan.exact_gradients,
+        stock_gradients=plan.exact_gradients,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from ds_quant.config.errors import path_of, show
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import ConfigError, QuantizedCommConfig, parse
 from ds_quant.policy import model, refusals
-from ds_quant.policy.cost import Cluster, PricedParam
+from ds_quant.policy.cost import Cluster, ParamSpec
 from ds_quant.policy.model import FetchSettings, Model
 from ds_quant.tools import forecast, probe
 from ds_quant.tools.cli import about, load
@@ -136,14 +136,15 @@ def of_config(path: Path, *, dtype: torch.dtype, trained: float = 1.0) -> Model:
         missing = isinstance(error, ImportError)
         fix = ": pip install 'ds_quant[hf]', or give --params" if missing else ""
         raise ValueError(shorten(f"{type(error).__name__}: {error}", 200) + fix) from error
-    cargo = tuple(
-        PricedParam(name, tuple(p.shape), dtype, True) for name, p in built.named_parameters()
+    param_specs = tuple(
+        ParamSpec(name, tuple(p.shape), dtype, True) for name, p in built.named_parameters()
     )
     numels = [p.numel() for p in built.parameters()]
     name = f"{settings['model_type']} of {sum(numels) / 1e9:.3g} B parameters"
     return Model(
         name=model.named(name, trained), numel=sum(numels), layers=config.num_hidden_layers,
-        cargo=tuple(model.with_adapters(cargo, trained)), trained=round(sum(numels) * trained),
+        param_specs=tuple(model.with_adapters(param_specs, trained)),
+        trained=round(sum(numels) * trained),
         modules=len(numels), largest=max(numels), hidden=config.hidden_size,
     )  # fmt: skip
 

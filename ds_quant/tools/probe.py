@@ -23,7 +23,7 @@ import torch
 
 from ds_quant.comm.topology import Topology, default_node_size
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Link
+from ds_quant.comm.transport import Communicator
 from ds_quant.config.errors import show
 from ds_quant.policy.autotune import Rate, rate_from, slowest
 from ds_quant.tools.cli import about
@@ -182,12 +182,12 @@ def _measure(arguments: argparse.Namespace) -> Found:
 
 def _rate_of(name: str, group: Any, topology: Topology, device: Any, rank: int) -> Rate:
     """Return the rate of the slowest rank, so that the estimate waits as the step would."""
-    link, found = Link(group, topology=topology, traffic=Traffic()), []
+    communicator, found = Communicator(group, topology=topology, traffic=Traffic()), []
     for nbytes in SIZES:
         if rank == 0 and sys.stderr.isatty():
             print(f"  {name}: {nbytes} bytes per rank", file=sys.stderr)
         payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         repeats = 20 if nbytes < 1 << 20 else 5
-        gather = partial(link.all_gather, payload, role="weights")
+        gather = partial(communicator.all_gather, payload, role="weights")
         found.append(slowest(lambda gather=gather: gather().wait(), device, repeats=repeats))
-    return rate_from([nbytes * (link.size - 1) for nbytes in SIZES], found)
+    return rate_from([nbytes * (communicator.size - 1) for nbytes in SIZES], found)

@@ -15,7 +15,7 @@ import torch
 from ds_quant.codec.module import load
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Fabric, Link
+from ds_quant.comm.transport import Communicator, HierarchicalCommunicator
 from ds_quant.config.environment import VARIABLE
 from ds_quant.config.presets import AUTOTUNE
 from ds_quant.config.schema import FallbackConfig, QuantizedCommConfig
@@ -32,15 +32,15 @@ from ds_quant.zero import (
     safety,
     sharded_params,
 )
-from ds_quant.zero.cpu_overlap import LateReduction
 from ds_quant.zero.fetch import Fetch, GatherCount, gathered_modules, predicted_gathers
 from ds_quant.zero.gradients import OwnerReduction, ShardReduction, require_equal
+from ds_quant.zero.overlapped_reduce_scatter import OverlappedReduceScatter
+from ds_quant.zero.partial_gradients import PartialGradients
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.report import advice, announce, figures, one_bucket, start_line
 from ds_quant.zero.telemetry import Telemetry, listened_to, unwritable
-from ds_quant.zero.waiting import WaitingGradients
-from ds_quant.zero.warmup import rehearse
+from ds_quant.zero.warmup import warm_up_rank
 from ds_quant.zero.world import broadcast, level_groups
 
 # ---- autotune ----
@@ -53,17 +53,17 @@ def tune(engine: Any, config: QuantizedCommConfig, topology: Topology) -> dict[s
     stage, device = engine.zero_optimization_stage(), hooks.device()
     nodes, node_size = topology.nodes, topology.node_size
     shipped = muon.exact_gradient_reason(engine) is not None
-    where = {"stage": stage, "nodes": nodes, "node_size": node_size, "shipped_gradients": shipped}
+    where = {"stage": stage, "nodes": nodes, "node_size": node_size, "stock_gradients": shipped}
     groups = level_groups(topology) if 1 < node_size < topology.world else ()
     # Links of their own, so that nothing is counted as training.
     how = {"topology": topology, "traffic": Traffic(), "backend": config.backend}
-    fabric = Fabric(*(Link(group, **how) for group in (None, *groups)))
+    hierarchy = HierarchicalCommunicator(*(Communicator(group, **how) for group in (None, *groups)))
     work, seconds = _work(engine, stage), {}
     for name in choosing.tuned(choosing.Place(stage, nodes, node_size, config.allow_full_replica)):
         picked = config.picked(name)
         if refusals.starts(picked, stage=stage, world=topology.world, node_size=node_size):
             routes = Routes(scheme=picked.to_scheme(), **where)
-            seconds[name] = autotune.step_seconds(routes, fabric, work, device)
+            seconds[name] = autotune.step_seconds(routes, hierarchy, work, device)
     return broadcast(seconds, source=0)
 
 
@@ -117,7 +117,7 @@ def attach(engine: Any, optimizer: Any) -> None:
     device = hooks.device()
     if device.type == "cuda" and world > 1:
         plugin.notices += advice(engine)
-        rehearse(plugin, device)
+        warm_up_rank(plugin, device)
     announce(plugin)
 
 
@@ -135,7 +135,7 @@ def _connect(
         plugin.notices.append("every message carries a checksum")
     checked = sealed or (plugin.scheme.lossless and world > 1)
     if checked and not trains:  # no step at which all ranks could agree
-        plugin.findings.at_once = partial(safety.end_run, plugin, rank)
+        plugin.message_errors.at_once = partial(safety.end_run, plugin, rank)
     if trains:
         if checked:  # before the messages of the step are used for an update
             check = partial(safety.check_messages, plugin)
@@ -151,7 +151,7 @@ def _connect(
             if plugin.node is not None:
                 events.after_update.append(plugin.node.after_step)
             events.after_update.append(fetch.barrier.record)
-        if plugin.keeper and plugin.scheme.block.checksum_steps:  # compares what was updated
+        if plugin.weight_cache and plugin.scheme.block.checksum_steps:  # compares what was updated
             events.after_update.append(partial(safety.compare_copies, plugin))
         if world > 1:
             safety.judge_first_step(plugin, safety.promised_roles(plugin))
@@ -164,7 +164,7 @@ def _connect(
             plugin.telemetry = Telemetry(plugin, config.metrics)
             events.after_count.append(plugin.telemetry.after_step)
             plugin.telemetry.arm()
-    shards, sums = ([guest] if guest else [] for guest in (plugin.node, plugin.waiting))
+    shards, sums = ([guest] if guest else [] for guest in (plugin.node, plugin.partial_gradients))
     offload.follow_states(events, weights=shards, gradients=sums)
     dump, restore = partial(checkpoint.dump, plugin), partial(checkpoint.restore, plugin)
     events.keep_state(checkpoint.KEY, dump, restore)
@@ -199,7 +199,7 @@ def _bind(engine: Any, config: QuantizedCommConfig, topology: Topology) -> Plugi
         config = config.picked(autotune.choose(seconds))
         notices.append(autotune.reason(seconds))
     plugin = Plugin(engine, config.to_scheme(), topology)
-    plugin.shipped_gradients = muon.exact_gradient_reason(engine)
+    plugin.stock_gradients = muon.exact_gradient_reason(engine)
     if plugin.stage == 3:
         plugin.gathers = predicted_gathers(engine)
     plugin.notices += notices
@@ -239,7 +239,7 @@ def _note_empty(plugin: Plugin) -> None:
 def _attach_gradients(plugin: Plugin, optimizer: Any) -> None:
     """Any stage: reduce gradients, unless they take DeepSpeed's own collectives."""
     events, shards = plugin.hooks, plugin.stage == 3
-    if reason := plugin.shipped_gradients:
+    if reason := plugin.stock_gradients:
         plugin.notices.append(
             f"gradients stay exact: {reason}; DeepSpeed sends them, and reports and metrics do not "
             "count them"
@@ -247,7 +247,7 @@ def _attach_gradients(plugin: Plugin, optimizer: Any) -> None:
         return
     _note_single_ranks(plugin)
     if plugin.routes.gradients().waits:
-        waiting = plugin.waiting = WaitingGradients(plugin.engine)
+        waiting = plugin.partial_gradients = PartialGradients(plugin.engine)
         buckets = (hooks.shard_buckets if shards else optimizer_hooks.owner_buckets)(optimizer)
         events.before_last_buckets.append(partial(waiting.reduce_rest, *buckets))
         events.before_gradients.append(partial(waiting.finish, optimizer))
@@ -260,33 +260,33 @@ def _reduce_to_shards(plugin: Plugin, optimizer: Any) -> None:
     muon.reduce_scatter(events)
     plugin.notices += one_bucket(plugin.engine, muon.full_round(plugin, optimizer))
     reduction, skip = ShardReduction(plugin), None
-    if plugin.waiting is not None:
+    if plugin.partial_gradients is not None:
         skip = hooks.skip_zero_shards(optimizer, partial(_waits, plugin, -1))
         # DeepSpeed drops its own gradients there, which ZeRO-2 does not.
-        events.after_zero_grad.append(plugin.waiting.drop)
+        events.after_zero_grad.append(plugin.partial_gradients.drop)
     if hooks.device().type != "cpu" or not overlaps:
         hooks.wrap_shard_reduction(events, reduction, skip)
     else:
-        late = LateReduction(reduction, skip)
+        late = OverlappedReduceScatter(reduction, skip)
         hooks.wrap_shard_reduction(events, late.reduce, late.partition)
         events.around_last_buckets.append(late.last_buckets)
 
 
 def _reduce_to_owners(plugin: Plugin, optimizer: Any) -> None:
-    events, link = plugin.hooks, plugin.link(optimizer.dp_process_group)
+    events, communicator = plugin.hooks, plugin.communicator(optimizer.dp_process_group)
     muon.note_whole_matrices(plugin, optimizer)
     reduction = OwnerReduction(plugin, optimizer)
     optimizer_hooks.wrap_owner_reduction(events, reduction.bucket, reduction.reduce)
-    if link.is_gloo:
-        events.before_step.append(partial(require_equal, plugin, link, None))
-    if plugin.waiting is not None:
-        optimizer_hooks.skip_zero_gradients(events, partial(_waits, plugin, link.rank))
+    if communicator.is_gloo:
+        events.before_step.append(partial(require_equal, plugin, communicator, None))
+    if plugin.partial_gradients is not None:
+        optimizer_hooks.skip_zero_gradients(events, partial(_waits, plugin, communicator.rank))
 
 
 def _waits(plugin: Plugin, owner: int, parameter: torch.Tensor) -> bool:
     """Whether gradients of a parameter wait; what DeepSpeed was given of it is zeros."""
     param = plugin.param_of(parameter)
-    return param is not None and plugin.waiting.waits((param, owner))
+    return param is not None and plugin.partial_gradients.waits((param, owner))
 
 
 def _note_single_ranks(plugin: Plugin) -> None:
@@ -320,7 +320,7 @@ def _attach_replica(plugin: Plugin, optimizer: Any) -> None:
     checkpoint.watch_reads(plugin)
     muon.attach(plugin, optimizer)
     _attach_gradients(plugin, optimizer)
-    waiting = plugin.waiting is not None
+    waiting = plugin.partial_gradients is not None
     plugin.notices += optimizer_hooks.lost_gradients(engine, optimizer, waiting=waiting)
 
 

@@ -76,7 +76,7 @@ def restore(plugin: Plugin, saved: Any) -> None:
         log.log_rank0(
             f"quantized_comm: resuming {scheme} of {saved['ranks'][0]} x "
             f"{saved['ranks'][1]} ranks as {plugin.scheme.name} on {ranks[0]} x {ranks[1]}"
-            + ("; weights kept between steps start exact" if plugin.keeper else "")
+            + ("; weights kept between steps start exact" if plugin.weight_cache else "")
         )
     plugin.state.exact_until = saved.get("exact_until", 0)
     _restore_levels(plugin, saved)

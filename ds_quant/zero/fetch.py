@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from ds_quant.codec.bound import Coding, exactly
+from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.message import SMALL_NUMEL, all_gather, small_last
-from ds_quant.comm.transport import Link, Pending
+from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.policy.model import FetchSettings
 from ds_quant.zero import hooks, log, sharded_params
 from ds_quant.zero.node_shard import NodeShard
@@ -98,12 +98,12 @@ class Fetch:
         """Learn from the shards that the optimizer has written. DeepSpeed counts its step later."""
         self._plugin.learn_levels(self._plugin.step + 1, self._own_values())
 
-    def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
+    def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Communicator]]:
         """(parameter, this rank's shard, link) of every parameter."""
         for p in self._parameters:
-            link = self._plugin.link(p.ds_process_group)
-            (own,) = sharded_params.valid_shards([p], link.rank)
-            yield p, own, link
+            communicator = self._plugin.communicator(p.ds_process_group)
+            (own,) = sharded_params.valid_shards([p], communicator.rank)
+            yield p, own, communicator
 
     def fetch(
         self, original: Callable[..., Any], params: Iterable[Any], *args: Any, **kwargs: Any
@@ -121,7 +121,7 @@ class Fetch:
         kept, others = [], []
         for p in params:
             param = self._plugin.param_of(p)
-            if param is not None and param.kept is not None:
+            if param is not None and param.node_rows is not None:
                 kept.append(param)
             elif param is not None and self._is_sent(p):
                 groups.setdefault(id(p.ds_process_group), []).append(param)
@@ -138,35 +138,35 @@ class Fetch:
         return _FetchHandle(ours, theirs) if ours else theirs
 
     def _is_sent(self, parameter: Any) -> bool:
-        link = self._plugin.link(parameter.ds_process_group)
-        return sharded_params.is_sendable(parameter) and link.size > 1
+        communicator = self._plugin.communicator(parameter.ds_process_group)
+        return sharded_params.is_sendable(parameter) and communicator.size > 1
 
     def _gather(self, params: list[Param]) -> _Gather:
         tensors = [param.tensor for param in params]
-        fabric = self._plugin.fabric(tensors[0].ds_process_group)
+        hierarchy = self._plugin.hierarchy(tensors[0].ds_process_group)
         sharded_params.begin_fetch(tensors)
         step = self._plugin.step
-        exact = self._plugin.is_exact(step)
-        codings = [self._coding(param, fabric.rank, step, exact) for param in params]
-        order = small_last([c.codec for c in codings])
-        params, codings = [params[i] for i in order], [codings[i] for i in order]
+        exact = self._plugin.is_full_precision(step)
+        bound_codecs = [self._coding(param, hierarchy.rank, step, exact) for param in params]
+        order = small_last([c.codec for c in bound_codecs])
+        params, bound_codecs = [params[i] for i in order], [bound_codecs[i] for i in order]
         tensors = [tensors[i] for i in order]
-        shards = sharded_params.valid_shards(tensors, fabric.rank)
-        pending = all_gather(shards, [p.ds_numel for p in tensors], codings, fabric)
-        return params, [not isinstance(c.codec, CastCodec) for c in codings], pending
+        shards = sharded_params.valid_shards(tensors, hierarchy.rank)
+        pending = all_gather(shards, [p.ds_numel for p in tensors], bound_codecs, hierarchy)
+        return params, [not isinstance(c.codec, CastCodec) for c in bound_codecs], pending
 
     def _gather_in_node(self, params: list[Param]) -> _Gather:
         sharded_params.begin_fetch([param.tensor for param in params])
         pending, lossy = self._plugin.node.gather(params)
         return params, lossy, pending
 
-    def _coding(self, param: Param, rank: int, step: int, exact: bool) -> Coding:
-        dtype, coding = param.tensor.ds_tensor.dtype, None
+    def _coding(self, param: Param, rank: int, step: int, exact: bool) -> BoundCodec:
+        dtype, bound_codec = param.tensor.ds_tensor.dtype, None
         if not (exact or param.tensor.ds_persist):  # stays gathered between steps: exact
             # The node shard serves all that the whole world shares.
-            stream, *_ = param.weight_streams(dtype, rank=rank, whole=self._plugin.node is None)
-            coding = None if stream is None else param.coding(stream, dtype, step)
-        return coding or exactly(dtype, tight=param.tensor.ds_numel <= SMALL_NUMEL)
+            stream, *_ = param.weight_codecs(dtype, rank=rank, full_world=self._plugin.node is None)
+            bound_codec = None if stream is None else param.bound_codec(stream, dtype, step)
+        return bound_codec or full_precision(dtype, tight=param.tensor.ds_numel <= SMALL_NUMEL)
 
     def gather_exactly(
         self,

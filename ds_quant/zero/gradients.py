@@ -28,20 +28,20 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from ds_quant.codec.bound import Coding, Rotation, exactly
+from ds_quant.codec.bound import BoundCodec, Rotation, full_precision
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.message import SMALL_NUMEL, is_tight, small_last, small_together
 from ds_quant.comm.reduce import GradientSums, Reduction
-from ds_quant.comm.reduction_plan import LinkHop, Segment, shards_of
-from ds_quant.comm.transport import Link
+from ds_quant.comm.reduction_plan import ReductionHop, Segment, shards_of
+from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.batch import Decode
-from ds_quant.kernels.dispatch import Operations, Streams
+from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.wire import VECTOR_NUMEL, round_up
 from ds_quant.zero import hooks, optimizer_hooks
 from ds_quant.zero.optimizer_hooks import owners_of
-from ds_quant.zero.param import GradientStreams, Param, exact_gradient
+from ds_quant.zero.param import GradientCodecs, Param, full_precision_gradient
+from ds_quant.zero.partial_gradients import Member, PartialBucket
 from ds_quant.zero.plugin import Plugin
-from ds_quant.zero.waiting import Member, WaitingBucket
 
 # ---- any stage ----
 
@@ -49,13 +49,13 @@ from ds_quant.zero.waiting import Member, WaitingBucket
 _PLANS = 1000  # remembered: a parameter without a gradient makes another bucket
 
 
-class Share(NamedTuple):
+class GradientSlice(NamedTuple):
     """Elements of a gradient whose mean one rank gets, as ``segment`` says; ``member`` names them
     among what waits for the boundary.
     """
 
     member: Member
-    streams: GradientStreams
+    streams: GradientCodecs
     segment: Segment  # its ``gradient`` is set by the layout
 
 
@@ -68,7 +68,7 @@ class Layout:
     twice may be in a bucket twice. dtype: of the sums, unless others are added to them.
     """
 
-    streams: Sequence[GradientStreams]
+    streams: Sequence[GradientCodecs]
     sums: GradientSums
     members: tuple[Member, ...]
     own: Sequence[tuple[Member, Segment, int]]
@@ -131,7 +131,7 @@ class Sums(NamedTuple):
         return self.total
 
 
-_How = tuple[Sequence[tuple[Coding, ...]], Sequence[Rotation | None]]
+_How = tuple[Sequence[tuple[BoundCodec, ...]], Sequence[Rotation | None]]
 
 
 class GradientReducer:
@@ -143,7 +143,12 @@ class GradientReducer:
         self._sums: dict[tuple, GradientSums] = {}
 
     def _plan(
-        self, key: tuple, shares: Sequence[Share], link: Link, scale: float, dtypes: tuple = ()
+        self,
+        key: tuple,
+        shares: Sequence[GradientSlice],
+        communicator: Communicator,
+        scale: float,
+        dtypes: tuple = (),
     ) -> Layout:
         """Plan the reduction of a bucket, and remember it by ``key``: all that the shares depend
         on. ``dtypes``: under ZeRO-3, of gradients whose sums may have theirs.
@@ -152,8 +157,8 @@ class GradientReducer:
             self._layouts.clear()
             self._sums.clear()
         streams, segments = _by_gradient(shares)
-        route = self._plugin.route(link.process_group)
-        alike = segments, tuple([s.form for s in streams]), route, link, scale
+        route = self._plugin.route(communicator.process_group)
+        alike = segments, tuple([s.spec for s in streams]), route, communicator, scale
         if alike not in self._sums:
             self._sums[alike] = GradientSums(*alike, balanced=not dtypes)
         sums = self._sums[alike]
@@ -167,46 +172,54 @@ class GradientReducer:
         return layout
 
     def _streams(
-        self, param: Param, dtype: torch.dtype, numel: int, route: Sequence[LinkHop], rank: int
-    ) -> GradientStreams:
+        self, param: Param, dtype: torch.dtype, numel: int, route: Sequence[ReductionHop], rank: int
+    ) -> GradientCodecs:
         hops = len(route)
-        if self._plugin.is_exact(self._plugin.step):
-            streams = exact_gradient(dtype, hops)
+        if self._plugin.is_full_precision(self._plugin.step):
+            streams = full_precision_gradient(dtype, hops)
         else:
-            streams = param.gradient_streams(dtype, rank=rank, hops=hops)
-        if numel <= SMALL_NUMEL and isinstance(streams.form.codecs[-1], CastCodec):
-            return exact_gradient(dtype, hops, tight=True)
+            streams = param.gradient_codecs(dtype, rank=rank, hops=hops)
+        if numel <= SMALL_NUMEL and isinstance(streams.spec.codecs[-1], CastCodec):
+            return full_precision_gradient(dtype, hops, tight=True)
         return streams
 
-    def _begin(self, layout: Layout, tensors: Sequence[Tensor], route: Sequence[LinkHop]) -> Sums:
+    def _begin(
+        self, layout: Layout, tensors: Sequence[Tensor], route: Sequence[ReductionHop]
+    ) -> Sums:
         """Post a reduction; afterwards the tensors may change."""
         plugin, sums, device = self._plugin, layout.sums, tensors[0].device
         step, once = plugin.gradient_step, plugin.crosses_once(route)
         # One pattern of signs for all micro-steps whose rotated values are added up.
         signed = plugin.engine.global_steps << 24 if once else step
-        codings, rotations = zip(*[s.codings(step, signed) for s in layout.streams], strict=True)
-        how, waiting, crossed = (codings, rotations), None, {}
+        bound_codecs, rotations = zip(
+            *[s.bound_codecs(step, signed) for s in layout.streams], strict=True
+        )
+        how, partial_sums, crossed = (bound_codecs, rotations), None, {}
         if once:
-            store, members = plugin.waiting, layout.members
+            store, members = plugin.partial_gradients, layout.members
             if store.are_left(members):  # what waits of them takes the second hop alone
                 store.take(None, members)
                 return Sums(layout, None, sums.room(device).zero_(), store.take_crossed(members))
             kept = store.take(layout, members)
             if kept is not None:
                 kept.added.wait()
-                waiting = kept.values
+                partial_sums = kept.values
             if not plugin.engine.is_gradient_accumulation_boundary():
-                bucket = _hold(layout, tensors, how, waiting)
+                bucket = _accumulate(layout, tensors, how, partial_sums)
                 store.put(layout, bucket)
                 return Sums(layout, bucket.added, None, {})
             crossed = store.take_crossed(members)
         total = sums.room(device, torch.float32 if crossed else layout.dtype)
-        return Sums(layout, sums.begin(tensors, *how, into=total, waiting=waiting), total, crossed)
+        return Sums(
+            layout, sums.begin(tensors, *how, into=total, partial_sums=partial_sums), total, crossed
+        )
 
 
-def _by_gradient(shares: Sequence[Share]) -> tuple[list[GradientStreams], tuple[Segment, ...]]:
+def _by_gradient(
+    shares: Sequence[GradientSlice],
+) -> tuple[list[GradientCodecs], tuple[Segment, ...]]:
     """Return the streams of every gradient, and the segments of the shares by their numbers."""
-    streams: list[GradientStreams] = []
+    streams: list[GradientCodecs] = []
     numbers: dict[tuple[int, int], int] = {}
     segments = []
     for _, own, segment in shares:
@@ -217,23 +230,23 @@ def _by_gradient(shares: Sequence[Share]) -> tuple[list[GradientStreams], tuple[
     return streams, tuple(segments)
 
 
-def _hold(
-    layout: Layout, tensors: Sequence[Tensor], how: _How, waiting: Tensor | None
-) -> WaitingBucket:
+def _accumulate(
+    layout: Layout, tensors: Sequence[Tensor], how: _How, partial_sums: Tensor | None
+) -> PartialBucket:
     """Begin to add the tensors, summed inside the node, to what waits of them."""
-    device, fresh = tensors[0].device, waiting is None
-    values = layout.sums.waiting_room(device) if fresh else waiting
-    added = Reduction(layout.sums.plan, tensors, *how, None, waiting=values, fresh=fresh)
+    device, fresh = tensors[0].device, partial_sums is None
+    values = layout.sums.new_partial_sums(device) if fresh else partial_sums
+    added = Reduction(layout.sums.plan, tensors, *how, None, partial_sums=values, fresh=fresh)
 
     def cross() -> Iterator[tuple[Member, Tensor]]:
         added.wait()
         total = layout.sums.room(device)
-        layout.sums.begin(None, *how, into=total, waiting=values).wait()
+        layout.sums.begin(None, *how, into=total, partial_sums=values).wait()
         yield from ((member, total[:0]) for member in layout.members if member not in layout.places)
         for member, share, start in layout.own:
             yield member, total[start : start + share.numel]
 
-    return WaitingBucket(members=layout.members, values=values, added=added, cross=cross)
+    return PartialBucket(members=layout.members, values=values, added=added, cross=cross)
 
 
 def _note(noted: list[tuple[Param, Tensor]], param: Param, reduced: Tensor) -> None:
@@ -259,39 +272,39 @@ class ShardReduction(GradientReducer):
         """Post the reduction; None if it is DeepSpeed's own. Afterwards the tensors may change."""
         plugin = self._plugin
         plugin.asked.add("gradients")
-        link = plugin.link(group)
-        if link.size == 1 or not tensors:
+        communicator = plugin.communicator(group)
+        if communicator.size == 1 or not tensors:
             return None
         dtypes = tuple([tensor.dtype for tensor in tensors])
-        key = tuple(map(id, params)), dtypes, link, plugin.is_exact(plugin.step)
+        key = tuple(map(id, params)), dtypes, communicator, plugin.is_full_precision(plugin.step)
         layout = self._layouts.get(key)
         if layout is None:
             tracked = [plugin.param_of(p) for p in params]
             if None in tracked:
                 return None
-            shares = self._shares(tracked, dtypes, link)
-            layout = self._plan(key, shares, link, 1 / link.size, dtypes)
+            shares = self._shares(tracked, dtypes, communicator)
+            layout = self._plan(key, shares, communicator, 1 / communicator.size, dtypes)
         sums = self._begin(layout, [tensor.reshape(-1) for tensor in tensors], plugin.route(group))
         return Bucket([g.new_empty(0) for g in tensors], sums, plugin.noted)
 
     def _shares(
-        self, tracked: Sequence[Param], dtypes: Sequence[torch.dtype], link: Link
-    ) -> list[Share]:
+        self, tracked: Sequence[Param], dtypes: Sequence[torch.dtype], communicator: Communicator
+    ) -> list[GradientSlice]:
         """Shards of all gradients, small ones last, by dtype."""
-        route = self._plugin.route(link.process_group)
+        route = self._plugin.route(communicator.process_group)
         numels = [param.shape.numel() for param in tracked]
         streams = [
-            self._streams(param, dtype, numel, route, link.rank)
+            self._streams(param, dtype, numel, route, communicator.rank)
             for param, dtype, numel in zip(tracked, dtypes, numels, strict=True)
         ]
-        plain = len(route) == 1 and not route[0].exact_own
-        plain = plain and not any(s.form.block for s in streams)
-        last = [s.form.codecs[-1] for s in streams]
+        plain = len(route) == 1 and not route[0].full_precision_own
+        plain = plain and not any(s.spec.block for s in streams)
+        last = [s.spec.codecs[-1] for s in streams]
         shares = []
         for i in small_last(last):
             how = {"plain": plain, "small": is_tight(last[i])}
-            for shard in shards_of(i, numels[i], link.size, **how):
-                shares.append(Share((tracked[i], -1), streams[i], shard))
+            for shard in shards_of(i, numels[i], communicator.size, **how):
+                shares.append(GradientSlice((tracked[i], -1), streams[i], shard))
         return shares
 
 
@@ -337,7 +350,7 @@ class Bucket:
 # ---- ZeRO-1 and 2 ----
 
 
-_COPY = Streams([exactly(torch.float32)], [None])
+_COPY = RngState([full_precision(torch.float32)], [None])
 
 
 class OwnerReduction(GradientReducer):
@@ -372,49 +385,59 @@ class OwnerReduction(GradientReducer):
         if self._bucket is None:
             raise hooks.moved(optimizer_hooks.BUCKET)
         self._plugin.asked.add("gradients")
-        link = self._plugin.link(call["process_group"] or self._optimizer.dp_process_group)
-        whole, single = optimizer_hooks.sorted_out(call, alone=link.size == 1)
+        communicator = self._plugin.communicator(
+            call["process_group"] or self._optimizer.dp_process_group
+        )
+        whole, single = optimizer_hooks.sorted_out(call, alone=communicator.size == 1)
         if whole is not None:
-            self._all_reduce(original, whole, link)
+            self._all_reduce(original, whole, communicator)
         if single is not None:
-            self._reduce_to_owners(single, link)
+            self._reduce_to_owners(single, communicator)
 
-    def _all_reduce(self, original: Callable[..., None], call: dict[str, Any], link: Link) -> None:
+    def _all_reduce(
+        self, original: Callable[..., None], call: dict[str, Any], communicator: Communicator
+    ) -> None:
         """Leave slices of which several ranks need all (Muon's split matrices) to DeepSpeed."""
         slices, dtype = call["small_bucket"], call["communication_data_type"]
         for values in slices if self._divisor != 1 else ():
             values.div_(self._divisor)
         original(**call)
         nbytes = sum(s.numel() for s in slices) * dtype.itemsize
-        link.count_ring(nbytes, role="gradients", passes=2)
-        own = [s for s, ranks in zip(slices, owners_of(call), strict=True) if link.rank in ranks]
+        communicator.count_ring(nbytes, role="gradients", passes=2)
+        own = [
+            s
+            for s, ranks in zip(slices, owners_of(call), strict=True)
+            if communicator.rank in ranks
+        ]
         self._watch(cut for a, b in self._ranges(own) for _, *cut in self._cuts(a, b))
 
-    def _reduce_to_owners(self, call: dict[str, Any], link: Link) -> None:
+    def _reduce_to_owners(self, call: dict[str, Any], communicator: Communicator) -> None:
         """Sum every slice for the one rank that owns it."""
         owners = [owner for (owner,) in owners_of(call)]
         slices, dtype = call["small_bucket"], call["communication_data_type"]
-        plugin, route = self._plugin, self._plugin.route(link.process_group)
+        plugin, route = self._plugin, self._plugin.route(communicator.process_group)
         ranges, params = self._ranges(slices), tuple(map(id, self._params))
-        exact = plugin.is_exact(plugin.step)
-        key = tuple(ranges), tuple(owners), params, dtype, exact, link, self._divisor
+        exact = plugin.is_full_precision(plugin.step)
+        key = tuple(ranges), tuple(owners), params, dtype, exact, communicator, self._divisor
         layout = self._layouts.get(key)
         if layout is None:
-            shares = self._shares(zip(owners, ranges, strict=True), dtype, link)
-            layout = self._plan(key, shares, link, 1 / self._divisor)
-        if link.is_gloo:
-            require_equal(plugin, link, layout)
+            shares = self._shares(zip(owners, ranges, strict=True), dtype, communicator)
+            layout = self._plan(key, shares, communicator, 1 / self._divisor)
+        if communicator.is_gloo:
+            require_equal(plugin, communicator, layout)
         sums = self._begin(layout, [self._bucket], route).wait()
         if sums is None:
             for owner, values in zip(owners, slices, strict=True):
-                if owner == link.rank:
+                if owner == communicator.rank:
                     values.zero_()
             return
-        layout.copies.run([sums.view(torch.uint8), self._bucket], _COPY, backend=link.backend)
+        layout.copies.run(
+            [sums.view(torch.uint8), self._bucket], _COPY, backend=communicator.backend
+        )
         self._watch((m[0], s.start, s.start + s.numel) for m, s, _ in layout.own)
         outputs = call.get("output_bucket") or [None] * len(slices)
         for owner, values, output in zip(owners, slices, outputs, strict=True):
-            if owner == link.rank:
+            if owner == communicator.rank:
                 optimizer_hooks.add_to_partition(self._optimizer, output, values)
 
     def _watch(self, cuts: Iterable[tuple[Param, int, int]]) -> None:
@@ -423,18 +446,23 @@ class OwnerReduction(GradientReducer):
                 _note(self._plugin.noted, param, self._bucket[start:stop])
 
     def _shares(
-        self, owned: Iterable[tuple[int, tuple[int, int]]], dtype: torch.dtype, link: Link
-    ) -> list[Share]:
+        self,
+        owned: Iterable[tuple[int, tuple[int, int]]],
+        dtype: torch.dtype,
+        communicator: Communicator,
+    ) -> list[GradientSlice]:
         """Cut ranges of the bucket, each with its owner; small ones of an owner follow each other,
         where the first of them is.
         """
-        route, shares = self._plugin.route(link.process_group), []
+        route, shares = self._plugin.route(communicator.process_group), []
         for owner, whole in owned:
             for first, param, start, stop in self._cuts(*whole):
-                streams = self._streams(param, dtype, stop - start, route, link.rank)
+                streams = self._streams(param, dtype, stop - start, route, communicator.rank)
                 segment = Segment(0, start, stop - start, 0, first, owner)
-                small = is_tight(streams.form.codecs[-1])
-                shares.append((Share((param, owner), streams, segment), owner if small else None))
+                small = is_tight(streams.spec.codecs[-1])
+                shares.append(
+                    (GradientSlice((param, owner), streams, segment), owner if small else None)
+                )
         return small_together(shares)
 
     def _cuts(self, position: int, end: int) -> Iterator[tuple[int, Param, int, int]]:
@@ -464,7 +492,7 @@ class OwnerReduction(GradientReducer):
 _SHOWN = 4  # names in a message
 
 
-def require_equal(plugin: Plugin, link: Link, layout: Layout | None) -> None:
+def require_equal(plugin: Plugin, communicator: Communicator, layout: Layout | None) -> None:
     """Run before a bucket is reduced, and without one before the optimizer steps: see
     [Note: equal buckets].
 
@@ -472,19 +500,19 @@ def require_equal(plugin: Plugin, link: Link, layout: Layout | None) -> None:
         RuntimeError: on all ranks, if one has another bucket or none.
     """
     digest, members = (-1, ()) if layout is None else (layout.digest, layout.members)
-    if not link.differs(digest ^ plugin.gradient_step):
+    if not communicator.differs(digest ^ plugin.gradient_step):
         return
-    found: list[list[str]] = [[]] * link.size
+    found: list[list[str]] = [[]] * communicator.size
     names = list(dict.fromkeys(param.name for param, _ in members))
-    torch_dist.all_gather_object(found, names, group=link.process_group)
+    torch_dist.all_gather_object(found, names, group=communicator.process_group)
     first = found[0]
     other = next((rank for rank, names in enumerate(found) if names != first), 0)
     only = [n for n in (*first, *found[other]) if (n in first) != (n in found[other])]
     shown = ", ".join(only[:_SHOWN]) + (", ..." if len(only) > _SHOWN else "")
     raise RuntimeError(
         f"quantized_comm: step {plugin.engine.global_steps}: ranks reduce different "
-        f"gradients: rank {link.ranks[0]} those of {len(first)} parameter(s) now, rank "
-        f"{link.ranks[other]} those of {len(found[other])}; one of them lacks "
+        f"gradients: rank {communicator.ranks[0]} those of {len(first)} parameter(s) now, rank "
+        f"{communicator.ranks[other]} those of {len(found[other])}; one of them lacks "
         f"{shown or 'none, but they come in another order'}. Under ZeRO-1 and 2 every rank "
         "must have gradients of the same parameters, with and without this plugin. Draw what "
         "is left out (LayerDrop) alike on all ranks, or add 0 * parameter.sum() of what is "

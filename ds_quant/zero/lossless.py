@@ -14,23 +14,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_quant.comm.lossless import Outbox, Parcel
-from ds_quant.comm.message import Kept, rows_of, take_rows
+from ds_quant.comm.lossless_gather import LosslessGather, LosslessMessage
+from ds_quant.comm.message import ShardRows, copy_into_rows, rows_of
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Fabric, Link, Pending
+from ds_quant.comm.transport import Communicator, HierarchicalCommunicator, Pending
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 
 Post = Callable[[], Pending[Any]]  # begins a gather
 
 
 def posts(
-    messages: Sequence[Window] | Sequence[NodeRows], link: Link, road: Link | Fabric, **how: Any
+    messages: Sequence[Window] | Sequence[NodeRows],
+    communicator: Communicator,
+    transport: Communicator | HierarchicalCommunicator,
+    **how: Any,
 ) -> Iterator[Post]:
     """Yield what brings each message and takes it over, in turn. All are encoded, and their lengths
-    exchanged, before the first is yielded. ``link``, ``road``, ``how``: see ``Outbox``.
+    exchanged, before the first is yielded. ``link``, ``road``, ``how``: see ``LosslessGather``.
     """
-    parcels = [Parcel(message.numel, message.values) for message in messages]
-    outbox = Outbox(parcels, link, road, **how)
+    messages = [LosslessMessage(message.numel, message.values) for message in messages]
+    outbox = LosslessGather(messages, communicator, transport, **how)
     for place, message in enumerate(messages):
         yield partial(message.post, outbox, place)
 
@@ -42,7 +45,7 @@ class Window(NamedTuple):
     """Elements ``within`` the partition of every rank of a group's process group."""
 
     group: ReplicaGroup
-    fabric: Fabric
+    hierarchy: HierarchicalCommunicator
     within: range
 
     @property
@@ -51,27 +54,27 @@ class Window(NamedTuple):
 
     def rows(self) -> Tensor:
         """View the window in every rank's partition of the replica, (ranks, elements)."""
-        partitions = self.group.flat.view(self.fabric.size, -1)
+        partitions = self.group.flat.view(self.hierarchy.size, -1)
         return partitions[:, self.within.start : self.within.stop]
 
     def values(self) -> tuple[Tensor, Tensor]:
         """The new weights of this rank's partition in 16 bits, and its reference."""
-        reference = self.rows()[self.fabric.rank]
-        return self.group.updated(self.within, self.fabric.empty), reference
+        reference = self.rows()[self.hierarchy.rank]
+        return self.group.updated(self.within, self.hierarchy.empty), reference
 
-    def post(self, outbox: Outbox, place: int) -> Pending[Tensor]:
+    def post(self, outbox: LosslessGather, place: int) -> Pending[Tensor]:
         """Begin to gather the window."""
         return outbox.post(place, self.rows)
 
 
 def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]:
     """Yield what gathers each window, in turn; a process group agrees on all lengths together."""
-    by_fabric: dict[Fabric, list[Window]] = {}
+    by_fabric: dict[HierarchicalCommunicator, list[Window]] = {}
     for window in windows:
-        by_fabric.setdefault(window.fabric, []).append(window)
-    for fabric, own in by_fabric.items():
+        by_fabric.setdefault(window.hierarchy, []).append(window)
+    for hierarchy, own in by_fabric.items():
         device = own[0].group.flat.device
-        yield from posts(own, fabric.whole, fabric, device=device, traffic=traffic)
+        yield from posts(own, hierarchy.flat, hierarchy, device=device, traffic=traffic)
 
 
 # ---- the node shard of ZeRO-3 ----
@@ -83,35 +86,35 @@ class NodeRows(NamedTuple):
     Rows are filled up with zeros to equal width, and zeros they stay.
     """
 
-    kept: Sequence[Kept]
+    node_rows: Sequence[ShardRows]
     shards: Callable[[], Sequence[Tensor]]
     node: int
 
     @property
     def numel(self) -> int:
-        return sum(item.rows.shape[1] for item in self.kept)
+        return sum(item.rows.shape[1] for item in self.node_rows)
 
     def values(self) -> tuple[Tensor, Tensor]:
         """Return this rank's new rows end to end, and their reference."""
         parts = []
-        for item, shard in zip(self.kept, self.shards(), strict=True):
+        for item, shard in zip(self.node_rows, self.shards(), strict=True):
             parts.append(shard)
             missing = item.rows.shape[1] - shard.numel()
             if missing:
                 parts.append(shard.new_zeros(missing))
-        return joined(parts), joined(rows_of(self.kept, self.node))
+        return joined(parts), joined(rows_of(self.node_rows, self.node))
 
     def reference(self) -> Tensor:
         """The rows of all nodes, (nodes, elements), of all parameters end to end."""
-        return joined(rows_of(self.kept))
+        return joined(rows_of(self.node_rows))
 
     def take(self, rows: Tensor) -> None:
         """Take over new values of what ``reference`` has returned."""
-        if len(self.kept) > 1 or self.kept[0].device is not None:
-            widths = [item.rows.shape[1] for item in self.kept]
-            take_rows(self.kept, rows.split(widths, dim=1))
+        if len(self.node_rows) > 1 or self.node_rows[0].device is not None:
+            widths = [item.rows.shape[1] for item in self.node_rows]
+            copy_into_rows(self.node_rows, rows.split(widths, dim=1))
 
-    def post(self, outbox: Outbox, place: int) -> Pending[None]:
+    def post(self, outbox: LosslessGather, place: int) -> Pending[None]:
         """Begin to gather the rows of all nodes."""
         return outbox.post(place, self.reference).then(self.take)
 

@@ -117,7 +117,7 @@ def _sub_groups(plugin: Plugin, optimizer: Any) -> list[tuple[list[Any], MatrixG
     ):
         if uses_muon and params:
             numels = tuple([p.ds_numel for p in params])
-            ranks = plugin.link(params[0].ds_process_group).size
+            ranks = plugin.communicator(params[0].ds_process_group).size
             found.append((params, MatrixGroup(numels, ranks)))
     return found
 
@@ -160,7 +160,7 @@ def _count_gathers(plugin: Plugin) -> None:
     def counted(gather: Callable[..., Any], into: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [into] if isinstance(into, torch.Tensor) else into
         nbytes = sum(t.numel() * t.element_size() for t in tensors)  # from all ranks together
-        plugin.link(kwargs.get("group")).count_ring(nbytes, role="gradients")
+        plugin.communicator(kwargs.get("group")).count_ring(nbytes, role="gradients")
         return gather(into, *args, **kwargs)
 
     contexts = []
@@ -177,7 +177,7 @@ def _count_gathers(plugin: Plugin) -> None:
 def _price(plugin: Plugin, gathered: dict[Param, float]) -> float:
     """Return bytes per parameter of the model, from bytes per element of Muon's matrices."""
     total = sum(nbytes * param.shape.numel() for param, nbytes in gathered.items())
-    return total / plugin.bill().numel
+    return total / plugin.comm_volume().numel
 
 
 def attach(plugin: Plugin, optimizer: Any) -> None:
@@ -212,7 +212,7 @@ def note_whole_matrices(plugin: Plugin, optimizer: Any) -> None:
             if getattr(p, "use_muon", False) and len(owners[i][optimizer.get_param_id(p)]) > 1:
                 whole.append(plugin.param_of(p))
     for param in whole:
-        param.whole = True
+        param.needs_full_gradient = True
     if whole:
         trained = sum(p.shape.numel() for p in plugin.all_params() if p.trained)
         share = sum(p.shape.numel() for p in whole) / trained

@@ -35,13 +35,13 @@ from typing import Any
 
 import torch
 
-from ds_quant.codec.bound import Coding, exactly
-from ds_quant.comm.message import Kept, Room, exchange, gather, rows_of
+from ds_quant.codec.bound import BoundCodec, full_precision
+from ds_quant.comm.message import Room, ShardRows, exchange, gather, rows_of
 from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy.memory import CHUNKS, EXCHANGED_AT_ONCE, LEAST_NUMEL, MOST_NUMEL
 from ds_quant.zero import hooks, lossless, offload, sharded_params
-from ds_quant.zero.param import Param, Stream
+from ds_quant.zero.param import HopCodec, Param
 from ds_quant.zero.plugin import Plugin
 
 # ---- spread over the next forward ----
@@ -126,10 +126,10 @@ class NodeShard:
 
     def __init__(self, plugin: Plugin, params: Iterable[Any], barrier: hooks.StepBarrier) -> None:
         self._plugin, self._barrier = plugin, barrier
-        fabric, topology = plugin.fabric(None), plugin.topology  # None: the world
+        hierarchy, topology = plugin.hierarchy(None), plugin.topology  # None: the world
         # One rank per node: all links are between nodes.
-        self._inter, self._intra = fabric.inter or fabric.whole, fabric.intra
-        self._rank = fabric.whole.rank
+        self._inter, self._intra = hierarchy.inter or hierarchy.flat, hierarchy.intra
+        self._rank = hierarchy.flat.rank
         self.served = [plugin.param_of(p) for p in params if self._belongs(p)]
         self._stays_on_host, self._is_away = offload.offloads_parameters(plugin.engine), False
         where = {
@@ -140,12 +140,12 @@ class NodeShard:
         }  # fmt: skip
         for param in self.served:
             p, param.stale = param.tensor, True
-            param.kept = Kept.allocate(p.ds_numel, dtype=p.ds_tensor.dtype, **where)
+            param.node_rows = ShardRows.allocate(p.ds_numel, dtype=p.ds_tensor.dtype, **where)
         self._spread = Spread()
         self._gathered: dict[Param, None] = {}  # since the last step, in order of first gather
         self._asked: deque[_RequestedGather] = deque()  # not posted yet
         self._at_once = hooks.has_streams()
-        self._known: dict[tuple[Param, ...], list[tuple[Stream | None, ...]]] = {}
+        self._known: dict[tuple[Param, ...], list[tuple[HopCodec | None, ...]]] = {}
 
     def _belongs(self, p: Any) -> bool:
         """Rank-invariant. Persistent parameters stay gathered; expert groups are not the world."""
@@ -181,13 +181,13 @@ class NodeShard:
         """Copy all rows into ``room``."""
         self._is_away = away_from is not None
         for param in self.served:
-            rows = room.zeros(*param.kept.rows.shape, dtype=param.kept.rows.dtype)
-            rows.copy_(param.kept.rows, non_blocking=not self._is_away)
-            param.kept = replace(param.kept, rows=rows, device=away_from)
+            rows = room.zeros(*param.node_rows.rows.shape, dtype=param.node_rows.rows.dtype)
+            rows.copy_(param.node_rows.rows, non_blocking=not self._is_away)
+            param.node_rows = replace(param.node_rows, rows=rows, device=away_from)
 
     def nbytes(self) -> int:
         """Bytes of the node shard on this rank."""
-        return sum(param.kept.rows.nbytes for param in self.served)
+        return sum(param.node_rows.rows.nbytes for param in self.served)
 
     def resync(self, params: Iterable[Any] | None = None) -> None:
         """Weights were written outside the optimizer step, of all parameters if None: the next
@@ -196,13 +196,13 @@ class NodeShard:
         self.finish()
         for param in self.served if params is None else map(self._plugin.param_of, params):
             if param is not None:
-                param.stale = param.kept is not None
+                param.stale = param.node_rows is not None
 
     def copies(self) -> Iterable[tuple[int, Iterable[torch.Tensor]]]:
         """See ``Plugin.keeper``. Ranks of equal place in their nodes hold equal rows."""
         self.finish()
         # Stale rows are about to be refilled; they are the same ones on all ranks.
-        rows = (rows_of([param.kept])[0] for param in self.served if not param.stale)
+        rows = (rows_of([param.node_rows])[0] for param in self.served if not param.stale)
         yield self._rank % self._plugin.topology.node_size, rows
 
     def after_step(self) -> None:
@@ -225,7 +225,7 @@ class NodeShard:
         self._spread.close()
         self._asked.clear()
         for param in self.served:
-            param.kept = None
+            param.node_rows = None
         self.served = []
 
     def gather(self, params: Sequence[Param]) -> tuple[Pending[list[torch.Tensor]], list[bool]]:
@@ -234,7 +234,7 @@ class NodeShard:
         """
         asked = _RequestedGather(params)
         self._gathered |= dict.fromkeys(params)
-        quantized = not self._plugin.is_exact(self._plugin.step)
+        quantized = not self._plugin.is_full_precision(self._plugin.step)
         lossy = [quantized and any(streams) for streams in self._streams(params)]
         at_once = self._at_once or not (self._asked or self._spread.misses(params))
         self._asked.append(asked)
@@ -256,44 +256,45 @@ class NodeShard:
             params = first.params
             self._spread.finish(params)
             self._fill_stale([param for param in params if param.stale])
-            codings: list[Coding] = []
+            bound_codecs: list[BoundCodec] = []
             if self._intra is not None:  # else nothing is sent
-                codings = self._codings(params, -1, self._plugin.step)
-            first.posted = gather([param.kept for param in params], codings, self._intra)
+                bound_codecs = self._codings(params, -1, self._plugin.step)
+            first.posted = gather([param.node_rows for param in params], bound_codecs, self._intra)
 
     def _fill_stale(self, stale: Sequence[Param]) -> None:
         """Fill the rows of these exactly, on all ranks."""
         if stale:
-            exact = [exactly(param.kept.rows.dtype) for param in stale]
+            exact = [full_precision(param.node_rows.rows.dtype) for param in stale]
             self._exchange(stale, exact).wait()
             for param in stale:
                 param.stale = False
 
-    def _streams(self, params: Sequence[Param]) -> list[tuple[Stream | None, ...]]:
-        """Streams of each between the nodes, if it is trained, and inside them, if they have ranks.
-        Remembered by the parameters of a gather or an exchange, which repeat in every step.
+    def _streams(self, params: Sequence[Param]) -> list[tuple[HopCodec | None, ...]]:
+        """Return the codecs of each between the nodes, if it is trained, and inside them, if they
+        have ranks. Remembered by the parameters of a gather or an exchange, which repeat in every
+        step.
         """
         key = tuple(params)
         if key not in self._known:
             if len(self._known) >= _KNOWN:
                 self._known.clear()
             self._known[key] = [
-                param.weight_streams(param.kept.rows.dtype, rank=self._rank) for param in params
+                param.weight_codecs(param.node_rows.rows.dtype, rank=self._rank) for param in params
             ]
         return self._known[key]
 
-    def _codings(self, params: Sequence[Param], place: int, step: int) -> list[Coding]:
+    def _codings(self, params: Sequence[Param], place: int, step: int) -> list[BoundCodec]:
         """Return their codings in one step; place 0 is between the nodes, -1 inside them."""
-        if self._plugin.is_exact(step):
-            return [exactly(param.kept.rows.dtype) for param in params]
+        if self._plugin.is_full_precision(step):
+            return [full_precision(param.node_rows.rows.dtype) for param in params]
         return [
-            param.coding(streams[place], param.kept.rows.dtype, step)
+            param.bound_codec(streams[place], param.node_rows.rows.dtype, step)
             for param, streams in zip(params, self._streams(params), strict=True)
         ]
 
     def _runs(self, params: Sequence[Param]) -> Iterator[list[Param]]:
         """Split parameters into consecutive runs of bounded size, at least one each."""
-        widths = [param.kept.rows.shape[1] for param in params]
+        widths = [param.node_rows.rows.shape[1] for param in params]
         most = min(max(ceil_div(sum(widths), CHUNKS), LEAST_NUMEL), MOST_NUMEL)
         run: list[Param] = []
         numel = 0
@@ -308,16 +309,16 @@ class NodeShard:
 
     def _chunks(self, params: Sequence[Param], step: int) -> Iterator[Chunk]:
         """Cut the exchange: lossless differences are encoded at once, see [Note: lengths] of
-        comm/lossless.py, the others when they are posted.
+        comm/lossless_gather.py, the others when they are posted.
         """
         differs: set[torch.dtype] = set()
-        if self._plugin.scheme.lossless and not self._plugin.is_exact(step):
-            dtypes = {param.kept.rows.dtype for param in params}
+        if self._plugin.scheme.lossless and not self._plugin.is_full_precision(step):
+            dtypes = {param.node_rows.rows.dtype for param in params}
             differs = set(filter(self._plugin.routes.sends_lossless, dtypes))
         left: list[Param] = []
         alike: dict[torch.dtype, list[Param]] = {}  # served by lossless differences
         for param in params:
-            dtype = param.kept.rows.dtype
+            dtype = param.node_rows.rows.dtype
             (alike.setdefault(dtype, []) if dtype in differs else left).append(param)
         runs = [run for served in alike.values() for run in self._runs(served)]
         if runs:
@@ -328,7 +329,7 @@ class NodeShard:
     def _lossless_differences(self, runs: Sequence[Sequence[Param]]) -> Iterator[lossless.Post]:
         inter, traffic = self._inter, self._plugin.traffic
         messages = [
-            lossless.NodeRows([p.kept for p in run], partial(self._shards, run), inter.rank)
+            lossless.NodeRows([p.node_rows for p in run], partial(self._shards, run), inter.rank)
             for run in runs
         ]
         how = {"device": hooks.device(), "traffic": traffic}
@@ -338,6 +339,8 @@ class NodeShard:
         """Return this rank's own shards, as the optimizer has left them."""
         return sharded_params.valid_shards([param.tensor for param in params], self._rank)
 
-    def _exchange(self, params: Sequence[Param], codings: Sequence[Coding]) -> Pending[Any]:
-        kept = [param.kept for param in params]
-        return exchange(kept, self._shards(params), codings, self._inter)
+    def _exchange(
+        self, params: Sequence[Param], bound_codecs: Sequence[BoundCodec]
+    ) -> Pending[Any]:
+        kept = [param.node_rows for param in params]
+        return exchange(kept, self._shards(params), bound_codecs, self._inter)

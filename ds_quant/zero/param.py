@@ -1,6 +1,6 @@
 """All that is known of one parameter: its codecs, random streams and levels, what is kept of it.
 
-Streams are cached: only the step number changes between steps.
+Codecs are cached: only the step number changes between steps.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_quant.codec.bound import Coding, Rotation, exactly
+from ds_quant.codec.bound import BoundCodec, Rotation, full_precision
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.codec.levels import merge_levels, update_levels
-from ds_quant.comm.message import Kept
-from ds_quant.comm.reduction_plan import Form
-from ds_quant.comm.transport import Link
+from ds_quant.comm.message import ShardRows
+from ds_quant.comm.reduction_plan import GradientSpec
+from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.batch import OWN_SIGNS
 from ds_quant.kernels.random_bits import Address, Role, key_of
 from ds_quant.policy.route import Hop, Routes
@@ -27,7 +27,7 @@ from ds_quant.policy.scheme import Scheme
 _SIGNS = 99  # the "hop" of the sign flips of a rotation
 
 
-class Stream(NamedTuple):
+class HopCodec(NamedTuple):
     """A parameter on one hop: its codec, the key of its random bits (None where it
     takes none), whether the learned levels are the codec's, and whether differences are sent.
     """
@@ -38,16 +38,18 @@ class Stream(NamedTuple):
     difference: bool = False
 
 
-class GradientStreams(NamedTuple):
+class GradientCodecs(NamedTuple):
     """A gradient on all its hops: a stream for each, and the rotation around them, whose sign flips
     differ by step. ``form``: the same without random bits.
     """
 
-    hops: tuple[Stream, ...]
-    form: Form
+    hops: tuple[HopCodec, ...]
+    spec: GradientSpec
     rotation: Rotation | None = None
 
-    def codings(self, step: int, signed: int) -> tuple[tuple[Coding, ...], Rotation | None]:
+    def bound_codecs(
+        self, step: int, signed: int
+    ) -> tuple[tuple[BoundCodec, ...], Rotation | None]:
         """One coding per hop and the rotation, in one step; ``signed``: that of the sign flips."""
         rotation = self.rotation
         if rotation is not None and rotation.signs is not None:
@@ -55,14 +57,18 @@ class GradientStreams(NamedTuple):
         keys = [
             (codec, None if key is None else Address(key, step)) for codec, key, *_ in self.hops
         ]
-        return tuple([Coding(*key) for key in keys]), rotation
+        return tuple([BoundCodec(*key) for key in keys]), rotation
 
 
 @cache
-def exact_gradient(dtype: torch.dtype, hops: int, *, tight: bool = False) -> GradientStreams:
+def full_precision_gradient(
+    dtype: torch.dtype, hops: int, *, tight: bool = False
+) -> GradientCodecs:
     """Return the streams of a gradient that is sent unchanged; ``tight``: as a small tensor."""
     codec = CastCodec(dtype, tight)
-    return GradientStreams((Stream(codec, None),) * hops, Form((codec,) * hops, delivery=codec))
+    return GradientCodecs(
+        (HopCodec(codec, None),) * hops, GradientSpec((codec,) * hops, delivery=codec)
+    )
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -72,7 +78,7 @@ class Param:
     trained: when the engine was built. Momentum and weight decay move it also once its
         ``requires_grad`` is turned off.
     packed: its values may be bit patterns, see ``scheme.is_packed``.
-    whole, boundary: what Muon needs of it, see ``cost.PricedParam``.
+    needs_full_gradient, boundary: what Muon needs of it, see ``cost.ParamSpec``.
     tensor: the parameter itself; while it lives, its id names nothing else.
     levels: learned ones, (2^bits,) fp32, identical on all ranks; None as long as they are uniform.
     kept: its rows in the node shard, None if that does not serve it. stale: they are to be
@@ -87,64 +93,64 @@ class Param:
     tensor: Any
     routes: Routes
     packed: bool = False
-    whole: bool = False
+    needs_full_gradient: bool = False
     boundary: float = 0.0
     levels: Tensor | None = None
-    kept: Kept | None = None
+    node_rows: ShardRows | None = None
     stale: bool = False
     decoded: bool = False
-    _weights: dict[tuple, tuple[Stream | None, ...]] = field(default_factory=dict, repr=False)
-    _gradients: dict[tuple, GradientStreams] = field(default_factory=dict, repr=False)
+    _weights: dict[tuple, tuple[HopCodec | None, ...]] = field(default_factory=dict, repr=False)
+    _gradients: dict[tuple, GradientCodecs] = field(default_factory=dict, repr=False)
 
     def is_quantized(self, dtype: torch.dtype) -> bool:
         """Whether the scheme quantizes its weights or gradients of this dtype."""
         how = {"packed": self.packed}
         return self.routes.scheme.skip_reason(self.name, self.shape, dtype, **how) is None
 
-    def weight_streams(
-        self, dtype: torch.dtype, *, rank: int | None, whole: bool = True
-    ) -> tuple[Stream | None, ...]:
+    def weight_codecs(
+        self, dtype: torch.dtype, *, rank: int | None, full_world: bool = True
+    ) -> tuple[HopCodec | None, ...]:
         """One stream per hop of a gather that encodes; None for full precision. Does not change
         between steps. rank=None: receive only, no random bits are drawn. ``whole``: see ``Routes``.
         """
-        key = dtype, rank, whole
+        key = dtype, rank, full_world
         if key not in self._weights:
             quantized = self.is_quantized(dtype)
-            how = {"quantized": quantized, "trained": self.trained, "whole": whole}
+            how = {"quantized": quantized, "trained": self.trained, "full_world": full_world}
             hops = self.routes.weights(dtype=dtype, **how).hops
             self._weights[key] = tuple(
                 [self._weight_stream(hop, rank) for hop in hops if not hop.forwards]
             )
         return self._weights[key]
 
-    def coding(self, stream: Stream | None, dtype: torch.dtype, step: int) -> Coding:
+    def bound_codec(self, stream: HopCodec | None, dtype: torch.dtype, step: int) -> BoundCodec:
         """Return the coding of a stream of weights for `step`, in full precision if it is None.
 
         ``step`` is the optimizer step whose forward uses them.
         """
         if stream is None:
-            return exactly(dtype)
+            return full_precision(dtype)
         levels = self.levels if stream.learned else None
         address = None if stream.key is None else Address(stream.key, step)
-        return Coding(stream.codec, address, levels, stream.difference)
+        return BoundCodec(stream.codec, address, levels, stream.difference)
 
-    def gradient_streams(self, dtype: torch.dtype, *, rank: int, hops: int) -> GradientStreams:
-        """Streams of a reduction over one or two hops. Does not change between steps."""
+    def gradient_codecs(self, dtype: torch.dtype, *, rank: int, hops: int) -> GradientCodecs:
+        """Return the codecs of a reduction over one or two hops. Does not change between steps."""
         key = dtype, rank, hops
         if key not in self._gradients:
             self._gradients[key] = self._gradient_streams(dtype, rank, hops)
         return self._gradients[key]
 
-    def _weight_stream(self, hop: Hop, rank: int | None) -> Stream | None:
+    def _weight_stream(self, hop: Hop, rank: int | None) -> HopCodec | None:
         if hop.codec is None:
             return None
         key = None if rank is None else self._key(Role.WEIGHTS, hop.codec, rank, int(hop.inner))
-        return Stream(hop.codec, key, not hop.inner, hop.difference)
+        return HopCodec(hop.codec, key, not hop.inner, hop.difference)
 
-    def _gradient_streams(self, dtype: torch.dtype, rank: int, hops: int) -> GradientStreams:
-        route = self.routes.gradients(quantized=self.is_quantized(dtype), whole=hops > 1)
-        if route.is_exact:
-            return exact_gradient(dtype, hops)
+    def _gradient_streams(self, dtype: torch.dtype, rank: int, hops: int) -> GradientCodecs:
+        route = self.routes.gradients(quantized=self.is_quantized(dtype), full_world=hops > 1)
+        if route.is_full_precision:
+            return full_precision_gradient(dtype, hops)
         rotation = route.rotation
         if route.flips:
             signs = Address(self._stream_key(Role.GRADIENTS, 0, _SIGNS), 0)
@@ -156,11 +162,11 @@ class Param:
         # Random bits of the last hop also serve the delivery, whose codec may need some alone.
         rounds = codecs if delivery is None else (*codecs[:-1], delivery)
         streams = [
-            Stream(codec, self._key(Role.GRADIENTS, rounded, rank, place))
+            HopCodec(codec, self._key(Role.GRADIENTS, rounded, rank, place))
             for place, (codec, rounded) in enumerate(zip(codecs, rounds, strict=True))
         ]
-        form = Form(codecs, rotation.block if rotation else 0, route.flips, delivery)
-        return GradientStreams(tuple(streams), form, rotation)
+        spec = GradientSpec(codecs, rotation.block if rotation else 0, route.flips, delivery)
+        return GradientCodecs(tuple(streams), spec, rotation)
 
     def _key(self, role: Role, codec: Codec, rank: int, hop: int) -> int | None:
         """Key of the random bits that ``codec`` takes, None if it takes none."""
@@ -176,7 +182,9 @@ class Param:
         return key_of(seed=seed, role=role, parameter=self.index, rank=stream, hop=hop)
 
 
-def learn(shards: Sequence[tuple[Param, Tensor]], link: Link, scheme: Scheme) -> None:
+def learn(
+    shards: Sequence[tuple[Param, Tensor]], communicator: Communicator, scheme: Scheme
+) -> None:
     """Learn the levels of parameters from this rank's elements of each, the same on all ranks of
     ``link``.
 
@@ -190,7 +198,7 @@ def learn(shards: Sequence[tuple[Param, Tensor]], link: Link, scheme: Scheme) ->
     counts = torch.tensor([float(values.numel()) for _, values in shards], device=device)
     own = torch.cat([torch.stack(tables), counts[:, None]], dim=1)  # (parameters, levels + 1) fp32
     payload = own.contiguous().view(torch.uint8).view(-1)
-    received = link.all_gather(payload, role="weights").wait()
-    rows = received.view(torch.float32).view(link.size, *own.shape)
+    received = communicator.all_gather(payload, role="weights").wait()
+    rows = received.view(torch.float32).view(communicator.size, *own.shape)
     for place, (param, _) in enumerate(shards):
         param.levels = merge_levels(rows[:, place, :-1], rows[:, place, -1])

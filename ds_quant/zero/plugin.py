@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_quant.comm.checksum import Findings
-from ds_quant.comm.reduction_plan import LinkHop, Slicing, presumed_pace
+from ds_quant.comm.checksum import MessageErrors
+from ds_quant.comm.reduction_plan import ReductionHop, Slicing, presumed_pace
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Buffers, Fabric, Link
+from ds_quant.comm.transport import Buffers, Communicator, HierarchicalCommunicator
 from ds_quant.config.schema import parse_block
-from ds_quant.policy.cost import Costs, PricedParam, bill
+from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume
 from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
@@ -68,7 +68,7 @@ class Plugin:
             scheme=scheme, stage=self.stage, nodes=topology.nodes, node_size=topology.node_size
         )
         self._params: dict[int, Param] = {}  # by id of the tensor
-        self._hops: dict[int, tuple[LinkHop, ...]] = {}  # by id of the process group
+        self._hops: dict[int, tuple[ReductionHop, ...]] = {}  # by id of the process group
         self.traffic, self.buffers = Traffic(), Buffers()
         self.state = SchemeState()
         pace = presumed_pace(hooks.device(), backend())
@@ -77,20 +77,22 @@ class Plugin:
         self.asked: set[str] = set()  # roles for which DeepSpeed has called the plugin
         self.has_few_ranks = False  # some parameters belong to part of the world
         # Because of which setting gradients take DeepSpeed's own collectives, if they do.
-        self.shipped_gradients: str | None = None
+        self.stock_gradients: str | None = None
         self.served: Sequence[tuple[Any, Any]] = ()  # parameters with their process groups
         self.hooks: Any = None  # zero.hooks.Hooks
         self.replica: Any = None  # zero.replica.Replica under ZeRO-1/2
         self.node: Any = None  # zero.node_shard.NodeShard under ZeRO-3, if the scheme keeps one
-        self.findings = Findings()
+        self.message_errors = MessageErrors()
         self.telemetry: Any = None  # zero.telemetry.Telemetry, if steps are sampled
         # Whether sums of gradients were finite, if that is looked for: see safety.first_nonfinite.
         self.noted: list[tuple[Param, Tensor]] | None = None
-        self.waiting: Any = None  # zero.waiting.WaitingGradients, if gradients wait
+        self.partial_gradients: Any = (
+            None  # zero.partial_gradients.PartialGradients, if gradients wait
+        )
         self.gather_count: Any = None  # zero.fetch.GatherCount, until it has counted
         self.gathers = 1.0  # of the weights in a micro-step
-        self._links: dict[int, Link] = {}
-        self._fabrics: dict[int, Fabric] = {}
+        self._communicators: dict[int, Communicator] = {}
+        self._hierarchies: dict[int, HierarchicalCommunicator] = {}
         self._levels = self._make_levels() if self.routes.two_levels else ()
         self._backwards: dict[int, int] = {}  # those done in the current optimizer step
         modules = dict(engine.module.named_modules())
@@ -126,57 +128,66 @@ class Plugin:
                 "single-level collectives, no node shard"
             )
 
-    def link(self, process_group: Any) -> Link:
+    def communicator(self, process_group: Any) -> Communicator:
         """Return the byte collectives of a process group."""
         key = id(process_group)
-        if key not in self._links:
-            self._links[key] = Link(
+        if key not in self._communicators:
+            self._communicators[key] = Communicator(
                 process_group,
                 topology=self.topology,
                 traffic=self.traffic,
-                findings=self.findings,
+                message_errors=self.message_errors,
                 sealed=self.scheme.block.payload_checksum,
                 buffers=self.buffers,
                 backend=self.scheme.block.backend,
             )
-        return self._links[key]
+        return self._communicators[key]
 
     def is_world(self, process_group: Any) -> bool:
         """Whether a process group has all ranks."""
-        return self.link(process_group).ranks == list(range(self.topology.world))
+        return self.communicator(process_group).ranks == list(range(self.topology.world))
 
-    def links(self) -> list[Link]:
+    def communicators(self) -> list[Communicator]:
         """All so far, in an order that is the same on the ranks of each."""
-        return list(self._links.values())
+        return list(self._communicators.values())
 
-    def _make_levels(self) -> tuple[Link, ...]:
+    def _make_levels(self) -> tuple[Communicator, ...]:
         """Make the links of ``LevelGroups``."""
-        return tuple([self.link(group) for group in level_groups(self.topology)])
+        return tuple([self.communicator(group) for group in level_groups(self.topology)])
 
-    def fabric(self, process_group: Any) -> Fabric:
+    def hierarchy(self, process_group: Any) -> HierarchicalCommunicator:
         """Return the links of a process group; two levels if it is the world and that has them."""
         key = id(process_group)
-        if key not in self._fabrics:
+        if key not in self._hierarchies:
             levels = self._levels if self.is_world(process_group) else ()
-            self._fabrics[key] = Fabric(self.link(process_group), *levels)
-        return self._fabrics[key]
+            self._hierarchies[key] = HierarchicalCommunicator(
+                self.communicator(process_group), *levels
+            )
+        return self._hierarchies[key]
 
-    def route(self, process_group: Any) -> tuple[LinkHop, ...]:
+    def route(self, process_group: Any) -> tuple[ReductionHop, ...]:
         """Return the hops of a gradient reduction over a process group."""
         key = id(process_group)
         if key not in self._hops:
-            fabric, hops, divisor = self.fabric(process_group), [], 1
-            links = {"whole": fabric.whole, "intra": fabric.gradients, "inter": fabric.inter}
-            for hop in self.routes.gradients(whole=fabric.intra is not None).hops:
-                link, how = links[hop.level], {"exact_own": hop.exact_own, "slicing": self.slicing}
-                hops.append(LinkHop(link=link, divisor=divisor, **how))
-                divisor *= link.size
+            hierarchy, hops, divisor = self.hierarchy(process_group), [], 1
+            communicators = {
+                "flat": hierarchy.flat,
+                "intra": hierarchy.gradients,
+                "inter": hierarchy.inter,
+            }
+            for hop in self.routes.gradients(full_world=hierarchy.intra is not None).hops:
+                communicator, how = (
+                    communicators[hop.level],
+                    {"full_precision_own": hop.full_precision_own, "slicing": self.slicing},
+                )
+                hops.append(ReductionHop(communicator=communicator, divisor=divisor, **how))
+                divisor *= communicator.size
             self._hops[key] = tuple(hops)
         return self._hops[key]
 
-    def crosses_once(self, route: Sequence[LinkHop]) -> bool:
+    def crosses_once(self, route: Sequence[ReductionHop]) -> bool:
         """Whether gradients that take ``route`` cross between nodes once per optimizer step."""
-        return self.waiting is not None and len(route) == 2
+        return self.partial_gradients is not None and len(route) == 2
 
     @property
     def step(self) -> int:
@@ -185,7 +196,7 @@ class Plugin:
         """
         return self.engine.global_steps - self.engine.skipped_steps
 
-    def is_exact(self, step: int) -> bool:
+    def is_full_precision(self, step: int) -> bool:
         """Whether an optimizer step sends everything in full precision."""
         until = max(self.routes.scheme.block.warmup_steps, self.state.exact_until)
         return self.state.killed or step < until
@@ -203,7 +214,9 @@ class Plugin:
         step = self.engine.global_steps
         self._backwards = {step: self._backwards.get(step, 0) + 1}
 
-    def learn_levels(self, step: int, own_values: Iterable[tuple[Tensor, Tensor, Link]]) -> None:
+    def learn_levels(
+        self, step: int, own_values: Iterable[tuple[Tensor, Tensor, Communicator]]
+    ) -> None:
         """Learn the levels of all parameters (QSDP's learned levels), if the schedule says so.
 
         ``own_values``: parameter, this rank's elements, 1-D, possibly empty, and the link of those
@@ -211,16 +224,16 @@ class Plugin:
         """
         if not self.state.due(self.scheme.level_steps, step):
             return
-        by_link: dict[Link, list[tuple[Param, Tensor]]] = {}
-        for parameter, values, link in own_values:
+        by_communicator: dict[Communicator, list[tuple[Param, Tensor]]] = {}
+        for parameter, values, communicator in own_values:
             param = self.param_of(parameter)
             if param and param.shape.numel() and param.is_quantized(values.dtype):
-                by_link.setdefault(link, []).append((param, values))
-        for link, shards in by_link.items():
-            learn(shards, link, self.scheme)
+                by_communicator.setdefault(communicator, []).append((param, values))
+        for communicator, shards in by_communicator.items():
+            learn(shards, communicator, self.scheme)
 
     @property
-    def keeper(self) -> Any:
+    def weight_cache(self) -> Any:
         """What keeps weights between steps on several ranks, None if nothing does.
 
         Its ``copies()`` are (who, weights): ranks that report equal ``who`` in the same place hold
@@ -234,7 +247,7 @@ class Plugin:
             if holder is not None:
                 holder.resync()
 
-    def peak_bytes(self, bill: Costs) -> float:
+    def peak_bytes(self, comm_volume: CommVolume) -> float:
         """Predict the peak bytes of messages and sums on this rank in a step."""
         engine = self.engine
         late = self.stage == 3 and engine.zero_overlap_comm() and hooks.device().type == "cpu"
@@ -249,7 +262,7 @@ class Plugin:
             offloaded=offload.offloads_parameters(engine),
             slicing=self.slicing,
         )
-        return peak_bytes(bill, sizes)
+        return peak_bytes(comm_volume, sizes)
 
     def received_in_full_precision(self) -> dict[str, dict[str, float]]:
         """Bytes that this plugin would bring to a rank per optimizer step, were nothing quantized,
@@ -257,24 +270,32 @@ class Plugin:
         """
         cross = {"cross": self.scheme.block.gradients.cross}
         plain = parse_block({"scheme": "full_precision", "gradients": cross}).to_scheme()
-        found = self.received_by_formula(self.bill(plain))
-        if self.shipped_gradients is not None:
+        found = self.received_by_formula(self.comm_volume(plain))
+        if self.stock_gradients is not None:
             found["gradients"] = {"intra": 0.0, "inter": 0.0}  # DeepSpeed's, which nobody counts
         return found
 
-    def received_by_formula(self, bill: Costs) -> dict[str, dict[str, float]]:
+    def received_by_formula(self, comm_volume: CommVolume) -> dict[str, dict[str, float]]:
         """Bytes that come to a rank per optimizer step, by role and link as in ``Traffic``."""
-        return bill.received(self.stage, micro_steps=self.engine.gradient_accumulation_steps())
+        return comm_volume.received(
+            self.stage, micro_steps=self.engine.gradient_accumulation_steps()
+        )
 
-    def bill(self, scheme: Scheme | None = None) -> Costs:
+    def comm_volume(self, scheme: Scheme | None = None) -> CommVolume:
         """Price a step of the engine's scheme, or of another, in bytes per parameter."""
         priced = attrgetter(
-            "name", "shape", "tensor.dtype", "tensor.requires_grad", "packed", "whole", "boundary"
+            "name",
+            "shape",
+            "tensor.dtype",
+            "tensor.requires_grad",
+            "packed",
+            "needs_full_gradient",
+            "boundary",
         )
-        cargo = [PricedParam(*priced(param)) for param in self.all_params()]
-        return bill(
-            scheme or self.scheme, self.stage, cargo, ranks=self.topology.world,
+        param_specs = [ParamSpec(*priced(param)) for param in self.all_params()]
+        return comm_volume(
+            scheme or self.scheme, self.stage, param_specs, ranks=self.topology.world,
             node_size=self.topology.node_size, gathers=self.gathers,
             gradient_dtype=self.engine.communication_data_type,
-            shipped_gradients=self.shipped_gradients is not None,
+            stock_gradients=self.stock_gradients is not None,
         )  # fmt: skip

@@ -22,20 +22,20 @@ import torch
 
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT
 from ds_quant.codec.codec import CastCodec, Codec
-from ds_quant.comm.lossless import MOST_NUMEL
-from ds_quant.comm.message import SMALL_NUMEL, Message, Part, is_tight, small_together
-from ds_quant.comm.transport import Fabric, Link, Pending
+from ds_quant.comm.lossless_gather import MOST_NUMEL
+from ds_quant.comm.message import SMALL_NUMEL, GatherSlice, Message, is_tight, small_together
+from ds_quant.comm.transport import Communicator, HierarchicalCommunicator, Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import log, optimizer_hooks
 from ds_quant.zero.lossless import Post, Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
-from ds_quant.zero.param import Param, Stream
+from ds_quant.zero.param import HopCodec, Param
 from ds_quant.zero.plugin import Plugin
-from ds_quant.zero.safety import Samples
+from ds_quant.zero.safety import EditDetector
 
-# Streams of the parameters of a window of the partitions, and its gather, whose buffers are the
+# Codecs of the parameters of a window of the partitions, and its gather, whose buffers are the
 # replica and this rank's new weights of the window, if they are not in the replica.
-_GatherPlan = tuple[list[tuple[Param, Stream]], Message]
+_GatherPlan = tuple[list[tuple[Param, HopCodec]], Message]
 
 
 class Replica:
@@ -49,7 +49,7 @@ class Replica:
         groups = list(optimizer_hooks.replica_groups(optimizer))
         # User code may give a parameter other storage.
         self._begins = {id(p): _offset(group.flat, p) for group in groups for p in group.params}
-        self._samples = Samples(
+        self._samples = EditDetector(
             (g.flat, [(p, self._begins[id(p)]) for p in g.params]) for g in groups
         )
         self._said_kept = False
@@ -94,7 +94,9 @@ class Replica:
     def _decode(self) -> None:
         """Show again what the last step has gathered: equal step, equal bits."""
         plugin = self._plugin
-        stays = self._always_exact or plugin.scheme.difference or plugin.is_exact(plugin.step)
+        stays = (
+            self._always_exact or plugin.scheme.difference or plugin.is_full_precision(plugin.step)
+        )
         if plugin.step > 0 and not stays:
             self._refill(exact=False)
 
@@ -118,13 +120,13 @@ class Replica:
     def copies(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """See ``Plugin.keeper``. The ranks of a process group hold equal replicas."""
         for group in optimizer_hooks.replica_groups(self._optimizer):
-            yield self._plugin.link(group.process_group).ranks[0], list(group.params)
+            yield self._plugin.communicator(group.process_group).ranks[0], list(group.params)
 
     def _gather(self, step: int, *, exact: bool = False) -> None:
         """Gather all partitions, slice by slice so that the message stays within DeepSpeed's
         ``allgather_bucket_size``; slice i travels while slice i - 1 is decoded.
         """
-        self.holds_exact = exact or self._always_exact or self._plugin.is_exact(step)
+        self.holds_exact = exact or self._always_exact or self._plugin.is_full_precision(step)
         posted: deque[Pending[Any]] = deque()
         for post in self._posts(step, exact):
             posted.append(post())
@@ -137,51 +139,63 @@ class Replica:
 
     def _posts(self, step: int, exact: bool) -> Iterator[Post]:
         """Yield what posts the gather of each window."""
-        routes, exactly = self._plugin.routes, list[Window]()
-        differs = self._plugin.scheme.lossless and not (exact or self._plugin.is_exact(step))
+        routes, lossless_windows = self._plugin.routes, list[Window]()
+        differs = self._plugin.scheme.lossless and not (
+            exact or self._plugin.is_full_precision(step)
+        )
         for group in optimizer_hooks.replica_groups(self._optimizer):
-            fabric = self._plugin.fabric(group.process_group)
-            if fabric.size == 1:
+            hierarchy = self._plugin.hierarchy(group.process_group)
+            if hierarchy.size == 1:
                 continue
-            most = self._optimizer.allgather_bucket_size // fabric.size
+            most = self._optimizer.allgather_bucket_size // hierarchy.size
             if differs and routes.sends_lossless(group.flat.dtype):
-                windows = _windows(group, fabric.size, min(most, MOST_NUMEL))
-                exactly += [Window(group, fabric, w) for w in windows]
+                windows = _windows(group, hierarchy.size, min(most, MOST_NUMEL))
+                lossless_windows += [Window(group, hierarchy, w) for w in windows]
                 continue
-            for window in _windows(group, fabric.size, most):
-                yield partial(self._post, group, fabric, window, step, exact)
-        if exactly:
-            yield from replica_posts(exactly, self._plugin.traffic)
+            for window in _windows(group, hierarchy.size, most):
+                yield partial(self._post, group, hierarchy, window, step, exact)
+        if lossless_windows:
+            yield from replica_posts(lossless_windows, self._plugin.traffic)
 
-    def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Link]]:
+    def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Communicator]]:
         """(parameter, this rank's elements of it, link) of every parameter."""
         for group in optimizer_hooks.replica_groups(self._optimizer):
-            link = self._plugin.link(group.process_group)
+            communicator = self._plugin.communicator(group.process_group)
             for p in group.params:
-                width = group.flat.numel() // link.size
+                width = group.flat.numel() // communicator.size
                 begin = self._begins[id(p)]
-                start = max(begin, link.rank * width)
-                stop = max(start, min(begin + p.numel(), (link.rank + 1) * width))
-                yield p, group.flat[start:stop], link
+                start = max(begin, communicator.rank * width)
+                stop = max(start, min(begin + p.numel(), (communicator.rank + 1) * width))
+                yield p, group.flat[start:stop], communicator
 
     def _post(
-        self, group: ReplicaGroup, fabric: Fabric, window: range, step: int, exact: bool
+        self,
+        group: ReplicaGroup,
+        hierarchy: HierarchicalCommunicator,
+        window: range,
+        step: int,
+        exact: bool,
     ) -> Pending[None]:
         """Post the gather of ``window`` of the partitions."""
         # Else the new weights are in the replica already: exact ones, or absolute codes.
         from_master = self._plugin.scheme.block.weights.reference and not exact
-        exact = exact or self._plugin.is_exact(step)
-        weights, message = self._plan(group, fabric, window, exact, from_master)
+        exact = exact or self._plugin.is_full_precision(step)
+        weights, message = self._plan(group, hierarchy, window, exact, from_master)
         flat = group.flat.view(-1)
-        codings = [param.coding(stream, flat.dtype, step) for param, stream in weights]
+        bound_codecs = [param.bound_codec(stream, flat.dtype, step) for param, stream in weights]
         values = [flat]
         if from_master:
             # Rounded before the difference is taken, as in SDP4Bit: see docs/wire_format.md.
-            values.append(group.updated(window, fabric.empty))
-        return message.gather(fabric, values, codings, lambda: [flat]).then(lambda _: None)
+            values.append(group.updated(window, hierarchy.empty))
+        return message.gather(hierarchy, values, bound_codecs, lambda: [flat]).then(lambda _: None)
 
     def _plan(
-        self, group: ReplicaGroup, fabric: Fabric, window: range, exact: bool, from_master: bool
+        self,
+        group: ReplicaGroup,
+        hierarchy: HierarchicalCommunicator,
+        window: range,
+        exact: bool,
+        from_master: bool,
     ) -> _GatherPlan:
         """Cut the flat replica at parameter and partition borders, keeping the elements that lie
         in ``window`` of their partition; alignment gaps stay out. Small ones of an owner follow
@@ -190,10 +204,10 @@ class Replica:
         key = group.index, window, exact, from_master
         if key in self._plans:
             return self._plans[key]
-        flat, width = group.flat, group.flat.numel() // fabric.size
-        weights: list[tuple[Param, Stream]] = []
+        flat, width = group.flat, group.flat.numel() // hierarchy.size
+        weights: list[tuple[Param, HopCodec]] = []
         places: dict[Param | Codec, int] = {}  # of parameters, and of exact codecs, in the weights
-        parts: list[tuple[Part, int | None]] = []
+        parts: list[tuple[GatherSlice, int | None]] = []
         for p in group.params:
             begin, param = self._begins[id(p)], self._plugin.param_of(p)
             end = begin + p.numel()
@@ -202,21 +216,21 @@ class Replica:
                 stop, stream = min(end, owner * width + window.stop), None
                 if start >= stop:
                     continue
-                own = owner == fabric.rank
+                own = owner == hierarchy.rank
                 if not exact:
-                    sender = fabric.rank if own else None
-                    (stream,) = param.weight_streams(flat.dtype, rank=sender)
+                    sender = hierarchy.rank if own else None
+                    (stream,) = param.weight_codecs(flat.dtype, rank=sender)
                 sent: Param | Codec = param
                 if stream is None:
                     sent = CastCodec(flat.dtype, tight=stop - start <= SMALL_NUMEL)
-                    stream = Stream(sent, None)
+                    stream = HopCodec(sent, None)
                 place = places.setdefault(sent, len(weights))
                 if place == len(weights):
                     weights.append((param, stream))
                 elif own:  # whose random bits are drawn
                     weights[place] = param, stream
                 source = (1, start - owner * width - window.start) if from_master else (0, start)
-                part = Part(
+                part = GatherSlice(
                     owner,
                     stream.codec,
                     stop - start,
@@ -227,7 +241,7 @@ class Replica:
                     differs=stream.difference,
                 )
                 parts.append((part, owner if is_tight(stream.codec) else None))
-        how = {"rank": fabric.rank, "ranks": fabric.size, "node_size": fabric.node_size}
+        how = {"rank": hierarchy.rank, "ranks": hierarchy.size, "node_size": hierarchy.node_size}
         self._plans[key] = weights, Message(small_together(parts), **how)
         return self._plans[key]
 

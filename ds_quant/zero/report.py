@@ -15,7 +15,7 @@ from ds_quant.config.schema import parse_block
 from ds_quant.kernels import dispatch
 from ds_quant.kernels.wire import round_up
 from ds_quant.policy import choosing
-from ds_quant.policy.cost import Costs, shipped_bytes
+from ds_quant.policy.cost import CommVolume, stock_bytes
 from ds_quant.policy.scheme import matches
 from ds_quant.zero import hooks, log, offload, sharded_params
 from ds_quant.zero.plugin import Plugin
@@ -27,7 +27,7 @@ def start_line(plugin: Plugin) -> str:
     """Describe the engine in one line: scheme, bytes against DeepSpeed's, what stays exact,
     kernels.
     """
-    costs, stage = plugin.bill(), plugin.stage
+    costs, stage = plugin.comm_volume(), plugin.stage
     micro_steps = plugin.engine.gradient_accumulation_steps()
     waits = costs.crosses_once and hooks.accumulates(plugin.engine)
     once = costs.routes.keeps_shard or costs.boundary or (waits and micro_steps > 1)
@@ -35,7 +35,7 @@ def start_line(plugin: Plugin) -> str:
     micro_steps = 1 if per_micro_step else micro_steps
     dtype = plugin.engine.communication_data_type
     label = CAST_NAMES.get(dtype, "fp32")
-    shipped = shipped_bytes(
+    shipped = stock_bytes(
         stage, dtype, micro_steps=micro_steps, gathers=costs.gathers, trained=costs.trained
     )
     inside = costs.intra_bytes(stage, micro_steps=micro_steps)
@@ -65,10 +65,10 @@ def start_line(plugin: Plugin) -> str:
             f"keeps {costs.memory:.2f} B/param ({gigabytes:.3g} GB) more {where}on every rank"
         )
     if waits:
-        gigabytes = costs.waiting * costs.numel / 1e9
+        gigabytes = costs.partial_sums * costs.numel / 1e9
         parts.append(
             "gradients are sent between nodes once per optimizer step; buffering them takes "
-            f"{costs.waiting:.2f} B/param ({gigabytes:.3g} GB) on every rank"
+            f"{costs.partial_sums:.2f} B/param ({gigabytes:.3g} GB) on every rank"
         )
     if plugin.topology.world > 1:
         parts.append(f"extra memory: up to {plugin.peak_bytes(costs) / 1e9:.2g} GB")
@@ -92,7 +92,10 @@ def _advised(plugin: Plugin) -> list[str]:
     if topology.nodes == 1 or not lossy or block.scheme in choosing.candidates(place):
         return []
     best = choosing.tuned(place)[-1]
-    ours, theirs = plugin.bill(), plugin.bill(parse_block({"scheme": best}).to_scheme())
+    ours, theirs = (
+        plugin.comm_volume(),
+        plugin.comm_volume(parse_block({"scheme": best}).to_scheme()),
+    )
     often = {"micro_steps": plugin.engine.gradient_accumulation_steps()}
     less = theirs.step_bytes(stage, **often)
     if less > _LESS * ours.step_bytes(stage, **often):
@@ -101,7 +104,7 @@ def _advised(plugin: Plugin) -> list[str]:
     return [f'advised here: scheme "{best}", with a volume of {less:.2f} B/param/step{keeps}']
 
 
-def _unquantized(plugin: Plugin, costs: Costs) -> str:
+def _unquantized(plugin: Plugin, costs: CommVolume) -> str:
     """Name what is sent in full precision, and its share of the bytes."""
     scheme, kept = plugin.scheme, dict(costs.kept)
     if scheme.weights is None and scheme.gradients is None and not scheme.lossless:
@@ -119,7 +122,7 @@ def _weights_stay(plugin: Plugin) -> bool:
     """Whether a node shard has nobody to exchange quantized weights with."""
     sends = plugin.scheme.weights is not None or plugin.scheme.lossless
     route = plugin.routes.weights(dtype=torch.bfloat16)
-    return sends and plugin.topology.world > 1 and route.is_exact
+    return sends and plugin.topology.world > 1 and route.is_full_precision
 
 
 def _why_weights_stay(plugin: Plugin) -> list[str]:
@@ -193,9 +196,9 @@ def one_bucket(engine: Any, muon_round: int = 0) -> Iterator[str]:
         )
 
 
-def _saved(plugin: Plugin, bill: Costs) -> dict[str, dict[str, float]]:
+def _saved(plugin: Plugin, comm_volume: CommVolume) -> dict[str, dict[str, float]]:
     """Bytes that full precision would have received besides, in as many steps: by formula."""
-    plain, own = plugin.received_in_full_precision(), plugin.received_by_formula(bill)
+    plain, own = plugin.received_in_full_precision(), plugin.received_by_formula(comm_volume)
     return {
         role: {at: nbytes * (plain[role][at] / own[role][at] - 1) if own[role][at] else 0.0
                for at, nbytes in links.items()}
@@ -205,32 +208,36 @@ def _saved(plugin: Plugin, bill: Costs) -> dict[str, dict[str, float]]:
 
 def figures(plugin: Plugin) -> dict[str, Any]:
     """See ``ds_quant.report``."""
-    bill, engine = plugin.bill(), plugin.engine
+    comm_volume, engine = plugin.comm_volume(), plugin.engine
     often = {"micro_steps": engine.gradient_accumulation_steps()}
     return {
         "scheme": plugin.scheme.name,
         "stage": plugin.stage,
         "world": plugin.topology.world,
         "node_size": plugin.topology.node_size,
-        "params": bill.numel,
+        "params": comm_volume.numel,
         "steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
         "received_bytes": {r: dict(links) for r, links in plugin.traffic.received.items()},
-        "saved_bytes": _saved(plugin, bill),
+        "saved_bytes": _saved(plugin, comm_volume),
         "collectives": dict(plugin.traffic.collectives),
-        "not_counted": ["gradients"] if plugin.shipped_gradients else [],
+        "not_counted": ["gradients"] if plugin.stock_gradients else [],
         "gathers": plugin.gathers,
-        "full_precision_share": bill.full_precision_share,
-        "expected_bytes_per_param": bill.step_bytes(plugin.stage, **often),
-        "expected_intra_bytes_per_param": bill.intra_bytes(plugin.stage, **often),
-        "expected_most_bytes_per_param": bill.step_bytes(plugin.stage, **often, most=True),
+        "full_precision_share": comm_volume.full_precision_share,
+        "expected_bytes_per_param": comm_volume.step_bytes(plugin.stage, **often),
+        "expected_intra_bytes_per_param": comm_volume.intra_bytes(plugin.stage, **often),
+        "expected_most_bytes_per_param": comm_volume.step_bytes(plugin.stage, **often, most=True),
         "lossless_bits": plugin.traffic.lossless.bits,
         "lossless_padding": plugin.traffic.lossless.padding,
         "kept_bytes": 0 if plugin.node is None else plugin.node.nbytes(),
-        "expected_kept_bytes": bill.memory * bill.numel,
-        "held_bytes": 0 if plugin.waiting is None else plugin.waiting.most_nbytes,
-        "expected_held_bytes": bill.waiting * bill.numel if hooks.accumulates(engine) else 0,
-        "expected_peak_bytes": plugin.peak_bytes(bill),
+        "expected_kept_bytes": comm_volume.memory * comm_volume.numel,
+        "held_bytes": 0
+        if plugin.partial_gradients is None
+        else plugin.partial_gradients.most_nbytes,
+        "expected_held_bytes": comm_volume.partial_sums * comm_volume.numel
+        if hooks.accumulates(engine)
+        else 0,
+        "expected_peak_bytes": plugin.peak_bytes(comm_volume),
         "buffer_bytes": plugin.buffers.nbytes,
         "resyncs": plugin.state.resyncs,
         "nonfinite_steps": plugin.state.nonfinite_steps,

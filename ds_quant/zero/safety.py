@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_quant.comm.checksum import Finding
+from ds_quant.comm.checksum import MessageError
 from ds_quant.config.schema import FallbackConfig
 from ds_quant.zero import hooks, log, offload
 from ds_quant.zero.handshake import Board
@@ -53,9 +53,11 @@ def refuse_no_room(plugin: Plugin) -> None:
     """Raise RuntimeError on all ranks if what the scheme keeps does not fit on one: the node shard
     between steps, or with it the sums of gradients within one. A collective, if it keeps any.
     """
-    bill, offloaded = plugin.bill(), offload.offloads_parameters(plugin.engine)
-    kept, peak = bill.memory * bill.numel, plugin.peak_bytes(bill)
-    waiting = bill.waiting * bill.numel if hooks.accumulates(plugin.engine) else 0.0
+    comm_volume, offloaded = plugin.comm_volume(), offload.offloads_parameters(plugin.engine)
+    kept, peak = comm_volume.memory * comm_volume.numel, plugin.peak_bytes(comm_volume)
+    waiting = (
+        comm_volume.partial_sums * comm_volume.numel if hooks.accumulates(plugin.engine) else 0.0
+    )
     if not (kept or waiting):
         return
     (free, host) = minimum([hooks.free_memory(), offload.free_host_memory()])
@@ -144,20 +146,20 @@ def compare_copies(plugin: Plugin) -> None:
             "those of the other holders; all are brought back exactly. Something writes weights "
             "outside the optimizer: call ds_quant.resync(engine) after it"
         )
-        plugin.keeper.resync()
+        plugin.weight_cache.resync()
 
 
 def _differing(plugin: Plugin) -> list[int]:
     """Find ranks whose checksum is not that of most holders of the same weights."""
     copies = [
         torch.cat([torch.tensor([who]), checksum(tensors).cpu()])
-        for who, tensors in plugin.keeper.copies()
+        for who, tensors in plugin.weight_cache.copies()
     ]
     own = torch.stack(copies).to(hooks.device())  # (copies, 3) int64
-    link = plugin.fabric(None).whole
-    received = link.all_gather(own.view(torch.uint8).view(-1), role="weights").wait()
+    communicator = plugin.hierarchy(None).flat
+    received = communicator.all_gather(own.view(torch.uint8).view(-1), role="weights").wait()
     _require_equal(plugin, received)
-    by_rank = received.view(torch.int64).view(link.size, len(copies), 3).tolist()
+    by_rank = received.view(torch.int64).view(communicator.size, len(copies), 3).tolist()
     holders: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = {}
     for rank, rows in enumerate(by_rank):
         for place, (who, *sums) in enumerate(rows):
@@ -198,7 +200,7 @@ def _outvoted(versions: dict[tuple[int, int], list[int]]) -> list[int]:
 _SAMPLE = 64  # elements of a parameter
 
 
-class Samples:
+class EditDetector:
     """Notice which parameters user code has written: see [Note: written weights]."""
 
     def __init__(self, flats: Iterable[tuple[Tensor, list[tuple[Tensor, int]]]]) -> None:
@@ -241,12 +243,12 @@ def check_messages(plugin: Plugin) -> None:
         RuntimeError: on all ranks, naming the message that the first of them found.
     """
     rank, world = hooks.rank_and_world()
-    findings = plugin.findings
-    vote = world - (world - rank) * findings.found(hooks.device()).long()
+    message_errors = plugin.message_errors
+    vote = world - (world - rank) * message_errors.any_error(hooks.device()).long()
     (receiver,) = minimum(vote.view(1))
     if receiver < world:
-        end_run(plugin, receiver, broadcast(findings.first(), source=receiver))
-    findings.forget()
+        end_run(plugin, receiver, broadcast(message_errors.first(), source=receiver))
+    message_errors.forget()
 
 
 @contextmanager
@@ -256,7 +258,7 @@ def checked_messages(plugin: Plugin) -> Iterator[None]:
     yield
 
 
-def end_run(plugin: Plugin, receiver: int, found: Finding) -> None:
+def end_run(plugin: Plugin, receiver: int, found: MessageError) -> None:
     """Raise RuntimeError for a message that rank ``receiver`` cannot use."""
     step, scheme = plugin.engine.global_steps, plugin.scheme
     sealed = scheme.block.payload_checksum
@@ -314,7 +316,7 @@ class Fallback:
         """
         state, step = self._plugin.state, self._plugin.step
         state.exact_steps += state.killed or step < state.exact_until
-        self._was_exact = self._plugin.is_exact(step)
+        self._was_exact = self._plugin.is_full_precision(step)
         rank, world = hooks.rank_and_world()
         bad = first_nonfinite(self._plugin.noted or [])
         self._look()
@@ -335,7 +337,7 @@ class Fallback:
             self._found(None, None)
         if skipped and self._nonfinite and self._policy == "full_precision":
             self._plugin.state.exact_until -= 1  # this step is repeated, as the first of the n
-        if skipped and self._plugin.is_exact(self._plugin.step) and not self._was_exact:
+        if skipped and self._plugin.is_full_precision(self._plugin.step) and not self._was_exact:
             self._plugin.resync()  # the skipped step did not refresh the kept weights
         self._nonfinite = False
 
@@ -440,7 +442,7 @@ def _least_bytes(plugin: Plugin, promised: Sequence[str]) -> dict[str, float]:
     if plugin.has_few_ranks:  # then other ranks send what the formula counts
         return {}
     # As for ZeRO-1: one exchange and one reduction, the least that a step of any stage needs.
-    received = plugin.bill().received(1, micro_steps=1)
+    received = plugin.comm_volume().received(1, micro_steps=1)
     if plugin.scheme.lossless:  # how little has changed decides
         received.pop("weights")
     sums = {role: sum(links.values()) for role, links in received.items() if role in promised}
@@ -449,10 +451,10 @@ def _least_bytes(plugin: Plugin, promised: Sequence[str]) -> dict[str, float]:
 
 def promised_roles(plugin: Plugin) -> list[str]:
     """Return the roles that a step must ask for."""
-    shared = [p for p, group in plugin.served if plugin.link(group).size > 1]
+    shared = [p for p, group in plugin.served if plugin.communicator(group).size > 1]
     roles = []
     if any(not getattr(p, "ds_persist", False) for p in shared):
         roles.append("weights")
-    if plugin.shipped_gradients is None and any(p.requires_grad for p in shared):
+    if plugin.stock_gradients is None and any(p.requires_grad for p in shared):
         roles.append("gradients")
     return roles

@@ -16,13 +16,20 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.bound import BoundCodec, Rotation
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.reduction_plan import Form, LinkHop, ReductionPlan, Segment, SlicePlan, Slicing
+from ds_quant.comm.reduction_plan import (
+    GradientSpec,
+    ReductionHop,
+    ReductionPlan,
+    Segment,
+    SlicePlan,
+    Slicing,
+)
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Link
+from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.batch import Decode, Encode
-from ds_quant.kernels.dispatch import Operations, Streams, decode_lossless, encode_lossless
+from ds_quant.kernels.dispatch import Operations, RngState, decode_lossless, encode_lossless
 from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.lossless import max_bytes
 from ds_quant.kernels.random_bits import Address
@@ -35,7 +42,7 @@ _ADDRESS = Address(key=0, step=0)
 _PATIENCE = 600.0  # seconds that ranks wait for the first of their node, then compile themselves
 
 
-def rehearse(plugin: Plugin, device: torch.device) -> None:
+def warm_up_rank(plugin: Plugin, device: torch.device) -> None:
     """Use every kernel of the engine and every link that it needs once. All ranks call it.
 
     The first rank of a node leaves compiled kernels in CuPy's cache, where the others find them.
@@ -61,31 +68,35 @@ def _connect(plugin: Plugin, device: torch.device) -> None:
     few others, an all-to-all to all others of the link, so a link without exchanges gets none.
     """
     exchanging, without_gathers = _gradient_links(plugin)
-    for link in plugin.links():
-        if link.size == 1:
+    for communicator in plugin.communicators():
+        if communicator.size == 1:
             continue
-        uncounted = Link(link.process_group, topology=plugin.topology, traffic=Traffic())
-        payload = torch.zeros(link.size, dtype=torch.uint8, device=device)  # a byte for each rank
-        one = [1] * link.size
-        if link not in without_gathers:
+        uncounted = Communicator(
+            communicator.process_group, topology=plugin.topology, traffic=Traffic()
+        )
+        payload = torch.zeros(
+            communicator.size, dtype=torch.uint8, device=device
+        )  # a byte for each rank
+        one = [1] * communicator.size
+        if communicator not in without_gathers:
             uncounted.all_gather(payload[:1], role="weights").wait()
-        if link in exchanging:
+        if communicator in exchanging:
             uncounted.all_to_all(payload, sent=one, received=one, role="gradients").wait()
 
 
-def _gradient_links(plugin: Plugin) -> tuple[set[Link], set[Link]]:
+def _gradient_links(plugin: Plugin) -> tuple[set[Communicator], set[Communicator]]:
     """Return the links that exchange gradients, and those that carry nothing else."""
-    exchanging: set[Link] = set()
-    without_gathers: set[Link] = set()
+    exchanging: set[Communicator] = set()
+    without_gathers: set[Communicator] = set()
     delivers = plugin.routes.gradients().delivery is not None
     for group in dict.fromkeys(group for _, group in plugin.served):
-        fabric = plugin.fabric(group)
-        if fabric.gradients is not None and fabric.gradients is not fabric.intra:
-            without_gathers.add(fabric.gradients)
-        if plugin.shipped_gradients is None:
-            exchanging.update(hop.link for hop in plugin.route(group))
+        hierarchy = plugin.hierarchy(group)
+        if hierarchy.gradients is not None and hierarchy.gradients is not hierarchy.intra:
+            without_gathers.add(hierarchy.gradients)
+        if plugin.stock_gradients is None:
+            exchanging.update(hop.communicator for hop in plugin.route(group))
             if delivers:
-                exchanging.add(fabric.whole)
+                exchanging.add(hierarchy.flat)
     return exchanging, without_gathers
 
 
@@ -96,7 +107,7 @@ def warm_up(plugin: Plugin, device: torch.device) -> None:
     """Use every kernel of the engine once on ``device``: training's own plans, on zeros."""
     for dtype in _dtypes(plugin):
         if plugin.routes.sends_lossless(dtype):
-            _rehearse_lossless_differences(plugin, dtype, device)
+            _warm_up_lossless_differences(plugin, dtype, device)
     for codec, dtype, differs in _transfers(plugin):
         for numel, jobs in product(_sizes([codec]), _JOBS):
             base, streams = 2 if differs else None, range(jobs)
@@ -106,10 +117,10 @@ def warm_up(plugin: Plugin, device: torch.device) -> None:
             wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
             for tasks in (encode, decode):
                 _run(plugin, Operations(tasks), [values, wire, held], [codec] * jobs)
-    if plugin.shipped_gradients is None:
+    if plugin.stock_gradients is None:
         for hops in dict.fromkeys(plugin.route(group) for _, group in plugin.served):
-            if hops[0].link.size > 1:
-                _rehearse_reductions(plugin, hops, device)
+            if hops[0].communicator.size > 1:
+                _warm_up_reductions(plugin, hops, device)
 
 
 def _dtypes(plugin: Plugin) -> list[torch.dtype]:
@@ -128,13 +139,11 @@ def _run(
     codecs: Sequence[Codec],
     rotation: Rotation | None = None,
 ) -> None:
-    streams = Streams([Coding(codec, _ADDRESS) for codec in codecs], [rotation] * len(codecs))
+    streams = RngState([BoundCodec(codec, _ADDRESS) for codec in codecs], [rotation] * len(codecs))
     operations.run(buffers, streams, backend=plugin.scheme.block.backend)
 
 
-def _rehearse_lossless_differences(
-    plugin: Plugin, dtype: torch.dtype, device: torch.device
-) -> None:
+def _warm_up_lossless_differences(plugin: Plugin, dtype: torch.dtype, device: torch.device) -> None:
     how = {"backend": plugin.scheme.block.backend}
     for numel, change, rows in product((_RAGGED, 4096), (0, 1), _JOBS):
         reference = torch.zeros(numel, dtype=dtype, device=device)
@@ -154,7 +163,7 @@ def _transfers(plugin: Plugin) -> Iterator[tuple[Codec, torch.dtype, bool]]:
     """
     routes = [plugin.routes.weights()]
     if plugin.has_few_ranks:
-        routes.append(plugin.routes.weights(whole=False))
+        routes.append(plugin.routes.weights(full_world=False))
     sent = dict.fromkeys((hop.codec, hop.difference) for route in routes for hop in route.hops)
     for dtype in _dtypes(plugin):
         yield CastCodec(dtype), dtype, False
@@ -165,47 +174,49 @@ def _transfers(plugin: Plugin) -> Iterator[tuple[Codec, torch.dtype, bool]]:
             yield codec, torch.float32, False
 
 
-def _rehearse_reductions(plugin: Plugin, hops: Sequence[LinkHop], device: torch.device) -> None:
+def _warm_up_reductions(plugin: Plugin, hops: Sequence[ReductionHop], device: torch.device) -> None:
     """Reduce gradients over these hops, but for the messages."""
-    route = plugin.routes.gradients(whole=len(hops) > 1)
+    route = plugin.routes.gradients(full_world=len(hops) > 1)
     dtype, once = plugin.engine.communication_data_type, plugin.crosses_once(hops)
     cast, block = CastCodec(dtype), 0 if route.rotation is None else route.rotation.block
     hops = [replace(hop, slicing=Slicing(count=1)) for hop in hops]
     codecs = tuple([hop.codec or cast for hop in route.hops])
-    for form in dict.fromkeys((Form((cast,) * len(hops)), Form(codecs, block, route.flips))):
+    for spec in dict.fromkeys(
+        (GradientSpec((cast,) * len(hops)), GradientSpec(codecs, block, route.flips))
+    ):
         # DeepSpeed may divide by itself, and sums may have its dtype.
-        cases = product(_reducers(hops), _sizes(form.codecs), _JOBS, (1.0, 1 / 3))
+        cases = product(_reducers(hops), _sizes(spec.codecs), _JOBS, (1.0, 1 / 3))
         for reducer, numel, jobs, scale in cases:
             segments = [Segment(g, 0, numel, g, 0, reducer) for g in range(jobs)]
-            plan = ReductionPlan(segments, [form] * jobs, hops, scale=scale)
+            plan = ReductionPlan(segments, [spec] * jobs, hops, scale=scale)
             tensors = [torch.zeros(numel, dtype=dtype, device=device)] * jobs
-            for part in (*plan.slices, *(plan.waiting if once else ())):
-                _reduce(plugin, part, form, tensors, torch.zeros_like(tensors[0]))
+            for part in (*plan.slices, *(plan.deferred_slices if once else ())):
+                _reduce(plugin, part, spec, tensors, torch.zeros_like(tensors[0]))
                 _reduce(
-                    plugin, part, form, tensors, tensors[0].new_zeros(numel, dtype=torch.float32)
+                    plugin, part, spec, tensors, tensors[0].new_zeros(numel, dtype=torch.float32)
                 )
 
 
 def _reduce(
-    plugin: Plugin, part: SlicePlan, form: Form, tensors: Sequence[Tensor], sums: Tensor
+    plugin: Plugin, part: SlicePlan, spec: GradientSpec, tensors: Sequence[Tensor], sums: Tensor
 ) -> None:
     """Carry out a slice as if nothing but zeros had arrived."""
-    signs, jobs = _ADDRESS if form.flips else None, len(tensors)
-    rotation = Rotation(block=form.block, signs=signs) if form.block else None
+    signs, jobs = _ADDRESS if spec.flips else None, len(tensors)
+    rotation = Rotation(block=spec.block, signs=signs) if spec.block else None
     nbytes = max(max(sum(step.sent), sum(step.received)) for step in part.steps)
     messages = torch.zeros(nbytes, dtype=torch.uint8, device=sums.device)
-    kept = max(part.stop - part.start, *(step.kept for step in part.steps))
-    values = sums.new_zeros(kept, dtype=torch.float32)
+    own = max(part.stop - part.start, *(step.own for step in part.steps))
+    values = sums.new_zeros(own, dtype=torch.float32)
     works = [*enumerate(step.encode for step in part.steps), (0, part.partial), (-1, part.total)]
     for depth, work in works:
         buffers = [messages, values, messages, values, sums, *tensors]
-        _run(plugin, work, buffers, [form.codecs[depth]] * jobs, rotation)
+        _run(plugin, work, buffers, [spec.codecs[depth]] * jobs, rotation)
 
 
-def _reducers(hops: Sequence[LinkHop]) -> list[int]:
+def _reducers(hops: Sequence[ReductionHop]) -> list[int]:
     """This rank and one beside it on every hop."""
-    rank, ranks = sum(hop.link.rank * hop.divisor for hop in hops), []
+    rank, ranks = sum(hop.communicator.rank * hop.divisor for hop in hops), []
     for hop in hops:
-        step = (hop.link.rank + 1) % hop.link.size - hop.link.rank
+        step = (hop.communicator.rank + 1) % hop.communicator.size - hop.communicator.rank
         ranks.append(rank + step * hop.divisor)
     return [rank, *ranks]

@@ -21,14 +21,14 @@ def simulate(
     and ``host`` seconds for every call of the kernels. Later ranks are slower, and all must take
     the same.
     """
-    from ds_quant.comm.transport import Link
+    from ds_quant.comm.transport import Communicator
     from ds_quant.kernels.dispatch import Operations
     from ds_quant.policy import autotune
 
     now, own = 0.0, torch.distributed.get_rank()
 
     def charged(message: Any) -> Any:
-        def timed(self: Link, payload: torch.Tensor, **options: Any) -> Any:
+        def timed(self: Communicator, payload: torch.Tensor, **options: Any) -> Any:
             nonlocal now
             one_node = len({r // node_size for r in self.ranks}) == 1
             rate, wait = inside if one_node else between
@@ -43,9 +43,9 @@ def simulate(
         now += host
         call(self, *args, **options)
 
-    gather, call, Operations.run = Link.all_gather, Operations.run, calling
-    Link.all_gather = charged(gather)
-    Link.all_to_all = charged(Link.all_to_all)
+    gather, call, Operations.run = Communicator.all_gather, Operations.run, calling
+    Communicator.all_gather = charged(gather)
+    Communicator.all_to_all = charged(Communicator.all_to_all)
     autotune.device_clock = lambda device: lambda: now
 
 

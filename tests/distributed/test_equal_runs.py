@@ -215,9 +215,9 @@ class Phases(Regression):
 @contextmanager
 def under_way() -> Iterator[list[int]]:
     """How many buckets are with each when the next one is posted."""
-    from ds_quant.zero.cpu_overlap import LateReduction
+    from ds_quant.zero.overlapped_reduce_scatter import OverlappedReduceScatter
 
-    depths, partition = list[int](), LateReduction.partition
+    depths, partition = list[int](), OverlappedReduceScatter.partition
 
     def counted(self: Any, *args: Any) -> None:
         if not self._begun.finished:
@@ -225,7 +225,7 @@ def under_way() -> Iterator[list[int]]:
         partition(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LateReduction, "partition", counted)
+        patch.setattr(OverlappedReduceScatter, "partition", counted)
         yield depths
 
 

@@ -103,9 +103,9 @@ FAULTS = {
 
 def strike_in(fault: Fault, engine: Any, folder: str) -> None:
     """Arm the victim: at its first send of the role in step ``FAULT_STEP``."""
-    from ds_quant.comm.transport import Link
+    from ds_quant.comm.transport import Communicator
 
-    count, send, role = Link._count, torch.distributed.isend, [""]
+    count, send, role = Communicator._count, torch.distributed.isend, [""]
 
     def noted(self: Any, of: str, received: Any) -> None:
         role[0] = of
@@ -116,7 +116,7 @@ def strike_in(fault: Fault, engine: Any, folder: str) -> None:
             strike(fault, folder)
         return send(*args, **kwargs)
 
-    Link._count, torch.distributed.isend = noted, struck
+    Communicator._count, torch.distributed.isend = noted, struck
 
 
 def strike(fault: Fault, folder: str) -> None:

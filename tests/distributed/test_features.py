@@ -38,7 +38,7 @@ STAGES = (1, 2, 3)
 NOISE, NOISE_OF_4_BITS = 0.002, 0.01
 TABLE = Table(__name__)
 # Two ranks as two nodes, so that weights are kept and gradients cross in the outer codec.
-KEPT = {
+OWN = {
     name: {"scheme": name, "node_size": 1, "allow_full_replica": True}
     for name in ("sdp4bit", "zeropp")
 }
@@ -50,7 +50,7 @@ EXACT = {
 
 def near(run: Run, other: Run) -> None:
     report, scheme = other.report, other.report["scheme"]
-    allowed = NOISE_OF_4_BITS if scheme in KEPT else NOISE
+    allowed = NOISE_OF_4_BITS if scheme in OWN else NOISE
     np.testing.assert_allclose(
         other.losses, run.losses, rtol=0, atol=allowed * run.losses[0], err_msg=scheme
     )
@@ -64,7 +64,7 @@ for place, (name, feature) in enumerate(ALL_FEATURES.items()):
     # make test trains one stage each, in turns. There it also meets a scheme that keeps weights.
     quick = feature.stages[place % len(feature.stages)]
     for stage in feature.stages:
-        kept = [Way(block=list(KEPT.values())[place // 2 % 2])] if stage == quick else []
+        kept = [Way(block=list(OWN.values())[place // 2 % 2])] if stage == quick else []
         TABLE.add(
             f"ZeRO-{stage}, {name}", Way(block=None), *(Way(block=b) for b in EXACT.values()),
             Way(), *kept, holds=near, of_mean=True, feature=replace(feature, stages=(stage,)),

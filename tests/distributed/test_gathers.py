@@ -149,9 +149,9 @@ def test_autotune_times_what_a_step_sends_under_the_settings(
 
     step_seconds, seen = autotune.step_seconds, []
 
-    def noted(routes: Any, fabric: Any, work: Any, device: Any) -> float:
+    def noted(routes: Any, hierarchy: Any, work: Any, device: Any) -> float:
         seen.append(work)
-        return step_seconds(routes, fabric, work, device)
+        return step_seconds(routes, hierarchy, work, device)
 
     autotune.step_seconds = noted
     engine = engine_of(

@@ -70,7 +70,7 @@ def drift(engine: Any) -> None:
     if torch.distributed.get_rank() == 1:
         if engine.zero_optimization_stage() == 3:
             engine.ds_quant_plugin.node.finish()
-            engine.ds_quant_plugin.node.served[0].kept.rows[0, 0] += 1
+            engine.ds_quant_plugin.node.served[0].node_rows.rows[0, 0] += 1
         else:
             engine.module.first.weight.data.view(-1)[3] += 1
 
@@ -275,23 +275,23 @@ def _posted(stage: int, streams: bool) -> tuple[dict[str, str], list[tuple[str, 
     """Digests of the weights, and what was posted inside the node, in order: role, process group
     and collective.
     """
-    from ds_quant.comm.transport import Link
+    from ds_quant.comm.transport import Communicator
     from ds_quant.zero import world
 
     world.hooks = SimpleNamespace(**vars(world.hooks) | {"has_streams": lambda: streams})
     seen, groups = [], []
 
     def noting(name: str) -> None:
-        original = getattr(Link, name)
+        original = getattr(Communicator, name)
 
-        def noted(link: Link, payload: torch.Tensor, *, role: str, **how: Any) -> Any:
+        def noted(link: Communicator, payload: torch.Tensor, *, role: str, **how: Any) -> Any:
             if link.size == 2 and not link._far:
                 if link.process_group not in groups:
                     groups.append(link.process_group)
                 seen.append((role, groups.index(link.process_group), name))
             return original(link, payload, role=role, **how)
 
-        setattr(Link, name, noted)
+        setattr(Communicator, name, noted)
 
     noting("all_gather")
     noting("all_to_all")

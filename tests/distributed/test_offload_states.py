@@ -31,8 +31,8 @@ def moved(engine: Any) -> dict[str, list[torch.Tensor]]:
     """What must leave the device: of the plugin, and the replica of ZeRO-1 and 2."""
     plugin = engine.ds_quant_plugin
     return {
-        "rows": [param.kept.rows for param in plugin.node.served] if plugin.node else [],
-        "sums": list(plugin.waiting._sums()) if plugin.waiting else [],
+        "rows": [param.node_rows.rows for param in plugin.node.served] if plugin.node else [],
+        "sums": list(plugin.partial_gradients._sums()) if plugin.partial_gradients else [],
         "replica": list(engine.optimizer.bit16_groups_flat) if plugin.replica else [],
     }
 

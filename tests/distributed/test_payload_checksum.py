@@ -36,11 +36,14 @@ class Fault:
     """From now on the next message of ``role`` on this rank, from ``sender`` of two, is changed."""
 
     def __init__(self, role: str, sender: int) -> None:
-        from ds_quant.comm.transport import Link
+        from ds_quant.comm.transport import Communicator
 
         self.role, self.sender, self.armed = role, sender, False
         self._posting = ""
-        Link._count, Link._posted = self._noting(Link._count), self._changing(Link._posted)
+        Communicator._count, Communicator._posted = (
+            self._noting(Communicator._count),
+            self._changing(Communicator._posted),
+        )
 
     def _noting(self, count: Any) -> Any:
         def counted(link: Any, role: str, received: Any) -> None:

@@ -63,7 +63,7 @@ def _become_a_device(model: Any, lost: str) -> None:
     """From here on DeepSpeed and the plugin take this process for one with the model's streams."""
     from deepspeed.accelerator import real_accelerator
 
-    from ds_quant.comm import lossless
+    from ds_quant.comm import lossless_gather
     from ds_quant.zero import attach, hooks
     from tests.distributed.device_model import Accelerator
 
@@ -85,7 +85,7 @@ def _become_a_device(model: Any, lost: str) -> None:
         hooks.StepBarrier.wait = lambda _: None
     as_on_cuda = {"device": lambda: torch.device("cuda")}
     attach.hooks = SimpleNamespace(**vars(hooks) | as_on_cuda)
-    attach.rehearse = lambda *_: None
+    attach.warm_up_rank = lambda *_: None
 
     def touched(
         wire: Any, starts: Any, lengths: Any, base: Any, out: Any, status: Any, *, backend: str
@@ -93,8 +93,10 @@ def _become_a_device(model: Any, lost: str) -> None:
         out.add_(wire.sum() * 0)  # zeros are no message
         status.add_(0)
 
-    lossless.decode_lossless = touched
-    lossless.Outbox._agree = fake_world._at_full_length(lossless.Outbox._agree)
+    lossless_gather.decode_lossless = touched
+    lossless_gather.LosslessGather._agree = fake_world._at_full_length(
+        lossless_gather.LosslessGather._agree
+    )
 
 
 def faults(
@@ -190,10 +192,10 @@ def test_a_lost_order_is_noticed(lost: str, scheme: str) -> None:
 
 def waits(stage: int, block: dict[str, Any]) -> tuple[dict[str, int], int]:
     """By function, in one step of two micro-steps; and its messages of weights between nodes."""
-    from ds_quant.comm.lossless import Outbox
+    from ds_quant.comm.lossless_gather import LosslessGather
 
-    posted, post = [], Outbox.post
-    Outbox.post = lambda *args: posted.append(args[1]) or post(*args)
+    posted, post = [], LosslessGather.post
+    LosslessGather.post = lambda *args: posted.append(args[1]) or post(*args)
     fake_world.join(fake_world.World(2, 2))
     config = settings(
         stage, {"node_size": 2, "metrics": {"interval": 0}, "checksum_steps": 0, **block},
@@ -237,7 +239,7 @@ def test_kernels_are_rehearsed_once_on_cuda_where_something_is_sent(world: int, 
     from ds_quant.zero import attach
 
     seen: list[tuple[Any, torch.device]] = []
-    attach.rehearse = lambda *args: seen.append(args)
+    attach.warm_up_rank = lambda *args: seen.append(args)
     device = torch.device(kind)
     attach.hooks = SimpleNamespace(**vars(attach.hooks) | {"device": lambda: device})
     engine = engine_of(2, QSDP)
@@ -260,10 +262,10 @@ def test_slices_are_those_of_the_device_and_of_what_carries_its_tensors() -> Non
 
 @on_ranks(4)
 def test_the_first_rank_of_a_node_compiles_and_every_link_is_used() -> None:
-    from ds_quant.comm.transport import Link
+    from ds_quant.comm.transport import Communicator
     from ds_quant.zero import warmup
 
-    rank, seen, sent, posted = torch.distributed.get_rank(), [], [], Link._posted
+    rank, seen, sent, posted = torch.distributed.get_rank(), [], [], Communicator._posted
     first = rank - rank % 2
 
     def compiling(plugin: Any, device: torch.device) -> None:
@@ -272,15 +274,15 @@ def test_the_first_rank_of_a_node_compiles_and_every_link_is_used() -> None:
             time.sleep(0.5)
             (scratch() / f"by {rank}").touch()
 
-    def noted(self: Link, payload: torch.Tensor, *args: Any) -> Any:
+    def noted(self: Communicator, payload: torch.Tensor, *args: Any) -> Any:
         sent.append((self.size, payload.numel()))
         return posted(self, payload, *args)
 
     plugin = engine_of(3, {"scheme": "sdp4bit", "node_size": 2}).ds_quant_plugin
-    warmup.warm_up, Link._posted = compiling, noted
+    warmup.warm_up, Communicator._posted = compiling, noted
     before = dict(plugin.traffic.collectives)
     for _ in range(2):  # as by two engines of a process
-        warmup.rehearse(plugin, torch.device("cpu"))
+        warmup.warm_up_rank(plugin, torch.device("cpu"))
     assert plugin.traffic.collectives == before
     assert seen == ["found" if rank % 2 else "compiles", "found"]
     assert sent
@@ -294,27 +296,27 @@ def test_ranks_are_connected_as_training_needs_them_and_no_further(stage: int, s
     """An all-to-all over the world would connect each of 512 GPUs to 511 others."""
     from torch.distributed import distributed_c10d as c10d
 
-    from ds_quant.comm.transport import Link
+    from ds_quant.comm.transport import Communicator
     from ds_quant.zero import warmup, world
 
     used: set[tuple[str, str]] = set()  # collectives with the names of their groups
 
     def noted(name: str) -> Callable[..., Any]:
-        original = getattr(Link, name)
+        original = getattr(Communicator, name)
 
-        def call(self: Link, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Communicator, *args: Any, **kwargs: Any) -> Any:
             whole = self.size == torch.distributed.get_world_size()  # DeepSpeed may have two
             used.add((name, "world" if whole else c10d._world.pg_names[self.process_group]))
             return original(self, *args, **kwargs)
 
         return call
 
-    Link.all_gather, Link.all_to_all = noted("all_gather"), noted("all_to_all")
+    Communicator.all_gather, Communicator.all_to_all = noted("all_gather"), noted("all_to_all")
     # Gradients have a communicator of their own inside the node.
     world.hooks = SimpleNamespace(**vars(world.hooks) | {"has_streams": lambda: True})
     warmup.warm_up = lambda *_: None
     engine = engine_of(stage, {"scheme": scheme, "node_size": 2, "checksum_steps": 1})
-    warmup.rehearse(engine.ds_quant_plugin, torch.device("cpu"))
+    warmup.warm_up_rank(engine.ds_quant_plugin, torch.device("cpu"))
     rehearsed = set(used)
     used.clear()
     for step in range(3):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ds_quant
-from ds_quant.codec.bound import Coding
+from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.message import all_gather
 from tests.distributed.harness import on_ranks
@@ -28,8 +28,8 @@ def test_one_message_gathers_a_weight_in_8_bits() -> None:
     world = World(nodes=1, node_size=2)
 
     def gather(rank: SimulatedRank) -> torch.Tensor:
-        link = rank.fabric(process_group=None).whole
-        pending = all_gather([shards[rank.number]], [NUMEL], [Coding(codec)], link)
+        link = rank.hierarchy(process_group=None).flat
+        pending = all_gather([shards[rank.number]], [NUMEL], [BoundCodec(codec)], link)
         return pending.wait()[0]
 
     first, second = world.all(gather)

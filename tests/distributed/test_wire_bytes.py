@@ -89,9 +89,10 @@ def _rank(topology: Topology, cases: list[Case], bucket_numel: int) -> dict[Case
         calls = {
             k: (n - before["collectives"][k]) / MEASURED for k, n in after["collectives"].items()
         }
+        plugin = engine.ds_quant_plugin
         results[stage, scheme, accumulation] = {
             "received": received, "calls": calls, "report": after,
-            "formula": engine.ds_quant_plugin.received_by_formula(engine.ds_quant_plugin.bill()),
+            "formula": plugin.received_by_formula(plugin.comm_volume()),
         }  # fmt: skip
         engine.destroy()
     return results

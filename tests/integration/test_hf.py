@@ -36,16 +36,16 @@ def report_of(trained: Any) -> dict[str, Any]:
 
 def _watch_addresses() -> set[int]:
     """Fills with the addresses that gradients of the following backwards are rounded with."""
-    from ds_quant.zero.param import GradientStreams
+    from ds_quant.zero.param import GradientCodecs
 
     seen: set[int] = set()
-    original = GradientStreams.codings
+    original = GradientCodecs.bound_codecs
 
-    def noted(self: GradientStreams, step: int, signed: int) -> Any:
+    def noted(self: GradientCodecs, step: int, signed: int) -> Any:
         seen.add(step)
         return original(self, step, signed)
 
-    GradientStreams.codings = noted  # in a process that ends with the test
+    GradientCodecs.bound_codecs = noted  # in a process that ends with the test
     return seen
 
 

@@ -11,10 +11,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from ds_quant.codec.bound import Coding
+from ds_quant.codec.bound import BoundCodec
 from ds_quant.kernels import launch, launch_batch
 from ds_quant.kernels.batch import Task
-from ds_quant.kernels.dispatch import Streams
+from ds_quant.kernels.dispatch import RngState
 from ds_quant.kernels.launch import Stores, Table
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import ALIGNMENT, round_up
@@ -76,7 +76,7 @@ def tables_of(tasks: Sequence[Task], buffers: Sequence[torch.Tensor]) -> list[Ta
     """The launches of tasks of one kind, with the random bits of ``ADDRESS``; never carried out."""
     found: list[Table] = []
     operation = tasks[0][0]
-    streams = Streams([Coding(getattr(operation, "codec", None), ADDRESS)], [None])
+    streams = RngState([BoundCodec(getattr(operation, "codec", None), ADDRESS)], [None])
     run = launch_batch.compile_tasks(tasks, buffers, found.extend)
     run(np.array([buffer.data_ptr() for buffer in buffers], dtype=np.uint64), streams.arrays)
     return found

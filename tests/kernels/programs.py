@@ -8,10 +8,10 @@ from itertools import cycle, islice
 import numpy as np
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation
+from ds_quant.codec.bound import BoundCodec, Rotation
 from ds_quant.codec.codec import Codec, GroupCodec
 from ds_quant.kernels.batch import OWN_SIGNS, Decode, Encode, Operation, Places, Recode, Rotate, Sum
-from ds_quant.kernels.dispatch import Operations, Streams
+from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import ceil_div, round_up
 from tests.codecs import format_of
@@ -25,16 +25,16 @@ FIRST_VECTORS = (3, (1 << 32) - 3, 1 << 40, (1 << 63) + 7)
 Values = Callable[[int], torch.Tensor]  # that many numbers, fp32
 
 
-def streams_of(codecs: Sequence[Codec], *, block: int = 0, flips: int = 0) -> Streams:
+def streams_of(codecs: Sequence[Codec], *, block: int = 0, flips: int = 0) -> RngState:
     """A stream per codec; every second one has learned levels of its own."""
-    codings, rotations = [], []
+    bound_codecs, rotations = [], []
     for place, codec in enumerate(codecs):
         address = Address(0x0123456789ABCDEF + place, (1 << 33) + 1, FIRST_VECTORS[place % 4])
         group = isinstance(codec, GroupCodec) and place % 2 == 1
-        codings.append(Coding(codec, address, learned(codec) if group else None))
+        bound_codecs.append(BoundCodec(codec, address, learned(codec) if group else None))
         signs = Address(key=place, step=5) if flips else None
         rotations.append(Rotation(block=block, signs=signs) if block else None)
-    return Streams(codings, rotations)
+    return RngState(bound_codecs, rotations)
 
 
 def kinds_of(codec: Codec) -> Values:
@@ -94,7 +94,7 @@ class Program:
         return start
 
     def buffers(
-        self, dtype: torch.dtype, base: torch.dtype, values: Values, streams: Streams
+        self, dtype: torch.dtype, base: torch.dtype, values: Values, streams: RngState
     ) -> list[torch.Tensor]:
         """Filled: new values and those that arrive are ``values``."""
         dtypes = dtype, base, torch.uint8, torch.float32, torch.uint8, dtype, torch.float32
@@ -123,10 +123,10 @@ class Program:
 # ---- as the page says ----
 
 
-def table_of(codec: Codec, streams: Streams, op: Operation) -> np.ndarray | None:
+def table_of(codec: Codec, streams: RngState, op: Operation) -> np.ndarray | None:
     if getattr(codec, "levels", "") != "learned":
         return None
-    return codec.table(streams.codings[op.stream].levels, torch.device("cpu")).numpy()
+    return codec.table(streams.bound_codecs[op.stream].levels, torch.device("cpu")).numpy()
 
 
 def bytes_of(
@@ -139,7 +139,9 @@ def bytes_of(
     return torch.frombuffer(filled, dtype=torch.uint8)
 
 
-def carry_out(op: Operation, places: Places, buffers: list[torch.Tensor], streams: Streams) -> None:
+def carry_out(
+    op: Operation, places: Places, buffers: list[torch.Tensor], streams: RngState
+) -> None:
     """Do a task as the page says."""
     block, flips, rotation = getattr(op, "block", 0), getattr(op, "flips", 0), None
     rotation = streams.rotations[op.stream]
@@ -196,7 +198,7 @@ def carry_out(op: Operation, places: Places, buffers: list[torch.Tensor], stream
 def check(
     kernels,
     program: Program,
-    streams: Streams,
+    streams: RngState,
     dtype: torch.dtype = torch.bfloat16,
     base: torch.dtype = torch.bfloat16,
     values: Values = torch.randn,
@@ -209,9 +211,9 @@ def check(
         for task in program.tasks:
             carry_out(*task, wanted, streams)
     found = [kernels.put(buffer) for buffer in buffers]
-    tables = [c.levels if c.levels is None else kernels.put(c.levels) for c in streams.codings]
-    there = [c._replace(levels=t) for c, t in zip(streams.codings, tables, strict=True)]
-    Operations(program.tasks).run(found, Streams(there, streams.rotations))
+    tables = [c.levels if c.levels is None else kernels.put(c.levels) for c in streams.bound_codecs]
+    there = [c._replace(levels=t) for c, t in zip(streams.bound_codecs, tables, strict=True)]
+    Operations(program.tasks).run(found, RngState(there, streams.rotations))
     for number, pair in enumerate(zip(found, wanted, strict=True)):
         assert_values(*pair, f"buffer {number}")
     return wanted

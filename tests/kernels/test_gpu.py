@@ -17,7 +17,7 @@ from ds_quant.codec.bound import decode, encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Link
+from ds_quant.comm.transport import Communicator
 from ds_quant.kernels import cuda, dispatch, launch_batch, lossless, reference
 from ds_quant.kernels.cuda import source
 from tests.kernels.backends import Kernels, skewed
@@ -236,7 +236,7 @@ def test_groups_of_a_world_bound_to_its_device_carry_gathers_on_three_streams(mo
         options = [group._get_backend(DEVICE).options for group in groups]
         assert len({id(one) for one in options}) == len(set(map(id, groups))) == 3
         how = {"topology": topology, "traffic": Traffic(), "dist": dist}
-        links = [Link(group, **how) for group in groups]
+        links = [Communicator(group, **how) for group in groups]
         streams, waiting, read = [torch.cuda.Stream() for _ in links], torch.cuda.Stream(), []
         for turn in range(16):
             with torch.cuda.stream(streams[turn % 3]):
@@ -254,12 +254,14 @@ def test_groups_of_a_world_bound_to_its_device_carry_gathers_on_three_streams(mo
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
+def link() -> Iterator[Communicator]:
     """Over a process group of this process alone, without DeepSpeed."""
     dist = torch.distributed
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield Link(None, topology=Topology(world=1, node_size=1), traffic=Traffic(), dist=dist)
+        yield Communicator(
+            None, topology=Topology(world=1, node_size=1), traffic=Traffic(), dist=dist
+        )
     finally:
         dist.destroy_process_group()
 

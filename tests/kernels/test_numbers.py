@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding, decode, decode_sum, encode
+from ds_quant.codec.bound import BoundCodec, decode, decode_sum, encode
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
 from ds_quant.comm.message import _shard_message
 from ds_quant.kernels.batch import OWN_SIGNS, Decode, Encode, Recode, Rotate, Sum, rows_of
-from ds_quant.kernels.dispatch import Operations, Streams
+from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.launch import tiling, whole_numel
 from tests import needs
 from tests.kernels.backends import storing
@@ -204,7 +204,10 @@ def test_halves_are_read_and_rounded_as_torch_does(all_kernels) -> None:
 
 def run(kernels, operation, places: int, *buffers: torch.Tensor) -> torch.Tensor:
     """One task at the begin of its buffers; what it has written into the last one."""
-    there, streams = [kernels.put(b) for b in buffers], Streams([Coding(operation.codec)], [None])
+    there, streams = (
+        [kernels.put(b) for b in buffers],
+        RngState([BoundCodec(operation.codec)], [None]),
+    )
     Operations([(operation, (0,) * places)]).run(there, streams)
     return there[-1].cpu()
 
@@ -308,8 +311,8 @@ def test_sums_that_stay_are_made_beside_recoded_ones(all_kernels, codec: Codec, 
     for size in (128, 640, 640, 4096):
         how = {"wire_in": ARRIVED, "stream": 0, "sources": 3, "stride": 0, "place": place}
         found.append(Recode(source, codec, size, wire=WIRE, own=OWN, **how))
-        stays = Sum(source, size, values=SUMS, own=OWN, beside=codec, **how)
-        found += [stays, stays._replace(numel=size - 5), stays._replace(beside=None, scale=0.5)]
+        stays = Sum(source, size, values=SUMS, own=OWN, fuse_with=codec, **how)
+        found += [stays, stays._replace(numel=size - 5), stays._replace(fuse_with=None, scale=0.5)]
     check(all_kernels, Program(found), streams_of([codec]))
     launches = sum("DSQ_SOURCES" in macros for macros in all_kernels.macros)  # not of casts
     assert not all_kernels.is_cuda or launches == (0 if codec is CAST_BF16 else 2)
@@ -446,7 +449,7 @@ def test_threads_that_share_a_plan_do_not_mix_their_buffers() -> None:
         differing = 0
         for _ in range(150):
             found = torch.zeros(ranks * width)
-            decoding.run([wire.view(-1), found], Streams([Coding(codec)], [None]))
+            decoding.run([wire.view(-1), found], RngState([BoundCodec(codec)], [None]))
             differing += not torch.equal(found, wanted.view(-1))
         return differing
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_quant.codec.bound import Coding
+from ds_quant.codec.bound import BoundCodec
 from ds_quant.kernels import reference
 from ds_quant.kernels.batch import Recode
-from ds_quant.kernels.dispatch import Operations, Streams
+from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.random_bits import Address
 from tests.kernels.inputs import CODECS, KINDS, awkward, id_of, table
 
@@ -86,7 +86,7 @@ def test_two_streams_work_at_once(codec) -> None:
     """Each encodes two rows, adds them up and encodes the sum again."""
     levels, nbytes = table(codec), codec.wire_bytes(NUMEL)
     recode = Recode(codec, codec, NUMEL, 0, 1, 0, 2, nbytes, None, 0)
-    streams_of = Streams([Coding(codec, ADDRESS, levels)], [None])
+    streams_of = RngState([BoundCodec(codec, ADDRESS, levels)], [None])
 
     def work(x: torch.Tensor, wire: torch.Tensor, total: torch.Tensor, out: torch.Tensor) -> None:
         reference.encode(x, wire, codec, address=ADDRESS, levels=levels, rotation=ROTATION)

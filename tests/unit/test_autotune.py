@@ -70,7 +70,7 @@ def test_gradients_on_deepspeeds_own_path_are_not_timed(monkeypatch: pytest.Monk
     monkeypatch.setattr(autotune, "_reduce", lambda *args: "reduce")
     monkeypatch.setattr(autotune, "slowest", lambda run, device: 3.0 if run == "gather" else 5.0)
     link = SimpleNamespace(size=2)
-    fabric, work = (
+    hierarchy, work = (
         SimpleNamespace(whole=link, intra=None, inter=None),
         autotune.Work(
             numel=100, trained=80, gather=50, bucket=20, dtype=torch.bfloat16,
@@ -80,8 +80,8 @@ def test_gradients_on_deepspeeds_own_path_are_not_timed(monkeypatch: pytest.Monk
     how = {"scheme": parse_block({"scheme": "qsdp"}).to_scheme(), "nodes": 2, "node_size": 1}
     for stage, gathers in ((2, 1), (3, 1.5 * 4)):
         for exact in (False, True):
-            routes = Routes(stage=stage, shipped_gradients=exact, **how)
-            found = autotune.step_seconds(routes, fabric, work, torch.device("cpu"))
+            routes = Routes(stage=stage, stock_gradients=exact, **how)
+            found = autotune.step_seconds(routes, hierarchy, work, torch.device("cpu"))
             assert found == gathers * 2 * 3.0 + (0 if exact else 4 * 4 * 5.0)
 
 

@@ -8,7 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_quant.comm.checksum import Finding, Findings, say_changed, seal, sealed_bytes, unseal
+from ds_quant.comm.checksum import (
+    MessageError,
+    MessageErrors,
+    describe_changed,
+    seal,
+    sealed_bytes,
+    unseal,
+)
 from tests.unit import wire_oracle as oracle
 
 SIZES = [0, 1, 16, 40, 40, 40, 0, 208]  # bytes that ranks 0 to 7 send
@@ -81,33 +88,35 @@ def test_other_accidents_are_found(accident: Callable[[torch.Tensor], torch.Tens
 CPU = torch.device("cpu")
 
 
-def told(role: str, sender: int) -> Finding:
-    return Finding(role, sender, "were changed on their way to rank {}: their checksum is wrong")
+def told(role: str, sender: int) -> MessageError:
+    return MessageError(
+        role, sender, "were changed on their way to rank {}: their checksum is wrong"
+    )
 
 
-def note(findings: Findings, role: str, *changed: bool) -> None:
+def note(message_errors: MessageErrors, role: str, *changed: bool) -> None:
     """From ranks 4, 5, ..."""
     senders = [4 + place for place in range(len(changed))]
-    findings.note(role, senders, torch.tensor(changed).view(-1, 1), say_changed)
+    message_errors.note(role, senders, torch.tensor(changed).view(-1, 1), describe_changed)
 
 
 def test_findings_name_the_first_changed_message_once() -> None:
-    findings = Findings()
-    assert findings.first() is None and not findings.found(CPU)
-    note(findings, "weights", False, False)
-    assert not findings.found(CPU)
-    note(findings, "gradients", False, True)
-    note(findings, "weights", True, True)
-    assert findings.found(CPU)
-    assert findings.first() == told("gradients", 5)
-    assert findings.first() is None and not findings.found(CPU)
+    message_errors = MessageErrors()
+    assert message_errors.first() is None and not message_errors.any_error(CPU)
+    note(message_errors, "weights", False, False)
+    assert not message_errors.any_error(CPU)
+    note(message_errors, "gradients", False, True)
+    note(message_errors, "weights", True, True)
+    assert message_errors.any_error(CPU)
+    assert message_errors.first() == told("gradients", 5)
+    assert message_errors.first() is None and not message_errors.any_error(CPU)
 
 
 def test_findings_of_engines_without_steps_are_told_when_noted() -> None:
-    findings, seen = Findings(), []
-    findings.at_once = seen.append
-    note(findings, "weights", False, False)
-    note(findings, "weights", False, True)
+    message_errors, seen = MessageErrors(), []
+    message_errors.at_once = seen.append
+    note(message_errors, "weights", False, False)
+    note(message_errors, "weights", False, True)
     assert seen == [told("weights", 5)]
 
 
@@ -116,9 +125,9 @@ def test_outcomes_are_read_behind_the_streams_that_write_them(monkeypatch) -> No
     waited: list[str] = []
     stream = SimpleNamespace(wait_stream=waited.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "gathers")
-    findings = Findings()
-    findings.note("weights", [0], SimpleNamespace(is_cuda=True, device=CPU), say_changed)
-    findings._noted.clear()
+    message_errors = MessageErrors()
+    message_errors.note("weights", [0], SimpleNamespace(is_cuda=True, device=CPU), describe_changed)
+    message_errors._noted.clear()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    findings.found(CPU)
+    message_errors.any_error(CPU)
     assert waited == ["gathers"]

@@ -12,7 +12,7 @@ import torch
 
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.policy.cost import Costs, PricedParam, bill
+from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume
 from ds_quant.policy.memory import Sizes, peak_bytes
 from ds_quant.policy.model import FetchSettings
 from ds_quant.policy.route import Routes
@@ -28,17 +28,17 @@ def scheme(name: str, **fields: Any) -> Scheme:
 G4 = {"bits": 4, "group_size": 128, "range": "absmax"}
 W8G4 = scheme("qsdp", gradients=G4, exclude=["*.head"])
 FULL, LOSSLESS = scheme("full_precision"), scheme("sdp4bit", weights={"lossless": True})
-MATRIX = PricedParam("a.weight", (1024, 96), BF16, True)
-FROZEN = PricedParam("f.weight", (64, 64), BF16, False)
+MATRIX = ParamSpec("a.weight", (1024, 96), BF16, True)
+FROZEN = ParamSpec("f.weight", (64, 64), BF16, False)
 # 96 groups: one byte per code, 8 per min-max group; 4 bits per code, 4 bytes per absmax group.
 W, G = 98304 + 96 * 8, 98304 // 2 + 768 * 4
 
 
-def priced(found: Scheme, stage: int, cargo: list[PricedParam], **how: Any) -> Costs:
-    return bill(found, stage, cargo, **{"ranks": 4, "gradient_dtype": BF16, **how})
+def priced(found: Scheme, stage: int, param_specs: list[ParamSpec], **how: Any) -> CommVolume:
+    return comm_volume(found, stage, param_specs, **{"ranks": 4, "gradient_dtype": BF16, **how})
 
 
-def bytes_of(result: Costs) -> tuple[float, float]:
+def bytes_of(result: CommVolume) -> tuple[float, float]:
     return result.weights * result.numel, result.gradients * result.numel
 
 
@@ -49,32 +49,32 @@ def in_shards(ranks: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("found", "stage", "cargo", "options", "expected"),
+    ("found", "stage", "param_specs", "options", "expected"),
     [
         (W8G4, 1, [MATRIX], {}, (W, G)),  # replicated weights travel in one row
         (W8G4, 2, [MATRIX], {}, (W, G)),
         *((W8G4, 3, [MATRIX], {"ranks": r}, in_shards(r)) for r in (1, 3, 7)),
         # of 33 elements one of four ranks has 9: 18 bytes, filled up to 32
-        (FULL, 3, [PricedParam("bias", (33,), BF16, True)], {}, (4 * 32, 4 * 32)),
+        (FULL, 3, [ParamSpec("bias", (33,), BF16, True)], {}, (4 * 32, 4 * 32)),
         # gradients in the dtype that travels
-        (W8G4, 1, [PricedParam("bias", (4096,), FP32, True)], {}, (4 * 4096, 2 * 4096)),
+        (W8G4, 1, [ParamSpec("bias", (4096,), FP32, True)], {}, (4 * 4096, 2 * 4096)),
         # frozen parameters travel under ZeRO-3 only, as weights only
         (FULL, 2, [MATRIX, FROZEN], {}, (2 * 98304, 2 * 98304)),
         (FULL, 3, [MATRIX, FROZEN], {}, (2 * (98304 + 4096), 2 * 98304)),
         # DeepSpeed's own gradients are an all-reduce in full precision
-        (W8G4, 1, [MATRIX], {"shipped_gradients": True}, (W, 4 * 98304)),
+        (W8G4, 1, [MATRIX], {"stock_gradients": True}, (W, 4 * 98304)),
         # DeepSpeed gathers a frozen int8 base one byte per element
-        (W8G4, 3, [PricedParam("base", (64, 32), torch.int8, False)], {}, (2048, 0)),
+        (W8G4, 3, [ParamSpec("base", (64, 32), torch.int8, False)], {}, (2048, 0)),
         (W8G4, 1, [FROZEN], {}, (0, 0)),
     ],
 )
 def test_bytes_are_those_added_up_by_hand(
-    found: Scheme, stage: int, cargo: list, options: dict, expected: tuple[float, float]
+    found: Scheme, stage: int, param_specs: list, options: dict, expected: tuple[float, float]
 ) -> None:
-    result = priced(found, stage, cargo, **options)
+    result = priced(found, stage, param_specs, **options)
     assert bytes_of(result) == pytest.approx(expected)
     assert result.numel == sum(
-        torch.Size(item.shape).numel() for item in cargo if item.trainable or stage == 3
+        torch.Size(item.shape).numel() for item in param_specs if item.trainable or stage == 3
     )
 
 
@@ -92,10 +92,10 @@ def test_a_rank_receives_its_share_of_every_hop() -> None:
 
 def test_what_deepspeed_sends_for_muon_is_a_ring_of_its_own() -> None:
     """A whole gradient in each of 3 micro-steps, though others cross once; 8 bytes once."""
-    cargo = [MATRIX, MATRIX._replace(whole=True), MATRIX._replace(boundary=8)]
-    ours = priced(W8G4, 2, cargo, node_size=2)
+    param_specs = [MATRIX, MATRIX._replace(needs_full_gradient=True), MATRIX._replace(boundary=8)]
+    ours = priced(W8G4, 2, param_specs, node_size=2)
     alone = priced(W8G4, 2, [MATRIX] * 2, node_size=2)
-    assert ours.crosses_once and ours.waiting == pytest.approx(alone.waiting * 2 / 3)
+    assert ours.crosses_once and ours.partial_sums == pytest.approx(alone.partial_sums * 2 / 3)
     assert ours.kept == {"Muon gradients on several ranks": 1}
     own = 3 * 2 * 2 + 8  # bytes per element of a matrix
     assert ours.exact_bytes(2, 3) * 3 == own
@@ -105,29 +105,29 @@ def test_what_deepspeed_sends_for_muon_is_a_ring_of_its_own() -> None:
 
 
 def test_what_stays_in_full_precision_is_counted_with_its_reason() -> None:
-    cargo = [
+    param_specs = [
         MATRIX,
-        PricedParam("a.bias", (1024,), BF16, True),
-        PricedParam("b.norm", (96,), FP32, True),
-        PricedParam("b.tiny", (4, 4), BF16, True),
-        PricedParam("b.head", (64, 64), BF16, True),
+        ParamSpec("a.bias", (1024,), BF16, True),
+        ParamSpec("b.norm", (96,), FP32, True),
+        ParamSpec("b.tiny", (4, 4), BF16, True),
+        ParamSpec("b.head", (64, 64), BF16, True),
     ]
-    result = priced(W8G4, 2, cargo)
+    result = priced(W8G4, 2, param_specs)
     assert result.kept == {"1-D": 2, "small": 1, "excluded": 1}
     weights, gradients = 2 * (1024 + 16 + 4096) + 4 * 96, 2 * (1024 + 96 + 16 + 4096)
     assert bytes_of(result) == pytest.approx((W + weights, G + gradients))
     share = (weights + gradients) / (W + G + weights + gradients)
     assert result.full_precision_share == pytest.approx(share)
-    base = priced(W8G4, 3, [PricedParam("x", (64, 32), torch.int8, False)])
+    base = priced(W8G4, 3, [ParamSpec("x", (64, 32), torch.int8, False)])
     assert base.full_precision_share == 1 and base.kept == {"int8": 1}
 
 
 def test_buckets_under_way_take_memory_each() -> None:
     routes = Routes(scheme=W8G4, stage=3, nodes=1, node_size=4)
     plain = {"weights": 0, "gradients": 1, "full_precision_share": 0, "kept": {}}
-    bill = Costs(numel=10**6, routes=routes, **plain)
+    comm_volume = CommVolume(numel=10**6, routes=routes, **plain)
     sizes = Sizes(trained=10**6, largest=10**4, bucket=10**5)
-    one, three = (peak_bytes(bill, replace(sizes, under_way=n)) for n in (1, 3))
+    one, three = (peak_bytes(comm_volume, replace(sizes, under_way=n)) for n in (1, 3))
     # What is sent and arrives, a byte per element, and fp32 sums of a quarter.
     assert one == 2 * 10**5 + 10**5 and three == 3 * one
 
@@ -135,13 +135,13 @@ def test_buckets_under_way_take_memory_each() -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_lossless_differences_are_priced_at_a_learning_rate_and_at_most(stage: int) -> None:
     """2.36 bits of every 16-bit weight of any shape; 16 at most; fp32 weights as they are."""
-    cargo = [
+    param_specs = [
         MATRIX,
-        PricedParam("a.bias", (1024,), BF16, True),
-        PricedParam("b.weight", (64, 64), FP32, True),
-        PricedParam("frozen", (4096, 8), BF16, False),
+        ParamSpec("a.bias", (1024,), BF16, True),
+        ParamSpec("b.weight", (64, 64), FP32, True),
+        ParamSpec("frozen", (4096, 8), BF16, False),
     ]
-    result = priced(LOSSLESS, stage, cargo, node_size=2)
+    result = priced(LOSSLESS, stage, param_specs, node_size=2)
     sent, plain = 98304 + 1024, 4 * 4096
     expected = -(-round(98304 * 2.36) // 8) + -(-round(1024 * 2.36) // 8) + plain
     assert result.weights * result.numel == expected
@@ -150,7 +150,9 @@ def test_lossless_differences_are_priced_at_a_learning_rate_and_at_most(stage: i
     assert result.kept == {"1-D": 1, "fp32 weights": 1}
     low, most = (result.step_bytes(stage, micro_steps=8, most=most) for most in (False, True))
     assert (most - low) * result.numel == pytest.approx(2 * sent + plain - expected)
-    assert result.waiting * result.numel == pytest.approx(4 * (sent + 4096) / 2)  # of trained ones
+    assert result.partial_sums * result.numel == pytest.approx(
+        4 * (sent + 4096) / 2
+    )  # of trained ones
     if stage == 2:
         assert result.weights_intra == result.weights  # forwarded as they came
 

@@ -11,9 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding
+from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.message import Kept, Message, Part, Room, all_gather, exchange, gather
+from ds_quant.comm.message import (
+    GatherSlice,
+    Message,
+    Room,
+    ShardRows,
+    all_gather,
+    exchange,
+    gather,
+)
 from ds_quant.kernels.random_bits import Address
 from ds_quant.kernels.wire import shard_range
 from tests.codecs import codecs, format_of
@@ -37,16 +45,16 @@ def weights(place: int, numel: int, dtype: torch.dtype, rank: int = 0) -> torch.
     return torch.from_numpy(draw.normal(size=numel)).to(dtype)
 
 
-def coding(place: int, codec: Codec, rank: int, *, difference: bool = False) -> Coding:
+def bound_codec(place: int, codec: Codec, rank: int, *, difference: bool = False) -> BoundCodec:
     """Ranks share the bits of a shift and no others."""
     shared = getattr(codec, "rounding", "") == "random_shift"
     takes_none = getattr(codec, "rounding", "nearest") == "nearest"
     key = 1000 * place + (0 if shared else rank + 1)
-    return Coding(codec, None if takes_none else Address(key, STEP), difference=difference)
+    return BoundCodec(codec, None if takes_none else Address(key, STEP), difference=difference)
 
 
 def row_of(values: torch.Tensor, place: int, codec: Codec, rank: int, first: int = 0) -> bytes:
-    found = coding(place, codec, rank).address
+    found = bound_codec(place, codec, rank).address
     stream = (found.key, found.step) if found else (0, 0)
     return oracle.row_of(values.float().numpy(), format_of(codec), stream, first)
 
@@ -79,13 +87,13 @@ def gather_all(
     """The message and one of the same tensors backwards; odd ranks wait for the latter first if
     they ``turn``.
     """
-    fabric = rank.fabric(None)
+    hierarchy = rank.hierarchy(None)
     posted = []
     for order in (1, -1):
         sent = list(enumerate(SENT))[::order]
-        shards = [shard(weights(i, n, dtype), fabric.size, rank.number) for i, (_, n) in sent]
-        found = [coding(i, codec, rank.number) for i, (codec, _) in sent]
-        posted.append(all_gather(shards, [n for _, (_, n) in sent], found, fabric))
+        shards = [shard(weights(i, n, dtype), hierarchy.size, rank.number) for i, (_, n) in sent]
+        found = [bound_codec(i, codec, rank.number) for i, (codec, _) in sent]
+        posted.append(all_gather(shards, [n for _, (_, n) in sent], found, hierarchy))
     waits = reversed(posted) if turn and rank.number % 2 else posted
     for pending in waits:
         pending.wait()
@@ -158,7 +166,9 @@ def check_messages(world: World, rows: Sequence[dict[oracle.Piece, bytes]]) -> N
 def test_nothing_to_send_starts_no_collective() -> None:
     def nothing(rank: SimulatedRank) -> list[torch.Tensor]:
         empty = torch.empty(0, dtype=torch.bfloat16)
-        return all_gather([empty], [0], [coding(0, SENT[0][0], 0)], rank.fabric(None)).wait()
+        return all_gather(
+            [empty], [0], [bound_codec(0, SENT[0][0], 0)], rank.hierarchy(None)
+        ).wait()
 
     world = World(1, 2)
     assert all(found[0].numel() == 0 for found in world.all(nothing))
@@ -190,19 +200,21 @@ ROUNDS = 3
 
 def keep(rank: SimulatedRank, numels: Sequence[int]) -> list[list[torch.Tensor]]:
     """What a rank gathers in its node after every exchange: exact, and in 8 bits."""
-    topology, fabric = rank.topology, rank.fabric(None)
+    topology, hierarchy = rank.topology, rank.hierarchy(None)
     where = {"nodes": topology.nodes, "node_size": topology.node_size,
              "local": rank.number % topology.node_size, "dtype": BF16,
              "room": Room(1 << 14, partial(torch.zeros, dtype=torch.uint8))}  # fmt: skip
-    kept, seen = [Kept.allocate(numel, **where) for numel in numels], []
+    kept, seen = [ShardRows.allocate(numel, **where) for numel in numels], []
     for step in range(ROUNDS):
         shards = [shard(weights(i, n, BF16, step), topology.world, rank.number)
                   for i, n in enumerate(numels)]  # fmt: skip
-        differs = [coding(i, DIFFERENCE, rank.number, difference=True) for i in range(len(shards))]
-        exchange(kept, shards, differs, fabric.inter or fabric.whole).wait()
+        differs = [
+            bound_codec(i, DIFFERENCE, rank.number, difference=True) for i in range(len(shards))
+        ]
+        exchange(kept, shards, differs, hierarchy.inter or hierarchy.flat).wait()
         for codec in (CastCodec(BF16), INT8):
-            sent = [coding(i, codec, rank.number) for i in range(len(shards))]
-            seen.append([v.clone() for v in gather(kept, sent, fabric.intra).wait()])
+            sent = [bound_codec(i, codec, rank.number) for i in range(len(shards))]
+            seen.append([v.clone() for v in gather(kept, sent, hierarchy.intra).wait()])
     return seen
 
 
@@ -259,15 +271,17 @@ def test_parts_of_owners_are_gathered_as_the_page_says(
     parts = LAYOUTS[layout](topology[0] * topology[1])
 
     def from_owners(rank: SimulatedRank) -> list[torch.Tensor]:
-        fabric = rank.fabric(None)
-        planned = [Part(owner, codec, n, i, (i, 0), (i, 0)) for i, (owner, n) in enumerate(parts)]
-        how = {"rank": rank.number, "ranks": fabric.size, "node_size": fabric.node_size}
+        hierarchy = rank.hierarchy(None)
+        planned = [
+            GatherSlice(owner, codec, n, i, (i, 0), (i, 0)) for i, (owner, n) in enumerate(parts)
+        ]
+        how = {"rank": rank.number, "ranks": hierarchy.size, "node_size": hierarchy.node_size}
         values = [
             weights(i, n, torch.float32) if owner == rank.number else torch.full((n,), torch.nan)
             for i, (owner, n) in enumerate(parts)
         ]
-        found = [coding(i, codec, rank.number) for i in range(len(parts))]
-        pending = Message(planned, **how).gather(fabric, values, found, lambda: values)
+        found = [bound_codec(i, codec, rank.number) for i in range(len(parts))]
+        pending = Message(planned, **how).gather(hierarchy, values, found, lambda: values)
         assert all(v.isnan().all() for v, (owner, _) in zip(values, parts, strict=True)
                    if owner != rank.number), "changed before it was waited for"  # fmt: skip
         return pending.wait()

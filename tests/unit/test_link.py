@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.comm import lossless
-from ds_quant.comm.checksum import Findings, seal
-from ds_quant.comm.lossless import Outbox
+from ds_quant.comm import lossless_gather
+from ds_quant.comm.checksum import MessageErrors, seal
+from ds_quant.comm.lossless_gather import LosslessGather
 from ds_quant.comm.transport import Pending
 from ds_quant.zero.node_shard import Spread
 from tests.world import World
@@ -74,7 +74,7 @@ def test_peers_are_named_by_their_global_rank(monkeypatch) -> None:
     sealed = torch.cat([seal(torch.zeros(32).byte(), [32], sender=r) for r in range(2)])
     sealed[-20] ^= 1
     link._open([32, 32], "weights", sealed)
-    found = link.findings.first()
+    found = link.message_errors.first()
     assert (found.role, found.sender) == ("weights", 3)
 
     def dies(tensor: torch.Tensor, src: int, group: object) -> None:
@@ -96,14 +96,19 @@ def test_messages_of_an_outbox_are_kept_for_the_stream_that_sends_them(monkeypat
     """The first sixteen are sent where they were made, the next when the first has arrived."""
     now = ["optimizer"]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
-    outbox, rooms = object.__new__(Outbox), [Room() for _ in range(18)]
-    outbox._made_on, outbox._messages, outbox._lengths = "optimizer", rooms, np.full((2, 18), 16)
-    monkeypatch.setattr(lossless, "decode_lossless", lambda *_, backend: None)
-    outbox._link = types.SimpleNamespace(
-        hop="inter", size=2, ranks=[0, 1], decoding=nullcontext, findings=Findings(), backend="auto"
+    outbox, rooms = object.__new__(LosslessGather), [Room() for _ in range(18)]
+    outbox._made_on, outbox._payloads, outbox._lengths = "optimizer", rooms, np.full((2, 18), 16)
+    monkeypatch.setattr(lossless_gather, "decode_lossless", lambda *_, backend: None)
+    outbox._communicator = types.SimpleNamespace(
+        hop="inter",
+        size=2,
+        ranks=[0, 1],
+        decoding=nullcontext,
+        message_errors=MessageErrors(),
+        backend="auto",
     )
     arrived = Pending(lambda: torch.zeros(32, dtype=torch.uint8))
-    outbox._road = types.SimpleNamespace(node_size=None, all_gather=lambda *_, role: arrived)
+    outbox._transport = types.SimpleNamespace(node_size=None, all_gather=lambda *_, role: arrived)
     spread, rows = Spread(), lambda: torch.zeros(2, 8)
     spread.begin(((place,), partial(outbox.post, place, rows)) for place in range(18))
     now[0] = "gathers"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding
+from ds_quant.codec.bound import BoundCodec
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.message import Message, Part, Room
+from ds_quant.comm.message import GatherSlice, Message, Room
 from tests.world import SimulatedRank, World
 
 LARGE = CastCodec(torch.bfloat16)
@@ -24,18 +24,18 @@ def sent(
     """What one of two ranks that send the same receives, and whether its row was packed."""
     numels, world, payloads = [len(tensor) for tensor in values], World(1, 2), []
     parts = [
-        Part(rank, codec, numel, i, (i, 0), (i, rank * numel))
+        GatherSlice(rank, codec, numel, i, (i, 0), (i, rank * numel))
         for i, (codec, numel) in enumerate(zip(codecs, numels, strict=True))
         for rank in range(2)
     ]
 
     def gather(rank: SimulatedRank) -> list[torch.Tensor]:
         into = [torch.zeros(2 * len(tensor), dtype=tensor.dtype) for tensor in values]
-        link, codings = rank.fabric(None).whole, [Coding(codec) for codec in codecs]
+        link, bound_codecs = rank.hierarchy(None).flat, [BoundCodec(codec) for codec in codecs]
         send = link.all_gather
         link.all_gather = lambda payload, **how: payloads.append(payload) or send(payload, **how)
         message = Message(parts, rank=rank.number, ranks=2)
-        return message.gather(link, values, codings, lambda: into, stays=stays).wait()
+        return message.gather(link, values, bound_codecs, lambda: into, stays=stays).wait()
 
     received = world.all(gather)[1]
     packed = {payload.data_ptr() != values[0].data_ptr() for payload in payloads}

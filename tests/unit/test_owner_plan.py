@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_quant.codec.codec import CastCodec, Codec, GroupCodec
-from ds_quant.comm.owners import Piece, Shape, inbound, plan
+from ds_quant.comm.owners import OwnedPiece, OwnedRange, inbound, plan
 from ds_quant.policy.route import delivery_codec
 from tests.codecs import format_of
 from tests.unit import wire_oracle as oracle
@@ -24,7 +24,7 @@ INNER = GroupCodec(bits=8, group_size=128, range="absmax")
 
 
 @st.composite
-def buckets(draw: st.DrawFn) -> tuple[tuple[Shape, ...], int, int | None]:
+def buckets(draw: st.DrawFn) -> tuple[tuple[OwnedRange, ...], int, int | None]:
     """Any parts, also empty ones and more ranks than elements, over one hop or two."""
     nodes, node_size, two = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.booleans())
     world, two = nodes * node_size, two and nodes > 1 < node_size
@@ -33,7 +33,7 @@ def buckets(draw: st.DrawFn) -> tuple[tuple[Shape, ...], int, int | None]:
         st.lists(st.tuples(owners, numels, st.sampled_from(CODECS)), min_size=1, max_size=8)
     )
     inner = INNER if two else None
-    shapes = tuple(Shape(o, n, codec, delivery_codec(codec), inner) for o, n, codec in parts)
+    shapes = tuple(OwnedRange(o, n, codec, delivery_codec(codec), inner) for o, n, codec in parts)
     return shapes, world, node_size if two else None
 
 
@@ -48,7 +48,7 @@ def test_the_plan_is_that_of_the_page(case: tuple) -> None:
     ]
     wanted = oracle.owner_pieces(runs, world, node_size or world)
     found = plan(shapes, world, node_size)
-    assert found == tuple(Piece(p.tensor, p.start, p.stop, p.reducer) for p in wanted)
+    assert found == tuple(OwnedPiece(p.tensor, p.start, p.stop, p.reducer) for p in wanted)
     # What DeepSpeed's own owners would receive, at least.
-    direct = [Piece(i, 0, s.numel, s.owner) for i, s in enumerate(shapes)]
+    direct = [OwnedPiece(i, 0, s.numel, s.owner) for i, s in enumerate(shapes)]
     assert inbound(shapes, found, world, node_size) <= inbound(shapes, direct, world, node_size)

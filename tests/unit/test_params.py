@@ -30,17 +30,17 @@ def fresh(known: Param) -> Param:
 def test_an_answer_does_not_depend_on_what_was_asked_before(block: dict) -> None:
     known = param(**block)
     for dtype, rank, whole in product((BF16, torch.int8), (None, 0, 1, 2), (False, True)):
-        found = known.weight_streams(dtype, rank=rank, whole=whole)
-        assert found == fresh(known).weight_streams(dtype, rank=rank, whole=whole)
+        found = known.weight_codecs(dtype, rank=rank, full_world=whole)
+        assert found == fresh(known).weight_codecs(dtype, rank=rank, full_world=whole)
     for dtype, rank, hops in product((BF16, FP32), range(4), (1, 2)):
-        found = known.gradient_streams(dtype, rank=rank, hops=hops)
-        assert found == fresh(known).gradient_streams(dtype, rank=rank, hops=hops)
+        found = known.gradient_codecs(dtype, rank=rank, hops=hops)
+        assert found == fresh(known).gradient_codecs(dtype, rank=rank, hops=hops)
 
 
 @pytest.mark.parametrize(("hops", "equal"), [(1, []), (2, [(0, 1), (2, 3)])])
 def test_every_sender_of_the_last_hop_has_its_own_signs(hops: int, equal: list) -> None:
     """Over two hops it is a node that sends, over one a rank."""
     known = param(**OWN_SIGNS)
-    signs = [known.gradient_streams(BF16, rank=rank, hops=hops).rotation.signs for rank in range(4)]
+    signs = [known.gradient_codecs(BF16, rank=rank, hops=hops).rotation.signs for rank in range(4)]
     pairs = [(a, b) for a, b in product(range(4), repeat=2) if a < b and signs[a] == signs[b]]
     assert pairs == equal

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_quant.comm.transport import Link
+from ds_quant.comm.transport import Communicator
 from ds_quant.zero import gradients
 from ds_quant.zero.gradients import GradientReducer, Layout, OwnerReduction, ShardReduction
 from ds_quant.zero.replica import Replica
@@ -34,9 +34,11 @@ def shard_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     """Of a ZeRO-3 bucket of one gradient."""
     reduction = ShardReduction(plugin)
 
-    def begin(*, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Link) -> Layout:
-        monkeypatch.setattr(plugin, "link", lambda _: link)
-        monkeypatch.setattr(plugin, "is_exact", lambda _: exact)
+    def begin(
+        *, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Communicator
+    ) -> Layout:
+        monkeypatch.setattr(plugin, "communicator", lambda _: link)
+        monkeypatch.setattr(plugin, "is_full_precision", lambda _: exact)
         return reduction.begin([param], [torch.empty(param.numel(), dtype=dtype)], None)
 
     return begin
@@ -52,11 +54,11 @@ def owner_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     )
 
     def reduce(
-        *, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Link, range: slice,
+        *, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Communicator, range: slice,
         owner: int, divisor: float,
     ) -> Layout:  # fmt: skip
-        monkeypatch.setattr(plugin, "link", lambda _: link)
-        monkeypatch.setattr(plugin, "is_exact", lambda _: exact)
+        monkeypatch.setattr(plugin, "communicator", lambda _: link)
+        monkeypatch.setattr(plugin, "is_full_precision", lambda _: exact)
         bucket = torch.empty(64)
         call = {"communication_data_type": dtype, "bucket_ranks": [owner]}
         with reduction.bucket(bucket, [param], divisor):
@@ -68,12 +70,12 @@ def owner_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
 
 def gather_plans(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     """Of the weights of ZeRO-1/2."""
-    replica, fabric = object.__new__(Replica), SimpleNamespace(rank=0, size=2, node_size=None)
+    replica, hierarchy = object.__new__(Replica), SimpleNamespace(rank=0, size=2, node_size=None)
     replica._plans = {}
 
     def plan(*, group: int, window: range, exact: bool, from_master: bool) -> object:
         group = SimpleNamespace(index=group, flat=torch.empty(16), params=[])
-        return replica._plan(group, fabric, window, exact, from_master)
+        return replica._plan(group, hierarchy, window, exact, from_master)
 
     return plan
 

@@ -34,7 +34,9 @@ def test_full_precision_lasts_for_the_warm_up_the_fallback_and_the_kill_file(
 ) -> None:
     made = plugin(warmup_steps=warmup)
     made.state.exact_until, made.state.killed = until, killed
-    assert [made.is_exact(step) for step in range(6)] == [step < exact for step in range(6)]
+    assert [made.is_full_precision(step) for step in range(6)] == [
+        step < exact for step in range(6)
+    ]
 
 
 def test_an_entry_of_a_schedule_is_due_once() -> None:
@@ -50,9 +52,9 @@ def test_the_world_has_two_levels_and_a_part_of_it_one(
 ) -> None:
     made = world()
     first, part = made.ranks[0], made.link(ranks, 0)
-    monkeypatch.setattr(first, "link", lambda group: part)
-    fabric = first.fabric(object())
-    assert (fabric.intra is None) == (fabric.inter is None) == (len(ranks) < 4)
+    monkeypatch.setattr(first, "communicator", lambda group: part)
+    hierarchy = first.hierarchy(object())
+    assert (hierarchy.intra is None) == (hierarchy.inter is None) == (len(ranks) < 4)
 
 
 @pytest.mark.parametrize("cross", ["step", "micro_step"])
@@ -63,10 +65,10 @@ def test_what_is_saved_is_compared_with_full_precision_that_crosses_as_often(
     made = plugin(gradients={"cross": cross})
     made.engine.communication_data_type = torch.float32
     found = made.received_in_full_precision()["gradients"]
-    own = made.received_by_formula(made.bill())
+    own = made.received_by_formula(made.comm_volume())
     steps = {role: {at: 3 * n for at, n in links.items()} for role, links in own.items()}
     made.traffic = SimpleNamespace(received=steps)
-    saved = report._saved(made, made.bill())["gradients"]
+    saved = report._saved(made, made.comm_volume())["gradients"]
     for at in ("inter", "intra"):
         assert saved[at] == pytest.approx(3 * (found[at] - own["gradients"][at]))
     crossings = 1 if cross == "step" else 2

@@ -153,7 +153,7 @@ class Page:
         topology = world.ranks[0].topology
         levels = topology.levels() if self.two else [[whole]]
         self.links = [[tuple(link) for link in level] for level in levels]
-        self.exact_own = self.two or self.scheme.gradients_intra is not None
+        self.full_precision_own = self.two or self.scheme.gradients_intra is not None
         self.seen: dict[tuple[int, ...], int] = defaultdict(int)  # rounds by group
         self.runs = self._runs()
         self.pieces = self._pieces()
@@ -220,7 +220,7 @@ class Page:
     def _pieces(self) -> list[oracle.Piece]:
         how = [(self.formats(run.parameter), self.rotation(run.parameter)) for run in self.runs]
         if self.case.layout is None:
-            plain = not self.two and not self.exact_own and not any(h for _, h in how)
+            plain = not self.two and not self.full_precision_own and not any(h for _, h in how)
             return [
                 piece
                 for i, run in enumerate(self.runs)
@@ -257,11 +257,11 @@ class Page:
                 pieces = [p for p in own[receiver] if place(p) == mine]
                 for source, sender in enumerate(link):
                     rows = {p: self._row(p, own[sender][p], sender, level, step) for p in pieces}
-                    if self.exact_own and sender == receiver:
+                    if self.full_precision_own and sender == receiver:
                         rows = {}
                     assert oracle.holds(sent[mine][source], rows, level)
                 self._count(receiver, link, sent[mine])
-                exact = (mine, own[receiver]) if self.exact_own else None
+                exact = (mine, own[receiver]) if self.full_precision_own else None
                 arrived = dict(enumerate(sent[mine]))
                 signs = None
                 if self.own_signs and level == self.two:

@@ -88,14 +88,14 @@ def test_bytes_speed_ups_and_losses_in_the_table_of_results() -> None:
     assert len(rows) > 10
     for name, *cells in rows:
         scheme = name.strip("`")
-        bill = cost.bill(
+        comm_volume = cost.comm_volume(
             parse_block({"scheme": scheme}).to_scheme(), 3,
             block_cargo(4096, dtype=torch.bfloat16), ranks=16, node_size=8,
             gradient_dtype=torch.bfloat16,
         )  # fmt: skip
-        nbytes = [f"{bill.step_bytes(3, micro_steps=k):.2f}" for k in (1, 8)]
+        nbytes = [f"{comm_volume.step_bytes(3, micro_steps=k):.2f}" for k in (1, 8)]
         measured = [speed.get((scheme, rate), "") for rate in (10, 50)]
-        assert cells == [*nbytes, *measured, gap.get(scheme, ""), f"{bill.memory:.2f}"], name
+        assert cells == [*nbytes, *measured, gap.get(scheme, ""), f"{comm_volume.memory:.2f}"], name
 
 
 NODES = "_4_nodes", "_8_nodes", "_4_nodes_larger_batch", "_8_nodes_larger_batch"

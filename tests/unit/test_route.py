@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from ds_quant.codec.bound import exactly
+from ds_quant.codec.bound import full_precision
 from ds_quant.codec.codec import CastCodec, GroupCodec
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels.batch import OWN_SIGNS
-from ds_quant.policy.cost import PricedParam, bill
+from ds_quant.policy.cost import ParamSpec, comm_volume
 from ds_quant.policy.route import Hop, Routes, times
 from ds_quant.policy.scheme import Scheme
-from ds_quant.zero.param import Param, exact_gradient
+from ds_quant.zero.param import Param, full_precision_gradient
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHARED = 1  # signs
@@ -79,8 +79,13 @@ def written(hop: Hop, scheme: Scheme) -> str:
     codecs = {"W": scheme.weights, "w": scheme.weights_intra}
     codecs |= {"G": scheme.gradients, "g": scheme.gradients_intra}
     (letter,) = [n for n, codec in codecs.items() if codec is hop.codec is not None] or ["16"]
-    flags = ("exact_own", "forwards", "difference", "lossless")
-    true = [flag for flag in flags if getattr(hop, flag)]
+    flags = {
+        "own": hop.full_precision_own,
+        "forwards": hop.forwards,
+        "difference": hop.difference,
+        "lossless": hop.lossless,
+    }
+    true = [flag for flag, value in flags.items() if value]
     return " ".join([hop.level, f"{letter}/{hop.per}", *true])
 
 
@@ -88,32 +93,32 @@ FACTS: dict[str, dict[str, Any]] = {
     "exempt": {"quantized": False},  # by the scheme: full precision, or lossless differences
     "fp32": {"dtype": FP32},  # never lossless differences
     "frozen": {"trained": False},  # never changes in a node shard
-    "part": {"whole": False},  # experts: their ranks are not the world, and have no node shard
+    "part": {"full_world": False},  # experts: their ranks are not the world, and have no node shard
 }
 # role, scheme, stages, fact | nodes x ranks of a node | hops. W, G: the scheme's codecs, w, g: its
 # inner ones. A node shard of zeropp has no differences; in one node nothing crosses.
 TABLE = """
-weights   full_precision 12 | 1x4 4x1 | whole 16/step
+weights   full_precision 12 | 1x4 4x1 | flat 16/step
 weights   full_precision 12 | 2x2     | inter 16/step, intra 16/step forwards
-weights   full_precision 3  | 1x4 4x1 | whole 16/gather
+weights   full_precision 3  | 1x4 4x1 | flat 16/gather
 weights   full_precision 3  | 2x2     | inter 16/gather, intra 16/gather forwards
-weights   qsdp           12 | 1x4 4x1 | whole W/step
+weights   qsdp           12 | 1x4 4x1 | flat W/step
 weights   qsdp           12 | 2x2     | inter W/step, intra W/step forwards
-weights   qsdp           3  | 1x4 4x1 | whole W/gather
+weights   qsdp           3  | 1x4 4x1 | flat W/gather
 weights   qsdp           3  | 2x2     | inter W/gather, intra W/gather forwards
 weights   zeropp         2  | 2x2     | inter W/step, intra W/step forwards
-weights   zeropp         3  | 1x4     | whole 16/gather
-weights   zeropp         3  | 4x1     | whole W/step
+weights   zeropp         3  | 1x4     | flat 16/gather
+weights   zeropp         3  | 4x1     | flat W/step
 weights   zeropp         3  | 2x2     | inter W/step, intra 16/gather
-weights   sdp4bit        12 | 1x4 4x1 | whole W/step difference
+weights   sdp4bit        12 | 1x4 4x1 | flat W/step difference
 weights   sdp4bit        12 | 2x2     | inter W/step difference, intra W/step forwards difference
-weights   sdp4bit        3  | 1x4     | whole 16/gather
-weights   sdp4bit        3  | 4x1     | whole W/step difference
+weights   sdp4bit        3  | 1x4     | flat 16/gather
+weights   sdp4bit        3  | 4x1     | flat W/step difference
 weights   sdp4bit        3  | 2x2     | inter W/step difference, intra 16/gather
-weights   lossless       12 | 1x4     | whole 16/step lossless
+weights   lossless       12 | 1x4     | flat 16/step lossless
 weights   lossless       12 | 2x2     | inter 16/step lossless, intra 16/step forwards lossless
-weights   lossless       3  | 1x4     | whole 16/gather
-weights   lossless       3  | 4x1     | whole 16/step lossless
+weights   lossless       3  | 1x4     | flat 16/gather
+weights   lossless       3  | 4x1     | flat 16/step lossless
 weights   lossless       3  | 2x2     | inter 16/step lossless, intra 16/gather
 weights   qsdp           2 exempt | 2x2 | inter 16/step, intra 16/step forwards
 weights   sdp4bit        3 exempt | 2x2 | inter 16/step, intra 16/gather
@@ -122,28 +127,28 @@ weights   lossless       3 fp32   | 2x2 | inter 16/step, intra 16/gather
 weights   sdp4bit        3 frozen | 2x2 | intra 16/gather
 weights   sdp4bit        3 frozen | 4x1 |
 weights   qsdp           3 frozen | 2x2 | inter W/gather, intra W/gather forwards
-weights   qsdp           3 part   | 2x2 | whole W/gather
-weights   sdp4bit        2 part   | 2x2 | whole W/step difference
-weights   sdp4bit        3 part   | 2x2 | whole 16/gather
-gradients full_precision 1  | 2x2     | intra 16/step exact_own, inter 16/step exact_own
-gradients full_precision 23 | 1x4     | whole 16/micro_step
-gradients full_precision 23 | 2x2     | intra 16/micro_step exact_own, inter 16/step exact_own
-gradients qsdp           1  | 1x4     | whole G/step
-gradients qsdp           1  | 2x2     | intra G/step exact_own, inter G/step exact_own
-gradients qsdp           23 | 1x4 4x1 | whole G/micro_step
-gradients qsdp           23 | 2x2     | intra G/micro_step exact_own, inter G/step exact_own
-gradients sdp4bit        1  | 1x4     | whole g/step exact_own
-gradients sdp4bit        1  | 4x1     | whole G/step exact_own
-gradients sdp4bit        1  | 2x2     | intra g/step exact_own, inter G/step exact_own
-gradients sdp4bit        23 | 1x4     | whole g/micro_step exact_own
-gradients sdp4bit        23 | 4x1     | whole G/micro_step exact_own
-gradients sdp4bit        23 | 2x2     | intra g/micro_step exact_own, inter G/step exact_own
-gradients tlq            23 | 2x2     | intra g/micro_step exact_own, inter G/micro_step exact_own
-gradients lossless       23 | 2x2     | intra 16/micro_step exact_own, inter 16/step exact_own
-gradients sdp4bit        1 part   | 2x2 | whole G/step exact_own
-gradients sdp4bit        23 part  | 2x2 | whole G/micro_step exact_own
-gradients sdp4bit        1 exempt | 2x2 | intra 16/step exact_own, inter 16/step exact_own
-gradients sdp4bit        23 exempt | 2x2 | intra 16/micro_step exact_own, inter 16/step exact_own
+weights   qsdp           3 part   | 2x2 | flat W/gather
+weights   sdp4bit        2 part   | 2x2 | flat W/step difference
+weights   sdp4bit        3 part   | 2x2 | flat 16/gather
+gradients full_precision 1  | 2x2     | intra 16/step own, inter 16/step own
+gradients full_precision 23 | 1x4     | flat 16/micro_step
+gradients full_precision 23 | 2x2     | intra 16/micro_step own, inter 16/step own
+gradients qsdp           1  | 1x4     | flat G/step
+gradients qsdp           1  | 2x2     | intra G/step own, inter G/step own
+gradients qsdp           23 | 1x4 4x1 | flat G/micro_step
+gradients qsdp           23 | 2x2     | intra G/micro_step own, inter G/step own
+gradients sdp4bit        1  | 1x4     | flat g/step own
+gradients sdp4bit        1  | 4x1     | flat G/step own
+gradients sdp4bit        1  | 2x2     | intra g/step own, inter G/step own
+gradients sdp4bit        23 | 1x4     | flat g/micro_step own
+gradients sdp4bit        23 | 4x1     | flat G/micro_step own
+gradients sdp4bit        23 | 2x2     | intra g/micro_step own, inter G/step own
+gradients tlq            23 | 2x2     | intra g/micro_step own, inter G/micro_step own
+gradients lossless       23 | 2x2     | intra 16/micro_step own, inter 16/step own
+gradients sdp4bit        1 part   | 2x2 | flat G/step own
+gradients sdp4bit        23 part  | 2x2 | flat G/micro_step own
+gradients sdp4bit        1 exempt | 2x2 | intra 16/step own, inter 16/step own
+gradients sdp4bit        23 exempt | 2x2 | intra 16/micro_step own, inter 16/step own
 """
 
 
@@ -165,9 +170,9 @@ def test_hops_are_those_of_the_table(row: str) -> None:
 def test_gradients_are_rotated_around_all_hops_if_any_is_quantized() -> None:
     found = routes("sdp4bit", 2)
     exact = found.gradients(quantized=False)
-    assert exact.is_exact and exact.rotation is None
+    assert exact.is_full_precision and exact.rotation is None
     assert found.gradients().rotation.block == found.scheme.block.gradients.rotation
-    assert replace(found, shipped_gradients=True).gradients().hops == ()
+    assert replace(found, stock_gradients=True).gradients().hops == ()
 
 
 @pytest.mark.parametrize("name", ["qsdp", "sdp4bit", "eden3", "full_precision"])
@@ -175,7 +180,7 @@ def test_owners_get_sums_in_eight_bits_of_the_last_hop(name: str) -> None:
     for stage, topology in product((1, 2), ((1, 4), (4, 1), (2, 2))):
         route = routes(name, stage, *topology).gradients()
         last, delivery = route.hops[-1], route.delivery
-        assert delivery.per == last.per and delivery.level == "whole"
+        assert delivery.per == last.per and delivery.level == "flat"
         if last.codec is None:
             assert delivery.codec is None
         else:
@@ -184,7 +189,7 @@ def test_owners_get_sums_in_eight_bits_of_the_last_hop(name: str) -> None:
 
 
 def test_a_hop_without_a_codec_sends_the_dtype_and_refuses_what_has_no_codec() -> None:
-    exact, coded = Hop(level="whole", codec=None, per="step"), GroupCodec(bits=4)
+    exact, coded = Hop(level="flat", codec=None, per="step"), GroupCodec(bits=4)
     assert [exact.sends(d) for d in (BF16, FP32)] == [CastCodec(BF16), CastCodec(FP32)]
     assert replace(exact, codec=coded).sends(BF16) is coded
     with pytest.raises(ValueError, match="float64"):
@@ -201,9 +206,9 @@ def test_gradients_without_a_codec_stay_exact_inside_a_node_too() -> None:
     inner = GroupCodec(bits=8, group_size=128)
     scheme = Scheme(block=parse_block({"scheme": "tlq_hs"}), gradients_intra=inner)
     route = Routes(scheme=scheme, stage=2, nodes=2, node_size=2).gradients()
-    assert route.is_exact and route.rotation is None
-    weight = PricedParam("a.weight", (257, 96), BF16, True)
-    costs = bill(scheme, 2, [weight], ranks=4, node_size=2, gradient_dtype=BF16)
+    assert route.is_full_precision and route.rotation is None
+    weight = ParamSpec("a.weight", (257, 96), BF16, True)
+    costs = comm_volume(scheme, 2, [weight], ranks=4, node_size=2, gradient_dtype=BF16)
     assert costs.gradients == costs.gradients_intra == 2
 
 
@@ -242,43 +247,43 @@ def param(scheme: str, stage: int, *, trained: bool = True) -> Param:
 
 def test_frozen_weights_of_a_node_shard_are_exact() -> None:
     """They are filled exactly and never exchanged, so that nothing has to fetch them again."""
-    assert any(param("sdp4bit", 3).weight_streams(BF16, rank=0))
-    assert not any(param("sdp4bit", 3, trained=False).weight_streams(BF16, rank=0))
+    assert any(param("sdp4bit", 3).weight_codecs(BF16, rank=0))
+    assert not any(param("sdp4bit", 3, trained=False).weight_codecs(BF16, rank=0))
 
 
 def test_codings_have_the_random_bits_of_their_step_and_the_levels_of_the_outer_codec() -> None:
     found = param("qsdp", 3)
     found.levels = torch.arange(256.0)
-    ((sent,), (received,)) = (found.weight_streams(BF16, rank=rank) for rank in (1, None))
-    codings = [found.coding(sent, BF16, step) for step in (5, 6)]
-    assert [coding.address.step for coding in codings] == [5, 6]
-    assert codings[0].levels is found.levels and codings[0].codec == received.codec
-    assert found.coding(received, BF16, 5).address is None
-    assert found.coding(None, BF16, 5) == exactly(BF16)
-    between, inside = param("qsdp_shard", 3).weight_streams(BF16, rank=1)
+    ((sent,), (received,)) = (found.weight_codecs(BF16, rank=rank) for rank in (1, None))
+    bound_codecs = [found.bound_codec(sent, BF16, step) for step in (5, 6)]
+    assert [bound_codec.address.step for bound_codec in bound_codecs] == [5, 6]
+    assert bound_codecs[0].levels is found.levels and bound_codecs[0].codec == received.codec
+    assert found.bound_codec(received, BF16, 5).address is None
+    assert found.bound_codec(None, BF16, 5) == full_precision(BF16)
+    between, inside = param("qsdp_shard", 3).weight_codecs(BF16, rank=1)
     assert between.learned and inside is None
 
 
 def test_ranks_shift_together() -> None:
     """A shift is QSDP's, of one parameter."""
-    (first,), (second,) = (param("qsdp", 2).weight_streams(BF16, rank=rank) for rank in (0, 1))
+    (first,), (second,) = (param("qsdp", 2).weight_codecs(BF16, rank=rank) for rank in (0, 1))
     assert first.key == second.key is not None
 
 
 def test_streams_are_kept_by_dtype_rank_and_hops() -> None:
     found = param("sdp4bit", 3)
-    usual = found.gradient_streams(BF16, rank=0, hops=2)
+    usual = found.gradient_codecs(BF16, rank=0, hops=2)
     others = [
-        found.gradient_streams(FP32, rank=0, hops=2),
-        found.gradient_streams(BF16, rank=1, hops=2),
-        found.gradient_streams(BF16, rank=0, hops=1),
+        found.gradient_codecs(FP32, rank=0, hops=2),
+        found.gradient_codecs(BF16, rank=1, hops=2),
+        found.gradient_codecs(BF16, rank=0, hops=1),
     ]
     assert len(others[2].hops) == 1 and others[1].hops[0].key != usual.hops[0].key
     assert all(other is not usual for other in others)
-    assert found.gradient_streams(BF16, rank=0, hops=2) is usual
-    between, again = (found.weight_streams(BF16, rank=0) for _ in range(2))
-    assert found.weight_streams(BF16, rank=0, whole=False) != between
+    assert found.gradient_codecs(BF16, rank=0, hops=2) is usual
+    between, again = (found.weight_codecs(BF16, rank=0) for _ in range(2))
+    assert found.weight_codecs(BF16, rank=0, full_world=False) != between
     assert again[0] is between[0]
     exact = param("full_precision", 2)
-    assert exact.weight_streams(BF16, rank=0) == (None,)
-    assert exact.gradient_streams(BF16, rank=0, hops=2) is exact_gradient(BF16, 2)
+    assert exact.weight_codecs(BF16, rank=0) == (None,)
+    assert exact.gradient_codecs(BF16, rank=0, hops=2) is full_precision_gradient(BF16, 2)

@@ -11,7 +11,7 @@ import torch
 from ds_quant.config.schema import FallbackConfig
 from ds_quant.zero import safety
 from ds_quant.zero.plugin import SchemeState
-from ds_quant.zero.safety import Fallback, Samples, checksum, first_nonfinite, judge_first_step
+from ds_quant.zero.safety import EditDetector, Fallback, checksum, first_nonfinite, judge_first_step
 
 
 def test_checksums_see_every_bit_and_its_place() -> None:
@@ -37,7 +37,7 @@ def test_what_was_written_is_found_bit_by_bit() -> None:
     flat = torch.randn(1000)
     params = [(flat[:400], 0), (flat[400:990], 400)]
     flat[400] = torch.nan
-    samples = Samples([(flat, params)])
+    samples = EditDetector([(flat, params)])
     samples.take()
     assert samples.written() == []  # NaN is what it was
     flat[989] = 7.0  # the last one
@@ -71,7 +71,7 @@ def test_lossless_differences_of_a_first_step_may_be_short(
     expected = {role: {"intra": 0.0, "inter": 1000.0} for role in ("weights", "gradients")}
     arrived = {"weights": {"inter": 499}, "gradients": {"inter": 501}}
     plugin: Any = SimpleNamespace(
-        bill=lambda: SimpleNamespace(received=lambda *args, **how: expected),
+        comm_volume=lambda: SimpleNamespace(received=lambda *args, **how: expected),
         topology=SimpleNamespace(nodes=2, node_size=1),
         scheme=SimpleNamespace(lossless=lossless), has_few_ranks=False,
         hooks=SimpleNamespace(after_step=[], before_last_buckets=[]),

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation, decode, encode
+from ds_quant.codec.bound import BoundCodec, Rotation, decode, encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.comm import traffic as meter_module
-from ds_quant.comm.lossless import Outbox, Parcel
+from ds_quant.comm.lossless_gather import LosslessGather, LosslessMessage
 from ds_quant.comm.traffic import Meter, Tally, Traffic, normalised
 from ds_quant.config.schema import MetricsConfig
 from ds_quant.zero import telemetry
@@ -57,17 +57,17 @@ def test_what_was_encoded_is_read_back_outside_the_sections_and_without_waiting(
 
     meter = opened(0, 1, 5, 9)
     values = torch.tensor([[0.0, 1.0, 3.0, -2.0] * 8])
-    coding = Coding(codec=GroupCodec(bits=2, group_size=32, range="absmax"))
-    wire = torch.empty(1, coding.codec.wire_bytes(32), dtype=torch.uint8)
-    encode(coding.codec, values, wire)
+    bound_codec = BoundCodec(codec=GroupCodec(bits=2, group_size=32, range="absmax"))
+    wire = torch.empty(1, bound_codec.codec.wire_bytes(32), dtype=torch.uint8)
+    encode(bound_codec.codec, values, wire)
     with monkeypatch.context() as patched:
         for name in ("tolist", "item", "__float__", "__bool__"):
             patched.setattr(torch.Tensor, name, waits)
         with meter.encoding("gradients", "inter") as note:
-            note(coding.error, values, wire)
+            note(bound_codec.error, values, wire)
         sample = meter.close()
     decoded = torch.empty_like(values)
-    decode(coding.codec, wire, decoded)
+    decode(bound_codec.codec, wire, decoded)
     tally = sample.tallies["gradients", "inter"]
     expected = (decoded - values).square().sum() / values.square().sum()
     assert normalised(*tally.squares.tolist()) == pytest.approx(expected.item()) and expected > 0
@@ -79,10 +79,10 @@ def test_error_of_a_difference_is_that_of_the_weights() -> None:
     reference = torch.linspace(-1, 1, 64)
     wanted = reference + 0.01 * torch.sin(torch.arange(64.0))
     codec = GroupCodec(bits=4, group_size=32, range="absmax")
-    coding = Coding(codec=codec, difference=True)
+    bound_codec = BoundCodec(codec=codec, difference=True)
     wire = torch.empty(codec.wire_bytes(64), dtype=torch.uint8)
     encode(codec, wanted[None], wire[None], base=reference[None])
-    error, norm = coding.error(wanted, wire, reference=reference)
+    error, norm = bound_codec.error(wanted, wire, reference=reference)
     after = reference.clone()
     decode(codec, wire[None], after[None], add=True)
     assert error == pytest.approx((after - wanted).double().square().sum().item())
@@ -95,10 +95,10 @@ def test_error_of_rotated_values_is_that_of_the_values() -> None:
     """A rotation keeps norms up to a factor, which must not show."""
     values = torch.sin(torch.arange(100.0)) * 3
     rotation = Rotation(block=32)
-    coding = Coding(codec=GroupCodec(bits=8, group_size=32, range="absmax"))
-    wire = torch.empty(coding.codec.wire_bytes(128), dtype=torch.uint8)
-    encode(coding.codec, values[None], wire[None], rotation=rotation)
-    error, norm = coding.error(values, wire, rotation=rotation)
+    bound_codec = BoundCodec(codec=GroupCodec(bits=8, group_size=32, range="absmax"))
+    wire = torch.empty(bound_codec.codec.wire_bytes(128), dtype=torch.uint8)
+    encode(bound_codec.codec, values[None], wire[None], rotation=rotation)
+    error, norm = bound_codec.error(values, wire, rotation=rotation)
     assert norm == pytest.approx(values.double().square().sum().item())
     assert 0 < error < 1e-4 * norm
 
@@ -229,9 +229,11 @@ def test_a_record_begins_on_a_line_of_its_own_after_a_torn_one(
 
 
 def test_lossless_differences_move_as_many_bytes_as_the_longest_message_of_each() -> None:
-    outbox, traffic = object.__new__(Outbox), Traffic()
-    outbox._link, outbox._lengths = SimpleNamespace(size=2), np.array([[16, 32], [48, 16]])
-    outbox._count([Parcel(numel=70, values=list), Parcel(numel=80, values=list)], traffic)
+    outbox, traffic = object.__new__(LosslessGather), Traffic()
+    outbox._communicator, outbox._lengths = SimpleNamespace(size=2), np.array([[16, 32], [48, 16]])
+    outbox._count(
+        [LosslessMessage(numel=70, values=list), LosslessMessage(numel=80, values=list)], traffic
+    )
     found = traffic.lossless
     assert (found.numel, found.used, found.moved) == (300, 112, 2 * (48 + 32))
 

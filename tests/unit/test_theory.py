@@ -14,10 +14,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ds_quant.codec.bound import Coding, Rotation, decode_sum, encode
+from ds_quant.codec.bound import BoundCodec, Rotation, decode_sum, encode
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels.batch import OWN_SIGNS, Encode, Sum
-from ds_quant.kernels.dispatch import Operations, Streams
+from ds_quant.kernels.dispatch import Operations, RngState
 from ds_quant.kernels.random_bits import Address, Role, key_of
 from tests.unit.wire_oracle import LEVELS
 
@@ -118,8 +118,8 @@ def sum_of(x: torch.Tensor, bits: int, step: int) -> torch.Tensor:
     key = partial(key_of, seed=0, role=Role.GRADIENTS, parameter=0)
     block, row = codec.group_size, codec.wire_bytes(numel)
     shared = Rotation(block=block, signs=Address(key(hop=99), step))
-    streams = Streams(
-        [Coding(codec, Address(key(rank=node + 1), step)) for node in range(nodes)],
+    streams = RngState(
+        [BoundCodec(codec, Address(key(rank=node + 1), step)) for node in range(nodes)],
         [shared.of(node) for node in range(nodes)],
     )
     wire, out = torch.empty(nodes * row, dtype=torch.uint8), torch.empty(numel)

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ds_quant.comm import lossless
-from ds_quant.comm.lossless import Outbox, Parcel
+from ds_quant.comm import lossless_gather
+from ds_quant.comm.lossless_gather import LosslessGather, LosslessMessage
 from ds_quant.comm.traffic import Tally
 from tests.world import SimulatedRank, World
 
@@ -19,9 +19,9 @@ BF16 = torch.bfloat16
 WRONG = (-16, 0, 8, 40, 1 << 20, 1 << 62)
 
 
-def outbox(rank: SimulatedRank, parcels: Sequence[Parcel]) -> Outbox:
-    fabric, how = rank.fabric(None), {"device": torch.device("cpu"), "traffic": rank.traffic}
-    return Outbox(parcels, fabric.whole, fabric, **how)
+def outbox(rank: SimulatedRank, parcels: Sequence[LosslessMessage]) -> LosslessGather:
+    hierarchy, how = rank.hierarchy(None), {"device": torch.device("cpu"), "traffic": rank.traffic}
+    return LosslessGather(parcels, hierarchy.flat, hierarchy, **how)
 
 
 def gathered(rank: SimulatedRank) -> list[list[float]]:
@@ -31,7 +31,7 @@ def gathered(rank: SimulatedRank) -> list[list[float]]:
     sent = outbox(
         rank,
         [
-            Parcel(rows.shape[1], lambda rows=rows: (rows[mine] + 1 + mine, rows[mine]))
+            LosslessMessage(rows.shape[1], lambda rows=rows: (rows[mine] + 1 + mine, rows[mine]))
             for rows in reference
         ],
     )
@@ -44,8 +44,8 @@ def gathered(rank: SimulatedRank) -> list[list[float]]:
 @pytest.mark.parametrize("topology", [(4, 1), (2, 2), (1, 4)], ids=str)
 def test_every_rank_gets_the_values_of_every_other(topology: tuple[int, int], monkeypatch) -> None:
     """A message of all ranks is decoded at once."""
-    decode = Mock(side_effect=lossless.decode_lossless)
-    monkeypatch.setattr(lossless, "decode_lossless", decode)
+    decode = Mock(side_effect=lossless_gather.decode_lossless)
+    monkeypatch.setattr(lossless_gather, "decode_lossless", decode)
     for found in World(*topology).all(gathered):
         assert found == [[[1.0], [2.0], [3.0], [4.0]]] * 2
     assert decode.call_count == 4 * 2
@@ -60,7 +60,7 @@ def test_a_sample_reads_back_what_every_message_holds(lost: float) -> None:
         values = iter([wanted, wanted + lost])
         meter = rank.traffic.meter
         meter.open(lambda: 0.0)
-        outbox(rank, [Parcel(3000, lambda: (next(values), wanted * 1.01))])
+        outbox(rank, [LosslessMessage(3000, lambda: (next(values), wanted * 1.01))])
         return meter.close().tallies["weights", "inter"]
 
     for tally in World(4, 1).all(read_back):
@@ -76,10 +76,12 @@ def test_an_error_names_the_rank_whose_weights_were_changed(topology: Any, damag
     def changed(rank: SimulatedRank) -> Any:
         rows = torch.linspace(1, 2, 4 * 3000).view(4, -1).to(BF16)
         own = rows[rank.number].clone()
-        posted = outbox(rank, [Parcel(3000, lambda: (own * 1.01, own))]).post(0, lambda: rows)
+        posted = outbox(rank, [LosslessMessage(3000, lambda: (own * 1.01, own))]).post(
+            0, lambda: rows
+        )
         rows[damaged, 100] += 1
         posted.wait()
-        return rank.fabric(None).whole.findings.first()
+        return rank.hierarchy(None).flat.message_errors.first()
 
     for number, found in enumerate(World(*topology).all(changed)):
         assert (found.role, found.sender) == ("weights", damaged)
@@ -89,7 +91,7 @@ def test_an_error_names_the_rank_whose_weights_were_changed(topology: Any, damag
 
 def announced(rank: SimulatedRank) -> list[str]:
     """What an outbox says to every wrong length."""
-    reference, said, link = torch.zeros(100, dtype=BF16), [], rank.fabric(None).whole
+    reference, said, link = torch.zeros(100, dtype=BF16), [], rank.hierarchy(None).flat
     gather = link.all_gather
 
     def announce(wrong: int, lengths: torch.Tensor, **how: Any) -> Any:
@@ -100,7 +102,7 @@ def announced(rank: SimulatedRank) -> list[str]:
         if rank.number == 1:
             link.all_gather = partial(announce, wrong)
         with pytest.raises(RuntimeError) as told:
-            outbox(rank, [Parcel(100, lambda: (reference + 1, reference))] * 2)
+            outbox(rank, [LosslessMessage(100, lambda: (reference + 1, reference))] * 2)
         said.append(str(told.value))
     return said
 
@@ -121,12 +123,12 @@ def test_lengths_that_one_rank_received_otherwise_end_all_ranks() -> None:
     reference = torch.zeros(2000, dtype=BF16)
 
     def received(rank: SimulatedRank) -> str:
-        link = rank.fabric(None).whole
+        link = rank.hierarchy(None).flat
         if rank.number == 2:
             gather = link.all_gather
             link.all_gather = lambda *a, **how: gather(*a, **how).then(garbled)
         with pytest.raises(RuntimeError) as told:
-            outbox(rank, [Parcel(2000, lambda: (reference + 1, reference))])
+            outbox(rank, [LosslessMessage(2000, lambda: (reference + 1, reference))])
         return str(told.value)
 
     def garbled(arrived: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ changed one ends in an error and never in a read or a write past a buffer. On al
 send next follows from the lengths, so they first compare what they have received.
 
 [Note: status] What cannot be decoded is noted on the device and read by all ranks before the next
-optimizer step, see ``checksum.Findings``: a rank that raised by itself would leave the others
+optimizer step, see ``checksum.MessageErrors``: a rank that raised by itself would leave the others
 waiting, and to look at every message would wait for the device in each.
 """
 
@@ -30,7 +30,7 @@ from ds_quant.codec.bound import squares
 from ds_quant.comm.message import row_place
 from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Fabric, Link, Pending
+from ds_quant.comm.transport import Communicator, HierarchicalCommunicator, Pending
 from ds_quant.kernels.dispatch import decode_lossless, encode_lossless
 from ds_quant.kernels.lossless import max_bytes, problem_of
 from ds_quant.kernels.wire import ALIGNMENT
@@ -40,7 +40,7 @@ from ds_quant.kernels.wire import ALIGNMENT
 MOST_NUMEL = 1 << 24
 
 
-class Parcel(NamedTuple):
+class LosslessMessage(NamedTuple):
     """A message of ``numel`` elements from every rank. ``values()``: what this rank wants its
     elements to be, and what every holder has of them, (numel,) each.
     """
@@ -50,7 +50,7 @@ class Parcel(NamedTuple):
 
 
 def _error(backend: str, values: Tensor, wire: Tensor, *, reference: Tensor) -> Tensor:
-    """As ``Coding.error``; the squared error must be 0."""
+    """As ``BoundCodec.error``; the squared error must be 0."""
     found, status = torch.empty_like(values), torch.zeros(1, 2, dtype=torch.int32)
     whole = np.zeros(1, dtype=np.int64), np.array([wire.numel()])
     rows = reference[None], found[None], status.to(wire.device)
@@ -64,7 +64,7 @@ _CHANGED = (
 )
 
 
-class Outbox:
+class LosslessGather:
     """The messages of one optimizer step; on every rank as many, in the same order.
 
     link: the ranks that exchange them. road: what carries them, the link itself or its two levels.
@@ -72,50 +72,55 @@ class Outbox:
 
     def __init__(
         self,
-        parcels: Sequence[Parcel],
-        link: Link,
-        road: Link | Fabric,
+        messages: Sequence[LosslessMessage],
+        communicator: Communicator,
+        transport: Communicator | HierarchicalCommunicator,
         *,
         device: torch.device,
         traffic: Traffic,
     ) -> None:
         """Encode all messages and agree on their lengths: a collective."""
-        self._link, self._road = link, road
-        self._rooms = [max_bytes(parcel.numel) for parcel in parcels]
-        buffer = link.empty(sum(self._rooms), device=device)
+        self._communicator, self._transport = communicator, transport
+        self._rooms = [max_bytes(message.numel) for message in messages]
+        buffer = communicator.empty(sum(self._rooms), device=device)
         self._made_on = torch.cuda.current_stream(device) if buffer.is_cuda else None
-        self._messages = buffer.split(self._rooms)
-        own = torch.empty(len(parcels), dtype=torch.int64, device=device)
-        with profiler_range("encode", "weights", link.hop), link.encoding("weights"):
-            turns = [end // MOST_NUMEL for end in accumulate(p.numel for p in parcels)]
-            for _, places in groupby(range(len(parcels)), turns.__getitem__):
+        self._payloads = buffer.split(self._rooms)
+        own = torch.empty(len(messages), dtype=torch.int64, device=device)
+        with (
+            profiler_range("encode", "weights", communicator.hop),
+            communicator.encoding("weights"),
+        ):
+            turns = [end // MOST_NUMEL for end in accumulate(p.numel for p in messages)]
+            for _, places in groupby(range(len(messages)), turns.__getitem__):
                 first, *more = places
-                batch = [(*parcels[i].values(), self._messages[i]) for i in (first, *more)]
+                batch = [(*messages[i].values(), self._payloads[i]) for i in (first, *more)]
                 nbytes = own[first : first + len(batch)]
-                encode_lossless(batch, nbytes, backend=link.backend)
+                encode_lossless(batch, nbytes, backend=communicator.backend)
         self._lengths = self._agree(own)
         self._check()
-        self._count(parcels, traffic)
-        with link.encoding("weights") as note:
+        self._count(messages, traffic)
+        with communicator.encoding("weights") as note:
             if note is not None:
-                mine = zip(parcels, self._messages, self._lengths[link.rank].tolist(), strict=True)
-                for parcel, message, nbytes in mine:
-                    values, reference = parcel.values()
-                    error = partial(_error, link.backend)
-                    note(error, values, message[:nbytes], reference=reference)
+                mine = zip(
+                    messages, self._payloads, self._lengths[communicator.rank].tolist(), strict=True
+                )
+                for message, payload, nbytes in mine:
+                    values, reference = message.values()
+                    error = partial(_error, communicator.backend)
+                    note(error, values, payload[:nbytes], reference=reference)
 
     def _agree(self, own: Tensor) -> np.ndarray:
         """Lengths of this rank (messages,) int64 -> those of all, (ranks, messages).
 
         RuntimeError on all ranks alike if not all have received the same.
         """
-        arriving = self._link.all_gather(own.view(torch.uint8), role="weights").wait()
+        arriving = self._communicator.all_gather(own.view(torch.uint8), role="weights").wait()
         arrived = arriving.view(torch.int64)
-        least = self._link.least(torch.cat([arrived, ~arrived])).cpu().numpy()
+        least = self._communicator.least(torch.cat([arrived, ~arrived])).cpu().numpy()
         lengths, inverted = np.split(least, 2)
         if (lengths != ~inverted).any():
             raise RuntimeError(f"quantized_comm: ranks have received different lengths{_CHANGED}")
-        return lengths.reshape(self._link.size, -1)
+        return lengths.reshape(self._communicator.size, -1)
 
     def _check(self) -> None:
         lengths, rooms = self._lengths, np.array(self._rooms, dtype=np.int64)
@@ -123,15 +128,17 @@ class Outbox:
         wrong = (lengths < least) | (lengths > rooms) | (lengths % ALIGNMENT != 0)
         for rank, place in np.argwhere(wrong):
             raise RuntimeError(
-                f"quantized_comm: rank {self._link.ranks[rank]} announces {lengths[rank, place]} "
-                f"bytes of weights: allowed here are multiples of {ALIGNMENT} up to "
-                f"{rooms[place]}{_CHANGED}"
+                f"quantized_comm: rank {self._communicator.ranks[rank]} announces "
+                f"{lengths[rank, place]} bytes of weights: allowed here are multiples of "
+                f"{ALIGNMENT} up to {rooms[place]}{_CHANGED}"
             )
 
-    def _count(self, parcels: Sequence[Parcel], traffic: Traffic) -> None:
-        traffic.lossless.numel += self._link.size * sum(parcel.numel for parcel in parcels)
+    def _count(self, messages: Sequence[LosslessMessage], traffic: Traffic) -> None:
+        traffic.lossless.numel += self._communicator.size * sum(
+            message.numel for message in messages
+        )
         traffic.lossless.used += int(self._lengths.sum())
-        traffic.lossless.moved += self._link.size * int(self._lengths.max(axis=0).sum())
+        traffic.lossless.moved += self._communicator.size * int(self._lengths.max(axis=0).sum())
 
     def post(self, place: int, reference: Callable[[], Tensor]) -> Pending[Tensor]:
         """Begin to gather a message. The result is ``reference()``, asked for when everything has
@@ -142,28 +149,33 @@ class Outbox:
         most = int(lengths.max())
         if not most:  # of parameters without elements
             return Pending(reference)
-        message = self._messages[place][:most]
+        payload = self._payloads[place][:most]
         if self._made_on is not None:
-            sending = torch.cuda.current_stream(message.device)
+            sending = torch.cuda.current_stream(payload.device)
             if sending != self._made_on:  # which may be far ahead when all have been sent
-                message.record_stream(sending)
-        arriving = self._road.all_gather(message, role="weights")
+                payload.record_stream(sending)
+        arriving = self._transport.all_gather(payload, role="weights")
 
         def decoded() -> Tensor:
-            wire, ranks = arriving.wait(), np.arange(self._link.size)
-            starts = row_place(ranks, len(ranks), self._road.node_size) * most
+            wire, ranks = arriving.wait(), np.arange(self._communicator.size)
+            starts = row_place(ranks, len(ranks), self._transport.node_size) * most
             if wire.dim() == 3:  # as it arrived, without a copy
                 wire = wire.transpose(0, 1).reshape(-1)
-            with profiler_range("decode", "weights", self._link.hop), self._link.decoding():
+            with (
+                profiler_range("decode", "weights", self._communicator.hop),
+                self._communicator.decoding(),
+            ):
                 rows = reference()
                 status = torch.zeros(len(rows), 2, dtype=torch.int32, device=rows.device)
-                how = {"backend": self._link.backend}
+                how = {"backend": self._communicator.backend}
                 decode_lossless(wire, starts, lengths, rows, rows, status, **how)
-            self._link.findings.note("weights", self._link.ranks, status, _say)
+            self._communicator.message_errors.note(
+                "weights", self._communicator.ranks, status, _describe
+            )
             return rows
 
         return Pending(decoded)
 
 
-def _say(status: Sequence[int]) -> str:
+def _describe(status: Sequence[int]) -> str:
     return f"cannot be decoded on rank {{}} ({problem_of(status)})"

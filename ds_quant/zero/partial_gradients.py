@@ -1,6 +1,6 @@
 """Gradients that wait, summed inside their node, for the last micro-step of an optimizer step.
 
-[Note: waiting gradients] Before the boundary of gradient accumulation a bucket takes only the first
+[Note: partial gradients] Before the boundary of gradient accumulation a bucket takes only the first
 of its two hops (see comm/reduce.py), and DeepSpeed gets zeros. At the boundary it takes both, with
 the waiting sums, and DeepSpeed gets the whole sum. Partial sums are stored per bucket; a bucket is
 identified by its parameters and their cuts, which repeat in every micro-step unless parameters come
@@ -26,7 +26,7 @@ Member = tuple[Param, int]  # a parameter, and the rank that owns this part of i
 
 
 @dataclass(frozen=True, kw_only=True)
-class WaitingBucket:
+class PartialBucket:
     """Partial sums of some parameters.
 
     cross: takes the second hop; this rank's sums by member, fp32, of no elements where another
@@ -39,20 +39,20 @@ class WaitingBucket:
     cross: Callable[[], Iterable[tuple[Member, Tensor]]]
 
 
-class WaitingGradients:
-    """The sums of one engine: see [Note: waiting gradients]. Empty between optimizer steps."""
+class PartialGradients:
+    """The sums of one engine: see [Note: partial gradients]. Empty between optimizer steps."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._step = -1
-        self._buckets: dict[Hashable, WaitingBucket] = {}
+        self._buckets: dict[Hashable, PartialBucket] = {}
         self._keys: dict[Member, Hashable] = {}  # of the bucket that had it last
         self._crossed: dict[Member, Tensor] = {}  # sums that wait for their bucket
         self.nbytes = self.most_nbytes = 0  # now, and at most so far
         self._left: set[Param] = set()  # those that are given zeros now
         self._is_over = False  # the accumulation, whatever the engine says
 
-    def take(self, key: Hashable, members: Sequence[Member]) -> WaitingBucket | None:
+    def take(self, key: Hashable, members: Sequence[Member]) -> PartialBucket | None:
         """Return and forget what waits of a make-up; others with any of its parameters cross.
         All ranks call it in the same order.
         """
@@ -68,13 +68,13 @@ class WaitingGradients:
                     self._cross(bucket)
         return found
 
-    def _pop(self, key: Hashable) -> WaitingBucket | None:
+    def _pop(self, key: Hashable) -> PartialBucket | None:
         found = self._buckets.pop(key, None)
         if found is not None:
             self.nbytes -= found.values.nbytes
         return found
 
-    def put(self, key: Hashable, bucket: WaitingBucket) -> None:
+    def put(self, key: Hashable, bucket: PartialBucket) -> None:
         """Hold a bucket."""
         if self._keys.get(bucket.members[0]) != key:
             self._keys.update(dict.fromkeys(bucket.members, key))
@@ -150,7 +150,7 @@ class WaitingGradients:
             finally:
                 self._is_over = False
 
-    def _cross(self, bucket: WaitingBucket) -> None:
+    def _cross(self, bucket: PartialBucket) -> None:
         for member, sums in bucket.cross():
             waiting = self._crossed.get(member)
             self._crossed[member] = sums if waiting is None else waiting + sums

@@ -17,7 +17,7 @@ from torch import nn
 from ds_quant.kernels.wire import shard_range
 from ds_quant.zero import hooks, optimizer_hooks
 from ds_quant.zero.gradients import OwnerReduction
-from ds_quant.zero.waiting import WaitingGradients
+from ds_quant.zero.partial_gradients import PartialGradients
 from tests.world import SimulatedRank, World
 
 A, B, C, D = NUMELS = (37, 300, 64, 5)
@@ -105,11 +105,13 @@ class Accumulation:
                 tensors = [gradient(n, self.rank.number, micro, i) for i, n in enumerate(names)]
                 self.reduce([self.params[NAMES.index(n)] for n in names], tensors)
             if buckets[-1] in "?!":
-                rest = partial(self.rank.waiting.reduce_rest, self.flush, self.reduce_zeros)
+                rest = partial(
+                    self.rank.partial_gradients.reduce_rest, self.flush, self.reduce_zeros
+                )
                 epilogue = {"independent_gradient_partition_epilogue": rest}
-                self.rank.waiting.finish(SimpleNamespace(**epilogue))
+                self.rank.partial_gradients.finish(SimpleNamespace(**epilogue))
             else:
-                self.rank.waiting.reduce_rest(self.flush, self.reduce_zeros)
+                self.rank.partial_gradients.reduce_rest(self.flush, self.reduce_zeros)
             self.rank.after_backward()
         return self.sums
 
@@ -131,8 +133,8 @@ def test_gradients_are_the_plain_sums_of_all_micro_steps(stage: int, script: str
                         wanted += sum(gradient(n, rank, micro, place) for rank in range(4)) / 4
         torch.testing.assert_close(sum(sums[i] for sums in found), wanted, rtol=0, atol=0)
     for rank in world.ranks:
-        assert rank.waiting.nbytes == 0 < rank.waiting.most_nbytes
-        assert not rank.waiting.take_crossed(list(rank.waiting._crossed))
+        assert rank.partial_gradients.nbytes == 0 < rank.partial_gradients.most_nbytes
+        assert not rank.partial_gradients.take_crossed(list(rank.partial_gradients._crossed))
 
 
 def waiting_world(stage: int, **block: Any) -> World:
@@ -159,7 +161,7 @@ def test_sums_that_crossed_are_added_before_the_sum_is_rounded() -> None:
 
 
 def test_a_bucket_is_the_rest_if_all_of_it_is() -> None:
-    waiting = WaitingGradients(None)
+    waiting = PartialGradients(None)
     waiting._left = {"a", "b"}
     assert waiting.are_left([("a", -1), ("b", -1)]) and not waiting.are_left([("a", -1), ("c", -1)])
 

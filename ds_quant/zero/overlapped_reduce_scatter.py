@@ -21,7 +21,7 @@ from ds_quant.policy.memory import BUCKETS_AHEAD
 from ds_quant.zero.gradients import Bucket, ShardReduction
 
 
-class LateReduction:
+class OverlappedReduceScatter:
     """Post gradient buckets, and hand their shards to DeepSpeed two buckets later."""
 
     def __init__(self, reduction: ShardReduction, skip: Callable[..., Any] | None) -> None:

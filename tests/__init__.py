@@ -1,4 +1,8 @@
-"""Tests of the package, of its pages and of what is in benchmarks/, whose modules they import."""
+"""Tests of the package, its pages and benchmarks/.
+
+Modules of benchmarks/ are scripts that import each other by their file names. Tests import them in
+the same way: this package, which tests/conftest.py belongs to, puts the folder on the path.
+"""
 
 import sys
 from pathlib import Path

@@ -4,22 +4,12 @@ messages that stay in memory and can be read afterwards.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
-
-from ds_quant.comm.topology import Topology
-from ds_quant.comm.traffic import Traffic
-from ds_quant.config.schema import parse_block
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-import simulated  # noqa: E402
-from simulated import (  # noqa: E402
+import simulated
+from simulated import (
     EngineOfNobody,
     Group,
     Network,
@@ -27,6 +17,11 @@ from simulated import (  # noqa: E402
     SimulatedCommunicator,
     SimulatedRank,
 )
+from torch import nn
+
+from ds_quant.comm.topology import Topology
+from ds_quant.comm.traffic import Traffic
+from ds_quant.config.schema import parse_block
 
 T = TypeVar("T")
 simulated.PATIENCE = 20  # seconds: a rank that fails is told by the others, too

@@ -156,7 +156,8 @@ class Table:
         row, ranks = self.rows[title], self.runs(title, stage)
         for of_first, *of_others in zip(*ranks, strict=True):
             assert unsteady(of_first.seen) == [] != of_first.seen
-            assert not row.alike or all(seen_in(r) == seen_in(of_first) for r in of_others)
+            if row.alike:
+                assert all(seen_in(run) == seen_in(of_first) for run in of_others)
         if row.of_mean:
             means = [mean_losses(runs).tolist() for runs in zip(*ranks, strict=True)]
             both = [zip(rank, means, strict=True) for rank in ranks]

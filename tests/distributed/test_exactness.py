@@ -123,8 +123,11 @@ def test_exports_are_exact_and_leave_training_as_it_was(
         engine.save_checkpoint(str(scratch()), tag=name)
         torch.distributed.barrier()
         masters = exact(engine, dtype)
-        check_export(name, found[name], seen, masters)
-        assert scheme == "sdp4bit" or before == after == live(engine), name
+        # ZeRO-3 fetches in few bits before the first step too, unless differences are sent.
+        quantized = step > 0 or (stage == 3 and scheme != "sdp4bit")
+        check_export(name, found[name], seen, masters, quantized=quantized)
+        if scheme != "sdp4bit":
+            assert before == after == live(engine), name
         if stage < 3 and step:  # else there would be nothing to restore
             assert before["first.weight"] != masters["first.weight"]
     losses += train_steps(engine, STEPS, len(EXPORTS))
@@ -141,14 +144,16 @@ def test_exports_are_exact_and_leave_training_as_it_was(
         assert found[name] == plain and list(found[name]) == list(plain), name
 
 
-def check_export(name: str, bits: Bits, used: dict[str, str], exact: dict[str, str]) -> None:
+def check_export(
+    name: str, bits: Bits, used: dict[str, str], exact: dict[str, str], *, quantized: bool
+) -> None:
     assert len(bits) == len(used) == 8
     if name == "fp32":  # bits of fp32 and bf16 differ anyway
         return
     digests = {n: found for n, (*_, found) in bits.items()}
     assert digests == exact
     decoded = {n for n in used if digests[n] != used[n]}
-    assert name == "at once" or decoded == {"first.weight", "second.weight", "last.weight"}
+    assert decoded == ({"first.weight", "second.weight", "last.weight"} if quantized else set())
 
 
 class Background:
@@ -191,7 +196,8 @@ def test_a_checkpoint_written_in_the_background_is_exact(scheme: str) -> None:
     before, masters = live(engine), exact(engine, "bf16")
     engine.save_checkpoint(str(scratch()), tag="here")
     assert (live(engine) == before) == returns
-    assert engine.global_rank > 0 or engine.checkpoint_engine.commits == returns
+    if engine.global_rank == 0:
+        assert engine.checkpoint_engine.commits == returns
     train_step(engine, 1)
     states = torch.load(scratch() / "here" / "mp_rank_00_model_states.pt", weights_only=False)
     assert {n: digest(t) for n, t in states["module"].items()} == masters

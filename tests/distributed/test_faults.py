@@ -189,7 +189,8 @@ def test_survivors_end_in_time_with_a_clear_error_and_the_run_resumes(
         errors.append(error)
         seconds.append(float((tmp_path / f"ended {rank}").read_text()) - when)
     assert max(seconds) < fault.within
-    assert fault.role == "save" or any("quantized_comm: rank" in error for error in errors)
+    if fault.role != "save":
+        assert any("quantized_comm: rank" in error for error in errors)
     if fault.act is stall:  # nobody gives up early on a rank that is slow
         assert max(seconds) > TIMEOUT - 1
     resumed = run(trained_on, RANKS, fault, folder, True)

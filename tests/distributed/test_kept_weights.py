@@ -146,7 +146,8 @@ def test_what_is_always_exact_is_not_brought_back(stage: int) -> None:
     nbytes, bits = nbytes_of(3), exact(engine, "bf16")
     messages = ds_quant.report(engine)["collectives"]["weights"]
     with ds_quant.exact_weights(engine):
-        assert stage == 3 or live(engine) == bits
+        if stage < 3:  # else every rank has but a part of each
+            assert live(engine) == bits
     engine.save_16bit_model(str(scratch()))
     save(engine)
     after = ds_quant.report(engine)

@@ -12,7 +12,7 @@ import resource
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -151,7 +151,16 @@ def test_a_process_of_100m_parameters_takes_as_much_more_as_is_reported(
 STEPS, LEAST = 3, 1 << 12
 SHAPE = (512, 3)
 SMALL = {"allgather_bucket_size": 200_000, "reduce_bucket_size": 300_000}
-Case = tuple[int, str, int, dict[str, Any]]  # stage, scheme, ranks per node, zero_optimization
+
+
+class Case(NamedTuple):
+    """``ratio``: predicted bytes over those alive at once, as measured with DeepSpeed 0.19.8."""
+
+    ratio: float
+    stage: int
+    scheme: str
+    node_size: int = 2
+    zero: dict[str, Any] = {}
 
 
 def follow_buffers() -> Alive:
@@ -172,10 +181,10 @@ def follow_buffers() -> Alive:
 
 def predicted_and_alive(cases: list[Case]) -> list[tuple[float, int]]:
     alive, found = follow_buffers(), []
-    for stage, scheme, node_size, zero in cases:
-        block = {"scheme": scheme, "node_size": node_size, "allow_full_replica": True}
-        zero = {"reduce_bucket_size": 10**9, "overlap_comm": True, **zero}
-        engine = engine_of(stage, block, lambda: Stack(*SHAPE), zero=zero)
+    for case in cases:
+        block = {"scheme": case.scheme, "node_size": case.node_size, "allow_full_replica": True}
+        zero = {"reduce_bucket_size": 10**9, "overlap_comm": True, **case.zero}
+        engine = engine_of(case.stage, block, lambda: Stack(*SHAPE), zero=zero)
         alive.most = alive.nbytes
         for _ in range(STEPS):
             step(engine)
@@ -184,30 +193,48 @@ def predicted_and_alive(cases: list[Case]) -> list[tuple[float, int]]:
     return found
 
 
-CASES: list[Case] = [
-    *((3, scheme, size, {}) for scheme in ("full_precision", "qsdp", "sdp4bit") for size in (2, 4)),
-    *((2, scheme, size, {}) for scheme in ("full_precision", "qsdp", "sdp4bit") for size in (2, 4)),
-    (3, "sdp4bit", 1, {}),
-    (3, "qsdp", 2, {"reduce_bucket_size": 300_000}),
-    (2, "qsdp", 2, SMALL),
-    (2, "sdp4bit", 2, SMALL),
-    (2, "sdp4bit", 4, SMALL),
-    (1, "zeropp", 2, {"allgather_bucket_size": 200_000}),
-    (2, "lossless", 4, {"reduce_bucket_size": 300_000}),
-    (2, "lossless", 2, SMALL),
-    (3, "lossless", 2, {}),
-    (3, "lossless", 1, {}),
-]  # fmt: skip
+CASES = [
+    Case(1.484, 3, "full_precision"),
+    Case(1.296, 3, "full_precision", 4),
+    Case(1.353, 3, "qsdp"),
+    Case(1.365, 3, "qsdp", 4),
+    Case(1.470, 3, "sdp4bit"),
+    Case(1.437, 3, "sdp4bit", 4),
+    Case(1.217, 3, "sdp4bit", 1),
+    Case(1.527, 3, "qsdp", 2, {"reduce_bucket_size": 300_000}),
+    Case(1.454, 3, "lossless"),
+    Case(1.111, 3, "lossless", 1),
+    Case(1.167, 2, "full_precision"),
+    Case(1.000, 2, "full_precision", 4),
+    Case(1.101, 2, "qsdp"),
+    Case(1.000, 2, "qsdp", 4),
+    Case(1.108, 2, "sdp4bit"),
+    Case(1.000, 2, "sdp4bit", 4),
+    Case(1.256, 2, "qsdp", 2, SMALL),
+    Case(1.259, 2, "sdp4bit", 2, SMALL),
+    Case(1.463, 2, "sdp4bit", 4, SMALL),
+    Case(1.833, 2, "lossless", 2, SMALL),
+    Case(1.540, 2, "lossless", 4, {"reduce_bucket_size": 300_000}),
+    Case(1.056, 1, "zeropp", 2, {"allgather_bucket_size": 200_000}),
+]
 
 
 def test_the_peak_is_what_is_alive_at_once_or_somewhat_more() -> None:
-    """On the rank where that is most: under ZeRO-2 the owners of a bucket have more to hold. Exact
-    differences are counted at their longest.
+    """On the rank where that is most: under ZeRO-2 the owners of a bucket have more to hold.
+
+    The formula adds up the buffers of a phase, of which some are freed before others are made.
+    Lossless differences are counted at their longest. Both make the ratio of a case larger than 1,
+    and neither depends on the machine: one percent is for paddings.
     """
+    found = {}
     for case, *ranks in zip(CASES, *run(predicted_and_alive, 4, CASES, timeout=280), strict=True):
-        (predicted, *_), found = zip(*ranks, strict=True)
-        most = 1.9 if case[1] == "lossless" else 1.6 if needs.has_deepspeed("0.19") else 1.7
-        assert 0.99 * max(found) <= predicted <= most * max(found), case
+        (predicted, *_), alive = zip(*ranks, strict=True)
+        found[case.stage, case.scheme, case.node_size, str(case.zero)] = predicted / max(alive)
+    measured = dict(zip(found, [case.ratio for case in CASES], strict=True))
+    if needs.has_deepspeed("0.19"):
+        assert found == pytest.approx(measured, rel=0.01)
+    else:  # of which no ratios are recorded
+        assert all(0.99 <= ratio <= measured[case] + 0.2 for case, ratio in found.items()), found
 
 
 @pytest.mark.parametrize("stage", (2, 3))

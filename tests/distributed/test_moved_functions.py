@@ -102,7 +102,8 @@ def test_a_function_that_is_no_longer_called_ends_the_run(
         fetched_elsewhere(engine)
     with pytest.raises(Exception, match="quantized_comm: DeepSpeed 0.*did not call") as caught:
         train_step(engine, 0)
-    assert caller != FETCH or f"did not call {GATHER}" in str(caught.value)
+    if caller == FETCH:
+        assert f"did not call {GATHER}" in str(caught.value)
 
 
 @pytest.mark.parametrize("is_moved", [False, True])

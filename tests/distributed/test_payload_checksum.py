@@ -62,13 +62,13 @@ class Fault:
         return posted
 
 
-def hit(stage: int, block: dict[str, Any], role: str) -> Any:
-    """An engine after two steps, of which rank 1 gets a changed message next."""
+def hit(stage: int, block: dict[str, Any], role: str) -> tuple[Any, Fault]:
+    """Train an engine for two steps; rank 1 gets a changed message next."""
     fault = Fault(role, sender=0)
     engine = engine_of(stage, block)
     train_steps(engine, 2)
     fault.armed = engine.global_rank == 1
-    return engine
+    return engine, fault
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def hit(stage: int, block: dict[str, Any], role: str) -> Any:
 def test_a_changed_message_ends_all_ranks_naming_role_sender_and_step(
     stage: int, scheme: str, role: str
 ) -> None:
-    engine = hit(stage, BLOCKS[scheme] | {"node_size": 1, "payload_checksum": True}, role)
+    engine, _ = hit(stage, BLOCKS[scheme] | {"node_size": 1, "payload_checksum": True}, role)
     # What a step sends after its check (updated weights) is found by that of the next one.
     late = role == "weights" and (stage < 3 or scheme == "sdp4bit")
     said = f"step {3 if late else 2}: {role} from rank 0 were changed on their way.* to rank 1: "
@@ -92,14 +92,24 @@ def test_a_changed_message_ends_all_ranks_naming_role_sender_and_step(
 
 @on_ranks()
 def test_without_checksums_nobody_notices() -> None:
-    """Else the test above would be content with an error of another kind."""
-    train_steps(hit(2, {"scheme": "qsdp"}, "gradients"), 2, 2)
+    """Else the test above would be content with an error of another kind. The changed gradients
+    move the weights, which the loss of the next step shows on both ranks.
+    """
+    block = {"scheme": "qsdp"}
+    wanted = train_steps(engine_of(2, block), 4)[2:]
+    engine, fault = hit(2, block, "gradients")
+    was_armed = fault.armed
+    losses = train_steps(engine, 2, 2)
+    assert was_armed == (engine.global_rank == 1)
+    assert not fault.armed  # the message was changed
+    assert losses[0] == wanted[0]
+    assert losses[1] != wanted[1]
 
 
 @on_ranks()
 def test_weights_changed_on_their_way_into_a_checkpoint_are_found_by_the_save() -> None:
     """Not only by the step after it."""
-    engine = hit(2, {"scheme": "qsdp", "payload_checksum": True}, "weights")
+    engine, _ = hit(2, {"scheme": "qsdp", "payload_checksum": True}, "weights")
     with pytest.raises(RuntimeError, match="step 2: weights from rank 0 were changed"):
         save(engine)
 

@@ -61,8 +61,8 @@ def test_example_trains_and_saves(folder: Path, name: str, line: str, saved: str
 def test_every_script_and_config_is_tried_here_and_shown_on_the_page() -> None:
     for path in EXAMPLES.iterdir():
         assert f"](examples/{path.name})" in PAGE, path.name
-        source = Path(__file__).read_text("utf-8")
-        assert path.suffix != ".py" or path.stem == "data" or path.name in source, path.name
+        if path.suffix == ".py" and path.stem != "data":
+            assert path.name in Path(__file__).read_text("utf-8"), path.name
 
 
 @pytest.mark.slow

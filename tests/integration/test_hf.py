@@ -180,7 +180,8 @@ def test_lora_trains_and_saves_exact_adapters(tmp_path: Path, stage: int) -> Non
     for name, master in masters.items():
         expected = hf.rounded(master, named[name].dtype)
         assert np.array_equal(hf.as_array(again[name]), expected), name
-        assert stage == 3 or np.array_equal(left[name], expected), name
+        if stage == 2:
+            assert np.array_equal(left[name], expected), name
     report = report_of(trained)
     # ZeRO-3 gathers the frozen weights too, ZeRO-2 moves nothing but adapters.
     assert report["params"] == (102208 if stage == 3 else 3584)
@@ -237,7 +238,8 @@ def test_resume_continues_bit_for_bit_and_saves_are_exact(tmp_path: Path, stage:
     assert Path(first.state.best_model_checkpoint).name == "checkpoint-6" and after < before
     evaluated = first.evaluate()["eval_loss"]
     assert evaluated == pytest.approx(after, rel=1e-6 if stage == 3 else 0.01)
-    assert stage == 3 or evaluated != after
+    if stage == 2:
+        assert evaluated != after
     saved = load_file(tmp_path / "final" / "model.safetensors")
     assert set(saved) | {"lm_head.weight"} == set(exact) | {"lm_head.weight"}
     for name, tensor in saved.items():

@@ -59,8 +59,7 @@ def test_dry_run_of_the_suite(part: str, tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     sections = [line for line in done.stdout.splitlines() if line.startswith("== ")]
-    assert len(sections) == {"A": 4, "B": 8, "C": 6, "D": 2}[part]
-    assert done.stdout.count(": passed, ") == len(sections), done.stdout
+    assert done.stdout.count(": passed, ") == len(sections) > 0, done.stdout
 
 
 def test_memory_checks_choose_tests_that_exist() -> None:
@@ -118,6 +117,26 @@ def test_calls_of_many_launches_fit_the_queue(monkeypatch) -> None:
     assert len(work) == 1 + 8 and slept[1:] == [8 * 64 * kernels.SLEEP_CYCLES]
 
 
-@pytest.mark.parametrize("script", ("gpu_suite.sh", "gpu/runner.sh", "gpu/collect_wheels.sh"))
-def test_scripts_are_valid_shell(script: str) -> None:
-    subprocess.run(["bash", "-n", str(ROOT / "benchmarks" / script)], check=True)
+@pytest.mark.parametrize(("mib", "code"), [(1, 0), (65, 1)])
+def test_wheels_for_a_machine_without_a_network_take_at_most_64_mib(
+    mib: int, code: int, tmp_path: Path
+) -> None:
+    """Instead of Python a script runs, which notes its arguments; the second wheel has ``mib``."""
+    python, wheels = tmp_path / "python", tmp_path / "wheels"
+    python.write_text(
+        f"""#!/usr/bin/env bash
+        echo "$@" >>{tmp_path}/calls
+        if [ "$3" = download ]; then head -c {mib}M /dev/zero >{wheels}/one.whl; fi
+        """
+    )
+    python.chmod(0o755)
+    command = [str(ROOT / "benchmarks" / "gpu" / "collect_wheels.sh"), str(wheels), "3.11"]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stderr
+    assert ("more than 64 MiB" in done.stderr) == (code == 1)
+    built, downloaded = (tmp_path / "calls").read_text().splitlines()
+    assert built.startswith(f"-m pip wheel --no-deps --no-build-isolation --wheel-dir {wheels} ")
+    assert " --python-version 3.11 --platform manylinux_2_28_x86_64 " in downloaded
+    assert f" --dest {wheels} " in downloaded

@@ -301,7 +301,8 @@ def test_values_that_stay_are_made_beside_encoded_ones(
         found += [Rotate(codec, n, X, SUMS, stream, block, flips) for n in (*NUMELS, 20_000)]
     streams = streams_of((codec, codec), block=block, flips=flips)
     check(all_kernels, Program(found), streams, dtype)
-    assert not (all_kernels.is_cuda and block) or len(all_kernels.macros) == before + 1
+    if all_kernels.is_cuda:  # unrotated values that stay are copied by a kernel of their own
+        assert len(all_kernels.macros) - before == (1 if block else 2)
 
 
 @pytest.mark.parametrize("place", (None, 1))
@@ -314,8 +315,9 @@ def test_sums_that_stay_are_made_beside_recoded_ones(all_kernels, codec: Codec, 
         stays = Sum(source, size, values=SUMS, own=OWN, fuse_with=codec, **how)
         found += [stays, stays._replace(numel=size - 5), stays._replace(fuse_with=None, scale=0.5)]
     check(all_kernels, Program(found), streams_of([codec]))
-    launches = sum("DSQ_SOURCES" in macros for macros in all_kernels.macros)  # not of casts
-    assert not all_kernels.is_cuda or launches == (0 if codec is CAST_BF16 else 2)
+    if all_kernels.is_cuda:
+        launches = sum("DSQ_SOURCES" in macros for macros in all_kernels.macros)  # not of casts
+        assert launches == (0 if codec is CAST_BF16 else 2)
 
 
 IN_ANY_PLACE = (INT4, INT8, GAUSSIAN[1], CAST_BF16, CAST_FP32)
@@ -372,7 +374,8 @@ def test_whole_blocks_are_encoded_without_checks_of_ends(all_kernels, codec: Gro
     found = [plain, turned, plain._replace(base=BASE)] * 2
     streams = streams_of([codec], block=turned.block, flips=True)
     check(all_kernels, Program(found, [0] * 6), streams, dtype, values=kinds_of(codec))
-    assert all(macros["DSQ_WHOLE"] for macros in all_kernels.macros)
+    if all_kernels.is_cuda:
+        assert {macros["DSQ_WHOLE"] for macros in all_kernels.macros} == {1}
 
 
 @pytest.mark.parametrize("codec", DECODERS[::7], ids=id_of)
@@ -383,7 +386,8 @@ def test_whole_blocks_are_decoded_without_checks_of_ends(all_kernels, codec: Gro
     if codec.levels != "learned":
         found.append(Recode(codec, INT4, numel, ARRIVED, WIRE, 0, **how))
     check(all_kernels, Program(found, [0] * 4), streams_of([INT4]))
-    assert all(macros["DSQ_WHOLE"] for macros in all_kernels.macros)
+    if all_kernels.is_cuda:
+        assert {macros["DSQ_WHOLE"] for macros in all_kernels.macros} == {1}
 
 
 @pytest.mark.parametrize("stores", STORES, ids=str)

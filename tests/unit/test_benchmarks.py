@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import compare
+import convergence
+import paired
 import pytest
+import schemes
+import speed
+import text
 import torch
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # scripts that import each other, not a package
-
-import compare  # noqa: E402
-import convergence  # noqa: E402
-import paired  # noqa: E402
-import schemes  # noqa: E402
-import speed  # noqa: E402
-import text  # noqa: E402
 
 # ---- the demo ----
 
@@ -143,38 +137,6 @@ def test_an_interval_settles_when_it_is_narrow(
     pairs: list[float], least: int, settled: bool
 ) -> None:
     assert paired.of_pairs(pairs).is_settled(interval=0.05, least=least) == settled
-
-
-# ---- the order of its runs ----
-
-
-def order(tmp_path: Path, losses: dict[str, list[float]], **given: float) -> list[tuple[str, int]]:
-    """Runs in their order, if every run of a scheme finds these losses one after the other."""
-    args = {"pairs": 2, "most_pairs": 3, "interval": 0.05} | given
-    ledger, found = convergence.Ledger(tmp_path / "runs.jsonl", "study"), []
-    labels = [label for label in losses if label != convergence.BASELINE]
-    for label, seed in convergence.missing_runs(ledger, labels, argparse.Namespace(**args)):
-        found.append((label, seed))
-        ledger.add({"scheme": label, "seed": seed, "held_out": losses[label][seed]})
-    return found
-
-
-def test_every_scheme_gets_the_least_number_then_the_widest_interval_one_more(
-    tmp_path: Path,
-) -> None:
-    losses = {
-        "full_precision": [2.0] * 4,
-        "narrow": [2.0002, 2.0001, 2.0],
-        "wide": [2.0, 2.1, 2.0],
-        "wider": [2.0, 2.5, 2.0],
-    }
-    assert order(tmp_path, losses) == [
-        ("full_precision", 0), ("narrow", 0), ("full_precision", 1), ("narrow", 1),
-        ("wide", 0), ("wide", 1), ("wider", 0), ("wider", 1),
-        ("full_precision", 2), ("wider", 2), ("wide", 2),
-    ]  # fmt: skip
-    assert order(tmp_path, losses) == []  # all of it is in the file
-    assert order(tmp_path, losses, pairs=3) == [("narrow", 2)]
 
 
 # ---- a whole study ----

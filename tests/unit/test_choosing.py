@@ -75,8 +75,10 @@ def test_estimate_takes_what_is_advised_for_its_link(capsys, place: Place, row: 
     link = re.match(r"\d+", row.link).group()
     options = f"--params 7b --nodes {place.nodes} --gpus {place.node_size} --stage {place.stage}"
     options += f" --link {link} --intra 1800 --step 0.5"
-    best = estimated(options, capsys)["best"]
-    assert best == recommended(place, float(link)) or row.ask and best == "deepspeed as shipped"
+    wanted = recommended(place, float(link))
+    if row.ask and place == Place(3, 2, 1):  # where estimate says that nothing gains 5 %
+        wanted = "deepspeed as shipped"
+    assert estimated(options, capsys)["best"] == wanted
 
 
 LORA = "ds_lora_zero3.json", "your block (qsdp)"

@@ -57,7 +57,8 @@ def test_links_lead_to_files(page: Path) -> None:
             continue
         path = page.parent / target if target else page
         assert path.exists(), target
-        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+        if anchor:
+            assert anchor in anchors(path), f"{target}#{anchor}"
 
 
 def anchors(page: Path) -> set[str]:
@@ -66,21 +67,10 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-# Made by commands; the navigation of the site has their questions.
-MADE = {"keys", "support", "peer_suite", "results", "faults"}
-
-
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
-def test_every_page_begins_with_the_question_that_it_answers(page: Path) -> None:
-    title = page.read_text("utf-8").partition("\n")[0]
-    assert page.stem in MADE or (title.startswith("# ") and title[-1] in "?\uff1f"), title
-
-
-def test_every_page_has_its_question_in_the_navigation_of_the_site() -> None:
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
     text = (ROOT / ".ci" / "mkdocs.yml").read_text("utf-8")
-    shown = dict(re.findall(r"^ +- (.+): ([\w.]+\.md)$", text, re.MULTILINE))
-    assert all(question[-1] in "?\uff1f" for question in shown)
-    assert sorted(shown.values()) == sorted({"index.md"} | {page.name for page in PAGES[1:]})
+    shown = re.findall(r"^ +- .+: ([\w.]+\.md)$", text, re.MULTILINE)
+    assert sorted(shown) == sorted({"index.md"} | {page.name for page in PAGES[1:]})
 
 
 def test_every_page_is_listed_in_the_readme_or_with_those_on_quality() -> None:
@@ -88,14 +78,6 @@ def test_every_page_is_listed_in_the_readme_or_with_those_on_quality() -> None:
     quality = (ROOT / "docs" / "quality.md").read_text("utf-8")
     for page in ROOT.glob("docs/*.md"):
         assert f"](docs/{page.name})" in first or f"]({page.name})" in quality, page.name
-
-
-def test_badges_say_what_the_package_says() -> None:
-    badges = {path.stem: path.read_text("utf-8") for path in ROOT.glob("docs/badges/*.svg")}
-    setup = (ROOT / "setup.cfg").read_text("utf-8")
-    assert f">{ds_quant.__version__}<" in badges["version"]
-    assert re.search(r"^license = (.+)$", setup, re.M)[1] in badges["licence"]
-    assert all(f"](docs/badges/{name}.svg)" in PAGES[0].read_text("utf-8") for name in badges)
 
 
 @functools.cache
@@ -109,7 +91,8 @@ def test_files_and_tests_named_in_backticks_exist(page: Path) -> None:
     files = r"`((?:configs|docs|benchmarks|ds_quant|tests)/[\w./]+\.\w+)(?:::(\w+))?`"
     for name, test in re.findall(files, text):
         assert (ROOT / name).exists(), name
-        assert not test or test in defined_in(ROOT / name), f"{name}::{test}"
+        if test:
+            assert test in defined_in(ROOT / name), f"{name}::{test}"
     known = set().union(*map(defined_in, ROOT.glob("tests/*/test_*.py")))
     assert set(re.findall(r"`(test_\w+)`", text)) <= known
 

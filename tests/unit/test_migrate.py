@@ -30,8 +30,8 @@ def test_a_config_of_deepspeed_becomes_a_block_that_start_up_takes(
     refusals.refuse(after, parse(after))
     for section in ("zero_optimization", "optimizer", "fp16"):
         for key, value in before.get(section, {}).items():
-            kept = after[section].get(key, "gone")
-            assert kept == value or f"{section}.{key}" in said
+            if after[section].get(key, "gone") != value:
+                assert f"{section}.{key}" in said
     unchanged = {"train_batch_size", "gradient_clipping", "steps_per_print"} & set(before)
     assert {key: after[key] for key in unchanged} == {key: before[key] for key in unchanged}
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+import peer_suite
 import pytest
+from peer_suite import EXPLAINED, PLAIN, Ended
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import peer_suite  # noqa: E402
-from peer_suite import EXPLAINED, PLAIN, Ended  # noqa: E402
-
 REFUSAL = "quantized_comm cannot be used with something"
 
 
@@ -67,7 +63,8 @@ def test_every_explanation_is_needed_and_on_the_page(committed: dict[str, Any]) 
         assert any(row["why"] == entry["why"] for row in committed["differences"]), entry
     for row in committed["differences"]:
         assert f"`{row['test'].rpartition('/')[2]}`" in page, row["test"]
-        assert row["why"] in page or row["outcome"] == "refused", row["why"]
+        if row["outcome"] != "refused":
+            assert row["why"] in page, row["why"]
     for scheme, total in peer_suite.totals(committed).items():
         cells = " | ".join(str(total[name]) for name in peer_suite.COUNTS)
         assert f"| `{scheme}` | {cells} |" in page

@@ -125,4 +125,5 @@ def test_the_line_names_the_version_that_loses_gradients_and_the_setting(
     assert len(lines) == len(said)
     for line, word in zip(lines, said, strict=True):
         assert word in line and line.startswith(f"DeepSpeed {version} ")
-        assert word != "forgets" or f"gradient_accumulation_steps={accumulation} needs" in line
+        if word == "forgets":
+            assert f"gradient_accumulation_steps={accumulation} needs" in line

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sections
 import torch
 import yaml
 
@@ -18,10 +18,6 @@ from ds_quant.policy import cost
 from ds_quant.policy.model import block_cargo
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import sections  # noqa: E402
-
 PAGES = ("README.md", "docs/results.md", "docs/choosing.md")
 QUOTED = Path(__file__).parent / "golden" / "quoted.yaml"
 README, RESULTS, CHOOSING = ((ROOT / page).read_text("utf-8") for page in PAGES)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'ds_quant[bench]'")
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import step_trace  # noqa: E402
 

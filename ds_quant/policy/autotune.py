@@ -9,6 +9,8 @@ messages in full precision; that decides nothing but what 5 % is of.
 [Note: what is timed] Every hop of the routes, by itself: encoding, the message and decoding of as
 many elements as a gather or a bucket has, fewer where it is large. A step takes as many of them as
 bring all elements. All ranks of the world measure at once, so that nodes send as they do in a step.
+Several short messages in place of a large one would count its fixed cost several times: on a GPU a
+message that takes less than 10 ms is timed again with more elements.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from statistics import median
 
@@ -32,7 +35,10 @@ from ds_quant.kernels.wire import round_up, shard_range
 from ds_quant.policy.route import Hop, Routes, times
 
 WORTH_IT = 1.05  # see [Note: the ladder]
-NUMEL_CPU, NUMEL_GPU = 1 << 18, 1 << 22  # timed at once at most; a GPU needs more to be busy at all
+NUMEL_CPU, NUMEL_GPU = 1 << 18, 1 << 22  # timed at once; a GPU needs more to be busy at all
+MOST_NUMEL_GPU = 1 << 26  # where messages are short and memory allows it
+_SHORT = 0.01  # seconds of a message, of which a fixed cost of 0.2 ms is 2 %
+_BYTES = 24  # per element, of what is timed and all that is made of it
 _ADDRESS = Address(key=0, step=0)
 
 
@@ -107,8 +113,7 @@ def step_seconds(
 ) -> float:
     """Seconds that the messages of a step take under a scheme, nothing hidden. A collective."""
     often = {"micro_steps": work.micro_steps, "gathers": work.gathers}
-    most = NUMEL_CPU if device.type == "cpu" else NUMEL_GPU
-    gather, bucket = (max(1, min(n, most)) for n in (work.gather, work.bucket))
+    most = _most_numel(device)
     total, share = 0.0, 1.0
     hops = routes.weights(dtype=work.dtype).hops
     for hop, following in zip_longest(hops, hops[1:]):
@@ -121,16 +126,39 @@ def step_seconds(
         )
         crosses_alone = routes.keeps_shard and hop.per == "step"  # a rank's rows, trained ones
         numel = work.trained / routes.node_size if crosses_alone else work.numel
-        seconds = slowest(_gather(hop, communicator, gather, work.dtype, device), device)
-        total += times(hop.per, **often) * numel / gather * seconds
+        make = partial(_gather, hop, communicator, dtype=work.dtype, device=device)
+        total += times(hop.per, **often) * numel * _seconds(make, work.gather, most, device)
     for hop in routes.gradients().hops:
         communicator = getattr(hierarchy, hop.level)
-        reduction = _reduce(routes, hop, communicator, bucket, work.gradients, device)
-        total += (
-            times(hop.per, **often) * share * work.trained / bucket * slowest(reduction, device)
-        )
+        make = partial(_reduce, routes, hop, communicator, dtype=work.gradients, device=device)
+        seconds = _seconds(make, work.bucket, most, device)
+        total += times(hop.per, **often) * share * work.trained * seconds
         share /= communicator.size
     return total
+
+
+def _most_numel(device: torch.device) -> int:
+    """Return how many elements may be timed at once, as many on all ranks. A collective on CUDA."""
+    if device.type != "cuda":
+        return NUMEL_CPU
+    free, _ = torch.cuda.mem_get_info(device)
+    room = torch.tensor([free // (4 * _BYTES)], device=device)
+    torch.distributed.all_reduce(room, op=torch.distributed.ReduceOp.MIN)
+    return max(NUMEL_GPU, min(int(room), MOST_NUMEL_GPU))
+
+
+def _seconds(
+    make: Callable[[int], Callable[[], object]], wanted: int, most: int, device: torch.device
+) -> float:
+    """Return the seconds per element of messages of ``wanted`` elements, of which ``make`` makes
+    one: see [Note: what is timed]. A collective.
+    """
+    numel = max(1, min(wanted, most, NUMEL_GPU))
+    seconds = slowest(make(numel), device)
+    while numel < min(wanted, most) and seconds < _SHORT:  # alike on all ranks
+        numel = min(wanted, most, 4 * numel)
+        seconds = slowest(make(numel), device)
+    return seconds / numel
 
 
 def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

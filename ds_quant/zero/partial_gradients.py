@@ -72,6 +72,7 @@ class PartialGradients:
         found = self._buckets.pop(key, None)
         if found is not None:
             self.nbytes -= found.values.nbytes
+            hooks.keep_for_current_stream(found.values)  # see ``return_to_device``
         return found
 
     def put(self, key: Hashable, bucket: PartialBucket) -> None:
@@ -96,7 +97,9 @@ class PartialGradients:
             sums.data = (offload.pin(room) if pin else room).copy_(sums)
 
     def return_to_device(self) -> None:
-        """See ``offload.follow_states``."""
+        """See ``offload.follow_states``. The current stream makes these sums, and the one that
+        reduces takes them.
+        """
         for sums in self._sums():
             sums.data = sums.to(hooks.device())
 
@@ -118,7 +121,10 @@ class PartialGradients:
         """Sums that waited for a bucket at the boundary."""
         if not self._crossed:
             return {}
-        return {m: self._crossed.pop(m) for m in members if m in self._crossed}
+        taken = {m: self._crossed.pop(m) for m in members if m in self._crossed}
+        for sums in taken.values():
+            hooks.keep_for_current_stream(sums)
+        return taken
 
     def reduce_rest(
         self, flush: Callable[[], None], reduce_zeros: Callable[[Sequence[Any]], None]
@@ -153,4 +159,6 @@ class PartialGradients:
     def _cross(self, bucket: PartialBucket) -> None:
         for member, sums in bucket.cross():
             waiting = self._crossed.get(member)
+            if waiting is not None:
+                hooks.keep_for_current_stream(waiting)
             self._crossed[member] = sums if waiting is None else waiting + sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -164,3 +165,37 @@ def test_autotune_times_what_a_step_sends_under_the_settings(
         gathers=gathers,
     )  # fmt: skip
     assert seen == [work] * 2
+
+
+@on_ranks(2)
+def test_a_leaf_module_is_one_fetch_with_the_same_losses() -> None:
+    from ds_quant.zero.fetch import Fetch
+
+    fetched, fetch = [], Fetch.fetch
+
+    def noted(self: Fetch, original: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        params = list(params)
+        fetched.append(len(params))
+        return fetch(self, original, params, *args, **kwargs)
+
+    Fetch.fetch = noted
+    counts, losses = [], []
+    for leaves in (False, True):
+        engine = engine_of(
+            3, {"scheme": "qsdp", "node_size": 1}, partial(tower, {"leaves": leaves}),
+            zero=zero(0, 0, 0),
+        )  # fmt: skip
+        own = []
+        for _ in range(3):
+            fetched.clear()
+            loss = engine(torch.ones(1, WIDTH, dtype=torch.bfloat16))
+            engine.backward(loss)
+            engine.step()
+            own.append(float(loss.detach()))
+        counts.append(list(fetched))
+        losses.append(own)
+        engine.destroy()
+    alone, whole = counts
+    assert losses[0] == losses[1]
+    assert sum(alone) == sum(whole) and len(whole) < len(alone)
+    assert whole.count(3) == 2 * LAYERS  # a norm's two and a matrix, for forward and backward

@@ -8,6 +8,7 @@ away on purpose the model must notice.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -25,10 +26,20 @@ import ds_quant
 from ds_quant.comm.reduction_plan import presumed_pace
 from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import QuantizedCommConfig
+from ds_quant.zero import hooks
 from tests.distributed import counting
 from tests.distributed.features import ALL_FEATURES, Feature
 from tests.distributed.harness import OWN_GROUP, on_ranks, scratch
-from tests.distributed.models import PREFETCH, QSDP, build, engine_of, settings, train_step
+from tests.distributed.models import (
+    PREFETCH,
+    QSDP,
+    build,
+    engine_of,
+    forward,
+    settings,
+    train_step,
+)
+from tests.distributed.test_offload_states import INCLUDE
 from tests.distributed.test_spread import small_chunks
 from tests.thin import thinned
 
@@ -63,8 +74,8 @@ def _become_a_device(model: Any, lost: str) -> None:
     """From here on DeepSpeed and the plugin take this process for one with the model's streams."""
     from deepspeed.accelerator import real_accelerator
 
-    from ds_quant.comm import lossless_gather
-    from ds_quant.zero import attach, hooks
+    from ds_quant.comm import checksum, lossless_gather
+    from ds_quant.zero import attach, hooks, telemetry
     from tests.distributed.device_model import Accelerator
 
     real_accelerator.ds_accelerator = Accelerator(model)
@@ -86,6 +97,14 @@ def _become_a_device(model: Any, lost: str) -> None:
     as_on_cuda = {"device": lambda: torch.device("cuda")}
     attach.hooks = SimpleNamespace(**vars(hooks) | as_on_cuda)
     attach.warm_up_rank = lambda *_: None
+    sums = checksum._checksums
+    checksum._checksums = lambda *args: sums(*args) * 0  # what arrives is zeros
+
+    def clock() -> float:
+        model.synchronize()
+        return time.perf_counter()
+
+    telemetry.device_clock = lambda _: clock
 
     def touched(
         wire: Any, starts: Any, lengths: Any, base: Any, out: Any, status: Any, *, backend: str
@@ -94,9 +113,8 @@ def _become_a_device(model: Any, lost: str) -> None:
         status.add_(0)
 
     lossless_gather.decode_lossless = touched
-    lossless_gather.LosslessGather._agree = fake_world._at_full_length(
-        lossless_gather.LosslessGather._agree
-    )
+    gather = lossless_gather.LosslessGather
+    gather._agree = fake_world._at_full_length(gather._agree)
 
 
 def faults(
@@ -106,17 +124,22 @@ def faults(
     *,
     micro_steps: int = MICRO_STEPS,
     lost: str = "nothing",
+    world: str = "2x2",
+    more: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Return the faults of three optimizer steps. A feature with a loop of its own keeps it."""
-    fake_world.join(fake_world.World(2, 2))
+    """Return the faults of three optimizer steps. A feature with a loop of its own keeps it.
+    ``more``: what else is in the block.
+    """
+    ranks = fake_world.World.parse(world)
+    fake_world.join(ranks)
     import deepspeed  # noqa: F401  # before the accelerator changes
 
     from tests.distributed.device_model import Model
 
     model = Model()
     _become_a_device(model, lost)
-    block = {"scheme": scheme, "node_size": 2, "backend": "torch", "checksum_steps": 0}
-    block |= {"metrics": {"interval": 0}}
+    block = {"scheme": scheme, "node_size": ranks.ranks_per_node, "backend": "torch"}
+    block |= {"checksum_steps": 0, "metrics": {"interval": 0}, **(more or {})}
     # Parameters of ZeRO-3 are larger than this bucket: their gradients lie outside it.
     overlapping = {"overlap_comm": True, "reduce_bucket_size": 20_000 if stage == 3 else 10**6}
     if feature.step is train_step:
@@ -131,7 +154,7 @@ def faults(
         with model:
             for step in range(3):
                 feature.step(engine, step, 0)
-    assert len(model.streams) >= 4
+    assert len(model.streams) >= 3  # DeepSpeed's own and one of a process group
     return sorted(set(model.faults))
 
 
@@ -164,18 +187,125 @@ def test_every_operation_knows_that_what_it_touches_is_done(
 
 # Of the rows make test takes those whose gradients go another way.
 QUICK_ROWS = "small gradient buckets", "`reduce_scatter: false`"
+ROWS = [(title, stage) for title, row in ALL_FEATURES.items() for stage in row.stages]
+OTHERS = "lossless_g3", "qsdp", "zeropp", "hybrid", "eden3", "full_precision", "sdp4bit"
+# Each row with another scheme and number of micro-steps, in turn.
+IN_TURN = [
+    (title, stage, OTHERS[place % len(OTHERS)], 1 + place % MICRO_STEPS)
+    for place, (title, stage) in enumerate(ROWS)
+]
+
+
+@pytest.mark.parametrize(
+    ("title", "stage", "scheme", "micro_steps"),
+    thinned(
+        dict.fromkeys([(*row, "sdp4bit", MICRO_STEPS) for row in ROWS] + IN_TURN),
+        lambda title, stage, scheme, micro_steps: (
+            title in QUICK_ROWS and stage != 1 and scheme == "sdp4bit"
+        ),
+    ),
+)
+@on_ranks(1, environment=OWN_GROUP)
+def test_every_feature_knows_that_what_it_touches_is_done(
+    title: str, stage: int, scheme: str, micro_steps: int
+) -> None:
+    assert faults(stage, scheme, ALL_FEATURES[title], micro_steps=micro_steps) == []
+
+
+def away_and_back(engine: Any, step: int, _: int) -> list[float]:
+    """States leave the device after every micro-step and come back to it as copies."""
+    losses, to = [], Tensor.to
+
+    def copied(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        moved = to(tensor, *args, **options)
+        return moved.clone() if moved is tensor and _is_ours(1) else moved
+
+    for micro in range(MICRO_STEPS):
+        losses.append(forward(engine, step, micro))
+        engine.backward(losses[-1])
+        engine.step()
+        engine.optimizer.offload_states(include=INCLUDE[engine.zero_optimization_stage()])
+        hooks.synchronize()  # the host waits for what it is given
+        Tensor.to = copied
+        engine.optimizer.reload_states()
+        Tensor.to = to
+    return [float(loss.detach()) for loss in losses]
+
+
+LEARNED = {"weights": {"levels": "learned", "level_steps": [1, 2], "rounding": "nearest"}}
+WATCHED = {"fallback": {"on_nonfinite": "full_precision"}}
+SAMPLED = {"metrics": {"interval": 2, "file": "metrics"}}
+WHOLE = {"allow_full_replica": True}
+AWAY = Feature(accumulation=MICRO_STEPS, step=away_and_back)
+AHEAD = Feature(zero=PREFETCH)
+# By title: scheme, feature, world, what else is in the block.
+WAYS: dict[str, tuple[str, Feature, str, dict[str, Any]]] = {
+    "payload checksums": ("sdp4bit", AHEAD, "2x2", {"payload_checksum": True}),
+    "payload checksums, lossless": ("lossless_g3", AHEAD, "2x2", {"payload_checksum": True}),
+    "compared copies": ("sdp4bit", AHEAD, "2x2", {"checksum_steps": 1}),
+    "compared copies, lossless": ("lossless_g3", AHEAD, "2x2", {"checksum_steps": 1}),
+    "metrics": ("sdp4bit", AHEAD, "2x2", SAMPLED),
+    "metrics, lossless": ("lossless_g3", AHEAD, "2x2", SAMPLED),
+    "fallback": ("sdp4bit", AHEAD, "2x2", WATCHED),
+    "learned levels": ("qsdp", AHEAD, "2x2", LEARNED),
+    "warm-up": ("sdp4bit", AHEAD, "2x2", {"warmup_steps": 1}),
+    "states off the device": ("sdp4bit", AWAY, "2x2", {}),
+    "states off the device, lossless": ("lossless_g3", AWAY, "2x2", {}),
+    "one node": ("sdp4bit", AHEAD, "1x4", {}),
+    "one node, zeropp": ("zeropp", AHEAD, "1x4", {}),
+    "one rank per node": ("sdp4bit", AHEAD, "4x1", WHOLE),
+    "one rank per node, qsdp": ("qsdp", AHEAD, "4x1", {}),
+    "one rank per node, lossless": ("lossless_g3", AHEAD, "4x1", WHOLE),
+}
+QUICK_WAYS = [("states off the device", 3), ("payload checksums", 3), ("one rank per node", 2)]
 
 
 @pytest.mark.parametrize(
     ("title", "stage"),
     thinned(
-        [(title, stage) for title, row in ALL_FEATURES.items() for stage in row.stages],
-        lambda title, stage: title in QUICK_ROWS and stage != 1,
+        [(title, stage) for title in WAYS for stage in (1, 2, 3)],
+        lambda title, stage: (title, stage) in QUICK_WAYS,
     ),
 )
 @on_ranks(1, environment=OWN_GROUP)
-def test_every_feature_knows_that_what_it_touches_is_done(title: str, stage: int) -> None:
-    assert faults(stage, "sdp4bit", ALL_FEATURES[title]) == []
+def test_every_way_to_run_knows_that_what_it_touches_is_done(title: str, stage: int) -> None:
+    scheme, feature, world, more = WAYS[title]
+    os.chdir(scratch())
+    assert faults(stage, scheme, feature, world=world, more=more) == []
+
+
+@on_ranks(1)
+def test_sums_that_were_away_are_kept_for_the_stream_that_reduces() -> None:
+    """Those of a parameter that has changed its bucket."""
+    from deepspeed.accelerator import real_accelerator
+
+    from ds_quant.zero.partial_gradients import PartialBucket, PartialGradients
+    from tests.distributed.device_model import Accelerator, Model
+
+    model = Model()
+    real_accelerator.ds_accelerator = Accelerator(model)
+    torch.Tensor.record_stream = lambda tensor, stream: model.record(tensor, stream)
+    reducing, member = model.stream("reducing"), ("parameter", -1)
+    store = PartialGradients(SimpleNamespace(global_steps=0))
+
+    def bucket() -> PartialBucket:
+        crossing = lambda: [(member, torch.ones(64))]  # noqa: E731
+        return PartialBucket(members=[member], values=torch.ones(64), added=None, cross=crossing)
+
+    with model:
+        store.take("any", [])
+        store._crossed[member] = torch.ones(64)  # made on the default stream
+        store.put("before", bucket())
+        reducing.wait_stream(model.default)
+        with model.on(reducing):
+            assert store.take("now", [member]) is None  # what waits is added to what has crossed
+        torch.zeros(64)
+        store._crossed[member] = torch.ones(64)
+        reducing.wait_stream(model.default)
+        with model.on(reducing):
+            store.take_crossed([member])[member].mul(2)
+        torch.zeros(64)
+    assert model.faults == []
 
 
 @pytest.mark.parametrize(

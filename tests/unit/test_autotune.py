@@ -66,8 +66,8 @@ def test_the_median_of_the_slowest_rank_counts_without_the_first_run(
 
 
 def test_gradients_on_deepspeeds_own_path_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "_gather", lambda *args: "gather")
-    monkeypatch.setattr(autotune, "_reduce", lambda *args: "reduce")
+    monkeypatch.setattr(autotune, "_gather", lambda *_, **__: "gather")
+    monkeypatch.setattr(autotune, "_reduce", lambda *_, **__: "reduce")
     monkeypatch.setattr(autotune, "slowest", lambda run, device: 3.0 if run == "gather" else 5.0)
     link = SimpleNamespace(size=2)
     hierarchy, work = (
@@ -82,7 +82,40 @@ def test_gradients_on_deepspeeds_own_path_are_not_timed(monkeypatch: pytest.Monk
         for exact in (False, True):
             routes = Routes(stage=stage, stock_gradients=exact, **how)
             found = autotune.step_seconds(routes, hierarchy, work, torch.device("cpu"))
-            assert found == gathers * 2 * 3.0 + (0 if exact else 4 * 4 * 5.0)
+            assert found == pytest.approx(gathers * 2 * 3.0 + (0 if exact else 4 * 4 * 5.0))
+
+
+@pytest.mark.parametrize(
+    ("rate", "free", "timed"),
+    [
+        (1e11, 80e9, [22, 24, 26]),  # elements per second, free bytes, powers of two
+        (1e9, 80e9, [22, 24]),
+        (1e8, 80e9, [22]),
+        (1e11, 1e9, [22]),
+    ],
+)
+def test_fixed_costs_of_short_messages_on_a_gpu_are_not_multiplied(
+    monkeypatch: pytest.MonkeyPatch, rate: float, free: float, timed: list[int]
+) -> None:
+    seen, fixed, gather = [], 2e-4, 1 << 26
+
+    def seconds(numel: int, device: torch.device) -> float:
+        seen.append(numel)
+        return fixed + numel / rate
+
+    cuda, place = torch.device("cuda"), torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda values, device: place(values))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free), 0))
+    group = SimpleNamespace(all_reduce=lambda *_, **__: None, ReduceOp=SimpleNamespace(MIN="min"))
+    monkeypatch.setattr(torch, "distributed", group)
+    monkeypatch.setattr(autotune, "slowest", seconds)
+    found = autotune._seconds(lambda n: n, gather, autotune._most_numel(cuda), cuda) * gather
+    assert seen[: len(timed)] == [1 << power for power in timed]
+    exact = fixed + gather / rate
+    if free == 80e9:
+        assert seen == [1 << power for power in timed] and found == pytest.approx(exact, rel=0.02)
+    else:
+        assert max(seen) <= free / 4 / autotune._BYTES
 
 
 def test_nvlink_takes_few_slices() -> None:

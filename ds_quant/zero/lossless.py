@@ -32,8 +32,8 @@ def posts(
     """Yield what brings each message and takes it over, in turn. All are encoded, and their lengths
     exchanged, before the first is yielded. ``link``, ``road``, ``how``: see ``LosslessGather``.
     """
-    messages = [LosslessMessage(message.numel, message.values) for message in messages]
-    outbox = LosslessGather(messages, communicator, transport, **how)
+    outgoing = [LosslessMessage(message.numel, message.values) for message in messages]
+    outbox = LosslessGather(outgoing, communicator, transport, **how)
     for place, message in enumerate(messages):
         yield partial(message.post, outbox, place)
 

@@ -73,10 +73,10 @@ def drawn(config: dict[str, Any], model: type[nn.Module]) -> np.ndarray:
     draw, encoding = reference.random_bits, Meter.encoding
     place = 0
 
-    def placed(self: Meter, role: str, link: str) -> Any:
+    def placed(self: Meter, role: str, hop: str) -> Any:
         nonlocal place
-        place = PLACES.index((role, link))
-        return encoding(self, role, link)
+        place = PLACES.index((role, hop))
+        return encoding(self, role, hop)
 
     def noted(address: Any, first: int, vectors: int, device: torch.device) -> torch.Tensor:
         draws.append((address.key, address.step, first, vectors, place))

@@ -98,7 +98,9 @@ def test_a_sample_measures_the_weights_whether_differences_are_sent(
         meter.open(lambda: 0.0)
         bound_codec = BoundCodec(codec, difference=coded)
         message = Message(parts, rank=rank.number, ranks=2)
-        message.gather(rank.communicator(None), [held, wanted], [bound_codec], lambda: [held]).wait()
+        message.gather(
+            rank.communicator(None), [held, wanted], [bound_codec], lambda: [held]
+        ).wait()
         return meter.close().tallies["weights", "intra"].squares.tolist()
 
     for error, norm in World(1, 2).all(measured):

@@ -238,7 +238,7 @@ class Bucket(Protocol):
 
 
 class ZeroOptimizer(Protocol):
-    """What ``DeepSpeedZeroOptimizer`` and ``DeepSpeedZeroOptimizer_Stage3`` have in common."""
+    """Attributes that ``DeepSpeedZeroOptimizer`` and ``DeepSpeedZeroOptimizer_Stage3`` share."""
 
     optimizer: torch.optim.Optimizer  # the wrapped one
     overflow: bool  # the last step was skipped

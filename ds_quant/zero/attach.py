@@ -287,7 +287,7 @@ def _fallback(plugin: Plugin, settings: FallbackConfig) -> Fallback | None:
 def _attach_shards(plugin: Plugin, optimizer: ShardOptimizer) -> Fetch:
     """ZeRO-3: serve the fetches of weights and, for training, reduce gradients to shards."""
     fetch = Fetch(plugin)
-    params = list(plugin.engine.module.parameters())
+    params = sharded_params.parameters_of(plugin.engine.module)
     fetch.attach(params)
     plugin.serve([(p, p.ds_process_group) for p in params])
     _note_empty(plugin)

@@ -134,6 +134,7 @@ class Engine(Protocol):
     _config: Config
     module: torch.nn.Module
     device: torch.device
+    global_rank: int
     basic_optimizer: torch.optim.Optimizer | None  # the user's optimizer, None for inference
     communication_data_type: torch.dtype  # of gradients
     sequence_parallel_size: int

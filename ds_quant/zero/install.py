@@ -157,7 +157,7 @@ def _reduce(
 
 
 @functools.cache
-def _open(backend: TorchBackend) -> None:
+def _open(backend: Any) -> None:
     """At the first call, build and open the operator as the backend's constructor would."""
     module = importlib.import_module("deepspeed.comm.torch")
     operator = getattr(module, _BUILD).ds_quant_wraps()

@@ -30,7 +30,9 @@ def check_messages(plugin: Plugin) -> None:
     vote = torch.where(message_errors.any_error(hooks.device()), rank, world)
     (receiver,) = minimum(vote.view(1))
     if receiver < world:
-        end_run(plugin, receiver, broadcast(message_errors.first(), source=receiver))
+        error = broadcast(message_errors.first(), source=receiver)
+        assert error is not None, "the receiver has voted for it"
+        end_run(plugin, receiver, error)
     message_errors.forget()
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ds_quant.comm.checksum import MessageErrors
 from ds_quant.comm.reduction_plan import ReductionHop, Slicing, presumed_pace
@@ -101,21 +100,16 @@ class Plugin:
         self.topology = topology
         self.stage: int = engine.zero_optimization_stage()
         self.routes = Routes(
-            scheme=scheme,
-            stage=self.stage,
-            nodes=topology.nodes,
-            node_size=topology.node_size,
+            scheme=scheme, stage=self.stage, nodes=topology.nodes, node_size=topology.node_size
         )
         self.stock_gradients = stock_gradients
-        self.slicing = Slicing(
-            count=scheme.block.slices,
-            pace=presumed_pace(hooks.device(), backend()),
-        )
+        pace = presumed_pace(hooks.device(), backend())
+        self.slicing = Slicing(count=scheme.block.slices, pace=pace)
 
         # - The parameters of the module
         self._params = _params_of(engine, self.routes)  # by id of the tensor
         # Parameters that this engine communicates, each with its process group; see ``serve``.
-        self.served_params: Sequence[tuple[ZeroParameter, ProcessGroup | None]] = ()
+        self.served_params: Sequence[tuple[ZeroParameter, object]] = ()
         self.has_few_ranks = False  # some of them belong to part of the world
 
         # - State between steps
@@ -165,7 +159,7 @@ class Plugin:
         """Return every parameter that the module had when the engine was built."""
         return self._params.values()
 
-    def serve(self, parameters: Sequence[tuple[ZeroParameter, ProcessGroup | None]]) -> None:
+    def serve(self, parameters: Sequence[tuple[ZeroParameter, object]]) -> None:
         """Take the parameters that this engine communicates, each with its process group.
 
         Adds a start-up notice for those on a subset of ranks (experts, pipeline, tensor parallel).
@@ -181,7 +175,7 @@ class Plugin:
 
     # ---- communicators ----
 
-    def communicator(self, process_group: ProcessGroup | None) -> Communicator:
+    def communicator(self, process_group: object) -> Communicator:
         """Return the communicator of a process group; None is the world."""
         key = id(process_group)
         if key not in self._communicators:
@@ -200,7 +194,7 @@ class Plugin:
         """Return all communicators so far, in an order that is the same on the ranks of each."""
         return list(self._communicators.values())
 
-    def is_world(self, process_group: ProcessGroup | None) -> bool:
+    def is_world(self, process_group: object) -> bool:
         """Return True if a process group has all ranks."""
         return self.communicator(process_group).ranks == list(range(self.topology.world))
 
@@ -208,7 +202,7 @@ class Plugin:
         """Make the communicators of ``LevelGroups``."""
         return tuple([self.communicator(group) for group in level_groups(self.topology)])
 
-    def hierarchy(self, process_group: ProcessGroup | None) -> HierarchicalCommunicator:
+    def hierarchy(self, process_group: object) -> HierarchicalCommunicator:
         """Return the communicators of both levels; those of one level for part of the world."""
         key = id(process_group)
         if key not in self._hierarchies:
@@ -220,7 +214,7 @@ class Plugin:
             )
         return self._hierarchies[key]
 
-    def route(self, process_group: ProcessGroup | None) -> tuple[ReductionHop, ...]:
+    def route(self, process_group: object) -> tuple[ReductionHop, ...]:
         """Return the hops of a gradient reduction over a process group."""
         key = id(process_group)
         if key not in self._hops:

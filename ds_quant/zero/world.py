@@ -88,7 +88,7 @@ def level_groups(topology: Topology) -> LevelGroups:
     return _made[topology]
 
 
-def _new_groups(level: Sequence[list[int]]) -> ProcessGroup:
+def _new_groups(level: Sequence[list[int]]) -> ProcessGroup | None:
     """Make the process groups of a level; return that of this rank. See [Note: how they are made].
 
     With the default group's timeout: torch's default for new groups is 30 minutes.

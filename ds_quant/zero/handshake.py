@@ -64,8 +64,10 @@ def _read(store: PrefixStore, keys: Sequence[str]) -> list[str]:
     return [store.get(key).decode() for key in keys]
 
 
-def wait_for_ranks(what: str, *, rank: int, world: int, patience: float, timeout: float) -> None:
-    """Wait through the store until every rank has called ``what``, which is a collective.
+def wait_for_ranks(
+    function: str, *, rank: int, world: int, patience: float, timeout: float
+) -> None:
+    """Wait through the store until every rank has called ``function``, which is a collective.
 
     Rank 0 warns after ``patience`` seconds, because it may be alone by mistake. Other ranks do not:
     they may be waiting for rank 0 to write a large file.
@@ -73,7 +75,7 @@ def wait_for_ranks(what: str, *, rank: int, world: int, patience: float, timeout
     Raises:
         RuntimeError: naming the ranks that have not called it within ``timeout`` seconds.
     """
-    store = store_of_call(f"wait_for_ranks/{what}", rank)
+    store = store_of_call(f"wait_for_ranks/{function}", rank)
     store.set(str(rank), "here")
     if store.add("count", 1) == world:  # one key for all ranks to wait for
         store.set("all", "here")
@@ -82,34 +84,36 @@ def wait_for_ranks(what: str, *, rank: int, world: int, patience: float, timeout
         return
     missing = missing_ranks(store, range(world))
     if missing:
-        log.log_rank0(message.format(what, missing) + f" after {patience:g} s, still waiting")
+        log.log_rank0(message.format(function, missing) + f" after {patience:g} s, still waiting")
     if wait_for_keys(store, ["all"], timeout):
         return
     missing = missing_ranks(store, range(world))
     if missing:
         raise RuntimeError(
-            message.format(what, missing) + f" within {timeout:g} s. Call it on all ranks and let "
+            message.format(function, missing)
+            + f" within {timeout:g} s. Call it on all ranks and let "
             "one of them write the files, as ZeRO-3 needs it too"
         )
 
 
-# ---- what ranks show each other ----
+# ---- cards and verdict ----
 
 
 class Card(TypedDict):
-    """What one rank shows to rank 0."""
+    """The facts that a rank puts into the store for rank 0."""
 
-    # Equal on all ranks, by name.
+    # These must be equal on all ranks.
     versions: dict[str, Any]
     block: dict[str, Any]
-    kernels: str  # may differ, but all ranks are as slow as the slowest
+    # These may differ. All ranks are as slow as the slowest kernels.
+    kernels: str
     # Placement, see ``topology.place``.
     host: str
     launched: tuple[str, int] | None  # a list once it has been JSON
 
 
 class Verdict(TypedDict, total=False):
-    """What rank 0 answers: an error, or the ranks per node and warnings."""
+    """The answer of rank 0: an error, or the ranks per node and warnings."""
 
     error: str
     node_size: int
@@ -120,7 +124,7 @@ _SHOWN = 8  # groups of ranks that a message names
 
 
 def disagreement(cards: Sequence[Card]) -> str:
-    """Name what differs from rank 0, ranks with equal differences together; "" if nothing does."""
+    """Name the ranks that differ from rank 0, by their differences; "" if none does."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, card in enumerate(cards):
         differences = tuple(_differences(cards[0]["versions"], card.get("versions", {})))
@@ -143,11 +147,11 @@ def _differences(
     first: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[str]:
     for key in sorted({*first, *other}):
-        mine, theirs = first.get(key), other.get(key)
-        if isinstance(mine, dict) and isinstance(theirs, dict):
-            yield from _differences(mine, theirs, f"{prefix}{key}.")
-        elif mine != theirs:
-            yield f"{prefix}{key}={show(theirs)} (rank 0: {show(mine)})"
+        expected, actual = first.get(key), other.get(key)
+        if isinstance(expected, dict) and isinstance(actual, dict):
+            yield from _differences(expected, actual, f"{prefix}{key}.")
+        elif expected != actual:
+            yield f"{prefix}{key}={show(actual)} (rank 0: {show(expected)})"
 
 
 def mixed_kernels(cards: Sequence[Card]) -> list[str]:

@@ -5,10 +5,10 @@ The config parser reads the block. The engine's first check refuses stage 0 if t
 optimizer. The three methods that build an optimizer attach to it or refuse. All other hooks are set
 per engine, see hooks.py.
 
-[Note: what is shortened] Errors whose type is a message to the user are printed without a
+[Note: short messages] Errors whose type is a message to the user are printed without a
 traceback: a wrong setting, and ranks that cannot start together. All other errors go to the
-previous hook, Python's or torch.distributed's. A program with a hook of its own keeps it. Another
-rank prints one short line if rank 0 has printed the same message, else its own message.
+previous hook, Python's or torch.distributed's. A program with its own hook keeps it. A rank other
+than 0 prints one short line if rank 0 has printed the same message, else its own message.
 
 [Note: the shared-memory operator] On the CPU ``deepspeed.init_distributed`` compiles DeepSpeed's
 shared-memory operator, which takes a minute or more, and opens 69 MB of shared memory per rank that
@@ -71,7 +71,7 @@ def read_block(original: Callable[..., object], self: Config, param_dict: dict[s
         _log_once(environment.CONFIG_WINS)
     if block is not None:
         if refusals.stage_of(param_dict):  # else see ``judge_stage_0``
-            refusals.refuse(param_dict, block)  # ahead of DeepSpeed's own checks; attach repeats it
+            refusals.refuse(param_dict, block)  # before DeepSpeed's checks; ``attach`` repeats it
         if os.environ.get("LOCAL_RANK", "0") == "0":
             for lock in leftovers.idle_locks():
                 log.log_here(f"quantized_comm: {leftovers.lock_sentence(lock)}")
@@ -149,15 +149,13 @@ def defer_operator() -> None:
         wrap_once(backend.TorchBackend, "inference_all_reduce", _reduce)
 
 
-def _reduce(
-    original: Callable[..., object], self: TorchBackend, *args: object, **kwargs: object
-) -> object:
+def _reduce(original: Callable[..., object], self: Any, *args: object, **kwargs: object) -> object:
     _open(self)
     return original(self, *args, **kwargs)
 
 
 @functools.cache
-def _open(backend: Any) -> None:
+def _open(backend: TorchBackend) -> None:
     """At the first call, build and open the operator as the backend's constructor would."""
     module = importlib.import_module("deepspeed.comm.torch")
     operator = getattr(module, _BUILD).ds_quant_wraps()
@@ -176,7 +174,7 @@ _PATIENCE = 3.0  # seconds that ranks which fail together wait for each other
 
 
 def shorten_messages() -> None:
-    """Print errors of the user without a traceback: see [Note: what is shortened]. Idempotent."""
+    """Print errors of the user without a traceback: see [Note: short messages]. Idempotent."""
     previous = sys.excepthook
     is_torchs = getattr(previous, "__module__", "").startswith("torch.distributed")
     if previous is sys.__excepthook__ or is_torchs:

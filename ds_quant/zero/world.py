@@ -2,7 +2,7 @@
 
 The levels are the ranks of a node, and the ranks of equal index in all nodes.
 
-[Note: how they are made] torch makes a process group by a collective of the whole world. At 64
+[Note: making process groups] torch makes a process group by a collective of the whole world. At 64
 nodes of 8 ranks these would be 72 collectives. Where the world is bound to devices (NCCL), each
 would also split a communicator of 512 ranks; one split makes the groups of all nodes and a second
 one those of all indices. Elsewhere only its members make a group, if all ranks know as many groups:
@@ -34,6 +34,9 @@ T = TypeVar("T")
 
 def minimum(numbers: list[int] | Tensor) -> list[int]:
     """Return the minimum of each number over all ranks. A collective; waits for the device.
+
+    ``Communicator.least`` takes the minimum inside one process group. This one also works before
+    there is a communicator, and shows up in DeepSpeed's comms_logger.
 
     numbers: a list, or (count,) int64 on the device.
     """
@@ -89,9 +92,10 @@ def level_groups(topology: Topology) -> LevelGroups:
 
 
 def _new_groups(level: Sequence[list[int]]) -> ProcessGroup | None:
-    """Make the process groups of a level; return that of this rank. See [Note: how they are made].
+    """Make the process groups of a level, and return that of this rank.
 
-    With the default group's timeout: torch's default for new groups is 30 minutes.
+    See [Note: making process groups]. They get the default group's timeout: torch's default for new
+    groups is 30 minutes.
     """
     world = c10d._get_default_group()
     world_backend = world._get_backend(hooks.device())

@@ -127,8 +127,8 @@ def attach(engine: Engine, optimizer: Any) -> None:
     config = hooks.block_of(engine)
     if config is None:
         return
-    # Refused twice: ``install.read_block`` ran these checks ahead of DeepSpeed's own, which would
-    # name other settings, but knew neither the optimizer nor a stage that was set since.
+    # Checked a second time. ``install.read_block`` ran ahead of DeepSpeed's checks, so that a user
+    # reads these messages first; it knew neither the optimizer nor a stage that was set later.
     refusals.refuse(hooks.param_dict(engine), config, bf16_optimizer=optimizer is None)
     rank, world = hooks.rank_and_world()
     config.validate_world(world)
@@ -209,7 +209,7 @@ def _connect(
     """
     events = plugin.hooks
     rank, world = hooks.rank_and_world()
-    fallback = _fallback(plugin, config.fallback)
+    fallback = _make_fallback(plugin, config.fallback)
     sealed = plugin.scheme.block.payload_checksum and world > 1
     if sealed:
         plugin.notices.append("every message carries a checksum")
@@ -218,10 +218,10 @@ def _connect(
         plugin.message_errors.at_once = partial(message_check.end_run, plugin, rank)
     if trains:
         if checked:
-            _check_messages(plugin, after_save=sealed)
+            _add_message_checks(plugin, after_save=sealed)
         if fallback is not None:  # all ranks then agree how the next step is sent
             events.before_step.append(fallback.vote)
-        _update_weights(plugin, fetch)
+        _add_weight_updates(plugin, fetch)
         if world > 1:
             first_step.judge_first_step(plugin, first_step.promised_roles(plugin))
         if fallback is not None:  # may refresh weights that a skipped step left behind
@@ -246,8 +246,8 @@ def _connect(
     events.connect()
 
 
-def _check_messages(plugin: Plugin, *, after_save: bool) -> None:
-    """Check messages before an update, an export or, with ``after_save``, a save uses them."""
+def _add_message_checks(plugin: Plugin, *, after_save: bool) -> None:
+    """Check messages before an update or an export uses them, and after a save if asked to."""
     events = plugin.hooks
     check = partial(message_check.check_messages, plugin)
     events.before_step.append(check)
@@ -256,8 +256,8 @@ def _check_messages(plugin: Plugin, *, after_save: bool) -> None:
         events.after_save.append(check)
 
 
-def _update_weights(plugin: Plugin, fetch: Fetch | None) -> None:
-    """Follow the new weights with levels and node shard, then compare the copies."""
+def _add_weight_updates(plugin: Plugin, fetch: Fetch | None) -> None:
+    """After an update: learn levels, refresh the node shard, then compare the copies."""
     events = plugin.hooks
     if fetch is not None:
         if plugin.scheme.level_steps:
@@ -269,7 +269,7 @@ def _update_weights(plugin: Plugin, fetch: Fetch | None) -> None:
         events.after_update.append(partial(drift.compare_copies, plugin, plugin.weight_cache))
 
 
-def _fallback(plugin: Plugin, settings: FallbackConfig) -> Fallback | None:
+def _make_fallback(plugin: Plugin, settings: FallbackConfig) -> Fallback | None:
     """Return the vote on full precision, None if there is nothing to vote on."""
     watches = kill_file() is not None
     if settings.on_nonfinite == "skip" and not watches:
@@ -296,10 +296,10 @@ def _attach_shards(plugin: Plugin, optimizer: ShardOptimizer) -> Fetch:
         fetch.keep_in_node()
     plugin.hooks.on_destroy.append(fetch.close)
     if hooks.steps(optimizer):  # else inference: parameters only
-        # Loading replaces the references of lossless differences, so these need no refill.
+        # Saving leaves rows of lossless differences exact, and ``checkpoint.restore`` refills them.
         if plugin.node_shard is not None and not plugin.scheme.lossless:
             plugin.hooks.after_checkpoint_event.append(plugin.node_shard.resync)
-        if _takes_gradients(plugin):
+        if _reduces_gradients(plugin):
             if plugin.routes.gradients().waits:
                 _accumulate(plugin, optimizer, hooks.shard_buckets(optimizer))
             _reduce_to_shards(plugin, optimizer)
@@ -344,7 +344,7 @@ def _attach_replica(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
     """ZeRO-1 and 2: gather updated weights, reduce gradients to their owners."""
     engine, events = plugin.engine, plugin.hooks
     groups = list(optimizer_hooks.replica_groups(optimizer))
-    served: list[tuple[Any, Any]] = []
+    served: list[tuple[Tensor, object]] = []
     foreign = 0
     for group in groups:
         for p in group.params:
@@ -369,7 +369,7 @@ def _attach_replica(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
     events.around_export.append(replica.exact)
     checkpoint.watch_reads(plugin)
     muon.attach(plugin, optimizer)
-    if _takes_gradients(plugin):
+    if _reduces_gradients(plugin):
         if plugin.routes.gradients().waits:
             _accumulate(plugin, optimizer, optimizer_hooks.owner_buckets(optimizer))
         _reduce_to_owners(plugin, optimizer)
@@ -396,7 +396,7 @@ def _reduce_to_owners(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
 # ---- gradients of all stages ----
 
 
-def _takes_gradients(plugin: Plugin) -> bool:
+def _reduces_gradients(plugin: Plugin) -> bool:
     """Return True if the plugin reduces gradients; note it in the start-up line if not."""
     if plugin.stock_gradients is not None:
         plugin.notices.append(

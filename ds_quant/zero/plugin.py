@@ -26,7 +26,7 @@ from ds_quant.zero.param import Param, learn
 from ds_quant.zero.world import backend, level_groups
 
 if TYPE_CHECKING:  # these modules import this one
-    from ds_quant.zero.deepspeed_types import Engine, ZeroParameter
+    from ds_quant.zero.deepspeed_types import Engine
     from ds_quant.zero.fetch import GatherCount
     from ds_quant.zero.hooks import Hooks
     from ds_quant.zero.node_shard import NodeShard
@@ -109,7 +109,7 @@ class Plugin:
         # - The parameters of the module
         self._params = _params_of(engine, self.routes)  # by id of the tensor
         # Parameters that this engine communicates, each with its process group; see ``serve``.
-        self.served_params: Sequence[tuple[ZeroParameter, object]] = ()
+        self.served_params: Sequence[tuple[Tensor, object]] = ()
         self.has_few_ranks = False  # some of them belong to part of the world
 
         # - State between steps
@@ -159,7 +159,7 @@ class Plugin:
         """Return every parameter that the module had when the engine was built."""
         return self._params.values()
 
-    def serve(self, parameters: Sequence[tuple[ZeroParameter, object]]) -> None:
+    def serve(self, parameters: Sequence[tuple[Tensor, object]]) -> None:
         """Take the parameters that this engine communicates, each with its process group.
 
         Adds a start-up notice for those on a subset of ranks (experts, pipeline, tensor parallel).

@@ -27,11 +27,11 @@ from ds_quant.comm.message import SMALL_NUMEL, GatherSlice, Message, is_tight, s
 from ds_quant.comm.transport import Communicator, HierarchicalCommunicator, Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import log, optimizer_hooks
+from ds_quant.zero.edited_weights import EditDetector
 from ds_quant.zero.lossless import Post, Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 from ds_quant.zero.param import HopCodec, Param
 from ds_quant.zero.plugin import Plugin
-from ds_quant.zero.safety import EditDetector
 
 # Codecs of the parameters of a window of the partitions, and its gather, whose buffers are the
 # replica and this rank's new weights of the window, if they are not in the replica.

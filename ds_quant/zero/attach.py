@@ -30,15 +30,19 @@ from ds_quant.zero import (
     offload,
     optimizer_hooks,
     safety,
+    shard_hooks,
     sharded_params,
 )
-from ds_quant.zero.fetch import Fetch, GatherCount, gathered_modules, predicted_gathers
-from ds_quant.zero.gradients import OwnerReduction, ShardReduction, require_equal
+from ds_quant.zero.equal_buckets import require_equal
+from ds_quant.zero.fetch import Fetch
+from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_gathers
 from ds_quant.zero.overlapped_reduce_scatter import OverlappedReduceScatter
+from ds_quant.zero.owner_gradients import OwnerReduction
 from ds_quant.zero.partial_gradients import PartialGradients
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.report import advice, announce, figures, one_bucket, start_line
+from ds_quant.zero.shard_gradients import ShardReduction
 from ds_quant.zero.telemetry import Telemetry, listened_to, unwritable
 from ds_quant.zero.warmup import warm_up_rank
 from ds_quant.zero.world import broadcast, level_groups
@@ -248,7 +252,8 @@ def _attach_gradients(plugin: Plugin, optimizer: Any) -> None:
     _note_single_ranks(plugin)
     if plugin.routes.gradients().waits:
         waiting = plugin.partial_gradients = PartialGradients(plugin.engine)
-        buckets = (hooks.shard_buckets if shards else optimizer_hooks.owner_buckets)(optimizer)
+        make_buckets = shard_hooks.shard_buckets if shards else optimizer_hooks.owner_buckets
+        buckets = make_buckets(optimizer)
         events.before_last_buckets.append(partial(waiting.reduce_rest, *buckets))
         events.before_gradients.append(partial(waiting.finish, optimizer))
     (_reduce_to_shards if shards else _reduce_to_owners)(plugin, optimizer)
@@ -261,14 +266,14 @@ def _reduce_to_shards(plugin: Plugin, optimizer: Any) -> None:
     plugin.notices += one_bucket(plugin.engine, muon.full_round(plugin, optimizer))
     reduction, skip = ShardReduction(plugin), None
     if plugin.partial_gradients is not None:
-        skip = hooks.skip_zero_shards(optimizer, partial(_waits, plugin, -1))
+        skip = shard_hooks.skip_zero_shards(optimizer, partial(_waits, plugin, -1))
         # DeepSpeed drops its own gradients there, which ZeRO-2 does not.
         events.after_zero_grad.append(plugin.partial_gradients.drop)
     if hooks.device().type != "cpu" or not overlaps:
-        hooks.wrap_shard_reduction(events, reduction, skip)
+        shard_hooks.wrap_shard_reduction(events, reduction, skip)
     else:
         late = OverlappedReduceScatter(reduction, skip)
-        hooks.wrap_shard_reduction(events, late.reduce, late.partition)
+        shard_hooks.wrap_shard_reduction(events, late.reduce, late.partition)
         events.around_last_buckets.append(late.last_buckets)
 
 

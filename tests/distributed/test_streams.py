@@ -75,7 +75,7 @@ def _become_a_device(model: Any, lost: str) -> None:
     from deepspeed.accelerator import real_accelerator
 
     from ds_quant.comm import checksum, lossless_gather
-    from ds_quant.zero import attach, hooks, telemetry
+    from ds_quant.zero import accelerator, attach, hooks, telemetry
     from tests.distributed.device_model import Accelerator
 
     real_accelerator.ds_accelerator = Accelerator(model)
@@ -93,7 +93,7 @@ def _become_a_device(model: Any, lost: str) -> None:
 
     torch.Tensor.record_stream = record
     if lost == "barrier":
-        hooks.StepBarrier.wait = lambda _: None
+        accelerator.StepBarrier.wait = lambda _: None
     as_on_cuda = {"device": lambda: torch.device("cuda")}
     attach.hooks = SimpleNamespace(**vars(hooks) | as_on_cuda)
     attach.warm_up_rank = lambda *_: None
@@ -290,20 +290,22 @@ def test_sums_that_were_away_are_kept_for_the_stream_that_reduces() -> None:
 
     def bucket() -> PartialBucket:
         crossing = lambda: [(member, torch.ones(64))]  # noqa: E731
-        return PartialBucket(members=[member], values=torch.ones(64), added=None, cross=crossing)
+        return PartialBucket(
+            members=[member], values=torch.ones(64), reduction=None, reduce_between_nodes=crossing
+        )
 
     with model:
-        store.take("any", [])
-        store._crossed[member] = torch.ones(64)  # made on the default stream
-        store.put("before", bucket())
+        store.pop("any", [])
+        store._reduced[member] = torch.ones(64)  # made on the default stream
+        store.keep("before", bucket())
         reducing.wait_stream(model.default)
         with model.on(reducing):
-            assert store.take("now", [member]) is None  # what waits is added to what has crossed
+            assert store.pop("now", [member]) is None  # added to the reduced sums
         torch.zeros(64)
-        store._crossed[member] = torch.ones(64)
+        store._reduced[member] = torch.ones(64)
         reducing.wait_stream(model.default)
         with model.on(reducing):
-            store.take_crossed([member])[member].mul(2)
+            store.pop_reduced([member])[member].mul(2)
         torch.zeros(64)
     assert model.faults == []
 

@@ -32,7 +32,7 @@ def moved(engine: Any) -> dict[str, list[torch.Tensor]]:
     plugin = engine.ds_quant_plugin
     return {
         "rows": [param.node_rows.rows for param in plugin.node.served] if plugin.node else [],
-        "sums": list(plugin.partial_gradients._sums()) if plugin.partial_gradients else [],
+        "sums": list(plugin.partial_gradients._all_sums()) if plugin.partial_gradients else [],
         "replica": list(engine.optimizer.bit16_groups_flat) if plugin.replica else [],
     }
 

@@ -1,4 +1,4 @@
-"""An exchange of weights in chunks, which goes on during the next forward.
+"""An exchange of weights in chunks, which continues during the next forward.
 
 [Note: first needed first] The exchange after an optimizer step is cut into *chunks* of parameters,
 in the order in which the last step gathered them. Some chunks are posted at once, the others as

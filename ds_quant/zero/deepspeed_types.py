@@ -363,7 +363,10 @@ class ShardOptimizer(ZeroOptimizer, Protocol):
     def partition_grads(
         self, params_to_release: list[ZeroParameter], grad_partitions: list[Tensor]
     ) -> object:
-        """Store shards of gradients and free the gradients. Wrapped: shard_hooks.wrap_shard_reduction."""
+        """Store shards of gradients and free the gradients.
+
+        Wrapped: shard_hooks.wrap_shard_reduction.
+        """
 
     def reduce_ready_partitions_and_remove_grads(self, param: ZeroParameter) -> object:
         """Put the gradient of a parameter into its bucket."""

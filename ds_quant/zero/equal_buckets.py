@@ -53,7 +53,7 @@ def _describe(plugin: Plugin, communicator: Communicator, names_by_rank: list[li
         f"gradients: rank {communicator.ranks[0]} those of {len(first)} parameter(s) now, rank "
         f"{communicator.ranks[other_rank]} those of {len(other)}; one of them lacks "
         f"{shown or 'none, but they come in another order'}. Under ZeRO-1 and 2 every rank "
-        "must have gradients of the same parameters, with and without this plugin. Draw what "
-        "is left out (LayerDrop) alike on all ranks, or add 0 * parameter.sum() of what is "
-        "left out to the loss"
+        "must have gradients of the same parameters, with and without this plugin. Leave out the "
+        "same layers on all ranks (LayerDrop), or add 0 * parameter.sum() of every parameter "
+        "that is left out to the loss"
     )

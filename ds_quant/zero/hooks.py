@@ -331,12 +331,11 @@ class ExpectedCall(threading.local):
             self.target = previous
 
 
-def moved(what: str) -> RuntimeError:
+def moved(name: str) -> RuntimeError:
     """Return the error for a function that this version of DeepSpeed no longer calls."""
     return RuntimeError(
-        f"quantized_comm: {deepspeed_version()} did not call {what}, so what this plugin should "
-        f"carry travelled without it; use a tested version ({_TESTED}) or remove the "
-        "quantized_comm block"
+        f"quantized_comm: {deepspeed_version()} did not call {name}, so communication bypassed "
+        f"this plugin; use a tested version ({_TESTED}) or remove the quantized_comm block"
     )
 
 

@@ -11,14 +11,14 @@ and the next fetch fills their rows in full precision. Saving a checkpoint marks
 that a run that saves continues like one that loads. The primary shard is not the node shard's row:
 it stays exact, because exports and GatheredParameters read it.
 
-[Note: when a gather is posted] The exchange goes on during the next forward (``ChunkedExchange``).
-A gather inside the node needs the chunks that hold its parameters. On a device with streams it is
-posted at once, behind these chunks on DeepSpeed's stream of gathers. On the CPU a wait for a chunk
-blocks the host, so a gather is posted when it is waited for. Whatever else reads or writes rows
-finishes the exchange first.
+[Note: when a gather is posted] The exchange continues during the next forward, see
+``ChunkedExchange``. A gather inside the node needs the chunks that hold its parameters. On a device
+with streams it is posted at once, behind these chunks on DeepSpeed's stream of gathers. On the CPU
+a wait for a chunk blocks the host, so a gather is posted when it is waited for. Other reads and
+writes of rows finish the exchange first.
 
 [Note: rows in host memory] If DeepSpeed keeps its shards on the host (``offload_param``), the rows
-are there too, page-locked. A gather copies its rows to the device when it is posted, as far ahead
+are there, too, page-locked. A gather copies its rows to the device when it is posted, as far ahead
 of their use as DeepSpeed fetches. An exchange copies a chunk to the device when it has arrived,
 changes it there and copies it back; differences are also taken from a copy. Copies run in order of
 the stream that asks for them: the device holds one chunk and the gathers under way.

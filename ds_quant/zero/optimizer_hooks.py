@@ -280,8 +280,8 @@ def require_replica(optimizer: OwnerOptimizer) -> None:
     """Raise RuntimeError if ``offload_states`` has taken the replica off the device."""
     if "lp_params" in getattr(optimizer, "offloaded_states", ()):
         raise RuntimeError(
-            "quantized_comm: what is saved or exported is first gathered exactly, but "
-            "offload_states has taken the weights off the device: call reload_states before"
+            "quantized_comm: a save or an export first gathers exact weights, but offload_states "
+            "has moved the weights off the device: call reload_states before it"
         )
 
 

@@ -1,10 +1,10 @@
 """Overlap ZeRO-3 gradient reduction with backward on devices without streams (CPU).
 
-[Note: late shards] On CUDA DeepSpeed reduces a bucket on a stream of its own, and backward goes on.
-On the CPU backward would stop until the bucket has crossed the network. So the reduction is only
-posted, and DeepSpeed stores the shards (``partition_grads``) later: when two more buckets are
-posted, or when backward ends. The next bucket may overwrite the gradients, so the values that this
-rank adds in full precision are copied.
+[Note: late shards] On CUDA DeepSpeed reduces a bucket on a stream of its own while backward
+continues. On the CPU backward would stop until the bucket has crossed the network. So the reduction
+is only posted, and DeepSpeed stores the shards (``partition_grads``) later: when two more buckets
+are posted, or when backward ends. The next bucket may overwrite the gradients, so the values that
+this rank adds in full precision are copied.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class OverlappedReduceScatter:
             # Every dtype that had a bucket has a last one, which stores all shards.
             if self._posted:
                 raise RuntimeError(
-                    f"quantized_comm: {len(self._posted)} gradient bucket(s) were not put away "
+                    f"quantized_comm: {len(self._posted)} gradient bucket(s) were not stored "
                     "at the end of the backward; set zero_optimization.overlap_comm: false and "
                     "report it with your ds_config.json"
                 )

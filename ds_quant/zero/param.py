@@ -126,7 +126,7 @@ class Param:
 
     index: position in ``named_parameters()``.
     shape: full shape, also under ZeRO-3.
-    trained: its ``requires_grad`` when the engine was built. Momentum and weight decay go on moving
+    trained: its ``requires_grad`` when the engine was built. Momentum and weight decay still move
         the parameter after ``requires_grad`` is turned off.
     tensor: the parameter itself. The reference keeps its id from being used again.
     packed: its values may be bit patterns, see ``scheme.is_packed``.

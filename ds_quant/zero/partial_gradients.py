@@ -20,18 +20,28 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ds_quant.comm.reduce import Reduction
 from ds_quant.zero import accelerator, offload
-from ds_quant.zero.deepspeed_types import Engine, ZeroOptimizer, ZeroParameter
+from ds_quant.zero.deepspeed_types import ZeroOptimizer, ZeroParameter
 from ds_quant.zero.param import Param
 
 # Key of a gradient slice: its parameter and the rank that owns it under ZeRO-1 and 2; -1 under
 # ZeRO-3, where every rank has a shard.
 Member = tuple[Param, int]
+
+
+class MicroSteps(Protocol):
+    """The part of DeepSpeed's engine that counts micro-steps."""
+
+    global_steps: int
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return True in the last micro-step of an optimizer step."""
 
 
 class Boundary(Enum):
@@ -68,7 +78,7 @@ class PartialGradients:
     most_nbytes: most bytes so far.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: MicroSteps) -> None:
         self._engine = engine
         self._step = -1
         self._buckets: dict[Hashable, PartialBucket] = {}

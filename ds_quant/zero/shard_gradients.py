@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from ds_quant.comm.message import is_tight, small_last
 from ds_quant.comm.reduction_plan import shards_of
 from ds_quant.comm.transport import Communicator
-from ds_quant.zero.deepspeed_types import ZeroParameter
 from ds_quant.zero.gradients import GradientReducer, GradientSlice, PendingSums, note_finite
 from ds_quant.zero.param import Param
 
@@ -24,7 +23,7 @@ class ShardReduction(GradientReducer):
 
     def __call__(
         self,
-        params: Sequence[ZeroParameter],
+        params: Sequence[Tensor],
         tensors: list[Tensor],
         group: ProcessGroup | None,
     ) -> list[Tensor] | None:
@@ -39,7 +38,7 @@ class ShardReduction(GradientReducer):
 
     def begin(
         self,
-        params: Sequence[ZeroParameter],
+        params: Sequence[Tensor],
         tensors: list[Tensor],
         group: ProcessGroup | None,
     ) -> ShardBucket | None:

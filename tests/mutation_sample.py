@@ -282,7 +282,8 @@ def run(mutants: Sequence[Mutant], covered: Covered, results: Path, workers: int
                 )
             )
         else:
-            _note(results, mutant, killed=False, by="no test runs it", seconds=0, tests=0)
+            how = {"killed": False, "by": "no test runs it", "failed": False}
+            _note(results, mutant, **how, seconds=0, tests=0)
     with tempfile.TemporaryDirectory() as folder:
         folders = _compiled_copies(Path(folder), workers)
         for trial, verdict in verdicts(trials, folders):
@@ -325,6 +326,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, required=True, metavar="FILE")
     parser.add_argument("--tools", action="store_true", help="of ds_quant/tools, else of the rest")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="number of the first that is tried")
     parser.add_argument("--count", type=int, default=400)
     parser.add_argument("--workers", type=int, default=2, help="mutants tried at once")
     arguments = parser.parse_args()
@@ -333,10 +335,11 @@ def main() -> int:
         for path in ROOT.glob("ds_quant/**/*.py")
         if (path.parent.name == "tools") == arguments.tools
     ]
-    mutants = list(sample(places(files), arguments.seed, arguments.count))
+    mutants = list(sample(places(files), arguments.seed, arguments.count))[arguments.first :]
     import_once()
     run(mutants, Covered(arguments.coverage), arguments.results, arguments.workers)
-    rows = [row for row in _rows(arguments.results) if row["number"] < arguments.count]
+    drawn = range(arguments.first, arguments.count)
+    rows = [row for row in _rows(arguments.results) if row["number"] in drawn]
     print(f"seed {arguments.seed}: {score(sum(row['killed'] for row in rows), len(rows))}")
     return 0
 

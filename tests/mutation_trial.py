@@ -24,6 +24,7 @@ import pytest
 SECONDS_MORE = 60  # on top of
 TIMES_LONGER = 3  # than without a mutant: a trial that takes longer has no end
 FAILED = "failed_test"
+RUNNING = "running_test"
 OUTPUT = "output.txt"
 BROKEN = 70  # exit status of a trial whose tests did not run
 IMPORTED = (
@@ -57,11 +58,14 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of a trial. by: the test that failed, or how the process ended."""
+    """What became of a trial. by: the test that failed, or how the process ended. failed: whether
+    a test did; a process may also end itself or have no end.
+    """
 
     killed: bool
     by: str
     seconds: float
+    failed: bool
 
 
 def import_once() -> None:
@@ -78,9 +82,10 @@ def import_once() -> None:
 def verdicts(trials: Sequence[Trial], folders: Sequence[Path]) -> Iterator[tuple[Trial, Verdict]]:
     """Try every mutant in one of ``folders``, copies of the checkout, as many at once as there are.
 
-    Yield trials as they end.
+    Yield trials as they end. Where no test has failed and the process has not ended well, it is
+    tried once more: it may have been an accident of a loaded machine.
     """
-    waiting, free = list(trials), list(folders)
+    waiting, free, again = list(trials), list(folders), set[int]()
     running: dict[int, tuple[Trial, Path, bytes, float]] = {}
     while waiting or running:
         while waiting and free:
@@ -99,7 +104,12 @@ def verdicts(trials: Sequence[Trial], folders: Sequence[Path]) -> Iterator[tuple
             _restore(folder, trial, original)
             del running[process]
             free.append(folder)
-            yield trial, _verdict(folder, status if ended else None, seconds)
+            verdict = _verdict(folder, status if ended else None, seconds)
+            if verdict.killed and not verdict.failed and trial.number not in again:
+                again.add(trial.number)
+                waiting.insert(0, trial)
+                continue
+            yield trial, verdict
         time.sleep(0.05)
 
 
@@ -108,7 +118,8 @@ def _write(folder: Path, trial: Trial) -> bytes:
     path = folder / trial.file
     original = path.read_bytes()
     path.write_text(trial.code, "utf-8")
-    (folder / FAILED).unlink(missing_ok=True)
+    for name in (FAILED, RUNNING):
+        (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / ".hypothesis", ignore_errors=True)
     return original
 
@@ -121,16 +132,19 @@ def _restore(folder: Path, trial: Trial, original: bytes) -> None:
 
 def _verdict(folder: Path, status: int | None, seconds: float) -> Verdict:
     """Read how a trial went; status: of waitpid, None if it did not end."""
+    failed, running = folder / FAILED, folder / RUNNING
+    test = running.read_text("utf-8") if running.exists() else "no test"
     if status is None:
-        return Verdict(killed=True, by="no end", seconds=seconds)
+        return Verdict(killed=True, by=f"no end in {test}", seconds=seconds, failed=False)
     code = os.waitstatus_to_exitcode(status)
     if code == BROKEN:
         raise RuntimeError(f"a trial could not start: see {folder / OUTPUT}")
     if code == pytest.ExitCode.OK:
-        return Verdict(killed=False, by="", seconds=seconds)
-    failed = folder / FAILED
-    by = failed.read_text("utf-8") if failed.exists() else f"pytest ended with {code}"
-    return Verdict(killed=True, by=by, seconds=seconds)
+        return Verdict(killed=False, by="", seconds=seconds, failed=False)
+    if failed.exists():
+        return Verdict(killed=True, by=failed.read_text("utf-8"), seconds=seconds, failed=True)
+    by = f"the process ended with {code} in {test}"
+    return Verdict(killed=True, by=by, seconds=seconds, failed=False)
 
 
 def _fork(trial: Trial, folder: Path) -> int:
@@ -151,11 +165,13 @@ def _fork(trial: Trial, folder: Path) -> int:
 
 
 class Chosen:
-    """A plugin of pytest: run the chosen tests, in their order; write down the first that fails."""
+    """A plugin of pytest: run the chosen tests, in their order; write down the first that fails and
+    the one that runs.
+    """
 
-    def __init__(self, tests: Sequence[str], failed: Path) -> None:
+    def __init__(self, tests: Sequence[str], folder: Path) -> None:
         self.places = {test: place for place, test in enumerate(tests)}
-        self.failed = failed
+        self.failed, self.running = folder / FAILED, folder / RUNNING
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -165,6 +181,9 @@ class Chosen:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if any(item.nodeid.startswith("tests/distributed/") for item in session.items):
             forkserver.ensure_running()  # before a test runs autograd
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.running.write_text(nodeid, "utf-8")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._note(report)
@@ -198,7 +217,7 @@ def _play(trial: Trial, folder: Path) -> int:
     files = sorted({test.split("::")[0] for test in trial.tests})
     options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported already
-    return int(pytest.main([*options, *files], plugins=[Chosen(trial.tests, folder / FAILED)]))
+    return int(pytest.main([*options, *files], plugins=[Chosen(trial.tests, folder)]))
 
 
 def _fork_server(args: Sequence[str], passed: Sequence[int]) -> int | None:

@@ -17,22 +17,29 @@ from simulated import (
     SimulatedCommunicator,
     SimulatedRank,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
 from ds_quant.config.schema import parse_block
+from tests.late import LateMessage
 
 T = TypeVar("T")
 simulated.PATIENCE = 20  # seconds: a rank that fails is told by the others, too
 
 
 class Recorded(Group):
-    """A group of ranks that remembers its rounds."""
+    """A group of ranks that remembers its rounds and whose messages are late."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(ranks)
         self.rounds: list[Round] = []
+
+    def join(
+        self, rank: int, payload: Tensor, into: Tensor, sent: Sequence[int] | None = None
+    ) -> LateMessage:
+        arriving = super().join(rank, payload, into, sent)
+        return LateMessage(arriving.wait, payload, into)
 
     def completed(self, one: Round) -> None:
         one.payloads = {rank: payload.clone() for rank, payload in one.payloads.items()}

@@ -436,6 +436,10 @@ def test_pieces_at_equal_distances_become_rows() -> None:
     assert all(step >= 0 for found in backwards for step in found.steps[0])
     ragged = [*tasks[:-1], (operation._replace(numel=49), tasks[-1][1])]
     assert [found.shape for found in rows_of(ragged, 2)] == [(2, 2), (1, 1), (1, 1)]
+    wider = [*tasks[:-1], (operation, tuple(place + 8 for place in tasks[-1][1]))]
+    assert [found.shape for found in rows_of(wider, 2)] == [(2, 2), (1, 2)]
+    longer = [(operation, (8 * place,)) for place in (0, 1, 2, 10, 11)]
+    assert [found.shape for found in rows_of(longer, 2)] == [(1, 3), (1, 2)]
 
 
 @needs.native_kernels

@@ -71,7 +71,7 @@ def test_gradients_on_deepspeeds_own_path_are_not_timed(monkeypatch: pytest.Monk
     monkeypatch.setattr(autotune, "slowest", lambda run, device: 3.0 if run == "gather" else 5.0)
     link = SimpleNamespace(size=2)
     hierarchy, work = (
-        SimpleNamespace(whole=link, intra=None, inter=None),
+        SimpleNamespace(flat=link, intra=None, inter=None),
         autotune.Work(
             numel=100, trained=80, gather=50, bucket=20, dtype=torch.bfloat16,
             gradients=torch.bfloat16, micro_steps=4, gathers=1.5,

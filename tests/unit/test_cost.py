@@ -12,7 +12,7 @@ import torch
 
 from ds_quant.config.schema import parse_block
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume
+from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume, stock_bytes
 from ds_quant.policy.memory import Sizes, peak_bytes
 from ds_quant.policy.model import FetchSettings
 from ds_quant.policy.route import Routes
@@ -104,6 +104,22 @@ def test_what_deepspeed_sends_for_muon_is_a_ring_of_its_own() -> None:
         assert received[0][link] - received[1][link] == pytest.approx(98304 * own * 3 / 4 / 2)
 
 
+@pytest.mark.parametrize(
+    ("stage", "values"),
+    [
+        (1, 1 + 2),  # weights once, and gradients by an all-reduce
+        (2, 1 + 3 * 2),  # in each of 3 micro-steps
+        (3, 3 * (1.5 + 0.5)),  # 1.5 gathers, and a reduce-scatter of the half that is trained
+    ],
+)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_deepspeed_as_shipped_sends_what_is_added_up_by_hand(
+    stage: int, values: float, dtype: torch.dtype
+) -> None:
+    found = stock_bytes(stage, dtype, micro_steps=3, gathers=1.5, trained=0.5)
+    assert found == dtype.itemsize * values
+
+
 def test_what_stays_in_full_precision_is_counted_with_its_reason() -> None:
     param_specs = [
         MATRIX,
@@ -130,6 +146,29 @@ def test_buckets_under_way_take_memory_each() -> None:
     one, three = (peak_bytes(comm_volume, replace(sizes, under_way=n)) for n in (1, 3))
     # What is sent and arrives, a byte per element, and fp32 sums of a quarter.
     assert one == 2 * 10**5 + 10**5 and three == 3 * one
+
+
+@pytest.mark.parametrize(("nodes", "share"), [(1, 1 + 1 / 4), (2, 1 + 1 / 4 + 1 / 2)])
+@pytest.mark.parametrize(
+    ("stage", "sizes", "elements"),
+    [
+        (2, {"window": 10**5}, 2 * 10**5),  # one is decoded, one on its way
+        (2, {"window": 10**7}, 10**6),
+        (3, {"prefetch": 10**5}, 10**5),
+        (3, {"prefetch": 10**5, "largest": 3 * 10**5}, 3 * 10**5),
+        (3, {"prefetch": 10**7}, 10**6),
+    ],
+)
+def test_messages_of_weights_take_memory(
+    stage: int, sizes: dict, elements: int, nodes: int, share: float
+) -> None:
+    """Rows of all ranks and the own one, a byte an element; over two levels those of a node too."""
+    routes = Routes(scheme=W8G4, stage=stage, nodes=nodes, node_size=4 // nodes)
+    plain = {"weights": 1, "gradients": 0, "full_precision_share": 0, "kept": {}}
+    comm_volume = CommVolume(numel=10**6, routes=routes, **plain)
+    assert (
+        peak_bytes(comm_volume, Sizes(**{"trained": 0, "largest": 0} | sizes)) == elements * share
+    )
 
 
 @pytest.mark.parametrize("stage", [2, 3])

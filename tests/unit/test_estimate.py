@@ -10,8 +10,11 @@ import pytest
 
 from ds_quant.config.presets import preset_names
 from ds_quant.policy.autotune import Rate, rate_from
+from ds_quant.policy.cost import Cluster
+from ds_quant.policy.model import FetchSettings, Model
 from ds_quant.tools import planning
 from ds_quant.tools.cli import main
+from ds_quant.tools.forecast import Buckets, Plan
 
 PLAN = ["--params", "7e9", "--nodes", "2", "--gpus", "8", "--link", "10", "--intra", "1e5"]
 
@@ -64,6 +67,36 @@ def test_what_is_offloaded_leaves_the_gpu(capsys, tmp_path: Path) -> None:
         assert shard == kept
         assert main(["estimate", *options, "--ds-config", str(path)]) == 0
         assert ("host GB" in capsys.readouterr().out) == bool(of)
+
+
+# Gigabytes of 10^9 parameters, half of them trained, on 4 GPUs: weights, gradients, masters with
+# Adam's states, what ZeRO-3 gathers, and a bucket. Behind them those in host memory.
+HELD = {
+    (1, "bf16", ""): (2 + 1 + 1.5 + 0.2, 0), (1, "fp32", ""): (4 + 2 + 1 + 0.4, 0),
+    (2, "bf16", ""): (2 + 0.25 + 1.5 + 0.2, 0), (2, "fp32", ""): (4 + 0.5 + 1 + 0.4, 0),
+    (3, "bf16", ""): (0.5 + 0.25 + 1.5 + 0.02 + 0.2, 0),
+    (3, "fp32", ""): (1 + 0.5 + 1 + 0.04 + 0.4, 0),
+    (1, "bf16", "optimizer"): (2 + 1 + 0.2, 2), (1, "fp32", "optimizer"): (4 + 2 + 0.4, 1.5),
+    (2, "bf16", "optimizer"): (2 + 0.2, 2), (3, "bf16", "optimizer"): (0.5 + 0.02 + 0.2, 2),
+    (3, "bf16", "param"): (0.25 + 1.5 + 0.02 + 0.2, 0.5),
+    (3, "fp32", "optimizer param"): (0.04 + 0.4, 1.5 + 1),
+    (2, "bf16", "param"): (2 + 0.25 + 1.5 + 0.2, 0),  # which ZeRO-2 does not read
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "dtype", "offloads"), HELD)
+def test_memory_of_deepspeed_is_added_up_by_hand(stage: int, dtype: str, offloads: str) -> None:
+    fetch = FetchSettings(max_reuse_distance=0, max_live_parameters=0, prefetch_bucket_size=0)
+    plan = Plan(
+        model=Model(name="", numel=10**9, layers=10, param_specs=(), trained=5 * 10**8, modules=10,
+                    largest=10**7, hidden=1000),
+        dtype=planning._DTYPES[dtype], stage=stage, micro_steps=1, compute=1.0,
+        cluster=Cluster(nodes=2, node_size=2, link=1.0, intra_link=1.0),
+        offloads=frozenset(offloads.split()), buckets=Buckets(reduce=10**8, fetch=fetch),
+    )  # fmt: skip
+    found = plan.shipped_memory / 1e9, plan.shipped_host_memory / 1e9
+    assert found == pytest.approx(HELD[stage, dtype, offloads])
+    assert plan.counted == (10**9 if stage == 3 else 5 * 10**8)
 
 
 def test_auto_sizes_are_those_that_a_trainer_fills_in() -> None:

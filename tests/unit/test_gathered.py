@@ -199,7 +199,9 @@ ROUNDS = 3
 
 
 def keep(rank: SimulatedRank, numels: Sequence[int]) -> list[list[torch.Tensor]]:
-    """What a rank gathers in its node after every exchange: exact, and in 8 bits."""
+    """What a rank gathers in its node after every exchange: exact, and in 8 bits. What it is handed
+    is its own: it may write there.
+    """
     topology, hierarchy = rank.topology, rank.hierarchy(None)
     where = {"nodes": topology.nodes, "node_size": topology.node_size,
              "local": rank.number % topology.node_size, "dtype": BF16,
@@ -214,7 +216,10 @@ def keep(rank: SimulatedRank, numels: Sequence[int]) -> list[list[torch.Tensor]]
         exchange(kept, shards, differs, hierarchy.inter or hierarchy.flat).wait()
         for codec in (CastCodec(BF16), INT8):
             sent = [bound_codec(i, codec, rank.number) for i in range(len(shards))]
-            seen.append([v.clone() for v in gather(kept, sent, hierarchy.intra).wait()])
+            found = gather(kept, sent, hierarchy.intra).wait()
+            seen.append([values.clone() for values in found])
+            for values in found:
+                values.zero_()
     return seen
 
 

@@ -15,6 +15,7 @@ from ds_quant.comm.checksum import MessageErrors, seal
 from ds_quant.comm.lossless_gather import LosslessGather
 from ds_quant.comm.transport import Pending
 from ds_quant.zero.chunked_exchange import ChunkedExchange
+from tests.late import LateMessage
 from tests.world import World
 
 
@@ -66,6 +67,32 @@ def test_buffers_are_kept_for_the_stream_that_waits(collective: str, monkeypatch
     payload, received = device.received(collective, "waiting")
     assert device.waited == ["waiting"]
     assert payload.streams == received.streams == ["waiting"]
+
+
+@pytest.mark.parametrize("collective", ("all_gather", "all_to_all"))
+def test_messages_between_peers_are_awaited_sent_ones_too(collective: str, monkeypatch) -> None:
+    """gloo on the CPU; three ranks that send the same."""
+    link, payload, posted = World(1, 3).link([0, 1, 2], 1), torch.arange(32).byte(), []
+    link.is_gloo = True
+
+    def receive(message: torch.Tensor, peer: int, *, group: object) -> LateMessage:
+        posted.append(LateMessage(partial(message.copy_, payload), payload, message))
+        return posted[-1]
+
+    def send(message: torch.Tensor, peer: int, *, group: object) -> LateMessage:
+        posted.append(LateMessage(lambda: None, message, None))
+        return posted[-1]
+
+    monkeypatch.setattr(torch.distributed, "irecv", receive)
+    monkeypatch.setattr(torch.distributed, "isend", send)
+    if collective == "all_gather":
+        pending = link.all_gather(payload, role="weights")
+    else:
+        sizes = {"sent": [32] * 3, "received": [32] * 3}
+        pending = link.all_to_all(payload.repeat(3), **sizes, role="weights")
+    assert len(posted) == 4 and not any(message.is_done for message in posted)
+    assert torch.equal(pending.wait(), payload.repeat(3))
+    assert all(message.is_done for message in posted)
 
 
 def test_peers_are_named_by_their_global_rank(monkeypatch) -> None:

@@ -79,3 +79,28 @@ def test_what_lies_otherwise_is_packed(values: list, codecs: list) -> None:
 
 def test_what_may_change_before_it_is_sent_is_packed() -> None:
     assert sent(WHOLE, [LARGE] * 3, stays=False)[1]
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_sample_measures_the_weights_whether_differences_are_sent(
+    sent: bool, coded: bool
+) -> None:
+    """``coded``: the scheme has differences, which are sent where a reference is kept."""
+    codec, wanted = GroupCodec(bits=8, group_size=32, range="absmax"), torch.linspace(1, 2, 64)
+    parts = [
+        GatherSlice(rank, codec, 64, 0, (1, 0), (0, 64 * rank), differs=sent) for rank in range(2)
+    ]
+
+    def measured(rank: SimulatedRank) -> list[float]:
+        held = wanted.repeat(2) + 0.01 * torch.sin(torch.arange(128.0))
+        meter = rank.traffic.meter
+        meter.open(lambda: 0.0)
+        bound_codec = BoundCodec(codec, difference=coded)
+        message = Message(parts, rank=rank.number, ranks=2)
+        message.gather(rank.communicator(None), [held, wanted], [bound_codec], lambda: [held]).wait()
+        return meter.close().tallies["weights", "intra"].squares.tolist()
+
+    for error, norm in World(1, 2).all(measured):
+        assert norm == pytest.approx(wanted.double().square().sum().item())
+        assert 0 < error < (1e-8 if sent else 1e-4) * norm

@@ -99,3 +99,12 @@ def test_what_start_up_refuses_is_named_if_nothing_is_translated(tmp_path: Path,
     assert (code, after) == (1, None)
     assert "nothing to translate" in said
     assert "still refused: quantized_comm cannot be used with zero_optimization.zenflow" in said
+
+
+@pytest.mark.parametrize(("stage", "after"), [(0, 1), (1, 1), (2, 2), (3, 3)])
+def test_an_optimizer_of_1_bit_brings_a_stage_only_where_there_is_none(
+    stage: int, after: int, tmp_path: Path, capsys
+) -> None:
+    config = {"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": stage}}
+    _, _, written = translated(tmp_path, capsys, config)
+    assert written["zero_optimization"]["stage"] == after

@@ -31,6 +31,7 @@ SCRIPTS = {
     "no gradient at the end": "AB,CD CD,AB C",
     "no gradient at the end of what crossed": "AB,CD A,CD D",
     "only one at the end": "ABCD ABCD D",
+    "no gradient at the end of another rank's": "AB,CD AB,C AB",
     "over afterwards": "AB,CD A,CD?",
     "over afterwards, of what crossed": "AB,CD A,CD!",
     "twice in a bucket": "AA,B AA,B",
@@ -49,14 +50,15 @@ def gradient(name: str, rank: int, micro: int, place: int) -> torch.Tensor:
 class Accumulation:
     """One rank: reduces buckets as DeepSpeed hands them over and adds up what comes back.
 
-    sums: by parameter, of its elements on this rank, zeros elsewhere.
+    sums: by parameter, of its elements on this rank, zeros elsewhere. rest: places of what is given
+    zeros, at every boundary.
     """
 
     def __init__(self, rank: SimulatedRank) -> None:
         self.rank, self.params = rank, list(rank.engine.module.parameters())
         self.owners = OwnerReduction(rank, SimpleNamespace(dp_process_group=None))
         self.sums = [torch.zeros(numel) for numel in NUMELS]
-        self.flush = lambda: None
+        self.flush, self.rest = lambda: None, list[list[int]]()
 
     def reduce(self, params: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
         world, mine = self.rank.topology.world, self.rank.number
@@ -86,7 +88,7 @@ class Accumulation:
 
     def reduce_zeros(self, params: Sequence[Any]) -> None:
         places = [next(i for i, own in enumerate(self.params) if own is p) for p in params]
-        assert places == sorted(places), "an order of their own on every rank"
+        self.rest.append(places)
         self.reduce(params, [torch.zeros(p.numel()) for p in params])
 
     def run(self, script: str, meet: threading.Barrier) -> list[torch.Tensor]:
@@ -120,8 +122,10 @@ class Accumulation:
 @pytest.mark.parametrize("stage", (2, 3))
 def test_gradients_are_the_plain_sums_of_all_micro_steps(stage: int, script: str) -> None:
     world = waiting_world(stage)
-    meet = threading.Barrier(4)
-    found = world.all(lambda rank: Accumulation(rank).run(script, meet))
+    meet, of_ranks = threading.Barrier(4), [Accumulation(rank) for rank in world.ranks]
+    found = world.all(lambda rank: of_ranks[rank.number].run(script, meet))
+    for one in of_ranks:
+        assert one.rest == of_ranks[0].rest == [sorted(places) for places in one.rest]
     steps = script.split()
     begin = steps.index("-") + 1 if "-" in steps else 0
     for i, name in enumerate(NAMES):
@@ -158,6 +162,32 @@ def test_sums_that_crossed_are_added_before_the_sum_is_rounded() -> None:
     world.engine.is_last_micro_step = False
     for shard in world.all(run):
         assert shard.dtype == torch.bfloat16 and set(shard.tolist()) <= {258.0}
+
+
+@pytest.mark.parametrize("then", ["the same bucket", "another bucket", "leaves the device"])
+def test_what_waits_is_used_only_when_it_has_arrived(then: str) -> None:
+    """Nobody has waited for the first micro-step when the second one begins."""
+
+    def run(rank: SimulatedRank) -> list[torch.Tensor]:
+        first, second = list(rank.engine.module.parameters())[:2]
+        both = [torch.full((A,), 1.0 + rank.number), torch.full((B,), 2.0 + rank.number)]
+        begun = rank.reduction.begin([first, second], list(both), None)
+        if then == "leaves the device":
+            rank.partial_gradients.leave_device(pin=False)
+        meet.wait(20)
+        rank.engine.is_last_micro_step = True
+        turns = [[0], [1]] if then == "another bucket" else [[0, 1]]
+        params, found = (first, second), []
+        for turn in turns:
+            tensors = [both[i] for i in turn]
+            found += rank.reduction.begin([params[i] for i in turn], tensors, None).finish()
+        begun.finish()
+        return found
+
+    meet, world = threading.Barrier(4), waiting_world(3)
+    world.engine.is_last_micro_step = False
+    for shards in world.all(run):
+        assert [set(shard.tolist()) for shard in shards] == [{5.0}, {7.0}]  # 2 (1 + 3 / 2)
 
 
 def test_a_bucket_is_the_rest_if_all_of_it_is() -> None:

@@ -39,6 +39,16 @@ def test_picture_is_written_beside_the_file(
     assert capsys.readouterr().out == f"{tmp_path / 'metrics.png'}: 2 sampled steps, 50 to 100\n"
 
 
+def test_what_is_drawn_is_what_the_records_hold(tmp_path: Path) -> None:
+    """A hole where one has no value."""
+    lacking = record(100, **{"weights/inter/bytes": 3e6}).replace("gradients/inter/bytes", "other")
+    rows = plot.read(write(tmp_path, record(50), lacking))
+    series = plot._series(rows, "bytes")
+    assert series["weights inter"] == [2e6, 3e6]
+    first, second = series["gradients inter"]
+    assert first == 1e6 and second != second
+
+
 def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
     path = write(tmp_path, *(record(step) for step in (10, 20, 30, 20, 30, 40)))
     assert [row["step"] for row in plot.read(path)] == [10, 20, 30, 40]

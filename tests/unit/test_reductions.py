@@ -42,9 +42,9 @@ def module() -> nn.Module:
 
 
 class Case(NamedTuple):
-    """scheme: and its signs, if not its own. layout: of owners under ZeRO-2, None under ZeRO-3.
-    dtype: None for two in turns. crossing: micro-steps that cross nodes once, where there are two
-    levels.
+    """scheme: and its signs, if not its own, or one of ``BLOCKS``. layout: of owners under ZeRO-2,
+    None under ZeRO-3. dtype: None for two in turns. crossing: micro-steps that cross nodes once,
+    where there are two levels.
     """
 
     scheme: str
@@ -71,7 +71,14 @@ CASES = [
     Case("qsdp", (1, 3), None, torch.bfloat16, None, 1),
     Case("qsdp", (4, 1), None, None, None, 1),
     Case("sdp4bit", (2, 2), None, None, 3, 3),
+    Case("other groups inside", (2, 2), None, None, 3, 1),
 ]
+BLOCKS = {
+    "other groups inside": {
+        "scheme": "sdp4bit",
+        "gradients": {"group_size": 96, "rotation": 0, "intra": {"bits": 8, "group_size": 160}},
+    }
+}
 
 
 def dtype_of(case: Case, parameter: int) -> torch.dtype:
@@ -358,7 +365,7 @@ def test_messages_and_sums_are_those_of_the_page(case: Case) -> None:
 def check(case: Case) -> None:
     scheme, _, signs = case.scheme.partition(" ")
     block = {"scheme": scheme, "min_numel": 64, "exclude": ["*kept*"], "slices": case.slices}
-    block |= {"gradients": {"rotation_signs": signs}} if signs else {}
+    block |= BLOCKS.get(case.scheme, {"gradients": {"rotation_signs": signs}} if signs else {})
     nodes, node_size = case.topology
     once = nodes > 1 and node_size > 1 and case.scheme not in ("zeropp", "tlq_hs")
     micro_steps = case.crossing if once else 1

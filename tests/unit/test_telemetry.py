@@ -75,20 +75,22 @@ def test_what_was_encoded_is_read_back_outside_the_sections_and_without_waiting(
     assert sample.seconds["encode"] == 1, "reading back takes from 5 to 9 and is not encoding"
 
 
-def test_error_of_a_difference_is_that_of_the_weights() -> None:
-    reference = torch.linspace(-1, 1, 64)
-    wanted = reference + 0.01 * torch.sin(torch.arange(64.0))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_error_of_a_difference_is_that_of_the_weights(dtype: torch.dtype) -> None:
+    """Of the weights as ranks hold them: what their dtype rounds off is no error of the codec."""
+    master = torch.linspace(-1, 1, 64) + 0.01 * torch.sin(torch.arange(64.0))
+    reference, wanted = torch.linspace(-1, 1, 64).to(dtype), master.to(dtype).float()
     codec = GroupCodec(bits=4, group_size=32, range="absmax")
     bound_codec = BoundCodec(codec=codec, difference=True)
     wire = torch.empty(codec.wire_bytes(64), dtype=torch.uint8)
-    encode(codec, wanted[None], wire[None], base=reference[None])
-    error, norm = bound_codec.error(wanted, wire, reference=reference)
+    encode(codec, wanted[None], wire[None], base=reference.float()[None])
+    error, norm = bound_codec.error(master, wire, reference=reference)
     after = reference.clone()
     decode(codec, wire[None], after[None], add=True)
-    assert error == pytest.approx((after - wanted).double().square().sum().item())
+    assert error == pytest.approx((after.float() - wanted).double().square().sum().item())
     assert norm == pytest.approx(wanted.double().square().sum().item())
     assert 0 < error < 1e-4 * norm
-    assert torch.equal(reference, torch.linspace(-1, 1, 64)), "the reference is left alone"
+    assert torch.equal(reference, torch.linspace(-1, 1, 64).to(dtype)), "it is left alone"
 
 
 def test_error_of_rotated_values_is_that_of_the_values() -> None:

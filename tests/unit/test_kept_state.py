@@ -1,0 +1,157 @@
+"""What an engine goes on with: after a load, in a warm-up, with values that may be decoded."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+from ds_quant.comm.transport import Pending
+from ds_quant.zero import checkpoint, fetch, log, optimizer_hooks, sharded_params
+from ds_quant.zero.chunked_exchange import ChunkedExchange
+from ds_quant.zero.node_shard import NodeShard
+from ds_quant.zero.param import DECODED, EXACT
+from ds_quant.zero.replica import Replica
+from tests.world import SimulatedRank, World
+
+LEARNED = {"weights": {"bits": 4, "rounding": "nearest", "levels": "learned", "level_steps": [2]}}
+
+
+def rank_of(scheme: str, *, stage: int = 2, step: int = 0, **block: Any) -> SimulatedRank:
+    """The first rank of 2 x 2, after some steps, with two weights."""
+    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(64, 64)) for name in "ab"})
+    world = World(2, 2, module=module, stage=stage, scheme=scheme, allow_full_replica=True, **block)
+    world.engine.global_steps, world.engine.device = step, torch.device("cpu")
+    return world.ranks[0]
+
+
+# ---- the state of a checkpoint ----
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(log, "log_rank0", said.append)
+    return said
+
+
+def test_a_state_is_restored_whole(logged: list[str]) -> None:
+    """And what the engine had learned of weights that the state does not name is forgotten."""
+    first, second = (rank_of("qsdp", **LEARNED) for _ in range(2))
+    a, _ = first.all_params()
+    a.levels = torch.linspace(-1, 1, 16)
+    first.state.learned_at, first.state.exact_until = 7, 12
+    for name in ("telemetry", "node", "replica"):
+        setattr(second, name, Mock())
+    a, b = second.all_params()
+    a.levels, b.levels = torch.zeros(16), torch.ones(16)
+    checkpoint.restore(second, checkpoint.dump(first))
+    assert torch.equal(a.levels, torch.linspace(-1, 1, 16)) and b.levels is None
+    assert (second.state.learned_at, second.state.exact_until) == (7, 12)
+    second.telemetry.arm.assert_called_once_with()
+    second.node.resync.assert_called_once_with()
+    second.replica.after_load.assert_called_once_with()
+    assert logged == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [("lossless_g4", None), ("lossless_w_g4", None), ("lossless_g3", "lossless_w_g3"),
+     ("qsdp", "qsdp")],
+)  # fmt: skip
+def test_a_renamed_scheme_is_not_another_one(
+    saved: str, said: str | None, logged: list[str]
+) -> None:
+    rank = rank_of("lossless_w_g4")
+    checkpoint.restore(rank, checkpoint.dump(rank) | {"scheme": saved})
+    ranks = "of 2 x 2 ranks as lossless_w_g4 on 2 x 2"
+    wanted = [] if said is None else [f"quantized_comm: resuming {said} {ranks}"]
+    assert [line.partition(";")[0] for line in logged] == wanted
+
+
+# ---- the replica of ZeRO-1 and 2 ----
+
+
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
+    """One whose gathers send nothing; ``posted``: step of each, and whether it is exact."""
+    monkeypatch.setattr(optimizer_hooks, "require_replica", lambda _: None)
+    monkeypatch.setattr(optimizer_hooks, "finish_background_save", lambda _: None)
+    monkeypatch.setattr(optimizer_hooks, "refresh_replica", lambda _, gather: gather())
+    made = object.__new__(Replica)
+    made._optimizer, made._always_exact, made._has_logged_edits = None, False, False
+    made._edits, made.posted = Mock(written=lambda: []), []
+    made._posts = lambda step, exact: made.posted.append((step, exact)) or iter(())
+    return made
+
+
+@pytest.mark.parametrize(
+    ("scheme", "warmup", "step", "decodes"),
+    [
+        ("qsdp", 0, 3, True),
+        ("qsdp", 3, 3, True),  # the warm-up is over
+        ("qsdp", 4, 3, False),
+        ("qsdp", 0, 0, False),  # nothing was gathered yet
+        ("sdp4bit", 0, 3, False),  # the next difference is taken from exact weights
+    ],
+)
+@pytest.mark.parametrize("by", ["a load", "an export"])
+def test_weights_are_decoded_again_where_the_last_step_has_decoded_them(
+    replica: Replica, scheme: str, warmup: int, step: int, decodes: bool, by: str
+) -> None:
+    replica._plugin = rank_of(scheme, step=step, warmup_steps=warmup)
+    replica.holds_exact = False
+    if by == "a load":
+        replica.after_load()
+        replica._edits.forget.assert_called_once_with()
+    else:
+        with replica.exact():
+            assert replica.holds_exact and replica.posted.pop() == (step, True)
+    assert replica.holds_exact != decodes
+    assert replica.posted == [(step, False)] * decodes
+
+
+@pytest.mark.parametrize("warmup", [0, 3, 9])
+def test_an_export_in_the_warm_up_sends_nothing(replica: Replica, warmup: int) -> None:
+    """Weights of step 3 are exact if it is one of the warm-up."""
+    replica._plugin = rank_of("qsdp", step=3, warmup_steps=warmup)
+    replica._gather(3)
+    assert replica.holds_exact == (warmup > 3)
+    replica.posted.clear()
+    replica.show_exact()
+    assert replica.posted == [(3, True)] * (warmup <= 3)
+
+
+# ---- which values may be decoded, under ZeRO-3 ----
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_weights_may_be_decoded_if_one_of_their_hops_is_lossy(exact: bool) -> None:
+    params = {"both": ("4 bits", "8 bits"), "between nodes": ("4 bits", None),
+              "inside nodes": (None, "8 bits"), "neither": (None, None),
+              "frozen": ("8 bits",), "frozen, exact": (None,)}  # fmt: skip
+    node = object.__new__(NodeShard)
+    node._plugin = SimpleNamespace(step=5, is_full_precision=lambda step: exact)
+    node._gathered, node._requested, node._exchange = {}, deque(), ChunkedExchange()
+    node._posts_at_once, node._post_until = True, lambda _: None
+    node._hop_codecs_of = lambda names: [params[name] for name in names]
+    _, lossy = node.gather(list(params))
+    assert lossy == [not exact and any(streams) for streams in params.values()]
+    assert exact or lossy == [True, True, True, False, True, False]
+
+
+def test_every_parameter_of_a_gather_is_marked_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was decoded before and is exact now."""
+    filled: list[Any] = []
+    monkeypatch.setattr(sharded_params, "fill", lambda tensors, values: filled.extend(values))
+    params = [SimpleNamespace(tensor=None, gathered=before) for before in (EXACT, DECODED)]
+    theirs = Mock()
+    handle = fetch._FetchHandle([(params, [True, False], Pending(lambda: [1, 2]))], theirs)
+    handle.wait()
+    assert filled == [1, 2] and [param.gathered for param in params] == [DECODED, EXACT]
+    theirs.wait.assert_called_once_with()

@@ -159,7 +159,7 @@ class OwnerReduction(GradientReducer):
                 values = bucket[segment.start : segment.start + segment.numel]
                 note_finite(plugin.noted, param, values)
         outputs = arguments.get("output_bucket")
-        if outputs is not None:
+        if outputs:
             for index in own_slices:
                 optimizer_hooks.add_to_partition(self._optimizer, outputs[index], slices[index])
 

@@ -30,9 +30,10 @@ from ds_quant.zero import accelerator, offload
 from ds_quant.zero.deepspeed_types import ZeroOptimizer, ZeroParameter
 from ds_quant.zero.param import Param
 
-# Key of a gradient slice: its parameter and the rank that owns it under ZeRO-1 and 2; -1 under
-# ZeRO-3, where every rank has a shard.
+# Key of a gradient slice: its parameter and the rank that owns it under ZeRO-1 and 2.
 Member = tuple[Param, int]
+
+NO_OWNER = -1  # instead of a rank, under ZeRO-3: every rank has a shard
 
 
 class MicroSteps(Protocol):

@@ -14,8 +14,7 @@ from ds_quant.comm.reduction_plan import shards_of
 from ds_quant.comm.transport import Communicator
 from ds_quant.zero.gradients import GradientReducer, GradientSlice, PendingSums, note_finite
 from ds_quant.zero.param import Param
-
-_NO_OWNER = -1  # see ``Member``
+from ds_quant.zero.partial_gradients import NO_OWNER
 
 
 class ShardReduction(GradientReducer):
@@ -91,7 +90,7 @@ class ShardReduction(GradientReducer):
                 plain=is_plain,
                 small=is_tight(last_codecs[index]),
             )
-            member = params[index], _NO_OWNER
+            member = params[index], NO_OWNER
             for shard in shards:
                 slices.append(GradientSlice(member, gradient_codecs[index], shard))
         return slices

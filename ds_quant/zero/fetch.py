@@ -65,7 +65,7 @@ class Fetch:
 
     def keep_in_node(self) -> None:
         """Serve gathers from a node shard from now on."""
-        node = self._plugin.node = NodeShard(self._plugin, self._parameters, self.barrier)
+        node = self._plugin.node_shard = NodeShard(self._plugin, self._parameters, self.barrier)
         for parameter in self._parameters:
             sharded_params.wrap_partition(parameter, node.resync, owner=self)
 
@@ -76,8 +76,8 @@ class Fetch:
     def close(self) -> None:
         """Give the parameters back to DeepSpeed when the engine is destroyed, all exact."""
         self._is_closed = True
-        if self._plugin.node is not None:
-            self._plugin.node.close()
+        if self._plugin.node_shard is not None:
+            self._plugin.node_shard.close()
         for p in self._hooked.values():
             sharded_params.unwrap(p, owner=self)
             if self._pop_decoded(p) and sharded_params.is_available(p):
@@ -113,7 +113,7 @@ class Fetch:
         Parameters that this engine does not know (created later) or that hold no floats go to
         DeepSpeed. The split and the order depend on rank-invariant facts only.
         """
-        self._plugin.asked.add("weights")
+        self._plugin.requested_roles.add("weights")
         params = sorted(params, key=lambda p: p.ds_id)  # the caller's order comes from a set
         if self._plugin.gather_count is not None:
             self._plugin.gather_count.fetched(params)
@@ -157,14 +157,16 @@ class Fetch:
 
     def _gather_in_node(self, params: list[Param]) -> _Gather:
         sharded_params.begin_fetch([param.tensor for param in params])
-        pending, lossy = self._plugin.node.gather(params)
+        pending, lossy = self._plugin.node_shard.gather(params)
         return params, lossy, pending
 
     def _coding(self, param: Param, rank: int, step: int, exact: bool) -> BoundCodec:
         dtype, bound_codec = param.tensor.ds_tensor.dtype, None
         if not (exact or param.tensor.ds_persist):  # stays gathered between steps: exact
             # The node shard serves all that the whole world shares.
-            stream, *_ = param.weight_codecs(dtype, rank=rank, full_world=self._plugin.node is None)
+            stream, *_ = param.weight_codecs(
+                dtype, rank=rank, full_world=self._plugin.node_shard is None
+            )
             bound_codec = None if stream is None else param.bound_codec(stream, dtype, step)
         return bound_codec or full_precision(dtype, tight=param.tensor.ds_numel <= SMALL_NUMEL)
 

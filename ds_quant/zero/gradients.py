@@ -271,7 +271,7 @@ class ShardReduction(GradientReducer):
     def begin(self, params: Sequence[Any], tensors: list[Tensor], group: Any) -> Bucket | None:
         """Post the reduction; None if it is DeepSpeed's own. Afterwards the tensors may change."""
         plugin = self._plugin
-        plugin.asked.add("gradients")
+        plugin.requested_roles.add("gradients")
         communicator = plugin.communicator(group)
         if communicator.size == 1 or not tensors:
             return None
@@ -285,7 +285,7 @@ class ShardReduction(GradientReducer):
             shares = self._shares(tracked, dtypes, communicator)
             layout = self._plan(key, shares, communicator, 1 / communicator.size, dtypes)
         sums = self._begin(layout, [tensor.reshape(-1) for tensor in tensors], plugin.route(group))
-        return Bucket([g.new_empty(0) for g in tensors], sums, plugin.noted)
+        return Bucket([g.new_empty(0) for g in tensors], sums, plugin.finite_flags)
 
     def _shares(
         self, tracked: Sequence[Param], dtypes: Sequence[torch.dtype], communicator: Communicator
@@ -384,7 +384,7 @@ class OwnerReduction(GradientReducer):
         """Sum every slice for its owner, in place; other ranks' slices keep their old values."""
         if self._bucket is None:
             raise hooks.moved(optimizer_hooks.BUCKET)
-        self._plugin.asked.add("gradients")
+        self._plugin.requested_roles.add("gradients")
         communicator = self._plugin.communicator(
             call["process_group"] or self._optimizer.dp_process_group
         )
@@ -441,9 +441,9 @@ class OwnerReduction(GradientReducer):
                 optimizer_hooks.add_to_partition(self._optimizer, output, values)
 
     def _watch(self, cuts: Iterable[tuple[Param, int, int]]) -> None:
-        if self._plugin.noted is not None:
+        if self._plugin.finite_flags is not None:
             for param, start, stop in cuts:
-                _note(self._plugin.noted, param, self._bucket[start:stop])
+                _note(self._plugin.finite_flags, param, self._bucket[start:stop])
 
     def _shares(
         self,

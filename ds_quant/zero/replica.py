@@ -56,7 +56,7 @@ class Replica:
 
     def gather_updated(self) -> None:
         """Inside ``optimizer.step``: the own partition holds new exact weights, gather them."""
-        self._plugin.asked.add("weights")
+        self._plugin.requested_roles.add("weights")
         step = self._plugin.step + 1  # DeepSpeed counts the step only after it
         if self._plugin.scheme.level_steps:
             self._plugin.learn_levels(step, self._own_values())
@@ -103,7 +103,7 @@ class Replica:
     def _refill(self, *, exact: bool) -> None:
         """Gather the master weights; what user code has written stays: [Note: written weights]."""
         optimizer_hooks.require_replica(self._optimizer)
-        written = [(p, p.detach().clone()) for p in self._samples.written()]
+        written = [(p, p.detach().clone()) for p in self._samples.edited_params()]
         optimizer_hooks.finish_background_save(self._plugin.engine)
         gather = partial(self._gather, self._plugin.step, exact=exact)
         optimizer_hooks.refresh_replica(self._optimizer, gather)

@@ -1,8 +1,7 @@
 """Quantized ZeRO communication for DeepSpeed, switched on by a ``"quantized_comm"`` block.
 
-Importing this package is cheap: it loads the standard library only and leaves a hook that
-installs the plugin when ``deepspeed.runtime.engine`` is imported. The names below load on first
-use.
+Importing this package is cheap: it loads the standard library only, and leaves a hook that installs
+the plugin when ``deepspeed.runtime.engine`` is imported. The public names load at first use.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from ds_quant import _autoload
 
 __version__ = "0.2.0"
 
-_HOME = {
+_MODULE_OF = {
     "CastCodec": "ds_quant.codec.codec",
     "ConfigError": "ds_quant.config.schema",
     "GroupCodec": "ds_quant.codec.codec",
@@ -26,12 +25,12 @@ _HOME = {
     "resync": "ds_quant.zero.attach",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = ["__version__", *sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'ds_quant' has no attribute {name!r}")
 
 

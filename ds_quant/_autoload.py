@@ -1,9 +1,9 @@
 """Install the plugin when DeepSpeed's engine module is imported, with no line in the script.
 
 torch runs every entry point of the group ``torch.backends`` at the end of ``import torch`` (unless
-``TORCH_DEVICE_BACKEND_AUTOLOAD=0``); ours is ``activate``. It only plants a one-shot import hook,
-because DeepSpeed is not loaded yet. Standard library only, and it never raises: torch turns an
-exception here into a failing ``import torch`` for every program in the environment.
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0``). This package's is ``activate``. It only leaves an import hook,
+because DeepSpeed is not loaded yet. Standard library only. Never raises: torch turns an exception
+here into a failing ``import torch`` for every program in the environment.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ DISABLE_VARIABLE = "DS_QUANT_DISABLE"
 TARGET = "deepspeed.runtime.engine"
 
 
+def is_disabled() -> bool:
+    """Return True if the environment switches the plugin off."""
+    return os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no")
+
+
 def activate() -> None:
     """Install now if DeepSpeed's engine is loaded, otherwise as soon as it is. Idempotent."""
-    if os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no"):
+    if is_disabled():
         return
     if hasattr(sys.modules.get(TARGET), "DeepSpeedEngine"):
         _install()
@@ -37,7 +42,7 @@ def _install() -> None:
         from ds_quant.zero.install import install
 
         install()
-    except Exception as error:  # never break a program that may not use the plugin
+    except Exception as error:  # the program may not use the plugin: it must go on
         _warn(f"ds_quant could not hook into DeepSpeed, quantized_comm is NOT active: {error!r}")
 
 
@@ -49,11 +54,13 @@ def _warn(message: str) -> None:
 
 
 class _EngineFinder(importlib.abc.MetaPathFinder):
-    """Find only ``TARGET`` and install the plugin once it is loaded; stay until that has succeeded,
-    so that a mere look for the module or a failed import does not lose the plugin.
+    """Find ``TARGET`` only, and install the plugin once it is loaded.
+
+    Stays until the plugin is installed: the module may be searched without an import, and the
+    import may fail and be repeated.
     """
 
-    _searching = False
+    _searching = False  # the search below asks this finder again
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -70,7 +77,7 @@ class _EngineFinder(importlib.abc.MetaPathFinder):
         return spec
 
     def _install_after(self, loader: Any) -> None:
-        """``loader`` was made for this search; loading gives it back as it was."""
+        """Wrap the loader, which was made for this search, until it has loaded the module."""
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module

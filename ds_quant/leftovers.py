@@ -1,9 +1,9 @@
-"""What runs that ended early leave behind, and what later runs suffer from. Standard library only.
+"""Find files that ended runs left behind and that harm later runs. Standard library only.
 
-[Note: build locks] torch builds an operator under a lock file, for which every other process waits
-without a word and without end. A build that was killed leaves the file. Its owner keeps it open, so
-a lock that no process of this host holds is either left over or of another host that shares the
-folder.
+[Note: build locks] torch builds an operator under a lock file. Every other process waits for the
+file silently and without a timeout. A build that was killed leaves it behind. The building process
+keeps the file open, so a lock that no process of this host holds is either left over or held by
+another host that shares the folder.
 
 [Note: shared memory] DeepSpeed's shared-memory operator never removes its files: 69 MB per rank and
 run that stay in memory until the machine restarts.
@@ -21,14 +21,14 @@ BUFFERS = "deepspeed_allreduce_buffer"
 
 
 def build_folder() -> Path:
-    """Where torch builds operators: a folder each, below one for the kind of torch."""
+    """Return the folder of torch's builds: a folder per kind of torch, then one per operator."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(given) if given else Path(cache, "torch_extensions")
 
 
 def idle_locks() -> list[Path]:
-    """Locks of builds that no process of this host holds. See [Note: build locks]."""
+    """Return the build locks that no process of this host holds. See [Note: build locks]."""
     folder = build_folder()
     try:
         locks = [*folder.glob("*/lock"), *folder.glob("*/*/lock")]
@@ -41,7 +41,7 @@ def idle_locks() -> list[Path]:
 
 
 def lock_sentence(lock: Path) -> str:
-    """What a lock means, and the remedy."""
+    """Explain a lock and name the fix."""
     return (
         f"{lock} was left by a build of the operator {lock.parent.name} that did not end, and "
         "DeepSpeed waits for it without end where it needs the operator. Unless another host is "
@@ -50,13 +50,15 @@ def lock_sentence(lock: Path) -> str:
 
 
 def idle_buffers() -> list[Path]:
-    """Files of this user's ended runs in shared memory. See [Note: shared memory]."""
+    """Return the files of this user's ended runs. See [Note: shared memory]."""
     try:
-        found = list(SHARED_MEMORY.glob(f"{BUFFERS}_{os.getuid()}_*"))
+        buffers = list(SHARED_MEMORY.glob(f"{BUFFERS}_{os.getuid()}_*"))
     except OSError:
         return []
-    used = set(_mapped_files()) if found else set()
-    return sorted(path for path in found if str(path) not in used)
+    if not buffers:
+        return []
+    used = set(_mapped_files())
+    return sorted(path for path in buffers if str(path) not in used)
 
 
 def _open_files() -> Iterable[str]:
@@ -73,4 +75,6 @@ def _mapped_files() -> Iterable[str]:
             lines = entry.read_text("utf-8", "replace").splitlines()
         except OSError:
             continue
-        yield from (line.split(maxsplit=5)[-1] for line in lines if BUFFERS in line)
+        for line in lines:
+            if BUFFERS in line:
+                yield line.split(maxsplit=5)[-1]

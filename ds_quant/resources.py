@@ -1,7 +1,7 @@
-"""Where the files that ship beside the code are: scheme presets and CUDA sources.
+"""Find the data files of the package: scheme presets and CUDA sources.
 
-In a checkout they lie at its top (``configs/``, ``cuda/``); a wheel carries them inside the
-package. Standard library only.
+In a checkout they are at its top (``configs/``, ``cuda/``), in a wheel inside the package. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ NAMES = ("configs", "cuda")
 
 
 def resource_dir(name: str) -> Path:
-    """Folder of the resources ``name`` ("configs" or "cuda"), installed or in the checkout.
+    """Return the folder of the resources ``name`` ("configs" or "cuda").
 
-    Raises ``ValueError`` for another name and ``FileNotFoundError`` for a broken installation.
+    Raises:
+        ValueError: another name.
+        FileNotFoundError: a broken installation.
     """
     if name not in NAMES:
         raise ValueError(f"resource name {name!r}: allowed: {', '.join(NAMES)}")

@@ -21,7 +21,7 @@ import torch
 
 import ds_quant
 from ds_quant import leftovers
-from ds_quant._autoload import DISABLE_VARIABLE
+from ds_quant._autoload import DISABLE_VARIABLE, is_disabled
 from ds_quant.codec import bound
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.kernels import cuda, dispatch, native
@@ -261,7 +261,7 @@ def entry_point() -> Check:
     details: dict[str, Any] = {"version": ds_quant.__version__, "path": ds_quant.__file__}
     by_hand = "put 'import ds_quant' before deepspeed.initialize"
     found, fix, severity = f"on: import torch loads ds_quant {ds_quant.__version__}", "", WARNING
-    if os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no"):
+    if is_disabled():
         found, severity = f"off: {DISABLE_VARIABLE}={os.environ[DISABLE_VARIABLE]}", PROBLEM
         fix = f"unset {DISABLE_VARIABLE} on all ranks"
     elif os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":

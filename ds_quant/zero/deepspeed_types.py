@@ -134,6 +134,7 @@ class Engine(Protocol):
     _config: Config
     module: torch.nn.Module
     device: torch.device
+    global_rank: int
     basic_optimizer: torch.optim.Optimizer | None  # the user's optimizer, None for inference
     communication_data_type: torch.dtype  # of gradients
     sequence_parallel_size: int
@@ -238,7 +239,7 @@ class Bucket(Protocol):
 
 
 class ZeroOptimizer(Protocol):
-    """What ``DeepSpeedZeroOptimizer`` and ``DeepSpeedZeroOptimizer_Stage3`` have in common."""
+    """Attributes that ``DeepSpeedZeroOptimizer`` and ``DeepSpeedZeroOptimizer_Stage3`` share."""
 
     optimizer: torch.optim.Optimizer  # the wrapped one
     overflow: bool  # the last step was skipped

@@ -69,7 +69,7 @@ class Fetch:
     def keep_in_node(self) -> None:
         """Serve gathers from a node shard from now on."""
         node = NodeShard(self._plugin, self._parameters, self.barrier)
-        self._plugin.node = node
+        self._plugin.node_shard = node
         for parameter in self._parameters:
             sharded_params.wrap_partition(parameter, node.resync, owner=self)
 
@@ -80,8 +80,8 @@ class Fetch:
     def close(self) -> None:
         """Restore the parameters, with exact values, when the engine is destroyed."""
         self._is_closed = True
-        if self._plugin.node is not None:
-            self._plugin.node.close()
+        if self._plugin.node_shard is not None:
+            self._plugin.node_shard.close()
         for p in self._hooked.values():
             sharded_params.unwrap(p, owner=self)
             if self._pop_decoded(p) and sharded_params.is_available(p):
@@ -117,7 +117,7 @@ class Fetch:
         DeepSpeed gathers parameters that this engine does not know (created later) or that hold no
         floats. Split and order are equal on all ranks.
         """
-        self._plugin.asked.add("weights")
+        self._plugin.requested_roles.add("weights")
         params = sorted(params, key=lambda p: p.ds_id)  # the caller's order comes from a set
         if self._plugin.gather_count is not None:
             self._plugin.gather_count.fetched(params)
@@ -172,7 +172,9 @@ class Fetch:
     def _gather_in_node(self, params: list[Param]) -> _Gather:
         """Post the gather of parameters that the node shard serves."""
         sharded_params.begin_fetch([param.tensor for param in params])
-        pending, is_lossy = self._plugin.node.gather(params)
+        node_shard = self._plugin.node_shard
+        assert node_shard is not None
+        pending, is_lossy = node_shard.gather(params)
         return params, is_lossy, pending
 
     def _bound_codec(
@@ -182,7 +184,7 @@ class Fetch:
         # Persistent parameters stay gathered between steps, so they must be exact.
         if not (is_full_precision or param.tensor.ds_persist):
             # The node shard serves all parameters whose ranks are the world.
-            full_world = self._plugin.node is None
+            full_world = self._plugin.node_shard is None
             hop_codec, *_ = param.weight_codecs(dtype, rank=rank, full_world=full_world)
             if hop_codec is not None:
                 return param.bound_codec(hop_codec, dtype, step)

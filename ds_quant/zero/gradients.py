@@ -242,6 +242,7 @@ class GradientReducer:
 
         if crosses_once:
             store = plugin.partial_gradients
+            assert store is not None  # see ``crosses_once``
 
             # 2. A bucket of zeros stands for parameters without a gradient at the boundary. Zeros
             #    need no message: return the partial sums of earlier micro-steps.
@@ -335,6 +336,6 @@ def _accumulate(
     )
 
 
-def note_finite(checks: list[tuple[Param, Tensor]], param: Param, reduced: Tensor) -> None:
+def note_finite(flags: list[tuple[Param, Tensor]], param: Param, reduced: Tensor) -> None:
     """Note on the device if a reduced gradient is finite."""
-    checks.append((param, torch.isfinite(reduced).all()))
+    flags.append((param, torch.isfinite(reduced).all()))

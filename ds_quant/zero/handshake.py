@@ -1,8 +1,9 @@
-"""Compare settings and hosts of all ranks before the first collective.
+"""Compare the settings and hosts of all ranks before the first collective, through torch's store.
 
-[Note: rank 0 judges] Every rank leaves a card in the store; rank 0 reads all cards and leaves its
-verdict, for which the others wait. So the store answers a few questions per rank, however many
-ranks there are. No collective is involved: a rank without the plugin cannot hang the others.
+[Note: rank 0 judges] Every rank puts a card into the store. Rank 0 reads all cards and puts its
+verdict there, for which the other ranks wait. So the store answers a few requests per rank,
+independent of the number of ranks. No collective is involved: a rank without the plugin cannot
+hang the others.
 """
 
 from __future__ import annotations
@@ -10,87 +11,187 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict
 
-import torch.distributed as torch_dist
+from torch.distributed import PrefixStore
+from torch.distributed import distributed_c10d as c10d
 
 from ds_quant.comm.topology import PlacementError, host_name, launched_size, place
 from ds_quant.config.errors import KEY, show
 from ds_quant.config.schema import QuantizedCommConfig
 from ds_quant.zero import log
 
-# ---- what ranks show each other ----
+# ---- the store ----
 
 
-# Of one rank. versions, block: what has to be the same on all ranks, by name. kernels: what may
-# differ, but makes all ranks as slow as the slowest. host, launched: see ``topology.place``.
-Card = Mapping[str, Any]
+def plugin_store(name: str) -> PrefixStore:
+    """Return the default store with the prefix "ds_quant/``name``" before every key."""
+    return PrefixStore(f"ds_quant/{name}", c10d._get_default_store())
+
+
+def store_of_call(name: str, rank: int) -> PrefixStore:
+    """Return a store for one call of ``name``: the n-th calls of all ranks share it.
+
+    rank: the calling rank.
+    """
+    call = plugin_store(name).add(f"calls/{rank}", 1)
+    return plugin_store(f"{name}/{call}")
+
+
+def wait_for_keys(store: PrefixStore, keys: Sequence[str], seconds: float) -> bool:
+    """Return True if all keys are set within ``seconds``."""
+    try:
+        store.wait(list(keys), timedelta(seconds=seconds))
+    except RuntimeError:  # torch.distributed.DistStoreError and its kin
+        return False
+    return True
+
+
+def missing_ranks(store: PrefixStore, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks whose key is not set: by halving, in few requests if few are missing."""
+    if not ranks or store.check([str(rank) for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    half = len(ranks) // 2
+    return missing_ranks(store, ranks[:half]) + missing_ranks(store, ranks[half:])
+
+
+def _read(store: PrefixStore, keys: Sequence[str]) -> list[str]:
+    """Read keys that are set, in one request where the store can."""
+    if store.has_extended_api():  # type: ignore[attr-defined]  # missing in torch's stubs
+        return [text.decode() for text in store.multi_get(list(keys))]
+    return [store.get(key).decode() for key in keys]
+
+
+def wait_for_ranks(
+    function: str, *, rank: int, world: int, patience: float, timeout: float
+) -> None:
+    """Wait through the store until every rank has called ``function``, which is a collective.
+
+    Rank 0 warns after ``patience`` seconds, because it may be alone by mistake. Other ranks do not:
+    they may be waiting for rank 0 to write a large file.
+
+    Raises:
+        RuntimeError: naming the ranks that have not called it within ``timeout`` seconds.
+    """
+    store = store_of_call(f"wait_for_ranks/{function}", rank)
+    store.set(str(rank), "here")
+    if store.add("count", 1) == world:  # one key for all ranks to wait for
+        store.set("all", "here")
+    message = "quantized_comm: {} needs all ranks under ZeRO-1 and 2: not called on rank(s) {}"
+    if wait_for_keys(store, ["all"], patience):
+        return
+    missing = missing_ranks(store, range(world))
+    if missing:
+        log.log_rank0(message.format(function, missing) + f" after {patience:g} s, still waiting")
+    if wait_for_keys(store, ["all"], timeout):
+        return
+    missing = missing_ranks(store, range(world))
+    if missing:
+        raise RuntimeError(
+            message.format(function, missing)
+            + f" within {timeout:g} s. Call it on all ranks and let "
+            "one of them write the files, as ZeRO-3 needs it too"
+        )
+
+
+# ---- cards and verdict ----
+
+
+class Card(TypedDict):
+    """The facts that a rank puts into the store for rank 0."""
+
+    # These must be equal on all ranks.
+    versions: dict[str, Any]
+    block: dict[str, Any]
+    # These may differ. All ranks are as slow as the slowest kernels.
+    kernels: str
+    # Placement, see ``topology.place``.
+    host: str
+    launched: tuple[str, int] | None  # a list once it has been JSON
+
+
+class Verdict(TypedDict, total=False):
+    """The answer of rank 0: an error, or the ranks per node and warnings."""
+
+    error: str
+    node_size: int
+    warnings: list[str]
+
+
 _SHOWN = 8  # groups of ranks that a message names
 
 
 def disagreement(cards: Sequence[Card]) -> str:
-    """Name what differs from rank 0, ranks that differ alike together; empty if nothing does."""
+    """Name the ranks that differ from rank 0, by their differences; "" if none does."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, card in enumerate(cards):
-        versions = _differences(cards[0]["versions"], card.get("versions", {}))
-        settings = _differences(cards[0]["block"], card.get("block", {}), f"{KEY}.")
-        # Another version may have other settings.
-        if found := tuple(versions) or tuple(settings):
-            groups.setdefault(found, []).append(rank)
+        differences = tuple(_differences(cards[0]["versions"], card.get("versions", {})))
+        if not differences:  # settings of another version may have other keys
+            differences = tuple(
+                _differences(cards[0]["block"], card.get("block", {}), prefix=f"{KEY}.")
+            )
+        if differences:
+            groups.setdefault(differences, []).append(rank)
     if not groups:
         return ""
-    told = [f"{named(ranks)}: {', '.join(found)}" for found, ranks in groups.items()]
+    named_groups = [
+        f"{named(ranks)}: {', '.join(differences)}" for differences, ranks in groups.items()
+    ]
     advice = "ranks disagree; install the same ds_quant everywhere and use one config. "
-    return advice + "; ".join(told[:_SHOWN])
+    return advice + "; ".join(named_groups[:_SHOWN])
 
 
 def _differences(
     first: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[str]:
     for key in sorted({*first, *other}):
-        mine, theirs = first.get(key), other.get(key)
-        if isinstance(mine, dict) and isinstance(theirs, dict):
-            yield from _differences(mine, theirs, f"{prefix}{key}.")
-        elif mine != theirs:
-            yield f"{prefix}{key}={show(theirs)} (rank 0: {show(mine)})"
+        expected, actual = first.get(key), other.get(key)
+        if isinstance(expected, dict) and isinstance(actual, dict):
+            yield from _differences(expected, actual, f"{prefix}{key}.")
+        elif expected != actual:
+            yield f"{prefix}{key}={show(actual)} (rank 0: {show(expected)})"
 
 
 def mixed_kernels(cards: Sequence[Card]) -> list[str]:
-    """Warn of ranks whose kernels are unlike those of most."""
-    ranks: dict[str, list[int]] = {}
+    """Return a warning that names the ranks whose kernels differ from those of most; or none."""
+    ranks_of: dict[str, list[int]] = {}
     for rank, card in enumerate(cards):
-        ranks.setdefault(card["kernels"], []).append(rank)
-    common, *rare = sorted(ranks, key=lambda kernels: -len(ranks[kernels]))
+        ranks_of.setdefault(card["kernels"], []).append(rank)
+    common, *rare = sorted(ranks_of, key=lambda kernels: -len(ranks_of[kernels]))
     if not rare:
         return []
-    others = "; ".join(
-        f"{named(ranks[kernels])} on {cards[ranks[kernels][0]]['host'].split(' ')[0]}: {kernels}"
-        for kernels in rare[:_SHOWN]
-    )
+    others: list[str] = []
+    for kernels in rare[:_SHOWN]:
+        ranks = ranks_of[kernels]
+        host = cards[ranks[0]]["host"].split(" ")[0]
+        others.append(f"{named(ranks)} on {host}: {kernels}")
     return [
-        f"kernels differ, and the slowest rank sets the pace. Most ranks: {common}; {others}. "
-        "ds_quant doctor there says why"
+        f"kernels differ, and the slowest rank sets the pace. Most ranks: {common}; "
+        f"{'; '.join(others)}. ds_quant doctor there says why"
     ]
 
 
 def named(ranks: Sequence[int]) -> str:
     """[2] -> "rank 2", [2, 3, 4, 7] -> "ranks 2 to 4, 7"; the first few of many."""
-    runs: list[list[int]] = []
+    runs: list[list[int]] = []  # [first, last]
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
             runs[-1] = [runs[-1][0], rank]
         else:
             runs.append([rank])
-    shown = [" to ".join(map(str, run)) for run in runs[:_SHOWN]]
-    more = " and others" if len(runs) > _SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}"
+    shown = ", ".join(" to ".join(map(str, run)) for run in runs[:_SHOWN])
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    others = " and others" if len(runs) > _SHOWN else ""
+    return f"{noun} {shown}{others}"
 
 
 # ---- the handshake ----
 
 
 WIRE_VERSION = 3  # raised when bytes on the wire change meaning
-_PATIENCE = 10.0  # seconds for what another rank does at once
+_PATIENCE = 10.0  # seconds for a rank that answers at once
 
 
 class StartError(RuntimeError):
@@ -109,9 +210,9 @@ def handshake(
     """Check through the store that all ranks fit together, and return the ranks per node.
 
     Args:
-        must: what has to be equal on all ranks besides versions and the block, by name.
-        kernels: what may differ, but slows all ranks down if it does.
-        fault: of rank 0, a mistake that it alone can find; it ends all ranks.
+        must: facts that must be equal on all ranks besides versions and the block, by name.
+        kernels: description of this rank's kernels; ranks whose kernels differ are warned of.
+        fault: on rank 0, an error that only rank 0 can find; it ends all ranks.
 
     Raises:
         StartError: naming the ranks that did not answer within ``handshake_timeout`` seconds,
@@ -120,18 +221,19 @@ def handshake(
     """
     from ds_quant import __version__
 
-    board = Board.of_call("handshake", rank)
-    card = {
+    store = store_of_call("handshake", rank)
+    card: Card = {
         "versions": {"ds_quant": __version__, "wire": WIRE_VERSION, **must},
         "block": config.resolved(),
         "kernels": kernels,
         "host": host_name(),
         "launched": launched_size(world),
     }
-    board.put(rank, json.dumps(card))
-    ranks = range(world)
-    timeout = config.handshake_timeout
-    verdict = _follow(board, timeout, ranks, rank) if rank else _lead(board, config, ranks, fault)
+    store.set(str(rank), json.dumps(card))
+    if rank == 0:
+        verdict = _lead(store, config, world, fault)
+    else:
+        verdict = _follow(store, config.handshake_timeout, rank, world)
     if "error" in verdict:
         raise StartError(f"quantized_comm: {verdict['error']}")
     for warning in verdict["warnings"]:
@@ -139,39 +241,43 @@ def handshake(
     return verdict["node_size"]
 
 
-def _lead(
-    board: Board, config: QuantizedCommConfig, ranks: Sequence[int], fault: str
-) -> dict[str, Any]:
-    """Rank 0: publish the verdict, which has "error", or "node_size" and "warnings"."""
-    missing = [] if board.arrive(ranks, config.handshake_timeout) else board.missing(ranks)
+def _lead(store: PrefixStore, config: QuantizedCommConfig, world: int, fault: str) -> Verdict:
+    """Rank 0: publish and return the verdict."""
+    keys = [str(rank) for rank in range(world)]
+    missing: list[int] = []
+    if not wait_for_keys(store, keys, config.handshake_timeout):
+        missing = missing_ranks(store, range(world))
     if missing:
         verdict = _no_answer(missing, config.handshake_timeout)
     else:
-        verdict = _judge([json.loads(text) for text in board.read(ranks)], config, fault)
-    board.put("verdict", json.dumps(verdict))
+        cards = [json.loads(text) for text in _read(store, keys)]
+        verdict = _judge(cards, config, fault)
+    store.set("verdict", json.dumps(verdict))
     if "error" in verdict:  # this process may hold the store: it leaves last
-        present = sorted({*ranks[1:]} - {*missing})
-        board.arrive([f"left/{rank}" for rank in present], _PATIENCE)
+        present = sorted(set(range(1, world)) - set(missing))
+        wait_for_keys(store, [f"left/{rank}" for rank in present], _PATIENCE)
     return verdict
 
 
-def _follow(board: Board, timeout: float, ranks: Sequence[int], rank: int) -> dict[str, Any]:
+def _follow(store: PrefixStore, timeout: float, rank: int, world: int) -> Verdict:
     """Every other rank: return the verdict."""
-    arrived = board.arrive(["verdict"], timeout)
-    missing = [] if arrived else board.missing(ranks)
+    missing: list[int] = []
+    if not wait_for_keys(store, ["verdict"], timeout):
+        missing = missing_ranks(store, range(world))
+    verdict: Verdict
     if missing:
         verdict = _no_answer(missing, timeout)
-    elif board.arrive(["verdict"], 2 * _PATIENCE):
-        (text,) = board.read(["verdict"])
+    elif wait_for_keys(store, ["verdict"], 2 * _PATIENCE):
+        (text,) = _read(store, ["verdict"])
         verdict = json.loads(text)
     else:
         verdict = {"error": "rank 0 has left the handshake; see its log"}
     if "error" in verdict:
-        board.put(f"left/{rank}", "")
+        store.set(f"left/{rank}", "")
     return verdict
 
 
-def _no_answer(missing: list[int], timeout: float) -> dict[str, Any]:
+def _no_answer(missing: list[int], timeout: float) -> Verdict:
     return {
         "error": f"no answer from rank(s) {missing} within {timeout:g} s. Is "
         "ds_quant installed on their hosts, DS_QUANT_DISABLE unset and the same config used there? "
@@ -179,59 +285,21 @@ def _no_answer(missing: list[int], timeout: float) -> dict[str, Any]:
     }
 
 
-def _judge(cards: Sequence[Card], config: QuantizedCommConfig, fault: str) -> dict[str, Any]:
-    if error := disagreement(cards) or fault:
+def _judge(cards: Sequence[Card], config: QuantizedCommConfig, fault: str) -> Verdict:
+    error = disagreement(cards) or fault
+    if error:
         return {"error": error}
     hosts = [card["host"] for card in cards]
-    launched = [card["launched"] and tuple(card["launched"]) for card in cards]
+    launched: list[tuple[str, int] | None] = []
+    for card in cards:
+        if card["launched"] is None:
+            launched.append(None)
+        else:
+            variable, size = card["launched"]
+            launched.append((variable, size))
     try:
         node_size, warning = place(hosts, given=config.node_size, launched=launched)
-    except PlacementError as error:
-        return {"error": str(error)}
+    except PlacementError as placement_error:
+        return {"error": str(placement_error)}
     warnings = [warning] if warning else []
     return {"node_size": node_size, "warnings": warnings + mixed_kernels(cards)}
-
-
-class Board:
-    """Texts in the default store, under names with a common prefix."""
-
-    def __init__(self, name: str) -> None:
-        self._store = torch_dist.distributed_c10d._get_default_store()
-        self._prefix = f"ds_quant/{name}"
-
-    @classmethod
-    def of_call(cls, what: str, rank: int) -> Board:
-        """The same board for the n-th call of ``what`` on every rank; this is one of ``rank``."""
-        return cls(f"{what}/{cls(what).count(f'calls/{rank}')}")
-
-    def count(self, name: str) -> int:
-        """Count a call, and return how many there were."""
-        return self._store.add(f"{self._prefix}/{name}", 1)
-
-    def put(self, name: object, text: str) -> None:
-        self._store.set(f"{self._prefix}/{name}", text)
-
-    def read(self, names: Sequence[object]) -> list[str]:
-        """Read the texts that are there, in one request where the store can."""
-        keys = [f"{self._prefix}/{name}" for name in names]
-        if self._store.has_extended_api():
-            return [text.decode() for text in self._store.multi_get(keys)]
-        return [self._store.get(key).decode() for key in keys]
-
-    def arrive(self, names: Sequence[object], seconds: float) -> bool:
-        """Wait for texts; returns whether all arrived in time."""
-        try:
-            keys = [f"{self._prefix}/{name}" for name in names]
-            self._store.wait(keys, timedelta(seconds=seconds))
-        except RuntimeError:  # torch.distributed.DistStoreError and friends
-            return False
-        return True
-
-    def missing(self, names: Sequence[int]) -> list[int]:
-        """Find missing texts by halving: few requests where few are missing."""
-        if not names or self._store.check([f"{self._prefix}/{name}" for name in names]):
-            return []
-        if len(names) == 1:
-            return list(names)
-        half = len(names) // 2
-        return self.missing(names[:half]) + self.missing(names[half:])

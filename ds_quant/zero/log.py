@@ -1,6 +1,6 @@
 """Log lines of the plugin. Each begins with its subject, so that grep finds it.
 
-DeepSpeed's logger would put time, level and file in front, and shows nothing below a warning.
+DeepSpeed's logger would prefix time, level and file, and hides everything below a warning.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TextIO
 
 
 class _Stdout(logging.StreamHandler):
-    """Writes to where ``sys.stdout`` points now, as DeepSpeed's lines do."""
+    """Writes to the current ``sys.stdout``, as DeepSpeed's lines do."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -23,7 +23,7 @@ class _Stdout(logging.StreamHandler):
 
 def _logger() -> logging.Logger:
     logger = logging.getLogger("ds_quant.run")
-    if not logger.handlers:  # a program may have given it its own
+    if not logger.handlers:  # a program may have added its own
         logger.addHandler(_Stdout())
         logger.propagate = False
     if logger.level == logging.NOTSET:
@@ -37,13 +37,13 @@ def log_here(message: str) -> None:
 
 
 def log_rank0(message: str) -> None:
-    """Warn if this is rank 0, or if ranks have no numbers yet."""
+    """Warn on rank 0, and on every rank before ``init_distributed``."""
     if _is_first():
         _logger().warning(message)
 
 
 def info_rank0(message: str) -> None:
-    """Log at level INFO on rank 0; always shown."""
+    """Log at level INFO on the ranks of ``log_rank0``; shown by default."""
     if _is_first():
         _logger().info(message)
 

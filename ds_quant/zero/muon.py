@@ -1,6 +1,6 @@
-"""Muon: what DeepSpeed sends for it by itself, because it needs whole matrices.
+"""Muon: price and count the messages that DeepSpeed itself sends for Muon's whole matrices.
 
-Like hooks.py it names DeepSpeed's internals.
+Names DeepSpeed's internals, as hooks.py does.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import torch
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy import refusals
 from ds_quant.policy.cost import FP32
-from ds_quant.zero.hooks import ExpectedCall, Hooks, as_event
+from ds_quant.zero.deepspeed_types import Engine, OwnerOptimizer
+from ds_quant.zero.hooks import Context, ExpectedCall, Hooks, as_event
 from ds_quant.zero.param import Param
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.version import deepspeed_version, is_older
 
-# Where it runs once per optimizer step, on what the ranks own: gradients of ZeRO-3 from 0.19.8 on,
-# and of offloaded optimizers.
+# Methods that run Muon once per optimizer step, on the shards of a rank: ZeRO-3 from 0.19.8 on, and
+# offloaded optimizers.
 _AT_THE_BOUNDARY = "_apply_muon_to_accumulated_grads", "_apply_muon_updates_cpu_offload"
 _gathers = ExpectedCall("all_gather"), ExpectedCall("all_gather_into_tensor")
 
 
-def exact_gradient_reason(engine: Any) -> str | None:
+def exact_gradient_reason(engine: Engine) -> str | None:
     """Return the setting that keeps gradients on DeepSpeed's own exact path, if there is one.
 
-    With Muon, ZeRO-3 insists on ``reduce_scatter: false``, which from 0.19.8 on Muon does not need:
-    it runs once per step, on accumulated partitions.
+    With Muon, ZeRO-3 requires ``reduce_scatter: false``. From 0.19.8 on Muon does not need it,
+    because it runs once per step, on accumulated shards.
     """
     zero = engine._config.zero_config
     reason = refusals.exact_gradient_reason(int(zero.stage), partial(getattr, zero))
@@ -47,12 +48,12 @@ def exact_gradient_reason(engine: Any) -> str | None:
 
 
 def is_muon(optimizer: Any) -> bool:
-    """Whether it is DeepSpeed's Muon, told by its name: importing it takes seconds."""
+    """Return True for DeepSpeed's Muon, by its name: importing it takes seconds."""
     return any(kind.__name__ == "MuonWithAuxAdam" for kind in type(optimizer).__mro__)
 
 
 def reduce_scatter(hooks: Hooks) -> None:
-    """ZeRO-3: let buckets take the way on which ``wrap_shard_reduction`` is."""
+    """ZeRO-3: set ``reduce_scatter``, so that buckets reach ``wrap_shard_reduction``."""
     optimizer = hooks.optimizer
     if not optimizer.reduce_scatter:
         optimizer.reduce_scatter = True
@@ -60,14 +61,17 @@ def reduce_scatter(hooks: Hooks) -> None:
 
 
 def runs_per_step(optimizer: Any) -> bool:
-    """Return True if it is Muon and runs once per optimizer step, on what the ranks own."""
-    return is_muon(optimizer.optimizer) and any(hasattr(optimizer, n) for n in _AT_THE_BOUNDARY)
+    """Return True if it is Muon and runs once per optimizer step, on the shards of a rank."""
+    if not is_muon(optimizer.optimizer):
+        return False
+    return any(hasattr(optimizer, name) for name in _AT_THE_BOUNDARY)
 
 
 class MatrixGroup(NamedTuple):
-    """Matrices that Muon updates together: those of a sub-group of ZeRO-3, in order.
+    """The matrices of a sub-group of ZeRO-3, which Muon updates together.
 
-    numels: elements of every matrix. ranks: those that share the matrices.
+    numels: elements of every matrix, in order.
+    ranks: number of ranks that share the matrices.
     """
 
     numels: tuple[int, ...]
@@ -75,15 +79,15 @@ class MatrixGroup(NamedTuple):
 
     @property
     def full_round(self) -> int:
-        """Elements of a bucket that holds one of the largest matrices for every rank."""
+        """Elements of a bucket with one of the largest matrices for every rank."""
         return self.ranks * max(self.numels)
 
     def gathered(self, bucket_size: int) -> list[float]:
         """Return the elements that DeepSpeed gathers for every matrix in an optimizer step.
 
         A bucket of at most ``bucket_size`` elements, or of one matrix, gathers gradients and
-        momentum. It is then updated in rounds of one matrix per rank. A round gathers updates and
-        momentum, and pads all of its rows, also those of ranks without a matrix, to its largest.
+        momentum. Rounds of one matrix per rank then update it. A round gathers updates and
+        momentum, and pads all rows to its largest one, also those of ranks without a matrix.
         """
         counts: list[float] = []
         for bucket in self._buckets(bucket_size):
@@ -111,21 +115,21 @@ def _sub_groups(plugin: Plugin, optimizer: Any) -> list[tuple[list[Any], MatrixG
     """Return the parameters of every sub-group of ZeRO-3 that Muon updates in rounds."""
     if plugin.stage < 3 or not runs_per_step(optimizer) or optimizer.offload_optimizer:
         return []
-    found = []
+    groups: list[tuple[list[Any], MatrixGroup]] = []
     for params, uses_muon in zip(
         optimizer.fp16_groups, optimizer.sub_groups_using_muon, strict=True
     ):
         if uses_muon and params:
             numels = tuple([p.ds_numel for p in params])
             ranks = plugin.communicator(params[0].ds_process_group).size
-            found.append((params, MatrixGroup(numels, ranks)))
-    return found
+            groups.append((params, MatrixGroup(numels, ranks)))
+    return groups
 
 
 def full_round(plugin: Plugin, optimizer: Any) -> int:
-    """Return the least ``reduce_bucket_size`` that gives every rank a matrix, 0 without rounds.
+    """Return the least ``reduce_bucket_size`` that gives every rank a matrix; 0 without rounds.
 
-    In a smaller one DeepSpeed gathers padding in place of the missing matrices.
+    In a smaller bucket DeepSpeed gathers padding in place of the missing matrices.
     """
     rounds = [group.full_round for _, group in _sub_groups(plugin, optimizer)]
     return max(rounds, default=0)
@@ -134,7 +138,7 @@ def full_round(plugin: Plugin, optimizer: Any) -> int:
 def _gathered_bytes(plugin: Plugin, optimizer: Any, bucket_size: int) -> dict[Param, float]:
     """Return the bytes per element that Muon gathers once per optimizer step, by parameter.
 
-    The first step of an offloaded optimizer takes less.
+    An offloaded optimizer gathers less in the first step.
     """
     if not runs_per_step(optimizer):
         return {}
@@ -144,26 +148,26 @@ def _gathered_bytes(plugin: Plugin, optimizer: Any, bucket_size: int) -> dict[Pa
     if optimizer.offload_optimizer:
         return dict.fromkeys(matrices, 2.0 * optimizer.gradient_accumulation_dtype.itemsize)
     itemsize = optimizer.communication_data_type.itemsize
-    found = {}
+    gathered: dict[Param, float] = {}
     for params, group in _sub_groups(plugin, optimizer):
         for parameter, elements in zip(params, group.gathered(bucket_size), strict=True):
             param = plugin.param_of(parameter)
             if param is not None and parameter.ds_numel:
-                found[param] = itemsize * elements / parameter.ds_numel
-    return found
+                gathered[param] = itemsize * elements / parameter.ds_numel
+    return gathered
 
 
 def _count_gathers(plugin: Plugin) -> None:
-    """Count every gather that Muon runs at the boundary."""
+    """Count every gather that Muon runs at the end of an accumulation."""
     from deepspeed import comm
 
-    def counted(gather: Callable[..., Any], into: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [into] if isinstance(into, torch.Tensor) else into
+    def counted(gather: Callable[..., Any], output: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [output] if isinstance(output, torch.Tensor) else output
         nbytes = sum(t.numel() * t.element_size() for t in tensors)  # from all ranks together
         plugin.communicator(kwargs.get("group")).count_ring(nbytes, role="gradients")
-        return gather(into, *args, **kwargs)
+        return gather(output, *args, **kwargs)
 
-    contexts = []
+    contexts: list[Context] = []
     for call in _gathers:
         call.install(comm)
         gather = getattr(comm, call.name).ds_quant_wraps
@@ -181,7 +185,7 @@ def _price(plugin: Plugin, gathered: dict[Param, float]) -> float:
 
 
 def attach(plugin: Plugin, optimizer: Any) -> None:
-    """Price and count what an optimizer step of Muon gathers: exact gradients and its momentum."""
+    """Price and count the gathers of an optimizer step of Muon: exact gradients and momentum."""
     bucket_size = int(plugin.engine.zero_reduce_bucket_size())
     gathered = _gathered_bytes(plugin, optimizer, bucket_size)
     if not gathered:
@@ -199,24 +203,28 @@ def attach(plugin: Plugin, optimizer: Any) -> None:
     plugin.notices.append(notice)
 
 
-def note_whole_matrices(plugin: Plugin, optimizer: Any) -> None:
-    """Leave gradients to DeepSpeed of which several ranks need all, under ZeRO-1 and 2: of Muon's
-    matrices that are split over them. Before 0.19.3 DeepSpeed sums a rank's part of such a matrix
-    for it, and Muon takes that and the rank's own gradient of the rest for the whole.
+def note_whole_matrices(plugin: Plugin, optimizer: OwnerOptimizer) -> None:
+    """ZeRO-1/2: leave Muon matrices that span partitions to DeepSpeed's all-reduce.
+
+    Muon needs their whole gradient on several ranks. Before 0.19.3 DeepSpeed sums only a rank's
+    part of such a matrix, and Muon takes the rank's own gradient for the rest.
     """
     if not is_muon(optimizer.optimizer) or is_older("0.19.3"):
         return
-    whole, owners = [], optimizer.param_to_partition_ids
-    for i, group in enumerate(optimizer.bit16_groups):
+    owners = optimizer.param_to_partition_ids
+    split: list[Param] = []
+    for index, group in enumerate(optimizer.bit16_groups):
         for p in group:
-            if getattr(p, "use_muon", False) and len(owners[i][optimizer.get_param_id(p)]) > 1:
-                whole.append(plugin.param_of(p))
-    for param in whole:
-        param.needs_full_gradient = True
-    if whole:
-        trained = sum(p.shape.numel() for p in plugin.all_params() if p.trained)
-        share = sum(p.shape.numel() for p in whole) / trained
+            param = plugin.param_of(p)
+            if param is None or not getattr(p, "use_muon", False):
+                continue
+            if len(owners[index][optimizer.get_param_id(p)]) > 1:
+                param.needs_full_gradient = True
+                split.append(param)
+    if split:
+        trained = sum(param.shape.numel() for param in plugin.all_params() if param.trained)
+        share = sum(param.shape.numel() for param in split) / trained
         plugin.notices.append(
-            f"gradients of Muon matrices that lie on several ranks ({len(whole)}, "
+            f"gradients of Muon matrices that lie on several ranks ({len(split)}, "
             f"{100 * share:.1f} % of the elements) stay exact: Muon needs them whole"
         )

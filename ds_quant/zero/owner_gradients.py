@@ -83,7 +83,7 @@ class OwnerReduction(GradientReducer):
         bucket = self._bucket
         if bucket is None:
             raise hooks.moved(optimizer_hooks.BUCKET)
-        self._plugin.asked.add("gradients")
+        self._plugin.requested_roles.add("gradients")
         group = arguments["process_group"] or self._optimizer.dp_process_group
         communicator = self._plugin.communicator(group)
         shared, single_owner = optimizer_hooks.by_owner_count(
@@ -115,11 +115,11 @@ class OwnerReduction(GradientReducer):
             for values, ranks in zip(slices, owners_of(arguments), strict=True)
             if communicator.rank in ranks
         ]
-        checks = self._plugin.noted
-        if checks is not None:
+        finite_flags = self._plugin.finite_flags
+        if finite_flags is not None:
             for begin, end in _ranges_in(bucket, own_slices):
                 for part in self._param_ranges(begin, end):
-                    note_finite(checks, part.param, bucket[part.start : part.stop])
+                    note_finite(finite_flags, part.param, bucket[part.start : part.stop])
 
     def _reduce_to_owners(
         self, bucket: Tensor, arguments: dict[str, Any], communicator: Communicator
@@ -154,10 +154,10 @@ class OwnerReduction(GradientReducer):
         layout.copy_to_bucket.run(
             [sums.view(torch.uint8), bucket], _COPY, backend=communicator.backend
         )
-        if plugin.noted is not None:
+        if plugin.finite_flags is not None:
             for (param, _), segment, _ in layout.own:
                 values = bucket[segment.start : segment.start + segment.numel]
-                note_finite(plugin.noted, param, values)
+                note_finite(plugin.finite_flags, param, values)
         outputs = arguments.get("output_bucket")
         if outputs:
             for index in own_slices:

@@ -31,12 +31,12 @@ from ds_quant.comm.transport import Communicator, HierarchicalCommunicator, Pend
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import log, optimizer_hooks
 from ds_quant.zero.deepspeed_types import OwnerOptimizer, ZeroParameter
+from ds_quant.zero.edited_weights import EditDetector
 from ds_quant.zero.lossless import Post, Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 from ds_quant.zero.param import HopCodec, Param
 from ds_quant.zero.plan_cache import PlanCache
 from ds_quant.zero.plugin import Plugin
-from ds_quant.zero.safety import EditDetector
 
 # Parameters of a window of the partitions with their codecs, and the gather of the window. Its
 # buffers are the replica and, if they are not in the replica, this rank's new weights.
@@ -73,7 +73,7 @@ class Replica:
 
     def gather_updated(self) -> None:
         """Gather the updated weights. Called inside ``optimizer.step``."""
-        self._plugin.asked.add("weights")
+        self._plugin.requested_roles.add("weights")
         step = self._plugin.step + 1  # DeepSpeed counts the step only after it
         if self._plugin.scheme.level_steps:
             self._plugin.learn_levels(step, self._own_values())
@@ -122,7 +122,7 @@ class Replica:
     def _refill(self, *, exact: bool) -> None:
         """Gather the master weights. Edits of user code stay: see [Note: written weights]."""
         optimizer_hooks.require_replica(self._optimizer)
-        edited = [(p, p.detach().clone()) for p in self._edits.written()]
+        edited = [(p, p.detach().clone()) for p in self._edits.edited_params()]
         optimizer_hooks.finish_background_save(self._plugin.engine)
         gather = partial(self._gather, self._plugin.step, exact=exact)
         optimizer_hooks.refresh_replica(self._optimizer, gather)

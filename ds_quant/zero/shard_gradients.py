@@ -47,7 +47,7 @@ class ShardReduction(GradientReducer):
             None if DeepSpeed must reduce the bucket itself.
         """
         plugin = self._plugin
-        plugin.asked.add("gradients")
+        plugin.requested_roles.add("gradients")
         communicator = plugin.communicator(group)
         if communicator.size == 1 or not tensors:
             return None
@@ -66,7 +66,7 @@ class ShardReduction(GradientReducer):
             layout = self._plan(key, slices, communicator, 1 / communicator.size, dtypes)
         sums = self._begin(layout, [tensor.reshape(-1) for tensor in tensors], plugin.route(group))
         shards = [tensor.new_empty(0) for tensor in tensors]
-        return ShardBucket(shards, sums, plugin.noted)
+        return ShardBucket(shards, sums, plugin.finite_flags)
 
     def _slices(
         self, params: Sequence[Param], dtypes: Sequence[torch.dtype], communicator: Communicator
@@ -101,12 +101,12 @@ class ShardBucket:
     """A bucket whose reduction to this rank's shards is running.
 
     shards: per gradient (shard numel,) in its dtype; filled by ``finish``.
-    noted: see ``Plugin``.
+    finite_flags: see ``Plugin``.
     """
 
     shards: list[Tensor]
     sums: PendingSums
-    noted: list[tuple[Param, Tensor]] | None
+    finite_flags: list[tuple[Param, Tensor]] | None
     finished: bool = False
 
     def finish(self) -> list[Tensor]:
@@ -115,9 +115,9 @@ class ShardBucket:
         filled = self._zero_shards() if total is None else self._views(total)
         for shard, values in zip(self.shards, filled, strict=True):
             shard.data = values
-        if self.noted is not None:
+        if self.finite_flags is not None:
             for (param, _), segment, _ in self.sums.layout.own:
-                note_finite(self.noted, param, self.shards[segment.tensor])
+                note_finite(self.finite_flags, param, self.shards[segment.tensor])
         self.finished = True
         return self.shards
 

@@ -1,4 +1,4 @@
-"""Which DeepSpeed runs, and which gradients it is known to lose by itself."""
+"""The running version of DeepSpeed, and known errors of DeepSpeed that lose gradients."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-_parsed = cache(Version)  # asked for as often as in every exact gather
+_parsed = cache(Version)  # parsed again in every exact gather otherwise
 
 
 class Fault(NamedTuple):
-    """An error of DeepSpeed, with and without this plugin, from one version until before another.
+    """An error of DeepSpeed, with and without this plugin.
 
-    offload: whether it needs an offloaded optimizer, or needs one that is not. accumulation: how
-    many micro-steps it needs, 1 if it depends on the model.
+    since, until: first version with the error, first version without it.
+    offload: True if only offloaded optimizers have it, False if only others have it.
+    accumulation: fewest micro-steps that show it, 1 if it depends on the model.
+    loses: description of the lost gradients.
     """
 
     since: str
@@ -24,7 +26,7 @@ class Fault(NamedTuple):
     loses: str
 
     def is_in(self, version: str) -> bool:
-        """Whether a version of DeepSpeed has it."""
+        """Return True if a version of DeepSpeed has the error."""
         return _parsed(self.since) <= _parsed(version) < _parsed(self.until)
 
 
@@ -39,14 +41,14 @@ FAULTS = (
 
 
 def deepspeed_version() -> str:
-    """Return the version for messages."""
+    """Return name and version for messages."""
     import deepspeed
 
     return f"DeepSpeed {deepspeed.__version__}"
 
 
 def is_older(than: str) -> bool:
-    """Whether it is older than a version."""
+    """Return True if the running DeepSpeed is older than a version."""
     import deepspeed
 
     return _parsed(deepspeed.__version__) < _parsed(than)

@@ -1,10 +1,8 @@
-"""Do what a first step would wait for: compile the CUDA kernels, connect the ranks.
+"""Compile the CUDA kernels and connect the ranks, so that the first step does not wait for it.
 
-Kernels are compiled by using each once on a few elements.
-
-A kernel is compiled at its first launch, which takes a second or so and must not happen inside a
-CUDA graph capture. What a run launches follows from its scheme, stage and hops; rows of whole
-blocks and others are different variants of a kernel.
+A kernel is compiled at its first launch. That takes about a second and must not happen inside a
+CUDA graph capture. So each kernel is launched here on a few elements. Scheme, stage and hops decide
+which kernels a run launches; rows of whole blocks and other rows are different variants of one.
 """
 
 from __future__ import annotations
@@ -34,91 +32,95 @@ from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.lossless import max_bytes
 from ds_quant.kernels.random_bits import Address
 from ds_quant.zero import hooks
-from ds_quant.zero.handshake import Board
+from ds_quant.zero.handshake import store_of_call, wait_for_keys
 from ds_quant.zero.plugin import Plugin
 
-_RAGGED = 9  # elements: more than a vector, less than anything else
+_RAGGED = 9  # elements: more than a vector, less than any other block
+_LOSSLESS_NUMEL = _RAGGED, 4096
+_JOBS = 1, 2  # tables of several jobs are variants of their own
 _ADDRESS = Address(key=0, step=0)
 _PATIENCE = 600.0  # seconds that ranks wait for the first of their node, then compile themselves
 
 
-def warm_up_rank(plugin: Plugin, device: torch.device) -> None:
-    """Use every kernel of the engine and every link that it needs once. All ranks call it.
+def warm_up_engine(plugin: Plugin, device: torch.device) -> None:
+    """Launch every kernel of the engine and connect every communicator. All ranks call it.
 
     The first rank of a node leaves compiled kernels in CuPy's cache, where the others find them.
     """
     rank, _ = hooks.rank_and_world()
     first = rank - rank % plugin.topology.node_size
-    board = Board.of_call("rehearsals", rank)
+    store = store_of_call("rehearsals", rank)
     if rank != first:
-        board.arrive([first], _PATIENCE)
+        wait_for_keys(store, [str(first)], _PATIENCE)
     try:
-        warm_up(plugin, device)
+        warm_up_kernels(plugin, device)
     finally:
         if rank == first:
-            board.put(first, "done")
+            store.set(str(first), "done")
     _connect(plugin, device)
-    hooks.synchronize()  # streams do not know of tables that this one has written
+    hooks.synchronize()  # other streams do not wait for the tables that this one has written
+
+
+# ---- communicators ----
 
 
 def _connect(plugin: Plugin, device: torch.device) -> None:
-    """Use every link once, for what the engine sends there.
+    """Run each collective once on every communicator that the engine runs it on.
 
     NCCL connects ranks at their first message, which takes seconds. A gather connects each rank to
-    few others, an all-to-all to all others of the link, so a link without exchanges gets none.
+    few others, an all-to-all to all others of the communicator, so it runs only where gradients do.
     """
-    exchanging, without_gathers = _gradient_links(plugin)
+    exchanging, without_gathers = _gradient_communicators(plugin)
     for communicator in plugin.communicators():
         if communicator.size == 1:
             continue
         uncounted = Communicator(
-            communicator.process_group, topology=plugin.topology, traffic=Traffic()
+            communicator.process_group,
+            topology=plugin.topology,
+            traffic=Traffic(),
         )
-        payload = torch.zeros(
-            communicator.size, dtype=torch.uint8, device=device
-        )  # a byte for each rank
-        one = [1] * communicator.size
+        payload = torch.zeros(communicator.size, dtype=torch.uint8, device=device)
         if communicator not in without_gathers:
             uncounted.all_gather(payload[:1], role="weights").wait()
         if communicator in exchanging:
-            uncounted.all_to_all(payload, sent=one, received=one, role="gradients").wait()
+            one_byte_each = [1] * communicator.size
+            uncounted.all_to_all(
+                payload,
+                sent=one_byte_each,
+                received=one_byte_each,
+                role="gradients",
+            ).wait()
 
 
-def _gradient_links(plugin: Plugin) -> tuple[set[Communicator], set[Communicator]]:
-    """Return the links that exchange gradients, and those that carry nothing else."""
+def _gradient_communicators(plugin: Plugin) -> tuple[set[Communicator], set[Communicator]]:
+    """Return the communicators that exchange gradients, and those that send nothing else."""
     exchanging: set[Communicator] = set()
     without_gathers: set[Communicator] = set()
-    delivers = plugin.routes.gradients().delivery is not None
-    for group in dict.fromkeys(group for _, group in plugin.served):
+    has_delivery = plugin.routes.gradients().delivery is not None
+    for group in dict.fromkeys(group for _, group in plugin.served_params):
         hierarchy = plugin.hierarchy(group)
         if hierarchy.gradients is not None and hierarchy.gradients is not hierarchy.intra:
             without_gathers.add(hierarchy.gradients)
         if plugin.stock_gradients is None:
             exchanging.update(hop.communicator for hop in plugin.route(group))
-            if delivers:
+            if has_delivery:
                 exchanging.add(hierarchy.flat)
     return exchanging, without_gathers
 
 
-_JOBS = 1, 2  # tables of several jobs are variants of their own
+# ---- kernels ----
 
 
-def warm_up(plugin: Plugin, device: torch.device) -> None:
-    """Use every kernel of the engine once on ``device``: training's own plans, on zeros."""
+def warm_up_kernels(plugin: Plugin, device: torch.device) -> None:
+    """Launch every kernel of the engine once on ``device``: the plans of training, on zeros."""
     for dtype in _dtypes(plugin):
         if plugin.routes.sends_lossless(dtype):
             _warm_up_lossless_differences(plugin, dtype, device)
-    for codec, dtype, differs in _transfers(plugin):
+    for codec, dtype, is_difference in _transfers(plugin):
         for numel, jobs in product(_sizes([codec]), _JOBS):
-            base, streams = 2 if differs else None, range(jobs)
-            encode = [(Encode(codec, numel, 0, 1, s, base=base), (0,) * 4) for s in streams]
-            decode = [(Decode(codec, numel, 1, 2, s, differs), (0,) * 2) for s in streams]
-            values, held = (torch.zeros(numel, dtype=dtype, device=device) for _ in range(2))
-            wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
-            for tasks in (encode, decode):
-                _run(plugin, Operations(tasks), [values, wire, held], [codec] * jobs)
+            _warm_up_transfer(plugin, codec, dtype, is_difference, numel, jobs, device)
     if plugin.stock_gradients is None:
-        for hops in dict.fromkeys(plugin.route(group) for _, group in plugin.served):
+        for hops in dict.fromkeys(plugin.route(group) for _, group in plugin.served_params):
             if hops[0].communicator.size > 1:
                 _warm_up_reductions(plugin, hops, device)
 
@@ -129,6 +131,7 @@ def _dtypes(plugin: Plugin) -> list[torch.dtype]:
 
 
 def _sizes(codecs: Sequence[Codec]) -> tuple[int, int]:
+    """Return a size with a partial block, and one of whole blocks."""
     return _RAGGED, whole_numel(codec for codec in codecs if isinstance(codec, GroupCodec))
 
 
@@ -139,84 +142,133 @@ def _run(
     codecs: Sequence[Codec],
     rotation: Rotation | None = None,
 ) -> None:
-    streams = RngState([BoundCodec(codec, _ADDRESS) for codec in codecs], [rotation] * len(codecs))
-    operations.run(buffers, streams, backend=plugin.scheme.block.backend)
+    rng_state = RngState(
+        [BoundCodec(codec, _ADDRESS) for codec in codecs],
+        [rotation] * len(codecs),
+    )
+    operations.run(buffers, rng_state, backend=plugin.scheme.block.backend)
+
+
+def _warm_up_transfer(
+    plugin: Plugin,
+    codec: Codec,
+    dtype: torch.dtype,
+    is_difference: bool,
+    numel: int,
+    jobs: int,
+    device: torch.device,
+) -> None:
+    """Encode and decode rows of ``numel`` elements."""
+    values = torch.zeros(numel, dtype=dtype, device=device)
+    wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
+    reference = torch.zeros(numel, dtype=dtype, device=device)
+    base = 2 if is_difference else None  # index of ``reference`` among the buffers
+    encode = [(Encode(codec, numel, 0, 1, job, base=base), (0,) * 4) for job in range(jobs)]
+    decode = [(Decode(codec, numel, 1, 2, job, is_difference), (0,) * 2) for job in range(jobs)]
+    for operations in (Operations(encode), Operations(decode)):
+        _run(plugin, operations, [values, wire, reference], [codec] * jobs)
 
 
 def _warm_up_lossless_differences(plugin: Plugin, dtype: torch.dtype, device: torch.device) -> None:
-    how = {"backend": plugin.scheme.block.backend}
-    for numel, change, rows in product((_RAGGED, 4096), (0, 1), _JOBS):
+    backend = plugin.scheme.block.backend
+    for numel, change, rows in product(_LOSSLESS_NUMEL, (0, 1), _JOBS):
         reference = torch.zeros(numel, dtype=dtype, device=device)
         wire = torch.empty(max_bytes(numel), dtype=torch.uint8, device=device)
         used = torch.zeros(rows, dtype=torch.int64, device=device)
         messages = [(reference + change, reference, wire.clone()) for _ in range(rows)]
-        encode_lossless(messages, used, **how)
-        lengths, old = used.cpu().numpy(), reference.expand(rows, -1)
+        encode_lossless(messages, used, backend=backend)
+        lengths = used.cpu().numpy()
+        offsets = lengths * 0
+        old = reference.expand(rows, -1)
         status = torch.zeros(rows, 2, dtype=torch.int32, device=device)
-        at = messages[0][2], lengths * 0, lengths
-        decode_lossless(*at, old, torch.empty_like(old), status, **how)
+        first_wire = messages[0][2]
+        decode_lossless(
+            first_wire,
+            offsets,
+            lengths,
+            old,
+            torch.empty_like(old),
+            status,
+            backend=backend,
+        )
 
 
 def _transfers(plugin: Plugin) -> Iterator[tuple[Codec, torch.dtype, bool]]:
-    """What is encoded and decoded, of which dtype, and whether that is a difference: weights, and
-    sums that balanced buckets deliver to their owners.
+    """Yield codec, dtype and "is a difference" of values that are encoded and decoded.
+
+    These are weights, and sums that balanced buckets deliver to their owners.
     """
     routes = [plugin.routes.weights()]
     if plugin.has_few_ranks:
         routes.append(plugin.routes.weights(full_world=False))
-    sent = dict.fromkeys((hop.codec, hop.difference) for route in routes for hop in route.hops)
+    codecs: dict[tuple[Codec, bool], None] = {}
+    for route in routes:
+        for hop in route.hops:
+            if hop.codec is not None:
+                codecs[hop.codec, hop.difference] = None
     for dtype in _dtypes(plugin):
         yield CastCodec(dtype), dtype, False
-        yield from ((codec, dtype, differs) for codec, differs in sent if codec is not None)
-    if delivery := plugin.routes.gradients().delivery:
+        for codec, is_difference in codecs:
+            yield codec, dtype, is_difference
+    delivery = plugin.routes.gradients().delivery
+    if delivery is not None:
         cast = CastCodec(plugin.engine.communication_data_type)
         for codec in dict.fromkeys((cast, delivery.codec or cast)):
             yield codec, torch.float32, False
 
 
 def _warm_up_reductions(plugin: Plugin, hops: Sequence[ReductionHop], device: torch.device) -> None:
-    """Reduce gradients over these hops, but for the messages."""
+    """Run the kernels of a reduction over these hops, without its messages."""
     route = plugin.routes.gradients(full_world=len(hops) > 1)
-    dtype, once = plugin.engine.communication_data_type, plugin.crosses_once(hops)
-    cast, block = CastCodec(dtype), 0 if route.rotation is None else route.rotation.block
+    dtype = plugin.engine.communication_data_type
+    crosses_once = plugin.crosses_once(hops)
+    cast = CastCodec(dtype)
+    block = 0 if route.rotation is None else route.rotation.block
     hops = [replace(hop, slicing=Slicing(count=1)) for hop in hops]
-    codecs = tuple([hop.codec or cast for hop in route.hops])
-    for spec in dict.fromkeys(
-        (GradientSpec((cast,) * len(hops)), GradientSpec(codecs, block, route.flips))
-    ):
-        # DeepSpeed may divide by itself, and sums may have its dtype.
+    full_precision = GradientSpec((cast,) * len(hops))
+    quantized = GradientSpec(tuple([hop.codec or cast for hop in route.hops]), block, route.flips)
+    for spec in dict.fromkeys((full_precision, quantized)):
+        # DeepSpeed may divide the gradients itself.
         cases = product(_reducers(hops), _sizes(spec.codecs), _JOBS, (1.0, 1 / 3))
         for reducer, numel, jobs, scale in cases:
-            segments = [Segment(g, 0, numel, g, 0, reducer) for g in range(jobs)]
+            segments = [Segment(job, 0, numel, job, 0, reducer) for job in range(jobs)]
             plan = ReductionPlan(segments, [spec] * jobs, hops, scale=scale)
             tensors = [torch.zeros(numel, dtype=dtype, device=device)] * jobs
-            for part in (*plan.slices, *(plan.deferred_slices if once else ())):
-                _reduce(plugin, part, spec, tensors, torch.zeros_like(tensors[0]))
-                _reduce(
-                    plugin, part, spec, tensors, tensors[0].new_zeros(numel, dtype=torch.float32)
-                )
+            slices = [*plan.slices]
+            if crosses_once:
+                slices += plan.deferred_slices
+            for part in slices:
+                # Sums may have DeepSpeed's dtype.
+                for sums_dtype in (dtype, torch.float32):
+                    sums = torch.zeros(numel, dtype=sums_dtype, device=device)
+                    _reduce(plugin, part, spec, tensors, sums)
 
 
 def _reduce(
     plugin: Plugin, part: SlicePlan, spec: GradientSpec, tensors: Sequence[Tensor], sums: Tensor
 ) -> None:
-    """Carry out a slice as if nothing but zeros had arrived."""
-    signs, jobs = _ADDRESS if spec.flips else None, len(tensors)
-    rotation = Rotation(block=spec.block, signs=signs) if spec.block else None
+    """Run the kernels of a slice on messages of zeros."""
+    jobs = len(tensors)
+    rotation = None
+    if spec.block:
+        rotation = Rotation(block=spec.block, signs=_ADDRESS if spec.flips else None)
     nbytes = max(max(sum(step.sent), sum(step.received)) for step in part.steps)
     messages = torch.zeros(nbytes, dtype=torch.uint8, device=sums.device)
-    own = max(part.stop - part.start, *(step.own for step in part.steps))
-    values = sums.new_zeros(own, dtype=torch.float32)
-    works = [*enumerate(step.encode for step in part.steps), (0, part.partial), (-1, part.total)]
-    for depth, work in works:
-        buffers = [messages, values, messages, values, sums, *tensors]
-        _run(plugin, work, buffers, [spec.codecs[depth]] * jobs, rotation)
+    own_numel = max(part.stop - part.start, *(step.own for step in part.steps))
+    own = sums.new_zeros(own_numel, dtype=torch.float32)
+    buffers = [messages, own, messages, own, sums, *tensors]
+    # Operations, each with the hop whose codecs it uses.
+    operations = [*enumerate(step.encode for step in part.steps)]
+    operations += [(0, part.partial), (-1, part.total)]
+    for hop, operation in operations:
+        _run(plugin, operation, buffers, [spec.codecs[hop]] * jobs, rotation)
 
 
 def _reducers(hops: Sequence[ReductionHop]) -> list[int]:
-    """This rank and one beside it on every hop."""
-    rank, ranks = sum(hop.communicator.rank * hop.divisor for hop in hops), []
+    """Return this rank, and for every hop another rank that it reaches over this hop."""
+    rank = sum(hop.communicator.rank * hop.divisor for hop in hops)
+    others: list[int] = []
     for hop in hops:
-        step = (hop.communicator.rank + 1) % hop.communicator.size - hop.communicator.rank
-        ranks.append(rank + step * hop.divisor)
-    return [rank, *ranks]
+        index, size = hop.communicator.rank, hop.communicator.size
+        others.append(rank + ((index + 1) % size - index) * hop.divisor)
+    return [rank, *others]

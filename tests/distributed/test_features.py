@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_quant.zero.report import start_line
+from ds_quant.zero.startup_line import start_line
 from tests.distributed.features import ALL_FEATURES
 from tests.distributed.harness import on_ranks
 from tests.distributed.models import (

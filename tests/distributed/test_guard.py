@@ -170,15 +170,37 @@ def test_hosts_decide_where_launchers_contradict_each_other() -> None:
 # ---- hosts and kernels ----
 
 
-class _Counted:
-    """The store, counting what is asked of it."""
+class _Counted(torch.distributed.Store):
+    """The store, counting the requests to it."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: torch.distributed.Store) -> None:
+        super().__init__()
         self._store, self.asked = store, 0
 
-    def __getattr__(self, name: str) -> Any:
+    def _request(self, name: str, *args: Any) -> Any:
         self.asked += 1
-        return getattr(self._store, name)
+        return getattr(self._store, name)(*args)
+
+    def set(self, *args: Any) -> Any:
+        return self._request("set", *args)
+
+    def get(self, *args: Any) -> Any:
+        return self._request("get", *args)
+
+    def add(self, *args: Any) -> Any:
+        return self._request("add", *args)
+
+    def check(self, *args: Any) -> Any:
+        return self._request("check", *args)
+
+    def wait(self, *args: Any) -> Any:
+        return self._request("wait", *args)
+
+    def multi_get(self, *args: Any) -> Any:
+        return self._request("multi_get", *args)
+
+    def has_extended_api(self) -> bool:
+        return self._store.has_extended_api()
 
 
 def _store_rank() -> int:

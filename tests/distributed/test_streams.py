@@ -96,7 +96,7 @@ def _become_a_device(model: Any, lost: str) -> None:
         accelerator.StepBarrier.wait = lambda _: None
     as_on_cuda = {"device": lambda: torch.device("cuda")}
     attach.hooks = SimpleNamespace(**vars(hooks) | as_on_cuda)
-    attach.warm_up_rank = lambda *_: None
+    attach.warm_up_engine = lambda *_: None
     sums = checksum._checksums
     checksum._checksums = lambda *args: sums(*args) * 0  # what arrives is zeros
 
@@ -371,7 +371,7 @@ def test_kernels_are_rehearsed_once_on_cuda_where_something_is_sent(world: int, 
     from ds_quant.zero import attach
 
     seen: list[tuple[Any, torch.device]] = []
-    attach.warm_up_rank = lambda *args: seen.append(args)
+    attach.warm_up_engine = lambda *args: seen.append(args)
     device = torch.device(kind)
     attach.hooks = SimpleNamespace(**vars(attach.hooks) | {"device": lambda: device})
     engine = engine_of(2, QSDP)
@@ -411,10 +411,10 @@ def test_the_first_rank_of_a_node_compiles_and_every_link_is_used() -> None:
         return posted(self, payload, *args)
 
     plugin = engine_of(3, {"scheme": "sdp4bit", "node_size": 2}).ds_quant_plugin
-    warmup.warm_up, Communicator._posted = compiling, noted
+    warmup.warm_up_kernels, Communicator._posted = compiling, noted
     before = dict(plugin.traffic.collectives)
     for _ in range(2):  # as by two engines of a process
-        warmup.warm_up_rank(plugin, torch.device("cpu"))
+        warmup.warm_up_engine(plugin, torch.device("cpu"))
     assert plugin.traffic.collectives == before
     assert seen == ["found" if rank % 2 else "compiles", "found"]
     assert sent
@@ -446,9 +446,9 @@ def test_ranks_are_connected_as_training_needs_them_and_no_further(stage: int, s
     Communicator.all_gather, Communicator.all_to_all = noted("all_gather"), noted("all_to_all")
     # Gradients have a communicator of their own inside the node.
     world.hooks = SimpleNamespace(**vars(world.hooks) | {"has_streams": lambda: True})
-    warmup.warm_up = lambda *_: None
+    warmup.warm_up_kernels = lambda *_: None
     engine = engine_of(stage, {"scheme": scheme, "node_size": 2, "checksum_steps": 1})
-    warmup.warm_up_rank(engine.ds_quant_plugin, torch.device("cpu"))
+    warmup.warm_up_engine(engine.ds_quant_plugin, torch.device("cpu"))
     rehearsed = set(used)
     used.clear()
     for step in range(3):

@@ -76,6 +76,7 @@ class Edge(NamedTuple):
     target: str  # the same for our modules, else as imported
     line: int
     at_top: bool
+    for_types: bool  # under ``if TYPE_CHECKING``: never run
 
 
 def module_name(path: Path) -> str:
@@ -84,15 +85,14 @@ def module_name(path: Path) -> str:
 
 
 def edges_of(path: Path, module: str) -> list[Edge]:
-    """Every import but the standard library; what type checkers alone read is not at the top."""
+    """Every import but the standard library."""
     tree = ast.parse(path.read_text("utf-8"))
-    inside = {
-        id(node)
-        for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
-        or (isinstance(outer, ast.If) and ast.unparse(outer.test) == "TYPE_CHECKING")
-        for node in ast.walk(outer)
-    }
+    in_functions, for_types = set[int](), set[int]()  # ids of nodes
+    for outer in ast.walk(tree):
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
+            in_functions.update(map(id, ast.walk(outer)))
+        elif isinstance(outer, ast.If) and ast.unparse(outer.test) == "TYPE_CHECKING":
+            for_types.update(map(id, ast.walk(outer)))
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -105,7 +105,9 @@ def edges_of(path: Path, module: str) -> list[Edge]:
         for target in targets:
             if target.split(".")[0] not in sys.stdlib_module_names:
                 short = "__init__" if target == "ds_quant" else target.removeprefix("ds_quant.")
-                found.append(Edge(module, short, node.lineno, id(node) not in inside))
+                typed = id(node) in for_types
+                at_top = id(node) not in in_functions and not typed
+                found.append(Edge(module, short, node.lineno, at_top, typed))
     return found
 
 
@@ -154,13 +156,15 @@ def test_modules_import_only_what_their_room_allows(room: str) -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports inside functions hide a circle as well, but for those that start or check only."""
+    """Imports inside functions hide a circle as well, but for those that start or check only.
+    Imports for types alone are never run.
+    """
     hidden = {"__init__", "_autoload", "zero.install", "config.schema"}
     edges = {
         module_name(path): {
             e.target
             for e in edges_of(path, module_name(path))
-            if e.at_top or module_name(path) not in hidden
+            if e.at_top or not (e.for_types or module_name(path) in hidden)
         }
         for paths in ROOMS.values()
         for path in paths

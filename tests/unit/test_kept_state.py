@@ -46,7 +46,7 @@ def test_a_state_is_restored_whole(logged: list[str]) -> None:
     a, _ = first.all_params()
     a.levels = torch.linspace(-1, 1, 16)
     first.state.learned_at, first.state.exact_until = 7, 12
-    for name in ("telemetry", "node", "replica"):
+    for name in ("telemetry", "node_shard", "replica"):
         setattr(second, name, Mock())
     a, b = second.all_params()
     a.levels, b.levels = torch.zeros(16), torch.ones(16)
@@ -54,7 +54,7 @@ def test_a_state_is_restored_whole(logged: list[str]) -> None:
     assert torch.equal(a.levels, torch.linspace(-1, 1, 16)) and b.levels is None
     assert (second.state.learned_at, second.state.exact_until) == (7, 12)
     second.telemetry.arm.assert_called_once_with()
-    second.node.resync.assert_called_once_with()
+    second.node_shard.resync.assert_called_once_with()
     second.replica.after_load.assert_called_once_with()
     assert logged == []
 
@@ -85,7 +85,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
     monkeypatch.setattr(optimizer_hooks, "refresh_replica", lambda _, gather: gather())
     made = object.__new__(Replica)
     made._optimizer, made._always_exact, made._has_logged_edits = None, False, False
-    made._edits, made.posted = Mock(written=lambda: []), []
+    made._edits, made.posted = Mock(edited_params=lambda: []), []
     made._posts = lambda step, exact: made.posted.append((step, exact)) or iter(())
     return made
 

@@ -13,8 +13,8 @@ import pytest
 from ds_quant.config.schema import parse_block
 from ds_quant.policy import refusals
 from ds_quant.policy.refusals import exact_gradient_reason
+from ds_quant.zero.advice import advice
 from ds_quant.zero.optimizer_hooks import lost_gradients
-from ds_quant.zero.report import advice
 
 NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}
 FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}

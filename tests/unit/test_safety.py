@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from ds_quant.config.schema import FallbackConfig
-from ds_quant.zero import safety
+from ds_quant.zero import drift, log
+from ds_quant.zero.drift import checksum
+from ds_quant.zero.edited_weights import EditDetector
+from ds_quant.zero.fallback import Fallback, first_nonfinite
+from ds_quant.zero.first_step import judge_first_step
 from ds_quant.zero.plugin import SchemeState
-from ds_quant.zero.safety import EditDetector, Fallback, checksum, first_nonfinite, judge_first_step
 
 
 def test_checksums_see_every_bit_and_its_place() -> None:
@@ -30,7 +33,7 @@ def test_checksums_see_every_bit_and_its_place() -> None:
     [({"a": [0, 1, 2]}, []), ({"a": [0, 2], "b": [1]}, [1]), ({"a": [0], "b": [1]}, [0, 1])],
 )
 def test_holders_of_the_rarer_version_are_outvoted(versions: dict, outvoted: list[int]) -> None:
-    assert sorted(safety._outvoted(versions)) == outvoted
+    assert sorted(drift._outvoted(versions)) == outvoted
 
 
 def test_what_was_written_is_found_bit_by_bit() -> None:
@@ -39,12 +42,12 @@ def test_what_was_written_is_found_bit_by_bit() -> None:
     flat[400] = torch.nan
     samples = EditDetector([(flat, params)])
     samples.take()
-    assert samples.written() == []  # NaN is what it was
+    assert samples.edited_params() == []  # NaN is what it was
     flat[989] = 7.0  # the last one
-    (found,) = samples.written()
+    (found,) = samples.edited_params()
     assert found.data_ptr() == flat[400:].data_ptr()
     samples.forget()
-    assert samples.written() == []
+    assert samples.edited_params() == []
 
 
 def test_the_first_gradient_that_is_not_finite_is_named_once() -> None:
@@ -55,11 +58,11 @@ def test_the_first_gradient_that_is_not_finite_is_named_once() -> None:
 
 
 def test_a_fallback_begins_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safety.log, "log_rank0", lambda message: None)
+    monkeypatch.setattr(log, "log_rank0", lambda message: None)
     engine = SimpleNamespace(global_steps=9)
-    plugin: Any = SimpleNamespace(state=SchemeState(), step=7, engine=engine, noted=None)
+    plugin: Any = SimpleNamespace(state=SchemeState(), step=7, engine=engine, finite_flags=None)
     settings = FallbackConfig(on_nonfinite="full_precision", steps=3)
-    Fallback(plugin, settings)._found(0, None)
+    Fallback(plugin, settings)._apply_policy(0, None)
     assert plugin.state.exact_until == 11 and plugin.state.nonfinite_steps == 1
 
 
@@ -75,11 +78,11 @@ def test_lossless_differences_of_a_first_step_may_be_short(
         topology=SimpleNamespace(nodes=2, node_size=1),
         scheme=SimpleNamespace(lossless=lossless), has_few_ranks=False,
         hooks=SimpleNamespace(after_step=[], before_last_buckets=[]),
-        asked={"weights", "gradients"},
+        requested_roles={"weights", "gradients"},
         traffic=SimpleNamespace(received=arrived),
     )  # fmt: skip
     logged: list[str] = []
-    monkeypatch.setattr(safety.log, "log_rank0", logged.append)
+    monkeypatch.setattr(log, "log_rank0", logged.append)
     judge_first_step(plugin, ["weights", "gradients"])
     (judge,) = plugin.hooks.after_step
     judge(True)  # skipped: the next one counts

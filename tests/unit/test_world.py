@@ -17,7 +17,7 @@ import torch
 
 from ds_quant.comm.topology import Topology
 from ds_quant.zero import world
-from ds_quant.zero.safety import wait_for_ranks
+from ds_quant.zero.handshake import wait_for_ranks
 
 CUDA, PATIENCE = torch.device("cuda", 0), timedelta(minutes=10)
 TOPOLOGY, RANK = Topology(world=512, node_size=8), 83  # node 10, place 3
@@ -140,12 +140,21 @@ def test_ranks_that_know_other_groups_make_all_together(monkeypatch) -> None:
     assert torch_.made == [("new", ranks, {"timeout": PATIENCE}) for ranks in (*nodes, *places)]
 
 
-class Store:
+class Store(torch.distributed.Store):
     """A store that notes the keys that are waited for."""
 
     def __init__(self) -> None:
-        self.store, self.waited = torch.distributed.HashStore(), []
-        self.set, self.add, self.check = self.store.set, self.store.add, self.store.check
+        super().__init__()
+        self.store, self.waited = torch.distributed.HashStore(), list[str]()
+
+    def set(self, key: str, value: bytes) -> None:
+        self.store.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return self.store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         self.waited += keys

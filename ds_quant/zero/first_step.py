@@ -1,0 +1,85 @@
+"""Check after the first step that DeepSpeed still calls the functions that this plugin replaces.
+
+If DeepSpeed stopped calling one, its messages would bypass the plugin without an error. Where the
+calling function is known, ``hooks.ExpectedCall`` notices at once. This check covers the rest: a
+role that DeepSpeed never requested ends the run, a role that received few bytes is logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_quant.zero import hooks, log
+from ds_quant.zero.plugin import Plugin
+from ds_quant.zero.version import deepspeed_version
+
+# Share of the bytes of one exchange of all weights and one reduction of all gradients. A rank
+# receives less if it owns more than others, or if a step leaves parameters unused.
+_LEAST_SHARE = 0.5
+
+
+def judge_first_step(plugin: Plugin, promised: Sequence[str]) -> None:
+    """Check once that the first step with gradients requests the roles ``promised``.
+
+    Steps that DeepSpeed skips, and steps without gradients (every label masked), do not count. The
+    step raises RuntimeError if DeepSpeed has not requested a promised role.
+    """
+    events = plugin.hooks
+    had_gradients = "gradients" not in promised
+    least_bytes = _least_bytes(plugin, promised)
+
+    def note_gradients() -> None:  # at the end of a backward, in DeepSpeed's buckets
+        nonlocal had_gradients
+        had_gradients |= hooks.has_gradients(events.optimizer)
+
+    def judge(skipped: bool) -> None:
+        if skipped or not (had_gradients or "gradients" in plugin.requested_roles):
+            return
+        events.after_step.remove(judge)
+        if note_gradients in events.before_last_buckets:
+            events.before_last_buckets.remove(note_gradients)
+        for role in promised:
+            if role not in plugin.requested_roles:
+                raise hooks.moved(f"{hooks.CARRIERS[role]} in the first step")
+        for role, least in least_bytes.items():
+            received = sum(plugin.traffic.received[role].values())
+            if received < least:
+                log.log_rank0(
+                    f"quantized_comm: the first step has brought {received} bytes of {role} to "
+                    f"rank 0, and {least / _LEAST_SHARE:.0f} or more were expected: unless many "
+                    f"parameters were unused in it, {deepspeed_version()} sends {role} past this "
+                    "plugin, and the start-up line is wrong"
+                )
+
+    if not had_gradients:
+        events.before_last_buckets.append(note_gradients)
+    events.after_step.append(judge)
+
+
+def _least_bytes(plugin: Plugin, promised: Sequence[str]) -> dict[str, float]:
+    """Return the bytes that this rank receives at least in a first step, by role.
+
+    Empty where no formula predicts them.
+    """
+    if plugin.has_few_ranks:  # the formula counts bytes that other ranks send
+        return {}
+    # As for ZeRO-1: one exchange and one reduction, the least that a step of any stage needs.
+    received = plugin.comm_volume().received(1, micro_steps=1)
+    if plugin.scheme.lossless:  # depends on how much the weights have changed
+        received.pop("weights")
+    return {
+        role: _LEAST_SHARE * sum(links.values())
+        for role, links in received.items()
+        if role in promised
+    }
+
+
+def promised_roles(plugin: Plugin) -> list[str]:
+    """Return the roles that DeepSpeed must request in a step."""
+    shared = [p for p, group in plugin.served_params if plugin.communicator(group).size > 1]
+    roles = []
+    if any(not getattr(p, "ds_persist", False) for p in shared):
+        roles.append("weights")
+    if plugin.stock_gradients is None and any(p.requires_grad for p in shared):
+        roles.append("gradients")
+    return roles

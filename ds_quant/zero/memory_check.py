@@ -1,0 +1,83 @@
+"""Refuse a scheme whose memory does not fit on every rank, before training begins."""
+
+from __future__ import annotations
+
+from ds_quant.zero import hooks, offload
+from ds_quant.zero.plugin import Plugin
+from ds_quant.zero.world import minimum
+
+_GB = 1e9
+
+
+def require_memory(plugin: Plugin) -> None:
+    """Compare the memory that the scheme keeps with the free memory of the fullest rank.
+
+    Counts the node shard between steps, and the partial sums of gradients within a step. A
+    collective if the scheme keeps either.
+
+    Raises:
+        RuntimeError: on all ranks, if it does not fit on one.
+    """
+    comm_volume = plugin.comm_volume()
+    node_shard = comm_volume.memory * comm_volume.numel
+    partial_sums = 0.0
+    if hooks.accumulates(plugin.engine):
+        partial_sums = comm_volume.partial_sums * comm_volume.numel
+    if not (node_shard or partial_sums):
+        return
+    free, free_on_host = minimum([hooks.free_memory(), offload.free_host_memory()])
+    if offload.offloads_parameters(plugin.engine):
+        _require_on_host(node_shard * plugin.topology.node_size, free_on_host)
+        node_shard = 0.0  # takes no memory of the device
+    else:
+        _require_node_shard(node_shard, free)
+    _require_partial_sums(partial_sums, node_shard, free)
+    messages = plugin.peak_bytes(comm_volume)
+    if node_shard + partial_sums + messages > free:
+        sizes = {
+            "node shard": node_shard,
+            "waiting gradients": partial_sums,
+            "messages": messages,
+        }
+        needed = [f"{size / _GB:.3g} GB of {name}" for name, size in sizes.items() if size]
+        plugin.notices.append(
+            f"may run out of memory: {' and '.join(needed)} are needed, {_free_on_device(free)}"
+        )
+
+
+def _free_on_device(free: int) -> str:
+    return f"{free / _GB:.3g} GB of memory are free on the fullest device"
+
+
+_SMALLER = (
+    "use more ranks per node, zero_optimization.stage 2, or a scheme without a node shard such as "
+    '"qsdp"'
+)
+
+
+def _require_on_host(node_shards: float, free: int) -> None:
+    """node_shards: bytes of all ranks of a node together."""
+    if node_shards > free:
+        raise RuntimeError(
+            f"quantized_comm: the node shard takes {node_shards / _GB:.3g} GB of host memory in "
+            f"every node, but {free / _GB:.3g} GB are free in the fullest one; {_SMALLER}"
+        )
+
+
+def _require_node_shard(node_shard: float, free: int) -> None:
+    if node_shard > free:
+        raise RuntimeError(
+            f"quantized_comm: the node shard takes {node_shard / _GB:.3g} GB on every rank, but "
+            f"{_free_on_device(free)}; {_SMALLER}"
+        )
+
+
+def _require_partial_sums(partial_sums: float, node_shard: float, free: int) -> None:
+    if node_shard + partial_sums > free:
+        beside = f" beside {node_shard / _GB:.3g} GB of node shard" if node_shard else ""
+        raise RuntimeError(
+            "quantized_comm: gradients that wait for the last micro-step take "
+            f"{partial_sums / _GB:.3g} GB on every rank{beside}, but {_free_on_device(free)}; set "
+            'quantized_comm.gradients.cross: "micro_step", which holds none and sends them in '
+            "every micro-step, or use more ranks per node"
+        )

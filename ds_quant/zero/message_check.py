@@ -1,0 +1,57 @@
+"""End the run on all ranks if any rank received a message that it cannot use.
+
+Such a message was changed on its way, or holds lossless differences that could not be decoded. All
+ranks check together: before every optimizer step, before weights are exported, and after every
+save, which may send weights too. A rank that raised alone would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ds_quant.comm.checksum import MessageError
+from ds_quant.zero import hooks
+from ds_quant.zero.plugin import Plugin
+from ds_quant.zero.world import broadcast, minimum
+
+
+def check_messages(plugin: Plugin) -> None:
+    """End the run if any rank noted a message error. A collective; waits for the device once.
+
+    Raises:
+        RuntimeError: on all ranks, with the message error of the lowest rank that has one.
+    """
+    rank, world = hooks.rank_and_world()
+    message_errors = plugin.message_errors
+    # On the device, so that the host waits only for the minimum: rank if it has an error.
+    vote = torch.where(message_errors.any_error(hooks.device()), rank, world)
+    (receiver,) = minimum(vote.view(1))
+    if receiver < world:
+        error = broadcast(message_errors.first(), source=receiver)
+        assert error is not None, "the receiver has voted for it"
+        end_run(plugin, receiver, error)
+    message_errors.forget()
+
+
+@contextmanager
+def checked_messages(plugin: Plugin) -> Iterator[None]:
+    """Check the messages on entry, for a context in which all ranks read the weights."""
+    check_messages(plugin)
+    yield
+
+
+def end_run(plugin: Plugin, receiver: int, error: MessageError) -> None:
+    """Raise RuntimeError for a message that rank ``receiver`` cannot use."""
+    step, scheme = plugin.engine.global_steps, plugin.scheme
+    sealed = scheme.block.payload_checksum
+    why = " because quantized_comm.payload_checksum=true" if sealed else ""
+    code = " and for code that writes weights outside the optimizer" if scheme.lossless else ""
+    raise RuntimeError(
+        f"quantized_comm: step {step}: {error.role} from rank {error.sender} "
+        f"{error.problem.format(receiver)}. Training ends{why}; look for faulty memory or a "
+        f"faulty network on the hosts of these two{code}, and resume from a checkpoint that "
+        "was saved before this step"
+    )

@@ -28,9 +28,9 @@ from ds_quant.comm.traffic import normalised
 from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.kernels.wire import shard_range
 from ds_quant.policy.scheme import Scheme
-from ds_quant.zero.gradients import ShardReduction
 from ds_quant.zero.partial_gradients import PartialGradients
 from ds_quant.zero.plugin import Plugin
+from ds_quant.zero.shard_gradients import ShardReduction
 
 Batch = Callable[[int, int], Sequence[Tensor]]  # micro-step and rank -> what the module takes
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]

@@ -33,19 +33,23 @@ from ds_quant.zero import (
     muon,
     offload,
     optimizer_hooks,
+    shard_hooks,
     sharded_params,
 )
 from ds_quant.zero.advice import advice, one_bucket
 from ds_quant.zero.deepspeed_types import Engine, OwnerOptimizer, ShardOptimizer, ZeroOptimizer
+from ds_quant.zero.equal_buckets import require_equal
 from ds_quant.zero.fallback import KILL_VARIABLE, Fallback, kill_file
-from ds_quant.zero.fetch import Fetch, GatherCount, gathered_modules, predicted_gathers
-from ds_quant.zero.gradients import OwnerReduction, ShardReduction, require_equal
+from ds_quant.zero.fetch import Fetch
+from ds_quant.zero.gather_count import GatherCount, gathered_modules, predicted_gathers
 from ds_quant.zero.memory_check import require_memory
 from ds_quant.zero.overlapped_reduce_scatter import OverlappedReduceScatter
+from ds_quant.zero.owner_gradients import OwnerReduction
 from ds_quant.zero.partial_gradients import PartialGradients
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.replica import Replica
 from ds_quant.zero.report import figures
+from ds_quant.zero.shard_gradients import ShardReduction
 from ds_quant.zero.startup_line import announce, start_line
 from ds_quant.zero.telemetry import Telemetry, is_read, unwritable
 from ds_quant.zero.warmup import warm_up_engine
@@ -301,7 +305,7 @@ def _attach_shards(plugin: Plugin, optimizer: ShardOptimizer) -> Fetch:
             plugin.hooks.after_checkpoint_event.append(plugin.node_shard.resync)
         if _reduces_gradients(plugin):
             if plugin.routes.gradients().waits:
-                _accumulate(plugin, optimizer, hooks.shard_buckets(optimizer))
+                _accumulate(plugin, optimizer, shard_hooks.shard_buckets(optimizer))
             _reduce_to_shards(plugin, optimizer)
             plugin.hooks.after_backward.append(plugin.after_backward)
         muon.attach(plugin, optimizer)
@@ -326,14 +330,14 @@ def _reduce_to_shards(plugin: Plugin, optimizer: ShardOptimizer) -> None:
     partition = None
     if plugin.partial_gradients is not None:
         is_accumulated = partial(_is_accumulated, plugin, plugin.partial_gradients, -1)
-        partition = hooks.skip_zero_shards(optimizer, is_accumulated)
+        partition = shard_hooks.skip_zero_shards(optimizer, is_accumulated)
         # DeepSpeed drops its own gradients there, which ZeRO-2 does not.
         events.after_zero_grad.append(plugin.partial_gradients.drop)
     if hooks.device().type != "cpu" or not overlaps:
-        hooks.wrap_shard_reduction(events, reduction, partition)
+        shard_hooks.wrap_shard_reduction(events, reduction, partition)
     else:
         overlapped = OverlappedReduceScatter(reduction, partition)
-        hooks.wrap_shard_reduction(events, overlapped.reduce, overlapped.partition)
+        shard_hooks.wrap_shard_reduction(events, overlapped.reduce, overlapped.partition)
         events.around_last_buckets.append(overlapped.last_buckets)
 
 

@@ -364,7 +364,10 @@ class ShardOptimizer(ZeroOptimizer, Protocol):
     def partition_grads(
         self, params_to_release: list[ZeroParameter], grad_partitions: list[Tensor]
     ) -> object:
-        """Store shards of gradients and free the gradients. Wrapped: hooks.wrap_shard_reduction."""
+        """Store shards of gradients and free the gradients.
+
+        Wrapped: shard_hooks.wrap_shard_reduction.
+        """
 
     def reduce_ready_partitions_and_remove_grads(self, param: ZeroParameter) -> object:
         """Put the gradient of a parameter into its bucket."""
@@ -375,7 +378,7 @@ class ShardOptimizer(ZeroOptimizer, Protocol):
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype
     ) -> list[Tensor]:
-        """Reduce a bucket to shards. Wrapped: hooks.wrap_shard_reduction."""
+        """Reduce a bucket to shards. Wrapped: shard_hooks.wrap_shard_reduction."""
 
     def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(
         self, communication_data_type: torch.dtype

@@ -1,12 +1,14 @@
 """Events of DeepSpeed's engine and optimizers, and the functions that are replaced.
 
-All contact with DeepSpeed's private names is here, in sharded_params.py (parameters of ZeRO-3),
-optimizer_hooks.py (ZeRO-1 and 2), muon.py and install.py; deepspeed_types.py declares the names.
+[Note: private names] Only these modules use names that DeepSpeed does not document: this one
+(engine, and optimizers of all stages), sharded_params.py (parameters of ZeRO-3), shard_hooks.py
+(gradients of ZeRO-3), optimizer_hooks.py (ZeRO-1 and 2), muon.py and install.py.
+deepspeed_types.py declares the names.
 
-[Note: what is replaced] Methods are wrapped per engine, on instances. Functions that DeepSpeed
-calls by module name (the gradient reduce-scatter of ZeRO-3, the weight gather of ZeRO-1 and 2, the
-gathers of Muon) are wrapped once per process as an ``ExpectedCall``. It calls the original unless
-an engine has opened it, on this thread, during one call.
+[Note: replaced functions] Methods are wrapped per engine, on instances. Functions that DeepSpeed
+calls by module name are wrapped once per process, each as an ``ExpectedCall``: the gradient
+reduce-scatter of ZeRO-3, the weight gather of ZeRO-1 and 2, the gathers of Muon. An
+``ExpectedCall`` calls the original, except on a thread on which an engine has redirected it.
 """
 
 from __future__ import annotations
@@ -18,19 +20,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
 from ds_quant.config.schema import QuantizedCommConfig
-from ds_quant.zero.deepspeed_types import (
-    Accelerator,
-    Engine,
-    ShardOptimizer,
-    ZeroOptimizer,
-    ZeroParameter,
-)
-from ds_quant.zero.version import deepspeed_version, is_older
+
+# Other modules still reach these names through this one.
+from ds_quant.zero.accelerator import device as device
+from ds_quant.zero.accelerator import free_memory as free_memory
+from ds_quant.zero.accelerator import has_streams as has_streams
+from ds_quant.zero.accelerator import synchronize as synchronize
+from ds_quant.zero.deepspeed_types import Engine, ZeroOptimizer, ZeroParameter
+from ds_quant.zero.version import deepspeed_version
 
 # ---- wrapping ----
 
@@ -39,8 +37,9 @@ _TESTED = "0.17.6, 0.18.9 and 0.19.8"
 
 
 def wrap_once(owner: object, name: str, around: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` of a class or module by ``around(original, ...)`` for the whole
-    process. Idempotent.
+    """Replace ``owner.name`` by ``around(original, ...)`` for the whole process. Idempotent.
+
+    owner: a class or a module.
     """
     original = getattr(owner, name)
     if hasattr(original, "ds_quant_wraps"):
@@ -53,10 +52,10 @@ def wrap_once(owner: object, name: str, around: Callable[..., Any]) -> None:
 
 
 class Wrapped(partial[Any]):
-    """Calls ``around(original, ...)``; ``ds_quant_owner`` is set on parameters only."""
+    """Calls ``around(original, ...)``."""
 
     ds_quant_wraps: Callable[..., Any]  # the original
-    ds_quant_owner: Hashable
+    ds_quant_owner: Hashable  # set on methods of parameters only
 
 
 def wrapped_by(original: Callable[..., Any], around: Callable[..., Any]) -> Wrapped:
@@ -71,35 +70,55 @@ Context = Callable[[], AbstractContextManager[object]]
 
 
 class Hooks:
-    """The methods replaced on one engine, and the calls of each event in the order of its list.
+    """The methods that are replaced on one engine, and its events.
 
-    Fill the lists, then ``connect``: an event with an empty list stays DeepSpeed's. ``remove`` puts
-    everything back, and runs when the engine is destroyed.
+    An *event* is a list of calls, which run in the order of the list. Fill the lists, then
+    ``connect``: methods without a call stay DeepSpeed's. ``remove`` restores all methods, and runs
+    when the engine is destroyed.
     """
 
     def __init__(self, engine: Engine, optimizer: ZeroOptimizer) -> None:
-        self.engine, self.optimizer = engine, optimizer
-        self.before_step: list[Callable[[], None]] = []
-        self.around_step: list[Context] = []
-        self.after_update: list[Callable[[], None]] = []  # a step that was not skipped (overflow)
-        self.after_step: list[Callable[[bool], None]] = []  # told whether it was skipped
-        self.after_count: list[Callable[[], None]] = []  # global_steps has grown, also if skipped
-        self.before_gradients: list[Callable[[], None]] = []  # are used, by step or ahead of it
-        self.before_last_buckets: list[Callable[[], None]] = []  # of a backward are reduced
+        self.engine = engine
+        self.optimizer = optimizer
+
+        # - Backward
+        # The last gradient of a backward exists; the last buckets are not reduced yet.
+        self.before_last_buckets: list[Callable[[], None]] = []
+        # Contexts of the reduction of the last buckets.
         self.around_last_buckets: list[Context] = []
         self.after_backward: list[Callable[[], None]] = []
         self.after_zero_grad: list[Callable[[], None]] = []
-        self.around_export: list[Context] = []  # and a load
-        self.after_save: list[Callable[[], None]] = []  # a checkpoint or 16-bit weights
-        self.after_checkpoint_event: list[Callable[[], None]] = []  # ZeRO-3: saved or loaded
+
+        # - Optimizer step
+        # Gradients are about to be read, by the step or by user code ahead of it.
+        self.before_gradients: list[Callable[[], None]] = []
+        self.before_step: list[Callable[[], None]] = []
+        self.around_step: list[Context] = []
+        # The weights are updated: the step was not skipped because of an overflow.
+        self.after_update: list[Callable[[], None]] = []
+        # The argument is True if the step was skipped.
+        self.after_step: list[Callable[[bool], None]] = []
+        # ``global_steps`` has grown, also if the step was skipped.
+        self.after_count: list[Callable[[], None]] = []
+
+        # - Checkpoints
+        # Contexts of a save, an export or a load.
+        self.around_export: list[Context] = []
+        # A checkpoint or 16-bit weights are saved.
+        self.after_save: list[Callable[[], None]] = []
+        # ZeRO-3: a checkpoint is saved or loaded.
+        self.after_checkpoint_event: list[Callable[[], None]] = []
+
         self.on_destroy: list[Callable[[], None]] = []
+
+        # Owner, name, and the owner's own attribute of that name, None if its class has it.
         self._replaced: list[tuple[object, str, object]] = []
 
     def wrap(self, owner: object, name: str, around: Callable[..., Any]) -> None:
         """Replace the method ``name`` of an instance by ``around(original, ...)``.
 
         Raises:
-            RuntimeError: there is no such method, or this plugin has wrapped it already.
+            RuntimeError: the method does not exist, or this plugin has wrapped it already.
         """
         require(owner, name)
         original = getattr(owner, name)
@@ -112,7 +131,7 @@ class Hooks:
         setattr(owner, name, wrapped_by(original, around))
 
     def remove(self) -> None:
-        """Give back what was wrapped, unless somebody has replaced it since. Idempotent."""
+        """Restore the wrapped methods, except those that others have replaced. Idempotent."""
         while self._replaced:
             owner, name, own = self._replaced.pop()
             if not hasattr(vars(owner).get(name), "ds_quant_wraps"):
@@ -123,14 +142,24 @@ class Hooks:
                 setattr(owner, name, own)
 
     def connect(self) -> None:
-        """Wrap the methods behind the events that have something to run."""
-        engine, optimizer = self.engine, self.optimizer
-        step = self.before_gradients, self.before_step, self.around_step, self.after_update
-        if any(step) or self.after_step:
+        """Wrap the methods of all events that have calls."""
+        engine = self.engine
+        optimizer = self.optimizer
+        step_events = (
+            self.before_gradients,
+            self.before_step,
+            self.around_step,
+            self.after_update,
+            self.after_step,
+        )
+        if any(step_events):
             self.wrap(optimizer, "step", self._step)
         self._wrap_event(engine, "_take_model_step", after=self.after_count)
         self._wrap_event(
-            engine, "save_16bit_model", contexts=self.around_export, after=self.after_save
+            engine,
+            "save_16bit_model",
+            contexts=self.around_export,
+            after=self.after_save,
         )
         self._wrap_event(optimizer, "zero_grad", after=self.after_zero_grad)
         self._wrap_event(
@@ -141,7 +170,8 @@ class Hooks:
             after=self.after_backward,
         )
         self._wrap_event(optimizer, "checkpoint_event_epilogue", after=self.after_checkpoint_event)
-        finalize = "finalize_gradient_accumulation_boundary"  # where DeepSpeed does not manage it
+        # Called by users whose accumulation DeepSpeed does not manage.
+        finalize = "finalize_gradient_accumulation_boundary"
         if hasattr(optimizer, finalize):
             self._wrap_event(optimizer, finalize, before=self.before_gradients)
         if self._replaced or self.on_destroy:
@@ -156,15 +186,20 @@ class Hooks:
         before: Sequence[Callable[[], None]] = (),
         after: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """Wrap a method if its event has something to run."""
+        """Wrap a method if its event has a call."""
         if contexts or before or after:
             self.wrap(owner, name, as_event(contexts, before, after))
 
     def keep_state(
         self, key: str, dump: Callable[[], object], restore: Callable[[object], None]
     ) -> None:
-        """Save ``dump()`` as ``key`` of the client state, hand it to ``restore`` on load (None if
-        the checkpoint has none). The caller's client state does not show it.
+        """Add state of the plugin to checkpoints, as an entry of the client state.
+
+        The caller's client state does not contain it.
+
+        key: name of the entry.
+        dump: returns the state when a checkpoint is saved.
+        restore: gets the state when a checkpoint is loaded, None if the checkpoint has none.
         """
 
         export = as_event(self.around_export, after=self.after_save)
@@ -199,12 +234,12 @@ class Hooks:
             call()
         with opened(self.around_step):
             result = original(*args, **kwargs)
-        skipped = bool(self.optimizer.overflow)
-        if not skipped:
+        is_skipped = bool(self.optimizer.overflow)
+        if not is_skipped:
             for call in self.after_update:
                 call()
-        for follow in tuple(self.after_step):
-            follow(skipped)
+        for call_with_outcome in tuple(self.after_step):  # a call may remove itself
+            call_with_outcome(is_skipped)
         return result
 
     def _destroy(self, original: Callable[..., object], *args: object, **kwargs: object) -> None:
@@ -229,9 +264,9 @@ def as_event(
     before: Sequence[Callable[[], None]] = (),
     after: Sequence[Callable[[], None]] = (),
 ) -> Callable[..., Any]:
-    """Return what runs an event: ``before`` and the original inside the contexts, then ``after``.
+    """Return a wrapper: ``before`` and the original run inside the contexts, then ``after``.
 
-    The lists are read when the event happens; a call may leave its own.
+    The lists are read when the method is called. A call may remove itself from its list.
     """
 
     def run(original: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -247,25 +282,35 @@ def as_event(
 
 
 class ExpectedCall(threading.local):
-    """A function of DeepSpeed that must be called while another one runs. If DeepSpeed moved it,
-    messages would bypass the plugin without a word.
+    """A function that DeepSpeed must call while another one runs.
 
-    One of a module can be replaced by another while ``through`` is open.
+    Guards against new versions of DeepSpeed: if they stopped calling the function, communication
+    would silently bypass the plugin.
+
+    calls: number of calls on this thread.
+    target: replacement of the function while ``through`` is open.
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.calls = name, 0
+        self.name = name
+        self.calls = 0
         self.target: Callable[..., Any] | None = None
 
     @contextmanager
     def expected(self, excused: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Raise RuntimeError at the end if it was not called inside and that is not ``excused``."""
+        """Check at exit that the function was called inside.
+
+        Raises:
+            RuntimeError: it was not called and ``excused()`` is False.
+        """
         before = self.calls
         yield
         if self.calls == before and not excused():
             raise moved(self.name)
 
     def install(self, module: object) -> None:
+        """Wrap the function of this name in a module."""
+
         def dispatch(original: Callable[..., object], *args: object, **kwargs: object) -> object:
             self.calls += 1
             return (self.target or original)(*args, **kwargs)
@@ -277,7 +322,7 @@ class ExpectedCall(threading.local):
     def through(
         self, target: Callable[..., Any], excused: Callable[[], bool] = lambda: False
     ) -> Iterator[None]:
-        """Inside, ``target`` is called instead; raises as ``expected``."""
+        """Call ``target`` in its place inside the context. Raises as ``expected``."""
         previous, self.target = self.target, target
         try:
             with self.expected(excused):
@@ -286,16 +331,16 @@ class ExpectedCall(threading.local):
             self.target = previous
 
 
-def moved(what: str) -> RuntimeError:
-    """Return the error for a function that DeepSpeed did not call as known versions do."""
+def moved(name: str) -> RuntimeError:
+    """Return the error for a function that this version of DeepSpeed no longer calls."""
     return RuntimeError(
-        f"quantized_comm: {deepspeed_version()} did not call {what}, so what this plugin should "
-        f"carry travelled without it; use a tested version ({_TESTED}) or remove the "
-        "quantized_comm block"
+        f"quantized_comm: {deepspeed_version()} did not call {name}, so communication bypassed "
+        f"this plugin; use a tested version ({_TESTED}) or remove the quantized_comm block"
     )
 
 
 def require(owner: object, name: str) -> None:
+    """Raise RuntimeError if this version of DeepSpeed lacks an attribute."""
     if not hasattr(owner, name):
         raise RuntimeError(
             f"quantized_comm: {deepspeed_version()} has no {name} on {type(owner).__name__}; "
@@ -303,14 +348,7 @@ def require(owner: object, name: str) -> None:
         )
 
 
-# ---- DeepSpeed's engine and optimizers ----
-
-
-_AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
-_FLUSH = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-
-
-_shard_reduction = ExpectedCall("reduce_scatter_coalesced")
+# ---- DeepSpeed's engine ----
 
 
 def param_dict(engine: Engine) -> dict[str, Any]:
@@ -329,187 +367,46 @@ def block_is_from_variable(engine: Engine) -> bool:
 
 
 def drop_block(engine: Engine) -> None:
-    """Run the engine as without a block."""
+    """Remove the block, so that the engine runs as without one."""
     engine._config.quantized_comm = None
 
 
-# ---- gradients ----
-
-
-# What goes around ``partition_grads``: (original, params, shards).
-Partition = Callable[
-    [Callable[..., object], Sequence[ZeroParameter], list[Tensor]],
-    object,
-]
-
-
-def wrap_shard_reduction(
-    hooks: Hooks,
-    reduce: Callable[
-        [Sequence[ZeroParameter], list[Tensor], ProcessGroup | None], list[Tensor] | None
-    ],
-    partition: Partition | None = None,
-) -> None:
-    """ZeRO-3: ``reduce(params, tensors, group)`` replaces the reduce-scatter, unless it returns
-    None, and ``partition(original, params, shards)`` what follows it.
-    """
-    from deepspeed.runtime.zero import stage3
-
-    _shard_reduction.install(stage3)
-    original = stage3.reduce_scatter_coalesced.ds_quant_wraps
-
-    def around(
-        avg_scatter: Callable[..., list[Tensor]],
-        params: Sequence[ZeroParameter],
-        *args: object,
-        **kwargs: object,
-    ) -> list[Tensor]:
-        def scatter(tensors: list[Tensor], group: ProcessGroup | None = None) -> list[Tensor]:
-            shards = reduce(params, tensors, group)
-            return original(tensors, group) if shards is None else shards
-
-        with _shard_reduction.through(scatter):
-            return avg_scatter(params, *args, **kwargs)
-
-    hooks.wrap(hooks.optimizer, _AVG_SCATTER, around)
-    if partition is not None:
-        hooks.wrap(hooks.optimizer, "partition_grads", partition)
-
-
 def accumulates(engine: Engine) -> bool:
-    """Whether an optimizer step may take several backwards."""
-    managed = getattr(engine, "managed_gradient_accumulation", None)
-    return engine.gradient_accumulation_steps() > 1 or (managed is not None and not managed())
-
-
-Buckets = tuple[Callable[[], None], Callable[[Sequence[ZeroParameter]], None]]
-
-
-def shard_buckets(optimizer: ShardOptimizer) -> Buckets:
-    """The buckets in which ZeRO-3 collects gradients: what reduces their content, and what puts a
-    gradient of zeros into them for every parameter; a bucket that is full is reduced.
-    """
-    require(optimizer, _FLUSH)
-
-    def flush() -> None:
-        for dtype in sorted(optimizer.ipg_buckets, key=str):
-            getattr(optimizer, _FLUSH)(dtype)
-
-    def reduce_zeros(params: Sequence[ZeroParameter]) -> None:
-        for p in params:
-            p.grad = torch.empty_like(p)  # of a partitioned parameter: of no elements
-            p.grad.data = torch.zeros(p.ds_shape, dtype=p.dtype, device=device())
-            optimizer.reduce_ready_partitions_and_remove_grads(p)
-
-    return flush, reduce_zeros
-
-
-def skip_zero_shards(
-    optimizer: ShardOptimizer, waits: Callable[[ZeroParameter], bool]
-) -> Partition:
-    """ZeRO-3: return what goes around ``partition_grads``, so that shards of parameters that wait,
-    zeros, are not added to those that DeepSpeed has from the first micro-step: an offloaded
-    optimizer has them on the host.
-    """
-    require(optimizer, "micro_step_id")
-
-    def partition(
-        original: Callable[..., object], params: Sequence[ZeroParameter], shards: list[Tensor]
-    ) -> object:
-        if optimizer.micro_step_id == 0 or not all(map(waits, params)):
-            return original(params, shards)
-        for p in params:
-            if p.grad is not None:
-                keep_for_current_stream(p.grad)
-            p.grad = None
-        return []
-
-    return partition
-
-
-def has_gradients(optimizer: ZeroOptimizer) -> bool:
-    """Whether any gradient waits in the optimizer's buckets, as the last ones of a backward do."""
-    return any(bucket.params for bucket in optimizer.ipg_buckets.values())
-
-
-CARRIERS = {
-    "weights": "all_gather_coalesced of a parameter",
-    "gradients": "__avg_scatter_grads (ZeRO-3) or average_tensor (ZeRO-1 and 2)",
-}
-
-
-# ---- facts ----
+    """Return True if an optimizer step may take several backwards."""
+    if engine.gradient_accumulation_steps() > 1:
+        return True
+    is_managed = getattr(engine, "managed_gradient_accumulation", None)
+    return is_managed is not None and not is_managed()
 
 
 def rank_and_world() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks."""
     from deepspeed import comm as dist
 
     return dist.get_rank(), dist.get_world_size()
 
 
+# ---- optimizers of all stages ----
+
+
+AVG_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+
+# Functions through which DeepSpeed calls the plugin, by role; named in error messages.
+CARRIERS = {
+    "weights": "all_gather_coalesced of a parameter",
+    "gradients": "__avg_scatter_grads (ZeRO-3) or average_tensor (ZeRO-1 and 2)",
+}
+
+# ``flush()`` and ``reduce_zeros(params)`` of the buckets in which an optimizer collects gradients:
+# see ``shard_hooks.shard_buckets`` and ``optimizer_hooks.owner_buckets``.
+Buckets = tuple[Callable[[], None], Callable[[Sequence[ZeroParameter]], None]]
+
+
+def has_gradients(optimizer: ZeroOptimizer) -> bool:
+    """Return True if any bucket holds gradients, as the last ones of a backward do."""
+    return any(bucket.params for bucket in optimizer.ipg_buckets.values())
+
+
 def steps(optimizer: object) -> bool:
-    """Whether there is an optimizer step; False for ZeRO-3 inference."""
-    return hasattr(optimizer, "step") and hasattr(optimizer, _AVG_SCATTER)
-
-
-# ---- the device ----
-
-
-def keep_for_current_stream(values: Tensor) -> None:
-    """Keep the allocator from reusing memory that the current stream may still read.
-
-    Call it before the last reference to a tensor that another stream has allocated is dropped.
-    """
-    device = accelerator()
-    if not device.is_synchronized_device() and device.on_accelerator(values):
-        values.record_stream(device.current_stream())
-
-
-def accelerator() -> Accelerator:
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator()
-
-
-def free_memory() -> int:
-    """Return the bytes that can still be allocated where collectives run."""
-    return int(accelerator().available_memory())
-
-
-def has_streams() -> bool:
-    """Whether the device runs by itself: what waits there keeps a stream back, not the host."""
-    return not accelerator().resolves_data_dependency()
-
-
-def synchronize() -> None:
-    """Wait until the device has done all it was asked to, where it runs by itself."""
-    if has_streams():
-        accelerator().synchronize()
-
-
-def device() -> torch.device:
-    """Return the device of the collectives."""
-    return torch.device(accelerator().current_device_name())
-
-
-def awaits_last_gather_only() -> bool:
-    """Whether ``all_gather`` returns before all parameters are there: on the CPU, before 0.19.8."""
-    return device().type == "cpu" and is_older("0.19.8")
-
-
-class StepBarrier:
-    """Orders the gather stream behind what wrote shards or kept weights on another one (the
-    optimizer step), on devices whose streams run by themselves; does nothing on the CPU.
-    """
-
-    def __init__(self) -> None:
-        self._event: torch.Event | None = None
-
-    def record(self) -> None:
-        if has_streams():
-            self._event = accelerator().Event()
-            self._event.record(accelerator().current_stream())
-
-    def wait(self) -> None:
-        if self._event is not None:
-            accelerator().current_stream().wait_event(self._event)
+    """Return True if a ZeRO-3 optimizer has a step; inference has none."""
+    return hasattr(optimizer, "step") and hasattr(optimizer, AVG_SCATTER)

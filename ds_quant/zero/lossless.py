@@ -1,15 +1,16 @@
-"""Lossless differences of the weights: what their messages hold under ZeRO-1, 2 and 3.
+"""Lossless differences of the weights: the content of their messages under ZeRO-1, 2 and 3.
 
-Every holder has what the owner has: the 16-bit replica under ZeRO-1 and 2, the rows of the node
-shard under ZeRO-3. A message is a stretch of the flat replica or some parameters' rows end to end,
-whatever parameters lie in it, small and excluded ones too: nothing of them is lost.
+Every receiver already holds the owner's old weights: in the 16-bit replica under ZeRO-1 and 2, in
+the rows of the node shard under ZeRO-3. A message is a range of the flat replica, or the rows of
+some parameters end to end. It contains all parameters in between, also small and excluded ones,
+since nothing is lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,29 +21,50 @@ from ds_quant.comm.traffic import Traffic
 from ds_quant.comm.transport import Communicator, HierarchicalCommunicator, Pending
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 
-Post = Callable[[], Pending[Any]]  # begins a gather
+Post = Callable[[], Pending[Any]]  # posts a gather
+
+
+class Source(Protocol):
+    """Weights of one message."""
+
+    @property
+    def numel(self) -> int:
+        """Elements that one rank sends."""
+
+    def values(self) -> tuple[Tensor, Tensor]:
+        """Return this rank's new values, and the old ones that all receivers hold."""
+
+    def post(self, gathers: LosslessGather, index: int) -> Pending[Any]:
+        """Post the gather of message ``index``, which updates the weights."""
 
 
 def posts(
-    messages: Sequence[Window] | Sequence[NodeRows],
+    sources: Sequence[Source],
     communicator: Communicator,
     transport: Communicator | HierarchicalCommunicator,
-    **how: Any,
+    *,
+    device: torch.device,
+    traffic: Traffic,
 ) -> Iterator[Post]:
-    """Yield what brings each message and takes it over, in turn. All are encoded, and their lengths
-    exchanged, before the first is yielded. ``link``, ``road``, ``how``: see ``LosslessGather``.
+    """Yield per message a function that posts its gather, which updates the weights.
+
+    All messages are encoded, and their lengths exchanged, before the first one is yielded.
+    Arguments are those of ``LosslessGather``.
     """
-    outgoing = [LosslessMessage(message.numel, message.values) for message in messages]
-    outbox = LosslessGather(outgoing, communicator, transport, **how)
-    for place, message in enumerate(messages):
-        yield partial(message.post, outbox, place)
+    messages = [LosslessMessage(source.numel, source.values) for source in sources]
+    gathers = LosslessGather(messages, communicator, transport, device=device, traffic=traffic)
+    for index, source in enumerate(sources):
+        yield partial(source.post, gathers, index)
 
 
 # ---- the replica of ZeRO-1 and 2 ----
 
 
 class Window(NamedTuple):
-    """Elements ``within`` the partition of every rank of a group's process group."""
+    """A range of elements of the partition of every rank.
+
+    within: the range, in elements of a partition.
+    """
 
     group: ReplicaGroup
     hierarchy: HierarchicalCommunicator
@@ -50,6 +72,7 @@ class Window(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Elements of one rank."""
         return len(self.within)
 
     def rows(self) -> Tensor:
@@ -58,32 +81,38 @@ class Window(NamedTuple):
         return partitions[:, self.within.start : self.within.stop]
 
     def values(self) -> tuple[Tensor, Tensor]:
-        """The new weights of this rank's partition in 16 bits, and its reference."""
-        reference = self.rows()[self.hierarchy.rank]
-        return self.group.updated(self.within, self.hierarchy.empty), reference
+        """Return the new weights of this rank's partition in 16 bits, and the old ones."""
+        old = self.rows()[self.hierarchy.rank]
+        return self.group.updated(self.within, self.hierarchy.empty), old
 
-    def post(self, outbox: LosslessGather, place: int) -> Pending[Tensor]:
-        """Begin to gather the window."""
-        return outbox.post(place, self.rows)
+    def post(self, gathers: LosslessGather, index: int) -> Pending[Tensor]:
+        """Post the gather of message ``index``, which updates the window."""
+        return gathers.post(index, self.rows)
 
 
 def replica_posts(windows: Iterable[Window], traffic: Traffic) -> Iterator[Post]:
-    """Yield what gathers each window, in turn; a process group agrees on all lengths together."""
-    by_fabric: dict[HierarchicalCommunicator, list[Window]] = {}
+    """Yield per window a function that posts its gather.
+
+    The ranks of a process group exchange all lengths at once.
+    """
+    by_hierarchy: dict[HierarchicalCommunicator, list[Window]] = {}
     for window in windows:
-        by_fabric.setdefault(window.hierarchy, []).append(window)
-    for hierarchy, own in by_fabric.items():
-        device = own[0].group.flat.device
-        yield from posts(own, hierarchy.flat, hierarchy, device=device, traffic=traffic)
+        by_hierarchy.setdefault(window.hierarchy, []).append(window)
+    for hierarchy, own_windows in by_hierarchy.items():
+        device = own_windows[0].group.flat.device
+        yield from posts(own_windows, hierarchy.flat, hierarchy, device=device, traffic=traffic)
 
 
 # ---- the node shard of ZeRO-3 ----
 
 
 class NodeRows(NamedTuple):
-    """Parameters of one dtype in the node shard, and this rank's new shards of them.
+    """Rows of some parameters of one dtype in the node shard.
 
-    Rows are filled up with zeros to equal width, and zeros they stay.
+    Rows are padded with zeros to equal width. The padding stays zero.
+
+    shards: returns this rank's new shards of the parameters.
+    node: index of this node.
     """
 
     node_rows: Sequence[ShardRows]
@@ -92,33 +121,35 @@ class NodeRows(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Elements of one node's rows."""
         return sum(item.rows.shape[1] for item in self.node_rows)
 
     def values(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's new rows end to end, and their reference."""
-        parts = []
+        """Return this rank's new rows end to end, and the old ones."""
+        new_rows: list[Tensor] = []
         for item, shard in zip(self.node_rows, self.shards(), strict=True):
-            parts.append(shard)
-            missing = item.rows.shape[1] - shard.numel()
-            if missing:
-                parts.append(shard.new_zeros(missing))
-        return joined(parts), joined(rows_of(self.node_rows, self.node))
+            new_rows.append(shard)
+            padding = item.rows.shape[1] - shard.numel()
+            if padding:
+                new_rows.append(shard.new_zeros(padding))
+        return joined(new_rows), joined(rows_of(self.node_rows, self.node))
 
     def reference(self) -> Tensor:
-        """The rows of all nodes, (nodes, elements), of all parameters end to end."""
+        """Return the old rows of all nodes, (nodes, elements), of all parameters end to end."""
         return joined(rows_of(self.node_rows))
 
-    def take(self, rows: Tensor) -> None:
-        """Take over new values of what ``reference`` has returned."""
+    def update(self, rows: Tensor) -> None:
+        """Store new values of the rows that ``reference`` has returned."""
+        # A single parameter on the device was updated in place.
         if len(self.node_rows) > 1 or self.node_rows[0].device is not None:
             widths = [item.rows.shape[1] for item in self.node_rows]
             copy_into_rows(self.node_rows, rows.split(widths, dim=1))
 
-    def post(self, outbox: LosslessGather, place: int) -> Pending[None]:
-        """Begin to gather the rows of all nodes."""
-        return outbox.post(place, self.reference).then(self.take)
+    def post(self, gathers: LosslessGather, index: int) -> Pending[None]:
+        """Post the gather of message ``index``, which updates the rows of all nodes."""
+        return gathers.post(index, self.reference).then(self.update)
 
 
 def joined(rows: Sequence[Tensor]) -> Tensor:
-    """Concatenate rows of one dtype; a single row is returned without a copy."""
+    """Concatenate rows of one dtype. A single row is returned without a copy."""
     return rows[0] if len(rows) == 1 else torch.cat(tuple(rows), dim=-1)

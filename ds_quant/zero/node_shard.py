@@ -1,346 +1,362 @@
-"""The node-level copy of the ZeRO-3 weights: filled exactly, updated after every step.
+"""The node-level copy of the ZeRO-3 weights, updated after every optimizer step.
 
-[Note: what keeps it right] The exchange after a step serves every parameter that was trained when
-the engine was built, because the optimizer may still move it, and goes on during the next forward
-(``Spread``): a gather waits for its own parameters, and what else reads or writes rows finishes it
-first. Everything else that writes weights (a loaded checkpoint, GatheredParameters with a modifier
-rank) marks its parameters stale on all ranks alike, and the next fetch fills those exactly. Saving
-a checkpoint marks all of them, so that a run that saves continues like one that loads. The primary
-shard is not the node shard's row: it stays exact, because exports and GatheredParameters read it.
+[Note: node shard] Every node holds all weights, split over its ranks: its *node shard*. A rank
+holds *rows* of every parameter, see [Note: strided layout] of comm/message.py. A gather of full
+weights then stays inside the node; only the changes of an optimizer step cross between nodes.
 
-[Note: first needed first] The exchange after an optimizer step is cut into chunks of parameters, in
-the order in which the last step gathered them. They are posted at once, and each is waited for when
-a parameter of it is gathered. Chunks are finished in the order of their posting, whichever is asked
-for: over one link they arrive in that order. So the order of posts does not depend on the order
-of the forward.
+[Note: stale rows] The exchange after a step serves every parameter that was trained when the engine
+was built, because the optimizer may still move it. Everything else that writes weights (a loaded
+checkpoint, GatheredParameters with a modifier rank) marks its parameters stale on all ranks alike,
+and the next fetch fills their rows in full precision. Saving a checkpoint marks all of them, so
+that a run that saves continues like one that loads. The primary shard is not the node shard's row:
+it stays exact, because exports and GatheredParameters read it.
 
-[Note: when a gather is posted] A gather inside the node needs the chunks that hold its parameters.
-On a device with streams it is posted when it is asked for, behind them on DeepSpeed's stream of
-gathers. On the CPU to wait for a chunk keeps the host, so it is posted when it is waited for.
+[Note: when a gather is posted] The exchange continues during the next forward, see
+``ChunkedExchange``. A gather inside the node needs the chunks that hold its parameters. On a device
+with streams it is posted at once, behind these chunks on DeepSpeed's stream of gathers. On the CPU
+a wait for a chunk blocks the host, so a gather is posted when it is waited for. Other reads and
+writes of rows finish the exchange first.
 
-[Note: in host memory] Where DeepSpeed keeps its shards on the host (``offload_param``), the rows
-are there too, page-locked. A gather copies its rows to the device when it is posted, as far ahead
+[Note: rows in host memory] If DeepSpeed keeps its shards on the host (``offload_param``), the rows
+are there, too, page-locked. A gather copies its rows to the device when it is posted, as far ahead
 of their use as DeepSpeed fetches. An exchange copies a chunk to the device when it has arrived,
-changes it there and copies it back; differences are taken from a copy, too. Copies take their turn
-on the stream that asks for them: the device holds one chunk and what is being gathered.
+changes it there and copies it back; differences are also taken from a copy. Copies run in order of
+the stream that asks for them: the device holds one chunk and the gathers under way.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.comm.message import Room, ShardRows, exchange, gather, rows_of
 from ds_quant.comm.transport import Pending
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.policy.memory import CHUNKS, EXCHANGED_AT_ONCE, LEAST_NUMEL, MOST_NUMEL
-from ds_quant.zero import hooks, lossless, offload, sharded_params
-from ds_quant.zero.param import HopCodec, Param
+from ds_quant.policy.memory import CHUNKS, LEAST_NUMEL, MOST_NUMEL
+from ds_quant.zero import accelerator, lossless, offload, sharded_params
+from ds_quant.zero.accelerator import StepBarrier
+from ds_quant.zero.chunked_exchange import Chunk, ChunkedExchange
+from ds_quant.zero.deepspeed_types import ZeroParameter
+from ds_quant.zero.param import ABSENT, CURRENT, STALE, HopCodec, Param
+from ds_quant.zero.plan_cache import PlanCache
 from ds_quant.zero.plugin import Plugin
 
-# ---- spread over the next forward ----
-
-
-# Parameters and a function that posts their exchange.
-Chunk = tuple[Collection[Hashable], Callable[[], Pending[Any]]]
-
-
-class Spread:
-    """The chunks of one exchange."""
-
-    def __init__(self) -> None:
-        self._ahead: deque[Chunk] = deque()
-        self._posted: deque[tuple[Collection[Hashable], Pending[Any]]] = deque()
-        self._missing: set[Hashable] = set()
-
-    def begin(self, chunks: Iterable[Chunk]) -> None:
-        """Post the first chunks; the exchange before must be finished."""
-        assert not self._missing
-        self._ahead.extend(chunks)
-        self._missing.update(param for params, _ in self._ahead for param in params)
-        for _ in range(EXCHANGED_AT_ONCE):  # the others are posted as these arrive
-            self._post_next()
-
-    def misses(self, params: Iterable[Hashable]) -> bool:
-        """Whether one of these parameters is still to arrive. Equal on all ranks: it depends on
-        what was finished here, not on what the network has delivered.
-        """
-        return not self._missing.isdisjoint(params)
-
-    def finish(self, params: Iterable[Hashable] | None = None) -> None:
-        """Wait until these parameters have arrived, or all if None.
-
-        Raises:
-            RuntimeError: a rank does not answer; also at every later call.
-        """
-        while self._missing if params is None else self.misses(params):
-            if not self._posted:
-                raise RuntimeError(
-                    "quantized_comm: an exchange of weights has failed before: resume from the "
-                    "last checkpoint"
-                )
-            brought, pending = self._posted.popleft()
-            try:
-                pending.wait()
-            except BaseException:
-                self._ahead.clear()
-                self._posted.clear()  # nobody waits for a lost rank twice
-                raise
-            self._missing.difference_update(brought)
-            self._post_next()
-
-    def close(self) -> None:
-        """Wait for what was posted, since others may use the same link later; post no more."""
-        self._ahead.clear()
-        self._missing = {param for arriving, _ in self._posted for param in arriving}
-        self.finish()
-
-    def _post_next(self) -> None:
-        if self._ahead:
-            params, post = self._ahead.popleft()
-            self._posted.append((params, post()))
-
-
-# ---- the node shard ----
-
-
-_KNOWN = 1000  # gathers and exchanges whose streams are remembered
+# Index of a hop among the codecs of a parameter's weights.
+_INTER_NODE = 0
+_INTRA_NODE = -1
 
 
 @dataclass
 class _RequestedGather:
-    """A requested gather, ``posted`` or not yet."""
+    """A gather that DeepSpeed has requested.
+
+    posted: None before it is posted.
+    """
 
     params: Sequence[Param]
-    posted: Pending[list[torch.Tensor]] | None = None
+    posted: Pending[list[Tensor]] | None = None
 
 
 class NodeShard:
-    """Weights of the parameters that it serves; ``Param`` has the rows of each."""
+    """The rows of the parameters that it serves: see [Note: node shard].
 
-    def __init__(self, plugin: Plugin, params: Iterable[Any], barrier: hooks.StepBarrier) -> None:
-        self._plugin, self._barrier = plugin, barrier
-        hierarchy, topology = plugin.hierarchy(None), plugin.topology  # None: the world
-        # One rank per node: all links are between nodes.
-        self._inter, self._intra = hierarchy.inter or hierarchy.flat, hierarchy.intra
+    served: parameters whose ranks are the world, which DeepSpeed does not keep gathered.
+    """
+
+    def __init__(
+        self, plugin: Plugin, params: Iterable[ZeroParameter], barrier: StepBarrier
+    ) -> None:
+        self._plugin = plugin
+        self._barrier = barrier
+        hierarchy = plugin.hierarchy(None)  # None: the world
+        # With one rank per node every message crosses between nodes.
+        self._inter = hierarchy.inter or hierarchy.flat
+        self._intra = hierarchy.intra
         self._rank = hierarchy.flat.rank
-        self.served = [plugin.param_of(p) for p in params if self._belongs(p)]
-        self._stays_on_host, self._is_away = offload.offloads_parameters(plugin.engine), False
-        where = {
-            "nodes": topology.nodes, "node_size": topology.node_size,
-            "local": self._rank % topology.node_size,
-            "room": self._room(on_host=self._stays_on_host),
-            "device": hooks.device() if self._stays_on_host else None,
-        }  # fmt: skip
-        for param in self.served:
-            p, param.stale = param.tensor, True
-            param.node_rows = ShardRows.allocate(p.ds_numel, dtype=p.ds_tensor.dtype, **where)
-        self._spread = Spread()
-        self._gathered: dict[Param, None] = {}  # since the last step, in order of first gather
-        self._asked: deque[_RequestedGather] = deque()  # not posted yet
-        self._at_once = hooks.has_streams()
-        self._known: dict[tuple[Param, ...], list[tuple[HopCodec | None, ...]]] = {}
 
-    def _belongs(self, p: Any) -> bool:
-        """Rank-invariant. Persistent parameters stay gathered; expert groups are not the world."""
+        # - Rows
+        self.served: list[Param] = []
+        for p in params:
+            param = plugin.param_of(p)
+            if param is not None and self._is_served(p):
+                self.served.append(param)
+        self._stays_on_host = offload.offloads_parameters(plugin.engine)
+        self._is_away = False  # moved to the host by ``offload_states``
+        self._allocate()
+
+        # - Gathers and the exchange after a step
+        self._exchange = ChunkedExchange()
+        self._gathered: dict[Param, None] = {}  # since the last step, in order of first gather
+        self._requested: deque[_RequestedGather] = deque()  # not posted yet
+        self._posts_at_once = accelerator.has_streams()
+        self._hop_codecs: PlanCache[tuple[Param, ...], list[tuple[HopCodec | None, ...]]]
+        self._hop_codecs = PlanCache()
+
+    # ---- rows ----
+
+    def _is_served(self, p: ZeroParameter) -> bool:
+        """Return True if the node shard serves a parameter, equal on all ranks.
+
+        Persistent parameters stay gathered. The ranks of an expert are not the world.
+        """
         in_world = self._plugin.is_world(p.ds_process_group)
         return sharded_params.is_sendable(p) and not p.ds_persist and in_world
 
+    def _allocate(self) -> None:
+        """Allocate the rows, to be filled by the first gathers."""
+        topology = self._plugin.topology
+        room = self._room(on_host=self._stays_on_host)
+        for param in self.served:
+            param.row_state = STALE
+            param.node_rows = ShardRows.allocate(
+                param.tensor.ds_numel,
+                nodes=topology.nodes,
+                node_size=topology.node_size,
+                local=self._rank % topology.node_size,
+                dtype=param.tensor.ds_tensor.dtype,
+                room=room,
+                device=accelerator.device() if self._stays_on_host else None,
+            )
+
     def _room(self, *, on_host: bool, pin: bool = True) -> Room:
         """Return room for all rows, on the device or the host."""
-        nbytes = sum(param.tensor.ds_tensor.nbytes for param in self.served)
-        device = "cpu" if on_host else hooks.device()
+        shard_bytes = sum(param.tensor.ds_tensor.nbytes for param in self.served)
+        device = torch.device("cpu") if on_host else accelerator.device()
 
-        def zeros(nbytes: int) -> torch.Tensor:
+        def zeros(nbytes: int) -> Tensor:
             block = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             return offload.pin(block) if on_host and pin else block
 
-        return Room(self._plugin.topology.nodes * nbytes, zeros)
+        return Room(self._plugin.topology.nodes * shard_bytes, zeros)
 
     def leave_device(self, *, pin: bool) -> None:
-        """See ``offload.follow_states``. From here gathers take copies: [Note: in host memory]."""
+        """Move all rows to the host: see ``offload.follow_states``.
+
+        Afterwards gathers read copies: [Note: rows in host memory].
+        """
         self.finish()
         if not (self._stays_on_host or self._is_away):
-            hooks.synchronize()  # what has written rows on other streams
-            self._move(self._room(on_host=True, pin=pin), hooks.device())
+            accelerator.synchronize()  # other streams may have written rows
+            self._move(self._room(on_host=True, pin=pin), away_from=accelerator.device())
 
     def return_to_device(self) -> None:
-        """See ``offload.follow_states``."""
+        """Move all rows back: see ``offload.follow_states``."""
         self.finish()
         if self._is_away:
-            self._move(self._room(on_host=False), None)
+            self._move(self._room(on_host=False), away_from=None)
             self._barrier.record()
 
-    def _move(self, room: Room, away_from: torch.device | None) -> None:
-        """Copy all rows into ``room``."""
+    def _move(self, room: Room, *, away_from: torch.device | None) -> None:
+        """Copy all rows into ``room``. away_from: device of the collectives, None to return."""
         self._is_away = away_from is not None
         for param in self.served:
-            rows = room.zeros(*param.node_rows.rows.shape, dtype=param.node_rows.rows.dtype)
-            rows.copy_(param.node_rows.rows, non_blocking=not self._is_away)
+            old_rows = param.node_rows.rows
+            rows = room.zeros(*old_rows.shape, dtype=old_rows.dtype)
+            rows.copy_(old_rows, non_blocking=not self._is_away)
             param.node_rows = replace(param.node_rows, rows=rows, device=away_from)
 
     def nbytes(self) -> int:
-        """Bytes of the node shard on this rank."""
+        """Return the bytes of the node shard on this rank."""
         return sum(param.node_rows.rows.nbytes for param in self.served)
 
-    def resync(self, params: Iterable[Any] | None = None) -> None:
-        """Weights were written outside the optimizer step, of all parameters if None: the next
-        fetches fill them exactly. A collective: what is on its way must arrive first.
+    def resync(self, params: Iterable[ZeroParameter] | None = None) -> None:
+        """Mark rows stale: weights were written outside the optimizer step.
+
+        A collective, because it finishes the exchange.
+
+        params: None for all.
         """
         self.finish()
-        for param in self.served if params is None else map(self._plugin.param_of, params):
-            if param is not None:
-                param.stale = param.node_rows is not None
+        written: Iterable[Param | None] = self.served
+        if params is not None:
+            written = map(self._plugin.param_of, params)
+        for param in written:
+            if param is not None and param.row_state is not ABSENT:
+                param.row_state = STALE
 
-    def copies(self) -> Iterable[tuple[int, Iterable[torch.Tensor]]]:
-        """See ``Plugin.keeper``. Ranks of equal place in their nodes hold equal rows."""
+    def copies(self) -> Iterable[tuple[int, Iterable[Tensor]]]:
+        """See ``Plugin.weight_cache``. Ranks of equal place in their nodes hold equal rows."""
         self.finish()
-        # Stale rows are about to be refilled; they are the same ones on all ranks.
-        rows = (rows_of([param.node_rows])[0] for param in self.served if not param.stale)
+        # Stale rows are about to be filled. They are the same ones on all ranks.
+        rows = (
+            rows_of([param.node_rows])[0] for param in self.served if param.row_state is not STALE
+        )
         yield self._rank % self._plugin.topology.node_size, rows
-
-    def after_step(self) -> None:
-        """Start to exchange what the optimizer has changed."""
-        self.finish()  # also what no forward has asked for
-        step = self._plugin.step + 1  # DeepSpeed counts the step only after it
-        order, self._gathered = self._gathered | dict.fromkeys(self.served), {}
-        moved = [param for param in order if param.trained and not param.stale]
-        self._spread.begin(self._chunks(moved, step))
-
-    def finish(self) -> None:
-        """Wait until every row is that of the last step, and post what was asked for."""
-        if self._asked:
-            self._post_until(self._asked[-1])
-        self._spread.finish()
-        self._barrier.record()
 
     def close(self) -> None:
         """Free the rows when the engine is destroyed."""
-        self._spread.close()
-        self._asked.clear()
+        self._exchange.close()
+        self._requested.clear()
         for param in self.served:
-            param.node_rows = None
+            param.row_state = ABSENT
+            del param.node_rows
         self.served = []
 
-    def gather(self, params: Sequence[Param]) -> tuple[Pending[list[torch.Tensor]], list[bool]]:
-        """Gather full weights of served parameters; also returns which may differ from the exact
-        ones. See [Note: when a gather is posted].
+    # ---- gathers ----
+
+    def gather(self, params: Sequence[Param]) -> tuple[Pending[list[Tensor]], list[bool]]:
+        """Gather full weights of served parameters: see [Note: when a gather is posted].
+
+        Returns:
+            the weights, and per parameter True if they may differ from the exact ones.
         """
-        asked = _RequestedGather(params)
+        request = _RequestedGather(params)
         self._gathered |= dict.fromkeys(params)
         quantized = not self._plugin.is_full_precision(self._plugin.step)
-        lossy = [quantized and any(streams) for streams in self._streams(params)]
-        at_once = self._at_once or not (self._asked or self._spread.misses(params))
-        self._asked.append(asked)
-        if at_once:
-            self._post_until(asked)
+        is_lossy = [quantized and any(hop_codecs) for hop_codecs in self._hop_codecs_of(params)]
+        must_wait = bool(self._requested) or self._exchange.misses(params)
+        self._requested.append(request)
+        if self._posts_at_once or not must_wait:
+            self._post_until(request)
 
-        def gathered() -> list[torch.Tensor]:
-            self._post_until(asked)
-            return asked.posted.wait()
+        def gathered() -> list[Tensor]:
+            self._post_until(request)
+            assert request.posted is not None
+            return request.posted.wait()
 
-        return Pending(gathered), lossy
+        return Pending(gathered), is_lossy
 
-    def _post_until(self, asked: _RequestedGather) -> None:
-        """Post gathers up to this one, in the order in which they were asked for. DeepSpeed's waits
-        come from sets, in another order on every rank.
+    def _post_until(self, request: _RequestedGather) -> None:
+        """Post the requested gathers up to this one, in the order of the requests.
+
+        DeepSpeed waits for gathers in another order on every rank: it reads them from sets.
         """
-        while asked.posted is None:
-            first = self._asked.popleft()
+        while request.posted is None:
+            first = self._requested.popleft()
             params = first.params
-            self._spread.finish(params)
-            self._fill_stale([param for param in params if param.stale])
+            self._exchange.finish(params)
+            self._fill_stale([param for param in params if param.row_state is STALE])
             bound_codecs: list[BoundCodec] = []
             if self._intra is not None:  # else nothing is sent
-                bound_codecs = self._codings(params, -1, self._plugin.step)
+                bound_codecs = self._bound_codecs(params, _INTRA_NODE, self._plugin.step)
             first.posted = gather([param.node_rows for param in params], bound_codecs, self._intra)
 
     def _fill_stale(self, stale: Sequence[Param]) -> None:
-        """Fill the rows of these exactly, on all ranks."""
+        """Fill the rows of these parameters in full precision, on all ranks."""
         if stale:
-            exact = [full_precision(param.node_rows.rows.dtype) for param in stale]
-            self._exchange(stale, exact).wait()
+            bound_codecs = [full_precision(param.node_rows.rows.dtype) for param in stale]
+            self._post_exchange(stale, bound_codecs).wait()
             for param in stale:
-                param.stale = False
+                param.row_state = CURRENT
 
-    def _streams(self, params: Sequence[Param]) -> list[tuple[HopCodec | None, ...]]:
-        """Return the codecs of each between the nodes, if it is trained, and inside them, if they
-        have ranks. Remembered by the parameters of a gather or an exchange, which repeat in every
-        step.
+    def finish(self) -> None:
+        """Wait until all rows hold the weights of the last step, and post requested gathers."""
+        if self._requested:
+            self._post_until(self._requested[-1])
+        self._exchange.finish()
+        self._barrier.record()
+
+    # ---- the exchange after a step ----
+
+    def after_step(self) -> None:
+        """Begin to exchange the weights that the optimizer has changed."""
+        self.finish()  # a forward may have skipped some parameters
+        step = self._plugin.step + 1  # DeepSpeed counts the step only after it
+        order = self._gathered | dict.fromkeys(self.served)
+        self._gathered = {}
+        changed = [param for param in order if param.trained and param.row_state is CURRENT]
+        self._exchange.begin(self._cut_into_chunks(changed, step))
+
+    def _cut_into_chunks(self, params: Sequence[Param], step: int) -> Iterator[Chunk]:
+        """Cut the exchange into chunks, lossless differences first.
+
+        Lossless differences are all encoded here, see [Note: lengths] of comm/lossless_gather.py;
+        the others when they are posted.
         """
-        key = tuple(params)
-        if key not in self._known:
-            if len(self._known) >= _KNOWN:
-                self._known.clear()
-            self._known[key] = [
-                param.weight_codecs(param.node_rows.rows.dtype, rank=self._rank) for param in params
-            ]
-        return self._known[key]
-
-    def _codings(self, params: Sequence[Param], place: int, step: int) -> list[BoundCodec]:
-        """Return their codings in one step; place 0 is between the nodes, -1 inside them."""
-        if self._plugin.is_full_precision(step):
-            return [full_precision(param.node_rows.rows.dtype) for param in params]
-        return [
-            param.bound_codec(streams[place], param.node_rows.rows.dtype, step)
-            for param, streams in zip(params, self._streams(params), strict=True)
-        ]
+        lossless_dtypes: set[torch.dtype] = set()
+        if self._plugin.scheme.lossless and not self._plugin.is_full_precision(step):
+            dtypes = {param.node_rows.rows.dtype for param in params}
+            lossless_dtypes = set(filter(self._plugin.routes.sends_lossless, dtypes))
+        quantized: list[Param] = []
+        lossless_by_dtype: dict[torch.dtype, list[Param]] = {}
+        for param in params:
+            dtype = param.node_rows.rows.dtype
+            if dtype in lossless_dtypes:
+                lossless_by_dtype.setdefault(dtype, []).append(param)
+            else:
+                quantized.append(param)
+        lossless_runs: list[list[Param]] = []
+        for same_dtype in lossless_by_dtype.values():
+            lossless_runs += self._runs(same_dtype)
+        if lossless_runs:
+            yield from zip(lossless_runs, self._lossless_differences(lossless_runs), strict=True)
+        for run in self._runs(quantized):
+            bound_codecs = self._bound_codecs(run, _INTER_NODE, step)
+            yield run, partial(self._post_exchange, run, bound_codecs)
 
     def _runs(self, params: Sequence[Param]) -> Iterator[list[Param]]:
-        """Split parameters into consecutive runs of bounded size, at least one each."""
+        """Split parameters into consecutive runs of bounded size, of at least one each."""
         widths = [param.node_rows.rows.shape[1] for param in params]
-        most = min(max(ceil_div(sum(widths), CHUNKS), LEAST_NUMEL), MOST_NUMEL)
+        most_numel = min(max(ceil_div(sum(widths), CHUNKS), LEAST_NUMEL), MOST_NUMEL)
         run: list[Param] = []
         numel = 0
         for param, width in zip(params, widths, strict=True):
-            if run and numel + width > most:
+            if run and numel + width > most_numel:
                 yield run
-                run, numel = [], 0
+                run = []
+                numel = 0
             run.append(param)
             numel += width
         if run:
             yield run
 
-    def _chunks(self, params: Sequence[Param], step: int) -> Iterator[Chunk]:
-        """Cut the exchange: lossless differences are encoded at once, see [Note: lengths] of
-        comm/lossless_gather.py, the others when they are posted.
-        """
-        differs: set[torch.dtype] = set()
-        if self._plugin.scheme.lossless and not self._plugin.is_full_precision(step):
-            dtypes = {param.node_rows.rows.dtype for param in params}
-            differs = set(filter(self._plugin.routes.sends_lossless, dtypes))
-        left: list[Param] = []
-        alike: dict[torch.dtype, list[Param]] = {}  # served by lossless differences
-        for param in params:
-            dtype = param.node_rows.rows.dtype
-            (alike.setdefault(dtype, []) if dtype in differs else left).append(param)
-        runs = [run for served in alike.values() for run in self._runs(served)]
-        if runs:
-            yield from zip(runs, self._lossless_differences(runs), strict=True)
-        for run in self._runs(left):
-            yield run, partial(self._exchange, run, self._codings(run, 0, step))
-
     def _lossless_differences(self, runs: Sequence[Sequence[Param]]) -> Iterator[lossless.Post]:
-        inter, traffic = self._inter, self._plugin.traffic
         messages = [
-            lossless.NodeRows([p.node_rows for p in run], partial(self._shards, run), inter.rank)
+            lossless.NodeRows(
+                [param.node_rows for param in run],
+                partial(self._shards, run),
+                self._inter.rank,
+            )
             for run in runs
         ]
-        how = {"device": hooks.device(), "traffic": traffic}
-        return lossless.posts(messages, inter, inter, **how)
+        return lossless.posts(
+            messages,
+            self._inter,
+            self._inter,
+            device=accelerator.device(),
+            traffic=self._plugin.traffic,
+        )
 
-    def _shards(self, params: Sequence[Param]) -> list[torch.Tensor]:
+    def _post_exchange(
+        self, params: Sequence[Param], bound_codecs: Sequence[BoundCodec]
+    ) -> Pending[Any]:
+        """Send this rank's new shards to the ranks of equal place in other nodes."""
+        node_rows = [param.node_rows for param in params]
+        return exchange(node_rows, self._shards(params), bound_codecs, self._inter)
+
+    def _shards(self, params: Sequence[Param]) -> list[Tensor]:
         """Return this rank's own shards, as the optimizer has left them."""
         return sharded_params.valid_shards([param.tensor for param in params], self._rank)
 
-    def _exchange(
-        self, params: Sequence[Param], bound_codecs: Sequence[BoundCodec]
-    ) -> Pending[Any]:
-        kept = [param.node_rows for param in params]
-        return exchange(kept, self._shards(params), bound_codecs, self._inter)
+    # ---- codecs ----
+
+    def _hop_codecs_of(self, params: Sequence[Param]) -> list[tuple[HopCodec | None, ...]]:
+        """Return the codecs of each parameter: between the nodes, then inside them.
+
+        The first one is left out of frozen parameters, the second one if a node has one rank.
+        Remembered by gather or exchange, which repeat in every step.
+        """
+        key = tuple(params)
+        hop_codecs = self._hop_codecs.get(key)
+        if hop_codecs is None:
+            hop_codecs = [
+                param.weight_codecs(param.node_rows.rows.dtype, rank=self._rank) for param in params
+            ]
+            self._hop_codecs.add(key, hop_codecs)
+        return hop_codecs
+
+    def _bound_codecs(self, params: Sequence[Param], hop: int, step: int) -> list[BoundCodec]:
+        """Bind the codecs of one hop to a step."""
+        if self._plugin.is_full_precision(step):
+            return [full_precision(param.node_rows.rows.dtype) for param in params]
+        return [
+            param.bound_codec(hop_codecs[hop], param.node_rows.rows.dtype, step)
+            for param, hop_codecs in zip(params, self._hop_codecs_of(params), strict=True)
+        ]

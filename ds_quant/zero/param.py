@@ -1,14 +1,17 @@
-"""All that is known of one parameter: its codecs, random streams and levels, what is kept of it.
+"""One parameter of the engine's module: its codecs, random bits, learned levels and node rows.
 
-Codecs are cached: only the step number changes between steps.
+[Note: codecs of a parameter] A *hop codec* is a parameter on one hop: a codec and the key of its
+random bits. It stays the same in all steps, so it is made once. A *bound codec* is a hop codec in
+one step: it adds the step to the key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +24,22 @@ from ds_quant.comm.reduction_plan import GradientSpec
 from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.batch import OWN_SIGNS
 from ds_quant.kernels.random_bits import Address, Role, key_of
-from ds_quant.policy.route import Hop, Routes
+from ds_quant.policy.route import Hop, Route, Routes
 from ds_quant.policy.scheme import Scheme
+from ds_quant.zero.deepspeed_types import ZeroParameter
 
-_SIGNS = 99  # the "hop" of the sign flips of a rotation
+_SIGNS = 99  # hop number of the sign flips of a rotation, in random keys
+
+
+# ---- codecs ----
 
 
 class HopCodec(NamedTuple):
-    """A parameter on one hop: its codec, the key of its random bits (None where it
-    takes none), whether the learned levels are the codec's, and whether differences are sent.
+    """A parameter on one hop: see [Note: codecs of a parameter].
+
+    key: of the random bits; None if the codec takes none.
+    learned: the codec uses the learned levels of the parameter.
+    difference: differences from the receivers' values are sent.
     """
 
     codec: Codec
@@ -39,8 +49,10 @@ class HopCodec(NamedTuple):
 
 
 class GradientCodecs(NamedTuple):
-    """A gradient on all its hops: a stream for each, and the rotation around them, whose sign flips
-    differ by step. ``form``: the same without random bits.
+    """A gradient on all its hops.
+
+    spec: the same without random bits.
+    rotation: around all hops; the step of its sign flips is set by ``bound_codecs``.
     """
 
     hops: tuple[HopCodec, ...]
@@ -48,157 +60,254 @@ class GradientCodecs(NamedTuple):
     rotation: Rotation | None = None
 
     def bound_codecs(
-        self, step: int, signed: int
+        self, step: int, signs_step: int
     ) -> tuple[tuple[BoundCodec, ...], Rotation | None]:
-        """One coding per hop and the rotation, in one step; ``signed``: that of the sign flips."""
+        """Return one bound codec per hop and the rotation.
+
+        step: address of the random bits.
+        signs_step: address of the sign flips.
+        """
         rotation = self.rotation
         if rotation is not None and rotation.signs is not None:
-            rotation = Rotation(block=rotation.block, signs=rotation.signs._replace(step=signed))
-        keys = [
-            (codec, None if key is None else Address(key, step)) for codec, key, *_ in self.hops
-        ]
-        return tuple([BoundCodec(*key) for key in keys]), rotation
+            signs = rotation.signs._replace(step=signs_step)
+            rotation = Rotation(block=rotation.block, signs=signs)
+        bound_codecs = []
+        for hop in self.hops:
+            address = None if hop.key is None else Address(hop.key, step)
+            bound_codecs.append(BoundCodec(hop.codec, address))
+        return tuple(bound_codecs), rotation
 
 
 @cache
 def full_precision_gradient(
     dtype: torch.dtype, hops: int, *, tight: bool = False
 ) -> GradientCodecs:
-    """Return the streams of a gradient that is sent unchanged; ``tight``: as a small tensor."""
+    """Return the codecs of a gradient that is sent in ``dtype``.
+
+    tight: it is a small tensor, see [Note: small tensors] of comm/message.py.
+    """
     codec = CastCodec(dtype, tight)
-    return GradientCodecs(
-        (HopCodec(codec, None),) * hops, GradientSpec((codec,) * hops, delivery=codec)
-    )
+    hop_codecs = (HopCodec(codec, key=None),) * hops
+    return GradientCodecs(hop_codecs, GradientSpec((codec,) * hops, delivery=codec))
+
+
+# ---- one parameter ----
+
+
+class RowState(Enum):
+    """State of a parameter's rows in the node shard, a node's copy of the weights."""
+
+    # The node shard does not serve the parameter.
+    ABSENT = auto()
+    # Weights were written outside the optimizer step. The next gather fills the rows in full
+    # precision first.
+    STALE = auto()
+    # The rows hold the weights of the last step, or their exchange is running.
+    CURRENT = auto()
+
+
+class GatheredValues(Enum):
+    """Origin of the values of a gathered ZeRO-3 parameter."""
+
+    # The master shards, unchanged.
+    EXACT = auto()
+    # A quantized message. They must not reach exports or master shards.
+    DECODED = auto()
+
+
+# Python 3.11 runs a function at every access to a member through its class.
+ABSENT, STALE, CURRENT = RowState
+EXACT, DECODED = GatheredValues
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Param:
-    """A parameter of the engine's module: its index in ``named_parameters()``, name and shape.
+    """A parameter of the engine's module.
 
-    trained: when the engine was built. Momentum and weight decay move it also once its
-        ``requires_grad`` is turned off.
+    index: position in ``named_parameters()``.
+    shape: full shape, also under ZeRO-3.
+    trained: its ``requires_grad`` when the engine was built. Momentum and weight decay still move
+        the parameter after ``requires_grad`` is turned off.
+    tensor: the parameter itself. The reference keeps its id from being used again.
     packed: its values may be bit patterns, see ``scheme.is_packed``.
-    needs_full_gradient, boundary: what Muon needs of it, see ``cost.ParamSpec``.
-    tensor: the parameter itself; while it lives, its id names nothing else.
-    levels: learned ones, (2^bits,) fp32, identical on all ranks; None as long as they are uniform.
-    kept: its rows in the node shard, None if that does not serve it. stale: they are to be
-        filled exactly before they are used.
-    decoded: its gathered values are decoded ones, under ZeRO-3.
+    needs_full_gradient, boundary: for Muon, see ``cost.ParamSpec``.
+    levels: learned levels, (2^bits,) fp32, equal on all ranks; None while they are uniform.
+    row_state: state of ``node_rows``.
+    node_rows: its rows in the node shard; unset while ``row_state`` is ABSENT.
+    gathered: origin of the gathered values, under ZeRO-3.
     """
 
     index: int
     name: str
     shape: torch.Size
     trained: bool
-    tensor: Any
+    tensor: ZeroParameter
     routes: Routes
     packed: bool = False
     needs_full_gradient: bool = False
     boundary: float = 0.0
     levels: Tensor | None = None
-    node_rows: ShardRows | None = None
-    stale: bool = False
-    decoded: bool = False
-    _weights: dict[tuple, tuple[HopCodec | None, ...]] = field(default_factory=dict, repr=False)
-    _gradients: dict[tuple, GradientCodecs] = field(default_factory=dict, repr=False)
+    row_state: RowState = ABSENT
+    node_rows: ShardRows = field(init=False, repr=False)
+    gathered: GatheredValues = EXACT
+    _weights: dict[tuple[torch.dtype, int | None, bool], tuple[HopCodec | None, ...]] = field(
+        default_factory=dict, repr=False
+    )
+    _gradients: dict[tuple[torch.dtype, int, int], GradientCodecs] = field(
+        default_factory=dict, repr=False
+    )
 
     def is_quantized(self, dtype: torch.dtype) -> bool:
-        """Whether the scheme quantizes its weights or gradients of this dtype."""
-        how = {"packed": self.packed}
-        return self.routes.scheme.skip_reason(self.name, self.shape, dtype, **how) is None
+        """Return True if the scheme quantizes its weights or gradients of this dtype."""
+        reason = self.routes.scheme.skip_reason(
+            self.name,
+            self.shape,
+            dtype,
+            packed=self.packed,
+        )
+        return reason is None
 
     def weight_codecs(
         self, dtype: torch.dtype, *, rank: int | None, full_world: bool = True
     ) -> tuple[HopCodec | None, ...]:
-        """One stream per hop of a gather that encodes; None for full precision. Does not change
-        between steps. rank=None: receive only, no random bits are drawn. ``whole``: see ``Routes``.
+        """Return one codec per hop of a gather that encodes; None for full precision.
+
+        rank: of the sender; None for a rank that only receives and draws no random bits.
+        full_world: the parameter's ranks are the world, see ``Routes``.
         """
         key = dtype, rank, full_world
         if key not in self._weights:
-            quantized = self.is_quantized(dtype)
-            how = {"quantized": quantized, "trained": self.trained, "full_world": full_world}
-            hops = self.routes.weights(dtype=dtype, **how).hops
-            self._weights[key] = tuple(
-                [self._weight_stream(hop, rank) for hop in hops if not hop.forwards]
+            route = self.routes.weights(
+                dtype=dtype,
+                quantized=self.is_quantized(dtype),
+                trained=self.trained,
+                full_world=full_world,
             )
+            hop_codecs = [self._weight_codec(hop, rank) for hop in route.hops if not hop.forwards]
+            self._weights[key] = tuple(hop_codecs)
         return self._weights[key]
 
-    def bound_codec(self, stream: HopCodec | None, dtype: torch.dtype, step: int) -> BoundCodec:
-        """Return the coding of a stream of weights for `step`, in full precision if it is None.
+    def bound_codec(self, hop_codec: HopCodec | None, dtype: torch.dtype, step: int) -> BoundCodec:
+        """Bind a codec of weights to a step; None gives full precision.
 
-        ``step`` is the optimizer step whose forward uses them.
+        step: the optimizer step whose forward uses the weights.
         """
-        if stream is None:
+        if hop_codec is None:
             return full_precision(dtype)
-        levels = self.levels if stream.learned else None
-        address = None if stream.key is None else Address(stream.key, step)
-        return BoundCodec(stream.codec, address, levels, stream.difference)
+        levels = self.levels if hop_codec.learned else None
+        address = None if hop_codec.key is None else Address(hop_codec.key, step)
+        return BoundCodec(hop_codec.codec, address, levels, hop_codec.difference)
 
     def gradient_codecs(self, dtype: torch.dtype, *, rank: int, hops: int) -> GradientCodecs:
-        """Return the codecs of a reduction over one or two hops. Does not change between steps."""
+        """Return the codecs of a reduction over one or two hops, for the sender ``rank``."""
         key = dtype, rank, hops
         if key not in self._gradients:
-            self._gradients[key] = self._gradient_streams(dtype, rank, hops)
+            self._gradients[key] = self._make_gradient_codecs(dtype, rank, hops)
         return self._gradients[key]
 
-    def _weight_stream(self, hop: Hop, rank: int | None) -> HopCodec | None:
+    def _weight_codec(self, hop: Hop, rank: int | None) -> HopCodec | None:
         if hop.codec is None:
             return None
-        key = None if rank is None else self._key(Role.WEIGHTS, hop.codec, rank, int(hop.inner))
-        return HopCodec(hop.codec, key, not hop.inner, hop.difference)
+        key = None
+        if rank is not None:
+            key = self._key(Role.WEIGHTS, hop.codec, rank, int(hop.inner))
+        return HopCodec(
+            hop.codec,
+            key,
+            learned=not hop.inner,
+            difference=hop.difference,
+        )
 
-    def _gradient_streams(self, dtype: torch.dtype, rank: int, hops: int) -> GradientCodecs:
+    def _make_gradient_codecs(self, dtype: torch.dtype, rank: int, hops: int) -> GradientCodecs:
         route = self.routes.gradients(quantized=self.is_quantized(dtype), full_world=hops > 1)
         if route.is_full_precision:
             return full_precision_gradient(dtype, hops)
-        rotation = route.rotation
-        if route.flips:
-            signs = Address(self._stream_key(Role.GRADIENTS, 0, _SIGNS), 0)
-            rotation = Rotation(block=rotation.block, signs=signs)
-        if route.flips == OWN_SIGNS:
-            rotation = rotation.of(rank // self.routes.node_size if hops > 1 else rank)
-        codecs = tuple([hop.codec for hop in route.hops])
+        codecs = tuple([hop.codec for hop in route.hops if hop.codec is not None])
+        assert len(codecs) == hops  # a scheme quantizes all hops of gradients or none
         delivery = None if route.delivery is None else route.delivery.codec
-        # Random bits of the last hop also serve the delivery, whose codec may need some alone.
-        rounds = codecs if delivery is None else (*codecs[:-1], delivery)
-        streams = [
-            HopCodec(codec, self._key(Role.GRADIENTS, rounded, rank, place))
-            for place, (codec, rounded) in enumerate(zip(codecs, rounds, strict=True))
+        # The random bits of the last hop also serve the delivery, which may be the only one of the
+        # two whose codec takes some.
+        rounding_codecs = list(codecs)
+        if delivery is not None:
+            rounding_codecs[-1] = delivery
+        hop_codecs = [
+            HopCodec(codec, self._key(Role.GRADIENTS, rounding_codec, rank, hop))
+            for hop, (codec, rounding_codec) in enumerate(zip(codecs, rounding_codecs, strict=True))
         ]
-        spec = GradientSpec(codecs, rotation.block if rotation else 0, route.flips, delivery)
-        return GradientCodecs(tuple(streams), spec, rotation)
+        rotation = self._rotation(route, rank, hops)
+        block = 0 if rotation is None else rotation.block
+        spec = GradientSpec(codecs, block, route.flips, delivery)
+        return GradientCodecs(tuple(hop_codecs), spec, rotation)
+
+    def _rotation(self, route: Route, rank: int, hops: int) -> Rotation | None:
+        """Add the keys of the sign flips to the rotation of a route."""
+        rotation = route.rotation
+        if rotation is None or not route.flips:
+            return rotation
+        signs = Address(self._rank_key(Role.GRADIENTS, 0, _SIGNS), 0)
+        rotation = Rotation(block=rotation.block, signs=signs)
+        if route.flips != OWN_SIGNS:
+            return rotation
+        # Over two hops a node is the sender of the last hop.
+        sender = rank // self.routes.node_size if hops > 1 else rank
+        return rotation.of(sender)
 
     def _key(self, role: Role, codec: Codec, rank: int, hop: int) -> int | None:
-        """Key of the random bits that ``codec`` takes, None if it takes none."""
+        """Return the key of the random bits of a codec, None if it takes none."""
         rounding = codec.rounding if isinstance(codec, GroupCodec) else None
         if rounding == "nearest" or isinstance(codec, CastCodec):
             return None
-        # QSDP: one shift per parameter and step, shared by all shards; all else differs by rank.
-        return self._stream_key(role, 0 if rounding == "random_shift" else rank + 1, hop)
+        # QSDP: one shift per parameter and step, which all shards share. Everything else differs by
+        # rank.
+        return self._rank_key(role, 0 if rounding == "random_shift" else rank + 1, hop)
 
-    def _stream_key(self, role: Role, stream: int, hop: int) -> int:
-        """Key that is the same on all ranks whose ``stream`` is."""
-        seed = self.routes.scheme.block.seed
-        return key_of(seed=seed, role=role, parameter=self.index, rank=stream, hop=hop)
+    def _rank_key(self, role: Role, rank_number: int, hop: int) -> int:
+        """Return a random key. rank_number: 0 if all ranks share it, else the rank + 1."""
+        return key_of(
+            seed=self.routes.scheme.block.seed,
+            role=role,
+            parameter=self.index,
+            rank=rank_number,
+            hop=hop,
+        )
+
+
+# ---- learned levels ----
 
 
 def learn(
     shards: Sequence[tuple[Param, Tensor]], communicator: Communicator, scheme: Scheme
 ) -> None:
-    """Learn the levels of parameters from this rank's elements of each, the same on all ranks of
-    ``link``.
+    """Learn the levels of parameters, equal on all ranks of ``communicator``. A collective.
 
-    Until then a parameter has no table and its levels are uniform. Every rank moves its copy of
-    each table over its own shard, then all take the mean of the tables, weighted by shard size
-    and added in rank order.
+    1. Every rank moves its copy of each table over its own shard.
+    2. All-gather the tables.
+    3. Average them, weighted by shard size, in rank order.
+
+    shards: parameters with this rank's elements of each.
     """
-    codec, device = scheme.weights, shards[0][1].device
-    how = {"group_size": codec.group_size, "rate": scheme.block.weights.level_rate}
-    tables = [update_levels(codec.table(p.levels, device), v.float(), **how) for p, v in shards]
+    codec = scheme.weights
+    assert isinstance(codec, GroupCodec)  # other codecs have no levels
+    device = shards[0][1].device
+    own_tables = []
+    for param, values in shards:
+        table = codec.table(param.levels, device)
+        assert table is not None
+        own_tables.append(
+            update_levels(
+                table,
+                values.float(),
+                group_size=codec.group_size,
+                rate=scheme.block.weights.level_rate,
+            )
+        )
     counts = torch.tensor([float(values.numel()) for _, values in shards], device=device)
-    own = torch.cat([torch.stack(tables), counts[:, None]], dim=1)  # (parameters, levels + 1) fp32
+    # (parameters, levels + 1) fp32
+    own = torch.cat([torch.stack(own_tables), counts[:, None]], dim=1)
     payload = own.contiguous().view(torch.uint8).view(-1)
     received = communicator.all_gather(payload, role="weights").wait()
-    rows = received.view(torch.float32).view(communicator.size, *own.shape)
-    for place, (param, _) in enumerate(shards):
-        param.levels = merge_levels(rows[:, place, :-1], rows[:, place, -1])
+    by_rank = received.view(torch.float32).view(communicator.size, *own.shape)
+    for index, (param, _) in enumerate(shards):
+        tables = by_rank[:, index, :-1]
+        weights = by_rank[:, index, -1]
+        param.levels = merge_levels(tables, weights)

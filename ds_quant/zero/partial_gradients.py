@@ -1,164 +1,225 @@
-"""Gradients that wait, summed inside their node, for the last micro-step of an optimizer step.
+"""Partial gradient sums, kept in their node until the last micro-step of an optimizer step.
 
 [Note: partial gradients] Before the boundary of gradient accumulation a bucket takes only the first
-of its two hops (see comm/reduce.py), and DeepSpeed gets zeros. At the boundary it takes both, with
-the waiting sums, and DeepSpeed gets the whole sum. Partial sums are stored per bucket; a bucket is
-identified by its parameters and their cuts, which repeat in every micro-step unless parameters come
-and go. If a parameter turns up in another bucket, the old one is sent at once, and the sums of its
-parameters, of this rank's elements only, wait for their next bucket at the boundary. A parameter
-without a gradient at the boundary gets one of zeros there, after the last bucket, in module order.
+of its two hops (see comm/reduce.py): the ranks of a node keep its *partial sums*, and DeepSpeed
+gets zeros. At the boundary the bucket takes both hops, the second one with the partial sums, and
+DeepSpeed gets the whole sum.
+
+Partial sums are kept per bucket. A bucket is identified by its parameters and their cuts, which
+repeat in every micro-step unless parameters come and go. Two cases need more:
+
+- A parameter turns up in another bucket. The old bucket is reduced between the nodes at once. Its
+  *reduced sums*, of this rank's elements only, are added to the next bucket of each parameter at
+  the boundary.
+- A parameter has no gradient at the boundary. It gets one of zeros there, after the last bucket,
+  in module order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum, auto
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ds_quant.comm.reduce import Reduction
-from ds_quant.zero import hooks, offload
+from ds_quant.zero import accelerator, offload
+from ds_quant.zero.deepspeed_types import ZeroOptimizer, ZeroParameter
 from ds_quant.zero.param import Param
 
-Member = tuple[Param, int]  # a parameter, and the rank that owns this part of it or -1
+# Key of a gradient slice: its parameter and the rank that owns it under ZeRO-1 and 2.
+Member = tuple[Param, int]
+
+NO_OWNER = -1  # instead of a rank, under ZeRO-3: every rank has a shard
+
+
+class MicroSteps(Protocol):
+    """The part of DeepSpeed's engine that counts micro-steps."""
+
+    global_steps: int
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return True in the last micro-step of an optimizer step."""
+
+
+class Boundary(Enum):
+    """Source of the answer to "is this the last micro-step?"."""
+
+    # DeepSpeed counts micro-steps, or the user has declared the boundary before backward.
+    DECLARED = auto()
+    # The user steps after a backward that was not declared to be the last one.
+    STEPPING = auto()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialBucket:
-    """Partial sums of some parameters.
+    """Partial sums of some gradient slices.
 
-    cross: takes the second hop; this rank's sums by member, fp32, of no elements where another
-    rank's.
+    values: fp32 sums over the micro-steps and the ranks of the node.
+    reduction: the running reduction inside the node that adds to ``values``.
+    reduce_between_nodes: runs the second hop; yields this rank's sum of each member, fp32, without
+        elements for members of other ranks.
     """
 
     members: Sequence[Member]
     values: Tensor
-    added: Reduction
-    cross: Callable[[], Iterable[tuple[Member, Tensor]]]
+    reduction: Reduction
+    reduce_between_nodes: Callable[[], Iterable[tuple[Member, Tensor]]]
 
 
 class PartialGradients:
-    """The sums of one engine: see [Note: partial gradients]. Empty between optimizer steps."""
+    """The partial sums of one engine: see [Note: partial gradients].
 
-    def __init__(self, engine: Any) -> None:
+    Empty between optimizer steps.
+
+    nbytes: bytes of partial sums now.
+    most_nbytes: most bytes so far.
+    """
+
+    def __init__(self, engine: MicroSteps) -> None:
         self._engine = engine
         self._step = -1
         self._buckets: dict[Hashable, PartialBucket] = {}
-        self._keys: dict[Member, Hashable] = {}  # of the bucket that had it last
-        self._crossed: dict[Member, Tensor] = {}  # sums that wait for their bucket
-        self.nbytes = self.most_nbytes = 0  # now, and at most so far
-        self._left: set[Param] = set()  # those that are given zeros now
-        self._is_over = False  # the accumulation, whatever the engine says
+        self._keys: dict[Member, Hashable] = {}  # of the bucket that had the member last
+        self._reduced: dict[Member, Tensor] = {}
+        self._zeroed: set[Param] = set()  # parameters that are given zeros now
+        self._boundary = Boundary.DECLARED
+        self.nbytes = 0
+        self.most_nbytes = 0
 
-    def take(self, key: Hashable, members: Sequence[Member]) -> PartialBucket | None:
-        """Return and forget what waits of a make-up; others with any of its parameters cross.
-        All ranks call it in the same order.
-        """
-        step = self._engine.global_steps
-        if step != self._step:
-            self.drop()
-            self._step = step
-        found = self._pop(key)
-        if found is None and self._buckets:
-            keys = dict.fromkeys(self._keys.get(member) for member in members)
-            for bucket in map(self._pop, keys):
-                if bucket is not None:
-                    self._cross(bucket)
-        return found
+    # ---- one bucket ----
 
-    def _pop(self, key: Hashable) -> PartialBucket | None:
-        found = self._buckets.pop(key, None)
-        if found is not None:
-            self.nbytes -= found.values.nbytes
-            hooks.keep_for_current_stream(found.values)  # see ``return_to_device``
-        return found
-
-    def put(self, key: Hashable, bucket: PartialBucket) -> None:
-        """Hold a bucket."""
+    def keep(self, key: Hashable, bucket: PartialBucket) -> None:
+        """Keep the partial sums of a bucket until ``pop``."""
         if self._keys.get(bucket.members[0]) != key:
             self._keys.update(dict.fromkeys(bucket.members, key))
         self._buckets[key] = bucket
         self.nbytes += bucket.values.nbytes
         self.most_nbytes = max(self.most_nbytes, self.nbytes)
 
+    def pop(self, key: Hashable, members: Sequence[Member]) -> PartialBucket | None:
+        """Remove and return the partial sums of a bucket, None if there are none.
+
+        Other buckets that share a parameter are reduced between the nodes: a collective, called by
+        all ranks in the same order.
+        """
+        step = self._engine.global_steps
+        if step != self._step:
+            self.drop()
+            self._step = step
+        bucket = self._remove(key)
+        if bucket is None and self._buckets:
+            keys = dict.fromkeys(self._keys.get(member) for member in members)
+            for overlapping in map(self._remove, keys):
+                if overlapping is not None:
+                    self._reduce(overlapping)
+        return bucket
+
+    def pop_reduced(self, members: Sequence[Member]) -> dict[Member, Tensor]:
+        """Remove and return the reduced sums of these members."""
+        if not self._reduced:
+            return {}
+        popped = {m: self._reduced.pop(m) for m in members if m in self._reduced}
+        for sums in popped.values():
+            accelerator.keep_for_current_stream(sums)
+        return popped
+
     def drop(self) -> None:
-        """Forget what waits: an accumulation was abandoned."""
+        """Discard all sums: the accumulation was abandoned."""
         self._buckets.clear()
         self._keys.clear()
-        self._crossed.clear()
+        self._reduced.clear()
         self.nbytes = 0
 
-    def leave_device(self, *, pin: bool) -> None:
-        """See ``offload.follow_states``."""
-        for sums in self._sums():
-            room = torch.empty_like(sums, device="cpu")
-            sums.data = (offload.pin(room) if pin else room).copy_(sums)
-
-    def return_to_device(self) -> None:
-        """See ``offload.follow_states``. The current stream makes these sums, and the one that
-        reduces takes them.
-        """
-        for sums in self._sums():
-            sums.data = sums.to(hooks.device())
-
-    def _sums(self) -> Iterator[Tensor]:
-        for bucket in self._buckets.values():
-            bucket.added.wait()
-            yield bucket.values
-        yield from self._crossed.values()
-
     def waits(self, member: Member) -> bool:
-        """Whether something waits of it."""
+        """Return True if there are partial sums of the member."""
         return self._keys.get(member) in self._buckets
 
-    def are_left(self, members: Sequence[Member]) -> bool:
-        """Whether a bucket has the zeros of ``reduce_rest`` only."""
-        return bool(self._left) and all(param in self._left for param, _ in members)
+    def only_zeros(self, members: Sequence[Member]) -> bool:
+        """Return True if the bucket of these members holds only zeros of ``reduce_rest``."""
+        return bool(self._zeroed) and all(param in self._zeroed for param, _ in members)
 
-    def take_crossed(self, members: Sequence[Member]) -> dict[Member, Tensor]:
-        """Sums that waited for a bucket at the boundary."""
-        if not self._crossed:
-            return {}
-        taken = {m: self._crossed.pop(m) for m in members if m in self._crossed}
-        for sums in taken.values():
-            hooks.keep_for_current_stream(sums)
-        return taken
+    def _remove(self, key: Hashable) -> PartialBucket | None:
+        bucket = self._buckets.pop(key, None)
+        if bucket is not None:
+            self.nbytes -= bucket.values.nbytes
+            accelerator.keep_for_current_stream(bucket.values)  # see ``return_to_device``
+        return bucket
+
+    def _reduce(self, bucket: PartialBucket) -> None:
+        """Reduce a bucket between the nodes, and add it to the reduced sums."""
+        for member, sums in bucket.reduce_between_nodes():
+            earlier = self._reduced.get(member)
+            if earlier is not None:
+                accelerator.keep_for_current_stream(earlier)
+                sums = earlier + sums
+            self._reduced[member] = sums
+
+    # ---- the boundary ----
 
     def reduce_rest(
-        self, flush: Callable[[], None], reduce_zeros: Callable[[Sequence[Any]], None]
+        self,
+        flush: Callable[[], None],
+        reduce_zeros: Callable[[Sequence[ZeroParameter]], None],
     ) -> None:
-        """At the boundary, when backward has computed its last gradient: reduce what is left of
-        parameters that had none. Arguments: see ``hooks.shard_buckets``.
-        """
-        if not (self._buckets or self._crossed):
-            return
-        if not self._is_over and not self._engine.is_gradient_accumulation_boundary():
-            return
-        flush()
-        waiting = [member for bucket in self._buckets.values() for member in bucket.members]
-        self._left = {param for param, _ in (*waiting, *self._crossed)}
-        try:
-            in_order = sorted(self._left, key=lambda param: param.index)
-            reduce_zeros([param.tensor for param in in_order])
-            if self._left:
-                flush()
-        finally:
-            self._left = set()
+        """Reduce the remaining sums, of parameters that had no gradient in the last backward.
 
-    def finish(self, optimizer: Any) -> None:
-        """Backward could not know that it was the last one: its user decides when to step."""
-        if self._buckets or self._crossed:
-            self._is_over = True
+        Called after the last gradient of every backward; does nothing before the boundary.
+
+        flush, reduce_zeros: see ``hooks.shard_buckets``.
+        """
+        if not (self._buckets or self._reduced):
+            return
+        if self._boundary is Boundary.DECLARED:
+            if not self._engine.is_gradient_accumulation_boundary():
+                return
+        flush()
+        remaining = {param for param, _ in self._reduced}
+        for bucket in self._buckets.values():
+            remaining.update(param for param, _ in bucket.members)
+        if not remaining:
+            return
+        self._zeroed = remaining
+        try:
+            in_order = sorted(remaining, key=lambda param: param.index)
+            reduce_zeros([param.tensor for param in in_order])
+            flush()
+        finally:
+            self._zeroed = set()
+
+    def finish(self, optimizer: ZeroOptimizer) -> None:
+        """Reduce the remaining sums before a step whose boundary was not declared to backward."""
+        if self._buckets or self._reduced:
+            self._boundary = Boundary.STEPPING
             try:
                 optimizer.independent_gradient_partition_epilogue()
             finally:
-                self._is_over = False
+                self._boundary = Boundary.DECLARED
 
-    def _cross(self, bucket: PartialBucket) -> None:
-        for member, sums in bucket.cross():
-            waiting = self._crossed.get(member)
-            if waiting is not None:
-                hooks.keep_for_current_stream(waiting)
-            self._crossed[member] = sums if waiting is None else waiting + sums
+    # ---- offload_states ----
+
+    def leave_device(self, *, pin: bool) -> None:
+        """Move all sums to the host: see ``offload.follow_states``."""
+        for sums in self._all_sums():
+            host = torch.empty_like(sums, device="cpu")
+            if pin:
+                host = offload.pin(host)
+            sums.data = host.copy_(sums)
+
+    def return_to_device(self) -> None:
+        """Move all sums back: see ``offload.follow_states``.
+
+        The current stream allocates them and the stream of reductions reads them, so ``pop`` keeps
+        their memory for the latter.
+        """
+        for sums in self._all_sums():
+            sums.data = sums.to(accelerator.device())
+
+    def _all_sums(self) -> Iterator[Tensor]:
+        for bucket in self._buckets.values():
+            bucket.reduction.wait()
+            yield bucket.values
+        yield from self._reduced.values()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor
 
@@ -26,8 +26,8 @@ from ds_quant.zero.param import Param, learn
 from ds_quant.zero.world import backend, level_groups
 
 if TYPE_CHECKING:  # these modules import this one
-    from ds_quant.zero.deepspeed_types import Engine
-    from ds_quant.zero.fetch import GatherCount
+    from ds_quant.zero.deepspeed_types import Engine, ZeroParameter
+    from ds_quant.zero.gather_count import GatherCount
     from ds_quant.zero.hooks import Hooks
     from ds_quant.zero.node_shard import NodeShard
     from ds_quant.zero.partial_gradients import PartialGradients
@@ -390,7 +390,7 @@ def _params_of(engine: Engine, routes: Routes) -> dict[int, Param]:
             shape=sharded_params.shape_of(p),
             trained=p.requires_grad,
             packed=is_packed(p, module),
-            tensor=p,
+            tensor=cast("ZeroParameter", p),
             routes=routes,
         )
     return params

@@ -1,79 +1,98 @@
-"""ZeRO-1 and 2: gather updated weights; gradients.py reduces gradients to their owners.
+"""ZeRO-1 and 2: gather updated weights into the replica.
 
-After a step the replica holds decoded weights on all ranks, the owner too, bit for bit. The fp32
-master weights stay untouched, and exact replicas come back on demand (checkpoints, exports).
-What user code has written since the last gather stays in place.
+[Note: replica] Every rank holds all weights in 16 bits (or fp32), the *replica*. DeepSpeed splits
+it into one *partition* per rank; the rank owns it and updates it from fp32 *master weights*. After
+a step the replica holds decoded weights on all ranks, the owner too, bit for bit. The master
+weights stay untouched. Exact replicas are gathered again on demand, for checkpoints and exports.
+Weights that user code has written since the last gather stay in place.
 
 [Note: differences] With difference coding the replica itself is the reference: the owner encodes
-what its master weights differ from it, everybody adds the decoded difference, in place and without
-a copy. What one step loses is in the next difference. A replica that was made exact stays so, on
-all ranks: a run that saves continues like a run that loads what was saved.
+the difference between its master weights and the replica, and all ranks add the decoded difference
+in place, without a copy. The quantization error of a step is carried into the next difference. A
+replica that was made exact stays so, on all ranks: a run that saves continues like one that loads
+the checkpoint.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT
-from ds_quant.codec.codec import CastCodec, Codec
+from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.lossless_gather import MOST_NUMEL
 from ds_quant.comm.message import SMALL_NUMEL, GatherSlice, Message, is_tight, small_together
 from ds_quant.comm.transport import Communicator, HierarchicalCommunicator, Pending
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.zero import log, optimizer_hooks
+from ds_quant.zero.deepspeed_types import OwnerOptimizer, ZeroParameter
 from ds_quant.zero.edited_weights import EditDetector
 from ds_quant.zero.lossless import Post, Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
 from ds_quant.zero.param import HopCodec, Param
+from ds_quant.zero.plan_cache import PlanCache
 from ds_quant.zero.plugin import Plugin
 
-# Codecs of the parameters of a window of the partitions, and its gather, whose buffers are the
-# replica and this rank's new weights of the window, if they are not in the replica.
+# Parameters of a window of the partitions with their codecs, and the gather of the window. Its
+# buffers are the replica and, if they are not in the replica, this rank's new weights.
 _GatherPlan = tuple[list[tuple[Param, HopCodec]], Message]
+
+_ALIGNMENT = 4096  # elements, of the windows of a partition
 
 
 class Replica:
-    """The 16-bit (or fp32) replica of one ZeRO-1/2 engine."""
+    """The replica of one ZeRO-1/2 engine: see [Note: replica].
 
-    def __init__(self, plugin: Plugin, optimizer: Any) -> None:
-        self._plugin, self._optimizer = plugin, optimizer
-        self.holds_exact = True  # what was gathered last, whatever user code has made of it
+    holds_exact: True if exact weights were gathered last. User code may have changed them since.
+    """
+
+    def __init__(self, plugin: Plugin, optimizer: OwnerOptimizer) -> None:
+        self._plugin = plugin
+        self._optimizer = optimizer
+        self.holds_exact = True
         self._always_exact = plugin.scheme.weights is None
-        self._plans: dict[tuple, _GatherPlan] = {}  # do not change between steps
-        groups = list(optimizer_hooks.replica_groups(optimizer))
-        # User code may give a parameter other storage.
-        self._begins = {id(p): _offset(group.flat, p) for group in groups for p in group.params}
-        self._samples = EditDetector(
-            (g.flat, [(p, self._begins[id(p)]) for p in g.params]) for g in groups
-        )
-        self._said_kept = False
+        self._plans: PlanCache[Hashable, _GatherPlan] = PlanCache()
+        # Offsets of the parameters. Kept, because user code may give a parameter other storage.
+        self._offsets: dict[int, int] = {}
+        offsets_by_group: list[tuple[Tensor, list[tuple[Tensor, int]]]] = []
+        for group in optimizer_hooks.replica_groups(optimizer):
+            offsets: list[tuple[Tensor, int]] = []
+            for p in group.params:
+                offsets.append((p, _offset(group.flat, p)))
+            self._offsets.update((id(p), offset) for p, offset in offsets)
+            offsets_by_group.append((group.flat, offsets))
+        self._edits = EditDetector(offsets_by_group)
+        self._has_logged_edits = False
+
+    # ---- after a step ----
 
     def gather_updated(self) -> None:
-        """Inside ``optimizer.step``: the own partition holds new exact weights, gather them."""
-        self._plugin.asked.add("weights")
+        """Gather the updated weights. Called inside ``optimizer.step``."""
+        self._plugin.requested_roles.add("weights")
         step = self._plugin.step + 1  # DeepSpeed counts the step only after it
         if self._plugin.scheme.level_steps:
             self._plugin.learn_levels(step, self._own_values())
         self._gather(step)
 
+    # ---- exact weights ----
+
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Show exact weights inside the context, decoded ones outside. All ranks must enter and
-        leave. After an error they stay exact: a rank that fails alone must not wait for others.
+        """Show exact weights inside the context, decoded ones outside. A collective.
 
-        With difference coding the exact ones stay: see [Note: differences].
+        After an error they stay exact: a rank that fails alone must not wait for the others. With
+        difference coding they stay exact, too: see [Note: differences].
         """
-        shown = self.holds_exact
+        held_exact = self.holds_exact
         self.show_exact()
         yield
-        if not shown and self.holds_exact:  # else there was a step inside
-            self._decode()
+        if not held_exact and self.holds_exact:  # else a step inside has gathered new ones
+            self._gather_decoded()
 
     def show_exact(self) -> None:
         """Show exact weights until the next step. A collective, unless they are shown already."""
@@ -81,50 +100,75 @@ class Replica:
             self._refill(exact=True)
 
     def after_load(self) -> None:
-        """Follow DeepSpeed, which has loaded master weights and an exact replica."""
+        """Follow a load: DeepSpeed has loaded master weights and an exact replica."""
         self.holds_exact = True
-        self._samples.forget()
-        self._decode()
+        self._edits.forget()
+        self._gather_decoded()
 
     def resync(self) -> None:
         """Refill exact weights on all ranks from the master weights. A collective."""
-        self._samples.forget()
+        self._edits.forget()
         self._refill(exact=True)
 
-    def _decode(self) -> None:
-        """Show again what the last step has gathered: equal step, equal bits."""
+    def _gather_decoded(self) -> None:
+        """Repeat the gather of the last step, which gives the same bits."""
         plugin = self._plugin
-        stays = (
+        stays_exact = (
             self._always_exact or plugin.scheme.difference or plugin.is_full_precision(plugin.step)
         )
-        if plugin.step > 0 and not stays:
+        if plugin.step > 0 and not stays_exact:
             self._refill(exact=False)
 
     def _refill(self, *, exact: bool) -> None:
-        """Gather the master weights; what user code has written stays: [Note: written weights]."""
+        """Gather the master weights. Edits of user code stay: see [Note: written weights]."""
         optimizer_hooks.require_replica(self._optimizer)
-        written = [(p, p.detach().clone()) for p in self._samples.written()]
+        edited = [(p, p.detach().clone()) for p in self._edits.edited_params()]
         optimizer_hooks.finish_background_save(self._plugin.engine)
         gather = partial(self._gather, self._plugin.step, exact=exact)
         optimizer_hooks.refresh_replica(self._optimizer, gather)
-        for p, values in written:
+        for p, values in edited:
             p.data.copy_(values)
-        if written and not self._said_kept:
-            self._said_kept = True
+        if edited and not self._has_logged_edits:
+            self._has_logged_edits = True
+            first, _ = edited[0]
             log.log_rank0(
-                f"quantized_comm: your code has written {len(written)} parameter(s) since the last "
-                f"step, such as {self._plugin.param_of(written[0][0]).name}: exports hold them as "
-                "they are, and the next step overwrites them, as without this plugin (logged once)"
+                f"quantized_comm: your code has written {len(edited)} parameter(s) since the last "
+                f"step, such as {self._param_of(first).name}: exports hold them as they are, and "
+                "the next step overwrites them, as without this plugin (logged once)"
             )
 
-    def copies(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """See ``Plugin.keeper``. The ranks of a process group hold equal replicas."""
+    def _param_of(self, parameter: Tensor) -> Param:
+        param = self._plugin.param_of(parameter)
+        assert param is not None  # attach refuses optimizers with parameters of other modules
+        return param
+
+    # ---- all holders ----
+
+    def copies(self) -> Iterator[tuple[int, list[ZeroParameter]]]:
+        """See ``Plugin.weight_cache``. The ranks of a process group hold equal replicas."""
         for group in optimizer_hooks.replica_groups(self._optimizer):
             yield self._plugin.communicator(group.process_group).ranks[0], list(group.params)
 
+    def _own_values(self) -> Iterator[tuple[ZeroParameter, Tensor, Communicator]]:
+        """Yield every parameter, this rank's elements of it, and the ranks that share it."""
+        for group in optimizer_hooks.replica_groups(self._optimizer):
+            communicator = self._plugin.communicator(group.process_group)
+            width = group.flat.numel() // communicator.size
+            partition_start = communicator.rank * width
+            partition_stop = partition_start + width
+            for p in group.params:
+                begin = self._offsets[id(p)]
+                start = max(begin, partition_start)
+                stop = max(start, min(begin + p.numel(), partition_stop))
+                yield p, group.flat[start:stop], communicator
+
+    # ---- gathers ----
+
     def _gather(self, step: int, *, exact: bool = False) -> None:
-        """Gather all partitions, slice by slice so that the message stays within DeepSpeed's
-        ``allgather_bucket_size``; slice i travels while slice i - 1 is decoded.
+        """Gather all partitions, window by window.
+
+        A message stays within DeepSpeed's ``allgather_bucket_size``. One window is sent while the
+        one before is decoded.
         """
         self.holds_exact = exact or self._always_exact or self._plugin.is_full_precision(step)
         posted: deque[Pending[Any]] = deque()
@@ -135,38 +179,27 @@ class Replica:
         for last in posted:
             last.wait()
         if not self._always_exact:
-            self._samples.take()
+            self._edits.take()
 
     def _posts(self, step: int, exact: bool) -> Iterator[Post]:
-        """Yield what posts the gather of each window."""
-        routes, lossless_windows = self._plugin.routes, list[Window]()
-        differs = self._plugin.scheme.lossless and not (
-            exact or self._plugin.is_full_precision(step)
-        )
+        """Yield per window a function that posts its gather."""
+        routes = self._plugin.routes
+        lossless_windows: list[Window] = []
+        is_full_precision = exact or self._plugin.is_full_precision(step)
+        sends_differences = self._plugin.scheme.lossless and not is_full_precision
         for group in optimizer_hooks.replica_groups(self._optimizer):
             hierarchy = self._plugin.hierarchy(group.process_group)
             if hierarchy.size == 1:
                 continue
-            most = self._optimizer.allgather_bucket_size // hierarchy.size
-            if differs and routes.sends_lossless(group.flat.dtype):
-                windows = _windows(group, hierarchy.size, min(most, MOST_NUMEL))
-                lossless_windows += [Window(group, hierarchy, w) for w in windows]
+            most_numel = self._optimizer.allgather_bucket_size // hierarchy.size
+            if sends_differences and routes.sends_lossless(group.flat.dtype):
+                for within in _windows(group, hierarchy.size, min(most_numel, MOST_NUMEL)):
+                    lossless_windows.append(Window(group, hierarchy, within))
                 continue
-            for window in _windows(group, hierarchy.size, most):
-                yield partial(self._post, group, hierarchy, window, step, exact)
+            for within in _windows(group, hierarchy.size, most_numel):
+                yield partial(self._post, group, hierarchy, within, step, exact)
         if lossless_windows:
             yield from replica_posts(lossless_windows, self._plugin.traffic)
-
-    def _own_values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Communicator]]:
-        """(parameter, this rank's elements of it, link) of every parameter."""
-        for group in optimizer_hooks.replica_groups(self._optimizer):
-            communicator = self._plugin.communicator(group.process_group)
-            for p in group.params:
-                width = group.flat.numel() // communicator.size
-                begin = self._begins[id(p)]
-                start = max(begin, communicator.rank * width)
-                stop = max(start, min(begin + p.numel(), (communicator.rank + 1) * width))
-                yield p, group.flat[start:stop], communicator
 
     def _post(
         self,
@@ -177,12 +210,15 @@ class Replica:
         exact: bool,
     ) -> Pending[None]:
         """Post the gather of ``window`` of the partitions."""
-        # Else the new weights are in the replica already: exact ones, or absolute codes.
-        from_master = self._plugin.scheme.block.weights.reference and not exact
+        # Without a reference the new weights are in the replica already.
+        has_reference = self._plugin.scheme.block.weights.reference is not None
+        from_master = has_reference and not exact
         exact = exact or self._plugin.is_full_precision(step)
         weights, message = self._plan(group, hierarchy, window, exact, from_master)
         flat = group.flat.view(-1)
-        bound_codecs = [param.bound_codec(stream, flat.dtype, step) for param, stream in weights]
+        bound_codecs = [
+            param.bound_codec(hop_codec, flat.dtype, step) for param, hop_codec in weights
+        ]
         values = [flat]
         if from_master:
             # Rounded before the difference is taken, as in SDP4Bit: see docs/wire_format.md.
@@ -197,62 +233,86 @@ class Replica:
         exact: bool,
         from_master: bool,
     ) -> _GatherPlan:
-        """Cut the flat replica at parameter and partition borders, keeping the elements that lie
-        in ``window`` of their partition; alignment gaps stay out. Small ones of an owner follow
-        each other, where the first of them is.
+        """Plan the gather of a window of all partitions.
+
+        Alignment gaps between parameters are left out. Small slices of an owner follow each other,
+        at the place of the first one.
+
+        from_master: new weights are in a buffer of their own, not in the replica.
         """
-        key = group.index, window, exact, from_master
-        if key in self._plans:
-            return self._plans[key]
-        flat, width = group.flat, group.flat.numel() // hierarchy.size
+        key = group.group_index, window, exact, from_master
+        known = self._plans.get(key)
+        if known is not None:
+            return known
+        dtype = group.flat.dtype
+        width = group.flat.numel() // hierarchy.size
         weights: list[tuple[Param, HopCodec]] = []
-        places: dict[Param | Codec, int] = {}  # of parameters, and of exact codecs, in the weights
-        parts: list[tuple[GatherSlice, int | None]] = []
+        # Index in ``weights``: parameters by themselves, full precision by its codec.
+        indices: dict[Hashable, int] = {}
+        slices: list[tuple[GatherSlice, int | None]] = []
+        for p, owner, (start, stop) in self._owned_ranges(group, window, width):
+            param = self._param_of(p)
+            is_own = owner == hierarchy.rank
+            hop_codec: HopCodec | None = None
+            if not exact:
+                (hop_codec,) = param.weight_codecs(dtype, rank=hierarchy.rank if is_own else None)
+            index_key: Hashable = param
+            if hop_codec is None:
+                index_key = CastCodec(dtype, tight=stop - start <= SMALL_NUMEL)
+                hop_codec = HopCodec(index_key, key=None)
+            index = indices.setdefault(index_key, len(weights))
+            if index == len(weights):
+                weights.append((param, hop_codec))
+            elif is_own:  # only the sender's codec draws random bits
+                weights[index] = param, hop_codec
+            window_start = owner * width + window.start
+            gather_slice = GatherSlice(
+                owner,
+                hop_codec.codec,
+                stop - start,
+                index,
+                source=(1, start - window_start) if from_master else (0, start),
+                into=(0, start),
+                vector=VECTORS_PER_ELEMENT * (start - self._offsets[id(p)]),
+                differs=hop_codec.difference,
+            )
+            slices.append((gather_slice, owner if is_tight(hop_codec.codec) else None))
+        message = Message(
+            small_together(slices),
+            rank=hierarchy.rank,
+            ranks=hierarchy.size,
+            node_size=hierarchy.node_size,
+        )
+        return self._plans.add(key, (weights, message))
+
+    def _owned_ranges(
+        self, group: ReplicaGroup, window: range, width: int
+    ) -> Iterator[tuple[ZeroParameter, int, tuple[int, int]]]:
+        """Cut the window of every partition at parameter borders.
+
+        width: elements of a partition.
+
+        Yields:
+            parameter, owner, and elements [start, stop) of the flat replica.
+        """
         for p in group.params:
-            begin, param = self._begins[id(p)], self._plugin.param_of(p)
+            begin = self._offsets[id(p)]
             end = begin + p.numel()
             for owner in range(begin // width, ceil_div(end, width)):
                 start = max(begin, owner * width + window.start)
-                stop, stream = min(end, owner * width + window.stop), None
-                if start >= stop:
-                    continue
-                own = owner == hierarchy.rank
-                if not exact:
-                    sender = hierarchy.rank if own else None
-                    (stream,) = param.weight_codecs(flat.dtype, rank=sender)
-                sent: Param | Codec = param
-                if stream is None:
-                    sent = CastCodec(flat.dtype, tight=stop - start <= SMALL_NUMEL)
-                    stream = HopCodec(sent, None)
-                place = places.setdefault(sent, len(weights))
-                if place == len(weights):
-                    weights.append((param, stream))
-                elif own:  # whose random bits are drawn
-                    weights[place] = param, stream
-                source = (1, start - owner * width - window.start) if from_master else (0, start)
-                part = GatherSlice(
-                    owner,
-                    stream.codec,
-                    stop - start,
-                    place,
-                    source=source,
-                    into=(0, start),
-                    vector=VECTORS_PER_ELEMENT * (start - begin),
-                    differs=stream.difference,
-                )
-                parts.append((part, owner if is_tight(stream.codec) else None))
-        how = {"rank": hierarchy.rank, "ranks": hierarchy.size, "node_size": hierarchy.node_size}
-        self._plans[key] = weights, Message(small_together(parts), **how)
-        return self._plans[key]
+                stop = min(end, owner * width + window.stop)
+                if start < stop:
+                    yield p, owner, (start, stop)
 
 
-def _windows(group: ReplicaGroup, ranks: int, most: int) -> Iterator[range]:
-    """Ranges of at most ``most`` elements that make up a partition, aligned as well as it is."""
-    width, stride = group.flat.numel() // ranks, max(1, most // 4096 * 4096 or most)
+def _windows(group: ReplicaGroup, ranks: int, most_numel: int) -> Iterator[range]:
+    """Cut a partition into ranges of at most ``most_numel`` elements, aligned if they are large."""
+    width = group.flat.numel() // ranks
+    stride = max(1, most_numel // _ALIGNMENT * _ALIGNMENT or most_numel)
     for first in range(0, width, stride):
         yield range(first, min(first + stride, width))
 
 
-def _offset(flat: torch.Tensor, parameter: torch.Tensor) -> int:
+def _offset(flat: Tensor, parameter: Tensor) -> int:
     """Return the first element of a parameter, a view of the flat buffer."""
     return (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()

@@ -1,7 +1,7 @@
-"""Parameters of the engine's module: what DeepSpeed adds to them under ZeRO-3.
+"""Parameters of ZeRO-3: the attributes and methods that DeepSpeed adds to them.
 
-Like hooks.py it names DeepSpeed's private attributes. Methods of a parameter are replaced for as
-long as an engine serves it.
+Like hooks.py this module uses DeepSpeed's private names. Methods of a parameter are replaced while
+an engine serves it.
 """
 
 from __future__ import annotations
@@ -13,48 +13,60 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ds_quant.zero import hooks
+from ds_quant.zero import accelerator, hooks
 from ds_quant.zero.deepspeed_types import GatherHandle, ParameterOffload, ZeroParameter
 
 # ---- values ----
 
 
 def parameters_of(module: torch.nn.Module, *, recurse: bool = True) -> list[ZeroParameter]:
-    """Return the parameters of an engine's module, as DeepSpeed has extended them."""
+    """Return the parameters of an engine's module, typed as DeepSpeed extends them."""
     return cast("list[ZeroParameter]", list(module.parameters(recurse)))
 
 
 def shape_of(parameter: Tensor) -> torch.Size:
-    """Return the full shape, also while a ZeRO-3 parameter is partitioned."""
+    """Return the full shape of a parameter, also while ZeRO-3 has partitioned it."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def elements(module: torch.nn.Module) -> tuple[int, int]:
-    """Count the elements of a model, and those that are trained."""
-    numels = [(shape_of(p).numel(), p.requires_grad) for p in module.parameters()]
-    return sum(n for n, _ in numels), sum(n for n, trained in numels if trained)
+    """Return the number of elements of a model, and of its trained ones."""
+    total = 0
+    trained = 0
+    for p in module.parameters():
+        numel = shape_of(p).numel()
+        total += numel
+        if p.requires_grad:
+            trained += numel
+    return total, trained
 
 
 def total_bytes(module: torch.nn.Module) -> int:
-    """Add up the bytes of all parameters of a model, partitioned ones in full."""
+    """Return the bytes of all parameters of a model; partitioned ones count in full."""
     return sum(shape_of(p).numel() * p.element_size() for p in module.parameters())
 
 
 def is_sendable(parameter: ZeroParameter) -> bool:
-    """Whether a codec can carry the dtype of a ZeRO-3 parameter's shard."""
+    """Return True if codecs support the dtype of a parameter's shard."""
     return parameter.ds_tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_unavailable(parameter: ZeroParameter) -> bool:
+    """Return True if the parameter is partitioned."""
     return parameter.ds_status == type(parameter.ds_status).NOT_AVAILABLE
 
 
 def is_available(parameter: ZeroParameter) -> bool:
+    """Return True if the parameter is gathered."""
     return parameter.ds_status == type(parameter.ds_status).AVAILABLE
 
 
 def begin_fetch(parameters: Iterable[ZeroParameter]) -> None:
-    """Check DeepSpeed's contract and mark parameters as in flight."""
+    """Mark parameters as being gathered.
+
+    Raises:
+        RuntimeError: DeepSpeed fetches a parameter that is gathered already.
+    """
     for p in parameters:
         status = type(p.ds_status)
         if p.ds_status != status.NOT_AVAILABLE:
@@ -63,7 +75,7 @@ def begin_fetch(parameters: Iterable[ZeroParameter]) -> None:
 
 
 def fill(parameters: Sequence[ZeroParameter], values: Sequence[Tensor]) -> None:
-    """Give parameters their gathered values, (numel,) each, and mark them available."""
+    """Set the gathered values of parameters, (numel,) each, and mark them available."""
     for p, full in zip(parameters, values, strict=True):
         p.data = full.view(p.ds_shape)
         p.ds_status = type(p.ds_status).AVAILABLE
@@ -71,24 +83,27 @@ def fill(parameters: Sequence[ZeroParameter], values: Sequence[Tensor]) -> None:
 
 def drop_values(parameter: ZeroParameter) -> None:
     """Mark a gathered parameter as not gathered, so that the next gather fetches it again."""
-    hooks.keep_for_current_stream(parameter.data)
+    accelerator.keep_for_current_stream(parameter.data)
     parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
 
 
 def valid_shards(parameters: Iterable[ZeroParameter], rank: int) -> list[Tensor]:
-    """Return this rank's shards without their uninitialised padding, 1-D, possibly empty, on the
-    device of the collectives: not theirs if parameters are offloaded.
+    """Return a rank's shards without their uninitialised padding: 1-D, possibly empty.
+
+    They are on the device of the collectives: shards of offloaded parameters are copied there.
     """
-    found, where = [], hooks.device()
+    device = accelerator.device()
+    shards = []
     for p in parameters:
         width = p.ds_tensor.ds_numel
-        used = min(max(p.ds_numel - rank * width, 0), width)
-        found.append(p.ds_tensor.data.view(-1)[:used].to(where, non_blocking=True))
-    return found
+        valid_numel = min(max(p.ds_numel - rank * width, 0), width)
+        shard = p.ds_tensor.data.view(-1)[:valid_numel]
+        shards.append(shard.to(device, non_blocking=True))
+    return shards
 
 
 def is_gathered_whole(module: torch.nn.Module) -> bool:
-    """Whether ZeRO-3 gathers all that is in the module at once (DeepSpeed's leaf modules)."""
+    """Return True for DeepSpeed's leaf modules: all their parameters are gathered at once."""
     from deepspeed.utils import z3_leaf_module
 
     return bool(z3_leaf_module(module))
@@ -104,8 +119,11 @@ def wrap_fetch(
     *,
     owner: Hashable,
 ) -> None:
-    """``fetch(original, params, ...)`` serves forward and backward; ``gather_exactly(param,
-    original, param_list, ...)`` everything that must see exact weights.
+    """Replace the gathers of a parameter.
+
+    fetch: ``fetch(original, params, ...)`` serves forward and backward.
+    gather_exactly: ``gather_exactly(parameter, original, param_list, ...)`` serves everything that
+        needs exact weights.
     """
     _wrap(parameter, "all_gather_coalesced", fetch, owner)
     _wrap(parameter, "all_gather", partial(gather_exactly, parameter), owner)
@@ -117,7 +135,7 @@ def wrap_partition(
     *,
     owner: Hashable,
 ) -> None:
-    """``updated(params)`` learns which parameters are partitioned again with new values."""
+    """Call ``updated(params)`` when parameters are partitioned after their values have changed."""
 
     def around(
         partition: Callable[..., object],
@@ -142,30 +160,30 @@ def _wrap(
     setattr(parameter, name, wrapped)
 
 
-def take_borrowed(parameter: ZeroParameter) -> bool:
-    """Whether the parameter was marked as borrowed since the last call."""
-    return vars(parameter).pop(_BORROWED, False)
-
-
 def owner_of(parameter: ZeroParameter) -> Hashable | None:
-    """Return the owner of the wrapped fetch, None if it is DeepSpeed's."""
+    """Return the owner of a wrapped fetch, None if it is not wrapped."""
     return getattr(getattr(parameter, "all_gather_coalesced", None), "ds_quant_owner", None)
 
 
 def unwrap(parameter: ZeroParameter, *, owner: Hashable) -> None:
-    """Give the parameter back its own methods, unless another owner has wrapped them since."""
+    """Restore the methods of a parameter, unless another owner has wrapped them since."""
     for name in ("all_gather_coalesced", "all_gather", "partition"):
         method = getattr(parameter, name)
         if getattr(method, "ds_quant_owner", None) is owner:
             setattr(parameter, name, method.ds_quant_wraps)
 
 
-_BORROWED = "ds_quant_borrowed"  # attribute of a parameter
+# ---- external parameters ----
 
 
-def note_borrowed() -> None:
-    """Mark parameters that a module uses in its forward though they are not its own: DeepSpeed
-    learns of it then, once per use and run, and gathers them on the spot with ``all_gather()``.
+_EXTERNAL = "ds_quant_external"  # attribute of a parameter
+
+
+def note_external() -> None:
+    """Mark external parameters, which a module uses though another one owns them.
+
+    DeepSpeed registers an external parameter in the forward that uses it first, once per use and
+    run, and gathers it on the spot with ``all_gather()``.
     """
     from deepspeed.runtime.zero import parameter_offload
 
@@ -173,17 +191,25 @@ def note_borrowed() -> None:
         original: Callable[..., object], module: torch.nn.Module, parameter: ZeroParameter
     ) -> None:
         original(module, parameter)
-        vars(parameter)[_BORROWED] = True
+        vars(parameter)[_EXTERNAL] = True
 
     hooks.require(parameter_offload, "register_external_parameter")
     hooks.wrap_once(parameter_offload, "register_external_parameter", register)
 
 
+def take_external(parameter: ZeroParameter) -> bool:
+    """Return and clear the mark of an external parameter."""
+    return vars(parameter).pop(_EXTERNAL, False)
+
+
+# ---- fetches ----
+
+
 _FETCH = "_PartitionedParameterCoordinator__all_gather_params_"
 
 
-def before_fetch(events: hooks.Hooks, meet: Callable[[Iterable[ZeroParameter]], None]) -> None:
-    """Call ``meet(params)`` with parameters that are about to be fetched together."""
+def before_fetch(events: hooks.Hooks, call: Callable[[Iterable[ZeroParameter]], None]) -> None:
+    """Run ``call(params)`` before parameters are fetched together."""
 
     def fetch(
         original: Callable[..., object],
@@ -191,10 +217,10 @@ def before_fetch(events: hooks.Hooks, meet: Callable[[Iterable[ZeroParameter]], 
         *args: object,
         **kwargs: object,
     ) -> object:
-        meet(params)
+        call(params)
         return original(params, *args, **kwargs)
 
-    # An engine for inference has nothing but the offload.
+    # The "optimizer" of an inference engine is the offload itself.
     offload = cast(
         "ParameterOffload", getattr(events.optimizer, "parameter_offload", events.optimizer)
     )

@@ -221,8 +221,8 @@ def under_way() -> Iterator[list[int]]:
     depths, partition = list[int](), OverlappedReduceScatter.partition
 
     def counted(self: Any, *args: Any) -> None:
-        if not self._begun.finished:
-            depths.append(len(self._under_way))
+        if not self._latest.finished:
+            depths.append(len(self._posted))
         partition(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:

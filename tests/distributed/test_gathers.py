@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_quant
-from ds_quant.zero.fetch import gathered_modules
+from ds_quant.zero.gather_count import gathered_modules
 from tests import needs
 from tests.distributed.harness import on_ranks, run
 from tests.distributed.models import engine_of, heard

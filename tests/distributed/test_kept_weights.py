@@ -69,8 +69,8 @@ def drift(engine: Any) -> None:
     """Rank 1 changes one of the weights that it keeps."""
     if torch.distributed.get_rank() == 1:
         if engine.zero_optimization_stage() == 3:
-            engine.ds_quant_plugin.node.finish()
-            engine.ds_quant_plugin.node.served[0].node_rows.rows[0, 0] += 1
+            engine.ds_quant_plugin.node_shard.finish()
+            engine.ds_quant_plugin.node_shard.served[0].node_rows.rows[0, 0] += 1
         else:
             engine.module.first.weight.data.view(-1)[3] += 1
 

@@ -31,8 +31,10 @@ def moved(engine: Any) -> dict[str, list[torch.Tensor]]:
     """What must leave the device: of the plugin, and the replica of ZeRO-1 and 2."""
     plugin = engine.ds_quant_plugin
     return {
-        "rows": [param.node_rows.rows for param in plugin.node.served] if plugin.node else [],
-        "sums": list(plugin.partial_gradients._sums()) if plugin.partial_gradients else [],
+        "rows": [param.node_rows.rows for param in plugin.node_shard.served]
+        if plugin.node_shard
+        else [],
+        "sums": list(plugin.partial_gradients._all_sums()) if plugin.partial_gradients else [],
         "replica": list(engine.optimizer.bit16_groups_flat) if plugin.replica else [],
     }
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ds_quant.kernels import dispatch, launch_batch
-from ds_quant.zero.warmup import warm_up
+from ds_quant.zero.warmup import warm_up_kernels
 from tests.distributed.features import separate_experts
 from tests.distributed.harness import on_ranks
 from tests.distributed.models import engine_of, plain_descent, train_steps
@@ -69,7 +69,7 @@ class Recorder:
 def check(engine: Any) -> None:
     """Against three optimizer steps."""
     recorder = Recorder()
-    warm_up(engine.ds_quant_plugin, torch.device("cpu"))
+    warm_up_kernels(engine.ds_quant_plugin, torch.device("cpu"))
     rehearsed, recorder.variants = recorder.variants, set()
     train_steps(engine, 3)
     new = sorted(recorder.variants - rehearsed)

@@ -42,7 +42,7 @@ def small_chunks(
     """``at_once``: every exchange is finished before the optimizer step returns. ``streams``:
     gathers are posted as on a device with streams.
     """
-    from ds_quant.zero import node_shard
+    from ds_quant.zero import chunked_exchange, node_shard
 
     after_step = node_shard.NodeShard.after_step
 
@@ -50,14 +50,17 @@ def small_chunks(
         after_step(self)
         self.finish()
 
-    kept = node_shard.LEAST_NUMEL, node_shard.EXCHANGED_AT_ONCE, node_shard.hooks
-    node_shard.hooks = SimpleNamespace(**vars(kept[2]) | {"has_streams": lambda: streams})
-    node_shard.LEAST_NUMEL, node_shard.EXCHANGED_AT_ONCE = 500, in_flight
+    least, at_a_time = node_shard.LEAST_NUMEL, chunked_exchange.EXCHANGED_AT_ONCE
+    accelerator = node_shard.accelerator
+    as_asked = {"has_streams": lambda: streams}
+    node_shard.accelerator = SimpleNamespace(**vars(accelerator) | as_asked)
+    node_shard.LEAST_NUMEL, chunked_exchange.EXCHANGED_AT_ONCE = 500, in_flight
     node_shard.NodeShard.after_step = then_finish if at_once else after_step
     try:
         yield
     finally:
-        node_shard.LEAST_NUMEL, node_shard.EXCHANGED_AT_ONCE, node_shard.hooks = kept
+        node_shard.LEAST_NUMEL, chunked_exchange.EXCHANGED_AT_ONCE = least, at_a_time
+        node_shard.accelerator = accelerator
         node_shard.NodeShard.after_step = after_step
 
 
@@ -87,7 +90,7 @@ def test_a_gather_waits_for_its_own_parameters_and_those_before() -> None:
     wait = fetch._FetchHandle.wait
 
     def note() -> None:
-        params = engine.ds_quant_plugin.node._spread._missing
+        params = engine.ds_quant_plugin.node_shard._exchange._missing
         seen.append([param.name for param in sorted(params, key=lambda param: param.index)])
 
     def noted(self: Any, **kwargs: Any) -> None:
@@ -133,7 +136,7 @@ def test_gathers_are_posted_ahead_in_the_first_forward_after_a_step(streams: boo
     with fake_world.without_handshake(), fake_world.faked_cuda(), small:
         engine = build(config(2, PREFETCH, accumulation=2))
         train_steps(engine, 2)
-        link = engine.ds_quant_plugin.node._intra
+        link = engine.ds_quant_plugin.node_shard._intra
         gather = link.all_gather
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +163,7 @@ def test_the_links_of_an_engine_that_ended_serve_the_next(explicitly: bool) -> N
         with small_chunks():
             engine = build(config(1))
             losses.append(train_steps(engine, 3))
-            assert engine.ds_quant_plugin.node._spread._missing
+            assert engine.ds_quant_plugin.node_shard._exchange._missing
             if explicitly:
                 engine.destroy()
             del engine

@@ -75,7 +75,7 @@ def _become_a_device(model: Any, lost: str) -> None:
     from deepspeed.accelerator import real_accelerator
 
     from ds_quant.comm import checksum, lossless_gather
-    from ds_quant.zero import attach, hooks, telemetry
+    from ds_quant.zero import accelerator, attach, hooks, telemetry
     from tests.distributed.device_model import Accelerator
 
     real_accelerator.ds_accelerator = Accelerator(model)
@@ -93,10 +93,10 @@ def _become_a_device(model: Any, lost: str) -> None:
 
     torch.Tensor.record_stream = record
     if lost == "barrier":
-        hooks.StepBarrier.wait = lambda _: None
+        accelerator.StepBarrier.wait = lambda _: None
     as_on_cuda = {"device": lambda: torch.device("cuda")}
     attach.hooks = SimpleNamespace(**vars(hooks) | as_on_cuda)
-    attach.warm_up_rank = lambda *_: None
+    attach.warm_up_engine = lambda *_: None
     sums = checksum._checksums
     checksum._checksums = lambda *args: sums(*args) * 0  # what arrives is zeros
 
@@ -290,20 +290,22 @@ def test_sums_that_were_away_are_kept_for_the_stream_that_reduces() -> None:
 
     def bucket() -> PartialBucket:
         crossing = lambda: [(member, torch.ones(64))]  # noqa: E731
-        return PartialBucket(members=[member], values=torch.ones(64), added=None, cross=crossing)
+        return PartialBucket(
+            members=[member], values=torch.ones(64), reduction=None, reduce_between_nodes=crossing
+        )
 
     with model:
-        store.take("any", [])
-        store._crossed[member] = torch.ones(64)  # made on the default stream
-        store.put("before", bucket())
+        store.pop("any", [])
+        store._reduced[member] = torch.ones(64)  # made on the default stream
+        store.keep("before", bucket())
         reducing.wait_stream(model.default)
         with model.on(reducing):
-            assert store.take("now", [member]) is None  # what waits is added to what has crossed
+            assert store.pop("now", [member]) is None  # added to the reduced sums
         torch.zeros(64)
-        store._crossed[member] = torch.ones(64)
+        store._reduced[member] = torch.ones(64)
         reducing.wait_stream(model.default)
         with model.on(reducing):
-            store.take_crossed([member])[member].mul(2)
+            store.pop_reduced([member])[member].mul(2)
         torch.zeros(64)
     assert model.faults == []
 
@@ -369,7 +371,7 @@ def test_kernels_are_rehearsed_once_on_cuda_where_something_is_sent(world: int, 
     from ds_quant.zero import attach
 
     seen: list[tuple[Any, torch.device]] = []
-    attach.warm_up_rank = lambda *args: seen.append(args)
+    attach.warm_up_engine = lambda *args: seen.append(args)
     device = torch.device(kind)
     attach.hooks = SimpleNamespace(**vars(attach.hooks) | {"device": lambda: device})
     engine = engine_of(2, QSDP)
@@ -409,10 +411,10 @@ def test_the_first_rank_of_a_node_compiles_and_every_link_is_used() -> None:
         return posted(self, payload, *args)
 
     plugin = engine_of(3, {"scheme": "sdp4bit", "node_size": 2}).ds_quant_plugin
-    warmup.warm_up, Communicator._posted = compiling, noted
+    warmup.warm_up_kernels, Communicator._posted = compiling, noted
     before = dict(plugin.traffic.collectives)
     for _ in range(2):  # as by two engines of a process
-        warmup.warm_up_rank(plugin, torch.device("cpu"))
+        warmup.warm_up_engine(plugin, torch.device("cpu"))
     assert plugin.traffic.collectives == before
     assert seen == ["found" if rank % 2 else "compiles", "found"]
     assert sent
@@ -444,9 +446,9 @@ def test_ranks_are_connected_as_training_needs_them_and_no_further(stage: int, s
     Communicator.all_gather, Communicator.all_to_all = noted("all_gather"), noted("all_to_all")
     # Gradients have a communicator of their own inside the node.
     world.hooks = SimpleNamespace(**vars(world.hooks) | {"has_streams": lambda: True})
-    warmup.warm_up = lambda *_: None
+    warmup.warm_up_kernels = lambda *_: None
     engine = engine_of(stage, {"scheme": scheme, "node_size": 2, "checksum_steps": 1})
-    warmup.warm_up_rank(engine.ds_quant_plugin, torch.device("cpu"))
+    warmup.warm_up_engine(engine.ds_quant_plugin, torch.device("cpu"))
     rehearsed = set(used)
     used.clear()
     for step in range(3):

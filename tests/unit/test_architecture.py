@@ -48,6 +48,8 @@ OTHERS = {
     "config": {"pydantic", "pydantic_core", "yaml"},
     "zero": {"torch", "deepspeed.comm"},
     "zero.hooks": {"torch", "deepspeed"},
+    "zero.accelerator": {"torch", "deepspeed"},
+    "zero.shard_hooks": {"torch", "deepspeed"},
     "zero.sharded_params": {"torch", "deepspeed"},
     "zero.optimizer_hooks": {"torch", "deepspeed"},
     "zero.offload": {"torch", "deepspeed"},
@@ -60,6 +62,7 @@ ONLY_INSIDE_FUNCTIONS = {"cupy", "deepspeed"}
 PRIVATE_NAMES = ("deepspeed.runtime", "_DeepSpeedZeroOptimizer")
 PRIVATE_HOMES = (
     "zero.hooks",
+    "zero.shard_hooks",
     "zero.sharded_params",
     "zero.optimizer_hooks",
     "zero.muon",

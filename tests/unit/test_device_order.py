@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_quant.policy import autotune
-from ds_quant.zero import hooks, sharded_params
+from ds_quant.zero import accelerator, sharded_params
 from ds_quant.zero.node_shard import NodeShard
 from ds_quant.zero.optimizer_hooks import ReplicaGroup, owner_buckets
 
@@ -95,7 +95,7 @@ class Copies(TorchDispatchMode):
 
 def test_offloaded_weights_are_copied_to_the_device_without_a_wait(monkeypatch) -> None:
     device = torch.device("meta")
-    monkeypatch.setattr(hooks, "device", lambda: device)
+    monkeypatch.setattr(accelerator, "device", lambda: device)
     flat = torch.empty(8, dtype=torch.bfloat16, device=device)
     shard = torch.zeros(3, dtype=torch.bfloat16)
     shard.ds_numel = 3

@@ -13,7 +13,9 @@ from torch import nn
 
 from ds_quant.comm.transport import Pending
 from ds_quant.zero import checkpoint, fetch, log, optimizer_hooks, sharded_params
-from ds_quant.zero.node_shard import NodeShard, Spread
+from ds_quant.zero.chunked_exchange import ChunkedExchange
+from ds_quant.zero.node_shard import NodeShard
+from ds_quant.zero.param import DECODED, EXACT
 from ds_quant.zero.replica import Replica
 from tests.world import SimulatedRank, World
 
@@ -44,7 +46,7 @@ def test_a_state_is_restored_whole(logged: list[str]) -> None:
     a, _ = first.all_params()
     a.levels = torch.linspace(-1, 1, 16)
     first.state.learned_at, first.state.exact_until = 7, 12
-    for name in ("telemetry", "node", "replica"):
+    for name in ("telemetry", "node_shard", "replica"):
         setattr(second, name, Mock())
     a, b = second.all_params()
     a.levels, b.levels = torch.zeros(16), torch.ones(16)
@@ -52,7 +54,7 @@ def test_a_state_is_restored_whole(logged: list[str]) -> None:
     assert torch.equal(a.levels, torch.linspace(-1, 1, 16)) and b.levels is None
     assert (second.state.learned_at, second.state.exact_until) == (7, 12)
     second.telemetry.arm.assert_called_once_with()
-    second.node.resync.assert_called_once_with()
+    second.node_shard.resync.assert_called_once_with()
     second.replica.after_load.assert_called_once_with()
     assert logged == []
 
@@ -82,8 +84,8 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
     monkeypatch.setattr(optimizer_hooks, "finish_background_save", lambda _: None)
     monkeypatch.setattr(optimizer_hooks, "refresh_replica", lambda _, gather: gather())
     made = object.__new__(Replica)
-    made._optimizer, made._always_exact, made._said_kept = None, False, False
-    made._samples, made.posted = Mock(written=lambda: []), []
+    made._optimizer, made._always_exact, made._has_logged_edits = None, False, False
+    made._edits, made.posted = Mock(edited_params=lambda: []), []
     made._posts = lambda step, exact: made.posted.append((step, exact)) or iter(())
     return made
 
@@ -106,7 +108,7 @@ def test_weights_are_decoded_again_where_the_last_step_has_decoded_them(
     replica.holds_exact = False
     if by == "a load":
         replica.after_load()
-        replica._samples.forget.assert_called_once_with()
+        replica._edits.forget.assert_called_once_with()
     else:
         with replica.exact():
             assert replica.holds_exact and replica.posted.pop() == (step, True)
@@ -135,9 +137,9 @@ def test_weights_may_be_decoded_if_one_of_their_hops_is_lossy(exact: bool) -> No
               "frozen": ("8 bits",), "frozen, exact": (None,)}  # fmt: skip
     node = object.__new__(NodeShard)
     node._plugin = SimpleNamespace(step=5, is_full_precision=lambda step: exact)
-    node._gathered, node._asked, node._spread = {}, deque(), Spread()
-    node._at_once, node._post_until = True, lambda _: None
-    node._streams = lambda names: [params[name] for name in names]
+    node._gathered, node._requested, node._exchange = {}, deque(), ChunkedExchange()
+    node._posts_at_once, node._post_until = True, lambda _: None
+    node._hop_codecs_of = lambda names: [params[name] for name in names]
     _, lossy = node.gather(list(params))
     assert lossy == [not exact and any(streams) for streams in params.values()]
     assert exact or lossy == [True, True, True, False, True, False]
@@ -147,9 +149,9 @@ def test_every_parameter_of_a_gather_is_marked_by_itself(monkeypatch: pytest.Mon
     """Also one that was decoded before and is exact now."""
     filled: list[Any] = []
     monkeypatch.setattr(sharded_params, "fill", lambda tensors, values: filled.extend(values))
-    params = [SimpleNamespace(tensor=None, decoded=before) for before in (False, True)]
+    params = [SimpleNamespace(tensor=None, gathered=before) for before in (EXACT, DECODED)]
     theirs = Mock()
     handle = fetch._FetchHandle([(params, [True, False], Pending(lambda: [1, 2]))], theirs)
     handle.wait()
-    assert filled == [1, 2] and [param.decoded for param in params] == [True, False]
+    assert filled == [1, 2] and [param.gathered for param in params] == [DECODED, EXACT]
     theirs.wait.assert_called_once_with()

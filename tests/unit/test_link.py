@@ -14,7 +14,7 @@ from ds_quant.comm import lossless_gather
 from ds_quant.comm.checksum import MessageErrors, seal
 from ds_quant.comm.lossless_gather import LosslessGather
 from ds_quant.comm.transport import Pending
-from ds_quant.zero.node_shard import Spread
+from ds_quant.zero.chunked_exchange import ChunkedExchange
 from tests.late import LateMessage
 from tests.world import World
 
@@ -136,7 +136,7 @@ def test_messages_of_an_outbox_are_kept_for_the_stream_that_sends_them(monkeypat
     )
     arrived = Pending(lambda: torch.zeros(32, dtype=torch.uint8))
     outbox._transport = types.SimpleNamespace(node_size=None, all_gather=lambda *_, role: arrived)
-    spread, rows = Spread(), lambda: torch.zeros(2, 8)
+    spread, rows = ChunkedExchange(), lambda: torch.zeros(2, 8)
     spread.begin(((place,), partial(outbox.post, place, rows)) for place in range(18))
     now[0] = "gathers"
     spread.finish([1])

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ds_quant.kernels.wire import shard_range
-from ds_quant.zero import hooks, optimizer_hooks
-from ds_quant.zero.gradients import OwnerReduction
+from ds_quant.zero import hooks, optimizer_hooks, shard_hooks
+from ds_quant.zero.owner_gradients import OwnerReduction
 from ds_quant.zero.partial_gradients import PartialGradients
 from tests.world import SimulatedRank, World
 
@@ -138,7 +138,7 @@ def test_gradients_are_the_plain_sums_of_all_micro_steps(stage: int, script: str
         torch.testing.assert_close(sum(sums[i] for sums in found), wanted, rtol=0, atol=0)
     for rank in world.ranks:
         assert rank.partial_gradients.nbytes == 0 < rank.partial_gradients.most_nbytes
-        assert not rank.partial_gradients.take_crossed(list(rank.partial_gradients._crossed))
+        assert not rank.partial_gradients._reduced
 
 
 def waiting_world(stage: int, **block: Any) -> World:
@@ -192,8 +192,9 @@ def test_what_waits_is_used_only_when_it_has_arrived(then: str) -> None:
 
 def test_a_bucket_is_the_rest_if_all_of_it_is() -> None:
     waiting = PartialGradients(None)
-    waiting._left = {"a", "b"}
-    assert waiting.are_left([("a", -1), ("b", -1)]) and not waiting.are_left([("a", -1), ("c", -1)])
+    waiting._zeroed = {"a", "b"}
+    assert waiting.only_zeros([("a", -1), ("b", -1)])
+    assert not waiting.only_zeros([("a", -1), ("c", -1)])
 
 
 def test_zeros_are_not_added_to_shards_on_the_host() -> None:
@@ -202,7 +203,7 @@ def test_zeros_are_not_added_to_shards_on_the_host() -> None:
     optimizer = SimpleNamespace(
         micro_step_id=0, partition_grads=lambda params, shards: put.append(params)
     )
-    around = hooks.skip_zero_shards(optimizer, lambda p: p.waits)
+    around = shard_hooks.skip_zero_shards(optimizer, lambda p: p.waits)
     hooks.Hooks(None, optimizer).wrap(optimizer, "partition_grads", around)
     waiting = parameters[:2]
     optimizer.partition_grads(waiting, [])

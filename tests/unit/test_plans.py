@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from ds_quant.comm.transport import Communicator
-from ds_quant.zero import gradients
-from ds_quant.zero.gradients import GradientReducer, Layout, OwnerReduction, ShardReduction
+from ds_quant.zero import shard_gradients
+from ds_quant.zero.gradients import BucketLayout, GradientReducer
+from ds_quant.zero.owner_gradients import OwnerReduction
+from ds_quant.zero.plan_cache import PlanCache
 from ds_quant.zero.replica import Replica
+from ds_quant.zero.shard_gradients import ShardReduction
 from tests.world import World
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -26,7 +29,7 @@ Found = Callable[..., object]
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of one hop; a reduction is its layout."""
     monkeypatch.setattr(GradientReducer, "_begin", lambda self, layout, *args: layout)
-    monkeypatch.setattr(gradients, "Bucket", lambda shards, sums, noted: sums)
+    monkeypatch.setattr(shard_gradients, "ShardBucket", lambda shards, sums, noted: sums)
     return WORLD.ranks[0]
 
 
@@ -36,7 +39,7 @@ def shard_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
 
     def begin(
         *, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Communicator
-    ) -> Layout:
+    ) -> BucketLayout:
         monkeypatch.setattr(plugin, "communicator", lambda _: link)
         monkeypatch.setattr(plugin, "is_full_precision", lambda _: exact)
         return reduction.begin([param], [torch.empty(param.numel(), dtype=dtype)], None)
@@ -46,7 +49,7 @@ def shard_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
 
 def owner_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     """Of a bucket of ZeRO-1/2."""
-    reduction, found = OwnerReduction(plugin, None), list[Layout]()
+    reduction, found = OwnerReduction(plugin, None), list[BucketLayout]()
     monkeypatch.setattr(
         GradientReducer,
         "_begin",
@@ -56,13 +59,14 @@ def owner_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     def reduce(
         *, param: torch.Tensor, dtype: torch.dtype, exact: bool, link: Communicator, range: slice,
         owner: int, divisor: float,
-    ) -> Layout:  # fmt: skip
+    ) -> BucketLayout:  # fmt: skip
         monkeypatch.setattr(plugin, "communicator", lambda _: link)
         monkeypatch.setattr(plugin, "is_full_precision", lambda _: exact)
         bucket = torch.empty(64)
         call = {"communication_data_type": dtype, "bucket_ranks": [owner]}
         with reduction.bucket(bucket, [param], divisor):
-            reduction._reduce_to_owners(call | {"small_bucket": [bucket[range]]}, link)
+            arguments = call | {"small_bucket": [bucket[range]]}
+            reduction._reduce_to_owners(bucket, arguments, link)
         return found.pop()
 
     return reduce
@@ -71,10 +75,10 @@ def owner_layouts(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
 def gather_plans(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Found:
     """Of the weights of ZeRO-1/2."""
     replica, hierarchy = object.__new__(Replica), SimpleNamespace(rank=0, size=2, node_size=None)
-    replica._plans = {}
+    replica._plans = PlanCache()
 
     def plan(*, group: int, window: range, exact: bool, from_master: bool) -> object:
-        group = SimpleNamespace(index=group, flat=torch.empty(16), params=[])
+        group = SimpleNamespace(group_index=group, flat=torch.empty(16), params=[])
         return replica._plan(group, hierarchy, window, exact, from_master)
 
     return plan

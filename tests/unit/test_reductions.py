@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ds_quant.codec.codec import CAST_NAMES
-from ds_quant.zero.gradients import OwnerReduction
+from ds_quant.zero.owner_gradients import OwnerReduction
 from tests.codecs import format_of
 from tests.pairwise import all_pairs
 from tests.unit import wire_oracle as oracle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_quant.comm.transport import Pending
-from ds_quant.zero.node_shard import Chunk, Spread
+from ds_quant.zero.chunked_exchange import Chunk, ChunkedExchange
 
 
 def chunks(events: list[str], count: int, fails: int = -1) -> list[Chunk]:
@@ -25,7 +25,7 @@ def chunks(events: list[str], count: int, fails: int = -1) -> list[Chunk]:
 
 
 def test_chunks_are_finished_in_order_and_only_as_far_as_needed() -> None:
-    spread, events = Spread(), []
+    spread, events = ChunkedExchange(), []
     spread.begin(chunks(events, 4))
     assert events == [f"post {i}" for i in range(4)]
     events.clear()
@@ -40,7 +40,7 @@ def test_chunks_are_finished_in_order_and_only_as_far_as_needed() -> None:
 
 
 def test_sixteen_travel_and_the_next_is_posted_when_the_first_has_arrived() -> None:
-    spread, events = Spread(), []
+    spread, events = ChunkedExchange(), []
     spread.begin(chunks(events, 18))
     assert events == [f"post {i}" for i in range(16)]
     spread.finish([0])
@@ -50,7 +50,7 @@ def test_sixteen_travel_and_the_next_is_posted_when_the_first_has_arrived() -> N
 
 
 def test_after_a_failure_nothing_is_awaited_again() -> None:
-    spread, events = Spread(), []
+    spread, events = ChunkedExchange(), []
     spread.begin(chunks(events, 18, fails=1))
     with pytest.raises(RuntimeError, match="rank 1 does not answer"):
         spread.finish()
@@ -63,7 +63,7 @@ def test_after_a_failure_nothing_is_awaited_again() -> None:
 
 
 def test_closing_awaits_what_was_posted_and_posts_no_more() -> None:
-    spread, events = Spread(), []
+    spread, events = ChunkedExchange(), []
     spread.begin(chunks(events, 18))
     spread.close()
     assert events[16:] == [f"decode {i}" for i in range(16)]
@@ -72,7 +72,7 @@ def test_closing_awaits_what_was_posted_and_posts_no_more() -> None:
 
 
 def test_an_exchange_of_nothing_is_finished() -> None:
-    spread = Spread()
+    spread = ChunkedExchange()
     spread.begin([])
     assert not spread.misses(range(9))
     spread.finish()

@@ -24,6 +24,7 @@ from ds_quant.kernels import dispatch
 from ds_quant.policy import autotune, choosing, refusals
 from ds_quant.policy.route import Routes
 from ds_quant.zero import (
+    accelerator,
     checkpoint,
     drift,
     first_step,
@@ -63,7 +64,7 @@ def tune(engine: Engine, config: QuantizedCommConfig, topology: Topology) -> dic
 
     Measures the candidates that start-up would accept.
     """
-    stage, device = engine.zero_optimization_stage(), hooks.device()
+    stage, device = engine.zero_optimization_stage(), accelerator.device()
     nodes, node_size = topology.nodes, topology.node_size
     stock_gradients = muon.exact_gradient_reason(engine) is not None
     groups: tuple[Any, ...] = (None,)  # the world
@@ -151,7 +152,7 @@ def attach(engine: Engine, optimizer: Any) -> None:
         _attach_replica(plugin, optimizer)
     plugin.notices += [f"{role} in codec {name}" for role, name in config.own_codecs.items()]
     _connect(plugin, config, fetch, trains=plugin.stage < 3 or hooks.steps(optimizer))
-    device = hooks.device()
+    device = accelerator.device()
     if device.type == "cuda" and world > 1:
         plugin.notices += advice(engine)
         warm_up_engine(plugin, device)
@@ -166,7 +167,7 @@ def _agree(config: QuantizedCommConfig, rank: int, world: int) -> Topology:
     node_size = handshake.handshake(
         config=config,
         must=must,
-        kernels=dispatch.describe(hooks.device(), config.backend),
+        kernels=dispatch.describe(accelerator.device(), config.backend),
         rank=rank,
         world=world,
         fault=unwritable(config.metrics, rank),
@@ -332,8 +333,8 @@ def _reduce_to_shards(plugin: Plugin, optimizer: ShardOptimizer) -> None:
         is_accumulated = partial(_is_accumulated, plugin, plugin.partial_gradients, -1)
         partition = shard_hooks.skip_zero_shards(optimizer, is_accumulated)
         # DeepSpeed drops its own gradients there, which ZeRO-2 does not.
-        events.after_zero_grad.append(plugin.partial_gradients.drop)
-    if hooks.device().type != "cpu" or not overlaps:
+        events.after_zero_grad.append(plugin.partial_gradients.discard)
+    if accelerator.device().type != "cpu" or not overlaps:
         shard_hooks.wrap_shard_reduction(events, reduction, partition)
     else:
         overlapped = OverlappedReduceScatter(reduction, partition)
@@ -432,8 +433,10 @@ def _accumulate(plugin: Plugin, optimizer: ZeroOptimizer, buckets: hooks.Buckets
     plugin.partial_gradients = partial_gradients
     flush, reduce_zeros = buckets
     events = plugin.hooks
-    events.before_last_buckets.append(partial(partial_gradients.reduce_rest, flush, reduce_zeros))
-    events.before_gradients.append(partial(partial_gradients.finish, optimizer))
+    events.before_last_buckets.append(
+        partial(partial_gradients.reduce_remaining, flush, reduce_zeros)
+    )
+    events.before_gradients.append(partial(partial_gradients.reduce_before_step, optimizer))
 
 
 def _is_accumulated(
@@ -444,7 +447,7 @@ def _is_accumulated(
     owner: rank that gets the sum, -1 under ZeRO-3.
     """
     param = plugin.param_of(parameter)
-    return param is not None and partial_gradients.waits((param, owner))
+    return param is not None and partial_gradients.holds((param, owner))
 
 
 # ---- public functions ----

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ds_quant.zero import hooks, log
+from ds_quant.zero import accelerator, log
 from ds_quant.zero.message_check import check_messages
 from ds_quant.zero.plugin import Plugin, WeightCache
 from ds_quant.zero.world import minimum
@@ -62,9 +62,9 @@ def _differing(plugin: Plugin, cache: WeightCache) -> list[int]:
     """Return the ranks whose checksum differs from that of most holders of the same weights."""
     copies = [
         torch.cat([torch.tensor([owner]), checksum(tensors).cpu()])
-        for owner, tensors in cache.copies()
+        for owner, tensors in cache.comparable_weights()
     ]
-    own = torch.stack(copies).to(hooks.device())  # (copies, 3) int64
+    own = torch.stack(copies).to(accelerator.device())  # (copies, 3) int64
     communicator = plugin.hierarchy(None).flat
     received = communicator.all_gather(own.view(torch.uint8).view(-1), role="weights").wait()
     _require_equal(plugin, received)

@@ -21,12 +21,6 @@ from functools import partial
 from typing import Any
 
 from ds_quant.config.schema import QuantizedCommConfig
-
-# Other modules still reach these names through this one.
-from ds_quant.zero.accelerator import device as device
-from ds_quant.zero.accelerator import free_memory as free_memory
-from ds_quant.zero.accelerator import has_streams as has_streams
-from ds_quant.zero.accelerator import synchronize as synchronize
 from ds_quant.zero.deepspeed_types import Engine, ZeroOptimizer, ZeroParameter
 from ds_quant.zero.version import deepspeed_version
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_quant.zero import hooks, offload
+from ds_quant.zero import accelerator, hooks, offload
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.world import minimum
 
@@ -25,7 +25,7 @@ def require_memory(plugin: Plugin) -> None:
         partial_sums = comm_volume.partial_sums * comm_volume.numel
     if not (node_shard or partial_sums):
         return
-    free, free_on_host = minimum([hooks.free_memory(), offload.free_host_memory()])
+    free, free_on_host = minimum([accelerator.free_memory(), offload.free_host_memory()])
     if offload.offloads_parameters(plugin.engine):
         _require_on_host(node_shard * plugin.topology.node_size, free_on_host)
         node_shard = 0.0  # takes no memory of the device

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from ds_quant.comm.checksum import MessageError
-from ds_quant.zero import hooks
+from ds_quant.zero import accelerator, hooks
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.world import broadcast, minimum
 
@@ -27,7 +27,7 @@ def check_messages(plugin: Plugin) -> None:
     rank, world = hooks.rank_and_world()
     message_errors = plugin.message_errors
     # On the device, so that the host waits only for the minimum: rank if it has an error.
-    vote = torch.where(message_errors.any_error(hooks.device()), rank, world)
+    vote = torch.where(message_errors.any_error(accelerator.device()), rank, world)
     (receiver,) = minimum(vote.view(1))
     if receiver < world:
         error = broadcast(message_errors.first(), source=receiver)

@@ -181,7 +181,7 @@ class NodeShard:
             if param is not None and param.row_state is not ABSENT:
                 param.row_state = STALE
 
-    def copies(self) -> Iterable[tuple[int, Iterable[Tensor]]]:
+    def comparable_weights(self) -> Iterable[tuple[int, Iterable[Tensor]]]:
         """See ``Plugin.weight_cache``. Ranks of equal place in their nodes hold equal rows."""
         self.finish()
         # Stale rows are about to be filled. They are the same ones on all ranks.

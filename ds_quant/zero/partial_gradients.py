@@ -108,7 +108,7 @@ class PartialGradients:
         """
         step = self._engine.global_steps
         if step != self._step:
-            self.drop()
+            self.discard()
             self._step = step
         bucket = self._remove(key)
         if bucket is None and self._buckets:
@@ -127,19 +127,19 @@ class PartialGradients:
             accelerator.keep_for_current_stream(sums)
         return popped
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Discard all sums: the accumulation was abandoned."""
         self._buckets.clear()
         self._keys.clear()
         self._reduced.clear()
         self.nbytes = 0
 
-    def waits(self, member: Member) -> bool:
+    def holds(self, member: Member) -> bool:
         """Return True if there are partial sums of the member."""
         return self._keys.get(member) in self._buckets
 
     def only_zeros(self, members: Sequence[Member]) -> bool:
-        """Return True if the bucket of these members holds only zeros of ``reduce_rest``."""
+        """Return True if the bucket of these members holds only zeros of ``reduce_remaining``."""
         return bool(self._zeroed) and all(param in self._zeroed for param, _ in members)
 
     def _remove(self, key: Hashable) -> PartialBucket | None:
@@ -160,7 +160,7 @@ class PartialGradients:
 
     # ---- the boundary ----
 
-    def reduce_rest(
+    def reduce_remaining(
         self,
         flush: Callable[[], None],
         reduce_zeros: Callable[[Sequence[ZeroParameter]], None],
@@ -190,7 +190,7 @@ class PartialGradients:
         finally:
             self._zeroed = set()
 
-    def finish(self, optimizer: ZeroOptimizer) -> None:
+    def reduce_before_step(self, optimizer: ZeroOptimizer) -> None:
         """Reduce the remaining sums before a step whose boundary was not declared to backward."""
         if self._buckets or self._reduced:
             self._boundary = Boundary.STEPPING

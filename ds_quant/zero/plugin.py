@@ -21,7 +21,7 @@ from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume
 from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
-from ds_quant.zero import hooks, offload, sharded_params
+from ds_quant.zero import accelerator, offload, sharded_params
 from ds_quant.zero.param import Param, learn
 from ds_quant.zero.world import backend, level_groups
 
@@ -66,7 +66,7 @@ class SchemeState:
 class WeightCache(Protocol):
     """Copies of the weights that several ranks keep between steps: a replica or a node shard."""
 
-    def copies(self) -> Iterable[tuple[int, Iterable[Tensor]]]:
+    def comparable_weights(self) -> Iterable[tuple[int, Iterable[Tensor]]]:
         """Yield (owner, weights). Copies of equal index and owner are equal on all ranks."""
 
     def resync(self) -> None:
@@ -103,7 +103,7 @@ class Plugin:
             scheme=scheme, stage=self.stage, nodes=topology.nodes, node_size=topology.node_size
         )
         self.stock_gradients = stock_gradients
-        pace = presumed_pace(hooks.device(), backend())
+        pace = presumed_pace(accelerator.device(), backend())
         self.slicing = Slicing(count=scheme.block.slices, pace=pace)
 
         # - The parameters of the module
@@ -362,7 +362,7 @@ class Plugin:
         """Predict the peak bytes of messages and sums on this rank in a step."""
         engine = self.engine
         overlaps_on_cpu = (
-            self.stage == 3 and engine.zero_overlap_comm() and hooks.device().type == "cpu"
+            self.stage == 3 and engine.zero_overlap_comm() and accelerator.device().type == "cpu"
         )
         sizes = Sizes(
             trained=sharded_params.elements(engine.module)[1],

@@ -144,7 +144,7 @@ class Replica:
 
     # ---- all holders ----
 
-    def copies(self) -> Iterator[tuple[int, list[ZeroParameter]]]:
+    def comparable_weights(self) -> Iterator[tuple[int, list[ZeroParameter]]]:
         """See ``Plugin.weight_cache``. The ranks of a process group hold equal replicas."""
         for group in optimizer_hooks.replica_groups(self._optimizer):
             yield self._plugin.communicator(group.process_group).ranks[0], list(group.params)

@@ -12,7 +12,7 @@ from ds_quant.kernels import dispatch
 from ds_quant.policy import choosing
 from ds_quant.policy.cost import CommVolume, stock_bytes
 from ds_quant.policy.scheme import matches
-from ds_quant.zero import hooks, log, offload
+from ds_quant.zero import accelerator, hooks, log, offload
 from ds_quant.zero.plugin import Plugin
 
 _LESS = 0.9  # share of the bytes below which another scheme is advised
@@ -92,7 +92,7 @@ def _traffic(plugin: Plugin, comm_volume: CommVolume, crosses_once: bool) -> lis
         f"({CAST_NAMES.get(dtype, 'fp32')} {of_stock + comm_volume.boundary:.2f}), "
         f"{_unquantized(plugin, comm_volume)}",
         f"{topology.nodes} x {topology.node_size} ranks",
-        dispatch.describe(hooks.device(), plugin.scheme.block.backend),
+        dispatch.describe(accelerator.device(), plugin.scheme.block.backend),
     ]
     if stage == 3:
         times = "once"

@@ -23,7 +23,7 @@ from ds_quant.comm.traffic import Sample, normalised
 from ds_quant.config.errors import show
 from ds_quant.config.schema import MetricsConfig
 from ds_quant.policy.autotune import device_clock
-from ds_quant.zero import hooks, log
+from ds_quant.zero import accelerator, hooks, log
 from ds_quant.zero.deepspeed_types import Engine
 from ds_quant.zero.plugin import Plugin
 
@@ -62,7 +62,7 @@ class Telemetry:
         self._plugin = plugin
         self._interval = settings.interval
         self._file = None if settings.file is None else Path(settings.file)
-        self._clock = device_clock(hooks.device())
+        self._clock = device_clock(accelerator.device())
         self._logged_failed_write = False
         # Of the last record:
         self._steps = 0  # optimizer steps since then

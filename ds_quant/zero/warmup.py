@@ -31,7 +31,7 @@ from ds_quant.kernels.dispatch import Operations, RngState, decode_lossless, enc
 from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.lossless import max_bytes
 from ds_quant.kernels.random_bits import Address
-from ds_quant.zero import hooks
+from ds_quant.zero import accelerator, hooks
 from ds_quant.zero.handshake import store_of_call, wait_for_keys
 from ds_quant.zero.plugin import Plugin
 
@@ -58,7 +58,7 @@ def warm_up_engine(plugin: Plugin, device: torch.device) -> None:
         if rank == first:
             store.set(str(first), "done")
     _connect(plugin, device)
-    hooks.synchronize()  # other streams do not wait for the tables that this one has written
+    accelerator.synchronize()  # other streams do not wait for the tables that this one has written
 
 
 # ---- communicators ----

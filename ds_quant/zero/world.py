@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from ds_quant.comm.topology import Topology
-from ds_quant.zero import hooks
+from ds_quant.zero import accelerator, hooks
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def minimum(numbers: list[int] | Tensor) -> list[int]:
     if isinstance(numbers, Tensor):
         votes = numbers
     else:
-        votes = torch.tensor(numbers, device=hooks.device())
+        votes = torch.tensor(numbers, device=accelerator.device())
     dist.all_reduce(votes, op=dist.ReduceOp.MIN)
     return votes.tolist()
 
@@ -85,7 +85,7 @@ def level_groups(topology: Topology) -> LevelGroups:
         intra = _new_groups(nodes)
         inter = _new_groups(indices)
         gradients = intra
-        if hooks.has_streams():  # see [Note: gradients inside a node]
+        if accelerator.has_streams():  # see [Note: gradients inside a node]
             gradients = _new_groups(nodes)
         _made[topology] = intra, inter, gradients
     return _made[topology]
@@ -98,7 +98,7 @@ def _new_groups(level: Sequence[list[int]]) -> ProcessGroup | None:
     groups is 30 minutes.
     """
     world = c10d._get_default_group()
-    world_backend = world._get_backend(hooks.device())
+    world_backend = world._get_backend(accelerator.device())
     timeout = getattr(getattr(world_backend, "options", None), "_timeout", None)
     if world.bound_device_id is not None and getattr(world_backend, "supports_splitting", False):
         return torch.distributed.split_group(

@@ -279,7 +279,9 @@ def _posted(stage: int, streams: bool) -> tuple[dict[str, str], list[tuple[str, 
     from ds_quant.comm.transport import Communicator
     from ds_quant.zero import world
 
-    world.hooks = SimpleNamespace(**vars(world.hooks) | {"has_streams": lambda: streams})
+    world.accelerator = SimpleNamespace(
+        **vars(world.accelerator) | {"has_streams": lambda: streams}
+    )
     seen, groups = [], []
 
     def noting(name: str) -> None:

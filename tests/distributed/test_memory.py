@@ -241,9 +241,9 @@ def test_the_peak_is_what_is_alive_at_once_or_somewhat_more() -> None:
 @on_ranks(4)
 def test_gradients_that_have_no_room_to_wait_are_refused_with_the_way_out(stage: int) -> None:
     """Where 1 MB is left."""
-    from ds_quant.zero import hooks
+    from ds_quant.zero import accelerator
 
-    hooks.free_memory = lambda: 10**6
+    accelerator.free_memory = lambda: 10**6
 
     def line(cross: str) -> str:
         block = {"scheme": "qsdp", "node_size": 2, "gradients": {"cross": cross}}
@@ -260,13 +260,13 @@ def test_gradients_that_have_no_room_to_wait_are_refused_with_the_way_out(stage:
 
 @on_ranks()
 def test_a_node_shard_that_does_not_fit_on_one_rank_is_refused_on_all() -> None:
-    from ds_quant.zero import hooks
+    from ds_quant.zero import accelerator
 
     block = {"scheme": "sdp4bit", "node_size": 1, "allow_full_replica": True}
 
     def line(*free: int) -> str:
         """``free`` bytes are left on the ranks."""
-        hooks.free_memory = lambda: free[torch.distributed.get_rank()]
+        accelerator.free_memory = lambda: free[torch.distributed.get_rank()]
         return ds_quant.report(engine_of(3, block, lambda: Stack(*SHAPE)))["line"]
 
     said = "node shard takes 0.00158 GB on every rank, but 0.001 GB of memory are free"
@@ -352,9 +352,9 @@ def test_a_gather_copies_when_it_is_asked_for_ahead_of_its_use(world: int) -> No
 @on_ranks(4)
 def test_without_room_in_host_memory_all_ranks_are_told() -> None:
     """It is that of a machine, which the ranks of a node share."""
-    from ds_quant.zero import hooks, offload
+    from ds_quant.zero import accelerator, offload
 
-    hooks.free_memory = lambda: 4 * 10**5
+    accelerator.free_memory = lambda: 4 * 10**5
 
     def line(*free: int) -> str:
         """``free`` bytes are left to the ranks."""

@@ -26,7 +26,7 @@ import ds_quant
 from ds_quant.comm.reduction_plan import presumed_pace
 from ds_quant.comm.topology import Topology
 from ds_quant.config.schema import QuantizedCommConfig
-from ds_quant.zero import hooks
+from ds_quant.zero import accelerator
 from tests.distributed import counting
 from tests.distributed.features import ALL_FEATURES, Feature
 from tests.distributed.harness import OWN_GROUP, on_ranks, scratch
@@ -75,7 +75,7 @@ def _become_a_device(model: Any, lost: str) -> None:
     from deepspeed.accelerator import real_accelerator
 
     from ds_quant.comm import checksum, lossless_gather
-    from ds_quant.zero import accelerator, attach, hooks, telemetry
+    from ds_quant.zero import accelerator, attach, telemetry
     from tests.distributed.device_model import Accelerator
 
     real_accelerator.ds_accelerator = Accelerator(model)
@@ -95,7 +95,7 @@ def _become_a_device(model: Any, lost: str) -> None:
     if lost == "barrier":
         accelerator.StepBarrier.wait = lambda _: None
     as_on_cuda = {"device": lambda: torch.device("cuda")}
-    attach.hooks = SimpleNamespace(**vars(hooks) | as_on_cuda)
+    attach.accelerator = SimpleNamespace(**vars(accelerator) | as_on_cuda)
     attach.warm_up_engine = lambda *_: None
     sums = checksum._checksums
     checksum._checksums = lambda *args: sums(*args) * 0  # what arrives is zeros
@@ -225,7 +225,7 @@ def away_and_back(engine: Any, step: int, _: int) -> list[float]:
         engine.backward(losses[-1])
         engine.step()
         engine.optimizer.offload_states(include=INCLUDE[engine.zero_optimization_stage()])
-        hooks.synchronize()  # the host waits for what it is given
+        accelerator.synchronize()  # the host waits for what it is given
         Tensor.to = copied
         engine.optimizer.reload_states()
         Tensor.to = to
@@ -373,7 +373,7 @@ def test_kernels_are_rehearsed_once_on_cuda_where_something_is_sent(world: int, 
     seen: list[tuple[Any, torch.device]] = []
     attach.warm_up_engine = lambda *args: seen.append(args)
     device = torch.device(kind)
-    attach.hooks = SimpleNamespace(**vars(attach.hooks) | {"device": lambda: device})
+    attach.accelerator = SimpleNamespace(**vars(attach.accelerator) | {"device": lambda: device})
     engine = engine_of(2, QSDP)
     rehearsed = kind == "cuda" and world > 1
     assert seen == ([(engine.ds_quant_plugin, device)] if rehearsed else [])
@@ -386,7 +386,7 @@ def test_slices_are_those_of_the_device_and_of_what_carries_its_tensors() -> Non
     scheme = QuantizedCommConfig(scheme="sdp4bit").to_scheme()
     alone = SimpleNamespace(module=torch.nn.Linear(2, 2), zero_optimization_stage=lambda: 2)
     for kind, backend in (("cpu", "gloo"), ("cuda", "nccl"), ("cuda", "gloo")):
-        module.hooks.device = lambda kind=kind: torch.device(kind)
+        module.accelerator.device = lambda kind=kind: torch.device(kind)
         module.backend = lambda backend=backend: backend
         plugin = module.Plugin(alone, scheme, Topology(world=1, node_size=1))
         assert plugin.slicing.pace == presumed_pace(torch.device(kind), backend)
@@ -445,7 +445,7 @@ def test_ranks_are_connected_as_training_needs_them_and_no_further(stage: int, s
 
     Communicator.all_gather, Communicator.all_to_all = noted("all_gather"), noted("all_to_all")
     # Gradients have a communicator of their own inside the node.
-    world.hooks = SimpleNamespace(**vars(world.hooks) | {"has_streams": lambda: True})
+    world.accelerator = SimpleNamespace(**vars(world.accelerator) | {"has_streams": lambda: True})
     warmup.warm_up_kernels = lambda *_: None
     engine = engine_of(stage, {"scheme": scheme, "node_size": 2, "checksum_steps": 1})
     warmup.warm_up_engine(engine.ds_quant_plugin, torch.device("cpu"))

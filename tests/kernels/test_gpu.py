@@ -222,12 +222,12 @@ def test_torch_path_does_not_wait_for_its_stream() -> None:
 
 def test_groups_of_a_world_bound_to_its_device_carry_gathers_on_three_streams(monkeypatch) -> None:
     """Three splits of one communicator, each with options of its own, and 16 gathers on them."""
-    from ds_quant.zero import hooks, world
+    from ds_quant.zero import accelerator, hooks, world
 
     dist = torch.distributed
     monkeypatch.setattr(world, "_made", {})
-    monkeypatch.setattr(hooks, "device", lambda: DEVICE)  # without DeepSpeed's start
-    monkeypatch.setattr(hooks, "has_streams", lambda: True)
+    monkeypatch.setattr(accelerator, "device", lambda: DEVICE)  # without DeepSpeed's start
+    monkeypatch.setattr(accelerator, "has_streams", lambda: True)
     monkeypatch.setattr(hooks, "rank_and_world", lambda: (0, 1))
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=DEVICE)
     try:

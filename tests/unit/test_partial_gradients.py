@@ -108,12 +108,12 @@ class Accumulation:
                 self.reduce([self.params[NAMES.index(n)] for n in names], tensors)
             if buckets[-1] in "?!":
                 rest = partial(
-                    self.rank.partial_gradients.reduce_rest, self.flush, self.reduce_zeros
+                    self.rank.partial_gradients.reduce_remaining, self.flush, self.reduce_zeros
                 )
                 epilogue = {"independent_gradient_partition_epilogue": rest}
-                self.rank.partial_gradients.finish(SimpleNamespace(**epilogue))
+                self.rank.partial_gradients.reduce_before_step(SimpleNamespace(**epilogue))
             else:
-                self.rank.partial_gradients.reduce_rest(self.flush, self.reduce_zeros)
+                self.rank.partial_gradients.reduce_remaining(self.flush, self.reduce_zeros)
             self.rank.after_backward()
         return self.sums
 

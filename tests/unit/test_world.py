@@ -67,7 +67,8 @@ class Torch:
         stub["rank_and_world"] = lambda: (RANK, 512)
         vote = lambda numbers: numbers if self.equal else [0, *numbers[1:]]  # noqa: E731
         for name, value in {
-            "c10d": c10d, "hooks": SimpleNamespace(**stub), "minimum": vote, "_made": {},
+            "c10d": c10d, "hooks": SimpleNamespace(**stub),
+            "accelerator": SimpleNamespace(**stub), "minimum": vote, "_made": {},
             "torch": SimpleNamespace(distributed=dist),
         }.items():  # fmt: skip
             monkeypatch.setattr(world, name, value)

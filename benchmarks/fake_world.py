@@ -71,7 +71,7 @@ def _receives_zeros(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 def without_handshake() -> AbstractContextManager[Any]:
     """Inside, an engine starts although the other ranks cannot answer."""
-    from ds_quant.zero import handshake
+    from ds_quant.runtime import handshake
 
     return patch.object(handshake, "handshake", return_value=int(os.environ["LOCAL_SIZE"]))
 

@@ -21,8 +21,8 @@ _MODULE_OF = {
     "Scheme": "ds_quant.policy.scheme",
     "exact_weights": "ds_quant.zero.attach",
     "json_schema": "ds_quant.config.schema",
-    "report": "ds_quant.zero.attach",
-    "resync": "ds_quant.zero.attach",
+    "report": "ds_quant.questions",
+    "resync": "ds_quant.questions",
 }
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]

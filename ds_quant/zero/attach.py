@@ -23,12 +23,12 @@ from ds_quant.config.schema import FallbackConfig, QuantizedCommConfig
 from ds_quant.kernels import dispatch
 from ds_quant.policy import autotune, choosing, refusals
 from ds_quant.policy.route import Routes
+from ds_quant.runtime import handshake
 from ds_quant.zero import (
     accelerator,
     checkpoint,
     drift,
     first_step,
-    handshake,
     hooks,
     message_check,
     muon,

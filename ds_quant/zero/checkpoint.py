@@ -26,8 +26,9 @@ import torch
 
 from ds_quant.codec.codec import GroupCodec
 from ds_quant.config.presets import RENAMED
-from ds_quant.zero import hooks, log
-from ds_quant.zero.handshake import plugin_store, wait_for_ranks
+from ds_quant.runtime import log
+from ds_quant.runtime.handshake import plugin_store, wait_for_ranks
+from ds_quant.zero import hooks
 from ds_quant.zero.plugin import Plugin
 
 if TYPE_CHECKING:

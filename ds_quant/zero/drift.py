@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ds_quant.zero import accelerator, log
+from ds_quant.runtime import log
+from ds_quant.zero import accelerator
 from ds_quant.zero.message_check import check_messages
 from ds_quant.zero.plugin import Plugin, WeightCache
 from ds_quant.zero.world import minimum

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ds_quant.config.schema import FallbackConfig
-from ds_quant.zero import hooks, log
-from ds_quant.zero.param import Param
+from ds_quant.runtime import log
+from ds_quant.runtime.param import Param
+from ds_quant.zero import hooks
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.world import broadcast, minimum
 

@@ -22,10 +22,10 @@ from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.codec.codec import CastCodec
 from ds_quant.comm.message import SMALL_NUMEL, all_gather, small_last
 from ds_quant.comm.transport import Communicator, Pending
+from ds_quant.runtime.param import ABSENT, DECODED, EXACT, Param
 from ds_quant.zero import accelerator, sharded_params
 from ds_quant.zero.deepspeed_types import GatherHandle, ZeroParameter
 from ds_quant.zero.node_shard import NodeShard
-from ds_quant.zero.param import ABSENT, DECODED, EXACT, Param
 from ds_quant.zero.plugin import Plugin
 
 # A posted gather: its parameters, per parameter True if its values may differ from the exact ones,

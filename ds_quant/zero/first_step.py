@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_quant.zero import hooks, log
+from ds_quant.runtime import log
+from ds_quant.zero import hooks
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.version import deepspeed_version
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from ds_quant.policy.model import FetchSettings
-from ds_quant.zero import log, sharded_params
+from ds_quant.runtime import log
+from ds_quant.zero import sharded_params
 from ds_quant.zero.deepspeed_types import Engine, ZeroParameter
 from ds_quant.zero.plugin import Plugin
 

@@ -37,9 +37,10 @@ from ds_quant.config.environment import VARIABLE
 from ds_quant.config.presets import renamed
 from ds_quant.config.schema import KEY, ConfigError
 from ds_quant.policy import refusals
-from ds_quant.zero import hooks, log
+from ds_quant.runtime import log
+from ds_quant.runtime.handshake import StartError, plugin_store, wait_for_keys
+from ds_quant.zero import hooks
 from ds_quant.zero.deepspeed_types import Config, Engine, TorchBackend
-from ds_quant.zero.handshake import StartError, plugin_store, wait_for_keys
 from ds_quant.zero.hooks import wrap_once
 
 

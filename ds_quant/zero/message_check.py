@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from ds_quant.comm.checksum import MessageError
+from ds_quant.runtime.message_error import end_of_run
 from ds_quant.zero import accelerator, hooks
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.world import broadcast, minimum
@@ -45,13 +46,10 @@ def checked_messages(plugin: Plugin) -> Iterator[None]:
 
 def end_run(plugin: Plugin, receiver: int, error: MessageError) -> None:
     """Raise RuntimeError for a message that rank ``receiver`` cannot use."""
-    step, scheme = plugin.engine.global_steps, plugin.scheme
-    sealed = scheme.block.payload_checksum
-    why = " because quantized_comm.payload_checksum=true" if sealed else ""
-    code = " and for code that writes weights outside the optimizer" if scheme.lossless else ""
-    raise RuntimeError(
-        f"quantized_comm: step {step}: {error.role} from rank {error.sender} "
-        f"{error.problem.format(receiver)}. Training ends{why}; look for faulty memory or a "
-        f"faulty network on the hosts of these two{code}, and resume from a checkpoint that "
-        "was saved before this step"
+    raise end_of_run(
+        error,
+        receiver=receiver,
+        step=plugin.engine.global_steps,
+        sealed=plugin.scheme.block.payload_checksum,
+        lossless=plugin.scheme.lossless,
     )

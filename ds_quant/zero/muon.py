@@ -14,9 +14,9 @@ import torch
 from ds_quant.kernels.wire import ceil_div
 from ds_quant.policy import refusals
 from ds_quant.policy.cost import FP32
+from ds_quant.runtime.param import Param
 from ds_quant.zero.deepspeed_types import Engine, OwnerOptimizer
 from ds_quant.zero.hooks import Context, ExpectedCall, Hooks, as_event
-from ds_quant.zero.param import Param
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.version import deepspeed_version, is_older
 

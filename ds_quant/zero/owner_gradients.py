@@ -16,12 +16,12 @@ from ds_quant.comm.message import is_tight, small_together
 from ds_quant.comm.reduction_plan import Segment
 from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.dispatch import RngState
+from ds_quant.runtime.param import Param
 from ds_quant.zero import hooks, optimizer_hooks
 from ds_quant.zero.deepspeed_types import OwnerOptimizer
 from ds_quant.zero.equal_buckets import require_equal
 from ds_quant.zero.gradients import GradientReducer, GradientSlice, note_finite
 from ds_quant.zero.optimizer_hooks import owners_of
-from ds_quant.zero.param import Param
 from ds_quant.zero.plugin import Plugin
 
 _COPY = RngState([full_precision(torch.float32)], [None])

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from ds_quant.comm.reduce import Reduction
+from ds_quant.runtime.param import Param
 from ds_quant.zero import accelerator, offload
 from ds_quant.zero.deepspeed_types import ZeroOptimizer, ZeroParameter
-from ds_quant.zero.param import Param
 
 # Key of a gradient slice: its parameter and the rank that owns it under ZeRO-1 and 2.
 Member = tuple[Param, int]

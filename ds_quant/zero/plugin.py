@@ -21,8 +21,8 @@ from ds_quant.policy.cost import CommVolume, ParamSpec, comm_volume
 from ds_quant.policy.memory import BUCKETS_AHEAD, Sizes, peak_bytes
 from ds_quant.policy.route import Routes
 from ds_quant.policy.scheme import Scheme, is_packed
+from ds_quant.runtime.param import Param, learn
 from ds_quant.zero import accelerator, offload, sharded_params
-from ds_quant.zero.param import Param, learn
 from ds_quant.zero.world import backend, level_groups
 
 if TYPE_CHECKING:  # these modules import this one

@@ -29,12 +29,13 @@ from ds_quant.comm.lossless_gather import MOST_NUMEL
 from ds_quant.comm.message import SMALL_NUMEL, GatherSlice, Message, is_tight, small_together
 from ds_quant.comm.transport import Communicator, HierarchicalCommunicator, Pending
 from ds_quant.kernels.wire import ceil_div
-from ds_quant.zero import log, optimizer_hooks
+from ds_quant.runtime import log
+from ds_quant.runtime.param import HopCodec, Param
+from ds_quant.zero import optimizer_hooks
 from ds_quant.zero.deepspeed_types import OwnerOptimizer, ZeroParameter
 from ds_quant.zero.edited_weights import EditDetector
 from ds_quant.zero.lossless import Post, Window, replica_posts
 from ds_quant.zero.optimizer_hooks import ReplicaGroup
-from ds_quant.zero.param import HopCodec, Param
 from ds_quant.zero.plan_cache import PlanCache
 from ds_quant.zero.plugin import Plugin
 

@@ -12,7 +12,8 @@ from ds_quant.kernels import dispatch
 from ds_quant.policy import choosing
 from ds_quant.policy.cost import CommVolume, stock_bytes
 from ds_quant.policy.scheme import matches
-from ds_quant.zero import accelerator, hooks, log, offload
+from ds_quant.runtime import log
+from ds_quant.zero import accelerator, hooks, offload
 from ds_quant.zero.plugin import Plugin
 
 _LESS = 0.9  # share of the bytes below which another scheme is advised

@@ -23,7 +23,8 @@ from ds_quant.comm.traffic import Sample, normalised
 from ds_quant.config.errors import show
 from ds_quant.config.schema import MetricsConfig
 from ds_quant.policy.autotune import device_clock
-from ds_quant.zero import accelerator, hooks, log
+from ds_quant.runtime import log
+from ds_quant.zero import accelerator, hooks
 from ds_quant.zero.deepspeed_types import Engine
 from ds_quant.zero.plugin import Plugin
 

@@ -31,8 +31,8 @@ from ds_quant.kernels.dispatch import Operations, RngState, decode_lossless, enc
 from ds_quant.kernels.launch import whole_numel
 from ds_quant.kernels.lossless import max_bytes
 from ds_quant.kernels.random_bits import Address
+from ds_quant.runtime.handshake import store_of_call, wait_for_keys
 from ds_quant.zero import accelerator, hooks
-from ds_quant.zero.handshake import store_of_call, wait_for_keys
 from ds_quant.zero.plugin import Plugin
 
 _RAGGED = 9  # elements: more than a vector, less than any other block

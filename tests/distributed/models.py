@@ -212,8 +212,8 @@ def saved(engine: Any, name: str = "model") -> dict[str, Tensor]:
 
 
 def heard(name: str = "log_rank0") -> list[str]:
-    """What the plugin says in this process from here on, by that function of ``zero.log``."""
-    from ds_quant.zero import log
+    """What the plugin says in this process from here on, by that function of ``runtime.log``."""
+    from ds_quant.runtime import log
 
     said: list[str] = []
     setattr(log, name, said.append)

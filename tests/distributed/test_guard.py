@@ -71,7 +71,7 @@ def started(configs: list[dict[str, Any]]) -> tuple[str, float]:
     """What start-up says to the config of this rank, "" if nothing, and seconds. From the handshake
     on it issues no collective before it refuses.
     """
-    from ds_quant.zero import handshake
+    from ds_quant.runtime import handshake
 
     begun, compare = 0, handshake.handshake
 
@@ -145,7 +145,7 @@ def test_ranks_with_one_other_block_are_named_together() -> None:
 @on_ranks(4)
 def test_ranks_with_another_version_or_other_bytes_are_named() -> None:
     """However the same settings are written, and whatever was before, they agree."""
-    from ds_quant.zero import handshake
+    from ds_quant.runtime import handshake
 
     said = 'rank 1: ds_quant="0.0.0" (rank 0: "', "same ds_quant everywhere"
     rank = torch.distributed.get_rank()
@@ -206,7 +206,7 @@ class _Counted(torch.distributed.Store):
 def _store_rank() -> int:
     """Questions that one handshake puts to the store."""
     from ds_quant.config.schema import parse_block
-    from ds_quant.zero import handshake
+    from ds_quant.runtime import handshake
 
     distributed = torch.distributed.distributed_c10d
     store = _Counted(distributed._get_default_store())

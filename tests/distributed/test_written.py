@@ -117,7 +117,7 @@ EXACT = {"full": FULL, "warm-up": {**CODES, "warmup_steps": 9}, "lossless": {"sc
 
 def warnings() -> list[str]:
     """The state dicts that this rank warns of from here on, as they are."""
-    from ds_quant.zero import log
+    from ds_quant.runtime import log
 
     logged: list[str] = []
     log.log_here = lambda line: logged.append(line) if "state_dict()" in line else None

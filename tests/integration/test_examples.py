@@ -58,6 +58,16 @@ def test_example_trains_and_saves(folder: Path, name: str, line: str, saved: str
     assert (folder / saved).exists()
 
 
+def test_fsdp2_trains_without_deepspeed(folder: Path) -> None:
+    page = (EXAMPLES.parent / "fsdp2.md").read_text("utf-8")
+    (options,) = re.findall("^torchrun (.*) fsdp2.py$", page, re.MULTILINE)
+    launch = (sys.executable, "-m", "torch.distributed.run", *options.split(), "fsdp2.py")
+    printed = "".join(run_both(*launch, cwd=folder, **QUIET))
+    assert printed.count("quantized_comm: qsdp on FSDP2, ") == 1, printed
+    found = losses(printed)
+    assert len(found) == 4 and found[-1] < found[0] - 1, printed
+
+
 def test_every_script_and_config_is_tried_here_and_shown_on_the_page() -> None:
     for path in EXAMPLES.iterdir():
         assert f"](examples/{path.name})" in PAGE, path.name

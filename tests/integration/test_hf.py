@@ -36,7 +36,7 @@ def report_of(trained: Any) -> dict[str, Any]:
 
 def _watch_addresses() -> set[int]:
     """Fills with the addresses that gradients of the following backwards are rounded with."""
-    from ds_quant.zero.param import GradientCodecs
+    from ds_quant.runtime.param import GradientCodecs
 
     seen: set[int] = set()
     original = GradientCodecs.bound_codecs

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ds_quant.config.environment import VARIABLE
-from ds_quant.zero import install, log
+from ds_quant.runtime import log
+from ds_quant.zero import install
 
 Around = Callable[..., Any]
 

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from ds_quant.comm.transport import Pending
-from ds_quant.zero import checkpoint, fetch, log, optimizer_hooks, sharded_params
+from ds_quant.runtime import log
+from ds_quant.runtime.param import DECODED, EXACT
+from ds_quant.zero import checkpoint, fetch, optimizer_hooks, sharded_params
 from ds_quant.zero.chunked_exchange import ChunkedExchange
 from ds_quant.zero.node_shard import NodeShard
-from ds_quant.zero.param import DECODED, EXACT
 from ds_quant.zero.replica import Replica
 from tests.world import SimulatedRank, World
 

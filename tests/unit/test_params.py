@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_quant.zero.param import Param
+from ds_quant.runtime.param import Param
 from tests.world import World
 
 BF16, FP32 = torch.bfloat16, torch.float32

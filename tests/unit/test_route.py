@@ -18,7 +18,7 @@ from ds_quant.kernels.batch import OWN_SIGNS
 from ds_quant.policy.cost import ParamSpec, comm_volume
 from ds_quant.policy.route import Hop, Routes, times
 from ds_quant.policy.scheme import Scheme
-from ds_quant.zero.param import Param, full_precision_gradient
+from ds_quant.runtime.param import Param, full_precision_gradient
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHARED = 1  # signs

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ds_quant.config.schema import FallbackConfig
-from ds_quant.zero import drift, log
+from ds_quant.runtime import log
+from ds_quant.zero import drift
 from ds_quant.zero.drift import checksum
 from ds_quant.zero.edited_weights import EditDetector
 from ds_quant.zero.fallback import Fallback, first_nonfinite

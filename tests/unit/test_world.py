@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ds_quant.comm.topology import Topology
+from ds_quant.runtime.handshake import wait_for_ranks
 from ds_quant.zero import world
-from ds_quant.zero.handshake import wait_for_ranks
 
 CUDA, PATIENCE = torch.device("cuda", 0), timedelta(minutes=10)
 TOPOLOGY, RANK = Topology(world=512, node_size=8), 83  # node 10, place 3

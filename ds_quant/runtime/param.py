@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from ds_quant.kernels.batch import OWN_SIGNS
 from ds_quant.kernels.random_bits import Address, Role, key_of
 from ds_quant.policy.route import Hop, Route, Routes
 from ds_quant.policy.scheme import Scheme
-from ds_quant.zero.deepspeed_types import ZeroParameter
 
 _SIGNS = 99  # hop number of the sign flips of a rotation, in random keys
 
@@ -141,7 +140,7 @@ class Param:
     name: str
     shape: torch.Size
     trained: bool
-    tensor: ZeroParameter
+    tensor: Any  # DeepSpeed's ZeroParameter, or a DTensor of FSDP2
     routes: Routes
     packed: bool = False
     needs_full_gradient: bool = False

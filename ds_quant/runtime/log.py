@@ -49,6 +49,6 @@ def info_rank0(message: str) -> None:
 
 
 def _is_first() -> bool:
-    from deepspeed import comm as dist
+    from torch import distributed as dist
 
     return not dist.is_initialized() or dist.get_rank() == 0

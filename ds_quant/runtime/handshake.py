@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from ds_quant.comm.topology import PlacementError, host_name, launched_size, place
 from ds_quant.config.errors import KEY, show
 from ds_quant.config.schema import QuantizedCommConfig
-from ds_quant.zero import log
+from ds_quant.runtime import log
 
 # ---- the store ----
 

@@ -1,0 +1,181 @@
+"""Attach a block to a model that ``fully_shard`` was called on, and answer questions about it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from ds_quant.comm.topology import Topology
+from ds_quant.config.environment import VARIABLE
+from ds_quant.config.errors import KEY, ConfigError
+from ds_quant.config.presets import AUTOTUNE
+from ds_quant.config.schema import QuantizedCommConfig, parse_block
+from ds_quant.fsdp2.front import STAGE, Front
+from ds_quant.fsdp2.report import figures, start_line
+from ds_quant.fsdp2.sharded_module import shard_group
+from ds_quant.kernels import dispatch
+from ds_quant.policy import refusals
+from ds_quant.runtime import log
+from ds_quant.runtime.handshake import handshake
+
+_fronts: WeakKeyDictionary[nn.Module, Front] = WeakKeyDictionary()
+
+
+def attach(
+    model: nn.Module,
+    block: Mapping[str, Any] | str | Path | None = None,
+    *,
+    optimizer: Optimizer | Iterable[Optimizer],
+) -> Front | None:
+    """Send the weights and gradients of an FSDP2 model as a ``quantized_comm`` block says.
+
+    Call it on all ranks after ``fully_shard`` and after the optimizer exists. Keep the result in
+    the checkpoint's state, so that a resumed run repeats its random bits.
+
+    Args:
+        model: the root that ``fully_shard`` was called on, sharded over a mesh of one dimension.
+        block: the block, or the path of a JSON file that holds one. None: that of DS_QUANT_BLOCK.
+        optimizer: the optimizer of the model's parameters. Of several the last one that steps is
+            given last. An empty list: a model that is only evaluated.
+
+    Returns:
+        The attached front; None without a block, or with ``enabled: false``.
+
+    Raises:
+        ConfigError: a setting or a combination that cannot work, before any collective.
+        UnsupportedModel: a setting of ``fully_shard`` that cannot work, before any collective.
+        StartError: ranks with other settings or without this call.
+    """
+    config = _parse(block)
+    if config is None:
+        return None
+    if model in _fronts:
+        raise RuntimeError(f"{KEY}: this model is attached already")
+    group = shard_group(model)
+    world = dist.get_world_size()
+    _refuse(config, group, world)
+    config.validate_world(world)
+    rank = dist.get_rank()
+    device = next(iter(model.parameters())).device
+    node_size = handshake(
+        config=config,
+        must={"front": "fsdp2", "torch": torch.__version__.partition("+")[0]},
+        kernels=dispatch.describe(device, config.backend),
+        rank=rank,
+        world=world,
+    )
+    topology = Topology(world=world, node_size=config.node_size or node_size)
+    model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    refusals.refuse_full_replica(
+        config, world=world, node_size=topology.node_size, model_bytes=model_bytes
+    )
+    groups = _level_groups(topology, device) if 1 < topology.node_size < world else ()
+    front = Front(model, config.to_scheme(), topology, [group, *groups], device)
+    if world > 1:
+        front.connect()
+        _follow(front, optimizer)
+    front.line = start_line(front)
+    log.info_rank0(f"{KEY}: {front.line}")
+    _fronts[model] = front
+    return front
+
+
+def front_of(model: nn.Module) -> Front | None:
+    """Return what was attached to a model, None if nothing was."""
+    return _fronts.get(model)
+
+
+def report(model: nn.Module) -> dict[str, Any] | None:
+    """Report what this rank has received so far; None without a block. See ``ds_quant.report``."""
+    front = front_of(model)
+    return None if front is None else figures(front)
+
+
+def resync(model: nn.Module) -> None:
+    """Bring weights that were written outside of the optimizer to all nodes. A collective."""
+    front = front_of(model)
+    if front is not None:
+        front.resync()
+
+
+def _parse(block: Mapping[str, Any] | str | Path | None) -> QuantizedCommConfig | None:
+    """Parse the block as a dict, from a file, or from the environment."""
+    source = block
+    if block is None:
+        source = os.environ.get(VARIABLE, "").strip()
+        if not source:
+            return None
+    if not isinstance(source, Mapping):
+        text = str(source)
+        if not text.startswith("{"):
+            text = Path(text).read_text("utf-8")
+        source = json.loads(text)
+    if KEY in source:
+        source = source[KEY]
+    config = parse_block(dict(source))
+    return config if config.enabled else None
+
+
+def _refuse(config: QuantizedCommConfig, group: Any, world: int) -> None:
+    """Refuse settings that this front does not serve, before any collective.
+
+    Raises:
+        ConfigError: naming each setting, its value, what is allowed and the way out.
+    """
+    problems = []
+    if config.scheme == AUTOTUNE:
+        problems.append(
+            f'{KEY}.scheme="{AUTOTUNE}": allowed under FSDP2: a preset, see docs/choosing.md'
+        )
+    elif config.weights.exactly_differ:
+        problems.append(
+            f"{KEY}.weights.lossless=true: allowed under FSDP2: false; "
+            '"hybrid" is the scheme with exact weights there'
+        )
+    if config.weights.enabled and config.weights.levels == "learned":
+        problems.append(f'{KEY}.weights.levels="learned": allowed under FSDP2: "uniform"')
+    if config.fallback.on_nonfinite != "skip":
+        problems.append(
+            f'{KEY}.fallback.on_nonfinite="{config.fallback.on_nonfinite}": allowed under FSDP2: '
+            '"skip"; clip_grad_norm_ with error_if_nonfinite=True ends such a run'
+        )
+    if config.metrics.file is not None:
+        problems.append(
+            f"{KEY}.metrics.file: allowed under FSDP2: null; ds_quant.report(model) counts bytes"
+        )
+    if dist.get_world_size(group) != world:
+        problems.append(
+            f"the mesh of fully_shard has {dist.get_world_size(group)} of {world} ranks: "
+            "allowed: all of them, in one dimension"
+        )
+    if problems:
+        raise ConfigError(*problems)
+    config.validate_stage(STAGE)
+
+
+def _level_groups(topology: Topology, device: torch.device) -> tuple[Any, Any]:
+    """Return this rank's process groups inside its node and between nodes. A collective."""
+    mesh = init_device_mesh(
+        device.type, (topology.nodes, topology.node_size), mesh_dim_names=("inter", "intra")
+    )
+    return mesh.get_group("intra"), mesh.get_group("inter")
+
+
+def _follow(front: Front, optimizer: Optimizer | Iterable[Optimizer]) -> None:
+    """Run the front's events around the steps of the optimizer; of several, of the last one."""
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if not optimizers:
+        front.notices.append("no optimizer: weights are gathered only")
+        return
+    optimizers[0].register_step_pre_hook(front.before_step)
+    optimizers[-1].register_step_post_hook(front.after_step)

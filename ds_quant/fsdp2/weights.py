@@ -1,0 +1,126 @@
+"""Gather weights of FSDP2: the custom all-gather of every sharded module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from ds_quant.codec.bound import BoundCodec, full_precision
+from ds_quant.codec.codec import Codec
+from ds_quant.comm.message import GatherSlice, Message
+from ds_quant.comm.transport import Pending
+from ds_quant.fsdp2.node_shard import NodeShard
+from ds_quant.fsdp2.sharded_module import ShardedModule
+
+if TYPE_CHECKING:
+    from ds_quant.fsdp2.front import Front
+
+
+class _Gathering(dist.Work):
+    """A gather to wait for; FSDP2 accepts nothing but a ``Work``."""
+
+    def __init__(self, pending: Pending[Any]) -> None:
+        super().__init__()
+        self._pending = pending
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._pending.wait()
+        return True
+
+
+class QuantizedAllGather(AllGather):
+    """The all-gather of one sharded module, in forward and again in backward.
+
+    All ranks use decoded weights, of their own shards too. With a node shard the gather stays
+    inside the node.
+    """
+
+    def __init__(self, front: Front, sharded: ShardedModule, node_shard: NodeShard | None) -> None:
+        self._front = front
+        self._sharded = sharded
+        self._node_shard = node_shard
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return uninitialized memory."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather rows, (row,), to ``output_tensor``, (ranks * row,), decoded."""
+        if input_tensor.numel() != self._sharded.row_numel:
+            # reshard_after_forward=int gathers weights that are decoded already, inside a node.
+            return dist.all_gather_into_tensor(
+                output_tensor, input_tensor, group=group, async_op=async_op
+            )
+        if self._node_shard is not None:
+            pending = self._node_shard.gather(output_tensor)
+        else:
+            pending = self._gather(output_tensor, input_tensor)
+        if async_op:
+            return _Gathering(pending)
+        pending.wait()
+        return None
+
+    def _gather(self, output_tensor: Tensor, input_tensor: Tensor) -> Pending[Any]:
+        hierarchy = self._front.hierarchy
+        bound_codecs = self._bound_codecs(input_tensor.dtype)
+        message = _row_message(
+            tuple([bound.codec for bound in bound_codecs]),
+            tuple(self._sharded.widths),
+            tuple([tuple(lengths) for lengths in self._sharded.lengths]),
+            hierarchy.rank,
+            hierarchy.node_size,
+        )
+        return message.gather(hierarchy, [input_tensor], bound_codecs, lambda: [output_tensor])
+
+    def _bound_codecs(self, dtype: torch.dtype) -> list[BoundCodec]:
+        step = self._front.step
+        if self._front.is_full_precision(step):
+            return [full_precision(dtype) for _ in self._sharded.params]
+        rank = self._front.hierarchy.rank
+        return [
+            param.bound_codec(param.weight_codecs(dtype, rank=rank)[0], dtype, step)
+            for param in self._sharded.params
+        ]
+
+
+@lru_cache(maxsize=1024)
+def _row_message(
+    codecs: tuple[Codec, ...],
+    widths: tuple[int, ...],
+    lengths: tuple[tuple[int, ...], ...],
+    rank: int,
+    node_size: int | None,
+) -> Message:
+    """Plan the gather of one row per rank, each the padded shards of all parameters."""
+    ranks, row_numel = len(lengths[0]), sum(widths)
+    slices = []
+    offset = 0
+    for index, (codec, width) in enumerate(zip(codecs, widths, strict=True)):
+        for peer in range(ranks):
+            slices.append(
+                GatherSlice(
+                    peer=peer,
+                    codec=codec,
+                    numel=lengths[index][peer],
+                    stream=index,
+                    source=(0, offset),
+                    into=(0, peer * row_numel + offset),
+                    room=width,
+                )
+            )
+        offset += width
+    return Message(slices, rank=rank, ranks=ranks, node_size=node_size)

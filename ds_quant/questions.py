@@ -1,0 +1,42 @@
+"""The questions of ``ds_quant``: each takes a DeepSpeed engine or a model under FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def report(target: Any) -> dict[str, Any] | None:
+    """Report what this rank has received so far; None without a block.
+
+    Args:
+        target: an engine, see ``ds_quant.zero.attach.report`` for its figures, or the root of an
+            FSDP2 model, see ``ds_quant.fsdp2.report.figures``.
+    """
+    if _is_sharded_model(target):
+        from ds_quant.fsdp2 import attaching
+
+        return attaching.report(target)
+    from ds_quant.zero import attach as engine_attach
+
+    return engine_attach.report(target)
+
+
+def resync(target: Any) -> None:
+    """Bring exact weights to all ranks; see ``ds_quant.zero.attach.resync``. A collective.
+
+    Args:
+        target: an engine, or the root of an FSDP2 model.
+    """
+    if _is_sharded_model(target):
+        from ds_quant.fsdp2 import attaching
+
+        attaching.resync(target)
+        return
+    from ds_quant.zero import attach as engine_attach
+
+    engine_attach.resync(target)
+
+
+def _is_sharded_model(target: Any) -> bool:
+    """Return True for a module that ``fully_shard`` was called on."""
+    return hasattr(target, "set_is_last_backward") and hasattr(target, "unshard")

@@ -1,0 +1,1 @@
+"""Parts that DeepSpeed's front (zero) and FSDP2's (fsdp2) share; knows neither."""

@@ -1,10 +1,10 @@
 """Train on R ranks in one process: ZeRO-3 with the plugin's own plans, codecs and random bits.
 
-Every rank has a plugin of its own, as in a real run, and links whose messages stay in memory. All
-ranks do a part of a step before any does the next one, so a message is there when somebody waits.
-What ranks would compute alike is computed once: the weights that they decode, and the optimizer
-step, over whole parameters instead of shards. A step ends with the same bits as on real ranks. May
-import torch, DeepSpeed (which the plugin needs) and the plugin.
+Every rank has its own plugin, as in a real run, and communicators whose messages stay in memory.
+All ranks finish one part of a step before any begins the next, so a message has been sent when its
+receiver waits. Results that are equal on all ranks are computed once: decoded weights, and the
+optimizer step, over whole parameters instead of shards. A step ends with the same bits as on real
+ranks. May import torch, DeepSpeed (which the plugin needs) and the plugin.
 """
 
 from __future__ import annotations
@@ -15,64 +15,76 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from ds_quant.codec.bound import BoundCodec, full_precision
+from ds_quant.comm.checksum import MessageErrors
 from ds_quant.comm.message import Room, ShardRows, all_gather, exchange, gather
 from ds_quant.comm.topology import Topology
-from ds_quant.comm.traffic import normalised
-from ds_quant.comm.transport import Communicator, Pending
+from ds_quant.comm.traffic import Traffic, normalised
+from ds_quant.comm.transport import Buffers, Communicator, Pending
 from ds_quant.kernels.wire import shard_range
 from ds_quant.policy.scheme import Scheme
+from ds_quant.zero.deepspeed_types import Engine
 from ds_quant.zero.partial_gradients import PartialGradients
 from ds_quant.zero.plugin import Plugin
 from ds_quant.zero.shard_gradients import ShardReduction
 
-Batch = Callable[[int, int], Sequence[Tensor]]  # micro-step and rank -> what the module takes
+T = TypeVar("T")
+Batch = Callable[[int, int], Sequence[Tensor]]  # micro-step and rank -> inputs of the module
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
-PATIENCE = 60  # seconds; a message that has not come by then was not sent
+PATIENCE = 60  # seconds to wait for a message
 
 # ---- messages that stay in memory ----
 
 
 @dataclass
 class Round:
-    """One collective of a group: what every rank sends, and how much of it to whom."""
+    """One collective of a group.
+
+    payloads: message by rank.
+    sent: split sizes by rank, in bytes per receiver; empty for an all-gather.
+    complete: set once all ranks have joined.
+    """
 
     payloads: dict[int, Tensor] = field(default_factory=dict)
     sent: dict[int, Sequence[int]] = field(default_factory=dict)
     complete: threading.Event = field(default_factory=threading.Event)
 
     def bound_for(self, rank: int) -> list[Tensor]:
-        """What every rank sends to this one."""
+        """Return the message of every rank to this one."""
         payloads = [self.payloads[source] for source in range(len(self.payloads))]
-        if self.sent:
-            payloads = [p.split(list(self.sent[r]))[rank] for r, p in enumerate(payloads)]
-        return payloads
+        if not self.sent:
+            return payloads
+        return [
+            payload.split(list(self.sent[source]))[rank] for source, payload in enumerate(payloads)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arriving:
-    """What a rank receives in a round that others may still have to join."""
+    """The receive of one rank in a round that other ranks may not have joined yet."""
 
     round: Round
     rank: int
     into: Tensor
 
     def wait(self) -> None:
-        """Fill ``into``, whose size is that of what has arrived."""
+        """Wait for all ranks, then fill ``into``, which has the size of all messages together."""
         if not self.round.complete.wait(PATIENCE):
-            raise RuntimeError(f"rank {self.rank} of its group waits, and others have not sent")
+            raise RuntimeError(
+                f"rank {self.rank} of its group waited {PATIENCE} s for ranks that have not sent"
+            )
         torch.cat(self.round.bound_for(self.rank), out=self.into)
 
 
 class Group:
-    """The ranks of a process group and the rounds that some of them have not joined yet."""
+    """The ranks of a process group and its open rounds: those that some ranks have not joined."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = list(ranks)
@@ -82,28 +94,37 @@ class Group:
     def join(
         self, rank: int, payload: Tensor, into: Tensor, sent: Sequence[int] | None = None
     ) -> Arriving:
-        """Send in the first round that this rank has not joined."""
-        with self._lock:
-            found = next((one for one in self._open if rank not in one.payloads), None)
-            if found is None:
-                found = Round()
-                self._open.append(found)
-            found.payloads[rank] = payload
-            if sent is not None:
-                found.sent[rank] = sent
-            if len(found.payloads) == len(self.ranks):
-                self._open.remove(found)
-                self.completed(found)
-                found.complete.set()
-        return Arriving(round=found, rank=rank, into=into)
+        """Send in the first round that this rank has not joined.
 
-    def completed(self, one: Round) -> None:
-        """Called once for every round, in their order."""
+        into: receives the messages to this rank.
+        sent: split sizes of the payload, None for an all-gather.
+        """
+        with self._lock:
+            round = self._round_of(rank)
+            round.payloads[rank] = payload
+            if sent is not None:
+                round.sent[rank] = sent
+            if len(round.payloads) == len(self.ranks):
+                self._open.remove(round)
+                self.completed(round)
+                round.complete.set()
+        return Arriving(round=round, rank=rank, into=into)
+
+    def _round_of(self, rank: int) -> Round:
+        for round in self._open:
+            if rank not in round.payloads:
+                return round
+        round = Round()
+        self._open.append(round)
+        return round
+
+    def completed(self, round: Round) -> None:
+        """Called once per round, in order, before the ranks go on."""
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """What a link asks of torch.distributed, for one rank of a group."""
+    """The part of torch.distributed that a communicator calls, for one rank of a group."""
 
     group: Group
     rank: int
@@ -135,35 +156,59 @@ class Collectives:
         return group.join(self.rank, payload, into, input_split_sizes)
 
 
-_MAKING = threading.Lock()
+_PATCHING = threading.Lock()  # torch.distributed is patched by one thread at a time
 
 
 class SimulatedCommunicator(Communicator):
     """A communicator of one rank whose peers are in this process."""
 
-    def __init__(self, group: Group, rank: int, **how: Any) -> None:
+    def __init__(
+        self,
+        group: Group,
+        rank: int,
+        *,
+        topology: Topology,
+        traffic: Traffic,
+        buffers: Buffers | None = None,
+        message_errors: MessageErrors | None = None,
+    ) -> None:
+        self._group = group
         backend = patch.object(torch.distributed, "get_backend", lambda _: "simulated")
-        with _MAKING, backend:
-            super().__init__(group, dist=Collectives(group, rank), **how)
+        with _PATCHING, backend:
+            super().__init__(
+                group,
+                topology=topology,
+                traffic=traffic,
+                message_errors=message_errors,
+                buffers=buffers,
+                dist=Collectives(group, rank),
+            )
 
     def least(self, numbers: Tensor) -> Tensor:
         rows = numbers.new_empty(self.size * numbers.numel())
-        self.process_group.join(self.rank, numbers.clone(), rows).wait()
+        self._group.join(self.rank, numbers.clone(), rows).wait()
         return numbers.copy_(rows.view(self.size, -1).amin(0))
 
 
 class Network:
-    """The groups of a topology: the world, the nodes, and the ranks of equal place."""
+    """The process groups of a topology: the world, every node, and ranks of equal local rank.
 
-    def __init__(self, topology: Topology, group: Callable[[Sequence[int]], Group] = Group) -> None:
-        nodes, places = topology.levels()
-        self.topology, self.world = topology, group(range(topology.world))
-        self._nodes, self._places = [group(ranks) for ranks in nodes], [group(r) for r in places]
+    make_group: makes a group of some ranks.
+    """
+
+    def __init__(
+        self, topology: Topology, make_group: Callable[[Sequence[int]], Group] = Group
+    ) -> None:
+        nodes, across_nodes = topology.levels()
+        self.topology = topology
+        self.world = make_group(range(topology.world))
+        self._nodes = [make_group(ranks) for ranks in nodes]
+        self._across_nodes = [make_group(ranks) for ranks in across_nodes]
 
     def groups(self, rank: int) -> tuple[tuple[Group, int], tuple[Group, int]]:
-        """The node of a rank and the ranks of its place, with its number in each."""
+        """Return the groups of a rank inside its node and between nodes, with its index in each."""
         node, local = divmod(rank, self.topology.node_size)
-        return (self._nodes[node], local), (self._places[local], node)
+        return (self._nodes[node], local), (self._across_nodes[local], node)
 
 
 # ---- ranks ----
@@ -171,7 +216,7 @@ class Network:
 
 @dataclass
 class EngineOfNobody:
-    """What a plugin asks of a DeepSpeed engine."""
+    """The part of a DeepSpeed engine that a plugin without DeepSpeed's hooks reads."""
 
     module: nn.Module
     micro_steps: int
@@ -191,14 +236,15 @@ class EngineOfNobody:
 
 
 class SimulatedRank(Plugin):
-    """The plugin of one rank, with links to the others of this process."""
+    """The plugin of one rank, with communicators to the other ranks of this process."""
 
     def __init__(self, engine: EngineOfNobody, scheme: Scheme, rank: int, network: Network) -> None:
-        self.number, self._network = rank, network
-        super().__init__(engine, scheme, network.topology)
+        self.number = rank
+        self._network = network
+        super().__init__(cast(Engine, engine), scheme, network.topology)
         self.reduction = ShardReduction(self)
         if self.routes.gradients().waits:
-            self.partial_gradients = PartialGradients(engine)
+            self.partial_gradients = PartialGradients(cast(Engine, engine))
 
     def communicator(self, process_group: Any) -> Communicator:
         if 0 not in self._communicators:
@@ -206,29 +252,32 @@ class SimulatedRank(Plugin):
         return self._communicators[0]
 
     def _communicator(self, group: Group, rank: int) -> Communicator:
-        how = {
-            "traffic": self.traffic,
-            "buffers": self.buffers,
-            "message_errors": self.message_errors,
-        }
-        return SimulatedCommunicator(group, rank, topology=self.topology, **how)
+        return SimulatedCommunicator(
+            group,
+            rank,
+            topology=self.topology,
+            traffic=self.traffic,
+            buffers=self.buffers,
+            message_errors=self.message_errors,
+        )
 
     def _make_levels(self) -> tuple[Communicator, Communicator]:
-        inside, between = self._network.groups(self.number)
-        return self._communicator(*inside), self._communicator(*between)
+        intra, inter = self._network.groups(self.number)
+        return self._communicator(*intra), self._communicator(*inter)
 
 
 # ---- training ----
 
 
 class Simulation:
-    """Data-parallel training of a module, whose parameters hold what the ranks compute with.
+    """Data-parallel training of a module. Its parameters hold the decoded weights of a step.
 
-    The master weights are those of the module when this is made, or those that are ``load``-ed;
-    weights and gradients travel in the module's dtype.
-    ``clip`` is DeepSpeed's ``gradient_clipping``, whose default is 1; 0 leaves gradients alone.
+    Training begins with the module's weights, or with a state that is ``load``-ed. Weights and
+    gradients are sent in the module's dtype.
 
-    master: all parameters end to end, fp32, the only parameter of ``optimizer``.
+    clip: DeepSpeed's ``gradient_clipping``; 0: gradients are not clipped.
+    master: master weights of all parameters end to end, 1-D fp32; the one parameter of
+        ``optimizer``.
     """
 
     def __init__(
@@ -241,9 +290,11 @@ class Simulation:
         micro_steps: int = 1,
         clip: float = 1.0,
     ) -> None:
-        self.module, self._topology, self._micro_steps = module, topology, micro_steps
+        self.module = module
+        self._topology = topology
+        self._micro_steps = micro_steps
         self._clip = clip
-        block = scheme.block.model_copy(update={"slices": 1})  # each has random bits of its own
+        block = scheme.block.model_copy(update={"slices": 1})  # slices have different random bits
         self.scheme = replace(scheme, block=block)
         self._parameters = list(module.parameters())
         self._sizes = [p.numel() for p in self._parameters]
@@ -257,37 +308,38 @@ class Simulation:
             for rank in range(topology.world)
         ]
         self._gradient = torch.zeros_like(flat, dtype=self._dtype)
-        self._kept: list[list[ShardRows]] = []  # by rank and parameter, with a node shard
+        self._node_rows: list[list[ShardRows]] = []  # by rank and parameter, with a node shard
 
     @property
     def _dtype(self) -> torch.dtype:
         return self._parameters[0].dtype
 
     def load(self, state: dict[str, Any], *, weights_only: bool = False) -> None:
-        """Go on from what ``state`` returned; nothing is quantized in it, steps count from 0."""
+        """Continue from a ``state``, which holds exact weights. Steps count from 0."""
         with torch.no_grad():
             self.master.copy_(state["master"])
         if weights_only:
             return
-        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # else it is stepped in place
+        # A copy, because the optimizer updates its state in place.
+        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """Return the content of a checkpoint."""
         return {"master": self.master.detach().clone(), "optimizer": self.optimizer.state_dict()}
 
     def set_rate(self, rate: float) -> None:
-        """The learning rate of the steps that follow."""
+        """Set the learning rate of the following steps."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter's name and master weight, in its shape."""
+        """Return the name and the master weights of every parameter, in its shape."""
         flat = self.master.detach().split(self._sizes)
         for (name, parameter), values in zip(self.module.named_parameters(), flat, strict=True):
             yield name, values.view(parameter.shape)
 
     def exact_weights(self) -> list[Tensor]:
-        """The master weights in the module's dtype, as a checkpoint exports them; 1-D each."""
+        """Return the weights that a checkpoint exports: in the module's dtype, 1-D each."""
         return list(self.master.detach().to(self._dtype).split(self._sizes))
 
     def compute_with(self, weights: Sequence[Tensor]) -> None:
@@ -296,11 +348,17 @@ class Simulation:
             parameter.data = values.view(parameter.shape)
 
     def step(self, batch: Batch, *, measure: bool = False) -> tuple[float, float | None]:
-        """One optimizer step. The loss, mean over ranks and micro-steps, and if asked for the
-        normalised error of the reduced gradients.
+        """Run one optimizer step.
+
+        measure: True to compare the reduced gradients with exact ones.
+
+        Returns:
+            The loss, mean over ranks and micro-steps, and the normalised squared error of the
+            reduced gradients, None unless measured.
         """
         self.compute_with(self.travelled_weights())
-        loss, exact = 0.0, self.master.new_zeros(self.master.shape) if measure else None
+        loss = 0.0
+        exact = self.master.new_zeros(self.master.shape) if measure else None
         for micro_step in range(self._micro_steps):
             self._engine.is_last_micro_step = micro_step == self._micro_steps - 1
             mean, reduced = self._backward(micro_step, batch, exact)
@@ -313,74 +371,96 @@ class Simulation:
         self.master.grad = self._clipped(self._gradient.float())
         self.optimizer.step()
         self._learn_levels()
-        if self._kept:
-            self._exchange(partial(self._codings, hop=0, ahead=1))
+        if self._node_rows:
+            self._exchange(partial(self._bound_codecs, hop=0, ahead=1))
         self._engine.global_steps += 1
         return loss, error
 
     def _backward(
         self, micro_step: int, batch: Batch, exact: Tensor | None
     ) -> tuple[float, Tensor]:
-        """Mean loss, and the mean gradient as it was reduced; ``exact`` takes it unreduced, too."""
-        total, buckets = 0.0, []
+        """Return the mean loss and the reduced mean gradient, 1-D.
+
+        exact: to which the exact mean gradient is added, fp32.
+        """
+        mean_loss = 0.0
+        buckets = []
         for rank in self._ranks:
             loss = self.module(*batch(micro_step, rank.number))
             gradients = torch.autograd.grad(loss / self._micro_steps, self._parameters)
-            total += loss.item() / len(self._ranks)
+            mean_loss += loss.item() / len(self._ranks)
             if exact is not None:
                 flat = torch.cat([g.reshape(-1).float() for g in gradients])
                 exact.add_(flat, alpha=1 / len(self._ranks))
-            buckets.append(rank.reduction.begin(self._parameters, list(gradients), None))
+            bucket = rank.reduction.begin(self._parameters, list(gradients), None)
+            if bucket is None:
+                raise RuntimeError("one rank: nothing is reduced; simulate at least two")
+            buckets.append(bucket)
         for bucket in buckets:
             bucket.sums.advance()
         shards = [bucket.finish() for bucket in buckets]
         for rank in self._ranks:
             rank.after_backward()
-        pieces = [shard for of_ranks in zip(*shards, strict=True) for shard in of_ranks]
-        return total, torch.cat(pieces)
+        reduced = []  # shards by parameter and rank
+        for shards_of_param in zip(*shards, strict=True):
+            reduced.extend(shards_of_param)
+        return mean_loss, torch.cat(reduced)
 
     def _clipped(self, gradient: Tensor) -> Tensor:
-        """As DeepSpeed does it: by the norm of all gradients."""
+        """Clip by the norm of all gradients, as DeepSpeed does."""
         if not self._clip:
             return gradient
         norm = gradient.double().norm()
         return gradient.mul_(1 / ((norm + 1e-6) / self._clip).clamp(min=1.0))
 
     def _error(self, exact: Tensor) -> float:
-        """Squared error over squared norm of what is quantized."""
-        norms = torch.zeros(2, dtype=torch.float64)
-        pairs = zip(exact.split(self._sizes), self._gradient.split(self._sizes), strict=True)
-        for tracked, (want, got) in zip(self._ranks[0].all_params(), pairs, strict=True):
-            if self.scheme.skip_reason(tracked.name, tracked.shape, self._dtype) is None:
-                squares = [(got.float() - want).square(), want.square()]
-                norms += torch.stack([s.sum(dtype=torch.float64) for s in squares])
-        return normalised(*norms.tolist())
+        """Return squared error over squared norm of the quantized gradients."""
+        error = 0.0
+        norm = 0.0
+        for param, exact_gradient, gradient in zip(
+            self._ranks[0].all_params(),
+            exact.split(self._sizes),
+            self._gradient.split(self._sizes),
+            strict=True,
+        ):
+            if self.scheme.skip_reason(param.name, param.shape, self._dtype) is None:
+                difference = gradient.float() - exact_gradient
+                error += difference.square().sum(dtype=torch.float64).item()
+                norm += exact_gradient.square().sum(dtype=torch.float64).item()
+        return normalised(error, norm)
 
     # ---- weights ----
 
     def travelled_weights(self) -> list[Tensor]:
-        """The weights that every rank computes with in the current step, 1-D each."""
+        """Return the weights that every rank computes with in the current step, 1-D each."""
         if self._ranks[0].routes.keeps_shard:
             return self._node_weights()
-        return self._each(
-            lambda rank, shards: all_gather(
-                shards, self._sizes, self._codings(rank, hop=0), rank.communicator(None)
-            )
-        )[0].wait()
 
-    def _each(self, post: Callable[[SimulatedRank, list[Tensor]], Any]) -> list[Any]:
-        """What is posted on every rank, which gets its shards of the exact weights."""
-        exact, world = self.exact_weights(), self._topology.world
-        posted = []
+        def post(rank: SimulatedRank, shards: list[Tensor]) -> Pending[list[Tensor]]:
+            bound_codecs = self._bound_codecs(rank, hop=0)
+            return all_gather(shards, self._sizes, bound_codecs, rank.communicator(None))
+
+        return self._post(post)[0].wait()
+
+    def _post(self, post: Callable[[SimulatedRank, list[Tensor]], T]) -> list[T]:
+        """Call ``post`` for every rank with its shards of the exact weights. Return the results."""
+        exact = self.exact_weights()
+        results = []
         for rank in self._ranks:
-            places = [shard_range(numel, world, rank.number) for numel in self._sizes]
-            shards = [w[start:stop] for w, (start, stop) in zip(exact, places, strict=True)]
-            posted.append(post(rank, shards))
-        return posted
+            shards = []
+            for weights, numel in zip(exact, self._sizes, strict=True):
+                start, stop = shard_range(numel, self._topology.world, rank.number)
+                shards.append(weights[start:stop])
+            results.append(post(rank, shards))
+        return results
 
-    def _codings(self, rank: SimulatedRank, *, hop: int, ahead: int = 0) -> list[BoundCodec]:
-        """Of all weights on a hop of their route, in the current step or in one ``ahead``."""
-        dtype, step = self._dtype, rank.step + ahead
+    def _bound_codecs(self, rank: SimulatedRank, *, hop: int, ahead: int = 0) -> list[BoundCodec]:
+        """Return the bound codec of every weight on a hop of its route.
+
+        ahead: steps from the current one.
+        """
+        dtype = self._dtype
+        step = rank.step + ahead
         if rank.is_full_precision(step):
             return [full_precision(dtype)] * len(self._sizes)
         return [
@@ -389,62 +469,72 @@ class Simulation:
         ]
 
     def _learn_levels(self) -> None:
-        """Ranks wait for each other in the middle of it, so that each has a thread."""
+        """Learn levels, each rank in a thread of its own because ranks wait for each other."""
         if not self.scheme.level_steps:
             return
 
         def learn(rank: SimulatedRank, shards: list[Tensor]) -> Future[None]:
             values = [
-                (p, s, rank.communicator(None))
-                for p, s in zip(self._parameters, shards, strict=True)
+                (parameter, shard, rank.communicator(None))
+                for parameter, shard in zip(self._parameters, shards, strict=True)
             ]
             return pool.submit(rank.learn_levels, rank.step + 1, iter(values))
 
         with ThreadPoolExecutor(len(self._ranks)) as pool:
-            for learnt in self._each(learn):
-                learnt.result()
+            for future in self._post(learn):
+                future.result()
 
     def _node_weights(self) -> list[Tensor]:
-        """From the rows that the ranks of the first node keep; those of the others are equal."""
-        if not self._kept:
-            self._kept = [self._rows(rank) for rank in self._ranks]
+        """Return the weights gathered from the node rows of the first node; all nodes are equal."""
+        if not self._node_rows:
+            self._node_rows = [self._new_rows(rank) for rank in self._ranks]
             self._exchange(lambda _: [full_precision(self._dtype)] * len(self._sizes))
-        waits = []
-        for rank, kept in zip(self._ranks[: self._topology.node_size], self._kept, strict=False):
-            hierarchy = rank.hierarchy(None)
-            communicator = hierarchy.intra if self._topology.node_size > 1 else None
-            bound_codecs = [] if communicator is None else self._codings(rank, hop=-1)
-            waits.append(gather(kept, bound_codecs, communicator))
-        return waits[0].wait()
+        gathers = []
+        for rank in self._ranks[: self._topology.node_size]:
+            communicator = None
+            bound_codecs: list[BoundCodec] = []
+            if self._topology.node_size > 1:
+                communicator = rank.hierarchy(None).intra
+                bound_codecs = self._bound_codecs(rank, hop=-1)
+            gathers.append(gather(self._node_rows[rank.number], bound_codecs, communicator))
+        return gathers[0].wait()
 
-    def _rows(self, rank: SimulatedRank) -> list[ShardRows]:
-        nodes, size = self._topology.nodes, self._topology.node_size
-        where = {"nodes": nodes, "node_size": size, "local": rank.number % size}
+    def _new_rows(self, rank: SimulatedRank) -> list[ShardRows]:
         room = Room(0, partial(torch.zeros, dtype=torch.uint8))
-        make = partial(ShardRows.allocate, **where, dtype=self._dtype, room=room)
-        return [make(numel) for numel in self._sizes]
+        return [
+            ShardRows.allocate(
+                numel,
+                nodes=self._topology.nodes,
+                node_size=self._topology.node_size,
+                local=rank.number % self._topology.node_size,
+                dtype=self._dtype,
+                room=room,
+            )
+            for numel in self._sizes
+        ]
 
     def _exchange(self, bound_codecs: Callable[[SimulatedRank], list[BoundCodec]]) -> None:
-        """Bring the exact weights of every rank into the rows of all nodes."""
+        """Update the node rows of all ranks to the exact weights, sent by their owners."""
 
-        def post(rank: SimulatedRank, shards: list[Tensor]) -> Pending[list[Tensor]]:
+        def post(rank: SimulatedRank, shards: list[Tensor]) -> Pending[Any]:
             hierarchy = rank.hierarchy(None)
-            communicator = hierarchy.inter or hierarchy.flat  # whole: one rank per node
-            return exchange(self._kept[rank.number], shards, bound_codecs(rank), communicator)
+            inter = hierarchy.inter or hierarchy.flat  # flat: there is one rank per node
+            return exchange(self._node_rows[rank.number], shards, bound_codecs(rank), inter)
 
-        for pending in self._each(post):
+        for pending in self._post(post):
             pending.wait()
 
     def drift(self) -> float:
-        """Normalised squared distance of what ranks compute with to the master weights.
+        """Return the normalised squared distance between decoded weights and master weights.
 
         Raises:
-            RuntimeError: nodes keep different weights, which is an error of the plugin.
+            RuntimeError: nodes hold different weights, which is an error of the plugin.
         """
-        for rank, kept in zip(self._ranks, self._kept, strict=False):
-            first = self._kept[rank.number % self._topology.node_size]
-            if not all(torch.equal(a.rows, b.rows) for a, b in zip(kept, first, strict=True)):
-                raise RuntimeError(f"the weights of rank {rank.number} differ from its peers'")
-        found = torch.cat(self.travelled_weights()).double()
-        want = self.master.detach().double()
-        return float((found - want).square().sum() / want.square().sum())
+        for rank, node_rows in zip(self._ranks, self._node_rows, strict=False):
+            first_node = self._node_rows[rank.number % self._topology.node_size]
+            for ours, theirs in zip(node_rows, first_node, strict=True):
+                if not torch.equal(ours.rows, theirs.rows):
+                    raise RuntimeError(f"the weights of rank {rank.number} differ from its peers'")
+        decoded = torch.cat(self.travelled_weights()).double()
+        exact = self.master.detach().double()
+        return float((decoded - exact).square().sum() / exact.square().sum())

@@ -1,5 +1,7 @@
-"""Many ranks in this process, each with a thread of its own: plugins and links, over
-messages that stay in memory and can be read afterwards.
+"""A world of ranks in this process, a thread each. Their messages stay in memory and can be read.
+
+``World`` makes a plugin per rank, as benchmarks/simulated.py does. ``World.all`` runs a function on
+every rank at the same time; ``World.messages`` returns the bytes that they have sent.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from ds_quant.config.schema import parse_block
 from tests.late import LateMessage
 
 T = TypeVar("T")
-simulated.PATIENCE = 20  # seconds: a rank that fails is told by the others, too
+simulated.PATIENCE = 20  # seconds; the peers of a rank that failed fail too
 
 
 class Recorded(Group):
-    """A group of ranks that remembers its rounds and whose messages are late."""
+    """A group of ranks that records its rounds. Receivers see a message only after they wait."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(ranks)
@@ -41,15 +43,15 @@ class Recorded(Group):
         arriving = super().join(rank, payload, into, sent)
         return LateMessage(arriving.wait, payload, into)
 
-    def completed(self, one: Round) -> None:
-        one.payloads = {rank: payload.clone() for rank, payload in one.payloads.items()}
-        self.rounds.append(one)
+    def completed(self, round: Round) -> None:
+        round.payloads = {rank: payload.clone() for rank, payload in round.payloads.items()}
+        self.rounds.append(round)
 
 
 class World:
     """``nodes`` x ``node_size`` ranks with a plugin each, under one ZeRO stage and block.
 
-    groups: of processes, by their ranks.
+    groups: process groups by their ranks.
     """
 
     def __init__(
@@ -62,30 +64,40 @@ class World:
         micro_steps: int = 1,
         **block: Any,
     ) -> None:
-        topology, self.groups = Topology(world=nodes * node_size, node_size=node_size), {}
+        topology = Topology(world=nodes * node_size, node_size=node_size)
+        self.groups: dict[tuple[int, ...], Recorded] = {}
         self.engine = EngineOfNobody(module or nn.Module(), micro_steps, stage=stage)
         network = Network(topology, self._group)
         scheme = parse_block(block or {"scheme": "full_precision"}).to_scheme()
-        self.ranks = [SimulatedRank(self.engine, scheme, r, network) for r in range(topology.world)]
+        self.ranks = [
+            SimulatedRank(self.engine, scheme, rank, network) for rank in range(topology.world)
+        ]
 
     def _group(self, ranks: Sequence[int]) -> Recorded:
         return self.groups.setdefault(tuple(ranks), Recorded(ranks))
 
-    def link(self, ranks: Sequence[int], place: int) -> SimulatedCommunicator:
-        """A link of one of some ranks, with counters of its own."""
+    def link(self, ranks: Sequence[int], index: int) -> SimulatedCommunicator:
+        """Return a communicator of rank ``index`` of a group, with its own counters."""
         return SimulatedCommunicator(
-            self._group(ranks), place, topology=self.ranks[0].topology, traffic=Traffic()
+            self._group(ranks), index, topology=self.ranks[0].topology, traffic=Traffic()
         )
 
     def all(self, run: Callable[[SimulatedRank], T]) -> list[T]:
-        """What every rank returns; they wait for each other inside."""
+        """Run a function on every rank at the same time. Return the results by rank."""
         with ThreadPoolExecutor(len(self.ranks)) as pool:
-            return [future.result() for future in [pool.submit(run, rank) for rank in self.ranks]]
+            futures = [pool.submit(run, rank) for rank in self.ranks]
+            return [future.result() for future in futures]
 
     def messages(self, ranks: Sequence[int]) -> list[dict[int, list[bytes]]]:
-        """By round of a group: place of the receiver -> what every place sent it."""
-        places = range(len(ranks))
-        return [
-            {place: [sent.numpy().tobytes() for sent in one.bound_for(place)] for place in places}
-            for one in self.groups[tuple(ranks)].rounds
-        ]
+        """Return per round of a group: receiver -> the bytes that every sender sent it.
+
+        Receivers and senders are indices in the group.
+        """
+        rounds = []
+        for round in self.groups[tuple(ranks)].rounds:
+            messages_by_receiver = {}
+            for receiver in range(len(ranks)):
+                messages = round.bound_for(receiver)
+                messages_by_receiver[receiver] = [m.numpy().tobytes() for m in messages]
+            rounds.append(messages_by_receiver)
+        return rounds

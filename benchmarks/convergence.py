@@ -1,19 +1,20 @@
-"""What a scheme costs in loss: held out, after the rate's decay, in pairs that differ in it alone.
+"""Measures the loss that a scheme costs: held out, after the rate's decay, in pairs of runs.
 
     python benchmarks/convergence.py                                # every preset, hours
     python benchmarks/convergence.py --schemes sdp4bit,qsdp --text my.txt --interval 0.1
 
-A base model is trained in full precision past its plateau, once. From its checkpoint each scheme
-trains on while the rate falls to 3 %; the loss is that of the exact weights on text that nobody
-trained on. A pair shares checkpoint and data order, which is the seed, with full precision. Every
-scheme gets the least number of pairs, then the widest interval gets one more, until all are narrow.
-Ranks are simulated in one process, with the bits of real ones (simulated.py).
+A base model is trained once, in full precision and past its plateau. From its checkpoint every
+scheme continues while the learning rate falls to 3 %. The loss is that of the exact weights on
+held-out text. A pair is a run of a scheme and one in full precision, with the same checkpoint and
+seed; the seed sets the order of the data. Every scheme gets --pairs pairs, then the scheme with the
+widest interval gets one more, until all intervals are narrow. Ranks are simulated in one process,
+with the bits of real ones (simulated.py).
 
-Every finished run is a line in OUT/runs.jsonl: call it again to go on. `--report` only writes the
-result file and its section.
+Every finished run is a line in OUT/runs.jsonl; the next call continues there. `--report` only
+writes the result file and its section.
 
-`--tune source` fine-tunes instead: every scheme goes on from the base model with a new optimizer,
-at --tune-lr, on Python source (or a file of yours); the loss is that of held-out text of its kind.
+`--tune source` fine-tunes instead: every scheme continues from the base model with a new optimizer,
+at --tune-lr, on Python source or a file of yours. The loss is that of held-out text of that kind.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -49,7 +51,7 @@ from ds_quant.policy import cost
 from ds_quant.policy.scheme import Scheme
 
 BASELINE = "full_precision"
-# In the order in which a study begins: a study that is cut short has the first ones.
+# In the order of a study: a study that is cut short has the first ones.
 _LEARNED = "weights.levels=learned,weights.rounding=nearest,weights.level_steps=[1,75,150,225]"
 SCHEMES = (
     "sdp4bit,qsdp,zeropp,qsdp_w4g4,ulq,tlq,tlq_hs,qwd,qw4,lossless_w_g4,lossless_w_g3,lossless_w_g2,"
@@ -57,14 +59,14 @@ SCHEMES = (
     f"qsdp_w4g4:{_LEARNED},qsdp:weights.bits=6,gradients.bits=4,qsdp:weights.bits=5,gradients.bits=4"
 )
 FLOOR = 0.03  # of the rate, at the end of its decay
-LAST = 50  # steps over which training loss is averaged
-MEASURED = 20  # steps of a run whose reduced gradients are compared with exact ones
+LAST = 50  # steps over which the training loss is averaged
+MEASURED = 20  # steps of a run in which reduced gradients are compared with exact ones
 BASE_SEED = 1 << 20  # data order of the base model, apart from those of the pairs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all runs of a study share. Batches are sequences per rank and micro-step."""
+    """Settings of all runs of a study. batch: sequences per rank and micro-step."""
 
     layers: int = 2
     width: int = 128
@@ -83,7 +85,7 @@ class Settings:
         return Topology(world=self.nodes * self.node_size, node_size=self.node_size)
 
     def model(self) -> GPT:
-        """With the first weights, in bf16 and computing in fp32, see gpt.py."""
+        """Return the model with its initial weights, in bf16; it computes in fp32, see gpt.py."""
         torch.manual_seed(0)
         config = GPTConfig(
             layers=self.layers, width=self.width, heads=self.heads, seq_len=self.seq_len,
@@ -92,14 +94,14 @@ class Settings:
         return GPT(config).bfloat16()
 
     def scheme(self, entry: SchemeEntry, seed: int) -> Scheme:
-        """Of an entry of --schemes, with random bits of ``seed``."""
+        """Return the scheme of an entry of --schemes. seed: of its random bits."""
         block = {"scheme": entry.name, "seed": seed, "node_size": self.node_size}
         config = parse_block(with_overrides(block, entry.overrides))
         config.validate_world(self.topology.world)
         return config.to_scheme()
 
     def simulation(self, entry: SchemeEntry, seed: int) -> Simulation:
-        """Of training the model from its first weights."""
+        """Return a simulation of the model with its initial weights."""
         return Simulation(
             self.model(), self.scheme(entry, seed),
             partial(torch.optim.AdamW, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.1),
@@ -111,7 +113,7 @@ class Settings:
 
 
 class Corpus:
-    """Text to train on, and text to measure on."""
+    """Training text and held-out text."""
 
     def __init__(self, path: Path | None, settings: Settings) -> None:
         tokens = text.load(path)
@@ -120,18 +122,21 @@ class Corpus:
         self._settings = settings
 
     def batch(self, seed: int, step: int, micro_step: int, rank: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets; `step` counts optimizer steps."""
-        s = self._settings
+        """Return inputs and targets. step: optimizer step."""
         return text.batch(
-            self._training, seed=seed, step=step * s.micro_steps + micro_step, rank=rank,
-            batch_size=s.batch, seq_len=s.seq_len,
-        )  # fmt: skip
+            self._training,
+            seed=seed,
+            step=step * self._settings.micro_steps + micro_step,
+            rank=rank,
+            batch_size=self._settings.batch,
+            seq_len=self._settings.seq_len,
+        )
 
     @torch.no_grad()
     def held_out_loss(self, simulation: Simulation, weights: list[Tensor] | None = None) -> float:
-        """Mean over all of the text, in windows that do not overlap, nats per byte.
+        """Return the mean loss over the held-out text in disjoint windows, nats per byte.
 
-        weights: to compute with; by default the exact ones.
+        weights: weights to compute with, by default the exact ones.
         """
         simulation.compute_with(weights or simulation.exact_weights())
         seq_len = self._settings.seq_len
@@ -145,14 +150,15 @@ class Corpus:
 
 
 def train_base(settings: Settings, corpus: Corpus, path: Path) -> dict[str, Any]:
-    """Train the base model at a constant rate, and write its checkpoint."""
+    """Train the base model at a constant rate. Write its checkpoint and return it."""
     (entry,) = parse_schemes(BASELINE)
-    simulation, curve = settings.simulation(entry, 0), []
+    simulation = settings.simulation(entry, 0)
+    curve: list[dict[str, Any]] = []
     warmup = max(1, settings.base_steps // 40)
     bar = tqdm(range(settings.base_steps), desc="base model", disable=None, leave=False)
     for step in bar:
         simulation.set_rate(settings.lr * min(1, (step + 1) / warmup))
-        loss, _ = simulation.step(lambda m, r, s=step: corpus.batch(BASE_SEED, s, m, r))
+        loss, _ = simulation.step(partial(corpus.batch, BASE_SEED, step))
         if (step + 1) % max(1, settings.base_steps // 10) == 0:
             curve.append({"step": step + 1, "held_out": corpus.held_out_loss(simulation)})
             tqdm.write(f"base model, step {step + 1}: held out {curve[-1]['held_out']:.4f}")
@@ -172,20 +178,20 @@ def branch(
     seed: int,
     tune_lr: float | None = None,
 ) -> dict[str, Any]:
-    """Train on from the base model; losses and errors of one run.
+    """Continue from the base model. Return losses and errors of the run.
 
-    tune_lr: to fine-tune, from this rate on and with a new optimizer; None: the decay.
+    tune_lr: first learning rate of a fine-tuning, which has a new optimizer; None: the rate decays.
     """
-    simulation, rate = settings.simulation(entry, seed), tune_lr or settings.lr
+    simulation = settings.simulation(entry, seed)
     simulation.load(base, weights_only=tune_lr is not None)
-    losses, errors = [], []
+    rate = tune_lr or settings.lr
+    losses = []
+    errors = []
     title = f"{entry.label}, seed {seed}"
     every = max(1, settings.steps // MEASURED)
     for step in tqdm(range(settings.steps), desc=title, disable=None, leave=False):
         simulation.set_rate(rate * (1 - (1 - FLOOR) * (step + 1) / settings.steps))
-        loss, error = simulation.step(
-            lambda m, r, s=step: corpus.batch(seed, s, m, r), measure=step % every == 0
-        )
+        loss, error = simulation.step(partial(corpus.batch, seed, step), measure=step % every == 0)
         losses.append(loss)
         if error is not None:
             errors.append(error)
@@ -202,7 +208,7 @@ def branch(
 
 
 def before(settings: Settings, corpus: Corpus, base: dict[str, Any]) -> float:
-    """Held-out loss of the base model."""
+    """Return the held-out loss of the base model."""
     (entry,) = parse_schemes(BASELINE)
     simulation = settings.simulation(entry, 0)
     simulation.load(base, weights_only=True)
@@ -213,65 +219,82 @@ def before(settings: Settings, corpus: Corpus, base: dict[str, Any]) -> float:
 
 
 class Ledger:
-    """Finished runs of one study, each a line of a file that other studies may share."""
+    """Finished runs of one study. Each is a line of a file that studies may share.
+
+    study: digest of its settings, text and base model.
+    """
 
     def __init__(self, path: Path, study: str) -> None:
-        self._path, self._study = path, study
+        self._path = path
+        self._study = study
         self.runs: list[dict[str, Any]] = []
-        for line in path.read_text("utf-8").splitlines() if path.exists() else []:
+        if not path.exists():
+            return
+        for line in path.read_text("utf-8").splitlines():
             run = json.loads(line)
-            same = run.pop("study") == study  # same settings, text and base model
-            if same:
+            if run.pop("study") == study:
                 self.runs.append(run)
 
     def add(self, run: dict[str, Any]) -> None:
-        """Also to the file, at once."""
+        """Add a run and append it to the file."""
         self.runs.append(run)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"study": self._study, **run}) + "\n")
 
     def labels(self) -> list[str]:
-        """Schemes of the runs but full precision, in their order."""
-        found = dict.fromkeys(run["scheme"] for run in self.runs)
-        return [label for label in found if label != BASELINE]
+        """Return the schemes of the runs except full precision, in the order of the first runs."""
+        labels = dict.fromkeys(run["scheme"] for run in self.runs)
+        return [label for label in labels if label != BASELINE]
 
     def by_seed(self, label: str, key: str = "held_out") -> dict[int, float]:
-        """A figure of the runs of a scheme."""
+        """Return a figure of every run of a scheme."""
         return {run["seed"]: run[key] for run in self.runs if run["scheme"] == label}
 
     def gap(self, label: str, key: str = "held_out") -> paired.Gap | None:
-        """To full precision in per cent."""
+        """Return the gap of a scheme to full precision in per cent."""
         return paired.gap(self.by_seed(label, key), self.by_seed(BASELINE, key))
 
 
 def missing_runs(
     ledger: Ledger, labels: Sequence[str], args: argparse.Namespace
 ) -> Iterator[tuple[str, int]]:
-    """Scheme and seed of the next run, until every interval is narrow; asked after every run."""
+    """Return scheme and seed of every missing run, until all intervals are narrow.
 
+    The ledger is read again after every run.
+    """
     while True:
-        gaps = {label: ledger.gap(label) for label in labels}
         pairs = {label: len(ledger.by_seed(label)) for label in labels}
-        open_ = [
-            label
-            for label, gap in gaps.items()
-            if pairs[label] < args.most_pairs
-            and (gap is None or not gap.is_settled(interval=args.interval, least=args.pairs))
-        ]
-        if not open_:
+        half_widths = {}  # of the schemes that need another pair
+        for label in labels:
+            gap = ledger.gap(label)
+            if pairs[label] >= args.most_pairs:
+                continue
+            if gap is None or not gap.is_settled(interval=args.interval, least=args.pairs):
+                half_widths[label] = None if gap is None else gap.half_width
+        if not half_widths:
             return
-        few = [label for label in open_ if pairs[label] < args.pairs]
-        label = few[0] if few else max(open_, key=lambda one: gaps[one].half_width)
+        too_few = [label for label in half_widths if pairs[label] < args.pairs]
+        label = too_few[0] if too_few else _widest(half_widths)
         for name in (BASELINE, label):
             if pairs[label] not in ledger.by_seed(name):
                 yield name, pairs[label]
 
 
+def _widest(half_widths: Mapping[str, float | None]) -> str:
+    """Return the scheme with the widest interval. One pair has no interval: it is the widest."""
+
+    def width(label: str) -> float:
+        half_width = half_widths[label]
+        return math.inf if half_width is None else half_width
+
+    return max(half_widths, key=width)
+
+
 def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[str, Any]]:
-    """Do what is missing; all runs, and what the result file says about the base model."""
+    """Do the missing runs. Return all runs, and the facts about base model and text."""
     entries = {entry.label: entry for entry in parse_schemes(f"{BASELINE},{args.schemes}")}
     for entry in entries.values():
-        settings.scheme(entry, 0)  # a wrong one is refused now, not in an hour
+        settings.scheme(entry, 0)  # refuses a wrong one before the first run
     corpus = Corpus(args.text, settings)
     base, ledger, about = _opened(args, settings, corpus)
     tune_lr = None if args.tune is None else args.tune_lr
@@ -280,8 +303,10 @@ def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[st
         about["tuning"] = {"lr": tune_lr, "text": corpus.about}
         ledger = Ledger(args.out / "runs.jsonl", _digest(about))
         about["tuning"]["before"] = before(settings, corpus, base)
+    if args.report:
+        return ledger, about
     labels = [label for label in entries if label != BASELINE]
-    for label, seed in missing_runs(ledger, labels, args) if not args.report else ():
+    for label, seed in missing_runs(ledger, labels, args):
         run = branch(settings, corpus, base, entries[label], seed, tune_lr)
         ledger.add({"scheme": label, "seed": seed, **run})
         if label != BASELINE:
@@ -292,7 +317,10 @@ def study(args: argparse.Namespace, settings: Settings) -> tuple[Ledger, dict[st
 def _opened(
     args: argparse.Namespace, settings: Settings, corpus: Corpus
 ) -> tuple[dict[str, Any], Ledger, dict[str, Any]]:
-    """The base model, trained if need be, the runs that began at it, and what they share."""
+    """Return the base model, the runs that began at it, and the facts about model and text.
+
+    The base model is trained if its checkpoint is missing.
+    """
     about: dict[str, Any] = {"settings": asdict(settings), "text": corpus.about}
     path = args.out / f"base-{_digest(about)}.pt"
     base = torch.load(path) if path.exists() else train_base(settings, corpus, path)
@@ -304,20 +332,22 @@ def _opened(
 def save(
     args: argparse.Namespace, settings: Settings, ledger: Ledger, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write the result file with every scheme that has pairs, its page and its picture."""
+    """Write the result file with all schemes that have pairs, its page and its picture."""
     entries = parse_schemes(args.schemes)
-    known = {entry.label for entry in entries}  # and those of other calls
-    entries += [e for label in ledger.labels() if label not in known for e in parse_schemes(label)]
-    found = [row(settings, ledger, entry) for entry in entries]
-    arguments = {
-        **asdict(settings), "pairs": args.pairs, "interval": args.interval, "text": args.text,
-        **({} if args.tune is None else {"tune": args.tune, "tune_lr": args.tune_lr}),
-        "schemes": [entry.label for entry in entries],
-    }  # fmt: skip
+    known = {entry.label for entry in entries}
+    for label in ledger.labels():  # schemes of earlier calls
+        if label not in known:
+            entries += parse_schemes(label)
+    rows = [row(settings, ledger, entry) for entry in entries]
+    arguments: dict[str, Any] = asdict(settings)
+    arguments |= {"pairs": args.pairs, "interval": args.interval, "text": args.text}
+    if args.tune is not None:
+        arguments |= {"tune": args.tune, "tune_lr": args.tune_lr}
+    arguments["schemes"] = [entry.label for entry in entries]
     content = {
         **about,
         "parameters": sum(p.numel() for p in settings.model().parameters()),
-        "rows": [one for one in found if one["gap"] is not None],
+        "rows": [row for row in rows if row["gap"] is not None],
         "runs": ledger.runs,
     }
     convergence_page.draw(content, args.json.with_suffix(".png"))
@@ -325,15 +355,19 @@ def save(
 
 
 def row(settings: Settings, ledger: Ledger, entry: SchemeEntry) -> dict[str, Any]:
-    """Gaps, errors and bits of one scheme."""
+    """Return gaps, errors and bits of a scheme."""
     param_specs = [
         cost.ParamSpec(name, tuple(p.shape), p.dtype, True)
         for name, p in settings.model().named_parameters()
     ]
     comm_volume = cost.comm_volume(
-        settings.scheme(entry, 0), 3, param_specs, ranks=settings.topology.world,
-        node_size=settings.node_size, gradient_dtype=torch.bfloat16,
-    )  # fmt: skip
+        settings.scheme(entry, 0),
+        3,
+        param_specs,
+        ranks=settings.topology.world,
+        node_size=settings.node_size,
+        gradient_dtype=torch.bfloat16,
+    )
     errors = {
         key: fmean(ledger.by_seed(entry.label, key).values() or [0.0])
         for key in ("gradient_error", "weight_error")
@@ -357,29 +391,33 @@ def _digest(value: Any) -> str:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Settings]:
-    """The command line, and the part of it that all runs of a study share."""
+    """Return the command line and the settings of all runs of the study."""
     parser = report.parser(__doc__)
     add = parser.add_argument
     add("--schemes", default=SCHEMES, metavar="A,B:KEY=VALUE,...", help="default: every preset")
-    add("--pairs", type=int, default=8, help="least number of pairs")
-    add("--most-pairs", type=int, default=32, help="after which an interval may stay wide")
-    add("--interval", type=float, default=0.05, help="half-width that is narrow enough, in %%")
-    add("--text", type=Path, help="your own; default: the documentation of CPython")
+    add("--pairs", type=int, default=8, help="pairs of every scheme, at least")
+    add("--most-pairs", type=int, default=32, help="pairs of a scheme, at most")
+    add("--interval", type=float, default=0.05, help="half-width of a narrow interval, in %%")
+    add("--text", type=Path, help="file to train on; default: the documentation of CPython")
     add("--tune", type=Path, metavar="FILE", help=f"fine-tune on it; {text.SOURCE}: Python source")
-    add("--tune-lr", type=float, default=2e-5, help="rate at which fine-tuning begins")
+    add("--tune-lr", type=float, default=2e-5, help="first learning rate of fine-tuning")
     add("--report", action="store_true", help="run nothing, write the result file and its section")
-    add("--out", type=Path, default=Path("convergence_out"), help="checkpoint and finished runs")
+    add("--out", type=Path, default=Path("convergence_out"), help="folder of checkpoint and runs")
     add("--json", type=Path, help="default: OUT/convergence.json, its section beside it")
     for field in fields(Settings):
-        option = f"--{field.name.replace('_', '-')}"
-        add(option, type=type(field.default), default=field.default)
+        add(option_of(field.name), type=type(field.default), default=field.default)
     args = parser.parse_args(argv)
     args.json = args.json or args.out / "convergence.json"
-    given = {field.name: getattr(args, field.name) for field in fields(Settings)}
-    for name, value in given.items():
+    values = {field.name: getattr(args, field.name) for field in fields(Settings)}
+    for name, value in values.items():
         if value <= 0:
-            parser.error(f"--{name.replace('_', '-')}={value}: allowed: above 0")
-    return args, Settings(**given)
+            parser.error(f"{option_of(name)}={value}: allowed: above 0")
+    return args, Settings(**values)
+
+
+def option_of(name: str) -> str:
+    """Return the option of a setting."""
+    return f"--{name.replace('_', '-')}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

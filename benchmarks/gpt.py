@@ -1,16 +1,17 @@
 """A small byte-level GPT, the model of the demo and of the convergence runs.
 
-Pre-norm transformer with learned positions, causal attention and no biases, over the 256 byte
-values. Written for reading: nothing in it knows about ZeRO or ds_quant. May import torch only.
+Pre-norm transformer over the 256 byte values, with learned positions, causal attention and no
+biases. It depends on neither ZeRO nor ds_quant. May import torch only.
 
 [Note: bf16 weights, fp32 arithmetic]
 A CPU without AVX-512 multiplies bf16 matrices in a scalar loop: 3.3 GFLOP/s on one core of an AVX2
 machine, against 49 in fp32. With `compute_dtype=torch.float32` weights and gradients stay bf16, so
-the wire carries what it carries on a GPU, and every weight is widened (exactly) where it is used.
+messages are the same as on a GPU. Every weight is converted to fp32 where it is used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,21 +104,25 @@ class GPT(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(VOCABULARY, config.width)
         self.position = nn.Embedding(config.seq_len, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        blocks = [Block(config) for _ in range(config.layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = LayerNorm(config.width)
         self.head = Linear(config.width, VOCABULARY)
-        self._initialise()
+        self._initialise(blocks)
 
-    def _initialise(self) -> None:
+    def _initialise(self, blocks: Sequence[Block]) -> None:
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
-        for block in self.blocks:  # the 2 * layers branches add up: keep the sum's variance
+        # 2 * layers branches are added: smaller weights keep the variance of the sum.
+        for block in blocks:
             for branch in (block.attention.out, block.contract):
                 nn.init.normal_(branch.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of `targets` given `inputs`, both (batch, seq_len) int64; scalar fp32.
+        """Return the mean cross-entropy of `targets`, a scalar fp32.
+
+        inputs, targets: (batch, seq_len) int64.
 
         Raises:
             ValueError: the sequence is longer than the model's `seq_len`.

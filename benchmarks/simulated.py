@@ -401,7 +401,7 @@ class Simulation:
         shards = [bucket.finish() for bucket in buckets]
         for rank in self._ranks:
             rank.after_backward()
-        reduced = []  # shards by parameter and rank
+        reduced: list[Tensor] = []  # shards by parameter and rank
         for shards_of_param in zip(*shards, strict=True):
             reduced.extend(shards_of_param)
         return mean_loss, torch.cat(reduced)

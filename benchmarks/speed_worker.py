@@ -1,7 +1,7 @@
-"""One rank of a speed measurement: all schemes in one process, timed in interleaved blocks.
+"""One rank of a speed measurement: an engine per scheme in one process, timed in turns.
 
-Started by speed.py on a host of the network lab, with RANK, WORLD_SIZE and so on in the
-environment and the plan as JSON in a file. Rank 0 switches the link rates and writes the result.
+speed.py starts it on a host of the network lab, with RANK, WORLD_SIZE and so on in the environment
+and the plan as JSON in a file. Rank 0 sets the link rates and writes the result.
 """
 
 from __future__ import annotations
@@ -26,20 +26,26 @@ import ds_quant
 
 
 class FSDP2:
-    """torch's own hybrid sharding, with what a measurement asks of a DeepSpeed engine: weights
-    gathered and gradients reduced in bf16, between nodes in the last micro-step only.
+    """torch's own hybrid sharding with the interface of a DeepSpeed engine.
+
+    Weights are gathered and gradients reduced in bf16, between nodes in the last micro-step only.
     """
 
     def __init__(self, model: GPT, config: dict[str, Any], nodes: int) -> None:
         mesh = init_device_mesh(
             "cpu", (nodes, dist.get_world_size() // nodes), mesh_dim_names=("replicate", "shard")
         )
-        precision = MixedPrecisionPolicy(  # computes in fp32 as the others: see gpt.py
+        # The model computes in fp32, as under the other engines: see gpt.py.
+        precision = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False
         )
-        for module in (*(m for m in model.modules() if isinstance(m, Block)), model):
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-        self.module, self.global_steps, self._micro_steps = model, 0, 0
+        for block in list(model.modules()):
+            if isinstance(block, Block):
+                fully_shard(block, mesh=mesh, mp_policy=precision)
+        self.module = model
+        self._sharded = fully_shard(model, mesh=mesh, mp_policy=precision)  # the same object
+        self.global_steps = 0
+        self._micro_steps = 0
         self._accumulation = config["gradient_accumulation_steps"]
         rate = config["optimizer"]["params"]["lr"]
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
@@ -48,7 +54,7 @@ class FSDP2:
         return self._accumulation
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        self.module.set_requires_all_reduce(self._micro_steps == self._accumulation - 1)
+        self._sharded.set_requires_all_reduce(self._micro_steps == self._accumulation - 1)
         return self.module(*inputs)
 
     def backward(self, loss: Tensor) -> None:
@@ -63,10 +69,17 @@ class FSDP2:
 
 
 def build(config: dict[str, Any], plan: dict[str, Any]) -> Any:
-    """An engine of one scheme on the model of the plan; the same weights for all."""
+    """Return the engine of a scheme on the model of the plan. All engines have equal weights."""
     torch.manual_seed(0)
-    sizes = {key: plan[key] for key in ("layers", "width", "heads", "seq_len")}
-    model = GPT(GPTConfig(**sizes, compute_dtype=torch.float32))
+    model = GPT(
+        GPTConfig(
+            layers=plan["layers"],
+            width=plan["width"],
+            heads=plan["heads"],
+            seq_len=plan["seq_len"],
+            compute_dtype=torch.float32,
+        )
+    )
     if "fsdp2" in config:
         return FSDP2(model, config, plan["nodes"])
     deepspeed.utils.set_z3_leaf_modules(model, [Block])
@@ -77,9 +90,10 @@ def build(config: dict[str, Any], plan: dict[str, Any]) -> Any:
 
 
 def steps(engine: Any, count: int, plan: dict[str, Any]) -> tuple[float, float]:
-    """Seconds of `count` optimizer steps, from one barrier to the next, after one that is not
-    timed: a step waits for what the one before left on its way. And the loss of the last
-    micro-step; all engines train on the same tokens.
+    """Return seconds of `count` optimizer steps and the mean loss of the last micro-step.
+
+    Steps are timed from barrier to barrier. One more step runs first, because a step waits for the
+    messages of the one before. All engines train on the same tokens.
     """
     shape = (plan["batch"], plan["seq_len"])
     generator = torch.Generator().manual_seed(engine.global_steps * 1000 + dist.get_rank())
@@ -96,82 +110,100 @@ def steps(engine: Any, count: int, plan: dict[str, Any]) -> tuple[float, float]:
             engine.step()
     dist.barrier()
     seconds = time.perf_counter() - start
-    if (node := getattr(getattr(engine, "ds_quant_plugin", None), "node", None)) is not None:
-        node.finish()  # else it would travel beside the next engine
+    plugin = getattr(engine, "ds_quant_plugin", None)
+    node_shard = getattr(plugin, "node", None)
+    if node_shard is not None:
+        node_shard.finish()  # its messages would slow down the next engine
     return seconds, total(loss.item()) / dist.get_world_size()
 
 
 def busy_seconds() -> float:
-    """CPU seconds that this machine has spent on anything, all cores."""
-    user, nice, system, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    """Return the busy CPU seconds of this machine since it started, all cores together."""
+    total_line = Path("/proc/stat").read_text().splitlines()[0]
+    user, nice, system, *_ = map(int, total_line.split()[1:])
     return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
 def total(value: float) -> float:
-    """Sum over the ranks."""
+    """Return the sum over the ranks."""
     tensor = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(tensor)
     return float(tensor)
 
 
 def measure_block(engine: Any, plan: dict[str, Any]) -> dict[str, float]:
-    """Seconds per step, bytes into a host per step (interface and plugin), foreign CPU cores."""
-    count, at_interface = plan["steps_per_block"], plan["lab"] and os.environ["LOCAL_RANK"] == "0"
-    read = lab.received_bytes if at_interface else lambda: 0  # loopback has no such counter
-    before, counted = read(), counted_bytes(engine)
-    own, busy, start = time.process_time(), busy_seconds(), time.perf_counter()
+    """Time some steps. Return seconds and bytes into a host per step, and foreign CPU cores.
+
+    Bytes are counted at the interfaces of the lab and by the plugin. Foreign cores are those that
+    other programs kept busy.
+    """
+    count = plan["steps_per_block"]
+    reads_interface = plan["lab"] and os.environ["LOCAL_RANK"] == "0"
+    received_before = lab.received_bytes() if reads_interface else 0
+    counted_before = counted_bytes(engine)
+    own_before = time.process_time()
+    busy_before = busy_seconds()
+    start = time.perf_counter()
     seconds, loss = steps(engine, count, plan)
     elapsed = time.perf_counter() - start
-    used, busy = total(time.process_time() - own), busy_seconds() - busy
-    per_host = (count + 1) * plan["nodes"]
-    received, counted = total(read() - before), total(counted_bytes(engine) - counted)
+    own = total(time.process_time() - own_before)
+    busy = busy_seconds() - busy_before
+    received = total((lab.received_bytes() if reads_interface else 0) - received_before)
+    counted = total(counted_bytes(engine) - counted_before)
+    hosts_and_steps = (count + 1) * plan["nodes"]
     return {
         "seconds": seconds / count,
         "loss": loss,
-        "interface_bytes": (received if plan["lab"] else counted) / per_host,
-        "counted_bytes": counted / per_host,
-        "foreign_cores": max(0.0, busy - used) / elapsed,
+        # A loopback has no counter of bytes between hosts.
+        "interface_bytes": (received if plan["lab"] else counted) / hosts_and_steps,
+        "counted_bytes": counted / hosts_and_steps,
+        "foreign_cores": max(0.0, busy - own) / elapsed,
     }
 
 
 def counted_bytes(engine: Any) -> int:
-    """Bytes that this rank has received from other hosts, as the plugin counts."""
-    report = report_of(engine) or {"received_bytes": {}}
-    return sum(links["inter"] for links in report["received_bytes"].values())
+    """Return the bytes that this rank received from other hosts, as counted by the plugin."""
+    report = report_of(engine)
+    if report is None:
+        return 0
+    return sum(by_hop["inter"] for by_hop in report["received_bytes"].values())
 
 
 def report_of(engine: Any) -> dict[str, Any] | None:
-    """The plugin's report; None without it."""
+    """Return the plugin's report, None without a plugin."""
     return None if isinstance(engine, FSDP2) else ds_quant.report(engine)
 
 
 def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     torch.set_num_threads(1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would bypass the network
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # bypasses the network
     deepspeed.init_distributed("gloo", verbose=False)
     first = dist.get_rank() == 0
     engines = {label: build(config, plan) for label, config in plan["schemes"].items()}
     for engine in engines.values():
         steps(engine, plan["warmup"], plan)
-    results, labels = [], list(engines)
+    results = []
+    labels = list(engines)
     for rate in plan["rates"]:
         if first and plan["lab"]:
             lab.set_rate(plan["nodes"], rate)
         for block in range(plan["blocks"]):
-            turn = block % len(labels)
-            for label in labels[turn:] + labels[:turn]:
+            rotation = block % len(labels)
+            for label in labels[rotation:] + labels[:rotation]:
                 row = measure_block(engines[label], plan)
                 results.append({"rate": rate, "block": block, "scheme": label, **row})
             if first:
                 print(f"rate {rate} block {block + 1}/{plan['blocks']} done", flush=True)
     if first:
         reports = {label: report_of(engine) for label, engine in engines.items()}
+        lines = {}
+        for label, report in reports.items():
+            lines[label] = report["line"] if report else "not ours"
+        parameters = engines[labels[-1]].module.parameters()
         outcome = {
-            "parameters": sum(
-                getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()
-            ),
-            "lines": {k: r["line"] if r else "not ours" for k, r in reports.items()},
+            "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+            "lines": lines,
             "blocks": results,
         }
         Path(sys.argv[2]).write_text(json.dumps(outcome), "utf-8")

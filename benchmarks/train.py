@@ -1,8 +1,8 @@
-"""Training script of the demo: what a DeepSpeed user writes, plus a log of losses and counters.
+"""Training script of the demo: a plain DeepSpeed script with a log of losses and counters.
 
-ds_quant is switched on by the "quantized_comm" block of the DeepSpeed configuration, not by this
-file. Only a checkout that is not installed has no entry point to load the plugin; there the
-launching side passes --plugin-import (and PYTHONPATH). Run it with a launcher:
+The "quantized_comm" block of the DeepSpeed configuration switches ds_quant on, not this file. A
+checkout that is not installed has no entry point to load the plugin; there pass --plugin-import and
+set PYTHONPATH. Run it with a launcher:
 
     deepspeed --num_accelerators 4 benchmarks/train.py --deepspeed_config ds_config.json
 """
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -29,7 +30,7 @@ VALIDATION_BATCHES = 8  # per rank
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Command line of one training run; sizes are per rank and per micro-step."""
+    """Return the command line of one training run. Sizes are per rank and micro-step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--deepspeed_config", required=True, help="ds_config.json")
@@ -37,17 +38,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_flags(parser)
     add("--progress", type=Path, help="JSON lines, one per step, as they happen")
     add("--result", type=Path, help="JSON written at the end")
-    add(
-        "--profile",
-        type=Path,
-        help="Chrome trace of the last step on rank 0",
-    )
+    add("--profile", type=Path, help="Chrome trace of the last step on rank 0")
     add("--plugin-import", action="store_true", help="import ds_quant by name")
     return parser.parse_args(argv)
 
 
 def train_step(engine: deepspeed.DeepSpeedEngine, batch: Batch, step: int) -> torch.Tensor:
-    """One optimizer step; the loss averaged over this rank's micro-steps, a scalar fp32."""
+    """Run one optimizer step. Return the mean loss of this rank's micro-steps, a scalar fp32."""
     total = torch.zeros((), device=engine.device)
     accumulation = engine.gradient_accumulation_steps()
     for micro_step in range(step * accumulation, (step + 1) * accumulation):
@@ -59,20 +56,22 @@ def train_step(engine: deepspeed.DeepSpeedEngine, batch: Batch, step: int) -> to
 
 
 def next_batch(engine: deepspeed.DeepSpeedEngine, batch: Batch, step: int) -> list[torch.Tensor]:
-    """This rank's tensors of micro-step `step`, on its device."""
+    """Return this rank's tensors of micro-step `step`, on its device."""
     tensors = batch(step, dist.get_rank(), engine.train_micro_batch_size_per_gpu())
     return [tensor.to(engine.device) for tensor in tensors]
 
 
 def mean_over_ranks(values: list[torch.Tensor]) -> list[float]:
-    """Mean over ranks of scalar tensors, with one collective."""
+    """Return the means over ranks of scalar tensors, with one collective."""
     stacked = torch.stack(values).float()  # (len(values),)
     dist.all_reduce(stacked)
     return (stacked / dist.get_world_size()).tolist()
 
 
-def train(engine: deepspeed.DeepSpeedEngine, batch: Batch, args: argparse.Namespace):
-    """Run all steps; the per-step losses (mean over ranks) and this rank's seconds."""
+def train(
+    engine: deepspeed.DeepSpeedEngine, batch: Batch, args: argparse.Namespace
+) -> tuple[list[float], list[float]]:
+    """Run all steps. Return the losses, mean over ranks, and this rank's seconds, per step."""
     losses: list[float] = []
     seconds: list[float] = []
     pending: list[torch.Tensor] = []
@@ -83,17 +82,17 @@ def train(engine: deepspeed.DeepSpeedEngine, batch: Batch, args: argparse.Namesp
             get_accelerator().synchronize()
         seconds.append(time.perf_counter() - start)
         if len(pending) == LOG_INTERVAL or step == args.steps - 1:
-            found = mean_over_ranks(pending)
+            means = mean_over_ranks(pending)
             if args.progress is not None and dist.get_rank() == 0:
-                write_progress(args.progress, len(losses), found)
-            losses += found
+                write_progress(args.progress, len(losses), means)
+            losses += means
             pending.clear()
     return losses, seconds
 
 
 @contextmanager
 def profiled(path: Path | None) -> Iterator[None]:
-    """Write a Chrome trace of the code inside on rank 0; without a path record nothing."""
+    """Write a Chrome trace of the code inside on rank 0. path: None to record nothing."""
     if path is None or dist.get_rank() != 0:
         yield
         return
@@ -103,14 +102,14 @@ def profiled(path: Path | None) -> Iterator[None]:
 
 
 def write_progress(path: Path, first: int, losses: list[float]) -> None:
-    """Append the losses of steps from ``first`` on."""
+    """Append losses to the file. first: step of the first one."""
     with path.open("a", encoding="utf-8") as file:
         for step, loss in enumerate(losses, start=first):
             file.write(json.dumps({"step": step, "loss": loss}) + "\n")
 
 
 def validate(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> float:
-    """Loss on held-out batches, mean over ranks; weights are sent as they are in training."""
+    """Return the loss on held-out batches, mean over ranks. Weights are sent as in training."""
     engine.eval()
     losses = []
     with torch.no_grad():
@@ -119,17 +118,19 @@ def validate(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> float:
     return sum(mean_over_ranks(losses)) / len(losses)
 
 
-def plugin_reports(engine: deepspeed.DeepSpeedEngine) -> list[dict] | None:
-    """The plugin's counters of every rank, or None when it does not act on this engine."""
-    plugin = sys.modules.get("ds_quant")
-    report = plugin.report(engine) if hasattr(plugin, "report") else None
-    reports: list[dict | None] = [None] * dist.get_world_size()
+def plugin_reports(engine: deepspeed.DeepSpeedEngine) -> list[dict[str, Any]] | None:
+    """Return the plugin's counters of every rank, or None if it does not act on this engine."""
+    report = None
+    if "ds_quant" in sys.modules:
+        report = sys.modules["ds_quant"].report(engine)
+    reports: list[dict[str, Any] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, report)
-    return None if None in reports else reports
+    found = [report for report in reports if report is not None]
+    return found if len(found) == len(reports) else None
 
 
 def main() -> None:
-    """Train, then write losses, times and counters to `--result`."""
+    """Train. Write losses, times and counters to `--result`."""
     args = parse_args()
     if args.plugin_import:
         importlib.import_module("ds_quant")

@@ -1,9 +1,9 @@
-"""pytest plugin (-p peer.plugin): the block in every config that enables ZeRO 1 to 3.
+"""pytest plugin (-p peer.plugin): puts the block into every config that enables ZeRO 1 to 3.
 
-PEER_SUITE_BLOCK is the block as JSON (empty: leave configs alone), PEER_SUITE_NOTES the file in
-which all processes note ranks with the block and errors of ranks. A test's largest number of ranks
-with the block becomes its property "world" in the JUnit file. A test that hangs fails, its ranks
-are ended, and the next one runs.
+PEER_SUITE_BLOCK is the block as JSON; empty: configs stay as they are. All processes write the
+number of ranks with the block and the errors of ranks to the file PEER_SUITE_NOTES. The largest
+number of a test becomes its property "world" in the JUnit file. A test that hangs fails; its ranks
+are ended and the next test runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK, NOTES, KEY = "PEER_SUITE_BLOCK", "PEER_SUITE_NOTES", "quantized_comm"
 
 
 def note(kind: str, value: Any) -> None:
-    """Append a line by a single write, because all processes share the file."""
+    """Append a line with a single write, because all processes share the file."""
     handle = os.open(os.environ[NOTES], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.write(handle, (json.dumps([kind, value]) + "\n").encode())
     os.close(handle)
@@ -31,12 +31,14 @@ def note(kind: str, value: Any) -> None:
 def noted(kind: str) -> list[Any]:
     """Return what the processes of the current test have noted."""
     path = Path(os.environ[NOTES])
-    lines = map(json.loads, path.read_text("utf-8").splitlines()) if path.exists() else ()
-    return [value for found, value in lines if found == kind]
+    if not path.exists():
+        return []
+    notes = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return [value for note_kind, value in notes if note_kind == kind]
 
 
 def with_block(param_dict: dict[str, Any], block: dict[str, Any]) -> dict[str, Any]:
-    """Return the config as somebody who uses the plugin would have written it."""
+    """Return the config with the block, if it enables ZeRO 1 to 3 and has none."""
     zero = param_dict.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
     if stage not in (1, 2, 3) or KEY in param_dict:
@@ -46,18 +48,24 @@ def with_block(param_dict: dict[str, Any], block: dict[str, Any]) -> dict[str, A
 
 
 def insert() -> None:
-    """Let ds_quant, which reads every config by one function, find the block in it."""
+    """Patch the function by which ds_quant reads a config, so that it finds the block."""
     block = json.loads(os.environ.get(BLOCK) or "null")
     if block is None:
         return
     from ds_quant.config import schema
 
     original = schema.parse
-    schema.parse = lambda param_dict: original(with_block(param_dict, block))
+
+    def parse(
+        param_dict: dict[str, Any], *, load_codecs: bool = True
+    ) -> schema.QuantizedCommConfig | None:
+        return original(with_block(param_dict, block), load_codecs=load_codecs)
+
+    schema.parse = parse
 
 
 def pytest_configure() -> None:
-    insert()  # for tests that build an engine or a config without ranks of their own
+    insert()  # for tests that build an engine or a config in this process
     multiprocessing.set_forkserver_preload(["peer.ranks"])
 
 
@@ -67,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """DeepSpeed's helpers leave pytest when a test hangs, and wait for ranks that never end."""
+    """Replace DeepSpeed's helpers that exit pytest when a test hangs, or wait for hung ranks."""
     if (common := sys.modules.get("unit.common")) is None:
         return
     exec_class = common.DistributedExec
@@ -87,7 +95,8 @@ def pytest_collection_finish() -> None:
         else:
             pool.terminate()
 
-    exec_class._launch_procs, exec_class._close_pool = launched, closed
+    exec_class._launch_procs = launched
+    exec_class._close_pool = closed
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -96,5 +105,6 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
     try:
         return (yield)
     finally:
-        item.user_properties += [("world", max(noted("world"), default=0))]
-        item.user_properties += [("rank_error", error) for error in noted("rank_error")[:1]]
+        item.user_properties.append(("world", max(noted("world"), default=0)))
+        for error in noted("rank_error")[:1]:
+            item.user_properties.append(("rank_error", error))

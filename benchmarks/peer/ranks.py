@@ -1,7 +1,7 @@
-"""Imported once by the fork server from which all ranks of DeepSpeed's tests are forked.
+"""Imported once by the fork server of DeepSpeed's tests, from which all ranks are forked.
 
-A rank then starts with torch, DeepSpeed and its compiled CPU operators loaded, which takes seconds
-per rank and test otherwise, and with the block inserted. The operators are compiled on first use.
+A rank starts with the block inserted and with torch, DeepSpeed and its CPU operators loaded, which
+would take seconds per rank and test. The operators are compiled on first use.
 """
 
 # ruff: noqa: E402  (the block must be in place before DeepSpeed is imported)
@@ -18,7 +18,7 @@ plugin.insert()
 
 import deepspeed
 import deepspeed.runtime.zero.stage3
-import functorch.compile  # noqa: F401  (these four: an engine would import them on every rank)
+import functorch.compile  # noqa: F401  (an engine would import these four on every rank)
 import pytest  # noqa: F401
 import torch._dynamo
 import torch._inductor.compile_fx
@@ -27,7 +27,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from unit.common import DistributedExec
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a long build that is not used
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes long to build, not used
 for operator in ("CPUAdamBuilder", "FusedAdamBuilder"):
     get_accelerator().create_op_builder(operator).load()
 
@@ -37,9 +37,9 @@ if not hasattr(DeepSpeedEngine, "sparse_tensor_module_names"):
 
 
 def _report_errors(original: Any) -> Any:
-    """Note errors: pytest hears of a failed rank only when no other one waits for it."""
+    """Note errors of ranks: pytest reports a failed rank only if no other rank waits for it."""
 
-    @functools.wraps(original)  # a rank is sent the method by its name
+    @functools.wraps(original)  # the method is pickled by its name
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)

@@ -97,6 +97,55 @@ def test_files_and_tests_named_in_backticks_exist(page: Path) -> None:
     assert set(re.findall(r"`(test_\w+)`", text)) <= known
 
 
+# ---- the architecture page ----
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+BLOCKS = re.findall(r"^```text\n(.*?)^```", ARCHITECTURE, re.MULTILINE | re.DOTALL)
+# "zero/fetch.py   Fetch.fetch" in a picture: a file and a name that is defined there.
+FILE_AND_NAME = re.compile(r"\b(\w+/\w+\.py) +([A-Za-z_][\w.]*)(?![\w./])")
+WALKS = [pair for block in BLOCKS for pair in FILE_AND_NAME.findall(block)]
+
+
+def names_in(path: Path) -> set[str]:
+    """Return the functions and classes of a module, and the methods as Class.method."""
+    names = set()
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+            continue
+        names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [item.name for item in node.body if isinstance(item, ast.FunctionDef)]
+            names.update(f"{node.name}.{method}" for method in methods)
+    return names
+
+
+@pytest.mark.parametrize(("file", "name"), WALKS)
+def test_a_walk_of_the_architecture_page_names_what_is_defined(file: str, name: str) -> None:
+    assert name in names_in(ROOT / "ds_quant" / file)
+
+
+def test_the_walks_are_found_on_the_page() -> None:
+    assert ("zero/fetch.py", "Fetch.fetch") in WALKS and ("config/schema.py", "parse") in WALKS
+    lines = [line for block in BLOCKS for line in block.splitlines()]
+    first = lines.index("DeepSpeed fetches parameters")
+    steps = [line for line in lines[first:] if ".py" in line]
+    assert len(steps) == sum(bool(FILE_AND_NAME.search(line)) for line in steps) > 10
+
+
+def test_files_of_the_architecture_page_exist() -> None:
+    for name in re.findall(r"\b(?:ds_quant/)?((?:\w+/)?\w+\.py)\b", ARCHITECTURE):
+        if name.startswith(("distributed/", "unit/")):
+            continue  # tests: test_files_and_tests_named_in_backticks_exist
+        assert list((ROOT / "ds_quant").rglob(name)), name
+
+
+def test_words_of_the_architecture_page_stand_for_classes() -> None:
+    """The glossary names a class per word, which the package defines under that name."""
+    classes = {name for path in (ROOT / "ds_quant").rglob("*.py") for name in names_in(path)}
+    words = re.findall(r"^\| [\w ,]+ \| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
+    assert len(words) > 10 and set(words) <= classes
+
+
 # ---- a release ----
 
 

@@ -11,6 +11,7 @@ import io
 import subprocess
 import sys
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,16 +63,56 @@ OTHERS = {
     "tools": set("torch deepspeed packaging matplotlib transformers hjson psutil cupy".split()),
 }
 ONLY_INSIDE_FUNCTIONS = {"cupy", "deepspeed"}
-PRIVATE_NAMES = ("deepspeed.runtime", "_DeepSpeedZeroOptimizer")
-PRIVATE_HOMES = (
+# Modules that may use any attribute that zero/deepspeed_types.py declares.
+HOOKS = (
     "zero.hooks",
     "zero.shard_hooks",
     "zero.sharded_params",
     "zero.optimizer_hooks",
+    "zero.offload",
     "zero.muon",
     "zero.install",
+    "zero.accelerator",
     "zero.deepspeed_types",
 )
+# Internals that other modules read: names of no hook.
+READ_ELSEWHERE = {
+    "zero.attach": {"dp_process_group", "ds_process_group"},
+    "zero.fetch": {
+        "all_gather_coalesced",
+        "ds_active_sub_modules",
+        "ds_id",
+        "ds_numel",
+        "ds_persist",
+        "ds_process_group",
+        "ds_tensor",
+    },
+    "zero.first_step": {"ds_persist"},
+    "zero.gather_count": {"ds_numel", "ds_persist"},
+    "zero.node_shard": {"ds_numel", "ds_persist", "ds_process_group", "ds_tensor"},
+    "zero.owner_gradients": {"dp_process_group"},
+    "zero.partial_gradients": {"independent_gradient_partition_epilogue"},
+    "zero.replica": {"allgather_bucket_size"},
+}
+# Classes of deepspeed_types.py whose public attributes are DeepSpeed's interface, not internals.
+INTERFACES = {"Engine", "Monitor", "OffloadSettings", "GatherHandle", "CheckpointEngine"}
+# Names that objects of torch, of Python or of this package have, too.
+SHARED_NAMES = {
+    "all_gather",
+    "current_stream",
+    "get_rank",
+    "get_world_size",
+    "initialize",
+    "optimizer",
+    "params",
+    "partition",
+    "quantized_comm",
+    "reduce_scatter",
+    "stage",
+    "step",
+    "synchronize",
+    "zero_grad",
+}
 
 
 class Edge(NamedTuple):
@@ -181,16 +222,77 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not left, "a circle among these"
 
 
+def declared_names() -> dict[str, set[str]]:
+    """Return the attributes and methods that zero/deepspeed_types.py declares, by class."""
+    tree = ast.parse((PACKAGE / "zero" / "deepspeed_types.py").read_text("utf-8"))
+    names = {}
+    for kind in tree.body:
+        if not isinstance(kind, ast.ClassDef):
+            continue
+        names[kind.name] = {
+            node.target.id
+            for node in kind.body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        } | {node.name for node in kind.body if isinstance(node, ast.FunctionDef)}
+    return names
+
+
+def internal_names() -> set[str]:
+    """Return the declared names that are DeepSpeed's internals and nobody else's."""
+    declared = declared_names()
+    public = {name for kind in INTERFACES for name in declared[kind] if not name.startswith("_")}
+    return set().union(*declared.values()) - public - SHARED_NAMES
+
+
+def attributes_in(path: Path) -> Iterator[tuple[str, int]]:
+    """Return every attribute that a module uses, also by getattr and its kin, with its line."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Attribute):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "hasattr",
+            "setattr",
+        ):
+            name = node.args[1]
+            if isinstance(name, ast.Constant):
+                yield str(name.value), node.lineno
+
+
+def test_declared_names_are_those_of_the_hooks() -> None:
+    names = internal_names()
+    assert {"ds_tensor", "_config", "ipg_buckets", "average_tensor", "parameter_offload"} <= names
+    assert "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads" in names
+    assert "global_steps" not in names and "_take_model_step" in names
+
+
 @pytest.mark.parametrize("room", ROOMS)
-def test_only_hooks_name_private_deepspeed(room: str) -> None:
+def test_only_hooks_use_internals_of_deepspeed(room: str) -> None:
+    names = internal_names()
+    wrong = []
+    unused = []
+    for path in ROOMS[room]:
+        module = module_name(path)
+        if module in HOOKS:
+            continue
+        readable = READ_ELSEWHERE.get(module, set())
+        used = {name: line for name, line in attributes_in(path) if name in names}
+        for name in used.keys() - readable:
+            wrong.append(f"{path.name}:{used[name]} uses {name}")
+        unused += [f"{path.name} no longer reads {name}" for name in readable - used.keys()]
+    assert wrong == [], "only the hooks may"
+    assert unused == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_only_hooks_name_modules_inside_deepspeed(room: str) -> None:
     # _autoload waits for one module by name
-    paths = [p for p in ROOMS[room] if module_name(p) not in (*PRIVATE_HOMES, "_autoload")]
+    paths = [p for p in ROOMS[room] if module_name(p) not in (*HOOKS, "_autoload")]
     wrong = [
-        f"{path.name}:{number} names {name}"
+        f"{path.name}:{number}: {line.strip()}"
         for path in paths
         for number, line in code_of(path).items()
-        for name in PRIVATE_NAMES
-        if name in line
+        if "deepspeed.runtime" in line
     ]
     assert wrong == [], "only the hooks may"
 

@@ -1,11 +1,11 @@
-"""Compare schemes by training: one small GPT per scheme, same start, same data, one after another.
+"""Compares schemes by training: one small GPT per scheme, same start, same data, one by one.
 
     python benchmarks/compare.py                     # the demo: three schemes, a few minutes
     python benchmarks/compare.py --schemes full_precision,qsdp:weights.bits=6 --stage 2 --steps 500
     python benchmarks/compare.py --model my_model:build --world 2 --node-size 1   # your own model
 
-Prints a table and what it means, writes a JSON file with everything and a PNG of the loss curves.
-`--model` names a function as `task.load_task` describes it.
+Prints a table with conclusions. Writes a JSON file with all figures and a PNG of the loss curves.
+`--model` names a function: see task.py.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ MODEL_FLAGS = ("layers", "width", "heads", "seq_len", "seed", "model")  # of tra
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Command line; without arguments it is the demo."""
+    """Return the command line. Without arguments it is the demo."""
     parser = report.parser(__doc__)
     add = parser.add_argument
-    add("--schemes", type=_schemes, metavar="A,B:KEY=VALUE,...",
-        help=f"default, the demo: {DEMO}, on two pretended nodes")  # fmt: skip
+    add(
+        "--schemes",
+        type=_schemes,
+        metavar="A,B:KEY=VALUE,...",
+        help=f"default, the demo: {DEMO}, on two pretended nodes",
+    )
     add("--stage", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage")
     add("--world", type=int, default=4, help="ranks")
     add("--node-size", type=int, help="ranks per (pretended) node; must divide --world")
@@ -42,8 +46,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
     add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--batch", type=int, default=8, help="sequences per rank and micro-step")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto",
-        help="auto: cuda if it has a GPU for every rank")  # fmt: skip
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: cuda if it has a GPU for every rank",
+    )
     add("--launcher", choices=("deepspeed", "torchrun"), default="deepspeed")
     add("--timeout", type=float, default=3600, help="seconds after which a run is ended")
     add("--out", type=Path, default=Path("demo_out"), help="folder for logs and results")
@@ -55,7 +63,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.schemes is None:
         args.schemes = parse_schemes(DEMO)
         if args.node_size is None and args.world % 2 == 0:
-            args.node_size = args.world // 2  # between the nodes is where bytes count
+            args.node_size = args.world // 2  # two nodes: bytes between nodes matter most
     return args
 
 
@@ -67,10 +75,10 @@ def _schemes(listing: str) -> list[SchemeEntry]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse a wrong block now, not when its turn comes minutes later.
+    """Refuse wrong blocks and models before the first run.
 
     Raises:
-        ValueError: (ConfigError) names the key and what is allowed.
+        ValueError: (ConfigError) names the key and the allowed values.
     """
     from ds_quant.config.schema import parse
 
@@ -83,7 +91,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def choose_device(args: argparse.Namespace) -> str:
-    """The accelerator of all runs: `--device`, with auto resolved."""
+    """Return the accelerator of all runs."""
     if args.device != "auto":
         return args.device
     import torch
@@ -92,29 +100,43 @@ def choose_device(args: argparse.Namespace) -> str:
 
 
 def run_all(args: argparse.Namespace, device: str, corpus: Path) -> list[dict[str, Any]]:
-    """Train every scheme in turn; label, block, result of train.py and seconds of each."""
-    given = {name: getattr(args, name) for name in MODEL_FLAGS}
-    arguments = [*report.flags(given), f"--text={corpus}"]
-    bar, runs = launch.progress_bar(len(args.schemes) * args.steps), []
+    """Train every scheme. Return label, block, seconds and result of train.py of each.
+
+    corpus: file with the text to train on.
+    """
+    model_flags = {name: getattr(args, name) for name in MODEL_FLAGS}
+    arguments = [*report.flags(model_flags), f"--text={corpus}"]
+    bar = launch.progress_bar(len(args.schemes) * args.steps)
+    runs = []
     for number, entry in enumerate(args.schemes):
         job = launch.Job(
-            label=entry.label, config=deepspeed_config(entry, args), arguments=arguments,
-            folder=args.out.resolve() / launch.folder_name(entry.label), world=args.world,
-            steps=args.steps, device=device, launcher=args.launcher, timeout=args.timeout,
-        )  # fmt: skip
-        bar.n, start = number * args.steps, time.monotonic()
+            label=entry.label,
+            config=deepspeed_config(entry, args),
+            arguments=arguments,
+            folder=args.out.resolve() / launch.folder_name(entry.label),
+            world=args.world,
+            steps=args.steps,
+            device=device,
+            launcher=args.launcher,
+            timeout=args.timeout,
+        )
+        bar.n = number * args.steps
+        start = time.monotonic()
         result = launch.run(job, bar)
-        seconds = time.monotonic() - start
-        block = block_of(entry, args)
         runs.append(
-            {"label": entry.label, "block": block, "run_seconds": seconds, "result": result}
+            {
+                "label": entry.label,
+                "block": block_of(entry, args),
+                "run_seconds": time.monotonic() - start,
+                "result": result,
+            }
         )
     bar.close()
     return runs
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison; 0 when every scheme finished."""
+    """Run the comparison. Return 0 if every scheme finished."""
     args = parse_args(argv)
     try:
         check(args)
@@ -133,20 +155,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def cells(summary: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table; bytes from other nodes first, where there are any."""
-    number, nodes = report.number, any(row["inter_bytes"] for row in summary)
-    header = ["scheme", *(["B/param between nodes"] if nodes else []), "B/param all links",
-              "final loss", "gap %", "held-out loss", "step ms"]  # fmt: skip
-    return header, [
-        [f"`{row['label']}`", *([number(row["inter_bytes"], ".3f")] if nodes else []),
-         number(row["wire_bytes"], ".3f"), f"{row['final_loss']:.4f}", report.gap(row),
-         f"{row['validation_loss']:.4f}", f"{1e3 * row['step_seconds']:.0f}"]
-        for row in summary
-    ]  # fmt: skip
+    """Return header and rows of the table. Bytes from other nodes come first, if there are any."""
+    has_nodes = any(row["inter_bytes"] for row in summary)
+    header = ["scheme"]
+    if has_nodes:
+        header.append("B/param between nodes")
+    header += ["B/param all links", "final loss", "gap %", "held-out loss", "step ms"]
+    rows = []
+    for row in summary:
+        line = [f"`{row['label']}`"]
+        if has_nodes:
+            line.append(report.number(row["inter_bytes"], ".3f"))
+        line += [
+            report.number(row["wire_bytes"], ".3f"),
+            f"{row['final_loss']:.4f}",
+            report.gap(row),
+            f"{row['validation_loss']:.4f}",
+            f"{1e3 * row['step_seconds']:.0f}",
+        ]
+        rows.append(line)
+    return header, rows
 
 
 def section(result: dict[str, Any]) -> tuple[str, str]:
-    """See sections.py."""
+    """Return heading and body of the page: see sections.py."""
     given = result["arguments"]
     heading = f"Comparison: ZeRO-{given['stage']}, {given['world']} ranks, {given['steps']} steps"
     return heading, (
@@ -156,8 +188,9 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
 
 
 def title(result: dict[str, Any]) -> str:
-    """What was trained, in a line."""
-    given, parameters = result["arguments"], result["runs"][0]["result"]["parameters"]
+    """Describe the training in one line."""
+    given = result["arguments"]
+    parameters = result["runs"][0]["result"]["parameters"]
     size = given.get("node_size")
     nodes = "" if size is None else f" in {given['world'] // size} nodes"
     return (
@@ -167,12 +200,15 @@ def title(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write the picture of a result file."""
+    """Write the plot of a result file."""
     report.plot(result["runs"], title(result), path)
 
 
 def show(args: argparse.Namespace, runs: list[dict[str, Any]], **about: Any) -> None:
-    """Print the table, write the JSON file and the picture."""
+    """Print the table. Write the result file and the plot.
+
+    about: further content of the result file.
+    """
     summary = report.rows(runs)
     arguments = {**vars(args), "schemes": [entry.label for entry in args.schemes]}
     result = report.save(
@@ -185,6 +221,6 @@ def show(args: argparse.Namespace, runs: list[dict[str, Any]], **about: Any) -> 
 
 
 if __name__ == "__main__":
-    # The default action would leave the ranks running; an exception ends them (launch.run).
+    # The default action would leave the ranks running. An exception ends them: see launch.run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     sys.exit(main())

@@ -88,9 +88,12 @@ class Settings:
         """Return the model with its initial weights, in bf16; it computes in fp32, see gpt.py."""
         torch.manual_seed(0)
         config = GPTConfig(
-            layers=self.layers, width=self.width, heads=self.heads, seq_len=self.seq_len,
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            seq_len=self.seq_len,
             compute_dtype=torch.float32,
-        )  # fmt: skip
+        )
         return GPT(config).bfloat16()
 
     def scheme(self, entry: SchemeEntry, seed: int) -> Scheme:
@@ -103,10 +106,12 @@ class Settings:
     def simulation(self, entry: SchemeEntry, seed: int) -> Simulation:
         """Return a simulation of the model with its initial weights."""
         return Simulation(
-            self.model(), self.scheme(entry, seed),
+            self.model(),
+            self.scheme(entry, seed),
             partial(torch.optim.AdamW, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.1),
-            topology=self.topology, micro_steps=self.micro_steps,
-        )  # fmt: skip
+            topology=self.topology,
+            micro_steps=self.micro_steps,
+        )
 
 
 # ---- runs ----

@@ -1,4 +1,4 @@
-"""The page of convergence.py: what every scheme costs in loss.
+"""The page of convergence.py: the loss that every scheme costs.
 
 May import sections, the presets' names and, for the plot, ds_quant.tools.plot_style.
 """
@@ -37,7 +37,7 @@ PUBLISHED = {
 
 
 def shown(gap: dict[str, Any] | None) -> list[str]:
-    """Mean and half-width of a gap as cells."""
+    """Return mean and half-width of a gap as cells."""
     if gap is None:
         return ["", ""]
     half = gap["half_width"]
@@ -45,30 +45,50 @@ def shown(gap: dict[str, Any] | None) -> list[str]:
 
 
 def section(result: dict[str, Any]) -> tuple[str, str]:
-    """See sections.py."""
-    size, steps = f"{result['parameters'] / 1e6:.2f} M", result["settings"]["micro_steps"]
-    what = "in fine-tuning" if "tuning" in result else "in loss"
-    heading = f"What a scheme costs {what}: {size} parameters, k = {steps}"
-    nodes, each = result["settings"]["nodes"], result["settings"]["node_size"]
-    if nodes != 2:  # then the text of a node matters, too
-        heading += f", {nodes} nodes of {each * result['settings']['batch']} sequences"
-    rows = [
-        [f"`{row['scheme']}`", *shown(row["gap"]), str(len(row["gap"]["pairs"])),
-         shown(row["gap_travelled"])[0], f"{row['gradient_error']:.2g}",
-         f"{row['weight_error']:.2g}",
-         f"{row['weight_bits']:.2f}", f"{row['gradient_bits']:.2f}"]
-        for row in result["rows"]
-    ]  # fmt: skip
-    header = ["scheme", "gap", "95 %", "pairs", "decoded", "error of gradients",
-              "error of weights", "bits of weights", "bits of gradients"]  # fmt: skip
+    """Return heading and body of the page: see sections.py."""
+    settings = result["settings"]
+    size = f"{result['parameters'] / 1e6:.2f} M"
+    task = "in fine-tuning" if "tuning" in result else "in loss"
+    heading = f"What a scheme costs {task}: {size} parameters, k = {settings['micro_steps']}"
+    nodes = settings["nodes"]
+    if nodes != 2:
+        heading += f", {nodes} nodes of {settings['node_size'] * settings['batch']} sequences"
+    rows = []
+    for row in result["rows"]:
+        decoded_gap, _ = shown(row["gap_travelled"])
+        rows.append(
+            [
+                f"`{row['scheme']}`",
+                *shown(row["gap"]),
+                str(len(row["gap"]["pairs"])),
+                decoded_gap,
+                f"{row['gradient_error']:.2g}",
+                f"{row['weight_error']:.2g}",
+                f"{row['weight_bits']:.2f}",
+                f"{row['gradient_bits']:.2f}",
+            ]
+        )
+    header = [
+        "scheme",
+        "gap",
+        "95 %",
+        "pairs",
+        "decoded",
+        "error of gradients",
+        "error of weights",
+        "bits of weights",
+        "bits of gradients",
+    ]
     parts = [ABOUT, setting(result), sections.table(header, rows), *published(result)]
     return heading, "\n\n".join(part.strip() for part in parts)
 
 
 def setting(result: dict[str, Any]) -> str:
-    """What was trained, in a sentence or two."""
-    given, curve = result["settings"], result["base"]["curve"]
-    ranks, half = given["nodes"] * given["node_size"], curve[len(curve) // 2]
+    """Describe the training in two sentences."""
+    given = result["settings"]
+    curve = result["base"]["curve"]
+    half = curve[len(curve) // 2]
+    ranks = given["nodes"] * given["node_size"]
     nbytes = ranks * given["batch"] * given["micro_steps"] * given["seq_len"]
     return (
         f"A byte-level GPT of {result['parameters'] / 1e6:.2f} M parameters on {ranks} ranks in "
@@ -81,7 +101,7 @@ def setting(result: dict[str, Any]) -> str:
 
 
 def tuned(result: dict[str, Any]) -> str:
-    """What all schemes do from the checkpoint on."""
+    """Describe the training of all schemes from the checkpoint on."""
     if "tuning" not in result:
         return "decay"
     given = result["tuning"]
@@ -94,62 +114,74 @@ def tuned(result: dict[str, Any]) -> str:
 
 
 def published(result: dict[str, Any]) -> list[str]:
-    """Our gaps beside those of SDP4Bit's paper, which has none of fine-tuning."""
+    """Return a comparison with the gaps of SDP4Bit's paper, which has none of fine-tuning."""
     if "tuning" in result:
         return []
     ours = {row["scheme"]: row["gap"] for row in result["rows"]}
-    rows = [
-        [f"`{name}`", *shown(ours[name]),
-         *("" if value is None else f"{value:+.2f} %" for value in theirs)]
-        for name, theirs in PUBLISHED.items() if name in ours
-    ]  # fmt: skip
+    rows = []
+    for name, theirs in PUBLISHED.items():
+        if name in ours:
+            cells = ["" if value is None else f"{value:+.2f} %" for value in theirs]
+            rows.append([f"`{name}`", *shown(ours[name]), *cells])
+    if len(rows) < 2:
+        return []
     header = ["scheme", "here", "95 %", "paper, 125 M", "350 M", "1.3 B"]
     about = (
         "## Beside SDP4Bit's Tables 1 and 3\n\nValidation loss against the baseline. The paper "
         "trains from the first weights under the codec, once per row; here the codec acts\n"
         "during the decay."
     )
-    return [about, sections.table(header, rows), directions(ours)] if len(rows) > 1 else []
+    return [about, sections.table(header, rows), directions(ours)]
 
 
 def directions(ours: dict[str, dict[str, Any]]) -> str:
-    """Of every two schemes, whether the same one costs more here as in the paper at 125 M."""
+    """Count the pairs of schemes with the same order of gaps as in the paper at 125 M."""
     pairs = list(itertools.combinations([name for name in PUBLISHED if name in ours], 2))
-    found = {
-        (one, other): (PUBLISHED[one][0] < PUBLISHED[other][0])
-        == (ours[one]["mean"] < ours[other]["mean"])
-        for one, other in pairs
-    }
-    others = [f"`{one}` and `{other}`" for (one, other), alike in found.items() if not alike]
+    other_order = []
+    for one, other in pairs:
+        in_paper = PUBLISHED[one][0] < PUBLISHED[other][0]
+        here = ours[one]["mean"] < ours[other]["mean"]
+        if in_paper != here:
+            other_order.append(f"; not `{one}` and `{other}`")
+    same_order = len(pairs) - len(other_order)
     return (
-        f"Of {len(found)} pairs of these schemes {sum(found.values())} are in the paper's order at "
-        f"125 M{''.join(f'; not {pair}' for pair in others)}."
+        f"Of {len(pairs)} pairs of these schemes {same_order} are in the paper's order at "
+        f"125 M{''.join(other_order)}."
     )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw gap against bits, of presets that cost something, if there are enough for a picture."""
+    """Draw gap against bits of the presets with a gap above 0, if there are enough of them."""
     from ds_quant.tools import plot_style
 
-    rows = [r for r in result["rows"] if ":" not in r["scheme"] and r["gap"]["mean"] > 0]
+    rows = [row for row in result["rows"] if ":" not in row["scheme"] and row["gap"]["mean"] > 0]
     if len(rows) < 8:
         return
     figure, axes = plot_style.pyplot().subplots(figsize=(9, 5.5))
     colors = plot_style.colors(row["scheme"] for row in rows)
     for row in rows:
-        bits, gap = row["weight_bits"] + row["gradient_bits"], row["gap"]["mean"]
-        color, half = colors[row["scheme"]], row["gap"]["half_width"] or 0.0
+        bits = row["weight_bits"] + row["gradient_bits"]
+        gap = row["gap"]["mean"]
+        half = row["gap"]["half_width"] or 0.0
+        color = colors[row["scheme"]]
         below = min(half, 0.9 * gap)  # the axis is logarithmic
         axes.errorbar(bits, gap, [[below], [half]], fmt="none", ecolor=color, capsize=3)
         axes.plot([bits], [gap], "o", color=color)
-        axes.annotate(row["scheme"], (bits, gap), xytext=(6, 3), color=color,
-                      textcoords="offset points", fontsize=9)  # fmt: skip
+        axes.annotate(
+            row["scheme"],
+            (bits, gap),
+            xytext=(6, 3),
+            color=color,
+            textcoords="offset points",
+            fontsize=9,
+        )
     axes.set(
-        xscale="log", yscale="log",
+        xscale="log",
+        yscale="log",
         xlabel="bits of a weight plus bits of a gradient, between nodes",
         ylabel="held-out loss above full precision, %",
         title="Weight differences and rotated gradients lose little in few bits",
-    )  # fmt: skip
+    )
     for axis in (axes.xaxis, axes.yaxis):
         plot_style.plain_ticks(axis)
     plot_style.finish(axes)

@@ -1,8 +1,8 @@
-"""Be one rank of a large world without the others, up to the kernels, which are counted.
+"""Runs one rank of a large world without the other ranks and, if wanted, without kernels.
 
-torch's fake process group sends nothing, and a runner that launches nothing stands for CUDA: only
-the host's work is left. What is received or decoded is zeros, so losses mean nothing. May import
-the standard library and, inside functions, torch, DeepSpeed and the plugin.
+torch's fake process group sends nothing; a runner that counts launches stands in for CUDA. Only the
+host's work is left. Received and decoded values are zeros, so losses mean nothing. May import the
+standard library and, inside functions, torch, DeepSpeed and the plugin.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class World(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> World:
-        """From "8x8": nodes x ranks per node."""
+        """Return the world of a text such as "8x8": nodes x ranks per node."""
         try:
             nodes, ranks_per_node = map(int, text.split("x"))
         except ValueError:
@@ -47,9 +47,11 @@ def join(world: World) -> None:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
     os.environ |= {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world.ranks),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(world.ranks),
         "LOCAL_SIZE": str(world.ranks_per_node),
-    }  # fmt: skip
+    }
     torch.set_num_threads(1)
     for name in RECEIVING:
         setattr(torch.distributed, name, _receives_zeros(getattr(torch.distributed, name)))
@@ -60,7 +62,7 @@ def join(world: World) -> None:
 
 def _receives_zeros(collective: Callable[..., Any]) -> Callable[..., Any]:
     def zeroing(*args: Any, **keywords: Any) -> Any:
-        work = collective(*args, **keywords)  # newer fakes copy what is sent
+        work = collective(*args, **keywords)  # newer fakes copy the input
         output = (*args, *keywords.values())[0]
         for tensor in output if isinstance(output, list | tuple) else [output]:
             tensor.detach().zero_()
@@ -70,15 +72,17 @@ def _receives_zeros(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_handshake() -> AbstractContextManager[Any]:
-    """Inside, an engine starts although the other ranks cannot answer."""
+    """Let an engine start although the other ranks cannot answer."""
     from ds_quant.runtime import handshake
 
     return patch.object(handshake, "handshake", return_value=int(os.environ["LOCAL_SIZE"]))
 
 
 class CountingRunner:
-    """Stands for ``kernels.cuda.Runner``: counts launches by kernel, collects the ``variants``
-    (kernel, macros) that are launched, and decodes to zeros. A lossless message is its header.
+    """Stands in for ``kernels.cuda.Runner``. A lossless message is only its header.
+
+    launches: number of launches by kernel.
+    variants: (kernel, macros) of all launches.
     """
 
     def __init__(self) -> None:
@@ -89,39 +93,42 @@ class CountingRunner:
         from ds_quant.kernels import launch_batch, lossless
 
         counting = sys.getprofile()
-        sys.setprofile(None)  # a runner's own calls are not counted
+        sys.setprofile(None)  # do not count the calls of this runner
         for table in tables:
             if ("DSQ_PHASE", launch_batch.SCAN) in table.macros:
-                for told in table.jobs["nbytes"].tolist():
-                    ctypes.c_int64.from_address(told).value = lossless.HEADER
-            for work in table.launches():
-                self.launches[work.kernel] += 1
-                self.variants.add((work.kernel, work.macros))
+                for address in table.jobs["nbytes"].tolist():
+                    ctypes.c_int64.from_address(address).value = lossless.HEADER
+            for launch in table.launches():
+                self.launches[launch.kernel] += 1
+                self.variants.add((launch.kernel, launch.macros))
         sys.setprofile(counting)
 
 
 def _decoding_zeros(run: Callable[..., None]) -> Callable[..., None]:
-    """What operations would write as numbers is zeros; left as it lies it may be NaN."""
+    """Wrap ``Operations.run`` to write zeros for decoded values; memory as it is may be NaN."""
 
     def zeroing(self: Any, buffers: Any, *args: Any, **options: Any) -> None:
         run(self, buffers, *args, **options)
-        written = set()
+        written = set()  # indices of buffers
         for operation, _ in self.tasks:
-            if "Encode" not in type(operation).__name__:
-                places = (getattr(operation, name, None) for name in ("values", "rotated"))
-                written |= {place for place in places if place is not None}
-        for place in written:
-            buffers[place].detach().zero_()
+            if "Encode" in type(operation).__name__:
+                continue
+            for name in ("values", "rotated"):
+                buffer = getattr(operation, name, None)
+                if buffer is not None:
+                    written.add(buffer)
+        for buffer in written:
+            buffers[buffer].detach().zero_()
 
     return zeroing
 
 
 def _at_full_length(agree: Callable[..., Any]) -> Callable[..., Any]:
-    """Lossless messages of all ranks are as long as they may be: zeros are no lengths."""
+    """Wrap the exchange of lengths: lossless messages have their largest length, not 0."""
 
-    def agreed(outbox: Any, own: Any) -> Any:
-        lengths = agree(outbox, own)
-        lengths[:] = outbox._rooms
+    def agreed(lossless_gather: Any, own: Any) -> Any:
+        lengths = agree(lossless_gather, own)
+        lengths[:] = lossless_gather._rooms
         return lengths
 
     return agreed
@@ -129,18 +136,19 @@ def _at_full_length(agree: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def faked_cuda() -> Iterator[CountingRunner]:
-    """Inside, codecs of CPU tensors take the path of CUDA tensors, up to the launch."""
-
+    """Let codecs of CPU tensors take the path of CUDA tensors, up to the launch."""
     from ds_quant.comm.lossless_gather import LosslessGather
     from ds_quant.kernels import cuda, dispatch, reference
     from ds_quant.kernels.dispatch import Operations
 
     runner = CountingRunner()
     with ExitStack() as stack:
-        change = lambda *what: stack.enter_context(patch.object(*what))  # noqa: E731
-        change(cuda, "runner_of", lambda _: runner)
-        change(dispatch, "cuda_runner", lambda *_: runner)
-        change(Operations, "run", _decoding_zeros(Operations.run))
-        change(dispatch, "on_host", lambda *_: reference)
-        change(LosslessGather, "_agree", _at_full_length(LosslessGather._agree))
+        for owner, name, replacement in (
+            (cuda, "runner_of", lambda _: runner),
+            (dispatch, "cuda_runner", lambda *_: runner),
+            (Operations, "run", _decoding_zeros(Operations.run)),
+            (dispatch, "on_host", lambda *_: reference),
+            (LosslessGather, "_agree", _at_full_length(LosslessGather._agree)),
+        ):
+            stack.enter_context(patch.object(owner, name, replacement))
         yield runner

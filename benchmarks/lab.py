@@ -1,8 +1,8 @@
-"""N hosts on one switch, each a network namespace, with a rate that can change under a running job.
+"""A network lab: hosts on one switch, each a network namespace, with link rates that can change.
 
-Everything lives in namespaces whose names share a prefix: nothing is created in the root
-namespace, and what a crashed run left behind is found by name and removed. Rates are decimal
-(1 Mbit/s = 10^6 bit/s) and shaped by `tc tbf` in both directions of every host's link.
+All namespaces share a name prefix. Nothing is created in the root namespace, and namespaces that a
+crashed run has left are found by name and removed. Rates are decimal (1 Mbit/s = 10^6 bit/s) and
+shaped by `tc tbf` in both directions of every host's link, also under a running job.
 
 Needs root, Linux, `ip` and `tc` (iproute2). May import the standard library only.
 """
@@ -26,11 +26,11 @@ _BURSTS = ((1000, "128k"), (2000, "256k"), (3200, "512k"), (5000, "1m"), (float(
 
 
 class LabError(RuntimeError):
-    """The lab cannot be built or used; the message says what to do."""
+    """The lab cannot be built or used. The message names the remedy."""
 
 
 def obstacle() -> str | None:
-    """Why this machine cannot run a lab, or None."""
+    """Return the reason why this machine cannot run a lab, or None."""
     if os.geteuid() != 0:
         return "needs root to create network namespaces: run it with sudo"
     for tool in ("ip", "tc"):
@@ -54,8 +54,8 @@ def obstacle() -> str | None:
 class Lab:
     """`hosts` namespaces dsqlab-0, dsqlab-1, ... with addresses 10.77.0.1, 10.77.0.2, ...
 
-    For machines without an ``obstacle``. Use it as a context manager: leaving removes everything,
-    also after an exception; what a run that crashed has left is removed by the next one.
+    For machines without an ``obstacle``. A context manager: leaving it removes everything, also
+    after an exception. The next run removes the rest of a crashed one.
     """
 
     is_shaped, interface = True, INTERFACE
@@ -89,23 +89,23 @@ class Lab:
         _ip(f"-n {host} addr add {address}/24 dev {INTERFACE}")
         _ip(f"-n {host} link set {INTERFACE} up")
         _ip(f"-n {SWITCH} link set {port} master br0 up")
-        # Another congestion control than the usual one would be measured instead of the codecs.
+        # Pin the usual congestion control: another one changes the times.
         route = f"{SUBNET}.0/24 dev {INTERFACE} proto kernel scope link src {address}"
         _ip(f"-n {host} route change {route} congctl cubic")
 
     def address(self, index: int) -> str:
-        """IPv4 address of a host."""
+        """Return the IPv4 address of a host."""
         return f"{SUBNET}.{index + 1}"
 
     def command(self, index: int, argv: Sequence[str]) -> list[str]:
-        """`argv` as a command line that runs on a host."""
+        """Return the command line that runs `argv` on a host."""
         return ["ip", "netns", "exec", f"{PREFIX}-{index}", *argv]
 
 
 class Loopback:
-    """Takes the place of a lab where none can be built: every host is this machine.
+    """Stands in for a lab that cannot be built: every host is this machine.
 
-    Nothing limits a rate, and no interface counts what one host sends to another.
+    Rates are not limited, and no interface counts the bytes between hosts.
     """
 
     is_shaped, interface = False, "lo"
@@ -117,24 +117,24 @@ class Loopback:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing was made."""
+        """Remove nothing: nothing was made."""
 
     def address(self, index: int) -> str:
-        """IPv4 address of a host."""
+        """Return the IPv4 address of a host."""
         return "127.0.0.1"
 
     def command(self, index: int, argv: Sequence[str]) -> list[str]:
-        """`argv` as a command line that runs on a host."""
+        """Return the command line that runs `argv` on a host."""
         return list(argv)
 
 
 def set_rate(hosts: int, mbits: float) -> None:
-    """Shape every host's link, both ways, to ``mbits`` Mbit/s; 0: as fast as the machine.
+    """Shape every host's link in both directions, also from inside a host.
 
-    Works from inside a host too.
+    mbits: rate in Mbit/s; 0: not shaped.
 
     Raises:
-        LabError: a rate that the kernel does not take.
+        LabError: the kernel refuses the rate.
     """
     for index in range(hosts):
         for namespace, device in ((f"{PREFIX}-{index}", INTERFACE), (SWITCH, f"p{index}")):
@@ -148,12 +148,12 @@ def set_rate(hosts: int, mbits: float) -> None:
 
 
 def received_bytes() -> int:
-    """What the link of the host that the calling process runs on has brought since it exists."""
+    """Return the bytes that the calling process's host has received since it was made."""
     return int(Path(RECEIVED).read_text())
 
 
 def remove() -> None:
-    """Remove all namespaces of a lab, with their links; nothing else."""
+    """Remove all namespaces of a lab and their links, nothing else."""
     for line in _ip("netns list").splitlines():
         if line.startswith(f"{PREFIX}-"):
             _ip(f"netns del {line.split()[0]}")

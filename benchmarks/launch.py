@@ -1,8 +1,8 @@
 """One training run in its own processes: configuration, launcher, progress bar, log, result.
 
-The training script is started the way a user starts it, by the `deepspeed` launcher (or torchrun),
-so the comparison goes through activation, start-up checks and all. May import the standard library
-and, for the progress bar, tqdm.
+The training script is started as by a user, with the `deepspeed` launcher or torchrun, so a
+comparison includes activation and start-up checks. May import the standard library and, for the
+progress bar, tqdm.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ LOG_TAIL = 40  # lines shown when a run fails
 
 
 class RunFailed(Exception):
-    """A run that ended with an error or did not end; the message holds the tail of its log."""
+    """A run ended with an error or did not end. The message has the end of its log."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: `config` is the whole DeepSpeed configuration, `arguments` go to train.py."""
+    """One run."""
 
     label: str
-    config: dict[str, Any]
-    arguments: list[str]
+    config: dict[str, Any]  # content of ds_config.json
+    arguments: list[str]  # of train.py
     folder: Path
-    world: int
+    world: int  # ranks
     steps: int
     device: str  # "cpu" or "cuda"
     launcher: str  # "deepspeed" or "torchrun"
@@ -52,20 +52,23 @@ class Job:
 
 
 def folder_name(label: str) -> str:
-    """A scheme label as a folder name."""
+    """Return the folder name of a scheme label."""
     return re.sub(r"[^\w.=+-]+", "_", label)
 
 
 def has_entry_point() -> bool:
-    """Whether `import torch` loads ds_quant by itself: installed, and autoloading not disabled."""
+    """Return True if `import torch` loads ds_quant: it is installed and autoloading is enabled."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return False
-    found = metadata.entry_points(group="torch.backends")
-    return any(entry.value.startswith("ds_quant.") for entry in found)
+    entry_points = metadata.entry_points(group="torch.backends")
+    return any(entry.value.startswith("ds_quant.") for entry in entry_points)
 
 
 def environment(device: str, *, installed: bool) -> dict[str, str]:
-    """Environment of the launcher; `installed` false puts this checkout on PYTHONPATH."""
+    """Return the environment of the launcher.
+
+    installed: False to put this checkout on PYTHONPATH.
+    """
     env = dict(os.environ)
     env["DS_ACCELERATOR"] = device
     # DeepSpeed imports a torch.compile'd optimizer that is not used here: saves 2 s per process.
@@ -79,22 +82,34 @@ def environment(device: str, *, installed: bool) -> dict[str, str]:
 
 
 def command(job: Job, *, port: int, installed: bool) -> list[str]:
-    """Command line of the launcher with the training script and its arguments."""
+    """Return the command line of the launcher with the training script and its arguments."""
     if job.launcher == "torchrun":
-        start = ["torch.distributed.run", f"--nproc_per_node={job.world}"]
-    else:  # no hostfile: this machine only, also on a cluster that has one
-        start = ["deepspeed.launcher.runner", f"--hostfile={os.devnull}"]
-        start += [f"--num_accelerators={job.world}"]
-    files = {"deepspeed_config": "ds_config.json", "progress": PROGRESS, "result": RESULT}
+        launcher = ["torch.distributed.run", f"--nproc_per_node={job.world}"]
+    else:
+        # Without a hostfile: this machine only, also on a cluster that has one.
+        launcher = ["deepspeed.launcher.runner", f"--hostfile={os.devnull}"]
+        launcher.append(f"--num_accelerators={job.world}")
+    script = [
+        str(HERE / "train.py"),
+        f"--deepspeed_config={job.folder / 'ds_config.json'}",
+        f"--progress={job.folder / PROGRESS}",
+        f"--result={job.folder / RESULT}",
+        f"--steps={job.steps}",
+    ]
+    if not installed and job.label != PLAIN:
+        script.append("--plugin-import")
     return [
-        sys.executable, "-m", *start, f"--master_port={port}", str(HERE / "train.py"),
-        *(f"--{flag}={job.folder / name}" for flag, name in files.items()), f"--steps={job.steps}",
-        *([] if installed or job.label == PLAIN else ["--plugin-import"]), *job.arguments,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        *launcher,
+        f"--master_port={port}",
+        *script,
+        *job.arguments,
+    ]
 
 
 def progress_bar(total: int, unit: str = "step") -> tqdm:
-    """A bar over all runs; where there is no terminal it is printed twice a minute."""
+    """Return a bar over all runs. Without a terminal it is printed twice a minute."""
     interval = 0.1 if sys.stderr.isatty() else 30
     return tqdm(total=total, unit=unit, leave=False, mininterval=interval, maxinterval=interval)
 
@@ -103,14 +118,21 @@ def progress_bar(total: int, unit: str = "step") -> tqdm:
 def started(
     commands: Iterable[tuple[Sequence[str], dict[str, str]]], log: Path, cwd: Path | None = None
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start command lines with their environments; leave no process of them behind."""
+    """Start command lines with their environments. On exit end all of their processes."""
     processes = []
     try:
         with log.open("wb") as output:
             for argv, env in commands:
-                processes.append(subprocess.Popen(
-                    argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output,
-                    stderr=subprocess.STDOUT, start_new_session=True))  # fmt: skip
+                process = subprocess.Popen(
+                    argv,
+                    env=env,
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                processes.append(process)
         yield processes
     finally:
         for number, patience in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, None)):
@@ -123,10 +145,10 @@ def started(
 
 
 def run(job: Job, bar: tqdm) -> dict[str, Any]:
-    """Train, adding to `bar`; the content of train.py's result file.
+    """Train. Return the content of train.py's result file. bar: advances by the steps.
 
     Raises:
-        RunFailed: the run failed, hung beyond `job.timeout` or left no result.
+        RunFailed: the run failed, took longer than `job.timeout` or left no result.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     for stale in (PROGRESS, RESULT):
@@ -144,19 +166,20 @@ def run(job: Job, bar: tqdm) -> dict[str, Any]:
 
 
 def _follow(job: Job, process: subprocess.Popen[bytes], bar: tqdm) -> None:
-    deadline, begun = time.monotonic() + job.timeout, bar.n
+    deadline = time.monotonic() + job.timeout
+    steps_before = bar.n
     bar.set_description(f"{job.label}, starting {job.world} ranks")
     while process.poll() is None:
         if time.monotonic() > deadline:
             raise RunFailed(f"{job.label}: no end within {job.timeout:g} s\n{_tail(job)}")
         if steps := read_progress(job.folder / PROGRESS):
             bar.set_description(f"{job.label}, loss {steps[-1]['loss']:.3f}", refresh=False)
-            bar.update(begun + len(steps) - bar.n)
+            bar.update(steps_before + len(steps) - bar.n)
         time.sleep(POLL_SECONDS)
 
 
 def read_progress(path: Path) -> list[dict[str, float]]:
-    """The complete lines of a progress file that is still being written."""
+    """Return the complete lines of a progress file that may still be written."""
     if not path.exists():
         return []
     lines = path.read_text("utf-8").splitlines(keepends=True)
@@ -170,7 +193,7 @@ def _tail(job: Job) -> str:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

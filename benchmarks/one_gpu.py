@@ -3,8 +3,8 @@
     python benchmarks/one_gpu.py --world 4 --stage 3 --json out.json
     python benchmarks/one_gpu.py --world 2 --stage 2 --device cpu         # dry run
 
-NCCL refuses two ranks on one GPU, gloo carries CUDA tensors through the host: the losses count,
-the times do not. Every scheme trains the same small model on the same data.
+NCCL refuses two ranks on one GPU, and gloo copies CUDA tensors through the host, so times mean
+nothing: losses are compared. Every scheme trains the same small model on the same data.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ SCHEMES = ("full_precision", "qsdp")
 
 
 def leave_out_host_operator(device: str) -> None:
-    """Keep DeepSpeed from compiling an operator at start-up that training never calls. The table of
-    operators is made when it is looked at, by trying all of them, which takes a minute on CUDA; and
-    there is none to leave out there.
+    """Keep DeepSpeed from compiling an operator at start-up that training never calls.
+
+    Only on the CPU: CUDA has no such operator, and reading the table of operators tries all of
+    them, which takes a minute there.
     """
     if device == "cpu":
         from deepspeed import ops
@@ -42,8 +43,8 @@ def model_of(args: argparse.Namespace) -> torch.nn.Module:
 
 
 def config_of(args: argparse.Namespace, scheme: str) -> dict[str, Any]:
-    """DeepSpeed's."""
-    config = {
+    """Return the ds_config.json of a scheme."""
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": args.accumulation,
         "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}},
@@ -57,7 +58,7 @@ def config_of(args: argparse.Namespace, scheme: str) -> dict[str, Any]:
 
 
 def worker(rank: int, args: argparse.Namespace, scheme: str, folder: str) -> None:
-    """One rank: train, and leave the losses of rank 0 in the folder."""
+    """Train as one rank. Rank 0 writes its losses to the folder."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(args.world), LOCAL_RANK="0")
     os.environ["DS_ACCELERATOR"] = args.device
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -80,7 +81,7 @@ def worker(rank: int, args: argparse.Namespace, scheme: str, folder: str) -> Non
     width = args.width
     target = torch.randn(width, width, generator=torch.Generator().manual_seed(7)) / width**0.5
     losses = []
-    x = torch.randn(4, width, generator=generator)  # one batch: its loss must fall
+    x = torch.randn(4, width, generator=generator)  # a single batch, whose loss must fall
     for _ in range(args.steps * args.accumulation):
         y = (x @ target).to(device, torch.bfloat16)
         loss = (engine(x.to(device, torch.bfloat16)) - y).float().square().mean()
@@ -94,11 +95,10 @@ def worker(rank: int, args: argparse.Namespace, scheme: str, folder: str) -> Non
 
 
 def train(args: argparse.Namespace, scheme: str) -> list[float]:
-    """Losses of rank 0."""
+    """Train a scheme on all ranks. Return the losses of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (args, scheme, folder)
         torch.multiprocessing.start_processes(
-            worker, arguments, nprocs=args.world, start_method="spawn"
+            worker, (args, scheme, folder), nprocs=args.world, start_method="spawn"
         )
         return json.loads((Path(folder) / "losses.json").read_text())
 
@@ -117,24 +117,28 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     losses: dict[str, list[float]] = {}
-    document = {"world": args.world, "stage": args.stage, "losses": losses}
-    failed = document["failed"] = {}
+    failed: dict[str, str] = {}
+    document = {"world": args.world, "stage": args.stage, "losses": losses, "failed": failed}
     with ThreadPoolExecutor(args.at_once) as pool:
         running = {pool.submit(train, args, scheme): scheme for scheme in args.schemes}
         for done in as_completed(running):
-            scheme, error = running[done], done.exception()
+            scheme = running[done]
+            error = done.exception()
             if error is None:
                 losses[scheme] = done.result()
             else:
                 failed[scheme] = f"{type(error).__name__}: {error}"[-2000:]
                 print(f"{scheme}: {error}")
-            report.write(args.json, document)  # for whoever ends this before it is done
-    good, exact = not failed, losses.get("full_precision")
+            report.write(args.json, document)  # a run that is ended leaves the results it has
+    passed = not failed
+    exact = losses.get("full_precision")
     for scheme, values in losses.items():
         head = f"world {args.world} stage {args.stage} {scheme}"
         print(f"{head}: {values[0]:.4f} -> {values[-1]:.4f}")
-        good = good and values[-1] < values[0] and (values is exact or values != exact)
-    if not good:
+        is_active = values is exact or values != exact
+        if values[-1] >= values[0] or not is_active:
+            passed = False
+    if not passed:
         raise SystemExit("one_gpu.py: a scheme failed or was not active, or a loss did not fall")
 
 

@@ -1,4 +1,4 @@
-"""Differences of paired runs: mean, interval, and when there are enough. Standard library only."""
+"""Differences of paired runs: mean, interval and stopping rule. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ _T95 = (
 
 
 def student(pairs: int) -> float:
-    """Half-width of the 95 % interval of a mean, in standard errors."""
+    """Return the half-width of the 95 % interval of a mean, in standard errors."""
     freedom = pairs - 1
     return _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.42 / freedom
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """Gaps to the baseline in per cent of its loss, one per pair, and the interval of their mean.
+    """Gaps to the baseline and the interval of their mean.
 
-    half_width: of the 95 % interval; None for one pair.
+    pairs: gap of every pair in per cent of the baseline's loss.
+    half_width: half-width of the 95 % interval; None for one pair.
     """
 
     pairs: list[float]
@@ -32,8 +33,10 @@ class Gap:
     half_width: float | None
 
     def is_settled(self, *, interval: float, least: int) -> bool:
-        """Whether there are ``least`` pairs, and the interval is narrow: in per cent, or against a
-        gap that is plain to see.
+        """Return True if no more pairs are needed.
+
+        There must be ``least`` pairs. The half-width must be at most ``interval``, in per cent, or
+        a tenth of the gap.
         """
         if len(self.pairs) < max(2, least) or self.half_width is None:
             return False
@@ -45,14 +48,16 @@ class Gap:
 
 
 def gap(ours: Mapping[int, float], baseline: Mapping[int, float]) -> Gap | None:
-    """Of losses by seed, over the seeds that both have; None if there is none."""
+    """Return the gap of losses by seed, over the common seeds; None if there is none."""
     seeds = sorted(ours.keys() & baseline.keys())
     return of_pairs([100 * (ours[seed] / baseline[seed] - 1) for seed in seeds])
 
 
 def of_pairs(gaps: Sequence[float]) -> Gap | None:
-    """Mean and interval of gaps in per cent; None of none."""
+    """Return mean and interval of gaps in per cent, None if there are none."""
     if not gaps:
         return None
-    half_width = student(len(gaps)) * stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None
+    half_width = None
+    if len(gaps) > 1:
+        half_width = student(len(gaps)) * stdev(gaps) / len(gaps) ** 0.5
     return Gap(pairs=list(gaps), mean=fmean(gaps), half_width=half_width)

@@ -3,12 +3,11 @@
     python benchmarks/peer_suite.py --tree PATH_TO_DEEPSPEED_SOURCE --json peer_suite.json
     python benchmarks/peer_suite.py --tree ... --select test_zero.py checkpoint --keyword Frozen
 
-Every file runs without the plugin and once per scheme, on the CPU. The tests stay as they are and
-where they are: peer/plugin.py puts the block into every config that enables ZeRO 1 to 3. Quantized
-schemes get min_numel 0, because the models of these tests have a few dozen weights. Listed is
-every test that passes without the plugin and does not with it, with its explanation from
-peer/explained.json; the exit code is 1 if one has none. A file whose JUnit XML is in --work is not
-run again.
+Every file runs without the plugin and once per scheme, on the CPU. The tests are not changed:
+peer/plugin.py puts the block into every config that enables ZeRO 1 to 3. Quantized schemes get
+min_numel 0, because the models of these tests have a few dozen weights. Tests that pass without the
+plugin only are listed with their explanations from peer/explained.json; the exit code is 1 if an
+explanation is missing. A file whose JUnit XML is in --work is not run again.
 """
 
 from __future__ import annotations
@@ -40,20 +39,28 @@ SELECTION = json.loads((BENCHMARKS / "peer" / "files.json").read_text("utf-8"))
 BUILD_SECONDS = 3600  # of two operators, on a busy machine
 PLAIN = "without"  # the runs without the plugin
 REFUSAL = re.compile(r"quantized_comm cannot be used with .*")
-COUNTS = ("collected", "passed", "failed", "refused", "skipped", "not_run", "with_plugin",
-          "communicating")  # fmt: skip
+COUNTS = (
+    "collected",
+    "passed",
+    "failed",
+    "refused",
+    "skipped",
+    "not_run",
+    "with_plugin",
+    "communicating",
+)
 
 
 class SuiteError(SystemExit):
-    """The suite cannot run at all; the message says what to do."""
+    """The suite cannot run. The message names the remedy."""
 
 
 class Ended(NamedTuple):
-    """One test under one scheme; world: largest number of ranks with the block, 0 without one."""
+    """The result of one test under one scheme."""
 
     outcome: str  # passed, failed, refused, skipped
-    error: str = ""  # of skipped ones the reason
-    world: int = 0
+    error: str = ""  # of a skipped test the reason
+    world: int = 0  # largest number of ranks with the block
 
 
 Found = dict[str, dict[str, dict[str, Ended]]]  # by file, scheme and test
@@ -81,7 +88,7 @@ def check_tree(tree: Path) -> None:
     """Refuse a folder without tests.
 
     Raises:
-        SuiteError: says how to get one.
+        SuiteError: names the command that fetches the sources.
     """
     for part in ("tests/conftest.py", "tests/unit/common.py"):
         if not (tree / part).is_file():
@@ -108,24 +115,26 @@ def choose(tree: Path, patterns: Sequence[str]) -> list[str]:
 
 
 def block_of(scheme: str) -> dict[str, Any] | None:
-    """Return the block of a scheme; quantized ones reach the smallest matrices."""
+    """Return the block of a scheme, None without the plugin. All matrices are quantized."""
     if scheme == PLAIN:
         return None
-    return {"scheme": scheme} | ({} if scheme == "full_precision" else {"min_numel": 0})
+    if scheme == "full_precision":
+        return {"scheme": scheme}
+    return {"scheme": scheme, "min_numel": 0}
 
 
 def run(
     command: Sequence[str], log: Path, scheme: str, args: argparse.Namespace, limit: float
 ) -> None:
-    """Run a command of Python's in the tree for ``limit`` seconds at most; end all of it."""
+    """Run Python with some arguments in the tree, for ``limit`` seconds at most."""
     block = block_of(scheme)
     paths = [BENCHMARKS, BENCHMARKS.parent, args.tree / "tests", os.environ.get("PYTHONPATH", "")]
     environment = {
         "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
-        "PYTHONDONTWRITEBYTECODE": "1",  # the sources are not ours
+        "PYTHONDONTWRITEBYTECODE": "1",  # leave the source tree unchanged
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",  # several ranks share the cores
-        "LOCAL_SIZE": str(args.ranks),  # what DeepSpeed takes for the number of accelerators
+        "LOCAL_SIZE": str(args.ranks),  # DeepSpeed's number of accelerators
         "DS_UNITTEST_TIMEOUT": str(args.test_timeout),
         "DS_QUANT_DISABLE": "1" if block is None else "0",
         plugin.BLOCK: "" if block is None else json.dumps(block),
@@ -138,24 +147,25 @@ def run(
 
 
 def run_file(file: str, scheme: str, args: argparse.Namespace) -> dict[str, Ended]:
-    """Return the tests of a file, none if it did not end in time."""
+    """Return the results of a file's tests, none if it did not end in time."""
     stem = str(args.work / scheme / file.replace("/", "_").removesuffix(".py"))
     xml, log = Path(f"{stem}.xml"), Path(f"{stem}.log")
     xml.parent.mkdir(parents=True, exist_ok=True)
     if not xml.exists():
-        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "peer.plugin",
-                   f"--basetemp={stem}.tmp", f"--junitxml={xml}"]  # fmt: skip
-        command += ["-k", args.keyword] if args.keyword else []
+        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "peer.plugin"]
+        command += [f"--basetemp={stem}.tmp", f"--junitxml={xml}"]
+        if args.keyword:
+            command += ["-k", args.keyword]
         command += [f"--deselect=unit/{one['test']}" for one in SELECTION["left_out"]]
         run([*command, f"unit/{file}"], log, scheme, args, args.timeout)
     return read(xml) if xml.exists() else {}
 
 
 def check_start(args: argparse.Namespace) -> None:
-    """Compile DeepSpeed's CPU operators and import what the ranks need, which are silent about it.
+    """Compile DeepSpeed's CPU operators and import the ranks' modules, to report errors early.
 
     Raises:
-        SuiteError: with the end of what was printed.
+        SuiteError: an import failed. The message has the end of the output.
     """
     log, done = args.work / "start.log", "peer.ranks can be imported"
     run(["-c", f"import peer.ranks; print({done!r})"], log, args.schemes[0], args, BUILD_SECONDS)
@@ -168,39 +178,57 @@ def check_start(args: argparse.Namespace) -> None:
         )
 
 
-# ---- what came out ----
+# ---- results ----
 
 
 def read(xml: Path) -> dict[str, Ended]:
-    """Return the tests of a JUnit file by name; one that fails when it is torn down has failed."""
-    found: dict[str, Ended] = {}
+    """Return the results of a JUnit file by test name. A test whose teardown fails has failed."""
+    tests: dict[str, Ended] = {}
     for case in ElementTree.parse(xml).iter("testcase"):
-        facts = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
-        parts = {part.tag: part for part in case}
-        bad = parts.get("failure", parts.get("error"))
-        outcome = "failed" if bad is not None else "skipped" if "skipped" in parts else "passed"
-        part = parts.get("skipped") if bad is None else bad
-        error = "" if part is None else part.get("message", "")
-        if outcome == "failed" and (on_rank := facts.get("rank_error", "")) not in error:
-            error = f"{error}; before that, on a rank: {on_rank}"
-        if outcome == "failed" and (refusal := REFUSAL.search(error)):
-            outcome, error = "refused", refusal.group()
-        error = " ".join(re.sub(r"/\S*/tests/(?=unit/)", "", error).split())[:400]
-        name = facts.get("test", case.get("name", ""))
-        if found.get(name, Ended("passed")).outcome in ("passed", "skipped"):
-            found[name] = Ended(outcome, error, int(facts.get("world", 0)))
-    return found
+        properties = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
+        name = properties.get("test", case.get("name", ""))
+        earlier = tests.get(name)  # the call of a test whose teardown is a case of its own
+        if earlier is None or earlier.outcome in ("passed", "skipped"):
+            outcome, error = _outcome(case, properties.get("rank_error", ""))
+            tests[name] = Ended(outcome, error, int(properties.get("world", 0)))
+    return tests
+
+
+def _outcome(case: ElementTree.Element, rank_error: str) -> tuple[str, str]:
+    """Return outcome and error of a test case. rank_error: first error that a rank noted."""
+    parts = {part.tag: part for part in case}
+    failure = parts.get("failure", parts.get("error"))
+    if failure is not None:
+        outcome = "failed"
+        error = failure.get("message", "")
+        if rank_error not in error:
+            error = f"{error}; before that, on a rank: {rank_error}"
+        refusal = REFUSAL.search(error)
+        if refusal:
+            outcome = "refused"
+            error = refusal.group()
+    elif "skipped" in parts:
+        outcome = "skipped"
+        error = parts["skipped"].get("message", "")
+    else:
+        outcome = "passed"
+        error = ""
+    without_paths = re.sub(r"/\S*/tests/(?=unit/)", "", error)
+    return outcome, " ".join(without_paths.split())[:400]
 
 
 def counts(tests: Mapping[str, Mapping[str, Ended]]) -> dict[str, dict[str, int]]:
-    """Count by scheme how the tests of a file ended, and how many the plugin took part in."""
-    names = {name for by_name in tests.values() for name in by_name}
+    """Count the outcomes of a file's tests by scheme, and the tests with the plugin."""
+    names = set[str]().union(*tests.values())
     found = {}
     for scheme, by_name in tests.items():
         outcomes = Counter(test.outcome for test in by_name.values())
         found[scheme] = {
             "collected": len(names),
-            **{name: outcomes[name] for name in ("passed", "failed", "refused", "skipped")},
+            "passed": outcomes["passed"],
+            "failed": outcomes["failed"],
+            "refused": outcomes["refused"],
+            "skipped": outcomes["skipped"],
             "not_run": len(names - by_name.keys()),
             "with_plugin": sum(test.world > 0 for test in by_name.values()),
             "communicating": sum(test.world > 1 for test in by_name.values()),
@@ -211,38 +239,56 @@ def counts(tests: Mapping[str, Mapping[str, Ended]]) -> dict[str, dict[str, int]
 def differences(
     plain: Mapping[str, Ended], active: Mapping[str, Ended], scheme: str, known: Sequence[dict]
 ) -> list[dict[str, str | None]]:
-    """Return tests that pass without the plugin and not with it; a refusal is its own reason."""
+    """Return the tests that pass without the plugin only, with their explanations.
+
+    known: explanations of peer/explained.json.
+    """
     rows: list[dict[str, str | None]] = []
     for name, before in plain.items():
         test = active.get(name, Ended("not_run"))
         if before.outcome != "passed" or test.outcome == "passed":
             continue
-        whys = ["refused by the plugin"] if test.outcome == "refused" else [
-            entry["why"] for entry in known
-            if scheme in entry["schemes"] and re.search(entry["test"], name)
-            and re.search(entry["error"], test.error)
-        ]  # fmt: skip
-        rows.append({"test": name, "scheme": scheme, "outcome": test.outcome, "error": test.error,
-                     "why": next(iter(whys), None)})  # fmt: skip
+        rows.append(
+            {
+                "test": name,
+                "scheme": scheme,
+                "outcome": test.outcome,
+                "error": test.error,
+                "why": _explanation(name, test, scheme, known),
+            }
+        )
     return rows
 
 
+def _explanation(name: str, test: Ended, scheme: str, known: Sequence[dict]) -> str | None:
+    if test.outcome == "refused":
+        return "refused by the plugin"
+    for entry in known:
+        if scheme not in entry["schemes"]:
+            continue
+        if re.search(entry["test"], name) and re.search(entry["error"], test.error):
+            return entry["why"]
+    return None
+
+
 def content(found: Found, schemes: Sequence[str]) -> dict[str, Any]:
-    """Return what the result file holds besides its origin."""
+    """Return the content of the result file without its provenance."""
     known = json.loads(EXPLAINED.read_text("utf-8"))
-    plain = {name: test for tests in found.values() for name, test in tests[PLAIN].items()}
+    plain: dict[str, Ended] = {}
+    failing: list[dict[str, str | None]] = []
+    for tests in found.values():
+        plain |= tests[PLAIN]
+        for scheme in schemes:
+            failing += differences(tests[PLAIN], tests[scheme], scheme, known)
     skipped = Counter(test.error for test in plain.values() if test.outcome == "skipped")
     return {
         "blocks": {scheme: block_of(scheme) for scheme in (PLAIN, *schemes)},
         "files": [{"file": file, "counts": counts(tests)} for file, tests in found.items()],
-        "differences": [
-            row
-            for tests in found.values()
-            for scheme in schemes
-            for row in differences(tests[PLAIN], tests[scheme], scheme, known)
-        ],
+        "differences": failing,
         "broken": [
-            {"test": name, "error": t.error} for name, t in plain.items() if t.outcome == "failed"
+            {"test": name, "error": test.error}
+            for name, test in plain.items()
+            if test.outcome == "failed"
         ],
         "skipped": dict(skipped.most_common()),
     }
@@ -250,20 +296,23 @@ def content(found: Found, schemes: Sequence[str]) -> dict[str, Any]:
 
 def totals(result: dict[str, Any]) -> dict[str, dict[str, int]]:
     """Add up the counts of all files, by scheme."""
-    return {
-        scheme: {name: sum(f["counts"][scheme][name] for f in result["files"]) for name in COUNTS}
-        for scheme in result["blocks"]
-    }
+    sums = {}
+    for scheme in result["blocks"]:
+        counts_of_files = [file["counts"][scheme] for file in result["files"]]
+        sums[scheme] = {name: sum(count[name] for count in counts_of_files) for name in COUNTS}
+    return sums
 
 
 def cells(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table."""
-    rows = [[f"`{s}`", *(str(count[n]) for n in COUNTS)] for s, count in totals(result).items()]
+    """Return header and rows of the table."""
+    rows = []
+    for scheme, sums in totals(result).items():
+        rows.append([f"`{scheme}`", *(str(sums[name]) for name in COUNTS)])
     return ["scheme", *(name.replace("_", " ") for name in COUNTS)], rows
 
 
 def section(result: dict[str, Any]) -> tuple[str, str]:
-    """See sections.py."""
+    """Return heading and body of the page: see sections.py."""
     return "DeepSpeed's own tests", (
         f"Tests of DeepSpeed {result['tree_version']} without and with the plugin; every "
         "difference is explained in\n[peer_suite.md](../../docs/peer_suite.md).\n\n"
@@ -273,8 +322,8 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing is left behind
-    given = {k: v for k, v in vars(args).items() if k != "work"}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an exception ends the ranks
+    arguments = {name: value for name, value in vars(args).items() if name != "work"}
     with tempfile.TemporaryDirectory() as scratch:
         args.work = (args.work or Path(scratch)).resolve()
         args.work.mkdir(parents=True, exist_ok=True)
@@ -296,8 +345,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json is not None:
         path = args.tree / "version.txt"
         version = path.read_text("utf-8").strip() if path.exists() else "unknown"
-        given["tree"] = "PATH_TO_DEEPSPEED_SOURCE"
-        report.save(args.json, "peer_suite", given, tree_version=version, **result)
+        arguments["tree"] = "PATH_TO_DEEPSPEED_SOURCE"
+        report.save(args.json, "peer_suite", arguments, tree_version=version, **result)
     return int(any(row["why"] is None for row in result["differences"]))
 
 

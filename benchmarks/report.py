@@ -1,4 +1,4 @@
-"""What a comparison shows: figures of each run, a table, a picture, a result file's header.
+"""Output of comparisons: figures of each run, a table, a plot, the header of a result file.
 
 May import sections, the standard library and, inside the functions that need them, rich,
 ds_quant.tools.plot_style, torch.
@@ -26,44 +26,46 @@ sys.path.append(str(sections.ROOT))  # last: an installed ds_quant comes first
 FINAL_STEPS = 50  # the final loss is the mean over the last 50 steps
 # Pairs of one scheme scatter by up to 0.4 % (convergence_10m.json), and a demo trains one.
 TELLING_GAP = 1.0  # %
-BASELINES = ("full_precision", "deepspeed_plain")  # the first one present
+BASELINES = ("full_precision", "deepspeed_plain")  # the first one that was run
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic")
 
 
 def parser(about: str) -> argparse.ArgumentParser:
-    """Of a script, with its docstring as it stands."""
-    form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=about, formatter_class=form)
+    """Return the parser of a script. about: its docstring, printed with its line breaks."""
+    return argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 # ---- figures of runs ----
 
 
-def received(result: dict[str, Any], *links: str) -> float | None:
-    """Bytes over ``links`` per parameter and optimizer step, mean over the ranks of a run.
+def received(result: dict[str, Any], *hops: str) -> float | None:
+    """Return the bytes received on ``hops`` per parameter and optimizer step, mean over the ranks.
 
-    ``result`` is what train.py wrote. None if bytes were not counted.
+    result: content of the result file of train.py.
+
+    Returns:
+        None if bytes were not counted.
     """
-    if (reports := result["reports"]) is None:
+    reports = result["reports"]
+    if reports is None:
         return None
-    nbytes = fmean(
-        sum(
-            by_communicator[link]
-            for by_communicator in report["received_bytes"].values()
-            for link in links
-        )
-        for report in reports
-    )
-    return nbytes / reports[0]["params"] / len(result["losses"])
+    bytes_of_ranks = []
+    for report in reports:
+        nbytes = 0
+        for bytes_by_hop in report["received_bytes"].values():
+            nbytes += sum(bytes_by_hop[hop] for hop in hops)
+        bytes_of_ranks.append(nbytes)
+    return fmean(bytes_of_ranks) / reports[0]["params"] / len(result["losses"])
 
 
 def rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The figures of all runs; each run has `label`, `result` and `run_seconds`.
+    """Return the figures of all runs; each run has `label`, `result` and `run_seconds`.
 
-    Losses are nats per byte of text, the gap is against the baseline run, None without one. Bytes
-    are per rank, parameter and optimizer step, None if not counted, as by DeepSpeed alone;
-    inter_bytes: the part of them that comes from other nodes. step_seconds is a median, run_seconds
-    has the start-up in it.
+    Losses are nats per byte of text. gap_percent: gap to the baseline run, None without one.
+    wire_bytes: per rank, parameter and optimizer step, None if not counted, as under DeepSpeed
+    alone; inter_bytes: those from other nodes. step_seconds: median. run_seconds: with start-up.
     """
     final = {run["label"]: fmean(run["result"]["losses"][-FINAL_STEPS:]) for run in runs}
     base = baseline(final)
@@ -83,23 +85,28 @@ def rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def baseline(labels: Collection[str]) -> str | None:
-    """The run that others are compared with."""
+    """Return the run that others are compared with, None if it was not run."""
     return next((name for name in BASELINES if name in labels), None)
 
 
 def conclusions(entries: Sequence[dict[str, Any]], *, world: int) -> list[str]:
-    """What the table shows, in sentences: one per scheme that was compared with a baseline."""
+    """Return the conclusions from the table: a sentence per scheme that has a baseline."""
     by_label = {row["label"]: row for row in entries}
-    base = by_label.get(baseline(by_label) or "", {"label": None, "wire_bytes": None})
+    base = by_label.get(baseline(by_label) or "")
     lines = []
     for label, row in by_label.items():
-        if label == base["label"] or not row["wire_bytes"] or not base["wire_bytes"]:
+        if base is None or label == base["label"]:
             continue
-        key, where = "wire_bytes", ""
+        if not row["wire_bytes"] or not base["wire_bytes"]:
+            continue
         if row["inter_bytes"] and base["inter_bytes"]:
-            key, where = "inter_bytes", " between nodes"
+            key = "inter_bytes"
+            scope = " between nodes"
+        else:
+            key = "wire_bytes"
+            scope = ""
         lines.append(
-            f"{label}: {base[key] / row[key]:.1f}x fewer bytes{where} than {base['label']}, "
+            f"{label}: {base[key] / row[key]:.1f}x fewer bytes{scope} than {base['label']}, "
             f"loss {gap(row)} %."
         )
     lines.append(
@@ -114,7 +121,7 @@ def conclusions(entries: Sequence[dict[str, Any]], *, world: int) -> list[str]:
 
 
 def gap(row: dict[str, Any]) -> str:
-    """The gap of a run, in percent, and whether it tells anything."""
+    """Format the gap of a run in percent. Small gaps are marked."""
     percent = row["gap_percent"]
     doubt = " (too short to tell)" if percent and abs(percent) < TELLING_GAP else ""
     return number(percent, "+.2f") + doubt
@@ -130,47 +137,60 @@ def show(header: Sequence[str], body: Sequence[Sequence[str]], title: str | None
     from rich.table import Table
 
     grid = Table(title=title)
-    for place, name in enumerate(header):
-        words = name.replace("`", "").replace(" ", "\n")  # narrow, so that labels need no folding
-        grid.add_column(words, justify="right" if place else "left", overflow="fold")
+    for column, name in enumerate(header):
+        words = name.replace("`", "").replace(" ", "\n")  # narrow, so that labels are not folded
+        grid.add_column(words, justify="right" if column else "left", overflow="fold")
     for cells in body:
         grid.add_row(*(cell.replace("`", "") for cell in cells))
     Console().print(grid)
 
 
-# ---- picture ----
+# ---- plot ----
 
 
 def rolling(values: Sequence[float], *, window: int = 20) -> list[list[float]]:
-    """Lower quartile, median and upper quartile of the last ``window`` values (fewer at the
-    start): a spike stays out of them, where a mean would stretch it over the whole window.
+    """Return lower quartile, median and upper quartile of the last ``window`` values, per value.
+
+    A mean would spread a spike over the whole window.
     """
-    last = [sorted(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
-    return [[found[(len(found) - 1) * k // 4] for found in last] for k in (1, 2, 3)]
+    windows = [sorted(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+    quartiles = []
+    for quarter in (1, 2, 3):
+        quartiles.append([window[(len(window) - 1) * quarter // 4] for window in windows])
+    return quartiles
 
 
 def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Write a PNG: bytes per step, smoothed loss curves, and the difference of each step's loss to
-    the baseline's, which sees the same data, with the quartiles of the last 20 steps as a band.
+    """Write a PNG: bytes per step, smoothed loss curves, and each step's gap to the baseline.
+
+    The baseline trains on the same data. Bands are quartiles of the last 20 steps.
     """
     from ds_quant.tools import plot_style
 
     losses = {run["label"]: run["result"]["losses"] for run in runs}
-    found, base, colors = rows(runs), baseline(losses), plot_style.colors(losses)
-    wide = 3 if base else 2
+    figures = rows(runs)
+    base = baseline(losses)
+    colors = plot_style.colors(losses)
+    panels = 3 if base else 2
     figure, ((bars, left, *others),) = plot_style.pyplot().subplots(
-        1, wide, figsize=(5.5 * wide, 5), squeeze=False
+        1, panels, figsize=(5.5 * panels, 5), squeeze=False
     )
-    between = any(row["inter_bytes"] for row in found)
-    sent = [row["inter_bytes" if between else "wire_bytes"] or 0.0 for row in found]
-    names = [plot_style.wrapped(row["label"]) for row in found]
-    drawn = bars.barh(names, sent, color=[colors[row["label"]] for row in found])
+    if any(row["inter_bytes"] for row in figures):
+        key = "inter_bytes"
+        receiver = "between nodes"
+    else:
+        key = "wire_bytes"
+        receiver = "by a rank"
+    drawn = bars.barh(
+        [plot_style.wrapped(row["label"]) for row in figures],
+        [row[key] or 0.0 for row in figures],
+        color=[colors[row["label"]] for row in figures],
+    )
     bars.bar_label(drawn, fmt="%.2f", padding=4)
     bars.invert_yaxis()
     bars.margins(x=0.15)
-    bars.set(xlabel="bytes per parameter and step",
-             title=f"Bytes received {'between nodes' if between else 'by a rank'}")  # fmt: skip
-    for row in found:
+    bars.set(xlabel="bytes per parameter and step", title=f"Bytes received {receiver}")
+    for row in figures:
         name = row["label"]
         left.plot(rolling(losses[name])[1], color=colors[name], label=name)
         if base in (None, name):
@@ -178,14 +198,21 @@ def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
         pairs = zip(losses[name], losses[base], strict=True)
         low, middle, high = rolling([100 * (ours / exact - 1) for ours, exact in pairs])
         others[0].plot(middle, color=colors[name], label=f"{name} {gap(row)}")
-        others[0].fill_between(range(len(low)), low, high, color=colors[name], alpha=0.15,
-                               linewidth=0)  # fmt: skip
-    left.set(xlabel="optimizer step", ylabel="nats per byte, median of 20 steps",
-             title="Training loss")  # fmt: skip
+        others[0].fill_between(
+            range(len(low)), low, high, color=colors[name], alpha=0.15, linewidth=0
+        )
+    left.set(
+        xlabel="optimizer step",
+        ylabel="nats per byte, median of 20 steps",
+        title="Training loss",
+    )
     for right in others:
         right.axhline(0, color="0.5", linewidth=0.8, label="_")
-        right.set(xlabel="optimizer step", ylabel="%, median and quartiles of 20 steps",
-                  title=f"Loss against {base}, same data")  # fmt: skip
+        right.set(
+            xlabel="optimizer step",
+            ylabel="%, median and quartiles of 20 steps",
+            title=f"Loss against {base}, same data",
+        )
     for axes in (bars, left, *others):
         plot_style.finish(axes)
     figure.suptitle(title)
@@ -194,7 +221,7 @@ def plot(runs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 
 # ---- result files ----
 
-# Flags that say where to write or what to print, not what is measured.
+# Flags of the output; they do not change the results.
 _ABOUT_OUTPUT = ("json", "out", "plot", "report")
 
 
@@ -206,38 +233,49 @@ def save(
     commas: Sequence[str] = (),
     **content: Any,
 ) -> dict[str, Any]:
-    """Write the result file of benchmarks/``kind``.py, and the page that shows it."""
+    """Write the result file of benchmarks/``kind``.py and its page. Return the file's content.
+
+    commas: arguments that are lists joined by commas.
+    """
     given = args if isinstance(args, dict) else vars(args)
-    arguments = {k: _plain(v) for k, v in given.items() if k not in _ABOUT_OUTPUT}
-    command = command_line(f"benchmarks/{kind}.py", arguments, commas=commas)
-    written = {"kind": kind, "version": 1, "command": command, "arguments": arguments,
-               **provenance(), **content}  # fmt: skip
+    arguments = {name: _plain(value) for name, value in given.items() if name not in _ABOUT_OUTPUT}
+    result = {
+        "kind": kind,
+        "version": 1,
+        "command": command_line(f"benchmarks/{kind}.py", arguments, commas=commas),
+        "arguments": arguments,
+        **provenance(),
+        **content,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, written)
+    write(path, result)
     path.with_suffix(".md").write_text(sections.section_of(path), "utf-8")
-    return written
+    return result
 
 
 def write(path: Path | None, document: dict[str, Any]) -> None:
-    """Replace the file as a whole: it may be read, or this program ended, at any moment."""
+    """Replace the file in one step, so that a reader or a killed program never finds half of it.
+
+    path: None to write nothing.
+    """
     if path is not None:
-        beside = path.with_suffix(".part")
-        beside.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-        beside.replace(path)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+        part.replace(path)
 
 
 def _plain(value: Any) -> Any:
-    """A file by its name: paths of this machine tell others nothing."""
+    """Return the name of a file without its folder, and other values unchanged."""
     return value.name if isinstance(value, Path) else value
 
 
 def command_line(script: str, arguments: dict[str, Any], *, commas: Sequence[str] = ()) -> str:
-    """Return the command with its arguments; lists named in ``commas`` are joined by commas."""
+    """Return the command with its arguments. commas: lists to join by commas."""
     return shlex.join(["python", script, *flags(arguments, commas=commas)])
 
 
 def flags(arguments: dict[str, Any], *, commas: Sequence[str] = ()) -> list[str]:
-    """Return the words of a command line; what is unset is left out."""
+    """Return the words of a command line. Unset arguments are left out."""
     words = []
     for name, value in arguments.items():
         flag = f"--{name.replace('_', '-')}"
@@ -256,7 +294,7 @@ def _word(value: Any) -> str:
 
 
 def provenance() -> dict[str, Any]:
-    """Date, versions and hardware: what a number needs to be quoted later."""
+    """Return date, versions and hardware of a measurement."""
     import torch
 
     versions: dict[str, str | None] = {"python": platform.python_version()}
@@ -272,7 +310,7 @@ def provenance() -> dict[str, Any]:
             "cpu": _cpu_model(),
             "cores": os.cpu_count(),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-            "load_average": round(os.getloadavg()[0], 2),  # others at work make times worthless
+            "load_average": round(os.getloadavg()[0], 2),  # times on a busy machine mean nothing
         },
     }
 

@@ -1,4 +1,4 @@
-"""Which schemes a comparison runs, and the DeepSpeed configuration of each.
+"""The schemes of a comparison, and the DeepSpeed configuration of each.
 
 May import the standard library and launch.
 """
@@ -16,15 +16,20 @@ import launch
 
 @dataclass(frozen=True, kw_only=True)
 class SchemeEntry:
-    """A scheme to run: `name` of a preset (or deepspeed_plain) and keys that replace its values."""
+    """A scheme to run.
+
+    label: the entry as it was written.
+    name: a preset, or deepspeed_plain.
+    overrides: dotted key -> value that replaces the preset's.
+    """
 
     label: str
     name: str
-    overrides: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
+    overrides: dict[str, Any] = field(default_factory=dict)
 
 
 def parse_schemes(listing: str) -> list[SchemeEntry]:
-    """Entries of `a,b:key=value,key=value,c`; values are JSON or else strings.
+    """Return the entries of `a,b:key=value,key=value,c`. Values are JSON or else strings.
 
     Raises:
         ValueError: an empty or repeated entry, or overrides of deepspeed_plain.
@@ -55,9 +60,13 @@ def _entry(label: str) -> SchemeEntry:
 
 def split_outside_brackets(listing: str) -> list[str]:
     """Split at commas, but not inside [] or {}."""
-    pieces, depth = [""], 0
+    pieces = [""]
+    depth = 0
     for character in listing:
-        depth += (character in "[{") - (character in "]}")
+        if character in "[{":
+            depth += 1
+        elif character in "]}":
+            depth -= 1
         if character == "," and depth == 0:
             pieces.append("")
         else:
@@ -66,7 +75,7 @@ def split_outside_brackets(listing: str) -> list[str]:
 
 
 def parse_override(setting: str) -> tuple[str, Any]:
-    """`weights.bits=6` as ("weights.bits", 6); the value is JSON, or else a string.
+    """Parse `weights.bits=6` to ("weights.bits", 6). The value is JSON or else a string.
 
     Raises:
         ValueError: there is no key or no "=".
@@ -81,7 +90,7 @@ def parse_override(setting: str) -> tuple[str, Any]:
 
 
 def block_of(entry: SchemeEntry, args: argparse.Namespace) -> dict[str, Any] | None:
-    """The "quantized_comm" block of an entry, None for DeepSpeed as shipped."""
+    """Return the "quantized_comm" block of an entry, None for DeepSpeed as shipped."""
     if entry.name == launch.PLAIN:
         return None
     block: dict[str, Any] = {"scheme": entry.name, "seed": args.seed}
@@ -91,27 +100,32 @@ def block_of(entry: SchemeEntry, args: argparse.Namespace) -> dict[str, Any] | N
 
 
 def with_overrides(block: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a block in which dotted keys have replaced values."""
+    """Return a copy of a block with other values. overrides: by dotted key."""
     block = copy.deepcopy(block)
     for key, value in overrides.items():
         *parents, last = key.split(".")
-        place = block
+        section = block
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
+            section = section.setdefault(parent, {})
+        section[last] = value
     return block
 
 
 def deepspeed_config(entry: SchemeEntry, args: argparse.Namespace) -> dict[str, Any]:
-    """The whole ds_config.json of a run; only the block differs between schemes."""
+    """Return the ds_config.json of a run. Schemes differ in the block only."""
     zero: dict[str, Any] = {"stage": args.stage}
     if args.stage == 3:
-        # Gather for forward and again for backward, as for a model that does not fit. By default
+        # Gather for forward and again for backward, as a large model does. With its defaults
         # DeepSpeed would keep all parameters of a model this small gathered.
-        released = ("param_persistence_threshold", "max_reuse_distance", "max_live_parameters")
-        zero |= {f"stage3_{name}": 0 for name in released}
-    schedule = {"total_num_steps": args.steps, "warmup_num_steps": max(1, args.steps // 10),
-                "warmup_type": "linear", "cos_min_ratio": 0.1}  # fmt: skip
+        zero["stage3_param_persistence_threshold"] = 0
+        zero["stage3_max_reuse_distance"] = 0
+        zero["stage3_max_live_parameters"] = 0
+    schedule = {
+        "total_num_steps": args.steps,
+        "warmup_num_steps": max(1, args.steps // 10),
+        "warmup_type": "linear",
+        "cos_min_ratio": 0.1,
+    }
     adam = {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}
     config = {
         "train_micro_batch_size_per_gpu": args.batch,

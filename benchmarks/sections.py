@@ -1,11 +1,11 @@
-"""A Markdown page beside every result file, its picture, and the list of pages in docs/results.md.
+"""Writes a Markdown page and a plot for every result file, and the list of pages, docs/results.md.
 
     python benchmarks/sections.py            # write (make report)
-    python benchmarks/sections.py --check    # exit 1 where something is not up to date
+    python benchmarks/sections.py --check    # exit 1 if a page is not up to date
 
-Every benchmark owns its page: ``section(result)`` turns what it has written as JSON into a heading
-and a body. Pages of finished studies, which name the commit that has their script, stay as they
-are. May import the standard library and, by name, the benchmark of a file's "command".
+Every benchmark has a function ``section(result)``, which turns its result file into the heading and
+the body of the page. Pages of finished studies stay as they are; they name the commit that has
+their script. May import the standard library and, by name, the benchmark of a file's "command".
 """
 
 from __future__ import annotations
@@ -42,27 +42,28 @@ def section_of(path: Path) -> str:
 
 
 def redraw(page: Path) -> None:
-    """Draw the picture beside a page anew, if it has one and its study goes on."""
-    path, picture = page.with_suffix(".json"), page.with_suffix(".png")
+    """Draw the plot of a page again, if it has one and its study is not finished."""
+    path = page.with_suffix(".json")
+    picture = page.with_suffix(".png")
     if picture.exists() and not is_finished(page):
         result = json.loads(path.read_text("utf-8"))
         _drawn_by(result).draw(result, picture)
 
 
 def is_finished(page: Path) -> bool:
-    """Whether a page is that of a finished study."""
+    """Return True if the page belongs to a finished study."""
     return page.exists() and FINISHED in page.read_text("utf-8")
 
 
 def _drawn_by(result: dict[str, Any]) -> Any:
-    """Return the module with the page of a result file: what shows need not load what measures."""
+    """Return the module with the ``section`` of a result file: NAME_page.py or else the script."""
     script = ROOT / result["command"].split()[1]
-    apart = script.with_name(f"{script.stem}_page.py")
-    return importlib.import_module(apart.stem if apart.exists() else script.stem)
+    page_module = script.with_name(f"{script.stem}_page.py")
+    return importlib.import_module(page_module.stem if page_module.exists() else script.stem)
 
 
 def origin(result: dict[str, Any], name: str) -> str:
-    """Return what a number needs to be quoted."""
+    """Return the provenance of a result: file, date, hardware, versions and command."""
     machine = result["hardware"]
     devices = ", ".join([f"{machine['cores']} cores of {machine['cpu']}", *machine["gpus"]])
     hardware = f"{devices}; load {machine['load_average']:g}"
@@ -74,15 +75,20 @@ def origin(result: dict[str, Any], name: str) -> str:
 
 
 def written(results: Path, page: Path) -> dict[Path, str]:
-    """Return the text of every page beside a result file in ``results``, and of ``page``."""
-    found = {}
+    """Return the text of the page of every result file in ``results``, and of the list ``page``."""
+    texts = {}
     for path in sorted(results.glob("*.json")):
-        beside = path.with_suffix(".md")
-        found[beside] = beside.read_text("utf-8") if is_finished(beside) else section_of(path)
-    headings = {path.name: text.partition("\n")[0].lstrip("# ") for path, text in found.items()}
-    links = [f"- [{heading}](../benchmarks/results/{name})" for name, heading in headings.items()]
+        result_page = path.with_suffix(".md")
+        if is_finished(result_page):
+            texts[result_page] = result_page.read_text("utf-8")
+        else:
+            texts[result_page] = section_of(path)
+    links = []
+    for path, text in texts.items():
+        heading = text.partition("\n")[0].lstrip("# ")
+        links.append(f"- [{heading}](../benchmarks/results/{path.name})")
     above = page.read_text("utf-8").partition(MARK)[0]
-    return {**found, page: above + MARK + "\n" + "\n".join(links) + "\n"}
+    return {**texts, page: above + MARK + "\n" + "\n".join(links) + "\n"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,17 +1,20 @@
-"""Step time of schemes against link rate, on hosts of the network lab (needs root).
+"""Measures the step time of schemes against link rate, on hosts of the network lab (needs root).
 
     sudo python benchmarks/speed.py --quick          # about five minutes
     sudo python benchmarks/speed.py                  # the whole grid, resumable
 
-Every point of the grid (stage, nodes x ranks) is one set of processes that holds an engine per
-scheme; rates change under them and schemes take turns in short blocks, so that ratios compare
-neighbours in time. Reported are medians over blocks and their range; blocks during which other
-programs used the cores are left out. Without root: one point over loopback, without a rate limit.
-Baselines: `full_precision` goes through the same collectives as the quantized schemes;
-`deepspeed_plain` is DeepSpeed as shipped over gloo, whose reduce-scatter moves twice the bytes it
-needs, so that difference is not ours to claim; `deepspeed_hpz` adds hpZ; `fsdp2_hsdp` is torch's
-own hybrid sharding: gradients cross between nodes in the last micro-step, weights and optimizer
-states lie in every node.
+A point of the grid is a stage and a topology, nodes x ranks. Its processes hold an engine per
+scheme. Schemes take turns in short blocks at every rate, so that ratios compare measurements of the
+same minute. Results are medians over blocks and their range. Blocks during which other programs
+used the cores are left out. Without root: one point over loopback, without a rate limit.
+
+Baselines:
+full_precision   the same collectives as the quantized schemes
+deepspeed_plain  DeepSpeed as shipped. Its reduce-scatter over gloo sends twice the necessary bytes;
+                 that part of a speed-up is not due to the plugin
+deepspeed_hpz    the same with hpZ
+fsdp2_hsdp       torch's hybrid sharding: gradients cross between nodes in the last micro-step.
+                 Every node has all weights and optimizer states
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,7 +42,7 @@ RIVALS = ("deepspeed_plain", "deepspeed_hpz", "fsdp2_hsdp")
 QUICK = {"stages": [3], "topologies": ["2x2"], "rates": [50.0, 400.0], "blocks": 3}
 
 
-# Of the model and its runs, which speed_worker.py reads from its plan.
+# Options of the model and its runs, which speed_worker.py reads from its plan.
 PLANNED = {
     "blocks": (5, "turns of every engine at every rate"),
     "steps_per_block": (2, None),
@@ -57,22 +61,42 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--quick", action="store_true", help="one stage, one topology, two rates")
     add("--stages", type=int, nargs="+", default=[3, 2])
     add("--topologies", nargs="+", default=["2x2", "2x1", "4x1"], help="nodes x ranks per node")
-    add("--rates", type=float, nargs="+", default=[50, 100, 200, 400, 800, 1600, 0],
-        help="Mbit/s of every host's link; 0: not shaped")  # fmt: skip
-    add("--schemes", nargs="+",
+    add(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[50, 100, 200, 400, 800, 1600, 0],
+        help="Mbit/s of every host's link; 0: not shaped",
+    )
+    add(
+        "--schemes",
+        nargs="+",
         default=["full_precision", "qsdp", "zeropp", "sdp4bit", "deepspeed_plain"],
-        help="names, with keys of the block as in qsdp:payload_checksum=true")  # fmt: skip
+        help="names, with keys of the block as in qsdp:payload_checksum=true",
+    )
     for name, (default, meaning) in PLANNED.items():
         add(f"--{name.replace('_', '-')}", type=int, default=default, help=meaning)
     add("--accumulation", type=int, default=1, help="micro-steps of an optimizer step")
-    add("--max-foreign", type=float, default=0.25, help="cores in other use, above: block left out")
-    add("--reduce-bucket-size", type=int,
-        help="elements; default: ZeRO-3 2 million, several that travel during backward, as a large "
-        "model has; ZeRO-1/2 DeepSpeed's 500 million, which hold all of this one")  # fmt: skip
+    add(
+        "--max-foreign",
+        type=float,
+        default=0.25,
+        help="cores that other programs may use; blocks with more are left out",
+    )
+    add(
+        "--reduce-bucket-size",
+        type=int,
+        help="elements; default: ZeRO-3 2 million, so several buckets are sent during backward, as "
+        "of a large model; ZeRO-1/2 DeepSpeed's 500 million, one bucket",
+    )
     add("--prefetch-bucket-size", type=int, default=300_000, help="elements, under ZeRO-3")
-    add("--reuse-distance", type=int, default=0,
-        help="elements, under ZeRO-3. 0: weights are gathered again for backward, as a large model "
-        "has it; 1000000000, DeepSpeed's default: this one stays gathered")  # fmt: skip
+    add(
+        "--reuse-distance",
+        type=int,
+        default=0,
+        help="elements, under ZeRO-3. 0: weights are gathered again for backward, as of a large "
+        "model; 1000000000, DeepSpeed's default: this small model stays gathered",
+    )
     add("--loopback", action="store_true", help="no lab, even where one can be built")
     add("--timeout", type=float, default=1800, help="seconds per point")
     add("--out", type=Path, default=Path("speed_out"))
@@ -81,12 +105,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.quick:
         vars(args).update(QUICK)
-    args.json, args.plot = args.json or args.out / "speed.json", args.plot or args.out / "speed.png"
+    args.json = args.json or args.out / "speed.json"
+    args.plot = args.plot or args.out / "speed.png"
     return args
 
 
 def nodes_and_ranks(topology: str) -> tuple[int, int]:
-    """`2x4` as (2, 4)."""
+    """Return nodes and ranks per node of a topology such as `2x4`."""
     nodes, x, ranks = topology.partition("x")
     if not (x and nodes.isdigit() and ranks.isdigit() and int(nodes) and int(ranks)):
         raise ValueError(f"topology {topology!r}: allowed: NODESxRANKS such as 2x2")
@@ -94,13 +119,17 @@ def nodes_and_ranks(topology: str) -> tuple[int, int]:
 
 
 def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
-    """ds_config.json of one engine; only block and hpZ differ."""
-    bucket = args.reduce_bucket_size or (2_000_000 if stage == 3 else 500_000_000)
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": bucket}
+    """Return the ds_config.json of an engine. Schemes differ in the block and in hpZ only."""
+    default_bucket = 2_000_000 if stage == 3 else 500_000_000
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": True,
+        "reduce_bucket_size": args.reduce_bucket_size or default_bucket,
+    }
     if stage == 3:
-        zero |= {"stage3_param_persistence_threshold": 0,
-                 "stage3_max_reuse_distance": args.reuse_distance,
-                 "stage3_prefetch_bucket_size": args.prefetch_bucket_size}  # fmt: skip
+        zero["stage3_param_persistence_threshold"] = 0
+        zero["stage3_max_reuse_distance"] = args.reuse_distance
+        zero["stage3_prefetch_bucket_size"] = args.prefetch_bucket_size
     config = {
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_accumulation_steps": args.accumulation,
@@ -116,56 +145,72 @@ def config_of(scheme: str, stage: int, ranks: int, args: argparse.Namespace) -> 
     elif scheme not in RIVALS:
         (entry,) = parse_schemes(scheme)
         block = {
-            "scheme": entry.name, "node_size": ranks, "allow_full_replica": True,
+            "scheme": entry.name,
+            "node_size": ranks,
+            "allow_full_replica": True,
             "checksum_steps": 0,
-        }  # fmt: skip
+        }
         config["quantized_comm"] = with_overrides(block, entry.overrides)
     return config
 
 
 def run_point(stage: int, topology: str, args: argparse.Namespace) -> dict[str, Any]:
-    """All rates and schemes of one stage and topology; taken from its file if that is there."""
+    """Measure all rates and schemes of one stage and topology, unless its file has them."""
     nodes, ranks = nodes_and_ranks(topology)
     folder = args.out / f"zero{stage}_{topology}"
     folder.mkdir(parents=True, exist_ok=True)
-    sharded_in_nodes = stage == 3 and ranks > 1
-    schemes = [s for s in args.schemes if sharded_in_nodes or s not in RIVALS[1:]]
+    schemes = args.schemes
+    if stage < 3 or ranks == 1:  # no weights are sharded inside a node
+        schemes = [scheme for scheme in schemes if scheme not in RIVALS[1:]]
     plan = {
-        "stage": stage, "topology": topology, "nodes": nodes, "rates": args.rates,
-        "schemes": {s: config_of(s, stage, ranks, args) for s in schemes},
+        "stage": stage,
+        "topology": topology,
+        "nodes": nodes,
+        "rates": args.rates,
+        "schemes": {scheme: config_of(scheme, stage, ranks, args) for scheme in schemes},
         **{name: getattr(args, name) for name in PLANNED},
-    }  # fmt: skip
-    done = folder / "result.json"
-    if done.exists() and (result := json.loads(done.read_text("utf-8")))["plan"] == plan:
-        return result
+    }
+    result_file = folder / "result.json"
+    if result_file.exists():
+        earlier_result = json.loads(result_file.read_text("utf-8"))
+        if earlier_result["plan"] == plan:
+            return earlier_result
     with (Loopback if args.loopback else Lab)(nodes) as network:
-        outcome = run_ranks(
-            {**plan, "lab": network.is_shaped}, network, ranks, folder, args.timeout
-        )
+        worker_plan = {**plan, "lab": network.is_shaped}
+        outcome = run_ranks(worker_plan, network, ranks, folder, args.timeout)
     result = {"plan": plan, **outcome}
-    done.write_text(json.dumps(result), "utf-8")
+    result_file.write_text(json.dumps(result), "utf-8")
     return result
 
 
 def run_ranks(
     plan: dict[str, Any], network: Lab | Loopback, ranks: int, folder: Path, timeout: float
 ) -> dict[str, Any]:
-    """Start a process per rank on its host and wait; the worker's result."""
-    (folder / "plan.json").write_text(json.dumps(plan), "utf-8")
-    outcome, log, world = folder / "outcome.json", folder / "log.txt", network.hosts * ranks
+    """Start a process per rank on its host. Return the result of rank 0.
+
+    ranks: ranks per host.
+    """
+    plan_file = folder / "plan.json"
+    outcome = folder / "outcome.json"
+    log = folder / "log.txt"
+    world = network.hosts * ranks
+    plan_file.write_text(json.dumps(plan), "utf-8")
     outcome.unlink(missing_ok=True)
-    argv = [sys.executable, str(launch.HERE / "speed_worker.py"), str(folder / "plan.json"),
-            str(outcome)]  # fmt: skip
-    shared = launch.environment("cpu", installed=launch.has_entry_point()) | {
-        "WORLD_SIZE": str(world), "LOCAL_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": network.address(0), "MASTER_PORT": str(launch.free_port()),
+    worker = str(launch.HERE / "speed_worker.py")
+    argv = [sys.executable, worker, str(plan_file), str(outcome)]
+    environment = launch.environment("cpu", installed=launch.has_entry_point()) | {
+        "WORLD_SIZE": str(world),
+        "LOCAL_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": network.address(0),
+        "MASTER_PORT": str(launch.free_port()),
         "GLOO_SOCKET_IFNAME": network.interface,
-    }  # fmt: skip
-    commands = [
-        (network.command(rank // ranks, argv),
-         shared | {"RANK": str(rank), "LOCAL_RANK": str(rank % ranks)})
-        for rank in range(world)
-    ]  # fmt: skip
+    }
+    commands = []
+    for rank in range(world):
+        host, local_rank = divmod(rank, ranks)
+        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        commands.append((network.command(host, argv), environment | of_rank))
     with launch.started(commands, log) as processes:
         _wait(processes, timeout, log, len(plan["rates"]) * plan["blocks"])
     if not outcome.exists():
@@ -175,9 +220,9 @@ def run_ranks(
 
 
 def _wait(processes: Sequence[subprocess.Popen], timeout: float, log: Path, blocks: int) -> None:
-    """Until all have ended, or one has failed, or time is up.
+    """Wait until all processes have ended, one has failed, or the time is up.
 
-    The bar counts blocks: for each the worker prints a line that ends in "done".
+    The bar counts blocks. The worker prints a line that ends in "done" for each.
     """
     end = time.monotonic() + timeout
     with launch.progress_bar(blocks, unit="block") as bar:
@@ -189,34 +234,51 @@ def _wait(processes: Sequence[subprocess.Popen], timeout: float, log: Path, bloc
 
 
 def summary(result: dict[str, Any], *, max_foreign: float) -> list[dict[str, Any]]:
-    """Per rate and scheme: median step, paired speed-up over the baseline with range, bytes."""
-    plan, rows = result["plan"], []
-    for rate in plan["rates"]:
-        blocks = [b for b in result["blocks"] if b["rate"] == rate]
-        by_scheme: dict[str, dict[int, dict]] = {}
-        for block in blocks:
-            by_scheme.setdefault(block["scheme"], {})[block["block"]] = block
-        for scheme, own in by_scheme.items():
-            clean = {i: b for i, b in own.items() if b["foreign_cores"] <= max_foreign} or own
+    """Return per rate and scheme the median step, bytes, and the speed-up over the baseline.
+
+    Speed-ups compare the same block of both schemes; their median, least and largest are returned.
+
+    max_foreign: cores that other programs may use. Blocks with more are left out, unless a scheme
+        has no others.
+    """
+    rows = []
+    for rate in result["plan"]["rates"]:
+        by_scheme: dict[str, dict[int, dict[str, Any]]] = {}
+        for block in result["blocks"]:
+            if block["rate"] == rate:
+                by_scheme.setdefault(block["scheme"], {})[block["block"]] = block
+        for scheme, blocks in by_scheme.items():
             base = by_scheme[BASELINE]
-            ratios = [base[i]["seconds"] / b["seconds"] for i, b in clean.items()]
-            received = median(b["interface_bytes"] for b in own.values())
-            rows.append({
-                "rate": rate, "scheme": scheme,
-                "seconds": median(b["seconds"] for b in clean.values()),
-                "speedup": median(ratios), "speedup_min": min(ratios), "speedup_max": max(ratios),
-                "interface_bytes": received / result["parameters"],
-                "counted_bytes": median(b["counted_bytes"] for b in own.values())
-                / result["parameters"],
-                "bytes_bound": median(b["interface_bytes"] for b in base.values()) / received,
-                "loss": own[max(own)]["loss"],
-                "clean_blocks": sum(b["foreign_cores"] <= max_foreign for b in own.values()),
-            })  # fmt: skip
+            base_bytes = median(block["interface_bytes"] for block in base.values())
+            clean = {
+                index: block
+                for index, block in blocks.items()
+                if block["foreign_cores"] <= max_foreign
+            }
+            used = clean or blocks
+            ratios = [base[index]["seconds"] / block["seconds"] for index, block in used.items()]
+            received = median(block["interface_bytes"] for block in blocks.values())
+            counted = median(block["counted_bytes"] for block in blocks.values())
+            rows.append(
+                {
+                    "rate": rate,
+                    "scheme": scheme,
+                    "seconds": median(block["seconds"] for block in used.values()),
+                    "speedup": median(ratios),
+                    "speedup_min": min(ratios),
+                    "speedup_max": max(ratios),
+                    "interface_bytes": received / result["parameters"],
+                    "counted_bytes": counted / result["parameters"],
+                    "bytes_bound": base_bytes / received,
+                    "loss": blocks[max(blocks)]["loss"],
+                    "clean_blocks": len(clean),
+                }
+            )
     return rows
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Per point: step time and speed-up against link rate, with what the bytes allow."""
+    """Draw step time and speed-up against link rate for every point, with the bound by bytes."""
     points = result["points"]
     from ds_quant.config.presets import RENAMED
     from ds_quant.tools import plot_style
@@ -229,7 +291,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
             row | {"scheme": RENAMED.get(row["scheme"], row["scheme"])} for row in point["rows"]
         ]
         shaped = [row for row in rows if row["rate"]] or rows
-        times, ratios = axes[0][column], axes[1][column]
+        times = axes[0][column]
+        ratios = axes[1][column]
         colors = plot_style.colors(dict.fromkeys(row["scheme"] for row in shaped))
         rates = sorted({row["rate"] for row in shaped})
         if len(rates) == 1:
@@ -239,17 +302,19 @@ def draw(result: dict[str, Any], path: Path) -> None:
             ratios.set(xlabel="speed-up (whisker: spread, dotted: bytes allow)")
             continue
         for scheme, color in colors.items():
-            own = [row for row in shaped if row["scheme"] == scheme]
-            _curves(times, ratios, own, scheme, color)
-        best = max((row for row in shaped if row["scheme"] not in RIVALS),
-                   key=lambda row: row["speedup"], default=None)  # fmt: skip
-        found = "" if best is None else (
-            f"\n{best['scheme']} is up to {best['speedup']:.1f}x as fast as {BASELINE}"
-        )  # fmt: skip
-        times.set(title=point["title"] + found, xscale="log", yscale="log",
-                  ylabel="seconds per step")  # fmt: skip
-        ratios.set(xscale="log", xlabel="link, Mbit/s",
-                   ylabel="speed-up (band: spread, dotted: bytes allow)")  # fmt: skip
+            rows_of_scheme = [row for row in shaped if row["scheme"] == scheme]
+            _curves(times, ratios, rows_of_scheme, scheme, color)
+        title = point["title"]
+        ours = [row for row in shaped if row["scheme"] not in RIVALS]
+        if ours:
+            best = max(ours, key=itemgetter("speedup"))
+            title += f"\n{best['scheme']} is up to {best['speedup']:.1f}x as fast as {BASELINE}"
+        times.set(title=title, xscale="log", yscale="log", ylabel="seconds per step")
+        ratios.set(
+            xscale="log",
+            xlabel="link, Mbit/s",
+            ylabel="speed-up (band: spread, dotted: bytes allow)",
+        )
         for each in (times, ratios):
             plot_style.plain_ticks(each.xaxis, rates)
             plot_style.finish(each)
@@ -261,7 +326,7 @@ _ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 
 
 def _bars(times: Any, ratios: Any, rows: Sequence[dict[str, Any]], colors: dict[str, str]) -> None:
-    """Draw the schemes of one rate in both panels, the first one on top."""
+    """Draw the schemes of one rate in both panels. The first scheme is on top."""
     from ds_quant.tools import plot_style
 
     names = [row["scheme"] for row in rows]
@@ -273,38 +338,41 @@ def _bars(times: Any, ratios: Any, rows: Sequence[dict[str, Any]], colors: dict[
         axes.invert_yaxis()
         axes.margins(x=0.12)
         plot_style.finish(axes)
-    for place, row in enumerate(rows):
-        low, high = row["speedup_min"], row["speedup_max"]
-        ratios.plot([low, high], [place + 0.3] * 2, color="0.2", linewidth=1)
+    for index, row in enumerate(rows):
+        spread = [row["speedup_min"], row["speedup_max"]]
+        ratios.plot(spread, [index + 0.3, index + 0.3], color="0.2", linewidth=1)
         if row["scheme"] not in (BASELINE, *RIVALS) and row["rate"]:
-            ratios.plot([row["bytes_bound"]] * 2, [place - 0.4, place + 0.4], ":", color="0.2")
+            bound = row["bytes_bound"]
+            ratios.plot([bound, bound], [index - 0.4, index + 0.4], ":", color="0.2")
 
 
 def _curves(
-    times: Any, ratios: Any, own: Sequence[dict[str, Any]], scheme: str, color: str
+    times: Any, ratios: Any, rows: Sequence[dict[str, Any]], scheme: str, color: str
 ) -> None:
-    """One scheme in both panels."""
-    rates = [row["rate"] for row in own]
-    times.plot(rates, [row["seconds"] for row in own], marker="o", label=scheme, color=color)
-    ratios.plot(rates, [row["speedup"] for row in own], marker="o", label=scheme, color=color)
-    low, high = ([row[key] for row in own] for key in ("speedup_min", "speedup_max"))
+    """Draw one scheme in both panels."""
+    rates = [row["rate"] for row in rows]
+    times.plot(rates, [row["seconds"] for row in rows], marker="o", label=scheme, color=color)
+    ratios.plot(rates, [row["speedup"] for row in rows], marker="o", label=scheme, color=color)
+    low = [row["speedup_min"] for row in rows]
+    high = [row["speedup_max"] for row in rows]
     ratios.fill_between(rates, low, high, color=color, alpha=0.15, linewidth=0)
     if scheme not in (BASELINE, *RIVALS):
-        ratios.axhline(own[0]["bytes_bound"], color=color, linestyle=":", label="_")
+        ratios.axhline(rows[0]["bytes_bound"], color=color, linestyle=":", label="_")
 
 
 USUAL = (BASELINE, "qsdp", "zeropp", "sdp4bit", "deepspeed_plain")
 
 
 def section(result: dict[str, Any]) -> tuple[str, str]:
-    """See sections.py; step times and ranges are in the file."""
+    """Return heading and body of the page: see sections.py."""
     points = result["points"]
-    stages, topologies = ({str(p[key]): None for p in points} for key in ("stage", "topology"))
-    schemes, rates = (result["arguments"][key] for key in ("schemes", "rates"))
-    links = "/".join(f"{rate:g}" for rate in rates if rate)
-    links = f"{links} Mbit/s" if links else "not shaped"
-    others = "".join(f", {name}" for name in schemes if name not in USUAL)
-    heading = f"Step times: ZeRO-{'/'.join(stages)}, {'/'.join(topologies)} ranks, {links}{others}"
+    stages = "/".join(dict.fromkeys(str(point["stage"]) for point in points))
+    topologies = "/".join(dict.fromkeys(str(point["topology"]) for point in points))
+    rates = [f"{rate:g}" for rate in result["arguments"]["rates"] if rate]
+    links = f"{'/'.join(rates)} Mbit/s" if rates else "not shaped"
+    schemes = result["arguments"]["schemes"]
+    unusual = "".join(f", {name}" for name in schemes if name not in USUAL)
+    heading = f"Step times: ZeRO-{stages}, {topologies} ranks, {links}{unusual}"
     parts = [f"## {p['title']}\n\n{sections.table(*cells(p['rows']))}" for p in points]
     return heading, (
         "Seconds of a step in full precision, and speed-ups over it in the same block: median and\n"
@@ -314,23 +382,23 @@ def section(result: dict[str, Any]) -> tuple[str, str]:
 
 
 def cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table of a point: a line per rate, a column per scheme."""
+    """Return header and rows of the table of a point: a line per rate, a column per scheme."""
     by_rate: dict[float, dict[str, Any]] = {}
     for row in rows:
         by_rate.setdefault(row["rate"], {})[row["scheme"]] = row
     first = next(iter(by_rate.values()))
     names = [name for name in first if name != BASELINE]
-    found = [
-        [f"{rate:g} Mbit/s" if rate else "not shaped", f"{by_scheme[BASELINE]['seconds']:.3f}",
-         *(_speed_up(by_scheme[name]) for name in names)]
-        for rate, by_scheme in by_rate.items()
-    ]  # fmt: skip
-    found.append(["bytes allow", "", *(f"{first[name]['bytes_bound']:.2f}" for name in names)])
+    lines = []
+    for rate, by_scheme in by_rate.items():
+        link = f"{rate:g} Mbit/s" if rate else "not shaped"
+        speed_ups = [_speed_up(by_scheme[name]) for name in names]
+        lines.append([link, f"{by_scheme[BASELINE]['seconds']:.3f}", *speed_ups])
+    lines.append(["bytes allow", "", *(f"{first[name]['bytes_bound']:.2f}" for name in names)])
     last = by_rate[rows[-1]["rate"]]
     if "loss" in last[BASELINE]:
-        losses = (f"{last[name]['loss']:.4f}" for name in (BASELINE, *names))
-        found.append(["loss of the last step", *losses])
-    return ["link", f"`{BASELINE}`, s", *(f"`{name}`" for name in names)], found
+        losses = [f"{last[name]['loss']:.4f}" for name in (BASELINE, *names)]
+        lines.append(["loss of the last step", *losses])
+    return ["link", f"`{BASELINE}`, s", *(f"`{name}`" for name in names)], lines
 
 
 def _speed_up(row: dict[str, Any]) -> str:
@@ -343,8 +411,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     reason = "--loopback" if args.loopback else obstacle()
     args.loopback = reason is not None
     if args.loopback:
-        # Rivals are left out: without interfaces nobody counts its bytes.
-        args.rates, args.schemes = [0], [s for s in args.schemes if s not in RIVALS]
+        # Without interfaces only the plugin counts bytes, so rivals are left out.
+        args.rates = [0]
+        args.schemes = [scheme for scheme in args.schemes if scheme not in RIVALS]
         print(
             f"speed.py: warning: no network lab: {reason}. Over loopback instead: one point without"
             " a rate limit, bytes as the plugin counts them"
@@ -357,9 +426,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = summary(result, max_foreign=args.max_foreign)
             title = f"ZeRO-{stage}, {topology} ranks, {result['parameters'] / 1e6:.1f} M"
             report.show(*cells(rows), title)
-            points.append({"title": title, "stage": stage, "topology": topology,
-                           "parameters": result["parameters"], "lines": result["lines"],
-                           "rows": rows})  # fmt: skip
+            points.append(
+                {
+                    "title": title,
+                    "stage": stage,
+                    "topology": topology,
+                    "parameters": result["parameters"],
+                    "lines": result["lines"],
+                    "rows": rows,
+                }
+            )
     except LabError as error:
         print(f"speed.py: {error}", file=sys.stderr)
         return 1

@@ -1,12 +1,11 @@
-"""Draw the trace of one training step: compute, and the plugin's ranges by hop and action.
+"""Draws the trace of one training step: compute, and the plugin's ranges by hop and action.
 
     deepspeed --num_accelerators 4 benchmarks/train.py --deepspeed_config ds_config.json \
         --steps 5 --profile trace.json
     python benchmarks/step_trace.py trace.json --plot trace.png
 
-Reads any Chrome trace that torch.profiler exports from a process with ds_quant. A wait that stands
-alone in its column is communication that compute does not hide. Prints the milliseconds of every
-lane.
+Reads a Chrome trace that torch.profiler exports from a process with ds_quant. A wait with no
+compute above it is communication that compute does not hide. Prints the milliseconds of every lane.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Interval(NamedTuple):
 
 
 def intervals(events: Iterable[dict]) -> list[Interval]:
-    """Return the bars of a trace, relative to its first one; other events are left out."""
-    found = []
+    """Return the bars of a trace. They start at 0. Other events are left out."""
+    bars = []
     for event in events:
         if event.get("ph") != "X":
             continue
@@ -51,13 +50,13 @@ def intervals(events: Iterable[dict]) -> list[Interval]:
         start, duration = event["ts"] / 1000, event["dur"] / 1000
         if match := RANGE.fullmatch(name):
             lane = f"{match['hop']}: {match['action']}"
-            found.append(Interval(lane, COLOURS[match["role"]], start, duration))
+            bars.append(Interval(lane, COLOURS[match["role"]], start, duration))
         elif COMPUTE.fullmatch(name):
-            found.append(Interval("compute", COLOURS["compute"], start, duration))
-    if not any(bar.lane != "compute" for bar in found):
+            bars.append(Interval("compute", COLOURS["compute"], start, duration))
+    if not any(bar.lane != "compute" for bar in bars):
         raise SystemExit("no range of ds_quant in this trace: was the plugin active in the step?")
-    first = min(bar.start for bar in found)
-    return [bar._replace(start=bar.start - first) for bar in found]
+    first = min(bar.start for bar in bars)
+    return [bar._replace(start=bar.start - first) for bar in bars]
 
 
 def lanes(bars: Iterable[Interval]) -> dict[str, list[Interval]]:
@@ -65,12 +64,14 @@ def lanes(bars: Iterable[Interval]) -> dict[str, list[Interval]]:
     grouped = defaultdict(list)
     for bar in bars:
         grouped[bar.lane].append(bar)
-    order = ["compute", *(f"{hop}: {action}" for hop in ("intra", "inter") for action in ACTIONS)]
+    order = ["compute"]
+    for hop in ("intra", "inter"):
+        order += [f"{hop}: {action}" for action in ACTIONS]
     return {lane: grouped[lane] for lane in order if lane in grouped}
 
 
 def draw(by_lane: dict[str, list[Interval]], path: Path) -> None:
-    """Write the picture."""
+    """Write the plot."""
     figure, axes = plt.subplots(figsize=(10, 0.35 * len(by_lane) + 1.2))
     for height, bars in enumerate(by_lane.values()):
         spans = [(bar.start, bar.duration) for bar in bars]
@@ -86,7 +87,7 @@ def draw(by_lane: dict[str, list[Interval]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """See the module."""
+    """Draw a trace and print its lanes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path, help="Chrome trace of torch.profiler")
     parser.add_argument("--plot", type=Path, default=Path("trace.png"))

@@ -1,4 +1,4 @@
-"""What a comparison trains: a module and its batches, the demo's GPT or a model of your own.
+"""The model and the batches of a comparison: the demo's GPT or a model of your own.
 
 `compare.py --model MODULE:FUNCTION` calls the function on every rank, with the seed as its only
 argument, and expects (module, batch):
@@ -9,10 +9,10 @@ argument, and expects (module, batch):
             return inputs, targets
         return module, batch
 
-Batches must be a function of their arguments, so that every scheme trains on the same data.
-Steps from HELD_OUT on are never trained on: give other samples for them. The module is initialised
-by the function, from the seed, equally on all ranks. MODULE is found in the current folder too.
-May import the standard library, torch and, for the GPT, gpt and text.
+Batches must be a function of their arguments, so that every scheme trains on the same data. Steps
+from HELD_OUT on are never trained on: return held-out samples for them. The function initialises
+the module from the seed, equally on all ranks. MODULE may be in the current folder. May import the
+standard library, torch and, for the GPT, gpt and text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Batch = Callable[[int, int, int], tuple[torch.Tensor, ...]]  # step, rank, size
 
 
 class Task(NamedTuple):
-    """A module whose forward returns the loss, batches, and layers that ZeRO-3 gathers whole."""
+    """A module whose forward returns the loss, its batches, and its ZeRO-3 leaf modules."""
 
     module: torch.nn.Module
     batch: Batch
@@ -42,7 +42,7 @@ class Task(NamedTuple):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of train.py, which compare.py hands on; sizes are those of the demo."""
+    """Add the flags of train.py, which compare.py passes on. Defaults are those of the demo."""
     add = parser.add_argument
     add("--steps", type=int, default=150, help="optimizer steps per scheme")
     add("--seed", type=int, default=0, help="of initial weights, data order and rounding")
@@ -55,7 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def find(name: str) -> Callable[[int], tuple[torch.nn.Module, Batch]]:
-    """The function MODULE:FUNCTION, also from the current folder.
+    """Return the function MODULE:FUNCTION, also from the current folder.
 
     Raises:
         ValueError: there is no such module or function.
@@ -69,7 +69,7 @@ def find(name: str) -> Callable[[int], tuple[torch.nn.Module, Batch]]:
 
 
 def load_task(args: argparse.Namespace, *, on_cpu: bool) -> Task:
-    """The task that the command line names; equal on all ranks and in all schemes."""
+    """Return the task of the command line. It is equal on all ranks and in all schemes."""
     if args.model is None:
         return _gpt(args, on_cpu=on_cpu)
     torch.manual_seed(args.seed)
@@ -80,15 +80,22 @@ def load_task(args: argparse.Namespace, *, on_cpu: bool) -> Task:
 def _gpt(args: argparse.Namespace, *, on_cpu: bool) -> Task:
     torch.manual_seed(args.seed)
     config = GPTConfig(
-        layers=args.layers, width=args.width, heads=args.heads, seq_len=args.seq_len,
+        layers=args.layers,
+        width=args.width,
+        heads=args.heads,
+        seq_len=args.seq_len,
         compute_dtype=torch.float32 if on_cpu else None,
-    )  # fmt: skip
+    )
     training, validation = text.split(text.load(args.text))
 
     def batch(step: int, rank: int, size: int) -> tuple[torch.Tensor, ...]:
-        tokens, step = (training, step) if step < HELD_OUT else (validation, step - HELD_OUT)
-        where = {"seed": args.seed, "step": step, "rank": rank}
-        return text.batch(tokens, **where, batch_size=size, seq_len=args.seq_len)
+        tokens = training
+        if step >= HELD_OUT:
+            tokens = validation
+            step -= HELD_OUT
+        return text.batch(
+            tokens, seed=args.seed, step=step, rank=rank, batch_size=size, seq_len=args.seq_len
+        )
 
-    # A block of this size is not worth a collective of its own.
+    # Blocks are so small that one gather per block is enough.
     return Task(GPT(config), batch, [Block])

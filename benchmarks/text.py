@@ -1,8 +1,8 @@
 """Bytes to train on: English documentation that every Python carries, in addressed batches.
 
-A demo that downloads nothing needs a text that is already there. CPython ships about 2 MB of it:
-the language reference in `pydoc_data.topics` and the docstrings of the standard library. Batches
-are addressed by (seed, step, rank), never drawn in order, so every scheme sees the same bytes.
+The demo downloads nothing. CPython ships about 2 MB of text: the language reference in
+`pydoc_data.topics` and the docstrings of the standard library. Batches are addressed by (seed,
+step, rank), never drawn in order, so every scheme trains on the same bytes.
 May import the standard library and torch.
 """
 
@@ -26,7 +26,7 @@ MIN_LENGTH = 80  # characters; shorter docstrings are labels
 
 
 def documentation() -> str:
-    """The English documentation of the running CPython, ASCII, the same on every call."""
+    """Return the English documentation of the running CPython, ASCII, the same on every call."""
     pieces = dict.fromkeys(piece for piece in (*_topics(), *_docstrings()) if _is_prose(piece))
     text = "\n\n".join(pieces)  # dict.fromkeys: first occurrence wins, order kept
     return text.encode("ascii", "ignore").decode("ascii")
@@ -62,7 +62,7 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 
 def source_code() -> str:
-    """The Python source that this CPython ships, ASCII: another text, to fine-tune on."""
+    """Return the Python source that CPython ships, ASCII: another text, to fine-tune on."""
     sources = _sources(Path(sysconfig.get_path("stdlib")))
     return b"\n\n".join(path.read_bytes() for path in sources).decode("ascii", "ignore")
 
@@ -72,12 +72,15 @@ def _is_prose(piece: str) -> bool:
     return len(piece) >= MIN_LENGTH and letters >= MIN_LETTER_SHARE * len(piece)
 
 
-SOURCE = "source"  # names `source_code()` where a path is expected
-SOURCE_NUMEL = 2 << 20  # bytes of it
+SOURCE = "source"  # stands for `source_code()` in place of a path
+SOURCE_NUMEL = 2 << 20  # bytes of the source code to use
 
 
 def load(path: Path | None = None) -> Tensor:
-    """Bytes of the file at `path`, `documentation()` for None, or `SOURCE`: (numel,) uint8."""
+    """Return a text as bytes, (numel,) uint8.
+
+    path: a file, `SOURCE`, or None for the documentation.
+    """
     if path is None:
         data = documentation().encode("ascii")
     elif str(path) == SOURCE:
@@ -88,12 +91,12 @@ def load(path: Path | None = None) -> Tensor:
 
 
 def fingerprint(tokens: Tensor) -> str:
-    """Hexadecimal SHA-256 of `tokens` (numel,) uint8: names the corpus in a result file."""
+    """Return the hexadecimal SHA-256 of `tokens`, (numel,) uint8."""
     return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
 
 
 def split(tokens: Tensor, *, validation_share: float = 0.1) -> tuple[Tensor, Tensor]:
-    """Cut `tokens` (numel,) into the first part for training and the last for validation."""
+    """Split `tokens`, (numel,), into the first part for training and the last for validation."""
     cut = round(len(tokens) * (1 - validation_share))
     return tokens[:cut], tokens[cut:]
 
@@ -107,12 +110,12 @@ def batch(
     batch_size: int,
     seq_len: int,
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one micro-step, both (batch_size, seq_len) int64.
+    """Return inputs and targets of one micro-step, both (batch_size, seq_len) int64.
 
-    A function of its arguments only: `step` counts micro-steps and may be asked for in any order.
+    The result depends on the arguments only. step: micro-step.
 
     Raises:
-        ValueError: `tokens` (numel,) uint8 is shorter than one sequence and its target.
+        ValueError: `tokens`, (numel,) uint8, is shorter than one sequence and its target.
     """
     num_starts = len(tokens) - seq_len
     if num_starts < 1:

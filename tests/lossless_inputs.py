@@ -1,4 +1,4 @@
-"""16-bit floats and what they were a step before, for tests of lossless differences."""
+"""Pairs of 16-bit floats after and before a step, for tests of lossless differences."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ds_quant.kernels.lossless import max_bytes, problem_of
 DTYPES = (torch.bfloat16, torch.float16)
 NUMELS = (0, 1, 2, 7, 1023, 1025, 2047, 2048, 2049, 4096, 2**16 + 3)
 LARGE_NUMELS = (1, 2048, 70_001, 2048 * 2048 + 3000)  # the last one: a second turn of a scan
-# Of one block: none changed, a step at a learning rate, any bits, equal but for a few any bits,
-# zeros that became something.
+# Kinds of a block: unchanged, a step at a learning rate, any bits, any bits in a few elements,
+# zeros that became any bits.
 SORTS = ("same", 1e-3, 3e-4, 1e-4, 1e-5, 1e-7, "any", "few", "zeros")
 
 # NaN with two payloads, both infinities, both zeros, both smallest, both largest.
@@ -23,7 +23,7 @@ SPECIAL = (0x7FC0, -1, 0x7F80, -0x80, 0x7C00, -0x400, 0, -0x8000, 1, -0x7FFF, 0x
 
 
 def any_bits(numel: int, generator: torch.Generator) -> torch.Tensor:
-    """Every 16 bits alike, with special values strewn in; int16."""
+    """Return uniform 16-bit patterns with some special values, int16."""
     bits = torch.randint(-(2**15), 2**15, (numel,), generator=generator, dtype=torch.int16)
     special = torch.tensor(SPECIAL, dtype=torch.int16)
     chosen = torch.randint(0, len(SPECIAL), (numel,), generator=generator)
@@ -33,7 +33,7 @@ def any_bits(numel: int, generator: torch.Generator) -> torch.Tensor:
 def step(
     numel: int, rate: float, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of a model before and after a step of Adam: (after, before)."""
+    """Return the weights of a model (after, before) a step of Adam."""
     master = torch.randn(numel, generator=generator) * 0.02
     moved = master - 0.3 * rate * torch.randn(numel, generator=generator)
     return moved.to(dtype), master.to(dtype)
@@ -42,7 +42,7 @@ def step(
 def pair(
     sort: str | float, numel: int, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, reference) of a sort."""
+    """Return (values, reference) of a kind of SORTS."""
     if isinstance(sort, float):
         return step(numel, sort, dtype, generator)
     reference = any_bits(numel, generator)
@@ -59,7 +59,7 @@ def pair(
 def mixed(
     sorts: list[str | float], numel: int, dtype: torch.dtype, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks of 2048 elements of these sorts in turn: (values, reference)."""
+    """Return (values, reference) in blocks of 2048 elements, of these kinds in turn."""
     generator = torch.Generator().manual_seed(seed)
     parts = [
         pair(sorts[index % len(sorts)], min(2048, numel - start), dtype, generator)
@@ -71,7 +71,7 @@ def mixed(
     return torch.cat(values), torch.cat(references)
 
 
-# Of an entry: where it lies, how it is written, what it may wrongly say.
+# Fields of a block's entry: offset, struct format, wrong values.
 ENTRY_FIELDS = (
     (0, "<I", (0, 1, 2, 40, 600, 1000, 2**31, 2**32 - 1)),
     (4, "<H", (0, 1, 2, 500, 2047, 2048, 2049, 65535)),
@@ -81,13 +81,13 @@ ENTRY_FIELDS = (
 
 
 def wrong_entries(message: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
-    """A message of mode 2 with one field of one entry changed, in all ways of ENTRY_FIELDS."""
+    """Return copies of a message of mode 2, each with one wrong field of one entry."""
     for entry in range(16, 16 + 8 * -(-numel // 2048), 8):
-        for place, form, values in ENTRY_FIELDS:
+        for offset, form, values in ENTRY_FIELDS:
             for value in values:
                 written = list(struct.pack(form, value))
                 other = message.clone()
-                other[entry + place :][: len(written)] = torch.tensor(written, dtype=torch.uint8)
+                other[entry + offset :][: len(written)] = torch.tensor(written, dtype=torch.uint8)
                 if not torch.equal(other, message):
                     yield other
 
@@ -96,7 +96,7 @@ def wrong_entries(message: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
 
 
 class Damaged(ValueError):
-    """A message that cannot be decoded; ``row``: its place."""
+    """A message that cannot be decoded. row: its index."""
 
     def __init__(self, problem: str, row: int) -> None:
         super().__init__(problem)
@@ -120,7 +120,11 @@ def decode_rows(
     out: torch.Tensor,
     backend: str = "auto",
 ) -> None:
-    """A message into every row; the first one that cannot be decoded is raised."""
+    """Decode a message into every row.
+
+    Raises:
+        Damaged: a message cannot be decoded, the first one of them.
+    """
     status = torch.zeros(len(out), 2, dtype=torch.int32, device=wire.device)
     decode_lossless(
         wire, np.asarray(starts), np.asarray(lengths), reference, out, status, backend=backend

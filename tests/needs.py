@@ -1,4 +1,4 @@
-"""What a test needs that a machine may lack. A skip says what is missing."""
+"""Requirements of tests that a machine may lack. A skip names the missing one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ native_kernels = pytest.mark.skipif(
 
 @cache
 def _source_of_deepspeed(path: str) -> str:
-    """Read instead of imported, which takes seconds."""
+    """Return a source file of DeepSpeed. It is read, because an import takes seconds."""
     return (Path(find_spec("deepspeed").origin).parent / path).read_text("utf-8")
 
 
@@ -28,11 +28,11 @@ def has_engine_method(name: str) -> bool:
 
 
 def has_deepspeed(since: str) -> bool:
-    """Whether the installed one is this version or a newer one."""
+    """Return True if DeepSpeed is this version or newer."""
     return Version(version("deepspeed")) >= Version(since)
 
 
 def deepspeed(since: str, otherwise: str) -> None:
-    """Skip the test that calls it under an older version, which does what ``otherwise`` says."""
+    """Skip the calling test under an older DeepSpeed. otherwise: the reason."""
     if not has_deepspeed(since):
         pytest.skip(f"DeepSpeed {version('deepspeed')} {otherwise}")

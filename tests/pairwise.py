@@ -1,4 +1,4 @@
-"""Thin a table of cases: every value of a factor meets every value of every other factor."""
+"""Thins a table of cases to all pairs: of any two factors, every pair of values is in a case."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ Pair = tuple[int, Any, int, Any]
 
 @cache
 def pairs_of(case: Case) -> frozenset[Pair]:
-    """The pairs of values in a case, each with the positions of its factors."""
+    """Return the pairs of values in a case, each with the positions of its factors."""
     return frozenset((i, case[i], j, case[j]) for i, j in combinations(range(len(case)), 2))
 
 
 def all_pairs(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Cases in which every pair of values of two factors occurs, chosen greedily.
+    """Return cases that have every pair of values of two factors, chosen greedily.
 
-    The values of the first factor are covered one after the other, so a value appended to it adds
-    cases and leaves the others as they are.
+    Values of the first factor are covered one by one: appending a value to it only adds cases.
     """
     first, *others = factors.values()
     candidates = list(product(*others))
@@ -42,5 +41,5 @@ def all_pairs(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
 
 
 def _gain(pairs: frozenset[Pair], missing: set[Pair], uses: Counter[Pair]) -> tuple[int, int, int]:
-    """What a case adds: pairs of the current value, new pairs at all, and balance."""
+    """Return the gain of a case: missing pairs of the current value, new pairs, and balance."""
     return len(pairs & missing), len(pairs - uses.keys()), -sum(uses[pair] for pair in pairs)

@@ -1,4 +1,4 @@
-"""The torch reference in place of all kernels, for codecs that were made for whatever works."""
+"""Replaces all kernels by the torch reference, also for codecs with backend "auto"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_quant.kernels import dispatch, reference
 
 @contextmanager
 def only_torch() -> Iterator[None]:
-    """Inside, no tensor takes a kernel, as on a machine that has none."""
+    """Use no kernel, as on a machine that has none."""
     with (
         patch.object(dispatch, "cuda_runner", lambda *_: None),
         patch.object(dispatch, "on_host", lambda *_: reference),

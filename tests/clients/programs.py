@@ -1,7 +1,7 @@
-"""What users of client libraries write, with a tiny model and two CPU ranks.
+"""Programs of users of client libraries, with a tiny model and two CPU ranks.
 
-Nothing here names ds_quant: the block in the DeepSpeed config is all there is. Every program
-trains ``STEPS`` optimizer steps in a folder and returns its losses and the files it saved.
+They do not name ds_quant: only the DeepSpeed config has the block. Every program trains ``STEPS``
+optimizer steps in a folder and returns its losses and saved files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WORDS = [f"w{i}" for i in range(hf.VOCABULARY - 3)]
 
 
 class Trained(NamedTuple):
-    """Losses as the library logs them, the DeepSpeed engine, and the saved model's folder."""
+    """The losses that the library logs, the DeepSpeed engine, and the folder of the saved model."""
 
     losses: list[float]
     engine: Any
@@ -30,7 +30,7 @@ Program = Callable[[dict[str, Any], Path], Trained]
 
 
 def tokenizer() -> Any:
-    """One token per word; made on the spot."""
+    """Return a tokenizer with one token per word, without a download."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -53,7 +53,7 @@ def _texts(make: Callable[[int], dict[str, str]]) -> Any:
 
 
 def _options(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Arguments that all trainers of TRL take."""
+    """Return the arguments of a short run for any trainer of TRL."""
     own = {"learning_rate": 2e-3, "gradient_checkpointing": False, "seed": 0}
     return hf.options(folder, config, max_steps=STEPS, **own)
 

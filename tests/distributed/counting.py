@@ -1,4 +1,4 @@
-"""What a step of the plugin asks of the host: calls, torch operations, waits for the device."""
+"""Counts the host's work of a step: Python calls, torch operations, waits for the device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from ds_quant.comm.profiling import profiler_range
 OURS, THEIRS = (os.path.dirname(module.__file__) + os.sep for module in (ds_quant, torch))
 # Python 3.12 has no frames for these, earlier versions do.
 COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
-# Operations that are no views and launch no kernel either.
+# Operations that neither make a view nor launch a kernel.
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+# Methods of tensors that wait for the device on CUDA.
 WAITS = ("cpu", "tolist", "item", "__bool__", "__int__", "__float__", "nonzero")
 
 
 @contextmanager
 def calls() -> Iterator[Counter[str]]:
-    """Count Python calls of the plugin's functions but for ranges: ``counts["calls"]``."""
+    """Count calls of the plugin's functions as "calls", profiler ranges left out."""
     counts = Counter[str]()
 
     def count(frame: FrameType, event: str, _: Any) -> None:
@@ -48,45 +49,47 @@ def calls() -> Iterator[Counter[str]]:
 
 @contextmanager
 def waits() -> Iterator[Counter[str]]:
-    """Count by function of the plugin where it asks for values of tensors: on CUDA to wait for the
-    device.
-    """
+    """Count by function of the plugin the reads of tensor values, each a wait on CUDA."""
     counts = Counter[str]()
 
     def noting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(*args: Any, **keywords: Any) -> Any:
+        def counted(*args: Any, **keywords: Any) -> Any:
             code = sys._getframe(1).f_code
             if code.co_filename.startswith(OURS):
-                counts[code.co_qualname if hasattr(code, "co_qualname") else code.co_name] += 1
+                function = code.co_qualname if hasattr(code, "co_qualname") else code.co_name
+                counts[function] += 1
             return original(*args, **keywords)
 
-        return asked
+        return counted
 
     with ExitStack() as stack:
         for name in WAITS:
-            asked = noting(getattr(torch.Tensor, name))
-            stack.enter_context(patch.object(torch.Tensor, name, asked))
+            counted = noting(getattr(torch.Tensor, name))
+            stack.enter_context(patch.object(torch.Tensor, name, counted))
         yield counts
 
 
 @contextmanager
 def operations() -> Iterator[Counter[str]]:
-    """Count torch operations: ``views`` that are made, others as ``torch``, that is kernels.
+    """Count torch operations of the plugin: "views", and kernels as "torch".
 
-    Those that the plugin asks for; all of them as ``all views`` and ``all torch``.
+    Operations of all callers are counted as "all views" and "all torch".
     """
     counts = Counter[str]()
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
-            kind, caller = _kind(func), _caller()
-            if kind is not None and caller != fake_world.__file__:
-                many = isinstance(result, list | tuple) and kind == "views"
-                number = len(result) if many else 1
-                counts[f"all {kind}"] += number
-                if caller.startswith(OURS):
-                    counts[kind] += number
+            kind = _kind(func)
+            caller = _caller()
+            if kind is None or caller == fake_world.__file__:
+                return result
+            number = 1
+            if kind == "views" and isinstance(result, list | tuple):
+                number = len(result)
+            counts[f"all {kind}"] += number
+            if caller.startswith(OURS):
+                counts[kind] += number
             return result
 
     with Mode():
@@ -102,8 +105,8 @@ def _kind(operation: Any) -> str | None:
 
 
 def _caller() -> str:
-    """File of the function that has asked for the operation, torch's own left out."""
-    frame = sys._getframe(2).f_back  # behind __torch_dispatch__
+    """Return the file of the caller of an operation, files of torch left out."""
+    frame = sys._getframe(2).f_back  # the caller of __torch_dispatch__
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(THEIRS):

@@ -1,15 +1,15 @@
-"""A device with streams, for CPU tensors: says what a GPU might do in another order.
+"""A model of a device with streams, for CPU tensors. Finds missing waits between streams.
 
-Operations run at once, but every one belongs to the stream that is current, and streams know of
-each other only what events and waits tell them (vector clocks). What touches memory without knowing
-that whoever touched it before is done is noted as a fault:
+Operations run immediately. Each belongs to the current stream and advances its clock. A stream also
+has the clocks of the other streams as of the last event or wait (vector clocks); the host has them
+too. A fault is an access that no event orders after an earlier one:
 
-- an operation that reads or writes what another stream may still write, or writes what it may read
-- memory that is freed and may be given to the next operation of its stream while another one still
-  uses it, unless it was recorded there.
+- a read or write of memory that another stream may still write, or a write of memory that it may
+  still read
+- an allocation that may get memory which another stream still uses: it was freed on its own stream
+  and was not recorded on the other one
 
-Collectives run on a stream of their process group, as NCCL's. The host knows what it has waited
-for.
+Collectives run on a stream of their process group, as NCCL's do.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_quant
 
 PACKAGE = f"{Path(ds_quant.__file__).parent}/"
-Clock = dict[str, int]  # by stream: how many of its operations are known to be done
+Clock = dict[str, int]  # by stream: the number of its operations that are done
 
 
 def merged(clock: Clock, other: Clock) -> None:
+    """Advance a clock to another one."""
     for name, count in other.items():
         clock[name] = max(clock.get(name, 0), count)
 
 
 class Event:
-    """As torch.cuda.Event."""
+    """Replaces torch.cuda.Event."""
 
     def __init__(self, model: Model) -> None:
-        self._model, self.clock = model, Clock()
+        self._model = model
+        self.clock = Clock()
 
     def record(self, stream: Stream | None = None) -> None:
         self.clock = dict((stream or self._model.now).clock)
@@ -57,11 +59,14 @@ class Event:
 
 
 class Stream:
-    """As torch.cuda.Stream."""
+    """Replaces torch.cuda.Stream."""
 
     def __init__(self, model: Model, name: str) -> None:
-        self._model, self.name, self.clock = model, name, Clock()
-        self.freed: list[tuple[Access, str]] = []  # what others did to memory that is free again
+        self._model = model
+        self.name = name
+        self.clock = Clock()
+        # Accesses of other streams to memory that was freed on this one, and the line of the free.
+        self.freed: list[tuple[Access, str]] = []
 
     def wait_event(self, event: Event) -> None:
         merged(self.clock, event.clock)
@@ -77,18 +82,18 @@ class Stream:
 
 
 class Access(NamedTuple):
-    """Bytes [start, stop) that operation ``count`` of a stream has read or written."""
+    """A read or write of the bytes [start, stop) of an allocation."""
 
     start: int
     stop: int
     stream: str
-    count: int
+    count: int  # number of the operation in its stream
     writes: bool
-    where: str
+    where: str  # file and line
 
 
 class Memory:
-    """What has touched one allocation."""
+    """The accesses to one allocation. owner: stream of the allocation."""
 
     def __init__(self, owner: Stream) -> None:
         self.owner = owner
@@ -97,7 +102,7 @@ class Memory:
 
 
 class Model(TorchDispatchMode):
-    """The device: active inside ``with``."""
+    """The device. Active inside a ``with`` block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +136,7 @@ class Model(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             self.touch(args[:1], ())
-            if _caller() != "?":  # a loss that a test reads keeps the host back in that test alone
+            if _caller() != "?":  # reads of the tests themselves must not order anything
                 merged(self.host, self.now.clock)
         elif func is torch.ops.aten.lift_fresh.default:
             self._allocate(args)
@@ -148,7 +153,7 @@ class Model(TorchDispatchMode):
         return result
 
     def _allocate(self, made: Iterable[Tensor]) -> None:
-        """Give memory to new tensors, which may be any that is free on the current stream."""
+        """Allocate new tensors. They may get any memory that is free on the current stream."""
         now = self.now
         merged(now.clock, self.host)
         if any(tensor.numel() for tensor in made):
@@ -160,9 +165,9 @@ class Model(TorchDispatchMode):
             self._memory_of(tensor, now)
 
     def touch(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-        """An operation of the current stream."""
+        """Run an operation on the current stream."""
         now = self.now
-        merged(now.clock, self.host)  # it was asked for when the host knew that
+        merged(now.clock, self.host)  # the host has waited for these before it queued the operation
         now.clock[now.name] = now.clock.get(now.name, 0) + 1
         for tensors, writes in ((read, False), (written, True)):
             for tensor in tensors:
@@ -172,13 +177,14 @@ class Model(TorchDispatchMode):
     def _memory_of(self, tensor: Tensor, made_on: Stream | None = None) -> Memory:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._memory:  # without a stream: made before the model was active
+        if key not in self._memory:  # made_on None: allocated before the model was active
             memory = self._memory[key] = Memory(made_on or self.default)
             weakref.finalize(storage, self._freed, key, memory)
         return self._memory[key]
 
     def _access(self, tensor: Tensor, writes: bool) -> None:
-        memory, now = self._memory_of(tensor), self.now
+        memory = self._memory_of(tensor)
+        now = self.now
         extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         start = tensor.storage_offset() * tensor.element_size()
         stop = start + (extent + 1) * tensor.element_size()
@@ -202,21 +208,22 @@ class Model(TorchDispatchMode):
             (seen, where) for seen in memory.accesses if seen.stream not in memory.recorded
         ]
 
-    def _fault(self, what: str, seen: Access) -> None:
-        did = "writes" if seen.writes else "reads"
-        self.faults.append(f"{what} in {_caller()}, while {seen.stream} {did} in {seen.where}")
+    def _fault(self, access: str, seen: Access) -> None:
+        action = "writes" if seen.writes else "reads"
+        self.faults.append(f"{access} in {_caller()}, while {seen.stream} {action} in {seen.where}")
 
     def record(self, tensor: Tensor, stream: Stream) -> None:
         self._memory_of(tensor).recorded.add(stream.name)
 
-    # ---- what programs call ----
+    # ---- collectives ----
 
     def collective(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A collective of torch.distributed on a stream of its process group."""
+        """Wrap a collective of torch.distributed to run on a stream of its process group."""
 
         def posted(*args: Any, **kwargs: Any) -> Any:
-            group, waits = kwargs.get("group"), not kwargs.pop("async_op", False)
-            stream, tensors = self.stream(f"group {id(group)}"), _tensors([*args, *kwargs.values()])
+            waits = not kwargs.pop("async_op", False)
+            stream = self.stream(f"group {id(kwargs.get('group'))}")
+            tensors = _tensors([*args, *kwargs.values()])
             stream.wait_stream(self.now)
             with self.on(stream):
                 original(*args, **kwargs)
@@ -228,10 +235,12 @@ class Model(TorchDispatchMode):
 
 
 class _Work:
-    """Keeps its tensors until it is waited for, as torch does since 2.8."""
+    """A posted collective. Keeps its tensors until the wait, as torch does since 2.8."""
 
     def __init__(self, model: Model, stream: Stream, tensors: list[Tensor]) -> None:
-        self._model, self._done, self._tensors = model, Event(model), tensors
+        self._model = model
+        self._tensors = tensors
+        self._done = Event(model)
         self._done.record(stream)
 
     def wait(self) -> None:
@@ -240,7 +249,7 @@ class _Work:
 
 
 class Accelerator(CPU_Accelerator):
-    """DeepSpeed's view of the device."""
+    """DeepSpeed's accelerator for the device."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -279,7 +288,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _caller() -> str:
-    """Line of the plugin or of DeepSpeed that asks for the operation."""
+    """Return the line of the plugin or of DeepSpeed that called the operation."""
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename

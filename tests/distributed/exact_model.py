@@ -1,8 +1,8 @@
-"""A model whose training gives equal bits on any CPU: nothing depends on the order of a sum.
+"""A model whose training has equal bits on any CPU: no result depends on the order of a sum.
 
-Matrix products and sums of floats differ between AVX2 and AVX-512, random normals too. Here
-gradients are elementwise, the loss is a sum of integers, data are shifted integers, and the
-learning rate and momentum of ``sgd`` are powers of two, so a fused multiply-add rounds the same.
+Matrix products, sums of floats and random normals differ between AVX2 and AVX-512. Here gradients
+are elementwise, the loss is a sum of integers, and data are shifted integers. Learning rate and
+momentum of ``sgd`` are powers of two, so a fused multiply-add rounds the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHAPES = (
 
 
 def shifted_integers(shape: Iterable[int], seed: int) -> Tensor:
-    """Values of -2 to 2 over seven octaves, which a scale per group cannot all keep, fp32."""
+    """Return fp32 values of -2 to 2 over seven octaves: one scale per group loses some bits."""
     generator = torch.Generator().manual_seed(seed)
     shape = tuple(shape)
     values = torch.randint(-255, 256, shape, generator=generator)
@@ -56,7 +56,7 @@ class _Quadratic(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Parameters that are drawn towards data which differ by rank and micro-step."""
+    """Parameters with a quadratic loss around data that differ by rank and micro-step."""
 
     def __init__(self, index: int, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Layer(nn.Module):
 
 
 class ExactModel(nn.Module):
-    """91 k parameters in 12 tensors; ``forward`` returns the loss on the data of ``seed``."""
+    """91 k parameters in 12 tensors. ``forward`` returns the loss on the data of ``seed``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,5 +88,5 @@ class ExactModel(nn.Module):
 
 
 def sgd(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """Unlike Adam it shows a gradient of the wrong size."""
+    """Return SGD: unlike Adam, its steps depend on the size of the gradients."""
     return torch.optim.SGD(parameters, lr=2.0**-4, momentum=0.5)

@@ -1,4 +1,4 @@
-"""Models and engine settings, one per DeepSpeed feature, for ``test_features``."""
+"""Features of DeepSpeed to train: models, loops and config keys. See [Note: a row] in rows.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKENS = 251
 
 
 class Frozen(Regression):
-    """A module of which nothing is trained."""
+    """Its middle layer is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class LowRank(Regression):
 
 
 class Tied(nn.Module):
-    """Tokens in, the same tokens out: embedding and head share one (251, 63) weight."""
+    """Predicts its input tokens. Embedding and head share one (251, 63) weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,12 +75,12 @@ class Tied(nn.Module):
 
 
 class Borrowed(Tied):
-    """Uses the embedding's weight from outside the embedding, without a head of its own."""
+    """Uses the embedding's weight as an external parameter, without a head."""
 
     def __init__(self) -> None:
         super().__init__()
         del self.head
-        self.used: list[str] = []  # bits of the weight in every forward
+        self.used: list[str] = []  # digests of the weight in every forward
 
     def logits(self, x: Tensor) -> Tensor:
         self.used.append(digest(self.embed.weight.data))
@@ -102,7 +102,7 @@ class Bottleneck(nn.Module):
 
 
 def with_leaf(kind: type[nn.Module] = Bottleneck) -> nn.Module:
-    """The middle is a module that ZeRO-3 fetches as a whole."""
+    """Return a model whose middle is a ZeRO-3 leaf module."""
     from deepspeed.utils import set_z3_leaf_modules
 
     model = Regression()
@@ -129,7 +129,7 @@ class Unused(Regression):
 
 
 class KeepsBuffer(Regression):
-    """A buffer that bf16 would round, as the routing bias of DeepSeek-V3."""
+    """Has a buffer that bf16 would round, such as the routing bias of DeepSeek-V3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class KeepsBuffer(Regression):
 
 
 class Tiled(Regression):
-    """The middle is DeepSpeed's linear layer of tiles."""
+    """Its middle is DeepSpeed's TiledLinear."""
 
     def __init__(self) -> None:
         import deepspeed
@@ -153,11 +153,11 @@ class Tiled(Regression):
         )
 
 
-# ---- loops of their own: one optimizer step each ----
+# ---- loops of one optimizer step ----
 
 
 def coalesced(engine: Any, step: int, _: int) -> list[float]:
-    """One reduction for two backwards."""
+    """Reduce once after two backwards."""
     losses = []
     with engine.coalesce_grad_reduction():
         for micro in range(2):
@@ -168,8 +168,9 @@ def coalesced(engine: Any, step: int, _: int) -> list[float]:
 
 
 def unmanaged(engine: Any, step: int, _: int) -> list[float]:
-    """The caller alone says when to step, after another number of micro-steps every time."""
-    losses, count = [], (2, 1, 3)[step % 3]
+    """Let the caller decide when to step, with another number of micro-steps every time."""
+    count = (2, 1, 3)[step % 3]
+    losses = []
     for micro in range(count):
         losses.append(forward(engine, step, micro))
         engine.backward(losses[-1] / count)
@@ -178,7 +179,7 @@ def unmanaged(engine: Any, step: int, _: int) -> list[float]:
 
 
 def bare(engine: Any, step: int, _: int) -> list[float]:
-    """``loss.backward()`` instead of ``engine.backward(loss)``."""
+    """Call ``loss.backward()`` instead of ``engine.backward(loss)``."""
     loss = forward(engine, step)
     loss.backward()
     engine.step()
@@ -202,10 +203,19 @@ def separate_experts(model: nn.Module) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """How to set DeepSpeed up for a feature: ``zero`` goes into its section of the config, ``top``
-    to the top level, ``groups`` makes the optimizer's parameter groups, ``step`` is a loop of its
-    own. ``method``: of engines, which some versions of DeepSpeed lack. ``said``: why gradients stay
-    on DeepSpeed's own path, in the start-up line.
+    """How to set DeepSpeed up for a feature.
+
+    stages: ZeRO stages that support it.
+    accumulation: micro-steps of an optimizer step.
+    model, optimizer: make them; the optimizer takes parameters or groups.
+    zero: keys of ``zero_optimization``.
+    top: keys of the top level of the config.
+    groups: makes the optimizer's parameter groups of a model.
+    in_zero_init: True to build the model under zero.Init.
+    since: first DeepSpeed that can train it, with or without the plugin.
+    step: loop of one optimizer step.
+    method: a method of engines that it needs and some versions of DeepSpeed lack.
+    said: part of the start-up line, if gradients stay on DeepSpeed's own path.
     """
 
     stages: tuple[int, ...] = (1, 2, 3)
@@ -217,7 +227,7 @@ class Feature:
     top: dict[str, Any] = field(default_factory=dict)
     groups: Callable[[nn.Module], Iterable[Any]] | None = None
     in_zero_init: bool = False
-    since: str = "0.17"  # an older DeepSpeed cannot train it, with or without the plugin
+    since: str = "0.17"
     step: Callable[[Any, int, int], list[float]] = train_step
     method: str = "backward"
     said: str = ""
@@ -227,10 +237,28 @@ class Feature:
         if not needs.has_engine_method(self.method):
             pytest.skip(f"this DeepSpeed has no engine.{self.method}")
 
-    def train(self, stage: int, block: dict[str, Any] | None, steps: int, **saving: Any) -> Run:
+    def train(
+        self,
+        stage: int,
+        block: dict[str, Any] | None,
+        steps: int,
+        *,
+        save_at: int | None = None,
+        resumes: bool = False,
+    ) -> Run:
+        """Train it on this rank: see ``models.train``. block: None for DeepSpeed as shipped."""
         config, model = self._prepared(stage, block)
-        chosen = {"groups": self.groups, "optimizer": self.optimizer, "step": self.step, **saving}
-        return train(config, steps, model, watched=True, **chosen)
+        return train(
+            config,
+            steps,
+            model,
+            watched=True,
+            step=self.step,
+            save_at=save_at,
+            resumes=resumes,
+            groups=self.groups,
+            optimizer=self.optimizer,
+        )
 
     def engine(self, stage: int, block: dict[str, Any] | None) -> Any:
         """Return an engine with this feature that has not trained yet."""
@@ -242,13 +270,20 @@ class Feature:
     ) -> tuple[dict[str, Any], Callable[[], nn.Module]]:
         if not needs.has_deepspeed(self.since):
             raise RuntimeError(f"DeepSpeed cannot train this before {self.since}")
-        more = {"accumulation": self.accumulation, "zero": self.zero, **self.top}
-        config = settings(stage, block, dtype=self.dtype, **more)
-        model = partial(_born_sharded, self.model, config) if self.in_zero_init else self.model
-        return config, model
+        config = settings(
+            stage,
+            block,
+            dtype=self.dtype,
+            accumulation=self.accumulation,
+            zero=self.zero,
+            **self.top,
+        )
+        if self.in_zero_init:
+            return config, partial(_built_in_zero_init, self.model, config)
+        return config, self.model
 
 
-def _born_sharded(model: Callable[[], nn.Module], config: dict[str, Any]) -> nn.Module:
+def _built_in_zero_init(model: Callable[[], nn.Module], config: dict[str, Any]) -> nn.Module:
     import deepspeed
 
     with deepspeed.zero.Init(config_dict_or_path=config):

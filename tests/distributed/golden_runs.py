@@ -1,12 +1,12 @@
-"""Compare training runs with recorded ones, bit by bit: losses, weights, bytes and messages.
+"""Compares training runs with recorded ones, bit by bit: losses, weights, bytes and messages.
 
-    python -m tests.distributed.golden_runs           # print what differs, exit 1 if anything does
-    python -m tests.distributed.golden_runs --write   # the same, and record it in golden_runs.json
+    python -m tests.distributed.golden_runs           # print differences, exit 1 if there are any
+    python -m tests.distributed.golden_runs --write   # the same, and record the runs
 
 A row is a preset x ZeRO stage x topology (nodes x ranks per node) x dtype, gradient accumulation,
-slices and buckets, thinned to all pairs. Only after a deliberate change of what a run computes or
-sends may it be recorded again. The digests hold on any x86-64 CPU, see ``exact_model``, and for
-C++ and torch kernels alike.
+slices and buckets, thinned to all pairs. Record the runs again in golden_runs.json only after an
+intended change of results or messages. The digests hold on any x86-64 CPU, see ``exact_model``, and
+for both C++ and torch kernels.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Row(NamedTuple):
         )
 
     def config(self, backend: str) -> dict[str, Any]:
-        """For DeepSpeed. Under ZeRO-3 parameters are prefetched, several in a message."""
+        """Return the DeepSpeed config. ZeRO-3 prefetches parameters, several per message."""
         zero: dict[str, Any] = {"reduce_bucket_size": self.bucket}
         if self.stage == 3 and self.bucket < 10**6:
             zero |= {"stage3_prefetch_bucket_size": 40_000, "stage3_max_live_parameters": 70_000}
@@ -84,19 +84,24 @@ class Row(NamedTuple):
         }
         if backend != "auto":
             block["backend"] = backend
-        # Clipping, which DeepSpeed does by default, multiplies by a norm whose sum takes another
-        # order on another processor.
-        more = {"accumulation": self.accumulation, "zero": zero, "gradient_clipping": 0.0}
-        return settings(self.stage, block, dtype=self.dtype, **more)
+        # Without clipping, DeepSpeed's default: the order of the norm's sum depends on the CPU.
+        return settings(
+            self.stage,
+            block,
+            dtype=self.dtype,
+            accumulation=self.accumulation,
+            zero=zero,
+            gradient_clipping=0.0,
+        )
 
 
-# Two levels are where most can go wrong: a few schemes in every stage, in slices.
+# Most errors are possible on two levels: a few schemes in every stage, in slices.
 _TWO_LEVELS = tuple(
     Row(scheme, "2x2", stage, dtype="bf16", accumulation=1, slices=3, bucket=20_000)
     for scheme in ("qsdp", "sdp4bit", "zeropp", "lossless")
     for stage in FACTORS["stage"]
 )
-# What waits inside the nodes until the last micro-step.
+# Partial sums, which stay inside the nodes until the last micro-step.
 _ACCUMULATED = tuple(
     Row(scheme, "2x2", stage, dtype="bf16", accumulation=3, slices=3, bucket=20_000)
     for scheme in ("full_precision", "qsdp", "sdp4bit")
@@ -106,7 +111,7 @@ ROWS = tuple(dict.fromkeys((*map(Row._make, all_pairs(FACTORS)), *_TWO_LEVELS, *
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries whose order of work the bits, buckets and messages follow."""
+    """Return the versions of libraries whose order of operations affects bits and messages."""
     return {name: version(name).split("+")[0] for name in ("torch", "deepspeed")}
 
 
@@ -114,7 +119,7 @@ def versions() -> dict[str, str]:
 
 
 def train_rows(rows: Sequence[Row], backend: str) -> dict[str, Outcome]:
-    """Train every row on this rank; what it saw, by the row's name."""
+    """Train every row on this rank. Return the outcomes by name of the row."""
     from deepspeed.utils import logger
 
     logger.setLevel("ERROR")
@@ -124,7 +129,8 @@ def train_rows(rows: Sequence[Row], backend: str) -> dict[str, Outcome]:
 def _train(row: Row, backend: str) -> Outcome:
     import ds_quant
 
-    rank, node_size = torch.distributed.get_rank(), TOPOLOGIES[row.topology][1]
+    rank = torch.distributed.get_rank()
+    _, node_size = TOPOLOGIES[row.topology]
     with _received_messages(rank, node_size) as messages:
         engine = build(row.config(backend), ExactModel, optimizer=sgd)
         losses = []
@@ -148,22 +154,24 @@ def _train(row: Row, backend: str) -> Outcome:
 
 @contextmanager
 def _received_messages(rank: int, node_size: int) -> Iterator[Counter[str]]:
-    """Count messages that arrive from ranks of this node and of others: ``intra`` and ``inter``."""
-    counts, receive = Counter(intra=0, inter=0), torch.distributed.irecv
+    """Count messages from ranks of this node, "intra", and of other nodes, "inter"."""
+    counts = Counter(intra=0, inter=0)
+    receive = torch.distributed.irecv
 
     def counted(tensor: torch.Tensor, src: int, **keywords: Any) -> Any:
-        counts["intra" if src // node_size == rank // node_size else "inter"] += 1
+        same_node = src // node_size == rank // node_size
+        counts["intra" if same_node else "inter"] += 1
         return receive(tensor, src=src, **keywords)
 
     with patch.object(torch.distributed, "irecv", counted):
         yield counts
 
 
-# ---- in the parent ----
+# ---- in the parent process ----
 
 
 def run_topology(topology: str, rows: Sequence[Row] = ROWS, backend: str = "auto") -> Golden:
-    """Train the rows of a topology on fresh ranks; what the file holds of them."""
+    """Train the rows of a topology on new ranks. Return their entries of the file."""
     nodes, node_size = TOPOLOGIES[topology]
     own = [row for row in rows if row.topology == topology]
     ranks = harness.run(train_rows, nodes * node_size, own, backend, timeout=280)
@@ -171,14 +179,16 @@ def run_topology(topology: str, rows: Sequence[Row] = ROWS, backend: str = "auto
 
 
 def _summary(ranks: Sequence[Outcome]) -> Outcome:
-    """One row of the file: digests, and counts by rank where ranks differ.
+    """Return the entry of a row in the file: digests, and counts, by rank where ranks differ.
 
-    Weights are equal on all ranks or the first one that differs says so.
+    Raises:
+        AssertionError: the weights of two ranks differ.
     """
     for number, rank in enumerate(ranks):
         assert rank["weights"] == ranks[0]["weights"], f"weights of ranks 0 and {number} differ"
     losses = [rank["losses"] for rank in ranks]
-    roles, links = ("weights", "gradients"), ("intra", "inter")
+    roles = ("weights", "gradients")
+    links = ("intra", "inter")
     counts = {
         f"{role} bytes {link}": [rank["bytes"][role][link] for rank in ranks]
         for role, link in product(roles, links)
@@ -200,17 +210,19 @@ def _digest_of(value: Any) -> str:
 
 
 def _once(values: list[int]) -> int | list[int]:
-    """The value of all ranks, or their list."""
+    """Return the value if it is equal on all ranks, else the list."""
     return values[0] if len(set(values)) == 1 else values
 
 
 def recorded() -> dict[str, Any]:
-    """The file; empty before the first run."""
-    return json.loads(FILE.read_text("utf-8")) if FILE.exists() else {"versions": {}, "rows": {}}
+    """Return the content of the file, empty before the first run."""
+    if not FILE.exists():
+        return {"versions": {}, "rows": {}}
+    return json.loads(FILE.read_text("utf-8"))
 
 
 def differences(before: Golden, now: Golden) -> Iterator[str]:
-    """A line for every value that differs, and for every row that is in one of them only."""
+    """Return a line for every value that differs, and for every row that only one of them has."""
     for name in dict.fromkeys((*before, *now)):
         if name not in now:
             yield f"- {name}"
@@ -224,7 +236,7 @@ def differences(before: Golden, now: Golden) -> Iterator[str]:
 
 
 def save(rows: Golden) -> None:
-    """One line per row, so that a difference between two versions of the file reads well."""
+    """Write the file with one line per row, so that its diffs are readable."""
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
     head = f'{{\n "versions": {json.dumps(versions())},\n "rows": {{\n'
     FILE.write_text(f"{head}{lines}\n }}\n}}\n", "utf-8")

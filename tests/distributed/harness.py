@@ -1,8 +1,8 @@
 """Runs a function on several gloo ranks of this machine, quickly and with a time limit.
 
-The ranks are forked from a server process that has imported torch and DeepSpeed once and never
-runs autograd, so a run costs about a second instead of ten. ``run`` returns what every rank
-returned, raises if one failed, and kills all of them at the time limit: no test can hang.
+Ranks are forked from a server process that has imported torch and DeepSpeed once and never runs
+autograd, so a run costs about a second instead of ten. ``run`` returns the results of all ranks,
+raises if one failed, and kills all of them at the time limit: no test can hang.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import torch
 from torch.distributed import TCPStore
 
 Test = Callable[..., None]
-OWN_GROUP = {"TEST_PROCESS_GROUP": "own"}  # for ``environment``
+OWN_GROUP = {"TEST_PROCESS_GROUP": "own"}  # an ``environment``: see run
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = ["tests.distributed.preload"]
 _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 def preload(module: str) -> None:
-    """Let the server import ``module`` too. Effective until the first run starts the server."""
+    """Let the server import ``module`` too. The first run starts the server: call this before."""
     _PRELOADED.append(module)
     _CONTEXT.set_forkserver_preload(_PRELOADED)
 
@@ -44,13 +44,17 @@ def run(
     timeout: float = 90,
     environment: dict[str, str] | None = None,
 ) -> list[Any]:
-    """``function(*args)`` on every rank of a fresh default process group; results by rank.
+    """Call ``function(*args)`` on every rank of a new world. Return the results by rank.
 
-    TEST_COLLECTIVE_TIMEOUT in ``environment`` is the seconds after which a collective gives up;
-    with ``OWN_GROUP`` there is no process group until ``function`` makes one.
-    ``function`` is a module-level function of a test module; it may use ``deepspeed.comm``,
-    initialised, and finds RANK and WORLD_SIZE in the environment. Exceptions come back as
-    ``AssertionError`` with the rank's traceback.
+    function: a module-level function. It may use ``deepspeed.comm``, which is initialised, and
+        finds RANK and WORLD_SIZE in the environment.
+    world: ranks.
+    timeout: seconds until all ranks are killed.
+    environment: further variables of the ranks. TEST_COLLECTIVE_TIMEOUT: seconds after which a
+        collective fails. ``OWN_GROUP``: ``function`` makes the process group.
+
+    Raises:
+        AssertionError: a rank failed. The message has its traceback.
     """
     outcomes = run_each(function, world, *args, timeout=timeout, environment=environment)
     failures = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(outcomes) if error]
@@ -59,8 +63,9 @@ def run(
 
 
 def on_ranks(world: int = 2, **options: Any) -> Callable[[Test], Test]:
-    """A test whose body runs on every one of ``world`` ranks, or of as many as its own argument
-    ``world`` says. ``options``: of ``run``.
+    """Decorate a test to run its body on every one of ``world`` ranks.
+
+    An argument ``world`` of the test replaces it. options: of ``run``.
     """
 
     def decorated(test: Test) -> Test:
@@ -77,7 +82,7 @@ def on_ranks(world: int = 2, **options: Any) -> Callable[[Test], Test]:
 
 
 def _play_test(module: str, name: str, arguments: dict[str, Any]) -> str:
-    """Why the test was skipped."""
+    """Run the body of a test on this rank. Return the reason if it was skipped, else ""."""
     try:
         getattr(importlib.import_module(module), name).__wrapped__(**arguments)
     except pytest.skip.Exception as reason:
@@ -86,14 +91,14 @@ def _play_test(module: str, name: str, arguments: dict[str, Any]) -> str:
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """The values of all ranks, by rank. A collective."""
-    found = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, value)
-    return found
+    """Return the values of all ranks, by rank. A collective."""
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
 
 
 def scratch() -> Path:
-    """A folder that the ranks of a run share and that goes with them."""
+    """Return a folder that the ranks of a run share. It is removed after the run."""
     return Path(os.environ["TEST_SCRATCH"])
 
 
@@ -104,11 +109,12 @@ def run_each(
     timeout: float = 90,
     environment: dict[str, str] | None = None,
 ) -> list[tuple[Any, str | None]]:
-    """As ``run``, but returns (result, traceback or None) by rank instead of raising."""
-    # Here, not on rank 0, it takes a port that nobody else can get, and outlives a rank that fails.
+    """Do the same as ``run``. Return (result, traceback or None) by rank instead of raising."""
+    # The store is in this process: its port is free, and it outlives a rank that fails.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as scratch:
-        pipes, processes = [], []
+        pipes = []
+        processes = []
         for rank in range(world):
             receiver, sender = _CONTEXT.Pipe(duplex=False)
             variables = _environment(rank, world, store.port, scratch) | (environment or {})
@@ -126,13 +132,12 @@ def run_each(
 
 
 def _values(error: BaseException) -> str:
-    """What a failed assertion was about, which pytest shows in its own process only: the variables
-    around it.
-    """
-    places = list(traceback.walk_tb(error.__traceback__))
-    if not isinstance(error, AssertionError) or not places:
+    """Format the local variables of a failed assertion. pytest does so in its own process only."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not isinstance(error, AssertionError) or not frames:
         return ""
-    variables = places[-1][0].f_locals.items()
+    frame, _ = frames[-1]
+    variables = frame.f_locals.items()
     return "".join(f"    {name} = {reprlib.repr(value)}\n" for name, value in variables)
 
 
@@ -159,7 +164,7 @@ def _environment(rank: int, world: int, port: int, scratch: str) -> dict[str, st
         "LOCAL_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # join the store of the parent process
         "OMP_NUM_THREADS": "1",
         "TEST_SCRATCH": scratch,
     }
@@ -181,7 +186,7 @@ def _rank_main(
             dist.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=seconds))
         outcome = (function(*args), None)
         torch.distributed.barrier()
-    except BaseException as error:  # the parent reports it
+    except BaseException as error:  # reported by the parent process
         outcome = (None, traceback.format_exc() + _values(error))
     sender.send(outcome)
     sender.close()

@@ -1,10 +1,10 @@
-"""What a training step costs the host as one rank of many: calls, views, launches and messages.
+"""Counts the host's work of a training step on one rank of many: calls, launches and messages.
 
     python -m tests.distributed.host_cost                # the rows of test_host_cost.py
     python -m tests.distributed.host_cost --llama-layer  # one layer of Llama-7B on 4 nodes of 8
 
-Every row is a process of its own in a fake world, see benchmarks/fake_world.py. Counts are of rank
-0 in one steady step. Times are of the process and only mean something on a quiet machine.
+Every row is a process in a fake world, see benchmarks/fake_world.py. Counts are those of rank 0 in
+one steady step. Times are CPU times of the process; they need a quiet machine.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ WARM = 3  # ZeRO-3 records its trace in the second step
 TIMED = 5
 SHOWN = ("calls", "views", "launches", "torch", "messages", "all views", "all torch")
 
-# Dimensions of a Llama-7B layer over SCALE: memory and arithmetic, which are not the host's part on
-# a GPU, take a 16th; tensors, ranks and slices are as many. With a larger scale shards have fewer
-# groups than there are slices, and norms are small enough to share a message.
+# Dimensions of a Llama-7B layer, divided by SCALE. Memory and arithmetic, which are no work of the
+# host on a GPU, take a 16th; tensors, ranks and slices are those of the full size. With a larger
+# SCALE shards would have fewer groups than slices, and norms would share a message.
 SCALE = 4
 HIDDEN, INTERMEDIATE = 4096 // SCALE, 11008 // SCALE
 LLAMA_NUMEL = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE + 2 * HIDDEN
@@ -45,22 +45,26 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.second(torch.relu(self.first(self.norm(x))))
 
 
 class LlamaLayer(nn.Module):
-    """Seven matrices and two norms; what is computed with them does not matter."""
+    """Seven matrices and two norms. The arithmetic is a placeholder."""
 
     width = HIDDEN
 
     def __init__(self) -> None:
         super().__init__()
-        square = lambda: nn.Linear(HIDDEN, HIDDEN, bias=False)  # noqa: E731
-        self.before, self.after = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
-        self.q, self.k, self.v, self.o = square(), square(), square(), square()
+        self.before = nn.RMSNorm(HIDDEN)
+        self.after = nn.RMSNorm(HIDDEN)
+        self.q = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.k = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.v = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.o = nn.Linear(HIDDEN, HIDDEN, bias=False)
         self.gate = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
         self.up = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
         self.down = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
@@ -89,7 +93,11 @@ class Blocks(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``block``: ``quantized_comm``, None for DeepSpeed alone. ``zero``: keys besides the stage."""
+    """A training to count.
+
+    block: of ``quantized_comm``; None: DeepSpeed alone.
+    zero: keys of ``zero_optimization`` besides the stage.
+    """
 
     world: World
     stage: int
@@ -98,7 +106,7 @@ class Case:
     model: Callable[[], nn.Module]
 
     def config(self) -> dict[str, Any]:
-        """For DeepSpeed."""
+        """Return the DeepSpeed config."""
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_allow_untested_optimizer": True,
@@ -106,9 +114,12 @@ class Case:
             "bf16": {"enabled": True},
         }
         if self.block is not None:
-            node = {"node_size": self.world.ranks_per_node}
-            quiet = {"checksum_steps": 0, "metrics": {"interval": 0}}
-            config["quantized_comm"] = {**node, **quiet, **self.block}
+            config["quantized_comm"] = {
+                "node_size": self.world.ranks_per_node,
+                "checksum_steps": 0,
+                "metrics": {"interval": 0},
+                **self.block,
+            }
         return config
 
 
@@ -116,7 +127,7 @@ class Case:
 
 
 def cost(case: Case) -> dict[str, float]:
-    """Counts and CPU milliseconds of a steady step of rank 0."""
+    """Return counts and CPU milliseconds of a steady step of rank 0."""
     import deepspeed
     from deepspeed.utils import logger
 
@@ -156,21 +167,21 @@ def _timed(engine: Any) -> float:
 
 
 def _messages(engine: Any) -> int:
-    """Collectives of the plugin so far; 0 without it."""
+    """Return the number of collectives of the plugin so far, 0 without it."""
     report = ds_quant.report(engine)
     return sum(report["collectives"].values()) if report else 0
 
 
-# ---- in the parent ----
+# ---- in the parent process ----
 
 
 def measure(case: Case) -> dict[str, float]:
-    """Run a case in a process of its own."""
+    """Run a case in a new process."""
     return harness.run(cost, 1, case, environment=harness.OWN_GROUP)[0]
 
 
 def small_layers(world: World, stage: int, scheme: str | None) -> Case:
-    """Buckets of about a layer under ZeRO-3, DeepSpeed's default otherwise."""
+    """Return a case of small layers. ZeRO-3: buckets of about a layer; else DeepSpeed's default."""
     zero = {}
     if stage == 3:
         bucket = 2 * WIDTH * WIDTH + 8 * WIDTH
@@ -180,8 +191,10 @@ def small_layers(world: World, stage: int, scheme: str | None) -> Case:
 
 
 def llama_layer(scheme: str | None) -> Case:
-    """ZeRO-3; norms persist, weights are fetched again for backward, one bucket of gradients in as
-    many slices as the full size would take over NVLink.
+    """Return a case of one Llama layer under ZeRO-3.
+
+    Norms persist and weights are fetched again for backward. There is one bucket of gradients, in
+    the number of slices that the full size has over NVLink.
     """
     block = None
     if scheme is not None:

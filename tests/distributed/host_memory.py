@@ -1,4 +1,4 @@
-"""Host memory apart from the device, on the CPU: what lies in it can be copied and nothing else."""
+"""Separate host memory for tests on the CPU: its tensors can be copied, but not computed with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VIEWS = {"view", "__getitem__", "narrow"}
 
 
 class HostTensor(torch.Tensor):
-    """Kernels cannot read it: ``data_ptr`` and computing raise. ``to`` makes a copy elsewhere."""
+    """A tensor that kernels cannot read: ``data_ptr`` and arithmetic raise. ``to`` copies it."""
 
     @classmethod
     def __torch_function__(
@@ -34,7 +34,11 @@ class HostTensor(torch.Tensor):
 
 
 class Alive:
-    """Tensors that are followed: how many so far, and bytes of those alive, now and at most."""
+    """Counts tensors.
+
+    count: tensors so far.
+    nbytes, most: bytes of the tensors that are alive, now and at most.
+    """
 
     def __init__(self) -> None:
         self.count = self.nbytes = self.most = 0
@@ -49,13 +53,14 @@ class Alive:
         self.nbytes -= nbytes
 
 
-COPIED = Alive()  # to the device
+COPIED = Alive()  # copies to the device
 
 
 @contextmanager
 def separate_host_memory(*, offloads: bool = True) -> Iterator[None]:
-    """Inside, the CPU stands for a device, and ``offload_param`` takes rows away from it unless
-    ``offloads`` is False.
+    """Let the CPU stand in for a device with separate host memory.
+
+    offloads: True if ``offload_param`` moves node rows to host memory.
     """
     from ds_quant.zero import offload
 
@@ -68,7 +73,7 @@ def separate_host_memory(*, offloads: bool = True) -> Iterator[None]:
         offload.offloads_parameters, offload.pin = kept
 
 
-_PINNED: list[torch.Tensor] = []  # kept, so that no other tensor takes the place of one
+_PINNED: list[torch.Tensor] = []  # kept alive, so that no other tensor gets the same address
 
 
 def _pin(tensor: torch.Tensor) -> HostTensor:
@@ -77,21 +82,23 @@ def _pin(tensor: torch.Tensor) -> HostTensor:
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in host memory, also one whose ``data`` was set to such a tensor."""
+    """Return True if the storage of a tensor is in host memory, also by assignment to ``data``."""
     with torch._C.DisableTorchFunctionSubclass():
-        place = tensor.untyped_storage().data_ptr()
-    return any(place == block.untyped_storage().data_ptr() for block in _PINNED)
+        address = tensor.untyped_storage().data_ptr()
+    return any(address == block.untyped_storage().data_ptr() for block in _PINNED)
 
 
 def device_bytes() -> int:
-    """Bytes of all tensors of this process but those in host memory."""
+    """Return the bytes of all tensors of this process, those in host memory left out."""
     gc.collect()
-    storages: dict[int, int] = {}
+    storages: dict[int, int] = {}  # bytes by address
     host: set[int] = set()
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor):
-            with torch._C.DisableTorchFunctionSubclass():
-                storage = thing.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-                host |= {storage.data_ptr()} if isinstance(thing, HostTensor) else set()
-    return sum(nbytes for place, nbytes in storages.items() if place not in host)
+    for item in gc.get_objects():
+        if not isinstance(item, torch.Tensor):
+            continue
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            if isinstance(item, HostTensor):
+                host.add(storage.data_ptr())
+    return sum(nbytes for address, nbytes in storages.items() if address not in host)

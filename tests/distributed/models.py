@@ -1,7 +1,7 @@
 """Tiny models, deterministic data and a training loop for the distributed tests.
 
-Sizes are odd on purpose: shards end in padding, some ranks get short or empty ones. What a rank
-returns must cross a pipe, so weights travel as NumPy arrays and bit-identity as digests.
+Sizes are odd on purpose: shards end in padding, some ranks get short or empty ones. Results of a
+rank are pickled through a pipe, so weights are NumPy arrays, and bits are compared by digests.
 """
 
 from __future__ import annotations
@@ -53,8 +53,13 @@ def settings(
     zero: dict[str, Any] | None = None,
     **top: Any,
 ) -> dict[str, Any]:
-    """A DeepSpeed config; ``block`` is ``quantized_comm``. ZeRO-3 releases and re-fetches every
-    parameter, so that backward has gathers of its own.
+    """Return a DeepSpeed config.
+
+    ZeRO-3 releases every parameter after forward, so backward gathers it again.
+
+    block: of ``quantized_comm``; None: without the plugin.
+    zero: further keys of ``zero_optimization``.
+    top: further keys of the top level.
     """
     sections: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 10**6}
     if stage == 3:
@@ -85,39 +90,62 @@ def build(
     optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
     groups: Callable[[nn.Module], Iterable[Any]] | None = None,
 ) -> Any:
-    """A DeepSpeed engine on seeded weights; ``groups`` picks what the optimizer is given, if none
-    is in the config. A model may have the model-parallel ``grid`` that it lies on.
+    """Return a DeepSpeed engine on seeded weights.
+
+    model: may have an attribute ``grid``, its model-parallel topology.
+    optimizer: makes the optimizer, unless the config has one.
+    groups: parameter groups of the optimizer, by default all trained parameters.
     """
     import deepspeed
 
     torch.manual_seed(seed)
     module = model()
-    given = {"model": module, "config": config, "mpu": getattr(module, "grid", None)}
+    grid = getattr(module, "grid", None)
     if "optimizer" in config:
-        return deepspeed.initialize(model_parameters=module.parameters(), **given)[0]
-    chosen = groups(module) if groups else [p for p in module.parameters() if p.requires_grad]
-    make = optimizer or (lambda params: torch.optim.AdamW(params, lr=2e-3))
-    return deepspeed.initialize(optimizer=make(chosen), **given)[0]
+        engine, *_ = deepspeed.initialize(
+            model=module, model_parameters=module.parameters(), config=config, mpu=grid
+        )
+        return engine
+    if groups is None:
+        params: Iterable[Any] = [p for p in module.parameters() if p.requires_grad]
+    else:
+        params = groups(module)
+    if optimizer is None:
+        made: torch.optim.Optimizer = torch.optim.AdamW(params, lr=2e-3)
+    else:
+        made = optimizer(params)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=made, config=config, mpu=grid)
+    return engine
 
 
 def engine_of(
     stage: int,
     block: dict[str, Any] | None = None,
     model: Callable[[], nn.Module] = Regression,
-    **given: Any,
+    *,
+    seed: int = 0,
+    optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
+    groups: Callable[[nn.Module], Iterable[Any]] | None = None,
+    dtype: str = "bf16",
+    **config: Any,
 ) -> Any:
-    """Of ``settings`` in bf16; what ``build`` takes goes to it."""
-    building = {name: given.pop(name) for name in ("seed", "optimizer", "groups") if name in given}
-    return build(settings(stage, block, **{"dtype": "bf16", **given}), model, **building)
+    """Return an engine as ``build``, on ``settings`` in bf16. config: further ``settings``."""
+    return build(
+        settings(stage, block, dtype=dtype, **config),
+        model,
+        seed=seed,
+        optimizer=optimizer,
+        groups=groups,
+    )
 
 
 def plain_descent(params: Iterable[Any]) -> torch.optim.Optimizer:
-    """Unlike Adam's, its steps are as large as the gradients: a wrong factor shows in the loss."""
+    """Return SGD: its steps are as large as the gradients, so the loss shows a wrong factor."""
     return torch.optim.SGD(params, lr=0.5)
 
 
 def batch(seed: int, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Inputs (16, 63) and the targets (16, 61) of a fixed linear teacher, both fp32."""
+    """Return inputs (16, 63) and the targets (16, 61) of a fixed linear teacher, both fp32."""
     generator = torch.Generator().manual_seed(((seed * 1000 + step) * 100 + micro) * 10 + rank)
     x = torch.randn(BATCH, FEATURES, generator=generator)
     teacher = torch.randn(FEATURES, TARGETS, generator=torch.Generator().manual_seed(99))
@@ -125,7 +153,7 @@ def batch(seed: int, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def forward(engine: Any, step: int, micro: int = 0, *, seed: int = 0) -> Tensor:
-    """Loss of this rank's batch; inputs in the model's dtype."""
+    """Return the loss of this rank's batch. Inputs have the model's dtype."""
     from deepspeed import comm as dist
 
     x, y = batch(seed, step, micro, dist.get_rank())
@@ -133,7 +161,7 @@ def forward(engine: Any, step: int, micro: int = 0, *, seed: int = 0) -> Tensor:
 
 
 def train_step(engine: Any, step: int, seed: int = 0) -> list[float]:
-    """One optimizer step; the losses of its micro-steps on this rank."""
+    """Run one optimizer step. Return the losses of its micro-steps on this rank."""
     losses = []
     for micro in range(engine.gradient_accumulation_steps()):
         loss = forward(engine, step, micro, seed=seed)
@@ -144,12 +172,15 @@ def train_step(engine: Any, step: int, seed: int = 0) -> list[float]:
 
 
 def train_steps(engine: Any, steps: int, first: int = 0) -> list[float]:
-    """Losses of so many optimizer steps on this rank, from step ``first`` on."""
-    return [loss for step in range(first, first + steps) for loss in train_step(engine, step)]
+    """Run optimizer steps from step ``first`` on. Return the losses on this rank."""
+    losses = []
+    for step in range(first, first + steps):
+        losses += train_step(engine, step)
+    return losses
 
 
 def evaluate(engine: Any, seed: int = 0) -> float:
-    """Loss of one forward without gradients, on data that training never sees."""
+    """Return the loss of a forward without gradients, on held-out data."""
     engine.eval()
     with torch.no_grad():
         loss = float(forward(engine, 999, seed=seed))
@@ -158,7 +189,7 @@ def evaluate(engine: Any, seed: int = 0) -> float:
 
 
 def masters(engine: Any) -> dict[str, np.ndarray]:
-    """The full fp32 master weight of every trained parameter. A collective."""
+    """Return the full fp32 master weights of every trained parameter. A collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if engine.zero_optimization_stage() == 0:
@@ -168,14 +199,14 @@ def masters(engine: Any) -> dict[str, np.ndarray]:
 
 
 def gathered(params: Iterable[Any], **options: Any) -> Any:
-    """DeepSpeed's GatheredParameters."""
+    """Return DeepSpeed's GatheredParameters."""
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(list(params), **options)
 
 
 def digest(tensor: Tensor) -> str:
-    """Equal for equal bits."""
+    """Return a digest of the bits of a tensor."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
 
@@ -185,55 +216,59 @@ def digests(arrays: dict[str, np.ndarray]) -> dict[str, str]:
 
 
 def master_bits(engine: Any) -> dict[str, str]:
-    """Digests of the fp32 masters. A collective."""
+    """Return digests of the fp32 master weights. A collective."""
     return digests(masters(engine))
 
 
 def exact(engine: Any, dtype: str) -> dict[str, str]:
-    """Digests of the fp32 masters, cast to the training dtype. A collective."""
+    """Return digests of the master weights, cast to the training dtype. A collective."""
     return {n: digest(torch.from_numpy(a).to(DTYPES[dtype])) for n, a in masters(engine).items()}
 
 
 def live(engine: Any) -> dict[str, str]:
-    """Digests of what this rank holds between steps: shards under ZeRO-3, else the replica."""
+    """Return digests of this rank's weights: shards under ZeRO-3, else the replica."""
     named = engine.module.named_parameters()
     return {n: digest(getattr(p, "ds_tensor", p).data) for n, p in named}
 
 
 def saved(engine: Any, name: str = "model") -> dict[str, Tensor]:
-    """What ``save_16bit_model`` writes."""
+    """Return the weights that ``save_16bit_model`` writes. A collective."""
     from tests.distributed.harness import scratch
 
     assert engine.save_16bit_model(str(scratch()), f"{name}.bin")
     torch.distributed.barrier()
-    found = torch.load(scratch() / f"{name}.bin", weights_only=True)
-    torch.distributed.barrier()  # before anybody writes it again
-    return found
+    weights = torch.load(scratch() / f"{name}.bin", weights_only=True)
+    torch.distributed.barrier()  # all ranks have read the file before it is written again
+    return weights
 
 
 def heard(name: str = "log_rank0") -> list[str]:
-    """What the plugin says in this process from here on, by that function of ``runtime.log``."""
+    """Return a list that receives the plugin's messages from now on, instead of the log.
+
+    name: function of ``runtime.log`` to replace.
+    """
     from ds_quant.runtime import log
 
-    said: list[str] = []
-    setattr(log, name, said.append)
-    return said
+    messages: list[str] = []
+    setattr(log, name, messages.append)
+    return messages
 
 
 @dataclass
 class Sighting:
-    """Bits of a parameter when a module was about to compute with it."""
+    """The bits of a parameter right before a module computed with it."""
 
     step: int
     forward: bool
     name: str
-    bits: str
+    bits: str  # digest
 
 
 @contextmanager
 def watch(engine: Any) -> Iterator[list[Sighting]]:
-    """Records what forwards, backwards and recomputes see: at every fetch under ZeRO-3, before
-    every module's forward under ZeRO-1 and 2.
+    """Record the weights that forwards, backwards and recomputes use.
+
+    Under ZeRO-3 at every fetch, under ZeRO-1 and 2 before the forward of every module.
     """
     names = {id(p): n for n, p in engine.module.named_parameters()}
     seen: list[Sighting] = []
@@ -269,13 +304,20 @@ def watch(engine: Any) -> Iterator[list[Sighting]]:
 
 @dataclass
 class Run:
-    """What one rank saw of a training run. ``losses`` has one entry per micro-step."""
+    """The results of a training on one rank.
+
+    losses: per micro-step.
+    weights: fp32 master weights.
+    seen: weights that modules computed with.
+    report: ``ds_quant.report``; None without the plugin.
+    noted: value of the context manager around the run.
+    """
 
     losses: list[float]
     weights: dict[str, np.ndarray]
     seen: list[Sighting] = field(default_factory=list)
     report: dict[str, Any] | None = None
-    noted: Any = None  # by what was entered around it
+    noted: Any = None
 
 
 def train(
@@ -290,14 +332,20 @@ def train(
     resumes: bool = False,
     **building: Any,
 ) -> Run:
-    """Build an engine and train it; ``building`` goes to ``build``. Before step ``save_at`` a
-    checkpoint is saved, and if it ``resumes``, loaded by an engine on other weights that goes on.
+    """Build an engine and train it.
+
+    watched: True to record the weights that modules compute with.
+    step: loop of one optimizer step.
+    save_at: step before which a checkpoint is saved; None: no checkpoint.
+    resumes: True to continue with a new engine, built on other weights, that loads the checkpoint.
+    building: further arguments of ``build``.
     """
     import ds_quant
 
-    def play(places: range) -> None:
+    def play(steps: range) -> None:
         with watch(engine) if watched else nullcontext([]) as seen:
-            losses.extend(loss for place in places for loss in step(engine, place, seed))
+            for index in steps:
+                losses.extend(step(engine, index, seed))
         sightings.extend(seen)
 
     losses: list[float] = []
@@ -318,7 +366,7 @@ def train(
 
 
 def save(engine: Any) -> None:
-    """With client state of the user's own."""
+    """Save a checkpoint with client state of the user."""
     from deepspeed import comm as dist
 
     engine.save_checkpoint(os.environ["TEST_SCRATCH"], "middle", {"epoch": 4})
@@ -326,12 +374,12 @@ def save(engine: Any) -> None:
 
 
 def mean_losses(runs: list[Run]) -> np.ndarray:
-    """Losses averaged over ranks, (micro-steps,) float64."""
+    """Return the losses averaged over ranks, (micro-steps,) float64."""
     return np.mean([run.losses for run in runs], axis=0)
 
 
 def unsteady(seen: list[Sighting]) -> list[tuple[str, int]]:
-    """(parameter, step) that were fetched with different bits within the step."""
+    """Return every (parameter, step) that was used with different bits within the step."""
     order = sorted(seen, key=lambda s: (s.name, s.step))
     by_step = groupby(order, key=lambda s: (s.name, s.step))
     return [key for key, sightings in by_step if len({s.bits for s in sightings}) > 1]

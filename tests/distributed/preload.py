@@ -1,4 +1,4 @@
-"""What the fork server imports once for all ranks of all tests. See ``harness``."""
+"""Imports of the fork server, once for all ranks of all tests. See ``harness``."""
 
 # ruff: noqa: E402  (the environment must be set before torch and DeepSpeed are imported)
 
@@ -16,7 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest  # noqa: F401
 import torch
 
-import ds_quant  # noqa: F401  (plants the hook before DeepSpeed is imported)
+import ds_quant  # noqa: F401  (installs its hook before DeepSpeed is imported)
 
 torch.set_num_threads(1)
 
@@ -30,12 +30,12 @@ from deepspeed.utils import logger
 
 from ds_quant.config.presets import preset_description, preset_names
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a 30 s build that nothing uses
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes 30 s to build, not used
 logger.setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*|.*reduce_scatter_tensor.*")
 
-# What building an engine would import on every rank, half of the time that an engine takes; older
-# versions of DeepSpeed lack some.
+# An engine would import these on every rank, which takes half of its start-up time. Older versions
+# of DeepSpeed lack some.
 for name in (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
@@ -47,12 +47,12 @@ for name in (
         importlib.import_module(name)
 for name in preset_names():
     preset_description(name)
-torch.set_printoptions(threshold=0, edgeitems=1)  # DeepSpeed formats parameters for nobody
+torch.set_printoptions(threshold=0, edgeitems=1)  # DeepSpeed formats parameters it never prints
 gc.freeze()
 
 if deepspeed.__version__.startswith("0.18."):
-    # Its ZeRO-1/2 gathers into a view that torch 2.13 refuses to modify, also without this plugin;
-    # the runs that serve as baselines get detached views.
+    # Its ZeRO-1/2 gathers into a view that torch 2.13 refuses to modify, plugin or not.
+    # The baselines of the tests get detached views.
     import deepspeed.runtime.zero.stage_1_and_2 as stage_1_and_2
 
     def gather_detached(groups_flat, partitioned_param_groups, original, **kwargs):

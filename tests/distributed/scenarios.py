@@ -1,4 +1,4 @@
-"""Models, optimizers and loops of what needs more than a config, for ``support.py``."""
+"""Models, optimizers and loops of features that need more than a config, for ``support.py``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Mixture(Regression):
 
 
 class _Experts(nn.Module):
-    """Four experts in two parameters, as transformers has them."""
+    """Four experts in two parameters, the layout of transformers."""
 
     def __init__(self, inner: int = 127) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Experts(nn.Module):
 
 
 class AutoMixture(Regression):
-    """Four experts that AutoEP finds, and replaces by a layer that computes with them."""
+    """Four experts that AutoEP finds and replaces by its own layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,27 +115,36 @@ def piped(engine: Any, step: int, _: int) -> list[float]:
 
 
 def neighbours() -> SimpleNamespace:
-    """Model-parallel groups of two neighbours, as Megatron's mpu tells DeepSpeed."""
+    """Return the interface of Megatron's mpu for model-parallel groups of two neighbours."""
     from deepspeed import comm as dist
 
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    rank = dist.get_rank()
 
     def own_of(groups: Iterable[range]) -> Any:
-        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
-        return next(group for ranks, group in made.items() if rank in ranks)
+        """Make all groups, as every rank must. Return the one of this rank."""
+        own = None
+        for ranks in groups:
+            group = dist.new_group(list(ranks))
+            if rank in ranks:
+                own = group
+        return own
 
     model = own_of(range(first, first + 2) for first in range(0, world, 2))
-    data = own_of(range(place, world, 2) for place in range(2))
+    data = own_of(range(index, world, 2) for index in range(2))
     return SimpleNamespace(
-        get_model_parallel_group=lambda: model, get_tensor_model_parallel_group=lambda: model,
-        get_model_parallel_rank=lambda: rank % 2, get_model_parallel_world_size=lambda: 2,
+        get_model_parallel_group=lambda: model,
+        get_tensor_model_parallel_group=lambda: model,
+        get_model_parallel_rank=lambda: rank % 2,
+        get_model_parallel_world_size=lambda: 2,
         get_data_parallel_group=lambda: data,
-        get_data_parallel_rank=lambda: rank // 2, get_data_parallel_world_size=lambda: world // 2,
-    )  # fmt: skip
+        get_data_parallel_rank=lambda: rank // 2,
+        get_data_parallel_world_size=lambda: world // 2,
+    )
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over a group; the gradient passes."""
+    """Sums over a group. The gradient is unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -149,7 +158,7 @@ class _Sum(torch.autograd.Function):
 
 
 class Sliced(nn.Module):
-    """A hidden layer cut over the ranks of a model-parallel group, as in Megatron."""
+    """A hidden layer split over the ranks of a model-parallel group, as in Megatron."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +175,7 @@ class Sliced(nn.Module):
 
 
 class Copied(Regression):
-    """Neighbours hold it whole, each reducing it in a data-parallel group of its own."""
+    """Every rank of a model-parallel group has all weights, reduced in its data-parallel group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +183,7 @@ class Copied(Regression):
 
 
 def neighbourly(engine: Any, step: int, _: int) -> list[float]:
-    """Neighbours see the same batches."""
+    """Train a step in which the ranks of a model-parallel group have equal batches."""
     x, y = batch(0, step, 0, torch.distributed.get_rank() // 2)
     loss = engine(x.to(engine.get_data_types()[0]), y)
     engine.backward(loss)
@@ -207,8 +216,10 @@ AUTO_TENSOR_PARALLEL = {
 
 
 class Quantized(Regression):
-    """A frozen int8 weight with an fp scale: as the quantized base of an adapter. It is not the
-    first parameter, whose dtype ZeRO-3 takes for the model's where the device supports fp16.
+    """Has a frozen int8 weight with a scale, as the quantized base of an adapter.
+
+    It is not the first parameter: ZeRO-3 takes the dtype of that one for the model's on devices
+    that support fp16.
     """
 
     def __init__(self) -> None:
@@ -226,7 +237,7 @@ class Quantized(Regression):
 
 
 class MixedDtypes(Regression):
-    """A frozen bf16 base with an fp32 adapter."""
+    """Has a frozen bf16 base with an fp32 adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +254,7 @@ class MixedDtypes(Regression):
 
 
 def matrices_apart(model: nn.Module) -> list[dict[str, Any]]:
-    """Groups for Muon: matrices, and all else."""
+    """Return the parameter groups of Muon: matrices, and all other parameters."""
     groups = []
     for chosen in (True, False):
         params = [p for p in model.parameters() if (p.dim() == 2) == chosen]
@@ -254,7 +265,7 @@ def matrices_apart(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def muon(groups: Iterable[Any]) -> Any:
-    """Built by hand: DeepSpeed's config would build FusedAdam beside it, with a compiler."""
+    """Return Muon. With a config DeepSpeed would compile FusedAdam, too."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     torch.compiler.set_stance("force_eager")  # compiling its iteration takes minutes on two cores

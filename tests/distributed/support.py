@@ -1,6 +1,6 @@
-"""What works together with quantized communication, as docs/support.md lists it.
+"""The rows of docs/support.md: features that train with quantized communication, or are refused.
 
-A row is tested or refused, never merely believed.
+Every row of the page is tested or refused.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ V017, V018 = (0, 17), (0, 18)
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A run with and without the block ends with the same loss.
+    """A feature that trains to the same loss with and without the block.
 
-    fails: by version of DeepSpeed, stages that it cannot train without the plugin either.
+    fails: by version of DeepSpeed, stages that it cannot train, with or without the plugin.
     exact_gradients: versions in which gradients stay on DeepSpeed's own path.
-    rough: Muon takes rounding for directions of their own, so losses may differ more.
-    few_ranks: some parameters live on a subset of ranks.
+    rough: losses may differ more, because Muon turns rounding errors into directions.
+    few_ranks: some parameters have a process group smaller than the world.
     """
 
     feature: str
@@ -45,7 +45,7 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A DeepSpeed config that ends at start-up; ``parts`` are in the message."""
+    """A DeepSpeed config that start-up refuses. parts: texts of the message."""
 
     feature: str
     parts: tuple[str, ...]
@@ -61,7 +61,7 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
-    """Tested by a test of its own."""
+    """A feature with its own test. test: file name."""
 
     feature: str
     test: str
@@ -69,7 +69,10 @@ class Elsewhere:
 
 
 def unclipped(*stages: int, **fields: Any) -> Feature:
-    """Without clipping, which DeepSpeed does by default and which would hide a wrong divisor."""
+    """Return a feature without clipping, which would hide a wrong divisor.
+
+    DeepSpeed clips by default.
+    """
     top = {"gradient_clipping": 0.0, **fields.pop("top", {})}
     return Feature(stages=stages or ALL, top=top, **fields)
 

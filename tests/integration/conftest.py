@@ -1,5 +1,6 @@
-"""The wheel, built once, and a new virtual environment with it. The environment sees torch and
-deepspeed through a .pth file, so that nothing is downloaded.
+"""Fixtures: the wheel, built once, and a new virtual environment with it.
+
+The environment finds torch and deepspeed by a .pth file, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NOT_SOURCES = shutil.ignore_patterns(
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """Built by the worker that needs it first, the others wait for it."""
+    """Return the wheel. The first worker that needs it builds it, the others wait."""
     pytest.importorskip("setuptools", minversion="77")
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "wheel"
@@ -34,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 
 def build(folder: Path) -> Path:
-    """From a copy, because setuptools leaves build/ and *.egg-info behind."""
+    """Build the wheel from a copy of the sources, because setuptools leaves files behind."""
     source = folder / "source"
     shutil.copytree(ROOT, source, ignore=NOT_SOURCES)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
@@ -46,7 +47,7 @@ def build(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Interpreter of an environment with the wheel and, through a .pth file, our packages."""
+    """Return the interpreter of a new environment with the wheel and our packages by .pth file."""
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     python = folder / "venv" / "bin" / "python"

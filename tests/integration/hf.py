@@ -1,6 +1,6 @@
-"""What a user of Hugging Face Trainer writes, with small random models and two CPU ranks.
+"""Programs of Hugging Face Trainer users, with small random models and two CPU ranks.
 
-Nothing here names ds_quant: the block in the DeepSpeed config is all there is.
+They do not name ds_quant: only the DeepSpeed config has the block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ REFETCH = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
 
 
 def ds_config(stage: int, block: dict[str, Any] | None, **zero: Any) -> dict[str, Any]:
-    """A config as the Hugging Face documentation shows it, every "auto" in DeepSpeed's keys."""
+    """Return a config as in the documentation of Hugging Face, "auto" in all keys that allow it.
+
+    block: of ``quantized_comm``; None: without the plugin.
+    zero: further keys of ``zero_optimization``.
+    """
     sections: dict[str, Any] = {"stage": stage, "reduce_bucket_size": "auto"}
     if stage == 3:
         sections |= {
@@ -46,14 +50,23 @@ def ds_config(stage: int, block: dict[str, Any] | None, **zero: Any) -> dict[str
 
 
 def options(folder: Path | str, config: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Arguments that every trainer takes, for a short run without reports."""
-    chosen: dict[str, Any] = {
-        "output_dir": str(folder), "deepspeed": config, "per_device_train_batch_size": 4,
-        "max_steps": 6, "learning_rate": 5e-3, "lr_scheduler_type": "constant", "bf16": True,
-        "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
-        "use_cpu": True, "dataloader_pin_memory": False,
-    }  # fmt: skip
-    return chosen | changes
+    """Return the arguments of a short run without reports, for any trainer."""
+    defaults: dict[str, Any] = {
+        "output_dir": str(folder),
+        "deepspeed": config,
+        "per_device_train_batch_size": 4,
+        "max_steps": 6,
+        "learning_rate": 5e-3,
+        "lr_scheduler_type": "constant",
+        "bf16": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    return defaults | changes
 
 
 def arguments(folder: Path | str, config: dict[str, Any], **changes: Any) -> Any:
@@ -78,7 +91,7 @@ def model_config(kind: str) -> Any:
 
 
 def new_model(kind: str) -> nn.Module:
-    """Seeded random weights."""
+    """Return a model with seeded random weights."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -86,11 +99,11 @@ def new_model(kind: str) -> nn.Module:
 
 
 def dataset() -> list[dict[str, Tensor]]:
-    """Token sequences that count upwards from a random start: learnt within a few steps."""
+    """Return token sequences that count up from a random start. They are learnt in a few steps."""
     starts = torch.randint(0, VOCABULARY, (SAMPLES,), generator=torch.Generator().manual_seed(1))
     rows = (starts[:, None] + torch.arange(LENGTH)) % VOCABULARY
     labels = rows.clone()
-    labels[:, 0] = -100  # nothing predicts it, but Trainer would count it
+    labels[:, 0] = -100  # has no prediction; Trainer would count it
     return [{"input_ids": r, "labels": label} for r, label in zip(rows, labels, strict=True)]
 
 
@@ -102,26 +115,26 @@ def trainer(model: nn.Module, args: Any) -> Any:
 
 
 def losses(trained: Any) -> list[float]:
-    """Training losses in order."""
+    """Return the training losses in order."""
     return [row["loss"] for row in trained.state.log_history if "loss" in row]
 
 
 def master_weights(engine: Any) -> dict[str, np.ndarray]:
-    """Exact fp32 master weights by name, on every rank, whatever the stage."""
+    """Return the exact fp32 master weights by name. A collective, for all stages."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found = {}
+    weights = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
-            found[name] = as_array(safe_get_full_fp32_param(parameter))
-    return found
+            weights[name] = as_array(safe_get_full_fp32_param(parameter))
+    return weights
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """The values in fp32, in a form that crosses a pipe."""
+    """Return the values as fp32 NumPy array, which can be pickled."""
     return tensor.detach().float().cpu().numpy().copy()
 
 
 def rounded(master: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Master weights as a save in ``dtype`` must hold them."""
+    """Return master weights as a file in ``dtype`` must have them."""
     return as_array(torch.from_numpy(master).to(dtype))

@@ -1,4 +1,4 @@
-"""Starts processes that see none of the checkout, as on a user's machine."""
+"""Starts processes without access to the checkout, as on a user's machine."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LAUNCHERS = {
 
 
 def run(*command: str | Path, cwd: Path, timeout: float = 240, **environment: str) -> str:
-    """Standard output of a command; fails with all that it printed."""
+    """Run a command. Return its standard output; fail with all of its output."""
     return run_both(*command, cwd=cwd, timeout=timeout, **environment)[0]
 
 
 def run_both(
     *command: str | Path, cwd: Path, timeout: float = 240, **environment: str
 ) -> tuple[str, str]:
-    """Standard output and standard error."""
+    """Run a command. Return its standard output and standard error."""
     inherited = {k: v for k, v in os.environ.items() if k not in _HIDDEN}
     done = subprocess.run(
         [str(part) for part in command],
@@ -44,12 +44,12 @@ def run_both(
 
 
 def free_port() -> str:
-    """A port on which a launcher may listen."""
+    """Return a free port for a launcher."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
 
 
 def losses(printed: str) -> list[float]:
-    """As the loops of the examples or Trainer print them."""
+    """Return the losses in the output of the examples' loops or of Trainer."""
     return [float(loss) for loss in re.findall(r"(?:\bloss |'loss': '?)(\d+\.\d+)", printed)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ class CodecError(ValueError):
 
 @dataclass(frozen=True)
 class ModuleCodec:
-    """See Codec; random numbers are added to the module's functions."""
+    """Codec made of the functions of a module, which get random numbers with every call."""
 
-    kind: ClassVar[str] = "module"
+    kind: ClassVar[Literal["module"]] = "module"
 
     module: str
     functions: ModuleType = field(compare=False, repr=False)
@@ -123,7 +123,7 @@ def _trials(codec: ModuleCodec) -> Iterator[tuple[bool, str, str]]:
 
 
 def _trials_of(codec: ModuleCodec, x: Tensor) -> Iterator[tuple[bool, str, str]]:
-    """The same for the values x, in the shapes and strides in which rows really come."""
+    """Run the contract checks on x, with the row shapes and strides of training."""
     (rows, numel), before = x.shape, x.clone()
     what = f"of {rows} rows of {numel} {str(x.dtype).removeprefix('torch.')}"
     wide, other = (_encoded(codec, x, fill) for fill in (0, 255))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ds_quant.kernels.wire import Format, round_up
+from ds_quant.kernels.wire import Codec, Format, round_up
 
 Places = tuple[int, ...]
 OWN_SIGNS = 2
@@ -32,13 +32,18 @@ def rounding_of(fmt: Format) -> int:
     return 3 if fmt.levels == "learned" else _ROUNDINGS[fmt.rounding]
 
 
+def _whole_blocks(numel: int, block: int) -> int:
+    """Elements of the blocks of a rotation that hold `numel`; block 0: no rotation."""
+    return round_up(numel, block or 1)
+
+
 class Encode(NamedTuple):
     """Places: values, wire, vector, and base if there is one: the buffer ``base`` has what
     is subtracted. ``block``: of a rotation, 0 for none, as below; then the wire holds whole blocks.
     ``flips``: whether its signs may flip.
     """
 
-    codec: Format
+    codec: Codec
     numel: int
     values: int  # a buffer, as wire and own
     wire: int
@@ -50,13 +55,13 @@ class Encode(NamedTuple):
     @property
     def on_wire(self) -> int:
         """Elements of a row."""
-        return round_up(self.numel, self.block or 1)
+        return _whole_blocks(self.numel, self.block)
 
 
 class Decode(NamedTuple):
     """Places: wire, values. ``add``: to the values that are there."""
 
-    codec: Format
+    codec: Codec
     numel: int
     wire: int
     values: int
@@ -72,7 +77,7 @@ class Sum(NamedTuple):
     nor rotated back; no number depends on it.
     """
 
-    codec: Format
+    codec: Codec
     numel: int
     wire_in: int
     values: int
@@ -84,9 +89,12 @@ class Sum(NamedTuple):
     block: int = 0
     flips: int = 0
     scale: float = 1.0
-    fuse_with: Format | None = None
+    fuse_with: Codec | None = None
 
-    on_wire = Encode.on_wire
+    @property
+    def on_wire(self) -> int:
+        """Elements of a row."""
+        return _whole_blocks(self.numel, self.block)
 
 
 class Recode(NamedTuple):
@@ -94,8 +102,8 @@ class Recode(NamedTuple):
     values stay so.
     """
 
-    source: Format
-    codec: Format
+    source: Codec
+    codec: Codec
     numel: int
     wire_in: int
     wire: int
@@ -106,7 +114,10 @@ class Recode(NamedTuple):
     own: int
     block: int = 0
 
-    on_wire = Encode.on_wire
+    @property
+    def on_wire(self) -> int:
+        """Elements of a row."""
+        return _whole_blocks(self.numel, self.block)
 
 
 class Rotate(NamedTuple):
@@ -114,7 +125,7 @@ class Rotate(NamedTuple):
     values of the tensor; no number depends on it.
     """
 
-    codec: Format
+    codec: Codec
     numel: int
     values: int
     rotated: int
@@ -122,7 +133,10 @@ class Rotate(NamedTuple):
     block: int = 0
     flips: bool = False
 
-    padded = Encode.on_wire
+    @property
+    def padded(self) -> int:
+        """Elements of the rotated blocks."""
+        return _whole_blocks(self.numel, self.block)
 
 
 Operation = Encode | Decode | Sum | Recode | Rotate
@@ -178,7 +192,7 @@ class RngArrays(NamedTuple):
     flips_high: np.ndarray
     signs_key: np.ndarray
     signs_step: np.ndarray
-    tensors: Sequence[torch.Tensor] = ()
+    tensors: Sequence[torch.Tensor | None] = ()
 
 
 # What a job takes of its stream: field -> name in RngArrays.
@@ -199,7 +213,7 @@ class Job(NamedTuple):
     stream: int
     pointers: Mapping[str, tuple[int, int]]
     rng_fields: Mapping[str, str]
-    levels: Mapping[str, Format]
+    levels: Mapping[str, Codec]
     vector: int = 0
 
 

@@ -162,6 +162,20 @@ def without_user_codec(codec: Codec) -> Format | Cast:
     return codec
 
 
+def groups_of(codec: Codec) -> Format:
+    """Return a codec of groups as such. TypeError for others."""
+    if codec.kind != "groups":
+        raise TypeError(f"codec {codec.name}: it has no groups")
+    return codec
+
+
+def cast_of(codec: Codec) -> Cast:
+    """Return a codec that casts as such. TypeError for others."""
+    if codec.kind != "cast":
+        raise TypeError(f"codec {codec.name}: it is no cast")
+    return codec
+
+
 def layout_of(fmt: Format | Cast, numel: int) -> WireLayout:
     """Layout of a row in a format; numbers of a cast lie one behind the other."""
     if fmt.kind == "cast":

@@ -2,9 +2,9 @@
 
 See [Note: operations] of batch.py.
 
-C++ and CUDA take all tasks of a kind in one call. Codecs of the user's own, and what no kernel
-covers, go one by one through the torch reference, which also serves machines where CuPy or the
-library does not work; that is reported once. Same bytes everywhere.
+C++ and CUDA take all tasks of a kind in one call. Tasks with a codec of the user, and others that
+no kernel covers, run one by one in torch. So do all tasks on machines where CuPy or the library
+does not work; that is reported once. Same bytes everywhere.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def cuda_runner(device: torch.device, backend: str) -> cuda.Runner | None:
     return cuda.runner_of(device)
 
 
-# ---- what a step brings ----
+# ---- inputs of a step ----
 
 
 class RngSource(Protocol):
@@ -146,7 +146,7 @@ class RngSource(Protocol):
 
 
 class RngState:
-    """Random bits and levels of every stream in one step, and rotations; None for none."""
+    """Random bits, levels and rotation of every stream in one step; rotation None: not rotated."""
 
     def __init__(
         self, bound_codecs: Sequence[RngSource], rotations: Sequence[Rotation | None]
@@ -155,7 +155,7 @@ class RngState:
         self.rotations = rotations
 
     def address(self, stream: int, vector: int) -> Address | None:
-        """Where random bits of a piece begin that has ``vector`` in its stream."""
+        """Address of the random bits of a piece that begins at ``vector`` of its stream."""
         address = self.bound_codecs[stream].address
         if address is None:
             return None
@@ -202,7 +202,7 @@ class RngState:
         )
 
 
-Note = Callable[..., None]  # told what is encoded: see ``comm.traffic.Tally.add``
+Note = Callable[..., None]  # called with every encoded message: ``comm.traffic.Tally.add``
 
 # ---- a program ----
 
@@ -216,7 +216,7 @@ class Operations:
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         self.tasks = tuple(tasks)
-        # Calls of kernels and what is left, by back end and variant of the buffers.
+        # Kernel calls and tasks for torch, by back end and variant of the buffers.
         self._compiled: dict[Hashable, tuple[list[Runnable], list[Task]]] = {}
         self._turn = threading.Lock()
 

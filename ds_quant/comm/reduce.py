@@ -34,7 +34,7 @@ from torch import Tensor
 from ds_quant.codec.bound import VECTORS_PER_ELEMENT, BoundCodec, Rotation
 from ds_quant.codec.codec import Codec
 from ds_quant.comm import owners
-from ds_quant.comm.message import is_tight, lay_out, pack, unpack
+from ds_quant.comm.message import pack, unpack
 from ds_quant.comm.owners import OwnedPiece, OwnedRange
 from ds_quant.comm.profiling import profiler_range
 from ds_quant.comm.reduction_plan import (
@@ -44,6 +44,8 @@ from ds_quant.comm.reduction_plan import (
     Segment,
     SlicePlan,
 )
+from ds_quant.comm.slots import lay_out
+from ds_quant.comm.small_tensors import is_tight
 from ds_quant.comm.transport import Communicator
 from ds_quant.kernels.batch import Decode, Encode
 from ds_quant.kernels.dispatch import Operations, RngState

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import MessageError, MessageErrors
+from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.reduction_plan import ReductionHop, Slicing, presumed_pace
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Buffers, Communicator, HierarchicalCommunicator
+from ds_quant.comm.transport import Communicator
 from ds_quant.fsdp2.gradients import QuantizedReduceScatter
 from ds_quant.fsdp2.node_shard import NodeShard
 from ds_quant.fsdp2.sharded_module import root_state, sharded_modules

@@ -14,6 +14,7 @@ They have no groups, so no group straddles two tensors.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from ds_quant.codec.codec import CastCodec, Codec
@@ -26,6 +27,13 @@ SMALL_NUMEL = 1 << 14  # the largest small tensor; for larger ones padding is ne
 def is_tight(codec: Codec | None) -> bool:
     """Return True if the codec sends small tensors, without padding."""
     return isinstance(codec, CastCodec) and codec.tight
+
+
+def padded(codec: Codec) -> Codec:
+    """Return the codec with padding, to count the bytes of small tensors that are one range."""
+    if isinstance(codec, CastCodec) and codec.tight:
+        return replace(codec, tight=False)
+    return codec
 
 
 def small_together(items: Iterable[tuple[T, Hashable | None]]) -> list[T]:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import MessageError, MessageErrors
+from ds_quant.comm.hierarchy import HierarchicalCommunicator
 from ds_quant.comm.reduce import GradientSums
 from ds_quant.comm.reduction_plan import (
     GradientSpec,
@@ -19,7 +21,7 @@ from ds_quant.comm.reduction_plan import (
 )
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic
-from ds_quant.comm.transport import Buffers, Communicator, HierarchicalCommunicator
+from ds_quant.comm.transport import Communicator
 from ds_quant.fsdp2.gradients import QuantizedReduceScatter
 from ds_quant.fsdp2.node_shard import NodeShard
 from ds_quant.fsdp2.sharded_module import root_state, sharded_modules

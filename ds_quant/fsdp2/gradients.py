@@ -20,9 +20,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from ds_quant.codec.bound import BoundCodec, Rotation, full_precision
 from ds_quant.codec.codec import CastCodec
-from ds_quant.comm.message import SMALL_NUMEL, is_tight, row_vector, small_last
 from ds_quant.comm.reduce import GradientSums, Reduction
 from ds_quant.comm.reduction_plan import Segment
+from ds_quant.comm.slots import row_vector
+from ds_quant.comm.small_tensors import SMALL_NUMEL, is_tight, small_last
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.kernels.batch import Decode
 from ds_quant.kernels.dispatch import Operations, RngState

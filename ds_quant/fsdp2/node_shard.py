@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ds_quant.codec.bound import BoundCodec, full_precision
 from ds_quant.codec.codec import Codec
-from ds_quant.comm.message import GatherSlice, Message, row_vector
+from ds_quant.comm.message import GatherSlice, Message
+from ds_quant.comm.slots import row_vector
 from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.fsdp2.sharded_module import ShardedModule
 from ds_quant.fsdp2.weight_codecs import WeightCodecs

@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import torch
 
-from ds_quant.kernels.wire import ceil_div, round_up
+from ds_quant.kernels.wire import FP32_BYTES, ceil_div, round_up
 from ds_quant.policy.route import Route, Routes, gradients_per, times, weights_per
 from ds_quant.policy.scheme import FLOATS, Scheme
 
 LOSSLESS_BITS = 2.36  # see [Note: lossless differences]
-FP32 = 4  # bytes
+
 _MORE = "weights_most", "weights_intra", "gradients_intra", "memory"
 
 
@@ -209,7 +209,7 @@ def comm_volume(
         numel=total["numel"],
         **{field: total[field] / numel for field in (*sent, *_MORE)},
         routes=routes,
-        partial_sums=FP32 * total["partial_sums"] / numel / node_size
+        partial_sums=FP32_BYTES * total["partial_sums"] / numel / node_size
         if routes.gradients().waits
         else 0.0,
         full_precision_share=total["plain"] / max(1, sum(total[field] for field in sent)),

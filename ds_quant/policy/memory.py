@@ -15,15 +15,9 @@ from dataclasses import dataclass
 
 from ds_quant.comm.lossless_gather import MOST_NUMEL as MOST_EXACT_NUMEL
 from ds_quant.comm.reduction_plan import Slicing
-from ds_quant.kernels.wire import ceil_div
-from ds_quant.policy.cost import FP32, CommVolume
-
-BUCKETS_AHEAD = 2  # of gradients, under way on the CPU: one between nodes, one inside
-# The messages of an exchange with the node shard: how many are on their way, and own elements of
-# each: an eighth of all, as far as that is neither so little that a message's latency counts nor
-# more than memory should hold.
-EXCHANGED_AT_ONCE = 16
-CHUNKS, LEAST_NUMEL, MOST_NUMEL = 8, 1 << 18, 1 << 21
+from ds_quant.kernels.wire import FP32_BYTES, ceil_div
+from ds_quant.policy.cost import CommVolume
+from ds_quant.policy.in_flight import CHUNKS, EXCHANGED_AT_ONCE, LEAST_NUMEL, MOST_NUMEL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +71,17 @@ def _gradients(comm_volume: CommVolume, sizes: Sizes) -> float:
         summed = min(bucket, trained / nodes) / node_size
     if routes.two_levels:
         near, share = 1 - 1 / node_size, bucket / node_size
-        hops = 2 * near * bucket * first + share * FP32
+        hops = 2 * near * bucket * first + share * FP32_BYTES
         hops += (1 - 1 / nodes) * share * outer + (nodes - 1) * summed * outer
-        hops += summed * FP32
+        hops += summed * FP32_BYTES
         hops *= min(1.0, 2 / sizes.slicing.slices(bucket))
     elif any(hop.full_precision_own for hop in routes.gradients().hops):
-        hops = 2 * (1 - 1 / ranks) * bucket * first + summed * FP32
+        hops = 2 * (1 - 1 / ranks) * bucket * first + summed * FP32_BYTES
     else:
         hops = 2 * bucket * first
-    sums = owned * FP32
+    sums = owned * FP32_BYTES
     if owned > summed:  # delivered in 8 bits at least
-        sums += summed * FP32 + (owned + summed) * max(1.0, outer)
+        sums += summed * FP32_BYTES + (owned + summed) * max(1.0, outer)
     in_all = min(sizes.under_way, ceil_div(trained, bucket))
     return in_all * (hops + sums)
 

@@ -12,13 +12,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from ds_quant.codec.rules import SETTINGS, broken_rules
 from ds_quant.kernels import reference
 from ds_quant.kernels.wire import ALIGNMENT, layout_of, round_up
 from ds_quant.kernels.wire import Codec as Codec  # the union of all kinds
 
-RANGES = ("minmax", "absmax", "gaussian")
-ROUNDINGS = ("nearest", "stochastic", "random_shift")
-LEVELS = ("uniform", "learned")
 CAST_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -48,27 +46,25 @@ class GroupCodec:
     kind: ClassVar[Literal["groups"]] = "groups"
 
     def __post_init__(self) -> None:
-        allowed: dict[str, Sequence[Any]] = {
-            "range": RANGES,
-            "rounding": ROUNDINGS,
-            "levels": LEVELS,
-            "bits": range(2, 9),
-            "group_size": range(32, 65537, 32),
-        }
-        if self.range == "gaussian":
-            allowed |= {"bits": reference.GAUSSIAN_BITS, "rounding": ("nearest",)}
-            allowed["group_size"] = (reference.GAUSSIAN_GROUP,)
-        if self.levels == "learned":
-            allowed |= {"range": ("minmax",), "rounding": ("nearest",)}
-        if self.rounding == "random_shift":
-            allowed["range"] = ("minmax",)
-        for field, values in allowed.items():
-            if (value := getattr(self, field)) not in values or type(value) is not type(values[0]):
-                shown = ", ".join(map(repr, values))
-                if isinstance(values, range):
-                    shown = f"{values[0]} to {values[-1]}"
-                    shown += f" in multiples of {values.step}" * (values.step > 1)
-                raise ValueError(f"{field} = {value!r} in {self.name}: allowed are {shown}")
+        for setting, allowed in SETTINGS.items():
+            value = getattr(self, setting)
+            # A bool or a float may equal an int.
+            if value not in allowed or type(value) is not type(allowed[0]):
+                raise self._refusal(setting, allowed)
+        broken = next(broken_rules(self), None)
+        if broken is not None:
+            raise self._refusal(broken.restricted, broken.allowed)
+
+    def _refusal(self, setting: str, allowed: Sequence[Any]) -> ValueError:
+        """Return the error that names a setting, its value and the allowed values."""
+        if isinstance(allowed, range):
+            shown = f"{allowed[0]} to {allowed[-1]}"
+            if allowed.step > 1:
+                shown += f" in multiples of {allowed.step}"
+        else:
+            shown = ", ".join(map(repr, allowed))
+        value = getattr(self, setting)
+        return ValueError(f"{setting} = {value!r} in {self.name}: allowed are {shown}")
 
     @property
     def has_offset(self) -> bool:

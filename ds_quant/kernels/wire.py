@@ -20,13 +20,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from ds_quant.kernels.random_bits import Address
+
+Tensor = Any  # torch.Tensor; this module does not import torch
 
 ALIGNMENT = 16  # bytes; one vector load of the kernels
 FP32_BYTES = 4
@@ -102,7 +101,7 @@ class WireFormat(Hashable, Protocol):
     def wire_bytes(self, numel: int) -> int:
         """Exact bytes of one row of `numel` elements; a multiple of 16, 0 for no elements."""
 
-    def table(self, levels: Tensor | None, device: torch.device) -> Tensor | None:
+    def table(self, levels: Tensor | None, device: Any) -> Tensor | None:
         """Return the levels of the codes, (2^bits,) fp32: the given ones or the codec's own."""
 
 
@@ -113,7 +112,7 @@ class Cast(WireFormat, Protocol):
     def kind(self) -> Literal["cast"]: ...
 
     @property
-    def dtype(self) -> torch.dtype: ...  # float32, bfloat16 or float16
+    def dtype(self) -> Any: ...  # torch.float32, bfloat16 or float16
 
 
 class Format(WireFormat, Protocol):

@@ -97,8 +97,8 @@ class Scheme:
 
     @cached_property
     def lossless(self) -> bool:
-        """Return True if 16-bit weights, whatever their name and size, are sent as exact differences
-        to a reference.
+        """Return True if 16-bit weights of any name and size are sent as exact differences to a
+        reference.
         """
         return self.block.weights.exactly_differ
 

@@ -249,18 +249,7 @@ def comm_volume(
             kept[reason] += 1
         elif spec.needs_full_gradient:
             kept["Muon gradients on several ranks"] += 1
-        numel = torch.Size(spec.shape).numel()
-        totals.numel += numel
-        _add_weights(totals, routes, spec, numel)
-        if not spec.trainable:
-            continue
-        totals.trained_numel += numel
-        _add_gradients(totals, routes, spec, numel, gradient_dtype)
-        if not spec.needs_full_gradient:
-            totals.reduced_numel += numel
-        boundary = spec.boundary * numel
-        totals.boundary += boundary
-        totals.full_precision += boundary
+        _add_param(totals, routes, spec, gradient_dtype)
     numel = max(1, totals.numel)
     sent = totals.weights + totals.gradients + totals.summed + totals.boundary
     partial_sums = 0.0
@@ -283,6 +272,24 @@ def comm_volume(
         trained=totals.trained_numel / numel if totals.numel else 1.0,
         weights_most=totals.weights_most / numel,
     )
+
+
+def _add_param(
+    totals: _Totals, routes: Routes, spec: ParamSpec, gradient_dtype: torch.dtype
+) -> None:
+    """Add the bytes of one parameter, in all roles, to the totals."""
+    numel = torch.Size(spec.shape).numel()
+    totals.numel += numel
+    _add_weights(totals, routes, spec, numel)
+    if not spec.trainable:
+        return
+    totals.trained_numel += numel
+    _add_gradients(totals, routes, spec, numel, gradient_dtype)
+    if not spec.needs_full_gradient:
+        totals.reduced_numel += numel
+    boundary = spec.boundary * numel
+    totals.boundary += boundary
+    totals.full_precision += boundary
 
 
 def _kept_reason(scheme: Scheme, spec: ParamSpec) -> str | None:

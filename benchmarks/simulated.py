@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from ds_quant.codec.bound import BoundCodec, full_precision
+from ds_quant.comm.buffers import Buffers
 from ds_quant.comm.checksum import MessageErrors
-from ds_quant.comm.message import Room, ShardRows, all_gather, exchange, gather
+from ds_quant.comm.message import all_gather
+from ds_quant.comm.node_rows import Room, ShardRows, exchange, gather
 from ds_quant.comm.topology import Topology
 from ds_quant.comm.traffic import Traffic, normalised
-from ds_quant.comm.transport import Buffers, Communicator, Pending
+from ds_quant.comm.transport import Communicator, Pending
 from ds_quant.kernels.wire import shard_range
 from ds_quant.policy.scheme import Scheme
 from ds_quant.zero.deepspeed_types import Engine

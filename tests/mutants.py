@@ -1,13 +1,13 @@
-"""Break the code in one place at a time and see the test fail that must notice.
+"""Breaks one line at a time and checks that a test fails.
 
-``mutants.yaml`` has a row for every mutant, by file: ``says`` what is wrong then, ``old`` and
-``new`` text, and the ``test`` below tests/ (a file or a node id) that kills it. Run it from the
+``mutants.yaml`` has a row per mutant, by file. ``says`` describes the error, ``old`` and ``new``
+are texts of the line, ``test`` is the file or node id below tests/ that must fail. Run it from the
 checkout:
 
     python -m tests.mutants [--only WORD] [--check]
 
-Every test runs first on the code as it is, once, because a test that fails anyway kills nothing.
-``--check`` runs nothing: it says where the table no longer fits the code.
+Every test runs on the unchanged code first, because a test that fails anyway kills nothing.
+``--check`` runs no test: it lists the rows that no longer fit the code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIBRARY = "ds_quant/kernels/_native.so"
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """One wrong line. file: below the checkout; test: a file or a node id below tests/."""
+    """One wrong line. file: path in the checkout. test: file or node id below tests/."""
 
     file: str
     says: str
@@ -43,7 +43,7 @@ class Mutant:
     test: str
 
     def problem(self) -> str | None:
-        """Why the row does not fit the code; None if it does."""
+        """Return the reason why the row does not fit the code, None if it fits."""
         path, (test, *names) = ROOT / self.file, self.test.split("[")[0].split("::")
         if not path.is_file():
             return f"no file {self.file}"
@@ -70,13 +70,13 @@ def _text(path: Path) -> str:
 
 
 def rows() -> list[Mutant]:
-    """The table."""
+    """Return the rows of the table."""
     table = yaml.safe_load(TABLE.read_text("utf-8"))
     return [Mutant(file=file, **row) for file, found in table.items() for row in found]
 
 
 def problems() -> list[str]:
-    """Say which rows do not fit the code, and what to do."""
+    """Return a message for every row that does not fit the code."""
     return [
         f"{TABLE.name}: {row.says!r}: {problem}; write the row anew, or drop it with its behaviour"
         for row in rows()
@@ -97,7 +97,7 @@ def build(copy: Path) -> None:
 
 
 def copied(folder: Path) -> Path:
-    """Copy the files that git knows or would add, and the compiled kernels."""
+    """Copy the tracked and untracked files, and the compiled kernels. Return the folder."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in (*filter(None, names.split("\0")), LIBRARY):
@@ -108,7 +108,7 @@ def copied(folder: Path) -> Path:
 
 
 def outcome(copy: Path, test: str) -> str:
-    """Run a test in a copy: "passed", "failed", or why that cannot be told."""
+    """Run a test in a copy. Return "passed", "failed", or the reason for another end."""
     more = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     try:
@@ -126,8 +126,9 @@ def outcome(copy: Path, test: str) -> str:
 
 
 def run(chosen: list[Mutant]) -> int:
-    """Print a line per mutant; return how many were not killed."""
-    lost, healthy = 0, dict[str, str]()
+    """Run the mutants and print a line for each. Return the number of those not killed."""
+    lost = 0
+    healthy: dict[str, str] = {}  # outcome of every test on the unchanged code
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder))
         for row in chosen:
@@ -148,7 +149,7 @@ def run(chosen: list[Mutant]) -> int:
 
 
 def main() -> int:
-    """See the module."""
+    """Check the table, then run the chosen mutants."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", default="", help="rows with this word in file, text or test")
     parser.add_argument("--check", action="store_true", help="compare the table with the code")

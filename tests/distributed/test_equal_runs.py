@@ -1,4 +1,4 @@
-"""Runs that must end alike whatever they differ in: one table, see rows.py."""
+"""Runs that must have equal results. A table of rows, see [Note: a row] in rows.py."""
 
 from __future__ import annotations
 

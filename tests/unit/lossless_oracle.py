@@ -13,12 +13,12 @@ class Bits:
         self.at = 0
 
     def take(self, count: int) -> int:
-        found = self.number >> self.at & ((1 << count) - 1)
+        value = self.number >> self.at & ((1 << count) - 1)
         self.at += count
-        return found
+        return value
 
     def zeros(self) -> int:
-        """Zeros up to the next one, which is taken too."""
+        """Return the number of zeros before the next one; take them and the one."""
         count = 0
         while not self.take(1):
             count += 1

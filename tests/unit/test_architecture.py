@@ -132,7 +132,7 @@ def module_name(path: Path) -> str:
 
 
 def edges_of(path: Path, module: str) -> list[Edge]:
-    """Every import but the standard library."""
+    """Return every import of a module, those of the standard library left out."""
     tree = ast.parse(path.read_text("utf-8"))
     in_functions, for_types = set[int](), set[int]()  # ids of nodes
     for outer in ast.walk(tree):
@@ -159,7 +159,7 @@ def edges_of(path: Path, module: str) -> list[Edge]:
 
 
 def _imported(module: str, name: str) -> str:
-    """The module behind ``from module import name``: the submodule ``name`` if there is one."""
+    """Return the module of ``from module import name``: the submodule ``name`` if there is one."""
     as_path = PACKAGE.parent.joinpath(*module.split("."), name)
     if as_path.is_dir() or as_path.with_suffix(".py").exists() or module == "deepspeed":
         return f"{module}.{name}"
@@ -171,7 +171,7 @@ def room_of(module: str) -> str:
 
 
 def is_allowed(module: str, edge: Edge) -> bool:
-    """Whether a module may have an edge, wherever it is written."""
+    """Return True if a module may have an edge."""
     room, target = room_of(module), edge.target
     if target.split(".")[0] in ANYWHERE:
         return True
@@ -303,7 +303,7 @@ def test_only_hooks_name_modules_inside_deepspeed(room: str) -> None:
 
 
 def code_of(path: Path) -> dict[int, str]:
-    """Lines without blanks, comments and docstrings, by number."""
+    """Return the lines without blanks, comments and docstrings, by number."""
     source = path.read_text("utf-8")
     lines, found = source.splitlines(), set[int]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -1,6 +1,6 @@
-"""A second implementation of docs/wire_format.md, from that page alone: NumPy, none of our code.
+"""A second implementation of docs/wire_format.md in NumPy, written from that page alone.
 
-Section numbers are those of the page.
+It imports none of the package. Section numbers are those of the page.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ F32 = np.float32
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """What both sides know: bits, elements per group, minmax or absmax, or Gaussian levels; and
-    how the sender rounds. In full precision a format is the name of a dtype.
+    """The format of a row. In full precision the name of a dtype takes its place: see Sent.
+
+    group: elements that share a scale.
+    minmax: True for min-max, False for absmax.
+    gaussian: True for Gaussian levels.
+    rounding: of the sender.
     """
 
     bits: int
@@ -27,12 +31,13 @@ class Format:
     rounding: str = "nearest"
 
 
-Sent = Format | str
+Sent = Format | str  # a format, or the name of a dtype
 
 
 def sections(fmt: Format, n: int) -> tuple[list[int], int, int, int]:
-    """Section 1: starts of the planes, of scales and of offsets, and the bytes of a row."""
-    position, planes = 0, []
+    """Section 1: return the starts of planes, scales and offsets, and the bytes of a row."""
+    position = 0
+    planes = []
     for width in WIDTHS[fmt.bits]:
         planes.append(position)
         position = pad16(position + -(-n // 8) * width)
@@ -46,8 +51,9 @@ def pad16(n: int) -> int:
 
 
 def codes_of(row: bytes, fmt: Format, n: int) -> np.ndarray:
-    """Section 1: the code of every element."""
-    codes, shift = np.zeros(n, dtype=np.int64), 0
+    """Section 1: return the code of every element."""
+    codes = np.zeros(n, dtype=np.int64)
+    shift = 0
     for width, start in zip(WIDTHS[fmt.bits], sections(fmt, n)[0], strict=True):
         plane = np.frombuffer(row[start : start + -(-n // 8) * width], np.uint8)
         bits = np.unpackbits(plane, bitorder="little")[: n * width].reshape(n, width)
@@ -57,7 +63,7 @@ def codes_of(row: bytes, fmt: Format, n: int) -> np.ndarray:
 
 
 def decode(row: bytes, fmt: Format, n: int, table: np.ndarray | None = None) -> np.ndarray:
-    """Section 2: (n,) fp32."""
+    """Section 2: return the values, (n,) fp32."""
     _, scales, offsets, _ = sections(fmt, n)
     group = np.arange(n) // fmt.group
     count = -(-n // fmt.group)
@@ -82,8 +88,11 @@ def encode(
     first: int = 0,
     table: np.ndarray | None = None,
 ) -> bytes:
-    """Section 3. stream: key and step of section 4; first: vector of the row; table: learned
-    levels.
+    """Section 3: return a row.
+
+    stream: key and step of section 4.
+    first: vector of the row.
+    table: learned levels.
     """
     n, rounding = len(x), fmt.rounding
     planes, scales, offsets, nbytes = sections(fmt, n)
@@ -119,7 +128,7 @@ def _group(
     shift: F32,
     table: np.ndarray | None,
 ) -> tuple[np.ndarray, F32, F32]:
-    """Codes, scale and offset; ``drawn``: 16 random bits of every element."""
+    """Return codes, scale and offset of a group. drawn: 16 random bits of every element."""
     top = 2**fmt.bits - 1 if fmt.minmax else 2 ** (fmt.bits - 1) - 1
     zero = 0 if fmt.minmax else 2 ** (fmt.bits - 1)
     nothing, largest = np.full(len(x), zero), np.abs(x).max()
@@ -137,14 +146,14 @@ def _group(
     scaled = (x - offset if fmt.minmax else x) * (F32(2.0**fraction) / scale)
     if table is not None:
         codes = (scaled[:, None] > (table[1:] + table[:-1]) / F32(2)).sum(1)
-    else:  # beside a shift x - offset may overflow
+    else:  # x - offset may overflow with a shift
         codes = np.rint(np.minimum(scaled, F32(2.0**31))).astype(np.int64)
         codes = codes + (drawn >> (16 - fraction)) >> fraction
     return codes.clip(0 if fmt.minmax else -top, top) + zero, scale, offset
 
 
 def _normal(value: F32) -> F32:
-    """Denormals and -0 become +0."""
+    """Return a number with denormals and -0 replaced by +0."""
     return F32(0) if abs(value) < 2.0**-126 else value
 
 
@@ -159,13 +168,13 @@ LEVELS = {
 
 
 def signed_levels(bits: int) -> np.ndarray:
-    """The level of every code."""
+    """Return the level of every code."""
     levels = np.array(LEVELS[bits], F32)
     return np.concatenate([-levels, levels])
 
 
 def gaussian_groups(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Section 3, Gaussian levels: codes (groups, 128) and the bits of bf16 scales (groups,)."""
+    """Section 3, Gaussian levels: return codes (groups, 128) and bf16 bits of scales (groups,)."""
     half, levels = 2 ** (bits - 1), np.array(LEVELS[bits], F32)
     with np.errstate(all="ignore"):
         m = np.abs(x).max(1, keepdims=True)
@@ -184,7 +193,7 @@ def gaussian_groups(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sum_of_128(v: np.ndarray) -> np.ndarray:
-    """(groups, 128) -> (groups, 1): by distance 8, 16, 1, 2, 4, 32, 64."""
+    """Return the sums of groups, (groups, 1), added by distance 8, 16, 1, 2, 4, 32, 64."""
     v, left = v.copy(), np.arange(128)
     for distance in (8, 16, 1, 2, 4, 32, 64):
         left = left[left & distance == 0]
@@ -217,7 +226,7 @@ def key_of(*, seed: int, role: int, parameter: int, stream: int, hop: int) -> in
 
 
 def philox(key: int, step: int, vector: int | np.ndarray) -> list[np.ndarray]:
-    """Four words of every vector."""
+    """Return four random words of every vector."""
     v, low = np.asarray(vector, np.uint64), np.uint64(M32)
     high = np.uint64(32)
     c = [v & low, v >> high, np.uint64(step & M32), np.uint64(step >> 32)]
@@ -231,7 +240,7 @@ def philox(key: int, step: int, vector: int | np.ndarray) -> list[np.ndarray]:
 
 
 def random16(key: int, step: int, first: int, n: int) -> np.ndarray:
-    """16 random bits of each of n elements, from the vector ``first`` on."""
+    """Return 16 random bits of each of n elements, from the vector ``first`` on."""
     vectors = np.arange(-(-n // 8), dtype=np.uint64) + np.uint64(first)
     words = np.stack(np.broadcast_arrays(*philox(key, step, vectors)), -1).astype(np.uint32)
     return words.view(np.uint16).reshape(-1)[:n].astype(np.int64)
@@ -245,7 +254,7 @@ def shift_of(key: int, step: int) -> float:
 
 
 def unrotate(x: np.ndarray, h: int, scale: float) -> np.ndarray:
-    """Rotation, the way back."""
+    """Undo a rotation."""
     x, distance = x.reshape(-1, h).copy(), 1
     while distance < h:
         for i in range(h):
@@ -257,8 +266,10 @@ def unrotate(x: np.ndarray, h: int, scale: float) -> np.ndarray:
 
 
 def signs_of(key: int, step: int, h: int, sender: int | None = None) -> np.ndarray:
-    """+1 or -1 of the elements of a block; the key is that of hop 99, stream 0. ``sender``: on the
-    last hop, where each has its own.
+    """Return +1 or -1 of the elements of a block.
+
+    key: of hop 99, stream 0.
+    sender: index on the last hop, if every sender has its own signs.
     """
     words = philox(key, step, 0 if sender is None else sender + 1)
     bits = sum(int(word) << 32 * i for i, word in enumerate(words))
@@ -266,12 +277,12 @@ def signs_of(key: int, step: int, h: int, sender: int | None = None) -> np.ndarr
 
 
 def rotate(x: np.ndarray, h: int) -> np.ndarray:
-    """Rotation of a run, filled up to whole blocks."""
+    """Rotate a run, filled up to whole blocks."""
     filled = np.concatenate([x.astype(F32), np.zeros(-len(x) % h, F32)])
     return unrotate(filled, h, h)
 
 
-# Full precision: bytes of an element, and how values are written and read.
+# Full precision: bytes of an element; functions that write and read values.
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -283,7 +294,7 @@ def written(x: np.ndarray, dtype: str) -> bytes:
 
 
 def read(row: bytes, fmt: Sent, n: int, table: np.ndarray | None = None) -> np.ndarray:
-    """(n,) fp32 at the front of a slot."""
+    """Return the values at the front of a slot, (n,) fp32."""
     if isinstance(fmt, Format):
         return decode(row, fmt, n, table)
     if fmt == "bf16":
@@ -305,9 +316,13 @@ def row_bytes(fmt: Sent, n: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Elements [start, stop) of a tensor and where they are summed. ``formats`` by hop; ``h`` of
-    the rotation, 0 for none. small: follows others without padding. room: elements that its slot
-    has room for, if more; row: of the full shards of a reduction over one hop.
+    """Elements [start, stop) of a tensor, summed on one rank.
+
+    formats: by hop.
+    h: elements of a rotation block, 0: no rotation.
+    small: True if it follows others without padding.
+    room: elements of its slot, if larger.
+    row: index among the full shards of a reduction over one hop.
     """
 
     tensor: int
@@ -322,12 +337,12 @@ class Piece:
 
     @property
     def on_wire(self) -> int:
-        """Elements of a row: whole blocks."""
+        """Return the elements of a row: whole blocks."""
         n = self.stop - self.start
         return n + -n % self.h if self.h else n
 
     def first(self, begins: int = 0) -> int:
-        """Section 4: the first vector, in a tensor that begins there in its parameter."""
+        """Section 4: return the first vector of a tensor that begins there in its parameter."""
         if self.row is not None:
             return self.row * -(-(self.stop - self.start) // 8)
         return 16 * (begins + self.start)
@@ -340,8 +355,9 @@ def is_small(formats: tuple[Sent, ...], n: int) -> bool:
 def shards(
     tensor: int, numel: int, ranks: int, formats: tuple[Sent, ...], h: int, plain: bool = False
 ) -> list[Piece]:
-    """The pieces of a tensor under ZeRO-3; plain: over one hop, with neither ``gradients.intra``
-    nor a rotation in the call.
+    """Return the pieces of a tensor under ZeRO-3.
+
+    plain: True for one hop without ``gradients.intra`` and without a rotation in the call.
     """
     c, small, found = -(-numel // ranks), is_small(formats, numel), []
     for r in range(ranks):
@@ -357,7 +373,7 @@ def slice_count(total: int) -> int:
 
 
 def slices(pieces: list[Piece], count: int | None) -> list[list[Piece]]:
-    """The parts of every slice of a reduction, of which there is one over a single hop."""
+    """Return the parts of every slice of a reduction. A single hop has one slice."""
     if len(pieces[0].formats) == 1:
         return [pieces]
     count = count or slice_count(sum(p.stop - p.start for p in pieces))
@@ -377,7 +393,7 @@ def slices(pieces: list[Piece], count: int | None) -> list[list[Piece]]:
 
 
 def slots(pieces: list[Piece], hop: int) -> tuple[list[tuple[int, int]], int]:
-    """Begin and end of the slot of every piece, and the bytes of the message."""
+    """Return begin and end of the slot of every piece, and the bytes of the message."""
     found, end, before = [], 0, None
     for p in pieces:
         n = max(p.room, p.on_wire)
@@ -389,7 +405,7 @@ def slots(pieces: list[Piece], hop: int) -> tuple[list[tuple[int, int]], int]:
 
 
 def holds(message: bytes, rows: dict[Piece, bytes], hop: int) -> bool:
-    """Whether a message is the slots of these rows; what lies between them may be anything."""
+    """Return True if a message has these rows in its slots. Bytes between slots do not count."""
     places, nbytes = slots(list(rows), hop)
     found = [
         message[begin : begin + len(r)] for r, (begin, _) in zip(rows.values(), places, strict=True)
@@ -404,8 +420,10 @@ def add_up(
     own: tuple[int, dict[Piece, np.ndarray]] | None = None,
     signs: Callable[[Piece, int], np.ndarray] | None = None,
 ) -> dict[Piece, np.ndarray]:
-    """Sums of a hop in the order of the sources; own: a place that is taken by exact values.
-    signs: of the sources, each of which is rotated back before it is added.
+    """Return the sums of a hop, in the order of the sources.
+
+    own: index and exact values of the own source, which replace its message.
+    signs: of every source, which is then rotated back before it is added.
     """
     places, _ = slots(pieces, hop)
     mine, exact = own or (-1, {})
@@ -425,7 +443,7 @@ def add_up(
 
 
 def finished(p: Piece, total: np.ndarray, scale: float, own_signs: bool = False) -> np.ndarray:
-    """The last sum of a piece, unrotated if its sources are not, and scaled."""
+    """Return the last sum of a piece, scaled and, if its sources are rotated, rotated back."""
     rotated = p.h and not own_signs
     total = unrotate(total, p.h, scale) if rotated else total * F32(scale / (p.h or 1))
     return total[: p.stop - p.start]
@@ -444,7 +462,7 @@ def delivered(fmt: Sent) -> Sent:
 def owner_pieces(
     runs: list[tuple[int, int, tuple[Sent, ...], int]], ranks: int, node_size: int
 ) -> list[Piece]:
-    """Of runs (owner, elements, formats, h)."""
+    """Return the pieces of runs (owner, elements, formats, h)."""
     ways = [[(r,) for r in range(ranks)], [tuple(range(ranks))] * ranks]
     if len(runs[0][2]) == 2:
         nodes = [tuple(range(n, n + node_size)) for n in range(0, ranks, node_size)]
@@ -455,7 +473,7 @@ def owner_pieces(
 
 
 def split_small(pieces: list[Piece], members: list[list[tuple[int, int]]]) -> list[Piece]:
-    """Pieces of runs as those of their members (tensor, elements), in order."""
+    """Return pieces of runs as pieces of their members (tensor, elements), in order."""
     found = []
     for p in pieces:
         begin = 0
@@ -507,7 +525,7 @@ def _busiest(pieces: list[Piece], owners: list[int], ranks: int, node_size: int)
 
 
 def sealed(message: bytes, place: int) -> bytes:
-    """A message and its checksum, from the rank with that place in the process group."""
+    """Return a message with its checksum, from the rank with that index in the process group."""
     if not message:
         return b""
     filled = message + bytes(pad16(len(message)) - len(message))

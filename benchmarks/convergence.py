@@ -202,7 +202,7 @@ def branch(
             errors.append(error)
     held_out = travelled = corpus.held_out_loss(simulation)
     if simulation.scheme.weights is not None:
-        travelled = corpus.held_out_loss(simulation, simulation.travelled_weights())
+        travelled = corpus.held_out_loss(simulation, simulation.decoded_weights())
     return {
         "held_out": held_out,
         "held_out_travelled": travelled,

@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
-# Everything there is to check on a bare GPU machine without network, in four parts.
+# All checks for a bare GPU machine without a network, in four parts.
 #
 #     benchmarks/gpu_suite.sh A [OUT]     # equality: the kernels' bytes, streams, launch overhead
 #     benchmarks/gpu_suite.sh B [OUT]     # speed: layouts of stores, tables, sizes
 #     benchmarks/gpu_suite.sh C [OUT]     # DeepSpeed with several ranks on one GPU
 #     benchmarks/gpu_suite.sh D [OUT]     # memory and race checks of the kernels
 #
-# A part takes at most LIMIT seconds (540) and depends on no other one; what matters most comes first.
-# It writes summary_A.txt and A.tar.gz with all logs and figures to OUT, anew after every section.
-# Without the argument, OUT is the variable of that name, or gpu_suite_out. Caches and installed wheels lie in CACHE, outside OUT.
+# A part takes at most LIMIT seconds (540) and does not depend on the others. Its most important
+# sections come first. After every section it replaces summary_A.txt and A.tar.gz, with all logs and
+# figures, in OUT: the argument, else the variable of that name, else gpu_suite_out. Caches and
+# installed wheels are in CACHE, outside OUT.
 #
 # Needs a Python with torch (CUDA), numpy and, for most sections, CuPy, pytest and hypothesis:
-# PYTHON=/path/to/python. What else the machine lacks is brought along as wheels in WHEELS (wheels/
-# in the checkout), which benchmarks/gpu/collect_wheels.sh fills on a machine with a network; a
-# section whose packages are missing says so. DRY=1 runs the same sections on the CPU at small sizes,
-# to test this script. Exits with 1 if a section failed.
+# PYTHON=/path/to/python. Other packages are installed from wheels in WHEELS (wheels/ in the
+# checkout), which benchmarks/gpu/collect_wheels.sh collects on a machine with a network. A section
+# names the packages that are missing. DRY=1 runs the same sections on the CPU at small sizes, to test
+# this script. Exits with 1 if a section failed.
 set -uo pipefail
 
 ROOT="$(cd "$(dirname "$0")/.." && pwd)"
@@ -51,7 +52,7 @@ else
     steps=20 width=2048 schemes=(full_precision qsdp sdp4bit zeropp lossless_w_g3 eden3)
 fi
 deepspeed="torch deepspeed pydantic"
-# Without setup.cfg: its warnings are errors, and fit the versions of the development environment.
+# Without setup.cfg, which turns warnings of the development environment's versions into errors.
 gpu_tests=("$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -W ignore -q
     tests/kernels/test_gpu.py "${tests[@]}")
 
@@ -65,7 +66,7 @@ sweep() { # NAME SECONDS
         --bytes $size --limit "{limit}" --json "{json}"
 }
 
-# DeepSpeed compiles helpers, for which there is no time.
+# Without torch.compile, which DeepSpeed uses for helpers: compiling them takes too long.
 ranks() { # STAGE WORLD OPTIONS...
     section "zero$1_world$2" 90 "$deepspeed" env TORCHDYNAMO_DISABLE=1 "$PYTHON" \
         benchmarks/one_gpu.py --device $device --json "{json}" --stage "$1" --world "$2" \
@@ -79,7 +80,7 @@ checker() { # TOOL SECONDS TESTS
         -x -k "$3"
 }
 
-# What the machine is, whether the kernels' bytes are right, what a launch costs.
+# The machine, the bytes of the kernels, the overhead of a launch.
 part_A() {
     [ "${DRY:-0}" = 1 ] || section driver 10 nvidia-smi nvidia-smi -q
     section doctor 50 "$deepspeed" "$PYTHON" -m ds_quant doctor --json --no-processes
@@ -88,7 +89,7 @@ part_A() {
     kernels one_size 150 --min-bytes $large --max-bytes $large --dtypes bf16 --ways auto
 }
 
-# Which layout is fastest, and how fast beside a copy and the torch reference.
+# The speed of every layout, against a copy and the torch reference.
 part_B() {
     sweep stores 120
     sweep tables 40
@@ -96,7 +97,7 @@ part_B() {
     sweep forms 40
     sweep priority 30
     kernels sizes 100 --min-bytes $small --max-bytes $large --dtypes bf16 --codecs int4 --ways auto
-    # 32-byte sectors that a warp's load or store touches; twice what it needs shows half sectors.
+    # 32-byte sectors per load or store of a warp. Twice the necessary number: half sectors are used.
     local sectors=l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op metrics profiler=()
     metrics="gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed"
     metrics+=",sm__throughput.avg.pct_of_peak_sustained_elapsed,smsp__inst_executed.sum"
@@ -108,8 +109,8 @@ part_B() {
     kernels ways 100 --min-bytes $size --max-bytes $size --dtypes bf16
 }
 
-# DeepSpeed with several ranks on one GPU, and one of many ranks. Kernels are compiled first: several
-# processes would compile the same ones.
+# DeepSpeed with several ranks on one GPU, and one of many ranks. Kernels are compiled first, because
+# several processes would compile the same ones.
 part_C() {
     local nodes=(--node-size 2 --accumulation 2)
     section precompile 60 "$deepspeed $cupy" env TORCHDYNAMO_DISABLE=1 "$PYTHON" \
@@ -122,7 +123,7 @@ part_C() {
         --ranks 32 --node-size 8 --device $device --width $width --json "{json}"
 }
 
-# Under compute-sanitizer. The machine may be new: every kernel is compiled first.
+# Checks by compute-sanitizer. On a new machine every kernel is compiled first.
 part_D() {
     local ragged="equal_the_reference and (g96 or g8192)" barriers="lossless_rows or gaussian"
     checker memcheck 250 "$ragged or many_codecs or recode or beside_encoded or $barriers"

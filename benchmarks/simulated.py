@@ -358,7 +358,7 @@ class Simulation:
             The loss, mean over ranks and micro-steps, and the normalised squared error of the
             reduced gradients, None unless measured.
         """
-        self.compute_with(self.travelled_weights())
+        self.compute_with(self.decoded_weights())
         loss = 0.0
         exact = self.master.new_zeros(self.master.shape) if measure else None
         for micro_step in range(self._micro_steps):
@@ -433,7 +433,7 @@ class Simulation:
 
     # ---- weights ----
 
-    def travelled_weights(self) -> list[Tensor]:
+    def decoded_weights(self) -> list[Tensor]:
         """Return the weights that every rank computes with in the current step, 1-D each."""
         if self._ranks[0].routes.keeps_shard:
             return self._node_weights()
@@ -537,6 +537,6 @@ class Simulation:
             for ours, theirs in zip(node_rows, first_node, strict=True):
                 if not torch.equal(ours.rows, theirs.rows):
                     raise RuntimeError(f"the weights of rank {rank.number} differ from its peers'")
-        decoded = torch.cat(self.travelled_weights()).double()
+        decoded = torch.cat(self.decoded_weights()).double()
         exact = self.master.detach().double()
         return float((decoded - exact).square().sum() / exact.square().sum())

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Collects what benchmarks/gpu_suite.sh needs besides torch, CuPy and pytest, on a machine with a
-# network, for one without.
+# Collects the packages that benchmarks/gpu_suite.sh needs besides torch, CuPy and pytest. Runs on a
+# machine with a network, for one without.
 #
 #     benchmarks/gpu/collect_wheels.sh [DEST] [PYTHON_VERSION]    # default wheels/ 3.12
 #
-# DeepSpeed is built without its operators (pure Python); what it requires, but for torch and NumPy,
-# are wheels for Linux x86-64 and the Python of the GPU machine, whose own may be too old. Fails if
-# all together take more than 64 MiB.
+# DeepSpeed is built without its operators (pure Python). Its requirements, except torch and NumPy,
+# are wheels for Linux x86-64 and the Python of the GPU machine, which may have older ones. Fails if
+# all wheels together take more than 64 MiB.
 set -euo pipefail
 
 DEST="${1:-wheels}"
@@ -19,7 +19,7 @@ platforms+=(--platform manylinux2014_x86_64)
 
 DS_BUILD_OPS=0 "$PYTHON" -m pip wheel --no-deps --no-build-isolation --wheel-dir "$DEST" \
     "deepspeed>=0.17.6,<0.20"
-# pip takes the pydantic_core and typing_extensions that fit this pydantic.
+# pip selects the pydantic_core and typing_extensions that pydantic requires.
 "$PYTHON" -m pip download --only-binary=:all: --implementation cp --python-version "$VERSION" \
     "${platforms[@]}" --dest "$DEST" \
     "pydantic>=2" einops hjson msgpack ninja packaging psutil py-cpuinfo tqdm

@@ -1,15 +1,15 @@
-# Sections of a part of benchmarks/gpu_suite.sh, one after the other under one deadline. Sourced; the
+# Runs the sections of a part of benchmarks/gpu_suite.sh one by one, under one deadline. Sourced; the
 # caller sets PART, OUT (results), WORK (logs and figures, emptied first), SECONDS_LEFT and PYTHON.
 #
-# summary_PART.txt is written before the first section and after every one, with PART.tar.gz of all
-# logs and figures, so that a part that is killed leaves what it has found.
+# summary_PART.txt and PART.tar.gz, with all logs and figures, are written before the first section
+# and after every one, so that a part that is killed leaves its results.
 
 SUMMARY="$OUT/summary_$PART.txt"
 END=$((SECONDS + SECONDS_LEFT))
 FAILED=0
 rm -rf "$WORK" && mkdir -p "$WORK" && : >"$SUMMARY"
 
-# missing NEEDS...: the Python packages and programs among them that this machine lacks
+# missing NEEDS...: print the Python packages and programs that this machine lacks
 missing() {
     local name lacking=()
     for name in "$@"; do
@@ -19,15 +19,15 @@ sys.exit(importlib.util.find_spec('$name') is None)" || lacking+=("$name")
     echo "${lacking[*]}"
 }
 
-# note TEXT...: add lines to the summary, and pack everything anew
+# note TEXT...: add lines to the summary and replace the archive
 note() {
     printf '%s\n' "$@" | tee -a "$SUMMARY"
     cp "$SUMMARY" "$WORK" && tar -C "$WORK" -czf "$OUT/$PART.part" . &&
         mv "$OUT/$PART.part" "$OUT/$PART.tar.gz"
 }
 
-# section NAME SECONDS "NEEDS" COMMAND...: run it for at most SECONDS and end all its processes. In
-# COMMAND, {json} stands for the file of its figures and {limit} for the seconds that it has.
+# section NAME SECONDS "NEEDS" COMMAND...: run the command for at most SECONDS, then end all of its
+# processes. In COMMAND, {json} is replaced by the file of its figures, {limit} by its seconds.
 section() {
     local name="$1" limit="$2" lacking start=$SECONDS code word command=() verdict
     lacking="$(missing $3)"

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -198,6 +198,7 @@ class _Totals:
 
     reduced_numel: elements of gradients that this plugin reduces.
     full_precision: bytes in full precision, of those that cross between nodes.
+    kept: number of parameters that are not quantized, by reason.
     """
 
     numel: int = 0
@@ -212,6 +213,7 @@ class _Totals:
     boundary: float = 0
     full_precision: float = 0
     memory: int = 0
+    kept: Counter[str] = field(default_factory=Counter)
 
 
 def comm_volume(
@@ -240,27 +242,9 @@ def comm_volume(
         stock_gradients=stock_gradients,
     )
     totals = _Totals()
-    kept: Counter[str] = Counter()
     for spec in param_specs:
-        if stage < 3 and not spec.trainable:
-            continue
-        reason = _kept_reason(scheme, spec)
-        if reason is not None:
-            kept[reason] += 1
-        elif spec.needs_full_gradient:
-            kept["Muon gradients on several ranks"] += 1
-        numel = torch.Size(spec.shape).numel()
-        totals.numel += numel
-        _add_weights(totals, routes, spec, numel)
-        if not spec.trainable:
-            continue
-        totals.trained_numel += numel
-        _add_gradients(totals, routes, spec, numel, gradient_dtype)
-        if not spec.needs_full_gradient:
-            totals.reduced_numel += numel
-        boundary = spec.boundary * numel
-        totals.boundary += boundary
-        totals.full_precision += boundary
+        if spec.trainable or stage == 3:
+            _add_param(totals, routes, spec, gradient_dtype)
     numel = max(1, totals.numel)
     sent = totals.weights + totals.gradients + totals.summed + totals.boundary
     partial_sums = 0.0
@@ -276,13 +260,35 @@ def comm_volume(
         gradients_intra=totals.gradients_intra / numel,
         routes=routes,
         full_precision_share=totals.full_precision / max(1, sent),
-        kept=dict(kept),
+        kept=dict(totals.kept),
         memory=totals.memory / numel,
         partial_sums=partial_sums,
         gathers=gathers,
         trained=totals.trained_numel / numel if totals.numel else 1.0,
         weights_most=totals.weights_most / numel,
     )
+
+
+def _add_param(
+    totals: _Totals, routes: Routes, spec: ParamSpec, gradient_dtype: torch.dtype
+) -> None:
+    reason = _kept_reason(routes.scheme, spec)
+    if reason is not None:
+        totals.kept[reason] += 1
+    elif spec.needs_full_gradient:
+        totals.kept["Muon gradients on several ranks"] += 1
+    numel = torch.Size(spec.shape).numel()
+    totals.numel += numel
+    _add_weights(totals, routes, spec, numel)
+    if not spec.trainable:
+        return
+    totals.trained_numel += numel
+    _add_gradients(totals, routes, spec, numel, gradient_dtype)
+    if not spec.needs_full_gradient:
+        totals.reduced_numel += numel
+    boundary = spec.boundary * numel
+    totals.boundary += boundary
+    totals.full_precision += boundary
 
 
 def _kept_reason(scheme: Scheme, spec: ParamSpec) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from ds_quant.codec.codec import CAST_NAMES, LEVELS, RANGES, ROUNDINGS, Codec, GroupCodec
+from ds_quant.codec.codec import CAST_NAMES, Codec, GroupCodec
+from ds_quant.codec.rules import LEVELS, RANGES, ROUNDINGS
 from tests.unit.wire_oracle import Format, Sent
 
 

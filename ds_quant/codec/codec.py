@@ -8,33 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from ds_quant.codec.rules import SETTINGS, broken_rules
 from ds_quant.kernels import reference
 from ds_quant.kernels.wire import ALIGNMENT, layout_of, round_up
+from ds_quant.kernels.wire import Codec as Codec  # the union of all kinds
 
-RANGES = ("minmax", "absmax", "gaussian")
-ROUNDINGS = ("nearest", "stochastic", "random_shift")
-LEVELS = ("uniform", "learned")
 CAST_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-class Codec(Protocol):
-    """Interface of a codec: an exact size; the kernels know how it encodes."""
-
-    kind: str  # "groups", "cast" or "module"
-
-    @property
-    def name(self) -> str:
-        """Short name for logs and tables, e.g. "int8 minmax g1024 stochastic" or "bf16"."""
-
-    def wire_bytes(self, numel: int) -> int:
-        """Exact bytes of one row of `numel` elements; a multiple of 16, 0 for no elements."""
-
-    def table(self, levels: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-        """Levels that codes name, those given or its own, (2^bits,) fp32; None for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,39 +43,37 @@ class GroupCodec:
     rounding: str = "nearest"
     levels: str = "uniform"
 
-    kind: ClassVar[str] = "groups"
+    kind: ClassVar[Literal["groups"]] = "groups"
 
     def __post_init__(self) -> None:
-        allowed: dict[str, Sequence[Any]] = {
-            "range": RANGES,
-            "rounding": ROUNDINGS,
-            "levels": LEVELS,
-            "bits": range(2, 9),
-            "group_size": range(32, 65537, 32),
-        }
-        if self.range == "gaussian":
-            allowed |= {"bits": reference.GAUSSIAN_BITS, "rounding": ("nearest",)}
-            allowed["group_size"] = (reference.GAUSSIAN_GROUP,)
-        if self.levels == "learned":
-            allowed |= {"range": ("minmax",), "rounding": ("nearest",)}
-        if self.rounding == "random_shift":
-            allowed["range"] = ("minmax",)
-        for field, values in allowed.items():
-            if (value := getattr(self, field)) not in values or type(value) is not type(values[0]):
-                shown = ", ".join(map(repr, values))
-                if isinstance(values, range):
-                    shown = f"{values[0]} to {values[-1]}"
-                    shown += f" in multiples of {values.step}" * (values.step > 1)
-                raise ValueError(f"{field} = {value!r} in {self.name}: allowed are {shown}")
+        for setting, allowed in SETTINGS.items():
+            value = getattr(self, setting)
+            # A bool or a float may equal an int.
+            if value not in allowed or type(value) is not type(allowed[0]):
+                raise self._refusal(setting, allowed)
+        broken = next(broken_rules(self), None)
+        if broken is not None:
+            raise self._refusal(broken.restricted, broken.allowed)
+
+    def _refusal(self, setting: str, allowed: Sequence[Any]) -> ValueError:
+        """Return the error that names a setting, its value and the allowed values."""
+        if isinstance(allowed, range):
+            shown = f"{allowed[0]} to {allowed[-1]}"
+            if allowed.step > 1:
+                shown += f" in multiples of {allowed.step}"
+        else:
+            shown = ", ".join(map(repr, allowed))
+        value = getattr(self, setting)
+        return ValueError(f"{setting} = {value!r} in {self.name}: allowed are {shown}")
 
     @property
     def has_offset(self) -> bool:
-        """Whether groups carry an offset (zero point) besides their scale."""
+        """Return True if groups carry an offset (zero point) besides their scale."""
         return self.range == "minmax"
 
     @property
     def is_gaussian(self) -> bool:
-        """Whether codes name levels of a normal distribution."""
+        """Return True if codes name levels of a normal distribution."""
         return self.range == "gaussian"
 
     @property
@@ -132,7 +113,7 @@ class CastCodec:
     dtype: torch.dtype = torch.bfloat16
     tight: bool = False
 
-    kind: ClassVar[str] = "cast"
+    kind: ClassVar[Literal["cast"]] = "cast"
 
     def __post_init__(self) -> None:
         if self.dtype not in CAST_NAMES:

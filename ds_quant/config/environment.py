@@ -1,4 +1,4 @@
-"""A block in the environment, for DeepSpeed configs that a framework writes and nobody can edit."""
+"""The block in an environment variable, for DeepSpeed configs that a framework writes."""
 
 from __future__ import annotations
 
@@ -16,39 +16,45 @@ CONFIG_WINS = f"{VARIABLE} is set, too: the block in the DeepSpeed config is use
 
 
 def is_set() -> bool:
-    """Whether the variable holds something."""
+    """Return True if the variable is set and not blank."""
     return bool(os.environ.get(VARIABLE, "").strip())
 
 
 def is_source(param_dict: dict[str, Any]) -> bool:
-    """Whether the block comes from the variable: one in the config wins."""
+    """Return True if the block comes from the variable. A block in the config has priority."""
     return is_set() and KEY not in param_dict
 
 
 def parse(param_dict: dict[str, Any], *, load_codecs: bool = True) -> QuantizedCommConfig | None:
-    """As ``schema.parse``, with the variable's block where the config has none.
+    """Parse as ``schema.parse`` does, with the variable's block if the config has none.
 
-    Raises ``ConfigError``, also for a variable that holds no JSON and names no file.
+    Raises:
+        ConfigError: also if the variable is neither JSON nor the path of a file.
     """
     if not is_source(param_dict):
         return schema.parse(param_dict, load_codecs=load_codecs)
     try:
         return schema.parse({**param_dict, KEY: _read()}, load_codecs=load_codecs)
     except ConfigError as error:
-        raise ConfigError(*(f"{VARIABLE}: {problem}" for problem in error.problems)) from None
+        problems = [f"{VARIABLE}: {problem}" for problem in error.problems]
+        raise ConfigError(*problems) from None
 
 
 def _read() -> Any:
-    """JSON text, or the file that it names."""
-    value = text = os.environ[VARIABLE].strip()
+    """Return the block of the variable: JSON text, or the path of a file that holds it.
+
+    The file may also be a whole DeepSpeed config with a block.
+    """
+    value = os.environ[VARIABLE].strip()
     try:
-        if not value.startswith("{"):
-            text = Path(value).read_text("utf-8")
+        text = value if value.startswith("{") else Path(value).read_text("utf-8")
         block = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f'{show(value)}: {why}: allowed: a block such as {{"scheme": "qsdp"}}, or the path of '
-            "a file that holds one"
+            f'{show(value)}: {reason}: allowed: a block such as {{"scheme": "qsdp"}}, or the path '
+            "of a file that holds one"
         ) from None
-    return block[KEY] if isinstance(block, dict) and KEY in block else block
+    if isinstance(block, dict) and KEY in block:
+        return block[KEY]
+    return block

@@ -1,33 +1,38 @@
-"""Error messages for a "quantized_comm" block: which key, its value, what is allowed.
+"""Error messages for a "quantized_comm" block: the key, its value, the allowed values, a fix.
 
-What is allowed is read from the JSON schema of the model that checks it, so that both agree.
+Allowed values are read from the JSON schema of the model that checks them, so that both agree.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from ds_quant.config.presets import AUTOTUNE
 
+if TYPE_CHECKING:
+    from ds_quant.config.schema import QuantizedCommConfig
+
 KEY = "quantized_comm"
 Location = tuple[str | int, ...]  # ("gradients", "bits"): below the block
-Places = dict[Location, dict[str, Any]]  # of every key the JSON schema, see places_of
+KeySchemas = dict[Location, dict[str, Any]]  # the JSON schema of every key, see key_schemas_of
 
-# Keys that somebody will look for and that are missing on purpose.
-_ABSENT = {
+# Keys users may expect that are deliberately unsupported.
+_UNSUPPORTED = {
     ("gradients", key): "learned levels are biased and gradients must stay unbiased, so only "
     f"{KEY}.weights has {key}: leave {key} out here"
     for key in ("levels", "level_steps", "level_rate")
 }
-# Keys that a codec of the user's own replaces.
+# Keys that the user's own codec replaces.
 _QUANTIZER = ("bits", "group_size", "range", "rounding", "levels")
-_LEVELS = ("level_steps", "level_rate")  # of learned levels
-QUANTIZED = (*_QUANTIZER, *_LEVELS, "codec", "difference")  # without effect on lossless weights
+# Keys of learned levels.
+_LEVELS = ("level_steps", "level_rate")
+# Keys without effect on lossless weights.
+QUANTIZED = (*_QUANTIZER, *_LEVELS, "codec", "difference")
 
 
 class ConfigError(ValueError):
@@ -43,28 +48,36 @@ class ConfigError(ValueError):
 
 
 def path_of(location: Location) -> str:
-    """("weights", "level_steps", 1) -> "quantized_comm.weights.level_steps[1]"."""
-    return KEY + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in location)
+    """Format a location: ("weights", "level_steps", 1) as "...weights.level_steps[1]"."""
+    path = KEY
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path
 
 
 def show(value: Any) -> str:
-    """Format a value as it stands in the JSON file, shortened."""
+    """Format a value as in the JSON file, shortened to 60 characters."""
     text = json.dumps(value, default=repr)
-    return text if len(text) <= 60 else text[:57] + "..."
+    if len(text) > 60:
+        return text[:57] + "..."
+    return text
 
 
 def did_you_mean(word: str, candidates: Iterable[str], *, cutoff: float = 0.55) -> str | None:
-    """Return the candidate nearest in spelling, ignoring case and the kind of dash, or ``None``."""
-    plain = {c.lower(): c for c in candidates}
-    near = difflib.get_close_matches(
-        word.strip().lower().replace("-", "_").replace(" ", "_"), plain, n=1, cutoff=cutoff
-    )
-    return plain[near[0]] if near else None
+    """Return the candidate nearest in spelling, or None if none is near.
+
+    Case, dashes, underscores and blanks are not compared.
+    """
+    by_spelling = {candidate.lower(): candidate for candidate in candidates}
+    spelling = word.strip().lower().replace("-", "_").replace(" ", "_")
+    matches = difflib.get_close_matches(spelling, by_spelling, n=1, cutoff=cutoff)
+    return by_spelling[matches[0]] if matches else None
 
 
 def misplaced_block(param_dict: Mapping[Any, Any]) -> list[str]:
-    """Find blocks that DeepSpeed would silently ignore or reject: misspelt, or not at the top
-    level.
+    """Return one sentence per block that is misspelt or not at the top level.
+
+    DeepSpeed would ignore or reject these without naming the block.
     """
     problems = []
     for key, value in param_dict.items():
@@ -83,8 +96,11 @@ def misplaced_block(param_dict: Mapping[Any, Any]) -> list[str]:
 
 def not_an_object(block: Any, schemes: Sequence[str]) -> str:
     """Describe a block that is not an object."""
-    scheme = did_you_mean(block, schemes) if isinstance(block, str) else None
-    hint = "" if scheme is None else f'; did you mean {{"scheme": "{scheme}"}}?'
+    hint = ""
+    if isinstance(block, str):
+        scheme = did_you_mean(block, schemes)
+        if scheme is not None:
+            hint = f'; did you mean {{"scheme": "{scheme}"}}?'
     return f'{KEY}={show(block)}: allowed: an object such as {{"scheme": "qsdp"}}{hint}'
 
 
@@ -95,131 +111,183 @@ def auto_values(value: Any, location: Location = ()) -> list[str]:
             f'{path_of(location)}="auto": not supported, and Hugging Face accelerate stops at it: '
             "leave the key out to get the scheme's value"
         ]
+    items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
-        items: Iterable[tuple[Any, Any]] = value.items()
-    else:
-        items = enumerate(value) if isinstance(value, list | tuple) else ()
-    return [line for key, item in items for line in auto_values(item, (*location, key))]
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    sentences = []
+    for key, item in items:
+        sentences += auto_values(item, (*location, key))
+    return sentences
 
 
-def explain(error: ValidationError, *, places: Places) -> list[str]:
-    """Return one sentence per mistake."""
-    return [_sentence(e, places) for e in error.errors(include_url=False)]
+def explain(error: ValidationError, *, key_schemas: KeySchemas) -> list[str]:
+    """Return one sentence per mistake that pydantic found."""
+    return [_sentence(mistake, key_schemas) for mistake in error.errors(include_url=False)]
 
 
-def conflicts(config: Any, block: dict[str, Any]) -> list[str]:
-    """Say which settings of a role contradict each other, whoever made them."""
-    found = []
+def conflicts(config: QuantizedCommConfig, block: dict[str, Any]) -> list[str]:
+    """Return one sentence per two settings of a role that contradict each other.
+
+    block: the block as the user wrote it; other settings are marked as the scheme's.
+    """
+    sentences = []
     for role in ("weights", "gradients"):
-        settings, written = getattr(config, role), block.get(role, {})
+        settings = getattr(config, role)
+        written = block.get(role, {})
         values = settings.model_dump(mode="json")
-        for *keys, fix in settings.conflicts():
-            both = (
-                f"{path_of((role, key))}={show(values[key])}"
-                + " (set by the scheme)" * (key not in written)
-                for key in keys
-            )
-            found.append(f"{' conflicts with '.join(both)}: {fix}")
-    return found
+        for first, second, fix in settings.conflicts():
+            named = []
+            for key in (first, second):
+                setting = f"{path_of((role, key))}={show(values[key])}"
+                if key not in written:
+                    setting += " (set by the scheme)"
+                named.append(setting)
+            sentences.append(f"{named[0]} conflicts with {named[1]}: {fix}")
+    return sentences
 
 
-def without_effect(config: Any, block: dict[str, Any]) -> list[str]:
-    """Find keys the user wrote that a value set by the scheme makes irrelevant."""
+def without_effect(config: QuantizedCommConfig, block: dict[str, Any]) -> list[str]:
+    """Return one sentence per key of the user that another setting makes irrelevant."""
     if config.scheme == AUTOTUNE:
-        return [
-            f"{path_of((key,))}={show(block[key])} conflicts with {path_of(('scheme',))}="
-            f'"{AUTOTUNE}", which chooses it: leave {key} out or set scheme to a preset'
-            for key in ("weights", "gradients", "node_shard")
-            if block.get(key) is not None
-        ]
-    rules: list[tuple[str, Iterable[str], str]] = []  # role, keys, why they have no effect
+        return _chosen_by_autotune(block)
+    sentences = []
     for role in ("weights", "gradients"):
-        settings, written = getattr(config, role), block.get(role, {})
-        if settings.codec is not None:
-            codec = f"{path_of((role, 'codec'))}={show(settings.codec)}"
-            rules.append((role, _QUANTIZER, f" with {codec}: leave one of them out"))
-        if not settings.enabled and "enabled" not in written:
-            off = f"{path_of((role, 'enabled'))}=false (set by scheme {config.scheme})"
-            keys = [key for key in written if key != "cross"]  # how often, quantized or not
-            rules.append((role, keys, f", {off}: set it to true or choose another scheme"))
-    weights = config.weights
-    if weights.exactly_differ:
-        by = "" if "lossless" in block.get("weights", {}) else f" (set by scheme {config.scheme})"
-        fix = "leave {key} out, or set lossless to false"
-        rules.append(
-            ("weights", QUANTIZED, f" with {path_of(('weights', 'lossless'))}=true{by}: {fix}")
-        )
-    elif weights.enabled and weights.levels == "uniform":
-        fix = f'set {path_of(("weights", "levels"))} to "learned" or leave {{key}} out'
-        rules.append(("weights", _LEVELS, f" with uniform levels: {fix}"))
+        written = block.get(role, {})
+        for keys, reason in _irrelevant_keys(config, role, written):
+            for key in keys:
+                if key in written:
+                    setting = f"{path_of((role, key))}={show(written[key])}"
+                    sentences.append(f"{setting}: no effect{reason.replace('{key}', key)}")
+    return sentences
+
+
+def _chosen_by_autotune(block: dict[str, Any]) -> list[str]:
+    """Return one sentence per key of the user that autotune would overwrite."""
+    autotune = f'{path_of(("scheme",))}="{AUTOTUNE}"'
     return [
-        f"{path_of((role, key))}={show(block[role][key])}: no effect{why.replace('{key}', key)}"
-        for role, keys, why in rules
-        for key in keys
-        if key in block.get(role, {})
+        f"{path_of((key,))}={show(block[key])} conflicts with {autotune}, which chooses it: "
+        f"leave {key} out or set scheme to a preset"
+        for key in ("weights", "gradients", "node_shard")
+        if block.get(key) is not None
     ]
 
 
-def _sentence(error: Mapping[str, Any], places: Places) -> str:
-    location, value = error["loc"], error["input"]
-    if error["type"] == "extra_forbidden":
-        return _unknown_key(location, value, places)
-    options = _options(location, places)
+def _irrelevant_keys(
+    config: QuantizedCommConfig, role: str, written: Mapping[str, Any]
+) -> Iterator[tuple[Iterable[str], str]]:
+    """Yield keys of a role without effect, and the reason; "{key}" in it stands for the key.
+
+    written: the keys of the role as the user wrote them.
+    """
+    settings = getattr(config, role)
+    if settings.codec is not None:
+        codec = f"{path_of((role, 'codec'))}={show(settings.codec)}"
+        yield _QUANTIZER, f" with {codec}: leave one of them out"
+    if not settings.enabled and "enabled" not in written:
+        enabled = f"{path_of((role, 'enabled'))}=false (set by scheme {config.scheme})"
+        # "cross" also holds for gradients in full precision.
+        keys = [key for key in written if key != "cross"]
+        yield keys, f", {enabled}: set it to true or choose another scheme"
+    if role != "weights":
+        return
+    if settings.exactly_differ:
+        lossless = f"{path_of(('weights', 'lossless'))}=true"
+        if "lossless" not in written:
+            lossless += f" (set by scheme {config.scheme})"
+        yield QUANTIZED, f" with {lossless}: leave {{key}} out, or set lossless to false"
+    elif settings.enabled and settings.levels == "uniform":
+        levels = path_of(("weights", "levels"))
+        yield _LEVELS, f' with uniform levels: set {levels} to "learned" or leave {{key}} out'
+
+
+def _sentence(mistake: Mapping[str, Any], key_schemas: KeySchemas) -> str:
+    """Describe a mistake of pydantic's: the key, its value, the allowed values."""
+    location = mistake["loc"]
+    value = mistake["input"]
+    if mistake["type"] == "extra_forbidden":
+        return _unknown_key(location, value, key_schemas)
+    options = _options(location, key_schemas)
     if not options:  # a key that is not a string
-        return f"{path_of(location)}: {error['msg']}"
-    if error["type"] == "rule":
-        allowed, words = error["ctx"]["allowed"], error["ctx"]["words"]
+        return f"{path_of(location)}: {mistake['msg']}"
+    if mistake["type"] == "rule":
+        allowed = mistake["ctx"]["allowed"]
+        words = mistake["ctx"]["words"]
     else:
-        words = [word for option in options for word in option.get("enum", ())]
         allowed = in_words(options)
-    words = [word for word in words if isinstance(word, str)]
-    near = isinstance(value, str) and did_you_mean(value, words)
-    hint = f"; did you mean {show(near)}?" if near else ""
+        words = [word for option in options for word in option.get("enum", ())]
+    hint = ""
+    if isinstance(value, str):
+        near = did_you_mean(value, [word for word in words if isinstance(word, str)])
+        if near is not None:
+            hint = f"; did you mean {show(near)}?"
     return f"{path_of(location)}={show(value)}: allowed: {allowed}{hint}"
 
 
-def _unknown_key(location: Location, value: Any, places: Places) -> str:
-    path, key = f"{path_of(location)}={show(value)}", str(location[-1])
-    if location in _ABSENT:
-        return f"{path}: not supported: {_ABSENT[location]}"
-    here = [place[-1] for place in places if place[:-1] == location[:-1]]
-    elsewhere = [place for place in places if place[-1] == key]
-    elsewhere = [place for place in elsewhere if len(place) == min(map(len, elsewhere))]
-    if not elsewhere and (near := did_you_mean(key, here)):
-        elsewhere = [(*location[:-1], near)]
-    hint = f"; did you mean {' or '.join(map(path_of, elsewhere))}?" if elsewhere else ""
-    return f"{path}: unknown key: allowed: {', '.join(here)}{hint}"
+def _unknown_key(location: Location, value: Any, key_schemas: KeySchemas) -> str:
+    """Describe an unknown key: the keys allowed beside it, and the one that was meant."""
+    setting = f"{path_of(location)}={show(value)}"
+    if location in _UNSUPPORTED:
+        return f"{setting}: not supported: {_UNSUPPORTED[location]}"
+    *parent, key = location
+    siblings = [str(known[-1]) for known in key_schemas if [*known[:-1]] == parent]
+    meant = [known for known in key_schemas if known[-1] == key]
+    if meant:
+        depth = min(len(known) for known in meant)
+        meant = [known for known in meant if len(known) == depth]
+    else:
+        near = did_you_mean(str(key), siblings)
+        if near is not None:
+            meant = [(*parent, near)]
+    hint = ""
+    if meant:
+        hint = f"; did you mean {' or '.join(map(path_of, meant))}?"
+    return f"{setting}: unknown key: allowed: {', '.join(siblings)}{hint}"
 
 
-# ---- what a key may be ----
+# ---- allowed values of a key ----
 
 
-def places_of(schema: dict[str, Any], above: Location = (), *, definitions: Any = None) -> Places:
-    """Return every key below a JSON schema of an object; "anyOf" lists what it may be."""
-    found, definitions = {}, definitions or schema["$defs"]
-    for key, place in schema["properties"].items():
-        options = [
-            definitions[option["$ref"].rpartition("/")[2]] if "$ref" in option else option
-            for option in place.get("anyOf") or place.get("allOf", [place])  # allOf: pydantic 2.8
-        ]
-        found[(*above, key)] = {**place, "anyOf": options}
+def key_schemas_of(
+    schema: dict[str, Any], parent: Location = (), *, definitions: dict[str, Any] | None = None
+) -> KeySchemas:
+    """Return the JSON schema of every key below an object; "anyOf" lists its alternatives.
+
+    definitions: the schemas that "$ref" names; by default those of ``schema``.
+    """
+    if definitions is None:
+        definitions = schema["$defs"]
+    key_schemas: KeySchemas = {}
+    for key, key_schema in schema["properties"].items():
+        # pydantic 2.8 writes "allOf" around a reference.
+        written = key_schema.get("anyOf") or key_schema.get("allOf", [key_schema])
+        options = []
+        for option in written:
+            if "$ref" in option:
+                option = definitions[option["$ref"].rpartition("/")[2]]
+            options.append(option)
+        location = (*parent, key)
+        key_schemas[location] = {**key_schema, "anyOf": options}
         for option in options:
             if "properties" in option:
-                found |= places_of(option, (*above, key), definitions=definitions)
-    return found
+                key_schemas |= key_schemas_of(option, location, definitions=definitions)
+    return key_schemas
 
 
-def _options(location: Location, places: Places) -> list[dict[str, Any]]:
-    """What a place, perhaps in a list, may be; nothing outside of the block."""
+def _options(location: Location, key_schemas: KeySchemas) -> list[dict[str, Any]]:
+    """Return JSON-schema options of a key or list item; empty outside the block."""
     keys = tuple(part for part in location if isinstance(part, str))
-    options = places[keys]["anyOf"] if keys in places else []
+    if keys not in key_schemas:
+        return []
+    options = key_schemas[keys]["anyOf"]
     for _ in location[len(keys) :]:
         options = [option["items"] for option in options if "items" in option]
     return options
 
 
 def in_words(options: Iterable[dict[str, Any]]) -> str:
-    """What values of JSON schemas are: "a whole number from 2 to 8 or null"."""
+    """Describe values of JSON schemas: "a whole number from 2 to 8 or null"."""
     return " or ".join(map(_in_words, options))
 
 
@@ -228,20 +296,37 @@ def _in_words(option: dict[str, Any]) -> str:
         return " or ".join(map(show, option["enum"]))
     kind = option["type"]
     if kind in ("integer", "number"):
-        step, noun = option.get("multipleOf"), "whole number" if kind == "integer" else "number"
-        return f"a {f'multiple of {step}' if step else noun}{_bounds(option)}"
+        return f"a {_number(option)}{_bounds(option)}"
     if kind == "object":
         return "an object with the keys " + ", ".join(option["properties"])
     if kind == "array":
         return f"a list, each item {_in_words(option['items'])}"
-    empty, nul = ", not empty" * ("minLength" in option), " (no NUL bytes)" * ("pattern" in option)
-    return {"boolean": "true or false", "null": "null"}.get(kind, f"a string{empty}{nul}")
+    if kind == "boolean":
+        return "true or false"
+    if kind == "null":
+        return "null"
+    words = "a string"
+    if "minLength" in option:
+        words += ", not empty"
+    if "pattern" in option:
+        words += " (no NUL bytes)"
+    return words
+
+
+def _number(option: Mapping[str, Any]) -> str:
+    if "multipleOf" in option:
+        return f"multiple of {option['multipleOf']}"
+    return "whole number" if option["type"] == "integer" else "number"
 
 
 def _bounds(limits: Mapping[str, Any]) -> str:
     if "minimum" in limits and "maximum" in limits:
         return f" from {limits['minimum']} to {limits['maximum']}"
-    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most",
-             "exclusiveMaximum": "below"}  # fmt: skip
+    words = {
+        "minimum": "at least",
+        "exclusiveMinimum": "above",
+        "maximum": "at most",
+        "exclusiveMaximum": "below",
+    }
     parts = [f"{word} {limits[key]}" for key, word in words.items() if key in limits]
     return " " + " and ".join(parts) if parts else ""

@@ -1,10 +1,11 @@
 """Presets: the schemes of configs/presets.yaml, each written like a "quantized_comm" block.
 
-A file NAME.yaml of the user's own beside it is scheme NAME.
+A user's file NAME.yaml in the same folder is scheme NAME.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import deepcopy
 from functools import lru_cache
 from types import MappingProxyType
@@ -14,8 +15,8 @@ import yaml
 
 from ds_quant.resources import resource_dir
 
-AUTOTUNE = "autotune"  # in place of a preset: a scheme of ``policy.choosing``, found at start-up
-# Earlier names, which stay accepted.
+AUTOTUNE = "autotune"  # instead of a preset: measured and chosen at start-up, see policy.choosing
+# Earlier names, still accepted.
 RENAMED = MappingProxyType({f"lossless_g{bits}": f"lossless_w_g{bits}" for bits in (4, 3, 2)})
 
 RESEARCH, YOURS = "for research", "yours"
@@ -27,21 +28,30 @@ def preset_names() -> tuple[str, ...]:
 
 
 def group_of(name: str) -> str:
-    """Return the group of a scheme; "" for what is none, such as "autotune"."""
-    return next((group for group, names in preset_groups().items() if name in names), "")
+    """Return the group of a scheme; "" for other words, such as "autotune"."""
+    for group, names in preset_groups().items():
+        if name in names:
+            return group
+    return ""
 
 
 def choices() -> str:
-    """List what "scheme" may be, in words."""
-    return "; ".join(
-        (f"{group}: " if group else "")
-        + " or ".join(f'"{name}"' for name in (*names, *[AUTOTUNE] * (not group)))
-        for group, names in preset_groups().items()
-    )
+    """List the values of "scheme" in words, group by group."""
+    parts = []
+    for group, names in preset_groups().items():
+        if group:
+            parts.append(f"{group}: {_quoted(names)}")
+        else:
+            parts.append(_quoted([*names, AUTOTUNE]))
+    return "; ".join(parts)
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return " or ".join(f'"{name}"' for name in names)
 
 
 def renamed(block: Any) -> str | None:
-    """Tell of an earlier name in the block, in words; None if there is none."""
+    """Return a sentence about an earlier name in the block; None if there is none."""
     name = block.get("scheme") if isinstance(block, dict) else None
     if not isinstance(name, str) or name not in RENAMED:
         return None
@@ -57,38 +67,44 @@ def preset_description(name: str) -> str:
 
 
 def apply_preset(name: Any, block: dict[str, Any]) -> dict[str, Any]:
-    """Merge the values of scheme ``name`` under the block; unchanged without such a scheme."""
+    """Return the block over the values of scheme ``name``; the block itself if unknown."""
     if name not in preset_names():
         return block
-    base = {key: value for key, value in deepcopy(_load(name)).items() if key != "description"}
-    return _merge(base, block)
+    preset = deepcopy(_load(name))
+    preset.pop("description", None)
+    return _merge(preset, block)
 
 
 @lru_cache
 def preset_groups() -> dict[str, dict[str, Any]]:
-    """List the schemes as written, in the order in which they are shown: under "" what a user
-    meets, then ``RESEARCH`` and, if there are any, ``YOURS``.
+    """Return the schemes as written in YAML, by group, in the order of lists and messages.
+
+    Group "" holds the recommended schemes. ``YOURS`` is there only if the user has a file.
     """
     folder = resource_dir("configs")
-    shipped = yaml.safe_load((folder / "presets.yaml").read_text("utf-8"))
-    yours = {
-        path.stem: yaml.safe_load(path.read_text("utf-8"))
-        for path in sorted(folder.glob("*.yaml"))
-        if path.stem != "presets"
-    }
-    groups = {"": shipped["presets"], RESEARCH: shipped["research"], YOURS: yours}
-    return {group: schemes for group, schemes in groups.items() if schemes}
+    presets = yaml.safe_load((folder / "presets.yaml").read_text("utf-8"))
+    groups = {"": presets["presets"], RESEARCH: presets["research"]}
+    yours = {}
+    for path in sorted(folder.glob("*.yaml")):
+        if path.stem != "presets":
+            yours[path.stem] = yaml.safe_load(path.read_text("utf-8"))
+    if yours:
+        groups[YOURS] = yours
+    return groups
 
 
 @lru_cache
 def _load(name: str) -> dict[str, Any]:
-    """The values of a scheme, over those of the one that it is ``like``."""
+    """Return the values of a scheme, over those of the scheme named by its key "like"."""
     values = dict(preset_groups()[group_of(name)][name])
     like = values.pop("like", None)
-    return values if like is None else _merge(_load(like), values)
+    if like is None:
+        return values
+    return _merge(_load(like), values)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with the values of ``over``; objects are merged key by key."""
     merged = {**base, **over}
     for key, value in over.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):

@@ -1,7 +1,7 @@
-"""The "quantized_comm" block of a DeepSpeed config: fields, presets, checks, JSON schema.
+"""The "quantized_comm" block of a DeepSpeed config: keys, presets, checks, JSON schema.
 
-DeepSpeed ignores top-level keys that it does not know, so this module is the only one that can
-tell a user about a mistake: nothing unknown, misspelt, contradictory or without effect passes.
+DeepSpeed ignores top-level keys that it does not know, so mistakes in the block are found only
+here. Keys that are unknown, misspelt, contradictory or without effect are refused.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from math import isqrt
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -22,17 +21,27 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from ds_quant.codec.rules import (
+    BITS,
+    GAUSSIAN_NEEDS,
+    GROUP_SIZES,
+    Levels,
+    Range,
+    Rounding,
+    broken_rules,
+)
+from ds_quant.comm.topology import divisors
 from ds_quant.config.errors import (
     KEY,
     ConfigError,
-    Places,
+    KeySchemas,
     auto_values,
     conflicts,
     explain,
+    key_schemas_of,
     misplaced_block,
     not_an_object,
     path_of,
-    places_of,
     show,
     without_effect,
 )
@@ -49,40 +58,54 @@ from ds_quant.config.presets import (
 # ---- parts of the block ----
 
 
-def whole(value: Any) -> Any:
-    """1e6 is a float in JSON, and how DeepSpeed users write a million."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def as_int(value: Any) -> Any:
+    """Accept integral floats such as 1e6, which JSON parses as float."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    """Turn the list of a JSON file into a tuple, which a frozen block may hold."""
+    if isinstance(value, list):
+        return tuple(value)
+    return value
 
 
-Natural = Annotated[int, Field(ge=0), BeforeValidator(whole)]
-Positive = Annotated[int, Field(ge=1), BeforeValidator(whole)]
-Bits = Annotated[int, Field(ge=2, le=8), BeforeValidator(whole)]
-GroupSize = Annotated[int, Field(ge=32, le=65536, multiple_of=32), BeforeValidator(whole)]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(as_int)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(as_int)]
+Bits = Annotated[int, Field(ge=BITS[0], le=BITS[-1]), BeforeValidator(as_int)]
+GroupSize = Annotated[
+    int,
+    Field(ge=GROUP_SIZES[0], le=GROUP_SIZES[-1], multiple_of=GROUP_SIZES.step),
+    BeforeValidator(as_int),
+]
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(as_tuple)]
-Range = Literal["minmax", "absmax"]
-Rounding = Literal["nearest", "stochastic", "random_shift"]
 
 
 def rule(allowed: str, words: Sequence[str] = ()) -> PydanticCustomError:
-    """``words``: that somebody may have misspelt."""
+    """Return the error of a value that no JSON schema describes.
+
+    allowed: the allowed values in words.
+    words: candidates for the did-you-mean hint.
+    """
     return PydanticCustomError("rule", "{allowed}", {"allowed": allowed, "words": words})
 
 
 class Block(BaseModel):
+    """An object of the block: unknown keys are refused, values are not converted."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-Conflicts = Iterator[tuple[str, str, str]]  # two keys of a role that contradict each other, a fix
+# Two keys of a role that contradict each other, and the reason with a fix.
+Conflicts = Iterator[tuple[str, str, str]]
 
 
 class _Quantizer(Block):
-    """How one role is quantized."""
+    """Quantization of one role: weights or gradients."""
 
-    enabled: bool = Field(True, description="false: this role travels in full precision.")
+    enabled: bool = Field(True, description="false: this role is sent in full precision.")
     codec: Annotated[str, Field(min_length=1)] | None = Field(
         None,
         description="Python module with a number format of your own, in place of bits, group_size, "
@@ -92,34 +115,31 @@ class _Quantizer(Block):
     group_size: GroupSize = Field(
         1024, description="Elements that share a scale. Smaller groups: less error, more bytes."
     )
-    range: Range = Field(
-        "minmax",
-        description="minmax: codes span smallest to largest value (scale and offset per group); "
-        "absmax: symmetric around zero (scale only).",
-    )
+    range: Range
+    rounding: Rounding
 
     def conflicts(self) -> Conflicts:
-        """Find settings that contradict each other, whoever made them."""
-        if self.rounding == "random_shift" and self.range != "minmax":
-            fix = 'a shift moves the min-max grid: set range to "minmax" or rounding to "nearest"'
-            yield "range", "rounding", fix
+        """Yield settings that contradict each other, set by the user or by the scheme."""
+        for broken in broken_rules(self):
+            if broken.remedy:
+                yield broken.setting, broken.restricted, broken.remedy
 
 
 class IntraConfig(Block):
-    """Inside a node; range (beside "gaussian": absmax) and rounding are those of the role."""
+    """Codec inside a node. Rounding and range are the role's; "gaussian" becomes absmax."""
 
     bits: Bits = Field(8, description="Bits per code.")
     group_size: GroupSize = Field(128, description="Elements that share a scale.")
 
 
 class FallbackConfig(Block):
-    """When a running job falls back to full precision."""
+    """Conditions under which a running job returns to full precision."""
 
     on_nonfinite: Literal["skip", "raise", "full_precision"] = Field(
         "skip",
         description="When the gradients of a step hold NaN or Inf. skip: whatever DeepSpeed does; "
         "raise: end all ranks, naming step and parameter, before the optimizer uses them; "
-        "full_precision: what DeepSpeed does, and the next steps travel in full precision.",
+        "full_precision: as skip, and the next steps are sent in full precision.",
     )
     steps: Positive = Field(
         100, description="Optimizer steps in full precision after such a step (full_precision)."
@@ -142,6 +162,12 @@ class MetricsConfig(Block):
 class WeightsConfig(_Quantizer):
     """Weights that are gathered: ZeRO-3 parameters, updated parameters of ZeRO-1 and 2."""
 
+    # Without Gaussian levels, which are for gradients.
+    range: Literal["minmax", "absmax"] = Field(
+        "minmax",
+        description="minmax: codes span smallest to largest value (scale and offset per group); "
+        "absmax: symmetric around zero (scale only).",
+    )
     rounding: Rounding = Field(
         "random_shift",
         description="nearest: ties to even; stochastic: up with the probability of the fraction; "
@@ -149,21 +175,22 @@ class WeightsConfig(_Quantizer):
     )
     difference: bool = Field(
         False,
-        description="true: send what changed since the last weights that everybody received "
-        "(SDP4Bit); what is lost stays in the next difference. Under ZeRO-3 it needs node_shard.",
+        description="true: send the difference to the last weights that all ranks received "
+        "(SDP4Bit); the quantization error is carried into the next difference. Under ZeRO-3 it "
+        "needs node_shard.",
     )
     lossless: bool = Field(
         False,
-        description="true: send what changed since the last weights, without loss; about 2-3 "
-        "bits per weight, more at high learning rates, 16 at most. For bf16 and fp16; fp32 weights "
-        "are sent in full precision. Under ZeRO-3 it needs node_shard.",
+        description="true: send the difference to the last weights without loss; about 2-3 bits "
+        "per weight, more at high learning rates, 16 at most. For bf16 and fp16; fp32 weights are "
+        "sent in full precision. Under ZeRO-3 it needs node_shard.",
     )
     intra: IntraConfig | None = Field(
         None,
         description="Codec of the gathers inside a node, with node_shard. null: the weights' own "
         "dtype.",
     )
-    levels: Literal["uniform", "learned"] = Field(
+    levels: Levels = Field(
         "uniform",
         description="learned: a table of 2^bits levels per parameter, fitted at level_steps. "
         "Worth it at 5 bits and below.",
@@ -176,51 +203,48 @@ class WeightsConfig(_Quantizer):
         0.01,
         gt=0,
         lt=1,
-        description="Learning rate of the levels: share of its distance to a value by which the "
-        "nearest level moves.",
+        description="Learning rate of the levels: the nearest level moves by this share of its "
+        "distance to a value.",
     )
 
     @property
     def exactly_differ(self) -> bool:
-        """Whether lossless differences travel."""
+        """True if lossless differences are sent."""
         return self.enabled and self.lossless
 
     @property
     def differ(self) -> bool:
-        """Whether quantized differences travel."""
+        """True if quantized differences are sent."""
         return self.enabled and self.difference and not self.lossless
 
     @property
     def reference(self) -> str | None:
         """The key that makes this scheme send differences, or None."""
-        return "lossless" if self.exactly_differ else "difference" if self.differ else None
+        if self.exactly_differ:
+            return "lossless"
+        if self.differ:
+            return "difference"
+        return None
 
     @field_validator("level_steps")
     @classmethod
     def _increasing(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
-        if not steps or any(b <= a for a, b in pairwise(steps)):
+        increasing = all(earlier < later for earlier, later in pairwise(steps))
+        if not steps or not increasing:
             raise rule("one or more step numbers in increasing order, such as [400, 1900]")
         return steps
 
     def conflicts(self) -> Conflicts:
         yield from super().conflicts()
-        if self.levels != "learned":
-            return
-        if self.range != "minmax":
-            fix = 'learned levels divide the min-max range: set range to "minmax"'
-            yield "levels", "range", fix
-        if self.difference:
+        if self.levels == "learned" and self.difference:
             fix = "levels are fitted to weights, not to differences: switch one of them off"
             yield "levels", "difference", fix
-        if self.rounding != "nearest":
-            fix = 'a value goes to its nearest learned level: set rounding to "nearest"'
-            yield "levels", "rounding", fix
 
 
 class GradientsConfig(_Quantizer):
     """Gradients that are reduced."""
 
-    range: Literal["minmax", "absmax", "gaussian"] = Field(
+    range: Range = Field(
         "minmax",
         description="As for weights; gaussian: levels of a normal distribution and EDEN's scale, "
         "unbiased over random signs (2 to 4 bits; needs group_size 128, rotation 128 and "
@@ -256,26 +280,25 @@ class GradientsConfig(_Quantizer):
 
     def conflicts(self) -> Conflicts:
         yield from super().conflicts()
-        signs = (True, "shared", "node")
-        needs = {"group_size": (128,), "rotation": (128,), "rotation_signs": signs}
         if self.range == "gaussian":
-            if not 2 <= self.bits <= 4:
-                fix = "Gaussian levels are those of 2, 3 and 4 bits: set bits to one of them"
-                yield "range", "bits", fix
-            for key in (key for key, needed in needs.items() if getattr(self, key) not in needed):
-                fix = (
-                    "Gaussian levels are for groups of 128 that random signs and a Hadamard "
-                    f"transform have made look normal: set {key} to {show(needs[key][0])}"
-                )
-                yield "range", key, fix
+            yield from self._gaussian_conflicts()
         elif self.rotation_signs == "node":
             fix = 'only errors of Gaussian levels gain by it: set rotation_signs to "shared"'
             yield "rotation_signs", "range", fix
+        if not self.rotation:
+            return
         fix = "a group holds whole rotation blocks: use a multiple, or a smaller rotation"
-        if self.range != "gaussian" and self.rotation and self.group_size % self.rotation:
+        if self.range != "gaussian" and self.group_size % self.rotation:
             yield "group_size", "rotation", fix
-        if self.rotation and self.intra and self.intra.group_size % self.rotation:
+        if self.intra is not None and self.intra.group_size % self.rotation:
             yield "intra", "rotation", fix
+
+    def _gaussian_conflicts(self) -> Conflicts:
+        """Yield settings of the rotation that leave values without a normal distribution."""
+        if self.rotation != 128:
+            yield "range", "rotation", f"{GAUSSIAN_NEEDS}: set rotation to 128"
+        if self.rotation_signs is False:
+            yield "range", "rotation_signs", f"{GAUSSIAN_NEEDS}: set rotation_signs to true"
 
 
 # ---- the block ----
@@ -290,7 +313,7 @@ MAX_SEED = 2**63 - 1
 
 
 class QuantizedCommConfig(Block):
-    """Quantized ZeRO communication. Every key is optional; the scheme sets what is left out."""
+    """Quantized ZeRO communication. Every key is optional; the scheme sets the others."""
 
     enabled: bool = Field(True, description="false: validate the block but stay inactive.")
     scheme: str = Field(
@@ -325,7 +348,7 @@ class QuantizedCommConfig(Block):
         description="true: allow a node shard with one rank per node, where it is a full copy of "
         "the weights.",
     )
-    slices: Annotated[int, Field(ge=1, le=64), BeforeValidator(whole)] | None = Field(
+    slices: Annotated[int, Field(ge=1, le=64), BeforeValidator(as_int)] | None = Field(
         None,
         description="Slices of a gradient bucket with several nodes of several ranks: one is sent "
         "between nodes while the next is summed inside them. null: by its size.",
@@ -372,14 +395,18 @@ class QuantizedCommConfig(Block):
 
     @classmethod
     @cache
-    def places(cls) -> Places:
-        """List every key with what it may be."""
-        return places_of(cls.model_json_schema())
+    def key_schemas(cls) -> KeySchemas:
+        """Return the JSON schema of every key."""
+        return key_schemas_of(cls.model_json_schema())
 
     def resolved(self) -> dict[str, Any]:
-        """Return every effective value as JSON types: what the log shows and the ranks compare."""
-        chosen = {"weights", "gradients", "node_shard"} if self.scheme == AUTOTUNE else None
-        return self.model_dump(mode="json", exclude=chosen)
+        """Return every effective value as JSON types, as logged and as compared between ranks.
+
+        Keys that autotune chooses are left out.
+        """
+        if self.scheme == AUTOTUNE:
+            return self.model_dump(mode="json", exclude={"weights", "gradients", "node_shard"})
+        return self.model_dump(mode="json")
 
     def picked(self, name: str) -> QuantizedCommConfig:
         """Return the settings with scheme ``name`` in place of "autotune"."""
@@ -390,30 +417,36 @@ class QuantizedCommConfig(Block):
         """Raise ``ConfigError`` unless ``node_size`` divides the number of ranks."""
         if self.node_size is None or world % self.node_size == 0:
             return
-        small = [n for n in range(1, min(isqrt(world), 10**6) + 1) if world % n == 0]
-        divisors = sorted({*small, *(world // n for n in small)})
-        shown = ", ".join(map(str, divisors[:16])) + (", ..." if len(divisors) > 16 else "")
+        allowed = divisors(world)
+        shown = ", ".join(map(str, allowed[:16]))
+        if len(allowed) > 16:
+            shown += ", ..."
         path = path_of(("node_size",))
         raise ConfigError(f"{path}={self.node_size}: allowed with {world} ranks: {shown}")
 
     @property
     def own_codecs(self) -> dict[str, str]:
         """Modules with a number format of the user's own, by role."""
-        roles = {"weights": self.weights, "gradients": self.gradients}
-        return {role: s.codec for role, s in roles.items() if s.enabled and s.codec is not None}
+        modules = {}
+        if self.weights.enabled and self.weights.codec is not None:
+            modules["weights"] = self.weights.codec
+        if self.gradients.enabled and self.gradients.codec is not None:
+            modules["gradients"] = self.gradients.codec
+        return modules
 
     @property
     def keeps_node_shard(self) -> bool:
-        """Whether ZeRO-3 keeps the weights in every node, if there are several."""
-        needed = self.weights.reference is not None
-        return needed if self.node_shard is None else self.node_shard
+        """True if ZeRO-3 keeps a copy of the weights in every node, given several nodes."""
+        if self.node_shard is not None:
+            return self.node_shard
+        return self.weights.reference is not None
 
     def validate_stage(self, stage: int | None) -> None:
-        """Raise ``ConfigError`` for a ZeRO stage, None if not set, that cannot be quantized."""
+        """Raise ``ConfigError`` unless the block works under a ZeRO stage; None: not set."""
         if stage not in (1, 2, 3):
-            found = " is not set" if stage is None else f"={show(stage)}"
+            written = " is not set" if stage is None else f"={show(stage)}"
             raise ConfigError(
-                f"zero_optimization.stage{found}: allowed with {KEY}: 1, 2 or 3; "
+                f"zero_optimization.stage{written}: allowed with {KEY}: 1, 2 or 3; "
                 f"set one of them or remove {KEY}"
             )
         key = self.weights.reference
@@ -426,24 +459,28 @@ class QuantizedCommConfig(Block):
             )
 
     def to_scheme(self) -> Scheme:
-        """Build the scheme; ConfigError for "autotune", see ``picked``."""
-        from ds_quant.policy.scheme import Scheme  # here, so that checks do not load torch
+        """Build the scheme. Raises ``ConfigError`` for "autotune", see ``picked``."""
+        # Imported here: it loads torch, which checks of a block do not need.
+        from ds_quant.policy.scheme import Scheme
 
         return Scheme.of(self)
 
 
 def parse(param_dict: dict[str, Any], *, load_codecs: bool = True) -> QuantizedCommConfig | None:
-    """Parse a whole DeepSpeed config; ``None`` if it asks for no quantization.
+    """Parse the block of a DeepSpeed config; None if there is no block or a disabled one.
 
-    Raises ``ConfigError``, also for mistakes in a disabled block and for a misspelt or misplaced
-    one. ``load_codecs``: import and try codecs of the user's own, if enabled.
+    load_codecs: import and try the user's own codecs of enabled roles.
+
+    Raises:
+        ConfigError: a mistake in the block, also in a disabled, misspelt or misplaced one.
     """
-    if problems := misplaced_block(param_dict):
+    problems = misplaced_block(param_dict)
+    if problems:
         raise ConfigError(*problems)
     if KEY not in param_dict:
         return None
     config = parse_block(param_dict[KEY], load_codecs=load_codecs)
-    if config.fallback.on_nonfinite == "raise" and _finds_its_loss_scale(param_dict.get("fp16")):
+    if config.fallback.on_nonfinite == "raise" and _scales_dynamically(param_dict.get("fp16")):
         raise ConfigError(
             f'{path_of(("fallback", "on_nonfinite"))}="raise" conflicts with fp16.loss_scale=0 '
             '(dynamic), which is found by steps that overflow: allowed are "skip" and '
@@ -452,16 +489,21 @@ def parse(param_dict: dict[str, Any], *, load_codecs: bool = True) -> QuantizedC
     return config if config.enabled else None
 
 
-def _finds_its_loss_scale(fp16: Any) -> bool:
-    """Whether a section "fp16" of the DeepSpeed config asks for dynamic loss scaling."""
+def _scales_dynamically(fp16: Any) -> bool:
+    """Return True if the section "fp16" of a DeepSpeed config asks for dynamic loss scaling."""
     return isinstance(fp16, dict) and fp16.get("enabled") is True and not fp16.get("loss_scale")
 
 
 def parse_block(block: Any, *, load_codecs: bool = True) -> QuantizedCommConfig:
-    """Parse the block alone, with the values of its scheme merged under the user's."""
+    """Parse the block alone; values of its scheme are defaults of the user's.
+
+    Raises:
+        ConfigError: all mistakes of one kind, in the order of the checks below.
+    """
     if not isinstance(block, dict):
         raise ConfigError(not_an_object(block, (*preset_names(), AUTOTUNE)))
-    if problems := auto_values(block):
+    problems = auto_values(block)
+    if problems:
         raise ConfigError(*problems)
     name = block.get("scheme", QuantizedCommConfig.model_fields["scheme"].default)
     if isinstance(name, str) and name in RENAMED:
@@ -470,15 +512,20 @@ def parse_block(block: Any, *, load_codecs: bool = True) -> QuantizedCommConfig:
     try:
         config = QuantizedCommConfig.model_validate(apply_preset(name, block))
     except ValidationError as error:
-        raise ConfigError(*explain(error, places=QuantizedCommConfig.places())) from None
-    own = _unusable_codecs if config.enabled and load_codecs else lambda _: []
-    if problems := conflicts(config, block) or without_effect(config, block) or own(config):
+        key_schemas = QuantizedCommConfig.key_schemas()
+        raise ConfigError(*explain(error, key_schemas=key_schemas)) from None
+    problems = conflicts(config, block)
+    if not problems:
+        problems = without_effect(config, block)
+    if not problems and config.enabled and load_codecs:
+        problems = _unusable_codecs(config)
+    if problems:
         raise ConfigError(*problems)
     return config
 
 
 def _unusable_codecs(config: QuantizedCommConfig) -> list[str]:
-    """Find modules named in the block that are no codecs."""
+    """Return one sentence per module of the block that cannot be used as a codec."""
     from ds_quant.codec.module import load
 
     problems = []
@@ -491,9 +538,10 @@ def _unusable_codecs(config: QuantizedCommConfig) -> list[str]:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema of a DeepSpeed config file, for editors: only our block is described."""
+    """Return the JSON Schema of a DeepSpeed config file, for editors; it describes our block."""
     block = QuantizedCommConfig.model_json_schema()
-    definitions, scheme = block.pop("$defs"), block["properties"]["scheme"]
+    definitions = block.pop("$defs")
+    scheme = block["properties"]["scheme"]
     scheme["enum"] = [*preset_names(), AUTOTUNE]
     for group, names in preset_groups().items():
         described = "; ".join(f"{name}: {preset_description(name)}" for name in names)

@@ -189,7 +189,7 @@ class QuantizedReduceScatter(ReduceScatter):
         ]
         specs = [codecs.spec for codecs in gradient_codecs]
         segments = self._segments(gradient_codecs)
-        sums = GradientSums(segments, specs, front.route, front.hierarchy.flat, scale)
+        sums = front.gradient_sums(tuple(segments), tuple(specs), scale)
         cast = CastCodec(torch.float32)
         rank = front.hierarchy.rank
         copies = Operations(

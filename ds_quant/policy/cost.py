@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -198,7 +198,6 @@ class _Totals:
 
     reduced_numel: elements of gradients that this plugin reduces.
     full_precision: bytes in full precision, of those that cross between nodes.
-    kept: number of parameters that are not quantized, by reason.
     """
 
     numel: int = 0
@@ -213,7 +212,6 @@ class _Totals:
     boundary: float = 0
     full_precision: float = 0
     memory: int = 0
-    kept: Counter[str] = field(default_factory=Counter)
 
 
 def comm_volume(
@@ -242,9 +240,16 @@ def comm_volume(
         stock_gradients=stock_gradients,
     )
     totals = _Totals()
+    kept: Counter[str] = Counter()
     for spec in param_specs:
-        if spec.trainable or stage == 3:
-            _add_param(totals, routes, spec, gradient_dtype)
+        if stage < 3 and not spec.trainable:
+            continue
+        reason = _kept_reason(scheme, spec)
+        if reason is not None:
+            kept[reason] += 1
+        elif spec.needs_full_gradient:
+            kept["Muon gradients on several ranks"] += 1
+        _add_param(totals, routes, spec, gradient_dtype)
     numel = max(1, totals.numel)
     sent = totals.weights + totals.gradients + totals.summed + totals.boundary
     partial_sums = 0.0
@@ -260,7 +265,7 @@ def comm_volume(
         gradients_intra=totals.gradients_intra / numel,
         routes=routes,
         full_precision_share=totals.full_precision / max(1, sent),
-        kept=dict(totals.kept),
+        kept=dict(kept),
         memory=totals.memory / numel,
         partial_sums=partial_sums,
         gathers=gathers,
@@ -272,11 +277,7 @@ def comm_volume(
 def _add_param(
     totals: _Totals, routes: Routes, spec: ParamSpec, gradient_dtype: torch.dtype
 ) -> None:
-    reason = _kept_reason(routes.scheme, spec)
-    if reason is not None:
-        totals.kept[reason] += 1
-    elif spec.needs_full_gradient:
-        totals.kept["Muon gradients on several ranks"] += 1
+    """Add the bytes of one parameter, in all roles, to the totals."""
     numel = torch.Size(spec.shape).numel()
     totals.numel += numel
     _add_weights(totals, routes, spec, numel)

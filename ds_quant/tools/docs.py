@@ -44,7 +44,7 @@ def markdown() -> str:
 
 def _keys() -> Iterator[tuple[str, str]]:
     """Yield every key that holds a value, and its row: allowed values, default and effect."""
-    for location, place in QuantizedCommConfig.places().items():
+    for location, place in QuantizedCommConfig.key_schemas().items():
         allowed, holds_keys = in_words(place["anyOf"]), "properties" in place["anyOf"][0]
         if location == ("scheme",):
             allowed = f"a scheme below, or `{show(AUTOTUNE)}`"

@@ -10,6 +10,8 @@ import torch
 
 from ds_quant.codec.bound import Rotation, decode, decode_sum, encode
 from ds_quant.codec.codec import CastCodec, GroupCodec
+from ds_quant.codec.rules import RULES
+from ds_quant.kernels import reference
 from ds_quant.kernels.random_bits import Address
 from tests.codecs import codecs
 
@@ -80,7 +82,7 @@ GAUSSIAN = {"bits": 4, "group_size": 128, "range": "gaussian"}
         (dict(range="max"), "range = 'max' in .*: allowed are 'minmax', 'absmax'"),
         (dict(rounding="shift"), "rounding = 'shift' in .*: allowed are 'nearest'"),
         (dict(levels="lloyd"), "levels = 'lloyd'"),
-        (dict(range="absmax", rounding="random_shift"), "range = 'absmax' .* are 'minmax'"),
+        (dict(range="absmax", rounding="random_shift"), "random_shift: .* are 'nearest', 'stoch"),
         (dict(levels="learned", rounding="stochastic"), "stochastic learned: .* 'nearest'"),
         (dict(levels="learned", range="absmax"), "range = 'absmax' .*: .* 'minmax'"),
         (GAUSSIAN | {"bits": 5}, "bits = 5 in int5 gaussian .*: allowed are 2, 3, 4"),
@@ -92,6 +94,12 @@ GAUSSIAN = {"bits": 4, "group_size": 128, "range": "gaussian"}
 def test_invalid_fields_are_named_with_what_is_allowed(fields, message):
     with pytest.raises(ValueError, match=message):
         GroupCodec(**fields)
+
+
+def test_gaussian_rules_are_those_of_the_kernels_levels():
+    allowed = {rule.restricted: rule.allowed for rule in RULES if rule.values == ("gaussian",)}
+    assert allowed["bits"] == tuple(reference._MAGNITUDES)
+    assert allowed["group_size"] == (reference.GAUSSIAN_GROUP,)
 
 
 def test_wrong_arguments_are_refused():

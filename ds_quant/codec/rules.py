@@ -1,0 +1,100 @@
+"""Settings of a GroupCodec: allowed values, and values that exclude each other.
+
+``GroupCodec`` checks itself with this table. ``config/schema.py`` reads it for the keys of the
+block, without loading torch. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+Range = Literal["minmax", "absmax", "gaussian"]
+Rounding = Literal["nearest", "stochastic", "random_shift"]
+Levels = Literal["uniform", "learned"]
+
+BITS = range(2, 9)
+GROUP_SIZES = range(32, 65537, 32)
+RANGES: tuple[str, ...] = get_args(Range)
+ROUNDINGS: tuple[str, ...] = get_args(Rounding)
+LEVELS: tuple[str, ...] = get_args(Levels)
+
+SETTINGS: dict[str, Sequence[Any]] = {
+    "range": RANGES,
+    "rounding": ROUNDINGS,
+    "levels": LEVELS,
+    "bits": BITS,
+    "group_size": GROUP_SIZES,
+}
+
+
+class Rule(NamedTuple):
+    """A setting at one of ``values`` restricts another setting to ``allowed``.
+
+    remedy: the reason and a change that satisfies the rule, for messages about the block; empty
+        if a block may break the rule.
+    """
+
+    setting: str
+    values: tuple[str, ...]
+    restricted: str
+    allowed: tuple[Any, ...]
+    remedy: str
+
+    def is_broken_by(self, settings: Any) -> bool:
+        """Return True if an object with these attributes breaks the rule."""
+        if getattr(settings, self.setting) not in self.values:
+            return False
+        return getattr(settings, self.restricted) not in self.allowed
+
+
+GAUSSIAN_NEEDS = (
+    "Gaussian levels are for groups of 128 that random signs and a Hadamard transform have made "
+    "look normal"
+)
+RULES = (
+    Rule(
+        "range",
+        ("absmax", "gaussian"),
+        "rounding",
+        ("nearest", "stochastic"),
+        'a shift moves the min-max grid: set range to "minmax" or rounding to "nearest"',
+    ),
+    Rule(
+        "levels",
+        ("learned",),
+        "range",
+        ("minmax",),
+        'learned levels divide the min-max range: set range to "minmax"',
+    ),
+    Rule(
+        "levels",
+        ("learned",),
+        "rounding",
+        ("nearest",),
+        'a value goes to its nearest learned level: set rounding to "nearest"',
+    ),
+    Rule(
+        "range",
+        ("gaussian",),
+        "bits",
+        (2, 3, 4),
+        "Gaussian levels are those of 2, 3 and 4 bits: set bits to one of them",
+    ),
+    Rule(
+        "range",
+        ("gaussian",),
+        "group_size",
+        (128,),
+        f"{GAUSSIAN_NEEDS}: set group_size to 128",
+    ),
+    # A block may: its rounding is then that of the codec inside a node.
+    Rule("range", ("gaussian",), "rounding", ("nearest",), ""),
+)
+
+
+def broken_rules(settings: Any) -> Iterator[Rule]:
+    """Yield the rules that an object breaks, as far as it has the attributes of a GroupCodec."""
+    for rule in RULES:
+        if hasattr(settings, rule.setting) and rule.is_broken_by(settings):
+            yield rule

@@ -107,7 +107,7 @@ class CastCodec:
     """Raw values of one dtype on the wire, padded to 16 bytes: full precision, and the baseline.
 
     dtype: torch.bfloat16, torch.float16 or torch.float32. tight: without padding, so that small
-    tensors lie side by side, see [Note: small tensors] of comm/message.py.
+    tensors lie side by side, see [Note: small tensors] of comm/small_tensors.py.
     """
 
     dtype: torch.dtype = torch.bfloat16

@@ -59,8 +59,8 @@ def seal(payload: Tensor, sizes: Sequence[int], *, sender: int) -> Tensor:
     """
     sealed = payload.new_zeros(sum(map(sealed_bytes, sizes)))
     for run in _runs(sizes):
-        rows = sealed[run.in_sealed].view(run.count, -1)
-        rows[:, : run.nbytes] = payload[run.in_payload].view(run.count, -1)
+        rows = sealed[run.in_sealed].view(run.messages, -1)
+        rows[:, : run.nbytes] = payload[run.in_payload].view(run.messages, -1)
         words = rows.view(torch.int64)
         words[:, -2:] = _checksums(words[:, :-2], run.nbytes, sender)
     return sealed
@@ -75,24 +75,24 @@ def unseal(sealed: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
     payload = sealed.new_empty(sum(sizes))
     changed = torch.zeros(len(sizes), dtype=torch.bool, device=sealed.device)
     for run in _runs(sizes):
-        rows = sealed[run.in_sealed].view(run.count, -1)
-        payload[run.in_payload].view(run.count, -1).copy_(rows[:, : run.nbytes])
+        rows = sealed[run.in_sealed].view(run.messages, -1)
+        payload[run.in_payload].view(run.messages, -1).copy_(rows[:, : run.nbytes])
         words = rows.view(torch.int64)
-        senders = torch.arange(run.first, run.first + run.count, device=sealed.device)
+        senders = torch.arange(run.first, run.first + run.messages, device=sealed.device)
         expected = _checksums(words[:, :-2], run.nbytes, senders)
-        changed[run.first : run.first + run.count] = (words[:, -2:] != expected).any(1)
+        changed[run.first : run.first + run.messages] = (words[:, -2:] != expected).any(1)
     return payload, changed
 
 
 class _Run(NamedTuple):
     """Consecutive messages of equal size, which one operation handles.
 
-    first: index of the first. count: number of messages. nbytes: of each.
+    first: index of the first. messages: number of them. nbytes: bytes of each.
     in_payload, in_sealed: their bytes without and with checksums.
     """
 
     first: int
-    count: int
+    messages: int
     nbytes: int
     in_payload: slice
     in_sealed: slice

@@ -55,12 +55,11 @@ def plan(
 
     node_size: ranks per node of a reduction over two hops, None for one hop.
     """
-    direct = [(rank,) for rank in range(ranks)]
-    balanced = [tuple(range(ranks))] * ranks
-    team_choices = [direct, balanced]
+    team_choices: list[list[tuple[int, ...]]] = []  # by choice and owner
+    team_choices.append([(rank,) for rank in range(ranks)])  # direct
     if node_size is not None:
-        balanced_in_nodes = [_node(rank, node_size) for rank in range(ranks)]
-        team_choices = [direct, balanced_in_nodes, balanced]
+        team_choices.append([_node(rank, node_size) for rank in range(ranks)])
+    team_choices.append([tuple(range(ranks))] * ranks)  # balanced
     candidates = [_cut_evenly(shapes, team_of) for team_of in team_choices]
     return min(candidates, key=lambda pieces: inbound(shapes, pieces, ranks, node_size))
 

@@ -1,7 +1,7 @@
 """A node's copy of the weights of one sharded module, split over the ranks of the node.
 
 [Note: rows of a node] Local rank g of every node holds the rows of all ranks whose local rank is g,
-one per node, as [Note: strided layout] of comm/message.py has it. An optimizer step posts the new
+one per node, as [Note: strided layout] of comm/node_rows.py has it. An optimizer step posts the new
 weights between these ranks: each byte enters a node once. A gather then stays inside the node. The
 exchange is waited for when the module is gathered next.
 """

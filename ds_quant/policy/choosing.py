@@ -1,11 +1,11 @@
-"""Which scheme to take: one table by ZeRO stage, GPUs per node and link.
+"""The recommended scheme: one table by ZeRO stage, GPUs per node and link.
 
 README, docs/choosing.md, ``ds_quant estimate``, autotune and the start-up line all read it.
 
 [Note: why these] Figures of docs/results.md: ``eden4`` sends half the bytes of ``qsdp`` between
-nodes and loses less. It needs weights that everybody holds, which ZeRO-3 keeps where a node has
-several GPUs to share them. On slow links ``lossless_w_g3`` was measured fastest; its exact weights
-take longer to encode, which a fast link does not give back.
+nodes with less error. It needs a reference of the weights on every rank, which ZeRO-3 keeps if the
+GPUs of a node can share it. On slow links ``lossless_w_g3`` was measured fastest; lossless weights
+take longer to encode, which does not pay on a fast link.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from typing import NamedTuple
 from ds_quant.config.schema import parse_block
 
 EXACT = "full_precision"
-NOTHING = ""  # leave the block out
+NOTHING = ""  # no quantized_comm block
 
 
 class Row(NamedTuple):
-    """What to take on a link from ``least`` Gb/s on, up to the row before.
+    """The recommended schemes for links of ``least`` Gb/s and more, up to the preceding row.
 
-    replicated, shared, alone: under ZeRO-1/2, under ZeRO-3 where a node has several GPUs, and where
-    it has one. ask: only where ``ds_quant estimate`` says that it gains.
+    link: name of the links.
+    replicated: under ZeRO-1/2.
+    shared: under ZeRO-3 with several GPUs per node.
+    alone: under ZeRO-3 with one GPU per node.
+    ask: True if the gain is uncertain: only if ``ds_quant estimate`` predicts one.
     """
 
     link: str
@@ -33,14 +36,14 @@ class Row(NamedTuple):
     ask: bool = False
 
 
-# Gb/s into a node from the others.
+# By Gb/s into a node from the others.
 BETWEEN = (
     Row("400 and more", 300, "eden4", "eden4", "qsdp", ask=True),
     Row("100 to 200", 60, "eden4", "eden4", "qsdp"),
     Row("10 to 40", 5, "eden4", "eden4", "qsdp"),
     Row("1", 0, "lossless_w_g3", "lossless_w_g3", "qsdp"),
 )
-# Gb/s into a GPU, on one node.
+# By Gb/s into a GPU, on one node.
 INSIDE = (
     Row("one node, NVLink", 1000, NOTHING, NOTHING, NOTHING),
     Row("one node, PCIe without peer access", 0, "eden4", "qsdp", "qsdp", ask=True),
@@ -48,8 +51,9 @@ INSIDE = (
 
 
 class Place(NamedTuple):
-    """Where a job runs. replica: a full copy of the weights on every rank is accepted
-    (``allow_full_replica``).
+    """The ZeRO stage and the nodes of a job.
+
+    replica: True if a full copy of the weights on every rank is accepted (``allow_full_replica``).
     """
 
     stage: int
@@ -59,32 +63,42 @@ class Place(NamedTuple):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The part of the table that holds."""
+        """The applicable part of the table."""
         return BETWEEN if self.nodes > 1 else INSIDE
 
     @property
     def column(self) -> str:
-        """The field of a row that holds."""
+        """The applicable field of a row."""
         if self.stage < 3:
             return "replicated"
-        return "shared" if self.node_size > 1 or self.replica else "alone"
+        if self.node_size > 1 or self.replica:
+            return "shared"
+        return "alone"
 
 
 def recommended(place: Place, gigabits: float) -> str:
-    """Return the scheme for a link in Gb/s, into a node from the others, or on one node into a GPU;
-    ``NOTHING`` if the block is better left out.
+    """Return the scheme for a link, ``NOTHING`` if the block is better left out.
+
+    gigabits: Gb/s into a node from the others, or on one node into a GPU.
     """
     row = next(row for row in place.rows if gigabits >= row.least)
     return getattr(row, place.column)
 
 
 def candidates(place: Place) -> tuple[str, ...]:
-    """List what may be taken at a place on any link, the most exact one first."""
+    """Return the schemes that are recommended on any link, the most precise one first."""
     schemes = dict.fromkeys(getattr(row, place.column) for row in place.rows)
     return EXACT, *(scheme for scheme in schemes if scheme)
 
 
 def tuned(place: Place) -> tuple[str, ...]:
-    """List what autotune tries: not lossless differences, as long as the training makes them."""
-    blocks = {name: parse_block({"scheme": name}, load_codecs=False) for name in candidates(place)}
-    return tuple(name for name, block in blocks.items() if not block.weights.exactly_differ)
+    """Return the schemes that autotune times.
+
+    Lossless differences are left out: the length of their messages depends on the training.
+    """
+    names = []
+    for name in candidates(place):
+        block = parse_block({"scheme": name}, load_codecs=False)
+        if not block.weights.exactly_differ:
+            names.append(name)
+    return tuple(names)

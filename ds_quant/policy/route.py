@@ -218,6 +218,7 @@ class Routes:
         if quantized and self.scheme.gradients is not None:
             outer_codec = self.scheme.gradients
             inner_codec = self.scheme.gradients_intra or self.scheme.gradients
+        hops: tuple[Hop, ...]
         if self.two_levels and full_world:
             hops = self._two_level_gradients(outer_codec, inner_codec)
         else:

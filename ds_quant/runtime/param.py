@@ -83,7 +83,7 @@ def full_precision_gradient(
 ) -> GradientCodecs:
     """Return the codecs of a gradient that is sent in ``dtype``.
 
-    tight: it is a small tensor, see [Note: small tensors] of comm/message.py.
+    tight: it is a small tensor, see [Note: small tensors] of comm/small_tensors.py.
     """
     codec = CastCodec(dtype, tight)
     hop_codecs = (HopCodec(codec, key=None),) * hops

@@ -1,7 +1,7 @@
 """The node-level copy of the ZeRO-3 weights, updated after every optimizer step.
 
 [Note: node shard] Every node holds all weights, split over its ranks: its *node shard*. A rank
-holds *rows* of every parameter, see [Note: strided layout] of comm/message.py. A gather of full
+holds *rows* of every parameter, see [Note: strided layout] of comm/node_rows.py. A gather of full
 weights then stays inside the node; only the changes of an optimizer step cross between nodes.
 
 [Note: stale rows] The exchange after a step serves every parameter that was trained when the engine

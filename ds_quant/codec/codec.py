@@ -20,9 +20,11 @@ CAST_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp3
 
 
 class Codec(Protocol):
-    """Interface of a codec: an exact size; the kernels know how it encodes."""
+    """Codec interface: wire size only; kernels encode and decode."""
 
-    kind: str  # "groups", "cast" or "module"
+    @property
+    def kind(self) -> str:
+        """One of "groups", "cast" and "module"."""
 
     @property
     def name(self) -> str:

@@ -62,7 +62,7 @@ OTHERS = {
     "zero.muon": {"torch", "deepspeed"},
     "zero.version": {"deepspeed", "packaging"},
     "zero.install": {"torch", "deepspeed"},
-    "tools": set("torch deepspeed packaging matplotlib transformers hjson psutil cupy".split()),
+    "tools": set("torch deepspeed packaging matplotlib transformers hjson cupy".split()),
 }
 ONLY_INSIDE_FUNCTIONS = {"cupy", "deepspeed"}
 PRIVATE_NAMES = ("deepspeed.runtime", "_DeepSpeedZeroOptimizer")

@@ -146,7 +146,7 @@ def _estimate(add: AddArgument) -> None:
         metavar="SECONDS",
         help="a whole step with DeepSpeed as shipped, to compute the rate that the link reaches",
     )
-    add("--gpu-memory", type=positive, metavar="GB", help="per GPU: leave out what does not fit")
+    add("--gpu-memory", type=positive, metavar="GB", help="per GPU: take only schemes that fit")
     add("--encode", type=positive, default=1e11, help="parameters per second and GPU (1e11)")
     add("--all", action="store_true", help="show every scheme and its memory")
     add("--json", action="store_true", help="print the rows as JSON")

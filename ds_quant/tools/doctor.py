@@ -206,7 +206,7 @@ def cuda_kernels(device: torch.device) -> Check:
     found = f"CUDA tensors take the slower torch path: {failure.reason}"
     fix = failure.fix
     if failure.traceback:
-        fix += ", or mend what the traceback below names"
+        fix += ", or fix the cause in the traceback below"
     return Check("CUDA kernels", found, details, fix, WARNING)
 
 

@@ -64,7 +64,7 @@ class Migration:
         value = section.pop(key)
         self.changes.append(f"{'.'.join(path)}={show(value)}: {why}")
 
-    def set(self, *path: str, value: Any, why: str) -> None:
+    def set(self, *path: str, value: object, why: str) -> None:
         """Set a key, and note the reason."""
         *parents, key = path
         section = self.config
@@ -132,7 +132,7 @@ _LOCO_REASON = (
 )
 
 
-def _zeropp(zero: dict[str, Any], stage: Any, migration: Migration) -> None:
+def _zeropp(zero: dict[str, Any], stage: object, migration: Migration) -> None:
     """Translate hpZ, qwZ, qgZ, quantized frozen weights and LoCo; node size also from MiCS."""
     secondary_shards = refusals.number(zero.get(_HPZ))
     mics_shards = refusals.number(zero.get(_MICS))

@@ -292,7 +292,7 @@ def _size(
     return default if auto is None else int(auto)
 
 
-def _whole_number(key: str, value: Any, least: int) -> int:
+def _whole_number(key: str, value: object, least: int) -> int:
     """Read a whole number, also as 5e8."""
     number = refusals.number(value)
     if isinstance(value, bool) or number < least or number % 1:

@@ -66,7 +66,7 @@ def show(value: object) -> str:
 def did_you_mean(word: str, candidates: Iterable[str], *, cutoff: float = 0.55) -> str | None:
     """Return the candidate nearest in spelling, or None if none is near.
 
-    Case, dashes, underscores and blanks are not compared.
+    Case is ignored; dashes and blanks count as underscores.
     """
     by_spelling = {candidate.lower(): candidate for candidate in candidates}
     spelling = word.strip().lower().replace("-", "_").replace(" ", "_")
